@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import torch
 
 from graphar.matmul import allgather_matmul
-from graphar.matmul.allgather_matmul import AllgatherMatmuls, Gathering
+from graphar.matmul.allgather_matmul import AllgatherMatmuls
 from graphar.matmul.fused import FusedMatmuls, _place
-from graphar.matmul.operands import Operands
+from graphar.matmul.operands import Gathering, Operands
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.norms import REDUCESCATTER_NORM, RmsNorm

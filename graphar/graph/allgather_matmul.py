@@ -132,8 +132,8 @@ def _why_not_one(gathered: Gathered, matmul: Node) -> str:
 
 def _why_not_faster(gathered: Gathered, places: Places) -> str:
     count = math.prod(gathered.node.meta["val"].shape[:-1])
-    least = places.table.allgather_matmul.from_rows.get(places.resolve(gathered.group).size())
-    if least is None or (count if isinstance(count, int) else MANY_ROWS) < least:
+    world_size = places.resolve(gathered.group).size()
+    if places.table.allgather_matmul.faster(world_size, count if isinstance(count, int) else MANY_ROWS) == "none":
         return "not known to be faster as one op"
     return ""
 

@@ -1,23 +1,25 @@
-"""An all-gather and a matmul in one launch: own rows are multiplied while those of the peers arrive."""
+"""How an all-gather and a matmul overlap, and the way in one launch: each tile begins when its rows are here."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from graphar.errors import UnsupportedError
+from graphar.matmul.gathered_chunks import GatheredChunks
 from graphar.matmul.gemm import STORE_COLUMNS, STORE_ROWS, Order, layout_of, weight_map
+from graphar.matmul.operands import Gathering, alike
 from graphar.matmul.tensor_maps import Matrix, TensorMap, aligned_copy, matrix_of, tensor_map
-from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
+from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
 from graphar.plan.matmuls import gathered_tile
 from graphar.plan.policy import shared_blocks
-from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, WARP, gathered_flags
+from graphar.plan.scratch import PACK_NBYTES, gathered_slots_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
 from graphar.plan.tiles import GATHERED_TILES, LAYOUTS, MatmulTile
 from graphar.runtime import launcher
@@ -31,62 +33,55 @@ from graphar.runtime.runner import Member
 ALGORITHM = Algorithm.ALLGATHER_MATMUL
 
 
-@dataclass(frozen=True)
-class Gathering:
-    """One rank's operands and results, of two dimensions."""
-
-    a: torch.Tensor  # [M_r, K], this rank's rows
-    w: torch.Tensor  # [N, K]
-    bias: torch.Tensor | None  # [N], or None
-    out: torch.Tensor  # [M, N], takes the product of all ranks' rows
-    gathered: torch.Tensor | None  # [M, K], takes the rows of all ranks; None: they are not wanted
-    form: Pointwise | None = None  # of an epilogue, bound for the tensor that ``out`` is; without a bias
-    inputs: EpilogueInputs | None = None  # the epilogue's; None without one
-
-
-def takes(engine: Engine, partition: str, a: torch.Tensor, rows: int) -> bool:
-    """Whether a call runs as one fused kernel. The first call is collective; the answer is the same on every rank.
+def method_of(engine: Engine, partition: str, a: torch.Tensor, rows: int, has_epilogue: bool = False) -> str:
+    """Returns how a call runs: as "tiles", in "chunks", or, if it is "none", as two ops. The first call is collective.
 
     It depends only on facts that ranks share. Memory layouts and weights may differ between ranks.
 
     Args:
         a: a rank's rows [M_r, K].
         rows: the rows of all ranks.
+        has_epilogue: whether an epilogue follows the matmul.
     """
-    if partition not in ("auto", "tiles") or not a.is_cuda or a.dtype not in ALGORITHM.row.dtypes:
-        return False
+    if partition == "none" or not a.is_cuda or a.dtype not in ALGORITHM.row.dtypes:
+        return "none"
     with engine.keeping_failure():
-        if engine.why_no_kernel(ALGORITHM.op, a) or engine.runner.chip.arch != MATMUL_ARCH:
-            return False
-    k = a.shape[1]
+        if engine.why_no_kernel(ALGORITHM.op, a):
+            return "none"
+    k, has_tiles = a.shape[1], engine.runner.chip.arch == MATMUL_ARCH
     if not k or not gathered_rows_a_launch(engine.world_size, k):
-        return False
-    least = engine.table.allgather_matmul.from_rows.get(engine.world_size)
-    return partition == "tiles" or (least is not None and rows >= least)
+        return "none"
+    method = engine.table.allgather_matmul.faster(engine.world_size, rows) if partition == "auto" else partition
+    served = has_tiles if method == "tiles" else not has_epilogue
+    return method if served else "none"
 
 
-def run(engine: Engine, members: Sequence[Gathering], counts: Sequence[int], timeout_s: float | None = None) -> None:
+def run(
+    engine: Engine, method: str, members: Sequence[Gathering], counts: Sequence[int], timeout_s: float | None = None
+) -> None:
     """Writes the product of all ranks' rows into every ``out``, and the rows into every ``gathered``. Collective.
 
     Args:
-        members: the operands of this process's ranks, which :func:`takes` has approved. K is equal on all ranks.
+        method: "tiles" or "chunks", as :func:`method_of` found for the call.
+        members: the operands of this process's ranks. K is equal on all ranks.
         counts: the rows of every rank; not all zero.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the engine's.
 
     Raises:
         UnsupportedError: no kernel serves the call; the message says why.
     """
-    placed, counts = [_place(one) for one in members], tuple(counts)
-    first, kernels = placed[0], engine.attached(AllgatherMatmuls)
+    in_tiles, counts = method == "tiles", tuple(counts)
+    placed = [_place(one) for one in members] if in_tiles else members
+    first, ways = placed[0], engine.attached(AllgatherMatmuls if in_tiles else GatheredChunks)
     call = Call.of(ALGORITHM.op, first.a, counts, timeout_s=timeout_s, epilogue=first.form)
 
-    def run_kernels() -> None:
+    def run_whole() -> None:
         with engine.keeping_failure():
             if reason := engine.why_no_kernel(call.op, first.a):
                 raise UnsupportedError(f"{call.op}: {reason}")
-            kernels.run(call, placed)
+            ways.run(call, placed)
 
-    engine.watch(call, as_taken(engine, [one.a for one in placed]), run_kernels, f", {_alike(first)}")
+    engine.watch(call, as_taken(engine, [one.a for one in placed]), run_whole, f", {alike(first)}, in {method}")
     for one, mine in zip(members, placed, strict=True):
         for result, written in ((one.out, mine.out), (one.gathered, mine.gathered)):
             if written is not result:
@@ -123,11 +118,6 @@ def _aligned_like(x: torch.Tensor) -> torch.Tensor:
     """Returns an uninitialised tensor like ``x``, whose rows begin at multiples of 16 bytes."""
     rows, columns = x.shape
     return x.new_empty(rows, -(-columns // STORE_COLUMNS) * STORE_COLUMNS)[:, :columns]
-
-
-def _alike(one: Gathering) -> str:
-    """Returns what operands must have alike on all ranks, beside the call's own counts and dtype, in words."""
-    return f"{one.a.shape[1]} columns"
 
 
 class AllgatherMatmuls:
@@ -198,7 +188,7 @@ class AllgatherMatmuls:
         launch = self._launches.get(key)
         if launch is None:
             engine = self._engine
-            agreed = f"{call.agreed}, {_alike(mine)}"
+            agreed = f"{call.agreed}, {alike(mine)}"
             arguments = engine.runner.arguments(member, ALGORITHM, one, call.timeout_s or engine.timeout_s, agreed)
             parameters = _parameters(tile, layout, weights, mine, member, one, arguments, engine.world_size)
             sms = launcher.sm_count(member.device)
@@ -240,8 +230,7 @@ def _parameters(
 
 def _slots(arguments, world_size: int) -> int:
     """Returns the address of the first slot on this rank: `slot` in cuda_src/device/matmul/gathered_rows.cuh."""
-    flags = 4 * (WARP + (world_size - 1) * gathered_flags(arguments.capacity))
-    return arguments.scratch[arguments.rank] + SIGNAL_PAD_NBYTES + flags
+    return arguments.scratch[arguments.rank] + gathered_slots_offset(world_size, arguments.capacity)
 
 
 def _most_blocks(tile: MatmulTile, one: Slice, mine: Gathering) -> int:

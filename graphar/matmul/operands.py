@@ -1,4 +1,4 @@
-"""The operands of a matmul whose result is summed over ranks, and their checks."""
+"""The operands of a matmul whose result is summed over ranks, or whose rows are gathered; and their checks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.plan.checks import check_apart, check_devices, check_one_each, check_strided
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -14,13 +15,31 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Operands:
-    """One rank's operands and result."""
+    """One rank's operands and result, of a matmul whose result is summed."""
 
     a: torch.Tensor  # [M, K]
     w: torch.Tensor  # [N, K]
     bias: torch.Tensor | None  # [N], added to the sum; or None
     out: torch.Tensor  # takes the result; contiguous
     prefetch: torch.Tensor | None = None  # the tensor that the last all-reduce may prefetch into L2, or None
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """One rank's operands and results, of a matmul whose rows are gathered; of two dimensions."""
+
+    a: torch.Tensor  # [M_r, K], this rank's rows
+    w: torch.Tensor  # [N, K]
+    bias: torch.Tensor | None  # [N], or None
+    out: torch.Tensor  # [M, N], takes the product of all ranks' rows
+    gathered: torch.Tensor | None  # [M, K], takes the rows of all ranks; None: they are not wanted
+    form: Pointwise | None = None  # of an epilogue, bound for the tensor that ``out`` is; without a bias
+    inputs: EpilogueInputs | None = None  # the epilogue's; None without one
+
+
+def alike(one: Gathering) -> str:
+    """Returns what operands must have alike on all ranks, beside the call's own counts and dtype, in words."""
+    return f"{one.a.shape[1]} columns"
 
 
 def members(a, w, bias, outs, prefetch=()) -> list[Operands]:

@@ -208,7 +208,7 @@ def _multiply_and_sum(
                 multiply(at)
             sum_panel(at, None)
         return
-    streams = [_streams(one.a.device) for one in members]
+    streams = [streams_of(one.a.device) for one in members]
     try:
         for at in range(len(panels)):
             for multiply, (main, side) in zip(multiplies, streams, strict=True):
@@ -225,7 +225,7 @@ def _multiply_and_sum(
             main.wait_stream(side)
 
 
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Returns the caller's stream on a device, and its side stream."""
     main = torch.cuda.current_stream(device)
     return main, _side_stream(device, main.cuda_stream)

@@ -11,7 +11,7 @@ import torch
 from graphar import reference
 from graphar.matmul import allgather_matmul as kernels
 from graphar.matmul import operands
-from graphar.matmul.allgather_matmul import Gathering
+from graphar.matmul.operands import Gathering
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise
 from graphar.ops import options, parts
 from graphar.ops.epilogue_gradients import before_epilogue
@@ -22,7 +22,7 @@ from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "fused_allgather_matmul"
-PARTITIONS = ("auto", "tiles", "none")
+PARTITIONS = ("auto", "tiles", "chunks", "none")
 
 
 @overload
@@ -101,8 +101,10 @@ def fused_allgather_matmul(
         bias: this rank's [N], which is added before rounding; for lists a list, one a device.
         gathered: whether to return the gathered rows as well, for example to multiply them with further weights.
         sizes: M_r of every rank, in rank order. None: all have this rank's M_r. Not for a list.
-        partition: "tiles": one kernel gathers and multiplies, for bf16 and fp16 on sm_90; other calls run as
-            "none". "none": gather, then multiply. "auto": "tiles" or "none", by the tuning table.
+        partition: "tiles": one kernel gathers and multiplies, for bf16 and fp16 on sm_90. "chunks": copy engines
+            gather, and torch multiplies the rows of each rank when they have arrived; for bf16 and fp16 without an
+            epilogue. "none": gather, then multiply; other calls run so, too. "auto": one of these, by the tuning table.
+            Equal on all ranks.
         epilogue: elementwise work on the fp32 product and ``bias`` before they are rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". The
             expression must be equal on all ranks. row, col and index are places in this rank's result, whose shape its
@@ -194,8 +196,9 @@ def _run(engine: Engine, a, w, given) -> list[tuple[torch.Tensor, torch.Tensor]]
         )
         for at, (x, weight, (product, gathered)) in enumerate(zip(a, w, outs, strict=True))
     ]
-    if kernels.takes(engine, given.partition, members[0].a, rows):
-        kernels.run(engine, members, [size * in_one for size in given.sizes], given.timeout_s)
+    method = kernels.method_of(engine, given.partition, members[0].a, rows, bool(given.epilogue))
+    if method != "none":
+        kernels.run(engine, method, members, [size * in_one for size in given.sizes], given.timeout_s)
         return outs
     wholes = [rows_of_all for _, rows_of_all in outs]
     if not given.gathered:
@@ -271,8 +274,9 @@ def _backward(ctx, gradients):
 
 def _of_rows(ctx, of_products, of_rows, w, where: dict) -> list[torch.Tensor]:
     if not ctx.given["gathered"]:
-        cut = {"partition": ctx.given["partition"]}
-        return for_ranks(ctx, "fused_matmul_reducescatter", of_products, [x.t() for x in w], **cut, **where)
+        partition = ctx.given["partition"] if ctx.given["partition"] in ("tiles", "none") else "auto"
+        how = {"partition": partition} | where
+        return for_ranks(ctx, "fused_matmul_reducescatter", of_products, [x.t() for x in w], **how)
     totals = [
         of_product @ weight + of_whole for of_product, of_whole, weight in zip(of_products, of_rows, w, strict=True)
     ]

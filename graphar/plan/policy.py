@@ -159,6 +159,14 @@ class MatmulPolicy:
 class AllgatherMatmulPolicy:
     """All-gathers followed by a matmul."""
 
-    # By world size, the rows of all ranks together from which on "auto" takes the fused kernel. Without an entry it
-    # never does.
-    from_rows: ByWorldSize
+    # By world size, the rows of all ranks together from which on "auto" chooses ``partition="chunks"``.
+    chunks_from_rows: ByWorldSize
+    # By world size, the rows from which on "auto" chooses ``partition="tiles"``, if there are too few for chunks.
+    tiles_from_rows: ByWorldSize
+
+    def faster(self, world_size: int, rows: int) -> str:
+        """Returns the partition that "auto" chooses. It is "none" where nothing was measured."""
+        for partition, least in (("chunks", self.chunks_from_rows), ("tiles", self.tiles_from_rows)):
+            if rows >= least.get(world_size, math.inf):
+                return partition
+        return "none"

@@ -176,8 +176,8 @@ def gathered_rows(nbytes: int) -> Layout:
 
     def layout(world_size: int) -> Scratch:
         slot = packs_a_part(-(-nbytes // PACK_NBYTES), world_size)
-        of_peer = 4 * gathered_flags(slot) + slot * PACK_NBYTES
-        return Scratch(slot, SIGNAL_PAD_NBYTES + 4 * WARP + (world_size - 1) * of_peer, fill=0)
+        slots = (world_size - 1) * slot * PACK_NBYTES
+        return Scratch(slot, gathered_slots_offset(world_size, slot) + slots, fill=0)
 
     return layout
 
@@ -185,6 +185,11 @@ def gathered_rows(nbytes: int) -> Layout:
 def gathered_flags(capacity: int, unit_packs: int = GATHERED_UNIT_PACKS) -> int:
     """Returns the flags beside a slot of ``capacity`` packs: `stride` in device/matmul/gathered_rows.cuh."""
     return (capacity // (unit_packs // 2) + WARP) // WARP * WARP
+
+
+def gathered_slots_offset(world_size: int, capacity: int) -> int:
+    """Returns the bytes before the first slot of :func:`gathered_rows`."""
+    return SIGNAL_PAD_NBYTES + 4 * (WARP + (world_size - 1) * gathered_flags(capacity))
 
 
 def boxes_a_slot(world_size: int) -> int:

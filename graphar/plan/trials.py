@@ -174,4 +174,5 @@ def _tiles(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
 def _allgather_matmul(world_size: int) -> Iterator[Trial]:
     rows = (256, 512, 1024, 2048, 4096, 8192)
     calls = [Workload("allgather_matmul", one, columns, k=8192) for one in rows for columns in (2560, 14336)]
-    yield Trial(("allgather_matmul", "from_rows", world_size), (*rows, None), calls, True)
+    for partition in ("chunks", "tiles"):
+        yield Trial(("allgather_matmul", f"{partition}_from_rows", world_size), (*rows, None), calls, True)

@@ -186,6 +186,10 @@ class Runner:
                 call(driver.cuCtxSynchronize)
         return region
 
+    def scratch(self, algorithm: Algorithm) -> list[int]:
+        """Returns the addresses of a prepared algorithm's scratch, by rank."""
+        return [pointer + _COUNTERS_NBYTES for pointer in self._regions[algorithm].pointers]
+
     # ---- launching --------------------------------------------------------------------------------------------------
 
     def bind(

@@ -50,7 +50,7 @@ class SymmetricTensors:
             self._buffer_at[buffer.pointers[rank]] = buffer
         self.begin = self._starts[0]
         self.end = self._starts[-1] + self._buffer_at[self._starts[-1]].nbytes
-        return [_tensor_at(buffer.pointers[rank], device, like) for rank, device in self._devices.items()]
+        return [tensor_at(buffer.pointers[rank], device, like) for rank, device in self._devices.items()]
 
     def on_every_rank(self, pointer: int) -> list[int] | None:
         """Returns each rank's address for ``pointer``, an address of this process; None if it is not symmetric."""
@@ -128,7 +128,7 @@ class _Bytes:
         self.__cuda_array_interface__ = described
 
 
-def _tensor_at(pointer: int, device: int, like: torch.Tensor) -> torch.Tensor:
+def tensor_at(pointer: int, device: int, like: torch.Tensor) -> torch.Tensor:
     """Returns a tensor like ``like`` over memory of ``device``, which it does not own."""
     raw = torch.as_tensor(_Bytes(pointer, like.nbytes), device=f"cuda:{device}")
     return raw.view(like.dtype).view(like.shape)

@@ -78,17 +78,17 @@ MATMUL, ALLGATHER = FLOORS = ("matmul", "allgather")
 AFTER = "+matmul"  # after the name of an all-gather
 CHUNKED = "chunked_nccl@"  # followed by the number of chunks
 SYMM_FUSED = "symm_fused"
-SEQUENCE, AUTO, TILES = f"graphar{AFTER}", "graphar", "graphar:tiles"
+SEQUENCE, AUTO = f"graphar{AFTER}", "graphar"
+PARTITIONS = {AUTO: "auto", "graphar:tiles": "tiles", "graphar:chunks": "chunks"}  # by method
 CUDA_METHODS = (
     *FLOORS,
     f"nccl{AFTER}",
     *(f"{CHUNKED}{count}" for count in (2, 4, 8)),
     SYMM_FUSED,
     SEQUENCE,
-    AUTO,
-    TILES,
+    *PARTITIONS,
 )
-CPU_METHODS = (*FLOORS, f"gloo{AFTER}", SEQUENCE, AUTO, TILES)
+CPU_METHODS = (*FLOORS, f"gloo{AFTER}", SEQUENCE, *PARTITIONS)
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 MIN_CHUNK = 64  # the fewest rows of a rank in a chunk
@@ -111,9 +111,8 @@ def _make(name: str) -> Variant:
         )
     if name == SYMM_FUSED:
         return Variant(name, symm_fused)
-    if name in (AUTO, TILES):
-        partition = "auto" if name == AUTO else "tiles"
-        return Variant(name, partial(graphar.fused_allgather_matmul, partition=partition), exact=True)
+    if name in PARTITIONS:
+        return Variant(name, partial(graphar.fused_allgather_matmul, partition=PARTITIONS[name]), exact=True)
     gather = graphar.allgather if name == SEQUENCE else gather_by_torch
     return Variant(name, lambda a, w: torch.mm(gather(a), w.t()))
 
@@ -172,9 +171,5 @@ def promised(variant: Variant, a: Tensor, w: Tensor, rows: Tensor) -> Tensor | N
         return rows
     if not a.is_cuda:
         return graphar.reference.linear(rows, w, None)
-    return gemm.matmul(rows, w) if _takes_tiles(variant.name, a, len(rows)) else None
-
-
-def _takes_tiles(name: str, a: Tensor, rows: int) -> bool:
-    """Whether a method of graphar runs as one kernel, with the bits of graphar's matmul."""
-    return allgather_matmul.takes(engine_of_group(""), "tiles" if name == TILES else "auto", a, rows)
+    method = allgather_matmul.method_of(engine_of_group(""), PARTITIONS[variant.name], a, len(rows))
+    return gemm.matmul(rows, w) if method == "tiles" else None

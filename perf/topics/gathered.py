@@ -96,12 +96,12 @@ class Gathered(Report):
 - times: microseconds of one bfloat16 operation, in a CUDA graph of independent operations. A time is the median over
   the repeats. Each repeat runs all methods in turn, and has the time of the slowest rank.
 - matmul: torch's matmul alone, on rows that were gathered before. allgather: graphar's all-gather alone.
-- graphar: `graphar.fused_allgather_matmul` with its default partition, "auto". best graphar: the faster of "auto" and
-  `graphar:tiles`.
+- graphar: `graphar.fused_allgather_matmul` with its default partition, "auto". best graphar: the fastest of "auto",
+  `graphar:tiles` and `graphar:chunks`.
 - best peer: the fastest method without graphar in the same run whose result was correct.
 - of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
-- of_best_variant: graphar's time / the time of the fastest variant in the same run. The variants are `graphar:tiles`
-  and `graphar+matmul`.
+- of_best_variant: graphar's time / the time of the fastest variant in the same run. The variants are
+  `graphar:tiles`, `graphar:chunks` and `graphar+matmul`.
 - of_sequence: graphar's time / the time of graphar's all-gather followed by torch's matmul.
 - hidden: the overlap, (matmul + allgather - best graphar) / the shorter of matmul and allgather. At 100 % the shorter
   one is hidden completely. Below 0 % best graphar is slower than both in sequence.
@@ -114,6 +114,7 @@ Methods:
 - `symm_fused`: torch's pipelined all-gather and matmul over symmetric memory
   (`torch.ops.symm_mem.fused_all_gather_matmul`). It does not return the gathered rows.
 - `graphar:tiles`: one kernel gathers and multiplies.
+- `graphar:chunks`: copy engines gather, and torch multiplies each rank's rows when they have arrived.
 
 Every result was verified on random data, on all ranks. Every product was compared with torch's product of the same
 rows. The error may be at most 3 machine epsilons of the product plus 2^-13 of the largest product. Products of

@@ -284,11 +284,13 @@ def test_batch_invariant_graphs_keep_torchs_matmul(make_pass, pays):
     ]
 
 
+@pytest.mark.parametrize("partition", ["chunks", "tiles"])
 @pytest.mark.parametrize(
     ("from_rows", "fused"), [({}, False), ({RANKS: ROWS * RANKS}, True), ({RANKS: ROWS * RANKS + 1}, False)]
 )
-def test_the_tuning_table_says_from_how_many_rows_on(make_pass, monkeypatch, from_rows, fused):
-    table = replace(DEFAULT, allgather_matmul=replace(DEFAULT.allgather_matmul, from_rows=from_rows))
+def test_the_tuning_table_says_from_how_many_rows_on(make_pass, monkeypatch, from_rows, fused, partition):
+    measured = replace(DEFAULT.allgather_matmul, **{f"{partition}_from_rows": from_rows})
+    table = replace(DEFAULT, allgather_matmul=measured)
     monkeypatch.setattr(places, "shipped_table", lambda name: table)
     compile_pass = make_pass()
 

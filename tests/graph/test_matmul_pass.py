@@ -36,7 +36,7 @@ DEFAULT = shipped_table("default")
 PAYS = replace(
     DEFAULT,
     matmul=replace(DEFAULT.matmul, tiles_from_numel=dict.fromkeys(range(2, 9), 1), skinny_least_busy=0.0),
-    allgather_matmul=replace(DEFAULT.allgather_matmul, from_rows=dict.fromkeys(range(2, 9), 1)),
+    allgather_matmul=replace(DEFAULT.allgather_matmul, tiles_from_rows=dict.fromkeys(range(2, 9), 1)),
 )
 
 

@@ -27,7 +27,7 @@ class Recorder:
     def __init__(self, monkeypatch, operands):
         self.events, self.current, self.operands = [], "main", operands
         streams = {name: self._stream(name) for name in ("main", "side")}
-        monkeypatch.setattr(overlap, "_streams", lambda device: (streams["main"], streams["side"]))
+        monkeypatch.setattr(overlap, "streams_of", lambda device: (streams["main"], streams["side"]))
         monkeypatch.setattr(torch.cuda, "stream", self._enter)
         monkeypatch.setattr(overlap, "_bind", lambda engine, one, cut, products, blocks, only_own: self._multiply)
 

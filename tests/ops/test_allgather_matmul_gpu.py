@@ -18,8 +18,9 @@ from tests.worlds import GPU_WORLD_SIZES
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PARTITIONS = ("none", "tiles")
+PARTITIONS = ("none", "tiles", "chunks")
 every_partition = pytest.mark.parametrize("partition", PARTITIONS)
+both_overlaps = pytest.mark.parametrize("partition", PARTITIONS[1:])
 every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 
 
@@ -100,20 +101,23 @@ def test_an_epilogue_is_applied_to_each_element_in_its_place(ranks: Ranks, parti
         assert same_bits(product.to("cuda:0"), expected) == 0, rank
 
 
-def test_gathers_beyond_the_scratch_give_the_specification(ranks: Ranks):
+@both_overlaps
+def test_gathers_beyond_the_scratch_give_the_specification(ranks: Ranks, partition):
     rows = (160 << 20) // (2 * 8192) // ranks.world_size
+    counts = [rows + 8 * rank for rank in range(ranks.world_size)]
 
-    assert wrong_elements(ranks, [rows] * ranks.world_size, 128, 8192, partition="tiles") == 0
+    assert wrong_elements(ranks, counts, 128, 8192, partition=partition) == 0
 
 
-def test_a_captured_graph_gathers_what_the_rows_hold_then(ranks: Ranks):
+@both_overlaps
+def test_a_captured_graph_gathers_what_the_rows_hold_then(ranks: Ranks, partition):
     devices = [f"cuda:{rank}" for rank in range(ranks.world_size)]
     a, w, _ = operands(devices, [256] * ranks.world_size, 264, 512)
 
     products = []
 
     def call():
-        options = {"partition": "tiles", "group": ranks.communicator}
+        options = {"partition": partition, "group": ranks.communicator}
         products[:] = graphar.fused_allgather_matmul(a, w, **options)
 
     call()
@@ -141,9 +145,9 @@ def run(function, world_size, *args):
 def calls_in_a_row(rank, world_size):
     """The wrong elements of each of many calls. Each rank is late in turn."""
     choices, found = random.Random(world_size), []
-    for seed in range(40):
+    for seed in range(60):
         counts = [choices.choice([1, 128, choices.randint(1, 900)]) for _ in range(world_size)]
-        partition = choices.choice(["tiles", "tiles", "none", "auto"])
+        partition = choices.choice(["tiles", "tiles", "chunks", "chunks", "none", "auto"])
         n, k = draw_size(choices, partition, 800), draw_size(choices, partition, 800)
         a, w, bias = operands(["cuda"] * world_size, counts, n, k, seed=100 * seed)
         expected = reference.fused_allgather_matmul(a, w[rank], bias[rank])
@@ -160,10 +164,10 @@ def test_processes_get_the_specification_while_one_is_late(world_size):
         assert wrong == [0] * len(wrong)
 
 
-def alone(rank, world_size):
+def alone(rank, world_size, partition):
     """What every rank but the last hears after a call that the last rank leaves out."""
     a, w, _ = operands(["cuda"] * world_size, [256] * world_size, 256, 256)
-    options = {"partition": "tiles", "timeout_s": 3.0}
+    options = {"partition": partition, "timeout_s": 3.0}
     with graphar.Communicator(timeout_s=30.0) as ranks:
         graphar.fused_allgather_matmul(a[rank], w[rank], group=ranks, **options)
         ranks.synchronize()
@@ -178,9 +182,10 @@ def alone(rank, world_size):
     return "nothing"
 
 
+@both_overlaps
 @every_world_size
-def test_a_rank_that_does_not_call_is_named(world_size):
-    *told, _ = run(alone, world_size)
+def test_a_rank_that_does_not_call_is_named(world_size, partition):
+    *told, _ = run(alone, world_size, partition)
 
     assert all(f"rank {world_size - 1}" in one for one in told), told
 

@@ -1,4 +1,4 @@
-"""Which all-gathers and matmuls run as one kernel, and what it is given."""
+"""How all-gathers and matmuls overlap, and what the kernel in tiles is given."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from graphar.matmul import allgather_matmul
-from graphar.matmul.allgather_matmul import Gathering
+from graphar.matmul.allgather_matmul import method_of
 from graphar.matmul.gemm import layout_of
+from graphar.matmul.operands import Gathering
 from graphar.matmul.tensor_maps import matrix_of
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.partitions import split
@@ -22,7 +23,7 @@ from graphar.plan.slices import gathered_rows_a_launch, row_slices
 from graphar.plan.tables import shipped_table
 
 H200 = shipped_table("nvidia_h200")
-FROM_1024 = replace(H200, allgather_matmul=AllgatherMatmulPolicy({4: 1024}))
+FROM_1024 = replace(H200, allgather_matmul=AllgatherMatmulPolicy({4: 2048}, {4: 1024}))
 
 
 def engine(table=FROM_1024, world_size=4, no_kernel="", arch="sm_90a"):
@@ -41,14 +42,15 @@ def rows_of(k=64, dtype=torch.bfloat16, is_cuda=True):
 
 
 @pytest.mark.parametrize(
-    ("rows", "world_size", "taken"), [(1023, 4, False), (1024, 4, True), (1 << 20, 4, True), (1 << 20, 2, False)]
+    ("rows", "world_size", "method"),
+    [(1023, 4, "none"), (1024, 4, "tiles"), (2047, 4, "tiles"), (2048, 4, "chunks"), (1 << 20, 2, "none")],
 )
-def test_auto_goes_by_the_table(rows, world_size, taken):
-    assert allgather_matmul.takes(engine(world_size=world_size), "auto", rows_of(), rows) is taken
+def test_auto_goes_by_the_table(rows, world_size, method):
+    assert method_of(engine(world_size=world_size), "auto", rows_of(), rows) == method
 
 
 def test_the_shipped_tables_have_no_size_that_was_not_measured():
-    assert not allgather_matmul.takes(engine(H200), "auto", rows_of(), 1 << 20)
+    assert method_of(engine(H200), "auto", rows_of(), 1 << 20) == "none"
 
 
 @pytest.mark.parametrize(
@@ -58,18 +60,30 @@ def test_the_shipped_tables_have_no_size_that_was_not_measured():
         ("fp32", {}, {"dtype": torch.float32}),
         ("nothing to multiply", {}, {"k": 0}),
         ("rows longer than the scratch", {}, {"k": 1 << 25}),
-        ("another architecture", {"arch": "sm_100a"}, {}),
         ("no peer access", {"no_kernel": "no peer access"}, {}),
     ],
 )
-def test_what_the_kernel_cannot_serve_is_gathered_first(what, of_engine, of_rows):
-    for partition in ("auto", "tiles"):
-        assert not allgather_matmul.takes(engine(**of_engine), partition, rows_of(**of_rows), 4096), what
+def test_rows_that_cannot_be_sent_to_scratch_are_gathered_first(what, of_engine, of_rows):
+    for partition in ("auto", "tiles", "chunks"):
+        assert method_of(engine(**of_engine), partition, rows_of(**of_rows), 4096) == "none", what
 
 
-def test_tiles_take_the_kernel_at_every_size_and_none_at_no_size():
-    assert allgather_matmul.takes(engine(H200), "tiles", rows_of(), 1)
-    assert not allgather_matmul.takes(engine(), "none", rows_of(), 1 << 20)
+def test_without_wgmma_there_are_no_tiles():
+    assert method_of(engine(arch="sm_100a"), "tiles", rows_of(), 4096) == "none"
+    assert method_of(engine(arch="sm_100a"), "auto", rows_of(), 1024) == "none"
+    assert method_of(engine(arch="sm_100a"), "chunks", rows_of(), 4096) == "chunks"
+
+
+def test_chunks_have_no_epilogue():
+    assert method_of(engine(), "chunks", rows_of(), 4096, has_epilogue=True) == "none"
+    assert method_of(engine(), "auto", rows_of(), 4096, has_epilogue=True) == "none"
+    assert method_of(engine(), "tiles", rows_of(), 4096, has_epilogue=True) == "tiles"
+
+
+def test_a_named_partition_is_taken_at_every_size():
+    for partition in ("tiles", "chunks"):
+        assert method_of(engine(H200), partition, rows_of(), 1) == partition
+    assert method_of(engine(), "none", rows_of(), 1 << 20) == "none"
 
 
 # ---- what the kernel is given ---------------------------------------------------------------------------------------

@@ -55,7 +55,8 @@ def test_numbers_of_a_world_size_are_marked():
         "matmul.one_shot_nbytes.3",
         "matmul.tiles_from_numel.3",
         "matmul.codec_tiles_from_numel.3",
-        "allgather_matmul.from_rows.3",
+        "allgather_matmul.chunks_from_rows.3",
+        "allgather_matmul.tiles_from_rows.3",
     }
 
 

@@ -1,0 +1,153 @@
+"""An all-gather by copy engines, whose rows torch's matmul multiplies a rank at a time.
+
+    the caller's stream    meet | multiply own rows | meet | multiply rows of r-1 | meet | multiply rows of r-2
+    side stream                 | own rows to r+1   | own rows to r+2 | ...
+
+Copies take no SM, so the matmuls run as fast as alone. Where the ranks meet, each adds one element over all of them by
+one_shot_push. It ends only after all ranks have begun it, it has a deadline, and it compares their calls.
+
+- Visibility. Before the meeting of step h the caller's stream waits for this rank's copy to r+h. So after it the copies
+  of step h of all ranks have ended, and the rows of r-h lie in this rank's scratch.
+- Reuse. Before the first copy all ranks have met. The caller's stream reads what was copied before, and so do the
+  kernels in tiles, which use the same scratch and start only when the kernel before has ended. So each rank has read
+  the rows of the call before. The kernels in tiles also wait until all ranks have entered before they overwrite rows.
+- Progress. Nothing here waits but meetings, and a rank comes to each whatever the others do. All members of a process
+  come to a meeting before any of them multiplies: to load a matmul can wait for kernels that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphar.matmul.operands import Gathering, alike
+from graphar.matmul.overlap import streams_of
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.scratch import PACK_NBYTES, gathered_slots_offset
+from graphar.plan.select import kernel_of
+from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
+from graphar.runtime.bounded_cache import BoundedCache
+from graphar.runtime.driver import call as driver_call
+from graphar.runtime.driver import driver, on_device
+from graphar.runtime.engine import Engine, as_taken
+from graphar.runtime.runner import Member
+from graphar.runtime.symmetric_tensors import tensor_at
+
+_SCRATCH = Algorithm.ALLGATHER_MATMUL
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """A rank of this process, its operands, the stream of its matmuls and that of its copies."""
+
+    member: Member
+    mine: Gathering
+    main: torch.cuda.Stream
+    side: torch.cuda.Stream
+
+    def multiply(self, rows: torch.Tensor, begin: int) -> None:
+        """Multiplies rows, of which the first is row ``begin`` of all ranks' rows, on the caller's stream."""
+        out = self.mine.out[begin : begin + len(rows)]
+        if self.mine.bias is None:
+            torch.mm(rows, self.mine.w.t(), out=out)
+        else:
+            torch.addmm(self.mine.bias, rows, self.mine.w.t(), out=out)
+
+    def keep(self, rows: torch.Tensor, begin: int) -> None:
+        """Copies rows that are here, by the caller's stream, to the gathered rows, if they are wanted."""
+        if self.mine.gathered is not None:
+            self.side.wait_stream(self.main)
+            self.copy(self.mine.gathered[begin].data_ptr(), rows)
+
+    def copy(self, to: int, rows: torch.Tensor) -> None:
+        """Copies contiguous rows to an address of any rank, on the side stream."""
+        with on_device(self.member.device):
+            driver_call(driver.cuMemcpyAsync, to, rows.data_ptr(), rows.nbytes, self.side.cuda_stream)
+
+
+class GatheredChunks:
+    """The all-gathers and matmuls of one engine that run in chunks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._runner = engine, engine.runner
+        self._meetings: BoundedCache[Callable[[], None]] = BoundedCache()
+        self._slots: BoundedCache[torch.Tensor] = BoundedCache()
+
+    def run(self, call: Call, members: Sequence[Gathering]) -> None:
+        """Enqueues a call on the members' current streams. The engine must have a runner. Collective."""
+        with self._runner.lock:
+            self._runner.raise_failure()  # before any member enqueues anything
+            meet = self._meeting(call, members[0])
+            lanes = [
+                _Lane(member, mine, *streams_of(mine.a.device))
+                for member, mine in zip(self._runner.members, members, strict=True)
+            ]
+            rows = [mine.a.contiguous() for mine in members]
+            for one in row_slices(call.counts, gathered_rows_a_launch(self._engine.world_size, rows[0].shape[1])):
+                self._run_slice(lanes, rows, one, meet)
+
+    def _run_slice(
+        self, lanes: Sequence[_Lane], rows: Sequence[torch.Tensor], one: Slice, meet: Callable[[], None]
+    ) -> None:
+        world_size = self._engine.world_size
+        own = [x[one.offset : one.offset + one.count[lane.member.rank]] for lane, x in zip(lanes, rows, strict=True)]
+        meet()
+        sent = [self._send(lane, x) for lane, x in zip(lanes, own, strict=True)]
+        for hop in range(world_size):
+            if hop:
+                for lane, ends in zip(lanes, sent, strict=True):
+                    lane.main.wait_event(ends[hop - 1])
+                meet()
+            for lane, x in zip(lanes, own, strict=True):
+                source = (lane.member.rank - hop) % world_size
+                if one.count[source]:
+                    here = self._slot(lane.member, hop, (one.count[source], x.shape[1]), x.dtype) if hop else x
+                    lane.keep(here, one.begin[source])
+                    lane.multiply(here, one.begin[source])
+        for lane in lanes:
+            lane.main.wait_stream(lane.side)
+
+    def _send(self, lane: _Lane, own: torch.Tensor) -> list[torch.cuda.Event]:
+        """Copies own rows to the peers, the next rank first; returns the end of each copy."""
+        lane.side.wait_stream(lane.main)
+        ends = []
+        for hop in range(1, self._engine.world_size):
+            if len(own):
+                lane.copy(self._address((lane.member.rank + hop) % self._engine.world_size, hop), own)
+            ends.append(lane.side.record_event())
+        return ends
+
+    def _address(self, rank: int, hop: int) -> int:
+        """Returns the address of the slot on ``rank`` of the rank ``hop`` places before it: the kernel's layout."""
+        world_size = self._engine.world_size
+        capacity = _SCRATCH.row.scratch(world_size).capacity
+        slots = self._runner.scratch(_SCRATCH)[rank] + gathered_slots_offset(world_size, capacity)
+        return slots + (world_size - 1 - hop) * capacity * PACK_NBYTES  # the next rank's slot is the first
+
+    def _slot(self, member: Member, hop: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a member's slot of the rank ``hop`` places before it as a tensor; cached."""
+        key = (member.rank, hop, shape, dtype)
+        found = self._slots.get(key)
+        if found is None:
+            like = torch.empty(shape, dtype=dtype, device="meta")
+            found = self._slots.keep(key, tensor_at(self._address(member.rank, hop), member.device, like))
+        return found
+
+    def _meeting(self, call: Call, first: Gathering) -> Callable[[], None]:
+        """Returns a function that lets the members' current streams meet those of all ranks; cached. Collective."""
+        agreed = f"{call.agreed}, {alike(first)}, in chunks"
+        key = (agreed, call.timeout_s)
+        found = self._meetings.get(key)
+        if found is None:
+            engine, runner = self._engine, self._runner
+            runner.prepare_kernel((_SCRATCH, "chunks"), _SCRATCH, "chunks", lambda: [None] * len(runner.members))
+            xs = [first.a.new_zeros(1, device=f"cuda:{member.device}") for member in runner.members]
+            shape, _ = engine.select(Call.of("allreduce", xs[0], algorithm=Algorithm.ONE_SHOT_PUSH), xs[0])
+            runner.prepare(kernel_of(shape, xs[0].dtype))
+            bound = runner.bind(shape, [Slice(1)], xs[0].dtype, call.timeout_s or engine.timeout_s, agreed=agreed)
+            given = as_taken(engine, xs), as_taken(engine, [torch.empty_like(x) for x in xs])
+            found = self._meetings.keep(key, lambda: bound(*given))
+        return found
