@@ -141,6 +141,13 @@ def lossless(data: str, nbytes: int) -> float:
     return row["lossless_us"] / row["plain_us"]
 
 
+def parts_over_nccl() -> list[str]:
+    """The least and the largest time of a reduce-scatter or an all-gather, of NCCL's, without compression."""
+    rows = [row for row in report_of("h200x2/lossless.json")["rows"] if row["op"] in ("reducescatter", "allgather")]
+    ratios = [row["plain_us"] / row["nccl_us"] for row in rows]
+    return [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+
+
 def lossless_gain() -> str:
     """How much time is saved at most at 16 MB, in percent, by data other than random bits."""
     kinds = {row["data"] for row in report_of("h200x4/lossless.json")["rows"]} - {"any bits"}
@@ -180,6 +187,7 @@ CLAIMS: dict[str, list[Callable[[], str | Sequence[str]]]] = {
         lambda: codec_ratios("int8", GB),
         lambda: f"{lossless('activations', GB):.2f}",
         lambda: f"{lossless('any bits', GB):.2f}",
+        parts_over_nccl,
     ],
     "performance": [
         codec_losses,
