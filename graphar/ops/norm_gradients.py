@@ -49,17 +49,19 @@ def _keep(ctx, inputs, output) -> None:
 def _backward(ctx, of_normed, of_summed):
     """Returns the gradients, in fp32 until each is rounded once. Rounding in the forward pass is the identity.
 
-    With u = summed / sqrt(mean(summed^2) + eps) and g, the gradient of u, a row of summed has the gradient
-    (g - u mean(g u)) / sqrt(mean(summed^2) + eps).
+    A row r of ``summed`` is normed to u w, where u = s r, s = 1 / sqrt(mean(r^2) + eps), and w is the weight with its
+    offset. With g, the gradient of u w, that of w is the sum of g u over rows, and r has s (w g - u mean(w g u)).
     """
     weight, summed = ctx.saved_tensors
-    rows, of_normed = summed.float(), of_normed.float()
-    inverse = (rows.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
-    unit, of_weight = rows * inverse, None
+    scale = weight.float() + ctx.weight_offset
+    norm = torch.linalg.vector_norm(summed, dim=-1, keepdim=True, dtype=torch.float32)
+    inverse = (norm * norm / summed.shape[-1] + ctx.eps).rsqrt()
+    unit, of_weight = summed * inverse, None
+    products = of_normed * unit
     if ctx.needs_input_grad[2]:
-        of_weight = (of_normed * unit).sum_to_size(weight.shape).to(weight.dtype)
-    of_unit = of_normed * (weight.float() + ctx.weight_offset)
-    of_rows = (of_unit - unit * (of_unit * unit).mean(-1, keepdim=True)) * inverse + of_summed
+        of_weight = products.sum_to_size(weight.shape).to(weight.dtype)
+    common = (products * scale).mean(-1, keepdim=True)
+    of_rows = torch.addcmul(of_summed, torch.addcmul(of_normed * scale, unit, common, value=-1), inverse)
     of_total = of_rows.to(summed.dtype)
     return of_total, of_total, of_weight, None, None
 
