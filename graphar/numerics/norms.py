@@ -1,7 +1,7 @@
 """Residual addition and RMSNorm after an all-reduce or a reduce-scatter, in torch.
 
 This is the specification of cuda_src/device/rms_norm.cuh: every torch operation is rounded to nearest. It also serves
-devices without kernels, and autograd differentiates it.
+devices without kernels.
 """
 
 from __future__ import annotations
@@ -95,10 +95,16 @@ def specification(
 ) -> tuple[torch.Tensor, ...]:
     """Returns the exact bits that the kernels give: (normed, summed), and the scales of :func:`scales_of`.
 
-    Computes what :func:`add_and_norm` computes, of the rounded sum over the ranks, with every NaN the canonical one.
-    Not differentiable. FP8 is defined in :func:`graphar.reference.allreduce_residual_rmsnorm`.
+    summed is ``total + residual``, rounded once. normed is
+    (summed / sqrt(mean(summed**2) + eps)) * (weight + weight_offset) of each row, in fp32, rounded once. Every NaN is
+    the canonical one. FP8 is defined in :func:`graphar.reference.allreduce_residual_rmsnorm`.
 
     Args:
+        total: [..., columns], bf16, fp16 or fp32: the rounded sum over the ranks.
+        residual: a tensor like ``total``.
+        weight: [columns], of the same dtype.
+        eps: added to the mean square.
+        weight_offset: added to the weight.
         output: the format of normed, one of NORM_OUTPUTS.
         scale: for "static_fp8" one fp32 number; else None.
     """
@@ -124,25 +130,6 @@ def _scales_of_groups(groups: torch.Tensor) -> torch.Tensor:
     smallest = torch.full_like(largest, torch.finfo(torch.float32).tiny)
     scales = torch.maximum(largest / torch.full_like(largest, LARGEST_FP8), smallest)
     return with_canonical_nan(torch.where(largest.isfinite(), scales, torch.nan))
-
-
-def add_and_norm(
-    total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (normed, summed), both with the dtype of ``total``. Differentiable.
-
-    summed is ``total + residual``, rounded once. normed is
-    (summed / sqrt(mean(summed**2) + eps)) * (weight + weight_offset) of each row, in fp32, rounded once.
-
-    Args:
-        total: [..., columns], bf16, fp16 or fp32.
-        residual: a tensor like ``total``.
-        weight: [columns], of the same dtype.
-        eps: added to the mean square.
-        weight_offset: added to the weight.
-    """
-    normed, summed = _add_and_norm(total, residual, weight, eps, weight_offset)
-    return normed.to(total.dtype), summed
 
 
 def _add_and_norm(

@@ -12,6 +12,7 @@ from graphar.numerics.norms import ALLREDUCE_NORM as NAME
 from graphar.numerics.norms import specification
 from graphar.ops import norms, options
 from graphar.ops.allreduce import allreduce
+from graphar.ops.norm_gradients import added_and_normed
 from graphar.ops.register import Op, is_plain
 from graphar.plan import checks, select
 from graphar.plan.call import NO_OPTIONS, Call
@@ -101,7 +102,7 @@ def allreduce_residual_rmsnorm(
     ranks, in_list = norms.ranks_of(NAME, x, residual, weight, scale), isinstance(x, (list, tuple))
     output = {norms.check(NAME, out_dtype, group_size, None, *of_rank) for of_rank in ranks}.pop()
     if norms.need_gradients(NAME, ranks, output):
-        return norms.added_and_normed(allreduce(x, group, timeout_s=timeout_s), residual, weight, numbers)
+        return added_and_normed(allreduce(x, group, timeout_s=timeout_s), residual, weight, numbers)
     arguments = (*numbers, output, norms.scales_of_ranks(ranks), engine_name(group, NAME), timeout_s, [])
     plain = not in_list and all(map(is_plain, ranks[0]))
     if plain and (found := _warm(ranks[0], *arguments[:3], group, timeout_s)):

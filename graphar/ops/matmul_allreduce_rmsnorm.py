@@ -11,6 +11,7 @@ from graphar.matmul import fused
 from graphar.ops import matmul_norms, norms, options
 from graphar.ops.allreduce_rmsnorm import OP as NORM
 from graphar.ops.matmul_allreduce import fused_matmul_allreduce
+from graphar.ops.norm_gradients import added_and_normed
 from graphar.ops.register import Op
 from graphar.plan.matmuls import owned_rows
 from graphar.runtime.engine import Engine
@@ -92,7 +93,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
     matmul_norms.check_residuals(NAME, ranks)
     if norms.need_gradients(NAME, ranks):
         total = fused_matmul_allreduce(a, w, partition=partition, group=group, timeout_s=timeout_s)
-        return norms.added_and_normed(total, residual, weight, numbers)
+        return added_and_normed(total, residual, weight, numbers)
     found = OP(a, w, residual, weight, *numbers, engine_name(group, NAME), partition, timeout_s, [])
     return norms.by_result(found, len(a) if in_list else None)
 

@@ -96,7 +96,7 @@ def run(
         for (total, summed), *rest in zip(results, residual, weight, strict=True):
             if total.numel():
                 contiguous = [one.contiguous() for one in rest]
-                residual_norm.norm(total, *contiguous, summed, given.eps, given.weight_offset)
+                residual_norm.norm(total, *contiguous, total, summed, given.eps, given.weight_offset)
         return results
     products = [x.new_empty((*x.shape[:-1], columns)) for x in a]
     if products[0].numel():

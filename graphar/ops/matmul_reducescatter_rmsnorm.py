@@ -11,6 +11,7 @@ from graphar.matmul import fused, operands
 from graphar.numerics.partitions import split
 from graphar.ops import matmul_norms, norms, options, parts
 from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
+from graphar.ops.norm_gradients import added_and_normed
 from graphar.ops.reducescatter_rmsnorm import OP as NORM
 from graphar.ops.register import Op
 from graphar.plan.algorithms import Algorithm
@@ -96,7 +97,7 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     matmul_norms.check_residuals(NAME, ranks, sizes if in_list else [sizes[rank]])
     if norms.need_gradients(NAME, ranks):
         total = fused_matmul_reducescatter(a, w, partition=partition, group=group, timeout_s=timeout_s)
-        return norms.added_and_normed(total, residual, weight, numbers)
+        return added_and_normed(total, residual, weight, numbers)
     found = OP(a, w, residual, weight, *numbers, engine_name(group, NAME), rank, sizes, partition, timeout_s, [])
     return norms.by_result(found, len(a) if in_list else None)
 

@@ -10,7 +10,7 @@ import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
-from graphar.numerics.norms import FP8, RmsNorm, add_and_norm, output_of, scales_of
+from graphar.numerics.norms import FP8, RmsNorm, output_of, scales_of
 from graphar.plan import checks
 
 # A text of numerics.norms.NORM_OUTPUTS, and for "static_fp8" each rank's scale.
@@ -100,14 +100,6 @@ def need_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: str
     if output != "like_input":
         raise ValueError(f"{op}: FP8 cannot be differentiated; omit out_dtype, or call under torch.no_grad()")
     return True
-
-
-def added_and_normed(total, residual, weight, numbers: tuple[float, float]):
-    """Returns the results for a sum, or for a list of sums, by torch's operations, which are differentiable."""
-    if not isinstance(total, (list, tuple)):
-        return add_and_norm(total, residual, weight, *numbers)
-    results = [add_and_norm(*one, *numbers) for one in zip(total, residual, weight, strict=True)]
-    return by_result([one for of_rank in results for one in of_rank], len(total))
 
 
 # ---- inputs and results ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from graphar.numerics.norms import REDUCESCATTER_NORM as NAME
 from graphar.numerics.norms import specification
 from graphar.numerics.partitions import split
 from graphar.ops import norms, options, parts
+from graphar.ops.norm_gradients import added_and_normed
 from graphar.ops.reducescatter import reducescatter
 from graphar.ops.register import Op, is_plain
 from graphar.plan import checks, select
@@ -100,7 +101,7 @@ def reducescatter_residual_rmsnorm(
     rank, sizes = _place(ranks[0][0], len(x) if in_list else None, group)
     output = _check_ranks(ranks, sizes if in_list else [sizes[rank]], out_dtype, group_size)
     if norms.need_gradients(NAME, ranks, output):
-        return norms.added_and_normed(reducescatter(x, group, timeout_s=timeout_s), residual, weight, numbers)
+        return added_and_normed(reducescatter(x, group, timeout_s=timeout_s), residual, weight, numbers)
     plain = not in_list and all(map(is_plain, ranks[0]))
     if plain and (found := _warm(ranks[0], *numbers, output, sizes, group, timeout_s)):
         return found

@@ -8,24 +8,45 @@ from collections.abc import Callable
 
 import torch
 
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, WARP
+from graphar.plan.select import has_norm_kernel
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
+from graphar.runtime.availability import missing_software
 from graphar.runtime.catalogue import residual_norm_source
 from graphar.runtime.launcher import Grid, Launch
 
 _BLOCKS_AN_SM = 2  # as in the launch bounds of cuda_src/norm/residual_rmsnorm.cu
 
 
+def serves(total: torch.Tensor) -> bool:
+    """Whether the kernel can norm the rows of ``total``."""
+    if not total.is_cuda or not total.numel() or total.dtype not in TYPE_NAMES:
+        return False
+    return has_norm_kernel(total.shape[-1] * total.element_size()) and _runs_on(total.device.index)
+
+
+@functools.cache
+def _runs_on(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0) and not missing_software()
+
+
 def norm(
-    total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, summed: torch.Tensor, eps: float, offset: float
+    total: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    normed: torch.Tensor,
+    summed: torch.Tensor,
+    eps: float,
+    offset: float,
 ) -> None:
-    """Writes the normed tensor over ``total``, and the sum with the residual into ``summed``.
+    """Writes the normed tensor into ``normed``, which may be ``total``, and the sum with the residual into ``summed``.
 
     The specification is graphar.numerics.norms.specification. The kernel is queued on torch's current stream. All
-    tensors are contiguous, not empty, and of one dtype: bf16, fp16 or fp32. ``total``, ``residual`` and ``summed`` are
-    [rows, columns] on a GPU, with rows that graphar.plan.select.has_norm_kernel serves; ``weight`` is [columns].
+    tensors are contiguous, and of one dtype. ``total``, which :func:`serves` approves, ``residual``, ``normed`` and
+    ``summed`` have the same shape [..., columns]; ``weight`` is [columns].
 
     Raises:
         UnsupportedError: the kernel is not loaded yet while a graph is captured.
@@ -34,7 +55,7 @@ def norm(
     launch = _bind(device, total.dtype, total.numel(), weight.numel())
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
-        launch(total.data_ptr(), stream, EpilogueInputs([residual, weight, summed], [eps, offset]))
+        launch(total.data_ptr(), normed.data_ptr(), stream, EpilogueInputs([residual, weight, summed], [eps, offset]))
 
 
 @functools.cache
@@ -44,8 +65,8 @@ def load(device: int, dtype: torch.dtype):
 
 
 @functools.lru_cache(maxsize=1024)
-def _bind(device: int, dtype: torch.dtype, numel: int, columns: int) -> Callable[[int, int, EpilogueInputs], None]:
-    """Returns a function of the sum's address, a stream and the inputs that launches one norm at each call."""
+def _bind(device: int, dtype: torch.dtype, numel: int, columns: int) -> Callable[[int, int, int, EpilogueInputs], None]:
+    """Returns a function of the addresses of sum and normed tensor, a stream and the inputs that launches one norm."""
     arguments = Arguments(numel=numel)
     arguments.epilogue.columns = columns
     packs = columns * dtype.itemsize // PACK_NBYTES
@@ -54,10 +75,10 @@ def _bind(device: int, dtype: torch.dtype, numel: int, columns: int) -> Callable
     grid = Grid(blocks, threads, NORM_SHARED_NBYTES, launcher.can_overlap(device))
     bound, lock = Launch(load(device, dtype), [arguments], grid), threading.Lock()
 
-    def launch(total: int, stream: int, inputs: EpilogueInputs) -> None:
+    def launch(total: int, normed: int, stream: int, inputs: EpilogueInputs) -> None:
         with lock:  # all threads share the launch's arguments
             arguments.epilogue.put(inputs)
-            arguments.input = arguments.output = total
+            arguments.input, arguments.output = total, normed
             bound.enqueue(stream)
 
     return launch

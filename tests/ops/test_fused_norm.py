@@ -25,9 +25,9 @@ def operands(ranks, lead, n, k, dtype):
 def on_the_cpu(monkeypatch, order, name, sum_in_tiles):
     """Stand-ins for the kernels compute the same with torch's operations, and append to ``order`` what they do."""
 
-    def norm(total, residual, weight, summed, eps, offset):
+    def norm(total, residual, weight, normed, summed, eps, offset):
         order.append("norm")
-        for mine, one in zip((total, summed), norms.specification(total, residual, weight, eps, offset), strict=True):
+        for mine, one in zip((normed, summed), norms.specification(total, residual, weight, eps, offset), strict=True):
             mine.copy_(one)
 
     monkeypatch.setattr(residual_norm, "norm", norm)

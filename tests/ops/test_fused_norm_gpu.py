@@ -114,7 +114,7 @@ def test_sums_are_normed_to_the_bit_whatever_they_hold(dtype):
         residual, weight = (normal(shape, dtype, 0, seed) for seed, shape in enumerate(((rows, columns), (columns,))))
         summed, expected = torch.empty_like(residual), norms.specification(total, residual, weight, 1e-5, 1.0)
 
-        residual_norm.norm(total, residual, weight, summed, 1e-5, 1.0)
+        residual_norm.norm(total, residual, weight, total, summed, 1e-5, 1.0)
 
         assert [same_bits(*pair) for pair in zip((total, summed), expected, strict=True)] == [0, 0], (rows, columns)
 
