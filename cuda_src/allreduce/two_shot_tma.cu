@@ -151,7 +151,7 @@ struct TwoShotTma {
         for (int u = 0; u < U; ++u)
           if (j + u * stride < whole(at)) finish(j + u * stride, part[u]);
       }
-      // The packs that bulk copies cannot load: those of a misaligned input, or its last elements.
+      // The packs that bulk copies cannot load: all of a misaligned input, or else its last elements.
       for (u32 j = whole(at) + warp * 32 + lane; j < size(at); j += stride) {
         const Pack mine = input.load(at + j);
         Pack part[N];

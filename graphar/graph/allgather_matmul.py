@@ -34,7 +34,7 @@ _MOVABLE = (*VIEWS, *TRANSPOSES, *CASTS)  # what may be done to a weight between
 class Gathered(Collective):
     """A graphar all-gather whose rows are multiplied."""
 
-    matmuls: list[Node]  # those of a two-dimensional weight, in the graph's order
+    matmuls: list[Node]  # by two-dimensional weights, in the graph's order
 
 
 @dataclass(frozen=True)

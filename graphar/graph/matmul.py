@@ -136,7 +136,7 @@ def _product(node: Node) -> Product | None:
 
 
 def _before(node: Node) -> Node:
-    """Returns the node of which ``node`` is a view, or the rows in another order."""
+    """Returns the node that ``node`` is a view of, or has the rows of in another order."""
     while (first := rows.origin(node)).target in VIEWS:
         node = first.args[0]
     return first

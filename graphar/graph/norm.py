@@ -104,7 +104,7 @@ def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
 
 
 def _why_other_rows(collective: NormedSum) -> str:
-    """Returns why the rows that are normed are not those of the reduce-scatter, or an empty string."""
+    """Returns why the rows that are normed are not the reduce-scatter's, or an empty string."""
     (*_, total, _), scattered = collective.path, collective.node.meta["val"]
     shapes = scattered.shape[:-1], total.meta["val"].shape[:-1]
     if scattered.ndim < 2:

@@ -41,7 +41,7 @@ _SCRATCH = Algorithm.ALLGATHER_MATMUL
 
 @dataclass(frozen=True)
 class _Lane:
-    """A rank of this process, its operands, the stream of its matmuls and that of its copies."""
+    """A rank of this process, its operands, and the streams of its matmuls and of its copies."""
 
     member: Member
     mine: Gathering
@@ -49,7 +49,7 @@ class _Lane:
     side: torch.cuda.Stream
 
     def multiply(self, rows: torch.Tensor, begin: int) -> None:
-        """Multiplies rows, of which the first is row ``begin`` of all ranks' rows, on the caller's stream."""
+        """Multiplies ``rows``, which begin at row ``begin`` of all ranks' rows, on the caller's stream."""
         out = self.mine.out[begin : begin + len(rows)]
         if self.mine.bias is None:
             torch.mm(rows, self.mine.w.t(), out=out)
@@ -137,7 +137,7 @@ class GatheredChunks:
         return found
 
     def _meeting(self, call: Call, first: Gathering) -> Callable[[], None]:
-        """Returns a function that lets the members' current streams meet those of all ranks; cached. Collective."""
+        """Returns a function that lets the current streams wait until all ranks have come; cached. Collective."""
         agreed = f"{call.agreed}, {alike(first)}, in chunks"
         key = (agreed, call.timeout_s)
         found = self._meetings.get(key)

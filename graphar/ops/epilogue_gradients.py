@@ -56,7 +56,7 @@ def before_epilogue(
 ) -> tuple[list[torch.Tensor], dict[str, list]]:
     """Returns the gradients of each rank's value before the epilogue, in ``dtype``, and of the epilogue's tensors.
 
-    ``vs`` are these values, in fp32, and ``gradients`` those of the values after the epilogue.
+    ``vs`` are these values, in fp32, and ``gradients`` belong to the values after the epilogue.
     """
     each, of_vs, of_tensors = len(tensors) // len(vs), [], []
     for rank, (v, gradient) in enumerate(zip(vs, gradients, strict=True)):

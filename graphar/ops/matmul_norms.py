@@ -78,7 +78,7 @@ def run(
 
     Args:
         lists: each rank's ``a``, ``w``, residual and weight.
-        counts: the rows that each rank sums; they add up to those of ``a``.
+        counts: the rows that each rank sums; together as many as ``a`` has.
         given: the op's arguments.
         sum_in_tiles: multiplies and sums by a fused kernel: ``sum_in_tiles(engine, members, counts, timeout_s)``.
         norm: the op that sums products and norms, for calls without a fused kernel.

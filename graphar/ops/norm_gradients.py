@@ -50,7 +50,7 @@ def _backward(ctx, of_normed, of_summed):
     """Returns the gradients, in fp32 until each is rounded once. Rounding in the forward pass is the identity.
 
     A row r of ``summed`` is normed to u w, where u = s r, s = 1 / sqrt(mean(r^2) + eps), and w is the weight with its
-    offset. With g, the gradient of u w, that of w is the sum of g u over rows, and r has s (w g - u mean(w g u)).
+    offset. If u w has the gradient g, w has the sum of g u over rows, and r has s (w g - u mean(w g u)).
     """
     weight, summed = ctx.saved_tensors
     scale = weight.float() + ctx.weight_offset

@@ -58,7 +58,7 @@ def check(
 ) -> str:
     """Checks one rank's tensors beside ``x``, and returns the format of the normed rows.
 
-    ``length`` is that of the rank's part of ``x`` along the first dimension; None: all of it is normed.
+    ``length`` is the rank's number of rows in the first dimension of ``x``; None: all rows are normed.
     """
     check_beside(op, "residual", residual, x.shape if length is None else (length, *x.shape[1:]), x)
     check_beside(op, "weight", weight, x.shape[-1:], x)
@@ -131,7 +131,7 @@ def empty(output: str, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def inputs(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor], numbers: Sequence[float]) -> EpilogueInputs:
-    """Returns a kernel's inputs: ``given`` are residual, weight and perhaps a scale, ``results`` those of `empty`."""
+    """Returns a kernel's inputs: ``given`` are residual, weight and perhaps a scale, ``results`` from `empty`."""
     residual, weight, *scale = given
     _, summed, *scales = results
     return EpilogueInputs([residual, weight, summed, *scale, *scales], list(numbers))

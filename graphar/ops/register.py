@@ -67,7 +67,7 @@ class Op:
 
     Args:
         name: the op's name.
-        tensors: the names of the tensors of which each rank has one. The list form has a list for each of them.
+        tensors: the names of each rank's tensors. The list form has a list for each name.
         arguments: the schema of the arguments after the tensors, such as "str communicator, float? timeout_s".
         run: writes the results: ``run(engine, *lists, outs, given)``. With ``returns`` other than "Tensor", it returns
             a tuple of results for each rank instead: ``run(engine, *lists, given)``.

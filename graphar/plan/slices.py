@@ -31,8 +31,8 @@ def slices(
 ) -> list[Slice]:
     """Returns the launches of a call on elements of ``itemsize`` bytes.
 
-    ``counts`` are the elements of each rank's part, not all zero; for an op without parts, those of the tensor.
-    ``columns`` are those of the call's epilogue.
+    ``counts`` are the elements of each rank's part, not all zero; for an op without parts, the tensor's.
+    ``columns`` are the columns of the call's epilogue.
     """
     row = algorithm.row
     match row.slicing:

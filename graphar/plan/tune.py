@@ -159,7 +159,7 @@ def update(
     """Returns ``new``, which has a name, machine, date, report and chip, with the measured rows and points.
 
     Sizes above the largest measured one have the rows and points of ``old``, or of the default table. World sizes and
-    codecs that were not measured are taken from ``old`` if it has the same name. All other sections are those of
+    codecs that were not measured are taken from ``old`` if it has the same name. All other sections come from
     ``old``, the table in use until now: trials (graphar.plan.trials) begin from them.
     """
     before = (old.rows, old.measured, old.codecs) if old.name == new.name else ({}, {}, {})

@@ -12,7 +12,7 @@ from graphar.plan import checks
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None, instead: str = "") -> dist.ProcessGroup:
-    """Returns ``group``, that of a mesh, or the default group for None.
+    """Returns ``group``, the group of a mesh, or the default group for None.
 
     Args:
         group: a process group, a mesh of one dimension, or None.

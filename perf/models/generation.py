@@ -226,7 +226,7 @@ class Bench:
     def _verified(self, row: GenerationRow, tokens: Tensor, logits: Tensor) -> GenerationRow:
         """Returns the row with its error and wrong tokens. Collective.
 
-        The expected logits are those of the unsharded model for the same tokens.
+        The expected logits come from the unsharded model for the same tokens.
         """
         read = torch.cat([self._prompt[0], tokens[:-1]])
         expected = self._models[UNSHARDED](read.unsqueeze(0)).logits[0, PROMPT - 1 :]

@@ -301,7 +301,7 @@ operations the last result was verified, and for peers also the result of two se
 
 
 def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows. Only those of the largest size of each world keep the figures of single links."""
+    """Returns the rows. Only rows of the largest size of each world keep the figures of single links."""
     largest: dict[int, int] = {}
     for row in rows:
         if row.nvlink:

@@ -201,7 +201,7 @@ class Quantized(Report):
   method that neither uses graphar nor quantises.
 - wire bandwidth: the GB/s (1e9 B) that a rank sends. It must send 2(N-1)/N times the size of the encoded tensor.
 
-The errors are those of `graphar.reference.quantized_allreduce`. Every timed result of graphar was compared with the
+The errors are `graphar.reference.quantized_allreduce`'s. Every timed result of graphar was compared with the
 specification, bit for bit, on all ranks."""
 
     @classmethod
