@@ -235,7 +235,8 @@ def _with_epilogue(one: Gathering, whole: torch.Tensor) -> torch.Tensor:
     if not whole.is_cuda:
         return reference.linear_with_epilogue(whole, one.w, one.form, one.inputs)
     unrounded = {} if whole.dtype == torch.float32 else {"out_dtype": torch.float32}
-    product = torch.mm(whole, one.w.t(), **unrounded)
+    with torch.autocast("cuda", enabled=False):  # it would multiply in another dtype
+        product = torch.mm(whole, one.w.t(), **unrounded)
     return reference.rounded_after(one.form, one.inputs, product, whole.dtype)
 
 
