@@ -106,7 +106,8 @@ def fused_allgather_matmul(
         epilogue: elementwise work on the fp32 product and ``bias`` before they are rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". The
             expression must be equal on all ranks. row, col and index are places in this rank's result, whose shape its
-            tensors have. With a bias, an epilogue has at most three tensors. Not for fp64.
+            tensors have. Where N is 1 on some ranks only, give an expression, since tensors broadcast
+            differently there. With a bias, an epilogue has at most three tensors. Not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
