@@ -14,7 +14,7 @@ from graphar.matmul import operands
 from graphar.matmul.allgather_matmul import Gathering
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise
 from graphar.ops import options, parts
-from graphar.ops.epilogue_gradients import before_epilogue
+from graphar.ops.epilogue_gradients import before_epilogue, in_backward
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.plan import checks
 from graphar.plan.call import Call
@@ -256,7 +256,7 @@ def _backward(ctx, gradients):
     needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
     of_a, of_w, wholes, rest = [None] * len(a), [None] * len(w), None, {}
     if ctx.given["epilogue"]:
-        again = {"gathered": needs_w, "partition": ctx.given["partition"]}
+        again = {"gathered": needs_w, "partition": ctx.given["partition"], "after": in_backward(of_products)}
         found = for_ranks(ctx, NAME, a, w, **again, **where)
         products, wholes = [one.float() for one in found[::2]], found[1::2]
         of_products, rest = before_epilogue(ctx, products, of_products, tensors, a[0].dtype)
