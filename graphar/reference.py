@@ -263,7 +263,8 @@ def rounded_after(form: Pointwise, inputs: EpilogueInputs, v: torch.Tensor, dtyp
 
 def _unrounded_product(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     kind = ACCUMULATION_DTYPES[a.dtype]
-    return a.to(kind) @ w.to(kind).t()
+    with torch.autocast(a.device.type, enabled=False):  # it would multiply in bf16
+        return a.to(kind) @ w.to(kind).t()
 
 
 def with_bias(total: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,7 @@ from graphar.graph.places import Places
 from graphar.graph.single import ALLREDUCE, REDUCESCATTER
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
-from graphar.numerics.epilogues.tracer import IGNORED, RULES
+from graphar.numerics.epilogues.tracer import IGNORED, RULES, as_stored
 
 _SUMS = {rewrite.name: rewrite for rewrite in (ALLREDUCE, REDUCESCATTER)}
 
@@ -99,26 +99,23 @@ def _tree(node: Node, trees: dict[Node, syntax.Node]) -> syntax.Node | None:
         (of,) = node.all_input_nodes
         if result.device != of.meta["val"].device or result.dtype == torch.bool:
             return None
-        return _rounded(trees[of], result.dtype)
+        return as_stored(trees[of], result.dtype)
     name, _, overload = str(node.target).removeprefix("aten.").partition(".")
     rule = RULES.get(name)
     if rule is None or node.target.namespace != "aten" or overload == "out":
         return None
     try:
         keywords = {key: _argument(one, trees) for key, one in node.kwargs.items() if key not in IGNORED}
-        return rule(*(_argument(one, trees) for one in node.args), **keywords)
+        tree = rule(*(_argument(one, trees) for one in node.args), **keywords)
     except (TypeError, KeyError):
         return None
+    return as_stored(tree, torch.bool) if result.dtype == torch.bool else tree  # rounding is left to the op
 
 
 def _argument(argument: object, trees: dict[Node, syntax.Node]) -> object:
     if isinstance(argument, Node):
         return trees[argument]
     return syntax.number(float(argument)) if isinstance(argument, (bool, int, float)) else argument
-
-
-def _rounded(tree: syntax.Node, dtype: torch.dtype) -> syntax.Node:
-    return tree if dtype == torch.float32 else syntax.Apply(TYPE_NAMES[dtype], (tree,))
 
 
 def _inner(last: Node, total: Node) -> list[Node]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from graphar.graph import rows
 from graphar.graph.collectives import VIEWS, Collective, are_same, call
@@ -79,7 +80,10 @@ class Matmul:
         if not isinstance(columns, int) or rows.origin(x) is not product.matmul or not rows.are_all(x):
             return "the product is summed in another shape"
         path = rows.path(x)
-        if any(user not in (*path, product.node, *_lengths(product)) for one in path for user in one.users):
+        rest: list[Node] = []  # what else the sum takes, such as a residual
+        map_arg(product.node.args[1:], rest.append)
+        users = (*path, product.node, *_lengths(product))
+        if not set(rest).isdisjoint(path) or any(user not in users for one in path for user in one.users):
             return "the product has further uses"
         if product.call.get("algorithm", "auto") != "auto" or product.call.get("axis", 0) != 0:
             return "the sum names an algorithm or an axis"

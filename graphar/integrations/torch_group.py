@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from graphar.errors import UnsupportedError
+
 
 class TorchGroup:
     """The same ranks in a process group of torch's own, with NCCL for CUDA tensors and gloo for CPU tensors.
@@ -24,7 +26,9 @@ class TorchGroup:
         self._store, self._rank, self._ranks, self._name, self._timeout = store, rank, ranks, name, timeout
         self._made: set[str] = set()
         self.group = dist.ProcessGroup(store, rank, len(ranks))
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu:gloo"
+        has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        self._device_types = ("cpu", "cuda") if has_nccl else ("cpu",)
+        backend = "cpu:gloo,cuda:nccl" if has_nccl else "cpu:gloo"
         # What torch.distributed is asked about the group of a communicator.
         world = c10d._world
         world.pg_map[self.group] = backend, store
@@ -32,7 +36,12 @@ class TorchGroup:
         world.pg_backend_config[self.group] = str(c10d.BackendConfig(dist.Backend(backend)))
 
     def serving(self, device: torch.device) -> dist.ProcessGroup:
-        """Returns the group, with a backend for ``device``."""
+        """Returns the group, with a backend for ``device``; UnsupportedError if torch has none.
+
+        It is a RuntimeError, by which torch finds out whether a group has a backend for CUDA.
+        """
+        if device.type not in self._device_types:
+            raise UnsupportedError(f"the process group {self._name} has no backend for {device.type} tensors")
         if device.type not in self._made:
             kind = dist.ProcessGroup.BackendType
             made = (kind.NCCL, self._nccl()) if device.type == "cuda" else (kind.GLOO, self._gloo())

@@ -275,7 +275,7 @@ class FusedMatmuls:
         matrices = (placed.a_matrix, placed.w_matrix, matrix_of(rows) or placed.a_matrix)
         pointers = tuple([0 if one is None else one.data_ptr() for one in (placed.bias, timeline)])
         key = (algorithm, member.rank, tile, placed.layout, one, call.timeout_s, pointers, placed.out.data_ptr())
-        key = (*key, _kernel_key(call), *matrices)
+        key = (*key, call.codec, call.epilogue, *matrices)
         launch = self._launches.get(key)
         if launch is None:
             timeout_s = call.timeout_s or self._engine.timeout_s

@@ -14,7 +14,7 @@ from graphar.matmul import operands
 from graphar.matmul.operands import Gathering
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise
 from graphar.ops import options, parts
-from graphar.ops.epilogue_gradients import before_epilogue
+from graphar.ops.epilogue_gradients import before_epilogue, in_backward
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.plan import checks
 from graphar.plan.call import Call
@@ -108,7 +108,8 @@ def fused_allgather_matmul(
         epilogue: elementwise work on the fp32 product and ``bias`` before they are rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". The
             expression must be equal on all ranks. row, col and index are places in this rank's result, whose shape its
-            tensors have. With a bias, an epilogue has at most three tensors. Not for fp64.
+            tensors have. Where N is 1 on some ranks only, give an expression, since tensors broadcast
+            differently there. With a bias, an epilogue has at most three tensors. Not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
@@ -238,7 +239,8 @@ def _with_epilogue(one: Gathering, whole: torch.Tensor) -> torch.Tensor:
     if not whole.is_cuda:
         return reference.linear_with_epilogue(whole, one.w, one.form, one.inputs)
     unrounded = {} if whole.dtype == torch.float32 else {"out_dtype": torch.float32}
-    product = torch.mm(whole, one.w.t(), **unrounded)
+    with torch.autocast("cuda", enabled=False):  # it would multiply in another dtype
+        product = torch.mm(whole, one.w.t(), **unrounded)
     return reference.rounded_after(one.form, one.inputs, product, whole.dtype)
 
 
@@ -257,7 +259,7 @@ def _backward(ctx, gradients):
     needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
     of_a, of_w, wholes, rest = [None] * len(a), [None] * len(w), None, {}
     if ctx.given["epilogue"]:
-        again = {"gathered": needs_w, "partition": ctx.given["partition"]}
+        again = {"gathered": needs_w, "partition": ctx.given["partition"], "after": in_backward(of_products)}
         found = for_ranks(ctx, NAME, a, w, **again, **where)
         products, wholes = [one.float() for one in found[::2]], found[1::2]
         of_products, rest = before_epilogue(ctx, products, of_products, tensors, a[0].dtype)

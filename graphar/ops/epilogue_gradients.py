@@ -47,8 +47,16 @@ def of_sums_before_epilogue(
     """
     if not ctx.given["epilogue"]:
         return gradients, {}
-    vs = for_ranks(ctx, summing, [one.float() for one in summands], **call)
+    vs = for_ranks(ctx, summing, [one.float() for one in summands], after=in_backward(gradients), **call)
     return before_epilogue(ctx, vs, gradients, tensors, summands[0].dtype)
+
+
+def in_backward(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the ``after`` of a collective that a backward pass needs, but that depends on no gradient.
+
+    torch.compile could otherwise move it into the forward pass. It decides by sizes, on each rank for itself.
+    """
+    return [one.detach() for one in gradients]
 
 
 def before_epilogue(

@@ -48,6 +48,7 @@ TAKEN = {
     "a cast and back": (lambda v: v.float().mul(3).bfloat16(), "(v * 3.0)"),
     "a cast between": (lambda v: v.float().mul(3).half().float().add(1).bfloat16(), "(fp16((v * 3.0)) + 1.0)"),
     "a square": (lambda v: v.pow(2), "(v * v)"),
+    "a sum of conditions": (lambda v: v * ((v > 0) + (v > 1)), "(v * (((v > 0.0) + (v > 1.0)) != 0.0))"),
     "a factor": (lambda v: torch.add(v, v, alpha=3), "(v + (v * 3.0))"),
 }
 

@@ -208,6 +208,19 @@ def test_others_are_left_and_the_report_says_why(make_pass, pays, why):
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [why]
 
 
+def test_a_product_that_is_the_norms_residual_too_is_left(make_pass, pays):
+    def layer(a, w, weight):
+        y = functional.linear(a, w)
+        return llamas(summed(y) + y, weight)
+
+    compile_pass, shape = make_pass(), (COLUMNS,)
+
+    graph = rewritten(compile_pass, traced(layer, shape, rows=(ROWS, 2))).graph
+
+    assert ops.allreduce_residual_rmsnorm.default in [node.target for node in graph.nodes]
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the product has further uses"]
+
+
 def test_dtypes_without_a_kernel_are_left(make_pass, pays):
     compile_pass = make_pass()
 

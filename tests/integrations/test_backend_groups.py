@@ -46,6 +46,20 @@ def test_a_group_has_the_backend_by_every_name(name):
         assert found == name
 
 
+def abort(rank, world_size):
+    """Aborts the default group, for which torch asks it for its backend for CUDA."""
+    dist.all_reduce(values(rank))
+    with pytest.raises(RuntimeError, match=r"(?i)no backend"):
+        dist.group.WORLD._get_backend(torch.device("cuda"))
+    dist.distributed_c10d._abort_process_group()
+    return dist.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the group has a backend for CUDA")
+def test_a_group_without_a_backend_for_cuda_says_so_and_is_aborted():
+    assert run_ranks(abort, 2, backend=BACKEND) == [False] * 2
+
+
 def init_beside_gloo(rank, world_size, port):
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -158,6 +160,30 @@ def compile_as_rank(rank, world_size):
 def test_processes_can_compile_their_calls():
     for found in run_ranks(compile_as_rank, 2, timeout_s=200):
         assert found.count(0) == len(found) > 4 * len(PLAIN)
+
+
+WITH_EPILOGUE = (graphar.fused_allgather_matmul, graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)
+
+
+@pytest.mark.parametrize("op", WITH_EPILOGUE, ids=lambda op: op.__name__)
+def test_what_a_backward_pass_computes_again_stays_there(op):
+    # The value before the epilogue is small, so a compiler would keep it from the forward pass. Ranks whose sizes
+    # differ would decide differently, and make calls in another order.
+    torch._dynamo.reset()
+    found = []
+
+    def noting(graph, inputs):
+        found.append([node.target for node in graphar_nodes(graph)])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=noting, bw_compiler=noting, partition_fn=min_cut_rematerialization_partition)
+    a, w = torch.randn(4, 512, requires_grad=True), torch.randn(2, 512)
+
+    torch.compile(lambda a, w: op(a, w, epilogue="tanh(v)"), fullgraph=True, backend=backend)(a, w).sum().backward()
+
+    forward, backward = found
+    assert forward == [getattr(ops, op.__name__).default]
+    assert ops.epilogue_backward.default in backward[1:]
 
 
 class Calls(torch.nn.Module):

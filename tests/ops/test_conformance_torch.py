@@ -259,6 +259,17 @@ def test_function_modes_and_subclasses_see_the_op(form):
         assert any(f"graphar.{form.op.__name__}" in name for name in names)
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form.is_steady and torch.float32 in form.dtypes], ids=str)
+def test_autocast_changes_no_bits(form):
+    tensors = [form.tensors(ranks, form.small, torch.float32, normal) for ranks in (1, 2)]
+    expected = both(form, tensors)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = both(form, tensors)
+
+    assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * len(expected)
+
+
 @every_op
 def test_the_profiler_sees_the_op(op):
     form = BY_OP[op][0]

@@ -40,6 +40,7 @@ UNLIKE = {
         lambda: graphar.fused_allgather_matmul(torch.ones(2, 3), torch.ones(4, 3)),
     ),
     "ops": (lambda: graphar.reducescatter(vector(6)), lambda: graphar.allreduce(vector(6))),
+    "ops with parts": (lambda: graphar.allgather(vector(3)), lambda: graphar.reducescatter(vector(6))),
     "parts": (lambda: graphar.reducescatter(vector(6)), lambda: graphar.reducescatter(vector(8))),
     "parts that are gathered": (lambda: graphar.allgather(vector(2)), lambda: graphar.allgather(vector(1))),
     "matmuls": (
@@ -75,6 +76,7 @@ def test_processes_that_call_different_things_are_both_told_and_get_no_data():
         calls = re.findall(r"^rank [01]: (.*)$", message, re.MULTILINE)
         assert "ranks must make the same graphar calls in the same order" in message, name
         assert len(set(calls)) == 2, name
+        assert ("need sizes=" in message) == (name == "parts that are gathered"), name
 
 
 def gather_uneven_parts(rank, world_size):

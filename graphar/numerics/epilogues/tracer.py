@@ -183,7 +183,7 @@ class _Translation:
             tree = rule(*arguments, **keywords)
         except (TypeError, KeyError):
             raise _CannotFuse(name, "not with these arguments") from None
-        return _rounded(tree, result.dtype)
+        return as_stored(tree, result.dtype)
 
     def _view(self, name: str, node, result: torch.Tensor) -> Node | _Leaf:
         """Returns a view: an argument may get another shape before it is used, but computed values only broadcast."""
@@ -231,7 +231,13 @@ _FUSED = ", ".join(
 )
 
 
-def _rounded(tree: Node, dtype: torch.dtype) -> Node:
+_TRUTHS = ("<", "<=", ">", ">=", "==", "!=", "&&", "||", "!", "isnan")  # these give 0 or 1
+
+
+def as_stored(tree: Node, dtype: torch.dtype) -> Node:
+    """Returns the value that a tensor of ``dtype`` stores: 0 or 1 for bool, and rounded for bf16 and fp16."""
+    if dtype == torch.bool:
+        return tree if isinstance(tree, Apply) and tree.operation in _TRUTHS else Apply("!=", (tree, number(0.0)))
     return Apply(TYPE_NAMES[dtype], (tree,)) if dtype in (torch.bfloat16, torch.float16) else tree
 
 
