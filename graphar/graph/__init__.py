@@ -8,7 +8,7 @@
     norm.py  epilogue.py  prefetch.py    one rewrite each
     matmul.py  allgather_matmul.py    the rewrite "matmul": a matmul and its sum, an all-gather and its matmul
     rows.py         ops that move whole rows between a collective and a matmul
-    order.py        keeps the collectives of a graph in order
+    order.py        keeps the collectives of a graph in order, also in graphs of programs that do not call enable()
     report.py       which collectives were rewritten, and why the others were not
 
 To add a rewrite, write a module with ``find``, ``why_not`` and ``replace``, as prefetch.py has them, and add it to
@@ -17,8 +17,13 @@ To add a rewrite, write a module with ``find``, ``why_not`` and ``replace``, as 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from torch._guards import TracingContext
+
+from graphar.ops import register
 
 if TYPE_CHECKING:
     from graphar.graph.passes import CompilePass
@@ -127,3 +132,14 @@ def disable() -> None:
     from graphar.graph import hook
 
     hook.remove_all()
+
+
+def _keep_order() -> None:
+    """Has Inductor keep the order of graphar's ops in the graph that torch is tracing."""
+    if TracingContext.try_get() and "torch._inductor.config" in sys.modules:
+        from graphar.graph import hook
+
+        hook.keep_order()
+
+
+register.when_traced.append(_keep_order)

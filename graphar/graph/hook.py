@@ -1,6 +1,7 @@
 """Installs and removes a pass in Inductor's ``post_grad_custom_pre_pass``, which holds one pass.
 
-Other libraries may have put passes there; a :class:`PassChain` then runs all of them.
+Other libraries may have put passes there; a :class:`PassChain` then runs all of them. One of graphar's passes is always
+there from the first graph with an op of graphar's on: a CompilePass, or else an OrderPass.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from torch._inductor import config, custom_graph_pass
 from torch.fx import Graph
 
+from graphar.graph import order
 from graphar.graph.passes import CompilePass
 
 # The class of passes that are told whether the graph is for inference only; older torch versions lack it.
@@ -33,6 +35,23 @@ class PassChain(_Aware):
         return keys if all(keys) else None
 
 
+class OrderPass(custom_graph_pass.CustomGraphPass):
+    """Keeps the calls of graphar's ops in the order of the program. A CompilePass does that, too."""
+
+    def __call__(self, graph: Graph) -> None:
+        order.keep(graph)
+
+    def uuid(self) -> bytes:
+        return custom_graph_pass.get_hash_for_files((order.__file__,))
+
+
+def keep_order() -> None:
+    """Installs an OrderPass behind the passes of others, if there is no pass of graphar's."""
+    found = _installed()
+    if len(_of_others(found)) == len(found):
+        _install([*found, OrderPass()])
+
+
 def install(own: CompilePass) -> None:
     """Installs ``own`` after the passes of others. It replaces an installed pass of graphar's, if there is one."""
     found = _installed()
@@ -53,7 +72,7 @@ def remove_all() -> None:
 
 
 def _of_others(passes: list) -> list:
-    return [one for one in passes if not isinstance(one, CompilePass)]
+    return [one for one in passes if not isinstance(one, (CompilePass, OrderPass))]
 
 
 def _installed() -> list:

@@ -25,13 +25,18 @@ def is_collective(node: Node) -> bool:
 
 
 def keep(graph: Graph) -> None:
-    """Makes each of graphar's ops depend on the previous collective, through ``after`` if its inputs do not."""
+    """Makes each of graphar's ops depend on the previous collective, through ``after`` if its inputs do not.
+
+    Call it after all other passes.
+    """
     last = None
     for node in list(graph.nodes):
         if op := op_of(node.target):
             if last is not None and not _needs(node, last):
                 with graph.inserting_before(node):
                     node.args = op.write(op.read(node.args) | {"after": [_tensor(graph, last)]})
+            # Inductor cuts lists to the lengths in the traced call: it would drop an ``after`` or a ``prefetch``.
+            node.meta.pop("eager_input_vals", None)
             last = node
         elif node.target is _wait:
             last = node

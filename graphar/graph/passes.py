@@ -16,7 +16,6 @@ from graphar.graph.matmul import Matmul
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
 from graphar.graph.single import ALLGATHER, ALLREDUCE, REDUCESCATTER
-from graphar.ops.register import op_of
 
 REWRITES: dict[str, tuple[Any, ...]] = {  # by name
     "norm": (norm,),
@@ -68,7 +67,6 @@ class CompilePass(CustomGraphPass):
                 if not why_left:
                     rewrite.replace(graph, collective, self._places)
         order.keep(graph)
-        _forget_traced_inputs(graph)
         self.report.graphs += 1
 
     def uuid(self) -> bytes:
@@ -95,16 +93,6 @@ class CompilePass(CustomGraphPass):
             shape = tuple(size if isinstance(size, int) else str(size) for size in x.shape)
             where = (self.report.graphs, rewrite, str(collective), str(collective.group))
             self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left))
-
-
-def _forget_traced_inputs(graph: Graph) -> None:
-    """Drops what Inductor has noted of the arguments with which a model called graphar's ops.
-
-    It cuts lists of tensors to the lengths noted, and so would drop an ``after`` or a ``prefetch`` that a pass added.
-    """
-    for node in graph.nodes:
-        if op_of(node.target):
-            node.meta.pop("eager_input_vals", None)
 
 
 def _check_names(option: str, given: Iterable[str], known: Iterable[str]) -> frozenset[str]:

@@ -27,6 +27,7 @@ from graphar.runtime.registry import engine_of_devices, engine_of_group
 
 library = torch.library.Library("graphar", "DEF")
 _ops: dict[str, Op] = {}  # by name
+when_traced: list[Callable[[], None]] = []  # functions to call when an op is given tensors without data
 
 _DEFAULTS = {"str": "", "Tensor[]": [], "float[]": [], "float?": None, "int?": None, "bool": False}
 _NAMED_DEFAULTS = {"algorithm": "auto", "partition": "auto", "rank": -1, "axis": 0, "output": "like_input"}
@@ -218,6 +219,8 @@ class Op:
             deliver(target, one)
 
     def _meta(self, *call, in_list: bool):
+        for one in when_traced:
+            one()
         lists, arguments = self._split(call, in_list)
         results = self._fake(*lists, self._given(*arguments))
         if self.returns != "Tensor":

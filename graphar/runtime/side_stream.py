@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,7 @@ class SideStream:
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.stream = torch.cuda.Stream(device, priority=priority)
         self._device, self._event = device, torch.cuda.Event()
+        self._lock = threading.Lock()  # another thread must not record the event before this one's wait
         self._callers: dict[int, torch.cuda.Stream] = {}  # by CUDA's handle
 
     @contextlib.contextmanager
@@ -24,8 +26,9 @@ class SideStream:
         caller = self._callers.get(handle)
         if caller is None:
             caller = self._callers[handle] = torch.cuda.current_stream(self._device)
-        self._event.record(caller)
-        self._event.wait(self.stream)
+        with self._lock:
+            self._event.record(caller)
+            self._event.wait(self.stream)
         torch.cuda.set_stream(self.stream)
         try:
             yield

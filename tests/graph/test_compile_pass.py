@@ -347,6 +347,28 @@ def test_beside_a_pass_without_a_key_nothing_is_cached(installed, inductor):
         assert installed().uuid() is None
 
 
+def test_without_enable_a_traced_op_installs_a_pass_behind_those_of_others(installed, inductor):
+    hook = importlib.import_module("graphar.graph.hook")
+    inductor.post_grad_custom_pre_pass = theirs = lambda graph: None
+
+    for rows in (2, 3):
+        trace_only = torch.compile(graphar.allgather, backend=lambda graph, given: lambda *_: (given[0],))
+        trace_only(torch.ones(rows, 3))
+
+    first, second = installed().passes
+    assert first is theirs
+    assert isinstance(second, hook.OrderPass)
+
+
+def test_the_pass_for_the_order_goes_where_enable_brings_its_own(installed):
+    hook = importlib.import_module("graphar.graph.hook")
+    hook.keep_order()
+
+    with graphar.enable() as mine:
+        hook.keep_order()
+        assert installed() is mine
+
+
 def test_without_a_process_group_there_is_nothing_to_enable():
     with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
         graphar.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
 
@@ -72,7 +73,7 @@ def test_inductor_runs_the_pass_and_its_cache_knows_the_options(tmp_path, monkey
         assert found == [(0, ["norm"]), (0, 3), (0, 0), (0, 2)]
 
 
-def run_calls_of_unequal_sizes(rank, world_size):
+def run_calls_of_unequal_sizes(rank, world_size, enabled):
     """Two calls that need nothing of each other, of which the larger one is another one on each rank."""
     narrow, wide = torch.randn(2, 64), torch.randn(4000, 64)
     first, second = (narrow, wide) if rank == 0 else (wide, narrow)
@@ -82,14 +83,15 @@ def run_calls_of_unequal_sizes(rank, world_size):
         return before.sum(1), graphar.fused_allgather_matmul(a * 2, second).sum(1)
 
     a = torch.randn(256, 64)
-    with graphar.enable():
+    with graphar.enable() if enabled else contextlib.nullcontext():
         found = torch.compile(model, fullgraph=True)(a)
     return [torch.allclose(*pair, rtol=1e-3, atol=1e-2) for pair in zip(found, model(a), strict=True)]
 
 
 @needs_a_compiler
-def test_inductor_keeps_the_order_of_a_models_own_calls_on_ranks_of_unequal_sizes():
-    assert run_ranks(run_calls_of_unequal_sizes, 2, timeout_s=150) == [[True, True]] * 2
+@pytest.mark.parametrize("enabled", [False, True])
+def test_inductor_keeps_the_order_of_a_models_own_calls_on_ranks_of_unequal_sizes(enabled):
+    assert run_ranks(run_calls_of_unequal_sizes, 2, enabled, timeout_s=150) == [[True, True]] * 2
 
 
 def compile_with_a_mode(rank, world_size):
