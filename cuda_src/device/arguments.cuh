@@ -82,10 +82,9 @@ struct Arguments {
 struct TupleArguments : Arguments {
   const void* inputs[max_tensors];
   void* outputs[max_tensors];
-  u64 row_nbytes[max_tensors];
+  u64 row_nbytes[max_tensors];  // 0 past the last tensor
   u64 first_row[max_ranks];  // of each rank's part, in every tensor
   u64 rows[max_ranks];       // of each rank's part
-  u32 tensors;
 };
 
 // The arguments of matmul beside the tensor maps of A [m, k], of W and of C [m, n].

@@ -21,9 +21,10 @@ struct PartOfTuple {
 
   // The rows of the tensor that has pack i; i becomes the pack's index in them.
   __device__ __forceinline__ Tensor<T> tensor_of(u64& i) const {
+#pragma unroll 1
     for (u32 t = 0;; ++t) {
       const u64 nbytes = rows * a.row_nbytes[t], packs = pack_count<T>(nbytes);
-      if (i < packs || t + 1 == a.tensors)
+      if (i < packs || t + 1 == max_tensors)
         return {static_cast<const char*>(tensors[t]) + first_row * a.row_nbytes[t], nbytes};
       i -= packs;
     }

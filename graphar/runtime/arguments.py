@@ -71,12 +71,10 @@ class TupleArguments(Arguments):
     _fields_ = [
         *((name, ctypes.c_uint64 * MAX_TENSORS) for name in ("inputs", "outputs", "row_nbytes")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("first_row", "rows")),
-        ("tensors", ctypes.c_uint32),
     ]
 
     def describe(self, form: TensorTuple) -> None:
         """Writes everything but the addresses."""
-        self.tensors = len(form.dtypes)
         for at, nbytes in enumerate(form.row_nbytes):
             self.row_nbytes[at] = nbytes
         for rank, (first, rows) in enumerate(zip(accumulate(form.sizes, initial=0), form.sizes, strict=False)):

@@ -1,0 +1,149 @@
+"""The all-gather of several tensors: what graphar.allgather does with a tuple."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graphar.numerics.dtypes import BYTE
+from graphar.ops import options, parts
+from graphar.ops.norms import by_result
+from graphar.ops.register import Op, is_plain
+from graphar.plan import checks
+from graphar.plan.call import NO_OPTIONS, Call
+from graphar.plan.tensor_tuple import MAX_TENSORS, TensorTuple, tensor_tuple
+from graphar.runtime.engine import Engine, as_taken
+from graphar.runtime.registry import Group, engine_name, engine_of
+
+NAME = "allgather"
+
+
+def allgather_tuple(xs: tuple, group: Group, sizes: Sequence[int] | None, timeout_s: float | None) -> tuple:
+    """Returns the tensors of all ranks, for each tensor or list of ``xs``, which :func:`check_tuple` has checked.
+
+    It takes the other arguments of :func:`graphar.allgather`. Not differentiable.
+    """
+    if isinstance(xs[0], (list, tuple)):
+        more = [x for of_rank in zip(*xs[1:], strict=True) for x in of_rank]
+        lengths = [len(x) for x in xs[0]]
+        found = OP(list(xs[0]), more, engine_name(group, NAME), -1, lengths, timeout_s, [])
+        return by_result(found, len(xs[0]))
+    rank, world_size = parts.place(group)
+    length = len(xs[0])
+    sizes = [length] * world_size if sizes is None else checks.check_sizes(NAME, sizes, world_size, rank, length)
+    plain = all(is_plain(x) and not x.is_conj() for x in xs)
+    if plain and len(xs) <= MAX_TENSORS and (found := _warm(xs, group, sizes, timeout_s)):
+        return found
+    first, *more = xs
+    return tuple(OP(first, more, engine_name(group, NAME), rank, sizes, timeout_s, [], plain=plain))
+
+
+def check_tuple(xs: tuple, axis: object, sizes: object) -> None:
+    """Raises unless all-gathers take ``xs``: tensors, or lists of tensors, of equal length on equal devices."""
+    if type(axis) is not int or axis:
+        raise ValueError(f"{NAME}: the tensors of a tuple are joined along their first dimension, got axis {axis!r}")
+    if not xs:
+        raise ValueError(f"{NAME}: needs at least one tensor, got an empty tuple")
+    if isinstance(xs[0], (list, tuple)):
+        if sizes is not None:
+            raise ValueError(f"{NAME}: sizes is for calls with tensors; omit it for lists")
+        for ones in xs:
+            checks.check_one_each(NAME, "each list of a tuple", ones, xs[0], "the first list")
+            checks.check_list_to_join(NAME, ones, 0)
+    ranks = list(zip(*xs, strict=True)) if isinstance(xs[0], (list, tuple)) else [xs]
+    for first, *rest in ranks:
+        checks.check_strided(NAME, "tensor 0", first)
+        checks.check_axis(NAME, first, 0)
+        for at, x in enumerate(rest, 1):
+            checks.check_strided(NAME, f"tensor {at}", x)
+            checks.check_axis(NAME, x, 0)
+            if (len(x), x.device) != (len(first), first.device):
+                raise ValueError(
+                    f"{NAME}: the tensors of a tuple must have one length and one device, got {list(first.shape)} on "
+                    f"{first.device} and, at {at}, {list(x.shape)} on {x.device}"
+                )
+
+
+def _warm(xs: tuple, group: Group, sizes: list[int], timeout_s: float | None) -> tuple | None:
+    """Makes a plain call and returns its results; None if its plan is not cached."""
+    form = _form(xs, sizes)
+    # The fields of Call, as a bare tuple.
+    key = (NAME, form.part_nbytes, BYTE, xs[0].get_device(), "auto", timeout_s, "", form, *NO_OPTIONS[2:])
+    plan = engine_of(group, NAME).warm.get(key)
+    if plan is None:
+        return None
+    xs = tuple([x.contiguous() for x in xs])
+    outs = _empty(xs, sizes)
+    plan(xs[0], outs[0], (xs, outs))
+    return outs
+
+
+def _form(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> TensorTuple:
+    return tensor_tuple(tuple([(x.dtype, tuple(x.shape[1:])) for x in xs]), tuple(sizes))
+
+
+def _empty(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    length = sum(sizes)
+    return tuple([x.new_empty((length, *x.shape[1:])) for x in xs])
+
+
+def _of_ranks(xs, given) -> list[list[torch.Tensor]]:
+    """Returns the tensors of each rank of this process."""
+    each = len(given.more) // len(xs)
+    return [[x, *given.more[rank * each : (rank + 1) * each]] for rank, x in enumerate(xs)]
+
+
+def _run(engine: Engine, xs, given) -> list[tuple[torch.Tensor, ...]]:
+    ranks, results = _of_ranks(xs, given), _fake(xs, given)
+    for begin in range(0, len(ranks[0]), MAX_TENSORS):
+        window = slice(begin, begin + MAX_TENSORS)
+        pairs = [
+            ([x.contiguous() for x in of_rank[window]], outs[window])
+            for of_rank, outs in zip(ranks, results, strict=True)
+        ]
+        (_gather_each if engine.why_no_kernel(NAME, xs[0]) else _gather)(engine, pairs, given)
+    return results
+
+
+def _gather(engine: Engine, pairs, given) -> None:
+    """Gathers in one launch; ``pairs`` has the inputs and outputs of each rank of this process."""
+    first = pairs[0][0]
+    form = _form(first, given.sizes)
+    device, timeout_s = first[0].get_device(), given.timeout_s
+    call = Call(NAME, form.part_nbytes, BYTE, device, timeout_s=timeout_s, epilogue=form)
+    ins, outs = [xs[0] for xs, _ in pairs], [ys[0] for _, ys in pairs]
+    engine.run(call, *[as_taken(engine, ones) for ones in (ins, outs, pairs)])
+
+
+def _gather_each(engine: Engine, pairs, given) -> None:
+    """Gathers one tensor after another. A call says which ones follow, so that unlike tuples are found at the first."""
+    first = pairs[0][0]
+    for at, x in enumerate(first):
+        rest = first[at + 1 :]
+        follow = f"allgather of {_form(rest, given.sizes).text}" if rest else ""
+        counts = parts.counts_of(x, given.sizes)
+        call = Call.of(NAME, x, counts, timeout_s=given.timeout_s, followed_by=follow)
+        engine.run(call, *[as_taken(engine, [pair[side][at] for pair in pairs]) for side in (0, 1)])
+
+
+def _fake(xs, given) -> list[tuple[torch.Tensor, ...]]:
+    return [_empty(of_rank, given.sizes) for of_rank in _of_ranks(xs, given)]
+
+
+def _check(engine: Engine, xs, given) -> None:
+    parts.check_place(NAME, engine, given)
+    lengths = [len(x) for of_rank in _of_ranks(xs, given) for x in of_rank]
+    each = len(lengths) // len(xs)
+    parts.check_lengths(NAME, given.sizes, lengths, [own for own in parts.own_sizes(given) for _ in range(each)])
+
+
+OP = Op(
+    "allgather_tuple",
+    ["x"],
+    f"Tensor[] more, str communicator, int rank, SymInt[] sizes, float? timeout_s, {options.AFTER}",
+    _run,
+    _fake,
+    check=_check,
+    returns="Tensor[]",
+)
