@@ -67,7 +67,7 @@ def check_tuple(xs: tuple, axis: object, sizes: object) -> None:
 
 def _warm(xs: tuple, group: Group, sizes: list[int], timeout_s: float | None) -> tuple | None:
     """Makes a plain call and returns its results; None if its plan is not cached."""
-    form = _form(xs, sizes)
+    form = form_of(xs, sizes)
     # The fields of Call, as a bare tuple.
     key = (NAME, form.part_nbytes, BYTE, xs[0].get_device(), "auto", timeout_s, "", form, *NO_OPTIONS[2:])
     plan = engine_of(group, NAME).warm.get(key)
@@ -79,7 +79,8 @@ def _warm(xs: tuple, group: Group, sizes: list[int], timeout_s: float | None) ->
     return outs
 
 
-def _form(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> TensorTuple:
+def form_of(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> TensorTuple:
+    """Returns the form of a call with one rank's tensors; ``sizes`` are the rows of each rank."""
     return tensor_tuple(tuple([(x.dtype, tuple(x.shape[1:])) for x in xs]), tuple(sizes))
 
 
@@ -109,7 +110,7 @@ def _run(engine: Engine, xs, given) -> list[tuple[torch.Tensor, ...]]:
 def _gather(engine: Engine, pairs, given) -> None:
     """Gathers in one launch; ``pairs`` has the inputs and outputs of each rank of this process."""
     first = pairs[0][0]
-    form = _form(first, given.sizes)
+    form = form_of(first, given.sizes)
     device, timeout_s = first[0].get_device(), given.timeout_s
     call = Call(NAME, form.part_nbytes, BYTE, device, timeout_s=timeout_s, epilogue=form)
     ins, outs = [xs[0] for xs, _ in pairs], [ys[0] for _, ys in pairs]
@@ -121,7 +122,7 @@ def _gather_each(engine: Engine, pairs, given) -> None:
     first = pairs[0][0]
     for at, x in enumerate(first):
         rest = first[at + 1 :]
-        follow = f"allgather of {_form(rest, given.sizes).text}" if rest else ""
+        follow = f"allgather of {form_of(rest, given.sizes).text}" if rest else ""
         counts = parts.counts_of(x, given.sizes)
         call = Call.of(NAME, x, counts, timeout_s=given.timeout_s, followed_by=follow)
         engine.run(call, *[as_taken(engine, [pair[side][at] for pair in pairs]) for side in (0, 1)])

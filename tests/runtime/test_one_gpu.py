@@ -92,6 +92,22 @@ def test_allgather_joins_parts_of_any_length(ranks, algorithm):
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("algorithm", [Algorithm.ALLGATHER_FLAGGED, Algorithm.ALLGATHER_PUSH])
+def test_allgather_joins_each_tensor_of_tuples(ranks, algorithm):
+    columns = (384, 3, 1)
+    for rows in (1, 5, 64):
+        sizes = [0 if rank == 1 else rows + rank for rank in range(ranks.world_size)]
+        parts = [
+            [raw(9 * rank, size * n, torch.uint8).view(size, n) for n in columns] for rank, size in enumerate(sizes)
+        ]
+        parts = [[fp8.view(torch.float8_e4m3fn), *rest] for fp8, *rest in parts]
+        expected = [reference.allgather(ones) for ones in zip(*parts, strict=True)]
+        for _ in range(EVERY_EPOCH):
+            for found in ranks.allgather_tuple(parts, algorithm):
+                assert_bits(found, expected)
+
+
+@pytest.mark.sanitize
 @pytest.mark.parametrize("name", ["int4", "fp8_e4m3"])
 @pytest.mark.parametrize("algorithm", QUANTIZED)
 def test_every_allreduce_with_a_codec_gives_the_specification(ranks, algorithm, name):
