@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 
 from graphar.ops import options, parts
-from graphar.ops.allgather_tuple import allgather_tuple, check_tuple
+from graphar.ops.allgather_tuple import allgather_tuple, check_tuple, warm_tuple
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.plan import checks
 from graphar.plan.call import NO_OPTIONS, Call
@@ -88,10 +88,7 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
     if timeout_s is not None:
         checks.check_timeout(NAME, timeout_s)
     if isinstance(x, tuple):
-        check_tuple(x, axis, sizes)
-        if not _need_gradients(x):
-            return allgather_tuple(x, group, sizes, timeout_s)
-        return tuple([allgather(one, group, sizes=sizes, timeout_s=timeout_s) for one in x])
+        return _gather_tuple(x, group, axis, sizes, timeout_s)
     name = engine_name(group, NAME)
     if isinstance(x, list):
         if sizes is not None:
@@ -119,9 +116,14 @@ def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tenso
     return out
 
 
-def _need_gradients(xs: tuple) -> bool:
+def _gather_tuple(xs: tuple, group: Group, axis: object, sizes, timeout_s: float | None) -> tuple:
+    if type(axis) is int and axis == 0 and (found := warm_tuple(xs, group, sizes, timeout_s)):
+        return found
+    check_tuple(xs, axis, sizes)
     tensors = [x for ones in xs for x in ones] if isinstance(xs[0], (list, tuple)) else xs
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return tuple([allgather(x, group, sizes=sizes, timeout_s=timeout_s) for x in xs])
+    return allgather_tuple(xs, group, sizes, timeout_s)
 
 
 def _fake(xs, given) -> list[torch.Tensor]:

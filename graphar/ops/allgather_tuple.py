@@ -9,12 +9,12 @@ import torch
 from graphar.numerics.dtypes import BYTE
 from graphar.ops import options, parts
 from graphar.ops.norms import by_result
-from graphar.ops.register import Op, is_plain
+from graphar.ops.register import Op
 from graphar.plan import checks
 from graphar.plan.call import NO_OPTIONS, Call
 from graphar.plan.tensor_tuple import MAX_TENSORS, TensorTuple, tensor_tuple
 from graphar.runtime.engine import Engine, as_taken
-from graphar.runtime.registry import Group, engine_name, engine_of
+from graphar.runtime.registry import Group, check_takes_tensors, engine_name, engine_of
 
 NAME = "allgather"
 
@@ -24,19 +24,43 @@ def allgather_tuple(xs: tuple, group: Group, sizes: Sequence[int] | None, timeou
 
     It takes the other arguments of :func:`graphar.allgather`. Not differentiable.
     """
+    name = engine_name(group, NAME)
     if isinstance(xs[0], (list, tuple)):
         more = [x for of_rank in zip(*xs[1:], strict=True) for x in of_rank]
-        lengths = [len(x) for x in xs[0]]
-        found = OP(list(xs[0]), more, engine_name(group, NAME), -1, lengths, timeout_s, [])
-        return by_result(found, len(xs[0]))
+        lengths = [x.shape[0] for x in xs[0]]
+        return by_result(OP(list(xs[0]), more, name, -1, lengths, timeout_s, []), len(xs[0]))
     rank, world_size = parts.place(group)
-    length = len(xs[0])
+    length, (first, *more) = xs[0].shape[0], xs
     sizes = [length] * world_size if sizes is None else checks.check_sizes(NAME, sizes, world_size, rank, length)
-    plain = all(is_plain(x) and not x.is_conj() for x in xs)
-    if plain and len(xs) <= MAX_TENSORS and (found := _warm(xs, group, sizes, timeout_s)):
-        return found
-    first, *more = xs
-    return tuple(OP(first, more, engine_name(group, NAME), rank, sizes, timeout_s, [], plain=plain))
+    return tuple(OP(first, more, name, rank, sizes, timeout_s, []))
+
+
+def warm_tuple(xs: tuple, group: Group, sizes: Sequence[int] | None, timeout_s: float | None) -> tuple | None:
+    """Makes a plain call (:func:`is_plain`), and returns its results.
+
+    It returns None, and does nothing, if the call breaks a rule of :func:`check_tuple`, or if its plan is not cached.
+    """
+    if not xs or not all(parts.is_plain_rows(x, 0) and not x.is_conj() for x in xs):
+        return None
+    length, device = xs[0].shape[0], xs[0].get_device()
+    if any(x.shape[0] != length or x.get_device() != device for x in xs):
+        return None
+    engine = engine_of(group, NAME)
+    check_takes_tensors(engine)
+    if sizes is None:
+        sizes = [length] * engine.world_size
+    else:
+        checks.check_sizes(NAME, sizes, engine.world_size, engine.rank, length)
+    form = form_of(xs, sizes)
+    # The fields of Call, as a bare tuple.
+    key = (NAME, form.part_nbytes, BYTE, device, "auto", timeout_s, "", form, *NO_OPTIONS[2:])
+    plan = engine.warm.get(key)
+    if plan is None:
+        return None
+    xs = tuple([x.contiguous() for x in xs])
+    outs = _empty(xs, sizes)
+    plan(xs[0], outs[0], (xs, outs))
+    return outs
 
 
 def check_tuple(xs: tuple, axis: object, sizes: object) -> None:
@@ -58,25 +82,11 @@ def check_tuple(xs: tuple, axis: object, sizes: object) -> None:
         for at, x in enumerate(rest, 1):
             checks.check_strided(NAME, f"tensor {at}", x)
             checks.check_axis(NAME, x, 0)
-            if (len(x), x.device) != (len(first), first.device):
+            if (x.shape[0], x.device) != (first.shape[0], first.device):
                 raise ValueError(
                     f"{NAME}: the tensors of a tuple must have one length and one device, got {list(first.shape)} on "
                     f"{first.device} and, at {at}, {list(x.shape)} on {x.device}"
                 )
-
-
-def _warm(xs: tuple, group: Group, sizes: list[int], timeout_s: float | None) -> tuple | None:
-    """Makes a plain call and returns its results; None if its plan is not cached."""
-    form = form_of(xs, sizes)
-    # The fields of Call, as a bare tuple.
-    key = (NAME, form.part_nbytes, BYTE, xs[0].get_device(), "auto", timeout_s, "", form, *NO_OPTIONS[2:])
-    plan = engine_of(group, NAME).warm.get(key)
-    if plan is None:
-        return None
-    xs = tuple([x.contiguous() for x in xs])
-    outs = _empty(xs, sizes)
-    plan(xs[0], outs[0], (xs, outs))
-    return outs
 
 
 def form_of(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> TensorTuple:

@@ -11,7 +11,7 @@ import torch
 from graphar import reference
 from graphar.numerics.codecs import codec
 from graphar.plan.algorithms import COMPRESSING, Algorithm, kernels_that, with_kernels
-from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, far_apart, in_turns, normal, same_bits
+from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, far_apart, in_turns, normal, raw, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
 pytestmark = pytest.mark.gpu(1)
