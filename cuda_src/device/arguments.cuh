@@ -83,8 +83,8 @@ struct TupleArguments : Arguments {
   const void* inputs[max_tensors];
   void* outputs[max_tensors];
   u64 row_nbytes[max_tensors];  // 0 past the last tensor
-  u64 first_row[max_ranks];  // of each rank's part, in every tensor
-  u64 rows[max_ranks];       // of each rank's part
+  u64 first_row[max_ranks];     // of each rank's part, in every tensor
+  u64 rows[max_ranks];          // of each rank's part
 };
 
 // The arguments of matmul beside the tensor maps of A [m, k], of W and of C [m, n].
