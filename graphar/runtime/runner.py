@@ -271,7 +271,8 @@ class Runner:
     def _fill(self, shape: Shape, prefetch_nbytes: int) -> Fill | None:
         """Returns a function that writes symmetric addresses, epilogue inputs or a prefetch into a launch's arguments.
 
-        With a TensorTuple it writes the addresses of a rank's tensors. None if the kernel needs only the addresses of input and output.
+        With a TensorTuple it writes the addresses of a rank's tensors. None if the kernel needs only the addresses of
+        input and output.
         """
         direct = self.symmetric.direct_filler(shape.algorithm.row.direct) if shape.direct else None
         if shape.prefetches:
