@@ -139,12 +139,16 @@ class Communicator:
     @overload
     def allgather(self, x: torch.Tensor, **options: Any) -> torch.Tensor: ...
     @overload
-    def allgather(self, x: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor]: ...
+    def allgather(self, x: list[torch.Tensor], **options: Any) -> list[torch.Tensor]: ...
+    @overload
+    def allgather(self, x: tuple[torch.Tensor, ...], **options: Any) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def allgather(self, x: tuple[list[torch.Tensor], ...], **options: Any) -> tuple[list[torch.Tensor], ...]: ...
     def allgather(self, x, **options):
         """Returns the concatenation of all ranks' tensors, on every rank. Collective.
 
         Args:
-            x: this rank's tensor; with ``devices``, a list with one per device.
+            x: this rank's tensor; with ``devices``, a list with one per device. Or a tuple of these.
             options: ``axis``, ``sizes`` and ``timeout_s`` of :func:`graphar.allgather`.
         """
         return allgather(x, self, **options)
@@ -188,9 +192,10 @@ class Communicator:
         Args:
             dtypes: the dtypes of later calls' tensors.
             max_nbytes: the size of the largest tensor, in bytes; None: any size.
-            ops: names of ops: "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm",
-                "reducescatter_residual_rmsnorm". For FP8 results of the latter two, append "_static_fp8" for calls with
-                a scale, "_grouped_fp8" for calls with a group_size, and "_dynamic_fp8" for other calls.
+            ops: names of ops: "allreduce", "reducescatter", "allgather", "allgather_tuple" for calls with a tuple,
+                "allreduce_residual_rmsnorm", "reducescatter_residual_rmsnorm". For FP8 results of the latter two,
+                append "_static_fp8" for calls with a scale, "_grouped_fp8" for calls with a group_size, and
+                "_dynamic_fp8" for other calls.
             codecs: the codecs of later calls. Calls without a codec are prepared too.
             epilogues: the epilogues of later calls. Calls without an epilogue are prepared too. Give expressions,
                 with arguments of the later dtypes. For a function, give its ``traced(x)``.

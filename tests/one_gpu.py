@@ -18,9 +18,11 @@ from graphar.matmul.allgather_matmul import AllgatherMatmuls
 from graphar.matmul.fused import FusedMatmuls, _place
 from graphar.matmul.operands import Gathering, Operands
 from graphar.numerics.codecs import Codec
+from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.norms import REDUCESCATTER_NORM, RmsNorm
 from graphar.ops import norms
+from graphar.ops.allgather_tuple import form_of
 from graphar.plan.algorithms import Algorithm, Shape
 from graphar.plan.call import Call
 from graphar.plan.select import kernel_of, measured_shape
@@ -122,6 +124,17 @@ class RanksOfOneGpu:
         self._launch(shape, xs, outs, counts, parts[0].dtype)
         return outs
 
+    def allgather_tuple(self, parts: Sequence[Sequence[torch.Tensor]], algorithm: Algorithm) -> list[list]:
+        """What every rank receives of its tensors, which may begin at any byte and have any number of rows."""
+        sizes = [len(of_rank[0]) for of_rank in parts]
+        form = form_of(parts[0], sizes)
+        xs = [[_unaligned(one) for one in of_rank] for of_rank in parts]
+        outs = [[_unwritten(one.new_empty(sum(sizes), *one.shape[1:])) for one in of_rank] for of_rank in parts]
+        shape = replace(_shape_for_parts(algorithm, max(form.part_nbytes)), epilogue=form)
+        firsts = [[of_rank[0] for of_rank in tensors] for tensors in (xs, outs)]
+        self._launch_in_turn(shape, [(*firsts, list(zip(xs, outs, strict=True)))], form.part_nbytes, BYTE)
+        return outs
+
     def matmul_allreduce(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], tile: MatmulTile, beside: AbstractContextManager
     ) -> list:
@@ -198,7 +211,7 @@ class RanksOfOneGpu:
         shape = replace(shape, blocks=min(shape.blocks, MOST_BLOCKS))
         self._runner.prepare(kernel_of(shape, dtype))
         columns = shape.epilogue.columns if shape.epilogue else 1
-        (only,) = slices(shape.algorithm, self.world_size, counts, calls[0][0][0].element_size(), columns)
+        (only,) = slices(shape.algorithm, self.world_size, counts, dtype.itemsize, columns)
         launches = self._runner.bind_members(shape, only, dtype, _TIMEOUT_S)
         torch.cuda.synchronize(0)  # inputs were made on torch's stream
         for lists in calls:
@@ -213,7 +226,15 @@ class RanksOfOneGpu:
 
 def _unwritten(like: torch.Tensor) -> torch.Tensor:
     """Memory for a result, filled so that it holds no earlier result."""
-    return torch.full_like(like, 7, device="cuda:0")
+    out = torch.empty_like(like, device="cuda:0")
+    out.view(torch.uint8).fill_(7)
+    return out
+
+
+def _unaligned(like: torch.Tensor) -> torch.Tensor:
+    """A copy on the GPU, one element off an aligned address."""
+    room = like.new_empty(like.numel() + 1, device="cuda:0")
+    return room[1:].view(like.shape).copy_(like)
 
 
 def _shape_for_parts(algorithm: Algorithm, nbytes: int) -> Shape:

@@ -16,7 +16,8 @@ from graphar.communicator import Communicator
 from graphar.matmul import fused
 from graphar.matmul.operands import Operands
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, EpilogueInputs, Pointwise
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import FALLBACK, Algorithm
+from graphar.plan.select import Choice
 from graphar.runtime.engine import Engine, open_engines, profilers
 from graphar.runtime.profiler import tell_waits
 from tests.processes import run_ranks
@@ -50,6 +51,19 @@ def test_a_trace_says_what_was_called_on_every_rank(tmp_path):
     assert all(event["dur"] > 0 for event in found)
     assert names(tmp_path / "trace.json", "process_name") == {"rank 0", "rank 1", "rank 2"}
     assert names(tmp_path / "trace.json", "thread_name") == {"host"}
+
+
+def test_a_call_with_a_tuple_has_the_bytes_of_all_its_tensors(tmp_path, monkeypatch):
+    monkeypatch.setattr(Engine, "why_no_kernel", lambda self, op, x: "")
+    monkeypatch.setattr(Engine, "_plan", lambda self, call, x: lambda *tensors: None)
+    monkeypatch.setattr(Engine, "select", lambda self, call, x: Choice(FALLBACK, ""))
+
+    with graphar.profile(tmp_path / "trace.json"):
+        graphar.allgather(([torch.ones(2, 4), torch.ones(5, 4)], [torch.ones(2, 1), torch.ones(5, 1)]))
+
+    first, second = (event["args"] for event in slices(tmp_path / "trace.json"))
+    assert (first["nbytes"], second["nbytes"]) == (32 + 16, 80 + 32)
+    assert first["tensors"] == "(torch.float32 [*, 4], torch.float32 [*, 1]), sizes [2, 5]"
 
 
 def test_calls_with_an_epilogue_are_traced(tmp_path):

@@ -22,6 +22,8 @@ product: torch.Tensor = graphar.fused_matmul_allreduce(x, w).relu()
 lists: list[torch.Tensor] = graphar.allreduce([x, x], codec="int8")
 part: torch.Tensor = graphar.reducescatter(x, axis=0).sum()
 whole: torch.Tensor = graphar.allgather(x)[0]
+several: tuple[torch.Tensor, ...] = graphar.allgather((x, x))
+of_devices: list[torch.Tensor] = graphar.allgather(([x], [x]))[0]
 first, second = graphar.allreduce_residual_rmsnorm(x, x, w)
 total: torch.Tensor = first + second
 normed, rest = graphar.reducescatter_residual_rmsnorm(x, x, w)

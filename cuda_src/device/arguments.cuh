@@ -6,6 +6,7 @@
 constexpr int max_ranks = 8;
 constexpr int max_blocks = 256;
 constexpr int max_operands = 4;
+constexpr int max_tensors = 4;
 constexpr int kept_calls = 16;
 
 // Why a kernel gave up, in host-visible memory. `kind` is written last.
@@ -74,6 +75,16 @@ struct Arguments {
   u32 algorithm;
   const char* prefetch;  // memory to bring into L2 (prefetch.cuh); aligned to 16 bytes
   EpilogueArguments epilogue;
+};
+
+// The arguments of an all-gather of several tensors, whose part of a rank is the packs of the first tensor, then those of
+// the next (parts.cuh). `count` is 16 bytes for each of these packs.
+struct TupleArguments : Arguments {
+  const void* inputs[max_tensors];
+  void* outputs[max_tensors];
+  u64 row_nbytes[max_tensors];  // 0 past the last tensor
+  u64 first_row[max_ranks];     // of each rank's part, in every tensor
+  u64 rows[max_ranks];          // of each rank's part
 };
 
 // The arguments of matmul beside the tensor maps of A [m, k], of W and of C [m, n].

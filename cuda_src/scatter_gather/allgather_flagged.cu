@@ -7,17 +7,19 @@
 // One hop and no barrier. Any bits may travel: the flag beside them says that they have arrived (flagged.cuh). Parts
 // may differ in size and begin at any byte. An empty part counts as one pack, for the reason in (3). Wins at small
 // sizes, where the latency of a hop weighs more than twice the bytes.
+#include "device/parts.cuh"
 #include "device/sync/flagged.cuh"
 
-template <class T, int N>
-__global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constant__ Arguments a) {
+// Given is Arguments or TupleArguments.
+template <class T, int N, class Given = Arguments>
+__global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constant__ Given a) {
   wait_for_previous_kernel(a);
   release_next_kernel();
   Call call = begin_call(a);
   const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   const u32 stride = gridDim.x * blockDim.x;
   const auto packs_of = [&](int rank) { return max(u32(pack_count<T>(a.count[rank])), 1u); };
-  const Tensor<T> input(a.input, a.count[a.rank]), output = part_of<T>(a.output, a, a.rank);
+  const auto input = input_of<T>(a), output = output_of<T>(a, a.rank);
   const u32 own = packs_of(a.rank);
 
   Pack mine;
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
     if (!receive_flagged<N>(a, call, slots, j, packs, part)) break;
 #pragma unroll
     for (int i = 0; i < N - 1; ++i)
-      if (j < packs[i]) part_of<T>(a.output, a, (a.rank + 1 + i) % N).store(j, part[i]);
+      if (j < packs[i]) output_of<T>(a, (a.rank + 1 + i) % N).store(j, part[i]);
   }
   end_call(a, call);
 }

@@ -7,15 +7,17 @@
 // The second half of a two-shot. Any bits may travel, so none can mean 'not yet', and flags tell what has arrived.
 // Parts may differ in size and begin at any byte. The steps, and why no slot is overwritten early, are in
 // push_pipeline.cuh, (12). Wins above the sizes of allgather_flagged, which sends twice the bytes.
+#include "device/parts.cuh"
 #include "device/sync/push_pipeline.cuh"
 
-template <class T, int N>
+// Given is Arguments or TupleArguments.
+template <class T, int N, class Given>
 struct AllgatherPush {
-  const Arguments& a;
+  const Given& a;
   const u32 first_step;
   u64 most = 0;  // packs of the largest part
 
-  __device__ AllgatherPush(const Arguments& arguments, const Call&, u32 step) : a(arguments), first_step(step) {
+  __device__ AllgatherPush(const Given& arguments, const Call&, u32 step) : a(arguments), first_step(step) {
 #pragma unroll
     for (int r = 0; r < N; ++r) most = max(most, pack_count<T>(a.count[r]));
   }
@@ -36,7 +38,7 @@ struct AllgatherPush {
 
   __device__ void send(u32 k) const {
     constexpr u32 ahead = N <= 4 ? 2 : 1;  // packs that a thread loads before it sends the first
-    const Tensor<T> input(a.input, a.count[a.rank]), output = part_of<T>(a.output, a, a.rank);
+    const auto input = input_of<T>(a), output = output_of<T>(a, a.rank);
     const u32 n = count(k, a.rank);
     for (u32 j = threadIdx.x; j < n; j += ahead * blockDim.x) {
       Pack mine[ahead];
@@ -72,14 +74,14 @@ struct AllgatherPush {
 #pragma unroll
         for (int hop = 1; hop < N; ++hop)
           if (j + i * blockDim.x < n[hop - 1])
-            part_of<T>(a.output, a, (a.rank + hop) % N).store(chunk(k) + j + i * blockDim.x, part[i][hop - 1]);
+            output_of<T>(a, (a.rank + hop) % N).store(chunk(k) + j + i * blockDim.x, part[i][hop - 1]);
     }
   }
 };
 
-template <class T, int N>
-__global__ void __launch_bounds__(512, 2) allgather_push(const __grid_constant__ Arguments a) {
+template <class T, int N, class Given = Arguments>
+__global__ void __launch_bounds__(512, 2) allgather_push(const __grid_constant__ Given a) {
   wait_for_previous_kernel(a);
   release_next_kernel();
-  run_push_pipeline<N, AllgatherPush<T, N>>(a);
+  run_push_pipeline<N, AllgatherPush<T, N, Given>>(a);
 }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Literal, overload
 
 import torch
 
 from graphar.ops import options, parts
+from graphar.ops.allgather_tuple import allgather_tuple, check_tuple, warm_tuple
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.plan import checks
 from graphar.plan.call import NO_OPTIONS, Call
@@ -28,8 +29,26 @@ def allgather(
 ) -> torch.Tensor: ...
 @overload
 def allgather(
-    x: Sequence[torch.Tensor], group: Group = None, *, axis: int = 0, sizes: None = None, timeout_s: float | None = None
+    x: list[torch.Tensor], group: Group = None, *, axis: int = 0, sizes: None = None, timeout_s: float | None = None
 ) -> list[torch.Tensor]: ...
+@overload
+def allgather(
+    x: tuple[torch.Tensor, ...],
+    group: Group = None,
+    *,
+    axis: Literal[0] = 0,
+    sizes: Sequence[int] | None = None,
+    timeout_s: float | None = None,
+) -> tuple[torch.Tensor, ...]: ...
+@overload
+def allgather(
+    x: tuple[list[torch.Tensor], ...],
+    group: Group = None,
+    *,
+    axis: Literal[0] = 0,
+    sizes: None = None,
+    timeout_s: float | None = None,
+) -> tuple[list[torch.Tensor], ...]: ...
 def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
     """Returns the tensors of all ranks, joined along ``axis`` in rank order, on every rank.
 
@@ -39,20 +58,25 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
     makes the same calls in the same order. The ranks' tensors may differ in their length along ``axis``, which may be
     0.
 
-    Differentiable: the gradient of ``x`` is this rank's part of the sum of the ranks' gradients.
+    A tuple has several tensors of each rank, such as FP8 rows and their scales: ``allgather((rows, scales))`` returns
+    ``(all_rows, all_scales)``. Kernels gather up to four tensors in one launch, and never compress them.
+
+    Differentiable: the gradient of ``x`` is this rank's part of the sum of the ranks' gradients. A call with a tuple
+    that needs gradients takes a kernel for each tensor.
 
     Args:
         x: this rank's tensor, or a list with one tensor for each device of this process, of at least one dimension, any
-            strides and alignment. Dtypes are equal, and shapes are equal but for ``axis``.
+            strides and alignment. Dtypes are equal, and shapes are equal but for ``axis``. Or a tuple of such tensors,
+            or of such lists: a rank's tensors have equal lengths in the first dimension and one device, and any dtypes.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         axis: the dimension along which the tensors are joined. Another one than the first costs a copy of input and
-            output.
+            output. For a tuple 0.
         sizes: the length of every rank's tensor along ``axis``, in rank order. None: all have this rank's length. Not
             for a list.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        A contiguous tensor, for a list one a device.
+        A contiguous tensor, for a list one a device. For a tuple, a tuple of these.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
@@ -63,8 +87,10 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
         return _warm(x, group, timeout_s)
     if timeout_s is not None:
         checks.check_timeout(NAME, timeout_s)
+    if isinstance(x, tuple):
+        return _gather_tuple(x, group, axis, sizes, timeout_s)
     name = engine_name(group, NAME)
-    if isinstance(x, (list, tuple)):
+    if isinstance(x, list):
         if sizes is not None:
             raise ValueError("allgather: sizes is for calls with one tensor; omit it for a list")
         axis = checks.check_list_to_join(NAME, x, axis)
@@ -88,6 +114,16 @@ def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tenso
     key = (NAME, counts, x.dtype, x.get_device(), "auto", timeout_s, *NO_OPTIONS)
     engine.run(key, x, out)
     return out
+
+
+def _gather_tuple(xs: tuple, group: Group, axis: object, sizes, timeout_s: float | None) -> tuple:
+    if type(axis) is int and axis == 0 and (found := warm_tuple(xs, group, sizes, timeout_s)):
+        return found
+    check_tuple(xs, axis, sizes)
+    tensors = [x for ones in xs for x in ones] if isinstance(xs[0], (list, tuple)) else xs
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return tuple([allgather(x, group, sizes=sizes, timeout_s=timeout_s) for x in xs])
+    return allgather_tuple(xs, group, sizes, timeout_s)
 
 
 def _fake(xs, given) -> list[torch.Tensor]:

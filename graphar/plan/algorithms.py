@@ -16,6 +16,7 @@ from graphar.numerics.norms import ALLREDUCE_NORM, NORM_OUTPUTS, REDUCESCATTER_N
 from graphar.plan import scratch as layouts
 from graphar.plan.row import Limit, Row, Slicing
 from graphar.plan.scratch import PACK_NBYTES, Sizes, packs_a_part
+from graphar.plan.tensor_tuple import TensorTuple
 
 if TYPE_CHECKING:
     from graphar.numerics.epilogues.form import Form
@@ -227,6 +228,7 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             _up_to(sizes.allgather_flagged_nbytes),
             dtypes=(BYTE,),
             slicing=Slicing.BYTES,
+            variants=(None, TensorTuple.variant),
         ),
         Algorithm.ALLGATHER_PUSH: _allgather(
             layouts.pipelined(sizes.allgather_chunk, layouts.PUSH_DEPTH * sizes.allgather_blocks),
@@ -234,6 +236,7 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             max_blocks=sizes.allgather_blocks,
             chunked=True,
             slicing=Slicing.BYTES,
+            variants=(None, TensorTuple.variant),
         ),
     }
 

@@ -9,6 +9,7 @@ import torch
 
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
+from graphar.plan.tensor_tuple import TensorTuple
 
 if TYPE_CHECKING:
     from graphar.numerics.epilogues.form import Form
@@ -36,7 +37,7 @@ class Call(NamedTuple):
     algorithm: str = "auto"  # the algorithm that the user names; "auto" goes by the tuning table
     timeout_s: float | None = None  # the deadline of each wait on another rank, in seconds; None: the communicator's
     codec: str = ""  # the text of the codec on the wire, or an empty string
-    epilogue: Form | None = None
+    epilogue: Form | None = None  # also the tensors of an all-gather of several, of which ``counts`` are the bytes
     symmetric: tuple[str, ...] = ()  # which of "input" and "output" lie in symmetric memory
     # The most thread blocks that a kernel may have while other work runs beside it; None: no limit.
     blocks: int | None = None
@@ -52,6 +53,8 @@ class Call(NamedTuple):
     @property
     def agreed(self) -> str:
         """A text of what must be equal on all ranks: not the deadline, and not the codec's seed."""
+        if isinstance(self.epilogue, TensorTuple):
+            return f"{self.op} of {self.epilogue.text}"
         counts = f"parts of {list(self.counts)}" if isinstance(self.counts, tuple) else f"{self.counts}"
         codec = f", codec {without_seeds(self.codec)}" if self.codec else ""
         epilogue = f", epilogue {self.epilogue.text}" if self.epilogue else ""

@@ -12,6 +12,7 @@ from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
 from graphar.numerics.norms import PREPARED as NORMS
 from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
+from graphar.plan.tensor_tuple import PREPARED_TUPLE
 
 
 def check_strided(op: str, name: str, x: object) -> None:
@@ -284,7 +285,7 @@ def check_ops(op: str, ops: object) -> list[str]:
     """Returns ``ops`` as a list; ValueError unless all have kernels that can be prepared."""
     # The kernel of a matmul depends on its size, and cannot be prepared.
     kernels = kernels_that(lambda row: row.folder != "matmul")
-    known = list(dict.fromkeys([*(one.op for one in kernels), *NORMS]))
+    known = list(dict.fromkeys([*(one.op for one in kernels), PREPARED_TUPLE, *NORMS]))
     wanted = list(ops)
     if isinstance(ops, str) or any(one not in known for one in wanted):
         raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")

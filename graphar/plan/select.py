@@ -34,6 +34,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
 from graphar.plan.shapes import for_norm, for_parts, for_quantized, for_quantized_parts, for_row, serving
 from graphar.plan.tables import DEFAULT, Table
+from graphar.plan.tensor_tuple import PREPARED_TUPLE, TensorTuple
 from graphar.plan.times import expected_quantized_us, expected_us
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
@@ -300,6 +301,10 @@ def needed_kernels(
     tensors.
     """
     for op in ops:
+        if op == PREPARED_TUPLE:
+            for algorithm in without_compression("allgather"):
+                yield Kernel(algorithm, BYTE, epilogue=TensorTuple((), (), ()))
+            continue
         if op in norms.PREPARED:
             yield from _needed_norms(facts, dtypes, *norms.PREPARED[op])
             continue

@@ -18,6 +18,7 @@ import torch
 from graphar.errors import CollectiveTimeout, TimeoutRecord
 from graphar.plan.call import Call, without_seeds
 from graphar.plan.checks import is_capturing
+from graphar.plan.tensor_tuple import TensorTuple
 from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
 
 SWITCH = "GRAPHAR_DEBUG"
@@ -82,6 +83,8 @@ class Comparison:
 
 def _describe(call: Call, x: torch.Tensor, note: str) -> str:
     """Returns a description of a call that is equal on all ranks that make the same call."""
+    if isinstance(call.epilogue, TensorTuple):
+        return call.agreed
     if call.op.startswith("matmul"):
         what, note = f"of {x.dtype}, sizes {list(call.counts)}{note}", ""
     elif isinstance(call.counts, tuple):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import accumulate
 
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS
+from graphar.plan.tensor_tuple import MAX_TENSORS, TensorTuple, TupleInputs
 
 KEPT_CALLS = 16  # the last calls of which a rank keeps what it called
 
@@ -65,6 +67,25 @@ class Arguments(ctypes.Structure):
     ]
 
 
+class TupleArguments(Arguments):
+    _fields_ = [
+        *((name, ctypes.c_uint64 * MAX_TENSORS) for name in ("inputs", "outputs", "row_nbytes")),
+        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("first_row", "rows")),
+    ]
+
+    def describe(self, form: TensorTuple) -> None:
+        """Writes everything but the addresses."""
+        for at, nbytes in enumerate(form.row_nbytes):
+            self.row_nbytes[at] = nbytes
+        for rank, (first, rows) in enumerate(zip(accumulate(form.sizes, initial=0), form.sizes, strict=False)):
+            self.first_row[rank], self.rows[rank] = first, rows
+
+    def put(self, tensors: TupleInputs) -> None:
+        """Writes the addresses of one rank's inputs and outputs."""
+        for at, (x, out) in enumerate(zip(*tensors, strict=True)):
+            self.inputs[at], self.outputs[at] = x.data_ptr(), out.data_ptr()
+
+
 class MatmulArguments(ctypes.Structure):
     _fields_ = [
         ("bias", ctypes.c_uint64),
@@ -76,7 +97,7 @@ class MatmulArguments(ctypes.Structure):
 def layout_check() -> str:
     """Returns C++ that compiles only if the structs above match the sources byte for byte."""
     lines = []
-    for struct in (Record, EpochState, Counters, EpilogueArguments, Arguments, MatmulArguments):
+    for struct in (Record, EpochState, Counters, EpilogueArguments, Arguments, TupleArguments, MatmulArguments):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
         for field, _ in struct._fields_:

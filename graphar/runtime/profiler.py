@@ -18,6 +18,7 @@ import torch.distributed as dist
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.checks import is_capturing
+from graphar.plan.tensor_tuple import TensorTuple
 from graphar.runtime.engine import Engine, open_engines, profilers
 
 
@@ -103,6 +104,8 @@ class _Recorder:
             for at, x in enumerate(xs):
                 rank = at if engine.devices else _rank_in_world()
                 mine = details | {"nbytes": x.numel() * x.element_size()}
+                if isinstance(call.epilogue, TensorTuple):
+                    mine["nbytes"] = call.counts[at if engine.devices else engine.rank]
                 events = (before[at], after[at]) if timed else None
                 host = threading.get_native_id(), begin_ns, end_ns
                 self._calls.append(TracedCall(call.op, rank, *host, mine, x.get_device(), events))
@@ -133,10 +136,11 @@ def _ranks_of(engine: Engine) -> list[int]:
 
 
 def _taken(engine: Engine, call: Call, x: torch.Tensor) -> dict[str, object]:
-    """Returns the algorithm of a call, its codec and its epilogue."""
+    """Returns the algorithm of a call, and its codec, its epilogue or the tensors of its tuple."""
     is_matmul = call.op in set(Algorithm) and Algorithm(call.op).row.folder == "matmul"
     algorithm = call.op if is_matmul else engine.select(call, x).shape.algorithm.value
-    epilogue = {"epilogue": call.epilogue.text} if call.epilogue else {}
+    kind = "tensors" if isinstance(call.epilogue, TensorTuple) else "epilogue"
+    epilogue = {kind: call.epilogue.text} if call.epilogue else {}
     return {"algorithm": algorithm} | ({"codec": call.codec} if call.codec else {}) | epilogue
 
 

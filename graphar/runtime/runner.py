@@ -17,9 +17,10 @@ from graphar.plan.checks import is_capturing
 from graphar.plan.policy import Chip
 from graphar.plan.select import Kernel, kernel_of
 from graphar.plan.slices import Slice
+from graphar.plan.tensor_tuple import TensorTuple
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.runtime import catalogue, launcher, prefetch
-from graphar.runtime.arguments import Arguments, Counters, Record
+from graphar.runtime.arguments import Arguments, Counters, Record, TupleArguments
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.failures import calls_begun, compare_last_calls, failure_of_kernel, last_calls_of
 from graphar.runtime.launcher import Grid, Launch
@@ -203,7 +204,7 @@ class Runner:
     ) -> Callable:
         """Returns a function of input and output that launches a prepared kernel on the current streams, by slices.
 
-        With an epilogue the function also takes the epilogue's inputs, and with a prefetch the tensor of which it
+        With an epilogue or a tuple the function also takes its inputs, and with a prefetch the tensor of which it
         fetches at most ``prefetch_nbytes``. With several members each argument is a list. The tensors are contiguous.
         The function raises the error that an earlier call reported. ``timeout_s`` is the deadline of each wait on
         another rank, in seconds. ``agreed`` is what the call must have alike on all ranks, in words, which kernels
@@ -252,10 +253,13 @@ class Runner:
         needs = shape.algorithm.row.scratch(self.world_size)
         launches, launched = [], f"{agreed} by {_described(shape)}"
         for member, function in zip(self.members, functions, strict=True):
-            arguments = self.arguments(member, shape.algorithm, one, timeout_s, launched)
+            kind = TupleArguments if isinstance(shape.epilogue, TensorTuple) else Arguments
+            arguments = self.arguments(member, shape.algorithm, one, timeout_s, launched, kind)
             arguments.seed = shape.codec.seed or 0 if shape.codec else 0
             arguments.chunk = shape.chunk
-            if shape.epilogue:
+            if isinstance(arguments, TupleArguments):
+                arguments.describe(shape.epilogue)
+            elif shape.epilogue:
                 arguments.epilogue.columns, arguments.epilogue.skipped = shape.epilogue.columns, one.offset
             cluster = shape.epilogue.cluster if shape.epilogue else 1
             overlaps = launcher.can_overlap(member.device)
@@ -267,13 +271,16 @@ class Runner:
     def _fill(self, shape: Shape, prefetch_nbytes: int) -> Fill | None:
         """Returns a function that writes symmetric addresses, epilogue inputs or a prefetch into a launch's arguments.
 
-        None if the kernel needs only the addresses of input and output.
+        With a TensorTuple it writes the addresses of a rank's tensors. None if the kernel needs only the addresses of
+        input and output.
         """
         direct = self.symmetric.direct_filler(shape.algorithm.row.direct) if shape.direct else None
         if shape.prefetches:
             return lambda arguments, x, out, following: prefetch.put(arguments, following, prefetch_nbytes)
         if not shape.epilogue:
             return direct
+        if isinstance(shape.epilogue, TensorTuple):
+            return lambda arguments, x, out, tensors: arguments.put(tensors)
 
         def fill(arguments: Arguments, x: torch.Tensor, out: torch.Tensor, inputs) -> None:
             if direct is not None:
@@ -283,14 +290,20 @@ class Runner:
         return fill
 
     def arguments(
-        self, member: Member, algorithm: Algorithm, one: Slice, timeout_s: float, agreed: str = ""
+        self,
+        member: Member,
+        algorithm: Algorithm,
+        one: Slice,
+        timeout_s: float,
+        agreed: str = "",
+        kind: type[Arguments] = Arguments,
     ) -> Arguments:
         """Returns the arguments that all kernels of a prepared algorithm take, for one member and slice.
 
         ``agreed`` is what the launch must have alike on all ranks beside the slice, in words, which kernels compare.
         """
         region = self._regions[algorithm]
-        arguments = Arguments(
+        arguments = kind(
             numel=one.numel,
             timeout_ns=int(timeout_s * 1e9),
             capacity=algorithm.row.scratch(self.world_size).capacity,
@@ -457,7 +470,7 @@ def _described(shape: Shape) -> str:
     Algorithms that can prefetch work with unlike grids: one rank alone may ask for a prefetch, which takes more blocks.
     """
     grid = "" if shape.algorithm.row.prefetches else f" in {shape.blocks} blocks of {shape.threads} threads"
-    columns = f", {shape.epilogue.columns} columns" if shape.epilogue else ""
+    columns = f", {shape.epilogue.columns} columns" if shape.epilogue and shape.epilogue.columns > 1 else ""
     return f"{shape.algorithm.value}{grid}{columns}{', in symmetric memory' if shape.direct else ''}"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphar.plan.tensor_tuple import TensorTuple
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 
@@ -89,7 +90,8 @@ def build(sources: tuple[KernelSource, ...], sanitizer: str, mutation: Mutation 
 def _table(sources: tuple[KernelSource, ...]) -> str:
     """The C++ text of the kernels' epilogues, and a table of the kernels."""
     generated = "".join(dict.fromkeys(source.generated for source in sources))
-    names = ", ".join(f"&{source.name}" for source in sources)
+    wrapped = [f"with_tuple<{one.name}>" if TensorTuple.variant in one.name else one.name for one in sources]
+    names = ", ".join(f"&{name}" for name in wrapped)
     return f"{generated}void (*const kernels[])(Arguments) = {{{names}}};\n"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from graphar.numerics.dtypes import BYTE
 from graphar.plan import scratch as layouts
 from graphar.plan.algorithms import Algorithm, Shape, rows
 from graphar.plan.scratch import PACK_NBYTES, Scratch, Sizes
+from graphar.plan.tensor_tuple import MAX_TENSORS, TensorTuple
 from graphar.runtime.catalogue import KERNELS, KernelSource, kernel_source
 from tests.cases import FLOAT_FILLS, far_apart, in_turns, left_after_scatter
 from tests.host.build import TMA_CHANNELS
@@ -105,8 +106,10 @@ WAYS = {
     Algorithm.MULTIMEM_ONE_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.MULTIMEM_TWO_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.REDUCESCATTER_PUSH: Way(_any, in_place=(False,)),
-    Algorithm.ALLGATHER_FLAGGED: Way(_any),
-    Algorithm.ALLGATHER_PUSH: Way(_one_a_peer, chunked=True),
+    Algorithm.ALLGATHER_FLAGGED: Way(_any, variants=(None, TensorTuple.variant), in_place=(True, False)),
+    Algorithm.ALLGATHER_PUSH: Way(
+        _one_a_peer, chunked=True, variants=(None, TensorTuple.variant), in_place=(True, False)
+    ),
     Algorithm.REDUCESCATTER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True, in_place=(False,)),
     Algorithm.ALLGATHER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True),
     Algorithm.QUANTIZED_TWO_SHOT_PUSH: _quantized(
@@ -216,6 +219,8 @@ def _draw_call(
         common["seed"] = choices.getrandbits(64)
         total = reference.quantized_allreduce(xs, way.codecs[variant], common["seed"], epoch % (1 << 32))
         return Call(variant, shape, xs, (total.numel(),), (total.nbytes,) * world_size, **common), [total] * world_size
+    if way.variants[variant] == TensorTuple.variant:
+        return _draw_tuple(Call(variant, shape, (), (), (), **common), world_size, choices)
     counts = _draw_counts(algorithm, world_size, dtype, choices)
     if algorithm is Algorithm.QUANTIZED_REDUCESCATTER:
         xs = _draw_inputs(world_size, sum(counts), dtype, choices)
@@ -241,6 +246,23 @@ def _draw_call(
     return Call(variant, shape, xs, counts, nbytes, **common), parts
 
 
+def _draw_tuple(call: Call, world_size: int, choices: random.Random):
+    """A call of an all-gather with several tensors. On each rank they follow one another without gaps."""
+    row_nbytes = [choices.choice([1, 4, 16, choices.randint(1, 200)]) for _ in range(choices.randint(2, MAX_TENSORS))]
+    room = _room(call.shape.algorithm, world_size, BYTE) - MAX_TENSORS * PACK_NBYTES  # whole packs of each tensor
+    sizes = _draw_parts(room // sum(row_nbytes), world_size, choices)
+    tensors = [_bytes(world_size, max(sizes) * nbytes, choices) for nbytes in row_nbytes]
+    of_ranks = [
+        [ones[rank][: size * nbytes] for ones, nbytes in zip(tensors, row_nbytes, strict=True)]
+        for rank, size in enumerate(sizes)
+    ]
+    result = torch.cat([one for ones in zip(*of_ranks, strict=True) for one in ones])
+    counts = tuple(size * sum(row_nbytes) for size in sizes)
+    inputs, nbytes = [torch.cat(ones) for ones in of_ranks], (len(result),) * world_size
+    made = replace(call, inputs=inputs, counts=counts, output_nbytes=nbytes, scalars=tuple(map(float, row_nbytes)))
+    return made, [result] * world_size
+
+
 def _draw_numel(shape: Shape, world_size: int, dtype: torch.dtype, choices: random.Random) -> int:
     nbytes = SMALL_ROWS[shape.algorithm].limit(world_size) or 2 * _largest_nbytes(shape.algorithm)
     if shape.algorithm is Algorithm.TWO_SHOT_TMA:
@@ -250,8 +272,13 @@ def _draw_numel(shape: Shape, world_size: int, dtype: torch.dtype, choices: rand
 
 
 def _draw_counts(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choices: random.Random) -> tuple[int, ...]:
+    return _draw_parts(_room(algorithm, world_size, dtype), world_size, choices)
+
+
+def _room(algorithm: Algorithm, world_size: int, dtype: torch.dtype) -> int:
+    """The elements of the largest part."""
     needs = scratch_of(algorithm, world_size)
-    room = {
+    return {
         Algorithm.REDUCESCATTER_PUSH: needs.capacity * PACK_NBYTES // dtype.itemsize,
         Algorithm.ALLGATHER_FLAGGED: needs.capacity // 2 * PACK_NBYTES,
         Algorithm.ALLGATHER_PUSH: _LARGEST_NBYTES,
@@ -259,10 +286,15 @@ def _draw_counts(algorithm: Algorithm, world_size: int, dtype: torch.dtype, choi
         Algorithm.REDUCESCATTER_LOSSLESS: _LARGEST_QUANTIZED_NBYTES // dtype.itemsize // world_size,
         Algorithm.ALLGATHER_LOSSLESS: _LARGEST_QUANTIZED_NBYTES // dtype.itemsize,
     }[algorithm]
+
+
+def _draw_parts(room: int, world_size: int, choices: random.Random) -> tuple[int, ...]:
     equal = choices.randint(1, room)
     if choices.random() < 0.4:
         return (equal,) * world_size
-    counts = tuple(choices.choice([0, 1, choices.randint(0, 40), choices.randint(0, room)]) for _ in range(world_size))
+    counts = tuple(
+        choices.choice([0, 1, choices.randint(0, min(40, room)), choices.randint(0, room)]) for _ in range(world_size)
+    )
     return counts if any(counts) else (equal,) * world_size
 
 

@@ -10,6 +10,7 @@ from tests.host.mutant import mutant
 
 CALL, SENTINEL, FLAGGED = "device/sync/call.cuh", "device/sync/sentinel.cuh", "device/sync/flagged.cuh"
 PAD, PACK, WIRE = "device/sync/signal_pad.cuh", "device/pack.cuh", "device/wire/wire_sentinel.cuh"
+PARTS = "device/parts.cuh"
 LOSSLESS, TILE_CHUNKS = "device/wire/lossless.cuh", "device/wire/tile_chunks.cuh"
 TWO_SHOT_PIPELINE, PUSH_PIPELINE = "device/sync/two_shot_pipeline.cuh", "device/sync/push_pipeline.cuh"
 SEND = "store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);"
@@ -236,6 +237,29 @@ MUTANTS = (
         "+ a.begin[rank], a.count[rank]}",
         "+ a.begin[(rank + 1) % max_ranks], a.count[rank]}",
         "reducescatter_push",
+    ),
+    # ---- tuples
+    mutant(
+        "rows of a tuple that begin where those of the first rank do",
+        PARTS,
+        "static_cast<const char*>(tensors[t]) + first_row * a.row_nbytes[t]",
+        "static_cast<const char*>(tensors[t])",
+        "allgather_push",
+    ),
+    mutant("a pack that each tensor counts from the first one", PARTS, "i -= packs;", "", "allgather_push"),
+    mutant(
+        "a tensor of a tuple without its last pack",
+        PARTS,
+        "packs = pack_count<T>(nbytes);",
+        "packs = nbytes / sizeof(Pack);",
+        "allgather_flagged",
+    ),
+    mutant(
+        "an empty part of a tuple that is looked for beyond the last tensor",
+        PARTS,
+        "if (i < packs || t + 1 == max_tensors)",
+        "if (i < packs)",
+        "allgather_flagged",
     ),
     # ---- slots and steps
     mutant(

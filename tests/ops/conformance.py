@@ -224,6 +224,24 @@ ALLGATHER = (
     ),
 )
 
+
+def allgather_tuple(x, scales, **options):
+    return graphar.allgather((x, scales), **options)
+
+
+tuples = partial(
+    Form, allgather_tuple, specify=by.gathered_with_scales, dtypes=MOVED, fill=raw, leaves=("x", "scales"), twice=True
+)
+ALLGATHER_TUPLE = (
+    tuples("", make=partial(by.with_scales, by.sums), shapes=SHAPES),
+    tuples(
+        "sizes",
+        make=partial(by.with_scales, partial(by.uneven, 0)),
+        shapes=((4, 3, 2), (17, 8, 5)),
+        of_processes=sizes_along(0),
+    ),
+)
+
 norm = partial(
     Form, graphar.allreduce_residual_rmsnorm, make=partial(by.with_norm, by.sums), specify=by.normed, shapes=ROWS
 )
@@ -360,7 +378,7 @@ FUSED_SCATTERED_NORM = (
 BY_OP = {
     forms[0].op: forms
     for forms in (
-        *(ALLREDUCE, REDUCESCATTER, ALLGATHER, NORM, SCATTERED_NORM),
+        *(ALLREDUCE, REDUCESCATTER, ALLGATHER, ALLGATHER_TUPLE, NORM, SCATTERED_NORM),
         *(FUSED_ALLREDUCE, FUSED_REDUCESCATTER, FUSED_ALLGATHER, FUSED_NORM, FUSED_SCATTERED_NORM),
     )
 }

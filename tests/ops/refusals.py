@@ -107,6 +107,7 @@ def refusals(alone: Communicator, pair: Communicator) -> list[Refusal]:
         of_prefetches(),
         of_operands(alone),
         of_lists_of_operands(),
+        of_tuples(alone, pair),
         of_gathered_matmuls(alone),
         of_norms(),
         of_groups(alone, pair),
@@ -131,6 +132,23 @@ def of_tensors(alone, pair):
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     yield row("allgather quantized", "tensor 0", TypeError, GATHER, [quantized] * 2)
     yield row("allgather sizes of a list", "sizes", ValueError, GATHER, [Y, Y], sizes=[8, 8])
+
+
+def of_tuples(alone, pair):
+    rows, lists = torch.ones(4, 3), [torch.ones(4, 3)] * 2
+    yield row("tuple empty", "tuple", ValueError, GATHER, (), alone)
+    yield row("tuple axis", "axis", ValueError, GATHER, (rows, rows), alone, axis=1)
+    yield row("tuple sizes", "sizes", ValueError, GATHER, (rows, rows), alone, sizes=[3])
+    yield row("tuple no tensor", "tensor 1", TypeError, GATHER, (rows, 3), alone)
+    yield row("tuple 0-d", "tensors", ValueError, GATHER, (rows, torch.tensor(1.0)), alone)
+    yield row("tuple lengths", "length", ValueError, GATHER, (rows, torch.ones(3, 3)), alone)
+    yield row("tuple devices", "device", ValueError, GATHER, (rows, rows.to("meta")), alone)
+    yield row("tuple of tensors for devices", "list", ValueError, GATHER, (rows, rows), pair)
+    yield row("tuple of lists sizes", "sizes", ValueError, GATHER, (lists, lists), pair, sizes=[4, 4])
+    yield row("tuple of lists number", "list", ValueError, GATHER, (lists, lists[:1]), pair)
+    yield row("tuple of a list and a tensor", "list", ValueError, GATHER, (lists, rows), pair)
+    yield row("tuple of a tensor and a list", "tensor 1", TypeError, GATHER, (rows, lists), alone)
+    yield row("tuple of lists lengths", "length", ValueError, GATHER, (lists, [torch.ones(3, 3)] * 2), pair)
 
 
 def of_axes(alone):

@@ -30,6 +30,12 @@ def uneven(axis: int, ranks: int, shape, dtype, fill) -> Tensors:
     return {"x": [fill(rank, one.numel(), dtype).view(one) for rank, one in enumerate(shapes)]}
 
 
+def with_scales(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
+    """Tensors, and 3 columns of fp32 for each row."""
+    xs = make(ranks, shape, dtype, fill)["x"]
+    return {"x": xs, "scales": [normal(40 + rank, 3 * len(x), torch.float32).view(-1, 3) for rank, x in enumerate(xs)]}
+
+
 def products(ranks: int, shape, dtype, fill) -> Tensors:
     """Operands of matmuls: the shape is [..., N, K]."""
     *lead, n, k = shape
@@ -148,6 +154,10 @@ def reducescattered(x, axis=0, codec=None, residual=None, epilogue=None) -> Resu
 
 def allgathered(x, axis=0) -> Results:
     return everyone(reference.allgather(x, axis), len(x))
+
+
+def gathered_with_scales(x, scales, axis=0) -> Results:
+    return everyone((reference.allgather(x, axis), reference.allgather(scales, axis)), len(x))
 
 
 def normed(x, residual, weight, scale=None, **numbers) -> Results:

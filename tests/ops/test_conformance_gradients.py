@@ -65,6 +65,8 @@ def by_torch(form, tensors):
     name, ranks = form.op.__name__, range(len(next(iter(tensors.values()))))
     if name == "allgather":
         return [(torch.cat(tensors["x"], form.options.get("axis", 0)),) for _ in ranks]
+    if name == "allgather_tuple":
+        return [tuple(map(torch.cat, tensors.values())) for _ in ranks]
     if name == "fused_allgather_matmul":
         rows = torch.cat(tensors["a"])
         own = [{name: xs[rank] for name, xs in tensors.items() if name not in ("a", "w")} for rank in ranks]

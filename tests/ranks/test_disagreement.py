@@ -43,6 +43,18 @@ UNLIKE = {
     "ops with parts": (lambda: graphar.allgather(vector(3)), lambda: graphar.reducescatter(vector(6))),
     "parts": (lambda: graphar.reducescatter(vector(6)), lambda: graphar.reducescatter(vector(8))),
     "parts that are gathered": (lambda: graphar.allgather(vector(2)), lambda: graphar.allgather(vector(1))),
+    "columns of a tuple": (
+        lambda: graphar.allgather((torch.ones(2, 8), torch.ones(2, 1))),
+        lambda: graphar.allgather((torch.ones(2, 8), torch.ones(2, 2))),
+    ),
+    "tensors of a tuple": (
+        lambda: graphar.allgather((torch.ones(2, 8), torch.ones(2, 1))),
+        lambda: graphar.allgather((torch.ones(2, 8), torch.ones(2, 1), torch.ones(2, 1))),
+    ),
+    "a tuple and a tensor": (
+        lambda: graphar.allgather((torch.ones(2, 8), torch.ones(2, 1))),
+        lambda: graphar.allgather(torch.ones(2, 8)),
+    ),
     "matmuls": (
         lambda: graphar.fused_matmul_allreduce(torch.ones(2, 3), torch.ones(4, 3)),
         lambda: graphar.fused_matmul_allreduce(torch.ones(2, 3), torch.ones(8, 3)),

@@ -41,6 +41,10 @@ def gathered(rows, epilogue=None, partition="tiles"):
     )
 
 
+def tuples(*columns):
+    return lambda group: graphar.allgather(tuple([ones(2, each) for each in columns]), group)
+
+
 # What rank 0 calls, and what the others do: of one algorithm.
 UNLIKE = {
     "sizes": (sums(1000), sums(1008)),
@@ -65,6 +69,9 @@ UNLIKE = {
         lambda group: graphar.allgather(ones(2), group),
         lambda group: graphar.allgather(ones(1), group),
     ),
+    "columns of a tuple": (tuples(4, 2), tuples(4, 1)),
+    "tensors of a tuple": (tuples(4, 4), tuples(4, 4, 4)),
+    "a tuple and a tensor": (tuples(4, 4), lambda group: graphar.allgather(ones(2, 4), group)),
     "rows of norms": (norms(4), norms(2)),
     "columns of tiles": (matmuls(512, 1024), matmuls(512, 512)),
     "columns of skinny matmuls": (matmuls(8, 8192), matmuls(8, 4096)),

@@ -11,7 +11,7 @@ import torch
 from graphar import reference
 from graphar.numerics.codecs import codec
 from graphar.plan.algorithms import COMPRESSING, Algorithm, kernels_that, with_kernels
-from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, far_apart, in_turns, normal, same_bits
+from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, far_apart, in_turns, normal, raw, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
 pytestmark = pytest.mark.gpu(1)
@@ -89,6 +89,22 @@ def test_allgather_joins_parts_of_any_length(ranks, algorithm):
         parts = [bit_patterns(rank, max(0, numel - rank), torch.bfloat16) for rank in range(ranks.world_size)]
         for _ in range(EVERY_EPOCH):
             assert_bits(ranks.allgather(parts, algorithm), [reference.allgather(parts)] * ranks.world_size)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("algorithm", [Algorithm.ALLGATHER_FLAGGED, Algorithm.ALLGATHER_PUSH])
+def test_allgather_joins_each_tensor_of_tuples(ranks, algorithm):
+    columns = (384, 3, 1)
+    for rows in (1, 5, 64):
+        sizes = [0 if rank == 1 else rows + rank for rank in range(ranks.world_size)]
+        parts = [
+            [raw(9 * rank, size * n, torch.uint8).view(size, n) for n in columns] for rank, size in enumerate(sizes)
+        ]
+        parts = [[fp8.view(torch.float8_e4m3fn), *rest] for fp8, *rest in parts]
+        expected = [reference.allgather(ones) for ones in zip(*parts, strict=True)]
+        for _ in range(EVERY_EPOCH):
+            for found in ranks.allgather_tuple(parts, algorithm):
+                assert_bits(found, expected)
 
 
 @pytest.mark.sanitize

@@ -30,8 +30,8 @@ __device__ __forceinline__ Pack* pipeline_slot(const Arguments& a, int on, u32 s
 
 // The kernel, after its wait for the previous one. Body(a, call, first_step) has parts 1 and 4 as send(k) and
 // receive(k). has_chunk(k) and has_step(k) must be the same on all ranks; there is one step more than chunks.
-template <int N, class Body>
-__device__ __forceinline__ void run_push_pipeline(const Arguments& a) {
+template <int N, class Body, class Given>
+__device__ __forceinline__ void run_push_pipeline(const Given& a) {
   Call call = begin_call(a);
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);

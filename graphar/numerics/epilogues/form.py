@@ -11,7 +11,8 @@ class Form(Protocol):
     """An epilogue without the values of its inputs. Kernels are compiled and plans are made for a form.
 
     Two classes implement it: :class:`graphar.numerics.epilogues.epilogue.Pointwise` and
-    :class:`graphar.numerics.norms.RmsNorm`. Forms are immutable and hashable.
+    :class:`graphar.numerics.norms.RmsNorm`. A third, :class:`graphar.plan.tensor_tuple.TensorTuple`, is no epilogue:
+    its inputs are the tensors of an all-gather. Forms are immutable and hashable.
 
     Attributes:
         text: the form in words, equal on all ranks.

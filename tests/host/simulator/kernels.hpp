@@ -1,5 +1,30 @@
 // The kernels that a program has, in the order in which a case numbers them; tests/host/build.py writes their list.
 #pragma once
+#include <algorithm>
+
 #include "device/arguments.cuh"
 
 extern void (*const kernels[])(Arguments);
+
+// A kernel that takes TupleArguments, as one of the table. A call gives it the bytes of a row of each tensor as numbers of
+// an epilogue. The tensors follow one another in input and output, without gaps, so they begin at any byte.
+template <auto kernel>
+void with_tuple(Arguments a) {
+  TupleArguments all{};
+  static_cast<Arguments&>(all) = a;
+  u64 row_nbytes = 0, whole_rows = 0;
+  for (float nbytes : a.epilogue.scalar) row_nbytes += nbytes;
+  for (u32 r = 0; r < a.world_size; ++r) {
+    all.rows[r] = a.count[r] / row_nbytes;
+    all.first_row[r] = a.begin[r] / row_nbytes;
+    whole_rows += all.rows[r];
+  }
+  std::fill(all.count, all.count + max_ranks, 0);
+  for (u64 t = 0, before = 0; t < max_tensors && a.epilogue.scalar[t] != 0; before += all.row_nbytes[t++]) {
+    all.inputs[t] = static_cast<const char*>(a.input) + all.rows[a.rank] * before;
+    all.outputs[t] = static_cast<char*>(a.output) + whole_rows * before;
+    all.row_nbytes[t] = a.epilogue.scalar[t];
+    for (u32 r = 0; r < a.world_size; ++r) all.count[r] += (all.rows[r] * all.row_nbytes[t] + 15) / 16 * 16;
+  }
+  kernel(all);
+}
