@@ -160,7 +160,7 @@ def make(monkeypatch):
         raw = (ctypes.c_char * like.nbytes).from_address(pointer)
         return torch.frombuffer(raw, dtype=like.dtype).view(like.shape)
 
-    monkeypatch.setattr(symmetric_tensors, "_tensor_at", tensor_at)
+    monkeypatch.setattr(symmetric_tensors, "tensor_at", tensor_at)
     return lambda *ranks: SymmetricTensors({rank: rank for rank in ranks}, HostMemory(), Alone())
 
 
