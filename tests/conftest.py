@@ -174,7 +174,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Gives torch one thread, as ranks on the CPU have: some matmuls have other bits with more. GPUs' tests keep all."""
+    """One thread, as ranks on the CPU have: some matmuls have other bits with more. Tests of GPUs keep all."""
     torch.set_num_threads(THREADS if item.get_closest_marker("gpu") else 1)
 
 
