@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import os
 
@@ -11,7 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.garbage import collect_seldom
 from tests.worlds import GPU_COUNTS
+
+THREADS = torch.get_num_threads()
 
 # What a version of torch warns of in its own code: in its compiler, its profiler, opcheck, forward-mode derivatives.
 _OF_THE_COMPILER_AND_PROFILER = (
@@ -67,17 +69,14 @@ def no_multicast():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def share_of_the_cores():
-    """Divides torch's threads among pytest's workers, child processes included.
+def one_thread_of_children():
+    """Gives the programs that tests start one thread each where there are no GPUs.
 
     If there were more threads than cores, threads that wait by spinning would take the cores of those that work.
     """
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     with pytest.MonkeyPatch.context() as patch:
-        if workers > 1:
-            threads = max(1, torch.get_num_threads() // workers)
-            torch.set_num_threads(threads)
-            patch.setenv("OMP_NUM_THREADS", str(threads))
+        if not torch.cuda.is_available():
+            patch.setenv("OMP_NUM_THREADS", "1")
         yield
 
 
@@ -173,7 +172,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, torch sees {found}"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """One thread, as ranks on the CPU have: some matmuls have other bits with more. Tests of GPUs keep all."""
+    torch.set_num_threads(THREADS if item.get_closest_marker("gpu") else 1)
+
+
 def pytest_collection_finish(session):
     """Keeps each garbage collection from searching torch and thousands of collected tests."""
-    gc.collect()
-    gc.freeze()
+    collect_seldom()

@@ -22,7 +22,13 @@ import torch.distributed as dist
 # A server imports what ranks need, torch's compiler included, once, and never touches CUDA; every rank is a new fork of
 # it, which takes milliseconds. A process has one such server, so all tests take theirs from here.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["graphar", "pytest", "torch._dynamo", "torch._functorch.aot_autograd"])
+PROCESSES.set_forkserver_preload(
+    [
+        *("graphar", "graphar.cli.main", "graphar.graph", "perf.__main__", "pytest", "tests.cases", "tests.pages"),
+        *("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx"),
+        *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "tests.garbage"),
+    ]
+)
 
 # gloo's first connections fail now and then on a busy machine ("Connection closed by peer"), before any test has begun.
 _TRIES = 3
@@ -191,8 +197,9 @@ def _run(rank: int, world_size: int, port: int, backend: str, timeout_s: float, 
     function, args, environment = pickle.loads(work)
     os.environ.clear()  # of what the server was started with
     os.environ.update(environment)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    torch.set_num_threads(1)  # as in the tests' own process: some matmuls have other bits with more
     if "cuda" in backend or "nccl" in backend:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         torch.cuda.set_device(rank)
     limit = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)

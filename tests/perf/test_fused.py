@@ -310,6 +310,6 @@ def test_a_timeline_has_a_row_a_warp_and_a_colour_a_phase():
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_a_method_of_another_machine_is_refused():
+def test_a_method_of_another_machine_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="symm_fused: not on this machine"):
-        program.main(["fused", "--methods", "symm_fused"])
+        program.main(["fused", "--methods", "symm_fused", "--out", str(tmp_path)])

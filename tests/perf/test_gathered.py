@@ -184,6 +184,6 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
     ("bad", "why"),
     [(["--methods", "symm_fused"], "symm_fused: not on this machine"), (["--rows", "1"], "at least the number of")],
 )
-def test_bad_options_are_refused(bad, why):
+def test_bad_options_are_refused(bad, why, tmp_path):
     with pytest.raises(SystemExit, match=why):
-        program.main(["gathered", *bad])
+        program.main(["gathered", *bad, "--out", str(tmp_path)])

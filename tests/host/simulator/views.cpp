@@ -48,8 +48,10 @@ void become(Observer next) {
   if (next) __tsan_switch_to_fiber(next, without_synchronisation);
 }
 
-As::As(Observer next) : before_(next ? __tsan_get_current_fiber() : nullptr) { become(next); }
-As::~As() { become(before_); }
+void As::begin(Observer next) {
+  before_ = __tsan_get_current_fiber();
+  become(next);
+}
 
 bool add_view(View added) { return has_view[added] = true; }
 

@@ -27,12 +27,17 @@ void become(Observer next);
 // Attributes accesses to the observer while the object lives.
 class As {
  public:
-  explicit As(Observer observer);
-  ~As();
+  explicit As(Observer observer) {
+    if (observer) begin(observer);
+  }
+  ~As() {
+    if (before_) become(before_);
+  }
   As(const As&) = delete;
 
  private:
-  Observer before_;
+  void begin(Observer observer);
+  Observer before_ = nullptr;
 };
 
 // Gives this program's threads a view beside the generic one. Called before anything runs.

@@ -37,18 +37,26 @@ inline Products& products() {
 
 // Element k of row (or column) i of an operand of 16-bit elements, by the bits of its descriptor.
 template <class T>
-inline float element_of(u64 operand, bool by_columns, u32 i, u32 k) {
-  const u32 begin = (operand & 0x3fff) << 4, leading = (operand >> 16 & 0x3fff) << 4;
-  const u32 stride = (operand >> 32 & 0x3fff) << 4;
-  if (operand >> 62 != 1) std::abort();
-  u32 at = begin + (by_columns ? i / 64 * leading + i % 64 * 2 + k / 8 * stride + k % 8 * 128
-                               : i / 8 * stride + i % 8 * 128 + k * 2);
-  at ^= at / 128 % 8 * 16;
-  const u16* address = reinterpret_cast<const u16*>(dynamic_shared_boxes() + at - 1024);
-  float v[2];
-  T::unpack(load_as(simulator::view(simulator::async_shared), address), v);
-  return v[0];
-}
+struct Operand {
+  u32 begin, leading, stride;
+  const char* boxes = dynamic_shared_boxes() - 1024;
+  simulator::Observer observer = simulator::view(simulator::async_shared);
+
+  explicit Operand(u64 bits)
+      : begin((bits & 0x3fff) << 4), leading((bits >> 16 & 0x3fff) << 4), stride((bits >> 32 & 0x3fff) << 4) {
+    if (bits >> 62 != 1) std::abort();
+  }
+
+  template <bool by_columns>
+  __forceinline__ float element(u32 i, u32 k) const {
+    u32 at = begin + (by_columns ? i / 64 * leading + i % 64 * 2 + k / 8 * stride + k % 8 * 128
+                                 : i / 8 * stride + i % 8 * 128 + k * 2);
+    at ^= at / 128 % 8 * 16;
+    float v[2];
+    T::unpack(load_as(observer, reinterpret_cast<const u16*>(boxes + at)), v);
+    return v[0];
+  }
+};
 
 template <int N, bool a_by_columns, bool b_by_columns>
 struct Product {
@@ -62,12 +70,14 @@ struct Product {
   template <class T>
   static void carry_out(float* sums, u64 a, u64 b, bool first) {
     const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const Operand<T> rows(a), columns(b);
     float row[2][16];
-    for (u32 k = 0; k < 32; ++k) row[k / 16][k % 16] = element_of<T>(a, a_by_columns, warp * 16 + lane / 4 + k / 16 * 8, k % 16);
+    for (u32 k = 0; k < 32; ++k)
+      row[k / 16][k % 16] = rows.template element<a_by_columns>(warp * 16 + lane / 4 + k / 16 * 8, k % 16);
     for (u32 c = 0; c < N / 4; ++c) {
       float sum[2] = {};
       for (u32 k = 0; k < 16; ++k) {
-        const float v = element_of<T>(b, b_by_columns, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
+        const float v = columns.template element<b_by_columns>(c / 2 * 8 + lane % 4 * 2 + c % 2, k);
         for (int r = 0; r < 2; ++r) sum[r] += row[r][k] * v;
       }
       for (u32 r = 0; r < 2; ++r) {
