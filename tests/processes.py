@@ -22,13 +22,11 @@ import torch.distributed as dist
 # A server imports what ranks need, torch's compiler included, once, and never touches CUDA; every rank is a new fork of
 # it, which takes milliseconds. A process has one such server, so all tests take theirs from here.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        *("graphar", "graphar.cli.main", "graphar.graph", "perf.__main__", "pytest", "tests.cases", "tests.pages"),
-        *("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx"),
-        *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "tests.garbage"),
-    ]
-)
+_IMPORTED = ["graphar", "pytest", "torch._dynamo", "torch._functorch.aot_autograd"]
+if not torch.cuda.is_available():  # Inductor would initialise CUDA, which forks cannot use then
+    _IMPORTED += ["graphar.cli.main", "perf.__main__", "tests.cases", "tests.pages", "torch._inductor.compile_fx"]
+    _IMPORTED += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+PROCESSES.set_forkserver_preload([*_IMPORTED, "tests.garbage"])
 
 # gloo's first connections fail now and then on a busy machine ("Connection closed by peer"), before any test has begun.
 _TRIES = 3
