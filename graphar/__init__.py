@@ -116,6 +116,7 @@ if not _typing.TYPE_CHECKING:  # else every name would pass a type checker
             from importlib import import_module
 
             return import_module("graphar.nn")
-        meant = name.replace("_", "")  # torch.distributed's spelling: all_reduce
+        # torch.distributed's spelling: all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_gather_single
+        meant = name.removesuffix("_single").removesuffix("_tensor").removesuffix("_into").replace("_", "")
         hint = f"; graphar.{meant} is meant" if meant != name and meant in __all__ else ""
         raise AttributeError(f"module 'graphar' has no attribute {name!r}{hint}")

@@ -79,7 +79,14 @@ def test_the_public_names_are_those_of_all():
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("all_reduce", "allreduce"), ("reduce_scatter", "reducescatter"), ("all_gather", "allgather")],
+    [
+        ("all_reduce", "allreduce"),
+        ("reduce_scatter", "reducescatter"),
+        ("reduce_scatter_tensor", "reducescatter"),
+        ("all_gather", "allgather"),
+        ("all_gather_into_tensor", "allgather"),
+        ("all_gather_single", "allgather"),
+    ],
 )
 def test_a_name_spelt_as_torch_does_is_refused_by_the_one_that_is_meant(name, meant):
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'; graphar\.{meant} is meant"):

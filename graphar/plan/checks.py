@@ -50,7 +50,8 @@ def check_tensor(op: str, name: str, x: object) -> None:
     """
     check_strided(op, name, x)
     if x.dtype not in ACCUMULATION_DTYPES:
-        raise TypeError(f"{op}: {name} must be a real floating-point or integer tensor, got {x.dtype}")
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCUMULATION_DTYPES)
+        raise TypeError(f"{op}: {name} must be one of {dtypes}, got {x.dtype}")
 
 
 def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:

@@ -64,7 +64,8 @@ def test_what_is_read_is_printed_with_all_its_parentheses(text, printed):
         ("0x10", "unexpected '0' at character 0"),
         ("asm(v)", "there is no function 'asm'"),
         ("printf", None),  # a scalar, whose name no compiler sees
-        ("exp", "exp is a function"),
+        ("exp", r"exp is a function at character 3 of 'exp'; write exp\(v\)"),
+        ("max", "max is a function at character 3 of 'max'$"),
         ("exp(v, v)", r"exp takes 1 argument\(s\), got 2"),
         ("v[col]", "'v' is no tensor"),
         ("t[col + 1]", "unexpected '\\+'"),
@@ -233,7 +234,11 @@ FUSED = "cannot be fused: arithmetic, comparisons, casts and these functions can
         (lambda v: v * v.shape[-1], {}, "depends on sizes; pass what it needs as a number"),
         (lambda v: v * CAPTURED, {}, "holds a tensor of its own, of shape []; pass it as an argument"),
         (lambda v: v * CAPTURED.view(1, 1), {}, "holds a tensor of its own, of shape []; pass it as an argument"),
-        (lambda v: v + ROW_CAPTURED, {}, "holds a tensor of its own, of shape [1, 1]; pass it as an argument"),
+        (
+            lambda v: v + ROW_CAPTURED,
+            {},
+            "holds a tensor of its own, of shape [1, 1]; pass it as an argument: Epilogue(function",
+        ),
         (lambda v: v + ON_META, {}, "holds a tensor of its own; pass it as an argument"),
         (lambda v: v if v.sum() > 0 else -v, {}, "cannot be traced, with [7, 11] in place of the sum's sizes"),
         (lambda v: (v, v), {}, "must return one tensor"),
@@ -264,6 +269,10 @@ def test_what_an_expression_lacks_says_how_to_write_it():
         Epilogue("v + a", a=torch.ones(3)).text(x)
     with pytest.raises(ValueError, match=r"'v \+ a\[col\]': 'a' is a number; write a$"):
         Epilogue("v + a[col]", a=2.0).text(x)
+    with pytest.raises(
+        ValueError, match=r"needs the number 'x', got numbers none; pass Epilogue\(\.\.\., x=\.\.\.\); the sum is v$"
+    ):
+        Epilogue("x * 2").text(x)
 
 
 # ---- what a kernel is given -----------------------------------------------------------------------------------------

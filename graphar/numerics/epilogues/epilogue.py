@@ -172,7 +172,8 @@ def _checked_text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...])
             if bracketed := sorted(set(found.tensors) & set(scalars)):
                 raise ValueError(f"epilogue: {what!r}: {bracketed[0]!r} is a number; write {bracketed[0]}")
             wrong = f"needs the {kind} {missing[0]!r}" if missing else f"has no {kind} {spare[0]!r}"
-            raise ValueError(f"epilogue: {what!r} {wrong}, got {kind}s {', '.join(given) or 'none'}")
+            advice = f"; pass Epilogue(..., {missing[0]}=...); the sum is v" if missing else ""
+            raise ValueError(f"epilogue: {what!r} {wrong}, got {kind}s {', '.join(given) or 'none'}{advice}")
     return what
 
 

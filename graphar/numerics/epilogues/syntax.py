@@ -274,7 +274,7 @@ class _Parser:
         if self._take("["):
             return self._operand(token)
         if token in FUNCTIONS:
-            self._fail(f"{token} is a function")
+            self._fail(f"{token} is a function", f"write {token}(v)" if FUNCTIONS[token] == 1 else "")
         return Number(CONSTANTS[token]) if token in CONSTANTS else Name(token)
 
     def _call(self, name: str) -> Node:

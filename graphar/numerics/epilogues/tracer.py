@@ -92,7 +92,8 @@ class _Captured(Exception):
 
     def __init__(self, of_shape: str = "") -> None:
         super().__init__(
-            f"epilogue: the function holds a tensor of its own{of_shape}; pass it as an argument, by its name"
+            f"epilogue: the function holds a tensor of its own{of_shape}; pass it as an argument: Epilogue(function,"
+            " name=tensor)"
         )
 
 
