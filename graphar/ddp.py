@@ -16,7 +16,7 @@ from graphar.numerics.codecs import Codec, as_codec
 from graphar.plan import checks
 from graphar.plan.call import Call
 from graphar.runtime.engine import Engine
-from graphar.runtime.registry import Group, engine_of
+from graphar.runtime.registry import Group, engine_name, engine_of
 from graphar.runtime.side_stream import SideStream
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
@@ -75,6 +75,7 @@ def quantized_hook(
 
 def _hook(group, sum_up: Callable[[Engine, dist.GradBucket, Tensor], Tensor]) -> Hook:
     """Returns a hook that calls ``sum_up(engine, bucket, gradients / world_size)``; on GPUs, on a side stream."""
+    engine_name(group, "hook")  # raises its errors here, not in the first step
     sides: dict[torch.device, SideStream] = {}
 
     def average(state, bucket):  # no annotations: torch compares them with types, and here they would be strings

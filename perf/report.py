@@ -434,7 +434,9 @@ def read_all(folder: Path) -> list[StoredReport]:
     """
     found = [read(folder, topic) for topic in topics() if (folder / f"{topic.name}.json").exists()]
     if not found:
-        raise FileNotFoundError(f"{folder} holds no report of python -m perf")
+        below = sorted({path.parent for topic in topics() for path in folder.glob(f"*/{topic.name}.json")})
+        instead = f"; try {', '.join(map(str, below))}" if below else ""
+        raise FileNotFoundError(f"{folder} holds no report of python -m perf{instead}")
     return found
 
 

@@ -159,6 +159,11 @@ def test_an_unknown_codec_is_refused_when_the_hook_is_made():
         graphar.ddp.quantized_hook("int7")
 
 
+def test_what_is_no_group_is_refused_when_the_hook_is_made():
+    with pytest.raises(TypeError, match="group must be a ProcessGroup, a DeviceMesh or a Communicator, got str"):
+        graphar.ddp.exact_hook("int8")
+
+
 def test_an_unknown_algorithm_is_refused_when_the_hook_is_made():
     with pytest.raises(ValueError, match=r"exact_hook: algorithm must be one of auto, .*, got 'ring'"):
         graphar.ddp.exact_hook(algorithm="ring")

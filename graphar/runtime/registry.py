@@ -106,8 +106,12 @@ def engine_of_devices(name: str, devices: tuple[torch.device, ...], op: str = "g
         _check_not_closed(name, op)
         found = open_engines.get(name)
         if found is None or found.devices != devices:
-            theirs = "a process group" if found is None or found.devices is None else [str(d) for d in found.devices]
-            mine = [str(device) for device in devices]
+            if found is None or found.devices is None:
+                raise ValueError(
+                    "graphar: a process group takes one tensor of each process, got a list; pass a tensor, or omit "
+                    "group: a list has one tensor for each device of this process"
+                )
+            mine, theirs = ([str(device) for device in ones] for ones in (devices, found.devices))
             raise ValueError(f"graphar: a list of tensors on {mine} does not fit a communicator of {theirs}")
         return found
     found = _by_devices.get(devices)

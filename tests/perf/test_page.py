@@ -198,12 +198,15 @@ def test_a_folder_without_a_sweep_has_no_answer(tmp_path):
 
 
 def test_the_command_makes_a_page_anew_or_says_why_not(tmp_path, capsys):
-    AllReduce(rows=sweep()).write(tmp_path, CPU, "python -m perf allreduce")
+    folder = tmp_path / "of_a_machine"
+    AllReduce(rows=sweep()).write(folder, CPU, "python -m perf allreduce")
 
-    assert program.main(["report", str(tmp_path), "--write"]) == 0
-    assert (tmp_path / "index.html").exists()
+    assert program.main(["report", str(folder), "--write"]) == 0
+    assert (folder / "index.html").exists()
     assert program.main(["report", str(tmp_path / "none")]) == 1
     assert "holds no report" in capsys.readouterr().err
+    assert program.main(["report", str(tmp_path)]) == 1
+    assert f"holds no report of python -m perf; try {folder}" in capsys.readouterr().err
 
 
 def test_markdown_becomes_html_with_a_row_a_line():
