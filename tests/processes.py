@@ -195,10 +195,11 @@ def _run(rank: int, world_size: int, port: int, backend: str, timeout_s: float, 
     function, args, environment = pickle.loads(work)
     os.environ.clear()  # of what the server was started with
     os.environ.update(environment)
-    torch.set_num_threads(1)  # as in the tests' own process: some matmuls have other bits with more
     if "cuda" in backend or "nccl" in backend:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)  # as in the tests' own process: some matmuls have other bits with more
     limit = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     try:

@@ -19,7 +19,7 @@ from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
 from graphar.plan.matmuls import gathered_tile
 from graphar.plan.policy import shared_blocks
-from graphar.plan.scratch import PACK_NBYTES, gathered_slots_offset
+from graphar.plan.scratch import PACK_NBYTES, gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
 from graphar.plan.tiles import GATHERED_TILES, LAYOUTS, MatmulTile
 from graphar.runtime import launcher
@@ -211,7 +211,7 @@ def _parameters(
 ) -> list:
     """Returns the parameters of the kernel before the collective arguments."""
     k, (m, n) = mine.a.shape[1], mine.out.shape
-    pitch, slots = -(-k // 8) * 8, _slots(arguments, world_size)
+    pitch = -(-k // 8) * 8
     a_maps, c_maps = (TensorMap * world_size)(), (TensorMap * world_size)()
     for rank, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
         if not count:  # nothing reads its maps
@@ -219,17 +219,13 @@ def _parameters(
         if rank == member.rank:
             pointer = mine.a.data_ptr() + one.offset * pitch * mine.a.itemsize
         else:
-            pointer = slots + ((rank - member.rank) % world_size - 1) * arguments.capacity * PACK_NBYTES
+            hops = (rank - member.rank) % world_size
+            pointer = arguments.scratch[member.rank] + gathered_slot_offset(world_size, arguments.capacity, hops)
         a_maps[rank] = tensor_map(Matrix(pointer, mine.a.dtype, count, k, pitch), tile.rows)
         c_maps[rank] = tensor_map(matrix_of(mine.out[begin : begin + count]), STORE_ROWS)
     bias = 0 if mine.bias is None else mine.bias.data_ptr()
     sizes = MatmulArguments(bias, m, n, k, 0, Order.group_rows)
     return [a_maps, weight_map(tile, layout, weights), c_maps, sizes]
-
-
-def _slots(arguments, world_size: int) -> int:
-    """Returns the address of the first slot on this rank: `slot` in cuda_src/device/matmul/gathered_rows.cuh."""
-    return arguments.scratch[arguments.rank] + gathered_slots_offset(world_size, arguments.capacity)
 
 
 def _most_blocks(tile: MatmulTile, one: Slice, mine: Gathering) -> int:

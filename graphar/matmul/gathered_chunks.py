@@ -26,7 +26,7 @@ from graphar.matmul.operands import Gathering, alike
 from graphar.matmul.overlap import streams_of
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.scratch import PACK_NBYTES, gathered_slots_offset
+from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.select import kernel_of
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
 from graphar.runtime.bounded_cache import BoundedCache
@@ -95,20 +95,26 @@ class GatheredChunks:
         world_size = self._engine.world_size
         own = [x[one.offset : one.offset + one.count[lane.member.rank]] for lane, x in zip(lanes, rows, strict=True)]
         meet()
-        sent = [self._send(lane, x) for lane, x in zip(lanes, own, strict=True)]
-        for hop in range(world_size):
-            if hop:
-                for lane, ends in zip(lanes, sent, strict=True):
-                    lane.main.wait_event(ends[hop - 1])
-                meet()
-            for lane, x in zip(lanes, own, strict=True):
-                source = (lane.member.rank - hop) % world_size
-                if one.count[source]:
-                    here = self._slot(lane.member, hop, (one.count[source], x.shape[1]), x.dtype) if hop else x
-                    lane.keep(here, one.begin[source])
-                    lane.multiply(here, one.begin[source])
-        for lane in lanes:
-            lane.main.wait_stream(lane.side)
+        try:
+            sent = [self._send(lane, x) for lane, x in zip(lanes, own, strict=True)]
+            for hop in range(world_size):
+                if hop:
+                    for lane, ends in zip(lanes, sent, strict=True):
+                        lane.main.wait_event(ends[hop - 1])
+                    meet()
+                for lane, x in zip(lanes, own, strict=True):
+                    self._take(lane, x, hop, one)
+        finally:  # copies read the rows, also after an error
+            for lane in lanes:
+                lane.main.wait_stream(lane.side)
+
+    def _take(self, lane: _Lane, own: torch.Tensor, hop: int, one: Slice) -> None:
+        """Keeps and multiplies the rows of the rank ``hop`` places before, which are here; 0: own rows."""
+        source = (lane.member.rank - hop) % self._engine.world_size
+        if count := one.count[source]:
+            here = self._slot(lane.member, hop, (count, own.shape[1]), own.dtype) if hop else own
+            lane.keep(here, one.begin[source])
+            lane.multiply(here, one.begin[source])
 
     def _send(self, lane: _Lane, own: torch.Tensor) -> list[torch.cuda.Event]:
         """Copies own rows to the peers, the next rank first; returns the end of each copy."""
@@ -121,11 +127,10 @@ class GatheredChunks:
         return ends
 
     def _address(self, rank: int, hop: int) -> int:
-        """Returns the address of the slot on ``rank`` of the rank ``hop`` places before it: the kernel's layout."""
+        """Returns the address of the slot on ``rank`` of the rank ``hop`` places before it."""
         world_size = self._engine.world_size
         capacity = _SCRATCH.row.scratch(world_size).capacity
-        slots = self._runner.scratch(_SCRATCH)[rank] + gathered_slots_offset(world_size, capacity)
-        return slots + (world_size - 1 - hop) * capacity * PACK_NBYTES  # the next rank's slot is the first
+        return self._runner.scratch(_SCRATCH)[rank] + gathered_slot_offset(world_size, capacity, world_size - hop)
 
     def _slot(self, member: Member, hop: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a member's slot of the rank ``hop`` places before it as a tensor; cached."""

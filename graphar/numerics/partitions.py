@@ -61,6 +61,11 @@ def panels(op: str, partition: str, count: int | None, parts: Sequence[int], col
     return [Panel(rows, slice(0, columns))]
 
 
+def in_backward(partition: str) -> str:
+    """Returns the partition of the fused op in a backward pass: reduce-scatters and all-gathers share only some."""
+    return partition if partition in ("tiles", "none") else "auto"
+
+
 def _cut(begin: int, total: int, count: int, unit: int) -> list[slice]:
     """Returns ``count`` adjacent slices of equal length; the last slice also takes the remainder.
 

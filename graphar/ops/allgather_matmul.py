@@ -12,6 +12,7 @@ from graphar import reference
 from graphar.matmul import allgather_matmul as kernels
 from graphar.matmul import operands
 from graphar.matmul.operands import Gathering
+from graphar.numerics import partitions
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise
 from graphar.ops import options, parts
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
@@ -276,9 +277,8 @@ def _backward(ctx, gradients):
 
 def _of_rows(ctx, of_products, of_rows, w, where: dict) -> list[torch.Tensor]:
     if not ctx.given["gathered"]:
-        partition = ctx.given["partition"] if ctx.given["partition"] in ("tiles", "none") else "auto"
-        how = {"partition": partition} | where
-        return for_ranks(ctx, "fused_matmul_reducescatter", of_products, [x.t() for x in w], **how)
+        cut = {"partition": partitions.in_backward(ctx.given["partition"])}
+        return for_ranks(ctx, "fused_matmul_reducescatter", of_products, [x.t() for x in w], **cut, **where)
     totals = [
         of_product @ weight + of_whole for of_product, of_whole, weight in zip(of_products, of_rows, w, strict=True)
     ]

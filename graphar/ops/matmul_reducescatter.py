@@ -160,8 +160,7 @@ def _backward(ctx, gradients):
     needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
     of_a, of_w, wholes = [None] * len(a), [None] * len(w), []
     if needs_a:
-        partition = ctx.given["partition"] if ctx.given["partition"] in ("tiles", "none") else "auto"
-        how = {"gathered": needs_w, "partition": partition}
+        how = {"gathered": needs_w, "partition": partitions.in_backward(ctx.given["partition"])}
         found = for_ranks(ctx, "fused_allgather_matmul", of_sums, [weight.t() for weight in w], **how, **where)
         of_a, wholes = found[::2], found[1::2]
     elif needs_w:

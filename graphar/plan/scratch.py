@@ -176,8 +176,7 @@ def gathered_rows(nbytes: int) -> Layout:
 
     def layout(world_size: int) -> Scratch:
         slot = packs_a_part(-(-nbytes // PACK_NBYTES), world_size)
-        slots = (world_size - 1) * slot * PACK_NBYTES
-        return Scratch(slot, gathered_slots_offset(world_size, slot) + slots, fill=0)
+        return Scratch(slot, gathered_slot_offset(world_size, slot, world_size), fill=0)
 
     return layout
 
@@ -187,9 +186,13 @@ def gathered_flags(capacity: int, unit_packs: int = GATHERED_UNIT_PACKS) -> int:
     return (capacity // (unit_packs // 2) + WARP) // WARP * WARP
 
 
-def gathered_slots_offset(world_size: int, capacity: int) -> int:
-    """Returns the bytes before the first slot of :func:`gathered_rows`."""
-    return SIGNAL_PAD_NBYTES + 4 * (WARP + (world_size - 1) * gathered_flags(capacity))
+def gathered_slot_offset(world_size: int, capacity: int, hops: int) -> int:
+    """Returns the bytes before the slot, on any rank, of the rank ``hops`` places after it.
+
+    It is `slot` in device/matmul/gathered_rows.cuh. With ``hops`` of ``world_size``: the bytes up to the end.
+    """
+    flags = WARP + (world_size - 1) * gathered_flags(capacity)
+    return SIGNAL_PAD_NBYTES + 4 * flags + (hops - 1) * capacity * PACK_NBYTES
 
 
 def boxes_a_slot(world_size: int) -> int:

@@ -22,12 +22,12 @@ ROWS_A_LAUNCH, K = 5, 12
 
 
 class Stream:
-    """Stands in for a stream whose work is always done."""
+    """Stands in for a stream whose work is always done. ``waited`` is what it waited for last."""
 
-    cuda_stream = 0
+    cuda_stream, waited = 0, None
 
     def wait_stream(self, other):
-        pass
+        self.waited = other
 
     wait_event = wait_stream
 
@@ -106,6 +106,18 @@ def test_rows_that_lie_apart_are_sent_as_well(monkeypatch):
 
     for one in members:
         assert same_bits(one.out, reference.fused_allgather_matmul([one.a for one in members], one.w)) == 0
+
+
+def test_after_an_error_the_callers_stream_waits_for_the_copies(monkeypatch):
+    members, (main, side) = operands([2, 2]), (Stream(), Stream())
+    ranks = Ranks(2, monkeypatch)
+    monkeypatch.setattr(gathered_chunks, "streams_of", lambda device: (main, side))
+    monkeypatch.setattr(torch, "mm", lambda *args, **how: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        run(ranks, members)
+
+    assert main.waited is side
 
 
 def test_ranks_meet_before_the_first_copy_and_before_they_read_the_rows_of_each_peer(monkeypatch):
