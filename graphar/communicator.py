@@ -16,7 +16,7 @@ from graphar.ops.allreduce import allreduce
 from graphar.ops.empty import empty
 from graphar.ops.explain import explain
 from graphar.ops.reducescatter import reducescatter
-from graphar.plan import checks
+from graphar.plan import call_checks
 from graphar.plan.explanation import Explanation
 from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import local_devices, process_group
@@ -70,7 +70,7 @@ class Communicator:
         hosts: Sequence[Sequence[int]] | None = None,
         lossless: bool | None = None,
     ) -> None:
-        checks.check_timeout("Communicator", timeout_s)
+        call_checks.check_timeout("Communicator", timeout_s)
         if devices is not None and group is not None:
             raise ValueError("Communicator: give a group or devices, not both")
         found = group if devices is not None else process_group(group, "give devices, such as devices=[0, 1]")
@@ -208,7 +208,7 @@ class Communicator:
         self.engine.check_open("prepare")
         rounded = [as_codec("prepare", codec) for codec in codecs]
         forms = [form_to_prepare(epilogue) for epilogue in epilogues]
-        self.engine.prepare(checks.check_ops("prepare", ops), dtypes, max_nbytes, rounded, forms)
+        self.engine.prepare(call_checks.check_ops("prepare", ops), dtypes, max_nbytes, rounded, forms)
 
     def synchronize(self) -> None:
         """Waits for all work on this process's devices, and raises the errors of calls in replayed graphs.

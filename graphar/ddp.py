@@ -13,7 +13,7 @@ from torch import Tensor
 from graphar.fsdp import ExactReduceScatter as ExactReduceScatter
 from graphar.fsdp import QuantizedReduceScatter as QuantizedReduceScatter
 from graphar.numerics.codecs import Codec, as_codec
-from graphar.plan import checks
+from graphar.plan import call_checks
 from graphar.plan.call import Call
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name, engine_of
@@ -36,7 +36,7 @@ def exact_hook(group: Group = None, *, algorithm: str = "auto") -> Hook:
     Raises:
         ValueError: there is no such algorithm.
     """
-    checks.check_call("exact_hook", algorithm, None)
+    call_checks.check_call("exact_hook", algorithm, None)
     return _hook(group, lambda engine, bucket, mean: _sum_up(engine, mean, algorithm=algorithm))
 
 
@@ -156,7 +156,7 @@ def _sum_up(engine: Engine, x: Tensor, codec: str = "", out: Tensor | None = Non
     codec takes the full grid: with few blocks the same model was 8 % slower.
     """
     if codec:
-        checks.check_quantized_call("quantized_hook", codec, "auto", x)
+        call_checks.check_quantized_call("quantized_hook", codec, "auto", x)
     out = x if out is None else out
     blocks = None if codec else engine.table.beside.blocks
     sides = () if codec else engine.symmetric_sides(x, out)

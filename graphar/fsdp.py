@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphar.integrations.works import GrapharWork
 from graphar.numerics.codecs import Codec, as_codec
-from graphar.plan import checks
+from graphar.plan import call_checks
 from graphar.plan.call import Call
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_of
@@ -277,7 +277,7 @@ class QuantizedReduceScatter(ExactReduceScatter):
         self._residual: Tensor | None = None
 
     def _reduce(self, x: Tensor, out: Tensor, engine: Engine) -> None:
-        checks.check_quantized_call(self._name, self._codec, "auto", x)
+        call_checks.check_quantized_call(self._name, self._codec, "auto", x)
         x = self._with_residual(x) if self._error_feedback else x
         # The full grid: with few blocks a codec's all-reduce was 8 % slower in DistributedDataParallel.
         engine.run(Call.of("reducescatter", x, (out.numel(),) * engine.world_size, codec=self._codec), x, out)

@@ -12,7 +12,7 @@ import torch
 from graphar.cli.options import add_command, add_dtype, add_sizes, by_name
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.plan import checks, select
+from graphar.plan import call_checks, select
 from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     table = find_table(device)
     dtype = DTYPES[options.dtype]
     if options.codec:
-        checks.check_quantized_call("explain", options.codec, "auto", torch.empty(0, dtype=dtype))
+        call_checks.check_quantized_call("explain", options.codec, "auto", torch.empty(0, dtype=dtype))
     wire = codec(options.codec) if options.codec else None
     found = list(explanations(table, world_size, options.sizes, dtype, wire))
     if table.name == DEFAULT:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
-from graphar.plan.checks import check_apart, check_devices, check_one_each, check_strided
+from graphar.plan.tensor_checks import check_apart, check_devices, check_one_each, check_strided
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -10,7 +10,7 @@ import torch
 from graphar.ops import options, parts
 from graphar.ops.allgather_tuple import allgather_tuple, check_tuple, warm_tuple
 from graphar.ops.register import Op, for_ranks, is_plain
-from graphar.plan import checks
+from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import NO_OPTIONS, Call
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, check_takes_tensors, engine_name, engine_of
@@ -86,20 +86,20 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
     if sizes is None and parts.is_plain_rows(x, axis) and not x.is_conj():
         return _warm(x, group, timeout_s)
     if timeout_s is not None:
-        checks.check_timeout(NAME, timeout_s)
+        call_checks.check_timeout(NAME, timeout_s)
     if isinstance(x, tuple):
         return _gather_tuple(x, group, axis, sizes, timeout_s)
     name = engine_name(group, NAME)
     if isinstance(x, list):
         if sizes is not None:
             raise ValueError("allgather: sizes is for calls with one tensor; omit it for a list")
-        axis = checks.check_list_to_join(NAME, x, axis)
+        axis = tensor_checks.check_list_to_join(NAME, x, axis)
         return OP(x, name, -1, axis, [one.shape[axis] for one in x], timeout_s, [])
-    checks.check_strided(NAME, "x", x)
-    axis = checks.check_axis(NAME, x, axis)
+    tensor_checks.check_strided(NAME, "x", x)
+    axis = call_checks.check_axis(NAME, x, axis)
     rank, world_size = parts.place(group)
     length = x.shape[axis]
-    sizes = [length] * world_size if sizes is None else checks.check_sizes(NAME, sizes, world_size, rank, length)
+    sizes = [length] * world_size if sizes is None else call_checks.check_sizes(NAME, sizes, world_size, rank, length)
     return OP(x, name, rank, axis, sizes, timeout_s, [], plain=is_plain(x) and not x.is_conj())
 
 

@@ -17,7 +17,7 @@ from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, Epilo
 from graphar.ops import options, parts
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
 from graphar.ops.register import Op, for_ranks, is_plain
-from graphar.plan import checks
+from graphar.plan import call_checks
 from graphar.plan.call import Call
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name
@@ -124,7 +124,7 @@ def fused_allgather_matmul(
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     if timeout_s is not None:
-        checks.check_timeout(NAME, timeout_s)
+        call_checks.check_timeout(NAME, timeout_s)
     if partition not in PARTITIONS:
         raise ValueError(f"{NAME}: partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
     name, in_list = engine_name(group, NAME), isinstance(a, (list, tuple))
@@ -147,7 +147,7 @@ def _place(a, sizes: Sequence[int] | None, group: Group) -> tuple[int, Sequence[
     rank, world_size = parts.place(group)
     if sizes is None:
         return rank, [len(a)] * world_size
-    return rank, checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
+    return rank, call_checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
 
 
 def _epilogue_option(a, w, bias, epilogue, sizes: Sequence[int]) -> options.EpilogueOption:

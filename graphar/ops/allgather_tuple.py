@@ -10,7 +10,7 @@ from graphar.numerics.dtypes import BYTE
 from graphar.ops import options, parts
 from graphar.ops.norms import by_result
 from graphar.ops.register import Op
-from graphar.plan import checks
+from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import NO_OPTIONS, Call
 from graphar.plan.tensor_tuple import MAX_TENSORS, TensorTuple, tensor_tuple
 from graphar.runtime.engine import Engine, as_taken
@@ -31,7 +31,7 @@ def allgather_tuple(xs: tuple, group: Group, sizes: Sequence[int] | None, timeou
         return by_result(OP(list(xs[0]), more, name, -1, lengths, timeout_s, []), len(xs[0]))
     rank, world_size = parts.place(group)
     length, (first, *more) = xs[0].shape[0], xs
-    sizes = [length] * world_size if sizes is None else checks.check_sizes(NAME, sizes, world_size, rank, length)
+    sizes = [length] * world_size if sizes is None else call_checks.check_sizes(NAME, sizes, world_size, rank, length)
     return tuple(OP(first, more, name, rank, sizes, timeout_s, []))
 
 
@@ -50,7 +50,7 @@ def warm_tuple(xs: tuple, group: Group, sizes: Sequence[int] | None, timeout_s: 
     if sizes is None:
         sizes = [length] * engine.world_size
     else:
-        checks.check_sizes(NAME, sizes, engine.world_size, engine.rank, length)
+        call_checks.check_sizes(NAME, sizes, engine.world_size, engine.rank, length)
     form = form_of(xs, sizes)
     # The fields of Call, as a bare tuple.
     key = (NAME, form.part_nbytes, BYTE, device, "auto", timeout_s, "", form, *NO_OPTIONS[2:])
@@ -73,15 +73,15 @@ def check_tuple(xs: tuple, axis: object, sizes: object) -> None:
         if sizes is not None:
             raise ValueError(f"{NAME}: sizes is for calls with tensors; omit it for lists")
         for ones in xs:
-            checks.check_one_each(NAME, "each list of a tuple", ones, xs[0], "the first list")
-            checks.check_list_to_join(NAME, ones, 0)
+            tensor_checks.check_one_each(NAME, "each list of a tuple", ones, xs[0], "the first list")
+            tensor_checks.check_list_to_join(NAME, ones, 0)
     ranks = list(zip(*xs, strict=True)) if isinstance(xs[0], (list, tuple)) else [xs]
     for first, *rest in ranks:
-        checks.check_strided(NAME, "tensor 0", first)
-        checks.check_axis(NAME, first, 0)
+        tensor_checks.check_strided(NAME, "tensor 0", first)
+        call_checks.check_axis(NAME, first, 0)
         for at, x in enumerate(rest, 1):
-            checks.check_strided(NAME, f"tensor {at}", x)
-            checks.check_axis(NAME, x, 0)
+            tensor_checks.check_strided(NAME, f"tensor {at}", x)
+            call_checks.check_axis(NAME, x, 0)
             if (x.shape[0], x.device) != (first.shape[0], first.device):
                 raise ValueError(
                     f"{NAME}: the tensors of a tuple must have one length and one device, got {list(first.shape)} on "

@@ -13,7 +13,7 @@ from graphar.ops import options
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import Op, check_input, check_output, deliver, for_ranks, is_ordinary, is_plain
 from graphar.ops.repeats import can_repeat, repeat_of
-from graphar.plan import checks
+from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import NO_OPTIONS, Call
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name, engine_of, known_engine
@@ -158,7 +158,7 @@ def _fits(x: torch.Tensor, out: object) -> bool:
 def _allreduce(x, group: Group, out, algorithm: str, codec, residual, epilogue, prefetch, timeout_s: float | None):
     """Makes a call that is not plain: checks its options, and goes through torch's dispatcher if that is needed."""
     options.check_together(NAME, codec, epilogue, residual)
-    checks.check_call(NAME, "auto" if codec is not None else algorithm, timeout_s)
+    call_checks.check_call(NAME, "auto" if codec is not None else algorithm, timeout_s)
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     ranks, first = (len(x), x[0]) if in_list else (None, x)
@@ -196,7 +196,7 @@ def _run(engine: Engine, xs, outs, given) -> None:
     """Writes the sum into every tensor of ``outs``, which are contiguous."""
     xs, codec = [x.contiguous() for x in xs], given.codec
     if codec:
-        checks.check_quantized_call(NAME, codec, given.algorithm, xs[0])
+        call_checks.check_quantized_call(NAME, codec, given.algorithm, xs[0])
     form, more = options.applied(NAME, given, xs) or (None, None)
     prefetches = bool(given.prefetch) and not codec and not form
     x, out = as_taken(engine, xs), as_taken(engine, outs)
@@ -209,7 +209,7 @@ def _run(engine: Engine, xs, outs, given) -> None:
 
 def _check_out(xs, outs, given) -> None:
     for x, out in zip(xs, outs, strict=True):
-        checks.check_memory(NAME, x, out)
+        tensor_checks.check_memory(NAME, x, out)
     options.check_apart_from_epilogue(NAME, outs, given.tensors)
 
 

@@ -14,7 +14,7 @@ from graphar.ops import norms, options
 from graphar.ops.allreduce import allreduce
 from graphar.ops.norm_gradients import added_and_normed
 from graphar.ops.register import Op, is_plain
-from graphar.plan import checks, select
+from graphar.plan import call_checks, select
 from graphar.plan.call import NO_OPTIONS, Call
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name, engine_of
@@ -97,7 +97,7 @@ def allreduce_residual_rmsnorm(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    checks.check_call(NAME, "auto", timeout_s)
+    call_checks.check_call(NAME, "auto", timeout_s)
     numbers = norms.check_number(NAME, "eps", eps), norms.check_number(NAME, "weight_offset", weight_offset)
     ranks, in_list = norms.ranks_of(NAME, x, residual, weight, scale), isinstance(x, (list, tuple))
     output = {norms.check(NAME, out_dtype, group_size, None, *of_rank) for of_rank in ranks}.pop()

@@ -10,7 +10,7 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue, bind
 from graphar.ops import options
 from graphar.ops.register import check_input, check_output
-from graphar.plan import checks
+from graphar.plan import call_checks
 from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
 from graphar.runtime.registry import Group, engine_name, engine_of_devices, engine_of_group
@@ -50,13 +50,13 @@ def explain(
     """
     options.check_together(NAME, codec, epilogue)
     if codec is None:
-        checks.check_call(NAME, algorithm, None)
+        call_checks.check_call(NAME, algorithm, None)
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     if out is not None:
         check_output(NAME, x, out)
     first = x[0] if in_list else x
-    text = "" if codec is None else checks.check_quantized_call(NAME, codec, algorithm, first).text
+    text = "" if codec is None else call_checks.check_quantized_call(NAME, codec, algorithm, first).text
     form = _form(epilogue, x) if epilogue is not None else None
     devices = tuple([one.device for one in x]) if in_list else ()
     engine = engine_of_devices(name, devices, NAME) if in_list else engine_of_group(name, NAME)

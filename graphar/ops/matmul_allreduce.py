@@ -14,7 +14,7 @@ from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops import options
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import Op, for_ranks, is_plain
-from graphar.plan import checks
+from graphar.plan import call_checks, tensor_checks
 from graphar.plan.matmuls import owned_rows
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
@@ -140,7 +140,7 @@ def check_fused(
     There are no biases if an epilogue adds them.
     """
     if timeout_s is not None:
-        checks.check_timeout(op, timeout_s)
+        call_checks.check_timeout(op, timeout_s)
     name, in_list = engine_name(group, NAME), isinstance(a, (list, tuple))
     options.check_together(op, codec, epilogue)
     if partition == partitions.BATCH_INVARIANT and codec is not None:
@@ -165,7 +165,7 @@ def _fake(a, w, given) -> list[torch.Tensor]:
 def _run(engine: Engine, a, w, outs, given) -> None:
     """Writes the sum into every tensor of ``outs``, which are contiguous."""
     if given.codec:
-        checks.check_quantized_call(NAME, given.codec, "auto", a[0])
+        call_checks.check_quantized_call(NAME, given.codec, "auto", a[0])
     followed = options.applied(NAME, given, outs)
     m, n = outs[0].shape[:-1].numel(), outs[0].shape[-1]
     panels = partitions.panels(NAME, given.partition, given.num_partitions, [m], n)
@@ -180,7 +180,7 @@ def _run(engine: Engine, a, w, outs, given) -> None:
 
 
 def _check_out(a, w, outs, given) -> None:
-    checks.check_distinct(NAME, "out", outs)
+    tensor_checks.check_distinct(NAME, "out", outs)
     for rank, out in enumerate(outs):
         operands.check_result_memory(NAME, a[rank], w[rank], given.bias[rank] if given.bias else None, out)
     options.check_apart_from_epilogue(NAME, outs, given.tensors)

@@ -11,7 +11,7 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import norms
 from graphar.ops.register import Op
-from graphar.plan import checks
+from graphar.plan import call_checks, tensor_checks
 from graphar.plan.select import has_norm_kernel
 from graphar.runtime import residual_norm
 from graphar.runtime.engine import Engine, as_taken
@@ -27,14 +27,14 @@ def check(
     op: str, a, w, residual, weight, eps: object, weight_offset: object, partition: object, timeout_s: object
 ) -> tuple[list[tuple], tuple[float, float]]:
     """Checks a call, all but the shapes of its residuals; returns the tensors of each rank, and the norm's numbers."""
-    checks.check_call(op, "auto", timeout_s)
+    call_checks.check_call(op, "auto", timeout_s)
     if partition not in PARTITIONS:
         raise ValueError(f"{op}: partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
     ranks = [(a, w, residual, weight)]
     if isinstance(a, (list, tuple)):
         operands.check_operand_lists(op, a, w, None)
         for name, given in (("residual", residual), ("weight", weight)):
-            checks.check_one_each(op, name, given, a, "a")
+            tensor_checks.check_one_each(op, name, given, a, "a")
         ranks = list(zip(a, w, residual, weight, strict=True))
     for of_rank in ranks:
         _check_rank(op, *of_rank)

@@ -21,7 +21,7 @@ from graphar.ops.matmul_allreduce import (
     sum_like,
 )
 from graphar.ops.register import Op, for_ranks
-from graphar.plan import checks
+from graphar.plan import call_checks
 from graphar.plan.algorithms import Algorithm
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
@@ -131,7 +131,7 @@ def _fake(a, w, given) -> list[torch.Tensor]:
 def _run(engine: Engine, a, w, outs, given) -> None:
     """Writes each rank's part of the sum into its tensor of ``outs``, which are contiguous."""
     if given.codec:
-        checks.check_quantized_call(NAME, given.codec, "auto", a[0])
+        call_checks.check_quantized_call(NAME, given.codec, "auto", a[0])
     followed = options.applied(NAME, given, outs)
     in_one, n = a[0].shape[1:-1].numel(), w[0].shape[0]
     rows = [size * in_one for size in given.sizes]

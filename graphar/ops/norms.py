@@ -11,7 +11,7 @@ import torch
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.numerics.norms import FP8, RmsNorm, output_of, scales_of
-from graphar.plan import checks
+from graphar.plan import tensor_checks
 
 # A text of numerics.norms.NORM_OUTPUTS, and for "static_fp8" each rank's scale.
 ARGUMENTS = "float eps, float weight_offset, str output, Tensor[] scales"
@@ -29,9 +29,9 @@ def ranks_of(op: str, x: object, residual: object, weight: object, scale: object
     given = (x, residual, weight) if scale is None else (x, residual, weight, scale)
     xs, in_list = x, isinstance(x, (list, tuple))
     if in_list:
-        checks.check_list(op, xs)
+        tensor_checks.check_list(op, xs)
         for name, of_ranks in zip(_TENSORS[1:], given[1:], strict=False):
-            checks.check_one_each(op, name, of_ranks, xs)
+            tensor_checks.check_one_each(op, name, of_ranks, xs)
     ranks = list(zip(*given, strict=True)) if in_list else [given]
     for x, *_ in ranks:
         _check_x(op, x)
@@ -39,7 +39,7 @@ def ranks_of(op: str, x: object, residual: object, weight: object, scale: object
 
 
 def _check_x(op: str, x: object) -> None:
-    checks.check_tensor(op, "x", x)
+    tensor_checks.check_tensor(op, "x", x)
     if x.dtype not in TYPE_NAMES:
         raise ValueError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}")
     if not x.ndim or not x.shape[-1]:
@@ -63,7 +63,7 @@ def check(
     check_beside(op, "residual", residual, x.shape if length is None else (length, *x.shape[1:]), x)
     check_beside(op, "weight", weight, x.shape[-1:], x)
     if scale is not None:
-        checks.check_tensor(op, "scale", scale)
+        tensor_checks.check_tensor(op, "scale", scale)
         if (scale.numel(), scale.dtype, scale.device) != (1, torch.float32, x.device):
             raise ValueError(
                 f"{op}: scale must be one element, torch.float32, on {x.device}, got {list(scale.shape)} "
@@ -74,7 +74,7 @@ def check(
 
 def check_beside(op: str, name: str, given: object, shape: Sequence[int], x: torch.Tensor) -> None:
     """Raises unless ``given`` is a tensor of that shape with the dtype and device of ``x``."""
-    checks.check_tensor(op, name, given)
+    tensor_checks.check_tensor(op, name, given)
     if (tuple(given.shape), given.dtype, given.device) != (tuple(shape), x.dtype, x.device):
         raise ValueError(
             f"{op}: {name} must be {list(shape)} {x.dtype} on {x.device}, got {list(given.shape)} {given.dtype} "

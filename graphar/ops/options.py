@@ -15,7 +15,7 @@ import torch
 
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, as_epilogue, bind
-from graphar.plan import checks
+from graphar.plan import call_checks, tensor_checks
 
 EPILOGUE = "str epilogue, Tensor[] tensors, float[] scalars"
 CODEC = "str codec"
@@ -85,7 +85,7 @@ def _tensors(op: str, given: list, ranks: int | None) -> list[torch.Tensor]:
             raise ValueError(f"{op}: with a list, an epilogue's tensors are lists of {ranks}, one a device")
         given = [one[rank] for rank in range(ranks) for one in given]
     for one in given:
-        checks.check_local(op, "an epilogue's tensor", one)
+        tensor_checks.check_local(op, "an epilogue's tensor", one)
     return given
 
 
@@ -98,12 +98,12 @@ def prefetch_option(op: str, x, prefetch: object, x_name: str = "x") -> list[tor
         return []
     if not isinstance(x, (list, tuple)):
         return [_prefetched(op, x, prefetch, x_name)]
-    checks.check_one_each(op, "prefetch", prefetch, x, x_name)
+    tensor_checks.check_one_each(op, "prefetch", prefetch, x, x_name)
     return [_prefetched(op, one, following, x_name) for one, following in zip(x, prefetch, strict=True)]
 
 
 def _prefetched(op: str, x: torch.Tensor, prefetch: object, x_name: str) -> torch.Tensor:
-    checks.check_strided(op, "prefetch", prefetch)
+    tensor_checks.check_strided(op, "prefetch", prefetch)
     if prefetch.device != x.device:
         raise ValueError(f"{op}: prefetch must be on the device of {x_name}, {x.device}, got {prefetch.device}")
     return prefetch.detach() if prefetch.requires_grad else prefetch
@@ -116,10 +116,10 @@ def is_memory(x: object) -> bool:
 
 def codec_with_feedback(op: str, codec: str, algorithm: str, xs, residuals, outs) -> str:
     """Checks a call's residuals, and returns the text of its codec with feedback, which stores rounding errors."""
-    found = checks.check_quantized_call(op, codec, algorithm, xs[0])
+    found = call_checks.check_quantized_call(op, codec, algorithm, xs[0])
     for x, residual, out in zip(xs, residuals, outs, strict=True):
-        checks.check_residual(op, residual, x=x, out=out)
-    checks.check_distinct(op, "residual", residuals)
+        tensor_checks.check_residual(op, residual, x=x, out=out)
+    tensor_checks.check_distinct(op, "residual", residuals)
     return replace(found, feedback=True).text
 
 
@@ -142,4 +142,4 @@ def applied(op: str, given, outs: Sequence[torch.Tensor], bind_one: Callable = b
 def check_apart_from_epilogue(op: str, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Raises ValueError if ``outs`` share memory with an epilogue's tensors, which kernels read while they store."""
     for out in outs:
-        checks.check_apart(op, out, **{f"tensor {at} of the epilogue": one for at, one in enumerate(tensors)})
+        tensor_checks.check_apart(op, out, **{f"tensor {at} of the epilogue": one for at, one in enumerate(tensors)})

@@ -15,7 +15,7 @@ from graphar.numerics.partitions import split
 from graphar.ops import options, parts
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
-from graphar.plan import checks
+from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import NO_OPTIONS, Call
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, check_takes_tensors, engine_name, engine_of
@@ -85,11 +85,11 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
         return _warm(x, group, timeout_s)
     options.check_together(NAME, codec, epilogue, residual)
     if timeout_s is not None:
-        checks.check_timeout(NAME, timeout_s)
+        call_checks.check_timeout(NAME, timeout_s)
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     first = x[0] if in_list else x
-    axis = checks.check_axis(NAME, first, axis)
+    axis = call_checks.check_axis(NAME, first, axis)
     rank, world_size = (-1, len(x)) if in_list else parts.place(group)
     sizes = split(first.shape[axis], world_size)
     part = first.narrow(axis, 0, sizes[max(rank, 0)]) if epilogue is not None else first
@@ -128,7 +128,7 @@ def _run(engine: Engine, xs, outs, given) -> None:
     """Writes each rank's part of the sum into its tensor of ``outs``, which are contiguous."""
     axis, codec = given.axis, given.codec
     if codec:
-        checks.check_quantized_call(NAME, codec, "auto", xs[0])
+        call_checks.check_quantized_call(NAME, codec, "auto", xs[0])
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
     form, inputs = _applied(given, rooms) or (None, None)
     how = {"timeout_s": given.timeout_s, "codec": codec, "epilogue": form, "axis": axis}
@@ -166,7 +166,7 @@ def _applied(given, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
 
 def _check_out(xs, outs, given) -> None:
     for x, out in zip(xs, outs, strict=True):
-        checks.check_apart(NAME, out, x=x)
+        tensor_checks.check_apart(NAME, out, x=x)
 
 
 def _with_feedback(engine: Engine, xs, residuals, outs, given):

@@ -14,7 +14,7 @@ from graphar.ops import norms, options, parts
 from graphar.ops.norm_gradients import added_and_normed
 from graphar.ops.reducescatter import reducescatter
 from graphar.ops.register import Op, is_plain
-from graphar.plan import checks, select
+from graphar.plan import call_checks, select
 from graphar.plan.call import NO_OPTIONS, Call
 from graphar.runtime.engine import Engine, as_taken
 from graphar.runtime.registry import Group, engine_name, engine_of
@@ -95,7 +95,7 @@ def reducescatter_residual_rmsnorm(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    checks.check_call(NAME, "auto", timeout_s)
+    call_checks.check_call(NAME, "auto", timeout_s)
     numbers = norms.check_number(NAME, "eps", eps), norms.check_number(NAME, "weight_offset", weight_offset)
     ranks, in_list = norms.ranks_of(NAME, x, residual, weight, scale), isinstance(x, (list, tuple))
     rank, sizes = _place(ranks[0][0], len(x) if in_list else None, group)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.autograd import forward_ad
 
-from graphar.plan import checks
+from graphar.plan import tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import engine_of_devices, engine_of_group
 
@@ -312,19 +312,19 @@ def deliver(target: torch.Tensor, out: torch.Tensor) -> None:
 def check_input(op: str, x: object) -> None:
     """Raises unless ``x`` is a tensor of a dtype that graphar sums, or a list with one for each rank."""
     if isinstance(x, (list, tuple)):
-        checks.check_list(op, x)
+        tensor_checks.check_list(op, x)
     else:
-        checks.check_tensor(op, "x", x)
+        tensor_checks.check_tensor(op, "x", x)
 
 
 def check_output(op: str, xs, outs: object, name: str = "out") -> None:
     """Raises unless ``outs`` can take a result like the input, or is a list with a destination for each input."""
     if not isinstance(xs, (list, tuple)):
-        checks.check_out(op, xs, outs, name)
+        tensor_checks.check_out(op, xs, outs, name)
         return
-    checks.check_one_each(op, name, outs, xs)
+    tensor_checks.check_one_each(op, name, outs, xs)
     for x, out in zip(xs, outs, strict=True):
-        checks.check_out(op, x, out, name)
+        tensor_checks.check_out(op, x, out, name)
 
 
 def _no_gradient(argument: object) -> list | None:

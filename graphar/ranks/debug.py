@@ -17,8 +17,8 @@ import torch
 
 from graphar.errors import CollectiveTimeout, TimeoutRecord
 from graphar.plan.call import Call, without_seeds
-from graphar.plan.checks import is_capturing
 from graphar.plan.tensor_tuple import TensorTuple
+from graphar.ranks.capture import is_capturing
 from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
 
 SWITCH = "GRAPHAR_DEBUG"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphar.plan import checks
+from graphar.plan import tensor_checks
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None, instead: str = "") -> dist.ProcessGroup:
@@ -68,7 +68,7 @@ def local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
         found.append(torch.device("cpu") if device.type == "cpu" else device)  # CPU tensors have no index
     if len({device.type for device in found}) > 1:
         raise ValueError(f"Communicator: devices must be all the CPU or all CUDA, got {[str(d) for d in found]}")
-    checks.check_devices("Communicator", found)
+    tensor_checks.check_devices("Communicator", found)
     return tuple(found)
 
 

@@ -29,10 +29,10 @@ from graphar.numerics.codec_reference import decode, encode
 from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.nan import with_canonical_nan
-from graphar.plan import checks
 from graphar.plan.call import Call
 from graphar.plan.tables import Table
 from graphar.ranks import fallback
+from graphar.ranks.capture import check_not_capturing
 from graphar.ranks.processes import host
 from graphar.ranks.rendezvous import StoreRendezvous
 
@@ -111,7 +111,7 @@ class Hierarchy:
         if self._communicator.devices:
             raise UnsupportedError("allreduce: hierarchical cannot serve this call: devices are of one host")
         if len(self._groups) < 2:
-            checks.check_not_capturing("allreduce", [x.device])
+            check_not_capturing("allreduce", [x.device])
             self._find_hosts()
             self._make_groups()
         if x.is_cuda and not self._kernels:

@@ -19,7 +19,7 @@ from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, U
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.form import Form
-from graphar.plan import checks, select
+from graphar.plan import call_checks, select, tensor_checks
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
@@ -28,6 +28,7 @@ from graphar.plan.select import Facts
 from graphar.plan.slices import slices
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.ranks import fallback
+from graphar.ranks.capture import check_not_capturing
 from graphar.ranks.debug import Comparison
 from graphar.ranks.group_calls import GroupCalls
 from graphar.ranks.groups import device_of_process
@@ -215,8 +216,8 @@ class Engine:
     # ---- plans ------------------------------------------------------------------------------------------------------
 
     def _plan(self, call: Call, x: torch.Tensor) -> Plan:
-        checks.check_call(call.op, "auto" if call.codec else call.algorithm, call.timeout_s)
-        (checks.check_strided if call.op == "allgather" else checks.check_tensor)(call.op, "x", x)
+        call_checks.check_call(call.op, "auto" if call.codec else call.algorithm, call.timeout_s)
+        (tensor_checks.check_strided if call.op == "allgather" else tensor_checks.check_tensor)(call.op, "x", x)
         with self.keeping_failure():
             plan = self._bind(call, x)
         return self.plans.keep(call, plan)
@@ -283,7 +284,7 @@ class Engine:
         """Returns an uninitialised symmetric tensor like ``like`` for each rank of this process. Collective."""
         with self.keeping_failure():
             devices = self.devices or (self.first_device(),)
-            checks.check_not_capturing("empty", devices)
+            check_not_capturing("empty", devices)
             self.compare("empty", f"of {list(like.shape)} {like.dtype}")
             if not self.find_runner(devices[0]):
                 return [torch.empty_like(like, device=device) for device in devices]

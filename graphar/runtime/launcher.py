@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.plan.checks import is_capturing
 from graphar.plan.policy import Chip
+from graphar.ranks.capture import is_capturing
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import Cubin, compile_kernel
 from graphar.runtime.driver import call, check, driver, on_device

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from graphar.plan import checks
+from graphar.plan import tensor_checks
 from graphar.plan.scratch import PACK_NBYTES
 from graphar.runtime.arguments import Arguments
 
 
 def put(arguments: Arguments, following: torch.Tensor, budget_nbytes: int) -> None:
     """Sets a kernel's arguments to prefetch the memory that a tensor spans, at most ``budget_nbytes`` of it."""
-    place = interior(*checks.span(following), budget_nbytes) if following.numel() else (0, 0)
+    place = interior(*tensor_checks.span(following), budget_nbytes) if following.numel() else (0, 0)
     arguments.prefetch, arguments.prefetch_nbytes = place
 
 

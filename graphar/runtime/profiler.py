@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.checks import is_capturing
 from graphar.plan.tensor_tuple import TensorTuple
+from graphar.ranks.capture import is_capturing
 from graphar.runtime.engine import Engine, open_engines, profilers
 
 

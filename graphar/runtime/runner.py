@@ -13,11 +13,11 @@ import torch
 
 from graphar.errors import CommunicatorError, GrapharError
 from graphar.plan.algorithms import Algorithm, Shape
-from graphar.plan.checks import is_capturing
 from graphar.plan.policy import Chip
 from graphar.plan.select import Kernel, kernel_of
 from graphar.plan.slices import Slice
 from graphar.plan.tensor_tuple import TensorTuple
+from graphar.ranks.capture import is_capturing
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.runtime import catalogue, launcher, prefetch
 from graphar.runtime.arguments import Arguments, Counters, Record, TupleArguments

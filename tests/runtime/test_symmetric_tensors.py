@@ -121,7 +121,7 @@ def test_without_a_group_there_must_be_a_default_one():
 
 
 def test_a_tensor_made_during_capture_is_refused(monkeypatch):
-    monkeypatch.setattr("graphar.plan.checks.is_capturing", lambda device: True)
+    monkeypatch.setattr("graphar.ranks.capture.is_capturing", lambda device: True)
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
     try:
         with pytest.raises(graphar.CommunicatorError, match="cannot be captured into a graph"):

@@ -1,0 +1,105 @@
+"""Checks of the other arguments of a call: algorithm, codec, deadline, axis, sizes of parts, ops to prepare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graphar.numerics.codecs import Codec, as_codec
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.norms import PREPARED as NORMS
+from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
+from graphar.plan.tensor_tuple import PREPARED_TUPLE
+
+_ALGORITHMS = ("auto", *(one.value for one in Algorithm if one.op == "allreduce" and not one.row.takes_codec))
+
+
+def check_call(op: str, algorithm: object, timeout_s: object) -> None:
+    """Raises unless ``algorithm`` names an all-reduce without a codec, and ``timeout_s`` is valid or None."""
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(f"{op}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
+    if timeout_s is not None:
+        check_timeout(op, timeout_s)
+
+
+_WITH_ANY_CODEC = (Algorithm.FALLBACK.value, Algorithm.HIERARCHICAL.value)
+_QUANTIZED = ("auto", *(one.value for one in with_kernels("allreduce", codec=True)), *_WITH_ANY_CODEC)
+
+
+def check_quantized_call(op: str, codec: object, algorithm: object, x: torch.Tensor) -> Codec:
+    """Returns the codec of a call, which can round ``x``.
+
+    Raises:
+        TypeError: ``codec`` is neither a Codec nor a string.
+        ValueError: there is no such codec, the dtype of ``x`` is not bf16, fp16 or fp32, ``algorithm`` takes no codec,
+            or stochastic rounding has no seed while torch.use_deterministic_algorithms is on.
+    """
+    found = as_codec(op, codec)
+    if x.dtype not in TYPE_NAMES:
+        raise ValueError(f"{op}: a codec rounds bfloat16, float16 and float32, got a tensor of {x.dtype}")
+    if algorithm not in _QUANTIZED:
+        raise ValueError(f"{op}: algorithm must be one of {', '.join(_QUANTIZED)} with a codec, got {algorithm!r}")
+    if found.rounding == "stochastic" and found.seed is None and torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            f"{op}: stochastic rounding without a seed is not deterministic, which torch.use_deterministic_algorithms "
+            "asks for; give the codec a seed"
+        )
+    return found
+
+
+def check_timeout(op: str, timeout_s: object) -> None:
+    """Raises unless ``timeout_s`` is a number of seconds above 0 and at most 1e6."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise TypeError(f"{op}: timeout_s must be a number of seconds, got {type(timeout_s).__name__}")
+    if not 0 < timeout_s <= 1e6:
+        raise ValueError(f"{op}: timeout_s must be above 0 and at most 1e6 seconds, got {timeout_s!r}")
+
+
+def check_ops(op: str, ops: object) -> list[str]:
+    """Returns ``ops`` as a list; ValueError unless all have kernels that can be prepared."""
+    # The kernel of a matmul depends on its size, and cannot be prepared.
+    kernels = kernels_that(lambda row: row.folder != "matmul")
+    known = list(dict.fromkeys([*(one.op for one in kernels), PREPARED_TUPLE, *NORMS]))
+    wanted = list(ops)
+    if isinstance(ops, str) or any(one not in known for one in wanted):
+        raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")
+    return wanted
+
+
+def check_axis(op: str, x: torch.Tensor, axis: object) -> int:
+    """Returns ``axis`` counted from the front. A negative axis counts from the end.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: ``x`` has no such dimension.
+    """
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise TypeError(f"{op}: axis must be an int, got {type(axis).__name__}")
+    if x.ndim == 0:
+        raise ValueError(f"{op}: tensors must have at least one dimension, got a 0-d tensor")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"{op}: axis must be from {-x.ndim} to {x.ndim - 1} for a tensor of shape {list(x.shape)}, got {axis}"
+        )
+    return axis % x.ndim
+
+
+def check_sizes(op: str, sizes: object, world_size: int, rank: int, length: int, name: str = "x") -> list[int]:
+    """Returns the length of each rank's part as a list; ``length`` is this rank's, of the tensor ``name``.
+
+    Raises:
+        TypeError: ``sizes`` is not a sequence of ints.
+        ValueError: there is not one size a rank, one is negative, or this rank's differs from ``length``.
+    """
+    if not isinstance(sizes, Sequence) or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
+        raise TypeError(f"{op}: sizes must be a sequence of ints, got {sizes!r}")
+    if len(sizes) != world_size:
+        raise ValueError(f"{op}: sizes must have a length for each of {world_size} ranks, got {len(sizes)}")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{op}: sizes must not be negative, got {list(sizes)}")
+    if sizes[rank] != length:
+        raise ValueError(
+            f"{op}: sizes must have {name}'s length {length} for rank {rank}, which is this one, got {list(sizes)}"
+        )
+    return list(sizes)

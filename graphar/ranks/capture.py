@@ -1,0 +1,22 @@
+"""Whether a stream is being captured into a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graphar.errors import CommunicatorError
+
+
+def is_capturing(device: torch.device | int, stream: torch.cuda.Stream | None = None) -> bool:
+    """Returns whether a stream of a CUDA device is being captured into a graph. None: torch's current stream."""
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def check_not_capturing(op: str, devices: Sequence[torch.device]) -> None:
+    """Raises CommunicatorError if the current stream of a CUDA device is being captured into a graph."""
+    for device in devices:
+        if device.type == "cuda" and is_capturing(device):
+            raise CommunicatorError(f"{op}: allocates, which cannot be captured into a graph; call it before")
