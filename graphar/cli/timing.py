@@ -12,7 +12,9 @@ from functools import partial
 import torch
 
 from graphar import reference
-from graphar.cli.workloads import DTYPE, Prepared, same_bits
+from graphar.cli import specified
+from graphar.cli.specified import DTYPE, count_wrong
+from graphar.cli.workloads import Prepared
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.numerics.codecs import Codec
@@ -149,11 +151,8 @@ class Timer:
 
     def random(self, nbytes: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Returns a tensor of normal random values for each rank."""
-        xs = []
-        for rank, stream in enumerate(self._streams):
-            make = torch.Generator(stream.device).manual_seed(rank)
-            xs.append(torch.randn(nbytes // dtype.itemsize, dtype=dtype, device=stream.device, generator=make))
-            torch.cuda.synchronize(stream.device)  # other streams will read it
+        xs = specified.random(self._communicator.devices, nbytes // dtype.itemsize, dtype=dtype)
+        self._communicator.synchronize()  # other streams will read them
         return xs
 
     def _bind(self, shape: Shape, xs: list[torch.Tensor], outs: list[torch.Tensor]) -> list[Callable[[], None]]:
@@ -175,7 +174,7 @@ class Timer:
             self._on_streams(runs)
             self._communicator.synchronize()
             right = expected[shape.codec]
-            wrong = [rank for rank, out in enumerate(outs) if not same_bits(out, right[rank])]
+            wrong = [rank for rank, out in enumerate(outs) if count_wrong(out, right[rank])]
             if wrong:
                 size = format_nbytes(outs[0].nbytes)
                 raise GrapharError(f"{self._world_size} GPUs, {size}: {shape} gave wrong sums on rank(s) {wrong}")

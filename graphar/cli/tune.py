@@ -15,8 +15,8 @@ import torch
 
 from graphar.cli.options import add_command, fail, size
 from graphar.cli.progress import progress
+from graphar.cli.specified import DTYPE
 from graphar.cli.timing import Timer
-from graphar.cli.workloads import DTYPE
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.plan import tune as tuning
 from graphar.plan.call import Call

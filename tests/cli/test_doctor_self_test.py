@@ -38,27 +38,23 @@ def test_the_cpu_gives_the_specifications_bits_in_every_op():
 @pytest.mark.promise("`doctor` finds what is wrong and says what to do.")
 @no_gpu
 @pytest.mark.parametrize(
-    ("owner", "name", "ops"),
+    ("name", "ops"),
     [
-        (graphar.Communicator, "allreduce", ("allreduce", "quantized_allreduce")),
-        (graphar.Communicator, "reducescatter", ("reducescatter", "quantized_reducescatter")),
-        (graphar.Communicator, "allgather", ("allgather",)),
-        (graphar, "allreduce_residual_rmsnorm", ("allreduce_residual_rmsnorm",)),
-        (graphar, "reducescatter_residual_rmsnorm", ("reducescatter_residual_rmsnorm",)),
-        (graphar, "fused_matmul_allreduce", ("fused_matmul_allreduce",)),
-        (graphar, "fused_matmul_reducescatter", ("fused_matmul_reducescatter",)),
-        (graphar, "fused_allgather_matmul", ("fused_allgather_matmul",)),
-        (
-            graphar,
-            "fused_matmul_reducescatter_residual_rmsnorm",
-            ("fused_matmul_reducescatter_residual_rmsnorm",),
-        ),
-        (graphar, "fused_matmul_allreduce_residual_rmsnorm", ("fused_matmul_allreduce_residual_rmsnorm",)),
+        ("allreduce", ("allreduce", "quantized_allreduce")),
+        ("reducescatter", ("reducescatter", "quantized_reducescatter")),
+        ("allgather", ("allgather",)),
+        ("allreduce_residual_rmsnorm", ("allreduce_residual_rmsnorm",)),
+        ("reducescatter_residual_rmsnorm", ("reducescatter_residual_rmsnorm",)),
+        ("fused_matmul_allreduce", ("fused_matmul_allreduce",)),
+        ("fused_matmul_reducescatter", ("fused_matmul_reducescatter",)),
+        ("fused_allgather_matmul", ("fused_allgather_matmul",)),
+        ("fused_matmul_reducescatter_residual_rmsnorm", ("fused_matmul_reducescatter_residual_rmsnorm",)),
+        ("fused_matmul_allreduce_residual_rmsnorm", ("fused_matmul_allreduce_residual_rmsnorm",)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_one_wrong_bit_is_found(monkeypatch, owner, name, ops):
-    whole, calls = getattr(owner, name), [call for call in calls_on_cpu() if call.op in ops]
+def test_one_wrong_bit_is_found(monkeypatch, name, ops):
+    whole, calls = getattr(graphar, name), [call for call in calls_on_cpu() if call.op in ops]
 
     def flip(*args, **options):
         found = whole(*args, **options)
@@ -66,7 +62,7 @@ def test_one_wrong_bit_is_found(monkeypatch, owner, name, ops):
         ys[0].view(-1).view(torch.int16)[-1] ^= 1
         return found
 
-    monkeypatch.setattr(owner, name, flip)
+    monkeypatch.setattr(graphar, name, flip)
     monkeypatch.setattr(self_test, "calls_on_cpu", lambda: calls)
 
     said = tell(Algorithm.FALLBACK)
@@ -86,10 +82,10 @@ def test_one_wrong_bit_is_found(monkeypatch, owner, name, ops):
     ids=["unsupported", "timeout", "driver"],
 )
 def test_what_an_algorithm_raises_is_told(monkeypatch, error, status):
-    def refuse(self, xs, **options):
+    def refuse(xs, **options):
         raise error
 
-    monkeypatch.setattr(graphar.Communicator, "allreduce", refuse)
+    monkeypatch.setattr(graphar, "allreduce", refuse)
 
     said = tell(Algorithm.FALLBACK)
 
@@ -105,12 +101,12 @@ def gpus(monkeypatch):
     """Has ranks on the CPU pass for GPUs, and ``counted`` for the numbers of calls that kernels report."""
 
     def pretend(world_size, counted, arch=MATMUL_ARCH):
-        allreduce = graphar.Communicator.allreduce
+        allreduce = graphar.allreduce
 
-        def by_any(self, xs, algorithm, **options):
-            return allreduce(self, xs, **options)
+        def by_any(xs, algorithm, **options):
+            return allreduce(xs, **options)
 
-        monkeypatch.setattr(graphar.Communicator, "allreduce", by_any)
+        monkeypatch.setattr(graphar, "allreduce", by_any)
         monkeypatch.setattr(self_test, "is_available", lambda: True)
         monkeypatch.setattr(self_test, "_devices", lambda on_gpus: ["cpu"] * world_size)
         monkeypatch.setattr(self_test, "_counted", lambda communicator: counted)
@@ -220,12 +216,12 @@ def test_every_algorithm_that_can_run_here_is_exact():
 
 @pytest.mark.gpu
 def test_kernels_that_run_in_anothers_place_are_told(monkeypatch):
-    allreduce, count = graphar.Communicator.allreduce, min(torch.cuda.device_count(), 8)
+    allreduce, count = graphar.allreduce, min(torch.cuda.device_count(), 8)
 
-    def by_one_shot(self, xs, algorithm, **options):
-        return allreduce(self, xs, algorithm="one_shot", **options)
+    def by_one_shot(xs, algorithm, **options):
+        return allreduce(xs, algorithm="one_shot", **options)
 
-    monkeypatch.setattr(graphar.Communicator, "allreduce", by_one_shot)
+    monkeypatch.setattr(graphar, "allreduce", by_one_shot)
 
     said = tell(PUSH)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-import graphar
-from graphar import reference
+from graphar.cli.specified import DTYPE, OfRanks, Results, SpecifiedCall, random
 from graphar.communicator import Communicator
-from graphar.numerics.codecs import Codec
-from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.norms import RmsNorm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
@@ -30,10 +27,10 @@ _ROWS = ((1, 1032), (24, 1032), (300, 1032))  # rows and columns of a norm; one-
 _RESULTS = ((7, 264), (64, 4104), (300, 264))  # rows and columns of a matmul; one case for each kernel that sums it
 _PARTS = _RESULTS[-1:]
 _K = 136
-_CODEC = codec_of_text("int8")
-_SPECIAL = (-0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(torch.bfloat16).tiny / 4)
+_LOSSLESS, _QUANTIZED = "lossless", "quantized"
+_SPECIAL = (-0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(DTYPE).tiny / 4)
 
-Results = list[tuple[torch.Tensor, torch.Tensor]]  # pairs of a result and its expected value on the CPU
+Compared = list[tuple[torch.Tensor, torch.Tensor]]  # pairs of a result and its expected value on the CPU
 
 
 @dataclass(frozen=True)
@@ -42,129 +39,118 @@ class SelfTestCall:
 
     op: str  # the name of the op
     # Makes the call over a communicator with devices, and returns the results of all ranks.
-    make: Callable[[Communicator], Results]
+    make: Callable[[Communicator], Compared]
     # The algorithm whose kernel it must take, in one launch on each rank; None: the fallback.
     kernel: Algorithm | None = None
 
 
 def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[SelfTestCall]:
     """Returns the calls that take ``algorithm`` on ``world_size`` GPUs, by name or by choice; there may be none."""
-    found = []
-    for op in _OPS:
-        for size in op.sizes:
-            if algorithm is op.kernel(world_size, size) if op.kernel else _can_be_named(algorithm, op):
-                launched = None if algorithm is Algorithm.FALLBACK else algorithm
-                found.append(SelfTestCall(op.name, partial(op.make, size=size, algorithm=algorithm.value), launched))
-    return found
+    launched = None if algorithm is Algorithm.FALLBACK else algorithm
+    return [
+        SelfTestCall(op.name, partial(_make, op, size, algorithm), launched)
+        for op in _OPS
+        for size in op.sizes
+        if (algorithm is op.kernel(world_size, size) if op.kernel else _can_be_named(algorithm, op))
+    ]
 
 
 def _can_be_named(algorithm: Algorithm, op: _Op) -> bool:
     """Whether a call of ``op`` can name ``algorithm``; only all-reduces can."""
-    return algorithm.op == "allreduce" and algorithm.row.takes_codec == op.name.startswith("quantized")
+    return algorithm.op == "allreduce" and algorithm.row.takes_codec == (op.variant == _QUANTIZED)
 
 
 def calls_on_cpu() -> list[SelfTestCall]:
     """Returns calls of every op; on the CPU all of them take the fallback, which compresses nothing without loss."""
-    name, ops = Algorithm.FALLBACK.value, [op for op in _OPS if not op.compresses]
-    return [SelfTestCall(op.name, partial(op.make, size=size, algorithm=name)) for op in ops for size in op.sizes]
+    ops = [op for op in _OPS if op.variant != _LOSSLESS]
+    return [SelfTestCall(op.name, partial(_make, op, size, Algorithm.FALLBACK)) for op in ops for size in op.sizes]
 
 
-# ---- ops: each takes a size and, where calls can name one, an algorithm ---------------------------------------------
+def _make(op: _Op, size: Any, algorithm: Algorithm, ranks: Communicator) -> Compared:
+    """Makes a call of ``op`` over ``ranks``, by ``algorithm`` if calls of the op can name one."""
+    operands, equal = op.tensors(ranks.world_size, size)
+    named = {} if op.kernel else {"algorithm": algorithm.value}
+    call = SpecifiedCall(op.function, operands, equal, **named, **op.options)
+    make = call.over(ranks)
+    found = _compressed(ranks, make) if op.variant == _LOSSLESS else make()
+    return [pair for of_rank in zip(found, call.expected(), strict=True) for pair in zip(*of_rank, strict=True)]
 
 
-def _allreduce(ranks: Communicator, size: int, algorithm: str, codec: Codec | None = None) -> Results:
-    parts = _of_ranks(ranks, _normal if codec else _with_special, size)
-    found = ranks.allreduce(_place(ranks, parts), codec=codec, algorithm=algorithm)
-    return _all_ranks(found, reference.quantized_allreduce(parts, codec) if codec else reference.allreduce(parts))
-
-
-def _reducescatter(ranks: Communicator, size: int, algorithm: str, codec: Codec | None = None) -> Results:
-    parts = _of_ranks(ranks, _normal if codec else _with_special, size)
-    found = ranks.reducescatter(_place(ranks, parts), codec=codec)
-    return _by_rank(found, reference.quantized_reducescatter(parts, codec) if codec else reference.reducescatter(parts))
-
-
-def _allgather(ranks: Communicator, size: int, algorithm: str) -> Results:
-    parts = _of_ranks(ranks, _with_special, size)
-    return _all_ranks(ranks.allgather(_place(ranks, parts)), reference.allgather(parts))
-
-
-def _compressed(ranks: Communicator, size: int, algorithm: str, make: Callable[..., Results]) -> Results:
-    """The call of ``make`` under a tuning table by which parts of any size are compressed without loss."""
+def _compressed(ranks: Communicator, make: Callable[[], Results]) -> Results:
+    """Makes a call under a tuning table by which parts of any size are compressed without loss."""
     engine, any_size = ranks.engine, dict.fromkeys(WORLD_SIZES, 1)
-    ranks.explain(_place(ranks, _of_ranks(ranks, _normal, 1)))  # finds the engine's own table
+    ranks.explain([torch.empty(1, dtype=DTYPE, device=device) for device in ranks.devices])  # finds the engine's table
     own = engine.table
     try:
         engine.use_table(replace(own, lossless=LosslessPolicy(any_size, any_size, any_size)))
-        return make(ranks, size, algorithm)
+        return make()
     finally:
         engine.use_table(own)
 
 
-def _norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
-    parts, rest = _of_ranks(ranks, _normal, *size), _residual_and_weight(size)
-    found = graphar.allreduce_residual_rmsnorm(_place(ranks, parts), *_same(ranks, rest), group=ranks)
-    expected = reference.allreduce_residual_rmsnorm(parts, *rest)
-    return [one for pair in zip(found, expected, strict=True) for one in _all_ranks(*pair)]
+# ---- tensors: those of the ranks, and those that are equal on all ranks ---------------------------------------------
+
+Tensors = tuple[list[OfRanks], list[torch.Tensor]]
 
 
-def _norm_of_parts(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
-    parts, (residual, weight) = _of_ranks(ranks, _normal, *size), _residual_and_weight(size)
-    own = list(residual.tensor_split(ranks.world_size))
-    found = graphar.reducescatter_residual_rmsnorm(
-        _place(ranks, parts), _place(ranks, own), *_same(ranks, [weight]), group=ranks
-    )
-    expected = reference.reducescatter_residual_rmsnorm(parts, own, weight)
-    return [one for pair in zip(found, zip(*expected, strict=True), strict=True) for one in _by_rank(*pair)]
+def _normal(ranks: int, size: int | tuple[int, int]) -> Tensors:
+    return [random(["cpu"] * ranks, size)], []
 
 
-def _matmul_allreduce(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
-    a, w = _factors(ranks, size)
-    found = graphar.fused_matmul_allreduce(_place(ranks, a), _place(ranks, w), partition="tiles", group=ranks)
-    return _all_ranks(found, reference.fused_matmul_allreduce(a, w))
+def _with_special(ranks: int, numel: int) -> Tensors:
+    """Returns normal values with special ones among them; ranks have special values at the same places."""
+    xs, special = random(["cpu"] * ranks, numel), torch.tensor(_SPECIAL, dtype=DTYPE)
+    for rank, x in enumerate(xs):
+        generator = torch.Generator().manual_seed(rank)
+        x[::13] = special[torch.randint(len(special), x[::13].shape, generator=generator)]
+    return [xs], []
 
 
-def _matmul_reducescatter(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
-    a, w = _factors(ranks, size)
-    found = graphar.fused_matmul_reducescatter(_place(ranks, a), _place(ranks, w), partition="tiles", group=ranks)
-    return _by_rank(found, reference.fused_matmul_reducescatter(a, w))
+def _factors(ranks: int, size: tuple[int, int]) -> Tensors:
+    """Returns each rank's ``a`` and ``w``: small integers, whose products add up to the same bits in any order."""
+    return [[_integers(rank, length, _K) for rank in range(ranks)] for length in size], []
 
 
-def _allgather_matmul(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
-    a, w = _factors(ranks, size)
-    found = graphar.fused_allgather_matmul(_place(ranks, a), _place(ranks, w), partition="tiles", group=ranks)
-    return _by_rank(found, [reference.fused_allgather_matmul(a, one) for one in w])
+def _integers(seed: int, *shape: int) -> torch.Tensor:
+    """Returns integers from -4 to 4 without 0, so that no product is -0."""
+    x = torch.randint(-4, 4, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.where(x < 0, x, x + 1).to(DTYPE)
 
 
-def _matmul_norm(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
-    (a, w), rest = _factors(ranks, size), _residual_and_weight(size)
-    found = graphar.fused_matmul_allreduce_residual_rmsnorm(
-        _place(ranks, a), _place(ranks, w), *_same(ranks, rest), partition="tiles", group=ranks
-    )
-    expected = reference.fused_matmul_allreduce_residual_rmsnorm(a, w, *rest)
-    return [one for pair in zip(found, expected, strict=True) for one in _all_ranks(*pair)]
+def _norm(ranks: int, size: tuple[int, int], of: Callable[..., Tensors] = _normal) -> Tensors:
+    """Returns the tensors of a sum, and the residual and the weight of its norm."""
+    return of(ranks, size)[0], [*random(["cpu"], size, seed=1), *random(["cpu"], size[1], seed=2)]
 
 
-def _matmul_norm_of_parts(ranks: Communicator, size: tuple[int, int], algorithm: str) -> Results:
-    (a, w), (residual, weight) = _factors(ranks, size), _residual_and_weight(size)
-    own = list(residual.tensor_split(ranks.world_size))
-    given = _place(ranks, a), _place(ranks, w), _place(ranks, own), *_same(ranks, [weight])
-    found = graphar.fused_matmul_reducescatter_residual_rmsnorm(*given, partition="tiles", group=ranks)
-    expected = reference.fused_matmul_reducescatter_residual_rmsnorm(a, w, own, weight)
-    return [one for pair in zip(found, zip(*expected, strict=True), strict=True) for one in _by_rank(*pair)]
+def _norm_of_parts(ranks: int, size: tuple[int, int], of: Callable[..., Tensors] = _normal) -> Tensors:
+    """Returns the same, with each rank's own rows of the residual."""
+    operands, (residual, weight) = _norm(ranks, size, of)
+    return [*operands, residual.tensor_split(ranks)], [weight]
+
+
+# ---- ops ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Op:
     """How the calls of an op are made."""
 
-    name: str  # the name of the op
-    # Makes a call, given a communicator, a size and an algorithm's name, and returns the results.
-    make: Callable[..., Results]
+    function: str  # the name of graphar's function
+    tensors: Callable[[int, Any], Tensors]  # given the number of ranks and a size
     sizes: tuple  # the sizes of its calls
     # The algorithm that a call takes, given a world size and a size; None: the one that the call names.
     kernel: Callable[[int, Any], Algorithm] | None = None
-    compresses: bool = False  # whether its calls are compressed without loss
+    variant: str = ""  # _LOSSLESS: compressed without loss; _QUANTIZED: with a codec
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}_{self.function}" if self.variant else self.function
+
+    @property
+    def options(self) -> dict[str, object]:
+        if self.variant == _QUANTIZED:
+            return {"codec": "int8"}
+        return {"partition": "tiles"} if self.function.startswith("fused") else {}
 
 
 def _table() -> Table:
@@ -174,7 +160,7 @@ def _table() -> Table:
 
 def _norm_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
     table, (rows, columns) = _table(), size
-    call = Call("allreduce_residual_rmsnorm", rows * columns, torch.bfloat16, 0, epilogue=RmsNorm(columns))
+    call = Call("allreduce_residual_rmsnorm", rows * columns, DTYPE, 0, epilogue=RmsNorm(columns))
     return for_norm(table.norm, table.chip, world_size, call).algorithm
 
 
@@ -187,91 +173,23 @@ def _gather_kernel(world_size: int, size: int) -> Algorithm:
 
 
 _OPS = (
-    _Op("allreduce", _allreduce, _NUMELS),
-    _Op("reducescatter", _reducescatter, _NUMELS, lambda *_: Algorithm.REDUCESCATTER_PUSH),
-    _Op("allgather", _allgather, _NUMELS, _gather_kernel),
-    _Op(
-        "lossless_reducescatter",
-        partial(_compressed, make=_reducescatter),
-        _NUMELS,
-        lambda *_: Algorithm.REDUCESCATTER_LOSSLESS,
-        compresses=True,
-    ),
-    _Op(
-        "lossless_allgather",
-        partial(_compressed, make=_allgather),
-        _NUMELS,
-        lambda *_: Algorithm.ALLGATHER_LOSSLESS,
-        compresses=True,
-    ),
-    _Op("quantized_allreduce", partial(_allreduce, codec=_CODEC), _QUANTIZED_NUMELS),
-    _Op(
-        "quantized_reducescatter",
-        partial(_reducescatter, codec=_CODEC),
-        _QUANTIZED_NUMELS,
-        lambda *_: Algorithm.QUANTIZED_REDUCESCATTER,
-    ),
+    _Op("allreduce", _with_special, _NUMELS),
+    _Op("reducescatter", _with_special, _NUMELS, lambda *_: Algorithm.REDUCESCATTER_PUSH),
+    _Op("allgather", _with_special, _NUMELS, _gather_kernel),
+    _Op("reducescatter", _with_special, _NUMELS, lambda *_: Algorithm.REDUCESCATTER_LOSSLESS, _LOSSLESS),
+    _Op("allgather", _with_special, _NUMELS, lambda *_: Algorithm.ALLGATHER_LOSSLESS, _LOSSLESS),
+    _Op("allreduce", _normal, _QUANTIZED_NUMELS, variant=_QUANTIZED),
+    _Op("reducescatter", _normal, _QUANTIZED_NUMELS, lambda *_: Algorithm.QUANTIZED_REDUCESCATTER, _QUANTIZED),
     _Op("allreduce_residual_rmsnorm", _norm, _ROWS, _norm_kernel),
     _Op("reducescatter_residual_rmsnorm", _norm_of_parts, _ROWS, lambda *_: Algorithm.REDUCESCATTER_RMSNORM),
-    _Op("fused_matmul_allreduce", _matmul_allreduce, _RESULTS, _matmul_kernel),
-    _Op("fused_matmul_allreduce_residual_rmsnorm", _matmul_norm, _RESULTS, _matmul_kernel),
-    _Op("fused_matmul_reducescatter", _matmul_reducescatter, _PARTS, lambda *_: Algorithm.MATMUL_REDUCESCATTER),
-    _Op("fused_allgather_matmul", _allgather_matmul, _PARTS, lambda *_: Algorithm.ALLGATHER_MATMUL),
+    _Op("fused_matmul_allreduce", _factors, _RESULTS, _matmul_kernel),
+    _Op("fused_matmul_allreduce_residual_rmsnorm", partial(_norm, of=_factors), _RESULTS, _matmul_kernel),
+    _Op("fused_matmul_reducescatter", _factors, _PARTS, lambda *_: Algorithm.MATMUL_REDUCESCATTER),
+    _Op("fused_allgather_matmul", _factors, _PARTS, lambda *_: Algorithm.ALLGATHER_MATMUL),
     _Op(
         "fused_matmul_reducescatter_residual_rmsnorm",
-        _matmul_norm_of_parts,
+        partial(_norm_of_parts, of=_factors),
         _PARTS,
         lambda *_: Algorithm.MATMUL_REDUCESCATTER,
     ),
 )
-
-
-# ---- operands and results -------------------------------------------------------------------------------------------
-
-
-def _of_ranks(ranks: Communicator, fill: Callable[..., torch.Tensor], *shape: int) -> list[torch.Tensor]:
-    return [fill(rank, *shape) for rank in range(ranks.world_size)]
-
-
-def _place(ranks: Communicator, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [part.to(device) for part, device in zip(parts, ranks.devices, strict=True)]
-
-
-def _same(ranks: Communicator, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    return [_place(ranks, [one] * ranks.world_size) for one in tensors]
-
-
-def _by_rank(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Results:
-    return list(zip(found, expected, strict=True))
-
-
-def _all_ranks(found: Sequence[torch.Tensor], expected: torch.Tensor) -> Results:
-    return [(one, expected) for one in found]
-
-
-def _normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def _with_special(seed: int, numel: int) -> torch.Tensor:
-    """Returns normal values with special ones among them; ranks have special values at the same places."""
-    x, special = _normal(seed, numel), torch.tensor(_SPECIAL).bfloat16()
-    generator = torch.Generator().manual_seed(seed)
-    x[::13] = special[torch.randint(len(special), (len(x[::13]),), generator=generator)]
-    return x
-
-
-def _residual_and_weight(size: tuple[int, int]) -> list[torch.Tensor]:
-    return [_normal(100, *size), _normal(101, size[1])]
-
-
-def _factors(ranks: Communicator, size: tuple[int, int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns each rank's ``a`` and ``w``: small integers, whose products add up to the same bits in any order."""
-    rows, columns = size
-    return _of_ranks(ranks, _integers, rows, _K), _of_ranks(ranks, _integers, columns, _K)
-
-
-def _integers(seed: int, *shape: int) -> torch.Tensor:
-    """Returns integers from -4 to 4 without 0, so that no product is -0."""
-    x = torch.randint(-4, 4, shape, generator=torch.Generator().manual_seed(seed))
-    return torch.where(x < 0, x, x + 1).bfloat16()

@@ -10,6 +10,7 @@ import torch
 
 from graphar.cli.doctor.calls import SelfTestCall, calls_on_cpu, calls_on_gpus
 from graphar.cli.doctor.findings import REPORT, Finding, note, problem
+from graphar.cli.specified import count_wrong
 from graphar.communicator import Communicator
 from graphar.errors import CollectiveTimeout, GrapharError, UnsupportedError
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
@@ -98,7 +99,7 @@ def _wrong(communicator: Communicator, call: SelfTestCall) -> int:
     """Returns how many elements of all ranks' results differ in any bit from the specification."""
     results = call.make(communicator)
     communicator.synchronize()
-    return sum(int((found.cpu().view(torch.int16) != one.view(torch.int16)).sum()) for found, one in results)
+    return sum(count_wrong(found.cpu(), one) for found, one in results)
 
 
 def _counted(communicator: Communicator) -> Counts:
