@@ -1,0 +1,69 @@
+"""The backend "graphar" before torch 2.14, which has a place for a ProcessGroup in Python, and for no Backend."""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from graphar.integrations.routing import NAME, Routing
+
+
+class GrapharProcessGroup(Routing, dist.ProcessGroup):
+    """A process group. It is the whole group, also in "cpu:gloo,cuda:graphar"."""
+
+    def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
+        super().__init__(store, rank, ranks, name, timeout)
+        dist.batch_isend_irecv = c10d.batch_isend_irecv = _batch_isend_irecv
+        self._devices: set[str] | None = None  # for which graphar is the backend
+        # torch drops what it has made for other devices. Let no rank do so while another still connects to it.
+        store.set(f"graphar/made/{rank}", b"1")
+        store.wait([f"graphar/made/{one}" for one in range(len(ranks))], timeout)
+
+    def _can_serve(self, op: str, x: torch.Tensor) -> bool:
+        if self._devices is None:
+            given = c10d._world.pg_backend_config[self]  # such as "cpu:gloo,cuda:graphar"
+            self._devices = {one.partition(":")[0] for one in given.split(",") if one.endswith(f":{NAME}")}
+        return x.device.type in self._devices and super()._can_serve(op, x)
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        backend = str(dist.get_backend_config(self._torch.group))
+        return [torch.device(one.partition(":")[0]) for one in backend.split(",")]
+
+    def _get_backend(self, device: torch.device):
+        device = torch.device(device)
+        return self._torch.serving(device)._get_backend(device)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return self.end_coalescing()
+
+
+_batch_by_torch = dist.batch_isend_irecv
+
+
+@functools.wraps(_batch_by_torch)
+def _batch_isend_irecv(p2p_op_list):
+    # For a group in Python torch makes the calls one by one. NCCL needs them at once: in a ring, each rank would
+    # otherwise wait in its send for the next one's recv.
+    if isinstance(p2p_op_list, list):
+        p2p_op_list = [_of_torch_group(op) for op in p2p_op_list]
+    return _batch_by_torch(p2p_op_list)
+
+
+def _of_torch_group(op: dist.P2POp) -> dist.P2POp:
+    """Returns the operation, in torch's own group if its group has this backend."""
+    if not isinstance(getattr(op, "group", None), GrapharProcessGroup):
+        return op
+    group = op.group._torch.serving(op.tensor.device)
+    return dist.P2POp(op.op, op.tensor, group=group, tag=op.tag, group_peer=op.group_peer)
