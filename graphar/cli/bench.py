@@ -11,18 +11,24 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from graphar.cli.explain import default_world_size
-from graphar.cli.options import add_command, add_dtype, add_sizes, by_name
+from graphar.cli.options import (
+    add_codec,
+    add_command,
+    add_dtype,
+    add_sizes,
+    add_world_size,
+    by_name,
+    default_world_size,
+)
 from graphar.cli.progress import progress
 from graphar.cli.timing import Timer
 from graphar.cli.workloads import Prepared
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError
-from graphar.numerics.codecs import NAMES, codec
+from graphar.numerics.codecs import codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.select import Facts, select
 from graphar.plan.shapes import for_parts
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
@@ -72,8 +78,8 @@ def add(commands) -> None:
         help=f"{', '.join(MAX_NBYTES)} (default: allreduce)",
     )
     add_dtype(one, DTYPES)
-    one.add_argument("--world-size", type=int, choices=WORLD_SIZES, metavar="N", help="ranks (default: all GPUs, or 4)")
-    one.add_argument("--codec", choices=NAMES, metavar="CODEC", help=f"codec of an all-reduce: {', '.join(NAMES)}")
+    add_world_size(one, "all GPUs")
+    add_codec(one, "an all-reduce")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,13 +9,20 @@ from dataclasses import asdict, replace
 
 import torch
 
-from graphar.cli.options import add_command, add_dtype, add_sizes, by_name
-from graphar.numerics.codecs import NAMES, Codec, codec
+from graphar.cli.options import (
+    add_codec,
+    add_command,
+    add_dtype,
+    add_sizes,
+    add_world_size,
+    by_name,
+    default_world_size,
+)
+from graphar.numerics.codecs import Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan import call_checks, select
 from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
-from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.plan.sizes import format_nbytes
 from graphar.plan.tables import DEFAULT, Table
 from graphar.runtime.engine import compresses
@@ -37,15 +44,8 @@ def add(commands) -> None:
     )
     add_sizes(one, "+", "one rank's tensor")
     add_dtype(one, DTYPES)
-    one.add_argument(
-        "--world-size", type=int, choices=WORLD_SIZES, metavar="N", help="ranks (default: this machine's GPUs, or 4)"
-    )
-    one.add_argument(
-        "--codec",
-        choices=NAMES,
-        metavar="CODEC",
-        help=f"codec of the call; the answer says whether it is faster: {', '.join(NAMES)}",
-    )
+    add_world_size(one, "this machine's GPUs")
+    add_codec(one, "the call; the answer says whether it is faster")
     one.add_argument(
         "--device", metavar="NAME", help=f'name of the GPU, such as "NVIDIA H200" (default: this one, or {ELSEWHERE})'
     )
@@ -74,11 +74,6 @@ def run(options: argparse.Namespace) -> int:
     for nbytes, one in zip(options.sizes, found, strict=True):
         print(f"  {format_nbytes(nbytes):>7}  {one}")
     return 0
-
-
-def default_world_size() -> int:
-    count = torch.cuda.device_count()
-    return min(count, MAX_RANKS) if count >= 2 else 4
 
 
 def explanations(

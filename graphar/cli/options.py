@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from graphar.numerics.codecs import NAMES
+from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.plan.sizes import parse_nbytes
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells use
@@ -60,6 +62,22 @@ def add_dtype(command: argparse.ArgumentParser, names: Iterable[str]) -> None:
         metavar="DTYPE",
         help=f"dtype of the elements: {', '.join(names)} (default: bfloat16)",
     )
+
+
+def add_world_size(command: argparse.ArgumentParser, default: str) -> None:
+    """Adds --world-size; :func:`default_world_size` gives its ``default``."""
+    say = f"ranks (default: {default}, or 4)"
+    command.add_argument("--world-size", type=int, choices=WORLD_SIZES, metavar="N", help=say)
+
+
+def default_world_size() -> int:
+    count = torch.cuda.device_count()
+    return min(count, MAX_RANKS) if count >= 2 else 4
+
+
+def add_codec(command: argparse.ArgumentParser, what: str) -> None:
+    """Adds --codec, the name of one."""
+    command.add_argument("--codec", choices=NAMES, metavar="CODEC", help=f"codec of {what}: {', '.join(NAMES)}")
 
 
 def fail(reason: str) -> int:
