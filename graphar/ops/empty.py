@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.plan import tensor_checks
-from graphar.runtime.registry import Communicator, Group, engine_of_either
+from graphar.runtime.registry import Group, HasEngine, engine_of_either
 
 
 @overload
@@ -23,7 +23,7 @@ def empty(
 ) -> torch.Tensor: ...
 @overload
 def empty(
-    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: Communicator
+    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: HasEngine
 ) -> torch.Tensor | list[torch.Tensor]: ...
 def empty(*size, dtype: torch.dtype | None = None, group: Group = None):
     """Returns an uninitialised symmetric tensor, which all ranks can access, so that an all-reduce saves a copy.

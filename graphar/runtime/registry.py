@@ -17,7 +17,7 @@ DEFAULT_TIMEOUT_S = 60.0
 _LIST_INSTEAD = "pass a list with one tensor a device"
 
 
-class Communicator(Protocol):
+class HasEngine(Protocol):
     """The part of graphar.Communicator that ops use."""
 
     @property
@@ -25,7 +25,7 @@ class Communicator(Protocol):
 
 
 # A mesh has one dimension. None: the default group, or the devices of a list.
-Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Communicator | None
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | HasEngine | None
 
 _by_group: dict[str, Engine] = {}
 _by_devices: dict[tuple[torch.device, ...], Engine] = {}
