@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+
+import graphar  # noqa: F401 (registers the ops)
 
 ROOT = Path(__file__).parents[1] / "graphar"
 
@@ -30,7 +34,13 @@ LAYERS = (
     ("__main__",),
 )
 FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}
-MAX_ROOT_ENTRIES = 16
+MAX_ROOT_ENTRIES = 19  # 16 packages and modules, and `__init__.py`, `__main__.py` and `py.typed`
+MAX_INNER_IMPORTS = 8
+MAX_SCHEMAS = 30
+
+# What functions may import besides graphar's own modules: optional packages, perf of a checkout, and parts of torch that
+# are slow to import or not in every build.
+IMPORTED_LATE = {"cuda", "importlib", "perf", "pynvml", "rich", "sglang", "torch", "vllm"}
 
 
 def modules():
@@ -47,16 +57,32 @@ NAMES = {name_of(path) for path in modules()}
 
 def imports_of(path):
     """The modules of graphar that a file imports, anywhere in it: in a function or for types alone counts, too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for name in itertools.chain.from_iterable(names_imported_in(ast.parse(path.read_text()))):
+        if is_own(name):
+            yield module_of(name.removeprefix("graphar").removeprefix("."))
+
+
+def names_imported_in(tree):
+    """For each import in a syntax tree, the names that it imports."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            yield [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in found:
-            if name == "graphar" or name.startswith("graphar."):
-                yield module_of(name.removeprefix("graphar").removeprefix("."))
+            yield [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield [one.value for one in node.args if isinstance(one, ast.Constant)]
+
+
+def is_own(name):
+    return name.partition(".")[0] == "graphar"
+
+
+def inner_imports():
+    """The imports in functions of graphar: for each, the module that it is in and the names."""
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                yield from ((name_of(path), names) for names in names_imported_in(node))
 
 
 def module_of(name):
@@ -89,6 +115,27 @@ def test_no_imports_go_around_in_a_circle():
 
 
 def test_the_root_of_the_package_has_few_entries():
-    entries = [path.name for path in ROOT.iterdir() if not path.name.startswith("__")]
+    """Counts what `ls graphar` shows in a fresh checkout."""
+    entries = {path.name for path in ROOT.iterdir()} - {"__pycache__"}
 
     assert len(entries) <= MAX_ROOT_ENTRIES, sorted(entries)
+
+
+def test_few_functions_import_modules_of_graphar():
+    """Counts import statements, and calls of import_module with a name, in the functions of all modules."""
+    own = [(module, names) for module, names in inner_imports() if any(map(is_own, names))]
+
+    assert len(own) <= MAX_INNER_IMPORTS, own
+
+
+def test_what_else_functions_import_is_optional_or_slow():
+    others = {name.partition(".")[0] for _, names in inner_imports() for name in names if not is_own(name)}
+
+    assert others <= IMPORTED_LATE
+
+
+def test_the_dispatcher_has_few_schemas_of_graphar():
+    """Counts every form of an op, such as `allreduce_list_out`: exporters, passes and traces meet each by its name."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("graphar::")]
+
+    assert len(names) <= MAX_SCHEMAS, sorted(names)

@@ -15,6 +15,7 @@ from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.sizes import GB
 from graphar.runtime import multicast
 from graphar.runtime.availability import DRIVER, missing_cuda_python
+from graphar.runtime.driver import call, driver
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # NVIDIA's PCI vendor, and the first digits of the PCI class of a GPU
@@ -140,10 +141,6 @@ def multicast_state() -> Iterator[Finding]:
     yield Finding("NVLink multicast", f"off: {shut}" if shut else "on: multimem algorithms may have it")
     if gpu_count() == 0 or missing_cuda_python():
         return
-    from cuda.bindings import driver
-
-    from graphar.runtime.driver import call
-
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
     able = Counter(bool(call(driver.cuDeviceGetAttribute, attribute, index)) for index in range(gpu_count()))
     text = f"{able[True]} of {able.total()} have the hardware for it"
