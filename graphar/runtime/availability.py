@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from graphar.runtime.compiler import nvrtc_version
-from graphar.runtime.driver import check, driver
+from graphar.runtime.driver import check
 from graphar.runtime.requirements import install
 
 DRIVER_CUDA, DRIVER = 13, 580  # the oldest driver that serves: its CUDA version, and its own version
@@ -100,6 +100,8 @@ def driver_cuda_version() -> tuple[int, int]:
 
     It does not initialise the driver, because calls with CPU tensors ask for it too.
     """
+    from cuda.bindings import driver
+
     status, version = driver.cuDriverGetVersion()
     check("cuDriverGetVersion", status)
     return version // 1000, version % 1000 // 10
