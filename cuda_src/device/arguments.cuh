@@ -87,6 +87,18 @@ struct TupleArguments : Arguments {
   u64 rows[max_ranks];          // of each rank's part
 };
 
+// The arguments of a norm of a sum's rows (rms_norm.cuh).
+struct NormArguments : Arguments {
+  const void* residual;
+  const void* weight;  // of one row
+  void* summed;
+  const float* scale;  // the caller's, of static_fp8; else null
+  float* scales;       // written, of dynamic_fp8 and grouped_fp8; else null
+  u64 columns;
+  u64 skipped;  // elements of residual, `summed` and rows with scales that earlier launches of the call have normed
+  float eps, weight_offset;
+};
+
 // The arguments of matmul beside the tensor maps of A [m, k], of W and of C [m, n].
 struct MatmulArguments {
   const void* bias;  // n elements of C's type, or null

@@ -39,36 +39,38 @@ struct RmsNorm {
   const u32 thread, threads;  // of the team
   const float eps, offset;
   const Tensor<T> residual, weight, summed, normed;
-  Words<E / 4>* const codes;  // e4m3 output, in place of `normed`
-  float* const scales;        // e4m3: the caller's scale, or the output for those of rows or groups
-  float given = 0;            // one over the caller's scale
-  bool comes;                 // false once a sum has not come; such a thread still takes part in barriers
+  Words<E / 4>* const codes;        // e4m3 output, in place of `normed`
+  const float* const caller_scale;  // static_fp8
+  float* const scales;              // of rows or groups, written
+  float given = 0;                  // one over the caller's scale
+  bool comes;                       // false once a sum has not come; such a thread still takes part in barriers
   int turn = 0;
 
   // Of `numel` elements, which follow `skipped` elements of residual and sums that earlier launches have normed.
-  __device__ RmsNorm(const Arguments& a, const Call& call, u64 numel, u64 skipped = 0)
-      : columns(a.epilogue.columns),
+  __device__ RmsNorm(const NormArguments& a, const Call& call, u64 numel, u64 skipped = 0)
+      : columns(a.columns),
         packs(columns / E),
         rows(numel / columns),
         team(blockIdx.x / C),
         teams(gridDim.x / C),
         thread(C == 1 ? threadIdx.x : block_in_cluster() * blockDim.x + threadIdx.x),
         threads(C * blockDim.x),
-        eps(a.epilogue.scalar[0]),
-        offset(a.epilogue.scalar[1]),
-        residual(element(a.epilogue.tensor[0], skipped), numel),
-        weight(a.epilogue.tensor[1], columns),
-        summed(element(a.epilogue.tensor[2], skipped), numel),
+        eps(a.eps),
+        offset(a.weight_offset),
+        residual(element(a.residual, skipped), numel),
+        weight(a.weight, columns),
+        summed(element(a.summed, skipped), numel),
         normed(a.output, numel),
         codes(static_cast<Words<E / 4>*>(a.output)),
-        scales(static_cast<float*>(const_cast<void*>(a.epilogue.tensor[3])) + scales_of(skipped)),
+        caller_scale(a.scale),
+        scales(a.scales + scales_of(skipped)),
         comes(!call.aborted) {
     if constexpr (C > 1) arrive_at_cluster();
   }
 
   // By all threads before the first row. Call it after the first pushes, since it waits for memory.
   __device__ __forceinline__ void begin() {
-    if constexpr (O == static_fp8) given = __fdiv_rn(1.0f, *scales);
+    if constexpr (O == static_fp8) given = __fdiv_rn(1.0f, *caller_scale);
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
 

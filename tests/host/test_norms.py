@@ -315,8 +315,8 @@ SCATTER_MUTANTS = (
     (
         "a residual that begins anew in each launch",
         "device/rms_norm.cuh",
-        "residual(element(a.epilogue.tensor[0], skipped), numel)",
-        "residual(element(a.epilogue.tensor[0], 0), numel)",
+        "residual(element(a.residual, skipped), numel)",
+        "residual(element(a.residual, 0), numel)",
     ),
 )
 

@@ -289,10 +289,18 @@ def test_an_error_is_not_cached(sources):
         ("Arguments", "  u32 chunk;", "  u32 chunk, another, and_one_more;"),
         ("Arguments", "  u64 timeout_ns;", "  u32 timeout_ns;"),
         ("Arguments", "  const void* input;\n  void* output;", "  void* output;\n  const void* input;"),
+        ("NormArguments", "  float eps, weight_offset;", "  float weight_offset, eps;"),
         ("Record", "  u32 seen;", "  u64 seen;"),
         ("Counters", "  u32 steps[max_blocks];", "  u32 steps[max_blocks + 1];"),
     ],
-    ids=["a field too many", "a narrower one", "two fields swapped", "a wider field", "a longer array"],
+    ids=[
+        "a field too many",
+        "a narrower one",
+        "two fields swapped",
+        "two of a derived struct swapped",
+        "a wider field",
+        "a longer array",
+    ],
 )
 def test_a_struct_that_differs_from_its_mirror_does_not_compile(sources, struct, old, new):
     edit(sources / "device" / "arguments.cuh", old, new)
