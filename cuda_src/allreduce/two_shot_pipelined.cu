@@ -28,7 +28,7 @@ struct TwoShotPipelined {
   __device__ TwoShotPipelined(const Arguments& arguments, const Call&)
       : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, pack_count<T>(a.numel)) {}
 
-  __device__ Pack* slot(Phase phase, int on, u32 k, int from) const { return pipeline_slot<N>(a, phase, on, k, from); }
+  __device__ Pack* slot(Shot shot, int on, u32 k, int from) const { return pipeline_slot<N>(a, shot, on, k, from); }
 
   // Reads one pack of chunk k from each of the other owners, and then passes all N - 1 of them to `write`.
   template <class Read, class Write>

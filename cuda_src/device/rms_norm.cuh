@@ -7,17 +7,17 @@
 // A team of threads handles one row at a time. A team is a block. For few rows it is the C blocks of a cluster, so that
 // several SMs move a row; such a team has one row at most.
 // Thread t of the team has the packs t, t + threads, ... of the row. The squares are added in an order that does not
-// depend on the launch: slot s of `slots` adds the squares of packs s, s + slots, ..., element by element; then
-// neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros and change
+// depend on the launch: slot s of `norm_slots` adds the squares of packs s, s + norm_slots, ..., element by element;
+// then neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros and change
 // nothing, so a team needs only as many threads as a row has packs, rounded up to a power of two. A team of one block
-// has at most slots / 2 threads; with that many, each thread has two slots. No operation is contracted, so norms.py of
-// the package gives the same bits in torch.
+// has at most norm_slots / 2 threads; with that many, each thread has two slots. No operation is contracted, so
+// norms.py of the package gives the same bits in torch.
 #pragma once
 #include "device/epilogue.cuh"
 #include "device/sync/call.cuh"
 #include "device/wire/e4m3.cuh"
 
-constexpr int slots = 1024;
+constexpr int norm_slots = 1024;
 constexpr int group_columns = 128;  // that share a scale in grouped_fp8
 
 // The format of normed rows. For e4m3 the output is aligned to the bytes that a pack becomes. NORM_OUTPUTS in
@@ -27,13 +27,13 @@ enum NormOutput { like_input, static_fp8, dynamic_fp8, grouped_fp8 };
 // One number of each warp of a team, in two places that alternate. In dynamic shared memory, so that it has the same
 // address in all blocks. NORM_SHARED_NBYTES in graphar/plan/scratch.py.
 struct NumbersOfWarps {
-  float of[2][slots / 32];
+  float of[2][norm_slots / 32];
 };
 
 template <class T, int C, NormOutput O>
 struct RmsNorm {
   static constexpr int E = elements_per_pack<T>, W = elements_per_word<T>;
-  static constexpr int own_slots = C == 1 ? 2 : 1;  // slots of a thread: slot `thread`, and the slot slots / 2 after it
+  static constexpr int own_slots = C == 1 ? 2 : 1;  // of a thread: `thread`, and norm_slots / 2 after it
   const u32 columns, packs, rows;  // packs of a row
   const u32 team, teams;
   const u32 thread, threads;  // of the team
@@ -86,7 +86,7 @@ struct RmsNorm {
       const Pack from = residual.load(begin + i);
       Pack sum;
       if (!(comes = comes && next(i, sum))) continue;
-      const Pack one = add(sum, from, squares[has_two_slots() && i & slots / 2 ? 1 : 0]);
+      const Pack one = add(sum, from, squares[has_two_slots() && i & norm_slots / 2 ? 1 : 0]);
       summed.store(begin + i, one);
       if (i == thread) mine = one;
     }
@@ -113,7 +113,7 @@ struct RmsNorm {
     return O == grouped_fp8 ? numel / group_columns : 0;
   }
 
-  __device__ __forceinline__ bool has_two_slots() const { return C == 1 && threads == slots / 2; }
+  __device__ __forceinline__ bool has_two_slots() const { return C == 1 && threads == norm_slots / 2; }
 
   // Stores the row in e4m3. `mine` and `by` are the thread's first pack of sums and weights.
   __device__ __forceinline__ void store_codes(u32 row, const Pack& mine, const Pack& by, float inverse) {
@@ -218,14 +218,14 @@ struct RmsNorm {
     const u32 lane = threadIdx.x % 32;
     if constexpr (C == 1) {
       if (lane == 0) of_warp[thread / 32] = own;
-      if (lane == 0 && has_two_slots()) of_warp[(slots / 2 + thread) / 32] = further;
+      if (lane == 0 && has_two_slots()) of_warp[(norm_slots / 2 + thread) / 32] = further;
       __syncthreads();
     } else {
       if (lane < C) store_in_cluster(&of_warp[thread / 32], lane, own);
       arrive_at_cluster();
       wait_for_cluster();
     }
-    return lane < (has_two_slots() ? slots : threads) / 32 ? of_warp[lane] : 0.0f;
+    return lane < (has_two_slots() ? norm_slots : threads) / 32 ? of_warp[lane] : 0.0f;
   }
 
   __device__ __forceinline__ Pack round(const Pack& row, const Pack& by, float inverse) const {

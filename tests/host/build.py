@@ -72,7 +72,7 @@ _SMALLER = (
         f"constexpr u32 unit_packs = {UNIT_PACKS};",
     ),
     Mutation("allreduce/two_shot_tma.cu", "constexpr int channels = 4;", f"constexpr int channels = {TMA_CHANNELS};"),
-    Mutation("device/rms_norm.cuh", "constexpr int slots = 1024;", f"constexpr int slots = {NORM_SLOTS};"),
+    Mutation("device/rms_norm.cuh", "constexpr int norm_slots = 1024;", f"constexpr int norm_slots = {NORM_SLOTS};"),
 )
 
 

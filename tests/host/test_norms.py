@@ -224,7 +224,7 @@ def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_siz
 
 LARGE_CLUSTERS, MANY_SLOTS = (4, 8), 256
 more_slots = Mutation(
-    "device/rms_norm.cuh", f"constexpr int slots = {NORM_SLOTS};", f"constexpr int slots = {MANY_SLOTS};"
+    "device/rms_norm.cuh", f"constexpr int norm_slots = {NORM_SLOTS};", f"constexpr int norm_slots = {MANY_SLOTS};"
 )
 
 

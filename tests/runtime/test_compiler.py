@@ -14,7 +14,7 @@ import torch
 from graphar.errors import CompileError
 from graphar.plan.algorithms import Algorithm
 from graphar.runtime import compiler
-from graphar.runtime.catalogue import kernel_source
+from graphar.runtime.catalogue import KernelSource, kernel_source
 from graphar.runtime.compiler import cache_key, compile_kernel
 from tests.processes import PROCESSES
 
@@ -234,6 +234,16 @@ def test_sources_include_only_what_the_key_covers():
             assert header.is_file(), f"{path.name} includes {name}"
             assert header.is_relative_to(directory / "device"), f"{path.name} includes {name}"
             assert header.suffix == ".cuh", f"{path.name} includes {name}"
+
+
+def test_all_headers_can_be_included_in_one_file(sources):
+    """So no name at the top of one has another meaning in another."""
+    headers = sorted(path.relative_to(sources).as_posix() for path in (sources / "device").rglob("*.cuh"))
+    included = "".join(f'#include "{header}"\n' for header in headers)
+    (sources / "all_headers.cu").write_text(f"{included}__global__ void all_headers() {{}}\n")
+
+    assert len(headers) > 30
+    assert compile_kernel(KernelSource("all_headers.cu", "all_headers"), "sm_90a").image
 
 
 # ---- what does not compile ----

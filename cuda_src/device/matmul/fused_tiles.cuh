@@ -28,7 +28,7 @@ struct Handover {
 };
 
 template <class Tile>
-struct Shared {
+struct SummedSharedStorage {
   Handover<Tile> handover[Tile::consumers];
   Mbarrier begun;  // phase 0: `call` is known
   Call call;
@@ -46,7 +46,7 @@ __device__ __forceinline__ char* staged_box(const Ring<Tile>& ring, u32 consumer
 enum Collective { reduce_scatter, all_reduce };
 
 // `Travel`: the form in which warpgroup tiles travel, AsElements or AsCodes.
-template <class T, int N, class Tile, Layout W, Collective Op, class Expression, class Travel>
+template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel>
 struct Consumer {
   static constexpr bool sum_is_coded = Op == all_reduce && Travel::coded;
   const MatmulArguments& m;
@@ -267,9 +267,9 @@ __device__ __forceinline__ Call begin(const Arguments& a) {
 
 // The warps of the first warpgroup, which multiply nothing: a sender for each consumer, then the producer. With
 // all_reduce all of them gather once they have nothing else to do.
-template <int N, class Tile, Layout W, Collective Op, class Travel>
-__device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>& shared, const TensorMap& a_map,
-                                           const TensorMap& w_map, const TensorMap& output_map,
+template <int N, class Tile, OperandLayout W, Collective Op, class Travel>
+__device__ __forceinline__ void run_helper(const Ring<Tile>& ring, SummedSharedStorage<Tile>& shared,
+                                           const TensorMap& a_map, const TensorMap& w_map, const TensorMap& output_map,
                                            const MatmulArguments& m, const Arguments& a) {
   const u32 warp = same_in_warp(threadIdx.x / 32);
   if (warp == 0) {
@@ -296,12 +296,12 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>&
 }
 
 // The body of the kernels.
-template <class T, int N, class Tile, Layout W, Collective Op, class Expression, class Travel>
+template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel>
 __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map,
                                                  const TensorMap& output_map, const MatmulArguments& m,
                                                  const Arguments& a) {
   const Ring<Tile> ring;
-  auto& shared = static_shared<Shared<Tile>>();
+  auto& shared = static_shared<SummedSharedStorage<Tile>>();
   if (threadIdx.x == 0) {
     prefetch(a_map);
     prefetch(w_map);

@@ -2,7 +2,7 @@
 #pragma once
 #include "device/sync/call.cuh"
 
-// A row for each block, or for each channel and phase (two_shot_tma.cu).
+// A row for each block, or for each channel and shot (two_shot_tma.cu).
 constexpr int pad_rows = max_blocks;
 
 struct SignalPad {
