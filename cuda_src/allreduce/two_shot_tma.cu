@@ -20,8 +20,8 @@
 //     - Scattered: `scatter` waits until this channel's `gather` has done chunk k - `tma_depth`. By then this rank has
 //       seen that chunk reduced by every peer, and their slots are free.
 //     - Reduced: a peer's slot is free once its chunk k has arrived here, and no sum of chunk k exists before that.
-//     - Between calls: a rank whose call has ended has seen all of it reduced by every peer. By (1) data from a peer's
-//       next call arrive after all its gathering in this call.
+//     - Between calls: a rank whose call has ended has seen all of it reduced by every peer. It has a sum of the next
+//       call once it has heard from all peers in that call, and by (13) their gathering in this call is over then.
 constexpr int channels = 4;      // in a block
 constexpr int tma_depth = 3;     // chunks of a channel that have slots
 constexpr int reduce_warps = 2;  // in a channel

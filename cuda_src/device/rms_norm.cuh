@@ -91,7 +91,7 @@ struct RmsNorm {
       if (i == thread) mine = one;
     }
     const float inverse = inverse_root(squares);
-    if constexpr (C > 1) release_next_kernel();  // the team's only row has come: (18) in call.cuh
+    if constexpr (C > 1) release_next_kernel();  // the team's only row has come: (18) in kernel_order.cuh
     if constexpr (O == like_input) {
       for (u32 i = thread; comes && i < packs; i += threads) {
         if (i != thread) mine = summed.load(begin + i), by = weight.load(i);  // which this thread stored

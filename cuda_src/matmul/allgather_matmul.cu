@@ -7,8 +7,8 @@
 //           consumers            ring[i % stages] --wgmma--> fp32 sums, + bias or epilogue --round--> C
 //           senders, at the end  A, scratch[r].slot[p] -> output, if the gathered rows are wanted
 //
-// A block multiplies this rank's own rows first, while the links carry rows. Gives the bits of an all-gather followed by
-// a matmul. Ordering between ranks: (21) in gathered_rows.cuh.
+// A block multiplies this rank's own rows first, while the links carry rows. Gives the bits of an all-gather followed
+// by a matmul. Ordering between ranks: (21) in gathered_rows.cuh.
 #include "device/epilogue.cuh"
 #include "device/matmul/gathered_rows.cuh"
 #include "device/matmul/tile_store.cuh"
@@ -83,8 +83,8 @@ __device__ void send_and_gather(const MatmulArguments& m, const Arguments& a, co
   if (a.output != nullptr) rows.gather(call, 2 * blockIdx.x + sender, 2 * gridDim.x);
 }
 
-// Adds the bias, or applies the epilogue, before the sums of a consumer's 64 rows are rounded. The places of an epilogue
-// are those in the product of all ranks' rows.
+// Adds the bias, or applies the epilogue, before the sums of a consumer's 64 rows are rounded. The places of an
+// epilogue are those in the product of all ranks' rows.
 template <class T, class Expression, int Count>
 __device__ __forceinline__ void finish(const MatmulArguments& m, const Arguments& a, const GatheredTile& tile,
                                        u32 index, float (&sums)[Count]) {

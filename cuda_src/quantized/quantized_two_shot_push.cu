@@ -14,7 +14,7 @@
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel(a);
-  if (blockDim.x <= 256) release_next_kernel();  // such a block takes half an SM at most: (18) in call.cuh
+  if (blockDim.x <= 256) release_next_kernel();  // such a block takes half an SM at most: (18) in kernel_order.cuh
   Call call = begin_call(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u32 tiles = tile_count(a.numel);

@@ -249,7 +249,7 @@ def released_polls(algorithm, seed, mutation=None):
 
 @pytest.mark.parametrize("algorithm", NORM_KERNELS)
 def test_a_cluster_releases_the_next_kernel_once_it_waits_for_no_rank(algorithm, few_slots):
-    """As (18) in cuda_src/device/sync/call.cuh needs it."""
+    """As (18) in cuda_src/device/sync/kernel_order.cuh needs it."""
     early = Mutation(f"norm/{algorithm.value}.cu", "if constexpr (C == 1) release", "release")
 
     assert [released_polls(algorithm, seed) for seed in range(3)] == [0, 0, 0]

@@ -6,7 +6,7 @@
 // each call.
 #pragma once
 #include "device/pack.cuh"
-#include "device/sync/call.cuh"
+#include "device/sync/deadline.cuh"
 
 // A pack is two pairs. A warp's first pairs lie together, then its second pairs, so that each of its stores fills whole
 // lines.

@@ -12,9 +12,9 @@
 // (12) Slots are reused after `push_depth` = 4 steps. A block numbers its steps on from call to call, and a slot
 //     depends on block, step and source alone, so calls with other grids and sizes continue one sequence. Step s
 //     overwrites what step s - 4 brought to the peer. Before it, this rank has seen the peer's signal of step s - 2: in
-//     part 3 of the step before, or, at the begin of a call, in the last wait of the previous one. By (2) and, between
-//     calls, (1) the peer sent that signal after part 4 of its step s - 3, its last read of what step s - 4 had
-//     brought. Steps may wrap: 2^32 is a multiple of 4.
+//     part 3 of the step before, or, at the begin of a call, in the last wait of the previous one. That signal follows
+//     part 4 of the peer's step s - 3, its last read of what step s - 4 had brought: by (2) in one call, and between
+//     calls by (13). Steps may wrap: 2^32 is a multiple of 4. Slots are read with plain loads (20).
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/signal_pad.cuh"

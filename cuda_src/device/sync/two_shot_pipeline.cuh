@@ -17,9 +17,9 @@
 //     - Reduced: part 3 of step k writes slot k - 1, which the peer read in part 5 of its step k - 2. That precedes the
 //       peer's signal of step k - 1, which the wait of step k saw.
 //     - Between calls: the last wait of a call, in step chunks + 1, sees every peer past its last read of a scattered
-//       slot. The next call writes reduced slots only after a wait, which by (1) sees the peer's whole previous call
-//       ended.
+//       slot. The next call writes reduced slots only after a wait, by which the peer's previous call is over (13).
 //     - Slots depend on block, shot, chunk and source alone, so the two shots never share one, whatever the grid.
+//     - Slots are read with plain loads (20).
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/signal_pad.cuh"

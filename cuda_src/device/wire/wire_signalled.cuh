@@ -1,4 +1,4 @@
-// Encoded tiles in slots that flags announce, written and read with ordinary accesses, which (2) orders.
+// Encoded tiles in slots that flags announce, written and read with plain accesses, which (2) orders; (20) holds.
 #pragma once
 #include "device/wire/wire_sum.cuh"
 
