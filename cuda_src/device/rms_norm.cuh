@@ -7,13 +7,14 @@
 // A team of threads handles one row at a time. A team is a block. For few rows it is the C blocks of a cluster, so that
 // several SMs move a row; such a team has one row at most.
 // Thread t of the team has the packs t, t + threads, ... of the row. The squares are added in an order that does not
-// depend on the launch: slot s of `norm_slots` adds the squares of packs s, s + norm_slots, ..., element by element;
-// then neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros and change
-// nothing, so a team needs only as many threads as a row has packs, rounded up to a power of two. A team of one block
-// has at most norm_slots / 2 threads; with that many, each thread has two slots. No operation is contracted, so
-// norms.py of the package gives the same bits in torch.
+// depend on the launch: slot s of `norm_slots` adds the squares of packs s, s + norm_slots, ..., element by element.
+// Then neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros and change
+// nothing, so a team needs only as many threads as a row has packs, rounded up to a power of two. It has at most
+// `norm_slots`, and if it is one block of a collective kernel, half of that. In a team of one block with norm_slots / 2
+// threads each thread has two slots; in all other teams it has one. No operation is contracted, so norms.py of the
+// package gives the same bits in torch.
 #pragma once
-#include "device/epilogue.cuh"
+#include "device/pack.cuh"
 #include "device/sync/call.cuh"
 #include "device/wire/e4m3.cuh"
 
