@@ -13,9 +13,9 @@
 constexpr int in_flight = 4;  // sums a thread loads before it stores the first
 
 // (17) One stage is enough, also for the sums. A pack that all ranks have staged is read by one thread of its owner
-//     alone, which then stores over it. The next call stages over sums that only this rank reads, in this call. All
-//     accesses of peers to them precede their second signal, which every block here has seen. By (7) this holds for
-//     aliases too.
+//     alone, which then stores over it. The next call stages over sums that only this rank reads, in this call, which
+//     is over then (1). All accesses of peers to them precede their second signal, which every block here has seen. By
+//     (7) this holds for aliases too.
 template <class T, int N, class Multimem>
 __global__ void __launch_bounds__(512, 2) multimem_two_shot(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel(a);

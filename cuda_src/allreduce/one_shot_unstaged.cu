@@ -10,10 +10,9 @@
 #include "device/pack.cuh"
 #include "device/sync/signal_pad.cuh"
 
-// (16) With Direct, a peer's first signal says that its kernel has waited for the kernels before it, so by (2) the
-//     writes of its input are visible here. No block ends before every peer's second signal, which says that the peer's
-//     block has read its share of this rank's input, so the next kernel in the stream may overwrite it. The output must
-//     not overlap the input.
+// (16) With Direct, by (13) a peer's input is visible here after its first signal. No block ends before every peer's
+//     second signal, which says that the peer's block has read its share of this rank's input, so the next kernel in
+//     the stream may overwrite it. The output must not overlap the input.
 template <class T, int N, bool Direct = false>
 __global__ void __launch_bounds__(512, 2) one_shot_unstaged(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel(a);

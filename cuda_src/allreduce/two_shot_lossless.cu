@@ -23,8 +23,8 @@ struct TwoShotLossless {
   __device__ TwoShotLossless(const Arguments& arguments, const Call&)
       : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, tile_count(a.numel)) {}
 
-  __device__ LosslessSlot slot(Phase phase, int on, u32 k, int from) const {
-    return {reinterpret_cast<char*>(pipeline_slot<N>(a, phase, on, k, from)), chunks.length};
+  __device__ LosslessSlot slot(Shot shot, int on, u32 k, int from) const {
+    return {reinterpret_cast<char*>(pipeline_slot<N>(a, shot, on, k, from)), chunks.length};
   }
 
   __device__ void scatter(u32 k) const {

@@ -13,8 +13,8 @@
 
 // With Direct, part 3 of a step stores the sum into all outputs and there is no part 5. The output may be the input.
 //
-// (14) Not too early: chunk k is summed after every peer was seen to have finished step k. By then the peer's kernel
-//     has waited for those before it, which may have read its output, and has itself read, in part 1, what it sends of
+// (14) Not too early: chunk k is summed after every peer was seen to have finished step k. By (13) the kernels before
+//     the peer's, which may have read its output, are over then. The peer has itself read, in part 1, what it sends of
 //     its input chunk k. It reads its own piece before it writes it, and nobody else writes there. Not too late: the
 //     last wait of block b, in step chunks + 1, sees every peer past part 3 of step `chunks`, its last store into this
 //     rank's output. By (2) all those stores are visible here before block b ends, and every block waits.
@@ -28,7 +28,7 @@ struct TwoShotPipelined {
   __device__ TwoShotPipelined(const Arguments& arguments, const Call&)
       : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, pack_count<T>(a.numel)) {}
 
-  __device__ Pack* slot(Phase phase, int on, u32 k, int from) const { return pipeline_slot<N>(a, phase, on, k, from); }
+  __device__ Pack* slot(Shot shot, int on, u32 k, int from) const { return pipeline_slot<N>(a, shot, on, k, from); }
 
   // Reads one pack of chunk k from each of the other owners, and then passes all N - 1 of them to `write`.
   template <class Read, class Write>

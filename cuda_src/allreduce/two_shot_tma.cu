@@ -16,32 +16,32 @@
 // A block is `channels` channels, and channel c only meets channel c of its peers. A chunk is N pieces of a.chunk
 // packs, piece p owned by rank p. TMA_CHANNELS, TMA_DEPTH and TMA_THREADS in graphar/plan/scratch.py.
 //
-// (15) Chunk k reuses the slots of chunk k - depth.
-//     - Scattered: `scatter` waits until this channel's `gather` has done chunk k - depth. By then this rank has seen
-//       that chunk reduced by every peer, and their slots are free.
+// (15) Chunk k reuses the slots of chunk k - `tma_depth`.
+//     - Scattered: `scatter` waits until this channel's `gather` has done chunk k - `tma_depth`. By then this rank has
+//       seen that chunk reduced by every peer, and their slots are free.
 //     - Reduced: a peer's slot is free once its chunk k has arrived here, and no sum of chunk k exists before that.
-//     - Between calls: a rank whose call has ended has seen all of it reduced by every peer. By (1) data from a peer's
-//       next call arrive after all its gathering in this call.
+//     - Between calls: a rank whose call has ended has seen all of it reduced by every peer. It has a sum of the next
+//       call once it has heard from all peers in that call, and by (13) their gathering in this call is over then.
 constexpr int channels = 4;      // in a block
-constexpr int depth = 3;         // chunks of a channel that have slots
+constexpr int tma_depth = 3;     // chunks of a channel that have slots
 constexpr int reduce_warps = 2;  // in a channel
 constexpr int threads = 32 * channels * (3 + reduce_warps);
 
-enum Phase { scattered, reduced };
-constexpr int max_channels = pad_rows / 2;  // a row for each phase
+enum Shot { scattered, reduced };
+constexpr int max_channels = pad_rows / 2;  // a row for each shot
 
 // Mbarriers between the warps of a channel.
 struct Progress {
-  Mbarrier loaded;           // phase k: the pieces of chunk k are in shared memory
-  Mbarrier summed;           // phase k: the sum of chunk k is in shared memory
-  Mbarrier pushed;           // phase k: the sum of chunk k may be overwritten
-  Mbarrier gathered[depth];  // phase k / depth of [k % depth]: chunk k is done
+  Mbarrier loaded;               // phase k: the pieces of chunk k are in shared memory
+  Mbarrier summed;               // phase k: the sum of chunk k is in shared memory
+  Mbarrier pushed;               // phase k: the sum of chunk k may be overwritten
+  Mbarrier gathered[tma_depth];  // phase k / tma_depth of [k % tma_depth]: chunk k is done
 
   __device__ void init() {
     loaded.init(1);
     summed.init(reduce_warps);
     pushed.init(1);
-    for (int i = 0; i < depth; ++i) gathered[i].init(1);
+    for (int i = 0; i < tma_depth; ++i) gathered[i].init(1);
   }
 };
 
@@ -70,15 +70,15 @@ struct TwoShotTma {
     return before >= packs ? 0 : (packs - before + in_all_channels - 1) / in_all_channels;
   }
 
-  __device__ Pack* slot(Phase phase, int on, u32 k, int from) const {
-    const u64 index = ((phase * max_channels + channel) * depth + k % depth) * N + from;
+  __device__ Pack* slot(Shot shot, int on, u32 k, int from) const {
+    const u64 index = ((shot * max_channels + channel) * tma_depth + k % tma_depth) * N + from;
     return after_signal_pad(a, on) + index * a.capacity;
   }
 
   __device__ int peer(int hop) const { return (a.rank + hop) % N; }
   __device__ Pack* stage(int hop) const { return stages + (hop - 1) * a.capacity; }
   __device__ Pack* sum_stage() const { return stages + (N - 1) * a.capacity; }
-  __device__ WarpSignals signals(Phase phase) const { return {phase * max_channels + channel, base}; }
+  __device__ WarpSignals signals(Shot shot) const { return {shot * max_channels + channel, base}; }
 
   // Waits for another warp of this channel. If a wait for a peer expires, `a.abort` is set, and this wait ends too.
   __device__ bool wait(const Mbarrier& barrier, u32 phase) const {
@@ -110,7 +110,7 @@ struct TwoShotTma {
     if (chunks > 0) load(0);
     for (u32 k = 0; k < chunks; ++k) {
       while (!progress.loaded.try_wait(k)) continue;
-      if (k >= depth && !wait(progress.gathered[k % depth], k / depth - 1)) break;
+      if (k >= tma_depth && !wait(progress.gathered[k % tma_depth], k / tma_depth - 1)) break;
       if (lane == 0) {
         fence_async_proxy_global();
         for (int hop = 1; hop < N; ++hop)
@@ -201,7 +201,7 @@ struct TwoShotTma {
         }
       }
       __syncwarp();
-      if (lane == 0) progress.gathered[k % depth].arrive();
+      if (lane == 0) progress.gathered[k % tma_depth].arrive();
     }
   }
 };

@@ -11,7 +11,7 @@ constexpr int kept_calls = 16;
 
 // Why a kernel gave up, in host-visible memory. `kind` is written last.
 struct Record {
-  u32 kind;  // 0: none; else timed_out, overlapped or disagreed (call.cuh)
+  u32 kind;  // 0: none; else timed_out, overlapped or disagreed (record.cuh)
   u32 algorithm;
   u32 sequence;  // calls of this algorithm before this one
   u32 rank;
@@ -31,8 +31,9 @@ struct EpochState {
 struct Counters {
   EpochState epoch_state[max_blocks];
   u32 steps[max_blocks];  // steps this block has signalled; the same on every rank
-  u32 busy[max_blocks];   // 1 while a block of this index runs
-  // By rank, and epoch modulo kept_calls: what the rank called, as epoch + 1 and a fingerprint (call.cuh); 0: nothing.
+  u32 busy[max_blocks];   // 1 while a block of this index runs: (22) in call.cuh
+  // By rank, and epoch modulo kept_calls: what the rank called, as epoch + 1 and a fingerprint; 0: nothing
+  // (agreement.cuh).
   u64 called[max_ranks][kept_calls];
 };
 
@@ -48,7 +49,7 @@ struct EpilogueArguments {
 
 // The arguments of every collective kernel.
 struct Arguments {
-  // First what every call needs: three lines of constant memory (wait_for_previous_kernel in call.cuh).
+  // First what every call needs: three lines of constant memory (wait_for_previous_kernel in kernel_order.cuh).
   const void* input;
   void* output;
   u64 numel;
@@ -77,14 +78,26 @@ struct Arguments {
   EpilogueArguments epilogue;
 };
 
-// The arguments of an all-gather of several tensors, whose part of a rank is the packs of the first tensor, then those of
-// the next (parts.cuh). `count` is 16 bytes for each of these packs.
+// The arguments of an all-gather of several tensors, whose part of a rank is the packs of the first tensor, then those
+// of the next (parts.cuh). `count` is 16 bytes for each of these packs.
 struct TupleArguments : Arguments {
   const void* inputs[max_tensors];
   void* outputs[max_tensors];
   u64 row_nbytes[max_tensors];  // 0 past the last tensor
   u64 first_row[max_ranks];     // of each rank's part, in every tensor
   u64 rows[max_ranks];          // of each rank's part
+};
+
+// The arguments of a norm of a sum's rows (rms_norm.cuh).
+struct NormArguments : Arguments {
+  const void* residual;
+  const void* weight;  // of one row
+  void* summed;
+  const float* scale;  // the caller's, of static_fp8; else null
+  float* scales;       // written, of dynamic_fp8 and grouped_fp8; else null
+  u64 columns;
+  u64 skipped;  // elements of residual, `summed` and rows with scales that earlier launches of the call have normed
+  float eps, weight_offset;
 };
 
 // The arguments of matmul beside the tensor maps of A [m, k], of W and of C [m, n].

@@ -7,17 +7,18 @@
 // A team of threads handles one row at a time. A team is a block. For few rows it is the C blocks of a cluster, so that
 // several SMs move a row; such a team has one row at most.
 // Thread t of the team has the packs t, t + threads, ... of the row. The squares are added in an order that does not
-// depend on the launch: slot s of `slots` adds the squares of packs s, s + slots, ..., element by element; then
-// neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros and change
-// nothing, so a team needs only as many threads as a row has packs, rounded up to a power of two. A team of one block
-// has at most slots / 2 threads; with that many, each thread has two slots. No operation is contracted, so norms.py of
-// the package gives the same bits in torch.
+// depend on the launch: slot s of `norm_slots` adds the squares of packs s, s + norm_slots, ..., element by element.
+// Then neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros and change
+// nothing, so a team needs only as many threads as a row has packs, rounded up to a power of two. It has at most
+// `norm_slots`, and if it is one block of a collective kernel, half of that. In a team of one block with norm_slots / 2
+// threads each thread has two slots; in all other teams it has one. No operation is contracted, so norms.py of the
+// package gives the same bits in torch.
 #pragma once
-#include "device/epilogue.cuh"
+#include "device/pack.cuh"
 #include "device/sync/call.cuh"
 #include "device/wire/e4m3.cuh"
 
-constexpr int slots = 1024;
+constexpr int norm_slots = 1024;
 constexpr int group_columns = 128;  // that share a scale in grouped_fp8
 
 // The format of normed rows. For e4m3 the output is aligned to the bytes that a pack becomes. NORM_OUTPUTS in
@@ -27,48 +28,50 @@ enum NormOutput { like_input, static_fp8, dynamic_fp8, grouped_fp8 };
 // One number of each warp of a team, in two places that alternate. In dynamic shared memory, so that it has the same
 // address in all blocks. NORM_SHARED_NBYTES in graphar/plan/scratch.py.
 struct NumbersOfWarps {
-  float of[2][slots / 32];
+  float of[2][norm_slots / 32];
 };
 
 template <class T, int C, NormOutput O>
 struct RmsNorm {
   static constexpr int E = elements_per_pack<T>, W = elements_per_word<T>;
-  static constexpr int own_slots = C == 1 ? 2 : 1;  // slots of a thread: slot `thread`, and the slot slots / 2 after it
+  static constexpr int own_slots = C == 1 ? 2 : 1;  // of a thread: `thread`, and norm_slots / 2 after it
   const u32 columns, packs, rows;  // packs of a row
   const u32 team, teams;
   const u32 thread, threads;  // of the team
   const float eps, offset;
   const Tensor<T> residual, weight, summed, normed;
-  Words<E / 4>* const codes;  // e4m3 output, in place of `normed`
-  float* const scales;        // e4m3: the caller's scale, or the output for those of rows or groups
-  float given = 0;            // one over the caller's scale
-  bool comes;                 // false once a sum has not come; such a thread still takes part in barriers
+  Words<E / 4>* const codes;        // e4m3 output, in place of `normed`
+  const float* const caller_scale;  // static_fp8
+  float* const scales;              // of rows or groups, written
+  float given = 0;                  // one over the caller's scale
+  bool comes;                       // false once a sum has not come; such a thread still takes part in barriers
   int turn = 0;
 
   // Of `numel` elements, which follow `skipped` elements of residual and sums that earlier launches have normed.
-  __device__ RmsNorm(const Arguments& a, const Call& call, u64 numel, u64 skipped = 0)
-      : columns(a.epilogue.columns),
+  __device__ RmsNorm(const NormArguments& a, const Call& call, u64 numel, u64 skipped = 0)
+      : columns(a.columns),
         packs(columns / E),
         rows(numel / columns),
         team(blockIdx.x / C),
         teams(gridDim.x / C),
         thread(C == 1 ? threadIdx.x : block_in_cluster() * blockDim.x + threadIdx.x),
         threads(C * blockDim.x),
-        eps(a.epilogue.scalar[0]),
-        offset(a.epilogue.scalar[1]),
-        residual(element(a.epilogue.tensor[0], skipped), numel),
-        weight(a.epilogue.tensor[1], columns),
-        summed(element(a.epilogue.tensor[2], skipped), numel),
+        eps(a.eps),
+        offset(a.weight_offset),
+        residual(element(a.residual, skipped), numel),
+        weight(a.weight, columns),
+        summed(element(a.summed, skipped), numel),
         normed(a.output, numel),
         codes(static_cast<Words<E / 4>*>(a.output)),
-        scales(static_cast<float*>(const_cast<void*>(a.epilogue.tensor[3])) + scales_of(skipped)),
+        caller_scale(a.scale),
+        scales(a.scales + scales_of(skipped)),
         comes(!call.aborted) {
     if constexpr (C > 1) arrive_at_cluster();
   }
 
   // By all threads before the first row. Call it after the first pushes, since it waits for memory.
   __device__ __forceinline__ void begin() {
-    if constexpr (O == static_fp8) given = __fdiv_rn(1.0f, *scales);
+    if constexpr (O == static_fp8) given = __fdiv_rn(1.0f, *caller_scale);
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
 
@@ -84,12 +87,12 @@ struct RmsNorm {
       const Pack from = residual.load(begin + i);
       Pack sum;
       if (!(comes = comes && next(i, sum))) continue;
-      const Pack one = add(sum, from, squares[has_two_slots() && i & slots / 2 ? 1 : 0]);
+      const Pack one = add(sum, from, squares[has_two_slots() && i & norm_slots / 2 ? 1 : 0]);
       summed.store(begin + i, one);
       if (i == thread) mine = one;
     }
     const float inverse = inverse_root(squares);
-    if constexpr (C > 1) release_next_kernel();  // the team's only row has come: (18) in call.cuh
+    if constexpr (C > 1) release_next_kernel();  // the team's only row has come: (18) in kernel_order.cuh
     if constexpr (O == like_input) {
       for (u32 i = thread; comes && i < packs; i += threads) {
         if (i != thread) mine = summed.load(begin + i), by = weight.load(i);  // which this thread stored
@@ -111,7 +114,7 @@ struct RmsNorm {
     return O == grouped_fp8 ? numel / group_columns : 0;
   }
 
-  __device__ __forceinline__ bool has_two_slots() const { return C == 1 && threads == slots / 2; }
+  __device__ __forceinline__ bool has_two_slots() const { return C == 1 && threads == norm_slots / 2; }
 
   // Stores the row in e4m3. `mine` and `by` are the thread's first pack of sums and weights.
   __device__ __forceinline__ void store_codes(u32 row, const Pack& mine, const Pack& by, float inverse) {
@@ -216,14 +219,14 @@ struct RmsNorm {
     const u32 lane = threadIdx.x % 32;
     if constexpr (C == 1) {
       if (lane == 0) of_warp[thread / 32] = own;
-      if (lane == 0 && has_two_slots()) of_warp[(slots / 2 + thread) / 32] = further;
+      if (lane == 0 && has_two_slots()) of_warp[(norm_slots / 2 + thread) / 32] = further;
       __syncthreads();
     } else {
       if (lane < C) store_in_cluster(&of_warp[thread / 32], lane, own);
       arrive_at_cluster();
       wait_for_cluster();
     }
-    return lane < (has_two_slots() ? slots : threads) / 32 ? of_warp[lane] : 0.0f;
+    return lane < (has_two_slots() ? norm_slots : threads) / 32 ? of_warp[lane] : 0.0f;
   }
 
   __device__ __forceinline__ Pack round(const Pack& row, const Pack& by, float inverse) const {

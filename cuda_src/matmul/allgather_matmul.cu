@@ -7,8 +7,8 @@
 //           consumers            ring[i % stages] --wgmma--> fp32 sums, + bias or epilogue --round--> C
 //           senders, at the end  A, scratch[r].slot[p] -> output, if the gathered rows are wanted
 //
-// A block multiplies this rank's own rows first, while the links carry rows. Gives the bits of an all-gather followed by
-// a matmul. Ordering between ranks: (21) in gathered_rows.cuh.
+// A block multiplies this rank's own rows first, while the links carry rows. Gives the bits of an all-gather followed
+// by a matmul. Ordering between ranks: (21) in gathered_rows.cuh.
 #include "device/epilogue.cuh"
 #include "device/matmul/gathered_rows.cuh"
 #include "device/matmul/tile_store.cuh"
@@ -19,7 +19,7 @@ struct RowsOfRanks {
   TensorMap of[N];
 };
 
-struct Shared {
+struct GatheredSharedStorage {
   Mbarrier begun;    // phase 0: `call` is known
   Mbarrier arrived;  // phase k: the rows of tile k are here
   Mbarrier awaited;  // phase k: the producer has waited for that. So `arrived` is at most a phase ahead.
@@ -28,7 +28,7 @@ struct Shared {
 
 // By the first warp of a block.
 template <class Tile, int N>
-__device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& a, Shared& shared) {
+__device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& a, GatheredSharedStorage& shared) {
   const bool first = threadIdx.x == 0;
   const GatheredRows<N> rows(m, a);
   Call call = begin_call(a);
@@ -57,9 +57,9 @@ __device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& 
 }
 
 // By one thread.
-template <class Tile, int N, Layout W>
+template <class Tile, int N, OperandLayout W>
 __device__ void produce(const MatmulArguments& m, const Arguments& a, const RowsOfRanks<N>& a_maps,
-                        const TensorMap& w_map, const Ring<Tile>& ring, Shared& shared) {
+                        const TensorMap& w_map, const Ring<Tile>& ring, GatheredSharedStorage& shared) {
   fence_async_proxy_global();  // the kernel before may have written A
   const Producer<Tile, W> producer{m, a_maps.of[0], w_map, ring};
   Position<Tile> at;
@@ -83,8 +83,8 @@ __device__ void send_and_gather(const MatmulArguments& m, const Arguments& a, co
   if (a.output != nullptr) rows.gather(call, 2 * blockIdx.x + sender, 2 * gridDim.x);
 }
 
-// Adds the bias, or applies the epilogue, before the sums of a consumer's 64 rows are rounded. The places of an epilogue
-// are those in the product of all ranks' rows.
+// Adds the bias, or applies the epilogue, before the sums of a consumer's 64 rows are rounded. The places of an
+// epilogue are those in the product of all ranks' rows.
 template <class T, class Expression, int Count>
 __device__ __forceinline__ void finish(const MatmulArguments& m, const Arguments& a, const GatheredTile& tile,
                                        u32 index, float (&sums)[Count]) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void finish(const MatmulArguments& m, const Arguments
   }
 }
 
-template <class T, class Tile, int N, Layout W, class Expression>
+template <class T, class Tile, int N, OperandLayout W, class Expression>
 __device__ void consume(const MatmulArguments& m, const Arguments& a, const RowsOfRanks<N>& c_maps,
                         const Ring<Tile>& ring, u32 index) {
   const Multiplier<T, Tile, W> multiplier{m, ring, index};
@@ -112,13 +112,13 @@ __device__ void consume(const MatmulArguments& m, const Arguments& a, const Rows
   tiles.wait();
 }
 
-template <class T, int N, class Tile, Layout W, class Expression = Identity>
+template <class T, int N, class Tile, OperandLayout W, class Expression = Identity>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     allgather_matmul(const __grid_constant__ RowsOfRanks<N> a_maps, const __grid_constant__ TensorMap w_map,
                      const __grid_constant__ RowsOfRanks<N> c_maps, const __grid_constant__ MatmulArguments m,
                      const __grid_constant__ Arguments a) {
   const Ring<Tile> ring;
-  auto& shared = static_shared<Shared>();
+  auto& shared = static_shared<GatheredSharedStorage>();
   if (threadIdx.x == 0) {
     prefetch(a_maps.of[a.rank]);
     prefetch(w_map);

@@ -12,7 +12,7 @@
 #include "device/matmul/tile_store.cuh"
 
 // A warpgroup that computes 64 rows of each tile.
-template <class T, class Tile, Layout W>
+template <class T, class Tile, OperandLayout W>
 __device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring<Tile>& ring, u32 index) {
   const Multiplier<T, Tile, W> multiplier{a, ring, index};
   const TileStore<T, Tile> tiles{a, ring, index};
@@ -28,7 +28,7 @@ __device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring
   tiles.wait();
 }
 
-template <class T, class Tile, Layout W>
+template <class T, class Tile, OperandLayout W>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     matmul(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
            const __grid_constant__ TensorMap c_map, const __grid_constant__ MatmulArguments a) {

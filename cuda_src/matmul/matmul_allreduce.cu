@@ -13,7 +13,7 @@
 #include "device/matmul/fused_tiles.cuh"
 #include "device/matmul/tile_as_codes.cuh"
 
-template <class T, int N, class Tile, Layout W, class Expression = Identity, class Travel = AsElements<T>>
+template <class T, int N, class Tile, OperandLayout W, class Expression = Identity, class Travel = AsElements<T>>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     matmul_allreduce(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
                      const __grid_constant__ TensorMap output_map, const __grid_constant__ MatmulArguments m,

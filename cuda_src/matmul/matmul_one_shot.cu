@@ -11,7 +11,7 @@
 #include "device/matmul/skinny.cuh"
 #include "device/sync/sentinel.cuh"
 
-template <class T, int N, class Tile, Layout W>
+template <class T, int N, class Tile, OperandLayout W>
 __global__ void __launch_bounds__(512, 1)
     matmul_one_shot(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap a_map,
                     const __grid_constant__ MatmulArguments m, const __grid_constant__ Arguments a) {

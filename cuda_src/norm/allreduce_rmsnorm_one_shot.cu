@@ -9,7 +9,7 @@
 
 template <class T, int N, int C, NormOutput O>
 __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
-    allreduce_rmsnorm_one_shot(const __grid_constant__ Arguments a) {
+    allreduce_rmsnorm_one_shot(const __grid_constant__ NormArguments a) {
   wait_for_previous_kernel(a);
   if constexpr (C == 1) release_next_kernel();
   Call call = begin_call(a);

@@ -13,13 +13,13 @@
 
 template <class T, int N, int C, NormOutput O>
 struct Rows {
-  const Arguments& a;
+  const NormArguments& a;
   const Call& call;
   const Tensor<T> input;
   RmsNorm<T, C, O> norm;
   const u32 packs, scatter, gather;
 
-  __device__ Rows(const Arguments& arguments, const Call& this_call)
+  __device__ Rows(const NormArguments& arguments, const Call& this_call)
       : a(arguments),
         call(this_call),
         input(a.input, a.numel),
@@ -79,7 +79,7 @@ struct Rows {
 
 template <class T, int N, int C, NormOutput O>
 __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
-    allreduce_rmsnorm_two_shot(const __grid_constant__ Arguments a) {
+    allreduce_rmsnorm_two_shot(const __grid_constant__ NormArguments a) {
   wait_for_previous_kernel(a);
   if constexpr (C == 1) release_next_kernel();
   Call call = begin_call(a);

@@ -13,15 +13,15 @@
 template <class T, int N, int C, NormOutput O>
 struct RowsOfParts {
   static constexpr int in_flight = N > 4 ? 2 : 4;  // packs that a thread loads before it sends them
-  const Arguments& a;
+  const NormArguments& a;
   const Call& call;
   RmsNorm<T, C, O> norm;
   const u32 packs, slots_of_call;
 
-  __device__ RowsOfParts(const Arguments& arguments, const Call& this_call)
+  __device__ RowsOfParts(const NormArguments& arguments, const Call& this_call)
       : a(arguments),
         call(this_call),
-        norm(a, call, a.count[a.rank], a.epilogue.skipped),
+        norm(a, call, a.count[a.rank], a.skipped),
         packs(norm.packs),
         slots_of_call((call.epoch & 1) * N * a.capacity) {}
 
@@ -78,7 +78,7 @@ struct RowsOfParts {
 
 template <class T, int N, int C, NormOutput O>
 __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
-    reducescatter_rmsnorm(const __grid_constant__ Arguments a) {
+    reducescatter_rmsnorm(const __grid_constant__ NormArguments a) {
   wait_for_previous_kernel(a);
   if constexpr (C == 1) release_next_kernel();
   Call call = begin_call(a);

@@ -6,7 +6,7 @@
 #include "device/rms_norm.cuh"
 
 template <class T>
-__global__ void __launch_bounds__(1024, 2) residual_rmsnorm(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(1024, 2) residual_rmsnorm(const __grid_constant__ NormArguments a) {
   wait_for_previous_kernel();
   release_next_kernel();
   const Tensor<T> input(a.input, a.numel);

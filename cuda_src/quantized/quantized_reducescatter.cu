@@ -33,7 +33,7 @@ struct QuantizedReducescatter {
   }
 
   __device__ Wire<C> slot(int on, u32 k, int from) const {
-    return {reinterpret_cast<char*>(pipeline_slot<N>(a, on, first_step + k, from)), chunks.length};
+    return {reinterpret_cast<char*>(push_slot<N>(a, on, first_step + k, from)), chunks.length};
   }
 
   __device__ void send(u32 k) const {
@@ -47,12 +47,12 @@ struct QuantizedReducescatter {
   __device__ void receive(u32 k) const {
     const Tensor<T> output(a.output, a.count[a.rank]);
     for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
-      float total[rows][run];
+      float total[tile_rows][run_numel];
       sum_of_slots<C, N>([&](int r) { return slot(a.rank, k, r); }, j, total);
       const u32 tile = chunks.begin(k) + j;
       const bool whole = is_whole(output, tile);
 #pragma unroll
-      for (int row = 0; row < rows; ++row) store_row(output, tile, whole, row, total[row]);
+      for (int row = 0; row < tile_rows; ++row) store_row(output, tile, whole, row, total[row]);
     }
   }
 };

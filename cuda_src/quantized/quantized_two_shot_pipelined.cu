@@ -28,8 +28,8 @@ struct QuantizedTwoShotPipelined {
         epoch(call.epoch),
         chunks(a, tile_count(a.numel)) {}
 
-  __device__ Wire<C> slot(Phase phase, int on, u32 k, int from) const {
-    return {reinterpret_cast<char*>(pipeline_slot<N>(a, phase, on, k, from)), chunks.length};
+  __device__ Wire<C> slot(Shot shot, int on, u32 k, int from) const {
+    return {reinterpret_cast<char*>(pipeline_slot<N>(a, shot, on, k, from)), chunks.length};
   }
 
   __device__ void scatter(u32 k) const {
@@ -41,7 +41,7 @@ struct QuantizedTwoShotPipelined {
 
   __device__ void reduce(u32 k) const {
     for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
-      float total[rows][run];
+      float total[tile_rows][run_numel];
       sum_of_slots<C, N>([&](int r) { return slot(scattered, a.rank, k, r); }, j, total);
       const u32 tile = chunks.begin(k, a.rank) + j;
       const Coded<C> coded = encode<C>(tile_of(total), tile, {a.seed, epoch, noise_of_sum});

@@ -14,7 +14,7 @@
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel(a);
-  if (blockDim.x <= 256) release_next_kernel();  // such a block takes half an SM at most: (18) in call.cuh
+  if (blockDim.x <= 256) release_next_kernel();  // such a block takes half an SM at most: (18) in kernel_order.cuh
   Call call = begin_call(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u32 tiles = tile_count(a.numel);
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
   for (u32 t = first; t < end; t += stride) {
     Received<C> sum[1];
     if (hop == 0) {
-      float total[rows][run];
+      float total[tile_rows][run_numel];
       if (!sum_of_parts<C, N>(Arrivals<C>{a, call, scatter, shard, t - begin}, total)) break;
       const Coded<C> coded = encode<C>(tile_of(total), t, {a.seed, call.epoch, noise_of_sum});
 #pragma unroll

@@ -28,7 +28,7 @@ struct AllgatherPush {
   // Where chunk k of this block begins in every part, in packs.
   __device__ u64 chunk(u32 k) const { return (u64(k) * gridDim.x + blockIdx.x) * a.chunk; }
 
-  __device__ Pack* slot(int on, u32 k, int from) const { return pipeline_slot<N>(a, on, first_step + k, from); }
+  __device__ Pack* slot(int on, u32 k, int from) const { return push_slot<N>(a, on, first_step + k, from); }
 
   // How many packs chunk k of this block has in the part of a rank.
   __device__ u32 count(u32 k, int rank) const {

@@ -1,7 +1,7 @@
 """Launch parameters and grid of each fused kernel.
 
 Grids are equal on all ranks, and leave SMs free. Kernels of tiles start only after the previous kernel in the stream
-has ended. So another communicator's kernels find room: (18) in cuda_src/device/sync/call.cuh.
+has ended. So another communicator's kernels find room: (18) in cuda_src/device/sync/kernel_order.cuh.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ PREPARED = {
     for output in NORM_OUTPUTS
 }
 _PACK_NBYTES = 16  # a thread adds the squares of one pack at a time
-SLOTS = 1024  # this and the next one: `slots` and `group_columns` in cuda_src/device/rms_norm.cuh
+SLOTS = 1024  # this and the next one: `norm_slots` and `group_columns` in cuda_src/device/rms_norm.cuh
 GROUP_COLUMNS = 128  # columns that share a scale in "grouped_fp8"
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0

@@ -49,9 +49,9 @@ class Chip:
 def shared_blocks(sms: int, cluster: int = 1) -> int:
     """Returns the most blocks of a grid on ``sms`` SMs that leaves room for other kernels.
 
-    Another communicator's kernels need it: (18) in cuda_src/device/sync/call.cuh. Grids in clusters of ``cluster``
-    blocks leave two clusters' SMs free: of 65 clusters of 2 blocks on an H200, the last SMs were not always a pair that
-    takes another cluster.
+    Another communicator's kernels need it: (18) in cuda_src/device/sync/kernel_order.cuh. Grids in clusters of
+    ``cluster`` blocks leave two clusters' SMs free: of 65 clusters of 2 blocks on an H200, the last SMs were not always
+    a pair that takes another cluster.
     """
     return max(1, sms - 1) if cluster == 1 else max(1, sms // cluster - 2) * cluster
 

@@ -29,10 +29,10 @@ SENTINEL = 0xFF  # the byte of the sentinel: a word of all ones has not arrived 
 # A constant must equal the kernel's constant that its comment names; tests compare them.
 ONE_SHOT_DEPTH = 3  # packs of each rank that a thread of one_shot has in flight
 ONE_SHOT_THREADS = 256  # `max_threads` in allreduce/one_shot.cu
-PIPELINE_DEPTH = 3  # chunks in flight: `depth` in device/sync/two_shot_pipeline.cuh
+PIPELINE_DEPTH = 3  # chunks in flight: `pipeline_depth` in device/sync/two_shot_pipeline.cuh
 PIPELINE_CHUNK = 2048  # packs in a slot of two_shot_pipelined
 PIPELINE_BLOCKS = 132  # blocks that have slots
-TMA_CHANNELS = 4  # this and the next two: `channels`, `depth` and `reduce_warps` in allreduce/two_shot_tma.cu
+TMA_CHANNELS = 4  # this and the next two: `channels`, `tma_depth` and `reduce_warps` in allreduce/two_shot_tma.cu
 TMA_DEPTH = 3
 TMA_REDUCE_WARPS = 2
 TMA_THREADS = WARP * TMA_CHANNELS * (3 + TMA_REDUCE_WARPS)
@@ -42,7 +42,7 @@ NORM_SHARED_NBYTES = 2 * 32 * 4  # NumbersOfWarps in device/rms_norm.cuh
 NORM_ROW_PACKS = 4096  # packs of the longest row that a norm kernel takes
 REDUCESCATTER_NBYTES = 16 * MIB  # the input that one launch takes, if its parts are equal
 ALLGATHER_FLAGGED_NBYTES = 256 << 10  # the largest part that allgather_flagged takes
-PUSH_DEPTH = 4  # steps in flight of a reduce-scatter or an all-gather: `depth` in device/sync/push_pipeline.cuh
+PUSH_DEPTH = 4  # steps in flight of a reduce-scatter or an all-gather: `push_depth` in device/sync/push_pipeline.cuh
 ALLGATHER_CHUNK = 2048  # packs in a slot of allgather_push
 ALLGATHER_BLOCKS = 132  # blocks that have slots
 QUANTIZED_CHUNK_NBYTES = 16 << 10  # a slot of quantized_two_shot_pipelined and quantized_reducescatter
@@ -147,7 +147,7 @@ def bulk_copied(channels: int, channel_nbytes: int) -> Layout:
 
     def layout(world_size: int) -> Scratch:
         piece = channel_nbytes // PACK_NBYTES // world_size // 32 * 32
-        slots = TMA_DEPTH * MAX_BLOCKS * world_size  # a row of the signal pad for each phase of a channel
+        slots = TMA_DEPTH * MAX_BLOCKS * world_size  # a row of the signal pad for each shot of a channel
         shared_nbytes = channels * world_size * piece * PACK_NBYTES
         return Scratch(piece, SIGNAL_PAD_NBYTES + slots * piece * PACK_NBYTES, 0, shared_nbytes)
 

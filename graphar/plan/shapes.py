@@ -16,7 +16,7 @@ from graphar.plan.tables import DEFAULT, Table, shipped_table
 _STEPS = 4  # chunks of a block of quantized_reducescatter: it encodes one while another travels
 
 # Algorithms for small tensors. They are launched with one block more than has work, if the table's limit allows it: the
-# last block tells the other ranks what is called (cuda_src/device/sync/call.cuh).
+# last block tells the other ranks what is called (cuda_src/device/sync/agreement.cuh).
 _TELLING = (
     Algorithm.ONE_SHOT_PUSH,
     Algorithm.TWO_SHOT_PUSH,

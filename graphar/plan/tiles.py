@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from graphar.numerics.codecs import Codec
 
-LAYOUTS = ("by_rows", "by_columns")  # layouts of the weight: Layout in cuda_src/device/matmul/tiles.cuh
+LAYOUTS = ("by_rows", "by_columns")  # layouts of the weight: OperandLayout in cuda_src/device/matmul/tiles.cuh
 
 
 @dataclass(frozen=True)

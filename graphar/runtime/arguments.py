@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from itertools import accumulate
+
+import torch
 
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
@@ -86,6 +89,27 @@ class TupleArguments(Arguments):
             self.inputs[at], self.outputs[at] = x.data_ptr(), out.data_ptr()
 
 
+class NormArguments(Arguments):
+    _fields_ = [
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("residual", "weight", "summed", "scale", "scales", "columns", "skipped")
+        ),
+        *((name, ctypes.c_float) for name in ("eps", "weight_offset")),
+    ]
+
+    def put(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Writes the addresses of one rank's tensors: (x, residual, weight[, scale]) and (normed, summed[, scales]).
+
+        Those of x and normed are ``input`` and ``output``, which the launch writes.
+        """
+        _, residual, weight, *scale = inputs
+        _, summed, *scales = outputs
+        self.residual, self.weight, self.summed = residual.data_ptr(), weight.data_ptr(), summed.data_ptr()
+        self.scale = scale[0].data_ptr() if scale else 0
+        self.scales = scales[0].data_ptr() if scales else 0
+
+
 class MatmulArguments(ctypes.Structure):
     _fields_ = [
         ("bias", ctypes.c_uint64),
@@ -97,7 +121,8 @@ class MatmulArguments(ctypes.Structure):
 def layout_check() -> str:
     """Returns C++ that compiles only if the structs above match the sources byte for byte."""
     lines = []
-    for struct in (Record, EpochState, Counters, EpilogueArguments, Arguments, TupleArguments, MatmulArguments):
+    by_kernel = (Arguments, TupleArguments, NormArguments, MatmulArguments)
+    for struct in (Record, EpochState, Counters, EpilogueArguments, *by_kernel):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
         for field, _ in struct._fields_:

@@ -20,7 +20,7 @@ from graphar.runtime.driver import call, driver, on_device
 
 T = TypeVar("T", bound=ctypes.Structure)
 
-_OVERLAPPED, _DISAGREED = 2, 3  # `overlapped` and `disagreed` in cuda_src/device/sync/call.cuh
+_OVERLAPPED, _DISAGREED = 2, 3  # `overlapped` and `disagreed` in cuda_src/device/sync/record.cuh
 _CALLS = 1 << 32  # epochs and fingerprints are smaller
 
 

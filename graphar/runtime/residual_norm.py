@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, WARP
 from graphar.plan.select import has_norm_kernel
 from graphar.runtime import launcher
-from graphar.runtime.arguments import Arguments
+from graphar.runtime.arguments import NormArguments
 from graphar.runtime.availability import missing_software
 from graphar.runtime.catalogue import residual_norm_source
 from graphar.runtime.launcher import Grid, Launch
+
+Tensors = Sequence[torch.Tensor]
 
 _BLOCKS_AN_SM = 2  # as in the launch bounds of cuda_src/norm/residual_rmsnorm.cu
 
@@ -52,10 +53,10 @@ def norm(
         UnsupportedError: the kernel is not loaded yet while a graph is captured.
     """
     device = total.device.index
-    launch = _bind(device, total.dtype, total.numel(), weight.numel())
+    launch = _bind(device, total.dtype, total.numel(), weight.numel(), eps, offset)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
-        launch(total.data_ptr(), normed.data_ptr(), stream, EpilogueInputs([residual, weight, summed], [eps, offset]))
+        launch((total, residual, weight), (normed, summed), stream)
 
 
 @functools.cache
@@ -65,20 +66,24 @@ def load(device: int, dtype: torch.dtype):
 
 
 @functools.lru_cache(maxsize=1024)
-def _bind(device: int, dtype: torch.dtype, numel: int, columns: int) -> Callable[[int, int, int, EpilogueInputs], None]:
-    """Returns a function of the addresses of sum and normed tensor, a stream and the inputs that launches one norm."""
-    arguments = Arguments(numel=numel)
-    arguments.epilogue.columns = columns
+def _bind(
+    device: int, dtype: torch.dtype, numel: int, columns: int, eps: float, offset: float
+) -> Callable[[Tensors, Tensors, int], None]:
+    """Returns a function that launches one norm.
+
+    It takes what :meth:`graphar.runtime.arguments.NormArguments.put` takes, and a stream.
+    """
+    arguments = NormArguments(numel=numel, columns=columns, eps=eps, weight_offset=offset)
     packs = columns * dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
     blocks = min(numel // columns, _BLOCKS_AN_SM * launcher.sm_count(device))
     grid = Grid(blocks, threads, NORM_SHARED_NBYTES, launcher.can_overlap(device))
     bound, lock = Launch(load(device, dtype), [arguments], grid), threading.Lock()
 
-    def launch(total: int, normed: int, stream: int, inputs: EpilogueInputs) -> None:
+    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
         with lock:  # all threads share the launch's arguments
-            arguments.epilogue.put(inputs)
-            arguments.input, arguments.output = total, normed
+            arguments.put(inputs, outputs)
+            arguments.input, arguments.output = inputs[0].data_ptr(), outputs[0].data_ptr()
             bound.enqueue(stream)
 
     return launch

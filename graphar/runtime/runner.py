@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from graphar.errors import CommunicatorError, GrapharError
+from graphar.numerics.norms import RmsNorm
 from graphar.plan.algorithms import Algorithm, Shape
 from graphar.plan.policy import Chip
 from graphar.plan.select import Kernel, kernel_of
@@ -20,7 +21,7 @@ from graphar.plan.tensor_tuple import TensorTuple
 from graphar.ranks.capture import is_capturing
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.runtime import catalogue, launcher, prefetch
-from graphar.runtime.arguments import Arguments, Counters, Record, TupleArguments
+from graphar.runtime.arguments import Arguments, Counters, NormArguments, Record, TupleArguments
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.failures import calls_begun, compare_last_calls, failure_of_kernel, last_calls_of
 from graphar.runtime.launcher import Grid, Launch
@@ -33,6 +34,8 @@ _ABORT_NBYTES = 256
 _KEPT_WORDS = 1024  # the calls that other ranks can look up in words; later ones take the place of the first
 
 _log = logging.getLogger(__name__)
+
+_ARGUMENTS = {TensorTuple: TupleArguments, RmsNorm: NormArguments}  # by the form; Arguments for others
 
 Fill = Callable[..., None]  # takes a launch's arguments and a call's tensors, and writes all but two addresses
 
@@ -253,12 +256,14 @@ class Runner:
         needs = shape.algorithm.row.scratch(self.world_size)
         launches, launched = [], f"{agreed} by {_described(shape)}"
         for member, function in zip(self.members, functions, strict=True):
-            kind = TupleArguments if isinstance(shape.epilogue, TensorTuple) else Arguments
+            kind = _ARGUMENTS.get(type(shape.epilogue), Arguments)
             arguments = self.arguments(member, shape.algorithm, one, timeout_s, launched, kind)
             arguments.seed = shape.codec.seed or 0 if shape.codec else 0
             arguments.chunk = shape.chunk
             if isinstance(arguments, TupleArguments):
                 arguments.describe(shape.epilogue)
+            elif isinstance(arguments, NormArguments):
+                arguments.columns, arguments.skipped = shape.epilogue.columns, one.offset
             elif shape.epilogue:
                 arguments.epilogue.columns, arguments.epilogue.skipped = shape.epilogue.columns, one.offset
             cluster = shape.epilogue.cluster if shape.epilogue else 1
@@ -281,6 +286,8 @@ class Runner:
             return direct
         if isinstance(shape.epilogue, TensorTuple):
             return lambda arguments, x, out, tensors: arguments.put(tensors)
+        if isinstance(shape.epilogue, RmsNorm):
+            return _norm_fill(shape.epilogue)
 
         def fill(arguments: Arguments, x: torch.Tensor, out: torch.Tensor, inputs) -> None:
             if direct is not None:
@@ -458,6 +465,18 @@ class Runner:
         except RanksAbsent as error:
             if error.absent != error.ended:  # an ended process no longer writes
                 raise
+
+
+def _norm_fill(norm: RmsNorm) -> Fill:
+    takes_scale = norm.output == "static_fp8"
+
+    def fill(arguments: NormArguments, x: torch.Tensor, out: torch.Tensor, inputs) -> None:
+        residual, weight, summed, *more = inputs.tensors
+        scale, scales = (more, ()) if takes_scale else ((), more)
+        arguments.put((x, residual, weight, *scale), (out, summed, *scales))
+        arguments.eps, arguments.weight_offset = inputs.scalars
+
+    return fill
 
 
 def _name_of_call(fingerprint: int) -> str:

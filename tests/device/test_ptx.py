@@ -242,3 +242,10 @@ def test_every_function_with_an_instruction_is_called():
 def test_the_compiler_is_told_that_other_accesses_stay_on_their_side(name):
     """Reads the source: in PTX, NVRTC keeps a dead store before any volatile asm, with or without the clobber."""
     assert all('"memory"' in body for one, body in functions() if one == name)
+
+
+def test_no_kernel_loads_through_the_cache_that_is_not_coherent():
+    """(20) in cuda_src/device/sync/signal_pad.cuh needs it."""
+    texts = {path.name: re.sub("//.*", "", path.read_text()) for path in source_directory().rglob("*.cu*")}
+
+    assert [name for name, text in texts.items() if re.search(r"__ldg|__restrict|\bld\.\S*\bnc\b", text)] == []

@@ -72,7 +72,7 @@ _SMALLER = (
         f"constexpr u32 unit_packs = {UNIT_PACKS};",
     ),
     Mutation("allreduce/two_shot_tma.cu", "constexpr int channels = 4;", f"constexpr int channels = {TMA_CHANNELS};"),
-    Mutation("device/rms_norm.cuh", "constexpr int slots = 1024;", f"constexpr int slots = {NORM_SLOTS};"),
+    Mutation("device/rms_norm.cuh", "constexpr int norm_slots = 1024;", f"constexpr int norm_slots = {NORM_SLOTS};"),
 )
 
 
@@ -92,9 +92,15 @@ def build(sources: tuple[KernelSource, ...], sanitizer: str, mutation: Mutation 
 def _table(sources: tuple[KernelSource, ...]) -> str:
     """The C++ text of the kernels' epilogues, and a table of the kernels."""
     generated = "".join(dict.fromkeys(source.generated for source in sources))
-    wrapped = [f"with_tuple<{one.name}>" if TensorTuple.variant in one.name else one.name for one in sources]
-    names = ", ".join(f"&{name}" for name in wrapped)
+    names = ", ".join(f"&{_in_table(source)}" for source in sources)
     return f"{generated}void (*const kernels[])(Arguments) = {{{names}}};\n"
+
+
+def _in_table(source: KernelSource) -> str:
+    """The name of a kernel, or of a function of Arguments that gives it the arguments it takes (kernels.hpp)."""
+    if source.file.startswith("norm/"):
+        return f"with_norm<{source.name}, {str('static_fp8' in source.name).lower()}>"
+    return f"with_tuple<{source.name}>" if TensorTuple.variant in source.name else source.name
 
 
 def _files(mutation: Mutation | None) -> dict[str, str]:

@@ -48,7 +48,7 @@ COPY_MUTANTS = (
     mutant(
         "a place in the scratch that is taken too early",
         "allreduce/two_shot_tma.cu",
-        "if (k >= depth && !wait(progress.gathered[k % depth], k / depth - 1)) break;",
+        "if (k >= tma_depth && !wait(progress.gathered[k % tma_depth], k / tma_depth - 1)) break;",
         "",
         "two_shot_tma",
         world_size=2,

@@ -169,15 +169,15 @@ MUTANTS = (
     mutant(
         "one slot fewer than steps under way, with a codec",
         TWO_SHOT_PIPELINE,
-        "constexpr u32 depth = 3;",
-        "constexpr u32 depth = 2;",
+        "constexpr u32 pipeline_depth = 3;",
+        "constexpr u32 pipeline_depth = 2;",
         "quantized_two_shot_pipelined",
     ),
     mutant(
         "one slot fewer than steps under way, of a reduce-scatter with a codec",
         PUSH_PIPELINE,
-        "constexpr u32 depth = 4;",
-        "constexpr u32 depth = 2;",
+        "constexpr u32 push_depth = 4;",
+        "constexpr u32 push_depth = 2;",
         "quantized_reducescatter",
     ),
     mutant(
@@ -204,8 +204,8 @@ MUTANTS = (
     mutant(
         "one slot fewer than steps under way, of a compressed all-gather",
         PUSH_PIPELINE,
-        "constexpr u32 depth = 4;",
-        "constexpr u32 depth = 2;",
+        "constexpr u32 push_depth = 4;",
+        "constexpr u32 push_depth = 2;",
         "allgather_lossless",
     ),
     mutant(
@@ -287,8 +287,8 @@ MUTANTS = (
     mutant(
         "slots that depend on the grid",
         TWO_SHOT_PIPELINE,
-        "(u64(blockIdx.x) * 2 + phase)",
-        "(u64(phase) * gridDim.x + blockIdx.x)",
+        "(u64(blockIdx.x) * 2 + shot)",
+        "(u64(shot) * gridDim.x + blockIdx.x)",
         "two_shot_pipelined",
         "thread",
     ),
@@ -302,8 +302,8 @@ MUTANTS = (
     mutant(
         "one slot fewer than steps under way",
         PUSH_PIPELINE,
-        "constexpr u32 depth = 4;",
-        "constexpr u32 depth = 2;",
+        "constexpr u32 push_depth = 4;",
+        "constexpr u32 push_depth = 2;",
         "allgather_push",
     ),
     mutant(

@@ -16,7 +16,7 @@ from tests.host.test_faults import DEADLINE_OF_WARPS_NS, SEED, TIMED_OUT, draw_s
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
-DISAGREED = 3  # `disagreed` in cuda_src/device/sync/call.cuh
+DISAGREED = 3  # `disagreed` in cuda_src/device/sync/record.cuh
 ONE, OTHER = 7, 8  # fingerprints
 
 
@@ -94,7 +94,7 @@ def test_a_rank_that_another_no_longer_calls_with_is_told_why():
 
 # ---- mistakes that must be noticed ----------------------------------------------------------------------------------
 
-CALL = "device/sync/call.cuh"
+AGREEMENT = "device/sync/agreement.cuh"
 TELL = "->called[a.rank][epoch % kept_calls]"
 COMPARE = "    if (disagree(own, told) && "
 
@@ -121,7 +121,7 @@ COMPARE = "    if (disagree(own, told) && "
 def test_a_mistake_in_telling_is_noticed(was, becomes):
     algorithm, world_size = Algorithm.ONE_SHOT_PUSH, 3
     kernels = Kernels(algorithm, WORLD_SIZES, dtypes_of(algorithm))
-    program = build(kernels.sources(), "plain", Mutation(CALL, was, becomes))
+    program = build(kernels.sources(), "plain", Mutation(AGREEMENT, was, becomes))
     first, *later = draw_calls(algorithm, world_size)
     calls = [replace(first, fingerprints=fingerprints(world_size)), *later]
 

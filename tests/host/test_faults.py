@@ -14,7 +14,7 @@ from tests.host.simulate import Call
 
 pytestmark = pytest.mark.host
 
-TIMED_OUT, OVERLAPPED = 1, 2  # `timed_out` and `overlapped` in cuda_src/device/sync/call.cuh
+TIMED_OUT, OVERLAPPED = 1, 2  # `timed_out` and `overlapped` in cuda_src/device/sync/record.cuh
 DEADLINE_NS = 400_000_000  # many times as long as 1024 spins, after which a thread reads the clock
 DEADLINE_OF_WARPS_NS = 8 * DEADLINE_NS  # the spins of a warp take longer, since its lanes meet in each
 

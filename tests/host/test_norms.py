@@ -224,7 +224,7 @@ def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_siz
 
 LARGE_CLUSTERS, MANY_SLOTS = (4, 8), 256
 more_slots = Mutation(
-    "device/rms_norm.cuh", f"constexpr int slots = {NORM_SLOTS};", f"constexpr int slots = {MANY_SLOTS};"
+    "device/rms_norm.cuh", f"constexpr int norm_slots = {NORM_SLOTS};", f"constexpr int norm_slots = {MANY_SLOTS};"
 )
 
 
@@ -249,7 +249,7 @@ def released_polls(algorithm, seed, mutation=None):
 
 @pytest.mark.parametrize("algorithm", NORM_KERNELS)
 def test_a_cluster_releases_the_next_kernel_once_it_waits_for_no_rank(algorithm, few_slots):
-    """As (18) in cuda_src/device/sync/call.cuh needs it."""
+    """As (18) in cuda_src/device/sync/kernel_order.cuh needs it."""
     early = Mutation(f"norm/{algorithm.value}.cu", "if constexpr (C == 1) release", "release")
 
     assert [released_polls(algorithm, seed) for seed in range(3)] == [0, 0, 0]
@@ -315,8 +315,8 @@ SCATTER_MUTANTS = (
     (
         "a residual that begins anew in each launch",
         "device/rms_norm.cuh",
-        "residual(element(a.epilogue.tensor[0], skipped), numel)",
-        "residual(element(a.epilogue.tensor[0], 0), numel)",
+        "residual(element(a.residual, skipped), numel)",
+        "residual(element(a.residual, 0), numel)",
     ),
 )
 

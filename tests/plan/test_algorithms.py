@@ -295,7 +295,7 @@ def test_two_shot_push_has_room_for_a_shard_of_every_rank_in_both_phases_twice(w
 @every_world_size
 def test_two_shot_pipelined_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
     needs = Algorithm.TWO_SHOT_PIPELINED.row.scratch(world_size)
-    depth = constant("device/sync/two_shot_pipeline.cuh", "depth")
+    depth = constant("device/sync/two_shot_pipeline.cuh", "pipeline_depth")
 
     assert needs.capacity == scratch.PIPELINE_CHUNK
     slots = 2 * depth * scratch.PIPELINE_BLOCKS * world_size
@@ -307,7 +307,7 @@ def test_two_shot_pipelined_has_a_signal_pad_and_room_for_a_chunk_of_every_block
 def test_two_shot_lossless_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
     needs = Algorithm.TWO_SHOT_LOSSLESS.row.scratch(world_size)
 
-    slots = 2 * constant("device/sync/two_shot_pipeline.cuh", "depth") * scratch.PIPELINE_BLOCKS * world_size
+    slots = 2 * constant("device/sync/two_shot_pipeline.cuh", "pipeline_depth") * scratch.PIPELINE_BLOCKS * world_size
     assert needs.capacity * 16 == scratch.LOSSLESS_CHUNK * scratch.LOSSLESS_TILE_NBYTES
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
     assert needs.fill == 0
@@ -317,7 +317,7 @@ def test_two_shot_lossless_has_a_signal_pad_and_room_for_a_chunk_of_every_block_
 def test_two_shot_tma_has_a_signal_pad_and_room_for_a_piece_of_every_channel_rank_and_step(world_size):
     needs = Algorithm.TWO_SHOT_TMA.row.scratch(world_size)
     channels = MAX_BLOCKS // 2
-    slots = 2 * constant(file_of(Algorithm.TWO_SHOT_TMA), "depth") * channels * world_size
+    slots = 2 * constant(file_of(Algorithm.TWO_SHOT_TMA), "tma_depth") * channels * world_size
 
     assert scratch.TMA_BLOCKS * constant(file_of(Algorithm.TWO_SHOT_TMA), "channels") <= channels
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16

@@ -158,7 +158,7 @@ def test_allgather_flagged_has_room_for_the_pairs_of_a_part_of_every_rank_twice(
 def test_allgather_push_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
     needs = ALLGATHER.row.scratch(world_size)
     header = (compiler.source_directory() / "device/sync/push_pipeline.cuh").read_text()
-    depth = int(re.search(r"constexpr u32 depth = (\d+);", header)[1])
+    depth = int(re.search(r"constexpr u32 push_depth = (\d+);", header)[1])
 
     assert needs.capacity == scratch.ALLGATHER_CHUNK
     slots = depth * scratch.ALLGATHER_BLOCKS * world_size

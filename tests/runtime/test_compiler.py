@@ -14,7 +14,7 @@ import torch
 from graphar.errors import CompileError
 from graphar.plan.algorithms import Algorithm
 from graphar.runtime import compiler
-from graphar.runtime.catalogue import kernel_source
+from graphar.runtime.catalogue import KernelSource, kernel_source
 from graphar.runtime.compiler import cache_key, compile_kernel
 from tests.processes import PROCESSES
 
@@ -236,6 +236,16 @@ def test_sources_include_only_what_the_key_covers():
             assert header.suffix == ".cuh", f"{path.name} includes {name}"
 
 
+def test_all_headers_can_be_included_in_one_file(sources):
+    """So no name at the top of one has another meaning in another."""
+    headers = sorted(path.relative_to(sources).as_posix() for path in (sources / "device").rglob("*.cuh"))
+    included = "".join(f'#include "{header}"\n' for header in headers)
+    (sources / "all_headers.cu").write_text(f"{included}__global__ void all_headers() {{}}\n")
+
+    assert len(headers) > 30
+    assert compile_kernel(KernelSource("all_headers.cu", "all_headers"), "sm_90a").image
+
+
 # ---- what does not compile ----
 
 
@@ -289,10 +299,18 @@ def test_an_error_is_not_cached(sources):
         ("Arguments", "  u32 chunk;", "  u32 chunk, another, and_one_more;"),
         ("Arguments", "  u64 timeout_ns;", "  u32 timeout_ns;"),
         ("Arguments", "  const void* input;\n  void* output;", "  void* output;\n  const void* input;"),
+        ("NormArguments", "  float eps, weight_offset;", "  float weight_offset, eps;"),
         ("Record", "  u32 seen;", "  u64 seen;"),
         ("Counters", "  u32 steps[max_blocks];", "  u32 steps[max_blocks + 1];"),
     ],
-    ids=["a field too many", "a narrower one", "two fields swapped", "a wider field", "a longer array"],
+    ids=[
+        "a field too many",
+        "a narrower one",
+        "two fields swapped",
+        "two of a derived struct swapped",
+        "a wider field",
+        "a longer array",
+    ],
 )
 def test_a_struct_that_differs_from_its_mirror_does_not_compile(sources, struct, old, new):
     edit(sources / "device" / "arguments.cuh", old, new)

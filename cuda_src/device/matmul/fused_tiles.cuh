@@ -1,17 +1,30 @@
 // The warps of a matmul whose result is summed over ranks tile by tile, this rank's own rows last.
 //
-//   first warpgroup   a producer, a sender for each consumer, and, once they have nothing else to do, gatherers
-//   consumers         multiply, add the peers' partial tiles to their own rows, and stage boxes for their sender
+//   warps               role, where C is the number of consumers, 1 or 2
+//   0                   begins the call, for the whole block
+//   0 .. C - 1          sender of consumer 0 .. C - 1
+//   C                   producer, one thread
+//   0 .. 3              with all_reduce gatherers, once they have nothing else to do
+//   warpgroup 1 .. C    consumer 0 .. C - 1: multiplies, adds the peers' partial tiles to its own rows, stages boxes
 //
-// What travels between ranks, and in which order, is in warpgroup_tile.cuh, (10).
+//   mbarrier            one phase                 arrivals of a phase           who waits
+//   ring.filled[i]      a use of place i          1: producer; and bytes        the consumers of that use
+//   ring.emptied[i]     a use of place i          4: warps of each consumer     producer
+//   begun               the call                  1: thread 0                   first warpgroup
+//   of each consumer:
+//     staged[box]       its warpgroup tile        4: its warps                  its sender, one thread
+//     sent              its warpgroup tile        1: its sender                 itself, before it stages the next
+//     arrived           one in its rank's rows    1: its sender                 itself, before it adds partial tiles
+//     queued            its tile                  4: its warps                  the other one, if the two alternate
+//
+// In a cluster the consumers of all blocks arrive at `emptied`, and the bytes of `filled` come from all blocks: (9) in
+// ring.cuh. What travels between ranks, and in which order, is in warpgroup_tile.cuh, (10).
 #pragma once
 #include "device/epilogue.cuh"
 #include "device/matmul/tile_as_elements.cuh"
 #include "device/matmul/timeline.cuh"
 
-// Mbarriers between a consumer, its sender and the other consumer. Phase k of `staged` and `sent` stands for the
-// consumer's warpgroup tile k. Phase k of `arrived` stands for its k-th warpgroup tile in its own rank's rows. Phase k
-// of `queued` stands for its tile k.
+// Mbarriers between a consumer, its sender and the other consumer.
 template <class Tile>
 struct Handover {
   Mbarrier staged[Tile::boxes];  // a box is in shared memory
@@ -28,7 +41,7 @@ struct Handover {
 };
 
 template <class Tile>
-struct Shared {
+struct SummedSharedStorage {
   Handover<Tile> handover[Tile::consumers];
   Mbarrier begun;  // phase 0: `call` is known
   Call call;
@@ -46,7 +59,7 @@ __device__ __forceinline__ char* staged_box(const Ring<Tile>& ring, u32 consumer
 enum Collective { reduce_scatter, all_reduce };
 
 // `Travel`: the form in which warpgroup tiles travel, AsElements or AsCodes.
-template <class T, int N, class Tile, Layout W, Collective Op, class Expression, class Travel>
+template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel>
 struct Consumer {
   static constexpr bool sum_is_coded = Op == all_reduce && Travel::coded;
   const MatmulArguments& m;
@@ -267,9 +280,9 @@ __device__ __forceinline__ Call begin(const Arguments& a) {
 
 // The warps of the first warpgroup, which multiply nothing: a sender for each consumer, then the producer. With
 // all_reduce all of them gather once they have nothing else to do.
-template <int N, class Tile, Layout W, Collective Op, class Travel>
-__device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>& shared, const TensorMap& a_map,
-                                           const TensorMap& w_map, const TensorMap& output_map,
+template <int N, class Tile, OperandLayout W, Collective Op, class Travel>
+__device__ __forceinline__ void run_helper(const Ring<Tile>& ring, SummedSharedStorage<Tile>& shared,
+                                           const TensorMap& a_map, const TensorMap& w_map, const TensorMap& output_map,
                                            const MatmulArguments& m, const Arguments& a) {
   const u32 warp = same_in_warp(threadIdx.x / 32);
   if (warp == 0) {
@@ -296,12 +309,12 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, Shared<Tile>&
 }
 
 // The body of the kernels.
-template <class T, int N, class Tile, Layout W, Collective Op, class Expression, class Travel>
+template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel>
 __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map,
                                                  const TensorMap& output_map, const MatmulArguments& m,
                                                  const Arguments& a) {
   const Ring<Tile> ring;
-  auto& shared = static_shared<Shared<Tile>>();
+  auto& shared = static_shared<SummedSharedStorage<Tile>>();
   if (threadIdx.x == 0) {
     prefetch(a_map);
     prefetch(w_map);

@@ -11,8 +11,8 @@
 //     - Visibility. After a barrier of the warp the release store of the flag publishes the stores of its threads. A
 //       warp of the peer acquires the flags of a tile's rows, and after a barrier arrives at an mbarrier. The producer
 //       waits for that, and fences before the copy engine reads the rows (5).
-//     - Reuse. Flags are compared with the value of the call, so nothing resets them. Before its first store a warp waits
-//       until all ranks have entered the call (20), so that no row is overwritten before it was read.
+//     - Reuse. Flags are compared with the value of the call, so nothing resets them. Before its first store a warp
+//       waits until all ranks have entered the call: by (13) they have read the rows of the call before.
 //     - Progress. Senders wait for ranks to enter the call and for nothing else, and block 0 enters before all else.
 //       Units are dealt as warps come for them, so one block of room on a GPU sends all of its rows, and grids may
 //       differ between ranks: what (18) asks for.

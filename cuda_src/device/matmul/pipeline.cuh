@@ -3,7 +3,7 @@
 #include "device/matmul/ring.cuh"
 #include "device/pack.cuh"
 
-template <class Tile, Layout W>
+template <class Tile, OperandLayout W>
 struct Producer {
   const MatmulArguments& a;
   const TensorMap& a_map;
@@ -59,7 +59,7 @@ struct Producer {
 };
 
 // A warpgroup that multiplies 64 rows of each tile. Operands lie in boxes, as in the matrices they come from.
-template <class T, class Tile, Layout W, Layout A = by_rows>
+template <class T, class Tile, OperandLayout W, OperandLayout A = by_rows>
 struct Multiplier {
   static constexpr u32 k_step = 16, a_step = A == by_rows ? k_step * 2 : k_step * row_nbytes;
   static constexpr u32 w_step = W == by_rows ? k_step * 2 : k_step * row_nbytes;

@@ -33,7 +33,7 @@ struct SkinnyWalk {
   __device__ void next() { column += gridDim.x * Tile::rows; }
 };
 
-template <class Tile, Layout W>
+template <class Tile, OperandLayout W>
 struct SkinnyLoader {
   const MatmulArguments& m;
   const TensorMap& w_map;
@@ -126,7 +126,7 @@ struct PackBias {
 };
 
 // By the warpgroup. Its first warp reads the call for all threads of the block.
-template <class T, class Tile, Layout W, class Send>
+template <class T, class Tile, OperandLayout W, class Send>
 __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const MatmulArguments& m, const Arguments& a,
                                                   Call& call, const Send& send) {
   if (same_in_warp(threadIdx.x / 32) == 0) {
@@ -154,7 +154,7 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
 
 // All work of a block before it waits for a peer: computes its tiles and calls `send(parity, at, pack)` for each pack
 // of them, unless the call is aborted. Returns the call.
-template <class T, class Tile, Layout W, class Send>
+template <class T, class Tile, OperandLayout W, class Send>
 __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, const TensorMap& a_map,
                                                        const MatmulArguments& m, const Arguments& a, const Send& send) {
   const Ring<Tile> ring;

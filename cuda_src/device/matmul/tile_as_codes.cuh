@@ -26,7 +26,7 @@ struct ReceivedBox {
   float scale[4];
 
   // Run j, into `v`, or added to it.
-  __device__ __forceinline__ void decode(int j, float (&v)[run], bool add = false) const {
+  __device__ __forceinline__ void decode(int j, float (&v)[run_numel], bool add = false) const {
     C::decode(code, j, scale[j], 0, v, add);
   }
 };
@@ -49,14 +49,14 @@ struct AsCodes {
   template <class From, int Boxes, int Count>
   __device__ __forceinline__ static void encode(const float (&sums)[Count], int first, CodedBox<C> (&coded)[Boxes]) {
     constexpr int E = elements_per_word<From>;
-    float v[Boxes][4][run], inverse[Boxes];
+    float v[Boxes][4][run_numel], inverse[Boxes];
     u32 largest[Boxes][4];
 #pragma unroll
     for (int box = 0; box < Boxes; ++box)
 #pragma unroll
       for (int j = 0; j < 4; ++j)
 #pragma unroll
-        for (int e = 0; e < run; e += E) {
+        for (int e = 0; e < run_numel; e += E) {
           const u32 word = From::round(sums + place_of(first + box, j, e));
           largest[box][j] = e == 0 ? word : larger_magnitude(From{}, largest[box][j], word);
           // Unpacked here and not later: otherwise the compiler keeps the sums as words in other registers, and copies
@@ -78,7 +78,7 @@ struct AsCodes {
         const float of_run = __shfl_sync(all_lanes, inverse[box], j, 4);
         if (of_run == 0)  // NaN and infinities must not reach the words of other runs
 #pragma unroll
-          for (int e = 0; e < run; ++e) v[box][j][e] = 0;
+          for (int e = 0; e < run_numel; ++e) v[box][j][e] = 0;
         const u32 random[4] = {};
         C::Code::template encode<C::scheme, C::rounding>(v[box][j], of_run, random, j, coded[box].code);
       }
@@ -171,13 +171,13 @@ struct AsCodes {
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          float v[run];
+          float v[run_numel];
 #pragma unroll
-          for (int e = 0; e < run; ++e) v[e] = first > 0 ? sums[place_of(box, j, e)] : 0;
+          for (int e = 0; e < run_numel; ++e) v[e] = first > 0 ? sums[place_of(box, j, e)] : 0;
 #pragma unroll
           for (int r = first; r < first + most && r < N; ++r) part[r - first].decode(j, v, r > 0);
 #pragma unroll
-          for (int e = 0; e < run; ++e) sums[place_of(box, j, e)] = v[e];
+          for (int e = 0; e < run_numel; ++e) sums[place_of(box, j, e)] = v[e];
         }
       }
     }
@@ -208,7 +208,7 @@ struct AsCodes {
       u32 word[8];
 #pragma unroll
       for (u32 j = 0; j < 2; ++j) {
-        float v[run];
+        float v[run_numel];
         from.decode(half * 2 + j, v);
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {

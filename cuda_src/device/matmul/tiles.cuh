@@ -8,7 +8,7 @@ constexpr u32 tile_depth = 64;   // of K in a place: 128 bytes, the width of a b
 constexpr u32 row_nbytes = 128;  // of a box
 constexpr u32 box_nbytes = 64 * row_nbytes;
 
-enum Layout { by_rows, by_columns };  // of W: [N, K], [K, N]
+enum OperandLayout { by_rows, by_columns };  // of W: [N, K], [K, N]
 
 // M x N elements of C, computed by a block of a cluster of `Cluster`, with `Stages` places in the ring. Each warpgroup
 // computes 64 rows of a tile, a warpgroup tile. With `Alternating` two warpgroups compute separate tiles of 64 rows, so

@@ -4,7 +4,7 @@
 #include "device/arguments.cuh"
 
 // Consumers multiply, add and stage. Senders send. All warps of the first warpgroup gather in the end.
-enum Phase : u32 {
+enum TimelinePhase : u32 {
   multiplying = 1,  // a tile's products, with the waits for operands and for the other consumer
   waiting,          // for other warps, or for other ranks
   adding,           // the partial tiles of all ranks, and the bias or the epilogue
@@ -28,7 +28,7 @@ constexpr u32 track_events = 256;  // later events are dropped
 template <bool recorded>
 struct Track {
   __device__ Track(const MatmulArguments&, u32, bool) {}
-  __device__ void mark(Phase) {}
+  __device__ void mark(TimelinePhase) {}
 };
 
 template <>
@@ -42,7 +42,7 @@ struct Track<true> {
         end(first ? event + track_events : nullptr) {}
 
   // Records the phase that lasted since the last mark.
-  __device__ void mark(Phase phase) {
+  __device__ void mark(TimelinePhase phase) {
     const u64 now = global_time_ns();
     if (event < end && now > since) *event++ = {since, u32(now - since), phase};
     since = now;

@@ -12,11 +12,11 @@
 //     - Visibility. The thread waits until its stores are complete (not only read): by (5) they then count as its own
 //       writes, and the release store of the flag, by it or after a barrier of its warp, publishes them. A warp
 //       acquires the flags of a warpgroup tile, and after a barrier of its own arrives at an mbarrier. Release and
-//       acquire are cumulative, so threads that wait for that mbarrier read with ordinary loads. So do the warp's own
+//       acquire are cumulative, so threads that wait for that mbarrier read with plain loads (20). So do the warp's own
 //       threads, where it gathers.
 //     - Reuse. Once a kernel has ended, its flags are 0 and its tiles are read. Before its first store a sender waits
-//       until all ranks have entered the call (20), and fences, as (5) demands of copies that overwrite what was read.
-//       So any shapes and tiles may follow one another.
+//       until all ranks have entered the call, so by (13) their kernels before have ended. It then fences, as (5)
+//       demands of copies that overwrite what was read. So any shapes and tiles may follow one another.
 //     - Progress. A tile is computed by the blocks of one index on all ranks, and gathered by them, so that a block
 //       waits for the blocks of its index alone; (18) says why that is enough. A block computes the rows of other
 //       owners first, and that waits for nobody but for ranks to enter, which block 0 does before all else. It waits

@@ -210,7 +210,7 @@ __device__ __forceinline__ void wait_for_previous_kernel(const void* one, const 
 }
 
 // Lets the next kernel in the stream be launched. That kernel waits, with the function above, before it touches memory.
-// This kernel calls it after its own wait, so that no third kernel is launched: (18) in call.cuh.
+// This kernel calls it after its own wait, so that no third kernel is launched: (18) in kernel_order.cuh.
 __device__ __forceinline__ void release_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,7 +1,7 @@
 // Ranks tell each other that they have entered a call, for kernels that write to peers before they hear from them.
 //
-// (20) By (1) a rank that says it has entered a call is through with all calls before, so what it read in them may be
-//      overwritten. A rank says so in row 0 of its peers' pads, as the number of the call plus 1.
+// A rank says so in row 0 of its peers' pads, as the number of the call plus 1. By (13) what it has read in earlier
+// calls may then be overwritten.
 #pragma once
 #include "device/sync/signal_pad.cuh"
 

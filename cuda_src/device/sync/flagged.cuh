@@ -6,21 +6,21 @@
 // each call.
 #pragma once
 #include "device/pack.cuh"
-#include "device/sync/call.cuh"
+#include "device/sync/deadline.cuh"
 
 // A pack is two pairs. A warp's first pairs lie together, then its second pairs, so that each of its stores fills whole
 // lines.
-struct Place {
+struct FlaggedPlace {
   Pair* first;
   __device__ __forceinline__ Pair* half(int h) const { return first + 32 * h; }
 };
 
 // The place of pack j in the slot at offset `slot` of the scratch on the rank `hop` after this one.
-__device__ __forceinline__ Place place(const Arguments& a, int hop, u32 slot, u32 j) {
+__device__ __forceinline__ FlaggedPlace place(const Arguments& a, int hop, u32 slot, u32 j) {
   return {reinterpret_cast<Pair*>(a.ring[hop]) + slot + j / 32 * 64 + j % 32};
 }
 
-__device__ __forceinline__ void push_flagged(const Place& to, const Pack& p) {
+__device__ __forceinline__ void push_flagged(const FlaggedPlace& to, const Pack& p) {
   constexpr u64 here = u64(1) << 32;
 #pragma unroll
   for (int h = 0; h < 2; ++h) store_relaxed_sys(to.half(h), Pair{{p.word[2 * h] | here, p.word[2 * h + 1] | here}});
@@ -32,7 +32,7 @@ struct Arrival {
   bool complete;
 };
 
-__device__ __forceinline__ Arrival look(const Place& at) {
+__device__ __forceinline__ Arrival look(const FlaggedPlace& at) {
   Arrival found{{}, true};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ Arrival look(const Place& at) {
 template <int N>
 __device__ __forceinline__ bool receive_flagged(const Arguments& a, const Call& call, u32 slots, u32 j,
                                                 const u32 (&packs)[N - 1], Pack (&part)[N - 1]) {
-  Place from[N - 1];
+  FlaggedPlace from[N - 1];
 #pragma unroll
   for (int i = 0; i < N - 1; ++i) from[i] = place(a, 0, slots + (a.rank + 1 + i) % N * a.capacity, j);
   Deadline deadline;

@@ -9,22 +9,22 @@
 // Block b meets only block b of its peers. Other blocks fill the links while one waits. The scratch has a fixed size
 // and stays in the L2 cache, whatever the size of the tensor.
 //
-// (12) Slots are reused after `depth` = 4 steps. A block numbers its steps on from call to call, and a slot depends on
-//     block, step and source alone, so calls with other grids and sizes continue one sequence. Step s overwrites what
-//     step s - 4 brought to the peer. Before it, this rank has seen the peer's signal of step s - 2: in part 3 of the
-//     step before, or, at the begin of a call, in the last wait of the previous one. By (2) and, between calls, (1) the
-//     peer sent that signal after part 4 of its step s - 3, its last read of what step s - 4 had brought. Steps may
-//     wrap: 2^32 is a multiple of 4.
+// (12) Slots are reused after `push_depth` = 4 steps. A block numbers its steps on from call to call, and a slot
+//     depends on block, step and source alone, so calls with other grids and sizes continue one sequence. Step s
+//     overwrites what step s - 4 brought to the peer. Before it, this rank has seen the peer's signal of step s - 2: in
+//     part 3 of the step before, or, at the begin of a call, in the last wait of the previous one. That signal follows
+//     part 4 of the peer's step s - 3, its last read of what step s - 4 had brought: by (2) in one call, and between
+//     calls by (13). Steps may wrap: 2^32 is a multiple of 4. Slots are read with plain loads (20).
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/signal_pad.cuh"
 
-constexpr u32 depth = 4;  // PUSH_DEPTH in graphar/plan/scratch.py
+constexpr u32 push_depth = 4;  // PUSH_DEPTH in graphar/plan/scratch.py
 
 // The slot on rank `on` for what rank `from` sends in a step.
 template <int N>
-__device__ __forceinline__ Pack* pipeline_slot(const Arguments& a, int on, u32 step, int from) {
-  const u32 index = (blockIdx.x * depth + step % depth) * N + from;
+__device__ __forceinline__ Pack* push_slot(const Arguments& a, int on, u32 step, int from) {
+  const u32 index = (blockIdx.x * push_depth + step % push_depth) * N + from;
   return after_signal_pad(a, on) + u64(index) * a.capacity;
 }
 

@@ -17,7 +17,7 @@
 // (4) Relaxed accesses suffice: the words of a pack publish no other location.
 #pragma once
 #include "device/pack.cuh"
-#include "device/sync/call.cuh"
+#include "device/sync/deadline.cuh"
 
 constexpr u32 not_yet = 0xffffffffu;
 

@@ -1,8 +1,8 @@
 // Flags between ranks: word [row][source] of every rank's pad. The source writes it, and only ever advances it.
 #pragma once
-#include "device/sync/call.cuh"
+#include "device/sync/deadline.cuh"
 
-// A row for each block, or for each channel and phase (two_shot_tma.cu).
+// A row for each block, or for each channel and shot (two_shot_tma.cu).
 constexpr int pad_rows = max_blocks;
 
 struct SignalPad {
@@ -24,8 +24,26 @@ __device__ __forceinline__ Pack* after_signal_pad(const Arguments& a, int rank) 
 //     Steps are counted per row and only by calls that use the row, so a flag is never far behind. They are compared as
 //     signed differences and may wrap.
 
-// (13) Stages that peers read, in two that alternate by the epoch's parity, need no barrier after the reads: by (1) a
-//     peer that signals call e + 1 has read everything of call e.
+// (13) Who hears from a peer's call hears after all that came before this call on the peer. By (1) the peer's earlier
+//      calls are over then, and so are the kernels that wrote its input. One flag is enough, of any block and any step.
+//      - By (2) all that precedes what follows the wait for the flag. So what the peer has read in earlier calls may be
+//        overwritten, and what it has written may be read.
+//      - Two stages that alternate by the epoch's parity therefore need no barrier after the reads. Call e + 2
+//        overwrites what peers read in call e, and follows call e + 1, which has heard from every peer.
+//      - Readiness in the data is no release, so what came before it precedes in time alone. That is enough for words
+//        that are loaded from L2: (3) and (19).
+
+// (20) Slots are read with plain loads, which may hit in the SM's L1 cache, while peers' stores reach only the L2 cache
+//      of the slot's GPU. A slot holds other data in each use, and yet no load returns those of an earlier use.
+//      - PTX promises it for every weak load that (2) orders behind the stores, whatever caches lie between.
+//      - The acquire load of system scope keeps that promise: once it has loaded the flag it invalidates the L1 cache
+//        of its SM (CCTL.IVALL in machine code). The threads that read the slot are of the same block, so of the same
+//        SM, and by a barrier, or an mbarrier, they read after that. What L1 fetches then comes from L2, where the data
+//        are.
+//      - ld.global.nc has no such promise. The compiler emits it where it knows that nobody writes while the kernel
+//        runs. So no pointer is __restrict__, and no kernel calls __ldg (tests/device/test_ptx.py).
+//      - Copies, (5) and (6), bypass L1. So do relaxed loads of system scope, the only ones that read data with their
+//        own readiness.
 
 // By one thread: waits until `peer` has set its flag in a row to `value`. False when it did not in time.
 __device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 value) {

@@ -11,27 +11,27 @@
 // Rank p owns shard p. Block b handles share b of every shard, in chunks of equal size, and meets only block b of its
 // peers. Other blocks fill the links while one waits. The scratch has a fixed size, whatever the size of the tensor.
 //
-// (11) Slots are reused after `depth` = 3 chunks.
+// (11) Slots are reused after `pipeline_depth` = 3 chunks.
 //     - Scattered: step k overwrites what the peer read in part 3 of its step k - 2. The wait of step k - 1 saw the
 //       peer finish step k - 2.
 //     - Reduced: part 3 of step k writes slot k - 1, which the peer read in part 5 of its step k - 2. That precedes the
 //       peer's signal of step k - 1, which the wait of step k saw.
 //     - Between calls: the last wait of a call, in step chunks + 1, sees every peer past its last read of a scattered
-//       slot. The next call writes reduced slots only after a wait, which by (1) sees the peer's whole previous call
-//       ended.
-//     - Slots depend on block, phase, chunk and source alone, so the two phases never share one, whatever the grid.
+//       slot. The next call writes reduced slots only after a wait, by which the peer's previous call is over (13).
+//     - Slots depend on block, shot, chunk and source alone, so the two shots never share one, whatever the grid.
+//     - Slots are read with plain loads (20).
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/signal_pad.cuh"
 
-constexpr u32 depth = 3;  // PIPELINE_DEPTH in graphar/plan/scratch.py
+constexpr u32 pipeline_depth = 3;  // PIPELINE_DEPTH in graphar/plan/scratch.py
 
-enum Phase { scattered, reduced };
+enum Shot { scattered, reduced };
 
 // The slot on rank `on` for what rank `from` sends of chunk k.
 template <int N>
-__device__ __forceinline__ Pack* pipeline_slot(const Arguments& a, Phase phase, int on, u32 k, int from) {
-  const u64 index = ((u64(blockIdx.x) * 2 + phase) * depth + k % depth) * N + from;
+__device__ __forceinline__ Pack* pipeline_slot(const Arguments& a, Shot shot, int on, u32 k, int from) {
+  const u64 index = ((u64(blockIdx.x) * 2 + shot) * pipeline_depth + k % pipeline_depth) * N + from;
   return after_signal_pad(a, on) + index * a.capacity;
 }
 

@@ -10,7 +10,7 @@
 enum Scheme { absmax, minmax };
 enum Rounding { nearest, stochastic };
 
-constexpr int run = 8;  // consecutive elements that a lane codes at a time
+constexpr int run_numel = 8;  // consecutive elements that a lane codes at a time
 
 // ---- scales and zero points -----------------------------------------------------------------------------------------
 
@@ -52,12 +52,12 @@ struct Int {
   // Adds codes 8 j .. 8 j + 7 of a lane to words that begin as zeros. A float from 2^23 to 2^24 has its integer part in
   // its low bits. The code is that integer minus the one in `base`, so one shifted addition packs it.
   template <Scheme S, Rounding R>
-  static __device__ __forceinline__ void encode(const float (&v)[run], float inverse, const u32 (&random)[4], int j,
-                                                u32 (&word)[Bits]) {
+  static __device__ __forceinline__ void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4],
+                                                int j, u32 (&word)[Bits]) {
     constexpr float round_at_one = 12582912;  // 1.5 x 2^23
     constexpr u32 base = 0x4b400000u - (S == absmax ? largest<S> : 0);
 #pragma unroll
-    for (int e = 0; e < run; ++e) {
+    for (int e = 0; e < run_numel; ++e) {
       float t;
       if (R == nearest) {
         t = __fmaf_rn(v[e], inverse, round_at_one);
@@ -67,7 +67,7 @@ struct Int {
         t = __fadd_rd(t, round_at_one - 128);
       }
       const u32 code = __float_as_uint(t);
-      const int at = (run * j + e) * Bits, w = at / 32, s = at % 32;
+      const int at = (run_numel * j + e) * Bits, w = at / 32, s = at % 32;
       word[w] += (code << s) - (base << s);
       if (s + Bits > 32) word[w + 1] += (code - base) >> (32 - s);
     }
@@ -75,12 +75,12 @@ struct Int {
 
   // The same codes as numbers, without the offset. A code is put into the mantissa of a power of two.
   template <Scheme S>
-  static __device__ __forceinline__ void decode(const u32 (&word)[Bits], int j, float (&v)[run]) {
+  static __device__ __forceinline__ void decode(const u32 (&word)[Bits], int j, float (&v)[run_numel]) {
     constexpr int window = 24 - Bits;  // places for a code's lowest bit in the mantissa
     constexpr u32 mask = (1u << Bits) - 1;
 #pragma unroll
-    for (int e = 0; e < run; ++e) {
-      const int at = (run * j + e) * Bits, w = at / 32, s = at % 32;
+    for (int e = 0; e < run_numel; ++e) {
+      const int at = (run_numel * j + e) * Bits, w = at / 32, s = at % 32;
       const int shift = s / window * window, place = s - shift;
       const u64 both = u64(s + Bits > 32 ? word[w + 1] : 0) << 32 | word[w];
       const u32 power = u32(127 + 23 - place) << 23;
@@ -98,10 +98,10 @@ struct E4m3 {
   static constexpr int largest = 448;
 
   template <Scheme S, Rounding R>
-  static __device__ __forceinline__ void encode(const float (&v)[run], float inverse, const u32 (&random)[4], int j,
-                                                u32 (&word)[8]) {
+  static __device__ __forceinline__ void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4],
+                                                int j, u32 (&word)[8]) {
 #pragma unroll
-    for (int e = 0; e < run; e += 2) {
+    for (int e = 0; e < run_numel; e += 2) {
       const float low = __fmul_rn(v[e], inverse), high = __fmul_rn(v[e + 1], inverse);
       u32 pair;
       if (R == nearest)
@@ -113,9 +113,9 @@ struct E4m3 {
   }
 
   template <Scheme S>
-  static __device__ __forceinline__ void decode(const u32 (&word)[8], int j, float (&v)[run]) {
+  static __device__ __forceinline__ void decode(const u32 (&word)[8], int j, float (&v)[run_numel]) {
 #pragma unroll
-    for (int e = 0; e < run; e += 2) floats_from_e4m3x2(word[2 * j + e / 4] >> 8 * (e % 4), v[e], v[e + 1]);
+    for (int e = 0; e < run_numel; e += 2) floats_from_e4m3x2(word[2 * j + e / 4] >> 8 * (e % 4), v[e], v[e + 1]);
   }
 
  private:
@@ -169,11 +169,11 @@ struct Codec {
 
   // Decodes codes 8 j .. 8 j + 7 of a lane into `v`, or adds their values to it.
   static __device__ __forceinline__ void decode(const u32 (&code)[bits], int j, float scale, float zero,
-                                                float (&v)[run], bool add = false) {
-    float unit[run];
+                                                float (&v)[run_numel], bool add = false) {
+    float unit[run_numel];
     Code::template decode<S>(code, j, unit);
 #pragma unroll
-    for (int e = 0; e < run; ++e) {
+    for (int e = 0; e < run_numel; ++e) {
       if (S == absmax && add && exact_product) {
         v[e] = __fmaf_rn(unit[e], scale, v[e]);
         continue;

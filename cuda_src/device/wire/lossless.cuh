@@ -30,7 +30,7 @@ struct LosslessSlot {
 
 // A lane's words of a coded tile.
 struct LosslessCodes {
-  u32 word[rows * 3];
+  u32 word[tile_rows * 3];
   u32 largest;  // a byte for each row
   u32 odd;      // a bit for each of the lane's elements; in a received tile, the number of odd elements
 };
@@ -42,7 +42,7 @@ __device__ __forceinline__ u32 rest_of(u32 word) { return (word & 0x007f007f) | 
 __device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
   LosslessCodes c = {};
 #pragma unroll
-  for (int j = 0; j < rows; ++j) {
+  for (int j = 0; j < tile_rows; ++j) {
     u32 exponent[4], offset[4], rest[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) exponent[w] = exponents_of(t.word[j][w]);
@@ -58,8 +58,8 @@ __device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
     if ((furthest & 0xffff) > 14 || furthest >> 16 > 14) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        if ((offset[w] & 0xffff) > 14 && exponent[w] & 0xffff) c.odd |= 1u << (run * j + 2 * w);
-        if (offset[w] >> 16 > 14 && exponent[w] >> 16) c.odd |= 2u << (run * j + 2 * w);
+        if ((offset[w] & 0xffff) > 14 && exponent[w] & 0xffff) c.odd |= 1u << (run_numel * j + 2 * w);
+        if (offset[w] >> 16 > 14 && exponent[w] >> 16) c.odd |= 2u << (run_numel * j + 2 * w);
         offset[w] = __vminu2(offset[w], 0x000f000f);
       }
     }
@@ -74,7 +74,7 @@ __device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
 __device__ __forceinline__ Tile<bf16> decode_lossless(const LosslessCodes& c) {
   Tile<bf16> t;
 #pragma unroll
-  for (int j = 0; j < rows; ++j) {
+  for (int j = 0; j < tile_rows; ++j) {
     const u32 largest = (c.largest >> 8 * j & 0xff) * 0x10001;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
@@ -113,7 +113,7 @@ __device__ __forceinline__ void load_pieces(const char* at, u32 (&word)[Count]) 
 __device__ __forceinline__ u32 word_of(const Tile<bf16>& t, u32 index) {
   u32 word = 0;
 #pragma unroll
-  for (int w = 0; w < 4 * rows; ++w) word = w == index ? t.word[w / 4][w % 4] : word;
+  for (int w = 0; w < 4 * tile_rows; ++w) word = w == index ? t.word[w / 4][w % 4] : word;
   return word;
 }
 
@@ -133,9 +133,9 @@ __device__ __forceinline__ void send_odd(const LosslessSlot& to, u32 tile, const
     header[1] = total > most_odd ? as_it_is : total;
   }
   if (total > most_odd) {
-    u32 word[rows * 4];
+    u32 word[tile_rows * 4];
 #pragma unroll
-    for (int w = 0; w < rows * 4; ++w) word[w] = t.word[w / 4][w % 4];
+    for (int w = 0; w < tile_rows * 4; ++w) word[w] = t.word[w / 4][w % 4];
     return store_pieces(to.codes(tile), word);
   }
   store_pieces(to.codes(tile), c.word);
@@ -176,10 +176,10 @@ __device__ __forceinline__ LosslessCodes receive_tile(const LosslessSlot& from, 
 __device__ __forceinline__ Tile<bf16> decode_tile(const LosslessSlot& from, u32 tile, const LosslessCodes& c) {
   Tile<bf16> t = decode_lossless(c);
   if (c.odd == as_it_is) {
-    u32 word[rows * 4];
+    u32 word[tile_rows * 4];
     load_pieces(from.codes(tile), word);
 #pragma unroll
-    for (int w = 0; w < rows * 4; ++w) t.word[w / 4][w % 4] = word[w];
+    for (int w = 0; w < tile_rows * 4; ++w) t.word[w / 4][w % 4] = word[w];
   } else {
     const u32 odd = min(c.odd, most_odd);  // at most as many as fit, whatever other ranks sent
 #pragma unroll 1
@@ -188,7 +188,7 @@ __device__ __forceinline__ Tile<bf16> decode_tile(const LosslessSlot& from, u32 
       if ((entry & 31) != lane()) continue;
       const u32 exponent = entry >> 16 << (7 + i % 2 * 16);
 #pragma unroll
-      for (int w = 0; w < 4 * rows; ++w) t.word[w / 4][w % 4] |= w == i / 2 ? exponent : 0;
+      for (int w = 0; w < 4 * tile_rows; ++w) t.word[w / 4][w % 4] |= w == i / 2 ? exponent : 0;
     }
   }
   return t;
@@ -198,7 +198,7 @@ __device__ __forceinline__ Tile<bf16> decode_tile(const LosslessSlot& from, u32 
 __device__ __forceinline__ void store_tile(const Tensor<bf16>& y, u64 tile, const Tile<bf16>& t) {
   const bool whole = is_whole(y, tile);
 #pragma unroll
-  for (int j = 0; j < rows; ++j) {
+  for (int j = 0; j < tile_rows; ++j) {
     const u64 i = pack_of<bf16>(tile, j);
     const Pack pack = {{t.word[j][0], t.word[j][1], t.word[j][2], t.word[j][3]}};
     if (whole)

@@ -1,5 +1,5 @@
-// What a reduce-scatter and an all-gather with lossless compression have in common: chunks of tiles of each rank's part,
-// in the steps of push_pipeline.cuh.
+// What a reduce-scatter and an all-gather with lossless compression have in common: chunks of tiles of each rank's
+// part, in the steps of push_pipeline.cuh.
 #pragma once
 #include "device/sync/push_pipeline.cuh"
 #include "device/wire/lossless.cuh"
@@ -18,6 +18,6 @@ struct LosslessParts {
   __device__ bool has_step(u32 k) const { return k <= chunks.number; }
 
   __device__ LosslessSlot slot(int on, u32 k, int from) const {
-    return {reinterpret_cast<char*>(pipeline_slot<N>(a, on, first_step + k, from)), chunks.length};
+    return {reinterpret_cast<char*>(push_slot<N>(a, on, first_step + k, from)), chunks.length};
   }
 };

@@ -2,22 +2,22 @@
 #pragma once
 #include "device/wire/lossless.cuh"
 
-__device__ __forceinline__ void add(float (&total)[rows][run], const Tile<bf16>& t, bool is_first) {
+__device__ __forceinline__ void add(float (&total)[tile_rows][run_numel], const Tile<bf16>& t, bool is_first) {
 #pragma unroll
-  for (int j = 0; j < rows; ++j) {
-    float v[run];
+  for (int j = 0; j < tile_rows; ++j) {
+    float v[run_numel];
     t.unpack(j, v);
 #pragma unroll
-    for (int e = 0; e < run; ++e) total[j][e] = is_first ? v[e] : __fadd_rn(total[j][e], v[e]);
+    for (int e = 0; e < run_numel; ++e) total[j][e] = is_first ? v[e] : __fadd_rn(total[j][e], v[e]);
   }
 }
 
-// The sum of this rank's tile and of tile `tile` in the slot `from(r)` of every other rank r: in rank order, in fp32, rounded
-// once.
+// The sum of this rank's tile and of tile `tile` in the slot `from(r)` of every other rank r: in rank order, in fp32,
+// rounded once.
 template <int N, class From>
 __device__ __forceinline__ Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& mine, u32 tile, From from) {
   constexpr int batch = 3;  // ranks whose tiles a warp has in flight
-  float total[rows][run];
+  float total[tile_rows][run_numel];
 #pragma unroll
   for (int first = 0; first < N; first += batch) {
     LosslessCodes part[batch];
@@ -30,7 +30,7 @@ __device__ __forceinline__ Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& m
   }
   Tile<bf16> sum;
 #pragma unroll
-  for (int j = 0; j < rows; ++j)
+  for (int j = 0; j < tile_rows; ++j)
 #pragma unroll
     for (int w = 0; w < 4; ++w) sum.word[j][w] = bf16::round(total[j] + 2 * w);
   return sum;

@@ -11,9 +11,9 @@
 #pragma once
 #include "device/wire/codec_lanes.cuh"
 
-constexpr int rows = 4;
-constexpr int row_numel = 32 * run;
-constexpr int tile_numel = rows * row_numel;
+constexpr int tile_rows = 4;
+constexpr int row_numel = 32 * run_numel;
+constexpr int tile_numel = tile_rows * row_numel;
 
 __device__ __forceinline__ u32 tile_count(u64 numel) { return (numel + tile_numel - 1) / tile_numel; }
 
@@ -22,22 +22,22 @@ __device__ __forceinline__ u32 tile_count(u64 numel) { return (numel + tile_nume
 // A lane's elements of a tile.
 template <class T>
 struct Tile {
-  static constexpr int packs = run / elements_per_pack<T>;
+  static constexpr int packs = run_numel / elements_per_pack<T>;
   static constexpr int words = 4 * packs;
-  u32 word[rows][words];
+  u32 word[tile_rows][words];
 
-  __device__ __forceinline__ void unpack(int j, float (&v)[run]) const {
+  __device__ __forceinline__ void unpack(int j, float (&v)[run_numel]) const {
 #pragma unroll
     for (int w = 0; w < words; ++w) T::unpack(word[j][w], v + w * elements_per_word<T>);
   }
 };
 
-__device__ __forceinline__ Tile<fp32> tile_of(const float (&v)[rows][run]) {
+__device__ __forceinline__ Tile<fp32> tile_of(const float (&v)[tile_rows][run_numel]) {
   Tile<fp32> t;
 #pragma unroll
-  for (int j = 0; j < rows; ++j)
+  for (int j = 0; j < tile_rows; ++j)
 #pragma unroll
-    for (int e = 0; e < run; ++e) t.word[j][e] = __float_as_uint(v[j][e]);
+    for (int e = 0; e < run_numel; ++e) t.word[j][e] = __float_as_uint(v[j][e]);
   return t;
 }
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ Tile<fp32> tile_of(const float (&v)[rows][run]) {
 template <class T>
 __device__ __forceinline__ u64 pack_of(u64 tile, int p) {
   constexpr int packs = Tile<T>::packs;
-  return ((tile * rows + p / packs) * 32 + lane()) * packs + p % packs;
+  return ((tile * tile_rows + p / packs) * 32 + lane()) * packs + p % packs;
 }
 
 // Loads a pack that is not whole, or not aligned. Past the end it reads as the tensor's last element.
@@ -68,19 +68,19 @@ __device__ __forceinline__ bool is_whole(const Tensor<T>& x, u64 tile) {
 template <class T>
 __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
   const bool whole = is_whole(x, tile);
-  Pack pack[rows * Tile<T>::packs];
+  Pack pack[tile_rows * Tile<T>::packs];
   if (whole) {
 #pragma unroll
-    for (int p = 0; p < rows * Tile<T>::packs; ++p)
+    for (int p = 0; p < tile_rows * Tile<T>::packs; ++p)
       pack[p] = reinterpret_cast<const Pack*>(x.base)[pack_of<T>(tile, p)];
   } else {
 #pragma unroll
-    for (int p = 0; p < rows * Tile<T>::packs; ++p)
+    for (int p = 0; p < tile_rows * Tile<T>::packs; ++p)
       pack[p] = load_filled<T>(x.base, x.numel, pack_of<T>(tile, p) * elements_per_pack<T>);
   }
   Tile<T> t;
 #pragma unroll
-  for (int p = 0; p < rows * Tile<T>::packs; ++p)
+  for (int p = 0; p < tile_rows * Tile<T>::packs; ++p)
 #pragma unroll
     for (int w = 0; w < 4; ++w) t.word[p / Tile<T>::packs][p % Tile<T>::packs * 4 + w] = pack[p].word[w];
   return t;
@@ -88,7 +88,8 @@ __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
 
 // Rounds a lane's run of row j to T and stores its elements that lie in the tensor.
 template <class T>
-__device__ __forceinline__ void store_row(const Tensor<T>& y, u64 tile, bool whole, int j, const float (&v)[run]) {
+__device__ __forceinline__ void store_row(const Tensor<T>& y, u64 tile, bool whole, int j,
+                                          const float (&v)[run_numel]) {
 #pragma unroll
   for (int p = 0; p < Tile<T>::packs; ++p) {
     const u64 i = pack_of<T>(tile, j * Tile<T>::packs + p);
@@ -105,14 +106,14 @@ __device__ __forceinline__ void store_row(const Tensor<T>& y, u64 tile, bool who
 // ---- buckets --------------------------------------------------------------------------------------------------------
 
 template <class C>
-struct Layout {
+struct WireLayout {
   static constexpr int rows_of_bucket = C::bucket > row_numel ? C::bucket / row_numel : 1;
-  static constexpr int lanes_of_bucket = C::bucket > row_numel ? 32 : C::bucket / run;
+  static constexpr int lanes_of_bucket = C::bucket > row_numel ? 32 : C::bucket / run_numel;
   static constexpr int entries = tile_numel / C::bucket;  // an entry is a scale, and the zero point if there is one
   static constexpr int entry_nbytes = sizeof(typename C::Scale::Storage) * (C::scheme == minmax ? 2 : 1);
   static constexpr int scales_nbytes = entries * entry_nbytes < 4 ? 4 : entries * entry_nbytes;
   static constexpr int codes_nbytes = tile_numel / 8 * C::bits;
-  static constexpr int lane_entries = rows / rows_of_bucket;  // of a lane's own elements; they are neighbours
+  static constexpr int lane_entries = tile_rows / rows_of_bucket;  // of a lane's own elements; they are neighbours
   static constexpr int lane_words = lane_entries * entry_nbytes < 4 ? 1 : lane_entries * entry_nbytes / 4;
 
   // The first entry of the lane's own elements, and the entry whose scale the lane computes, and perhaps sends.
@@ -125,21 +126,21 @@ struct Layout {
 
 // The largest of each row's words over all lanes of a bucket. Lane l gets row l % 4.
 template <class C, class T, class What>
-__device__ __forceinline__ u32 largest_over_bucket(const u32 (&value)[rows]) {
+__device__ __forceinline__ u32 largest_over_bucket(const u32 (&value)[tile_rows]) {
   u32 v = largest_of_four_lanes<T, What>(value);
 #pragma unroll
-  for (int mask = 4; mask < Layout<C>::lanes_of_bucket; mask *= 2) v = largest_of_lanes<T, What>(v, v, mask);
+  for (int mask = 4; mask < WireLayout<C>::lanes_of_bucket; mask *= 2) v = largest_of_lanes<T, What>(v, v, mask);
 #pragma unroll
-  for (int mask = 1; mask < Layout<C>::rows_of_bucket; mask *= 2) v = largest_of_lanes<T, What>(v, v, mask);
+  for (int mask = 1; mask < WireLayout<C>::rows_of_bucket; mask *= 2) v = largest_of_lanes<T, What>(v, v, mask);
   return v;
 }
 
 // The largest value of the bucket whose scale this lane computes. `flip` changes the signs of the values before.
 template <class C, class What, class T>
 __device__ __forceinline__ float largest_of_bucket(const Tile<T>& t, u32 flip) {
-  u32 value[rows];
+  u32 value[tile_rows];
 #pragma unroll
-  for (int j = 0; j < rows; ++j) {
+  for (int j = 0; j < tile_rows; ++j) {
     value[j] = t.word[j][0] ^ flip;
 #pragma unroll
     for (int w = 1; w < Tile<T>::words; ++w) value[j] = What::template larger_of<T>(value[j], t.word[j][w] ^ flip);
@@ -167,30 +168,30 @@ struct Coded {
 template <class C, class T>
 __device__ __forceinline__ Coded<C> encode(Tile<T> t, u64 tile, const Noise& noise) {
   const typename C::Range mine = range_of_bucket<C>(t);
-  float inverse[rows], low[rows];
+  float inverse[tile_rows], low[tile_rows];
 #pragma unroll
-  for (int j = 0; j < rows; ++j) {
+  for (int j = 0; j < tile_rows; ++j) {
     inverse[j] = __shfl_sync(all_lanes, mine.inverse, j, 4);
     low[j] = C::scheme == minmax ? __shfl_sync(all_lanes, mine.low, j, 4) : 0;
   }
   if (__any_sync(all_lanes, mine.inverse == 0)) {  // NaN and infinities must not reach the words of other rows
 #pragma unroll
-    for (int j = 0; j < rows; ++j)
+    for (int j = 0; j < tile_rows; ++j)
 #pragma unroll
       for (int w = 0; w < Tile<T>::words; ++w)
         if (inverse[j] == 0) t.word[j][w] = 0;
   }
   Coded<C> coded{{}, mine.scale, mine.zero};
 #pragma unroll
-  for (int j = 0; j < rows; ++j) {
-    float v[run];
+  for (int j = 0; j < tile_rows; ++j) {
+    float v[run_numel];
     t.unpack(j, v);
     if (C::scheme == minmax) {
 #pragma unroll
-      for (int e = 0; e < run; ++e) v[e] = __fsub_rn(v[e], low[j]);
+      for (int e = 0; e < run_numel; ++e) v[e] = __fsub_rn(v[e], low[j]);
     }
     u32 random[4];
-    if (C::rounding == stochastic) random_halves(noise, (tile * rows + j) * 32 + lane(), random);
+    if (C::rounding == stochastic) random_halves(noise, (tile * tile_rows + j) * 32 + lane(), random);
     C::Code::template encode<C::scheme, C::rounding>(v, inverse[j], random, j, coded.code);
   }
   return coded;
@@ -200,7 +201,7 @@ __device__ __forceinline__ Coded<C> encode(Tile<T> t, u64 tile, const Noise& noi
 template <class C>
 struct Received {
   u32 code[C::bits];
-  u32 entry[Layout<C>::lane_words];
+  u32 entry[WireLayout<C>::lane_words];
 
   __device__ __forceinline__ float number_at(int index) const {
     constexpr int in_word = 4 / sizeof(typename C::Scale::Storage);
@@ -209,9 +210,9 @@ struct Received {
   }
 
   // Row j, to `v`, or added to it.
-  __device__ __forceinline__ void decode(int j, float (&v)[run], bool add = false) const {
+  __device__ __forceinline__ void decode(int j, float (&v)[run_numel], bool add = false) const {
     constexpr int numbers = C::scheme == minmax ? 2 : 1;
-    const int index = j / Layout<C>::rows_of_bucket * numbers;
+    const int index = j / WireLayout<C>::rows_of_bucket * numbers;
     C::decode(code, j, number_at(index), C::scheme == minmax ? number_at(index + 1) : 0, v, add);
   }
 };
@@ -221,8 +222,8 @@ template <class C, class T>
 __device__ __forceinline__ void store_values(const Tensor<T>& y, u64 tile, const Received<C>& received) {
   const bool whole = is_whole(y, tile);
 #pragma unroll
-  for (int j = 0; j < rows; ++j) {
-    float v[run];
+  for (int j = 0; j < tile_rows; ++j) {
+    float v[run_numel];
     received.decode(j, v);
     store_row(y, tile, whole, j, v);
   }
@@ -231,7 +232,7 @@ __device__ __forceinline__ void store_values(const Tensor<T>& y, u64 tile, const
 // What a lane's own codes decode to. The lanes exchange their scales.
 template <class C>
 __device__ __forceinline__ Received<C> as_received(const Coded<C>& coded) {
-  using L = Layout<C>;
+  using L = WireLayout<C>;
   constexpr int numbers = C::scheme == minmax ? 2 : 1, in_word = 4 / sizeof(typename C::Scale::Storage);
   Received<C> received;
 #pragma unroll
@@ -251,12 +252,12 @@ __device__ __forceinline__ void store_error(const Tensor<T>& x, u64 tile, const 
   const Received<C> received = as_received(coded);
   const bool whole = is_whole(x, tile);
 #pragma unroll
-  for (int j = 0; j < rows; ++j) {
-    float v[run], decoded[run];
+  for (int j = 0; j < tile_rows; ++j) {
+    float v[run_numel], decoded[run_numel];
     t.unpack(j, v);
     received.decode(j, decoded);
 #pragma unroll
-    for (int e = 0; e < run; ++e) v[e] = decoded[e] == decoded[e] ? __fsub_rn(v[e], decoded[e]) : 0;
+    for (int e = 0; e < run_numel; ++e) v[e] = decoded[e] == decoded[e] ? __fsub_rn(v[e], decoded[e]) : 0;
     store_row(x, tile, whole, j, v);
   }
 }
@@ -269,23 +270,24 @@ struct Wire {
   char* base;
   u32 tiles;
 
-  __device__ __forceinline__ char* codes(u32 tile) const { return base + u64(tile) * Layout<C>::codes_nbytes; }
+  __device__ __forceinline__ char* codes(u32 tile) const { return base + u64(tile) * WireLayout<C>::codes_nbytes; }
   __device__ __forceinline__ char* scales(u32 tile) const {
-    return base + u64(tiles) * Layout<C>::codes_nbytes + u64(tile) * Layout<C>::scales_nbytes;
+    return base + u64(tiles) * WireLayout<C>::codes_nbytes + u64(tile) * WireLayout<C>::scales_nbytes;
   }
 };
 
 // Calls `visit(address, words)` for every piece that this lane receives of a tile.
 template <class C, class Visit>
 __device__ __forceinline__ void visit_received(const Wire<C>& wire, u32 tile, Received<C>& received, Visit visit) {
+  using L = WireLayout<C>;
   visit_pieces(wire.codes(tile), 128, lane(), received.code, visit);
-  visit_pieces(wire.scales(tile) + Layout<C>::first_entry() * Layout<C>::entry_nbytes, 4, 0, received.entry, visit);
+  visit_pieces(wire.scales(tile) + L::first_entry() * L::entry_nbytes, 4, 0, received.entry, visit);
 }
 
 // The same for every piece that this lane sends of a tile: its codes, and from some lanes scales.
 template <class C, class Visit>
 __device__ __forceinline__ void visit_coded(const Wire<C>& wire, u32 tile, const Coded<C>& coded, Visit visit) {
-  using L = Layout<C>;
+  using L = WireLayout<C>;
   visit_pieces(wire.codes(tile), 128, lane(), coded.code, visit);
   char* const at = wire.scales(tile) + L::entry() * L::entry_nbytes;
   if constexpr (L::entry_nbytes == 8) {

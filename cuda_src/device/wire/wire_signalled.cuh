@@ -1,4 +1,4 @@
-// Encoded tiles in slots that flags announce, written and read with ordinary accesses, which (2) orders.
+// Encoded tiles in slots that flags announce, written and read with plain accesses, which (2) orders; (20) holds.
 #pragma once
 #include "device/wire/wire_sum.cuh"
 
@@ -28,6 +28,6 @@ struct FromSlots {
 };
 
 template <class C, int N, class SlotOf>
-__device__ __forceinline__ void sum_of_slots(SlotOf slot_of, u32 j, float (&total)[rows][run]) {
+__device__ __forceinline__ void sum_of_slots(SlotOf slot_of, u32 j, float (&total)[tile_rows][run_numel]) {
   sum_of_parts<C, N>(FromSlots<C, SlotOf>{slot_of, j}, total);
 }

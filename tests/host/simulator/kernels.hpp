@@ -28,3 +28,23 @@ void with_tuple(Arguments a) {
   }
   kernel(all);
 }
+
+// A kernel that takes NormArguments, as one of the table. A call gives it residual, weight, sums, and its scale or scales
+// as the tensors of an epilogue, and eps and the weight's offset as numbers of it.
+template <auto kernel, bool takes_scale>
+void with_norm(Arguments a) {
+  NormArguments all{};
+  static_cast<Arguments&>(all) = a;
+  const auto written = [&](int i) { return const_cast<void*>(a.epilogue.tensor[i]); };
+  all.residual = a.epilogue.tensor[0];
+  all.weight = a.epilogue.tensor[1];
+  all.summed = written(2);
+  all.scale = takes_scale ? static_cast<const float*>(a.epilogue.tensor[3]) : nullptr;
+  all.scales = takes_scale ? nullptr : static_cast<float*>(written(3));
+  all.columns = a.epilogue.columns;
+  all.skipped = a.epilogue.skipped;
+  all.eps = a.epilogue.scalar[0];
+  all.weight_offset = a.epilogue.scalar[1];
+  all.epilogue = {};
+  kernel(all);
+}

@@ -4,7 +4,7 @@
 
 inline u64 up_to_8(u64 n) { return (n + 7) / 8 * 8; }
 
-template <class T, int N, class Tile, Layout W, class Expression = Identity>
+template <class T, int N, class Tile, OperandLayout W, class Expression = Identity>
 void one_allgather_matmul(Arguments a) {
   const u64* const sizes = static_cast<const u64*>(simulator::launched().given);
   const u64 m = sizes[0], n = sizes[1], k = sizes[2], own = a.count[a.rank];

@@ -3,7 +3,7 @@
 
 inline u64 up_to_8(u64 n) { return (n + 7) / 8 * 8; }
 
-template <class Tile, Layout W, class Kernel>
+template <class Tile, OperandLayout W, class Kernel>
 void one_matmul_skinny(Kernel kernel, const Arguments& a) {
   const u64* const sizes = static_cast<const u64*>(simulator::launched().given);
   const u64 m = sizes[0], n = sizes[1], k = sizes[2];

@@ -5,7 +5,7 @@
 inline u64 up_to_8(u64 n) { return (n + 7) / 8 * 8; }
 
 // Runs `kernel`, which writes its rank's rows to the output's from `first_row` on.
-template <class Tile, Layout W, class Kernel>
+template <class Tile, OperandLayout W, class Kernel>
 void one_matmul_tiles(Kernel kernel, Arguments& a, u64 first_row) {
   a.epilogue.first_row = first_row;
   const u64* const sizes = static_cast<const u64*>(simulator::launched().given);
