@@ -16,7 +16,7 @@ from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, extent, 
 
 SHARED_OR_CPU_RANKS = 2
 # Ranks that share a GPU wait for each other's time slices, so that each call takes the GPU milliseconds.
-CALLS, BURSTS = {APART: 64, SHARED: 16, CPU: 1}, {APART: 60, SHARED: 40, CPU: 5}
+CALLS, BURSTS = {APART: 64, SHARED: 16, CPU: 1}, {APART: 60, SHARED: 25, CPU: 5}
 SHORT = {"fused_matmul_": "matmul + ", "fused_allgather_": "allgather + ", "_residual_rmsnorm": " + norm"}
 
 
