@@ -18,7 +18,7 @@ from graphar.ranks.groups import device_of_process, process_group
 from graphar.ranks.processes import host
 from graphar.ranks.rendezvous import meet
 from graphar.runtime import launcher
-from graphar.runtime.availability import missing_software
+from graphar.runtime.availability import may_share_gpu, missing_software
 from graphar.runtime.registry import DEFAULT_TIMEOUT_S
 from graphar.runtime.user_tables import find_table
 
@@ -29,7 +29,7 @@ class Place:
 
     host: str  # an identifier of its host
     gpu: str  # the UUID of its GPU; an empty string without one
-    reaches: list[str]  # the UUIDs of the GPUs on its host to which its GPU has peer access
+    reaches: list[str]  # the UUIDs of the GPUs that its GPU has peer access to, and its own if ranks may share it
     problem: str  # why the rank cannot use kernels, or an empty string
     sms: int = 0  # the streaming multiprocessors of its GPU; 0 without one
     arch: str = ""  # the architecture of its GPU, as in plan.policy.Chip; an empty string without one
@@ -124,7 +124,8 @@ def _find_place(group: dist.ProcessGroup) -> Place:
     if device.type != "cuda":
         return Place(host(), "", [], "this process uses no GPU")
     own, gpus = device.index, [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    peers = [i for i in range(len(gpus)) if i != own and torch.cuda.can_device_access_peer(own, i)]
+    peers = [own] if may_share_gpu() else []  # torch denies a GPU peer access to itself
+    peers += [i for i in range(len(gpus)) if i != own and torch.cuda.can_device_access_peer(own, i)]
     reaches = [str(gpus[i].uuid) for i in peers]
     problem = missing_software()
     arch = "" if problem else launcher.architecture(own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from graphar.runtime.driver import check
 from graphar.runtime.requirements import install
 
 DRIVER_CUDA, DRIVER = 13, 580  # the oldest driver that serves: its CUDA version, and its own version
+_SHARE_SWITCH = "GRAPHAR_TEST_SHARE_GPU"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,15 @@ def is_available() -> Availability:
             if i != j and not torch.cuda.can_device_access_peer(i, j):
                 return Availability(False, no_peer_access(i, j))
     return Availability(True, f"{count} GPUs with peer access between all pairs")
+
+
+def may_share_gpu() -> bool:
+    """Whether ranks in processes may use one GPU: for tests, if the environment has GRAPHAR_TEST_SHARE_GPU=1.
+
+    A GPU runs the kernels of its processes in turn, in time slices. A kernel that waits for another rank's kernel waits
+    for that one's slice, so such ranks are slow, and their times say nothing about links.
+    """
+    return os.environ.get(_SHARE_SWITCH) == "1"
 
 
 def no_peer_access(device: int, peer: int) -> str:

@@ -13,7 +13,7 @@ import json
 from graphar.errors import DriverError, GrapharError, UnsupportedError
 from graphar.ranks.processes import host
 from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
-from graphar.runtime.availability import no_peer_access
+from graphar.runtime.availability import may_share_gpu, no_peer_access
 from graphar.runtime.driver import call, check, driver, on_device, primary_context
 
 
@@ -51,19 +51,16 @@ class ProcessMemory:
 
         Raises:
             UnsupportedError: on every rank, if the ranks are on several hosts or a pair has no peer access.
-            ValueError: on every rank, if two ranks use one GPU.
+            ValueError: on every rank, if two ranks use one GPU, unless all ranks may share GPUs (for tests).
         """
-        mine = {"host": host(), "gpu": _gpu(self._device)}
+        mine = {"host": host(), "gpu": _gpu(self._device), "may_share": may_share_gpu()}
         everyone = [json.loads(word) for word in self._rendezvous.exchange("set-up", json.dumps(mine).encode())]
         hosts = {one["host"] for one in everyone}
         if len(hosts) > 1:
             raise UnsupportedError(f"the ranks are on {len(hosts)} hosts")
         gpus = [one["gpu"] for one in everyone]
-        for rank, gpu in enumerate(gpus):
-            if gpu in gpus[:rank]:
-                raise ValueError(
-                    f"ranks {gpus.index(gpu)} and {rank} both use GPU {gpu}; call torch.cuda.set_device(local_rank)"
-                )
+        if not all(one["may_share"] for one in everyone):
+            _check_distinct(gpus)
         self._rendezvous.agree_on_none("peer access", _unreachable(self._device, gpus))
 
     def allocate(self, nbytes: int) -> SharedBuffer:
@@ -146,6 +143,14 @@ def _allocate_shareable(nbytes: int, owned: list[int]) -> bytes:
 
 def _gpu(index: int) -> str:
     return bytes(call(driver.cuDeviceGetUuid, call(driver.cuDeviceGet, index)).bytes).hex()
+
+
+def _check_distinct(gpus: list[str]) -> None:
+    for rank, gpu in enumerate(gpus):
+        if gpu in gpus[:rank]:
+            raise ValueError(
+                f"ranks {gpus.index(gpu)} and {rank} both use GPU {gpu}; call torch.cuda.set_device(local_rank)"
+            )
 
 
 def _unreachable(device: int, gpus: list[str]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import graphar
+from graphar.graph import places
 from graphar.ops import allgather, allreduce, reducescatter
 from graphar.plan.scratch import MAX_RANKS
 from tests.graph.graphs import RANKS, Drawing, given, rewritten
@@ -192,6 +194,18 @@ def test_what_graphar_does_not_serve_stays_and_the_report_says_why(make_pass, dr
 
     assert drawing.calls() == before
     assert [entry.why_left for entry in compile_pass.report.entries] == [why]
+
+
+@pytest.mark.parametrize(("may_share", "reaches"), [(False, []), (True, ["7"])])
+def test_a_gpu_reaches_itself_only_if_ranks_may_share_it(monkeypatch, may_share, reaches):
+    gpu = SimpleNamespace(uuid="7", multi_processor_count=132)
+    monkeypatch.setattr(places, "device_of_process", lambda group: torch.device("cuda", 0))
+    monkeypatch.setattr(places, "missing_software", lambda: "no NVRTC")
+    monkeypatch.setattr(places, "may_share_gpu", lambda: may_share)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+
+    assert places._find_place(None).reaches == reaches
 
 
 def test_as_many_ranks_as_kernels_serve_are_served(make_pass):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from graphar.numerics.codecs import codec
 from perf.harness.cases import Case, make_row
 from perf.harness.links import Reading, utilisation
+from perf.host_calls import SHARED, HostRow
 from perf.models.generation import CallRow, GenerationRow
 from perf.models.sequence import SequenceRow
 from perf.timeline import Event, Lane, Mean, Timeline
@@ -15,6 +16,7 @@ from perf.topics.compile import Compile, Compiled
 from perf.topics.fsdp import Fsdp, FsdpRow
 from perf.topics.fused import Fused, FusedRow
 from perf.topics.gathered import Gathered, GatheredRow
+from perf.topics.host import Host
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.model import Model, ModelRow
 from perf.topics.norms import NormRow, Norms
@@ -77,6 +79,12 @@ def fsdp_row(method, step_ms, **more):
     return replace(found, **more)
 
 
+def host_row(op, time_us, ratio, option="", limit=1.5, outputs=1, wrong=0, **more):
+    """A row between 2 ranks that share a GPU."""
+    time_us = spread(time_us, "p90")
+    return replace(HostRow("graphar", op, option, outputs, SHARED, 2, time_us, ratio, limit, 4, wrong), **more)
+
+
 def sequence_row(method, time_us, gradient_error=0.02, wrong=0):
     phase = "prefill" if gradient_error is None else "training"
     return SequenceRow(method, "llama-3-70b", 4, 4, phase, 8192, spread(time_us), 0.01, gradient_error, wrong)
@@ -136,5 +144,6 @@ REPORTS = [
         skipped=["vit: no torchvision"],
     ),
     Fsdp([fsdp_row("nccl", 400.0), fsdp_row("graphar", 390.0), fsdp_row("graphar lossless", 380.0)]),
+    Host([host_row("allreduce", 12.0, 1.0), host_row("allgather", 15.0, 1.25, "sizes=")], skipped=["nccl: refused"]),
     Compile("13.0", 1.5, [Compiled("all/one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)]),
 ]

@@ -1,0 +1,467 @@
+"""Measures on a rank the host time of eager calls of every public op, and counts their Python calls.
+
+A burst of calls is enqueued without a wait and timed on the host. All calls take turns, burst by burst, so that changes
+of the clock affect all of them. Ranks have a GPU each, share one GPU, or run on the CPU.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphar
+from graphar import reference
+from perf.harness import ranks as ranks_of
+from perf.harness.ranks import ProcessRanks, agreed
+from perf.harness.timing import WARM_UP, deciles, time_in_turn
+from perf.python_calls import count_calls_to_launch, observe_launches
+from perf.report import Deciles, Timing
+
+APART, SHARED, CPU = "a GPU each", "one GPU shared", "CPU"  # where ranks run
+SHARE_SWITCH = "GRAPHAR_TEST_SHARE_GPU"
+OWN = "graphar"
+
+ROWS, COLUMNS = 8, 128  # of tensors that are summed or gathered: 2 KB of bf16
+FEATURES = 1024  # N and K of matmuls: a row of a product is 2 KB
+SUM_LIMIT, MATMUL_LIMIT = 1.5, 2.0  # the most host time of a call / that of a plain all-reduce with as many results
+UNTIMED = 2  # calls at the beginning of each burst: the first ones find cold caches
+COUNTED = 3  # calls whose Python calls are counted; the fewest are reported, since some calls renew a cache
+PLAIN, GROUP = "", "group="
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """What is measured, and where.
+
+    Attributes:
+        place: APART, SHARED or CPU.
+        calls: the timed calls of a burst.
+        bursts: of each method.
+        python_calls: the counts of :func:`count_rank`, by op and option.
+    """
+
+    place: str
+    world_size: int
+    calls: int
+    bursts: int
+    python_calls: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HostRow(Timing):
+    """The measured and verified host time of one op with some of its options.
+
+    Attributes:
+        method: OWN, "torch", or a backend of torch.distributed.
+        option: the options; empty for none.
+        outputs: the number of tensors that the call returns.
+        place: where the ranks run, as in :class:`HostPlan`.
+        time_us: the host time of one call: median, p10 and p90 over the bursts. Each burst has the time of the slowest
+            rank.
+        of_allreduce: the median / that of a plain all-reduce with as many outputs; None for other methods.
+        limit: the most that ``of_allreduce`` may be on GPUs; None if there is no limit.
+        python_calls: the Python functions from the public op to the last launch; None if no launch was seen.
+        wrong: the number of elements that differ from what the call promises, summed over all ranks.
+    """
+
+    method: str
+    op: str
+    option: str
+    outputs: int
+    place: str
+    world_size: int
+    time_us: Deciles
+    of_allreduce: float | None
+    limit: float | None
+    python_calls: int | None
+    wrong: int
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return self.op, self.option or "plain", self.place
+
+    @property
+    def is_own(self) -> bool:
+        return self.method == OWN
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether the call takes more host time than its limit allows."""
+        return self.limit is not None and self.of_allreduce is not None and self.of_allreduce > self.limit
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trial:
+    """One op with some of its options, called on this rank's tensors.
+
+    Attributes:
+        call: a functools.partial of the op.
+        expected: what this rank must get. Further results are not compared: they are uninitialised.
+        limit: as in :class:`HostRow`.
+        prepare: restores tensors that calls change.
+        in_place: the tensor that the call changes, if it returns no result.
+    """
+
+    method: str
+    op: str
+    option: str
+    call: Callable[[], object]
+    expected: Sequence[Tensor]
+    limit: float | None = None
+    prepare: Callable[[], object] = lambda: None
+    in_place: Tensor | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.op, self.option
+
+    def results(self) -> tuple[Tensor, ...]:
+        """Restores the tensors, makes one call, and returns its results."""
+        self.prepare()
+        found = self.call()
+        if self.in_place is not None:
+            found = self.in_place
+        return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+    def burst_us(self, calls: int) -> float:
+        """Makes a burst of calls. Returns the host time of one call in microseconds."""
+        call = self.call
+        for _ in range(UNTIMED):
+            call()
+        begin_ns = time.perf_counter_ns()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter_ns() - begin_ns) / calls / 1e3
+
+    def count_wrong(self, ranks: ProcessRanks) -> int:
+        """Makes one call. Returns how many elements of this rank's results are wrong. Collective."""
+        found = self.results()
+        ranks.barrier()
+        return sum(differing(y, right) for y, right in zip(found, self.expected, strict=False))
+
+
+def differing(found: Tensor, expected: Tensor) -> int:
+    """Returns the number of elements whose bits differ; all of them if shape or dtype differ."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return max(1, expected.numel())
+    one, other = (x.cpu().reshape(-1, 1).view(torch.uint8) for x in (found, expected))
+    return int((one != other).any(-1).sum())
+
+
+def whole_numbers(seed: int, shape: tuple[int, ...], largest: int) -> Tensor:
+    """Returns random whole numbers in bf16. Products of small ones are exact, so no order of additions matters."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-largest, largest + 1, shape, generator=generator).to(torch.bfloat16)
+
+
+class Operands:
+    """Every rank's tensors on the CPU, for ``graphar.reference``, and this rank's on its device."""
+
+    def __init__(self, ranks: ProcessRanks) -> None:
+        size, self.rank, self.device = ranks.size, ranks.rank, ranks.device
+        self.size = size
+        self.xs = [whole_numbers(rank, (ROWS, COLUMNS), 8) for rank in range(size)]
+        self.scales = [torch.rand(ROWS, 1, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+        self.residual, self.weight = whole_numbers(50, (ROWS, COLUMNS), 8), whole_numbers(51, (COLUMNS,), 8)
+        self.bias = whole_numbers(52, (COLUMNS,), 8)
+        self.one_row = [whole_numbers(100 + rank, (1, FEATURES), 1) for rank in range(size)]
+        self.row_each = [whole_numbers(200 + rank, (size, FEATURES), 1) for rank in range(size)]
+        self.w = [whole_numbers(300 + rank, (FEATURES, FEATURES), 1) for rank in range(size)]
+        self.features_bias = whole_numbers(400, (FEATURES,), 8)
+        self.features_weight = whole_numbers(401, (FEATURES,), 8)
+        self.features_residual = whole_numbers(402, (size, FEATURES), 8)
+        self.group = dist.new_group(list(range(size)))
+
+    def own(self, of_ranks: Sequence[Tensor]) -> Tensor:
+        """Returns this rank's tensor on its device."""
+        return self.here(of_ranks[self.rank])
+
+    def here(self, x: Tensor) -> Tensor:
+        return x.to(self.device)
+
+    def rows(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Returns each rank's part of the rows."""
+        return x.tensor_split(self.size)
+
+
+def negated(v: Tensor) -> Tensor:
+    """Returns an epilogue's values. It is traced."""
+    return torch.relu(-v)
+
+
+def sum_and_1(x: Tensor) -> tuple[Tensor, ...]:
+    return graphar.allreduce(x), torch.empty_like(x)
+
+
+def sum_and_2(x: Tensor) -> tuple[Tensor, ...]:
+    return graphar.allreduce(x), torch.empty_like(x), torch.empty_like(x)
+
+
+# Plain all-reduces by the number of results, as options of "allreduce"
+BASELINES = {1: PLAIN, 2: "and 1 torch.empty_like", 3: "and 2 torch.empty_like"}
+
+
+def own_trials(given: Operands) -> Iterator[Trial]:
+    """Yields the calls of graphar's ops."""
+    for make in (allreduces, reducescatters, allgathers, norms, matmul_sums, gathered_matmuls):
+        yield from make(given)
+
+
+def allreduces(given: Operands) -> Iterator[Trial]:
+    x, total = given.own(given.xs), [reference.allreduce(given.xs)]
+    trial = partial(Trial, OWN, "allreduce", limit=SUM_LIMIT)
+    call, residual = partial(graphar.allreduce, x), torch.zeros_like(x)
+    named = "one_shot_push" if x.is_cuda else "fallback"
+    added = partial(graphar.Epilogue, "relu(v + bias[col])")
+    rounded = [reference.quantized_allreduce(given.xs, "int8")]
+    yield trial(PLAIN, call, total)
+    for outputs, make in ((2, sum_and_1), (3, sum_and_2)):
+        yield replace(trial(BASELINES[outputs], partial(make, x), total), limit=None)
+    yield trial("out=", partial(call, out=torch.empty_like(x)), total)
+    yield trial(GROUP, partial(call, given.group), total)
+    yield trial("algorithm=", partial(call, algorithm=named), total)
+    yield trial("codec=", partial(call, codec="int8"), rounded)
+    yield trial("codec=, residual=", partial(call, codec="int8", residual=residual), rounded, prepare=residual.zero_)
+    yield trial(
+        "epilogue=, an expression with a tensor",
+        partial(call, epilogue=added(bias=given.here(given.bias))),
+        [reference.allreduce(given.xs, added(bias=given.bias))],
+    )
+    yield trial("epilogue=, a function", partial(call, epilogue=negated), [reference.allreduce(given.xs, negated)])
+    yield trial("prefetch=", partial(call, prefetch=given.own(given.w)), total)
+
+
+def reducescatters(given: Operands) -> Iterator[Trial]:
+    x, rank = given.own(given.xs), given.rank
+    trial = partial(Trial, OWN, "reducescatter", limit=SUM_LIMIT)
+    call, residual = partial(graphar.reducescatter, x), torch.zeros_like(x)
+    total = [reference.reducescatter(given.xs)[rank]]
+    rounded = [reference.quantized_reducescatter(given.xs, "int8")[rank]]
+    added = partial(graphar.Epilogue, "relu(v + bias[col])")
+    yield trial(PLAIN, call, total)
+    yield trial(GROUP, partial(call, given.group), total)
+    yield trial("codec=", partial(call, codec="int8"), rounded)
+    yield trial("codec=, residual=", partial(call, codec="int8", residual=residual), rounded, prepare=residual.zero_)
+    yield trial(
+        "epilogue=, an expression with a tensor",
+        partial(call, epilogue=added(bias=given.here(given.bias))),
+        [reference.reducescatter(given.xs, epilogue=added(bias=given.bias))[rank]],
+    )
+
+
+def allgathers(given: Operands) -> Iterator[Trial]:
+    x, scales = given.own(given.xs), given.own(given.scales)
+    trial, every = partial(Trial, OWN, "allgather", limit=SUM_LIMIT), [reference.allgather(given.xs)]
+    both = [*every, reference.allgather(given.scales)]
+    yield trial(PLAIN, partial(graphar.allgather, x), every)
+    yield trial(GROUP, partial(graphar.allgather, x, given.group), every)
+    yield trial("sizes=", partial(graphar.allgather, x, sizes=[ROWS] * given.size), every)
+    yield trial("a tuple of 2", partial(graphar.allgather, (x, scales)), both)
+    yield trial("a tuple of 2, sizes=", partial(graphar.allgather, (x, scales), sizes=[ROWS] * given.size), both)
+
+
+def norms(given: Operands) -> Iterator[Trial]:
+    """Yields the all-reduce and the reduce-scatter with residual and RMSNorm."""
+    x, residual, weight = given.own(given.xs), given.here(given.residual), given.here(given.weight)
+    trial = partial(Trial, OWN, "allreduce_residual_rmsnorm", limit=SUM_LIMIT)
+    call = partial(graphar.allreduce_residual_rmsnorm, x, residual, weight)
+    promised = partial(reference.allreduce_residual_rmsnorm, given.xs, given.residual, given.weight)
+    yield trial(PLAIN, call, promised())
+    yield trial(GROUP, partial(call, group=given.group), promised())
+    yield trial("FP8", partial(call, out_dtype=FP8), promised(out_dtype=FP8))
+    scale = torch.tensor([0.25])
+    yield trial(
+        "FP8, scale=",
+        partial(call, out_dtype=FP8, scale=given.here(scale)),
+        promised(out_dtype=FP8, scale=scale),
+    )
+
+    parts = given.rows(given.residual)
+    trial = partial(Trial, OWN, "reducescatter_residual_rmsnorm", limit=SUM_LIMIT)
+    call = partial(graphar.reducescatter_residual_rmsnorm, x, given.own(parts), weight)
+    promised = partial(reference.reducescatter_residual_rmsnorm, given.xs, parts, given.weight)
+    yield trial(PLAIN, call, promised()[given.rank])
+    yield trial("FP8", partial(call, out_dtype=FP8), promised(out_dtype=FP8)[given.rank])
+
+
+def matmul_sums(given: Operands) -> Iterator[Trial]:
+    """Yields matmuls with an all-reduce of one row, and with a reduce-scatter of one row for each rank."""
+    w, weight = given.own(given.w), given.here(given.features_weight)
+    bias, added = given.features_bias, partial(graphar.Epilogue, "relu(v * scale[col])")
+    followed = {"epilogue": added(scale=given.here(bias))}
+    one, each = given.own(given.one_row), given.own(given.row_each)
+
+    trial = partial(Trial, OWN, "fused_matmul_allreduce", limit=MATMUL_LIMIT)
+    call = partial(graphar.fused_matmul_allreduce, one, w)
+    promised = partial(reference.fused_matmul_allreduce, given.one_row, given.w)
+    out = torch.empty(1, FEATURES, dtype=one.dtype, device=one.device)
+    yield trial(PLAIN, call, [promised()])
+    yield trial("out=", partial(call, out=out), [promised()])
+    yield trial(GROUP, partial(call, group=given.group), [promised()])
+    yield trial("bias=", partial(call, bias=given.here(bias)), [promised(bias)])
+    yield trial("epilogue=", partial(call, **followed), [promised(epilogue=added(scale=bias))])
+    yield trial("codec=", partial(call, codec="int8"), [promised(codec="int8")])
+
+    trial = partial(Trial, OWN, "fused_matmul_reducescatter", limit=MATMUL_LIMIT)
+    call = partial(graphar.fused_matmul_reducescatter, each, w)
+    scattered = partial(reference.fused_matmul_reducescatter, given.row_each, given.w)
+    of_ranks = [bias] * given.size
+    yield trial(PLAIN, call, [scattered()[given.rank]])
+    yield trial("bias=", partial(call, bias=given.here(bias)), [scattered(bias)[given.rank]])
+    yield trial("epilogue=", partial(call, **followed), [scattered(epilogue=added(scale=of_ranks))[given.rank]])
+    yield trial("codec=", partial(call, codec="int8"), [scattered(codec="int8")[given.rank]])
+
+    first, parts = given.features_residual[:1], given.rows(given.features_residual)
+    yield Trial(
+        OWN,
+        "fused_matmul_allreduce_residual_rmsnorm",
+        PLAIN,
+        partial(graphar.fused_matmul_allreduce_residual_rmsnorm, one, w, given.here(first), weight),
+        reference.fused_matmul_allreduce_residual_rmsnorm(given.one_row, given.w, first, given.features_weight),
+        MATMUL_LIMIT,
+    )
+    yield Trial(
+        OWN,
+        "fused_matmul_reducescatter_residual_rmsnorm",
+        PLAIN,
+        partial(graphar.fused_matmul_reducescatter_residual_rmsnorm, each, w, given.own(parts), weight),
+        reference.fused_matmul_reducescatter_residual_rmsnorm(given.row_each, given.w, parts, given.features_weight)[
+            given.rank
+        ],
+        MATMUL_LIMIT,
+    )
+
+
+def gathered_matmuls(given: Operands) -> Iterator[Trial]:
+    """Yields matmuls of the gathered rows, one of each rank."""
+    rows, w, bias = given.own(given.one_row), given.own(given.w), given.features_bias
+    trial = partial(Trial, OWN, "fused_allgather_matmul", limit=MATMUL_LIMIT)
+    call = partial(graphar.fused_allgather_matmul, rows, w)
+    promised = partial(reference.fused_allgather_matmul, given.one_row, given.w[given.rank])
+    followed = partial(graphar.Epilogue, "relu(v * scale[col])")
+    yield trial(PLAIN, call, [promised()])
+    yield trial("gathered=True", partial(call, gathered=True), [promised(), reference.allgather(given.one_row)])
+    yield trial("bias=", partial(call, bias=given.here(bias)), [promised(bias)])
+    yield trial(
+        "epilogue=",
+        partial(call, epilogue=followed(scale=given.here(bias))),
+        [promised(epilogue=followed(scale=bias))],
+    )
+
+
+def peer_trials(given: Operands, ranks: ProcessRanks) -> tuple[list[Trial], list[str]]:
+    """Returns torch's addition and its all-reduces, and why some are missing. Collective."""
+    x, total = given.own(given.xs), [reference.allreduce(given.xs)]
+    trials, skipped = [Trial("torch", "x + x", PLAIN, partial(operator.add, x, x), [x + x])], []
+    known = dist.get_backend()
+    for backend in dict.fromkeys((known, "gloo")):
+        if backend == known:
+            group, reason = dist.group.WORLD, ""
+        else:
+            group, reason = agreed(ranks, partial(dist.new_group, list(range(ranks.size)), backend=backend))
+        mine = x.clone()
+        call = partial(dist.all_reduce, mine, group=group)
+        _, refused = (None, reason) if reason else agreed(ranks, call)
+        if refused:
+            skipped.append(f"{backend}'s all_reduce: {refused}")
+        else:
+            restore = partial(mine.copy_, x)
+            trials.append(Trial(backend, "all_reduce", PLAIN, call, total, prepare=restore, in_place=mine))
+    return trials, skipped
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+
+def join(plan: HostPlan, rank: int, port: int) -> ProcessRanks:
+    """Joins the process group and returns the ranks. Ranks that share a GPU need gloo: NCCL refuses them."""
+    if plan.place != SHARED:
+        return ranks_of.join(rank, plan.world_size, "cuda" if plan.place == APART else "cpu", port)
+    os.environ[SHARE_SWITCH] = "1"
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    store = dist.TCPStore(ranks_of.HOST, port, is_master=False)
+    world = {"store": store, "rank": rank, "world_size": plan.world_size, "timeout": ranks_of.TIMEOUT}
+    dist.init_process_group("gloo", **world)
+    return ProcessRanks(device, store)
+
+
+def count_rank(plan: HostPlan, rank: int, port: int) -> Iterator[dict[tuple[str, str], int]]:
+    """Yields the number of Python calls by op and option. Calls without a limit, or without a launch, are left out.
+
+    It needs processes of its own: in these, launches take longer.
+    """
+    observe_launches()
+    ranks, found = join(plan, rank, port), {}
+    for trial in own_trials(Operands(ranks)):
+        if trial.limit is None:
+            continue
+        warm_up(trial, ranks)
+        counts = []
+        for _ in range(COUNTED):
+            ranks.barrier()
+            counts.append(count_calls_to_launch(trial.call))
+        if None not in counts:
+            found[trial.key] = min(counts)
+    ranks.barrier()
+    yield found
+
+
+def run_rank(plan: HostPlan, rank: int, port: int) -> Iterator[HostRow | str]:
+    """Yields one rank's rows. Every result is verified before and after the measurement."""
+    ranks = join(plan, rank, port)
+    given = Operands(ranks)
+    peers, skipped = peer_trials(given, ranks)
+    yield from skipped
+    trials = [*peers, *own_trials(given)]
+    outputs = [warm_up(trial, ranks) for trial in trials]
+    ranks.warm_up()
+    before = [trial.count_wrong(ranks) for trial in trials]
+    bursts = [partial(trial.burst_us, plan.calls) for trial in trials]
+    prepare = [trial.prepare for trial in trials]
+    times = time_in_turn(bursts, plan.bursts, lambda burst: ranks.time_us(burst, "host_loop"), prepare)
+    after = [trial.count_wrong(ranks) for trial in trials]
+    wrong = ranks.total([max(counts) for counts in zip(before, after, strict=True)])
+    spreads = [deciles(times) for times in ranks.slowest(times)]
+    yield from rows_of(plan, list(zip(trials, outputs, spreads, wrong, strict=True)))
+    ranks.barrier()
+
+
+def warm_up(trial: Trial, ranks: ProcessRanks) -> int:
+    """Makes a few calls. Returns the number of their results. Collective."""
+    for _ in range(WARM_UP):
+        found = trial.results()
+    ranks.barrier()
+    return len(found)
+
+
+def rows_of(plan: HostPlan, measured: Sequence[tuple[Trial, int, Deciles, int]]) -> Iterator[HostRow]:
+    """Yields the rows. ``measured`` has trials with their number of results, times and wrong elements."""
+    own = {trial.key: time_us["median"] for trial, _, time_us, _ in measured if trial.method == OWN}
+    for trial, outputs, time_us, wrong in measured:
+        is_own, plain = trial.method == OWN, own["allreduce", BASELINES[outputs]]
+        yield HostRow(
+            method=trial.method,
+            op=trial.op,
+            option=trial.option,
+            outputs=outputs,
+            place=plan.place,
+            world_size=plan.world_size,
+            time_us=time_us,
+            of_allreduce=time_us["median"] / plain if is_own else None,
+            limit=trial.limit,
+            python_calls=plan.python_calls.get(trial.key) if is_own else None,
+            wrong=wrong,
+        )

@@ -1,0 +1,141 @@
+"""`python -m perf host`: times eager calls of every public op on the host, and counts their Python calls."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar
+
+from perf.charts import Axis, Mark, Rows
+from perf.harness import ranks as ranks_of
+from perf.host_calls import APART, BASELINES, CPU, OWN, PLAIN, SHARED, HostPlan, HostRow, count_rank, run_rank
+from perf.machine import check_world_sizes
+from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, extent, number, ratio_cell, table, time_cell
+
+SHARED_OR_CPU_RANKS = 2
+# Ranks that share a GPU wait for each other's time slices, so that each call takes the GPU milliseconds.
+CALLS, BURSTS = {APART: 64, SHARED: 16, CPU: 1}, {APART: 60, SHARED: 25, CPU: 5}
+SHORT = {"fused_matmul_": "matmul + ", "fused_allgather_": "allgather + ", "_residual_rmsnorm": " + norm"}
+
+
+@dataclass
+class Host(Report):
+    rows: list[HostRow] = field(default_factory=list)
+
+    name: ClassVar[str] = "host"
+    title: ClassVar[str] = "Host time of eager calls"
+    order: ClassVar[int] = 12
+    help: ClassVar[str] = "time eager calls of every public op on the host"
+    arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--bursts 15", quick_on_cpu="--bursts 3")
+    has_spread: ClassVar[bool] = True
+    notes: ClassVar[str] = """\
+- times: microseconds that one eager call takes on the host. Each burst of calls is enqueued without a wait, and the
+  host waits for the device between bursts. A time is the median over the bursts, and p10 and p90 are percentiles. Each
+  burst has the time of the slowest rank. All calls took turns, burst by burst.
+- sizes: 2 KB of bf16 for each rank. Matmuls multiply one row for each rank, or one row in all for an all-reduce, by a
+  weight of 1024 x 1024.
+- outputs: the number of tensors that a call returns.
+- of_allreduce: the time / the time of a plain all-reduce with as many outputs. Each output but the first costs this
+  all-reduce one `torch.empty_like`.
+- limit: the most that of_allreduce may be on GPUs: 1.5, and 2.0 for matmuls.
+- Python calls: the Python functions that run from the public op, which counts, to the last launch of a kernel in a
+  warm call. They were counted in other processes.
+- x + x: torch's addition. all_reduce: the in-place call of torch.distributed with that backend.
+
+A GPU that ranks share runs their kernels in turn, in time slices. The host does not wait for them, so host times are
+like those of a GPU each. On the CPU calls are not enqueued: their times hold the communication by gloo, and limits do
+not apply.
+
+Every result was compared with `graphar.reference` before and after the measurement, bit for bit, on all ranks. Data are
+whole numbers, so that every product is exact."""
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; else 2)")
+        parser.add_argument("--bursts", type=int, metavar="N", help="bursts of each call (default: by place)")
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> HostPlan:
+        world_size = options.world_size or (gpu_count if gpu_count >= 2 else SHARED_OR_CPU_RANKS)
+        check_world_sizes([world_size], gpu_count)
+        place = APART if gpu_count >= 2 else SHARED if gpu_count else CPU
+        return HostPlan(place, world_size, CALLS[place], options.bursts or BURSTS[place])
+
+    def measure(self, plan: HostPlan) -> Iterator[HostRow | str]:
+        if plan.place != CPU:  # on the CPU no kernel is launched
+            (found,) = ranks_of.run(plan.world_size, partial(count_rank, plan))
+            plan = replace(plan, python_calls=found)
+        yield from ranks_of.run(plan.world_size, partial(run_rank, plan))
+
+    def line(self, row: HostRow) -> str:
+        what = f"{row.method} {row.op} {row.option}".rstrip()
+        calls = "" if row.python_calls is None else f"{row.python_calls:>4} Python calls"
+        return (
+            f"{what:<70} {row.median:>9.2f} us {ratio_cell(row.of_allreduce):>6} {row.wrong:>4} wrong {calls}".rstrip()
+        )
+
+    # ---- the report --------------------------------------------------------------------------------------------------
+
+    def sections(self) -> list[Section]:
+        if not self.rows:
+            return []
+        first = self.rows[0]
+        title = f"{first.world_size} ranks, {first.place}"
+        return [Section(title, [host_table(self.rows)], [times(self.rows)])]
+
+    def findings(self) -> list[str]:
+        """Returns which calls exceed their limit. On the CPU there are no limits."""
+        limited = [row for row in self.rows if has_limit(row)]
+        if not limited:
+            return []
+        over = [f"{named(row)} ({row.of_allreduce:.2f})" for row in limited if row.exceeds]
+        return [f"{len(over)} of {len(limited)} calls exceed their limit{': ' if over else ''}{', '.join(over)}."]
+
+    def glance(self) -> Glance:
+        found = {named(row): row.of_allreduce for row in self.rows if row.limit is not None and not row.wrong}
+        words = "host time of an eager call / that of a plain all-reduce with as many outputs"
+        return Glance(words, figure=extent(found) if found else NOT_SERVED)
+
+
+def has_limit(row: HostRow) -> bool:
+    return row.limit is not None and row.place != CPU
+
+
+def named(row: HostRow) -> str:
+    """Returns the op, and its options in brackets."""
+    return f"{row.op} ({row.option})" if row.option else row.op
+
+
+def host_table(rows: Sequence[HostRow]) -> str:
+    lines = []
+    for row in rows:
+        spread = f"{number(row.time_us['p10'])} - {number(row.time_us['p90'])}"
+        limit = f"{row.limit:.1f}" if has_limit(row) else NOT_SERVED
+        ratio = ratio_cell(row.of_allreduce)
+        calls = NOT_SERVED if row.python_calls is None else str(row.python_calls)
+        op = row.op if row.is_own else f"{row.method}'s {row.op}"
+        compared = f"**{ratio}**" if has_limit(row) and row.exceeds else ratio
+        lines.append([op, row.option or NOT_SERVED, str(row.outputs), time_cell(row), spread, compared, limit, calls])
+    header = ["op", "option", "outputs", "host time (us)", "p10 - p90", "of_allreduce", "limit", "Python calls"]
+    return table(header, lines)
+
+
+def times(rows: Sequence[HostRow]) -> Rows:
+    """Returns a chart with a row for each op, and the plain call apart from calls with options."""
+    marks = []
+    for row in rows:
+        if row.option in list(BASELINES.values())[1:]:
+            continue
+        series = (OWN if row.option == PLAIN else f"{OWN} with options") if row.is_own else row.method
+        hint = f"{named(row)}: {row.median:.4g} us"
+        marks.append(Mark(short(row.op), series, row.median, hint, wrong=bool(row.wrong)))
+    return Rows("Host time of a call", marks, Axis("host time (us)", 10))
+
+
+def short(op: str) -> str:
+    """Returns a name of an op that fits beside a chart."""
+    for long, instead in SHORT.items():
+        op = op.replace(long, instead)
+    return op

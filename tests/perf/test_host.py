@@ -1,0 +1,157 @@
+"""perf host: what is measured on the CPU, where ranks run, how bursts are timed, and the report."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphar
+from perf import __main__ as program
+from perf import host_calls
+from perf.harness import ranks as ranks_of
+from perf.host_calls import APART, BASELINES, CPU, SHARED, UNTIMED, HostPlan, Trial, differing, join, rows_of
+from perf.report import read
+from perf.topics.host import Host, host_table
+from tests.perf.samples import host_row as row
+from tests.perf.samples import spread
+
+OPS = {name for name in graphar.__all__ if name.startswith(("all", "reduce", "fused"))}
+
+
+def plan_of(gpu_count, *argv):
+    return Host.plan(program.parse(["host", *argv]), gpu_count)
+
+
+# ---- the measurement -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_on_the_cpu_is_reported_with_every_public_op(tmp_path, forked_ranks):
+    assert program.main(["host", "--bursts", "1", "--out", str(tmp_path)]) == 0
+
+    found = read(tmp_path / "cpu", Host).report
+    own = [row for row in found.rows if row.is_own]
+    assert {row.op for row in own} == OPS
+    assert [(row.method, row.op) for row in found.rows if not row.is_own] == [
+        ("torch", "x + x"),
+        ("gloo", "all_reduce"),
+    ]
+    assert {(row.place, row.world_size, row.wrong, row.python_calls) for row in found.rows} == {(CPU, 2, 0, None)}
+    assert {row.outputs for row in own} == set(BASELINES)
+    assert len({(row.op, row.option) for row in own}) == len(own)
+    assert found.skipped == []
+    page = (tmp_path / "cpu" / "host.md").read_text()
+    assert f"All {len(found.rows)} results were verified: none is wrong." in page
+
+
+@pytest.mark.parametrize(
+    ("gpu_count", "place", "world_size"), [(0, CPU, 2), (1, SHARED, 2), (2, APART, 2), (4, APART, 4)]
+)
+def test_ranks_have_a_gpu_each_or_share_the_only_one_or_run_on_the_cpu(gpu_count, place, world_size):
+    plan = plan_of(gpu_count)
+
+    assert (plan.place, plan.world_size) == (place, world_size)
+    assert plan_of(gpu_count, "--bursts", "7").bursts == 7
+
+
+def test_ranks_that_share_a_gpu_may_do_so_and_meet_over_gloo(monkeypatch):
+    monkeypatch.setenv(host_calls.SHARE_SWITCH, "0")
+    begun = []
+    monkeypatch.setattr(torch.cuda, "set_device", begun.append)
+    monkeypatch.setattr(dist, "TCPStore", lambda *place, **more: "the store")
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: begun.append((backend, more["rank"])))
+    monkeypatch.setattr(host_calls, "ProcessRanks", lambda device, store: (device, store))
+
+    device = torch.device("cuda", 0)
+    assert join(HostPlan(SHARED, 2, 1, 1), 1, 29500) == (device, "the store")
+    assert begun == [device, ("gloo", 1)]
+    assert os.environ["GRAPHAR_TEST_SHARE_GPU"] == "1"
+
+
+def test_python_calls_are_counted_in_other_processes_and_join_the_rows(monkeypatch):
+    begun = []
+
+    def run(world_size, work):
+        begun.append((work.func.__name__, dict(work.args[0].python_calls)))
+        return iter([{("allreduce", ""): 4}])
+
+    monkeypatch.setattr(ranks_of, "run", run)
+
+    for gpu_count in (1, 0):
+        list(Host().measure(plan_of(gpu_count)))
+
+    assert begun == [("count_rank", {}), ("run_rank", {("allreduce", ""): 4}), ("run_rank", {})]
+
+
+def test_the_time_of_a_burst_is_that_of_its_calls_without_the_first_ones(monkeypatch):
+    now_ns, made = 0, []
+
+    def call():
+        nonlocal now_ns
+        now_ns += 3000 if len(made) >= UNTIMED else 90_000
+        made.append(now_ns)
+
+    monkeypatch.setattr(host_calls.time, "perf_counter_ns", lambda: now_ns)
+
+    assert Trial("graphar", "allreduce", "", call, []).burst_us(16) == 3.0
+    assert len(made) == UNTIMED + 16
+
+
+@pytest.mark.parametrize(
+    ("found", "wrong"),
+    [
+        (torch.tensor([1.0, 2.0]), 0),
+        (torch.tensor([1.0, -2.0]), 1),
+        (torch.tensor([1.0, 2.0, 3.0]), 2),
+        (torch.tensor([1.0, 2.0]).double(), 2),
+    ],
+)
+def test_elements_differ_by_bits_and_all_do_if_the_shape_or_dtype_does(found, wrong):
+    assert differing(found, torch.tensor([1.0, 2.0])) == wrong
+
+
+def test_a_call_is_compared_with_an_allreduce_that_makes_as_many_tensors():
+    plan = HostPlan(SHARED, 2, 16, 1, {("allgather", "a tuple of 2"): 9})
+    times = {BASELINES[1]: 10.0, BASELINES[2]: 12.0, BASELINES[3]: 14.0}
+    made = [
+        (Trial("graphar", "allreduce", option, None, []), n, one) for n, (option, one) in enumerate(times.items(), 1)
+    ]
+    made += [(Trial("graphar", "allgather", "a tuple of 2", None, [], 1.5), 2, 24.0)]
+    made += [(Trial("torch", "x + x", "", None, []), 1, 9.0)]
+
+    found = list(rows_of(plan, [(trial, n, spread(one, "p90"), 0) for trial, n, one in made]))
+
+    assert [row.of_allreduce for row in found] == [1.0, 1.0, 1.0, 2.0, None]
+    assert [row.exceeds for row in found] == [False, False, False, True, False]
+    assert [row.python_calls for row in found] == [None, None, None, 9, None]
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_marks_calls_beyond_their_limit():
+    table = host_table([row("allreduce", 12.0, 1.0), row("allgather", 24.0, 2.0, "sizes=")])
+
+    assert table.splitlines()[2:] == [
+        "| allreduce | - | 1 | 12 | 12 - 12 | 1.00 | 1.5 | 4 |",
+        "| allgather | sizes= | 1 | 24 | 24 - 24 | **2.00** | 1.5 | 4 |",
+    ]
+
+
+def test_findings_name_calls_beyond_their_limit_and_the_cpu_has_no_limits():
+    rows = [row("allreduce", 12.0, 1.0), row("allgather", 24.0, 2.0, "sizes=")]
+
+    assert Host(rows).findings() == ["1 of 2 calls exceed their limit: allgather (sizes=) (2.00)."]
+    assert Host(rows[:1]).findings() == ["0 of 1 calls exceed their limit."]
+    assert Host([row("allgather", 24.0, 2.0, place=CPU)]).findings() == []
+    assert "2.00 | - |" in host_table([row("allgather", 24.0, 2.0, place=CPU)])
+
+
+def test_a_wrong_result_is_named_and_left_out_of_the_headline():
+    report = Host([row("allreduce", 12.0, 1.0), row("allgather", 24.0, 2.0, "sizes=", wrong=3)])
+
+    assert report.wrong() == [f"graphar at allgather, sizes=, {SHARED}"]
+    assert report.glance().headline == "1.00"
+    assert "24 **(3 WRONG)**" in host_table(report.rows)
