@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphar.matmul.fused import prepare as prepare_matmuls
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.epilogues.epilogue import Epilogue, form_to_prepare
 from graphar.ops.allgather import allgather
@@ -22,6 +23,7 @@ from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import local_devices, process_group
 from graphar.ranks.hierarchical import check_hosts
 from graphar.runtime.engine import Engine
+from graphar.runtime.preparation import prepare
 from graphar.runtime.registry import DEFAULT_TIMEOUT_S
 
 
@@ -185,15 +187,17 @@ class Communicator:
         """Compiles and loads the kernels of later calls, and allocates their scratch. Collective.
 
         Prepared calls compile and allocate nothing, so they can be captured in a CUDA graph. Preparation covers the
-        sums of ``graphar.ddp``'s hooks and of fused matmuls. It does not cover matmul kernels: each size may need
-        another one, which is loaded at the first call. It covers calls with symmetric tensors if there are some
-        already (:func:`graphar.empty`).
+        sums of ``graphar.ddp``'s hooks, and calls with symmetric tensors if there are some already
+        (:func:`graphar.empty`). For a fused matmul it loads the fused kernels of all sizes, a minute of compilation the
+        first time. A matmul that is followed by its sum also needs the sum's op, and graphar's own matmul kernel is
+        loaded at the first call that takes it.
 
         Args:
             dtypes: the dtypes of later calls' tensors.
             max_nbytes: the size of the largest tensor, in bytes; None: any size.
             ops: names of ops: "allreduce", "reducescatter", "allgather", "allgather_tuple" for calls with a tuple,
-                "allreduce_residual_rmsnorm", "reducescatter_residual_rmsnorm". For FP8 results of the latter two,
+                "allreduce_residual_rmsnorm", "reducescatter_residual_rmsnorm", "fused_matmul_allreduce",
+                "fused_matmul_reducescatter", "fused_allgather_matmul". For FP8 results of the two that end in a norm,
                 append "_static_fp8" for calls with a scale, "_grouped_fp8" for calls with a group_size, and
                 "_dynamic_fp8" for other calls.
             codecs: the codecs of later calls. Calls without a codec are prepared too.
@@ -208,7 +212,9 @@ class Communicator:
         self.engine.check_open("prepare")
         rounded = [as_codec("prepare", codec) for codec in codecs]
         forms = [form_to_prepare(epilogue) for epilogue in epilogues]
-        self.engine.prepare(call_checks.check_ops("prepare", ops), dtypes, max_nbytes, rounded, forms)
+        names, dtypes = call_checks.check_ops("prepare", ops), list(dtypes)
+        prepare(self.engine, names, dtypes, max_nbytes, rounded, forms)
+        prepare_matmuls(self.engine, names, dtypes, rounded, forms)
 
     def synchronize(self) -> None:
         """Waits for all work on this process's devices, and raises the errors of calls in replayed graphs.

@@ -14,7 +14,8 @@ from graphar.fsdp import ExactReduceScatter as ExactReduceScatter
 from graphar.fsdp import QuantizedReduceScatter as QuantizedReduceScatter
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.plan import call_checks
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Sum
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name, engine_of
 from graphar.runtime.side_stream import SideStream
@@ -160,5 +161,6 @@ def _sum_up(engine: Engine, x: Tensor, codec: str = "", out: Tensor | None = Non
     out = x if out is None else out
     blocks = None if codec else engine.table.beside.blocks
     sides = () if codec else engine.symmetric_sides(x, out)
-    engine.run(Call.of("allreduce", x, algorithm=algorithm, codec=codec, symmetric=sides, blocks=blocks), x, out)
+    call = Call.of(Sum(x.numel(), codec), x, algorithm=algorithm, symmetric=sides, blocks=blocks)
+    engine.run(call, [Operands((x,), (out,))])
     return out

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from graphar.integrations.works import GrapharWork
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.plan import call_checks
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Parts
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_of
 from graphar.runtime.side_stream import SideStream
@@ -109,11 +110,11 @@ class _Collective:
 
     def _run(self, engine: Engine, op: str, x: Tensor, out: Tensor, part: Tensor) -> None:
         """Makes an exact call, in few blocks unless it is compressed. ``part`` is like each rank's part."""
-        call = Call.of(op, x, (part.numel(),) * engine.world_size)
+        call = Call.of(Parts(op, (part.numel(),) * engine.world_size), x)
         limited = self._calls.get((engine.name, call))
         if limited is None:
             limited = self._calls[engine.name, call] = self._with_blocks(engine, call, x)
-        engine.run(limited, x, out)
+        engine.run(limited, [Operands((x,), (out,))])
 
     def _with_blocks(self, engine: Engine, call: Call, x: Tensor) -> Call:
         """Returns the call with few blocks, which leave SMs to the matmuls that run at the same time.
@@ -124,7 +125,7 @@ class _Collective:
         if self._blocks is not None:
             return call._replace(blocks=self._blocks)
         with engine.keeping_failure():
-            compresses = engine.select(call, x).shape.algorithm.row.compresses
+            compresses = engine.select(call, x).config.algorithm.row.compresses
         return call if compresses else call._replace(blocks=engine.table.beside.blocks)
 
 
@@ -280,7 +281,8 @@ class QuantizedReduceScatter(ExactReduceScatter):
         call_checks.check_quantized_call(self._name, self._codec, "auto", x)
         x = self._with_residual(x) if self._error_feedback else x
         # The full grid: with few blocks a codec's all-reduce was 8 % slower in DistributedDataParallel.
-        engine.run(Call.of("reducescatter", x, (out.numel(),) * engine.world_size, codec=self._codec), x, out)
+        work = Parts("reducescatter", (out.numel(),) * engine.world_size, self._codec)
+        engine.run(Call.of(work, x), [Operands((x,), (out,))])
 
     def _with_residual(self, x: Tensor) -> Tensor:
         """Adds the input to the residual and returns the residual. The call overwrites it with rounding errors."""

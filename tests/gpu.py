@@ -11,14 +11,19 @@ import torch
 from cuda.bindings import driver
 
 import graphar
-from graphar.plan.algorithms import Algorithm, Shape, kernels_that, with_kernels
-from graphar.plan.call import Call
+from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
+from graphar.plan.call import Call, Operands
+from graphar.plan.config import Config
 from graphar.plan.scratch import MAX_BLOCKS, SIGNAL_PAD_NBYTES
 from graphar.plan.slices import Slice
+from graphar.plan.work import Parts
 from graphar.runtime.arguments import Counters
+from graphar.runtime.bind import collective
+from graphar.runtime.bind.launches import on_own_device
 from graphar.runtime.driver import call, on_device
+from graphar.runtime.engine import Engine
+from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.registry import engine_of_group
-from graphar.runtime.runner import _COUNTERS_NBYTES
 from tests.cases import same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -57,20 +62,33 @@ def kernel_calls() -> int:
     return sum(calls for (calls,) in engine_of_group("").runner.calls_begun().values())
 
 
-def bare_launches(runner, shape: Shape, one: Slice, dtype: torch.dtype, timeout_s: float) -> list[Callable]:
-    """Runner.bind_members without the host's ordering and error checks: functions of input, output and stream."""
+def operands(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[Operands]:
+    """The operands of each rank in a call with one input and one output."""
+    return [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
 
-    def bind_member(member, launch, arguments, fill=None) -> Callable:
+
+def launches_of(engine: Engine, call: Call, config: Config, one: Slice, timeout_s: float) -> list[Callable]:
+    """Each member's launch of a slice of a sum or of parts: functions of input and output."""
+    runner, put_of = engine.runner, collective.put_of(engine, call)
+    bound = collective.bind_slice(runner, call, config, one, timeout_s, put_of)
+    there = [on_own_device(member.device, launch) for member, launch in zip(runner.members, bound, strict=True)]
+    return [lambda x, out, launch=launch: launch((x,), (out,)) for launch in there]
+
+
+def bare_launches(engine: Engine, call: Call, config: Config, one: Slice, timeout_s: float) -> list[Callable]:
+    """launches_of() without the host's ordering and error checks: functions of input, output and stream."""
+
+    def bind_launch(runner, member, launch, arguments, put=None) -> Callable:
         def launch_one(x: torch.Tensor, out: torch.Tensor, stream: int) -> None:
             arguments.input, arguments.output = x.data_ptr(), out.data_ptr()
-            if fill is not None:
-                fill(arguments, x, out)
+            if put is not None:
+                put((x,), (out,), (), None)
             launch.enqueue(stream)
 
         return launch_one
 
-    with mock.patch.object(runner, "bind_member", bind_member):
-        return runner.bind_members(shape, one, dtype, timeout_s)
+    with mock.patch.object(collective, "bind_launch", bind_launch):
+        return collective.bind_slice(engine.runner, call, config, one, timeout_s, collective.put_of(engine, call))
 
 
 class Ranks:
@@ -90,9 +108,14 @@ class Ranks:
         self.communicator.synchronize()
         return ys
 
+    @staticmethod
+    def call_of_parts(op: str, x: torch.Tensor, counts: Sequence[int], codec: str = "") -> Call:
+        """A reduce-scatter or all-gather. ``counts``: the elements of each rank's part."""
+        return Call.of(Parts(op, tuple(counts), codec), x)
+
     def run_parts(self, op: str, xs, outs, counts: Sequence[int], codec: str = "") -> None:
-        """A reduce-scatter or all-gather by the engine, not the op. ``counts``: the elements of each rank's part."""
-        self.communicator.engine.run(Call.of(op, xs[0], tuple(counts), codec=codec), xs, outs)
+        """A reduce-scatter or all-gather by the engine, not the op; see :meth:`call_of_parts`."""
+        self.communicator.engine.run(self.call_of_parts(op, xs[0], counts, codec), operands(xs, outs))
 
     def check(self, fill: Callable, numel: int, dtype: torch.dtype, algorithm: str) -> None:
         self.check_parts([fill(rank, numel, dtype) for rank in range(self.world_size)], algorithm)
@@ -141,7 +164,7 @@ class Ranks:
 
     def _region(self, algorithm: str):
         runner = self.communicator.engine.runner
-        return runner._regions.get(Algorithm(algorithm)) if runner else None
+        return runner.kernels._regions.get(Algorithm(algorithm)) if runner else None
 
     def _counters(self, algorithm: str, rank: int) -> Counters:
         counters = Counters()
@@ -167,10 +190,10 @@ class Ranks:
         region = self._region(algorithm)
         if algorithm not in _WITHOUT_PAD or region is None:
             return True
-        slots = region.nbytes - _COUNTERS_NBYTES
+        slots = region.nbytes - COUNTERS_NBYTES
         fill = Algorithm(algorithm).row.scratch(self.world_size).fill
         blank = bytes([fill]) * slots
-        return all(read(rank, at + _COUNTERS_NBYTES, slots) == blank for rank, at in enumerate(region.pointers))
+        return all(read(rank, at + COUNTERS_NBYTES, slots) == blank for rank, at in enumerate(region.pointers))
 
     def set_epochs(self, algorithm: str, value: int) -> None:
         """Sets the counters, and the flags that peers write, to their values after `value` calls."""
@@ -181,7 +204,7 @@ class Ranks:
             with on_device(rank):
                 call(driver.cuMemcpyHtoD, pointer, ctypes.addressof(counters), ctypes.sizeof(counters))
                 if algorithm not in _WITHOUT_PAD:
-                    call(driver.cuMemsetD32, pointer + _COUNTERS_NBYTES, value, SIGNAL_PAD_NBYTES // 4)
+                    call(driver.cuMemsetD32, pointer + COUNTERS_NBYTES, value, SIGNAL_PAD_NBYTES // 4)
                 call(driver.cuCtxSynchronize)  # before a peer's next call writes there
 
 

@@ -6,34 +6,39 @@ other would wait for ever. Grids that are too large to be resident together woul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 
-from graphar.matmul import allgather_matmul
-from graphar.matmul.allgather_matmul import AllgatherMatmuls
-from graphar.matmul.fused import FusedMatmuls, _place
-from graphar.matmul.operands import Gathering, Operands
+from graphar.matmul.fused import FusedMatmul
+from graphar.matmul.operands import operands_of
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
-from graphar.numerics.norms import REDUCESCATTER_NORM, RmsNorm
+from graphar.numerics.norms import REDUCESCATTER_NORM
 from graphar.ops import norms
-from graphar.ops.allgather_tuple import form_of
-from graphar.plan.algorithms import Algorithm, Shape
-from graphar.plan.call import Call
-from graphar.plan.select import kernel_of, measured_shape
-from graphar.plan.shapes import for_norm, for_parts, for_quantized, for_quantized_parts, shape_of
-from graphar.plan.slices import row_slices, rows_a_launch, slices
+from graphar.ops.allgather_tuple import work_of
+from graphar.plan.algorithms import Algorithm, with_kernels
+from graphar.plan.call import Call, Operands
+from graphar.plan.config import Config
+from graphar.plan.entries import by_entries, measured_config
+from graphar.plan.policy import Chip
+from graphar.plan.select import Facts, by_policy
+from graphar.plan.slices import Slice, slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import MatmulTile
+from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, Norm, Parts, Product, Sum, TensorTuple, Work
 from graphar.ranks.rendezvous import Alone
+from graphar.runtime.arguments import Arguments, NormArguments, TupleArguments
+from graphar.runtime.bind import collective, norm
 from graphar.runtime.launcher import chip
+from graphar.runtime.member import Member
 from graphar.runtime.peer_memory import LocalMemory
-from graphar.runtime.runner import Member, Runner
+from graphar.runtime.runner import Runner
 
 TABLE = shipped_table("default")
 MOST_BLOCKS = 4
@@ -47,13 +52,20 @@ class RanksOfOneGpu:
         self.world_size = world_size
         members = [Member(rank, 0) for rank in range(world_size)]
         memory = LocalMemory([0] * world_size)
-        small = replace(chip(0), sms=MOST_BLOCKS + 1)  # the grids of fused matmuls leave an SM free
-        self._runner = Runner(members, world_size, small, memory, Alone(), multicast_memory=None)
+        self._chip = replace(chip(0), sms=MOST_BLOCKS + 1)  # the grids of fused matmuls leave an SM free
+        self._runner = Runner(members, world_size, self._chip, memory, Alone(), multicast_memory=None)
         self._streams = [torch.cuda.Stream(0) for _ in members]
+        self._engine = SimpleNamespace(
+            runner=self._runner,
+            table=TABLE,
+            world_size=world_size,
+            devices=[0] * world_size,
+            deadline=lambda call: _TIMEOUT_S,
+        )
 
     def allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, direct: bool = False) -> list:
         """What every rank receives. ``direct``: the input or output that kernels access on all ranks is symmetric."""
-        shape, _ = measured_shape(TABLE, self.world_size, parts[0].nbytes, algorithm)
+        config, _ = measured_config(TABLE, self.world_size, parts[0].nbytes, algorithm)
         xs, outs = [part.cuda(0) for part in parts], [_unwritten(part) for part in parts]
         if direct:
             symmetric = self._runner.symmetric.empty(parts[0])
@@ -61,36 +73,31 @@ class RanksOfOneGpu:
                 xs = [place.copy_(x) for place, x in zip(symmetric, xs, strict=True)]
             else:
                 outs = [place.fill_(7) for place in symmetric]
-        self._launch(replace(shape, direct=direct), xs, outs, [parts[0].numel()], parts[0].dtype)
+        self._launch(Sum(parts[0].numel()), replace(config, direct=direct), xs, outs)
         return outs
 
     def allreduces(self, calls: Sequence[Sequence[torch.Tensor]], algorithm: Algorithm) -> list[list]:
         """What every rank receives in several calls of one size, made without a wait between them."""
         first = calls[0][0]
-        shape, _ = measured_shape(TABLE, self.world_size, first.nbytes, algorithm)
+        config, _ = measured_config(TABLE, self.world_size, first.nbytes, algorithm)
         xs = [[part.cuda(0) for part in parts] for parts in calls]
         outs = [[_unwritten(part) for part in parts] for parts in calls]
-        self._launch_in_turn(shape, list(zip(xs, outs, strict=True)), [first.numel()], first.dtype)
+        self._launch_in_turn(Sum(first.numel()), config, [_ranks(*pair) for pair in zip(xs, outs, strict=True)])
         return outs
 
     def quantized_allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, codec: Codec) -> list:
         """What every rank receives with ``codec`` on the wire."""
-        numel, dtype = parts[0].numel(), parts[0].dtype
-        sms = TABLE.chip.sms
-        shape = for_quantized(TABLE.quantized, sms, codec, self.world_size, numel, dtype.itemsize, algorithm)
+        work = Sum(parts[0].numel(), codec.text)
         xs, outs = [part.cuda(0) for part in parts], [_unwritten(part) for part in parts]
-        self._launch(shape, xs, outs, [numel], dtype)
+        self._launch(work, self._by_policy(algorithm, work, parts[0].dtype), xs, outs)
         return outs
 
     def reducescatter(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, codec: Codec | None = None) -> list:
         """What each rank receives of tensors with one dimension."""
         outs = [_unwritten(part) for part in parts[0].tensor_split(self.world_size)]
-        if codec:
-            shape = for_quantized_parts(TABLE.chip.sms, codec, self.world_size, len(outs[0]))
-        else:
-            shape = _shape_for_parts(algorithm, outs[0].nbytes)
-        xs = [part.cuda(0) for part in parts]
-        self._launch(shape, xs, outs, [len(out) for out in outs], parts[0].dtype)
+        work = Parts("reducescatter", tuple(map(len, outs)), codec.text if codec else "")
+        config = self._by_policy(algorithm, work, parts[0].dtype) if codec else _by_table(algorithm, outs[0].nbytes)
+        self._launch(work, config, [part.cuda(0) for part in parts], outs)
         return outs
 
     def reducescatter_norm(
@@ -103,36 +110,33 @@ class RanksOfOneGpu:
     ) -> list[tuple[torch.Tensor, ...]]:
         """What each rank receives of matrices, in one of the formats of NORM_OUTPUTS that need no scale."""
         counts = tuple(one.numel() for one in residuals)
-        call = Call.of(REDUCESCATTER_NORM, parts[0], counts, epilogue=RmsNorm(len(weight), output=output))
-        shape = for_norm(TABLE.norm, replace(chip(0), sms=MOST_BLOCKS + 1), self.world_size, call)
-        given = [(residual.cuda(0), weight.cuda(0)) for residual in residuals]
-        results = [norms.empty(output, residual) for residual, _ in given]
+        work = Norm(REDUCESCATTER_NORM, counts, len(weight), output, *numbers)
+        (algorithm,) = with_kernels(REDUCESCATTER_NORM)
+        config = self._by_policy(algorithm, work, parts[0].dtype, self._chip)
+        results = [norms.empty(output, residual.cuda(0)) for residual in residuals]
         for made in results:
             for one in made:
                 one.view(torch.uint8).fill_(7)
-        inputs = [norms.inputs(*pair, numbers) for pair in zip(given, results, strict=True)]
-        lists = [part.cuda(0) for part in parts], [normed for normed, *_ in results], inputs
-        self._launch_in_turn(shape, [lists], counts, parts[0].dtype)
+        given = [(x.cuda(0), residual.cuda(0), weight.cuda(0)) for x, residual in zip(parts, residuals, strict=True)]
+        self._launch_in_turn(work, config, [[Operands(*pair) for pair in zip(given, results, strict=True)]])
         return results
 
     def allgather(self, parts: Sequence[torch.Tensor], algorithm: Algorithm) -> list:
         """What every rank receives of tensors with one dimension, of any lengths."""
-        counts = [len(part) for part in parts]
-        xs = [part.cuda(0) for part in parts]
+        counts = tuple(map(len, parts))
         outs = [part.new_full((sum(counts),), 7, device="cuda:0") for part in parts]
-        shape = _shape_for_parts(algorithm, max(part.nbytes for part in parts))
-        self._launch(shape, xs, outs, counts, parts[0].dtype)
+        config = _by_table(algorithm, max(part.nbytes for part in parts))
+        self._launch(Parts("allgather", counts), config, [part.cuda(0) for part in parts], outs)
         return outs
 
     def allgather_tuple(self, parts: Sequence[Sequence[torch.Tensor]], algorithm: Algorithm) -> list[list]:
         """What every rank receives of its tensors, which may begin at any byte and have any number of rows."""
         sizes = [len(of_rank[0]) for of_rank in parts]
-        form = form_of(parts[0], sizes)
-        xs = [[_unaligned(one) for one in of_rank] for of_rank in parts]
+        work = work_of(parts[0], sizes)
+        xs = [tuple(_unaligned(one) for one in of_rank) for of_rank in parts]
         outs = [[_unwritten(one.new_empty(sum(sizes), *one.shape[1:])) for one in of_rank] for of_rank in parts]
-        shape = replace(_shape_for_parts(algorithm, max(form.part_nbytes)), epilogue=form)
-        firsts = [[of_rank[0] for of_rank in tensors] for tensors in (xs, outs)]
-        self._launch_in_turn(shape, [(*firsts, list(zip(xs, outs, strict=True)))], form.part_nbytes, BYTE)
+        ranks = [Operands(x, tuple(out)) for x, out in zip(xs, outs, strict=True)]
+        self._launch_in_turn(work, _by_table(algorithm, max(work.parts)), [ranks])
         return outs
 
     def matmul_allreduce(
@@ -145,23 +149,8 @@ class RanksOfOneGpu:
         rows, columns = len(pairs[0][0]), len(pairs[0][1])
         counts = tuple(len(part) for part in torch.empty(rows).tensor_split(self.world_size))
         outs = [torch.full((rows, columns), 7, dtype=a.dtype, device="cuda:0") for a, _ in pairs]
-        placed = [_place(Operands(a.cuda(0), w.cuda(0), None, out)) for (a, w), out in zip(pairs, outs, strict=True)]
-        kernels = FusedMatmuls(SimpleNamespace(runner=self._runner, timeout_s=_TIMEOUT_S))
-        call = Call.of(Algorithm.MATMUL_ALLREDUCE.op, placed[0].a, counts, timeout_s=_TIMEOUT_S)
-        functions = kernels._prepare(call, Algorithm.MATMUL_ALLREDUCE, (tile,))
-        launches = [
-            (stream, kernels._launch(call, Algorithm.MATMUL_ALLREDUCE, member, mine, loaded, tile, one, None), mine)
-            for one in row_slices(counts, rows_a_launch(self.world_size, columns))
-            for member, mine, loaded, stream in zip(self._runner.members, placed, functions, self._streams, strict=True)
-        ]
-        torch.cuda.synchronize(0)  # operands were made on torch's stream
-        with beside:
-            for stream, launch, mine in launches:
-                with torch.cuda.stream(stream):
-                    launch(mine.a, mine.out)
-            for stream in self._streams:
-                stream.synchronize()
-        self._runner.synchronize()
+        ranks = [Operands((a.cuda(0), w.cuda(0)), (out,)) for (a, w), out in zip(pairs, outs, strict=True)]
+        self._launch_matmul(Product(MATMUL_ALLREDUCE, counts, columns), Algorithm.MATMUL_ALLREDUCE, ranks, tile, beside)
         return outs
 
     def allgather_matmul(
@@ -177,51 +166,93 @@ class RanksOfOneGpu:
 
         ``inputs`` are each rank's tensors, on the GPU, and numbers for the expression ``epilogue``.
         """
-        rows, k = sum(map(len, parts)), parts[0].shape[1]
-        outs = [torch.full((rows, len(w)), 7, dtype=w.dtype, device="cuda:0") for w in weights]
-        wholes = [torch.full((rows, k), 7, dtype=part.dtype, device="cuda:0") for part in parts]
-        biases = [bias.cuda(0) for bias in biases] if biases else [None] * len(parts)
-        given = zip(parts, weights, biases, outs, wholes, strict=True)
-        made = [Gathering(part.cuda(0), w.cuda(0), *rest) for part, w, *rest in given]
-        if epilogue:
-            forms = [
-                Pointwise(epilogue, tuple(x.dtype for x in own.tensors), max(1, len(w)))
-                for own, w in zip(inputs, weights, strict=True)
-            ]
-            made = [replace(one, form=form, inputs=own) for one, form, own in zip(made, forms, inputs, strict=True)]
-        members = [allgather_matmul._place(one) for one in made]
-        engine = SimpleNamespace(runner=self._runner, timeout_s=_TIMEOUT_S, table=TABLE, world_size=self.world_size)
-        how = {"timeout_s": _TIMEOUT_S, "epilogue": members[0].form}
-        call = Call.of(allgather_matmul.ALGORITHM.op, parts[0], tuple(map(len, parts)), **how)
-        launches = AllgatherMatmuls(engine).launches(call, members, tile)
-        torch.cuda.synchronize(0)  # operands were made on torch's stream
-        for member, launch in launches:
-            with torch.cuda.stream(self._streams[member.rank]):
-                launch()
-        self._runner.synchronize()
-        return [one.out[:, : len(w)] for one, w in zip(members, weights, strict=True)], [
-            one.gathered for one in members
+        counts, k = tuple(map(len, parts)), parts[0].shape[1]
+        outs = [torch.full((sum(counts), len(w)), 7, dtype=w.dtype, device="cuda:0") for w in weights]
+        wholes = [torch.full((sum(counts), k), 7, dtype=part.dtype, device="cuda:0") for part in parts]
+        form = (
+            Pointwise(epilogue, tuple(x.dtype for x in inputs[0].tensors), len(weights[0]) or 1) if epilogue else None
+        )
+        more = [(bias.cuda(0),) for bias in biases] if biases else [tuple(own.tensors) for own in inputs]
+        more, numbers = more or [()] * len(parts), [tuple(own.scalars) for own in inputs] or [()] * len(parts)
+        ranks = [
+            Operands((part.cuda(0), w.cuda(0), *rest), (out, whole), own)
+            for part, w, rest, out, whole, own in zip(parts, weights, more, outs, wholes, numbers, strict=True)
         ]
+        work = Product(ALLGATHER_MATMUL, counts, k, bool(biases), epilogue=form, gathered=True)
+        self._launch_matmul(work, Algorithm.ALLGATHER_MATMUL, ranks, tile)
+        return outs, wholes
 
-    def _launch(self, shape: Shape, xs, outs, counts: Sequence[int], dtype: torch.dtype) -> None:
-        self._launch_in_turn(shape, [(xs, outs)], counts, dtype)
-
-    def _launch_in_turn(self, shape: Shape, calls, counts: Sequence[int], dtype: torch.dtype) -> None:
-        """Makes calls, each with lists of the ranks' inputs, outputs and epilogue inputs if any, and waits for them."""
-        shape = replace(shape, blocks=min(shape.blocks, MOST_BLOCKS))
-        self._runner.prepare(kernel_of(shape, dtype))
-        columns = shape.epilogue.columns if shape.epilogue else 1
-        (only,) = slices(shape.algorithm, self.world_size, counts, dtype.itemsize, columns)
-        launches = self._runner.bind_members(shape, only, dtype, _TIMEOUT_S)
-        torch.cuda.synchronize(0)  # inputs were made on torch's stream
-        for lists in calls:
-            for launch, stream, *ones in zip(launches, self._streams, *lists, strict=True):
+    def _launch_matmul(
+        self,
+        work: Product,
+        algorithm: Algorithm,
+        ranks: Sequence[Operands],
+        tile: MatmulTile | None,
+        beside: AbstractContextManager | None = None,
+    ) -> None:
+        """Makes a call, and waits for it; results that kernels cannot write in place are copied there."""
+        call = Call.of(work, ranks[0].inputs[0], timeout_s=_TIMEOUT_S)
+        made = FusedMatmul(self._engine, call, algorithm, sum(work.parts), tile)
+        given = [operands_of(work, own) for own in ranks]
+        placed = [made._place(own) for own in given]
+        launches = [
+            (stream, made._launch(member, own, one), made._tensors(member, own, one))
+            for one in made._slices
+            for member, own, stream in zip(self._runner.members, placed, self._streams, strict=True)
+        ]
+        torch.cuda.synchronize(0)  # operands were made on torch's stream
+        with beside or nullcontext():
+            for stream, launch, tensors in launches:
                 with torch.cuda.stream(stream):
-                    launch(*ones)
+                    launch(*tensors)
+            for stream in self._streams:
+                stream.synchronize()
         self._runner.synchronize()
+        for own, there in zip(given, placed, strict=True):
+            for result, written in ((own.out, there.out), (own.gathered, there.gathered)):
+                if written is not result:
+                    result.copy_(written[:, : result.shape[1]])
+
+    def _by_policy(self, algorithm: Algorithm, work: Work, dtype: torch.dtype, chip: Chip = TABLE.chip) -> Config:
+        return by_policy(algorithm, Call(work, dtype, 0), Facts(self.world_size, TABLE, chip))
+
+    def _launch(self, work: Work, config: Config, xs, outs) -> None:
+        self._launch_in_turn(work, config, [_ranks(xs, outs)])
+
+    def _launch_in_turn(self, work: Work, config: Config, calls: Sequence[Sequence[Operands]]) -> None:
+        """Makes calls with the operands of each rank, and waits for them."""
+        config = replace(config, blocks=min(config.blocks, MOST_BLOCKS))
+        dtype = BYTE if isinstance(work, TensorTuple) else calls[0][0].inputs[0].dtype
+        call, columns = Call(work, dtype, 0), work.columns if isinstance(work, Norm) else 1
+        (only,) = slices(config.algorithm, self.world_size, work.parts, dtype.itemsize, columns)
+        put_of, kind = self._arguments_of(call)
+        launches = collective.bind_slice(self._runner, call, config, only, _TIMEOUT_S, put_of, kind)
+        torch.cuda.synchronize(0)  # inputs were made on torch's stream
+        for ranks in calls:
+            for launch, stream, own in zip(launches, self._streams, ranks, strict=True):
+                with torch.cuda.stream(stream):
+                    launch(*own)
+        self._runner.synchronize()
+
+    def _arguments_of(self, call: Call) -> tuple[collective.PutOf, type[Arguments]]:
+        """What writes a call's tensors into a launch's arguments, and the arguments' type."""
+        if isinstance(call.work, Norm):
+            return partial(norm._put_of, call.work), NormArguments
+        if isinstance(call.work, TensorTuple):
+            return partial(_put_of_tuple, call.work), TupleArguments
+        return collective.put_of(self._engine, call), Arguments
 
     def close(self) -> None:
         self._runner.close()
+
+
+def _put_of_tuple(work: TensorTuple, arguments: TupleArguments, config: Config, one: Slice) -> Callable:
+    arguments.describe(work)
+    return arguments.put
+
+
+def _ranks(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[Operands]:
+    return [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
 
 
 def _unwritten(like: torch.Tensor) -> torch.Tensor:
@@ -237,8 +268,5 @@ def _unaligned(like: torch.Tensor) -> torch.Tensor:
     return room[1:].view(like.shape).copy_(like)
 
 
-def _shape_for_parts(algorithm: Algorithm, nbytes: int) -> Shape:
-    if algorithm.row.compresses:
-        return for_parts(TABLE.parts[algorithm.op], nbytes, algorithm)
-    row = next(row for row in TABLE.parts[algorithm.op] if row["algorithm"] == algorithm)
-    return shape_of(row, 1, nbytes)
+def _by_table(algorithm: Algorithm, nbytes: int) -> Config:
+    return by_entries(TABLE.parts[algorithm.op], 1, nbytes, algorithm)

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphar
 from graphar import Codec, ddp, reference
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
 from graphar.plan.tables import shipped_table
+from graphar.plan.work import Sum
 from tests.processes import run_ranks
 
 INT4 = Codec(4, 128)
@@ -180,9 +181,9 @@ def test_exact_sums_alone_leave_sms_to_the_backward_pass():
     assert ddp._sum_up(engine, x) is x
     assert ddp._sum_up(engine, x, "int4", out) is out
 
-    exact, quantized = Call.of("allreduce", x, blocks=table.beside.blocks), Call.of("allreduce", x, codec="int4")
+    exact, quantized = Call.of(Sum(4), x, blocks=table.beside.blocks), Call.of(Sum(4, "int4"), x)
     assert table.beside.blocks
-    assert calls == [(exact, x, x), (quantized, x, out)]
+    assert calls == [(exact, [Operands((x,), (x,))]), (quantized, [Operands((x,), (out,))])]
 
 
 def test_gradients_that_no_codec_rounds_are_refused():

@@ -16,6 +16,7 @@ from graphar import fsdp
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.policy import LosslessPolicy
+from graphar.plan.work import Parts
 from tests.cases import bit_patterns, same_bits
 from tests.processes import run_ranks
 
@@ -138,7 +139,8 @@ def in_place_as_rank(rank, world_size):
                     out = guarded[shift : shift + world_size * numel]
                     mine = out[rank * numel : (rank + 1) * numel].copy_(parts[rank])
                     gather(out, mine, dist.group.WORLD)
-                    kernel = engine.select(Call.of("allgather", mine, (numel,) * world_size), mine).shape.algorithm
+                    call = Call.of(Parts("allgather", (numel,) * world_size), mine)
+                    kernel = engine.select(call, mine).config.algorithm
                     kernels.add(kernel)
                     beside = torch.cat([guarded[:shift], guarded[shift + len(out) :]])
                     wrong[kernel, dtype, numel, shift] = same_bits(out.cpu(), torch.cat(parts)) + int(

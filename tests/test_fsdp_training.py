@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import graphar
 from graphar import fsdp
 from graphar.plan.algorithms import Algorithm
+from graphar.plan.entries import by_entries
 from graphar.plan.select import Choice
-from graphar.plan.shapes import for_parts
 from graphar.runtime.engine import Engine
 from tests.cases import same_bits
 from tests.processes import run_ranks
@@ -216,7 +216,7 @@ def partly_resharded_as_rank(rank, world_size):
     """After the forward pass two ranks share a whole model, over which the backward pass gathers."""
     with calls_of_graphar() as made:
         found = trained(rank, fsdp.set_collectives, reshard_after_forward=2)
-    gathered = {len(call.counts) for call in made if call.op == "allgather"}
+    gathered = {len(call.work.parts) for call in made if call.op == "allgather"}
     expected = trained(rank, fsdp.set_collectives)
     return sorted(gathered), same(found, expected)
 
@@ -243,7 +243,7 @@ def with_codec_as_rank(rank, world_size):
     model = sharded(lambda model: fsdp.set_collectives(model, codec="int8", error_feedback=True))
     with calls_of_graphar() as made:
         found = train(model, adam(model), rank)[1]
-    codecs = {(call.op, bool(call.codec), bool(call.codec and call.wire.feedback)) for call in made}
+    codecs = {(call.op, bool(call.wire), bool(call.wire and call.wire.feedback)) for call in made}
     return codecs, [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
 
 
@@ -319,7 +319,7 @@ def test_calls_have_few_blocks_unless_they_are_compressed(world_of_one, monkeypa
 
     def compressing(engine, call, x):
         algorithm = Algorithm(f"{call.op}_lossless")
-        return Choice(for_parts(engine.table.parts[call.op], call.nbytes, algorithm), "compressed")
+        return Choice(by_entries(engine.table.parts[call.op], 1, call.nbytes, algorithm), "compressed")
 
     few = engine.table.beside.blocks
     assert blocks_of_calls(engine) == [few, few]

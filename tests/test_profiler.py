@@ -13,12 +13,11 @@ import torch.distributed as dist
 import graphar
 from graphar.cli.main import main
 from graphar.communicator import Communicator
-from graphar.matmul import fused
-from graphar.matmul.operands import Operands
-from graphar.numerics.epilogues.epilogue import AppliedEpilogue, EpilogueInputs, Pointwise
-from graphar.plan.algorithms import FALLBACK, Algorithm
-from graphar.plan.select import Choice
-from graphar.runtime.engine import Engine, open_engines, profilers
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import FALLBACK, Config
+from graphar.plan.work import Product, TensorTuple
+from graphar.runtime.engine import Engine, binders, open_engines, profilers
+from graphar.runtime.plan import Plan
 from graphar.runtime.profiler import tell_waits
 from tests.processes import run_ranks
 
@@ -54,9 +53,7 @@ def test_a_trace_says_what_was_called_on_every_rank(tmp_path):
 
 
 def test_a_call_with_a_tuple_has_the_bytes_of_all_its_tensors(tmp_path, monkeypatch):
-    monkeypatch.setattr(Engine, "why_no_kernel", lambda self, op, x: "")
-    monkeypatch.setattr(Engine, "_plan", lambda self, call, x: lambda *tensors: None)
-    monkeypatch.setattr(Engine, "select", lambda self, call, x: Choice(FALLBACK, ""))
+    monkeypatch.setitem(binders, TensorTuple, lambda engine, call, ranks: Plan(lambda ranks: None, FALLBACK))
 
     with graphar.profile(tmp_path / "trace.json"):
         graphar.allgather(([torch.ones(2, 4), torch.ones(5, 4)], [torch.ones(2, 1), torch.ones(5, 1)]))
@@ -88,23 +85,21 @@ def test_a_matmul_with_an_epilogue_is_traced(tmp_path):
         graphar.fused_matmul_reducescatter(a, w, epilogue="-v", partition="none")
 
     found = slices(tmp_path / "trace.json")[::2]
-    assert [event["name"] for event in found] == ["allreduce"] * 4 + ["reducescatter"]
+    assert [event["name"] for event in found] == ["fused_matmul_allreduce", "fused_matmul_reducescatter"]
     assert {event["args"]["epilogue"] for event in found} == {"-v"}
 
 
-@pytest.mark.parametrize(
-    "epilogue", [None, AppliedEpilogue(Pointwise("-v", (), 8), [EpilogueInputs([], [])])], ids=["plain", "epilogue"]
-)
+@pytest.mark.parametrize("epilogue", [None, "-v"], ids=["plain", "epilogue"])
 def test_a_matmul_in_tiles_is_traced(tmp_path, monkeypatch, epilogue):
-    monkeypatch.setattr(fused.FusedMatmuls, "run", lambda *_: None)
-    monkeypatch.setattr(Engine, "why_no_kernel", lambda *_: "")
-    operands = Operands(torch.ones(4, 2), torch.ones(8, 2), None, torch.ones(4, 8))
+    config = Config(Algorithm.MATMUL_ALLREDUCE, 0, 384)
+    monkeypatch.setitem(binders, Product, lambda engine, call, ranks: Plan(lambda ranks: None, config))
 
-    with Communicator(devices=["cpu"]) as alone, graphar.profile(tmp_path / "trace.json"):
-        fused.run(alone.engine, Algorithm.MATMUL_ALLREDUCE, [operands], (4,), None, epilogue)
+    with graphar.profile(tmp_path / "trace.json"):
+        graphar.fused_matmul_allreduce([torch.ones(4, 2)], [torch.ones(8, 2)], epilogue=epilogue)
 
-    (event,) = slices(tmp_path / "trace.json", "matmul_allreduce")
-    assert event["args"].get("epilogue") == (epilogue and "-v")
+    (event,) = slices(tmp_path / "trace.json", "fused_matmul_allreduce")
+    assert event["args"]["algorithm"] == "matmul_allreduce"
+    assert event["args"].get("epilogue") == epilogue
 
 
 def test_calls_stand_in_the_order_of_a_clock(tmp_path):
@@ -152,7 +147,7 @@ def test_a_call_that_fails_is_traced_with_its_error(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise graphar.CommunicatorError("rank 1 is absent")
 
-    monkeypatch.setattr(Engine, "_plan", fail)
+    monkeypatch.setattr(Engine, "plan", fail)
     path, refusal = tmp_path / "trace.json", pytest.raises(graphar.CommunicatorError)
     with Communicator(devices=["cpu"] * 2) as pair, refusal, graphar.profile(path):
         pair.allreduce([torch.ones(4), torch.ones(4)])

@@ -27,13 +27,14 @@ from graphar.communicator import Communicator
 from graphar.errors import GrapharError
 from graphar.numerics.codecs import codec
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
+from graphar.plan.config import FALLBACK
+from graphar.plan.entries import by_entries
 from graphar.plan.select import Facts, select
-from graphar.plan.shapes import for_parts
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
 from graphar.plan.times import expected_us
 from graphar.plan.trials import Workload
+from graphar.plan.work import Sum
 from graphar.runtime.availability import is_available
 from graphar.runtime.engine import compresses
 from graphar.runtime.launcher import chip
@@ -132,14 +133,15 @@ def on_gpus(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
             nbytes = one.rows * one.dtype.itemsize
             if one.op == "allreduce":
                 facts = Facts(world_size, table, chip(0), lossless=compresses(None))
-                shape = select(Call(one.op, one.rows, one.dtype, 0, codec=one.codec), facts).shape
-                (time_us,) = timer.measure(nbytes, [shape], timer.random(nbytes, one.dtype))
-                plain = not one.codec and not shape.algorithm.row.compresses
-                yield shape.algorithm.value, time_us, expected_us(table, world_size, nbytes) if plain else None
+                call = Call(Sum(one.rows, one.codec), one.dtype, 0)
+                config = select(call, facts).config
+                (time_us,) = timer.measure(call, [config])
+                plain = not one.codec and not config.algorithm.row.compresses
+                yield config.algorithm.value, time_us, expected_us(table, world_size, nbytes) if plain else None
             else:
                 part = nbytes if one.op == "allgather" else -(-one.rows // world_size) * one.dtype.itemsize
                 (time_us,) = timer.measure_under(one, [table])
-                yield for_parts(table.parts[one.op], part).algorithm.value, time_us, None
+                yield by_entries(table.parts[one.op], 1, part).algorithm.value, time_us, None
 
 
 def on_cpu(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
@@ -152,7 +154,7 @@ def on_cpu(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
                 results = prepared.run(at)
                 times.append((time.perf_counter() - begin) * 1e6)
             prepared.check(REPEATS, results)
-            yield Algorithm.FALLBACK.value, statistics.median(times[1:]), None
+            yield FALLBACK.algorithm.value, statistics.median(times[1:]), None
 
 
 def timed(nbytes: int, op: str, world_size: int, algorithm: str, time_us: float, expected: float | None) -> Timed:

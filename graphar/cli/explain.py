@@ -25,6 +25,7 @@ from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
 from graphar.plan.sizes import format_nbytes
 from graphar.plan.tables import DEFAULT, Table
+from graphar.plan.work import Sum
 from graphar.runtime.engine import compresses
 from graphar.runtime.user_tables import find_table
 
@@ -84,4 +85,4 @@ def explanations(
     facts = select.Facts(world_size, table, table.chip, problem, lossless=compresses(None))
     for nbytes in sizes:
         numel = -(-nbytes // dtype.itemsize)
-        yield select.explain(Call("allreduce", numel, dtype, 0, codec=wire.text if wire else ""), facts)
+        yield select.explain(Call(Sum(numel, wire.text if wire else ""), dtype, 0), facts)

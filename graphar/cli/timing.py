@@ -1,4 +1,4 @@
-"""Times calls between GPUs, all in one process: all-reduces of given shapes, and any op under given tables."""
+"""Times calls between GPUs, all in one process: all-reduces of given configurations, and any op under given tables."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from graphar.cli.workloads import Prepared
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.numerics.codecs import Codec
-from graphar.plan.algorithms import Shape
+from graphar.plan.call import Call
+from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES
-from graphar.plan.select import kernel_of
 from graphar.plan.sizes import MB, format_nbytes
 from graphar.plan.slices import Slice
 from graphar.plan.tables import Table
 from graphar.plan.trials import Workload
+from graphar.runtime.bind.collective import bind_slice, put_of
 
 REPEATS = 5
-HOPELESS = 1.5  # stop timing a shape that takes this many times as long as the fastest
+HOPELESS = 1.5  # stop timing a configuration that takes this many times as long as the fastest
 CALLS = 12  # calls of a repeat; a multiple of the number of weights that take turns
 _PAUSE = 200_000  # clocks, 0.1 ms: enough for the host to queue a graph on each device
 _LONGEST_PAUSE = 1 << 28  # 0.15 s; if the host is still late after that, it limits the time
 _WINDOW = 1 << 24  # elements of the expected sum that are computed at a time; whole buckets of every codec
 _DEADLINE_S = 20.0
+
+Tensors = Sequence[torch.Tensor]  # one of each rank
 
 
 def launches_of(nbytes: int) -> int:
@@ -41,7 +44,7 @@ def launches_of(nbytes: int) -> int:
 
 
 class Timer:
-    """Times shapes of all-reduce between the first ``world_size`` GPUs; a context manager.
+    """Times configurations of all-reduce between the first ``world_size`` GPUs; a context manager.
 
     ``lossless`` is the communicator's: whether ``auto`` may compress; None: as the environment says.
 
@@ -68,27 +71,27 @@ class Timer:
     def __exit__(self, *_) -> None:
         self._communicator.close()
 
-    def measure(self, nbytes: int, shapes: Sequence[Shape], xs: Sequence[torch.Tensor] | None = None) -> list[float]:
-        """Returns the median time of one operation with each of ``shapes``, in microseconds; repeats alternate.
+    def measure(self, call: Call, configs: Sequence[Config]) -> list[float]:
+        """Returns the median time of an all-reduce with each of ``configs``, in microseconds; repeats alternate.
 
-        One rank's tensor has ``nbytes``. ``xs`` are the ranks' tensors, of one dtype; None: normal random values in
-        bf16. Codecs round to nearest. Results are compared with the specification bit for bit: of single calls, and of
-        the timed graphs.
+        The tensors have normal random values. Codecs round to nearest. Results are compared with the specification bit
+        for bit: of single calls, and of the timed graphs.
 
         Raises:
-            GrapharError: a result is wrong; the message names the shape.
+            GrapharError: a result is wrong; the message names the configuration.
             CollectiveTimeout: a kernel waited past its deadline.
         """
-        xs = xs or self.random(nbytes, DTYPE)
+        xs = self._random(call.work.numel, call.dtype)
         outs = [torch.empty_like(x) for x in xs]
-        bound = [self._bind(shape, xs, outs) for shape in shapes]
-        expected = {codec: _expected(xs, codec) for codec in dict.fromkeys(shape.codec for shape in shapes)}
-        self._check(shapes, bound, outs, expected)
+        bound = [self._bind(call, config, xs, outs) for config in configs]
+        expected = _expected(xs, call.wire)
+        self._check(configs, bound, outs, expected)
         gc.collect()  # freeing an older graph during a capture would invalidate it
-        count = launches_of(nbytes)
+        count = launches_of(call.nbytes)
         graphs = [[self._capture(rank, run, count) for rank, run in enumerate(runs)] for runs in bound]
-        times = self._medians([partial(self._on_streams, [graph.replay for graph in of_shape]) for of_shape in graphs])
-        self._check(shapes, [[graph.replay for graph in of_shape] for of_shape in graphs], outs, expected)
+        replays = [[graph.replay for graph in of_config] for of_config in graphs]
+        times = self._medians([partial(self._on_streams, of_config) for of_config in replays])
+        self._check(configs, replays, outs, expected)
         return [time_us / count for time_us in times]
 
     def measure_under(self, workload: Workload, tables: Sequence[Table]) -> list[float]:
@@ -149,35 +152,30 @@ class Timer:
                     times[at].append(time_us)
         return [statistics.median(of_run) for of_run in times]
 
-    def random(self, nbytes: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    def _random(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Returns a tensor of normal random values for each rank."""
-        xs = specified.random(self._communicator.devices, nbytes // dtype.itemsize, dtype=dtype)
+        xs = specified.random(self._communicator.devices, numel, dtype=dtype)
         self._communicator.synchronize()  # other streams will read them
         return xs
 
-    def _bind(self, shape: Shape, xs: list[torch.Tensor], outs: list[torch.Tensor]) -> list[Callable[[], None]]:
+    def _bind(self, call: Call, config: Config, xs: Tensors, outs: Tensors) -> list[Callable[[], None]]:
         """Returns, for each rank, a function that launches its kernel on the current stream."""
-        runner = self._communicator.engine.runner
-        runner.prepare(kernel_of(shape, xs[0].dtype))
-        launches = runner.bind_members(shape, Slice(xs[0].numel()), xs[0].dtype, _DEADLINE_S)
-        return [
-            lambda launch=launch, x=x, out=out: launch(x, out)
-            for launch, x, out in zip(launches, xs, outs, strict=True)
-        ]
+        engine, whole = self._communicator.engine, Slice(call.work.numel)
+        launches = bind_slice(engine.runner, call, config, whole, _DEADLINE_S, put_of(engine, call))
+        return [partial(launch, (x,), (out,)) for launch, x, out in zip(launches, xs, outs, strict=True)]
 
-    def _check(self, shapes, launches, outs: list[torch.Tensor], expected: dict) -> None:
-        """Raises GrapharError if a shape's launches (one per rank) do not give its codec's sum in ``outs``."""
-        for shape, runs in zip(shapes, launches, strict=True):
+    def _check(self, configs: Sequence[Config], launches, outs: Tensors, expected: Tensors) -> None:
+        """Raises GrapharError if a configuration's launches (one per rank) do not give the expected sum in ``outs``."""
+        for config, runs in zip(configs, launches, strict=True):
             for out in outs:
                 out.fill_(torch.nan)
             self._communicator.synchronize()
             self._on_streams(runs)
             self._communicator.synchronize()
-            right = expected[shape.codec]
-            wrong = [rank for rank, out in enumerate(outs) if count_wrong(out, right[rank])]
+            wrong = [rank for rank, out in enumerate(outs) if count_wrong(out, expected[rank])]
             if wrong:
                 size = format_nbytes(outs[0].nbytes)
-                raise GrapharError(f"{self._world_size} GPUs, {size}: {shape} gave wrong sums on rank(s) {wrong}")
+                raise GrapharError(f"{self._world_size} GPUs, {size}: {config} gave wrong sums on rank(s) {wrong}")
 
     def _capture(self, rank: int, run: Callable[[], None], count: int) -> torch.cuda.CUDAGraph:
         # Captured calls launch nothing, so the ranks can be captured one after another.
@@ -218,11 +216,11 @@ class Timer:
 
 
 def _worthwhile(times: list[list[float]]) -> list[int]:
-    """Returns the indexes of the shapes that may still be the fastest, by the times so far."""
+    """Returns the indexes of the runs that may still be the fastest, by the times so far."""
     if not times[0]:
         return list(range(len(times)))
-    best = min(min(of_shape) for of_shape in times)
-    return [at for at, of_shape in enumerate(times) if min(of_shape) <= HOPELESS * best]
+    best = min(min(of_run) for of_run in times)
+    return [at for at, of_run in enumerate(times) if min(of_run) <= HOPELESS * best]
 
 
 def _expected(xs: list[torch.Tensor], codec: Codec | None) -> list[torch.Tensor]:

@@ -20,15 +20,16 @@ from graphar.cli.timing import Timer
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.plan import tune as tuning
 from graphar.plan.call import Call
-from graphar.plan.scratch import MAX_RANKS
+from graphar.plan.entries import entry_of, fitted
+from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.plan.select import Facts, select
-from graphar.plan.shapes import shape_of
 from graphar.plan.sizes import format_nbytes
 from graphar.plan.tables import POLICIES, Table, slug
 from graphar.plan.trials import COLUMNS, Trial, Workload, choose, trials, value_at, with_value
+from graphar.plan.work import Sum
 from graphar.runtime import cache
 from graphar.runtime.availability import is_available
-from graphar.runtime.launcher import chip, sm_count
+from graphar.runtime.launcher import chip
 from graphar.runtime.user_tables import FOLDER, find_table
 
 SECTIONS = ("rows", "codecs", "parts", *(name for name in POLICIES if name != "chip"))
@@ -142,9 +143,10 @@ def measure(world_size: int, sizes: Sequence[int], done: Callable[[str], None]) 
     measurements = {}
     with Timer(world_size, lossless=True) as timer:
         for nbytes in sizes:
-            tried = tuning.candidates(world_size, nbytes, sm_count(0))
-            shapes = [shape_of(tuning.row_of(candidate, None), world_size, nbytes) for candidate in tried]
-            measurements[nbytes] = dict(zip(tried, timer.measure(nbytes, shapes), strict=True))
+            tried = tuning.candidates("allreduce", [world_size], nbytes, chip(0))
+            configs = [fitted(candidate, world_size, nbytes) for candidate in tried]
+            call = Call(Sum(nbytes // DTYPE.itemsize), DTYPE, 0)
+            measurements[nbytes] = dict(zip(tried, timer.measure(call, configs), strict=True))
             done(f"{world_size} GPUs, {format_nbytes(nbytes)}")
     return measurements
 
@@ -164,8 +166,8 @@ def measure_codecs(
     with Timer(world_size, lossless=True) as timer:
         for nbytes in sizes:
             for codec in codecs:
-                shape = select(Call("allreduce", nbytes // DTYPE.itemsize, DTYPE, 0, codec=codec.text), facts).shape
-                (times[codec.text][nbytes],) = timer.measure(nbytes, [shape])
+                call = Call(Sum(nbytes // DTYPE.itemsize, codec.text), DTYPE, 0)
+                (times[codec.text][nbytes],) = timer.measure(call, [select(call, facts).config])
             done(f"{world_size} GPUs, {format_nbytes(nbytes)}, codecs")
     return times
 
@@ -197,15 +199,15 @@ def settle(timer: Timer, table: Table, trial: Trial) -> tuple[Table, str]:
 def measure_parts(
     timer: Timer, table: Table, world_size: int, sizes: Sequence[int], done: Callable[[str], None]
 ) -> dict[str, list[dict]]:
-    """Returns the fastest rows of reduce-scatters and all-gathers, by the bytes of a part."""
+    """Returns the fastest entries of reduce-scatters and all-gathers, by the bytes of a part."""
     parts = {}
     for op, older in table.parts.items():
         measurements = {}
         for nbytes in sizes:
-            tried = tuning.part_candidates(op, nbytes, sm_count(0))
-            tables = [replace(table, parts=table.parts | {op: [tuning.row_of(one, None)]}) for one in tried]
+            tried = tuning.candidates(op, WORLD_SIZES, nbytes, chip(0))
+            tables = [replace(table, parts=table.parts | {op: [entry_of(one, None)]}) for one in tried]
             rows = nbytes // (DTYPE.itemsize * COLUMNS) * (world_size if op == "reducescatter" else 1)
             measurements[nbytes] = dict(zip(tried, timer.measure_under(Workload(op, rows), tables), strict=True))
             done(f"{op}, parts of {format_nbytes(nbytes)}")
-        parts[op] = tuning.rows_from(measurements, older)
+        parts[op] = tuning.entries_from(measurements, older)
     return parts

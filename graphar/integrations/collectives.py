@@ -15,7 +15,9 @@ from graphar.communicator import Communicator
 from graphar.ops import allreduce as allreduce_op
 from graphar.ops import options
 from graphar.ops import reducescatter as reducescatter_op
-from graphar.plan.call import NO_OPTIONS
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Parts
+from graphar.runtime.engine import Engine
 
 _PACK_NBYTES = 1 << 20  # to copy more takes longer than the launches that it saves
 
@@ -83,8 +85,9 @@ def _reducescatter_one(
         arguments = reducescatter_op.OP.arguments(**given, timeout_s=timeout_s)
         _run_into(out, x, lambda x, out: reducescatter_op.OP.into(x, [], out, *arguments, plain=True))
     else:
-        key = ("reducescatter", counts, x.dtype, x.get_device(), "auto", timeout_s, *NO_OPTIONS)
-        _run_into(out, x, functools.partial(engine.run, key))
+        _run_into(
+            out, x, functools.partial(_run, engine, Call.of(Parts("reducescatter", counts), x, timeout_s=timeout_s))
+        )
 
 
 def allgather(communicator: Communicator, outputs: Tensors, inputs: Tensors, timeout_s: float | None) -> None:
@@ -115,13 +118,16 @@ def allgather_lists(
 def _allgather_one(
     communicator: Communicator, out: torch.Tensor, x: torch.Tensor, counts: tuple[int, ...], timeout_s: float | None
 ) -> None:
-    key = ("allgather", counts, x.dtype, x.get_device(), "auto", timeout_s, *NO_OPTIONS)
-    run = functools.partial(communicator.engine.run, key)
+    run = functools.partial(_run, communicator.engine, Call.of(Parts("allgather", counts), x, timeout_s=timeout_s))
     own = out.data_ptr() + sum(counts[: communicator.rank]) * out.itemsize
     if x.data_ptr() == own and x.is_contiguous() and out.is_contiguous():
         run(x.detach().view(-1), out.detach().view(-1))  # kernels write this rank's part where they have read it
     else:
         _run_into(out, x, run)
+
+
+def _run(engine: Engine, call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
+    engine.run(call, [Operands((x,), (out,))])
 
 
 def _check_lengths(op: str, whole_name: str, wholes: Tensors, part_name: str, parts: Tensors, ranks: int) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from graphar.communicator import Communicator
 from graphar.integrations.tensor_parallel import communicator_of, is_tensor_parallel, serves
-from graphar.plan.call import NO_OPTIONS
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Parts
 
 SWITCH = "GRAPHAR_SGLANG"
 COORDINATOR = "sglang.srt.distributed.parallel_state.GroupCoordinator"
@@ -97,5 +98,5 @@ def _fit(coordinator, whole: torch.Tensor, part: torch.Tensor) -> bool:
 
 def _run(communicator: Communicator, op: str, x: torch.Tensor, out: torch.Tensor, count: int) -> None:
     """Makes a call whose ranks have ``count`` elements each, and writes its result into ``out``."""
-    key = (op, (count,) * communicator.world_size, x.dtype, x.get_device(), "auto", None, *NO_OPTIONS)
-    communicator.engine.run(key, x.view(-1), out.view(-1))
+    call = Call.of(Parts(op, (count,) * communicator.world_size), x)
+    communicator.engine.run(call, [Operands((x.view(-1),), (out.view(-1),))])

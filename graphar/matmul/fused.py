@@ -1,80 +1,50 @@
-"""Fused kernels: a matmul and the sum of its result over ranks, in one launch.
+"""Fused kernels: a matmul, with the sum of its products over ranks or the all-gather of its rows, in one launch.
 
-summed tiles   Each finished tile is pushed to the rank that owns its rows. A rank computes its own rows last, and
-               gathers the summed tiles of its peers meanwhile.
-skinny         For at most 64 rows. Either every rank pushes its whole product to all ranks (one-shot), or each rank
-               sums a shard (two-shot).
+summed tiles    Each finished tile is pushed to the rank that owns its rows. A rank computes its own rows last, and
+                gathers the summed tiles of its peers meanwhile.
+skinny          For at most 64 rows. Either every rank pushes its whole product to all ranks (one-shot), or each rank
+                sums a shard (two-shot).
+gathered tiles  Each tile begins when its rows have arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul import launches
-from graphar.matmul.gemm import why_not
-from graphar.matmul.operands import Operands
+from graphar.matmul.gemm import STORE_COLUMNS, layout_of, why_not
+from graphar.matmul.operands import MatmulOperands, operands_of
 from graphar.matmul.tensor_maps import Matrix, aligned_copy, matrix_of
+from graphar.matmul.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
-from graphar.numerics.epilogues.epilogue import AppliedEpilogue
-from graphar.numerics.epilogues.form import Form
-from graphar.numerics.partitions import BATCH_INVARIANT
-from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
-from graphar.plan.call import Call
-from graphar.plan.matmuls import COLUMNS, allreduce_algorithm, prefers_tiles, tile_for, tiles_of_sum
-from graphar.plan.scratch import MATMUL_BOX_ROWS
-from graphar.plan.slices import Slice, row_slices, rows_a_launch
-from graphar.plan.tiles import LAYOUTS, MatmulTile, SkinnyTile, skinny_tile, travels_in_tiles
+from graphar.numerics.epilogues.code import Corner
+from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
+from graphar.plan.call import Call, Operands
+from graphar.plan.matmuls import COLUMNS, gathered_tile, tile_for, tiles_of_sum
+from graphar.plan.scratch import MATMUL_BOX_ROWS, PACK_NBYTES
+from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices, rows_a_launch
+from graphar.plan.tiles import LAYOUTS, for_wire, skinny_tile
+from graphar.plan.work import ALLGATHER_MATMUL, Product
+from graphar.ranks import agreement
 from graphar.runtime import launcher
+from graphar.runtime.bind.launches import bind_launch, on_own_device
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.catalogue import SKINNY_KERNELS, fused_matmul_source
-from graphar.runtime.engine import Engine, as_taken
-from graphar.runtime.launcher import Launch
-from graphar.runtime.runner import Member
-
-Tile = MatmulTile | SkinnyTile
-
-
-def takes(
-    engine: Engine,
-    partition: str,
-    codec: str,
-    members: Sequence[Operands],
-    counts: Sequence[int],
-    columns: int,
-    scattered: bool = False,
-) -> bool:
-    """Whether a call runs as one fused kernel. The first call is collective; the answer is the same on every rank.
-
-    It depends only on facts that ranks share. K and the memory layout of the operands may differ between ranks.
-
-    Args:
-        counts: the rows of the result that each rank sums; neither their sum nor ``columns`` is 0.
-        scattered: whether each rank sums only its own rows at any size: in a reduce-scatter, or with an epilogue.
-    """
-    a = members[0].a
-    if partition not in ("auto", "tiles", BATCH_INVARIANT) or not a.is_cuda or columns % COLUMNS:
-        return False
-    if a.dtype not in Algorithm.MATMUL_ALLREDUCE.row.dtypes:
-        return False
-    if codec and not travels_in_tiles(codec_of_text(codec), columns):
-        return False
-    with engine.keeping_failure():
-        if engine.why_no_kernel(Algorithm.MATMUL_ALLREDUCE.op, a) or why_not_columns(engine, columns):
-            return False
-    if partition == "tiles":
-        return True
-    policy, sms = engine.table.matmul, engine.runner.chip.sms
-    return prefers_tiles(policy, sms, engine.world_size, sum(counts), columns, scattered, codec)
+from graphar.runtime.catalogue import fused_matmul_source
+from graphar.runtime.engine import Engine
+from graphar.runtime.launcher import Launch as KernelLaunch
+from graphar.runtime.member import Member
+from graphar.runtime.plan import Launch
+from graphar.runtime.runner import Runner
 
 
 def why_not_columns(engine: Engine, columns: int) -> str:
-    """Returns why no fused kernel serves so many columns, or an empty string; the same on every rank."""
+    """Returns why no kernel sums tiles of so many columns, or an empty string; the same on every rank."""
     if engine.runner.chip.arch != MATMUL_ARCH:
         return f"a rank's device is not of {MATMUL_ARCH}"
     if rows_a_launch(engine.world_size, columns) < 4 * MATMUL_BOX_ROWS:
@@ -82,224 +52,265 @@ def why_not_columns(engine: Engine, columns: int) -> str:
     return ""
 
 
-def allreduce(
-    engine: Engine,
-    members: Sequence[Operands],
-    counts: Sequence[int],
-    timeout_s: float | None,
-    epilogue: AppliedEpilogue | None = None,
-    codec: str = "",
-) -> None:
-    """Writes the whole sum into every ``out``. Collective. It takes the arguments of :func:`run`.
+def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Tile, work: Product) -> list[dict]:
+    """Returns each member's kernels of a tile, by tile and layout of W. The first call for a tile is collective."""
+    epilogue, wire = work.epilogue, codec_of_text(work.codec) if work.codec else None
+    kinds = [(tile, layout) for layout in LAYOUTS]
 
-    The skinny kernels ignore ``counts``, the rows that each rank sums for all ranks.
+    def load(member: Member) -> dict:
+        generated, world_size = epilogue and epilogue.generated, runner.world_size
+        sources = [fused_matmul_source(algorithm, dtype, world_size, *kind, generated, wire) for kind in kinds]
+        return {
+            kind: launcher.load(source, member.device, tile.shared_nbytes, algorithm.value)
+            for kind, source in zip(kinds, sources, strict=True)
+        }
+
+    # The codec's type and not its text, which has the seed: ranks may have different seeds.
+    follows = wire.type_name if wire else epilogue and epilogue.kernel
+    words = agreement.words_of_tile(algorithm, dtype, tile, work)
+    return runner.kernels.prepare_all((algorithm, dtype, tile, follows), algorithm, words, load)
+
+
+def prepare(
+    engine: Engine,
+    ops: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    codecs: Sequence[Codec] = (),
+    epilogues: Sequence[Pointwise] = (),
+) -> None:
+    """Loads the fused kernels of every tile that calls of ``ops`` may take. Collective.
+
+    It takes the arguments of graphar.Communicator.prepare, checked. Other ops are ignored.
     """
-    size = engine.world_size, *members[0].out.shape
-    in_tiles = epilogue or codec
-    algorithm = Algorithm.MATMUL_ALLREDUCE if in_tiles else allreduce_algorithm(engine.table.matmul, *size)
-    aligned = [replace(one, out=torch.empty_like(one.out)) if one.out.data_ptr() % 16 else one for one in members]
-    run(engine, algorithm, aligned, counts, timeout_s, epilogue, codec)
-    for one, other in zip(members, aligned, strict=True):
-        if other is not one:
-            one.out.copy_(other.out)
+    algorithms = [one for op in ops for one in with_kernels(op) if one.row.tiles]
+    if not algorithms or not engine.find_runner(engine.first_device()) or engine.runner.chip.arch != MATMUL_ARCH:
+        return
+    given = [("", None), *((one.text, None) for one in codecs), *(("", one) for one in epilogues)]
+    for algorithm, (codec, epilogue) in itertools.product(algorithms, given):
+        row, work = algorithm.row, Product(algorithm.op, (), 1, codec=codec, epilogue=epilogue)
+        takes = row.sends_tiles if codec else row.takes_epilogue if epilogue else True
+        tiles = for_wire(row.tiles, codec_of_text(codec) if codec else None) if takes else ()
+        for tile, dtype in itertools.product(tiles, [one for one in dtypes if one in MATMUL_TYPES]):
+            load_tile(engine.runner, algorithm, dtype, tile, work)
 
 
-def run(
-    engine: Engine,
-    algorithm: Algorithm,
-    members: Sequence[Operands],
-    counts: Sequence[int],
-    timeout_s: float | None = None,
-    epilogue: AppliedEpilogue | None = None,
-    codec: str = "",
-    tile: Tile | None = None,
-    timelines: Sequence[torch.Tensor] | None = None,
-) -> None:
-    """Runs a fused matmul by the given algorithm. Collective.
+class FusedMatmul:
+    """The launches of one call by a fused kernel, bound to the addresses of the operands. To make it is collective.
 
     Args:
-        members: the operands of this process's ranks. ``a`` is [M, K], where K may differ between ranks; ``w`` is
-            [N, K]; ``bias`` is [N] or None, equal on all ranks, and is added to the sum before rounding. ``out`` is
-            [counts[rank], N] for a reduce-scatter, or [M, N], contiguous, for an all-reduce.
-        counts: the rows that each rank sums. They add up to M, which is not 0.
-        timeout_s: the deadline of each wait on another rank, in seconds; None: the engine's.
-        epilogue: applied to the sums before they are rounded; without a bias. Bound for the tensor that ``out`` is.
-        codec: the text of a codec that ``travels_in_tiles``, or an empty string; not with an epilogue.
-        tile: the same on every rank; None: the one that plans choose.
-        timelines: one timeline of timelines.py for each member, with a block for each of its SMs. The recorded variant
-            of the tile writes its events there, and overwrites, without clearing, the events of the launch before.
+        engine: an engine that has a runner.
+        call: a call whose work is a Product.
+        algorithm: the fused algorithm.
+        rows: the rows of the result.
+        tile: the tile, of gathered tiles one of GATHERED_TILES; None: the one that plans choose.
+        timelines: one timeline of timelines.py for each rank of this process, with a block for each of its SMs. The
+            recorded variant of the tile writes its events there, and overwrites, without clearing, the events of the
+            launch before.
 
     Raises:
         UnsupportedError: no kernel serves the call; the message says why.
     """
-    placed, counts = [_place(one) for one in members], tuple(counts)
-    first, kernels = placed[0], engine.attached(FusedMatmuls)
-    form = epilogue.form if epilogue else None
-    call = Call.of(algorithm.op, first.a, counts, timeout_s=timeout_s, codec=codec, epilogue=form)
 
-    def run_kernels() -> None:
-        with engine.keeping_failure():
-            if reason := engine.why_no_kernel(call.op, first.a):
-                raise UnsupportedError(f"{call.op}: {reason}")
-            kernels.run(call, placed, epilogue.inputs if epilogue else None, tile, timelines)
-
-    engine.watch(call, as_taken(engine, [one.a for one in placed]), run_kernels, f", {_alike(first)}")
-
-
-class Placed(NamedTuple):
-    """One rank's operands for a kernel, copied if their alignment requires it, and their addresses."""
-
-    # As in Operands.
-    a: torch.Tensor
-    w: torch.Tensor
-    bias: torch.Tensor | None
-    out: torch.Tensor
-    a_matrix: Matrix | None  # the memory of A; None if A is empty
-    w_matrix: Matrix | None  # the memory of W, or of its transpose if the layout is "by_columns"; None if W is empty
-    layout: str  # the layout of W, one of LAYOUTS
-
-
-def _place(one: Operands) -> Placed:
-    a, w = one.a, one.w
-    if a.shape[1] == 0:
-        a, w = a.new_zeros(len(a), COLUMNS), w.new_zeros(len(w), COLUMNS)
-    a_matrix, w_matrix, layout = matrix_of(a), matrix_of(w), "by_rows"
-    if a_matrix is None:
-        a = aligned_copy(a)
-        a_matrix = matrix_of(a)
-    if w_matrix is None and (w_matrix := matrix_of(w.t())):
-        layout = "by_columns"
-    if w_matrix is None:
-        w = aligned_copy(w)
-        w_matrix = matrix_of(w)
-    return Placed(a, w, None if one.bias is None else one.bias.contiguous(), one.out, a_matrix, w_matrix, layout)
-
-
-def _alike(one: Placed) -> str:
-    """Returns what operands must have alike on all ranks, beside the call's own counts and dtype, in words."""
-    return f"{len(one.w)} columns{'' if one.bias is None else ' with a bias'}"
-
-
-def why_not_operands(one: Placed) -> str:
-    """Returns why a kernel cannot take one rank's operands, or an empty string. Ranks may differ in alignment."""
-    return "a rank has nothing to add" if one.a.numel() == 0 else why_not(one.a, one.w, one.out)
-
-
-class FusedMatmuls:
-    """The fused matmuls of one engine: their loaded kernels, and a cache of bound launches."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._launches: BoundedCache[Callable] = BoundedCache()
-
-    def tiles(
-        self, algorithm: Algorithm, counts: tuple[int, ...], rows: int, columns: int, codec: Codec | None = None
-    ) -> tuple[Tile, ...]:
-        """Returns the tiles of a call. Every rank loads the kernel of each tile, and takes one of them by its K."""
-        if algorithm in SKINNY_KERNELS:
-            return (skinny_tile(rows),)
-        policy, sms = self._engine.table.matmul, self._engine.runner.chip.sms
-        return tiles_of_sum(policy, algorithm, counts, columns, sms, codec)
-
-    def run(
+    def __init__(
         self,
-        call: Call,
-        placed: Sequence[Placed],
-        inputs: Sequence | None,
-        tile: Tile | None,
-        timelines: Sequence[torch.Tensor] | None,
-    ) -> None:
-        """Launches the call's kernels on the members' current streams; ``inputs`` has each member's epilogue inputs.
-
-        The engine must have a runner. Raises UnsupportedError if no kernel serves the operands.
-        """
-        algorithm, runner, columns = Algorithm(call.op), self._engine.runner, len(placed[0].w)
-        # Skinny algorithms are chosen only for results that fit their scratch (plan.matmuls.is_skinny).
-        too_wide = "" if algorithm in SKINNY_KERNELS else why_not_columns(self._engine, columns)
-        for one in placed:
-            if reason := too_wide or why_not_operands(one):
-                raise UnsupportedError(f"{call.op}: {reason}")
-        tiles = (tile,) if tile else self.tiles(algorithm, call.counts, len(placed[0].out), columns, call.wire)
-        if timelines:
-            tiles = tuple(replace(one, recorded=True) for one in tiles)
-        functions = self._prepare(call, algorithm, tiles)
-        with runner.lock:
-            runner.raise_failure()  # raises before any member launches a kernel
-            for one in _slices(algorithm, call.counts, placed[0].out, runner.world_size):
-                for rank, (member, mine) in enumerate(zip(runner.members, placed, strict=True)):
-                    own_tile = tile_for(self._engine.table.matmul, tiles, mine.a.shape[1])
-                    timeline = timelines[rank] if timelines else None
-                    launch = self._launch(call, algorithm, member, mine, functions[rank], own_tile, one, timeline)
-                    corner = (_first_row(algorithm, member, one), 0, columns)
-                    more = [inputs[rank]._replace(corner=corner)] if inputs else []
-                    launch(mine.a, mine.out, *more)
-
-    def _prepare(self, call: Call, algorithm: Algorithm, tiles: tuple[Tile, ...]) -> list[dict]:
-        """Loads the kernels of every tile and layout for each member: ranks may differ in K and in W's layout."""
-        key = (algorithm, call.dtype, tiles, _kernel_key(call))
-        if found := self._engine.runner.loaded(key):
-            return found
-        form: Form | None = call.epilogue
-        generated, codec, runner = form.generated if form else None, call.wire, self._engine.runner
-
-        def load(member: Member, tile: Tile, layout: str):
-            source = fused_matmul_source(algorithm, call.dtype, runner.world_size, tile, layout, generated, codec)
-            return launcher.load(source, member.device, tile.shared_nbytes, algorithm.value)
-
-        def load_all() -> list[dict]:
-            return [
-                {(tile, layout): load(member, tile, layout) for tile in tiles for layout in LAYOUTS}
-                for member in runner.members
-            ]
-
-        # The codec's type and not its text, which has the seed: ranks may have different seeds.
-        follows = f", epilogue {form.text}" if form else f", {codec.type_name}" if codec else ""
-        described = f"{call.dtype}, {' and '.join(map(str, tiles))}{follows}"
-        return runner.prepare_kernel(key, algorithm, described, load_all)
-
-    def _launch(
-        self,
+        engine: Engine,
         call: Call,
         algorithm: Algorithm,
-        member: Member,
-        placed: Placed,
-        functions: dict,
-        tile: Tile,
-        one: Slice,
-        timeline: torch.Tensor | None,
-    ) -> Callable:
-        """Returns one member's launch, bound to the addresses of its operands; cached."""
-        first = _first_row(algorithm, member, one)
-        rows = placed.out[first : first + one.count[member.rank]] if one.count else placed.out
-        # A rank without rows writes nothing, but the kernel needs a valid tensor map.
-        matrices = (placed.a_matrix, placed.w_matrix, matrix_of(rows) or placed.a_matrix)
-        pointers = tuple([0 if one is None else one.data_ptr() for one in (placed.bias, timeline)])
-        key = (algorithm, member.rank, tile, placed.layout, one, call.timeout_s, pointers, placed.out.data_ptr())
-        key = (*key, call.codec, call.epilogue, *matrices)
-        launch = self._launches.get(key)
-        if launch is None:
-            timeout_s = call.timeout_s or self._engine.timeout_s
-            agreed = f"{call.agreed}, {_alike(placed)} by {algorithm.value}"
-            arguments = self._engine.runner.arguments(member, algorithm, one, timeout_s, agreed)
-            sms = self._engine.runner.chip.sms  # of every rank's device: see (10) in cuda_src
-            parameters, grid = launches.bind(tile, placed.layout, matrices, pointers, one, sms)
-            bound = Launch(functions[tile, placed.layout], [*parameters, arguments], grid)
-            put = (lambda arguments, a, out, inputs: arguments.epilogue.put(inputs)) if call.epilogue else None
-            launch = self._launches.keep(key, self._engine.runner.bind_member(member, bound, arguments, put))
+        rows: int,
+        tile: Tile | None = None,
+        timelines: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self._engine, self._runner, self._call, self.algorithm = engine, engine.runner, call, algorithm
+        work, world_size = call.work, engine.world_size
+        self._skinny, self._gathers = algorithm.row.is_skinny, work.op == ALLGATHER_MATMUL
+        # Skinny algorithms are chosen only for results that fit their scratch (plan.matmuls.is_skinny).
+        if not (self._gathers or self._skinny) and (reason := why_not_columns(engine, work.columns)):
+            raise UnsupportedError(f"{work.op}: {reason}")
+        self._tile, self._timelines = tile, timelines
+        self.tiles = tuple(replace(one, recorded=True) if timelines else one for one in self._tiles_to_load(rows))
+        if self._skinny:  # rows are not divided between ranks
+            self._slices = [Slice(rows * work.columns)]
+        else:
+            step = rows_a_launch(world_size, work.columns)
+            if self._gathers:
+                step = gathered_rows_a_launch(algorithm, world_size, work.columns)
+            self._slices = row_slices(work.parts, step)
+        self._functions = self._load()
+        self._launches: BoundedCache[Launch] = BoundedCache()
+
+    def _tiles_to_load(self, rows: int) -> tuple[Tile, ...]:
+        """Returns the tiles whose kernels every rank loads: ranks may take different ones of them."""
+        if self._gathers:
+            return self.algorithm.row.tiles
+        if self._tile:
+            return (self._tile,)
+        if self._skinny:
+            return (skinny_tile(rows),)
+        policy, sms, call = self._engine.table.matmul, self._runner.chip.sms, self._call
+        return tiles_of_sum(policy, self.algorithm, call.work.parts, call.work.columns, sms, call.wire)
+
+    def _load(self) -> list[dict]:
+        """Returns each member's kernels by tile and layout of W, in which ranks may differ. Collective."""
+        call, algorithm = self._call, self.algorithm
+        of_tiles = [load_tile(self._runner, algorithm, call.dtype, tile, call.work) for tile in self.tiles]
+        return [
+            {kind: one for of_tile in of_tiles for kind, one in of_tile[at].items()} for at in range(len(of_tiles[0]))
+        ]
+
+    # ---- launching --------------------------------------------------------------------------------------------------
+
+    def run(self, ranks: Sequence[Operands]) -> None:
+        """Launches the kernels on the members' current streams, for the operands of each rank of this process."""
+        given = [operands_of(self._call.work, own) for own in ranks]
+        placed = [self._place(one) for one in given]
+        with self._runner.lock:
+            self._runner.raise_failure()  # before any member launches
+            for one in self._slices:
+                for member, own in zip(self._runner.members, placed, strict=True):
+                    on_own_device(member.device, self._launch(member, own, one))(*self._tensors(member, own, one))
+        for mine, own in zip(given, placed, strict=True):
+            for result, written in ((mine.out, own.out), (mine.gathered, own.gathered)):
+                if written is not result:
+                    result.copy_(written[:, : result.shape[1]])
+
+    def launch_like(self, own: Operands) -> Launch | None:
+        """Returns the launch of calls with tensors like these: see :class:`graphar.runtime.plan.Plan`."""
+        work, given = self._call.work, operands_of(self._call.work, own)
+        if len(self._slices) > 1 or len(self._runner.members) > 1 or self._timelines or self._place(given) is not given:
+            return None
+        (one,), (member,), operands = self._slices, self._runner.members, 2 + work.bias
+        corner = self._corner(member, given, one)
+        nothing, launches = given.a.new_empty(0), BoundedCache()
+
+        def launch(inputs, outputs, numbers, _=None) -> None:
+            key = tuple([x.data_ptr() for x in (*inputs[:operands], outputs[0])])
+            bound = launches.get(key)
+            if bound is None:
+                own = operands_of(work, Operands(inputs, outputs, numbers))
+                if self._place(own) is not own:  # its addresses are not aligned as the others are
+                    self.run([Operands(inputs, outputs, numbers)])
+                    return
+                bound = launches.keep(key, self._launch(member, own, one))
+            if self._gathers:
+                outputs = outputs[1:] if work.gathered else (nothing,)
+            bound((inputs[0], *inputs[operands:]), outputs, numbers, corner)
+
         return launch
 
+    def _tensors(self, member: Member, own: MatmulOperands, one: Slice) -> tuple:
+        """Returns what one member's launch of a slice takes."""
+        a, out = own.a, own.out
+        if self._gathers:
+            # An empty tensor's address is null: the rows are not wanted.
+            a, out = a[one.offset : one.offset + one.count[member.rank]], own.gathered
+            out = a.new_empty(0) if out is None else out
+        return (a, *own.tensors), (out,), own.numbers, self._corner(member, own, one)
 
-def _slices(algorithm: Algorithm, counts: tuple[int, ...], out: torch.Tensor, world_size: int) -> list[Slice]:
-    if algorithm in SKINNY_KERNELS:  # rows are not divided between ranks
-        return [Slice(out.numel())]
-    return row_slices(counts, rows_a_launch(world_size, out.shape[1]))
+    def _corner(self, member: Member, own: MatmulOperands, one: Slice) -> Corner:
+        """Returns where the epilogue's row, col and index of a launch begin, in this rank's result."""
+        first = 0 if self._gathers or self._skinny else self._first_row(member, one)
+        return first, 0, own.out.shape[1]
+
+    def _first_row(self, member: Member, one: Slice) -> int:
+        """Returns the first row of a member's ``out`` that a launch writes."""
+        return one.offset if self._call.work.scattered else one.begin[member.rank]
+
+    def _launch(self, member: Member, own: MatmulOperands, one: Slice) -> Launch:
+        """Returns one member's launch of a slice, bound to the addresses of its operands; cached."""
+        at = member.rank if self._engine.devices else 0
+        layout = layout_of(own.w)
+        w = matrix_of(own.w if layout == "by_rows" else own.w.t())
+        pointers = [0 if x is None else x.data_ptr() for x in (own.bias, self._timelines and self._timelines[at])]
+        # The gathered rows are bound whole, and may be empty on this rank.
+        rows, k = own.a.shape
+        a = Matrix(own.a.data_ptr(), own.a.dtype, rows, k, -(-k // 8) * 8) if self._gathers else matrix_of(own.a)
+        matrices, tile = Matrices(a, w, layout, own.out, *pointers), self._tile_of(own, one)
+        key = (member.rank, one, tile, a, w, *pointers, own.out.data_ptr(), own.out.shape)
+        launch = self._launches.get(key)
+        return self._launches.keep(key, self._bind(at, member, tile, matrices, own, one)) if launch is None else launch
+
+    def _tile_of(self, own: MatmulOperands, one: Slice) -> Tile:
+        table = self._engine.table.matmul
+        if self._gathers:  # each rank takes the one with the least estimated time for its weight
+            return self._tile or gathered_tile(table.cost, one.count, len(own.w), self._runner.chip.sms)
+        return tile_for(table, self.tiles, own.a.shape[1])
+
+    def _bind(self, at: int, member: Member, tile: Tile, matrices: Matrices, own: MatmulOperands, one: Slice) -> Launch:
+        words = agreement.words_of_matmul_launch(self._call, self.algorithm, one)
+        seconds, sms = self._engine.deadline(self._call), self._runner.chip.sms
+        arguments = self._runner.arguments(member, self.algorithm, one, seconds, words)
+        if self._gathers:
+            sms = min(launcher.sm_count(member.device), sms)
+        first = 0 if self._gathers or self._skinny else self._first_row(member, one)
+        rows = slice(first, first + one.count[member.rank]) if one.count else slice(None)
+        bind = gathered_tiles if self._gathers else skinny if self._skinny else summed_tiles
+        parameters, grid = bind(tile, matrices, one, arguments, rows, sms)
+        launch = KernelLaunch(self._functions[at][tile, matrices.layout], [*parameters, arguments], grid)
+        put = arguments.epilogue.put if self._call.work.epilogue else None
+        return bind_launch(self._runner, member, launch, arguments, put)
+
+    # ---- operands as kernels take them ------------------------------------------------------------------------------
+
+    def _place(self, own: MatmulOperands) -> MatmulOperands:
+        """Returns operands as kernels take them: the same ones, or copies where their alignment requires it."""
+        placed = self._place_gathering(own) if self._gathers else self._place_summed(own)
+        if not self._gathers and (reason := _why_not(placed)):
+            raise UnsupportedError(f"{self._call.op}: {reason}")
+        changed = any(getattr(placed, name) is not getattr(own, name) for name in _PLACED)
+        return placed if changed else own
+
+    def _place_summed(self, own: MatmulOperands) -> MatmulOperands:
+        a, w, out = own.a, own.w, own.out
+        if a.shape[1] == 0:
+            a, w = a.new_zeros(len(a), COLUMNS), w.new_zeros(len(w), COLUMNS)
+        if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
+            out = torch.empty_like(out)
+        return replace(
+            own,
+            a=a if matrix_of(a) else aligned_copy(a),
+            w=w if layout_of(w) else aligned_copy(w),
+            bias=None if own.bias is None else own.bias.contiguous(),
+            out=out,
+        )
+
+    @staticmethod
+    def _place_gathering(own: MatmulOperands) -> MatmulOperands:
+        k, n = own.a.shape[1], own.w.shape[0]
+        if n == 0:  # this rank sends its rows all the same
+            own = replace(
+                own,
+                w=own.w.new_zeros(STORE_COLUMNS, k),
+                bias=None,
+                out=own.out.new_empty(len(own.out), STORE_COLUMNS),
+                tensors=_never_empty(own.tensors, len(own.out) * STORE_COLUMNS),
+            )
+        # The rows are sent as they lie: without gaps, and each in whole packs.
+        whole = k % STORE_COLUMNS == 0 and own.a.is_contiguous() and own.a.data_ptr() % PACK_NBYTES == 0
+        rows = own.gathered
+        return replace(
+            own,
+            a=own.a if whole else aligned_copy(own.a),
+            w=own.w if layout_of(own.w) else aligned_copy(own.w),
+            bias=None if own.bias is None else own.bias.contiguous(),
+            out=own.out if n % STORE_COLUMNS == 0 else _aligned_like(own.out),
+            gathered=rows if rows is None or k % STORE_COLUMNS == 0 else _aligned_like(rows),
+        )
 
 
-def _kernel_key(call: Call) -> str | None:
-    """Returns the part of a kernel's key that is not its algorithm, dtype or tile."""
-    return call.epilogue.kernel if call.epilogue else call.wire and call.wire.type_name
+_PLACED = ("a", "w", "bias", "out", "gathered", "tensors")  # the fields that may be copies
 
 
-def _first_row(algorithm: Algorithm, member: Member, one: Slice) -> int:
-    """Returns the first row of a member's ``out`` that a launch writes."""
-    return one.begin[member.rank] if algorithm is Algorithm.MATMUL_ALLREDUCE else one.offset
+def _why_not(own: MatmulOperands) -> str:
+    """Returns why a kernel cannot take one rank's operands, or an empty string. Ranks may differ in alignment."""
+    return "a rank has nothing to add" if own.a.numel() == 0 else why_not(own.a, own.w, own.out)
+
+
+def _never_empty(tensors: Sequence[torch.Tensor], numel: int) -> tuple[torch.Tensor, ...]:
+    """Returns tensors with zeros in place of those without elements, as many as a kernel reads."""
+    return tuple([one if one.numel() else one.new_zeros(numel) for one in tensors])
+
+
+def _aligned_like(x: torch.Tensor) -> torch.Tensor:
+    """Returns an uninitialised tensor like ``x``, whose rows begin at multiples of 16 bytes."""
+    rows, columns = x.shape
+    return x.new_empty(rows, -(-columns // STORE_COLUMNS) * STORE_COLUMNS)[:, :columns]

@@ -4,7 +4,7 @@
     side stream                 | own rows to r+1   | own rows to r+2 | ...
 
 Copies take no SM, so the matmuls run as fast as alone. Where the ranks meet, each adds one element over all of them by
-one_shot_push. It ends only after all ranks have begun it, it has a deadline, and it compares their calls.
+an all-reduce of graphar's. It ends only after all ranks have begun it, it has a deadline, and it compares their calls.
 
 - Visibility. Before the meeting of step h the caller's stream waits for this rank's copy to r+h. So after it the copies
   of step h of all ranks have ended, and the rows of r-h lie in this rank's scratch.
@@ -22,21 +22,21 @@ from dataclasses import dataclass
 
 import torch
 
-from graphar.matmul.operands import Gathering, alike
+from graphar.matmul.operands import MatmulOperands, operands_of
 from graphar.matmul.overlap import streams_of
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import gathered_slot_offset
-from graphar.plan.select import kernel_of
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
+from graphar.plan.work import Sum
+from graphar.ranks import agreement
+from graphar.runtime.bind.collective import bind_slice, plan_of_slices
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.driver import call as driver_call
 from graphar.runtime.driver import driver, on_device
-from graphar.runtime.engine import Engine, as_taken
-from graphar.runtime.runner import Member
+from graphar.runtime.engine import Engine
+from graphar.runtime.member import Member
 from graphar.runtime.symmetric_tensors import tensor_at
-
-_SCRATCH = Algorithm.ALLGATHER_MATMUL
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Lane:
     """A rank of this process, its operands, and the streams of its matmuls and of its copies."""
 
     member: Member
-    mine: Gathering
+    mine: MatmulOperands
     main: torch.cuda.Stream
     side: torch.cuda.Stream
 
@@ -69,25 +69,26 @@ class _Lane:
 
 
 class GatheredChunks:
-    """The all-gathers and matmuls of one engine that run in chunks."""
+    """One call of an all-gather and matmul, made in chunks."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._runner = engine, engine.runner
-        self._meetings: BoundedCache[Callable[[], None]] = BoundedCache()
+    def __init__(self, engine: Engine, call: Call, algorithm: Algorithm) -> None:
+        self._engine, self._runner, self._call, self._algorithm = engine, engine.runner, call, algorithm
         self._slots: BoundedCache[torch.Tensor] = BoundedCache()
+        self._meet = self._meeting()
 
-    def run(self, call: Call, members: Sequence[Gathering]) -> None:
-        """Enqueues a call on the members' current streams. The engine must have a runner. Collective."""
+    def run(self, ranks: Sequence[Operands]) -> None:
+        """Enqueues the call on the members' current streams, for the operands of each rank of this process."""
+        members = [operands_of(self._call.work, own) for own in ranks]
         with self._runner.lock:
             self._runner.raise_failure()  # before any member enqueues anything
-            meet = self._meeting(call, members[0])
             lanes = [
                 _Lane(member, mine, *streams_of(mine.a.device))
                 for member, mine in zip(self._runner.members, members, strict=True)
             ]
-            rows = [mine.a.contiguous() for mine in members]
-            for one in row_slices(call.counts, gathered_rows_a_launch(self._engine.world_size, rows[0].shape[1])):
-                self._run_slice(lanes, rows, one, meet)
+            rows, work = [mine.a.contiguous() for mine in members], self._call.work
+            step = gathered_rows_a_launch(self._algorithm, self._engine.world_size, work.columns)
+            for one in row_slices(work.parts, step):
+                self._run_slice(lanes, rows, one, self._meet)
 
     def _run_slice(
         self, lanes: Sequence[_Lane], rows: Sequence[torch.Tensor], one: Slice, meet: Callable[[], None]
@@ -129,8 +130,10 @@ class GatheredChunks:
     def _address(self, rank: int, hop: int) -> int:
         """Returns the address of the slot on ``rank`` of the rank ``hop`` places before it."""
         world_size = self._engine.world_size
-        capacity = _SCRATCH.row.scratch(world_size).capacity
-        return self._runner.scratch(_SCRATCH)[rank] + gathered_slot_offset(world_size, capacity, world_size - hop)
+        capacity = self._algorithm.row.scratch(world_size).capacity
+        return self._runner.kernels.scratch(self._algorithm)[rank] + gathered_slot_offset(
+            world_size, capacity, world_size - hop
+        )
 
     def _slot(self, member: Member, hop: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a member's slot of the rank ``hop`` places before it as a tensor; cached."""
@@ -141,18 +144,15 @@ class GatheredChunks:
             found = self._slots.keep(key, tensor_at(self._address(member.rank, hop), member.device, like))
         return found
 
-    def _meeting(self, call: Call, first: Gathering) -> Callable[[], None]:
-        """Returns a function that lets the current streams wait until all ranks have come; cached. Collective."""
-        agreed = f"{call.agreed}, {alike(first)}, in chunks"
-        key = (agreed, call.timeout_s)
-        found = self._meetings.get(key)
-        if found is None:
-            engine, runner = self._engine, self._runner
-            runner.prepare_kernel((_SCRATCH, "chunks"), _SCRATCH, "chunks", lambda: [None] * len(runner.members))
-            xs = [first.a.new_zeros(1, device=f"cuda:{member.device}") for member in runner.members]
-            shape, _ = engine.select(Call.of("allreduce", xs[0], algorithm=Algorithm.ONE_SHOT_PUSH), xs[0])
-            runner.prepare(kernel_of(shape, xs[0].dtype))
-            bound = runner.bind(shape, [Slice(1)], xs[0].dtype, call.timeout_s or engine.timeout_s, agreed=agreed)
-            given = as_taken(engine, xs), as_taken(engine, [torch.empty_like(x) for x in xs])
-            found = self._meetings.keep(key, lambda: bound(*given))
-        return found
+    def _meeting(self) -> Callable[[], None]:
+        """Returns a function that lets the current streams wait until all ranks have come. Collective."""
+        engine, runner, call, scratch = self._engine, self._runner, self._call, self._algorithm
+        runner.kernels.prepare_all((scratch, "chunks"), scratch, f"{scratch.value} for chunks", lambda member: None)
+        xs = [torch.zeros(1, dtype=call.dtype, device=f"cuda:{member.device}") for member in runner.members]
+        meeting = Call.of(Sum(1), xs[0], timeout_s=call.timeout_s)
+        config, _ = engine.select(meeting, xs[0])
+        words = f"{agreement.words(call)}, in chunks"
+        bound = bind_slice(runner, meeting, config, Slice(1), engine.deadline(call), lambda *given: None, words=words)
+        plan = plan_of_slices(runner, config, [Slice(1)], [bound])
+        ranks = [Operands((x,), (torch.empty_like(x),)) for x in xs]
+        return lambda: plan.run(ranks)

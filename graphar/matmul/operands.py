@@ -1,4 +1,4 @@
-"""The operands of a matmul whose result is summed over ranks, or whose rows are gathered; and their checks."""
+"""The operands of a matmul whose products are summed over ranks, or whose rows are gathered; and their checks."""
 
 from __future__ import annotations
 
@@ -7,47 +7,35 @@ from dataclasses import dataclass
 
 import torch
 
-from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
+from graphar.plan.call import Operands
 from graphar.plan.tensor_checks import check_apart, check_devices, check_one_each, check_strided
+from graphar.plan.work import Product
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class Operands:
-    """One rank's operands and result, of a matmul whose result is summed."""
+class MatmulOperands:
+    """One rank's operands and results, of two dimensions, of a matmul whose products are summed or rows gathered."""
 
-    a: torch.Tensor  # [M, K]
+    a: torch.Tensor  # [M, K]; this rank's rows, if rows are gathered
     w: torch.Tensor  # [N, K]
-    bias: torch.Tensor | None  # [N], added to the sum; or None
+    bias: torch.Tensor | None  # [N], added to the sum or product; or None
     out: torch.Tensor  # takes the result; contiguous
+    gathered: torch.Tensor | None = None  # takes the rows of all ranks; None: they are not wanted, or none are gathered
+    tensors: tuple[torch.Tensor, ...] = ()  # of the epilogue, bound for the tensor that ``out`` is
+    numbers: tuple[float, ...] = ()  # of the epilogue
     prefetch: torch.Tensor | None = None  # the tensor that the last all-reduce may prefetch into L2, or None
 
 
-@dataclass(frozen=True)
-class Gathering:
-    """One rank's operands and results, of a matmul whose rows are gathered; of two dimensions."""
-
-    a: torch.Tensor  # [M_r, K], this rank's rows
-    w: torch.Tensor  # [N, K]
-    bias: torch.Tensor | None  # [N], or None
-    out: torch.Tensor  # [M, N], takes the product of all ranks' rows
-    gathered: torch.Tensor | None  # [M, K], takes the rows of all ranks; None: they are not wanted
-    form: Pointwise | None = None  # of an epilogue, bound for the tensor that ``out`` is; without a bias
-    inputs: EpilogueInputs | None = None  # the epilogue's; None without one
-
-
-def alike(one: Gathering) -> str:
-    """Returns what operands must have alike on all ranks, beside the call's own counts and dtype, in words."""
-    return f"{one.a.shape[1]} columns"
-
-
-def members(a, w, bias, outs, prefetch=()) -> list[Operands]:
-    """Returns the operands of this process's ranks; flattens the leading dimensions of ``a`` and ``outs``."""
-    return [
-        Operands(flat(x), weight, bias[rank] if bias else None, flat(out), prefetch[rank] if prefetch else None)
-        for rank, (x, weight, out) in enumerate(zip(a, w, outs, strict=True))
-    ]
+def operands_of(work: Product, own: Operands) -> MatmulOperands:
+    """Returns one rank's operands as matrices: leading dimensions are flattened."""
+    a, w, *rest = own.inputs
+    bias = rest.pop(0) if work.bias else None
+    out, *gathered = own.outputs
+    tensors, prefetch = (tuple(rest), None) if work.epilogue else ((), rest[0] if rest else None)
+    rows = flat(gathered[0]) if work.gathered else None
+    return MatmulOperands(flat(a), w, bias, flat(out), rows, tensors, own.numbers, prefetch)
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:

@@ -22,14 +22,15 @@ import torch
 from graphar import reference
 from graphar.errors import UnsupportedError
 from graphar.matmul import gemm
-from graphar.matmul.operands import Operands
+from graphar.matmul.operands import MatmulOperands
 from graphar.matmul.tensor_maps import aligned_copy, matrix_of
-from graphar.numerics.epilogues.epilogue import AppliedEpilogue
+from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.partitions import Panel, length
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Parts, Product, Sum
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
-from graphar.runtime.engine import Engine, as_taken
+from graphar.runtime.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -40,101 +41,124 @@ class Beside:
     blocks: int | None = None  # the most blocks of the sum's grid; None: the tuning table's number
 
 
-def allreduce(
-    engine: Engine,
-    members: Sequence[Operands],
-    panels: Sequence[Panel],
-    codec: str,
-    timeout_s: float | None,
-    beside: Beside | None = None,
-    epilogue: AppliedEpilogue | None = None,
-    only_own: bool = False,
-) -> None:
-    """Writes the result of graphar.reference.fused_matmul_allreduce into every ``out`` [M, N]. Collective.
+@dataclass(frozen=True)
+class Panels:
+    """How a product is multiplied and summed: in which panels, and by which sums.
 
-    Args:
-        panels: a partition of C; each panel is summed by a call of its own, in this order.
-        codec: the text of the codec on the wire, or an empty string.
+    Attributes:
+        work: a Product with the sum of its products.
+        panels: a partition of C; each panel is summed by a call of its own, in this order. For a reduce-scatter a panel
+            has a slice of every rank's rows.
         timeout_s: the deadline of each wait on another rank, in seconds; None: the engine's.
         beside: how sums run beside a multiplication; its algorithm must be one of exact all-reduces.
-        epilogue: applied to the sums before they are rounded; not with a codec or a bias. Bound for ``out``.
         only_own: whether graphar's matmul alone may multiply. UnsupportedError if it cannot.
     """
-    products = [[_place(one, panels, panel, 0, panel.shape) for one in members] for panel in panels]
 
-    def sum_panel(at: int, limit: Beside | None) -> None:
-        sums = _widened(members, products[at])
-        form, more = None, None
-        if epilogue:
-            corners = [(panels[at].rows[0].start, panels[at].columns.start)] * len(members)
-            form, more = epilogue.in_panel(length(panels[at].columns), corners)
-        elif at == len(panels) - 1 and members[0].prefetch is not None and not codec:
-            more = [one.prefetch for one in members]
-        both = as_taken(engine, sums)
-        call = Call.of(
-            "allreduce",
-            sums[0],
-            algorithm=limit.algorithm if limit else "auto",
-            timeout_s=timeout_s,
-            codec=codec,
-            epilogue=form,
-            symmetric=() if codec else engine.symmetric_sides(both, both),
-            blocks=limit.blocks if limit else None,
-            prefetches=more is not None and form is None,
-        )
-        _run(engine, call, sums, sums, more)
-        for one, total in zip(members, sums, strict=True):
-            _take(one, total, _rows_of_out(panels, panels[at], 0), panels[at].columns)
+    work: Product
+    panels: Sequence[Panel]
+    timeout_s: float | None = None
+    beside: Beside = Beside()
+    only_own: bool = False
 
-    _multiply_and_sum(engine, members, panels, products, sum_panel, beside, only_own)
+    def allreduce(self, engine: Engine, members: Sequence[MatmulOperands]) -> None:
+        """Writes the result of graphar.reference.fused_matmul_allreduce into every ``out`` [M, N]. Collective."""
+        work, panels = self.work, self.panels
+        products = [[_place(one, panels, panel, 0, panel.shape) for one in members] for panel in panels]
+
+        def sum_panel(at: int, limit: Beside | None) -> None:
+            sums, columns, corner = _widened(members, products[at]), panels[at].columns, None
+            prefetches = at == len(panels) - 1 and members[0].prefetch is not None and not work.codec
+            if work.epilogue:
+                corner, prefetches = (panels[at].rows[0].start, columns.start, work.epilogue.columns), False
+            call = Call.of(
+                Sum(sums[0].numel(), work.codec, self._epilogue(columns)),
+                sums[0],
+                algorithm=limit.algorithm if limit else "auto",
+                timeout_s=self.timeout_s,
+                symmetric=() if work.codec else engine.symmetric_sides(sums, sums),
+                blocks=limit.blocks if limit else None,
+                prefetches=prefetches,
+            )
+            more = [(one.prefetch,) if prefetches else one.tensors for one in members]
+            ranks = [
+                Operands((total, *rest), (total,), one.numbers, corner)
+                for one, total, rest in zip(members, sums, more, strict=True)
+            ]
+            engine.plan(call, ranks).run(ranks)
+            for one, total in zip(members, sums, strict=True):
+                _take(one, total, _rows_of_out(panels, panels[at], 0), columns)
+
+        self._multiply_and_sum(engine, members, products, sum_panel)
+
+    def reducescatter(self, engine: Engine, members: Sequence[MatmulOperands]) -> None:
+        """Writes each rank's rows of the sum into its ``out``: graphar.reference.fused_matmul_reducescatter.
+
+        Collective. The algorithm of ``beside`` is ignored.
+        """
+        owners = range(engine.world_size) if engine.devices else [engine.rank]
+        work, panels = self.work, self.panels
+        products = [[one.out.new_empty(panel.shape) for one in members] for panel in panels]
+
+        def sum_panel(at: int, limit: Beside | None) -> None:
+            panel, parts = panels[at], _widened(members, products[at])
+            columns = length(panel.columns)
+            counts = tuple([length(rows) * columns for rows in panel.rows])
+            ranks = []
+            for one, owner, part in zip(members, owners, parts, strict=True):
+                total = _place(one, panels, panel, owner, (length(panel.rows[owner]), columns), part.dtype)
+                corner = None
+                if work.epilogue:
+                    first = _rows_of_out(panels, panel, owner).start
+                    corner = (first, panel.columns.start, work.epilogue.columns)
+                ranks.append(Operands((part, *one.tensors), (total,), one.numbers, corner))
+            summed = Parts("reducescatter", counts, work.codec, self._epilogue(panel.columns))
+            call = Call.of(summed, parts[0], timeout_s=self.timeout_s, blocks=limit.blocks if limit else None)
+            engine.plan(call, ranks).run(ranks)
+            for one, owner, own in zip(members, owners, ranks, strict=True):
+                _take(one, own.outputs[0], _rows_of_out(panels, panel, owner), panel.columns)
+
+        self._multiply_and_sum(engine, members, products, sum_panel)
+
+    def _epilogue(self, columns: slice) -> Pointwise | None:
+        """Returns the epilogue of a panel with these columns."""
+        return self.work.epilogue and replace(self.work.epilogue, columns=length(columns))
+
+    def _multiply_and_sum(
+        self,
+        engine: Engine,
+        members: Sequence[MatmulOperands],
+        products: Sequence[Sequence[torch.Tensor]],
+        sum_panel: Callable[[int, Beside | None], None],
+    ) -> None:
+        """Multiplies and sums the panels in turn, on the caller's stream and on the side stream."""
+        beside = replace(self.beside, blocks=self.beside.blocks or engine.table.beside.blocks)
+        by_member = zip(members, zip(*products, strict=True), strict=True)
+        multiplies = [_bind(engine, one, self.panels, mine, beside.blocks, self.only_own) for one, mine in by_member]
+        last = len(self.panels) - 1
+        if last == 0 or not members[0].a.is_cuda:
+            for at in range(len(self.panels)):
+                for multiply in multiplies:
+                    multiply(at)
+                sum_panel(at, None)
+            return
+        streams = [streams_of(one.a.device) for one in members]
+        try:
+            for at in range(len(self.panels)):
+                for multiply, (main, side) in zip(multiplies, streams, strict=True):
+                    with torch.cuda.stream(side if at else main):
+                        multiply(at)
+                    # The caller's stream waits for the panel. The side stream starts after the first multiplication.
+                    if at:
+                        main.wait_stream(side)
+                    else:
+                        side.wait_stream(main)
+                sum_panel(at, beside if at < last else None)
+        finally:
+            for main, side in streams:
+                main.wait_stream(side)
 
 
-def reducescatter(
-    engine: Engine,
-    members: Sequence[Operands],
-    panels: Sequence[Panel],
-    codec: str,
-    timeout_s: float | None,
-    beside: Beside | None = None,
-    epilogue: AppliedEpilogue | None = None,
-    only_own: bool = False,
-) -> None:
-    """Writes each rank's rows of the sum into its ``out``: graphar.reference.fused_matmul_reducescatter. Collective.
-
-    It takes the arguments of :func:`allreduce`. A panel has a slice of every rank's rows. The algorithm of ``beside``
-    is ignored.
-    """
-    owners = range(engine.world_size) if engine.devices else [engine.rank]
-    products = [[one.out.new_empty(panel.shape) for one in members] for panel in panels]
-
-    def sum_panel(at: int, limit: Beside | None) -> None:
-        panel, parts = panels[at], _widened(members, products[at])
-        columns = length(panel.columns)
-        counts = tuple([length(rows) * columns for rows in panel.rows])
-        sums = [
-            _place(one, panels, panel, owner, (length(panel.rows[owner]), columns), part.dtype)
-            for one, owner, part in zip(members, owners, parts, strict=True)
-        ]
-        form, more = None, None
-        if epilogue:
-            corners = [(_rows_of_out(panels, panel, owner).start, panel.columns.start) for owner in owners]
-            form, more = epilogue.in_panel(columns, corners)
-        how = {"timeout_s": timeout_s, "codec": codec, "epilogue": form}
-        call = Call.of("reducescatter", parts[0], counts, **how, blocks=limit.blocks if limit else None)
-        _run(engine, call, parts, sums, more)
-        for one, owner, total in zip(members, owners, sums, strict=True):
-            _take(one, total, _rows_of_out(panels, panel, owner), panel.columns)
-
-    _multiply_and_sum(engine, members, panels, products, sum_panel, beside, only_own)
-
-
-def _run(engine: Engine, call: Call, xs: list, outs: list, more: list | None) -> None:
-    """Makes a call with this process's tensors; ``more`` has each rank's epilogue inputs or prefetch, or is None."""
-    tensors = [xs, outs] if more is None else [xs, outs, more]
-    engine.run(call, *[as_taken(engine, ones) for ones in tensors])
-
-
-def products(engine: Engine, members: Sequence[Operands], only_own: bool = False) -> list[torch.Tensor]:
+def products(engine: Engine, members: Sequence[MatmulOperands], only_own: bool = False) -> list[torch.Tensor]:
     """Returns each rank's ``a @ w.T``, [M, N], by the same kernel as a single panel. M and N are not 0."""
     panel = Panel((slice(0, len(members[0].a)),), slice(0, len(members[0].w)))
     made = [one.a.new_empty(panel.shape) for one in members]
@@ -155,7 +179,7 @@ def _rows_of_out(panels: Sequence[Panel], panel: Panel, owner: int) -> slice:
 
 
 def _place(
-    one: Operands,
+    one: MatmulOperands,
     panels: Sequence[Panel],
     panel: Panel,
     owner: int,
@@ -171,11 +195,11 @@ def _place(
     return one.out.new_empty(shape, dtype=dtype)
 
 
-def _widened(members: Sequence[Operands], products: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _widened(members: Sequence[MatmulOperands], products: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [reference.widened(product, one.bias) for one, product in zip(members, products, strict=True)]
 
 
-def _take(one: Operands, total: torch.Tensor, rows: slice, columns: slice) -> None:
+def _take(one: MatmulOperands, total: torch.Tensor, rows: slice, columns: slice) -> None:
     """Adds the bias to a sum and copies it to ``out``, unless it already lies there."""
     if one.bias is not None:
         total = reference.with_bias(total, one.bias[columns], one.out.dtype)
@@ -185,44 +209,6 @@ def _take(one: Operands, total: torch.Tensor, rows: slice, columns: slice) -> No
 
 
 # ---- in which order, on which streams -------------------------------------------------------------------------------
-
-
-def _multiply_and_sum(
-    engine: Engine,
-    members: Sequence[Operands],
-    panels: Sequence[Panel],
-    products: Sequence[Sequence[torch.Tensor]],
-    sum_panel: Callable[[int, Beside | None], None],
-    beside: Beside | None,
-    only_own: bool,
-) -> None:
-    beside = beside or Beside()
-    beside = replace(beside, blocks=beside.blocks or engine.table.beside.blocks)
-    by_member = list(zip(*products, strict=True))
-    pairs = zip(members, by_member, strict=True)
-    multiplies = [_bind(engine, one, panels, mine, beside.blocks, only_own) for one, mine in pairs]
-    last = len(panels) - 1
-    if last == 0 or not members[0].a.is_cuda:
-        for at in range(len(panels)):
-            for multiply in multiplies:
-                multiply(at)
-            sum_panel(at, None)
-        return
-    streams = [streams_of(one.a.device) for one in members]
-    try:
-        for at in range(len(panels)):
-            for multiply, (main, side) in zip(multiplies, streams, strict=True):
-                with torch.cuda.stream(side if at else main):
-                    multiply(at)
-                # The caller's stream waits for the panel. The side stream starts after the first multiplication.
-                if at:
-                    main.wait_stream(side)
-                else:
-                    side.wait_stream(main)
-            sum_panel(at, beside if at < last else None)
-    finally:
-        for main, side in streams:
-            main.wait_stream(side)
 
 
 def streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
@@ -245,7 +231,7 @@ def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
 
 def _bind(
     engine: Engine,
-    one: Operands,
+    one: MatmulOperands,
     panels: Sequence[Panel],
     products: Sequence[torch.Tensor],
     blocks: int,
@@ -258,9 +244,7 @@ def _bind(
         whole = reference.matmul(one.a, one.w)  # smaller matmuls would give other bits
         return lambda at: _copy_rows(whole[:, panels[at].columns], panels[at], products[at])
     steps = [list(_steps(one, panel, product)) for panel, product in zip(panels, products, strict=True)]
-    # Several panels all take graphar's matmul from `smallest` rows on, so that bits do not depend on the cut.
-    rows, (smallest, beyond) = len(one.a), engine.table.matmul.own_rows
-    own = only_own or smallest <= rows < beyond or (len(panels) > 1 and rows >= smallest)
+    own = takes_own(engine, one, len(panels), only_own)
     why_not = _why_not_own(steps) if own else "torch's is not slower"
     if only_own and why_not and one.a.shape[1]:
         raise UnsupportedError(f"matmul: no batch-invariant kernel: {why_not}")
@@ -279,14 +263,23 @@ def _bind(
     return multiply
 
 
-def _steps(one: Operands, panel: Panel, product: torch.Tensor):
+def takes_own(engine: Engine, one: MatmulOperands, panels: int, only_own: bool) -> bool:
+    """Whether graphar's matmul multiplies, if it can.
+
+    Several panels all take it from a number of rows on, so that bits do not depend on the cut.
+    """
+    rows, (smallest, beyond) = len(one.a), engine.table.matmul.own_rows
+    return only_own or smallest <= rows < beyond or (panels > 1 and rows >= smallest)
+
+
+def _steps(one: MatmulOperands, panel: Panel, product: torch.Tensor):
     """Yields the matmuls of a panel: the two operands, and the tensor for the result."""
     for rows, part in zip(panel.rows, product.split([length(rows) for rows in panel.rows]), strict=True):
         if part.numel():
             yield one.a[rows], one.w[panel.columns], part
 
 
-def _aligned(one: Operands) -> Operands:
+def _aligned(one: MatmulOperands) -> Operands:
     """Returns the operands with copies of those that graphar's matmul cannot load where they lie."""
     a = one.a if matrix_of(one.a) else aligned_copy(one.a)
     w = one.w if matrix_of(one.w) or matrix_of(one.w.t()) else aligned_copy(one.w)

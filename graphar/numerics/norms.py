@@ -6,8 +6,6 @@ devices without kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from graphar.numerics.epilogues.code import nearest_sqrt
@@ -28,28 +26,6 @@ GROUP_COLUMNS = 128  # columns that share a scale in "grouped_fp8"
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 _FP8_NAN = 0x7F
-
-
-@dataclass(frozen=True)
-class RmsNorm:
-    """The :class:`graphar.numerics.epilogues.form.Form` of residual addition and RMSNorm."""
-
-    columns: int  # columns of the tensor
-    cluster: int = 1  # thread blocks that share a row
-    output: str = "like_input"  # the format of the normed rows, one of NORM_OUTPUTS
-    generated = None
-
-    @property
-    def text(self) -> str:
-        return "add_and_norm" if self.output == "like_input" else f"add_and_norm, {self.output}"
-
-    @property
-    def kernel(self) -> str:
-        return f"{self.cluster}, {self.output}"
-
-    @property
-    def variant(self) -> str:
-        return self.kernel
 
 
 def output_of(

@@ -8,12 +8,14 @@ from typing import Literal, overload
 import torch
 
 from graphar.ops import options, parts
-from graphar.ops.allgather_tuple import allgather_tuple, check_tuple, warm_tuple
+from graphar.ops.allgather_tuple import TUPLE, allgather_tuple, check_tuple
 from graphar.ops.register import Op, for_ranks, is_plain
+from graphar.ops.repeats import repeated
 from graphar.plan import call_checks, tensor_checks
-from graphar.plan.call import NO_OPTIONS, Call
-from graphar.runtime.engine import Engine, as_taken
-from graphar.runtime.registry import Group, check_takes_tensors, engine_name, engine_of
+from graphar.plan.call import Call
+from graphar.plan.work import Parts
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_name
 
 NAME = "allgather"
 
@@ -83,12 +85,14 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    if sizes is None and parts.is_plain_rows(x, axis) and not x.is_conj():
-        return _warm(x, group, timeout_s)
+    tensors = x if isinstance(x, tuple) else (x,)
+    asked = tensors, (axis, tuple(sizes) if isinstance(sizes, list) else sizes, timeout_s), None
+    if tensors and (found := repeated(NAME if tensors is not x else TUPLE, group, *asked)) is not None:
+        return found
     if timeout_s is not None:
         call_checks.check_timeout(NAME, timeout_s)
     if isinstance(x, tuple):
-        return _gather_tuple(x, group, axis, sizes, timeout_s)
+        return _gather_tuple(x, group, axis, sizes, timeout_s, asked)
     name = engine_name(group, NAME)
     if isinstance(x, list):
         if sizes is not None:
@@ -100,44 +104,31 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
     rank, world_size = parts.place(group)
     length = x.shape[axis]
     sizes = [length] * world_size if sizes is None else call_checks.check_sizes(NAME, sizes, world_size, rank, length)
-    return OP(x, name, rank, axis, sizes, timeout_s, [], plain=is_plain(x) and not x.is_conj())
+    return OP(x, name, rank, axis, sizes, timeout_s, [], plain=is_plain(x) and not x.is_conj(), asked=asked)
 
 
-def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tensor:
-    """Makes a plain call (:func:`is_plain`) with equal parts along the first axis."""
-    engine = engine_of(group, NAME)
-    check_takes_tensors(engine)
-    x, world_size = x.contiguous(), engine.world_size
-    out = x.new_empty((len(x) * world_size, *x.shape[1:]))
-    counts = (x.numel(),) * world_size
-    # The fields of Call, as a bare tuple.
-    key = (NAME, counts, x.dtype, x.get_device(), "auto", timeout_s, *NO_OPTIONS)
-    engine.run(key, x, out)
-    return out
-
-
-def _gather_tuple(xs: tuple, group: Group, axis: object, sizes, timeout_s: float | None) -> tuple:
-    if type(axis) is int and axis == 0 and (found := warm_tuple(xs, group, sizes, timeout_s)):
-        return found
+def _gather_tuple(xs: tuple, group: Group, axis: object, sizes, timeout_s: float | None, asked) -> tuple:
     check_tuple(xs, axis, sizes)
     tensors = [x for ones in xs for x in ones] if isinstance(xs[0], (list, tuple)) else xs
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return tuple([allgather(x, group, sizes=sizes, timeout_s=timeout_s) for x in xs])
-    return allgather_tuple(xs, group, sizes, timeout_s)
+    return allgather_tuple(xs, group, sizes, timeout_s, asked)
 
 
 def _fake(xs, given) -> list[torch.Tensor]:
     return [parts.with_length(x, given.axis, sum(given.sizes)) for x in xs]
 
 
-def _run(engine: Engine, xs, outs, given) -> None:
+def _run(engine: Engine, xs, outs, given):
     """Writes the tensors of all ranks into every tensor of ``outs``, which are contiguous."""
     axis = given.axis
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
-    call = Call.of(NAME, rows[0], parts.counts_of(rows[0], given.sizes), timeout_s=given.timeout_s, axis=axis)
-    engine.run(call, as_taken(engine, rows), as_taken(engine, rooms))
+    work = Parts(NAME, parts.counts_of(rows[0], given.sizes), axis=axis)
+    ranks = options.operands_of_sum(rows, rooms, None)
+    plan = engine.run(Call.of(work, rows[0], timeout_s=given.timeout_s), ranks)
     for room, out in zip(rooms, outs, strict=True):
         parts.put_back(room, out, axis)
+    return None if axis else (plan, ranks)
 
 
 def _check(engine: Engine, xs, given) -> None:

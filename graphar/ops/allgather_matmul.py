@@ -8,18 +8,17 @@ from typing import Literal, overload
 
 import torch
 
-from graphar import reference
-from graphar.matmul import allgather_matmul as kernels
 from graphar.matmul import operands
-from graphar.matmul.operands import Gathering
 from graphar.numerics import partitions
-from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise
+from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops import options, parts
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
-from graphar.ops.register import Op, for_ranks, is_plain
+from graphar.ops.register import Asked, Op, for_ranks, is_plain
+from graphar.ops.repeats import repeated
 from graphar.plan import call_checks
-from graphar.plan.call import Call
-from graphar.runtime.engine import Engine, as_taken
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Product
+from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "fused_allgather_matmul"
@@ -123,6 +122,16 @@ def fused_allgather_matmul(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
+    key = tuple(sizes) if isinstance(sizes, list) else sizes
+    how = bool(gathered), key, partition, bias is None, timeout_s
+    asked = (a, w) if bias is None else (a, w, bias), how, epilogue
+    if (found := repeated(NAME, group, *asked)) is not None:
+        return found
+    return _gather(a, w, bias, gathered, sizes, partition, epilogue, group, timeout_s, asked)
+
+
+def _gather(a, w, bias, gathered, sizes, partition, epilogue, group: Group, timeout_s, asked: Asked):
+    """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     if timeout_s is not None:
         call_checks.check_timeout(NAME, timeout_s)
     if partition not in PARTITIONS:
@@ -133,7 +142,9 @@ def fused_allgather_matmul(
     followed = _epilogue_option(a, w, bias, epilogue, sizes)
     biases = [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
     plain = not in_list and all(map(is_plain, (a, w, *biases))) and not followed.needs_gradient
-    found = OP(a, w, biases, name, rank, sizes, partition, bool(gathered), timeout_s, *followed, [], plain=plain)
+    found = OP(
+        a, w, biases, name, rank, sizes, partition, bool(gathered), timeout_s, *followed, [], plain=plain, asked=asked
+    )
     products, rows = (found[::2], found[1::2]) if in_list else found
     return (products, rows) if gathered else products
 
@@ -180,69 +191,24 @@ def _fake(a, w, given) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def _run(engine: Engine, a, w, given) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns for each rank the product, and the gathered rows or an empty tensor."""
-    outs = _fake(a, w, given)
+def _run(engine: Engine, a, w, outs, given):
+    """Writes for each rank the product, and the gathered rows if they are wanted."""
     followed = options.applied(NAME, given, [product for product, _ in outs])
-    in_one, rows = a[0].shape[1:-1].numel(), sum(given.sizes) * a[0].shape[1:-1].numel()
-    if not rows:
-        return outs
-    members = [
-        Gathering(
-            operands.flat(x),
-            weight,
-            given.bias[at] if given.bias else None,
-            operands.flat(product),
-            operands.flat(gathered) if given.gathered else None,
-            *(_of_rank(followed, at, product) if followed else ()),
-        )
-        for at, (x, weight, (product, gathered)) in enumerate(zip(a, w, outs, strict=True))
-    ]
-    method = kernels.method_of(engine, given.partition, members[0].a, rows, bool(given.epilogue))
-    if method != "none":
-        kernels.run(engine, method, members, [size * in_one for size in given.sizes], given.timeout_s)
-        return outs
-    wholes = [rows_of_all for _, rows_of_all in outs]
-    if not given.gathered:
-        wholes = [x.new_empty((sum(given.sizes), *x.shape[1:])) for x in a]
-    _gather(engine, a, wholes, given)
-    for one, whole in zip(members, wholes, strict=True):
-        _multiply(one, operands.flat(whole))
-    return outs
-
-
-def _of_rank(followed: AppliedEpilogue, at: int, product: torch.Tensor) -> tuple[Pointwise, EpilogueInputs]:
-    """Returns the epilogue of one rank of this process. Ranks may differ in columns."""
-    return replace(followed.form, columns=max(1, product.shape[-1])), followed.inputs[at]
-
-
-def _gather(engine: Engine, a, wholes, given) -> None:
-    """Writes the rows of all ranks into every tensor of ``wholes``."""
-    rows = [x.contiguous() for x in a]
-    how = {"timeout_s": given.timeout_s, "followed_by": f"epilogue {given.epilogue}" if given.epilogue else ""}
-    call = Call.of("allgather", rows[0], parts.counts_of(rows[0], given.sizes), **how)
-    engine.run(call, as_taken(engine, rows), as_taken(engine, wholes))
-
-
-def _multiply(one: Gathering, whole: torch.Tensor) -> None:
-    """Writes the product of gathered rows into ``out``: on the CPU as the specification does, else by torch."""
-    if one.form:
-        one.out.copy_(_with_epilogue(one, whole))
-    elif not whole.is_cuda:
-        one.out.copy_(reference.linear(whole, one.w, one.bias))
-    elif one.bias is None:
-        torch.mm(whole, one.w.t(), out=one.out)
-    else:
-        torch.addmm(one.bias, whole, one.w.t(), out=one.out)
-
-
-def _with_epilogue(one: Gathering, whole: torch.Tensor) -> torch.Tensor:
-    if not whole.is_cuda:
-        return reference.linear_with_epilogue(whole, one.w, one.form, one.inputs)
-    unrounded = {} if whole.dtype == torch.float32 else {"out_dtype": torch.float32}
-    with torch.autocast("cuda", enabled=False):  # it would multiply in another dtype
-        product = torch.mm(whole, one.w.t(), **unrounded)
-    return reference.rounded_after(one.form, one.inputs, product, whole.dtype)
+    in_one = a[0].shape[1:-1].numel()
+    if not sum(given.sizes) * in_one:
+        return None
+    counts = tuple([size * in_one for size in given.sizes])
+    form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
+    how = {"partition": given.partition, "gathered": given.gathered}
+    work = Product(NAME, counts, a[0].shape[-1], bool(given.bias), epilogue=form, **how)
+    ranks = []
+    for rank, (x, weight, (product, rows)) in enumerate(zip(a, w, outs, strict=True)):
+        bias = [given.bias[rank]] if given.bias else []
+        tensors, numbers = (followed.inputs[rank].tensors, followed.inputs[rank].scalars) if followed else ((), ())
+        results = (product, rows) if given.gathered else (product,)
+        ranks.append(Operands((x, weight, *bias, *tensors), results, tuple(numbers)))
+    plan = engine.run(Call.of(work, a[0], timeout_s=given.timeout_s), ranks)
+    return plan, ranks
 
 
 def _check(engine: Engine, a, w, given) -> None:

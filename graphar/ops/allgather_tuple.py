@@ -8,21 +8,22 @@ import torch
 
 from graphar.numerics.dtypes import BYTE
 from graphar.ops import options, parts
-from graphar.ops.norms import by_result
-from graphar.ops.register import Op
+from graphar.ops.register import Asked, Op, by_result, is_plain
 from graphar.plan import call_checks, tensor_checks
-from graphar.plan.call import NO_OPTIONS, Call
-from graphar.plan.tensor_tuple import MAX_TENSORS, TensorTuple, tensor_tuple
-from graphar.runtime.engine import Engine, as_taken
-from graphar.runtime.registry import Group, check_takes_tensors, engine_name, engine_of
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import TensorTuple
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_name
 
-NAME = "allgather"
+NAME, TUPLE = "allgather", "allgather_tuple"
 
 
-def allgather_tuple(xs: tuple, group: Group, sizes: Sequence[int] | None, timeout_s: float | None) -> tuple:
+def allgather_tuple(
+    xs: tuple, group: Group, sizes: Sequence[int] | None, timeout_s: float | None, asked: Asked
+) -> tuple:
     """Returns the tensors of all ranks, for each tensor or list of ``xs``, which :func:`check_tuple` has checked.
 
-    It takes the other arguments of :func:`graphar.allgather`. Not differentiable.
+    It takes the other arguments of :func:`graphar.allgather`, and of :class:`Op`. Not differentiable.
     """
     name = engine_name(group, NAME)
     if isinstance(xs[0], (list, tuple)):
@@ -32,35 +33,8 @@ def allgather_tuple(xs: tuple, group: Group, sizes: Sequence[int] | None, timeou
     rank, world_size = parts.place(group)
     length, (first, *more) = xs[0].shape[0], xs
     sizes = [length] * world_size if sizes is None else call_checks.check_sizes(NAME, sizes, world_size, rank, length)
-    return tuple(OP(first, more, name, rank, sizes, timeout_s, []))
-
-
-def warm_tuple(xs: tuple, group: Group, sizes: Sequence[int] | None, timeout_s: float | None) -> tuple | None:
-    """Makes a plain call (:func:`is_plain`), and returns its results.
-
-    It returns None, and does nothing, if the call breaks a rule of :func:`check_tuple`, or if its plan is not cached.
-    """
-    if not xs or not all(parts.is_plain_rows(x, 0) and not x.is_conj() for x in xs):
-        return None
-    length, device = xs[0].shape[0], xs[0].get_device()
-    if any(x.shape[0] != length or x.get_device() != device for x in xs):
-        return None
-    engine = engine_of(group, NAME)
-    check_takes_tensors(engine)
-    if sizes is None:
-        sizes = [length] * engine.world_size
-    else:
-        call_checks.check_sizes(NAME, sizes, engine.world_size, engine.rank, length)
-    form = form_of(xs, sizes)
-    # The fields of Call, as a bare tuple.
-    key = (NAME, form.part_nbytes, BYTE, device, "auto", timeout_s, "", form, *NO_OPTIONS[2:])
-    plan = engine.warm.get(key)
-    if plan is None:
-        return None
-    xs = tuple([x.contiguous() for x in xs])
-    outs = _empty(xs, sizes)
-    plan(xs[0], outs[0], (xs, outs))
-    return outs
+    plain = all(is_plain(x) and not x.is_conj() for x in xs)
+    return tuple(OP(first, more, name, rank, sizes, timeout_s, [], plain=plain, asked=asked))
 
 
 def check_tuple(xs: tuple, axis: object, sizes: object) -> None:
@@ -89,9 +63,9 @@ def check_tuple(xs: tuple, axis: object, sizes: object) -> None:
                 )
 
 
-def form_of(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> TensorTuple:
-    """Returns the form of a call with one rank's tensors; ``sizes`` are the rows of each rank."""
-    return tensor_tuple(tuple([(x.dtype, tuple(x.shape[1:])) for x in xs]), tuple(sizes))
+def work_of(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> TensorTuple:
+    """Returns the work of a call with one rank's tensors; ``sizes`` are the rows of each rank."""
+    return TensorTuple(tuple([x.dtype for x in xs]), tuple([tuple(x.shape[1:]) for x in xs]), tuple(sizes))
 
 
 def _empty(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -105,37 +79,15 @@ def _of_ranks(xs, given) -> list[list[torch.Tensor]]:
     return [[x, *given.more[rank * each : (rank + 1) * each]] for rank, x in enumerate(xs)]
 
 
-def _run(engine: Engine, xs, given) -> list[tuple[torch.Tensor, ...]]:
-    ranks, results = _of_ranks(xs, given), _fake(xs, given)
-    for begin in range(0, len(ranks[0]), MAX_TENSORS):
-        window = slice(begin, begin + MAX_TENSORS)
-        pairs = [
-            ([x.contiguous() for x in of_rank[window]], outs[window])
-            for of_rank, outs in zip(ranks, results, strict=True)
-        ]
-        (_gather_each if engine.why_no_kernel(NAME, xs[0]) else _gather)(engine, pairs, given)
-    return results
-
-
-def _gather(engine: Engine, pairs, given) -> None:
-    """Gathers in one launch; ``pairs`` has the inputs and outputs of each rank of this process."""
-    first = pairs[0][0]
-    form = form_of(first, given.sizes)
-    device, timeout_s = first[0].get_device(), given.timeout_s
-    call = Call(NAME, form.part_nbytes, BYTE, device, timeout_s=timeout_s, epilogue=form)
-    ins, outs = [xs[0] for xs, _ in pairs], [ys[0] for _, ys in pairs]
-    engine.run(call, *[as_taken(engine, ones) for ones in (ins, outs, pairs)])
-
-
-def _gather_each(engine: Engine, pairs, given) -> None:
-    """Gathers one tensor after another. A call says which ones follow, so that unlike tuples are found at the first."""
-    first = pairs[0][0]
-    for at, x in enumerate(first):
-        rest = first[at + 1 :]
-        follow = f"allgather of {form_of(rest, given.sizes).text}" if rest else ""
-        counts = parts.counts_of(x, given.sizes)
-        call = Call.of(NAME, x, counts, timeout_s=given.timeout_s, followed_by=follow)
-        engine.run(call, *[as_taken(engine, [pair[side][at] for pair in pairs]) for side in (0, 1)])
+def _run(engine: Engine, xs, outs, given):
+    """Writes the tensors of all ranks into the results of each rank of this process."""
+    ranks = [
+        Operands(tuple([x.contiguous() for x in of_rank]), results)
+        for of_rank, results in zip(_of_ranks(xs, given), outs, strict=True)
+    ]
+    first = ranks[0].inputs
+    call = Call(work_of(first, given.sizes), BYTE, first[0].get_device(), timeout_s=given.timeout_s)
+    return engine.run(call, ranks), ranks
 
 
 def _fake(xs, given) -> list[tuple[torch.Tensor, ...]]:
@@ -150,7 +102,7 @@ def _check(engine: Engine, xs, given) -> None:
 
 
 OP = Op(
-    "allgather_tuple",
+    TUPLE,
     ["x"],
     f"Tensor[] more, str communicator, int rank, SymInt[] sizes, float? timeout_s, {options.AFTER}",
     _run,

@@ -11,16 +11,15 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops import options
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
-from graphar.ops.register import Op, check_input, check_output, deliver, for_ranks, is_ordinary, is_plain
-from graphar.ops.repeats import can_repeat, repeat_of
+from graphar.ops.register import Asked, Op, check_input, check_output, for_ranks, is_plain
+from graphar.ops.repeats import repeated
 from graphar.plan import call_checks, tensor_checks
-from graphar.plan.call import NO_OPTIONS, Call
-from graphar.runtime.engine import Engine, as_taken
-from graphar.runtime.registry import Group, engine_name, engine_of, known_engine
+from graphar.plan.call import Call
+from graphar.plan.work import Sum
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_name
 
 NAME = "allreduce"
-_REPLACED_EACH = 64  # calls, if unlike ones of one size take turns: to make a repeat takes as long as a call
-_is_compiling = torch.compiler.is_dynamo_compiling  # other compilers have dispatch modes, or tensors of a subclass
 
 
 @overload
@@ -99,64 +98,15 @@ def allreduce(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    if codec is None and residual is None and epilogue is None and prefetch is None:
-        engine = None
-        if not _is_compiling() and type(x) is torch.Tensor and (engine := known_engine(group)) is not None:
-            repeat = engine.warm.repeats.get(x.numel())
-            if repeat is not None and (result := repeat(x, out, algorithm, timeout_s)) is not None:
-                return result
-        if is_plain(x) and (out is None or _fits(x, out)):
-            return _plain(engine or engine_of(group, NAME), x, out, algorithm, timeout_s)
-    return _allreduce(x, group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s)
+    tensors = (x,) if residual is None and prefetch is None else (x, prefetch if residual is None else residual)
+    asked = tensors, (algorithm, timeout_s, codec, prefetch is None), epilogue
+    if (found := repeated(NAME, group, *asked, out)) is not None:
+        return found
+    return _allreduce(x, group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s, asked)
 
 
-def _plain(
-    engine: Engine, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, timeout_s: float | None
-) -> torch.Tensor:
-    """Makes a plain call. If its plan is cached, the plan is called directly.
-
-    Calls like it then take the fast path of repeats.py, if the plan needs nothing but the tensors' addresses.
-    """
-    given = x
-    if out is None:
-        x = x.contiguous()
-        result = torch.empty_like(x)
-    else:
-        result = out  # _fits() has found that both are contiguous
-    warm, numel = engine.warm, x.numel()
-    repeats = warm.repeats  # read before the plan: if another thread drops the plan meanwhile, it drops these as well
-    sides = engine.symmetric.sides(x, result) if engine.symmetric else ()
-    # The fields of Call, as a bare tuple.
-    key = (NAME, numel, x.dtype, x.get_device(), algorithm, timeout_s, "", None, sides, *NO_OPTIONS[3:])
-    plan = warm.get(key)
-    if plan is None:
-        engine.run(key, x, result)
-    else:
-        plan(x, result)
-        if can_repeat and not sides and x is given and (launch := getattr(plan, "at_addresses", None)):
-            warm.unrepeated += 1
-            if numel not in repeats or warm.unrepeated % _REPLACED_EACH == 0:
-                repeats.keep(numel, repeat_of(launch, engine.runner.symmetric, x, algorithm, timeout_s))
-    if out is not None:
-        deliver(out, out)
-    return result
-
-
-def _fits(x: torch.Tensor, out: object) -> bool:
-    """Whether a plain ``x`` and ``out`` pass all checks and need no copy."""
-    return (
-        is_ordinary(out)
-        and out.shape == x.shape
-        and out.dtype is x.dtype
-        and out.device == x.device
-        and x.is_contiguous()
-        and out.is_contiguous()
-        and not 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes
-    )
-
-
-def _allreduce(x, group: Group, out, algorithm: str, codec, residual, epilogue, prefetch, timeout_s: float | None):
-    """Makes a call that is not plain: checks its options, and goes through torch's dispatcher if that is needed."""
+def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s, asked: Asked):
+    """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     options.check_together(NAME, codec, epilogue, residual)
     call_checks.check_call(NAME, "auto" if codec is not None else algorithm, timeout_s)
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
@@ -175,7 +125,7 @@ def _allreduce(x, group: Group, out, algorithm: str, codec, residual, epilogue, 
     )
     plain = is_plain(x) and options.is_memory(prefetch) and not followed.needs_gradient
     if out is None and residual is None:
-        return OP(x, *arguments, plain=plain)
+        return OP(x, *arguments, plain=plain, asked=asked)
     residuals = []
     if residual is not None:
         check_output(NAME, x, residual, "residual")
@@ -184,7 +134,8 @@ def _allreduce(x, group: Group, out, algorithm: str, codec, residual, epilogue, 
         made = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x if in_list else [x])]
         out = made if in_list else made[0]
     check_output(NAME, x, out)
-    OP.into(x, residuals, out, *arguments, plain=plain and residual is None and is_plain(out))
+    plain = plain and is_plain(out) and all(map(is_plain, residuals))
+    OP.into(x, residuals, out, *arguments, plain=plain, asked=asked)
     return list(out) if in_list else out
 
 
@@ -192,19 +143,23 @@ def _fake(xs, given) -> list[torch.Tensor]:
     return [torch.empty_like(x.contiguous()) for x in xs]
 
 
-def _run(engine: Engine, xs, outs, given) -> None:
+def _run(engine: Engine, xs, outs, given):
     """Writes the sum into every tensor of ``outs``, which are contiguous."""
     xs, codec = [x.contiguous() for x in xs], given.codec
     if codec:
         call_checks.check_quantized_call(NAME, codec, given.algorithm, xs[0])
-    form, more = options.applied(NAME, given, xs) or (None, None)
-    prefetches = bool(given.prefetch) and not codec and not form
-    x, out = as_taken(engine, xs), as_taken(engine, outs)
-    sides = () if codec else engine.symmetric_sides(x, out)
-    how = {"algorithm": given.algorithm, "timeout_s": given.timeout_s, "codec": codec, "epilogue": form}
-    call = Call.of(NAME, xs[0], **how, symmetric=sides, prefetches=prefetches)
-    more = given.prefetch if prefetches else more
-    engine.run(call, x, out, *([] if more is None else [as_taken(engine, more)]))
+    followed = options.applied(NAME, given, xs)
+    prefetches = bool(given.prefetch) and not codec and not followed
+    call = Call.of(
+        Sum(xs[0].numel(), codec, followed and followed.form),
+        xs[0],
+        algorithm=given.algorithm,
+        timeout_s=given.timeout_s,
+        symmetric=() if codec else engine.symmetric_sides(xs, outs),
+        prefetches=prefetches,
+    )
+    ranks = options.operands_of_sum(xs, outs, followed, given.prefetch if prefetches else ())
+    return engine.run(call, ranks), ranks
 
 
 def _check_out(xs, outs, given) -> None:
@@ -217,7 +172,8 @@ def _with_feedback(engine: Engine, xs, residuals, outs, given):
     algorithm = given.algorithm
     codec = options.codec_with_feedback(NAME, given.codec, algorithm, xs, residuals, outs)
     if algorithm != "auto":  # raises before a residual is changed; "auto" serves every call
-        engine.select(Call.of(NAME, residuals[0], algorithm=algorithm, codec=codec), residuals[0])
+        call = Call.of(Sum(residuals[0].numel(), codec), residuals[0], algorithm=algorithm)
+        engine.select(call, residuals[0])
     return given._replace(codec=codec)
 
 

@@ -9,15 +9,11 @@ from typing import overload
 import torch
 
 from graphar.numerics.norms import ALLREDUCE_NORM as NAME
-from graphar.numerics.norms import specification
 from graphar.ops import norms, options
 from graphar.ops.allreduce import allreduce
-from graphar.ops.norm_gradients import added_and_normed
-from graphar.ops.register import Op, is_plain
-from graphar.plan import call_checks, select
-from graphar.plan.call import NO_OPTIONS, Call
-from graphar.runtime.engine import Engine, as_taken
-from graphar.runtime.registry import Group, engine_name, engine_of
+from graphar.ops.register import Op
+from graphar.ops.repeats import repeated
+from graphar.runtime.registry import Group
 
 
 @overload
@@ -97,79 +93,18 @@ def allreduce_residual_rmsnorm(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    call_checks.check_call(NAME, "auto", timeout_s)
-    numbers = norms.check_number(NAME, "eps", eps), norms.check_number(NAME, "weight_offset", weight_offset)
-    ranks, in_list = norms.ranks_of(NAME, x, residual, weight, scale), isinstance(x, (list, tuple))
-    output = {norms.check(NAME, out_dtype, group_size, None, *of_rank) for of_rank in ranks}.pop()
-    if norms.need_gradients(NAME, ranks, output):
-        return added_and_normed(allreduce(x, group, timeout_s=timeout_s), residual, weight, numbers)
-    arguments = (*numbers, output, norms.scales_of_ranks(ranks), engine_name(group, NAME), timeout_s, [])
-    plain = not in_list and all(map(is_plain, ranks[0]))
-    if plain and (found := _warm(ranks[0], *arguments[:3], group, timeout_s)):
+    tensors = (x, residual, weight) if scale is None else (x, residual, weight, scale)
+    asked = tensors, (eps, weight_offset, out_dtype, group_size, timeout_s), None
+    if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return norms.by_result(OP(x, residual, weight, *arguments, plain=plain), len(ranks) if in_list else None)
-
-
-def _warm(
-    given: tuple, eps: float, weight_offset: float, output: str, group: Group, timeout_s: float | None
-) -> tuple[torch.Tensor, ...] | None:
-    """Makes a plain call and returns its results; None if its plan is not cached."""
-    x, engine = given[0].contiguous(), engine_of(group, NAME)
-    form = norms.form(x.shape[-1], output)
-    # The fields of Call, as a bare tuple.
-    key = (NAME, x.numel(), x.dtype, x.get_device(), "auto", timeout_s, "", form, *NO_OPTIONS[2:])
-    plan = engine.warm.get(key)
-    if plan is None:
-        return None
-    rest = [one.contiguous() for one in given[1:]]
-    results = norms.empty(output, rest[0])
-    plan(x, results[0], norms.inputs(rest, results, (eps, weight_offset)))
-    return results
-
-
-def _run(engine: Engine, xs, residuals, weights, given) -> list[tuple[torch.Tensor, ...]]:
-    """Returns each rank's results: normed rows, the new residual, and scales if the output has some."""
-    ranks = norms.contiguous_ranks(xs, residuals, weights, given.scales)
-    xs, columns, numbers = [of_rank[0] for of_rank in ranks], xs[0].shape[-1], (given.eps, given.weight_offset)
-    step = select.norm_rows(engine.world_size, columns * xs[0].element_size())
-    if not step or engine.why_no_kernel(NAME, xs[0]):
-        totals = [torch.empty_like(x) for x in xs]
-        x, total = as_taken(engine, xs), as_taken(engine, totals)
-        call = Call.of("allreduce", xs[0], timeout_s=given.timeout_s, symmetric=engine.symmetric_sides(x, total))
-        engine.run(call, x, total)
-        return [
-            specification(total, residual, weight, *numbers, given.output, *scale)
-            for total, (_, residual, weight, *scale) in zip(totals, ranks, strict=True)
-        ]
-    results = _fake(xs, residuals, weights, given)
-    form = norms.form(columns, given.output)
-    for start in range(0, xs[0].numel() // columns, step):
-        cut = partial(_rows, start, step)
-        inputs = [
-            norms.inputs([cut(residual), *rest], [*map(cut, made)], numbers)
-            for (_, residual, *rest), made in zip(ranks, results, strict=True)
-        ]
-        pieces, outs = list(map(cut, xs)), [cut(normed) for normed, *_ in results]
-        call = Call.of(NAME, pieces[0], timeout_s=given.timeout_s, epilogue=form)
-        engine.run(call, *[as_taken(engine, ones) for ones in (pieces, outs, inputs)])
-    return results
-
-
-def _rows(start: int, count: int, x: torch.Tensor) -> torch.Tensor:
-    """Returns at most ``count`` rows of a contiguous tensor, from ``start`` on; the tensor itself if it has no more."""
-    columns = x.shape[-1]
-    return x if x.numel() <= count * columns else x.view(-1, columns)[start : start + count]
-
-
-def _fake(xs, residuals, weights, given) -> list[tuple[torch.Tensor, ...]]:
-    return [norms.empty(given.output, residual) for residual in residuals]
+    return norms.call(OP, allreduce, asked, group)
 
 
 OP = Op(
     NAME,
     ["x", "residual", "weight"],
     f"{norms.ARGUMENTS}, str communicator, float? timeout_s, {options.AFTER}",
-    _run,
-    _fake,
+    partial(norms.run, NAME),
+    norms.fake,
     returns="Tensor[]",
 )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.plan import tensor_checks
+from graphar.runtime import preparation
 from graphar.runtime.registry import Group, HasEngine, engine_of_either
 
 
@@ -53,5 +54,5 @@ def empty(*size, dtype: torch.dtype | None = None, group: Group = None):
     """
     engine = engine_of_either(group, "empty", "pass a Communicator with devices as the group")
     engine.check_open("empty")
-    tensors = engine.empty(tensor_checks.blueprint("empty", size, dtype))
+    tensors = preparation.empty(engine, tensor_checks.blueprint("empty", size, dtype))
     return tensors if engine.devices else tensors[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import torch
 
@@ -13,11 +14,14 @@ from graphar.ops.register import check_input, check_output
 from graphar.plan import call_checks
 from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
+from graphar.plan.work import Sum
+from graphar.runtime.engine import planned
 from graphar.runtime.registry import Group, engine_name, engine_of_devices, engine_of_group
 
 NAME = "explain"
 
 
+@overload
 def explain(
     x: torch.Tensor | Sequence[torch.Tensor],
     group: Group = None,
@@ -26,15 +30,22 @@ def explain(
     algorithm: str = "auto",
     codec: Codec | str | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> Explanation:
+) -> Explanation: ...
+@overload
+def explain(x: Callable[..., object], *operands: Any, **options: Any) -> Explanation: ...
+def explain(x, group=None, *more, out=None, algorithm="auto", codec=None, epilogue=None, **options):
     """Returns the algorithm and grid that ``allreduce(x, group, ...)`` takes, the reason, and the expected time.
+
+    ``explain(op, *operands, **options)`` explains the call ``op(*operands, **options)`` of another of graphar's ops,
+    such as ``explain(graphar.fused_matmul_allreduce, a, w)``, without an expected time. It is collective, and makes
+    the call's plan, which loads its kernels, but sends nothing.
 
     The time comes from the tuning table, and is missing if it was not measured. With a codec that a kernel supports,
     the answer also has the bits of an element on the wire and, if measured, the time of the exact all-reduce. With an
     epilogue, it has the expression that the kernel computes. The first call of a communicator is collective.
 
     Args:
-        x: this rank's tensor, or a list with one for each device of this process. Its values are not read.
+        x: this rank's tensor, or a list with one for each device of this process. Its values are not read. Or an op.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: the tensor that the call would write into, or None.
         algorithm: "auto", or the name of an all-reduce in :class:`graphar.Algorithm`.
@@ -48,6 +59,22 @@ def explain(
         TypeError, ValueError: an argument breaks a rule.
         UnsupportedError: ``algorithm`` cannot serve this call.
     """
+    how = {"out": out, "algorithm": algorithm, "codec": codec, "epilogue": epilogue}
+    if not callable(x):
+        return _of_sum(x, group, *more, **how, **options)
+    given = {name: one for name, one in how.items() if one is not None and one != "auto"}
+    return _of_op(x, () if group is None else (group, *more), given | options)
+
+
+def _of_op(op: Callable, operands: tuple, given: dict) -> Explanation:
+    with planned() as explanations:
+        op(*operands, **given)
+    if not explanations:
+        raise ValueError(f"{NAME}: {getattr(op, '__name__', op)} made no call of graphar's with these tensors")
+    return explanations[0]
+
+
+def _of_sum(x, group: Group = None, *, out=None, algorithm="auto", codec=None, epilogue=None) -> Explanation:
     options.check_together(NAME, codec, epilogue)
     if codec is None:
         call_checks.check_call(NAME, algorithm, None)
@@ -61,7 +88,7 @@ def explain(
     devices = tuple([one.device for one in x]) if in_list else ()
     engine = engine_of_devices(name, devices, NAME) if in_list else engine_of_group(name, NAME)
     sides = () if text else engine.symmetric_sides(x, out)
-    call = Call.of("allreduce", first, algorithm=algorithm, codec=text, epilogue=form, symmetric=sides)
+    call = Call.of(Sum(first.numel(), text, form), first, algorithm=algorithm, symmetric=sides)
     return engine.explain(call, first)
 
 

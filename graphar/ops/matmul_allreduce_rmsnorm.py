@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import overload
 
 import torch
 
-from graphar.matmul import fused
-from graphar.ops import matmul_norms, norms, options
-from graphar.ops.allreduce_rmsnorm import OP as NORM
+from graphar.ops import matmul_norms, options
 from graphar.ops.matmul_allreduce import fused_matmul_allreduce
-from graphar.ops.norm_gradients import added_and_normed
 from graphar.ops.register import Op
-from graphar.plan.matmuls import owned_rows
-from graphar.runtime.engine import Engine
-from graphar.runtime.registry import Group, engine_name
+from graphar.ops.repeats import repeated
+from graphar.runtime.registry import Group
 
 NAME = "fused_matmul_allreduce_residual_rmsnorm"
 
@@ -88,31 +85,17 @@ def fused_matmul_allreduce_residual_rmsnorm(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    in_list = isinstance(a, (list, tuple))
-    ranks, numbers = matmul_norms.check(NAME, a, w, residual, weight, eps, weight_offset, partition, timeout_s)
-    matmul_norms.check_residuals(NAME, ranks)
-    if norms.need_gradients(NAME, ranks):
-        total = fused_matmul_allreduce(a, w, partition=partition, group=group, timeout_s=timeout_s)
-        return added_and_normed(total, residual, weight, numbers)
-    found = OP(a, w, residual, weight, *numbers, engine_name(group, NAME), partition, timeout_s, [])
-    return norms.by_result(found, len(a) if in_list else None)
-
-
-def _fake(a, w, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:
-    return matmul_norms.empty(residual)
-
-
-def _run(engine: Engine, a, w, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:
-    """Returns each rank's results: normed rows, and the new residual."""
-    counts = owned_rows(a[0].shape[:-1].numel(), engine.world_size)
-    return matmul_norms.run(engine, (a, w, residual, weight), counts, given, fused.allreduce, NORM)
+    asked = (a, w, residual, weight), (eps, weight_offset, partition, timeout_s), None
+    if (found := repeated(NAME, group, *asked)) is not None:
+        return found
+    return matmul_norms.call(OP, fused_matmul_allreduce, asked, group)
 
 
 OP = Op(
     NAME,
     ["a", "w", "residual", "weight"],
     f"float eps, float weight_offset, str communicator, str partition, float? timeout_s, {options.AFTER}",
-    _run,
-    _fake,
+    partial(matmul_norms.run, NAME),
+    matmul_norms.fake,
     returns="Tensor[]",
 )

@@ -6,18 +6,20 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from graphar.matmul import fused, operands, overlap
+from graphar.matmul import operands
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.partitions import BATCH_INVARIANT
-from graphar.ops import norms
-from graphar.ops.register import Op
+from graphar.numerics.partitions import BATCH_INVARIANT, split
+from graphar.ops import norms, parts
+from graphar.ops.norm_gradients import added_and_normed
+from graphar.ops.register import Asked, Op, by_result, is_plain
 from graphar.plan import call_checks, tensor_checks
-from graphar.plan.select import has_norm_kernel
-from graphar.runtime import residual_norm
-from graphar.runtime.engine import Engine, as_taken
+from graphar.plan.call import Call, Operands
+from graphar.plan.matmuls import owned_rows
+from graphar.plan.work import Product
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_name
 
 PARTITIONS = ("auto", "tiles", "none", BATCH_INVARIANT)
-_SHARED = ("eps", "weight_offset", "communicator", "rank", "sizes", "timeout_s")  # arguments of the op that norms
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -57,51 +59,49 @@ def check_residuals(op: str, ranks: Sequence[tuple], lengths: Sequence[int] | No
         norms.check_beside(op, "residual", residual, (*rows, w.shape[0]), a)
 
 
-# ---- runs -----------------------------------------------------------------------------------------------------------
+# ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def empty(residuals: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-    """Returns uninitialised tensors for each rank's results: normed rows, and the new residual."""
-    return [norms.empty("like_input", residual) for residual in residuals]
+def call(op: Op, sum_up: Callable, asked: Asked, group: Group):
+    """Makes a call as the user asked for it, and returns its results as users get them.
 
-
-def run(
-    engine: Engine,
-    lists: tuple[list[torch.Tensor], ...],
-    counts: Sequence[int],
-    given,
-    sum_in_tiles: Callable[..., None],
-    norm: Op,
-    scattered: bool = False,
-) -> list[tuple[torch.Tensor, ...]]:
-    """Returns each rank's results: normed rows, and the new residual.
-
-    Args:
-        lists: each rank's ``a``, ``w``, residual and weight.
-        counts: the rows that each rank sums; together as many as ``a`` has.
-        given: the op's arguments.
-        sum_in_tiles: multiplies and sums by a fused kernel: ``sum_in_tiles(engine, members, counts, timeout_s)``.
-        norm: the op that sums products and norms, for calls without a fused kernel.
-        scattered: whether each rank has only its own rows of the sum.
+    ``sum_up`` is the op that only multiplies and sums, which a call that needs gradients takes.
     """
-    a, w, residual, weight = lists
-    results, columns = empty(residual), len(w[0])
-    members = operands.members(a, w, [], [total for total, _ in results])
-    has_kernel = sum(counts) and has_norm_kernel(columns * a[0].element_size())
-    if has_kernel and fused.takes(engine, given.partition, "", members, counts, columns, scattered=scattered):
-        for total, _ in results:
-            # Load first: loading beside a kernel that waits for other ranks could hang.
-            residual_norm.load(total.device.index, total.dtype)
-        sum_in_tiles(engine, members, counts, given.timeout_s)
-        for (total, summed), *rest in zip(results, residual, weight, strict=True):
-            if total.numel():
-                contiguous = [one.contiguous() for one in rest]
-                residual_norm.norm(total, *contiguous, total, summed, given.eps, given.weight_offset)
-        return results
-    products = [x.new_empty((*x.shape[:-1], columns)) for x in a]
-    if products[0].numel():
-        made = overlap.products(engine, members, only_own=given.partition == BATCH_INVARIANT)
-        products = [one.view(product.shape) for one, product in zip(made, products, strict=True)]
-    shared = {name: getattr(given, name) for name in _SHARED if norm.takes(name)}
-    flat = norm(*(as_taken(engine, ones) for ones in (products, residual, weight)), *norm.arguments(**shared))
-    return list(zip(flat[::2], flat[1::2], strict=True))
+    (a, w, residual, weight), (eps, weight_offset, partition, timeout_s), _ = asked
+    in_list, name = isinstance(a, (list, tuple)), op.name
+    ranks, numbers = check(name, a, w, residual, weight, eps, weight_offset, partition, timeout_s)
+    where, lengths = {}, None
+    if op.takes("sizes"):
+        operands.check_has_rows(name, ranks[0][0])
+        rank, world_size = (-1, len(a)) if in_list else parts.place(group)
+        sizes = split(ranks[0][0].shape[0], world_size)
+        where, lengths = {"rank": rank, "sizes": sizes}, sizes if in_list else [sizes[rank]]
+    check_residuals(name, ranks, lengths)
+    if norms.need_gradients(name, ranks):
+        total = sum_up(a, w, partition=partition, group=group, timeout_s=timeout_s)
+        return added_and_normed(total, residual, weight, numbers)
+    how = dict(zip(("eps", "weight_offset"), numbers, strict=True)) | where
+    how |= {"communicator": engine_name(group, name), "partition": partition, "timeout_s": timeout_s}
+    plain = not in_list and all(map(is_plain, ranks[0]))
+    found = op(a, w, residual, weight, *op.arguments(**how), plain=plain, asked=asked)
+    return by_result(found, len(a) if in_list else None)
+
+
+def fake(a, w, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:
+    """Returns uninitialised tensors for each rank's results: normed rows, and the new residual."""
+    return [norms.empty("like_input", one) for one in residual]
+
+
+def run(op: str, engine: Engine, a, w, residual, weight, outs, given):
+    """Writes each rank's results: normed rows, and the new residual."""
+    rows = a[0].shape[:-1].numel()
+    counts = owned_rows(rows, engine.world_size)
+    if hasattr(given, "sizes"):
+        counts = [size * a[0].shape[1:-1].numel() for size in given.sizes]
+    numbers = given.eps, given.weight_offset
+    work = Product(op, tuple(counts), w[0].shape[0], partition=given.partition, norm=numbers)
+    ranks = [
+        Operands(of_rank, results)
+        for of_rank, results in zip(zip(a, w, residual, weight, strict=True), outs, strict=True)
+    ]
+    return engine.run(Call.of(work, a[0], timeout_s=given.timeout_s), ranks), ranks

@@ -7,22 +7,14 @@ from typing import overload
 
 import torch
 
-from graphar.matmul import fused, operands, overlap
+from graphar.matmul import operands
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import split
-from graphar.ops import options, parts
-from graphar.ops.matmul_allreduce import (
-    CUT,
-    check_fused,
-    gradients_of_sums,
-    is_plain_fused,
-    sum_like,
-)
-from graphar.ops.register import Op, for_ranks
-from graphar.plan import call_checks
-from graphar.plan.algorithms import Algorithm
+from graphar.ops import matmul_sums, options, parts
+from graphar.ops.register import Asked, Op, for_ranks
+from graphar.ops.repeats import repeated
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 
@@ -103,15 +95,24 @@ def fused_matmul_reducescatter(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    name, in_list, biases = check_fused(NAME, a, w, bias, partition, codec, epilogue, group, timeout_s)
+    tensors, how = (a, w) if bias is None else (a, w, bias), (partition, num_partitions, codec, bias is None, timeout_s)
+    asked = tensors, how, epilogue
+    if (found := repeated(NAME, group, *asked)) is not None:
+        return found
+    return _fused(a, w, bias, (partition, num_partitions), codec, epilogue, group, timeout_s, asked)
+
+
+def _fused(a, w, bias, cut: tuple, codec, epilogue, group: Group, timeout_s: float | None, asked: Asked):
+    """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
+    name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s)
     first = a[0] if in_list else a
     operands.check_has_rows(NAME, first)
     rank, world_size = (-1, len(a)) if in_list else parts.place(group)
     sizes = split(first.shape[0], world_size)
     followed = _epilogue_option(first, w, bias, epilogue, sizes, rank)
-    cut = partition, num_partitions, timeout_s, options.codec_option(NAME, codec)
-    plain = not in_list and is_plain_fused(a, w, biases, followed)
-    return OP(a, w, biases, name, rank, sizes, *cut, *followed, [], plain=plain)
+    how = *cut, timeout_s, options.codec_option(NAME, codec)
+    plain = not in_list and matmul_sums.is_plain_fused(a, w, biases, followed)
+    return OP(a, w, biases, name, rank, sizes, *how, *followed, [], plain=plain, asked=asked)
 
 
 def _epilogue_option(first: torch.Tensor, w, bias, epilogue, sizes: Sequence[int], rank: int) -> options.EpilogueOption:
@@ -119,7 +120,7 @@ def _epilogue_option(first: torch.Tensor, w, bias, epilogue, sizes: Sequence[int
     if epilogue is None:
         return options.EpilogueOption()
     in_list = isinstance(w, (list, tuple))
-    like = sum_like(first.narrow(0, 0, sizes[max(rank, 0)]), w[0] if in_list else w)
+    like = matmul_sums.sum_like(first.narrow(0, 0, sizes[max(rank, 0)]), w[0] if in_list else w)
     return options.epilogue_option(NAME, epilogue, like, len(sizes) if in_list else None, 0, bias)
 
 
@@ -128,23 +129,11 @@ def _fake(a, w, given) -> list[torch.Tensor]:
     return [x.new_empty((size, *x.shape[1:-1], weight.shape[0])) for x, weight, size in sizes]
 
 
-def _run(engine: Engine, a, w, outs, given) -> None:
+def _run(engine: Engine, a, w, outs, given):
     """Writes each rank's part of the sum into its tensor of ``outs``, which are contiguous."""
-    if given.codec:
-        call_checks.check_quantized_call(NAME, given.codec, "auto", a[0])
-    followed = options.applied(NAME, given, outs)
-    in_one, n = a[0].shape[1:-1].numel(), w[0].shape[0]
-    rows = [size * in_one for size in given.sizes]
-    panels = partitions.panels(NAME, given.partition, given.num_partitions, rows, n)
-    if not sum(rows) or not n:
-        return
-    members = operands.members(a, w, given.bias, outs)
-    if fused.takes(engine, given.partition, given.codec, members, rows, n, scattered=True):
-        fused.run(engine, Algorithm.MATMUL_REDUCESCATTER, members, rows, given.timeout_s, followed, given.codec)
-    else:
-        only_own = given.partition == partitions.BATCH_INVARIANT
-        how = {"epilogue": followed, "only_own": only_own}
-        overlap.reducescatter(engine, members, panels, given.codec, given.timeout_s, **how)
+    rows = [size * a[0].shape[1:-1].numel() for size in given.sizes]
+    partitions.panels(NAME, given.partition, given.num_partitions, rows, w[0].shape[0])  # raises
+    return matmul_sums.run(NAME, engine, a, w, outs, given, rows, options.applied(NAME, given, outs))
 
 
 def _check(engine: Engine, a, w, given) -> None:
@@ -156,7 +145,7 @@ def _backward(ctx, gradients):
     """Returns the gradients. The rounding of a codec is treated as the identity."""
     where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
     (a, w), tensors = OP.saved(ctx)
-    of_sums, rest = gradients_of_sums(ctx, "reducescatter", where, gradients, a, w, tensors)
+    of_sums, rest = matmul_sums.gradients_of_sums(ctx, "reducescatter", where, gradients, a, w, tensors)
     needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
     of_a, of_w, wholes = [None] * len(a), [None] * len(w), []
     if needs_a:
@@ -173,7 +162,7 @@ def _backward(ctx, gradients):
 OP = Op(
     NAME,
     ["a", "w"],
-    f"Tensor[] bias, str communicator, int rank, SymInt[] sizes, {CUT}, float? timeout_s, "
+    f"Tensor[] bias, str communicator, int rank, SymInt[] sizes, {matmul_sums.CUT}, float? timeout_s, "
     f"{options.CODEC}, {options.EPILOGUE}, {options.AFTER}",
     _run,
     _fake,

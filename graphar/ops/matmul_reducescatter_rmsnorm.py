@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import overload
 
 import torch
 
-from graphar.matmul import fused, operands
-from graphar.numerics.partitions import split
-from graphar.ops import matmul_norms, norms, options, parts
+from graphar.ops import matmul_norms, options, parts
 from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
-from graphar.ops.norm_gradients import added_and_normed
-from graphar.ops.reducescatter_rmsnorm import OP as NORM
 from graphar.ops.register import Op
-from graphar.plan.algorithms import Algorithm
+from graphar.ops.repeats import repeated
 from graphar.runtime.engine import Engine
-from graphar.runtime.registry import Group, engine_name
+from graphar.runtime.registry import Group
 
 NAME = "fused_matmul_reducescatter_residual_rmsnorm"
 
@@ -89,31 +86,10 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    in_list = isinstance(a, (list, tuple))
-    ranks, numbers = matmul_norms.check(NAME, a, w, residual, weight, eps, weight_offset, partition, timeout_s)
-    operands.check_has_rows(NAME, ranks[0][0])
-    rank, world_size = (-1, len(a)) if in_list else parts.place(group)
-    sizes = split(ranks[0][0].shape[0], world_size)
-    matmul_norms.check_residuals(NAME, ranks, sizes if in_list else [sizes[rank]])
-    if norms.need_gradients(NAME, ranks):
-        total = fused_matmul_reducescatter(a, w, partition=partition, group=group, timeout_s=timeout_s)
-        return added_and_normed(total, residual, weight, numbers)
-    found = OP(a, w, residual, weight, *numbers, engine_name(group, NAME), rank, sizes, partition, timeout_s, [])
-    return norms.by_result(found, len(a) if in_list else None)
-
-
-def _fake(a, w, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:
-    return matmul_norms.empty(residual)
-
-
-def _sum_in_tiles(engine: Engine, members, counts, timeout_s: float | None) -> None:
-    fused.run(engine, Algorithm.MATMUL_REDUCESCATTER, members, counts, timeout_s)
-
-
-def _run(engine: Engine, a, w, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:
-    """Returns each rank's results: normed rows, and the new residual."""
-    counts = [size * a[0].shape[1:-1].numel() for size in given.sizes]
-    return matmul_norms.run(engine, (a, w, residual, weight), counts, given, _sum_in_tiles, NORM, scattered=True)
+    asked = (a, w, residual, weight), (eps, weight_offset, partition, timeout_s), None
+    if (found := repeated(NAME, group, *asked)) is not None:
+        return found
+    return matmul_norms.call(OP, fused_matmul_reducescatter, asked, group)
 
 
 def _check(engine: Engine, a, w, residual, weight, given) -> None:
@@ -127,8 +103,8 @@ OP = Op(
     ["a", "w", "residual", "weight"],
     "float eps, float weight_offset, str communicator, int rank, SymInt[] sizes, str partition, float? timeout_s, "
     f"{options.AFTER}",
-    _run,
-    _fake,
+    partial(matmul_norms.run, NAME),
+    matmul_norms.fake,
     check=_check,
     returns="Tensor[]",
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphar.numerics.norms import specification
-from graphar.ops.norms import by_result
-from graphar.ops.register import library
+from graphar.ops.register import by_result, library
 from graphar.runtime import residual_norm
 
 library.define(

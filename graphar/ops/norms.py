@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.epilogues.epilogue import EpilogueInputs
-from graphar.numerics.norms import FP8, RmsNorm, output_of, scales_of
-from graphar.plan import tensor_checks
+from graphar.numerics.norms import FP8, output_of, scales_of
+from graphar.numerics.partitions import split
+from graphar.ops import parts
+from graphar.ops.norm_gradients import added_and_normed
+from graphar.ops.register import Asked, Op, by_result, is_plain
+from graphar.plan import call_checks, tensor_checks
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Norm
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_name
 
 # A text of numerics.norms.NORM_OUTPUTS, and for "static_fp8" each rank's scale.
 ARGUMENTS = "float eps, float weight_offset, str output, Tensor[] scales"
@@ -102,23 +108,59 @@ def need_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: str
     return True
 
 
-# ---- inputs and results ---------------------------------------------------------------------------------------------
+# ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=256)
-def form(columns: int, output: str) -> RmsNorm:
-    return RmsNorm(columns, output=output)
+def call(op: Op, sum_up: Callable, asked: Asked, group: Group):
+    """Makes a call as the user asked for it, and returns its results as users get them.
+
+    ``sum_up`` is the op that only sums, which a call that needs gradients takes.
+    """
+    tensors, (eps, weight_offset, out_dtype, group_size, timeout_s), _ = asked
+    (x, residual, weight, *_), scale, name = tensors, tensors[3] if len(tensors) > 3 else None, op.name
+    call_checks.check_call(name, "auto", timeout_s)
+    numbers = check_number(name, "eps", eps), check_number(name, "weight_offset", weight_offset)
+    ranks, in_list = ranks_of(name, x, residual, weight, scale), isinstance(x, (list, tuple))
+    where, lengths = {}, [None] * len(ranks)
+    if op.takes("sizes"):
+        rank, sizes = _place(name, ranks[0][0], len(x) if in_list else None, group)
+        where, lengths = {"rank": rank, "sizes": sizes}, sizes if in_list else [sizes[rank]]
+    pairs = zip(lengths, ranks, strict=True)
+    output = {check(name, out_dtype, group_size, length, *of_rank) for length, of_rank in pairs}.pop()
+    if need_gradients(name, ranks, output):
+        return added_and_normed(sum_up(x, group, timeout_s=timeout_s), residual, weight, numbers)
+    how = dict(zip(("eps", "weight_offset"), numbers, strict=True)) | where
+    scales = [one for _, _, _, *of_rank in ranks for one in of_rank]
+    how |= {"output": output, "scales": scales, "communicator": engine_name(group, name), "timeout_s": timeout_s}
+    plain = not in_list and all(map(is_plain, ranks[0]))
+    found = op(x, residual, weight, *op.arguments(**how), plain=plain, asked=asked)
+    return by_result(found, len(ranks) if in_list else None)
 
 
-def scales_of_ranks(ranks: Sequence[tuple]) -> list[torch.Tensor]:
-    """Returns the scale of each rank of :func:`ranks_of`, or an empty list."""
-    return [one for _, _, _, *scale in ranks for one in scale]
+def _place(op: str, x: torch.Tensor, ranks: int | None, group: Group) -> tuple[int, list[int]]:
+    """Returns this process's rank and the length of every rank's part of ``x``; with a list of ``ranks``, rank -1."""
+    if x.ndim < 2:
+        raise ValueError(f"{op}: x must have 2 dimensions or more, since its rows are split, got {list(x.shape)}")
+    rank, world_size = parts.place(group) if ranks is None else (-1, ranks)
+    return rank, split(x.shape[0], world_size)
 
 
-def contiguous_ranks(xs, residuals, weights, scales) -> list[list[torch.Tensor]]:
-    """Returns the contiguous tensors of each rank; with ``scales``, which has one for each rank or none."""
-    lists = [xs, residuals, weights, *([scales] if scales else [])]
-    return [[one.contiguous() for one in of_rank] for of_rank in zip(*lists, strict=True)]
+def fake(xs, residuals, weights, given) -> list[tuple[torch.Tensor, ...]]:
+    """Returns uninitialised tensors for each rank's results."""
+    return [empty(given.output, residual) for residual in residuals]
+
+
+def run(op: str, engine: Engine, xs, residuals, weights, outs, given):
+    """Writes each rank's results: normed rows, the new residual, and scales if the output has some."""
+    lists = [xs, residuals, weights, *([given.scales] if given.scales else [])]
+    ranks = [
+        Operands(tuple([one.contiguous() for one in of_rank]), results)
+        for of_rank, results in zip(zip(*lists, strict=True), outs, strict=True)
+    ]
+    x = ranks[0].inputs[0]
+    counts = parts.counts_of(x, given.sizes) if hasattr(given, "sizes") else (x.numel(),)
+    work = Norm(op, counts, x.shape[-1], given.output, given.eps, given.weight_offset)
+    return engine.run(Call.of(work, x, timeout_s=given.timeout_s), ranks), ranks
 
 
 def empty(output: str, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -128,22 +170,3 @@ def empty(output: str, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if each := scales_of(output, shape[-1]):
         made.append(new((*shape[:-1], each), dtype=torch.float32))
     return tuple(made)
-
-
-def inputs(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor], numbers: Sequence[float]) -> EpilogueInputs:
-    """Returns a kernel's inputs: ``given`` are residual, weight and perhaps a scale, ``results`` from `empty`."""
-    residual, weight, *scale = given
-    _, summed, *scales = results
-    return EpilogueInputs([residual, weight, summed, *scale, *scales], list(numbers))
-
-
-def by_result(flat: Sequence[torch.Tensor], ranks: int | None) -> tuple:
-    """Returns an op's results as users get them. ``flat`` has them rank by rank.
-
-    With ``ranks``, each result becomes a list with one tensor for each rank. Without, the tensors are returned as a
-    tuple.
-    """
-    if ranks is None:
-        return tuple(flat)
-    results = len(flat) // ranks
-    return tuple([list(flat[at::results]) for at in range(results)])

@@ -16,6 +16,7 @@ import torch
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, as_epilogue, bind
 from graphar.plan import call_checks, tensor_checks
+from graphar.plan.call import Operands
 
 EPILOGUE = "str epilogue, Tensor[] tensors, float[] scalars"
 CODEC = "str codec"
@@ -137,6 +138,21 @@ def applied(op: str, given, outs: Sequence[torch.Tensor], bind_one: Callable = b
     if len({form.dtypes for form, _ in bound}) > 1:
         raise ValueError(f"{op}: the tensors of an epilogue must have equal dtypes on all ranks")
     return AppliedEpilogue(bound[0][0], [inputs for _, inputs in bound])
+
+
+def operands_of_sum(
+    xs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    followed: AppliedEpilogue | None,
+    prefetch: Sequence[torch.Tensor] = (),
+) -> list[Operands]:
+    """Returns the operands of each rank of this process, of a sum or of parts."""
+    if followed:
+        each = zip(xs, outs, followed.inputs, strict=True)
+        return [Operands((x, *own.tensors), (out,), tuple(own.scalars), own.corner) for x, out, own in each]
+    if prefetch:
+        return [Operands((x, one), (out,)) for x, out, one in zip(xs, outs, prefetch, strict=True)]
+    return [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
 
 
 def check_apart_from_epilogue(op: str, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:

@@ -14,11 +14,13 @@ from graphar.numerics.epilogues.syntax import parse
 from graphar.numerics.partitions import split
 from graphar.ops import options, parts
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
-from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
+from graphar.ops.register import Asked, Op, check_input, check_output, for_ranks, is_plain
+from graphar.ops.repeats import repeated
 from graphar.plan import call_checks, tensor_checks
-from graphar.plan.call import NO_OPTIONS, Call
-from graphar.runtime.engine import Engine, as_taken
-from graphar.runtime.registry import Group, check_takes_tensors, engine_name, engine_of
+from graphar.plan.call import Call
+from graphar.plan.work import Parts
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_name
 
 NAME = "reducescatter"
 
@@ -81,8 +83,14 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    if codec is None and residual is None and epilogue is None and parts.is_plain_rows(x, axis):
-        return _warm(x, group, timeout_s)
+    asked = (x,) if residual is None else (x, residual), (axis, codec, timeout_s), epilogue
+    if (found := repeated(NAME, group, *asked)) is not None:
+        return found
+    return _reducescatter(x, group, axis, codec, residual, epilogue, timeout_s, asked)
+
+
+def _reducescatter(x, group: Group, axis, codec, residual, epilogue, timeout_s, asked: Asked):
+    """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     options.check_together(NAME, codec, epilogue, residual)
     if timeout_s is not None:
         call_checks.check_timeout(NAME, timeout_s)
@@ -97,26 +105,13 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
     text = options.codec_option(NAME, codec, residual)
     arguments = (name, rank, axis, sizes, timeout_s, text, *followed, [])
     if residual is None:
-        return OP(x, *arguments, plain=is_plain(x) and not followed.needs_gradient)
+        return OP(x, *arguments, plain=is_plain(x) and not followed.needs_gradient, asked=asked)
     check_output(NAME, x, residual, "residual")
     residuals, xs = (list(residual), list(x)) if in_list else ([residual], [x])
     lengths = sizes if in_list else [sizes[rank]]
     made = [parts.with_length(one, axis, length) for one, length in zip(xs, lengths, strict=True)]
     out = made if in_list else made[0]
-    OP.into(x, residuals, out, *arguments)
-    return out
-
-
-def _warm(x: torch.Tensor, group: Group, timeout_s: float | None) -> torch.Tensor:
-    """Makes a plain call (:func:`is_plain`) along the first axis."""
-    engine = engine_of(group, NAME)
-    check_takes_tensors(engine)
-    sizes, x = split(len(x), engine.world_size), x.contiguous()
-    out = x.new_empty((sizes[engine.rank], *x.shape[1:]))
-    counts = parts.counts_of(x, sizes)
-    # The fields of Call, as a bare tuple.
-    key = (NAME, counts, x.dtype, x.get_device(), "auto", timeout_s, *NO_OPTIONS)
-    engine.run(key, x, out)
+    OP.into(x, residuals, out, *arguments, plain=is_plain(x) and all(map(is_plain, residuals)), asked=asked)
     return out
 
 
@@ -124,22 +119,22 @@ def _fake(xs, given) -> list[torch.Tensor]:
     return [parts.with_length(x, given.axis, size) for x, size in zip(xs, parts.own_sizes(given), strict=True)]
 
 
-def _run(engine: Engine, xs, outs, given) -> None:
+def _run(engine: Engine, xs, outs, given):
     """Writes each rank's part of the sum into its tensor of ``outs``, which are contiguous."""
     axis, codec = given.axis, given.codec
     if codec:
         call_checks.check_quantized_call(NAME, codec, "auto", xs[0])
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
-    form, inputs = _applied(given, rooms) or (None, None)
-    how = {"timeout_s": given.timeout_s, "codec": codec, "epilogue": form, "axis": axis}
-    call = Call.of(NAME, rows[0], parts.counts_of(rows[0], given.sizes), **how)
-    more = [] if inputs is None else [as_taken(engine, inputs)]
-    engine.run(call, as_taken(engine, rows), as_taken(engine, rooms), *more)
+    followed = _applied(given, rooms)
+    work = Parts(NAME, parts.counts_of(rows[0], given.sizes), codec, followed and followed.form, axis)
+    call, ranks = Call.of(work, rows[0], timeout_s=given.timeout_s), options.operands_of_sum(rows, rooms, followed)
+    plan = engine.run(call, ranks)
     for room, out in zip(rooms, outs, strict=True):
         parts.put_back(room, out, axis)
     if codec and call.wire.feedback:  # kernels overwrite the rows with their rounding errors
         for row, x in zip(rows, xs, strict=True):
             parts.put_back(row, x, axis)
+    return None if axis else (plan, ranks)
 
 
 def _check(engine: Engine, xs, given) -> None:

@@ -21,13 +21,29 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.autograd import forward_ad
 
+from graphar.matmul import products
+from graphar.ops.repeats import deliver, keep
 from graphar.plan import tensor_checks
-from graphar.runtime.engine import Engine
+from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple
+from graphar.runtime.bind import collective, norm, tensor_tuple
+from graphar.runtime.engine import Engine, binders
+from graphar.runtime.plan import Tensors
 from graphar.runtime.registry import engine_of_devices, engine_of_group
 
+binders.update(
+    {
+        Sum: collective.bind,
+        Parts: collective.bind,
+        Norm: norm.bind,
+        TensorTuple: tensor_tuple.bind,
+        Product: products.bind,
+    }
+)
 library = torch.library.Library("graphar", "DEF")
 _ops: dict[str, Op] = {}  # by name
 when_traced: list[Callable[[], None]] = []  # functions to call when an op is given tensors without data
+
+Asked = tuple[Tensors, tuple, object]  # the tensors, options and epilogue of a call, as repeats.repeated takes them
 
 _DEFAULTS = {"str": "", "Tensor[]": [], "float[]": [], "float?": None, "int?": None, "bool": False}
 _NAMED_DEFAULTS = {"algorithm": "auto", "partition": "auto", "rank": -1, "axis": 0, "output": "like_input"}
@@ -70,9 +86,10 @@ class Op:
         name: the op's name.
         tensors: the names of each rank's tensors. The list form has a list for each name.
         arguments: the schema of the arguments after the tensors, such as "str communicator, float? timeout_s".
-        run: writes the results: ``run(engine, *lists, outs, given)``. With ``returns`` other than "Tensor", it returns
-            a tuple of results for each rank instead: ``run(engine, *lists, given)``.
-        fake: ``fake(*lists, given)`` returns new tensors like the results, one for each rank.
+        run: makes the call, which writes the results: ``run(engine, *lists, outs, given)``. It returns what
+            ``engine.run`` returned, and the operands, if it did nothing else; otherwise None.
+        fake: ``fake(*lists, given)`` returns new tensors like the results, one for each rank; with ``returns`` other
+            than "Tensor" a tuple of tensors for each rank.
         check: ``check(engine, *lists, given)`` raises if the arguments are invalid.
         check_out: ``check_out(*lists, outs, given)`` raises if the memory of ``outs`` does not fit. None: the op has no
             ``out=`` forms.
@@ -125,21 +142,24 @@ class Op:
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *given, plain: bool = False):
-        """Calls the list form if the first argument is a list. Calls a ``plain`` call's implementation directly."""
+    def __call__(self, *given, plain: bool = False, asked: Asked | None = None):
+        """Calls the list form if the first argument is a list. Calls a ``plain`` call's implementation directly.
+
+        Later calls like a plain one may repeat it, if ``asked`` says what the user asked for: see repeats.py.
+        """
         if isinstance(given[0], (list, tuple)):
             lists, arguments = self._split(given, in_list=True)
             kinds = zip(arguments, self._types.values(), strict=True)
             rest = [_with_own_nodes(one) if kind == "Tensor[]" else one for one, kind in kinds]
             return self.list(*map(_with_own_nodes, lists), *rest)
-        return self._implement(*given, in_list=False) if plain else self.one(*given)
+        return self._implement(*given, in_list=False, asked=asked) if plain else self.one(*given)
 
-    def into(self, *given, plain: bool = False) -> None:
+    def into(self, *given, plain: bool = False, asked: Asked | None = None) -> None:
         """Calls the ``out=`` form, in the same way as :meth:`__call__`."""
         if isinstance(given[0], (list, tuple)):
             self.list_out(*given)
         elif plain:
-            self._implement_out(*given, in_list=False)
+            self._implement_out(*given, in_list=False, asked=asked)
         else:
             self.one_out(*given)
 
@@ -189,17 +209,17 @@ class Op:
             self._check(engine, *lists, given)
         return engine
 
-    def _implement(self, *call, in_list: bool):
+    def _implement(self, *call, in_list: bool, asked: Asked | None = None):
         lists, arguments = self._split(call, in_list)
         given = self._given(*arguments)
         engine = self._engine(lists, given, in_list)
-        if self.returns != "Tensor":
-            return [one for results in self._run(engine, *lists, given) for one in results]
         outs = self._fake(*lists, given)
-        self._run(engine, *lists, outs, given)
+        self._make(engine, lists, outs, given, asked)
+        if self.returns != "Tensor":
+            return [one for results in outs for one in results]
         return outs if in_list else outs[0]
 
-    def _implement_out(self, *call, in_list: bool) -> None:
+    def _implement_out(self, *call, in_list: bool, asked: Asked | None = None) -> None:
         lists, rest = self._split(call, in_list)
         residuals: Sequence[torch.Tensor] = ()
         if self._residual:
@@ -214,9 +234,17 @@ class Op:
                 residual.add_(x)  # the residual becomes the input, which kernels overwrite with their rounding errors
             lists = [list(residuals)]
         targets = [one if one.is_contiguous() else torch.empty_like(one, memory_format=_contiguous) for one in outs]
-        self._run(engine, *lists, targets, given)
+        self._make(engine, lists, targets, given, None if targets[0] is not outs[0] else asked)
         for target, one in zip(targets, outs, strict=True):
             deliver(target, one)
+
+    def _make(self, engine: Engine, lists: list, outs: list, given, asked: Asked | None) -> None:
+        """Makes a call, and keeps it if calls like it can repeat it."""
+        repeats = engine.warm.repeats
+        made = self._run(engine, *lists, outs, given)
+        if asked is not None and made is not None and made[0] is not None:
+            plan, (own,) = made
+            keep(engine, repeats, self.name, asked, plan, own)
 
     def _meta(self, *call, in_list: bool):
         for one in when_traced:
@@ -298,15 +326,16 @@ def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **given) -> list[t
     return [found] if op.returns == "Tensor" else found
 
 
-def deliver(target: torch.Tensor, out: torch.Tensor) -> None:
-    """Copies a result to ``out`` if it is not there already, and tells autograd that ``out`` has changed.
+def by_result(flat: Sequence[torch.Tensor], ranks: int | None) -> tuple:
+    """Returns an op's results as users get them. ``flat`` has them rank by rank.
 
-    torch does not see that kernels write to ``out``. A backward pass that needs the old content must raise an error.
+    With ``ranks``, each result becomes a list with one tensor for each rank. Without, the tensors are returned as a
+    tuple.
     """
-    if target is not out:
-        out.copy_(target)
-    elif not out.is_inference():
-        torch.autograd.graph.increment_version(out)
+    if ranks is None:
+        return tuple(flat)
+    results = len(flat) // ranks
+    return tuple([list(flat[at::results]) for at in range(results)])
 
 
 def check_input(op: str, x: object) -> None:

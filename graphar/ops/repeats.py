@@ -1,22 +1,32 @@
-"""The fast path of eager calls: a plain all-reduce that is like an earlier one repeats that call's launch.
+"""The fast path of eager calls: a call that is like an earlier one repeats that call's launch.
 
-Most of a small call's time is the host's. Other calls read a dozen properties of their tensors one by one, and make a
-key of them. Here a guard of torch.compile compares a tensor with the earlier one in a single call.
+Most of a small call's time is the host's. Other calls check their arguments, read a dozen properties of their tensors
+one by one, and make a key of them. Here the options are the key, and a guard of torch.compile compares all tensors with
+the earlier ones in a single call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd import forward_ad
 
-from graphar.ops.register import deliver
-from graphar.runtime.engine import Repeat
+from graphar.numerics.epilogues.epilogue import Epilogue
+from graphar.plan.call import Operands
+from graphar.runtime.bounded_cache import BoundedCache
+from graphar.runtime.engine import Engine, Repeat
+from graphar.runtime.plan import Launch, Plan, Tensors
+from graphar.runtime.registry import Group, known_engine
 from graphar.runtime.symmetric_tensors import SymmetricTensors
 
+_REPLACED_EACH = 64  # calls, if unlike ones of one key take turns: to make a repeat takes as long as a call
+_is_compiling = torch.compiler.is_dynamo_compiling  # other compilers have dispatch modes, or tensors of a subclass
+_Tensor = torch.Tensor
 
-def _guard(xs: list[torch.Tensor]) -> Callable[..., bool]:
+
+def _guard(xs: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """Returns a function of as many distinct tensors: whether they are like these."""
     sizes, strides = [list(x.shape) for x in xs], [list(x.stride()) for x in xs]
     return torch._C._dynamo.guards.TensorGuards(*xs, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
@@ -35,59 +45,171 @@ except (AttributeError, TypeError):
     can_repeat = False
 
 
-def repeat_of(
-    launch: Callable[[int, int], None],
+def repeated(
+    op: str,
+    group: Group,
+    tensors: Tensors,
+    options: tuple,
+    epilogue: object = None,
+    out: torch.Tensor | None = None,
+):
+    """Returns the result of a call that repeats an earlier one; None, if there is none that it can repeat.
+
+    ``tensors`` are those of one rank in the order of the work's operands, without those of the epilogue. ``options`` is
+    everything else that the call depends on, apart from ``out`` and the epilogue, as the user gave it.
+    """
+    if _is_compiling():
+        return None
+    first, numbers = tensors[0], ()
+    if type(first) is not _Tensor or (engine := known_engine(group)) is None:
+        return None
+    if type(epilogue) is Epilogue:
+        tensors, numbers, epilogue = (*tensors, *epilogue.tensors.values()), (*epilogue.scalars.values(),), epilogue.key
+    try:
+        repeat = engine.warm.repeats.get((op, len(tensors), first.shape, first.dtype, options, epilogue))
+    except TypeError:  # an option is of another type than any that fits
+        return None
+    return None if repeat is None else repeat(tensors, out, numbers)
+
+
+def keep(
+    engine: Engine,
+    repeats: BoundedCache[Repeat],
+    op: str,
+    asked: tuple[Tensors, tuple, object],
+    plan: Plan,
+    own: Operands,
+) -> None:
+    """Keeps a call, if calls like it can repeat its launch, once it has been made twice.
+
+    Args:
+        repeats: those of the engine's warm plans. The caller read them before it looked up the plan: if another thread
+            drops the plan meanwhile, it drops these as well.
+        op: the name of the op.
+        asked: the first call's ``tensors``, ``options`` and ``epilogue``, as :func:`repeated` takes them.
+        plan: the call's plan.
+        own: the call's operands.
+    """
+    (tensors, options, epilogue), warm = asked, engine.warm
+    if type(epilogue) is Epilogue:
+        tensors, epilogue = (*tensors, *epilogue.tensors.values()), epilogue.key
+    feeds_back = len(own.inputs) == 1 and len(tensors) == 2 and own.inputs[0] is tensors[1]
+    order = [at for one in own.inputs for at, given in enumerate(tensors) if given is one]
+    if not can_repeat or not (feeds_back or len(order) == len(own.inputs)):
+        return  # an operand is a copy of what the user gave
+    key = (op, len(tensors), tensors[0].shape, tensors[0].dtype, options, epilogue)
+    if not warm.was_seen(key):
+        return
+    warm.unrepeated += 1
+    if key in repeats and warm.unrepeated % _REPLACED_EACH:
+        return
+    symmetric = engine.runner.symmetric if engine.runner else None
+    if symmetric is None or any(
+        symmetric.begin <= one.data_ptr() < symmetric.end for one in (tensors[0], *own.outputs)
+    ):
+        return
+    if launch := plan.launch_like(own):
+        launch = _after_feedback(launch) if feeds_back else launch
+        in_order = feeds_back or order == list(range(len(tensors)))
+        repeats.keep(key, _repeat(launch, symmetric, tensors, own.outputs, None if in_order else order))
+
+
+def _after_feedback(launch: Launch) -> Launch:
+    """Returns the launch of a call with a residual, which a kernel overwrites with its errors."""
+
+    def launch_after_feedback(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...]) -> None:
+        x, residual = inputs
+        residual.add_(x)
+        launch((residual,), outputs, numbers)
+
+    return launch_after_feedback
+
+
+def _repeat(
+    launch: Launch,
     symmetric: SymmetricTensors,
-    x: torch.Tensor,
-    algorithm: str,
-    timeout_s: float | None,
+    tensors: Tensors,
+    outputs: Tensors,
+    order: Sequence[int] | None,
 ) -> Repeat:
     """Returns a function that makes a call like an earlier one, and returns its result.
 
     The function returns None, and does nothing, unless these are as in the earlier call: the class, dtype, device,
-    shape and strides of ``x``, whether it needs a gradient or is negated, and the function transforms (all of which the
-    guard compares), the algorithm and the deadline. ``out`` must be ``x``, or like it and apart from it. There must be
-    no mode of torch that wants to see the op. Nothing may lie in symmetric memory, which other kernels serve.
+    shape and strides of each tensor, whether it needs a gradient or is negated, and the function transforms (all of
+    which the guard compares). ``out`` must be like the earlier result, and apart from all tensors, or be the first
+    tensor if that is like it. There must be no mode of torch that wants to see the op. Nothing may lie in symmetric
+    memory, which other kernels serve. ``order`` says which of the tensors the launch takes; None: all, in order.
 
     It does not ask whether the plan is still good. Callers look the function up in the ``warm`` plans of the call's
     engine, which are dropped when the engine is closed, its group is destroyed, or its table changes, and are out of
     reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
-
-    Args:
-        launch: launches the earlier call's plan with the addresses of input and output, on the current device.
-        symmetric: the symmetric tensors of the call's engine.
-        x: the earlier call's input. That call was plain, ``x`` is contiguous, and not in symmetric memory.
     """
-    shape, strides, dtype = tuple(x.shape), x.stride(), x.dtype
-    device, nbytes = x.get_device(), x.nbytes
-    one, both = _guard([x]), _guard([x, x])
+    device, alike = tensors[0].get_device(), _guard(tensors)
+    result_like, *others = [(tuple(one.shape), one.stride(), one.dtype) for one in outputs]
+    alike_with_out = _guard([*tensors, outputs[0]])
+    first = tensors[0]
+    in_place = result_like == (tuple(first.shape), first.stride(), first.dtype)
+    overlaps, select = _overlaps([one.nbytes for one in tensors]), order and _selected(order)
 
-    def repeat(x: torch.Tensor, out: torch.Tensor | None, asked: str, seconds: float | None) -> torch.Tensor | None:
+    def repeat(tensors: Tensors, out: torch.Tensor | None, numbers: tuple[float, ...]):
         if (
-            asked != algorithm
-            or seconds != timeout_s
-            or _dispatch_modes()
+            _dispatch_modes()
             or _function_modes()
             or forward_ad._current_level >= 0
             or _is_profiling()
             or _current_device() != device
         ):
             return None
-        if not (one(x) if out is None or out is x else type(out) is torch.Tensor and both(x, out)):
+        if out is None or (in_place and out is tensors[0]):
+            if not alike(*tensors):
+                return None
+        elif type(out) is not _Tensor or not alike_with_out(*tensors, out):
             return None
-        source = x.data_ptr()
-        if symmetric.begin <= source < symmetric.end:
+        if symmetric.begin <= tensors[0].data_ptr() < symmetric.end:
             return None
+        operands = tensors if select is None else select(tensors)
         if out is None:
             # As Inductor's code does it. torch.empty_like takes twice as long to find that no mode changes anything.
-            result = _new_on_current_device(shape, strides, dtype)
-            launch(source, result.data_ptr())
-            return result
-        target = out.data_ptr()
-        if 0 < abs(source - target) < nbytes or symmetric.begin <= target < symmetric.end:
+            result = _new_on_current_device(*result_like)
+            if not others:
+                launch(operands, (result,), numbers)
+                return result
+            results = (result, *[_new_on_current_device(*one) for one in others])
+            launch(operands, results, numbers)
+            return results
+        if out is not tensors[0] and (symmetric.begin <= out.data_ptr() < symmetric.end or overlaps(tensors, out)):
             return None
-        launch(source, target)
+        launch(operands, (out,), numbers)
         deliver(out, out)
         return out
 
     return repeat
+
+
+def _overlaps(nbytes: Sequence[int]) -> Callable[[Tensors, torch.Tensor], bool]:
+    """Returns whether contiguous tensors of so many bytes share memory with an output."""
+
+    def overlaps(tensors: Tensors, out: torch.Tensor) -> bool:
+        begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
+        for one, size in zip(tensors, nbytes, strict=True):
+            if one.data_ptr() < end and begin < one.data_ptr() + size:
+                return True
+        return False
+
+    return overlaps
+
+
+def _selected(order: Sequence[int]) -> Callable[[Tensors], Tensors]:
+    """Returns a function that returns the tensors with these numbers, in this order."""
+    return operator.itemgetter(*order) if len(order) > 1 else operator.itemgetter(slice(order[0], order[0] + 1))
+
+
+def deliver(target: torch.Tensor, out: torch.Tensor) -> None:
+    """Copies a result to ``out`` if it is not there already, and tells autograd that ``out`` has changed.
+
+    torch does not see that kernels write to ``out``. A backward pass that needs the old content must raise an error.
+    """
+    if target is not out:
+        out.copy_(target)
+    elif not out.is_inference():
+        torch.autograd.graph.increment_version(out)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
-from graphar.numerics.codecs import TILE_NUMEL, Codec
+from graphar.numerics.codecs import TILE_NUMEL
 from graphar.numerics.dtypes import BYTE
 from graphar.numerics.norms import ALLREDUCE_NORM, NORM_OUTPUTS, REDUCESCATTER_NORM
+from graphar.plan import grids
 from graphar.plan import scratch as layouts
-from graphar.plan.row import Limit, Row, Slicing
+from graphar.plan.policy import Policies
+from graphar.plan.row import Grid, Limit, Row, Slicing
 from graphar.plan.scratch import PACK_NBYTES, Sizes, packs_a_part
-from graphar.plan.tensor_tuple import TensorTuple
-
-if TYPE_CHECKING:
-    from graphar.numerics.epilogues.form import Form
+from graphar.plan.sizes import KB, MB
+from graphar.plan.tiles import GATHERED_TILES, SKINNY_TILES, SUMMED_TILES
+from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, TensorTuple
 
 
 class Algorithm(StrEnum):
@@ -80,8 +80,9 @@ class Algorithm(StrEnum):
 
 MATMUL_TYPES = (torch.bfloat16, torch.float16)
 MATMUL_ARCH = "sm_90a"  # wgmma exists on Hopper only
-CLUSTERS = (1, 2, 4, 8)  # blocks that share a row of a norm; more than one from sm_90 on
-_NORM_VARIANTS = tuple(f"{cluster}, {output}" for cluster in CLUSTERS for output in NORM_OUTPUTS)
+TUPLE_VARIANT = TensorTuple((), (), ()).template(1)
+_NORM_VARIANTS = tuple(f"{cluster}, {output}" for cluster in grids.CLUSTERS for output in NORM_OUTPUTS)
+_NARROW_TO_WIDE = grids.each_of((128, 0), (256, 0), (512, 0))
 
 _allreduce = partial(Row, "allreduce", "allreduce")
 _allgather = partial(Row, "allgather", "scatter_gather")
@@ -99,7 +100,7 @@ def rows(sizes: Sizes) -> dict[Algorithm, Row]:
         **_matmul_rows(sizes),
         **_norm_rows(sizes),
         Algorithm.FALLBACK: Row("allreduce"),
-        Algorithm.HIERARCHICAL: Row("allreduce"),
+        Algorithm.HIERARCHICAL: Row("allreduce", across_hosts=True),
     }
     return {one: made[one] for one in Algorithm}
 
@@ -134,21 +135,22 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             pushed,
             prefetches=True,
             takes_epilogue=True,
-            choosable=True,
+            candidates=grids.in_filled_blocks,
+            tells=True,
         ),
         Algorithm.ONE_SHOT: _allreduce(
             layouts.signalled(packs, 2, packs_in_flight),
             limit,
             max_threads=layouts.ONE_SHOT_THREADS,
             variants=(str(layouts.ONE_SHOT_DEPTH),),
-            choosable=True,
+            candidates=grids.each_of((128, 0), (256, 0)),
         ),
         Algorithm.ONE_SHOT_UNSTAGED: _allreduce(
             layouts.signalled(packs, 2),
             limit,
             direct="input",
             variants=(None, "direct"),
-            choosable=True,
+            candidates=_NARROW_TO_WIDE,
         ),
         # For tests, the stand-in replaces multimem instructions by ordinary accesses.
         Algorithm.MULTIMEM_ONE_SHOT: _allreduce(
@@ -159,13 +161,21 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
 def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     limit, slots = _up_to(sizes.two_shot_nbytes), 2 * layouts.PIPELINE_DEPTH * sizes.pipeline_blocks  # for two phases
+    pieces = layouts.bulk_copied(sizes.tma_channels, sizes.tma_channel_nbytes)
+
+    def whole_pieces(world_size: int) -> Grid:
+        return Grid(16, layouts.TMA_THREADS, pieces(world_size).capacity)
+
     return {
         Algorithm.TWO_SHOT_PUSH: _allreduce(
             layouts.rotating(_packs_a_shard(sizes.two_shot_nbytes), 4),
             limit,
             prefetches=True,
             takes_epilogue=True,
-            choosable=True,
+            candidates=grids.in_groups,
+            smallest_nbytes=64 * KB,
+            in_groups=True,
+            tells=True,
         ),
         Algorithm.TWO_SHOT_PIPELINED: _allreduce(
             layouts.pipelined(sizes.pipeline_chunk, slots),
@@ -174,15 +184,21 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             direct="output",
             takes_epilogue=True,
             variants=(None, "direct"),
-            choosable=True,
+            candidates=grids.each_of((512, 1024), (512, 2048)),
+            smallest_nbytes=16 * MB,
+            default_grid=lambda world_size: Grid(128, 256, 512),
         ),
         Algorithm.TWO_SHOT_TMA: _allreduce(
-            layouts.bulk_copied(sizes.tma_channels, sizes.tma_channel_nbytes),
+            pieces,
             minimum_arch=90,
             max_threads=layouts.TMA_THREADS,
+            only_threads=layouts.TMA_THREADS,
             max_blocks=layouts.TMA_BLOCKS,
             chunked=True,
-            choosable=True,
+            candidates=lambda world_size, nbytes: [(layouts.TMA_THREADS, pieces(world_size).capacity)],
+            smallest_nbytes=4 * MB,
+            default_grid=whole_pieces,
+            packs_a_block=lambda world_size, threads, chunk: sizes.tma_channels * chunk * world_size,
         ),
         Algorithm.TWO_SHOT_LOSSLESS: _lossless(sizes, "allreduce", "allreduce", 2 * layouts.PIPELINE_DEPTH),
         Algorithm.MULTIMEM_TWO_SHOT: _allreduce(
@@ -190,6 +206,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             limit,
             exact=False,
             variants=("Hardware", "StandIn"),
+            packs_a_block=lambda world_size, threads, chunk: threads * world_size,  # a thread has a pack of each shard
         ),
     }
 
@@ -206,6 +223,8 @@ def _lossless(sizes: Sizes, op: str, folder: str, depth: int, slicing: Slicing =
         chunked=True,
         slicing=slicing,
         compresses=True,
+        default_grid=lambda world_size: Grid(sizes.pipeline_blocks, 512, sizes.lossless_chunk),
+        packs_a_block=lambda world_size, threads, chunk: chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES,
     )
 
 
@@ -220,6 +239,8 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             layouts.rotating(_packs_a_shard(sizes.reducescatter_nbytes), 2),
             slicing=Slicing.CAPACITY,
             takes_epilogue=True,
+            candidates=_NARROW_TO_WIDE,
+            tells=True,
         ),
         Algorithm.REDUCESCATTER_LOSSLESS: lossless("reducescatter"),
         Algorithm.ALLGATHER_LOSSLESS: lossless("allgather"),
@@ -228,7 +249,9 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             _up_to(sizes.allgather_flagged_nbytes),
             dtypes=(BYTE,),
             slicing=Slicing.BYTES,
-            variants=(None, TensorTuple.variant),
+            variants=(None, TUPLE_VARIANT),
+            candidates=_NARROW_TO_WIDE,
+            tells=True,
         ),
         Algorithm.ALLGATHER_PUSH: _allgather(
             layouts.pipelined(sizes.allgather_chunk, layouts.PUSH_DEPTH * sizes.allgather_blocks),
@@ -236,7 +259,10 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             max_blocks=sizes.allgather_blocks,
             chunked=True,
             slicing=Slicing.BYTES,
-            variants=(None, TensorTuple.variant),
+            variants=(None, TUPLE_VARIANT),
+            candidates=grids.each_of((512, 512), (512, 1024), (512, 2048)),
+            default_grid=lambda world_size: Grid(128, 256, 512),
+            packs_a_block=lambda world_size, threads, chunk: chunk,
         ),
     }
 
@@ -250,12 +276,16 @@ def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
     return {
         Algorithm.QUANTIZED_TWO_SHOT_PUSH: _quantized_allreduce(
-            layouts.rotating(codes_a_shard, 4), _up_to(sizes.quantized_nbytes), spares_a_word=True
+            layouts.rotating(codes_a_shard, 4),
+            _up_to(sizes.quantized_nbytes),
+            spares_a_word=True,
+            policy_grid=grids.warps_for_tiles,
         ),
         Algorithm.QUANTIZED_TWO_SHOT_PIPELINED: _quantized_allreduce(
             layouts.pipelined(slot, 2 * layouts.PIPELINE_DEPTH * sizes.quantized_blocks),
             max_blocks=sizes.quantized_blocks,
             chunked=True,
+            policy_grid=grids.chunks_of_tiles,
         ),
         Algorithm.QUANTIZED_REDUCESCATTER: Row(
             "reducescatter",
@@ -265,35 +295,39 @@ def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             chunked=True,
             slicing=Slicing.PARTS,
             takes_codec=True,
+            policy_grid=grids.steps_of_tiles,
         ),
     }
 
 
 def _matmul_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     limit = _up_to(sizes.skinny_nbytes)
+    row = partial(Row, folder="matmul", dtypes=MATMUL_TYPES, only_arch=MATMUL_ARCH)
+    in_slices = partial(row, slicing=Slicing.ROWS, takes_epilogue=True)
+    skinny = partial(row, MATMUL_ALLREDUCE, layout=layouts.rotating(_packs(limit), 2), limit=limit, tiles=SKINNY_TILES)
 
-    def row(one: Algorithm, layout: layouts.Layout, **more) -> Row:
-        return Row(one.value, "matmul", layout, dtypes=MATMUL_TYPES, only_arch=MATMUL_ARCH, **more)
+    def in_one_shot(policies: Policies, world_size: int, nbytes: int) -> bool:
+        policy = policies.matmul
+        return nbytes <= policy.one_shot_nbytes.get(world_size, policy.one_shot_nbytes_beyond)
 
-    def summed_tiles(one: Algorithm, areas: int) -> Row:
-        return row(one, layouts.matmul_boxes(areas), slicing=Slicing.ROWS, takes_epilogue=True)
-
-    def skinny(one: Algorithm) -> Row:
-        return row(one, layouts.rotating(_packs(limit), 2), limit=limit)
-
-    made = (
-        summed_tiles(Algorithm.MATMUL_REDUCESCATTER, 1),
-        summed_tiles(Algorithm.MATMUL_ALLREDUCE, 2),
-        skinny(Algorithm.MATMUL_ONE_SHOT),
-        skinny(Algorithm.MATMUL_TWO_SHOT),
-        row(
-            Algorithm.ALLGATHER_MATMUL,
-            layouts.gathered_rows(layouts.GATHERED_NBYTES),
-            slicing=Slicing.ROWS,
-            takes_epilogue=True,
+    return {
+        Algorithm.MATMUL_REDUCESCATTER: in_slices(
+            MATMUL_REDUCESCATTER,
+            layout=layouts.matmul_boxes(1),
+            tiles=tuple(tile for tile in SUMMED_TILES if not tile.alternating),
         ),
-    )
-    return {Algorithm(one.op): one for one in made}
+        # The largest tiles leave too few registers to gather.
+        Algorithm.MATMUL_ALLREDUCE: in_slices(
+            MATMUL_ALLREDUCE,
+            layout=layouts.matmul_boxes(2),
+            tiles=tuple(tile for tile in SUMMED_TILES if tile.rows == 64 or tile.columns < 256),
+        ),
+        Algorithm.MATMUL_ONE_SHOT: skinny(suits=in_one_shot),
+        Algorithm.MATMUL_TWO_SHOT: skinny(),
+        Algorithm.ALLGATHER_MATMUL: in_slices(
+            ALLGATHER_MATMUL, layout=layouts.gathered_rows(layouts.GATHERED_NBYTES), tiles=GATHERED_TILES
+        ),
+    }
 
 
 def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:
@@ -302,36 +336,35 @@ def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     def packs_of_whole_rows(world_size: int) -> int:
         return sizes.two_shot_nbytes // PACK_NBYTES // world_size + sizes.norm_row_packs
 
+    def in_one_shot(policies: Policies, world_size: int, nbytes: int) -> bool:
+        return (world_size - 1) * nbytes <= policies.norm.one_shot_sent_nbytes
+
     return {
         Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT: _norm(
-            ALLREDUCE_NORM, layout=layouts.rotating(_packs(pushed), 2, layouts.NORM_SHARED_NBYTES), limit=pushed
+            ALLREDUCE_NORM,
+            layout=layouts.rotating(_packs(pushed), 2, layouts.NORM_SHARED_NBYTES),
+            limit=pushed,
+            suits=in_one_shot,
+            policy_grid=grids.teams_of_rows,
         ),
         Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT: _norm(
             ALLREDUCE_NORM,
             layout=layouts.rotating(packs_of_whole_rows, 4, layouts.NORM_SHARED_NBYTES),
             limit=_up_to(sizes.two_shot_nbytes),
+            policy_grid=partial(grids.teams_of_rows, of_each_rank=True),
         ),
         Algorithm.REDUCESCATTER_RMSNORM: _norm(
             REDUCESCATTER_NORM,
             layout=layouts.rotating(_packs_a_shard(sizes.reducescatter_nbytes), 2, layouts.NORM_SHARED_NBYTES),
             slicing=Slicing.CAPACITY_IN_ROWS,
+            policy_grid=grids.teams_of_rows,
         ),
     }
 
 
+# ---- look-ups by the properties of rows -----------------------------------------------------------------------------
+
 ROWS = rows(Sizes())
-# By op, the algorithm that compresses bf16 without loss.
-COMPRESSING = {row.op: one for one, row in ROWS.items() if row.compresses}
-
-
-def with_kernels(op: str, codec: bool = False) -> list[Algorithm]:
-    """Returns the algorithms that compute ``op`` in a kernel: with a codec on the wire if ``codec``, else without."""
-    return [one for one, row in ROWS.items() if row.folder and row.op == op and row.takes_codec == codec]
-
-
-def without_compression(op: str) -> list[Algorithm]:
-    """Returns the algorithms that compute ``op`` in a kernel and send the elements as they are."""
-    return [one for one in with_kernels(op) if not one.row.compresses]
 
 
 def kernels_that(takes: Callable[[Row], bool]) -> tuple[Algorithm, ...]:
@@ -339,21 +372,25 @@ def kernels_that(takes: Callable[[Row], bool]) -> tuple[Algorithm, ...]:
     return tuple(one for one, row in ROWS.items() if row.folder and takes(row))
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The algorithm and launch configuration of a call."""
-
-    algorithm: Algorithm
-    blocks: int  # thread blocks in the grid; 0 if no kernel of graphar runs
-    threads: int  # threads in a block
-    # Packs (with a codec tiles) that a block sends to one peer in one step; of two_shot_tma, each channel of a block.
-    # 0 for algorithms without chunks.
-    chunk: int = 0
-    direct: bool = False  # whether the kernel is the direct variant, for symmetric tensors
-    codec: Codec | None = None  # the codec on the wire; None: the elements themselves
-    epilogue: Form | None = None
-    prefetches: bool = False  # whether calls bring memory into L2 while they wait
+@functools.cache
+def with_kernels(op: str, codec: bool = False) -> tuple[Algorithm, ...]:
+    """Returns the algorithms that compute ``op`` in a kernel: with a codec on the wire if ``codec``, else without."""
+    return kernels_that(lambda row: row.op == op and row.takes_codec == codec)
 
 
-FALLBACK = Shape(Algorithm.FALLBACK, 0, 0)
-HIERARCHICAL = Shape(Algorithm.HIERARCHICAL, 0, 0)
+def with_epilogue(op: str = "allreduce") -> tuple[Algorithm, ...]:
+    """Returns the algorithms of ``op`` that have kernels with an epilogue."""
+    return kernels_that(lambda row: row.op == op and row.takes_epilogue)
+
+
+def in_tables(op: str) -> tuple[Algorithm, ...]:
+    """Returns the algorithms of ``op`` that a tuning table may name."""
+    return kernels_that(lambda row: row.op == op and row.candidates is not None)
+
+
+# By op, the algorithm that compresses bf16 without loss.
+COMPRESSING = {row.op: one for one, row in ROWS.items() if row.compresses}
+# The all-reduce for tensors of any size, with an epilogue or without, in few blocks or many.
+GENERAL = next(one for one in with_epilogue() if one.row.limit(2) is None)
+# By whether it adds host by host, the algorithm without a kernel of graphar.
+WITHOUT_KERNEL = {row.across_hosts: one for one, row in ROWS.items() if not row.folder}

@@ -1,81 +1,61 @@
-"""Call: the immutable description of a collective call, and the key of its plan."""
+"""Call: a work, with where and how it is done; the key of its plan. And the tensors of one rank in a call."""
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
-from graphar.plan.tensor_tuple import TensorTuple
-
-if TYPE_CHECKING:
-    from graphar.numerics.epilogues.form import Form
-
-_SEED = re.compile(", seed=[0-9]+")
-
-
-def without_seeds(text: str) -> str:
-    """Returns a text without the seeds of the codecs in it, which may differ between ranks."""
-    return _SEED.sub("", text)
+from graphar.numerics.epilogues.code import Corner
+from graphar.plan.work import Work
 
 
 class Call(NamedTuple):
-    """Everything that the plan of a collective depends on. Equal calls share a plan.
+    """Everything that the plan of a call depends on. Equal calls share a plan."""
 
-    A Call is a tuple: warm calls look up their plan by a plain tuple of the same fields.
-    """
-
-    op: str  # "allreduce", "reducescatter", "allgather", a norm's op, or a fused matmul's algorithm
-    # Elements of the tensor. For an op with parts: the elements of each rank's part, in rank order. For a fused matmul:
-    # the rows that each rank sums.
-    counts: int | tuple[int, ...]
-    dtype: torch.dtype  # the dtype of the tensors
+    work: Work  # what is computed
+    dtype: torch.dtype  # the dtype of the tensors; BYTE for a TensorTuple
     device: int  # the CUDA device index of the first tensor; -1 on the CPU
     algorithm: str = "auto"  # the algorithm that the user names; "auto" goes by the tuning table
     timeout_s: float | None = None  # the deadline of each wait on another rank, in seconds; None: the communicator's
-    codec: str = ""  # the text of the codec on the wire, or an empty string
-    epilogue: Form | None = None  # also the tensors of an all-gather of several, of which ``counts`` are the bytes
-    symmetric: tuple[str, ...] = ()  # which of "input" and "output" lie in symmetric memory
     # The most thread blocks that a kernel may have while other work runs beside it; None: no limit.
     blocks: int | None = None
+    symmetric: tuple[str, ...] = ()  # which of "input" and "output" lie in symmetric memory
     prefetches: bool = False  # whether the call has memory to bring into L2 while it waits
-    axis: int = 0  # the dimension of the user's tensor that is the first dimension of the call's tensors
-    followed_by: str = ""  # what every rank does with its result, in words that ranks must agree on; or an empty string
 
     @classmethod
-    def of(cls, op: str, x: torch.Tensor, counts: tuple[int, ...] | None = None, **more) -> Call:
-        """Returns the call of ``op`` with a first tensor like ``x``. ``counts`` defaults to the elements of ``x``."""
-        return cls(op, x.numel() if counts is None else counts, x.dtype, x.get_device(), **more)
+    def of(cls, work: Work, x: torch.Tensor, **how) -> Call:
+        """Returns the call that does ``work`` with a first tensor like ``x``."""
+        return cls(work, x.dtype, x.get_device(), **how)
 
     @property
-    def agreed(self) -> str:
-        """A text of what must be equal on all ranks: not the deadline, and not the codec's seed."""
-        if isinstance(self.epilogue, TensorTuple):
-            return f"{self.op} of {self.epilogue.text}"
-        counts = f"parts of {list(self.counts)}" if isinstance(self.counts, tuple) else f"{self.counts}"
-        codec = f", codec {without_seeds(self.codec)}" if self.codec else ""
-        epilogue = f", epilogue {self.epilogue.text}" if self.epilogue else ""
-        followed_by = f", followed by {self.followed_by}" if self.followed_by else ""
-        return f"{self.op} of {counts} elements of {self.dtype}{codec}{epilogue}{followed_by}"
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """The elements of each rank's part; for an op without parts, the elements of the tensor."""
-        return self.counts if isinstance(self.counts, tuple) else (self.counts,)
+    def op(self) -> str:
+        """The public op."""
+        return self.work.op
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, or of the largest part."""
-        return max(self.parts) * self.dtype.itemsize
+        return self.work.nbytes(self.dtype.itemsize)
 
     @property
     def wire(self) -> Codec | None:
         """The codec on the wire, or None."""
-        return codec_of_text(self.codec) if self.codec else None
+        return codec_of_text(self.work.codec) if self.work.codec else None
 
 
-# The fields behind ``timeout_s`` of a call that uses none of them: the end of a warm call's plain tuple.
-NO_OPTIONS = tuple(Call._field_defaults.values())[2:]
+class Operands(NamedTuple):
+    """The tensors of one rank in a call, which are contiguous unless the op takes others, in the order of the op.
+
+    Sum, Parts   x, and the epilogue's tensors or the prefetched one | the result
+    Norm         x, residual, weight, and perhaps a scale            | normed rows, the new residual, perhaps scales
+    TensorTuple  a tensor of each kind                               | a result of each kind
+    Product      a, w, perhaps a bias, and the epilogue's or the norm's tensors, or the prefetched one | the results
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    numbers: tuple[float, ...] = ()  # of the epilogue, sorted by name
+    corner: Corner | None = None  # for a panel of a larger tensor: the epilogue's row, col and index are places there

@@ -8,9 +8,8 @@ import torch
 
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.norms import PREPARED as NORMS
-from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
-from graphar.plan.tensor_tuple import PREPARED_TUPLE
+from graphar.plan.algorithms import WITHOUT_KERNEL, Algorithm, with_kernels
+from graphar.plan.select import PREPARED
 
 _ALGORITHMS = ("auto", *(one.value for one in Algorithm if one.op == "allreduce" and not one.row.takes_codec))
 
@@ -23,8 +22,7 @@ def check_call(op: str, algorithm: object, timeout_s: object) -> None:
         check_timeout(op, timeout_s)
 
 
-_WITH_ANY_CODEC = (Algorithm.FALLBACK.value, Algorithm.HIERARCHICAL.value)
-_QUANTIZED = ("auto", *(one.value for one in with_kernels("allreduce", codec=True)), *_WITH_ANY_CODEC)
+_QUANTIZED = ("auto", *(one.value for one in (*with_kernels("allreduce", codec=True), *WITHOUT_KERNEL.values())))
 
 
 def check_quantized_call(op: str, codec: object, algorithm: object, x: torch.Tensor) -> Codec:
@@ -58,12 +56,9 @@ def check_timeout(op: str, timeout_s: object) -> None:
 
 def check_ops(op: str, ops: object) -> list[str]:
     """Returns ``ops`` as a list; ValueError unless all have kernels that can be prepared."""
-    # The kernel of a matmul depends on its size, and cannot be prepared.
-    kernels = kernels_that(lambda row: row.folder != "matmul")
-    known = list(dict.fromkeys([*(one.op for one in kernels), PREPARED_TUPLE, *NORMS]))
     wanted = list(ops)
-    if isinstance(ops, str) or any(one not in known for one in wanted):
-        raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")
+    if isinstance(ops, str) or any(one not in PREPARED for one in wanted):
+        raise ValueError(f"{op}: ops must be a list with any of {', '.join(PREPARED)}, got {ops!r}")
     return wanted
 
 

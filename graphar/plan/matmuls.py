@@ -8,12 +8,15 @@ from collections.abc import Sequence
 
 from graphar.numerics.codecs import Codec
 from graphar.numerics.partitions import split
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
 from graphar.plan.policy import MatmulPolicy, TileCost, shared_blocks
-from graphar.plan.tiles import GATHERED_TILES, MATMUL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, summed_tiles
+from graphar.plan.tables import Table
+from graphar.plan.tiles import GATHERED_TILES, MATMUL_TILES, MatmulTile, SkinnyTile, for_wire
+from graphar.plan.work import Product
 
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
 _ROWS = 128  # rows of the tallest MatmulTile
+_SKINNY = kernels_that(lambda row: row.is_skinny)
 
 
 def owned_rows(rows: int, world_size: int) -> list[int]:
@@ -25,16 +28,17 @@ def owned_rows(rows: int, world_size: int) -> list[int]:
 
 def is_skinny(world_size: int, rows: int, columns: int) -> bool:
     """Returns whether the skinny kernels, for at most 64 rows, can compute a result of 16-bit elements."""
-    largest = Algorithm.MATMUL_TWO_SHOT.row.limit(world_size)
-    return rows <= SKINNY_TILES[-1].rows and 2 * rows * columns <= largest
+    return any(rows <= one.row.tiles[-1].rows and 2 * rows * columns <= one.row.limit(world_size) for one in _SKINNY)
 
 
-def allreduce_algorithm(policy: MatmulPolicy, world_size: int, rows: int, columns: int) -> Algorithm:
-    """Returns the fused algorithm of a matmul and all-reduce whose result is [rows, columns] of 16-bit elements."""
-    if not is_skinny(world_size, rows, columns):
-        return Algorithm.MATMUL_ALLREDUCE
-    in_one_shot = 2 * rows * columns <= policy.one_shot_nbytes.get(world_size, policy.one_shot_nbytes_beyond)
-    return Algorithm.MATMUL_ONE_SHOT if in_one_shot else Algorithm.MATMUL_TWO_SHOT
+def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
+    """Returns the algorithm of a product of 16-bit elements in one kernel, summed or with gathered rows."""
+    rows, columns = sum(work.parts), work.columns
+    takers = with_kernels(work.op.removesuffix("_residual_rmsnorm"))
+    # With a codec or an epilogue each rank sums its own rows, which no skinny kernel does.
+    skinny = not work.codec and not work.epilogue and is_skinny(world_size, rows, columns)
+    fitting = [one for one in takers if one.row.is_skinny == skinny] or takers  # not every op has skinny kernels
+    return next(one for one in fitting if one.row.suits(table, world_size, 2 * rows * columns))
 
 
 def prefers_tiles(
@@ -88,8 +92,8 @@ def tiles_of_sum(
     """Returns the fastest tiles of a matmul that sends finished tiles; :func:`tile_for` chooses one by K.
 
     Large results take measured tiles, and small ones a tile by an estimate. All have equally many columns, so that
-    warpgroup tiles have the same width on ranks with different K. ``algorithm`` is MATMUL_ALLREDUCE or
-    MATMUL_REDUCESCATTER, ``counts`` are the rows that each rank sums, and the result has ``n`` columns.
+    warpgroup tiles have the same width on ranks with different K. ``counts`` are the rows that each rank sums, and the
+    result has ``n`` columns.
     """
     numel = sum(counts) * n
     if numel < policy.estimated_below_numel:
@@ -97,13 +101,13 @@ def tiles_of_sum(
         return (_estimated_tile(policy.cost, measured, algorithm, counts, n, sms, codec),)
     tile = policy.large_tile if numel >= policy.large_from_numel else policy.small_tile
     # With a codec fewer bytes travel, so the tensor cores are the limit for every K.
-    alternates = algorithm is Algorithm.MATMUL_ALLREDUCE and codec is None
+    alternates = policy.alternating_tile in algorithm.row.tiles and codec is None
     return (policy.alternating_tile, tile) if alternates else (tile,)
 
 
 @functools.lru_cache(maxsize=1024)
 def _estimated_tile(cost: TileCost, measured, algorithm, counts, n: int, sms: int, codec) -> MatmulTile:
-    others = [tile for tile in summed_tiles(algorithm.value, codec) if tile not in measured]
+    others = [tile for tile in for_wire(algorithm.row.tiles, codec) if tile not in measured]
     return min(others, key=lambda tile: clocks(cost, tile, counts, n, shared_blocks(sms, tile.cluster)))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from graphar.plan.tiles import NAMED_TILES, MatmulTile
 
@@ -35,15 +36,19 @@ class Chip:
         """The most blocks of a grid that leaves room for other kernels."""
         return shared_blocks(self.sms)
 
+    def is_at_least(self, arch: int) -> bool:
+        """Whether it has the instructions of an architecture: 90 is sm_90."""
+        return _number(self.arch) >= arch
+
     @property
     def has_clusters(self) -> bool:
         """Whether thread blocks can be launched in clusters."""
-        return _number(self.arch) >= 90
+        return self.is_at_least(90)
 
     @property
     def can_prefetch(self) -> bool:
         """Whether bulk prefetches can bring memory into L2."""
-        return _number(self.arch) >= 90
+        return self.is_at_least(90)
 
 
 def shared_blocks(sms: int, cluster: int = 1) -> int:
@@ -170,3 +175,14 @@ class AllgatherMatmulPolicy:
             if rows >= least.get(world_size, math.inf):
                 return partition
         return "none"
+
+
+class Policies(Protocol):
+    """The policies of a tuning table that rows of algorithms go by."""
+
+    @property
+    def quantized(self) -> QuantizedPolicy: ...
+    @property
+    def norm(self) -> NormPolicy: ...
+    @property
+    def matmul(self) -> MatmulPolicy: ...

@@ -1,18 +1,38 @@
-"""Row: the properties of one algorithm."""
+"""Row: the properties of one algorithm, how "auto" chooses it, and with which grid it is launched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.plan.call import Call
+from graphar.plan.policy import Chip, Policies
 from graphar.plan.scratch import MAX_BLOCKS, Layout, Scratch
+from graphar.plan.tiles import MatmulTile, SkinnyTile
 
 FLOATS = tuple(TYPE_NAMES)
+MAX_THREADS = 512  # the most threads of a block, by the launch bounds of most kernels
+
+
+class Grid(NamedTuple):
+    """How a kernel is launched."""
+
+    blocks: int  # thread blocks in the grid
+    threads: int  # threads in a block
+    chunk: int = 0  # packs, or tiles, that a block sends to one peer in one step; 0 for algorithms without chunks
+    cluster: int = 1  # the blocks of a thread block cluster
+
+
 Limit = Callable[[int], "int | None"]  # by world size, the largest tensor in bytes; None: any size
+# A function from world size and bytes to the pairs (threads of a block, packs of a chunk) that tuning tries.
+Candidates = Callable[[int, int], Iterable[tuple[int, int]]]
+# A function from row, call and world size to the grid, by the policies of a tuning table.
+PolicyGrid = Callable[["Row", Call, int, Policies, Chip], Grid]
 
 
 class Slicing(Enum):
@@ -22,7 +42,7 @@ class Slicing(Enum):
     PARTS = auto()  # one launch, which gets the begin and size of each rank's part in elements
     BYTES = auto()  # one launch, which gets the begin and size of each rank's part in bytes
     CAPACITY = auto()  # a launch for each slot that the largest part fills
-    CAPACITY_IN_ROWS = auto()  # the same, but no launch splits a row of the epilogue
+    CAPACITY_IN_ROWS = auto()  # the same, but no launch splits a row of the norm
     ROWS = auto()  # launches by rows of a matmul: as many as fill the slots with the largest part
 
 
@@ -40,9 +60,10 @@ class Row:
     # The single architecture that has the kernel's instructions; None if later ones have them too.
     only_arch: str | None = None
     exact: bool = True  # whether it adds in rank order and rounds once
-    max_threads: int = 512  # the most threads of a block, by the kernel's launch bounds
+    max_threads: int = MAX_THREADS  # the most threads of a block, by the kernel's launch bounds
+    only_threads: int | None = None  # the threads of a block, if its warps have fixed roles
     max_blocks: int = MAX_BLOCKS  # the most blocks of a grid, by the size of the signal pad and the slots
-    chunked: bool = False  # whether its shape has a chunk
+    chunked: bool = False  # whether its grid has a chunk
     slicing: Slicing = Slicing.WHOLE  # how a call is split into launches
     # The operand, "input" or "output", that the kernel's direct variant accesses in symmetric memory on every rank; an
     # empty string without such a variant.
@@ -53,12 +74,42 @@ class Row:
     compresses: bool = False  # whether it compresses elements without loss, in tiles
     # Whether its codecs must leave one 32-bit word unused, as the sentinel for data not yet arrived.
     spares_a_word: bool = False
+    across_hosts: bool = False  # whether it adds host by host, for ranks on several
     # The kernel's last template argument if there are several kernels, the usual one first.
     variants: tuple[str | None, ...] = (None,)
-    choosable: bool = False  # whether a tuning table may name it
+    tiles: tuple[MatmulTile | SkinnyTile, ...] = ()  # of a matmul, the tiles that its kernels can have
+
+    # ---- how it is chosen: by the entries of a tuning table, or as the first one of its op that ``suits``
+
+    candidates: Candidates | None = None  # what tuning tries; None: a tuning table has no entries for it
+    smallest_nbytes: int = 0  # the smallest tensor for which tuning tries it
+    # A function from a table's policies, world size and bytes to whether it is faster than the algorithms after it.
+    suits: Callable[[Policies, int, int], bool] = lambda policies, world_size, nbytes: True
+
+    # ---- its grid: a policy's, or that of a table's entry with as many blocks as have work
+
+    policy_grid: PolicyGrid | None = None  # None: an entry of a tuning table has the grid
+    # A function from world size to the grid that it has without an entry.
+    default_grid: Callable[[int], Grid] = lambda world_size: Grid(128, 256)
+    # A function from world size, threads and chunk to the packs of the tensor that a block handles at a time.
+    packs_a_block: Callable[[int, int, int], int] = lambda world_size, threads, chunk: threads
+    in_groups: bool = False  # whether a block has a group of whole warps for each rank
+    # Whether one block more than has work is launched, if there is room: the last block tells the other ranks what is
+    # called (cuda_src/device/sync/agreement.cuh).
+    tells: bool = False
 
     def scratch(self, world_size: int) -> Scratch:
         """Returns the scratch that the algorithm needs on every rank; ValueError without a kernel."""
         if self.layout is None:
             raise ValueError(f"{self.op}: without a kernel there is no scratch")
         return self.layout(world_size)
+
+    @property
+    def is_skinny(self) -> bool:
+        """Whether it is a matmul for results of few rows."""
+        return any(isinstance(tile, SkinnyTile) for tile in self.tiles)
+
+    @property
+    def sends_tiles(self) -> bool:
+        """Whether it is a matmul that sends finished tiles to other ranks; it may have a codec on the wire."""
+        return not self.is_skinny and any(tile.whole for tile in self.tiles)

@@ -15,27 +15,27 @@ from graphar.errors import UnsupportedError
 from graphar.numerics import norms
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
-from graphar.numerics.epilogues.form import Form
-from graphar.numerics.norms import RmsNorm
+from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan.algorithms import (
-    CLUSTERS,
     COMPRESSING,
-    FALLBACK,
-    HIERARCHICAL,
+    GENERAL,
+    TUPLE_VARIANT,
     Algorithm,
-    Shape,
+    in_tables,
     kernels_that,
+    with_epilogue,
     with_kernels,
-    without_compression,
 )
 from graphar.plan.call import Call
+from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
+from graphar.plan.entries import by_entries, measured_config, serving
 from graphar.plan.explanation import Explanation
+from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
-from graphar.plan.shapes import for_norm, for_parts, for_quantized, for_quantized_parts, for_row, serving
 from graphar.plan.tables import DEFAULT, Table
-from graphar.plan.tensor_tuple import PREPARED_TUPLE, TensorTuple
 from graphar.plan.times import expected_quantized_us, expected_us
+from graphar.plan.work import Norm, Parts, Sum, TensorTuple
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 _COMPRESSED, _NOT_COMPRESSED = "lossless compression, chosen", "; lossless compression is off"
@@ -67,26 +67,10 @@ class Facts:
 
 
 class Choice(NamedTuple):
-    """The shape of a call's kernel, or FALLBACK or HIERARCHICAL, and the reason in words."""
+    """The configuration of a call, which may be FALLBACK or HIERARCHICAL, and the reason in words."""
 
-    shape: Shape
+    config: Config
     reason: str
-
-
-class Kernel(NamedTuple):
-    """The key that a kernel is compiled and loaded by."""
-
-    algorithm: Algorithm
-    dtype: torch.dtype  # the dtype of the elements; BYTE if the kernel only moves data
-    direct: bool = False  # whether it is the direct variant, for symmetric tensors
-    codec: Codec | None = None  # the codec on the wire
-    epilogue: Form | None = None
-
-
-def kernel_of(shape: Shape, dtype: torch.dtype) -> Kernel:
-    """Returns the kernel of a shape for tensors of ``dtype``."""
-    element = BYTE if BYTE in shape.algorithm.row.dtypes else dtype
-    return Kernel(shape.algorithm, element, shape.direct, shape.codec, shape.epilogue)
 
 
 def why_no_kernel(world_size: int, device: str, dtype: torch.dtype, op: str) -> str:
@@ -101,107 +85,46 @@ def why_no_kernel(world_size: int, device: str, dtype: torch.dtype, op: str) -> 
 
 
 def select(call: Call, facts: Facts) -> Choice:
-    """Returns the shape for a call, and the reason.
+    """Returns the configuration for a call, and the reason. A Product's is chosen in plan/matmuls.py.
 
     Raises:
         UnsupportedError: the algorithm that the call names cannot serve it.
     """
-    match call.op:
-        case "allreduce" if call.codec:
-            choice = _quantized_allreduce(call, facts)
-        case "allreduce":
-            choice = _allreduce(call, facts)
-        case norms.ALLREDUCE_NORM | norms.REDUCESCATTER_NORM:
-            shape = for_norm(facts.table.norm, facts.chip, facts.world_size, call)
-            choice = Choice(shape, f"{call.epilogue.text}, by table {facts.table.name!r} for {facts.world_size} ranks")
-        case _:
-            choice = _parts(call, facts)
-    # With a codec a block may take half an SM, and the shape leaves room for other kernels already.
-    most = MAX_BLOCKS if call.codec else facts.chip.shared_blocks
+    choice = _CHOOSERS[type(call.work)](call, facts)
+    # With a codec a block may take half an SM, and the configuration leaves room for other kernels already.
+    most = MAX_BLOCKS if call.work.codec else facts.chip.shared_blocks
     most = min(most, call.blocks or most)
-    if choice.shape.blocks > most:
-        return choice._replace(shape=replace(choice.shape, blocks=most))
+    if choice.config.blocks > most:
+        return choice._replace(config=replace(choice.config, blocks=most))
     return choice
 
 
 # ---- all-reduce -----------------------------------------------------------------------------------------------------
 
 
-def _allreduce(call: Call, facts: Facts) -> Choice:
+def _sum(call: Call, facts: Facts) -> Choice:
     asked = None if call.algorithm == "auto" else Algorithm(call.algorithm)
-    if asked is Algorithm.FALLBACK:
+    codec, epilogue = call.wire, call.work.epilogue
+    if asked is FALLBACK.algorithm:
         return _fallback(call, "asked for")
-    if asked is Algorithm.HIERARCHICAL and not call.epilogue:
-        return _hierarchical(facts)
-    if call.epilogue and asked and not asked.row.takes_epilogue:
+    if asked is HIERARCHICAL.algorithm and not epilogue:
+        return _hierarchical(facts, codec)
+    if epilogue and asked and not asked.row.takes_epilogue:
         takers = ", ".join(one.value for one in with_epilogue())
         raise UnsupportedError(f"allreduce: {asked.value} has no kernel with an epilogue; {takers} have")
     if problem := facts.problem or (asked and _why_not(asked, call, facts)):
-        return _without_kernel(call, problem)
-    beside = facts.table.beside
-    if call.blocks and call.nbytes >= beside.pipelined_from_nbytes:
-        asked = asked or Algorithm.TWO_SHOT_PIPELINED
-    suits = asked is None and _suits_compression(call, facts)
-    compressing = COMPRESSING[call.op] if suits and facts.lossless else None
-    shape, table = measured_shape(facts.table, facts.world_size, call.nbytes, asked or compressing)
-    why = "asked for, shaped" if asked else "a guess" if table == DEFAULT else "the fastest"
-    why = _COMPRESSED if compressing else why
-    reason = f"{why} by table {table!r} for {facts.world_size} ranks and {call.nbytes} bytes"
-    if suits and not compressing:
-        reason = f"{reason}{_NOT_COMPRESSED}"
-    if call.epilogue and not shape.algorithm.row.takes_epilogue:  # by a table
-        reason = f"{shape.algorithm.value}, {reason}, has no kernel with an epilogue"
-        shape, _ = measured_shape(facts.table, facts.world_size, call.nbytes, Algorithm.TWO_SHOT_PIPELINED)
-    return _with_options(Choice(shape, reason), call, facts)
+        if asked:
+            raise UnsupportedError(f"allreduce: {asked.value} cannot serve this call: {problem}")
+        return _fallback(call, problem)
+    return _encoded_sum(call, facts, codec, asked) if codec else _measured_sum(call, facts, asked)
 
 
-def _suits_compression(call: Call, facts: Facts) -> bool:
-    """Whether lossless compression is faster for a call, by the table, and can serve it."""
-    least = facts.table.lossless.least(call.op, facts.world_size)
-    # With few blocks the arithmetic would limit it.
-    plain = not call.epilogue and not call.blocks
-    return plain and call.dtype in COMPRESSING[call.op].row.dtypes and least is not None and call.nbytes >= least
+def _fallback(call: Call, reason: str) -> Choice:
+    epilogue = call.work.epilogue
+    return Choice(FALLBACK, f"{reason}; with the epilogue {epilogue.text}" if epilogue else reason)
 
 
-def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
-    """Returns the choice with the call's options added: symmetric tensors, an epilogue, memory to prefetch."""
-    shape, reason = choice
-    can = shape.algorithm.row
-    if can.direct and can.direct in call.symmetric:
-        shape, reason = replace(shape, direct=True), f"{reason}, {_DIRECTLY[can.direct]}"
-    if call.epilogue:
-        shape, reason = replace(shape, epilogue=call.epilogue), f"{reason}; with the epilogue {call.epilogue.text}"
-    if call.prefetches and _prefetches(shape, call, facts):
-        # The additional blocks only prefetch.
-        shape = replace(shape, blocks=max(shape.blocks, facts.chip.shared_blocks), prefetches=True)
-    return Choice(shape, reason)
-
-
-def _prefetches(shape: Shape, call: Call, facts: Facts) -> bool:
-    small = call.nbytes <= facts.table.prefetch.largest_nbytes
-    return shape.algorithm.row.prefetches and not call.epilogue and small and facts.chip.can_prefetch
-
-
-def _quantized_allreduce(call: Call, facts: Facts) -> Choice:
-    if call.algorithm == Algorithm.FALLBACK.value:
-        return Choice(FALLBACK, "asked for")
-    codec = call.wire
-    if call.algorithm == Algorithm.HIERARCHICAL.value:
-        return _hierarchical(facts, codec)
-    asked = None if call.algorithm == "auto" else Algorithm(call.algorithm)
-    if problem := facts.problem or (asked and why_not_quantized(asked, codec, facts.world_size, call.nbytes)):
-        return _without_kernel(call, problem)
-    if not call.counts:
-        return Choice(FALLBACK, "an empty tensor has no tile")
-    saved = 8 * call.dtype.itemsize / codec.bits_per_element
-    wire = f"{codec.bits_per_element:g} bits an element on the wire, {saved:.2g} times fewer than {call.dtype}"
-    shape = for_quantized(
-        facts.table.quantized, facts.chip.sms, codec, facts.world_size, call.counts, call.dtype.itemsize, asked
-    )
-    return Choice(shape, f"{wire}, by table {facts.table.name!r} for {facts.world_size} ranks and {call.nbytes} bytes")
-
-
-def _hierarchical(facts: Facts, codec: Codec | None = None) -> Choice:
+def _hierarchical(facts: Facts, codec: Codec | None) -> Choice:
     if facts.world_size == 1:
         return Choice(FALLBACK, "one rank has nothing to add")
     if codec and (codec.feedback or codec.rounding == "stochastic"):
@@ -212,68 +135,78 @@ def _hierarchical(facts: Facts, codec: Codec | None = None) -> Choice:
     return Choice(HIERARCHICAL, across)
 
 
-def _why_not(asked: Algorithm, call: Call, facts: Facts) -> str:
-    """Returns why the algorithm ``asked`` cannot serve a call without a codec, or an empty string."""
-    if call.dtype not in asked.row.dtypes:
-        return f"it has no kernel for {call.dtype}"
-    if problem := why_too_large(asked, facts.world_size, call.nbytes):
-        return problem
-    return "" if asked.exact else facts.why_no_multicast()
+def _measured_sum(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
+    if call.blocks and call.nbytes >= facts.table.beside.pipelined_from_nbytes:
+        asked = asked or GENERAL
+    suits = asked is None and _suits_compression(call, facts)
+    compressing = COMPRESSING[call.op] if suits and facts.lossless else None
+    config, table = measured_config(facts.table, facts.world_size, call.nbytes, asked or compressing)
+    why = "asked for, shaped" if asked else "a guess" if table == DEFAULT else "the fastest"
+    why = _COMPRESSED if compressing else why
+    reason = f"{why} by table {table!r} for {facts.world_size} ranks and {call.nbytes} bytes"
+    if suits and not compressing:
+        reason = f"{reason}{_NOT_COMPRESSED}"
+    if call.work.epilogue and not config.algorithm.row.takes_epilogue:  # by a table
+        reason = f"{config.algorithm.value}, {reason}, has no kernel with an epilogue"
+        config, _ = measured_config(facts.table, facts.world_size, call.nbytes, GENERAL)
+    return _with_options(Choice(config, reason), call, facts)
 
 
-def why_not_quantized(algorithm: Algorithm, codec: Codec, world_size: int, nbytes: int) -> str:
-    """Returns why ``algorithm`` cannot sum a tensor of ``nbytes`` with ``codec`` on the wire, or an empty string."""
-    if algorithm.row.spares_a_word and not codec.spares_a_word:
-        return f"the scheme {codec.scheme} leaves no word to say 'not yet'"
-    return why_too_large(algorithm, world_size, nbytes)
+def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
+    """Returns the choice with the call's options added: symmetric tensors, an epilogue, memory to prefetch."""
+    config, reason = choice
+    can, epilogue = config.algorithm.row, call.work.epilogue
+    if can.direct and can.direct in call.symmetric:
+        config, reason = replace(config, direct=True), f"{reason}, {_DIRECTLY[can.direct]}"
+    if epilogue:
+        reason = f"{reason}; with the epilogue {epilogue.text}"
+    small = call.nbytes <= facts.table.prefetch.largest_nbytes
+    if call.prefetches and can.prefetches and not epilogue and small and facts.chip.can_prefetch:
+        # The additional blocks only prefetch.
+        config = replace(config, blocks=max(config.blocks, facts.chip.shared_blocks), prefetches=True)
+    return Choice(config, reason)
 
 
-def why_too_large(algorithm: Algorithm, world_size: int, nbytes: int) -> str:
-    """Returns why the scratch of ``algorithm`` is too small for a tensor of ``nbytes``, or an empty string."""
-    largest = algorithm.row.limit(world_size)
-    if largest is None or nbytes <= largest:
-        return ""
-    return f"its scratch takes {largest} bytes between {world_size} ranks, not {nbytes}"
+def _encoded_sum(call: Call, facts: Facts, codec: Codec, asked: Algorithm | None) -> Choice:
+    if not call.work.numel:
+        return Choice(FALLBACK, "an empty tensor has no tile")
+    saved = 8 * call.dtype.itemsize / codec.bits_per_element
+    wire = f"{codec.bits_per_element:g} bits an element on the wire, {saved:.2g} times fewer than {call.dtype}"
+    config = by_policy(asked or _first_that_suits(call, facts), call, facts)
+    return Choice(config, f"{wire}, by table {facts.table.name!r} for {facts.world_size} ranks and {call.nbytes} bytes")
 
 
-def _without_kernel(call: Call, problem: str) -> Choice:
-    if call.algorithm != "auto":
-        raise UnsupportedError(f"allreduce: {call.algorithm} cannot serve this call: {problem}")
-    return _fallback(call, problem)
-
-
-def _fallback(call: Call, reason: str) -> Choice:
-    return Choice(FALLBACK, f"{reason}; with the epilogue {call.epilogue.text}" if call.epilogue else reason)
-
-
-def measured_shape(table: Table, world_size: int, nbytes: int, algorithm: Algorithm | None = None) -> tuple[Shape, str]:
-    """Returns the measured shape of an exact all-reduce of ``nbytes`` a rank, and the name of the table that has it.
-
-    With ``algorithm`` it is the measured shape of this algorithm nearest to ``nbytes``, which it can serve. Without
-    rows for ``world_size`` in the table, the default table is used.
-    """
-    table = serving(table, world_size)
-    return for_row(table, world_size, nbytes, algorithm), table.name
-
-
-# ---- parts ----------------------------------------------------------------------------------------------------------
+# ---- parts and norms ------------------------------------------------------------------------------------------------
 
 
 def _parts(call: Call, facts: Facts) -> Choice:
     if facts.problem:
         return Choice(FALLBACK, facts.problem)
     reason = f"by table {facts.table.name!r} for {facts.world_size} ranks and a largest part of {call.nbytes} bytes"
-    if not call.codec and _suits_compression(call, facts):
-        if facts.lossless:
-            shape = for_parts(facts.table.parts[call.op], call.nbytes, COMPRESSING[call.op])
-            return Choice(shape, f"{_COMPRESSED} {reason}")
-        reason = f"{reason}{_NOT_COMPRESSED}"
-    if call.codec:
-        if not any(call.counts):
+    if call.work.codec:
+        if not any(call.work.parts):
             return Choice(FALLBACK, "an empty tensor has no tile")
-        return Choice(for_quantized_parts(facts.chip.sms, call.wire, facts.world_size, max(call.counts)), reason)
-    shape = for_parts(facts.table.parts[call.op], call.nbytes)
-    return Choice(replace(shape, epilogue=call.epilogue), reason)
+        return Choice(by_policy(_first_that_suits(call, facts), call, facts), reason)
+    suits = _suits_compression(call, facts)
+    compressing = COMPRESSING[call.op] if suits and facts.lossless else None
+    config = by_entries(facts.table.parts[call.op], 1, call.nbytes, compressing)
+    return Choice(config, f"{_COMPRESSED} {reason}" if compressing else f"{reason}{_NOT_COMPRESSED if suits else ''}")
+
+
+def _norm(call: Call, facts: Facts) -> Choice:
+    if facts.problem:
+        return Choice(FALLBACK, facts.problem)
+    what = "add_and_norm" if call.work.output == "like_input" else f"add_and_norm, {call.work.output}"
+    config = by_policy(_first_that_suits(call, facts), call, facts)
+    return Choice(config, f"{what}, by table {facts.table.name!r} for {facts.world_size} ranks")
+
+
+_CHOOSERS: dict[type, Callable[[Call, Facts], Choice]] = {
+    Sum: _sum,
+    Parts: _parts,
+    Norm: _norm,
+    TensorTuple: _parts,
+}
 
 
 def has_norm_kernel(row_nbytes: int) -> bool:
@@ -285,10 +218,62 @@ def norm_rows(world_size: int, row_nbytes: int) -> int:
     """Returns the most rows of one launch of an all-reduce with RMSNorm; 0 if no kernel can normalise them."""
     if not has_norm_kernel(row_nbytes):
         return 0
-    return Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT.row.limit(world_size) // row_nbytes
+    return max(one.row.limit(world_size) for one in with_kernels(norms.ALLREDUCE_NORM)) // row_nbytes
+
+
+# ---- by the rows of algorithms --------------------------------------------------------------------------------------
+
+
+def by_policy(algorithm: Algorithm, call: Call, facts: Facts) -> Config:
+    """Returns the configuration of an algorithm whose grid follows from a policy: with a codec, or of a norm."""
+    grid = algorithm.row.policy_grid(algorithm.row, call, facts.world_size, facts.table, facts.chip)
+    return Config(algorithm, **grid._asdict())
+
+
+def _first_that_suits(call: Call, facts: Facts) -> Algorithm:
+    """Returns the first algorithm of the call's op that serves the call and suits it, or the last one."""
+    takers = with_kernels(call.op, codec=bool(call.work.codec))
+    for one in takers:
+        if not _why_not(one, call, facts) and one.row.suits(facts.table, facts.world_size, call.nbytes):
+            return one
+    return takers[-1]
+
+
+def _suits_compression(call: Call, facts: Facts) -> bool:
+    """Whether lossless compression is faster for a call, by the table, and can serve it."""
+    least = facts.table.lossless.least(call.op, facts.world_size)
+    # With few blocks the arithmetic would limit it.
+    plain = not call.work.epilogue and not call.blocks
+    return plain and call.dtype in COMPRESSING[call.op].row.dtypes and least is not None and call.nbytes >= least
+
+
+def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> str:
+    """Returns why an algorithm cannot serve a call, or an empty string."""
+    if call.dtype not in algorithm.row.dtypes:
+        return f"it has no kernel for {call.dtype}"
+    if call.wire and not can_encode(algorithm, call.wire):
+        return f"the scheme {call.wire.scheme} leaves no word to say 'not yet'"
+    largest = algorithm.row.limit(facts.world_size)
+    if largest is not None and call.nbytes > largest:
+        return f"its scratch takes {largest} bytes between {facts.world_size} ranks, not {call.nbytes}"
+    return "" if algorithm.exact else facts.why_no_multicast()
+
+
+def can_encode(algorithm: Algorithm, codec: Codec) -> bool:
+    """Returns whether an algorithm that takes codecs can take this one."""
+    return codec.spares_a_word or not algorithm.row.spares_a_word
+
+
+def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:
+    """Returns the algorithms that "auto" takes for ``op`` with ``codec``; none if the op takes no codec."""
+    return [one for one in with_kernels(op, codec=True) if can_encode(one, codec)]
 
 
 # ---- what calls may need --------------------------------------------------------------------------------------------
+
+PREPARED_TUPLE = "allgather_tuple"  # the name under which the kernels of all-gathers of several tensors are prepared
+# The names under which kernels are prepared.
+PREPARED = tuple(dict.fromkeys([*(one.op for one in kernels_that(lambda row: True)), PREPARED_TUPLE, *norms.PREPARED]))
 
 
 def needed_kernels(
@@ -297,18 +282,20 @@ def needed_kernels(
     dtypes: Sequence[torch.dtype],
     max_nbytes: int | None,
     codecs: Sequence[Codec] = (),
-    forms: Sequence[Form] = (),
+    epilogues: Sequence[Pointwise] = (),
     symmetric: bool = False,
 ) -> Iterator[Kernel]:
-    """Yields every kernel that calls of ``ops`` may need, with tensors of at most ``max_nbytes`` (None: any size).
+    """Yields every kernel that calls of ``ops``, which are in PREPARED, may need, apart from those of matmuls.
 
-    Calls may have one of ``codecs`` or of ``forms``, which are epilogues, or neither; with ``symmetric`` also symmetric
-    tensors.
+    Tensors have at most ``max_nbytes`` (None: any size). Calls may have one of ``codecs`` or of ``epilogues``, or
+    neither; with ``symmetric`` also symmetric tensors.
     """
     for op in ops:
+        if any(one.row.tiles for one in with_kernels(op)):
+            continue
         if op == PREPARED_TUPLE:
-            for algorithm in without_compression("allgather"):
-                yield Kernel(algorithm, BYTE, epilogue=TensorTuple((), (), ()))
+            for algorithm in in_tables("allgather"):
+                yield Kernel(algorithm, BYTE, template=TUPLE_VARIANT)
             continue
         if op in norms.PREPARED:
             yield from _needed_norms(facts, dtypes, *norms.PREPARED[op])
@@ -320,27 +307,26 @@ def needed_kernels(
         for codec in codecs:
             for dtype, algorithm in itertools.product(dtypes, algorithms_of(codec, op)):
                 yield Kernel(algorithm, dtype, codec=codec)
-        if op == "allgather":
-            continue
-        fitting = dict.fromkeys(one if one.row.takes_epilogue else Algorithm.TWO_SHOT_PIPELINED for one in plain)
-        for form in forms:
-            yield from _variants(list(fitting), dtypes, symmetric, form)
+        if takers := with_epilogue(op):
+            fitting = list(dict.fromkeys(one if one in takers else GENERAL for one in plain))
+            for epilogue in epilogues:
+                yield from _variants(fitting, dtypes, symmetric, epilogue)
 
 
 def _needed_norms(facts: Facts, dtypes: Sequence[torch.dtype], op: str, output: str) -> Iterator[Kernel]:
-    clusters = CLUSTERS if facts.chip.has_clusters else (1,)
+    clusters = CLUSTERS if facts.chip.has_clusters else CLUSTERS[:1]
     for algorithm, dtype, cluster in itertools.product(with_kernels(op), dtypes, clusters):
-        yield Kernel(algorithm, dtype, epilogue=RmsNorm(1, cluster, output))
+        yield Kernel(algorithm, dtype, template=Norm(op, (), 1, output).template(cluster))
 
 
 def _variants(
-    algorithms: Sequence[Algorithm], dtypes: Sequence[torch.dtype], symmetric: bool, form: Form | None = None
+    algorithms: Sequence[Algorithm], dtypes: Sequence[torch.dtype], symmetric: bool, epilogue: Pointwise | None = None
 ) -> Iterator[Kernel]:
     for algorithm in algorithms:
         can = algorithm.row
         for direct in (False, True) if symmetric and can.direct else (False,):
             for dtype in [BYTE] if BYTE in can.dtypes else [one for one in dtypes if one in can.dtypes]:
-                yield Kernel(algorithm, dtype, direct, epilogue=form)
+                yield Kernel(algorithm, dtype, direct, epilogue=epilogue)
 
 
 def _may_compress(facts: Facts, max_nbytes: int | None, op: str) -> bool:
@@ -349,26 +335,16 @@ def _may_compress(facts: Facts, max_nbytes: int | None, op: str) -> bool:
     return facts.lossless and least is not None and (max_nbytes is None or max_nbytes >= least)
 
 
-def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> list[Algorithm]:
+def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> Sequence[Algorithm]:
     """Returns the algorithms that "auto" takes up to ``max_nbytes``, also with few blocks beside other work."""
     if op != "allreduce":
-        return without_compression(op)
-    rows = serving(facts.table, facts.world_size).rows[facts.world_size]
-    limits = [math.inf if row["max_nbytes"] is None else row["max_nbytes"] for row in rows]
+        return in_tables(op)
+    entries = serving(facts.table, facts.world_size).rows[facts.world_size]
+    limits = [math.inf if entry["max_nbytes"] is None else entry["max_nbytes"] for entry in entries]
     last = bisect_left(limits, math.inf if max_nbytes is None else max_nbytes)
-    found = [Algorithm(row["algorithm"]) for row in rows[: last + 1]]
-    pipelines = max_nbytes is None or max_nbytes >= facts.table.beside.pipelined_from_nbytes
-    return list(dict.fromkeys([*found, Algorithm.TWO_SHOT_PIPELINED] if pipelines else found))
-
-
-def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:
-    """Returns the algorithms that "auto" takes for ``op`` with ``codec``; none if the op takes no codec."""
-    return [one for one in with_kernels(op, codec=True) if not why_not_quantized(one, codec, 2, 0)]
-
-
-def with_epilogue(op: str = "allreduce") -> tuple[Algorithm, ...]:
-    """Returns the algorithms of ``op`` that have kernels with an epilogue."""
-    return kernels_that(lambda row: row.op == op and row.takes_epilogue)
+    found = [Algorithm(entry["algorithm"]) for entry in entries[: last + 1]]
+    beside = max_nbytes is None or max_nbytes >= facts.table.beside.pipelined_from_nbytes
+    return list(dict.fromkeys([*found, GENERAL] if beside else found))
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------
@@ -376,14 +352,14 @@ def with_epilogue(op: str = "allreduce") -> tuple[Algorithm, ...]:
 
 def explain(call: Call, facts: Facts) -> Explanation:
     """Returns the explanation that graphar.explain gives for a call."""
-    shape, reason = select(call, facts)
-    algorithm = shape.algorithm
+    config, reason = select(call, facts)
+    algorithm, work = config.algorithm, call.work
     stand_in = "stand-in for " if facts.stand_in and not algorithm.exact else ""
     expected = exact = None
-    was_measured = algorithm is not Algorithm.FALLBACK and not algorithm.row.compresses
-    if call.algorithm == "auto" and was_measured and not shape.direct and not call.epilogue:
+    was_measured = config.blocks and not algorithm.row.compresses and isinstance(work, Sum)
+    if call.algorithm == "auto" and was_measured and not config.direct and not work.epilogue:
         expected = expected_us(facts.table, facts.world_size, call.nbytes)
-        if call.codec:
+        if work.codec:
             exact = expected
-            expected = expected_quantized_us(facts.table, call.wire, facts.world_size, call.counts)
-    return Explanation(stand_in + algorithm.value, shape.blocks, shape.threads, reason, expected, exact)
+            expected = expected_quantized_us(facts.table, call.wire, facts.world_size, work.numel)
+    return Explanation(stand_in + algorithm.value, config.blocks, config.threads, reason, expected, exact)

@@ -32,7 +32,7 @@ def slices(
     """Returns the launches of a call on elements of ``itemsize`` bytes.
 
     ``counts`` are the elements of each rank's part, not all zero; for an op without parts, the tensor's.
-    ``columns`` are the columns of the call's epilogue.
+    ``columns`` are the columns of the call's epilogue or norm.
     """
     row = algorithm.row
     match row.slicing:
@@ -75,7 +75,7 @@ def rows_a_launch(world_size: int, columns: int) -> int:
     return boxes_a_slot(world_size) // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
 
 
-def gathered_rows_a_launch(world_size: int, k: int) -> int:
+def gathered_rows_a_launch(algorithm: Algorithm, world_size: int, k: int) -> int:
     """Returns how many rows of each rank one launch of an all-gather + matmul handles; rows have ``k`` elements."""
-    rows = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size).capacity // -(-2 * k // PACK_NBYTES)
+    rows = algorithm.row.scratch(world_size).capacity // -(-2 * k // PACK_NBYTES)
     return rows // _ROWS_OF_TILES * _ROWS_OF_TILES or rows

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from graphar.numerics.codecs import codec
-from graphar.plan.algorithms import Algorithm, kernels_that, without_compression
+from graphar.plan.algorithms import Algorithm, in_tables
 from graphar.plan.policy import (
     AllgatherMatmulPolicy,
     BesidePolicy,
@@ -27,7 +27,7 @@ from graphar.plan.policy import (
     PrefetchPolicy,
     QuantizedPolicy,
 )
-from graphar.plan.scratch import TMA_THREADS, WARP, WORLD_SIZES
+from graphar.plan.scratch import WARP, WORLD_SIZES
 
 DEFAULT = "default"
 
@@ -45,15 +45,15 @@ class Table:
     machine: str  # the machine that was measured
     date: str  # the date of the measurement
     report: str | None  # the path of the report with the figures, or None
-    # By world size, the rows of all-reduces: the largest tensor in bytes that a row is for (None: any size), an
+    # By world size, the entries of all-reduces: the largest tensor in bytes that an entry is for (None: any size), an
     # algorithm and its grid.
     rows: dict[int, list[dict]]
-    # By world size, the points [bytes of one rank's tensor, microseconds of the chosen row], sizes ascending.
+    # By world size, the points [bytes of one rank's tensor, microseconds of the chosen entry], sizes ascending.
     measured: dict[int, list[list]] = field(default_factory=dict)
     # By world size and a codec's text, the points [bytes of a bf16 tensor, microseconds] of all-reduces with that
     # codec, sizes ascending.
     codecs: dict[int, dict[str, list[list]]] = field(default_factory=dict)
-    # By op, the rows of reduce-scatters and all-gathers, by the bytes of the largest part.
+    # By op, the entries of reduce-scatters and all-gathers, by the bytes of the largest part.
     parts: dict[str, list[dict]] = field(default_factory=_default("parts"))
     chip: Chip = field(default_factory=_default("chip"))  # the kind of GPU that the table is for
     quantized: QuantizedPolicy = field(default_factory=_default("quantized"))  # grids with a codec on the wire
@@ -79,7 +79,7 @@ class Table:
         return cls(**(content | by_world_size | policies))
 
     def to_json(self) -> str:
-        """Returns the table as JSON text, with one row a line."""
+        """Returns the table as JSON text, with one entry a line."""
         parts = [f"  {json.dumps(key)}: {json.dumps(getattr(self, key))}" for key in _HEAD]
         codecs = [
             f'    "{world_size}": {{\n'
@@ -88,10 +88,10 @@ class Table:
             for world_size, of_it in sorted(self.codecs.items())
         ]
         sections = {
-            "rows": [_rows_text(str(world_size), of_it) for world_size, of_it in sorted(self.rows.items())],
+            "rows": [_entries_text(str(world_size), of_it) for world_size, of_it in sorted(self.rows.items())],
             "measured": [f'    "{key}": {json.dumps(points)}' for key, points in sorted(self.measured.items())],
             "codecs": codecs,
-            "parts": [_rows_text(op, of_it) for op, of_it in self.parts.items()],
+            "parts": [_entries_text(op, of_it) for op, of_it in self.parts.items()],
         }
         for key in POLICIES:
             values = dataclasses.asdict(getattr(self, key))
@@ -102,8 +102,8 @@ class Table:
         return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _rows_text(key: str, rows: list[dict]) -> str:
-    return f'    "{key}": [\n' + ",\n".join(f"      {json.dumps(row)}" for row in rows) + "\n    ]"
+def _entries_text(key: str, entries: list[dict]) -> str:
+    return f'    "{key}": [\n' + ",\n".join(f"      {json.dumps(entry)}" for entry in entries) + "\n    ]"
 
 
 def slug(device_name: str) -> str:
@@ -135,12 +135,10 @@ _BY_WORLD_SIZE = ("rows", "measured", "codecs")
 _FIELDS = _HEAD | dict.fromkeys((*_BY_WORLD_SIZE, "parts", *POLICIES), dict)
 _REQUIRED = {*_HEAD, "rows"}  # the default table supplies the others
 _PART_OPS = ("reducescatter", "allgather")
-# A row serves every dtype that kernels sum, so only algorithms for all of them are choosable.
-_CHOOSABLE = kernels_that(lambda row: row.choosable)
 
 
 def problem_with(content: object) -> str:
-    """Returns what is wrong with a table in JSON, or an empty string if its kernels can run every row."""
+    """Returns what is wrong with a table in JSON, or an empty string if its kernels can run every entry."""
     try:
         _check_table(content)
     except (TypeError, ValueError) as error:
@@ -169,10 +167,10 @@ def _check_table(content: Any) -> None:
     for key, kind in _FIELDS.items():
         found = content.get(key, ... if key in _REQUIRED else {})
         _require(isinstance(found, kind), f"its field {key!r} is missing or of another type")
-    for world_size, rows in content["rows"].items():
+    for world_size, entries in content["rows"].items():
         _require(world_size in map(str, WORLD_SIZES), f"its rows are for {world_size!r} ranks")
         with _inside(f"{world_size} ranks"):
-            _check_rows(rows, _CHOOSABLE, [int(world_size)])
+            _check_entries(entries, in_tables("allreduce"), [int(world_size)])
     for key, check in (("measured", _check_points), ("codecs", _check_codecs)):
         for world_size, of_it in content.get(key, {}).items():
             _require(world_size in content["rows"], f"it has {key} points for {world_size!r} ranks and no rows")
@@ -180,9 +178,9 @@ def _check_table(content: Any) -> None:
                 check(of_it)
     if "parts" in content:
         _require(content["parts"].keys() == set(_PART_OPS), f"its parts must be of {', '.join(_PART_OPS)}")
-        for op, rows in content["parts"].items():
+        for op, entries in content["parts"].items():
             with _inside(op):
-                _check_rows(rows, without_compression(op), WORLD_SIZES)
+                _check_entries(entries, in_tables(op), WORLD_SIZES)
     for key, kind in POLICIES.items():
         if key in content:
             with _inside(key):
@@ -204,35 +202,33 @@ def _check_points(points: Any, name: str = "measured points") -> None:
     _require(ascend, f"{name} must be [bytes, microseconds], positive, sizes ascending")
 
 
-def _check_rows(rows: Any, choosable: Sequence[Algorithm], world_sizes: Sequence[int]) -> None:
-    _require(isinstance(rows, list) and bool(rows), "rows must be a list of at least one")
-    for at, row in enumerate(rows):
+def _check_entries(entries: Any, known: Sequence[Algorithm], world_sizes: Sequence[int]) -> None:
+    _require(isinstance(entries, list) and bool(entries), "rows must be a list of at least one")
+    for at, entry in enumerate(entries):
         with _inside(f"row {at}"):
-            _check_row(row, choosable, world_sizes)
-    *limits, last = [row["max_nbytes"] for row in rows]
+            _check_entry(entry, known, world_sizes)
+    *limits, last = [entry["max_nbytes"] for entry in entries]
     _require(None not in limits and last is None, "the last row, and only that, must have no max_nbytes")
     _require(all(below < above for below, above in pairwise(limits)), "rows must be sorted by max_nbytes")
 
 
-def _check_row(row: Any, choosable: Sequence[Algorithm], world_sizes: Sequence[int]) -> None:
-    is_known = isinstance(row, dict) and row.get("algorithm") in choosable
-    _require(is_known, f"algorithm must be one of {', '.join(one.value for one in choosable)}")
-    algorithm = Algorithm(row["algorithm"])
-    name, can = algorithm.value, algorithm.row
+def _check_entry(entry: Any, known: Sequence[Algorithm], world_sizes: Sequence[int]) -> None:
+    is_known = isinstance(entry, dict) and entry.get("algorithm") in known
+    _require(is_known, f"algorithm must be one of {', '.join(one.value for one in known)}")
+    name, can = entry["algorithm"], Algorithm(entry["algorithm"]).row
     numbers = sorted({"max_nbytes", "blocks", "threads"} | ({"chunk"} if can.chunked else set()))
-    _require(row.keys() == {"algorithm", *numbers}, f"{name} needs exactly {', '.join(numbers)}")
-    are_counts = all(_is_count(row[key]) or (key == "max_nbytes" and row[key] is None) for key in numbers)
+    _require(entry.keys() == {"algorithm", *numbers}, f"{name} needs exactly {', '.join(numbers)}")
+    are_counts = all(_is_count(entry[key]) or (key == "max_nbytes" and entry[key] is None) for key in numbers)
     _require(are_counts, f"{', '.join(numbers)} must be positive integers")
     for world_size in world_sizes:
         largest, capacity = can.limit(world_size), can.scratch(world_size).capacity
-        fits = largest is None or (row["max_nbytes"] or math.inf) <= largest
+        fits = largest is None or (entry["max_nbytes"] or math.inf) <= largest
         _require(fits, f"{name} takes at most {largest} bytes")
-        _require(row.get("chunk", 0) <= capacity, f"{name} has chunks of at most {capacity} packs")
-    are_warps = row["threads"] % WARP == 0 and row["threads"] <= can.max_threads
+        _require(entry.get("chunk", 0) <= capacity, f"{name} has chunks of at most {capacity} packs")
+    are_warps = entry["threads"] % WARP == 0 and entry["threads"] <= can.max_threads
     _require(are_warps, f"threads of {name} must be a multiple of {WARP}, at most {can.max_threads}")
-    if algorithm is Algorithm.TWO_SHOT_TMA:
-        _require(row["threads"] == TMA_THREADS, f"{name} has {TMA_THREADS} threads")
-    _require(row["blocks"] <= can.max_blocks, f"{name} has at most {can.max_blocks} blocks")
+    _require(can.only_threads in (None, entry["threads"]), f"{name} has {can.only_threads} threads")
+    _require(entry["blocks"] <= can.max_blocks, f"{name} has at most {can.max_blocks} blocks")
 
 
 def _is_count(value: Any) -> bool:

@@ -101,12 +101,9 @@ NAMED_TILES = tuple(tile for tile in SUMMED_TILES if tile.columns == 128)
 SKINNY_TILES = (SkinnyTile(8, 22), SkinnyTile(16, 20), SkinnyTile(32, 16, cluster=2), SkinnyTile(64, 12, cluster=2))
 
 
-def summed_tiles(algorithm: str, codec: Codec | None = None) -> tuple[MatmulTile, ...]:
-    """Returns the SUMMED_TILES that ``algorithm`` supports: others leave too few registers to gather or encode."""
-    tiles = (tile for tile in SUMMED_TILES if codec is None or tile.columns <= 128)
-    if algorithm == "matmul_reducescatter":
-        return tuple(tile for tile in tiles if not tile.alternating)
-    return tuple(tile for tile in tiles if tile.rows == 64 or tile.columns < 256)
+def for_wire(tiles: tuple[MatmulTile, ...], codec: Codec | None) -> tuple[MatmulTile, ...]:
+    """Returns those of ``tiles`` that kernels can send with ``codec``: others leave too few registers to encode."""
+    return tuple(tile for tile in tiles if codec is None or tile.columns <= 128)
 
 
 def skinny_tile(rows: int) -> SkinnyTile:

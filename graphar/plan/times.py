@@ -9,7 +9,7 @@ import torch
 
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
-from graphar.plan.shapes import serving
+from graphar.plan.entries import serving
 from graphar.plan.tables import Table
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
-
 from graphar.errors import CollectiveTimeout, TimeoutRecord
-from graphar.plan.call import Call, without_seeds
-from graphar.plan.tensor_tuple import TensorTuple
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import without_seeds
+from graphar.ranks import agreement
 from graphar.ranks.capture import is_capturing
 from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
 
@@ -56,10 +55,14 @@ class Comparison:
         with self._lock:
             self._meet(f"{what} {details}".rstrip(), None)
 
-    def watch(self, engine: Ranks, call: Call, x: torch.Tensor, note: str, run: Callable[[], None]) -> None:
-        """Compares a call unless a graph captures it, and then runs it. The engine calls this for every call."""
+    def watch(self, engine: Ranks, call: Call, ranks: Sequence[Operands], note: str, run: Callable[[], None]) -> None:
+        """Compares a call unless a graph captures it, and then runs it. The engine calls this for every call.
+
+        ``note`` says in words where the tensors lie.
+        """
+        x = ranks[0].inputs[0]
         if not (x.is_cuda and is_capturing(x.device)):
-            self._compare_call(call, f"{_describe(call, x, note)}{', on a GPU' if x.is_cuda else ''}")
+            self._compare_call(call, f"{agreement.words_of_tensor(call, x)}{note}")
         run()
 
     def _compare_call(self, call: Call, described: str) -> None:
@@ -79,28 +82,3 @@ class Comparison:
         self._calls += 1
         rendezvous.note(described)
         rendezvous.exchange(described, b"", timeout_s)
-
-
-def _describe(call: Call, x: torch.Tensor, note: str) -> str:
-    """Returns a description of a call that is equal on all ranks that make the same call."""
-    if isinstance(call.epilogue, TensorTuple):
-        return call.agreed
-    if call.op.startswith("matmul"):
-        what, note = f"of {x.dtype}, sizes {list(call.counts)}{note}", ""
-    elif isinstance(call.counts, tuple):
-        what = _describe_parts(call, x)
-    else:
-        what = f"of {list(x.shape)} {x.dtype}, algorithm {call.algorithm}"
-    codec = f", codec {call.codec}" if call.codec else ""
-    epilogue = f", epilogue {call.epilogue.text}" if call.epilogue else ""
-    followed_by = f", followed by {call.followed_by}" if call.followed_by else ""
-    return f"{call.op} {what}{codec}{epilogue}{followed_by}{note}"
-
-
-def _describe_parts(call: Call, rows: torch.Tensor) -> str:
-    """Returns shape, axis and sizes of a reduce-scatter or all-gather; ``rows`` has the call's axis in front."""
-    in_a_row = max(1, torch.Size(rows.shape[1:]).numel())
-    lengths = [count // in_a_row for count in call.counts]
-    shape = [str(size) for size in rows.shape[1:]]
-    shape.insert(call.axis, str(sum(lengths)) if call.op == "reducescatter" else "*")
-    return f"of [{', '.join(shape)}] {rows.dtype}, axis {call.axis}, sizes {lengths}"

@@ -5,8 +5,7 @@ the sum to all ranks, so it gives the bits of every exact algorithm. Reduce-scat
 Small tensors go whole to all ranks: one message in place of two. Only bytes travel, so a backend need not support the
 dtype. Tensors are contiguous, and ``counts`` has the elements of each rank's part.
 
-:func:`over_group` and :func:`in_process` return a function of a call's tensors. With an epilogue the function also
-takes the epilogue's inputs.
+:func:`over_group` and :func:`in_process` return a function of the operands of this process's ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import repeat
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,13 @@ from graphar.errors import UnsupportedError
 from graphar.numerics.codec_reference import SUM, Noise, encode
 from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
 
 _SMALL_NBYTES = 32 << 10  # of an all-reduce whose messages take no longer than empty ones
 _CHUNK_NBYTES = 64 << 20
 _CHUNK_NUMEL = 256 << 10  # with a codec, whose encoder takes some hundred bytes an element
 
+Run = Callable[[Sequence[Operands]], None]  # takes the operands of this process's ranks
 SumOf = Callable[[Sequence[torch.Tensor], int], torch.Tensor]  # the sum of parts, and the index of their first element
 
 
@@ -36,32 +37,54 @@ class GroupFailed(Exception):
     """A rank of the process group failed, or did not take part in time. The message is torch's."""
 
 
-def over_group(call: Call, group: dist.ProcessGroup, timeout_s: float, calls: Iterator[int]) -> Callable:
-    """Returns a function of a rank's input and output that computes ``call`` over a process group.
+def over_group(call: Call, group: dist.ProcessGroup, timeout_s: float, calls: Iterator[int]) -> Run:
+    """Returns the function of a call over a process group.
 
     The function raises UnsupportedError if the group has no backend for the tensors' device. On the CPU it raises
     GroupFailed if a rank failed, or if the group was not done within ``timeout_s`` seconds. ``calls`` counts the calls
     with a codec, equally on all ranks.
     """
-    run = partial(_FUNCTIONS[call.op, bool(call.codec)][0], group=group, timeout_s=timeout_s, **_options(call, calls))
-    if not call.epilogue:
-        return run
-    return lambda x, out, inputs: run(x, out, sum_of=_sum_with(call.epilogue, inputs, out.numel()))
+    work, options = call.work, _options(call, calls)
+    compute = partial(_FUNCTIONS[work.op, bool(work.codec)][0], group=group, timeout_s=timeout_s, **options)
+
+    def run(ranks: Sequence[Operands]) -> None:
+        (own,) = ranks
+        x, out = own.inputs[0], own.outputs[0]
+        if work.epilogue:
+            compute(x, out, sum_of=_sum_with(work.epilogue, epilogue_inputs(own), out.numel()))
+        else:
+            compute(x, out)
+
+    return run
 
 
-def in_process(call: Call, calls: Iterator[int]) -> Callable:
-    """Returns a function of all ranks' inputs and outputs, as lists, that computes ``call`` in this process.
+def in_process(call: Call, calls: Iterator[int]) -> Run:
+    """Returns the function of a call whose ranks are all in this process.
 
     ``calls`` counts the calls with a codec.
     """
-    run = partial(_FUNCTIONS[call.op, bool(call.codec)][1], **_options(call, calls))
-    return partial(run, form=call.epilogue) if call.epilogue else run
+    work = call.work
+    compute = partial(_FUNCTIONS[work.op, bool(work.codec)][1], **_options(call, calls))
+
+    def run(ranks: Sequence[Operands]) -> None:
+        lists = [one.inputs[0] for one in ranks], [one.outputs[0] for one in ranks]
+        if work.epilogue:
+            compute(*lists, [epilogue_inputs(one) for one in ranks], form=work.epilogue)
+        else:
+            compute(*lists)
+
+    return run
+
+
+def epilogue_inputs(own: Operands) -> EpilogueInputs:
+    """Returns the inputs of the epilogue in one rank's operands of a sum."""
+    return EpilogueInputs(list(own.inputs[1:]), list(own.numbers), own.corner)
 
 
 def _options(call: Call, calls: Iterator[int]) -> dict[str, object]:
     """Returns the arguments that the function of a call takes besides its tensors."""
-    counts = {} if call.op == "allreduce" else {"counts": call.counts}
-    return counts | ({"codec": call.wire, "calls": calls} if call.codec else {})
+    counts = {} if call.op == "allreduce" else {"counts": call.work.parts}
+    return counts | ({"codec": call.wire, "calls": calls} if call.wire else {})
 
 
 # ---- over a process group, one rank a process -----------------------------------------------------------------------
@@ -339,20 +362,20 @@ _FUNCTIONS: dict[tuple[str, bool], tuple[Callable, Callable]] = {
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def alone(call: Call, in_lists: bool) -> Callable:
-    """Returns the function of a call between one rank: of its tensors, or of lists with one tensor each."""
-    if call.epilogue:
-        run = partial(_allreduce_local, form=call.epilogue)
-        return run if in_lists else lambda *tensors: run(*([one] for one in tensors))
+def alone(call: Call) -> Run:
+    """Returns the function of a call between one rank."""
+    if call.work.epilogue:
+        return in_process(call, repeat(0))
     feeds_back = bool(call.wire and call.wire.feedback)
 
-    def copy(x: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(x)
+    def copy(ranks: Sequence[Operands]) -> None:
+        (own,) = ranks
+        own.outputs[0].copy_(own.inputs[0])
         if feeds_back:
-            x.zero_()  # a single rank has no rounding errors
+            own.inputs[0].zero_()  # a single rank has no rounding errors
 
-    return (lambda xs, outs: copy(xs[0], outs[0])) if in_lists else copy
+    return copy
 
 
-def do_nothing(*tensors) -> None:
+def do_nothing(ranks: Sequence[Operands]) -> None:
     """The function of a call without elements."""

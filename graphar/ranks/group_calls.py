@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from graphar.errors import CollectiveTimeout, CommunicatorError, TimeoutRecord
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.call import Call
-from graphar.ranks import fallback
+from graphar.plan.call import Call, Operands
+from graphar.ranks import agreement, fallback
 from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous
 
 _GRACE_S = 1.0  # the time until a killed process is seen as ended
-_PARTS = re.compile(r"^allgather of parts of \[[^]]*\]")  # as Call.agreed begins
+_PARTS = re.compile(r"^allgather of parts of \[[^]]*\]")  # as agreement.words begins
 
 
 class GroupCalls:
@@ -32,7 +32,7 @@ class GroupCalls:
         self._made = 0
 
     def bind(self, call: Call, x: torch.Tensor, timeout_s: float, run: Callable, algorithm: Algorithm) -> Callable:
-        """Returns ``run``, a function of the call's tensors, wrapped to compare calls and to name absent ranks.
+        """Returns ``run``, a function of the call's operands, wrapped to compare calls and to name absent ranks.
 
         The wrapper raises CommunicatorError on every rank if ranks call different things, and CollectiveTimeout if a
         rank does not come within ``timeout_s`` seconds; on the CPU also if one fails later. A CUDA call is only queued:
@@ -40,19 +40,19 @@ class GroupCalls:
         to be fast between hosts, compares nothing on GPUs.
         """
         on_cpu, where = x.device.type == "cpu", "on the CPU" if x.device.type == "cpu" else "on a GPU"
-        compares = self._compares and (on_cpu or algorithm is Algorithm.FALLBACK)
+        compares = self._compares and (on_cpu or not algorithm.row.across_hosts)
         if not (on_cpu or compares):
             return run
-        agreed = call.agreed
+        agreed = agreement.words(call)
 
-        def run_or_tell(x: torch.Tensor, out: torch.Tensor, *more) -> None:
+        def run_or_tell(ranks: Sequence[Operands]) -> None:
             sequence, self._made = self._made, self._made + 1
             self._rendezvous.note(f"{agreed}, call {sequence} over torch.distributed")
             begin = time.monotonic()
             try:
                 if compares:
                     self._compare(call.op, f"{agreed} {where}, call {sequence}", timeout_s)
-                run(x, out, *more)
+                run(ranks)
             except (fallback.GroupFailed, RanksAbsent) as error:
                 took_s = time.monotonic() - begin
                 broken = took_s < timeout_s

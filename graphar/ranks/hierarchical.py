@@ -29,10 +29,10 @@ from graphar.numerics.codec_reference import decode, encode
 from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.nan import with_canonical_nan
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
 from graphar.plan.tables import Table
-from graphar.ranks import fallback
-from graphar.ranks.capture import check_not_capturing
+from graphar.plan.work import Parts
+from graphar.ranks import capture, fallback
 from graphar.ranks.processes import host
 from graphar.ranks.rendezvous import StoreRendezvous
 
@@ -56,7 +56,7 @@ class Kernels(Protocol):
 
     table: Table
 
-    def run(self, call: Call, x: torch.Tensor, out: torch.Tensor) -> None: ...
+    def run(self, call: Call, ranks: Sequence[Operands]) -> object: ...
     def synchronize(self) -> None: ...
     def let_go_of_group(self) -> None: ...
     def close(self) -> None: ...
@@ -111,7 +111,7 @@ class Hierarchy:
         if self._communicator.devices:
             raise UnsupportedError("allreduce: hierarchical cannot serve this call: devices are of one host")
         if len(self._groups) < 2:
-            check_not_capturing("allreduce", [x.device])
+            capture.check_not_capturing("allreduce", [x.device])
             self._find_hosts()
             self._make_groups()
         if x.is_cuda and not self._kernels:
@@ -208,13 +208,13 @@ class Hierarchy:
         """Starts to sum ``part`` over the hosts in place, and returns a function that waits for the sum."""
         group = self._groups[1]
         if group.size() == 1 or not part.numel():
-            return fallback.do_nothing
+            return _arrived_already
         step = partial(fallback.allreduce, part, part, group, timeout_s)
         if codec:
             step = partial(_quantized_allreduce, part, group, timeout_s, codec)
         if not part.is_cuda:
             step()
-            return fallback.do_nothing
+            return _arrived_already
         self._beside.wait_stream(torch.cuda.current_stream(part.device))
         with torch.cuda.stream(self._beside):
             step()
@@ -235,10 +235,15 @@ class Hierarchy:
         if x.is_cuda:
             # Leave SMs to the all-reduce across hosts, or hosts could wait for each other in a circle.
             blocks = self._kernels.table.beside.blocks
-            self._kernels.run(Call.of(op, x, counts, timeout_s=timeout_s, blocks=blocks), x, out)
+            call = Call.of(Parts(op, counts), x, timeout_s=timeout_s, blocks=blocks)
+            self._kernels.run(call, [Operands((x,), (out,))])
         else:
             step = fallback.reducescatter if op == "reducescatter" else fallback.allgather
             step(x, out, self._groups[0], timeout_s, counts)
+
+
+def _arrived_already() -> None:
+    """Waits for nothing."""
 
 
 def _quantized_allreduce(part: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, codec: Codec) -> None:

@@ -8,10 +8,12 @@ from itertools import accumulate
 
 import torch
 
-from graphar.numerics.epilogues.epilogue import EpilogueInputs
+from graphar.numerics.epilogues.code import Corner
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS
-from graphar.plan.tensor_tuple import MAX_TENSORS, TensorTuple, TupleInputs
+from graphar.plan.work import MAX_TENSORS, TensorTuple
+
+Tensors = tuple[torch.Tensor, ...]
 
 KEPT_CALLS = 16  # the last calls of which a rank keeps what it called
 
@@ -43,13 +45,17 @@ class EpilogueArguments(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("columns", "skipped", "first_row", "first_col", "pitch")),
     ]
 
-    def put(self, inputs: EpilogueInputs) -> None:
-        """Writes one rank's inputs of an epilogue. ``columns`` must be set already."""
-        for at, tensor in enumerate(inputs.tensors):
-            self.tensor[at] = tensor.data_ptr()
-        for at, scalar in enumerate(inputs.scalars):
-            self.scalar[at] = scalar
-        self.first_row, self.first_col, self.pitch = inputs.corner or (0, 0, self.columns)
+    def put(self, inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner: Corner | None) -> None:
+        """Writes what one rank's operands have for the epilogue. ``columns`` must be set already."""
+        if len(inputs) > 1:
+            addresses = self.tensor  # each look-up of a field makes an object
+            for at, tensor in enumerate(inputs[1:]):
+                addresses[at] = tensor.data_ptr()
+        if numbers:
+            scalars = self.scalar
+            for at, number in enumerate(numbers):
+                scalars[at] = number
+        self.first_row, self.first_col, self.pitch = corner or (0, 0, self.columns)
 
 
 class Arguments(ctypes.Structure):
@@ -76,17 +82,18 @@ class TupleArguments(Arguments):
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("first_row", "rows")),
     ]
 
-    def describe(self, form: TensorTuple) -> None:
+    def describe(self, work: TensorTuple) -> None:
         """Writes everything but the addresses."""
-        for at, nbytes in enumerate(form.row_nbytes):
+        for at, nbytes in enumerate(work.row_nbytes):
             self.row_nbytes[at] = nbytes
-        for rank, (first, rows) in enumerate(zip(accumulate(form.sizes, initial=0), form.sizes, strict=False)):
+        for rank, (first, rows) in enumerate(zip(accumulate(work.sizes, initial=0), work.sizes, strict=False)):
             self.first_row[rank], self.rows[rank] = first, rows
 
-    def put(self, tensors: TupleInputs) -> None:
-        """Writes the addresses of one rank's inputs and outputs."""
-        for at, (x, out) in enumerate(zip(*tensors, strict=True)):
-            self.inputs[at], self.outputs[at] = x.data_ptr(), out.data_ptr()
+    def put(self, inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner: Corner | None) -> None:
+        """Writes the addresses of one rank's tensors."""
+        ins, outs = self.inputs, self.outputs  # each look-up of a field makes an object
+        for at, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
+            ins[at], outs[at] = x.data_ptr(), out.data_ptr()
 
 
 class NormArguments(Arguments):
@@ -98,7 +105,9 @@ class NormArguments(Arguments):
         *((name, ctypes.c_float) for name in ("eps", "weight_offset")),
     ]
 
-    def put(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def put(
+        self, inputs: Tensors, outputs: Tensors, numbers: Sequence[float] = (), corner: Corner | None = None
+    ) -> None:
         """Writes the addresses of one rank's tensors: (x, residual, weight[, scale]) and (normed, summed[, scales]).
 
         Those of x and normed are ``input`` and ``output``, which the launch writes.

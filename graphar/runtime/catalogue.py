@@ -12,13 +12,12 @@ import torch
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.code import Generated, generate
-from graphar.numerics.epilogues.form import Form
 from graphar.numerics.norms import NORM_OUTPUTS
-from graphar.plan.algorithms import CLUSTERS, MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that
-from graphar.plan.row import Slicing
+from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that
+from graphar.plan.config import Kernel
+from graphar.plan.grids import CLUSTERS
 from graphar.plan.scratch import WORLD_SIZES
-from graphar.plan.select import Kernel
-from graphar.plan.tiles import GATHERED_TILES, LAYOUTS, MATMUL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, summed_tiles
+from graphar.plan.tiles import LAYOUTS, MATMUL_TILES, MatmulTile, SkinnyTile, for_wire
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,11 @@ def kernel_source(
 def source_of(kernel: Kernel, world_size: int, variant: str | None = None) -> KernelSource:
     """Returns the source of a kernel that a plan names.
 
-    A codec or a norm determines the variant; otherwise ``variant`` does.
+    A codec or the call's work determines the variant; otherwise ``variant`` does.
     """
-    form: Form | None = kernel.epilogue
-    if kernel.codec:
-        variant = kernel.codec.type_name
-    elif form and form.variant:
-        variant = form.variant
-    return kernel_source(kernel.algorithm, kernel.dtype, world_size, variant, form.generated if form else None)
+    variant = kernel.codec.type_name if kernel.codec else kernel.template or variant
+    generated = kernel.epilogue.generated if kernel.epilogue else None
+    return kernel_source(kernel.algorithm, kernel.dtype, world_size, variant, generated)
 
 
 def residual_norm_source(dtype: torch.dtype) -> KernelSource:
@@ -107,8 +103,8 @@ def fused_matmul_source(
     """Returns the fused kernel of a matmul and the sum of its result, or the all-gather of its rows.
 
     Args:
-        algorithm: one of SKINNY_KERNELS or SUMMED_TILE_KERNELS, or ALLGATHER_MATMUL.
-        tile: a SkinnyTile for SKINNY_KERNELS; one of ``summed_tiles`` for SUMMED_TILE_KERNELS; else of GATHERED_TILES.
+        algorithm: one of SKINNY_KERNELS, SUMMED_TILE_KERNELS or GATHERING_KERNELS.
+        tile: one of the algorithm's.
         layout: the layout of the weight, one of LAYOUTS.
         generated: the code of an epilogue; not for SKINNY_KERNELS.
         codec: a codec on the wire; for SUMMED_TILE_KERNELS.
@@ -123,8 +119,9 @@ def fused_matmul_source(
 
 KERNELS = kernels_that(lambda row: row.folder in ("allreduce", "scatter_gather", "quantized"))
 NORM_KERNELS = kernels_that(lambda row: row.folder == "norm")
-SUMMED_TILE_KERNELS = (Algorithm.MATMUL_REDUCESCATTER, Algorithm.MATMUL_ALLREDUCE)
-SKINNY_KERNELS = kernels_that(lambda row: row.folder == "matmul" and row.slicing is Slicing.WHOLE)
+SKINNY_KERNELS = kernels_that(lambda row: row.is_skinny)
+SUMMED_TILE_KERNELS = kernels_that(lambda row: row.sends_tiles)
+GATHERING_KERNELS = kernels_that(lambda row: row.tiles and not row.is_skinny and not row.sends_tiles)
 
 # Codecs that together use each template argument of each kernel at least once.
 _SPARING = (*(codec(name) for name in NAMES), Codec(4, 128, "stochastic", feedback=True))
@@ -179,7 +176,9 @@ def _epilogue_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
         itertools.product(epilogues, takers), types, itertools.cycle(WORLD_SIZES), strict=False
     ):
         yield kernel_source(algorithm, dtype, world_size, generated=epilogue)
-    yield kernel_source(Algorithm.TWO_SHOT_PIPELINED, torch.bfloat16, 4, "direct", epilogues[0])
+    for algorithm in takers:
+        if algorithm.row.direct:
+            yield kernel_source(algorithm, torch.bfloat16, 4, "direct", epilogues[0])
 
 
 def _norm_kernels() -> Iterator[KernelSource]:
@@ -194,25 +193,26 @@ def _norm_kernels() -> Iterator[KernelSource]:
 def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
     for algorithm in (*SUMMED_TILE_KERNELS, *SKINNY_KERNELS):
-        skinny = algorithm in SKINNY_KERNELS
-        tiles = SKINNY_TILES if skinny else summed_tiles(algorithm.value)
+        tiles = algorithm.row.tiles
         for tile, layout in itertools.product(tiles, LAYOUTS):
             world_size, dtype = next(ways)
             yield fused_matmul_source(algorithm, dtype, world_size, tile, layout)
-        if skinny:
+        if algorithm in SKINNY_KERNELS:
             continue
         # Pair the longest epilogue with the smallest tile: with a large tile NVRTC takes four times as long.
         for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), (tiles[0], *tiles[3:]), strict=False):
             yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
-        encoded = itertools.cycle(summed_tiles(algorithm.value, codec(NAMES[1])))
+        encoded = itertools.cycle(for_wire(tiles, codec(NAMES[1])))
         for name, tile in zip(NAMES[1:], encoded, strict=False):
             world_size, dtype = next(ways)
             yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", codec=codec(name))
 
 
 def _gathered_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
-    algorithm, kinds = Algorithm.ALLGATHER_MATMUL, itertools.product(GATHERED_TILES, LAYOUTS)
-    for (tile, layout), world_size in zip(kinds, itertools.cycle(WORLD_SIZES), strict=False):
-        yield fused_matmul_source(algorithm, MATMUL_TYPES[world_size % 2], world_size, tile, layout)
-    for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), GATHERED_TILES, strict=True):
-        yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
+    for algorithm in GATHERING_KERNELS:
+        tiles = algorithm.row.tiles
+        kinds = itertools.product(tiles, LAYOUTS)
+        for (tile, layout), world_size in zip(kinds, itertools.cycle(WORLD_SIZES), strict=False):
+            yield fused_matmul_source(algorithm, MATMUL_TYPES[world_size % 2], world_size, tile, layout)
+        for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), tiles, strict=True):
+            yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)

@@ -1,65 +1,55 @@
-"""Engine: runs the collectives of one communicator. It finds or makes the plan of a call, and runs the plan."""
+"""Engine: runs the calls of one communicator. It finds the plan of a call, or has it made, and runs it."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, UnsupportedError
-from graphar.numerics.codecs import Codec
-from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.epilogues.form import Form
 from graphar.plan import call_checks, select, tensor_checks
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
 from graphar.plan.explanation import Explanation
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.select import Facts
-from graphar.plan.slices import slices
 from graphar.plan.tables import DEFAULT, Table, shipped_table
-from graphar.ranks import fallback
-from graphar.ranks.capture import check_not_capturing
 from graphar.ranks.debug import Comparison
-from graphar.ranks.group_calls import GroupCalls
 from graphar.ranks.groups import device_of_process
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
+from graphar.ranks.without_kernels import WithoutKernels
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
+from graphar.runtime.plan import Plan
 
 _MAX_PLANS = 4096  # a plan has a few hundred bytes
 LOSSLESS_SWITCH = "GRAPHAR_LOSSLESS"
 NAME_PREFIX = "graphar:"  # no name of a process group begins with this prefix
 
-Plan = Callable[..., None]  # takes a call's input, its output, and the tensors of its options
-# Takes the input of a call, its output or None, its algorithm and its deadline.
-Repeat = Callable[[torch.Tensor, torch.Tensor | None, str, float | None], torch.Tensor | None]
-Watcher = Callable[..., None]  # takes an engine, a call, its input, a note, and the function that makes the call
+# Takes the tensors of a call, its output or None, and the numbers of its epilogue; returns its result, or None.
+Repeat = Callable[[tuple[torch.Tensor, ...], "torch.Tensor | None", tuple[float, ...]], object]
+Watcher = Callable[..., None]  # takes an engine, a call, its operands, a note, and the function that makes the call
+Binder = Callable[["Engine", Call, Sequence[Operands]], Plan]  # makes the plan of a call with such operands
 
+binders: dict[type, Binder] = {}  # by the kind of work
 open_engines: dict[str, Engine] = {}  # by name; an engine stays here until it is closed
 profilers: list[Watcher] = []  # watch the calls of all engines
 _names = itertools.count()
-T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
 
 
 class Plans(BoundedCache[Plan]):
     """A cache of plans by call.
 
     Attributes:
-        repeats: functions that repeat a call by a plan, by the number of elements. Dropped with the plans: there is a
-            new cache from then on, and a thread that is about to add a repeat of a dropped plan adds it to the old one.
+        repeats: functions that repeat a call by a plan, by the op, the shape and the options of the call. Dropped with
+            the plans: there is a new cache from then on, and a thread that is about to add a repeat of a dropped plan
+            adds it to the old one.
         unrepeated: a count of the calls that could be repeated, but were not.
     """
 
@@ -67,6 +57,14 @@ class Plans(BoundedCache[Plan]):
         super().__init__(max_entries)
         self.repeats: BoundedCache[Repeat] = BoundedCache()
         self.unrepeated = 0
+        self._seen: BoundedCache[None] = BoundedCache()
+
+    def was_seen(self, key: Hashable) -> bool:
+        """Whether a call with this key was made before. A key with a new function each time is never seen again."""
+        if key in self._seen:
+            return True
+        self._seen.keep(key, None)
+        return False
 
     def clear(self) -> None:
         self.repeats = BoundedCache()
@@ -74,7 +72,7 @@ class Plans(BoundedCache[Plan]):
 
 
 class Engine:
-    """Runs the collectives of one communicator.
+    """Runs the calls of one communicator.
 
     Args:
         group: the process group, whose ranks are processes; None with ``devices``.
@@ -117,47 +115,57 @@ class Engine:
         self.symmetric = None  # the runner's symmetric tensors, from the first one on
         self.closed = False
         self.plans = Plans(_MAX_PLANS)
-        self._attached: dict[type, object] = {}
         self._rendezvous: StoreRendezvous | None = None  # made at first use
-        self._group_calls: GroupCalls | None = None
-        self._quantized_calls = itertools.count()  # calls of the fallback; kernels count their own calls
         self._failure: GrapharError | None = None  # the host's error that ended this engine; kernels report theirs
         self._comparison = Comparison(self) if debug and group and self.world_size > 1 else None
+        compares = self._comparison is None  # otherwise debug mode compares the calls
+        self.without_kernels = WithoutKernels(self, self.hierarchy, compares)
         self.find_watchers()
         open_engines[self.name] = self
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def run(self, call: Call | tuple, x, out, *more) -> None:
-        """Makes a call. Collective.
+    def run(self, call: Call, ranks: Sequence[Operands]) -> Plan | None:
+        """Makes a call, with the operands of each rank of this process. Collective.
 
-        Args:
-            call: the call, or its fields as a bare tuple. The op has checked its tensors, which are contiguous.
-            x, out: this rank's input and output; lists with one for each rank if the engine has devices.
-            more: the inputs of the call's epilogue, or the tensor to prefetch; lists if ``x`` is a list.
+        The op has checked the operands. Returns the call's plan if it was cached and no watcher is active, else None.
         """
         plan = self.warm.get(call)
         if plan is not None:
-            plan(x, out, *more)
-            return
-        call = Call(*call)
-        first = x if self.devices is None else x[0]
+            plan.run(ranks)
+            return plan
 
         def run_planned() -> None:
-            (self.plans.get(call) or self._plan(call, first))(x, out, *more)
+            self.plan(call, ranks).run(ranks)
 
-        says_places = self._comparison and self.symmetric and call.op == "allreduce"
-        self.watch(call, x, run_planned, self.symmetric.describe(x, out) if says_places else "")
+        note = ""
+        if self._comparison and self.symmetric and call.op == "allreduce":
+            note = self.symmetric.describe(ranks[0].inputs[0], ranks[0].outputs[0])
+        self._watch(call, ranks, run_planned, note)
+        return None
 
-    def watch(self, call: Call, x, run: Callable[[], None], note: str = "") -> None:
-        """Runs ``run``, which makes the call, inside the watchers: debug mode and profilers.
+    def plan(self, call: Call, ranks: Sequence[Operands]) -> Plan:
+        """Returns the plan of a call with such operands: the cached one, or a new one. To make one is collective."""
+        found = self.plans.get(call)
+        if found is None:
+            call_checks.check_call(call.op, "auto" if call.work.codec else call.algorithm, call.timeout_s)
+            x = ranks[0].inputs[0]
+            (tensor_checks.check_strided if "allgather" in call.op else tensor_checks.check_tensor)(call.op, "x", x)
+            with self.keeping_failure():
+                found = binders[type(call.work)](self, call, ranks)
+            self.plans.keep(call, found)
+        return found
 
-        ``x`` is the call's input, or a list of inputs. Debug mode compares ``note`` as well.
-        """
+    def _watch(self, call: Call, ranks: Sequence[Operands], run: Callable[[], None], note: str) -> None:
+        """Runs ``run``, which makes the call, inside debug mode, which compares ``note``, and profilers."""
         watchers = [self._comparison.watch] if self._comparison else []
         for watcher in (*watchers, *profilers):
-            run = partial(watcher, self, call, x, note, run)
+            run = partial(watcher, self, call, ranks, note, run)
         run()
+
+    def deadline(self, call: Call) -> float:
+        """Returns the deadline of each wait on another rank in a call, in seconds."""
+        return call.timeout_s or self.timeout_s
 
     def use_table(self, table: Table) -> None:
         """Makes later calls go by ``table``."""
@@ -177,7 +185,7 @@ class Engine:
         return select.explain(call, self.facts(call, x))
 
     def select(self, call: Call, x: torch.Tensor) -> select.Choice:
-        """Returns the kernel of a call whose first tensor is like ``x``. The first call is collective."""
+        """Returns the configuration of a call whose first tensor is like ``x``. The first call is collective."""
         return select.select(call, self.facts(call, x))
 
     def facts(self, call: Call, x: torch.Tensor) -> Facts:
@@ -185,7 +193,7 @@ class Engine:
 
         A call that names an algorithm without a kernel does not set up this group's kernels.
         """
-        needs_none = call.algorithm in (Algorithm.FALLBACK, Algorithm.HIERARCHICAL)
+        needs_none = call.algorithm != "auto" and not Algorithm(call.algorithm).row.folder
         problem = "" if needs_none else self.why_no_kernel(call.op, x)
         runner = None if problem else self.runner
         return Facts(
@@ -193,7 +201,7 @@ class Engine:
             self.table,
             runner.chip if runner else self.table.chip,
             problem,
-            runner.why_no_multicast if runner else str,
+            runner.kernels.why_no_multicast if runner else select.multicast_is_there,
             partial(self.hierarchy.set_up, x),
             self.multimem_stand_in,
             self.lossless,
@@ -206,91 +214,7 @@ class Engine:
             return reason
         return self.why_no_runner or f"the tensor is on {x.device}"
 
-    def attached(self, kind: type[T]) -> T:
-        """Returns this engine's ``kind``, a class of a higher layer. The first call makes it by ``kind(self)``."""
-        found = self._attached.get(kind)
-        if found is None:
-            found = self._attached[kind] = kind(self)
-        return found
-
-    # ---- plans ------------------------------------------------------------------------------------------------------
-
-    def _plan(self, call: Call, x: torch.Tensor) -> Plan:
-        call_checks.check_call(call.op, "auto" if call.codec else call.algorithm, call.timeout_s)
-        (tensor_checks.check_strided if call.op == "allgather" else tensor_checks.check_tensor)(call.op, "x", x)
-        with self.keeping_failure():
-            plan = self._bind(call, x)
-        return self.plans.keep(call, plan)
-
-    def _bind(self, call: Call, x: torch.Tensor) -> Plan:
-        if call.codec and call.wire.seed is None:
-            call = call._replace(codec=replace(call.wire, seed=secrets.randbits(64)).text)
-        shape, reason = self.select(call, x)
-        if call.prefetches and not shape.prefetches:
-            plain = self._bind(call._replace(prefetches=False), x)
-            return lambda x, out, following: plain(x, out)
-        chosen = Explanation(shape.algorithm.value, shape.blocks, shape.threads, reason)
-        _log.debug("%s: %s", call.agreed, chosen)
-        if self.world_size == 1:
-            return fallback.alone(call, self.devices is not None)
-        if not any(call.parts):
-            return self.keeping_failure()(fallback.do_nothing)
-        timeout_s = call.timeout_s or self.timeout_s
-        if shape.blocks:
-            kernel = select.kernel_of(shape, call.dtype)
-            self.runner.prepare(kernel)
-            columns = call.epilogue.columns if call.epilogue else 1
-            launches = slices(shape.algorithm, self.world_size, call.parts, call.dtype.itemsize, columns)
-            return self.runner.bind(
-                shape, launches, kernel.dtype, timeout_s, self.table.prefetch.budget_nbytes, call.agreed
-            )
-        if self.devices:
-            return self.keeping_failure()(fallback.in_process(call, self._quantized_calls))
-        compares = self._comparison is None  # otherwise debug mode compares the calls
-        self._group_calls = self._group_calls or GroupCalls(self.group, self.rendezvous(), compares)
-        if shape.algorithm is Algorithm.HIERARCHICAL:
-            run = partial(self.hierarchy.allreduce, timeout_s=timeout_s, codec=call.wire)
-        else:
-            run = fallback.over_group(call, self.group, timeout_s, self._quantized_calls)
-        return self.keeping_failure()(self._group_calls.bind(call, x, timeout_s, run, shape.algorithm))
-
     # ---- set-up -----------------------------------------------------------------------------------------------------
-
-    def prepare(
-        self,
-        ops: Sequence[str],
-        dtypes: Iterable[torch.dtype],
-        max_nbytes: int | None,
-        codecs: Sequence[Codec] = (),
-        forms: Sequence[Form] = (),
-    ) -> None:
-        """Compiles and loads the kernels of later calls of ``ops``, and allocates their scratch. Collective.
-
-        It takes the arguments of graphar.Communicator.prepare, checked.
-        """
-        added = [dtype for dtype in dtypes if dtype in TYPE_NAMES]
-        named = f", codecs {[codec.text for codec in codecs]}" if codecs else ""
-        named += f", epilogues {[form.text for form in forms]}" if forms else ""
-        with self.keeping_failure():
-            self.compare("prepare", f"of {ops} for {added}, max_nbytes {max_nbytes}{named}")
-            device = self.first_device()
-            if self.find_runner(device):
-                facts = Facts(self.world_size, self.table, self.runner.chip, lossless=self.lossless)
-                needed = select.needed_kernels(facts, ops, added, max_nbytes, codecs, forms, self.symmetric is not None)
-                for kernel in needed:
-                    self.runner.prepare(kernel)
-
-    def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Returns an uninitialised symmetric tensor like ``like`` for each rank of this process. Collective."""
-        with self.keeping_failure():
-            devices = self.devices or (self.first_device(),)
-            check_not_capturing("empty", devices)
-            self.compare("empty", f"of {list(like.shape)} {like.dtype}")
-            if not self.find_runner(devices[0]):
-                return [torch.empty_like(like, device=device) for device in devices]
-            tensors = self.runner.symmetric.empty(like)
-            self.symmetric = self.runner.symmetric
-            return tensors
 
     def first_device(self) -> torch.device:
         """Returns the device of this process's first rank."""
@@ -394,10 +318,40 @@ class Engine:
         self.hierarchy.let_go_of_groups()
         if self._rendezvous:
             self._rendezvous.leave()
-        self.group = self._group_calls = None
+        self.without_kernels.let_go_of_group()
+        self.group = None
 
     def __deepcopy__(self, memo: dict) -> Engine:  # a copied model has the same ranks
         return self
+
+
+@contextlib.contextmanager
+def planned() -> Iterator[list[Explanation]]:
+    """Makes plans of the calls inside, and does not run them. The list gets the explanation of each call's plan."""
+    found: list[Explanation] = []
+
+    def watch(engine: Engine, call: Call, ranks: Sequence[Operands], note: str, run: Callable[[], None]) -> None:
+        found.append(engine.plan(call, ranks).explanation)
+
+    with watching(watch):
+        yield found
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Lets ``watcher`` make the calls of all engines inside."""
+    profilers.append(watcher)
+    _find_watchers()
+    try:
+        yield
+    finally:
+        profilers.remove(watcher)
+        _find_watchers()
+
+
+def _find_watchers() -> None:
+    for engine in open_engines.values():
+        engine.find_watchers()
 
 
 def compresses(lossless: bool | None) -> bool:
@@ -410,8 +364,3 @@ def closed(op: str) -> CommunicatorError:
     return CommunicatorError(
         f"{op}: this communicator is closed; make another, and whatever was compiled or captured with this one again"
     )
-
-
-def as_taken(engine: Engine, of_ranks: Sequence):
-    """Returns the arguments of this process's ranks as ``engine`` takes them: a list for devices, else one rank's."""
-    return of_ranks if engine.devices else of_ranks[0]

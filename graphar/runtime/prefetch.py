@@ -6,17 +6,20 @@ kernels of algorithms whose row has ``prefetches`` fetch the memory; cuda_src/de
 
 from __future__ import annotations
 
-import torch
-
 from graphar.plan import tensor_checks
 from graphar.plan.scratch import PACK_NBYTES
 from graphar.runtime.arguments import Arguments
 
 
-def put(arguments: Arguments, following: torch.Tensor, budget_nbytes: int) -> None:
-    """Sets a kernel's arguments to prefetch the memory that a tensor spans, at most ``budget_nbytes`` of it."""
-    place = interior(*tensor_checks.span(following), budget_nbytes) if following.numel() else (0, 0)
-    arguments.prefetch, arguments.prefetch_nbytes = place
+def put(arguments: Arguments, budget_nbytes: int, inputs, outputs, numbers, corner) -> None:
+    """Sets a kernel's arguments to prefetch the memory that the second input spans, at most ``budget_nbytes`` of it."""
+    following = inputs[1]
+    if following.is_contiguous():
+        begin = following.data_ptr()
+        end = begin + following.nbytes
+    else:
+        begin, end = tensor_checks.span(following)
+    arguments.prefetch, arguments.prefetch_nbytes = interior(begin, end, budget_nbytes)
 
 
 def interior(begin: int, end: int, budget_nbytes: int) -> tuple[int, int]:

@@ -15,11 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from graphar.plan.algorithms import Algorithm
-from graphar.plan.call import Call
-from graphar.plan.tensor_tuple import TensorTuple
+from graphar.plan.call import Call, Operands
 from graphar.ranks.capture import is_capturing
-from graphar.runtime.engine import Engine, open_engines, profilers
+from graphar.runtime.engine import Engine, watching
 
 
 @contextmanager
@@ -52,19 +50,11 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     recorder = _Recorder()
     with open(_path_of_rank(Path(path)), "ab"):  # fail now, and not after a block that may take hours
         pass
-    profilers.append(recorder.watch)
-    _tell_engines()
     try:
-        yield
+        with watching(recorder.watch):
+            yield
     finally:
-        profilers.remove(recorder.watch)
-        _tell_engines()
         recorder.write(Path(path))
-
-
-def _tell_engines() -> None:
-    for engine in open_engines.values():
-        engine.find_watchers()
 
 
 class _Recorder:
@@ -77,17 +67,17 @@ class _Recorder:
         self._is_open = True
         self._thread = threading.local()  # is_inside: whether the thread is inside a recorded call
 
-    def watch(self, engine: Engine, call: Call, x, note: str, run: Callable[[], None]) -> None:
+    def watch(self, engine: Engine, call: Call, ranks: Sequence[Operands], note: str, run: Callable[[], None]) -> None:
         """Makes the call, and records it unless it is part of another call; a Watcher."""
         if not self._is_open or getattr(self._thread, "is_inside", False):
             return run()
-        xs = list(x) if isinstance(x, (list, tuple)) else [x]
+        xs = [own.inputs[0] for own in ranks]
         devices = [x.get_device() for x in xs if x.is_cuda]
         timed = bool(devices) and not any(map(is_capturing, devices))
         before = [self._record(device) for device in devices] if timed else []
-        ranks = _ranks_of(engine)
+        numbers = _ranks_of(engine)
         details = {"dtype": str(xs[0].dtype).removeprefix("torch."), "world_size": engine.world_size}
-        details |= {"ranks": ranks, "call": next(self._numbers.setdefault(tuple(ranks), itertools.count()))}
+        details |= {"ranks": numbers, "call": next(self._numbers.setdefault(tuple(numbers), itertools.count()))}
         self._thread.is_inside = True
         begin_ns = time.perf_counter_ns()
         try:
@@ -100,12 +90,12 @@ class _Recorder:
             end_ns = time.perf_counter_ns()
             self._thread.is_inside = False
             after = [self._record(device) for device in devices] if timed else []
-            details |= {} if "error" in details else _taken(engine, call, xs[0])
+            details |= {} if "error" in details else _taken(engine, call)
             for at, x in enumerate(xs):
                 rank = at if engine.devices else _rank_in_world()
-                mine = details | {"nbytes": x.numel() * x.element_size()}
-                if isinstance(call.epilogue, TensorTuple):
-                    mine["nbytes"] = call.counts[at if engine.devices else engine.rank]
+                in_bytes = call.work.unit == "bytes"  # of several tensors
+                own_nbytes = call.work.parts[at if engine.devices else engine.rank] if in_bytes else x.nbytes
+                mine = details | {"nbytes": own_nbytes}
                 events = (before[at], after[at]) if timed else None
                 host = threading.get_native_id(), begin_ns, end_ns
                 self._calls.append(TracedCall(call.op, rank, *host, mine, x.get_device(), events))
@@ -135,13 +125,13 @@ def _ranks_of(engine: Engine) -> list[int]:
     return dist.get_process_group_ranks(engine.group) if engine.group else [*range(engine.world_size)]
 
 
-def _taken(engine: Engine, call: Call, x: torch.Tensor) -> dict[str, object]:
-    """Returns the algorithm of a call, and its codec, its epilogue or the tensors of its tuple."""
-    is_matmul = call.op in set(Algorithm) and Algorithm(call.op).row.folder == "matmul"
-    algorithm = call.op if is_matmul else engine.select(call, x).shape.algorithm.value
-    kind = "tensors" if isinstance(call.epilogue, TensorTuple) else "epilogue"
-    epilogue = {kind: call.epilogue.text} if call.epilogue else {}
-    return {"algorithm": algorithm} | ({"codec": call.codec} if call.codec else {}) | epilogue
+def _taken(engine: Engine, call: Call) -> dict[str, object]:
+    """Returns the algorithm of a call that was made, and its codec, its epilogue or the tensors of its tuple."""
+    work, plan = call.work, engine.plans.get(call)
+    details = {"codec": work.codec, "epilogue": work.epilogue and work.epilogue.text}
+    details["tensors"] = work.amount(call.dtype) if work.unit == "bytes" else ""
+    algorithm = {"algorithm": plan.config.algorithm.value} if plan else {}
+    return algorithm | {name: text for name, text in details.items() if text}
 
 
 def _path_of_rank(path: Path) -> Path:

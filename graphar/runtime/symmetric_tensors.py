@@ -104,11 +104,14 @@ class SymmetricTensors:
         others = zip(list(self._devices)[1:], tensors[1:], strict=True)
         return all(one.data_ptr() == there[rank] and one.is_contiguous() for rank, one in others)
 
-    def direct_filler(self, side: str) -> Callable[[Arguments, torch.Tensor, torch.Tensor], None]:
-        """Returns a function that writes every rank's address of a symmetric "input" or "output" into the arguments."""
+    def put_peers(self, arguments: Arguments, side: str) -> Callable[[], None]:
+        """Returns a function that writes every rank's address of a symmetric "input" or "output" into the arguments.
+
+        The arguments already have this rank's address.
+        """
         is_input, last = side == "input", None
 
-        def fill(arguments: Arguments, x: torch.Tensor, out: torch.Tensor) -> None:
+        def put() -> None:
             nonlocal last
             pointer = arguments.input if is_input else arguments.output
             if pointer != last:
@@ -117,7 +120,7 @@ class SymmetricTensors:
                     peers[rank] = there
                 last = pointer
 
-        return fill
+        return put
 
 
 class _Bytes:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from graphar.plan.algorithms import Algorithm, in_tables
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
-from graphar.plan.tune import FAMILIES
 from perf.harness.timing import spread
 from perf.report import Spread, Timing
 
@@ -30,7 +30,7 @@ BACKEND_SIZES = (MB, 10 * MB, 100 * MB, GB)
 BACKEND_WORLD_SIZES = (2, 4, 6)
 GLOO_MAX_NBYTES = 100 * MB  # the default limit of gloo on machines with GPUs; larger all-reduces take seconds
 
-VARIANTS = tuple(f"graphar:{one.algorithm}" for one in FAMILIES)  # the algorithms that tuning tables are made from
+VARIANTS = tuple(f"graphar:{one}" for one in in_tables("allreduce"))  # the algorithms that tuning tables are made from
 
 HOST_MODES = ("host_loop", "host_between")
 HOST_CALLS = 2000  # in a loop of 50 calls without warm-up, a call takes twice as long
@@ -179,9 +179,9 @@ class BackendPlan(Plan):
 
 def may_be_fastest(method: str, case: Case) -> bool:
     """Whether tuning tables can choose a variant's algorithm at the case's size."""
-    family = next(one for one in FAMILIES if method == f"graphar:{one.algorithm}")
-    limit = family.algorithm.row.limit(case.world_size)
-    return family.smallest_nbytes <= case.nbytes and (limit is None or case.nbytes <= limit)
+    row = Algorithm(method.removeprefix("graphar:")).row
+    limit = row.limit(case.world_size)
+    return row.smallest_nbytes <= case.nbytes and (limit is None or case.nbytes <= limit)
 
 
 def token_sizes(dtype: str) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ import torch
 import graphar
 from graphar.numerics import codecs
 from graphar.plan.algorithms import with_kernels
-from graphar.plan.call import Call
-from graphar.plan.slices import slices
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Sum
+from graphar.runtime.bind.collective import bind_kernel
 from graphar.runtime.registry import engine_of_group
 from perf.harness.cases import Plan
 from perf.harness.ranks import Data, Ranks, agreed
@@ -145,13 +146,11 @@ class FixedGrid:
         if run is None:
             graphar.allreduce(x, algorithm=self.algorithm)  # makes the plan
             engine = engine_of_group("")
-            call = Call.of("allreduce", x, algorithm=self.algorithm)
-            shape = replace(engine.select(call, x).shape, blocks=self.blocks)
-            launches = slices(shape.algorithm, engine.world_size, call.parts, x.element_size())
-            run = engine.runner.bind(shape, launches, x.dtype, engine.timeout_s)
-            self._runs[x.numel(), x.dtype] = run
+            call = Call.of(Sum(x.numel()), x, algorithm=self.algorithm)
+            config = replace(engine.select(call, x).config, blocks=self.blocks)
+            run = self._runs[x.numel(), x.dtype] = bind_kernel(engine, call, config).run
         out = torch.empty_like(x)
-        run(x, out)
+        run([Operands((x,), (out,))])
         return out
 
 

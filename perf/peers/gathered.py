@@ -15,7 +15,10 @@ from torch import Tensor
 
 import graphar
 import graphar.reference
-from graphar.matmul import allgather_matmul, gemm
+from graphar.matmul import gemm
+from graphar.matmul.products import gathering_method
+from graphar.plan.call import Call
+from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.runtime.registry import engine_of_group
 from perf.peers.matmuls import Layer, Variant
 
@@ -171,5 +174,7 @@ def promised(variant: Variant, a: Tensor, w: Tensor, rows: Tensor) -> Tensor | N
         return rows
     if not a.is_cuda:
         return graphar.reference.linear(rows, w, None)
-    method = allgather_matmul.method_of(engine_of_group(""), PARTITIONS[variant.name], a, len(rows))
-    return gemm.matmul(rows, w) if method == "tiles" else None
+    engine = engine_of_group("")
+    counts = (len(a),) * engine.world_size
+    work = Product(ALLGATHER_MATMUL, counts, a.shape[1], partition=PARTITIONS[variant.name])
+    return gemm.matmul(rows, w) if gathering_method(engine, Call.of(work, a), a) == "tiles" else None

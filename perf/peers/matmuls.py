@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphar
-from graphar.matmul import fused, gemm, overlap
-from graphar.matmul.operands import Operands
-from graphar.matmul.overlap import Beside
+from graphar.matmul import gemm
+from graphar.matmul.operands import MatmulOperands
+from graphar.matmul.overlap import Beside, Panels
+from graphar.matmul.products import takes_tiles
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec, codec
+from graphar.plan.call import Call
 from graphar.plan.matmuls import is_skinny, owned_rows
+from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.runtime.registry import engine_of_group
 from perf.harness.cases import Plan
 from perf.harness.ranks import Ranks
@@ -151,8 +154,8 @@ def product_of_auto(codec: str, a: Tensor, w: Tensor) -> Tensor:
 
 def _takes_tiles(codec: str, a: Tensor, w: Tensor) -> bool:
     engine = engine_of_group("")
-    members, counts = [Operands(a, w, None, a.new_empty(len(a), len(w)))], owned_rows(len(a), engine.world_size)
-    return fused.takes(engine, "auto", codec, members, counts, len(w))
+    work = Product(MATMUL_ALLREDUCE, tuple(owned_rows(len(a), engine.world_size)), len(w), codec=codec)
+    return takes_tiles(engine, Call.of(work, a), a)
 
 
 @dataclass(frozen=True)
@@ -279,5 +282,6 @@ def partitioned(cut: str, count: int, beside: Beside, a: Tensor, w: Tensor) -> T
     """Runs graphar's op in ``count`` chunks. ``beside`` has algorithm and thread blocks of the all-reduces."""
     out = a.new_empty(len(a), len(w))
     panels = partitions.panels("perf", cut, count, [len(a)], len(w))
-    overlap.allreduce(engine_of_group(""), [Operands(a, w, None, out)], panels, "", None, beside)
+    work = Product(MATMUL_ALLREDUCE, (len(a),), len(w), partition=cut, num_partitions=count)
+    Panels(work, panels, beside=beside).allreduce(engine_of_group(""), [MatmulOperands(a, w, None, out)])
     return out

@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from graphar.matmul import fused, timelines
-from graphar.matmul.fused import FusedMatmuls
-from graphar.matmul.operands import Operands
+from graphar.matmul import timelines
+from graphar.matmul.fused import FusedMatmul
 from graphar.matmul.timelines import PHASES
-from graphar.plan.algorithms import Algorithm
-from graphar.plan.matmuls import owned_rows, tile_for
+from graphar.plan.call import Call, Operands
+from graphar.plan.matmuls import fused_algorithm, owned_rows, tile_for
 from graphar.plan.slices import rows_a_launch
 from graphar.plan.tiles import MatmulTile
+from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Figure, Mark, Rows
 from perf.choices import choice_table, choices, largest_loss
@@ -123,19 +123,20 @@ class Recorder:
     """Calls graphar's op with ``partition="tiles"``. Each call in a CUDA graph records its own timeline."""
 
     def __init__(self, layer: Layer, ranks: Ranks) -> None:
-        self.counts = tuple(owned_rows(layer.m, layer.world_size))
+        self.work = Product(MATMUL_ALLREDUCE, tuple(owned_rows(layer.m, layer.world_size)), layer.n, partition="tiles")
         blocks = torch.cuda.get_device_properties(ranks.device).multi_processor_count
         self.timelines = [timelines.empty(blocks, ranks.device) for _ in range(layer.iterations)]
         self.calls = 0
         self.tile: MatmulTile | None = None  # known after the first call
 
     def __call__(self, a: Tensor, w: Tensor) -> Tensor:
-        engine, algorithm = engine_of_group(""), Algorithm.MATMUL_ALLREDUCE
+        engine = engine_of_group("")
         out = a.new_empty(len(a), len(w))
         mine = self.timelines[self.calls % len(self.timelines)]
-        fused.run(engine, algorithm, [Operands(a, w, None, out)], self.counts, timelines=[mine])
-        tiles = engine.attached(FusedMatmuls).tiles(algorithm, self.counts, len(a), len(w))
-        self.tile = tile_for(engine.table.matmul, tiles, a.shape[1])
+        algorithm = fused_algorithm(engine.table, self.work, engine.world_size)
+        launches = FusedMatmul(engine, Call.of(self.work, a), algorithm, len(a), timelines=[mine])
+        launches.run([Operands((a, w), (out,))])
+        self.tile = replace(tile_for(engine.table.matmul, launches.tiles, a.shape[1]), recorded=False)
         self.calls += 1
         return out
 

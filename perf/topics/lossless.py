@@ -26,6 +26,7 @@ from graphar.plan.algorithms import COMPRESSING
 from graphar.plan.call import Call
 from graphar.plan.policy import LosslessPolicy
 from graphar.plan.sizes import MB, format_nbytes
+from graphar.plan.work import Parts, Sum
 from perf.charts import Axis, Line, Plot
 from perf.harness import collectives
 from perf.harness import ranks as ranks_of
@@ -268,8 +269,8 @@ def make_compressing(ranks: ProcessRanks) -> Communicator:
     any_size = {ranks.size: 1}
     made.engine.use_table(replace(made.engine.table, lossless=LosslessPolicy(any_size, any_size, any_size)))
     for op, algorithm in COMPRESSING.items():
-        counts = None if op == "allreduce" else (1,) * ranks.size
-        said = made.engine.explain(Call.of(op, x, counts), x)
+        work = Sum(1) if op == "allreduce" else Parts(op, (1,) * ranks.size)
+        said = made.engine.explain(Call.of(work, x), x)
         if said.algorithm != algorithm:
             raise UnsupportedError(f"{op}: {said.reason}")
     return made

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphar
 from graphar.numerics.codecs import Codec, codec
+from graphar.runtime.preparation import prepare
 from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
@@ -160,7 +161,7 @@ def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputR
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     codecs = [reduction.seeded for reduction in reductions(dist.get_backend()) if reduction.codec]
     # The time limit of the first model must not include compilation.
-    engine_of_group("").prepare(["allreduce"], [torch.float32], None, codecs)
+    prepare(engine_of_group(""), ["allreduce"], [torch.float32], None, codecs)
     ranks.warm_up()
     for name in plan.models:
         yield from rows_of(plan, WORKLOADS[name], ranks)

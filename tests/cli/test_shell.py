@@ -14,7 +14,7 @@ import torch
 import graphar
 from graphar.cli.explain import explanations
 from graphar.cli.main import main
-from graphar.plan.select import measured_shape
+from graphar.plan.entries import measured_config
 from graphar.plan.sizes import KB, MB
 from graphar.runtime.user_tables import find_table
 from perf.topics.allreduce import AllReduce
@@ -36,10 +36,10 @@ def test_explain_names_what_auto_takes_and_its_measured_time(world_size, capsys)
     assert main(["explain", "2K", "1M", "1G", *arguments]) == 0
 
     found = json.loads(capsys.readouterr().out)
-    shapes = [measured_shape(table, world_size, one["nbytes"])[0] for one in found["calls"]]
+    configs = [measured_config(table, world_size, one["nbytes"])[0] for one in found["calls"]]
     assert [one["nbytes"] for one in found["calls"]] == [2 * KB, MB, 1024 * MB]
     assert [(one["algorithm"], one["blocks"]) for one in found["calls"]] == [
-        (shape.algorithm.value, shape.blocks) for shape in shapes
+        (config.algorithm.value, config.blocks) for config in configs
     ]
     assert all(one["expected_us"] > 0 for one in found["calls"])
 

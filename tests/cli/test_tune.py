@@ -17,13 +17,14 @@ from graphar.cli import timing
 from graphar.cli import tune as tune_command
 from graphar.numerics.codecs import NAMES, codec
 from graphar.plan import trials, tune
-from graphar.plan.policy import Chip
-from graphar.plan.shapes import shape_of
+from graphar.plan.call import Call
+from graphar.plan.entries import fitted
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tables import Table, problem_with, shipped_table
 from graphar.plan.times import expected_quantized_us
+from graphar.plan.work import Sum
 from graphar.runtime.user_tables import find_table
-from tests.plan.test_tune import DEVICE, NEW, SMALL, SMS, TWO_SHOT, limits_and_threads
+from tests.plan.test_tune import CHIP, DEVICE, NEW, SMALL, TWO_SHOT, candidates, limits_and_threads
 
 pytestmark = pytest.mark.usefixtures("user_folder")
 
@@ -61,16 +62,15 @@ class EvenTimer(nullcontext):
 def three_gpus(monkeypatch):
     """A machine with three GPUs, on which every candidate takes 2 us and every codec 1.5 us."""
     monkeypatch.setattr(tune_command, "Timer", EvenTimer)
-    monkeypatch.setattr(tune_command, "sm_count", lambda device: SMS)
     monkeypatch.setattr(tune_command, "is_available", lambda: graphar.Availability(True, ""))
-    monkeypatch.setattr(tune_command, "chip", lambda device: Chip(SMS, "sm_90a"))
+    monkeypatch.setattr(tune_command, "chip", lambda device: CHIP)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: DEVICE)
 
     def measure(world_size, sizes, done):
         for nbytes in sizes:
             done(f"{nbytes}")
-        return {nbytes: dict.fromkeys(tune.candidates(world_size, nbytes, SMS), 2.0) for nbytes in sizes}
+        return {nbytes: dict.fromkeys(candidates(world_size, nbytes), 2.0) for nbytes in sizes}
 
     def measure_codecs(table, world_size, sizes, codecs, done):
         return {codec.text: dict.fromkeys(sizes, 1.5) for codec in codecs}
@@ -136,7 +136,7 @@ def test_what_cannot_be_measured_is_refused(three_gpus, capsys, arguments):
     assert "--world-size must be from 2 to 3" in capsys.readouterr().err
 
 
-def test_numbers_that_gain_nothing_stay_and_parts_get_rows(three_gpus, capsys):
+def test_numbers_that_gain_nothing_stay_and_parts_get_entries(three_gpus, capsys):
     assert command.main(["tune", "--max-nbytes", "32K"]) == 0
 
     found, default = find_table(DEVICE), shipped_table("default")
@@ -176,14 +176,14 @@ def test_numbers_of_a_world_size_are_tried_between_that_many_gpus_and_others_bet
     assert {(2, "matmul"), (3, "matmul"), (3, "norm")} == set(tried)
 
 
-def test_the_fastest_shapes_of_parts_become_their_rows(monkeypatch):
+def test_the_fastest_grids_of_parts_become_their_entries(monkeypatch):
     def measure_under(timer, workload, tables):
         """Narrow blocks are the fastest for few rows, wide ones for many."""
         widths = [table.parts[workload.op][0]["threads"] for table in tables]
         return [width if workload.rows <= 64 else 2048 / width for width in widths]
 
     monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
-    monkeypatch.setattr(tune_command, "sm_count", lambda device: SMS)
+    monkeypatch.setattr(tune_command, "chip", lambda device: CHIP)
 
     timer = EvenTimer(2, lossless=True)
     parts = tune_command.measure_parts(timer, shipped_table("default"), 2, tune.PART_SIZES, lambda step: None)
@@ -232,7 +232,7 @@ def test_a_candidate_with_wrong_sums_is_named(monkeypatch):
         timing.Timer(2) as timer,
         pytest.raises(graphar.GrapharError, match=r"one_shot_push.* gave wrong sums on rank"),
     ):
-        timer.measure(32 * KB, [shape_of(tune.row_of(SMALL, None), 2, 32 * KB)])
+        timer.measure(Call(Sum(16 * KB), torch.bfloat16, 0), [fitted(SMALL, 2, 32 * KB)])
 
 
 @pytest.mark.gpu
@@ -252,23 +252,24 @@ def test_codecs_are_timed_and_what_they_take_is_expected(user_folder, capsys):
 def test_what_is_timed_is_what_is_checked(monkeypatch):
     """A graph that writes no result is refused, as an eager call is."""
     xs = [torch.full((64,), float(rank), dtype=torch.bfloat16) for rank in (1, 2)]
-    bound = lambda timer, shape, xs, outs: [partial(out.copy_, sum(xs)) for out in outs]  # noqa: E731
+    bound = lambda timer, call, config, xs, outs: [partial(out.copy_, sum(xs)) for out in outs]  # noqa: E731
     monkeypatch.setattr(timing.Timer, "__init__", lambda timer: None)
     monkeypatch.setattr(timing.Timer, "_bind", bound)
+    monkeypatch.setattr(timing.Timer, "_random", lambda timer, numel, dtype: xs)
     monkeypatch.setattr(timing.Timer, "_elapsed_us", lambda timer, run: 1.0)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     timer = timing.Timer()
     timer._world_size, timer._streams = 2, [None, None]
     timer._communicator = SimpleNamespace(synchronize=lambda: None)
-    shape = SimpleNamespace(codec=None)
+    call = Call(Sum(64), torch.bfloat16, 0)
 
     monkeypatch.setattr(timing.Timer, "_capture", lambda timer, rank, run, count: SimpleNamespace(replay=run))
-    assert timer.measure(128, [shape], xs) == [1.0 / timing.launches_of(128)]
+    assert timer.measure(call, [SMALL]) == [1.0 / timing.launches_of(128)]
 
     nothing = SimpleNamespace(replay=lambda: None)
     monkeypatch.setattr(timing.Timer, "_capture", lambda timer, rank, run, count: nothing)
     with pytest.raises(graphar.GrapharError, match="gave wrong sums on rank"):
-        timer.measure(128, [shape], xs)
+        timer.measure(call, [SMALL])
 
 
 def test_a_timer_that_cannot_be_had_keeps_no_communicator(monkeypatch):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphar.plan.tensor_tuple import TensorTuple
+from graphar.plan.algorithms import TUPLE_VARIANT
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 
@@ -100,7 +100,7 @@ def _in_table(source: KernelSource) -> str:
     """The name of a kernel, or of a function of Arguments that gives it the arguments it takes (kernels.hpp)."""
     if source.file.startswith("norm/"):
         return f"with_norm<{source.name}, {str('static_fp8' in source.name).lower()}>"
-    return f"with_tuple<{source.name}>" if TensorTuple.variant in source.name else source.name
+    return f"with_tuple<{source.name}>" if TUPLE_VARIANT in source.name else source.name
 
 
 def _files(mutation: Mutation | None) -> dict[str, str]:

@@ -14,9 +14,10 @@ from graphar.numerics.codec_reference import Noise
 from graphar.numerics.codecs import FP8, Codec
 from graphar.numerics.dtypes import BYTE
 from graphar.plan import scratch as layouts
-from graphar.plan.algorithms import Algorithm, Shape, rows
+from graphar.plan.algorithms import TUPLE_VARIANT, Algorithm, rows
+from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES, Scratch, Sizes
-from graphar.plan.tensor_tuple import MAX_TENSORS, TensorTuple
+from graphar.plan.work import MAX_TENSORS
 from graphar.runtime.catalogue import KERNELS, KernelSource, kernel_source
 from tests.cases import FLOAT_FILLS, far_apart, in_turns, left_after_scatter
 from tests.host.build import TMA_CHANNELS
@@ -106,10 +107,8 @@ WAYS = {
     Algorithm.MULTIMEM_ONE_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.MULTIMEM_TWO_SHOT: Way(_one_a_peer, variants=("Hardware", "StandIn"), in_place=(True, True)),
     Algorithm.REDUCESCATTER_PUSH: Way(_any, in_place=(False,)),
-    Algorithm.ALLGATHER_FLAGGED: Way(_any, variants=(None, TensorTuple.variant), in_place=(True, False)),
-    Algorithm.ALLGATHER_PUSH: Way(
-        _one_a_peer, chunked=True, variants=(None, TensorTuple.variant), in_place=(True, False)
-    ),
+    Algorithm.ALLGATHER_FLAGGED: Way(_any, variants=(None, TUPLE_VARIANT), in_place=(True, False)),
+    Algorithm.ALLGATHER_PUSH: Way(_one_a_peer, chunked=True, variants=(None, TUPLE_VARIANT), in_place=(True, False)),
     Algorithm.REDUCESCATTER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True, in_place=(False,)),
     Algorithm.ALLGATHER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True),
     Algorithm.QUANTIZED_TWO_SHOT_PUSH: _quantized(
@@ -205,7 +204,7 @@ def _draw_call(
     needs = scratch_of(algorithm, world_size)
     chunk = choices.choice([1, 2] if _in_tiles(algorithm) else [1, 3, 8]) if way.chunked else 0
     blocks = choices.choice([1, 1, 2, 3]) if algorithm is not Algorithm.TWO_SHOT_TMA else 1
-    shape = Shape(algorithm, blocks, choices.choice(way.threads(world_size)), min(chunk, needs.capacity))
+    shape = Config(algorithm, blocks, choices.choice(way.threads(world_size)), min(chunk, needs.capacity))
     offset = choices.choice([0, 0, 16, dtype.itemsize])
     fills = [*FLOAT_FILLS, far_apart, in_turns] if algorithm.row.compresses else FLOAT_FILLS
     common = {"offset": offset, "in_place": way.in_place[variant] and choices.random() < 0.3}
@@ -219,7 +218,7 @@ def _draw_call(
         common["seed"] = choices.getrandbits(64)
         total = reference.quantized_allreduce(xs, way.codecs[variant], common["seed"], epoch % (1 << 32))
         return Call(variant, shape, xs, (total.numel(),), (total.nbytes,) * world_size, **common), [total] * world_size
-    if way.variants[variant] == TensorTuple.variant:
+    if way.variants[variant] == TUPLE_VARIANT:
         return _draw_tuple(Call(variant, shape, (), (), (), **common), world_size, choices)
     counts = _draw_counts(algorithm, world_size, dtype, choices)
     if algorithm is Algorithm.QUANTIZED_REDUCESCATTER:
@@ -263,7 +262,7 @@ def _draw_tuple(call: Call, world_size: int, choices: random.Random):
     return made, [result] * world_size
 
 
-def _draw_numel(shape: Shape, world_size: int, dtype: torch.dtype, choices: random.Random) -> int:
+def _draw_numel(shape: Config, world_size: int, dtype: torch.dtype, choices: random.Random) -> int:
     nbytes = SMALL_ROWS[shape.algorithm].limit(world_size) or 2 * _largest_nbytes(shape.algorithm)
     if shape.algorithm is Algorithm.TWO_SHOT_TMA:
         nbytes = _TMA_CHUNKS * TMA_CHANNELS * world_size * shape.chunk * PACK_NBYTES

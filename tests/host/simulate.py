@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
 from graphar.plan.scratch import MAX_RANKS, Scratch
 from graphar.runtime.arguments import Record
 from graphar.runtime.catalogue import file_of
@@ -67,7 +68,7 @@ class Call:
     """
 
     kernel: int
-    shape: Shape
+    shape: Config
     inputs: Sequence[torch.Tensor]
     counts: tuple[int, ...]
     output_nbytes: tuple[int, ...]

@@ -12,7 +12,8 @@ import torch
 from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
 from graphar.plan.scratch import SIGNAL_PAD_NBYTES, Scratch, gathered_flags
 from graphar.plan.tiles import LAYOUTS, MatmulTile
 from graphar.runtime.catalogue import KernelSource
@@ -95,7 +96,7 @@ def draw_call(
         results.append(torch.cat([product.view(-1), aligned_rows(gathered)]) if wants_rows else product.view(-1))
     blocks = tuple(choices.randrange(tile.cluster, most_blocks + 1, tile.cluster) for _ in range(world_size))
     nbytes = tuple(result.nbytes for result in results)
-    call = Call(kind, Shape(algorithm, blocks[0], tile.threads), inputs, tuple(counts), nbytes, blocks=blocks)
+    call = Call(kind, Config(algorithm, blocks[0], tile.threads), inputs, tuple(counts), nbytes, blocks=blocks)
     beside = {"operands": operands, "scalars": (0.375,), "columns": n} if form else {}
     return Call(**(vars(call) | {"cluster": tile.cluster} | beside)), [one.view(torch.int16) for one in results]
 

@@ -10,7 +10,8 @@ from graphar.numerics.codec_reference import Noise, decode, encode
 from graphar.numerics.codecs import BUCKET_SIZES, FP8, SCALE_DTYPES, TILE_NUMEL, Codec
 from graphar.numerics.codecs import codec as named
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
 from graphar.plan.scratch import Scratch
 from graphar.runtime.catalogue import KernelSource
 from tests.cases import bit_patterns, normal
@@ -78,7 +79,7 @@ def program():
 def test_the_wire_what_it_decodes_to_and_the_error_are_the_specifications(codec, dtype, program):
     first = len(KERNELS) * (CODECS.index(codec) * len(DTYPES) + DTYPES.index(dtype))
     simulation = Simulation(program, Algorithm.ONE_SHOT_PUSH, 1, Scratch(0, 128, 0), first, 0, CALL)
-    warp = Shape(Algorithm.ONE_SHOT_PUSH, 1, 32)
+    warp = Config(Algorithm.ONE_SHOT_PUSH, 1, 32)
     wires = [encode(x, codec, Noise(SEED, CALL, 0)) for x in inputs(dtype)]
     numels = [x.numel() for x in inputs(dtype)]
     values = [decode(wire, codec)[:n].to(dtype) for wire, n in zip(wires, numels, strict=True)]

@@ -12,7 +12,8 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.code import generate
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.epilogues.syntax import parse
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
 from graphar.runtime.catalogue import KERNELS, kernel_source
 from tests.cases import bit_patterns, normal, same_bits
 from tests.host.build import Mutation, build
@@ -97,7 +98,7 @@ def draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, at: int
     parts = [reference.sum_with_epilogue(share, form, operands, skipped, numel) for share in shares]
     parts = parts if len(counts) > 1 else parts * world_size
     threads = choices.choice(way.threads(world_size))
-    shape = Shape(algorithm, choices.choice([1, 2, 3]), threads, choices.choice([1, 3]) if way.chunked else 0)
+    shape = Config(algorithm, choices.choice([1, 2, 3]), threads, choices.choice([1, 3]) if way.chunked else 0)
     variant = choices.randrange(len(way.variants))
     call = Call(
         at * len(way.variants) + variant,

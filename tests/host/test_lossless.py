@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from graphar.numerics.lossless_reference import encode
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
 from graphar.plan.scratch import Scratch
 from graphar.runtime.catalogue import KernelSource
 from tests.cases import bit_patterns, far_apart, in_turns, normal
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.host
 
 TILE = 1024
 SOURCES = tuple(KernelSource("lossless.cu", name) for name in ("send_tensor<1>", "send_tensor<2>", "receive_tensor"))
-ONE_WARP = Shape(Algorithm.ONE_SHOT_PUSH, 1, 32)
+ONE_WARP = Config(Algorithm.ONE_SHOT_PUSH, 1, 32)
 
 
 def with_odd(count: int) -> torch.Tensor:

@@ -14,7 +14,8 @@ import torch
 
 from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.plan.algorithms import MATMUL_TYPES, Algorithm, Shape
+from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
+from graphar.plan.config import Config
 from graphar.plan.scratch import Scratch
 from graphar.plan.tiles import LAYOUTS, MatmulTile
 from graphar.runtime.catalogue import KernelSource
@@ -56,7 +57,7 @@ def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0, **of
     with_bias = choices.random() < 0.5
     x = packed([m, n, k, choices.randrange(rows), choices.randint(1, rows), with_bias], a, w, bias, layout)
     nbytes = m * n * dtype.itemsize
-    shape = Shape(OF_ANY_KIND, tile.cluster * choices.randint(1, 3), tile.threads)
+    shape = Config(OF_ANY_KIND, tile.cluster * choices.randint(1, 3), tile.threads)
     simulation = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, tile.shared_nbytes + 2048), index, seed)
 
     (outcome,) = simulation.run([Call(0, shape, [x], (len(x),), (nbytes,), cluster=tile.cluster, **of_call)])

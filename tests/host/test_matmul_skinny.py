@@ -10,7 +10,8 @@ import torch
 
 from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES, SENTINEL, Scratch
 from graphar.plan.tiles import LAYOUTS, SkinnyTile
 from graphar.runtime.catalogue import SKINNY_KERNELS, KernelSource
@@ -57,7 +58,7 @@ def draw_call(
     inputs = [packed([m, n, a.shape[1], 0, 0, with_bias], a, w, bias, layout) for a, w in pairs]
     most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
     blocks = draw_blocks(choices, world_size, tile.cluster, most_blocks)
-    result, shape = total.to(dtype), Shape(algorithm, blocks[0], tile.threads)
+    result, shape = total.to(dtype), Config(algorithm, blocks[0], tile.threads)
     beside = {"blocks": blocks, "cluster": tile.cluster}
     return Call(kind, shape, inputs, (result.numel(),), (result.nbytes,) * world_size, **beside), result
 

@@ -14,7 +14,8 @@ from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.codecs import FP8, Codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
 from graphar.plan.scratch import SIGNAL_PAD_NBYTES, Scratch
 from graphar.plan.tiles import LAYOUTS, MatmulTile
 from graphar.runtime.catalogue import KernelSource
@@ -130,7 +131,7 @@ def draw_call(
     inputs = [packed([m, n, a.shape[1], 0, choices.randint(1, 3), with_bias], a, w, bias, layout) for a, w in pairs]
     most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
     blocks = draw_blocks(choices, world_size, tile.cluster, most_blocks)
-    shape = Shape(algorithm, blocks[0], tile.threads)
+    shape = Config(algorithm, blocks[0], tile.threads)
     totals = list(total.split(counts)) if algorithm is SCATTER else [total] * world_size
     beside = {"blocks": blocks, "cluster": tile.cluster}
     if form:

@@ -13,7 +13,8 @@ from graphar import reference
 from graphar.numerics import norms as specification
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.norms import FP8
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
 from graphar.runtime.catalogue import NORM_KERNELS, kernel_source
 from tests.cases import bit_patterns, normal, same_bits
 from tests.host.build import NORM_SLOTS, Mutation, build
@@ -181,7 +182,7 @@ def draw_grid(norms: Norms, output: str, teams: int, choices: random.Random) -> 
     threads = norms.slots // max(2, cluster)  # a block that is a team has half as many as there are slots
     return {
         "kernel": norms.clusters.index(cluster) * len(norms.outputs) + norms.outputs.index(output),
-        "shape": Shape(norms.algorithm, teams * cluster, threads),
+        "shape": Config(norms.algorithm, teams * cluster, threads),
         "cluster": cluster,
     }
 

@@ -10,7 +10,8 @@ import torch
 from graphar.numerics import norms
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.nan import with_canonical_nan
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
 from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, Scratch
 from graphar.runtime.catalogue import residual_norm_source
 from tests.cases import bit_patterns, normal, same_bits
@@ -36,7 +37,7 @@ def wrong_elements(sanitizer: str, seed: int, mutation: Mutation | None = None, 
     numbers = choices.choice([(1e-6, 0.0), (1e-5, 1.0)])
     call = Call(
         0,
-        Shape(OF_ANY_KIND, choices.randint(1, min(3, rows)), 32 if packs <= 32 else NORM_SLOTS),
+        Config(OF_ANY_KIND, choices.randint(1, min(3, rows)), 32 if packs <= 32 else NORM_SLOTS),
         [total.view(-1)],
         (total.numel(),),
         (total.nbytes,),

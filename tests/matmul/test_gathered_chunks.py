@@ -13,9 +13,10 @@ import torch
 from graphar import reference
 from graphar.matmul import gathered_chunks
 from graphar.matmul.gathered_chunks import GatheredChunks
-from graphar.matmul.operands import Gathering
+from graphar.matmul.operands import MatmulOperands
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Product
 from tests.cases import same_bits
 
 ROWS_A_LAUNCH, K = 5, 12
@@ -46,7 +47,7 @@ class Ranks:
             lock=threading.Lock(),
             members=[SimpleNamespace(rank=rank, device=rank) for rank in range(world_size)],
             raise_failure=lambda: self.steps.append("raise an earlier failure"),
-            scratch=lambda algorithm: [one.data_ptr() for one in memory],
+            kernels=SimpleNamespace(scratch=lambda algorithm: [one.data_ptr() for one in memory]),
         )
         monkeypatch.setattr(GatheredChunks, "_meeting", lambda *_: lambda: self.steps.append("meet"))
         monkeypatch.setattr(gathered_chunks, "streams_of", lambda device: (Stream(), Stream()))
@@ -54,7 +55,7 @@ class Ranks:
         monkeypatch.setattr(gathered_chunks, "driver_call", self._copy)
         monkeypatch.setattr(gathered_chunks, "driver", SimpleNamespace(cuMemcpyAsync=None))
         monkeypatch.setattr(gathered_chunks, "tensor_at", self._tensor_at)
-        monkeypatch.setattr(gathered_chunks, "gathered_rows_a_launch", lambda world_size, k: ROWS_A_LAUNCH)
+        monkeypatch.setattr(gathered_chunks, "gathered_rows_a_launch", lambda algorithm, world_size, k: ROWS_A_LAUNCH)
 
     def _copy(self, function, to, source, nbytes, stream):
         ctypes.memmove(to, source, nbytes)
@@ -73,14 +74,18 @@ def operands(counts, with_bias=False, gathered=True):
         a, w = (torch.randint(-4, 5, (rows, K)).bfloat16() for rows in (count, 3 + rank))
         bias = torch.randint(-4, 5, (len(w),)).bfloat16() if with_bias else None
         out = torch.full((sum(counts), len(w)), 7.0).bfloat16()
-        found.append(Gathering(a, w, bias, out, torch.full((sum(counts), K), 7.0).bfloat16() if gathered else None))
+        rows = torch.full((sum(counts), K), 7.0).bfloat16() if gathered else None
+        found.append(MatmulOperands(a, w, bias, out, rows))
     return found
 
 
 def run(ranks, members) -> None:
     counts = tuple(len(one.a) for one in members)
-    call = Call.of(Algorithm.ALLGATHER_MATMUL.op, members[0].a, counts, timeout_s=1.0)
-    GatheredChunks(ranks).run(call, members)
+    algorithm, first = Algorithm.ALLGATHER_MATMUL, members[0]
+    bias, gathered = first.bias is not None, first.gathered is not None
+    call = Call.of(Product(algorithm.op, counts, K, bias, gathered=gathered), first.a, timeout_s=1.0)
+    operands = [Operands((one.a, one.w, *[one.bias] * bias), (one.out, *[one.gathered] * gathered)) for one in members]
+    GatheredChunks(ranks, call, algorithm).run(operands)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -100,7 +105,7 @@ def test_every_rank_multiplies_the_rows_of_all(world_size, with_bias, monkeypatc
 
 def test_rows_that_lie_apart_are_sent_as_well(monkeypatch):
     members = operands([4, 4])
-    apart = [Gathering(one.a.t().contiguous().t(), one.w, None, one.out, None) for one in members]
+    apart = [MatmulOperands(one.a.t().contiguous().t(), one.w, None, one.out) for one in members]
 
     run(Ranks(2, monkeypatch), apart)
 

@@ -12,16 +12,32 @@ import torch
 import graphar
 from graphar.errors import CollectiveTimeout, UnsupportedError
 from graphar.matmul import fused, timelines
+from graphar.matmul.fused import FusedMatmul
 from graphar.matmul.gemm import matmul
-from graphar.matmul.operands import Operands
 from graphar.numerics.codecs import Codec
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
-from graphar.plan.tiles import MatmulTile, summed_tiles, travels_in_tiles
+from graphar.plan.call import Call as PlannedCall
+from graphar.plan.call import Operands
+from graphar.plan.tiles import MatmulTile, for_wire, travels_in_tiles
+from graphar.plan.work import Product
 from graphar.runtime import catalogue, launcher
+from graphar.runtime.engine import Engine
 from perf.timeline import decode
 from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.processes import run_ranks
+
+
+def summed_tiles(op: str, codec: Codec | None = None) -> tuple[MatmulTile, ...]:
+    return for_wire(Algorithm(op).row.tiles, codec)
+
+
+def run_fused(engine: Engine, op: str, counts: tuple[int, ...], ranks: list[Operands], codec="", **how) -> None:
+    """One call of a fused kernel by its name. The inputs of ``ranks`` are a, w and perhaps a bias."""
+    (a, w, *bias), _, *_ = ranks[0]
+    work = Product(Algorithm(op).op, counts, len(w), bool(bias), codec)
+    FusedMatmul(engine, PlannedCall.of(work, a), Algorithm(op), sum(counts), **how).run(ranks)
+
 
 SUMMED_TILE_KERNELS = tuple(one.value for one in catalogue.SUMMED_TILE_KERNELS)
 every_op = pytest.mark.parametrize("op", SUMMED_TILE_KERNELS)
@@ -94,11 +110,11 @@ class Call:
     def run(self, ranks: Ranks, tile=None, timelines=None) -> None:
         engine, codec = ranks.communicator.engine, self.codec.text if self.codec else ""
         assert engine.find_runner(torch.device("cuda:0"))
-        how = {"codec": codec, "tile": tile, "timelines": timelines}
-        fused.run(engine, Algorithm(self.op), self.members(), self.counts, **how)
-
-    def members(self) -> list[Operands]:
-        return [Operands(*one) for one in zip(self.a, self.w, self.bias, self.out, strict=True)]
+        operands = [
+            Operands((a, w) if bias is None else (a, w, bias), (out,))
+            for a, w, bias, out in zip(self.a, self.w, self.bias, self.out, strict=True)
+        ]
+        run_fused(engine, self.op, self.counts, operands, codec, tile=tile, timelines=timelines)
 
     def forget(self) -> None:
         for out in self.out:
@@ -260,12 +276,12 @@ def _one_rank_stays_away(rank, world_size, op):
     rows = counts[rank] if op == "matmul_reducescatter" else sum(counts)
     out = torch.empty(rows, 512, dtype=a.dtype, device="cuda")
     for _ in range(3):
-        fused.run(communicator.engine, Algorithm(op), [Operands(a, w, None, out)], counts)
+        run_fused(communicator.engine, op, counts, [Operands((a, w), (out,))])
     communicator.synchronize()
     if rank == 0:
         return None
     try:
-        fused.run(communicator.engine, Algorithm(op), [Operands(a, w, None, out)], counts)
+        run_fused(communicator.engine, op, counts, [Operands((a, w), (out,))])
         communicator.synchronize()
     except CollectiveTimeout as error:
         return error.record.peer

@@ -11,10 +11,10 @@ import torch
 
 import graphar
 from graphar import CollectiveTimeout, reference
-from graphar.matmul import fused
+from graphar.matmul import products
 from graphar.matmul.gemm import matmul
 from graphar.plan.algorithms import MATMUL_TYPES
-from graphar.plan.matmuls import allreduce_algorithm
+from graphar.plan.matmuls import fused_algorithm
 from graphar.plan.tiles import SKINNY_TILES
 from graphar.runtime import launcher
 from graphar.runtime.catalogue import SKINNY_KERNELS
@@ -43,8 +43,9 @@ def largest_in_one_hop(op: str) -> dict[int, int]:
 def choosing(op: str):
     """A choice of kernel by which few rows take ``op``."""
 
-    def choose(policy, world_size, rows, columns):
-        return allreduce_algorithm(replace(policy, one_shot_nbytes=largest_in_one_hop(op)), world_size, rows, columns)
+    def choose(table, work, world_size):
+        policy = replace(table.matmul, one_shot_nbytes=largest_in_one_hop(op))
+        return fused_algorithm(replace(table, matmul=policy), work, world_size)
 
     return choose
 
@@ -52,7 +53,7 @@ def choosing(op: str):
 @pytest.fixture(autouse=True, params=[one.value for one in SKINNY_KERNELS])
 def op(request, monkeypatch):
     """Has results of few rows take this kernel, whatever their size."""
-    monkeypatch.setattr(fused, "allreduce_algorithm", choosing(request.param))
+    monkeypatch.setattr(products, "fused_algorithm", choosing(request.param))
     return request.param
 
 
@@ -289,7 +290,7 @@ def _integers_of(rank, shape, seed):
 
 def _layers_in_a_row(rank, world_size, op):
     """Wrong elements of eager calls, and of a graph's replays."""
-    fused.allreduce_algorithm = choosing(op)
+    products.fused_algorithm = choosing(op)
     a, w = (
         [_integers_of(r, shape, seed) for r in range(world_size)] for shape, seed in (((16, 512), 0), ((2048, 512), 9))
     )
@@ -321,7 +322,7 @@ def test_processes_get_the_specifications_bits(gpu_count, op):
 
 
 def _one_rank_stays_away(rank, world_size, op):
-    fused.allreduce_algorithm = choosing(op)
+    products.fused_algorithm = choosing(op)
     a, w = (torch.randn(rows, 256, dtype=torch.bfloat16, device="cuda") for rows in (8, 2048))
     with graphar.Communicator() as communicator:
         for _ in range(3):

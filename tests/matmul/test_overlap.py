@@ -11,12 +11,15 @@ import torch
 import graphar
 from graphar.errors import UnsupportedError
 from graphar.matmul import overlap
-from graphar.matmul.operands import Operands
-from graphar.matmul.overlap import Beside
+from graphar.matmul.operands import MatmulOperands
+from graphar.matmul.overlap import Beside, Panels
 from graphar.matmul.tensor_maps import matrix_of
 from graphar.numerics.partitions import panels
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
 from graphar.plan.tables import shipped_table
+from graphar.plan.work import Parts, Sum
+from graphar.runtime.bind import collective
+from graphar.runtime.plan import Plan
 
 ENGINE = SimpleNamespace(table=shipped_table("nvidia_h200"))
 
@@ -50,13 +53,14 @@ class Recorder:
     def run(self, partition, count):
         cut = panels("op", partition, count, [8], 8)
         products = [[None] for _ in cut]
-        overlap._multiply_and_sum(ENGINE, [self.operands], cut, products, self.sum_panel, Beside(blocks=24), False)
+        how = Panels(None, cut, beside=Beside(blocks=24))
+        how._multiply_and_sum(ENGINE, [self.operands], products, self.sum_panel)
 
 
 @pytest.fixture
 def recorder(monkeypatch):
     on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0")
-    return Recorder(monkeypatch, Operands(on_gpu, None, None, None))
+    return Recorder(monkeypatch, MatmulOperands(on_gpu, None, None, None))
 
 
 def test_one_panel_stays_on_the_callers_stream(recorder):
@@ -96,7 +100,7 @@ def test_a_sum_that_fails_leaves_nothing_running_beside_the_callers_stream(recor
 @pytest.mark.parametrize("offset", [0, 1])
 def test_sums_of_whole_rows_are_made_where_the_result_lies_if_that_is_aligned(offset):
     out = torch.zeros(8 * 16 + 4)[offset : offset + 8 * 16].view(8, 16)
-    one = Operands(torch.ones(8, 2), torch.ones(16, 2), None, out)
+    one = MatmulOperands(torch.ones(8, 2), torch.ones(16, 2), None, out)
     cut = panels("op", "split_m", 2, [8], 16)
 
     place = overlap._place(one, cut, cut[1], 0, cut[1].shape)
@@ -152,7 +156,7 @@ def multiply(a, w, partition, count, parts, only_own=False):
     """The products of all panels."""
     cut = panels("op", partition, count, parts, len(w))
     products = [torch.zeros(panel.shape) for panel in cut]
-    run = overlap._bind(ENGINE, Operands(a, w, None, None), cut, products, 24, only_own)
+    run = overlap._bind(ENGINE, MatmulOperands(a, w, None, None), cut, products, 24, only_own)
     for at in range(len(cut)):
         run(at)
     return products
@@ -302,21 +306,29 @@ def test_a_batch_invariant_call_on_the_cpu_is_an_error(op):
 
 @pytest.fixture
 def bound(monkeypatch):
-    """A communicator that believes in two GPUs, and the shapes that it would launch."""
-    shapes = []
+    """A communicator that believes in two GPUs, and the configurations that it would launch."""
+    configs = []
+
+    def bind_kernel(engine, call, config):
+        configs.append(config)
+        return Plan(lambda ranks: None, config)
+
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
+    monkeypatch.setattr(collective, "bind_kernel", bind_kernel)
     monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
     communicator.engine.table = shipped_table("nvidia_h200")
     communicator.engine.runner = SimpleNamespace(
         chip=communicator.engine.table.chip,
-        why_no_multicast=lambda: "",
-        prepare=lambda kernel: None,
-        bind=lambda shape, *rest: shapes.append(shape) or (lambda x, out: None),
+        kernels=SimpleNamespace(why_no_multicast=lambda: ""),
         raise_failure=lambda: None,
         close=lambda: None,
     )
-    yield communicator, shapes
+    yield communicator, configs
     communicator.close()
+
+
+def operands(xs, outs):
+    return [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
 
 
 def pair(numel):
@@ -326,25 +338,24 @@ def pair(numel):
 @pytest.mark.parametrize("numel", [8, 1 << 20, 1 << 24])
 @pytest.mark.parametrize("codec", ["", "int8"])
 def test_a_sum_beside_something_has_no_more_blocks_than_it_may(bound, numel, codec):
-    communicator, shapes = bound
+    communicator, configs = bound
 
     for blocks in (None, 24):
         x, counts = pair(numel)[0], (numel // 2, numel // 2)
-        communicator.engine.run(Call.of("allreduce", x, codec=codec, blocks=blocks), pair(numel), pair(numel))
-        parts = Call.of("reducescatter", x, counts, codec=codec, blocks=blocks)
-        communicator.engine.run(parts, pair(numel), pair(numel // 2))
+        for work, length in ((Sum(numel, codec), numel), (Parts("reducescatter", counts, codec), numel // 2)):
+            communicator.engine.run(Call.of(work, x, blocks=blocks), operands(pair(numel), pair(length)))
 
-    free, held = shapes[:2], shapes[2:]
+    free, held = configs[:2], configs[2:]
     assert [one.blocks for one in held] == [min(one.blocks, 24) for one in free]
 
 
 @pytest.mark.parametrize(("numel", "algorithm"), [(8, "one_shot_push"), (1 << 20, "two_shot_pipelined")])
 def test_a_large_sum_of_few_blocks_is_pipelined(bound, numel, algorithm):
-    communicator, shapes = bound
+    communicator, configs = bound
 
-    communicator.engine.run(Call.of("allreduce", pair(numel)[0], blocks=24), pair(numel), pair(numel))
+    communicator.engine.run(Call.of(Sum(numel), pair(numel)[0], blocks=24), operands(pair(numel), pair(numel)))
 
-    assert shapes[0].algorithm == algorithm
+    assert configs[0].algorithm == algorithm
 
 
 # ---- what a call asks ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from graphar.plan.tiles import summed_tiles
+from graphar.plan.algorithms import Algorithm
 from graphar.runtime.launcher import Grid, sm_count
 from tests.cases import same_bits
 from tests.one_gpu import MOST_BLOCKS, RanksOfOneGpu
@@ -22,7 +22,7 @@ pytestmark = [
     ),
 ]
 
-TILES = summed_tiles("matmul_allreduce")
+TILES = Algorithm.MATMUL_ALLREDUCE.row.tiles
 ROWS, COLUMNS, K = 1664, 1096, 320  # no owner's tiles are a multiple of MOST_BLOCKS
 
 

@@ -10,11 +10,10 @@ import torch
 from torch.nn import functional
 
 from graphar.numerics.epilogues.code import OPERATIONS, TRANSCENDENTAL, generate
-from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, bind
+from graphar.numerics.epilogues.epilogue import Epilogue, bind
 from graphar.numerics.epilogues.syntax import FUNCTIONS, MAX_NODES, Apply, Name, expression, number, parse, written
 from graphar.numerics.epilogues.tracer import trace
-from graphar.plan.algorithms import Algorithm
-from graphar.plan.select import with_epilogue
+from graphar.plan.algorithms import Algorithm, with_epilogue
 from graphar.runtime.arguments import EpilogueArguments
 from graphar.runtime.catalogue import SUMMED_TILE_KERNELS, catalogue, kernel_source
 
@@ -282,7 +281,8 @@ def test_what_an_expression_lacks_says_how_to_write_it():
 def test_a_kernel_is_given_operands_in_their_order_and_where_its_sums_lie(corner, places):
     tensors, arguments = [torch.ones(1), torch.ones(2)], EpilogueArguments(columns=7)
 
-    arguments.put(EpilogueInputs(tensors, [0.5, 2.0], corner))
+    x = torch.ones(7)
+    arguments.put((x, *tensors), (x,), (0.5, 2.0), corner)
 
     assert list(arguments.tensor)[:2] == [one.data_ptr() for one in tensors]
     assert list(arguments.scalar)[:2] == [0.5, 2.0]

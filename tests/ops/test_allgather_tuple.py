@@ -6,9 +6,12 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.call import Call
-from graphar.plan.tensor_tuple import TensorTuple
+from graphar.plan.config import FALLBACK
+from graphar.plan.work import Parts, TensorTuple
+from graphar.runtime import engine as engines
+from graphar.runtime.bind import tensor_tuple
 from graphar.runtime.engine import Engine
+from graphar.runtime.plan import Plan
 from tests.ops.conformance import world_of_one
 
 __all__ = ["world_of_one"]  # fixtures
@@ -20,19 +23,17 @@ def launches(monkeypatch):
     """The calls that kernels would make, which copy each input to the begin of its output here. They are kept."""
     made = []
 
-    def launch(x, out, *pairs):
-        for xs, outs in pairs or [([x], [out])]:
-            for one, target in zip(xs, outs, strict=True):
+    def launch(ranks):
+        for own in ranks:
+            for one, target in zip(own.inputs, own.outputs, strict=True):
                 target[: len(one)].view(torch.uint8).copy_(one.view(torch.uint8))
 
-    def run(self, call, x, out, *more):
-        made.append(Call(*call))
-        of_ranks = zip(x, out, *more, strict=True) if self.devices else [(x, out, *more)]
-        for one in of_ranks:
-            launch(*one)
-        self.plans.keep(call, launch)
+    def bind_kernel(engine, call, *_):
+        made.append(call)
+        return Plan(launch, FALLBACK)
 
-    monkeypatch.setattr(Engine, "run", run)
+    monkeypatch.setattr(tensor_tuple, "_bind_kernel", bind_kernel)
+    monkeypatch.setitem(engines.binders, Parts, bind_kernel)
     monkeypatch.setattr(Engine, "why_no_kernel", lambda self, op, x: "")
     return made
 
@@ -43,7 +44,7 @@ def test_four_tensors_of_each_rank_take_one_launch(launches, tensors, launched):
 
     found = graphar.allgather(xs)
 
-    assert [len(one.epilogue.dtypes) if one.epilogue else 1 for one in launches] == launched
+    assert [len(one.work.dtypes) for one in launches] == launched
     for given, gathered in zip(xs, found, strict=True):
         assert [(y.shape, torch.equal(y[:2], x)) for x, y in zip(given, gathered, strict=True)] == [
             ((4, given[0].shape[1]), True)
@@ -60,8 +61,8 @@ def test_a_second_call_of_a_process_runs_the_plan_of_the_first(launches, world_o
         assert torch.equal(all_scales, scales)
         assert all_scales.is_contiguous()
     (call,) = launches
-    assert call.epilogue == TensorTuple((FP8, torch.float32), ((16,), (2,)), (3,))
-    assert call.counts == (48 + 32,)
+    assert call.work == TensorTuple((FP8, torch.float32), ((16,), (2,)), (3,))
+    assert call.work.parts == (48 + 32,)
 
 
 def test_calls_of_other_shapes_have_plans_of_their_own(launches, world_of_one):
@@ -78,4 +79,4 @@ def test_only_calls_that_need_gradients_take_a_kernel_for_each_tensor(launches, 
         graphar.allgather((rows, scales))
     graphar.allgather((rows, scales))
 
-    assert [one.epilogue is None for one in launches] == [False, True, True]
+    assert [isinstance(one.work, Parts) for one in launches] == [False, True, True]

@@ -9,7 +9,7 @@ import torch
 
 import graphar
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.select import measured_shape
+from graphar.plan.entries import measured_config
 from graphar.plan.tables import shipped_table
 from graphar.runtime.user_tables import find_table
 from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
@@ -259,10 +259,10 @@ def test_a_tensor_past_an_algorithms_scratch_is_refused(ranks: Ranks):
     ranks.check(integers, 8192, torch.bfloat16, "one_shot_push")
 
 
-def test_the_shape_that_runs_is_the_tables(ranks: Ranks):
-    shape, _ = measured_shape(find_table(torch.cuda.get_device_name(0)), ranks.world_size, 2048)
+def test_the_configuration_that_runs_is_the_tables(ranks: Ranks):
+    config, _ = measured_config(find_table(torch.cuda.get_device_name(0)), ranks.world_size, 2048)
     said = ranks.communicator.explain(ranks.place([torch.ones(1024, dtype=torch.bfloat16)] * ranks.world_size))
-    assert (said.algorithm, said.blocks, said.threads) == (shape.algorithm.value, shape.blocks, shape.threads)
+    assert (said.algorithm, said.blocks, said.threads) == (config.algorithm.value, config.blocks, config.threads)
 
 
 def test_the_current_device_stays_what_it_was(ranks: Ranks):

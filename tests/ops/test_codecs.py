@@ -12,11 +12,12 @@ from graphar.numerics.codec_reference import Noise, encode
 from graphar.numerics.codecs import BUCKET_SIZES, NAMES, SCALE_DTYPES, codec
 from graphar.ops.reducescatter import OP
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
+from graphar.plan.policy import Chip
 from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
-from graphar.plan.select import algorithms_of
-from graphar.plan.shapes import for_quantized, for_quantized_parts
+from graphar.plan.select import Facts, algorithms_of, select
 from graphar.plan.tables import shipped_table
+from graphar.plan.work import Parts, Sum
 from graphar.ranks import fallback
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
@@ -138,7 +139,7 @@ def with_kernels(monkeypatch):
 
 def explain(communicator, numel, one, algorithm="auto"):
     x = torch.empty(numel, dtype=torch.bfloat16, device="meta")
-    return communicator.engine.explain(Call.of("allreduce", x, algorithm=algorithm, codec=text_of(one)), x)
+    return communicator.engine.explain(Call.of(Sum(numel, text_of(one)), x, algorithm=algorithm), x)
 
 
 def test_explain_says_what_an_element_costs(with_kernels):
@@ -165,15 +166,16 @@ def test_a_codec_without_a_spare_word_has_one_algorithm():
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("one", [codec(name) for name in NAMES] + [Codec(8, 32, scheme="minmax")], ids=str)
-def test_a_shape_can_run(world_size, one):
+def test_a_configuration_can_run(world_size, one):
     for numel in (1, 1024, 1025, 1 << 20, 1 << 25, 1 << 31):
-        shape = for_quantized(TABLE.quantized, TABLE.chip.sms, one, world_size, numel, 2)
-        assert 1 <= shape.blocks <= MAX_BLOCKS
-        assert 32 <= shape.threads <= 512
-        if shape.algorithm is PUSH:
-            assert shape.threads % (32 * world_size) == 0
+        call = Call(Sum(numel, one.text), torch.bfloat16, 0)
+        config, _ = select(call, Facts(world_size, TABLE, TABLE.chip))
+        assert 1 <= config.blocks <= MAX_BLOCKS
+        assert 32 <= config.threads <= 512
+        if config.algorithm is PUSH:
+            assert config.threads % (32 * world_size) == 0
         else:
-            assert 1 <= shape.chunk * one.tile_nbytes <= PIPELINED.row.scratch(world_size).capacity * 16
+            assert 1 <= config.chunk * one.tile_nbytes <= PIPELINED.row.scratch(world_size).capacity * 16
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -256,14 +258,14 @@ def test_each_part_has_random_numbers_of_its_own():
 UNEVEN = (0, 3000, 1025)
 
 
-UNEVEN_CALL = Call("reducescatter", UNEVEN, torch.bfloat16, -1, codec=STOCHASTIC.text)
+UNEVEN_CALL = Call(Parts("reducescatter", UNEVEN, STOCHASTIC.text), torch.bfloat16, -1)
 
 
 def scatter_unevenly_as_rank(rank, world_size):
     fallback._CHUNK_NUMEL = 1024  # so that parts go in several pieces, some of them empty
     parts = inputs((sum(UNEVEN),))
     out = torch.empty(UNEVEN[rank], dtype=torch.bfloat16)
-    Communicator().engine.run(UNEVEN_CALL, parts[rank], out)
+    Communicator().engine.run(UNEVEN_CALL, [Operands((parts[rank],), (out,))])
     return same_bits(out, scattered(parts, STOCHASTIC, sizes=UNEVEN)[rank])
 
 
@@ -276,7 +278,7 @@ def test_a_list_may_have_parts_of_any_lengths(trio, monkeypatch):
     parts = inputs((sum(UNEVEN),))
     outs = [torch.empty(count, dtype=torch.bfloat16) for count in UNEVEN]
 
-    trio.engine.run(UNEVEN_CALL, parts, outs)
+    trio.engine.run(UNEVEN_CALL, [Operands((x,), (out,)) for x, out in zip(parts, outs, strict=True)])
 
     assert wrong(outs, scattered(parts, STOCHASTIC, sizes=UNEVEN)) == [0, 0, 0]
 
@@ -312,13 +314,14 @@ def test_a_fake_result_is_as_long_as_its_ranks_part(group_of):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("one", [*map(codec, NAMES), Codec(8, 32, scheme="minmax", scale_dtype=torch.float32)], ids=str)
-def test_a_shape_of_parts_can_run(world_size, one):
+def test_a_configuration_of_parts_can_run(world_size, one):
     room = KERNEL.row.scratch(world_size).capacity * 16
     for numel in (1, 1024, 1025, 1 << 20, 1 << 25, 1 << 31):
-        shape = for_quantized_parts(132, one, world_size, numel)
-        assert 1 <= shape.blocks <= MAX_BLOCKS
-        assert shape.threads in range(32 * world_size, 513, 32)
-        assert 1 <= shape.chunk * one.tile_nbytes <= room
+        call = Call(Parts("reducescatter", (numel,) * world_size, one.text), torch.bfloat16, 0)
+        config, _ = select(call, Facts(world_size, TABLE, Chip(132, "sm_90a")))
+        assert 1 <= config.blocks <= MAX_BLOCKS
+        assert config.threads in range(32 * world_size, 513, 32)
+        assert 1 <= config.chunk * one.tile_nbytes <= room
 
 
 def test_any_codec_has_its_kernel():

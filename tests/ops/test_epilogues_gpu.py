@@ -8,8 +8,7 @@ from torch.nn import functional
 
 import graphar
 from graphar import Epilogue
-from graphar.plan.algorithms import Algorithm
-from graphar.plan.select import with_epilogue
+from graphar.plan.algorithms import Algorithm, with_epilogue
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, fits, poison
 from tests.processes import run_ranks

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 import graphar
 from graphar import Communicator, reference
-from graphar.numerics.norms import RmsNorm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
+from graphar.plan.config import kernel_of
 from graphar.plan.select import Facts, select
-from graphar.plan.shapes import for_norm
 from graphar.plan.tables import shipped_table
+from graphar.plan.work import Norm
 from tests.cases import normal, same_bits
 from tests.ops.conformance import world_of_one  # noqa: F401, a fixture
 
@@ -136,20 +136,21 @@ def test_rows_of_a_two_shot_have_owners_in_turn_and_fit_their_slots(world_size, 
     chip = replace(TABLE.chip, arch="sm_90a" if has_clusters else "sm_80")
     for rows in (1, 31, 132, 133, 256, 257, (64 << 20) // (2 * columns)):
         x = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
-        shape = for_norm(TABLE.norm, chip, world_size, Call.of(norm.__name__, x, epilogue=RmsNorm(columns)))
-        packs, cluster = columns // 8, shape.epilogue.cluster
-        teams, threads = shape.blocks // cluster, shape.threads * cluster
+        call = Call.of(Norm(norm.__name__, (x.numel(),), columns), x)
+        config, _ = select(call, Facts(world_size, TABLE, chip))
+        packs, cluster = columns // 8, config.cluster
+        teams, threads = config.blocks // cluster, config.threads * cluster
         assert cluster == 1 or has_clusters
         assert teams <= rows
-        assert shape.blocks <= 131  # all run at once, and leave an SM free
+        assert config.blocks <= 131  # all run at once, and leave an SM free
         assert threads >= min(packs, 1024 if cluster > 1 else 512)
         assert threads & (threads - 1) == 0
-        assert shape.threads % 32 == 0
-        if shape.algorithm is Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
+        assert config.threads % 32 == 0
+        if config.algorithm is Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT:
             assert teams == rows or teams % world_size == 0
-            assert -(-rows // world_size) * packs <= shape.algorithm.row.scratch(world_size).capacity
+            assert -(-rows // world_size) * packs <= config.algorithm.row.scratch(world_size).capacity
         else:
-            assert rows * packs <= shape.algorithm.row.scratch(world_size).capacity
+            assert rows * packs <= config.algorithm.row.scratch(world_size).capacity
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -168,7 +169,8 @@ def test_one_rank_norms_its_own():
 def test_a_call_is_planned_with_its_columns():
     """Without them the kernel would be launched without its operands."""
     x = torch.empty(3, 1024, dtype=torch.bfloat16, device="meta")
-    call = Call.of(norm.__name__, x, epilogue=RmsNorm(1024, output="dynamic_fp8"))
-    shape, _ = select(call, Facts(2, TABLE, TABLE.chip))
+    call = Call.of(Norm(norm.__name__, (x.numel(),), 1024, "dynamic_fp8"), x)
+    config, _ = select(call, Facts(2, TABLE, TABLE.chip))
 
-    assert shape.epilogue == RmsNorm(1024, 2, "dynamic_fp8")
+    assert config.cluster == 2
+    assert kernel_of(config, call).template == "2, dynamic_fp8"

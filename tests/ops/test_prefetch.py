@@ -15,10 +15,13 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.policy import Chip
 from graphar.plan.select import Facts
+from graphar.plan.slices import Slice
 from graphar.plan.tables import shipped_table
+from graphar.plan.work import Sum
 from graphar.runtime import launcher, prefetch
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.runner import Runner
+from graphar.runtime.bind.collective import put_of
+from graphar.runtime.bind.launches import bind_launch
 from tests.cases import normal, same_bits
 from tests.ops.conformance import world_of_one  # noqa: F401, a fixture
 from tests.processes import run_ranks
@@ -103,7 +106,7 @@ def test_only_whole_packs_inside_a_tensor_are_fetched_up_to_the_budget(begin, en
 
 def launched_with(following) -> tuple[int, int]:
     arguments = Arguments()
-    prefetch.put(arguments, following, BUDGET_NBYTES)
+    prefetch.put(arguments, BUDGET_NBYTES, (None, following), (None,), (), None)
     return arguments.prefetch, arguments.prefetch_nbytes
 
 
@@ -120,34 +123,37 @@ def test_a_launch_is_told_the_memory_that_a_tensor_spans():
 def test_a_launch_with_something_to_prefetch_is_made(monkeypatch):
     made, arguments, (x, out, following) = [], Arguments(), (torch.empty(64) for _ in range(3))
     member = SimpleNamespace(device=0, record=SimpleNamespace(kind=0), stream=3)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 3, raising=False)
     monkeypatch.setattr(launcher, "launch_kernel", lambda: lambda *given: made.append(given) or 0)
-    runner = Runner.__new__(Runner)
-    runner.lock = threading.RLock()
-    fill = runner._fill(shape_of(2048), BUDGET_NBYTES)
+    runner = SimpleNamespace(lock=threading.RLock(), symmetric=None)
+    engine, call = SimpleNamespace(runner=runner, table=H200), call_of(2048)
+    put = put_of(engine, call)(arguments, config_of(2048), Slice(call.work.numel))
 
-    launch = runner.bind_member(member, SimpleNamespace(arguments=(1, 2), stream=3), arguments, fill)
-    launch(x, out, following)
+    launch = bind_launch(runner, member, SimpleNamespace(arguments=(1, 2), stream=3), arguments, put)
+    launch((x, following), (out,))
 
     assert made == [(1, 2)]
     assert (arguments.input, arguments.output) == (x.data_ptr(), out.data_ptr())
     assert (arguments.prefetch, arguments.prefetch_nbytes) == (following.data_ptr(), following.nbytes)
 
 
-def shape_of(nbytes, algorithm="auto", arch="sm_90a", why_no_kernel="", blocks=None, prefetches=True):
-    call = Call("allreduce", nbytes // 2, torch.bfloat16, 0, algorithm, blocks=blocks, prefetches=prefetches)
-    return select.select(call, Facts(4, H200, Chip(132, arch), why_no_kernel)).shape
+def call_of(nbytes, algorithm="auto", blocks=None, prefetches=True):
+    return Call(Sum(nbytes // 2), torch.bfloat16, 0, algorithm, blocks=blocks, prefetches=prefetches)
+
+
+def config_of(nbytes, algorithm="auto", arch="sm_90a", why_no_kernel="", blocks=None, prefetches=True):
+    call = call_of(nbytes, algorithm, blocks, prefetches)
+    return select.select(call, Facts(4, H200, Chip(132, arch), why_no_kernel)).config
 
 
 @pytest.mark.parametrize("nbytes", [2, 2048, 1 << 20, LARGEST_NBYTES])
 def test_small_sums_prefetch_on_all_sms_but_one_by_the_algorithm_they_have_without(nbytes):
-    shape = shape_of(nbytes)
+    config = config_of(nbytes)
 
-    assert shape.prefetches
-    assert shape.algorithm.row.prefetches
-    assert shape.algorithm is shape_of(nbytes, prefetches=False).algorithm
-    assert shape.blocks == 131
+    assert config.prefetches
+    assert config.algorithm.row.prefetches
+    assert config.algorithm is config_of(nbytes, prefetches=False).algorithm
+    assert config.blocks == 131
 
 
 @pytest.mark.parametrize(
@@ -163,4 +169,4 @@ def test_small_sums_prefetch_on_all_sms_but_one_by_the_algorithm_they_have_witho
     ids=str,
 )
 def test_what_cannot_prefetch_or_gains_nothing_is_chosen_as_without(call):
-    assert not shape_of(**call).prefetches
+    assert not config_of(**call).prefetches

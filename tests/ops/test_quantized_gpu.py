@@ -13,10 +13,12 @@ from graphar import Codec
 from graphar.numerics.codec_reference import Noise, encode
 from graphar.numerics.codecs import FP8, NAMES, codec
 from graphar.plan.algorithms import Algorithm, with_kernels
-from graphar.plan.shapes import for_quantized
+from graphar.plan.call import Call
+from graphar.plan.select import by_policy
 from graphar.plan.slices import Slice
+from graphar.plan.work import Sum
 from tests.cases import bit_patterns, normal, same_bits
-from tests.gpu import DTYPES, Ranks, poison
+from tests.gpu import DTYPES, Ranks, launches_of, poison
 from tests.processes import run_ranks
 from tests.worlds import GPU_WORLD_SIZES
 
@@ -221,10 +223,10 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks
     numel, world_size = 65536, fresh_ranks.world_size
     check(fresh_ranks, parts_of(fresh_ranks, normal, numel), codec("int4"), algorithm)
     engine = fresh_ranks.communicator.engine
-    runner, policy = engine.runner, engine.table.quantized
-    shape = for_quantized(policy, runner.chip.sms, codec("int4"), world_size, numel, 2, Algorithm(algorithm))
-    launches = runner.bind_members(shape, Slice(numel), torch.bfloat16, 0.5)
     xs = [torch.ones(numel, dtype=torch.bfloat16, device=f"cuda:{rank}") for rank in range(world_size)]
+    call = Call.of(Sum(numel, codec("int4").text), xs[0])
+    config = by_policy(Algorithm(algorithm), call, engine.facts(call, xs[0]))
+    launches = launches_of(engine, call, config, Slice(numel), 0.5)
     begin = time.monotonic()
     for launch, x in zip(launches[:-1], xs, strict=False):
         launch(x, torch.empty_like(x))

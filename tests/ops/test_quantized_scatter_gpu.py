@@ -17,10 +17,10 @@ from graphar.fsdp import ExactReduceScatter, QuantizedReduceScatter
 from graphar.numerics.codec_reference import Noise
 from graphar.numerics.codecs import FP8, NAMES, codec
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.shapes import for_quantized_parts
+from graphar.plan.select import by_policy
 from graphar.plan.slices import slices
 from tests.cases import bit_patterns, left_after_scatter, normal, same_bits
-from tests.gpu import DTYPES, Ranks, poison
+from tests.gpu import DTYPES, Ranks, launches_of, poison
 from tests.processes import run_ranks
 from tests.worlds import GPU_WORLD_SIZES
 
@@ -195,12 +195,12 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks
     numel, world_size = 65536, fresh_ranks.world_size
     parts, counts = parts_of(fresh_ranks, normal, numel), even(fresh_ranks, numel)
     check(fresh_ranks, parts, INT4)
-    runner = fresh_ranks.communicator.engine.runner
-    shape = for_quantized_parts(runner.chip.sms, INT4, world_size, max(counts))
+    engine, xs = fresh_ranks.communicator.engine, fresh_ranks.place(parts)
+    call = fresh_ranks.call_of_parts("reducescatter", xs[0], counts, INT4.text)
     (only,) = slices(KERNEL, world_size, counts, 2)
-    launches = runner.bind_members(shape, only, torch.bfloat16, 0.5)
+    launches = launches_of(engine, call, by_policy(KERNEL, call, engine.facts(call, xs[0])), only, 0.5)
     begin = time.monotonic()
-    for launch, x, count in zip(launches[:-1], fresh_ranks.place(parts), counts, strict=False):
+    for launch, x, count in zip(launches[:-1], xs, counts, strict=False):
         launch(x, x.new_empty(count))
     with pytest.raises(graphar.CollectiveTimeout, match="waited past the deadline for rank") as raised:
         fresh_ranks.communicator.synchronize()

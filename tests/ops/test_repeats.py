@@ -1,4 +1,4 @@
-"""The fast path of eager all-reduces: a call like an earlier one repeats its launch, and any other call does not.
+"""The fast path of eager calls: a call like an earlier one repeats its launch, and any other call does not.
 
 A plan of the runner is kept for calls with CPU tensors. Its driver and its streams are stand-ins, so that a launch adds
 the addresses that it got to a list.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,76 +20,28 @@ from graphar.errors import CollectiveTimeout, CommunicatorError
 from graphar.ops import repeats
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.policy import Chip
-from graphar.ranks.rendezvous import Alone
+from graphar.plan.work import Sum
 from graphar.runtime import engine as engines
-from graphar.runtime import failures, launcher
-from graphar.runtime.arguments import Arguments, Record
-from graphar.runtime.launcher import Grid, Launch
-from graphar.runtime.runner import Runner
-
-NUMEL = 24
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """The current device and stream, and what was launched: the stream, and the addresses of input and output."""
-    state = SimpleNamespace(device=-1, stream=5, launched=[], repeated=[])
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.device, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: state.stream, raising=False)
-    monkeypatch.setattr(repeats, "_current_device", lambda: state.device)
-    monkeypatch.setattr(repeats, "_new_on_current_device", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return state
-
-
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def communicator(machine, group, monkeypatch):
-    """A communicator whose plain all-reduces of NUMEL elements, by "auto" and bf16, launch on the stand-in."""
-    made = graphar.Communicator(group)
-    member = SimpleNamespace(rank=0, device=-1, stream=5, record=Record(), followed=[], free=lambda: None)
-    member.follow, member.leave = member.followed.append, lambda: None
-    made.engine.runner = runner = Runner([member], 4, Chip(132, "sm_90a"), None, Alone(), None)
-    arguments = Arguments()
-    launch = Launch(1, [arguments], Grid(2, 32, 0, True))
-
-    def launch_kernel(*given):
-        machine.launched.append((launch.stream, arguments.input, arguments.output))
-        return 0
-
-    monkeypatch.setattr(launcher, "launch_kernel", lambda: launch_kernel)
-    plan = runner.bind_member(member, launch, arguments)
-    repeat_at = plan.at_addresses
-
-    def noted(*addresses):
-        machine.repeated.append(addresses)
-        repeat_at(*addresses)
-
-    plan.at_addresses = noted
-    made.engine.plans.keep(Call("allreduce", NUMEL, torch.bfloat16, -1), plan)
-    monkeypatch.setattr(runner, "close", lambda: None)
-    yield made
-    made.close()
+from graphar.runtime import failures
+from tests.ops.conftest import NUMEL, PLAIN
 
 
 @pytest.fixture
 def warm(communicator, like):
-    """The communicator after a call that others can repeat."""
-    communicator.allreduce(like)
+    """The communicator after calls that others can repeat."""
+    twice(lambda: communicator.allreduce(like))
     return communicator
 
 
 @pytest.fixture
 def like():
     return torch.zeros(4, 6, dtype=torch.bfloat16)
+
+
+def twice(call):
+    """Makes a call that later ones can repeat: one that was made once may have options that never come again."""
+    call()
+    call()
 
 
 def repeats_of(machine, *calls):
@@ -140,7 +90,7 @@ def test_calls_repeat_with_each_form_of_a_group(communicator, machine, like, gro
         theirs.runner = communicator.engine.runner
         theirs.plans.update(communicator.engine.plans)
 
-    graphar.allreduce(like, chosen)
+    twice(lambda: graphar.allreduce(like, chosen))
 
     assert repeats_of(machine, lambda: graphar.allreduce(like, chosen)) == 1
 
@@ -148,7 +98,7 @@ def test_calls_repeat_with_each_form_of_a_group(communicator, machine, like, gro
 def test_results_of_repeated_calls_in_inference_mode_are_inference_tensors(communicator, machine):
     with torch.inference_mode():
         x = torch.zeros(4, 6, dtype=torch.bfloat16)
-        communicator.allreduce(x)
+        twice(lambda: communicator.allreduce(x))
         assert communicator.allreduce(x).is_inference()
         assert communicator.allreduce(x, out=x) is x
     assert len(machine.repeated) == 2
@@ -156,9 +106,9 @@ def test_results_of_repeated_calls_in_inference_mode_are_inference_tensors(commu
 
 def test_calls_of_other_sizes_between_do_not_matter(warm, machine, like):
     (plan,) = warm.engine.plans.values()
-    warm.engine.plans.keep(Call("allreduce", 7, torch.bfloat16, -1), plan)
+    warm.engine.plans.keep(Call(Sum(7), torch.bfloat16, -1), plan)
     other = torch.zeros(7, dtype=torch.bfloat16)
-    warm.allreduce(other)
+    twice(lambda: warm.allreduce(other))
 
     assert repeats_of(machine, lambda: warm.allreduce(like), lambda: warm.allreduce(other)) == 2
 
@@ -184,16 +134,37 @@ UNLIKE = {
 }
 
 
-def test_of_unlike_calls_of_one_size_those_that_go_on_are_repeated(communicator, machine, like):
+def test_calls_of_one_size_and_two_shapes_are_both_repeated(communicator, machine, like):
     square = like.view(6, 4)
-    for x in (like, square) * 3:
+    for x in (like, square) * 2:
         communicator.allreduce(x)
-    assert repeats_of(machine, lambda: communicator.allreduce(like), lambda: communicator.allreduce(square)) == 1
 
-    calls = repeats_of(machine, *[lambda: communicator.allreduce(square)] * 100)
+    assert repeats_of(machine, lambda: communicator.allreduce(like), lambda: communicator.allreduce(square)) == 2
 
-    assert 30 < calls < 100
-    assert repeats_of(machine, lambda: communicator.allreduce(square)) == 1
+
+def test_of_calls_that_differ_in_another_tensor_those_that_go_on_are_repeated(communicator, machine, like):
+    (plan,) = communicator.engine.plans.values()
+    communicator.engine.plans.keep(PLAIN._replace(prefetches=True), plan)
+    short, long = torch.zeros(8), torch.zeros(16)
+
+    def prefetching(following):
+        return lambda: communicator.allreduce(like, prefetch=following)
+
+    for following in (short, long) * 3:
+        prefetching(following)()
+    assert repeats_of(machine, prefetching(short), prefetching(long)) == 1
+
+    calls = repeats_of(machine, *[prefetching(long)] * 100)
+
+    assert 30 < calls <= 100
+    assert repeats_of(machine, prefetching(long)) == 1
+
+
+def test_a_call_that_is_made_once_leaves_nothing_to_repeat(communicator, machine, like):
+    """Its options may never come again: an epilogue that is a new function in each call is a new key."""
+    communicator.allreduce(like)
+
+    assert not communicator.engine.plans.repeats
 
 
 @pytest.mark.parametrize("name", UNLIKE)
@@ -241,7 +212,7 @@ def test_an_output_that_does_not_fit_raises_as_it_did(warm, machine, like, name)
 def test_an_output_that_overlaps_the_input_is_refused(communicator, machine):
     memory = torch.zeros(2 * NUMEL, dtype=torch.bfloat16)
     x, shifted = memory[:NUMEL], memory[8 : 8 + NUMEL]
-    communicator.allreduce(x)
+    twice(lambda: communicator.allreduce(x))
 
     with pytest.raises(ValueError, match="overlap"):
         communicator.allreduce(x, out=shifted)
@@ -286,7 +257,7 @@ def test_a_call_on_another_device_is_not_repeated(warm, machine, like):
     machine.device = 3
 
     assert repeats_of(machine, lambda: warm.allreduce(like)) == 0
-    assert len(machine.launched) == 2  # both calls were launched
+    assert len(machine.launched) == 3  # all calls were launched
 
 
 def test_a_repeated_call_follows_the_stream(warm, machine, like):
@@ -322,7 +293,7 @@ def test_a_destroyed_group_raises(warm, machine, like, group, keeps_store):
     theirs = graphar.runtime.registry.engine_of(None)
     theirs.runner = warm.engine.runner
     theirs.plans.update(warm.engine.plans)
-    graphar.allreduce(like, group)
+    twice(lambda: graphar.allreduce(like, group))
     assert repeats_of(machine, lambda: graphar.allreduce(like, group), lambda: graphar.allreduce(like)) == 2
 
     kept = dist.distributed_c10d._get_process_group_store(group) if keeps_store else None
@@ -346,23 +317,24 @@ def test_a_plan_that_another_thread_drops_during_its_call_is_not_repeated(commun
     plans = communicator.engine.plans
     ((call, plan),) = plans.items()
 
-    def drop(x, out):
-        plan(x, out)
+    def drop(ranks):
+        plan.run(ranks)
         plans.clear()
+        plans.keep(call, plan)
 
-    drop.at_addresses = plan.at_addresses
-    plans[call] = drop
+    communicator.allreduce(like)
+    plans[call] = plan._replace(run=drop)
 
     communicator.allreduce(like)
 
-    assert len(machine.launched) == 1
+    assert len(machine.launched) == 2
     assert not plans.repeats
 
 
 def test_a_watched_call_is_not_repeated(warm, machine, like, monkeypatch):
     watched = []
 
-    def watch(engine, call, x, note, run):
+    def watch(engine, call, ranks, note, run):
         watched.append(call.op)
         run()
 
@@ -471,7 +443,7 @@ def test_with_a_torch_that_lacks_a_private_name_no_call_can_repeat(monkeypatch, 
 
 
 def test_where_no_call_can_repeat_plans_are_called(communicator, machine, like, monkeypatch):
-    monkeypatch.setattr(sys.modules["graphar.ops.allreduce"], "can_repeat", False)
+    monkeypatch.setattr(repeats, "can_repeat", False)
     calls = [lambda: communicator.allreduce(like)] * 3
 
     assert repeats_of(machine, *calls) == 0

@@ -10,7 +10,7 @@ import torch
 
 import graphar
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.shapes import for_parts
+from graphar.plan.entries import by_entries
 from graphar.plan.slices import slices
 from tests.cases import normal, same_bits
 from tests.gpu import Ranks, bare_launches
@@ -172,13 +172,14 @@ def test_the_ops_take_turns_on_one_communicator(ranks: Ranks):
 def launch_all_but_last(call: Call, timeout_s: float) -> Algorithm:
     """Makes the call on all ranks but the last one. Returns its algorithm."""
     engine, world_size = call.ranks.communicator.engine, call.ranks.world_size
-    shape = for_parts(engine.table.parts[call.op], max(call.counts) * DTYPE.itemsize)
-    (only,) = slices(shape.algorithm, world_size, call.counts, DTYPE.itemsize)
-    launches = bare_launches(engine.runner, shape, only, DTYPE, timeout_s)
+    config = by_entries(engine.table.parts[call.op], 1, max(call.counts) * DTYPE.itemsize)
+    (only,) = slices(config.algorithm, world_size, call.counts, DTYPE.itemsize)
+    planned = call.ranks.call_of_parts(call.op, call.xs[0], call.counts)
+    launches = bare_launches(engine, planned, config, only, timeout_s)
     for member, launch in list(zip(engine.runner.members, launches, strict=True))[:-1]:
         with torch.cuda.device(member.device):
             launch(call.xs[member.rank], call.ys[member.rank], torch.cuda.current_stream().cuda_stream)
-    return shape.algorithm
+    return config.algorithm
 
 
 @every_op

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.config import Config
 from graphar.plan.scratch import LOSSLESS_CHUNK, PIPELINE_BLOCKS
 from graphar.plan.slices import Slice
+from graphar.plan.work import Sum
 from tests.cases import bit_patterns, far_apart, in_turns, normal, same_bits
-from tests.gpu import Ranks
+from tests.gpu import Ranks, launches_of
 
 pytestmark = pytest.mark.gpu
 
@@ -42,10 +45,9 @@ def test_every_grid_and_chunk_gives_the_specification(ranks: Ranks, blocks, chun
     parts = [fill(rank, numel, torch.bfloat16) for rank in range(ranks.world_size)]
     xs = ranks.place(parts)
     outs = [torch.full_like(x, torch.nan) for x in xs]
-    shape = Shape(Algorithm(NAME), blocks, 512, chunk)
-    for launch, x, out in zip(
-        ranks.communicator.engine.runner.bind_members(shape, Slice(numel), torch.bfloat16, 10), xs, outs, strict=True
-    ):
+    call, config = Call.of(Sum(numel), xs[0]), Config(Algorithm(NAME), blocks, 512, chunk)
+    launches = launches_of(ranks.communicator.engine, call, config, Slice(numel), 10)
+    for launch, x, out in zip(launches, xs, outs, strict=True):
         launch(x, out)
     ranks.communicator.synchronize()
     ranks.check_result(outs, parts)

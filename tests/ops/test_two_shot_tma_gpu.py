@@ -9,9 +9,12 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.config import Config
 from graphar.plan.scratch import TMA_BLOCKS, TMA_CHANNELS, TMA_DEPTH, TMA_THREADS
 from graphar.plan.slices import Slice
+from graphar.plan.work import Sum
 from tests.cases import integers, normal, same_bits
 from tests.gpu import Ranks, bare_launches
 
@@ -20,12 +23,16 @@ pytestmark = pytest.mark.gpu
 NAME = "two_shot_tma"
 
 
-def launch(ranks: Ranks, shape: Shape, numels: list[int], xs: list, outs: list, timeout_s: float = 10) -> None:
-    """One call of a given shape, in which rank r takes part with ``numels[r]`` elements."""
-    runner = ranks.communicator.engine.runner
-    for at, (member, numel, x, out) in enumerate(zip(runner.members, numels, xs, outs, strict=True)):
+def launch(ranks: Ranks, config: Config, numels: list[int], xs: list, outs: list, timeout_s: float = 10) -> None:
+    """One call of a given configuration, in which rank r takes part with ``numels[r]`` elements.
+
+    Ranks agree on the call: they say the elements of rank 0.
+    """
+    engine = ranks.communicator.engine
+    call = Call.of(Sum(numels[0]), xs[0])
+    for at, (member, numel, x, out) in enumerate(zip(engine.runner.members, numels, xs, outs, strict=True)):
         with torch.cuda.device(member.device):
-            run = bare_launches(runner, shape, Slice(numel), x.dtype, timeout_s)[at]
+            run = bare_launches(engine, call, config, Slice(numel), timeout_s)[at]
             run(x, out, torch.cuda.current_stream().cuda_stream)
 
 
@@ -44,8 +51,8 @@ def test_every_grid_and_chunk_gives_the_specification(ranks: Ranks, blocks, chun
     xs = ranks.place(parts)
     outs = [torch.full_like(x, torch.nan) for x in xs]
     for _ in range(3):
-        shape = Shape(Algorithm.TWO_SHOT_TMA, blocks, TMA_THREADS, chunk)
-        launch(ranks, shape, [numel] * ranks.world_size, xs, outs)
+        config = Config(Algorithm.TWO_SHOT_TMA, blocks, TMA_THREADS, chunk)
+        launch(ranks, config, [numel] * ranks.world_size, xs, outs)
     ranks.communicator.synchronize()
     ranks.check_result(outs, parts)
 
@@ -91,11 +98,11 @@ def test_a_rank_that_ends_in_the_middle_is_named_and_every_role_gets_out(fresh_r
     in_step = 2 * TMA_CHANNELS * ranks.world_size * 64 * 8
     others = [3 * TMA_DEPTH * in_step] * (ranks.world_size - 1)
     xs = ranks.place([torch.ones(others[0], dtype=torch.bfloat16)] * ranks.world_size)
-    shape = Shape(Algorithm.TWO_SHOT_TMA, 2, TMA_THREADS, 64)
+    config = Config(Algorithm.TWO_SHOT_TMA, 2, TMA_THREADS, 64)
     begin = time.monotonic()
-    launch(ranks, shape, [*others, 2 * in_step], xs, xs, timeout_s=0.5)
+    launch(ranks, config, [*others, 2 * in_step], xs, xs, timeout_s=0.5)
     for _ in range(10):  # queued behind the time-out
-        launch(ranks, shape, [*others, 0], xs, xs, timeout_s=0.5)
+        launch(ranks, config, [*others, 0], xs, xs, timeout_s=0.5)
     with pytest.raises(graphar.CollectiveTimeout) as raised:
         ranks.communicator.synchronize()
     assert time.monotonic() - begin < 3

@@ -220,7 +220,7 @@ def test_tracks_have_the_names_of_the_warps_that_write_them(consumers, warps):
 def test_what_is_decoded_is_what_the_kernel_writes():
     text = (source_directory() / "device" / "matmul" / "timeline.cuh").read_text()
 
-    phases = re.search(r"enum Phase : u32 \{\s*(.*?)\};", text, re.DOTALL)[1]
+    phases = re.search(r"enum TimelinePhase : u32 \{\s*(.*?)\};", text, re.DOTALL)[1]
     assert re.findall(r"^ *(\w+)(?: = 1)?,", phases, re.MULTILINE) == list(timelines.PHASES)
     assert phases.startswith("multiplying = 1,")
     assert re.findall(r"^ +(u\d+) \w+;", text, re.MULTILINE)[:3] == ["u64", "u32", "u32"]

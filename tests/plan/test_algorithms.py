@@ -10,9 +10,8 @@ import pytest
 
 from graphar.plan import scratch
 from graphar.plan.algorithms import Algorithm, with_kernels
+from graphar.plan.entries import config_of, fitted, measured_config
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, ONE_SHOT_DEPTH, WORLD_SIZES
-from graphar.plan.select import measured_shape
-from graphar.plan.shapes import shape_of
 from graphar.plan.tables import Table, problem_with, shipped_table
 from graphar.runtime import compiler
 from graphar.runtime.catalogue import file_of
@@ -48,12 +47,12 @@ def tables():
 every_table = pytest.mark.parametrize(("table", "world_size"), tables())
 
 
-def rows_of(table, world_size):
+def entries_of(table, world_size):
     return shipped_table(table).rows[world_size]
 
 
-def limit_of(row):
-    return float("inf") if row["max_nbytes"] is None else row["max_nbytes"]
+def limit_of(entry):
+    return float("inf") if entry["max_nbytes"] is None else entry["max_nbytes"]
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -80,14 +79,16 @@ def test_the_most_threads_are_what_the_kernels_launch_bounds_say(algorithm):
     assert algorithm.row.max_threads == (named[bound] if bound in named else int(bound))
 
 
-def assert_can_run(shape, world_size):
-    assert 1 <= shape.blocks <= shape.algorithm.row.max_blocks <= MAX_BLOCKS
-    assert 32 <= shape.threads <= shape.algorithm.row.max_threads
-    assert shape.threads % 32 == 0
-    if shape.algorithm.row.chunked:
-        assert 1 <= shape.chunk <= shape.algorithm.row.scratch(world_size).capacity
-    if shape.algorithm is Algorithm.TWO_SHOT_TMA:
-        assert shape.threads == scratch.TMA_THREADS
+def assert_can_run(config, world_size):
+    assert 1 <= config.blocks <= config.algorithm.row.max_blocks <= MAX_BLOCKS
+    assert 32 <= config.threads <= config.algorithm.row.max_threads
+    assert config.threads % 32 == 0
+    if config.algorithm.row.chunked:
+        assert 1 <= config.chunk <= config.algorithm.row.scratch(world_size).capacity
+    else:
+        assert config.chunk == 0
+    if config.algorithm is Algorithm.TWO_SHOT_TMA:
+        assert config.threads == scratch.TMA_THREADS
 
 
 def source_of(algorithm):
@@ -112,82 +113,82 @@ def test_a_measured_table_says_where_its_figures_are_from():
 
 
 @every_table
-def test_an_algorithm_that_is_asked_for_takes_its_own_rows(table, world_size):
-    for row in rows_of(table, world_size):
-        nbytes = row["max_nbytes"] or 1 << 33
-        shape, _ = measured_shape(shipped_table(table), world_size, nbytes, Algorithm(row["algorithm"]))
-        assert shape == shape_of(row, world_size, nbytes)
+def test_an_algorithm_that_is_asked_for_takes_its_own_entries(table, world_size):
+    for entry in entries_of(table, world_size):
+        nbytes = entry["max_nbytes"] or 1 << 33
+        config, _ = measured_config(shipped_table(table), world_size, nbytes, Algorithm(entry["algorithm"]))
+        assert config == fitted(config_of(entry), world_size, nbytes)
 
 
 @every_table
-def test_a_threshold_is_the_last_size_of_its_row(table, world_size):
-    rows = rows_of(table, world_size)
-    thresholds = sorted({row["max_nbytes"] for row in rows if row["max_nbytes"]})
+def test_a_threshold_is_the_last_size_of_its_entry(table, world_size):
+    entries = entries_of(table, world_size)
+    thresholds = sorted({entry["max_nbytes"] for entry in entries if entry["max_nbytes"]})
 
     for threshold in thresholds:
-        below, at, above = (first_row(rows, threshold + step * ELEMENT_NBYTES) for step in (-1, 0, 1))
-        for row, nbytes in ((below, threshold - ELEMENT_NBYTES), (at, threshold), (above, threshold + ELEMENT_NBYTES)):
-            shape, used = measured_shape(shipped_table(table), world_size, nbytes)
-            assert (shape.algorithm.value, shape.threads, used) == (row["algorithm"], row["threads"], table)
+        below, at, above = (first_entry(entries, threshold + step * ELEMENT_NBYTES) for step in (-1, 0, 1))
+        for entry, step in ((below, -1), (at, 0), (above, 1)):
+            nbytes = threshold + step * ELEMENT_NBYTES
+            config, used = measured_config(shipped_table(table), world_size, nbytes)
+            assert (config.algorithm.value, config.threads, used) == (entry["algorithm"], entry["threads"], table)
         assert at["max_nbytes"] == threshold
         assert limit_of(above) > threshold
 
 
-def first_row(rows, nbytes):
-    return next(row for row in rows if nbytes <= limit_of(row))
+def first_entry(entries, nbytes):
+    return next(one for one in entries if nbytes <= limit_of(one))
 
 
 @every_world_size
 def test_what_is_chosen_serves_the_size(world_size):
     for table in TABLES:
         for nbytes in (1, 16, 17, 4095, *(1 << power for power in range(12, 40, 3))):
-            shape, _ = measured_shape(shipped_table(table), world_size, nbytes)
-            largest = shape.algorithm.row.limit(world_size)
+            config, _ = measured_config(shipped_table(table), world_size, nbytes)
+            largest = config.algorithm.row.limit(world_size)
             assert largest is None or nbytes <= largest
-            assert_can_run(shape, world_size)
+            assert_can_run(config, world_size)
 
 
 def test_a_block_more_than_have_a_pack_is_launched_while_there_is_room():
-    row = rows_of("default", 2)[0]
-    in_one_block = row["threads"] * scratch.PACK_NBYTES
+    entry = entries_of("default", 2)[0]
+    in_one_block = entry["threads"] * scratch.PACK_NBYTES
 
-    assert measured_shape(DEFAULT, 2, 1)[0].blocks == 2
-    assert measured_shape(DEFAULT, 2, in_one_block)[0].blocks == 2
-    assert measured_shape(DEFAULT, 2, in_one_block + 1)[0].blocks == 3
-    assert (
-        measured_shape(DEFAULT, 2, row["blocks"] * in_one_block, Algorithm(row["algorithm"]))[0].blocks == row["blocks"]
-    )
+    assert measured_config(DEFAULT, 2, 1)[0].blocks == 2
+    assert measured_config(DEFAULT, 2, in_one_block)[0].blocks == 2
+    assert measured_config(DEFAULT, 2, in_one_block + 1)[0].blocks == 3
+    largest, _ = measured_config(DEFAULT, 2, entry["blocks"] * in_one_block, Algorithm(entry["algorithm"]))
+    assert largest.blocks == entry["blocks"]
 
 
 @every_world_size
 def test_a_block_of_two_shot_push_has_a_group_of_whole_warps_for_every_owner(world_size):
     for table in TABLES:
         for nbytes in (1, 1 << 16, 1 << 20, 1 << 26):
-            shape, _ = measured_shape(shipped_table(table), world_size, nbytes, Algorithm.TWO_SHOT_PUSH)
-            assert shape.threads % (32 * world_size) == 0
+            config, _ = measured_config(shipped_table(table), world_size, nbytes, Algorithm.TWO_SHOT_PUSH)
+            assert config.threads % (32 * world_size) == 0
 
 
 def test_a_thread_of_multimem_two_shot_has_a_pack_of_every_shard():
-    shape, _ = measured_shape(DEFAULT, 4, 4 * 256 * scratch.PACK_NBYTES, Algorithm.MULTIMEM_TWO_SHOT)
+    config, _ = measured_config(DEFAULT, 4, 4 * 256 * scratch.PACK_NBYTES, Algorithm.MULTIMEM_TWO_SHOT)
 
-    assert shape.blocks * shape.threads >= 256
-    assert (shape.blocks - 1) * shape.threads < 256
+    assert config.blocks * config.threads >= 256
+    assert (config.blocks - 1) * config.threads < 256
 
 
 def test_two_shot_push_has_one_block_more_than_its_groups_need():
-    shape, _ = measured_shape(DEFAULT, 4, 4 * 256 * scratch.PACK_NBYTES, Algorithm.TWO_SHOT_PUSH)
+    config, _ = measured_config(DEFAULT, 4, 4 * 256 * scratch.PACK_NBYTES, Algorithm.TWO_SHOT_PUSH)
 
-    width = shape.threads // 4
+    width = config.threads // 4
 
-    assert (shape.blocks - 1) * width >= 256
-    assert (shape.blocks - 2) * width < 256
+    assert (config.blocks - 1) * width >= 256
+    assert (config.blocks - 2) * width < 256
 
 
 def test_a_block_of_two_shot_tma_has_a_chunk_for_every_channel():
     in_block = scratch.TMA_CHANNELS * 4 * Algorithm.TWO_SHOT_TMA.row.scratch(4).capacity * scratch.PACK_NBYTES
 
-    assert measured_shape(DEFAULT, 4, in_block, Algorithm.TWO_SHOT_TMA)[0].blocks == 1
-    assert measured_shape(DEFAULT, 4, in_block + 1, Algorithm.TWO_SHOT_TMA)[0].blocks == 2
+    assert measured_config(DEFAULT, 4, in_block, Algorithm.TWO_SHOT_TMA)[0].blocks == 1
+    assert measured_config(DEFAULT, 4, in_block + 1, Algorithm.TWO_SHOT_TMA)[0].blocks == 2
 
 
 @pytest.mark.parametrize(
@@ -203,9 +204,9 @@ def test_a_world_size_that_was_not_measured_takes_the_default_table():
     assert set(table.rows) < set(WORLD_SIZES)
     for world_size in WORLD_SIZES:
         if world_size in table.rows:
-            assert measured_shape(table, world_size, 4096)[1] == "nvidia_h200"
+            assert measured_config(table, world_size, 4096)[1] == "nvidia_h200"
         else:
-            assert measured_shape(table, world_size, 4096) == measured_shape(DEFAULT, world_size, 4096)
+            assert measured_config(table, world_size, 4096) == measured_config(DEFAULT, world_size, 4096)
 
 
 @every_kernel
@@ -213,9 +214,9 @@ def test_a_world_size_that_was_not_measured_takes_the_default_table():
 def test_a_given_algorithm_is_the_one_that_is_shaped(algorithm, world_size):
     for table in TABLES:
         for nbytes in (1, 4096, algorithm.row.limit(world_size) or 1 << 36):
-            shape, _ = measured_shape(shipped_table(table), world_size, nbytes, algorithm)
-            assert shape.algorithm is algorithm
-            assert_can_run(shape, world_size)
+            config, _ = measured_config(shipped_table(table), world_size, nbytes, algorithm)
+            assert config.algorithm is algorithm
+            assert_can_run(config, world_size)
 
 
 # ---- scratch --------------------------------------------------------------------------------------------------------

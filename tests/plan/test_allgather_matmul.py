@@ -9,18 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.matmul import allgather_matmul
-from graphar.matmul.allgather_matmul import method_of
+from graphar.matmul.fused import FusedMatmul
 from graphar.matmul.gemm import layout_of
-from graphar.matmul.operands import Gathering
+from graphar.matmul.operands import MatmulOperands
+from graphar.matmul.products import gathering_method
 from graphar.matmul.tensor_maps import matrix_of
-from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
+from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
 from graphar.plan.policy import AllgatherMatmulPolicy, Chip
 from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, gathered_flags
 from graphar.plan.slices import gathered_rows_a_launch, row_slices
 from graphar.plan.tables import shipped_table
+from graphar.plan.work import ALLGATHER_MATMUL, Product
 
 H200 = shipped_table("nvidia_h200")
 FROM_1024 = replace(H200, allgather_matmul=AllgatherMatmulPolicy({4: 2048}, {4: 1024}))
@@ -37,8 +39,11 @@ def engine(table=FROM_1024, world_size=4, no_kernel="", arch="sm_90a"):
     )
 
 
-def rows_of(k=64, dtype=torch.bfloat16, is_cuda=True):
-    return SimpleNamespace(shape=(256, k), dtype=dtype, is_cuda=is_cuda)
+def method_of(engine, partition="auto", rows=4096, k=64, dtype=torch.bfloat16, is_cuda=True, epilogue=None):
+    """How rows of all ranks, of ``k`` elements, are gathered and multiplied."""
+    counts = tuple(split(rows, engine.world_size))
+    call = Call(Product(ALLGATHER_MATMUL, counts, k, epilogue=epilogue, partition=partition), dtype, 0)
+    return gathering_method(engine, call, SimpleNamespace(dtype=dtype, is_cuda=is_cuda))
 
 
 @pytest.mark.parametrize(
@@ -46,11 +51,11 @@ def rows_of(k=64, dtype=torch.bfloat16, is_cuda=True):
     [(1023, 4, "none"), (1024, 4, "tiles"), (2047, 4, "tiles"), (2048, 4, "chunks"), (1 << 20, 2, "none")],
 )
 def test_auto_goes_by_the_table(rows, world_size, method):
-    assert method_of(engine(world_size=world_size), "auto", rows_of(), rows) == method
+    assert method_of(engine(world_size=world_size), rows=rows) == method
 
 
 def test_the_shipped_tables_have_no_size_that_was_not_measured():
-    assert method_of(engine(H200), "auto", rows_of(), 1 << 20) == "none"
+    assert method_of(engine(H200), rows=1 << 20) == "none"
 
 
 @pytest.mark.parametrize(
@@ -65,25 +70,27 @@ def test_the_shipped_tables_have_no_size_that_was_not_measured():
 )
 def test_rows_that_cannot_be_sent_to_scratch_are_gathered_first(what, of_engine, of_rows):
     for partition in ("auto", "tiles", "chunks"):
-        assert method_of(engine(**of_engine), partition, rows_of(**of_rows), 4096) == "none", what
+        assert method_of(engine(**of_engine), partition, **of_rows) == "none", what
 
 
 def test_without_wgmma_there_are_no_tiles():
-    assert method_of(engine(arch="sm_100a"), "tiles", rows_of(), 4096) == "none"
-    assert method_of(engine(arch="sm_100a"), "auto", rows_of(), 1024) == "none"
-    assert method_of(engine(arch="sm_100a"), "chunks", rows_of(), 4096) == "chunks"
+    assert method_of(engine(arch="sm_100a"), "tiles") == "none"
+    assert method_of(engine(arch="sm_100a"), rows=1024) == "none"
+    assert method_of(engine(arch="sm_100a"), "chunks") == "chunks"
 
 
 def test_chunks_have_no_epilogue():
-    assert method_of(engine(), "chunks", rows_of(), 4096, has_epilogue=True) == "none"
-    assert method_of(engine(), "auto", rows_of(), 4096, has_epilogue=True) == "none"
-    assert method_of(engine(), "tiles", rows_of(), 4096, has_epilogue=True) == "tiles"
+    epilogue = form_to_prepare("-v")
+
+    assert method_of(engine(), "chunks", epilogue=epilogue) == "none"
+    assert method_of(engine(), "auto", epilogue=epilogue) == "none"
+    assert method_of(engine(), "tiles", epilogue=epilogue) == "tiles"
 
 
 def test_a_named_partition_is_taken_at_every_size():
     for partition in ("tiles", "chunks"):
-        assert method_of(engine(H200), partition, rows_of(), 1) == partition
-    assert method_of(engine(), "none", rows_of(), 1 << 20) == "none"
+        assert method_of(engine(H200), partition, rows=1) == partition
+    assert method_of(engine(), "none", rows=1 << 20) == "none"
 
 
 # ---- what the kernel is given ---------------------------------------------------------------------------------------
@@ -91,18 +98,26 @@ def test_a_named_partition_is_taken_at_every_size():
 ROWS = torch.randn(6, 16).bfloat16()
 
 
+def place(own):
+    """Returns one rank's operands as the kernel takes them."""
+    ranks = engine()
+    ranks.runner.kernels = SimpleNamespace(prepare_all=lambda *_: [{}])
+    call = Call(Product(ALLGATHER_MATMUL, (3,) * 4, own.a.shape[1]), torch.bfloat16, 0)
+    return FusedMatmul(ranks, call, Algorithm.ALLGATHER_MATMUL, 12)._place(own)
+
+
 def placed(a, w=None):
     k = a.shape[1]
     w = torch.randn(8, k).bfloat16() if w is None else w
     out, whole = torch.empty(12, 8).bfloat16(), torch.empty(12, k).bfloat16()
-    one = Gathering(a, w, None, out, whole)
-    return one, allgather_matmul._place(one)
+    one = MatmulOperands(a, w, None, out, whole)
+    return one, place(one)
 
 
 def test_operands_that_lie_well_are_not_copied():
     one, found = placed(ROWS)
 
-    assert all(mine is given for mine, given in zip(vars(found).values(), vars(one).values(), strict=True))
+    assert found is one
 
 
 @pytest.mark.parametrize("a", [ROWS[:, 1:], ROWS[:, :7], ROWS[:, ::2], ROWS[:, :8], torch.randn(5, 6).bfloat16().t()])
@@ -129,7 +144,7 @@ def test_a_weight_that_lies_badly_is_copied():
 def test_a_result_whose_rows_tma_cannot_store_is_written_elsewhere_first(n):
     w, out = torch.randn(n, 16).bfloat16(), torch.empty(12, n).bfloat16()
 
-    found = allgather_matmul._place(Gathering(ROWS, w, None, out, None))
+    found = place(MatmulOperands(ROWS, w, None, out))
 
     assert found.out is not out
     assert len(found.w) == found.out.shape[1] == (n or 8)
@@ -139,12 +154,11 @@ def test_a_result_whose_rows_tma_cannot_store_is_written_elsewhere_first(n):
 
 def test_for_a_rank_without_columns_an_epilogue_reads_zeros_where_its_tensors_are_empty():
     w, out, whole = torch.empty(0, 16).bfloat16(), torch.empty(12, 0).bfloat16(), torch.ones(12)
-    form = Pointwise("v + c[col] + f[index] * r[row]", (torch.float32,) * 3, 1)
-    inputs = EpilogueInputs([torch.empty(0), torch.empty(0), whole], [])
+    tensors = (torch.empty(0), torch.empty(0), whole)
 
-    found = allgather_matmul._place(Gathering(ROWS, w, None, out, None, form, inputs))
+    found = place(MatmulOperands(ROWS, w, None, out, tensors=tensors))
 
-    *empty, rows = found.inputs.tensors
+    *empty, rows = found.tensors
     assert [torch.equal(one, torch.zeros(found.out.numel())) for one in empty] == [True, True]
     assert rows is whole
 
@@ -158,7 +172,7 @@ LINE_OF_COUNTS_NBYTES = 128
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_the_rows_of_a_launch_and_their_flags_fit_the_scratch(world_size, k):
     scratch = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size)
-    rows, row_packs = gathered_rows_a_launch(world_size, k), -(-k // 8)
+    rows, row_packs = gathered_rows_a_launch(Algorithm.ALLGATHER_MATMUL, world_size, k), -(-k // 8)
     unit_rows = max(1024 // row_packs, 1)
 
     assert rows > 0

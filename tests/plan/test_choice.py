@@ -12,15 +12,19 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.norms import PREPARED as NORMS
 from graphar.plan import select
-from graphar.plan.algorithms import CLUSTERS, COMPRESSING, FALLBACK, HIERARCHICAL, Algorithm
+from graphar.plan.algorithms import COMPRESSING, Algorithm
 from graphar.plan.call import Call
+from graphar.plan.config import FALLBACK, HIERARCHICAL, Kernel, kernel_of
+from graphar.plan.entries import measured_config
+from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import NORM_ROW_PACKS
-from graphar.plan.select import Facts, kernel_of
+from graphar.plan.select import Facts
 from graphar.plan.tables import shipped_table
 from graphar.plan.times import expected_us
+from graphar.plan.work import Parts, Sum
 
-FORM, CODEC = form_to_prepare("-v"), Codec(4)
+EPILOGUE, CODEC = form_to_prepare("-v"), Codec(4)
 DTYPES = (torch.bfloat16, torch.float32)
 H200 = shipped_table("nvidia_h200")
 LOSSLESS = Algorithm.TWO_SHOT_LOSSLESS
@@ -39,8 +43,14 @@ def facts_of(call, world_size=4, clusters=True, no_multicast="", lossless=True):
     )
 
 
+def call_of(op, counts, dtype=torch.bfloat16, codec="", epilogue=None, **options):
+    """A call of an op; ``counts`` are the elements of each part, or of an all-reduce's tensor."""
+    work = Sum(counts, codec, epilogue) if op == "allreduce" else Parts(op, counts, codec, epilogue)
+    return Call(work, dtype, 0, **options)
+
+
 def choose(op, counts, dtype=torch.bfloat16, world_size=4, no_multicast="", lossless=True, **options):
-    call = Call(op, counts, dtype, 0, **options)
+    call = call_of(op, counts, dtype, **options)
     return select.select(call, facts_of(call, world_size, no_multicast=no_multicast, lossless=lossless))
 
 
@@ -108,39 +118,39 @@ def test_bf16_is_compressed_from_the_size_in_the_table_on(world_size, least):
     below, _ = chosen(least - 2, world_size=world_size)
     at, reason = chosen(least, world_size=world_size)
 
-    assert below == select.measured_shape(H200, world_size, least - 2)[0]
-    assert at == replace(select.measured_shape(H200, world_size, least, LOSSLESS)[0], blocks=131)
+    assert below == measured_config(H200, world_size, least - 2)[0]
+    assert at == replace(measured_config(H200, world_size, least, LOSSLESS)[0], blocks=131)
     assert reason == f"lossless compression, chosen by table 'nvidia_h200' for {world_size} ranks and {least} bytes"
 
 
 @pytest.mark.parametrize("world_size", [5, 6, 7, 8])
 def test_what_was_not_measured_is_not_compressed(world_size):
-    assert chosen(1 << 31, world_size=world_size).shape.algorithm is Algorithm.TWO_SHOT_PIPELINED
+    assert chosen(1 << 31, world_size=world_size).config.algorithm is Algorithm.TWO_SHOT_PIPELINED
     assert shipped_table("default").lossless.allreduce_from_nbytes == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes_are_not_compressed(dtype):
-    assert choose("allreduce", 1 << 30, dtype).shape.algorithm is Algorithm.TWO_SHOT_PIPELINED
+    assert choose("allreduce", 1 << 30, dtype).config.algorithm is Algorithm.TWO_SHOT_PIPELINED
 
 
-@pytest.mark.parametrize("options", [{"blocks": 24}, {"epilogue": FORM}], ids=["few blocks", "epilogue"])
+@pytest.mark.parametrize("options", [{"blocks": 24}, {"epilogue": EPILOGUE}], ids=["few blocks", "epilogue"])
 def test_calls_with_few_blocks_or_an_epilogue_are_not_compressed(options):
     choice = chosen(1 << 30, **options)
 
-    assert choice.shape.algorithm is Algorithm.TWO_SHOT_PIPELINED
+    assert choice.config.algorithm is Algorithm.TWO_SHOT_PIPELINED
     assert "lossless" not in choice.reason
 
 
 def test_without_lossless_a_large_call_is_plain_and_says_so():
-    shape, reason = chosen(1 << 30, lossless=False)
+    config, reason = chosen(1 << 30, lossless=False)
 
-    assert shape == select.measured_shape(H200, 4, 1 << 30)[0]
+    assert config == measured_config(H200, 4, 1 << 30)[0]
     assert reason == (
         f"the fastest by table 'nvidia_h200' for 4 ranks and {1 << 30} bytes; lossless compression is off"
     )
     assert "lossless" not in chosen(1 << 20, lossless=False).reason
-    assert chosen(1 << 30, LOSSLESS.value, lossless=False).shape.algorithm is LOSSLESS
+    assert chosen(1 << 30, LOSSLESS.value, lossless=False).config.algorithm is LOSSLESS
 
 
 COMPRESSES_PARTS = replace(H200.lossless, reducescatter_from_nbytes={4: 1 << 20}, allgather_from_nbytes={4: 1 << 20})
@@ -152,7 +162,7 @@ OF_ANY_PARTS = [
     (1 << 19, {"dtype": torch.float16}, False),
     (1 << 19, {"lossless": False}, False),
 ]
-OF_SUMMED_PARTS = [(1 << 19, {"codec": "int4"}, False), (1 << 19, {"epilogue": FORM}, False)]
+OF_SUMMED_PARTS = [(1 << 19, {"codec": "int4"}, False), (1 << 19, {"epilogue": EPILOGUE}, False)]
 
 
 @pytest.mark.parametrize(
@@ -165,20 +175,20 @@ OF_SUMMED_PARTS = [(1 << 19, {"codec": "int4"}, False), (1 << 19, {"epilogue": F
 def test_large_parts_of_bf16_are_compressed_where_the_table_says_so(op, largest, options, compressed):
     options = {"dtype": torch.bfloat16, "lossless": True, **options}
     dtype, lossless = options.pop("dtype"), options.pop("lossless")
-    call = Call(op, (3, largest, 0, 7), dtype, 0, **options)
+    call = call_of(op, (3, largest, 0, 7), dtype, **options)
     facts = replace(facts_of(call, lossless=lossless), table=replace(H200, lossless=COMPRESSES_PARTS))
 
-    shape, reason = select.select(call, facts)
+    config, reason = select.select(call, facts)
 
-    assert (shape.algorithm is COMPRESSING[op]) is compressed
+    assert (config.algorithm is COMPRESSING[op]) is compressed
     assert reason.startswith("lossless compression, chosen by table") is compressed
     assert reason.endswith("; lossless compression is off") is not lossless
     kernels = set(select.needed_kernels(facts, [op], DTYPES, None))
-    assert (select.Kernel(COMPRESSING[op], torch.bfloat16) in kernels) is lossless
+    assert (Kernel(COMPRESSING[op], torch.bfloat16) in kernels) is lossless
 
 
 def test_no_time_is_expected_of_a_compressed_call():
-    call = Call("allreduce", 1 << 29, torch.bfloat16, 0)
+    call = Call(Sum(1 << 29), torch.bfloat16, 0)
 
     compressed, plain = (select.explain(call, facts_of(call, lossless=one)) for one in (True, False))
 
@@ -197,9 +207,9 @@ def test_no_time_is_expected_of_a_compressed_call():
     ],
 )
 def test_the_compressing_kernel_is_prepared_where_it_may_be_taken(max_nbytes, lossless, prepared):
-    facts = facts_of(Call("allreduce", 8, torch.bfloat16, 0), lossless=lossless)
+    facts = facts_of(Call(Sum(8), torch.bfloat16, 0), lossless=lossless)
 
-    needed = list(select.needed_kernels(facts, ["allreduce"], DTYPES, max_nbytes, (), [FORM], True))
+    needed = list(select.needed_kernels(facts, ["allreduce"], DTYPES, max_nbytes, (), [EPILOGUE], True))
 
     assert [(one.dtype, one.direct, one.epilogue) for one in needed if one.algorithm is LOSSLESS] == [
         (dtype, False, None) for dtype in prepared
@@ -226,24 +236,25 @@ def test_a_hierarchical_sum_says_what_an_element_costs_across_hosts():
 
 
 def test_the_fallback_and_what_no_kernel_serves_say_which_epilogue_follows():
-    assert chosen(16, "fallback", epilogue=FORM)[1] == f"asked for; with the epilogue {FORM.text}"
-    assert chosen(16, world_size=1, epilogue=FORM)[1] == (f"one rank has nothing to add; with the epilogue {FORM.text}")
+    assert chosen(16, "fallback", epilogue=EPILOGUE)[1] == f"asked for; with the epilogue {EPILOGUE.text}"
+    alone = chosen(16, world_size=1, epilogue=EPILOGUE)[1]
+    assert alone == f"one rank has nothing to add; with the epilogue {EPILOGUE.text}"
 
 
-def test_the_largest_part_decides_a_shape_by_its_bytes():
-    def shape(numel, dtype):
-        return choose("reducescatter", (8, numel), dtype, world_size=2).shape
+def test_the_largest_part_decides_a_grid_by_its_bytes():
+    def config(numel, dtype):
+        return choose("reducescatter", (8, numel), dtype, world_size=2).config
 
-    assert shape(65536, torch.bfloat16).threads < shape(65537, torch.bfloat16).threads
-    assert shape(32768, torch.float32) == shape(65536, torch.bfloat16)
-    assert shape(32769, torch.float32) == shape(65538, torch.bfloat16)
+    assert config(65536, torch.bfloat16).threads < config(65537, torch.bfloat16).threads
+    assert config(32768, torch.float32) == config(65536, torch.bfloat16)
+    assert config(32769, torch.float32) == config(65538, torch.bfloat16)
 
 
 def test_parts_without_a_kernel_or_without_elements_take_the_fallback():
-    assert choose("allgather", (8,), world_size=1).shape == FALLBACK
-    assert choose("reducescatter", (8,), world_size=1, codec=CODEC.text).shape == FALLBACK
-    assert choose("reducescatter", (0, 0), world_size=2, codec=CODEC.text).shape == FALLBACK
-    assert choose("reducescatter", (0, 8), world_size=2, codec=CODEC.text).shape.blocks == 1
+    assert choose("allgather", (8,), world_size=1).config == FALLBACK
+    assert choose("reducescatter", (8,), world_size=1, codec=CODEC.text).config == FALLBACK
+    assert choose("reducescatter", (0, 0), world_size=2, codec=CODEC.text).config == FALLBACK
+    assert choose("reducescatter", (0, 8), world_size=2, codec=CODEC.text).config.blocks == 1
 
 
 @pytest.mark.parametrize(
@@ -262,9 +273,9 @@ def test_rows_of_whole_packs_are_normed_up_to_the_longest(columns, kernel):
 # ---- what is prepared -----------------------------------------------------------------------------------------------
 
 
-def needed(ops, max_nbytes=None, codecs=(), forms=(), symmetric=False, clusters=True):
-    facts = facts_of(Call("allreduce", 8, torch.bfloat16, 0), clusters=clusters)
-    return list(select.needed_kernels(facts, ops, DTYPES, max_nbytes, codecs, forms, symmetric))
+def needed(ops, max_nbytes=None, codecs=(), epilogues=(), symmetric=False, clusters=True):
+    facts = facts_of(Call(Sum(8), torch.bfloat16, 0), clusters=clusters)
+    return list(select.needed_kernels(facts, ops, DTYPES, max_nbytes, codecs, epilogues, symmetric))
 
 
 def taken(op, max_nbytes, **way):
@@ -275,28 +286,28 @@ def taken(op, max_nbytes, **way):
             numel = nbytes // dtype.itemsize
             for blocks in (None, H200.beside.blocks):
                 counts = numel if op == "allreduce" else (numel,) * 4
-                shape = choose(op, counts, dtype, blocks=blocks, **way).shape
-                found.add(kernel_of(shape, dtype))
+                call = call_of(op, counts, dtype, blocks=blocks, **way)
+                found.add(kernel_of(select.select(call, facts_of(call)).config, call))
     return found
 
 
 @pytest.mark.parametrize("max_nbytes", [4096, 1 << 19, 5 << 19, 1 << 31])
-@pytest.mark.parametrize("form", [None, FORM])
-def test_what_all_reduces_of_any_size_up_to_one_take_is_prepared_and_no_more(max_nbytes, form):
-    plain, with_form = taken("allreduce", max_nbytes), taken("allreduce", max_nbytes, epilogue=FORM)
+@pytest.mark.parametrize("epilogue", [None, EPILOGUE])
+def test_what_all_reduces_of_any_size_up_to_one_take_is_prepared_and_no_more(max_nbytes, epilogue):
+    plain, with_epilogue = taken("allreduce", max_nbytes), taken("allreduce", max_nbytes, epilogue=EPILOGUE)
 
-    found = needed(["allreduce"], max_nbytes, forms=[form] if form else [])
+    found = needed(["allreduce"], max_nbytes, epilogues=[epilogue] if epilogue else [])
 
-    assert set(found) == plain | (with_form if form else set())
+    assert set(found) == plain | (with_epilogue if epilogue else set())
     assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("op", ["reducescatter", "allgather"])
 def test_all_that_parts_of_any_size_take_is_prepared(op):
-    found = needed([op], 4096, forms=[FORM])
+    found = needed([op], 4096, epilogues=[EPILOGUE])
 
-    with_form = taken(op, 1 << 31, epilogue=FORM) if op == "reducescatter" else set()
-    assert set(found) == taken(op, 1 << 31) | with_form
+    with_epilogue = taken(op, 1 << 31, epilogue=EPILOGUE) if op == "reducescatter" else set()
+    assert set(found) == taken(op, 1 << 31) | with_epilogue
     assert len(set(found)) == len(found)
 
 
@@ -308,12 +319,12 @@ def test_all_that_calls_with_a_codec_take_is_prepared(op):
 
 
 def test_where_there_are_symmetric_tensors_kernels_for_them_are_prepared_too():
-    plain = needed(["allreduce"], forms=[FORM])
-    both = needed(["allreduce"], forms=[FORM], symmetric=True)
+    plain = needed(["allreduce"], epilogues=[EPILOGUE])
+    both = needed(["allreduce"], epilogues=[EPILOGUE], symmetric=True)
 
     added = [one for one in both if one not in plain]
     assert {(algorithm, direct) for algorithm, _, direct, *_ in added} == {(Algorithm.TWO_SHOT_PIPELINED, True)}
-    assert {form for *_, form in added} == {None, FORM}
+    assert {one.epilogue for one in added} == {None, EPILOGUE}
 
 
 @pytest.mark.parametrize("clusters", [False, True])
@@ -326,6 +337,6 @@ def test_norms_are_prepared_for_rows_of_any_length(name, op, output, clusters):
         "reducescatter_residual_rmsnorm": ["reducescatter_rmsnorm"],
     }[op]
     assert {(one.value, dtype) for one, dtype, *_ in found} == {(one, dtype) for one in kernels for dtype in DTYPES}
-    assert {norm.cluster for *_, norm in found} == set(CLUSTERS if clusters else CLUSTERS[:1])
-    assert {norm.output for *_, norm in found} == {output}
+    templates = {f"{cluster}, {output}" for cluster in (CLUSTERS if clusters else CLUSTERS[:1])}
+    assert {one.template for one in found} == templates
     assert len(set(found)) == len(found) == len(kernels) * len(DTYPES) * (len(CLUSTERS) if clusters else 1)

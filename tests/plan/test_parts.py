@@ -1,4 +1,4 @@
-"""Reduce-scatter's and all-gather's kernels: their shapes, their scratch, and the slices of a call."""
+"""Reduce-scatter's and all-gather's kernels: their grids, their scratch, and the slices of a call."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ import torch
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.plan import scratch
 from graphar.plan.algorithms import COMPRESSING, Algorithm
+from graphar.plan.call import Call, Operands
+from graphar.plan.entries import by_entries
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, PACK_NBYTES, WORLD_SIZES
-from graphar.plan.shapes import for_parts
 from graphar.plan.slices import Slice, row_slices, slices
 from graphar.plan.tables import shipped_table
+from graphar.plan.work import Parts
+from graphar.ranks.agreement import Fingerprints
 from graphar.ranks.rendezvous import Alone
-from graphar.runtime import compiler, runner
+from graphar.runtime import compiler
+from graphar.runtime.bind import collective, launches
 from graphar.runtime.catalogue import KERNELS, file_of
+from graphar.runtime.runner import Runner
 
-PARTS = shipped_table("nvidia_h200").parts
+H200 = shipped_table("nvidia_h200")
+PARTS = H200.parts
 
 REDUCESCATTER, ALLGATHER, FLAGGED = (
     Algorithm.REDUCESCATTER_PUSH,
@@ -60,12 +66,16 @@ def test_what_adds_has_a_kernel_for_each_type_and_what_moves_one_for_bytes():
         assert Algorithm(name).row.dtypes == tuple(TYPE_NAMES)
 
 
-# ---- shapes ---------------------------------------------------------------------------------------------------------
+# ---- grids ----------------------------------------------------------------------------------------------------------
+
+
+def config_of(op, nbytes):
+    return by_entries(PARTS[op], 1, nbytes)
 
 
 @both
-def test_rows_are_sorted_and_the_last_takes_any_size(op):
-    limits = [row["max_nbytes"] for row in PARTS[op]]
+def test_entries_are_sorted_and_the_last_takes_any_size(op):
+    limits = [entry["max_nbytes"] for entry in PARTS[op]]
 
     assert limits[-1] is None
     assert limits[:-1] == sorted(limits[:-1])
@@ -74,41 +84,41 @@ def test_rows_are_sorted_and_the_last_takes_any_size(op):
 @both
 def test_a_grid_is_one_its_kernel_can_run(op):
     for nbytes in SIZES:
-        shape = for_parts(PARTS[op], nbytes)
-        assert shape.algorithm.op == op
-        assert 1 <= shape.blocks <= shape.algorithm.row.max_blocks
-        assert 32 <= shape.threads <= int(re.search(r"__launch_bounds__\((\d+)", text_of(shape.algorithm))[1])
-        assert shape.threads % 32 == 0
-        assert shape.chunk <= shape.algorithm.row.scratch(2).capacity
-        assert (shape.chunk > 0) == (shape.algorithm is ALLGATHER)
+        config = config_of(op, nbytes)
+        assert config.algorithm.op == op
+        assert 1 <= config.blocks <= config.algorithm.row.max_blocks
+        assert 32 <= config.threads <= int(re.search(r"__launch_bounds__\((\d+)", text_of(config.algorithm))[1])
+        assert config.threads % 32 == 0
+        assert config.chunk <= config.algorithm.row.scratch(2).capacity
+        assert (config.chunk > 0) == (config.algorithm is ALLGATHER)
 
 
 @both
 def test_a_block_more_than_have_a_pack_is_launched(op):
     in_one_block = PARTS[op][0]["threads"] * PACK_NBYTES
 
-    assert for_parts(PARTS[op], 1).blocks == 2
-    assert for_parts(PARTS[op], in_one_block).blocks == 2
-    assert for_parts(PARTS[op], in_one_block + 1).blocks == 3
+    assert config_of(op, 1).blocks == 2
+    assert config_of(op, in_one_block).blocks == 2
+    assert config_of(op, in_one_block + 1).blocks == 3
 
 
 @both
-def test_a_threshold_is_the_last_size_of_its_row(op):
-    for row, following in pairwise(PARTS[op]):
-        for one, nbytes in ((row, row["max_nbytes"]), (following, row["max_nbytes"] + 1)):
-            shape = for_parts(PARTS[op], nbytes)
-            assert (shape.algorithm, shape.threads) == (one["algorithm"], one["threads"])
+def test_a_threshold_is_the_last_size_of_its_entry(op):
+    for entry, following in pairwise(PARTS[op]):
+        for one, nbytes in ((entry, entry["max_nbytes"]), (following, entry["max_nbytes"] + 1)):
+            config = config_of(op, nbytes)
+            assert (config.algorithm, config.threads) == (one["algorithm"], one["threads"])
 
 
 def test_allgather_flagged_has_room_for_every_part_it_is_chosen_for():
-    chosen = [row["max_nbytes"] for row in PARTS["allgather"] if row["algorithm"] == FLAGGED]
+    chosen = [entry["max_nbytes"] for entry in PARTS["allgather"] if entry["algorithm"] == FLAGGED]
 
     assert max(chosen) == scratch.ALLGATHER_FLAGGED_NBYTES
 
 
 def test_the_tuning_tables_know_nothing_of_them():
     tables = [shipped_table(name) for name in ("default", "nvidia_h200")]
-    named = {row["algorithm"] for table in tables for rows in table.rows.values() for row in rows}
+    named = {one["algorithm"] for table in tables for entries in table.rows.values() for one in entries}
 
     assert named.isdisjoint({REDUCESCATTER.value, ALLGATHER.value, FLAGGED.value})
 
@@ -233,30 +243,38 @@ def test_rows_of_every_rank_are_launched_a_step_at_a_time():
 @pytest.fixture
 def bound(monkeypatch):
     """Binds a call on rank 1 of 4. Returns the arguments of each launch, a list of launches, and the bound call."""
-    monkeypatch.setattr(runner.launcher, "can_overlap", lambda device: True)
-    monkeypatch.setattr(runner, "Launch", lambda function, parameters, grid: None)
+    monkeypatch.setattr(collective.launcher, "can_overlap", lambda device: True)
+    monkeypatch.setattr(collective, "KernelLaunch", lambda function, parameters, grid: None)
+    monkeypatch.setattr(launches, "on_own_device", lambda device, launch: launch)
 
-    def bind(algorithm, counts, dtype):
+    def bind(algorithm, counts):
         made, launched = [], []
 
-        def note(self, member, launch, arguments, fill=None):
+        def note(runner, member, launch, arguments, put=None):
             made.append(arguments)
-            return lambda x, out: launched.append((x.numel(), out.numel()))
+            return lambda inputs, outputs, *_: launched.append((inputs[0].numel(), outputs[0].numel()))
 
-        monkeypatch.setattr(runner.Runner, "bind_member", note)
-        one = runner.Runner.__new__(runner.Runner)
-        one.world_size, one.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
-        one.lock, one._agreed, one._rendezvous = contextlib.nullcontext(), {}, Alone()
-        one._regions = {algorithm: SimpleNamespace(pointers=[0x1000] * 4, multicast_pointer=0)}
-        one._functions = {(algorithm, dtype, False): [None]}
-        shape = for_parts(PARTS[algorithm.op], max(counts) * 2)
-        return made, launched, one.bind(shape, slices(algorithm, 4, counts, 2), dtype, timeout_s=1.0)
+        monkeypatch.setattr(collective, "bind_launch", note)
+        runner = Runner.__new__(Runner)
+        runner.world_size, runner.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
+        runner.lock, runner.raise_failure, runner.symmetric = contextlib.nullcontext(), lambda: None, None
+        runner._fingerprints = Fingerprints(Alone())
+        runner.kernels = SimpleNamespace(
+            prepare=lambda kernel: [None],
+            counters=lambda: {algorithm: [0x1000] * 4},
+            scratch=lambda algorithm: [0x2000] * 4,
+            multicast_scratch=lambda algorithm: 0,
+        )
+        engine = SimpleNamespace(runner=runner, world_size=4, table=H200, deadline=lambda call: 1.0)
+        call = Call(Parts(algorithm.op, counts), torch.bfloat16, 0)
+        plan = collective.bind_kernel(engine, call, config_of(algorithm.op, max(counts) * 2))
+        return made, launched, plan.run
 
     return bind
 
 
 def test_a_launch_is_given_where_parts_begin_and_how_much_of_them_it_handles(bound):
-    made, _, _ = bound(FLAGGED, (5, 0, 7, 1), BYTE)
+    made, _, _ = bound(FLAGGED, (5, 0, 7, 1))
 
     (arguments,) = made
     assert list(arguments.begin) == [0, 10, 10, 24, 0, 0, 0, 0]
@@ -266,9 +284,10 @@ def test_a_launch_is_given_where_parts_begin_and_how_much_of_them_it_handles(bou
 
 def test_each_slice_is_a_launch_of_what_is_left_of_the_tensors(bound):
     counts = (2 * STEP + 3, STEP + 5, 0, 2)
-    made, launched, run = bound(REDUCESCATTER, counts, torch.bfloat16)
+    made, launched, run = bound(REDUCESCATTER, counts)
 
-    run(torch.empty(sum(counts), dtype=torch.bfloat16), torch.empty(counts[1], dtype=torch.bfloat16))
+    x, out = (torch.empty(numel, dtype=torch.bfloat16) for numel in (sum(counts), counts[1]))
+    run([Operands((x,), (out,))])
 
     assert [list(arguments.count)[:4] for arguments in made] == [[STEP, STEP, 0, 2], [STEP, 5, 0, 0], [3, 0, 0, 0]]
     assert {tuple(arguments.begin)[:4] for arguments in made} == {(0, 2 * STEP + 3, 3 * STEP + 8, 3 * STEP + 8)}

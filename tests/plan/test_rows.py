@@ -14,7 +14,6 @@ import torch
 
 import graphar
 from graphar.numerics.codecs import TILE_NUMEL, codec
-from graphar.numerics.norms import RmsNorm
 from graphar.plan import algorithms, matmuls, scratch
 from graphar.plan.algorithms import ROWS, Algorithm, kernels_that
 from graphar.plan.call import Call
@@ -22,6 +21,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, select
 from graphar.plan.tables import Table, shipped_table, slug
 from graphar.plan.tiles import MATMUL_TILES, SKINNY_TILES, SUMMED_TILES, MatmulTile
+from graphar.plan.work import Norm, Parts, Product, Sum
 from graphar.runtime import cache, compiler
 from graphar.runtime.catalogue import NORM_KERNELS, SKINNY_KERNELS, SUMMED_TILE_KERNELS, file_of, kernel_source
 from graphar.runtime.user_tables import FOLDER, find_table
@@ -60,6 +60,28 @@ def test_every_kernels_file_is_that_of_a_row_or_of_a_kernel_that_meets_no_other_
     alone = {"matmul/matmul.cu", "norm/residual_rmsnorm.cu"}
     assert files == {file_of(one) for one in WITH_KERNELS} | alone
     assert set(Algorithm) - set(WITH_KERNELS) == {Algorithm.FALLBACK, Algorithm.HIERARCHICAL}
+
+
+def test_no_algorithm_is_named_outside_the_table_of_rows():
+    """Whoever asks what an algorithm can do, or which one serves, asks rows."""
+    naming = {
+        f"{path.relative_to(PACKAGE).as_posix()}:{node.lineno}: {ast.unparse(node)}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.isupper() and ast.unparse(node.value).endswith("Algorithm")
+    }
+
+    assert not [one for one in naming if not one.startswith("plan/algorithms.py:")]
+    assert len(naming) >= len(Algorithm)
+
+
+@every_kernel
+def test_a_grid_comes_from_a_policy_a_table_or_a_tile(algorithm):
+    row = algorithm.row
+
+    assert (row.policy_grid is not None) == (row.takes_codec or algorithm in NORM_KERNELS)
+    assert bool(row.tiles) == (row.folder == "matmul")
+    assert row.candidates is None or (row.exact, row.takes_codec, row.compresses) == (True, False, False)
 
 
 @pytest.mark.promise(
@@ -219,17 +241,17 @@ def test_a_chips_table_is_found_and_kept_by_being_written(table):
     assert Table.from_json(table.to_json()) == table
 
 
-def chosen(table, op, counts, **options):
-    return select(Call(op, counts, torch.bfloat16, 0, **options), Facts(4, table, table.chip)).shape
+def chosen(table, work, **options):
+    return select(Call(work, torch.bfloat16, 0, **options), Facts(4, table, table.chip)).config
 
 
-def test_sums_and_parts_follow_its_rows(table):
-    small, large = chosen(table, "allreduce", 1024), chosen(table, "allreduce", 1 << 24)
+def test_sums_and_parts_follow_its_entries(table):
+    small, large = chosen(table, Sum(1024)), chosen(table, Sum(1 << 24))
 
     assert (small.algorithm, small.blocks, small.threads) == (Algorithm.ONE_SHOT_PUSH, 3, 64)
     assert (large.algorithm, large.blocks, large.threads, large.chunk) == (Algorithm.TWO_SHOT_PIPELINED, 11, 256, 40)
-    scattered = chosen(table, "reducescatter", (1 << 20,) * 4)
-    gathered = chosen(table, "allgather", (1 << 20,) * 4)
+    scattered = chosen(table, Parts("reducescatter", (1 << 20,) * 4))
+    gathered = chosen(table, Parts("allgather", (1 << 20,) * 4))
     assert (scattered.algorithm, scattered.blocks, scattered.threads) == (Algorithm.REDUCESCATTER_PUSH, 7, 96)
     assert (gathered.algorithm, gathered.blocks, gathered.chunk) == (Algorithm.ALLGATHER_PUSH, 9, 24)
 
@@ -238,20 +260,23 @@ def test_codecs_follow_its_policy_and_sms(table):
     few, text = 4 * 320 * TILE_NUMEL, codec("int4").text
     halving = replace(table, quantized=replace(table.quantized, half_sm_tiles=5))
 
-    pushed = chosen(table, "allreduce", few, codec=text)
+    pushed = chosen(table, Sum(few, text))
     assert (pushed.algorithm, pushed.blocks) == (Algorithm.QUANTIZED_TWO_SHOT_PUSH, SMS - 1)
     assert pushed.threads == 4 * 4 * 32
-    assert chosen(halving, "allreduce", few, codec=text).threads == 4 * 2 * 32  # of two warps for each owner
-    asked = {"codec": text, "algorithm": "quantized_two_shot_pipelined"}
-    assert chosen(table, "allreduce", 4 * 99 * TILE_NUMEL, **asked).chunk == 3
-    assert chosen(table, "allreduce", 4 * 90 * TILE_NUMEL, **asked).threads == 512
-    assert chosen(table, "allreduce", 4 * 101 * TILE_NUMEL, **asked).threads == 256
-    assert chosen(table, "reducescatter", (1 << 22,) * 4, codec=text).blocks == SMS - 1
+    assert chosen(halving, Sum(few, text)).threads == 4 * 2 * 32  # of two warps for each owner
+
+    def pipelined(tiles):
+        return chosen(table, Sum(4 * tiles * TILE_NUMEL, text), algorithm="quantized_two_shot_pipelined")
+
+    assert pipelined(99).chunk == 3
+    assert pipelined(90).threads == 512
+    assert pipelined(101).threads == 256
+    assert chosen(table, Parts("reducescatter", (1 << 22,) * 4, text)).blocks == SMS - 1
 
 
 def test_norms_follow_its_policy_and_sms(table):
     def normed(rows):
-        return chosen(table, "allreduce_residual_rmsnorm", rows * 512, epilogue=RmsNorm(512))
+        return chosen(table, Norm("allreduce_residual_rmsnorm", (rows * 512,), 512))
 
     # A row is 1 KB, of which a rank sends three in one shot.
     assert [normed(rows).algorithm for rows in (1, 2)] == [
@@ -266,7 +291,7 @@ def test_a_norm_takes_no_kernel_whose_scratch_is_too_small_whatever_the_policy_s
     careless = replace(table, norm=replace(table.norm, one_shot_sent_nbytes=1 << 40))
 
     taken = [
-        chosen(careless, "allreduce_residual_rmsnorm", nbytes // 2, epilogue=RmsNorm(512)).algorithm
+        chosen(careless, Norm("allreduce_residual_rmsnorm", (nbytes // 2,), 512)).algorithm
         for nbytes in (largest, largest + 1024)
     ]
 
@@ -274,16 +299,16 @@ def test_a_norm_takes_no_kernel_whose_scratch_is_too_small_whatever_the_policy_s
 
 
 def test_prefetches_follow_its_policy_and_sms(table):
-    assert not chosen(table, "allreduce", 513, prefetches=True).prefetches
-    shape = chosen(table, "allreduce", 512, prefetches=True)
-    assert (shape.prefetches, shape.blocks) == (True, SMS - 1)
+    assert not chosen(table, Sum(513), prefetches=True).prefetches
+    config = chosen(table, Sum(512), prefetches=True)
+    assert (config.prefetches, config.blocks) == (True, SMS - 1)
 
 
 def test_sums_beside_other_work_follow_its_policy(table):
     by_itself = replace(table, beside=shipped_table("nvidia_h200").beside)
 
-    assert chosen(table, "allreduce", 512, blocks=3).algorithm is Algorithm.TWO_SHOT_PIPELINED
-    assert chosen(by_itself, "allreduce", 512, blocks=3).algorithm is Algorithm.ONE_SHOT_PUSH
+    assert chosen(table, Sum(512), blocks=3).algorithm is Algorithm.TWO_SHOT_PIPELINED
+    assert chosen(by_itself, Sum(512), blocks=3).algorithm is Algorithm.ONE_SHOT_PUSH
 
 
 def test_matmuls_follow_its_policy_and_sms(table):
@@ -297,8 +322,9 @@ def test_matmuls_follow_its_policy_and_sms(table):
     # 39 blocks of 64 columns keep all SMs busy that a kernel may take.
     assert matmuls.prefers_tiles(policy, SMS, 8, 16, 64 * (SMS - 1))
     assert not matmuls.prefers_tiles(policy, SMS, 4, 1, 64 * (SMS - 1))
-    assert matmuls.allreduce_algorithm(policy, 4, 1, 32) is Algorithm.MATMUL_ONE_SHOT
-    assert matmuls.allreduce_algorithm(policy, 4, 1, 40) is Algorithm.MATMUL_TWO_SHOT
+    one_shot, two_shot = (Product("fused_matmul_allreduce", (1,), columns) for columns in (32, 40))
+    assert matmuls.fused_algorithm(table, one_shot, 4) is Algorithm.MATMUL_ONE_SHOT
+    assert matmuls.fused_algorithm(table, two_shot, 4) is Algorithm.MATMUL_TWO_SHOT
     tiles = [matmuls.tiles_of_sum(policy, Algorithm.MATMUL_REDUCESCATTER, (rows,) * 4, 8, SMS) for rows in (1, 2, 4)]
     assert tiles[1:] == [(policy.small_tile,), (policy.large_tile,)]
     assert tiles[0][0] not in (policy.large_tile, policy.alternating_tile)
@@ -310,7 +336,7 @@ def test_communicators_choices_are_those_of_its_table(table, monkeypatch):
         communicator.engine.table = table
         x = torch.empty(1 << 24, dtype=torch.bfloat16, device="meta")
 
-        assert communicator.engine.explain(Call.of("allreduce", x), x).reason == (
+        assert communicator.engine.explain(Call.of(Sum(1 << 24), x), x).reason == (
             "the fastest by table 'nvidia_b999' for 4 ranks and 33554432 bytes"
         )
-        assert communicator.engine.select(Call.of("reducescatter", x, (1 << 22,) * 4), x).shape.blocks == 7
+        assert communicator.engine.select(Call.of(Parts("reducescatter", (1 << 22,) * 4), x), x).config.blocks == 7

@@ -15,19 +15,21 @@ import graphar
 from graphar import Codec
 from graphar.numerics.codecs import NAMES, codec
 from graphar.plan.call import Call
+from graphar.plan.entries import measured_config
 from graphar.plan.policy import Chip
-from graphar.plan.select import Facts, measured_shape, needed_kernels, select
+from graphar.plan.select import Facts, needed_kernels, select
 from graphar.plan.sizes import MB
 from graphar.plan.tables import DEFAULT, Table, problem_with, shipped_table
 from graphar.plan.tiles import SUMMED_TILES
 from graphar.plan.times import expected_quantized_us, expected_us
+from graphar.plan.work import Sum
 from graphar.runtime import cache, engine, launcher, setup
 from graphar.runtime.user_tables import find_table
 from tests.processes import run_ranks
 
 DEVICE = "NVIDIA B999"
-ROWS = shipped_table("default").rows[2]
-MINE = Table("nvidia_b999", "mine", "2026-01-01", None, {2: ROWS})
+ENTRIES = shipped_table("default").rows[2]
+MINE = Table("nvidia_b999", "mine", "2026-01-01", None, {2: ENTRIES})
 
 
 pytestmark = pytest.mark.usefixtures("user_folder")
@@ -54,7 +56,7 @@ def test_the_users_table_comes_before_the_default_one(user_folder):
 
     assert path == user_folder / "nvidia_b999.json"
     assert find_table(DEVICE) == MINE
-    assert measured_shape(find_table(DEVICE), 2, 4096)[1] == "nvidia_b999"
+    assert measured_config(find_table(DEVICE), 2, 4096)[1] == "nvidia_b999"
 
 
 def test_the_users_table_comes_before_the_shipped_one():
@@ -75,7 +77,7 @@ def without(key):
     return lambda content: content.pop(key)
 
 
-def with_row(**changes):
+def with_entry(**changes):
     return lambda content: content["rows"]["2"][0].update(changes)
 
 
@@ -95,25 +97,25 @@ BAD_TABLES = {
     "its field 'rows' is missing": without("rows"),
     "its field 'name' is missing": without("name"),
     "unknown field 'speed'": lambda content: content.update(speed=1),
-    "rows are for '9' ranks": lambda content: content["rows"].update({"9": ROWS}),
+    "rows are for '9' ranks": lambda content: content["rows"].update({"9": ENTRIES}),
     "2 ranks: rows must be a list of at least one": lambda content: content["rows"].update({"2": []}),
-    "2 ranks: rows must be a list of at least": lambda content: content["rows"].update({"2": {"0": ROWS[0]}}),
+    "2 ranks: rows must be a list of at least": lambda content: content["rows"].update({"2": {"0": ENTRIES[0]}}),
     "row 1: algorithm must be one of": lambda content: content["rows"]["2"].__setitem__(1, "one_shot"),
-    "row 0: algorithm must be one of": with_row(algorithm="two_shot_fast"),
-    "row 0: algorithm must be one of one_shot_push": with_row(algorithm="multimem_one_shot"),
-    "row 0: algorithm must be one of one_shot_push, ": with_row(algorithm="two_shot_lossless"),
-    "row 0: one_shot_push needs exactly": with_row(chunk=1),
-    "row 0: blocks, max_nbytes, threads must be positive": with_row(blocks="many"),
-    "row 0: blocks, max_nbytes, threads must be": with_row(blocks=0),
-    "row 0: blocks, max_nbytes, threads must": with_row(threads=None),
-    "one_shot_push takes at most 4194304 bytes": with_row(max_nbytes=None),
-    "row 0: one_shot_push takes at most 4194304 bytes": with_row(max_nbytes=4 * MB + 1),
-    "row 0: threads of one_shot_push must be a multiple of 32, at most 512": with_row(threads=100),
-    "threads of one_shot must be a multiple of 32, at most 256": with_row(algorithm="one_shot", threads=512),
-    "two_shot_tma has 640 threads": with_row(algorithm="two_shot_tma", threads=512, chunk=32),
-    "row 0: one_shot_push has at most 256 blocks": with_row(blocks=257),
-    "two_shot_pipelined has at most 132 blocks": with_row(algorithm="two_shot_pipelined", chunk=32, blocks=133),
-    "chunks of at most 2048 packs": with_row(algorithm="two_shot_pipelined", chunk=2049),
+    "row 0: algorithm must be one of": with_entry(algorithm="two_shot_fast"),
+    "row 0: algorithm must be one of one_shot_push": with_entry(algorithm="multimem_one_shot"),
+    "row 0: algorithm must be one of one_shot_push, ": with_entry(algorithm="two_shot_lossless"),
+    "row 0: one_shot_push needs exactly": with_entry(chunk=1),
+    "row 0: blocks, max_nbytes, threads must be positive": with_entry(blocks="many"),
+    "row 0: blocks, max_nbytes, threads must be": with_entry(blocks=0),
+    "row 0: blocks, max_nbytes, threads must": with_entry(threads=None),
+    "one_shot_push takes at most 4194304 bytes": with_entry(max_nbytes=None),
+    "row 0: one_shot_push takes at most 4194304 bytes": with_entry(max_nbytes=4 * MB + 1),
+    "row 0: threads of one_shot_push must be a multiple of 32, at most 512": with_entry(threads=100),
+    "threads of one_shot must be a multiple of 32, at most 256": with_entry(algorithm="one_shot", threads=512),
+    "two_shot_tma has 640 threads": with_entry(algorithm="two_shot_tma", threads=512, chunk=32),
+    "row 0: one_shot_push has at most 256 blocks": with_entry(blocks=257),
+    "two_shot_pipelined has at most 132 blocks": with_entry(algorithm="two_shot_pipelined", chunk=32, blocks=133),
+    "chunks of at most 2048 packs": with_entry(algorithm="two_shot_pipelined", chunk=2049),
     "the last row, and only that": lambda content: content["rows"]["2"].pop(),
     "the last row, and only that, must have": lambda content: content["rows"]["2"].insert(0, content["rows"]["2"][-1]),
     "rows must be sorted": lambda content: content["rows"]["2"].insert(0, content["rows"]["2"][1]),
@@ -190,11 +192,11 @@ def test_malformed_points_are_refused(points):
         ("two_shot_pipelined", {"blocks": 132, "threads": 512, "chunk": 2048}),
     ],
 )
-def test_a_row_may_have_the_smallest_and_the_largest_grid(algorithm, grid):
-    row = {"max_nbytes": 1, "algorithm": algorithm, **grid}
+def test_an_entry_may_have_the_smallest_and_the_largest_grid(algorithm, grid):
+    entry = {"max_nbytes": 1, "algorithm": algorithm, **grid}
     content = json.loads(MINE.to_json())
 
-    assert problem_with(content | {"rows": {"2": [row, *content["rows"]["2"]]}}) == ""
+    assert problem_with(content | {"rows": {"2": [entry, *content["rows"]["2"]]}}) == ""
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'"rows"'])
@@ -246,14 +248,14 @@ def test_the_table_of_rank_0_serves_all_ranks(tmp_path):
     ("nbytes", "expected"), [(1, 2), (1024, 2), (2048, 4), (4096, 8), (8192, 8), (16384, 8), (65536, 32)]
 )
 def test_a_time_lies_between_the_measured_ones_and_beyond_them_goes_by_bandwidth(nbytes, expected):
-    table = Table("t", "m", "d", None, {2: ROWS}, {2: [[1024, 2], [4096, 8], [16384, 8]]})
+    table = Table("t", "m", "d", None, {2: ENTRIES}, {2: [[1024, 2], [4096, 8], [16384, 8]]})
 
     assert expected_us(table, 2, nbytes) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_no_time_is_expected_where_none_was_measured(world_size):
-    assert expected_us(Table("t", "m", "d", None, {2: ROWS}), world_size, 1024) is None
+    assert expected_us(Table("t", "m", "d", None, {2: ENTRIES}), world_size, 1024) is None
 
 
 @pytest.fixture
@@ -261,8 +263,8 @@ def with_kernels(monkeypatch):
     """A communicator that chooses as if it had two GPUs, by a measured table."""
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
     monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
-    rows = [{"max_nbytes": None, "algorithm": "two_shot_pipelined", "blocks": 1, "threads": 512, "chunk": 32}]
-    communicator.engine.table = Table("mine", "m", "d", None, {2: rows}, {2: [[16384, 2.2], [32768, 220]]})
+    entries = [{"max_nbytes": None, "algorithm": "two_shot_pipelined", "blocks": 1, "threads": 512, "chunk": 32}]
+    communicator.engine.table = Table("mine", "m", "d", None, {2: entries}, {2: [[16384, 2.2], [32768, 220]]})
     yield communicator
     communicator.close()
 
@@ -270,7 +272,7 @@ def with_kernels(monkeypatch):
 def explained(communicator, numel, algorithm="auto", codec=""):
     engine, x = communicator.engine, torch.empty(numel, dtype=torch.bfloat16, device="meta")
     symmetric = engine.symmetric_sides([x] * 2, None)
-    return engine.explain(Call.of("allreduce", x, algorithm=algorithm, codec=codec, symmetric=symmetric), x)
+    return engine.explain(Call.of(Sum(numel, codec), x, algorithm=algorithm, symmetric=symmetric), x)
 
 
 @pytest.mark.parametrize(
@@ -285,9 +287,9 @@ def explained(communicator, numel, algorithm="auto", codec=""):
     ],
 )
 def test_what_is_prepared_is_all_that_a_table_takes_up_to_a_size(max_nbytes, prepared):
-    """Rows may serve a few sizes only, none of them a power of two."""
-    rows = [(70_000, "one_shot_push"), (80_000, "one_shot"), (None, "two_shot_pipelined")]
-    of_two = [{"max_nbytes": limit, "algorithm": name, "blocks": 1, "threads": 32} for limit, name in rows]
+    """Entries may serve a few sizes only, none of them a power of two."""
+    entries = [(70_000, "one_shot_push"), (80_000, "one_shot"), (None, "two_shot_pipelined")]
+    of_two = [{"max_nbytes": limit, "algorithm": name, "blocks": 1, "threads": 32} for limit, name in entries]
     facts = Facts(2, replace(MINE, rows={2: of_two}), Chip(132, "sm_80"))
 
     needed = needed_kernels(facts, ["allreduce"], [torch.bfloat16], max_nbytes)
@@ -308,7 +310,7 @@ def test_an_explanation_says_the_expected_time(with_kernels):
 def test_a_choice_by_the_default_table_is_called_a_guess():
     table = shipped_table(DEFAULT)
 
-    choice = select(Call("allreduce", 1024, torch.bfloat16, 0), Facts(2, table, table.chip))
+    choice = select(Call(Sum(1024), torch.bfloat16, 0), Facts(2, table, table.chip))
 
     assert choice.reason == "a guess by table 'default' for 2 ranks and 2048 bytes"
 
@@ -327,7 +329,7 @@ def test_no_time_is_expected_where_symmetric_tensors_spare_a_copy(with_kernels):
 # ---- of calls with a codec -------------------------------------------------------------------------------------------
 
 INT8, INT4 = [[1024, 6], [4096, 12]], [[1024, 3], [4096, 6]]
-ROUNDED = Table("t", "m", "d", None, {2: ROWS}, {2: [[1024, 4], [4096, 16]]}, {2: {"int8": INT8, "int4": INT4}})
+ROUNDED = Table("t", "m", "d", None, {2: ENTRIES}, {2: [[1024, 4], [4096, 16]]}, {2: {"int8": INT8, "int4": INT4}})
 
 
 @pytest.mark.parametrize(("name", "expected"), [("int8", 12), ("fp8_e4m3", 12), ("int5", 6), ("int4", 6), ("int2", 6)])

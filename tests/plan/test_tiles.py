@@ -9,18 +9,21 @@ import pytest
 import torch
 
 from graphar.matmul import fused
-from graphar.matmul.fused import FusedMatmuls
+from graphar.matmul.fused import FusedMatmul
 from graphar.matmul.gemm import layout_of
-from graphar.matmul.launches import box_rows
-from graphar.matmul.operands import Operands
+from graphar.matmul.operands import MatmulOperands
+from graphar.matmul.products import takes_tiles
 from graphar.matmul.tensor_maps import matrix_of
+from graphar.matmul.tile_launches import box_rows
 from graphar.numerics.codecs import Codec
+from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.plan import matmuls
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
 from graphar.plan.policy import Chip
 from graphar.plan.tables import shipped_table
-from graphar.plan.tiles import SKINNY_TILES, skinny_tile, summed_tiles, travels_in_tiles
+from graphar.plan.tiles import SKINNY_TILES, skinny_tile, travels_in_tiles
+from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 
 H200 = shipped_table("nvidia_h200")
 POLICY, SMS = H200.matmul, 132
@@ -42,12 +45,16 @@ def test_rows_are_owned_in_whole_tiles_but_for_the_last(rows, world_size):
 
 
 class Ranks:
-    """Stands in for an engine of GPUs and records what reaches which kernel."""
+    """Stands in for an engine of GPUs."""
 
     def __init__(self, world_size: int = 4, no_kernel: str = "", arch: str = "sm_90a") -> None:
         self.world_size, self.devices, self.table = world_size, None, H200
-        self._no_kernel, self.ran = no_kernel, []
-        self.runner = SimpleNamespace(chip=Chip(SMS, arch))
+        self._no_kernel = no_kernel
+        kernels = SimpleNamespace(prepare_all=lambda key, algorithm, words, load: [{key: words}])
+        self.runner = SimpleNamespace(
+            chip=Chip(SMS, arch), kernels=kernels, members=[SimpleNamespace(rank=0, device=0)]
+        )
+        self.runner.lock, self.runner.raise_failure = contextlib.nullcontext(), lambda: None
 
     def keeping_failure(self):
         return contextlib.nullcontext()
@@ -55,25 +62,16 @@ class Ranks:
     def why_no_kernel(self, op, x):
         return self._no_kernel
 
-    def attached(self, kind):
-        return self
 
-    def watch(self, call, x, run, note=""):
-        run()
-
-    def run(self, call, placed, inputs, tile, timelines):
-        (one,) = placed
-        self.ran.append((call.op, one.a, one.w, one.bias, one.out, call.counts, call.timeout_s, inputs, call.codec))
+def operand(dtype=torch.bfloat16, is_cuda=True):
+    return SimpleNamespace(is_cuda=is_cuda, dtype=dtype)
 
 
-def member(dtype=torch.bfloat16, is_cuda=True):
-    return SimpleNamespace(a=SimpleNamespace(is_cuda=is_cuda, dtype=dtype))
-
-
-def takes(ranks=None, partition="tiles", codec="", one=None, rows=4096, columns=8192):
+def takes(ranks=None, partition="tiles", codec="", a=None, rows=4096, columns=8192):
     ranks = ranks or Ranks()
-    counts = matmuls.owned_rows(rows, ranks.world_size)
-    return fused.takes(ranks, partition, codec, [one or member()], counts, columns)
+    counts = tuple(matmuls.owned_rows(rows, ranks.world_size))
+    work = Product(MATMUL_ALLREDUCE, counts, columns, codec=codec, partition=partition)
+    return takes_tiles(ranks, Call(work, torch.bfloat16, 0), a or operand())
 
 
 @pytest.mark.parametrize("rows", [1, 64, 100000])
@@ -84,8 +82,8 @@ def test_what_asks_for_tiles_gets_them_at_any_size(rows):
 @pytest.mark.parametrize(
     "call",
     [
-        {"one": member(torch.float32)},
-        {"one": member(is_cuda=False)},
+        {"a": operand(torch.float32)},
+        {"a": operand(is_cuda=False)},
         {"codec": "fp8_e4m3"},
         {"codec": "int4", "columns": 8208},
         {"columns": 8196},
@@ -171,15 +169,17 @@ def test_ranks_agree_on_what_serves(archs, columns, reason):
     assert fused.why_not_columns(ranks, columns) == reason
 
 
-def test_ranks_whose_codecs_differ_in_their_seeds_meet_for_the_same_kernel():
-    runner = SimpleNamespace(
-        loaded=lambda key: None, prepare_kernel=lambda key, algorithm, described, load: (key, described)
-    )
-    algorithm, tiles = Algorithm.MATMUL_ALLREDUCE, summed_tiles("matmul_allreduce", Codec(8))[:1]
+def bound(op, rows, columns, codec="", ranks=None):
+    """The fused kernel of a call on this rank's ``rows``, and 8 of each other rank."""
+    work = Product(op, (rows, 8, 8, 8), columns, codec=codec)
+    ranks = ranks or Ranks()
+    call = Call(work, torch.bfloat16, 0)
+    return FusedMatmul(ranks, call, matmuls.fused_algorithm(H200, work, ranks.world_size), sum(work.parts))
 
+
+def test_ranks_whose_codecs_differ_in_their_seeds_meet_for_the_same_kernel():
     def prepared(codec):
-        call = Call(algorithm.op, (8, 8), torch.bfloat16, 0, codec=codec.text)
-        return FusedMatmuls(SimpleNamespace(runner=runner))._prepare(call, algorithm, tiles)
+        return bound(MATMUL_ALLREDUCE, 8, 8, codec.text)._functions
 
     found = [prepared(codec) for codec in (Codec(8), Codec(8, seed=1), Codec(8, seed=2))]
 
@@ -192,44 +192,49 @@ def test_ranks_whose_codecs_differ_in_their_seeds_meet_for_the_same_kernel():
 ALIGNED = torch.randn(6, 16).bfloat16()
 
 
+@pytest.fixture
+def place(monkeypatch):
+    """Returns operands as the kernel of a reduce-scatter takes them."""
+    monkeypatch.setattr(fused, "why_not", lambda a, w, out: "")  # these tensors are on the CPU
+    return lambda own: bound(MATMUL_REDUCESCATTER, len(own.a), len(own.w))._place(own)
+
+
 @pytest.mark.parametrize("a", [ALIGNED[:, 1:], ALIGNED[:, :7], ALIGNED[:, ::2], torch.randn(5, 6).bfloat16().t()])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_operands_that_lie_badly_are_copied(a, transposed):
+def test_operands_that_lie_badly_are_copied(place, a, transposed):
     w = torch.randn(8, a.shape[1]).bfloat16()
-    ranks, weights = Ranks(), w.t().contiguous().t() if transposed else w[:, :]
+    weights = w.t().contiguous().t() if transposed else w[:, :]
+    out = torch.empty(6, 8).bfloat16()
 
-    fused.run(ranks, Algorithm.MATMUL_REDUCESCATTER, [Operands(a, weights, None, None)], [6], 1.5)
+    found = place(MatmulOperands(a, weights, None, out))
 
-    ((_, given, weights, bias, _, counts, timeout_s, *_),) = ranks.ran
-    assert matrix_of(given)
-    assert layout_of(weights)
-    assert torch.equal(given, a)
-    assert torch.equal(weights, w)
-    assert (bias, counts, timeout_s) == (None, (6,), 1.5)
-
-
-def test_operands_that_lie_well_are_not_copied():
-    ranks, w = Ranks(), torch.randn(16, 24).bfloat16().t()
-
-    fused.run(ranks, Algorithm.MATMUL_REDUCESCATTER, [Operands(ALIGNED, w, None, None)], [6], None)
-
-    ((_, a, weights, *_),) = ranks.ran
-    assert a is ALIGNED
-    assert weights is w
+    assert matrix_of(found.a)
+    assert layout_of(found.w)
+    assert torch.equal(found.a, a)
+    assert torch.equal(found.w, w)
+    assert found.bias is None
+    assert found.out is out
 
 
-def test_a_rank_without_k_adds_zeros():
-    ranks, bias = Ranks(), torch.randn(16).bfloat16()[::2]
+def test_operands_that_lie_well_are_not_copied(place):
+    given = MatmulOperands(ALIGNED, torch.randn(16, 24).bfloat16().t(), None, torch.empty(6, 24).bfloat16())
 
-    fused.run(
-        ranks, Algorithm.MATMUL_REDUCESCATTER, [Operands(ALIGNED[:, :0], ALIGNED.t()[:8, :0], bias, None)], [6], None
-    )
+    assert place(given) is given
 
-    ((_, a, w, given, *_),) = ranks.ran
-    assert a.shape[1] == w.shape[1] > 0
-    assert (a @ w.t()).count_nonzero() == 0
-    assert given.is_contiguous()
-    assert torch.equal(given, bias)
+
+def test_a_rank_without_k_adds_zeros(place):
+    bias = torch.randn(16).bfloat16()[::2]
+
+    found = place(MatmulOperands(ALIGNED[:, :0], ALIGNED.t()[:8, :0], bias, torch.empty(6, 8).bfloat16()))
+
+    assert found.a.shape[1] == found.w.shape[1] > 0
+    assert (found.a @ found.w.t()).count_nonzero() == 0
+    assert found.bias.is_contiguous()
+    assert torch.equal(found.bias, bias)
+
+
+def algorithm_of(counts, columns, world_size=4, **options):
+    return matmuls.fused_algorithm(H200, Product(MATMUL_ALLREDUCE, tuple(counts), columns, **options), world_size)
 
 
 @pytest.mark.parametrize(
@@ -246,29 +251,24 @@ def test_a_rank_without_k_adds_zeros():
     ],
 )
 def test_results_of_few_rows_are_summed_in_one_hop_or_two_by_size(world_size, rows, columns, algorithm):
-    ranks, out = Ranks(world_size), torch.empty(rows, columns).bfloat16()
-
-    fused.allreduce(ranks, [Operands(out[:, :8], out[:, :8], None, out)], matmuls.owned_rows(rows, world_size), None)
-
-    assert ranks.ran[0][0] == algorithm.value
+    assert algorithm_of(matmuls.owned_rows(rows, world_size), columns, world_size) is algorithm
 
 
 def test_with_an_epilogue_few_rows_are_summed_in_parts_too():
-    ranks, out = Ranks(), torch.empty(1, 8).bfloat16()
-
-    fused.allreduce(
-        ranks, [Operands(out, out, None, out)], [1, 0, 0, 0], None, epilogue=SimpleNamespace(form=None, inputs=[])
-    )
-
-    assert ranks.ran[0][0] == Algorithm.MATMUL_ALLREDUCE.value
+    assert algorithm_of([1, 0, 0, 0], 8, epilogue=form_to_prepare("-v")) is Algorithm.MATMUL_ALLREDUCE
 
 
 def test_with_a_codec_few_rows_are_summed_in_parts_too():
-    ranks, out = Ranks(), torch.empty(1, 32).bfloat16()
+    assert algorithm_of([1, 0, 0, 0], 32, codec="int8") is Algorithm.MATMUL_ALLREDUCE
 
-    fused.allreduce(ranks, [Operands(out, out, None, out)], [1, 0, 0, 0], None, codec="int8")
 
-    assert ranks.ran == [(Algorithm.MATMUL_ALLREDUCE.value, out, out, None, out, (1, 0, 0, 0), None, None, "int8")]
+@pytest.mark.parametrize(
+    ("op", "algorithm"),
+    [(MATMUL_REDUCESCATTER, Algorithm.MATMUL_REDUCESCATTER), (ALLGATHER_MATMUL, Algorithm.ALLGATHER_MATMUL)],
+)
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_other_products_have_one_algorithm_whatever_their_size(op, algorithm, rows):
+    assert matmuls.fused_algorithm(H200, Product(op, (rows,) * 4, 8192), 4) is algorithm
 
 
 def chosen(algorithm, rows, columns=8192, codec=None):
@@ -286,7 +286,7 @@ def test_every_rank_sums_some_of_what_is_summed_in_two_hops(world_size):
     """A rank that sums nothing waits for the ranks that do. It might name one of them instead of an absent rank."""
     for rows in (1, 2, 7, 8, 64):
         sizes = (columns for columns in range(8, 1 << 19, 8) if matmuls.is_skinny(world_size, rows, columns))
-        kernels = ((n, matmuls.allreduce_algorithm(POLICY, world_size, rows, n)) for n in sizes)
+        kernels = ((n, algorithm_of([rows], n, world_size)) for n in sizes)
         smallest = next(n for n, algorithm in kernels if algorithm is Algorithm.MATMUL_TWO_SHOT)
         owners = {(row + line) % world_size for row in range(rows) for line in range(-(-smallest // 64))}
         assert len(owners) == world_size
@@ -313,11 +313,7 @@ def test_a_cluster_loads_each_row_once_in_eights():
 def test_ranks_take_tiles_of_as_many_columns_whatever_their_k(algorithm, rows):
     tiles = chosen(algorithm, rows)
 
-    assert (
-        {matmuls.tile_for(POLICY, tiles, k) for k in (8, 2048, 7168)}
-        == set(tiles)
-        <= set(summed_tiles(algorithm.value))
-    )
+    assert {matmuls.tile_for(POLICY, tiles, k) for k in (8, 2048, 7168)} == set(tiles) <= set(algorithm.row.tiles)
     assert len({tile.columns for tile in tiles}) == 1
 
 
@@ -332,21 +328,32 @@ def test_consumers_that_make_codes_do_not_alternate():
         assert not any(tile.alternating for tile in chosen(Algorithm.MATMUL_ALLREDUCE, rows, codec=Codec(8)))
 
 
-def test_a_result_that_lies_badly_is_copied_to_its_place():
-    ranks, room = Ranks(), torch.empty(6 * 8 + 1).bfloat16()
-    out = room[1:].view(6, 8)
-    ranks.run = lambda call, placed, *rest: placed[0].out.fill_(placed[0].out.data_ptr() % 16)
+@pytest.fixture
+def run(monkeypatch):
+    """Runs an all-reduce whose kernel does what a function of the placed operands does."""
+    monkeypatch.setattr(fused, "why_not", lambda a, w, out: "")
+    monkeypatch.setattr(fused, "on_own_device", lambda device, launch: launch)
 
-    fused.allreduce(ranks, [Operands(ALIGNED, torch.ones(8, 16).bfloat16(), None, out)], [6], None)
+    def run(out, kernel):
+        launches = bound(MATMUL_ALLREDUCE, 100, out.shape[1])
+        launches._launch = lambda member, own, one: lambda *tensors: kernel(own)
+        launches.run([Operands((ALIGNED, torch.ones(8, 16).bfloat16()), (out,))])
+
+    return run
+
+
+def test_a_result_that_lies_badly_is_copied_to_its_place(run):
+    out = torch.empty(6 * 8 + 1).bfloat16()[1:].view(6, 8)
+
+    run(out, lambda own: own.out.fill_(own.out.data_ptr() % 16))
 
     assert out.data_ptr() % 16
     assert out.count_nonzero() == 0
 
 
-def test_a_result_that_lies_well_is_not_copied():
-    ranks, out, given = Ranks(), torch.empty(6, 8).bfloat16(), []
-    ranks.run = lambda call, placed, *rest: given.append(placed[0].out)
+def test_a_result_that_lies_well_is_not_copied(run):
+    out, given = torch.empty(6, 8).bfloat16(), []
 
-    fused.allreduce(ranks, [Operands(ALIGNED, torch.ones(8, 16).bfloat16(), None, out)], [6], None)
+    run(out, lambda own: given.append(own.out))
 
     assert given[0] is out

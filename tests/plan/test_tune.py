@@ -7,37 +7,44 @@ import json
 import pytest
 
 from graphar.plan import tune
-from graphar.plan.algorithms import Algorithm, Shape
-from graphar.plan.scratch import WORLD_SIZES
-from graphar.plan.shapes import shape_of
+from graphar.plan.algorithms import Algorithm, in_tables
+from graphar.plan.config import Config
+from graphar.plan.entries import config_of, entry_of, fitted
+from graphar.plan.policy import Chip
+from graphar.plan.scratch import TMA_THREADS, WORLD_SIZES
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tables import Table, problem_with, shipped_table
 
 DEVICE = "NVIDIA B999"
-SMS = 132
-SMALL = Shape(Algorithm.ONE_SHOT_PUSH, 132, 128)
-WIDE = Shape(Algorithm.ONE_SHOT_PUSH, 132, 512)
-TWO_SHOT = Shape(Algorithm.TWO_SHOT_PUSH, 131, 512)
-LARGE = Shape(Algorithm.TWO_SHOT_PIPELINED, 132, 512, 2048)
+CHIP = Chip(132, "sm_90a")
+SMALL = Config(Algorithm.ONE_SHOT_PUSH, 132, 128)
+WIDE = Config(Algorithm.ONE_SHOT_PUSH, 132, 512)
+TWO_SHOT = Config(Algorithm.TWO_SHOT_PUSH, 131, 512)
+LARGE = Config(Algorithm.TWO_SHOT_PIPELINED, 132, 512, 2048)
 OLDER = shipped_table("default").rows[2]
 NEW = Table("nvidia_b999", "2x NVIDIA B999", "2026-01-01", None, rows={})
 
 
-def limits_and_threads(rows):
-    return [(row["max_nbytes"], row["algorithm"], row["threads"]) for row in rows]
+def limits_and_threads(entries):
+    return [(one["max_nbytes"], one["algorithm"], one["threads"]) for one in entries]
 
 
 # ---- candidates -----------------------------------------------------------------------------------------------------
 
 
+def candidates(world_size, nbytes):
+    return tune.candidates("allreduce", [world_size], nbytes, CHIP)
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_candidate_can_run_and_serves_its_size(world_size):
     for nbytes in tune.SIZES:
-        for one in tune.candidates(world_size, nbytes, SMS):
-            shape = shape_of(tune.row_of(one, None), world_size, nbytes)
+        for one in candidates(world_size, nbytes):
+            config = fitted(one, world_size, nbytes)
             largest = one.algorithm.row.limit(world_size)
-            assert (shape.threads, shape.chunk) == (one.threads, one.chunk)
-            assert 1 <= shape.blocks <= one.blocks <= one.algorithm.row.max_blocks
+            assert config_of(entry_of(one, None)) == one
+            assert (config.threads, config.chunk) == (one.threads, one.chunk)
+            assert 1 <= config.blocks <= one.blocks <= one.algorithm.row.max_blocks
             assert one.threads <= one.algorithm.row.max_threads
             assert one.chunk <= one.algorithm.row.scratch(world_size).capacity
             assert largest is None or nbytes <= largest
@@ -46,21 +53,54 @@ def test_every_candidate_can_run_and_serves_its_size(world_size):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_size_has_candidates_and_none_twice(world_size):
     for nbytes in tune.SIZES:
-        found = tune.candidates(world_size, nbytes, SMS)
+        found = candidates(world_size, nbytes)
         assert found
         assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_what_is_the_fastest_at_the_largest_size_serves_any(world_size):
-    found = {one.algorithm for one in tune.candidates(world_size, tune.SIZES[-1], SMS)}
+    found = {one.algorithm for one in candidates(world_size, tune.SIZES[-1])}
 
-    assert found == {Algorithm.TWO_SHOT_PIPELINED}
+    assert found == {Algorithm.TWO_SHOT_PIPELINED, Algorithm.TWO_SHOT_TMA}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("op", ["allreduce", "reducescatter", "allgather"])
+def test_every_algorithm_that_a_table_may_name_is_tried(op, world_size):
+    sizes = tune.SIZES if op == "allreduce" else tune.PART_SIZES
+    found = {one.algorithm for nbytes in sizes for one in tune.candidates(op, [world_size], nbytes, CHIP)}
+
+    assert found == set(in_tables(op))
+
+
+def test_pulls_are_tried_up_to_their_limit_and_bulk_copies_from_some_size_on():
+    tried = {nbytes: {one.algorithm for one in candidates(4, nbytes)} for nbytes in tune.SIZES}
+
+    for pull in (Algorithm.ONE_SHOT, Algorithm.ONE_SHOT_UNSTAGED):
+        assert [nbytes for nbytes in tune.SIZES if pull in tried[nbytes]] == [n for n in tune.SIZES if n <= 8 * MB]
+    assert [n for n in tune.SIZES if Algorithm.TWO_SHOT_TMA in tried[n]] == [n for n in tune.SIZES if n >= 4 * MB]
+    bulk = [one for one in candidates(4, 64 * MB) if one.algorithm is Algorithm.TWO_SHOT_TMA]
+    assert [(one.blocks, one.threads) for one in bulk] == [(32, TMA_THREADS)]
+
+
+def test_what_a_chip_has_no_instructions_for_is_not_tried():
+    found = tune.candidates("allreduce", [4], 64 * MB, Chip(108, "sm_80"))
+
+    assert Algorithm.TWO_SHOT_TMA not in {one.algorithm for one in found}
+    assert max(one.blocks for one in found) == 107
+
+
+def test_a_grid_of_parts_is_tried_where_every_world_size_can_have_it():
+    tried = {nbytes: tune.candidates("allgather", WORLD_SIZES, nbytes, CHIP) for nbytes in tune.PART_SIZES}
+
+    flagged = [nbytes for nbytes in tried if Algorithm.ALLGATHER_FLAGGED in {one.algorithm for one in tried[nbytes]}]
+    assert flagged == [32 * KB, 128 * KB, 256 * KB]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_table_of_any_measurements_is_valid(world_size):
-    times = {n: {one: 1.0 + at for at, one in enumerate(tune.candidates(world_size, n, SMS))} for n in tune.SIZES}
+    times = {n: {one: 1.0 + at for at, one in enumerate(candidates(world_size, n))} for n in tune.SIZES}
     slowest_first = {n: dict(zip(of_size, reversed(of_size.values()), strict=True)) for n, of_size in times.items()}
 
     for measurements in (times, slowest_first, {n: times[n] for n in tune.SIZES[:3]}):
@@ -68,56 +108,56 @@ def test_a_table_of_any_measurements_is_valid(world_size):
         assert problem_with(json.loads(made.to_json())) == ""
 
 
-# ---- rows -----------------------------------------------------------------------------------------------------------
+# ---- entries --------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_ends_with_the_largest_size_it_is_the_fastest_at():
-    rows = tune.rows_from({1024: {SMALL: 1, WIDE: 2}, 2048: {SMALL: 2, WIDE: 3}, 4096: {SMALL: 4, WIDE: 3}}, [])
+def test_an_entry_ends_with_the_largest_size_it_is_the_fastest_at():
+    entries = tune.entries_from({1024: {SMALL: 1, WIDE: 2}, 2048: {SMALL: 2, WIDE: 3}, 4096: {SMALL: 4, WIDE: 3}}, [])
 
-    assert limits_and_threads(rows) == [(2048, "one_shot_push", 128), (4096, "one_shot_push", 512)]
+    assert limits_and_threads(entries) == [(2048, "one_shot_push", 128), (4096, "one_shot_push", 512)]
 
 
-def test_a_row_goes_on_while_it_is_near_the_fastest():
+def test_an_entry_goes_on_while_it_is_near_the_fastest():
     near, far = ({SMALL: 1.005, WIDE: 1}, {SMALL: 1.02, WIDE: 1})
 
-    assert limits_and_threads(tune.rows_from({1: {SMALL: 1, WIDE: 2}, 2: near}, [])) == [(2, "one_shot_push", 128)]
-    assert len(tune.rows_from({1: {SMALL: 1, WIDE: 2}, 2: far}, [])) == 2
+    assert limits_and_threads(tune.entries_from({1: {SMALL: 1, WIDE: 2}, 2: near}, [])) == [(2, "one_shot_push", 128)]
+    assert len(tune.entries_from({1: {SMALL: 1, WIDE: 2}, 2: far}, [])) == 2
 
 
-def test_small_gains_at_many_sizes_make_a_row():
+def test_small_gains_at_many_sizes_make_an_entry():
     little = {SMALL: 1.004, WIDE: 1}
 
-    assert limits_and_threads(tune.rows_from({1: {SMALL: 1, WIDE: 2}, 2: little, 3: little}, []))[-1][2] == 128
-    assert limits_and_threads(tune.rows_from({1: {SMALL: 1, WIDE: 2}, **dict.fromkeys((2, 3, 4), little)}, [])) == [
+    assert limits_and_threads(tune.entries_from({1: {SMALL: 1, WIDE: 2}, 2: little, 3: little}, []))[-1][2] == 128
+    assert limits_and_threads(tune.entries_from({1: {SMALL: 1, WIDE: 2}, **dict.fromkeys((2, 3, 4), little)}, [])) == [
         (1, "one_shot_push", 128),
         (4, "one_shot_push", 512),
     ]
 
 
-def test_a_row_ends_where_it_is_no_candidate_any_more():
-    rows = tune.rows_from({1024: {SMALL: 1}, 2048: {WIDE: 9}}, [])
+def test_an_entry_ends_where_it_is_no_candidate_any_more():
+    entries = tune.entries_from({1024: {SMALL: 1}, 2048: {WIDE: 9}}, [])
 
-    assert limits_and_threads(rows) == [(1024, "one_shot_push", 128), (2048, "one_shot_push", 512)]
+    assert limits_and_threads(entries) == [(1024, "one_shot_push", 128), (2048, "one_shot_push", 512)]
 
 
 def test_the_order_of_the_measurements_does_not_matter():
     by_size = {1024: {SMALL: 1, WIDE: 2}, 4096: {SMALL: 4, WIDE: 3}}
 
-    assert tune.rows_from(by_size, OLDER) == tune.rows_from(dict(reversed(by_size.items())), OLDER)
+    assert tune.entries_from(by_size, OLDER) == tune.entries_from(dict(reversed(by_size.items())), OLDER)
 
 
-def test_an_algorithm_without_a_limit_takes_all_sizes_from_its_row_on():
-    rows = tune.rows_from({MB: {TWO_SHOT: 1}, 16 * MB: {TWO_SHOT: 3, LARGE: 2}, 64 * MB: {LARGE: 8}}, OLDER)
+def test_an_algorithm_without_a_limit_takes_all_sizes_from_its_entry_on():
+    entries = tune.entries_from({MB: {TWO_SHOT: 1}, 16 * MB: {TWO_SHOT: 3, LARGE: 2}, 64 * MB: {LARGE: 8}}, OLDER)
 
-    assert limits_and_threads(rows) == [(MB, "two_shot_push", 512), (None, "two_shot_pipelined", 512)]
-    assert rows[-1]["chunk"] == 2048
+    assert limits_and_threads(entries) == [(MB, "two_shot_push", 512), (None, "two_shot_pipelined", 512)]
+    assert entries[-1]["chunk"] == 2048
 
 
-def test_the_rows_that_served_before_go_on_above_what_was_measured():
-    rows = tune.rows_from({32 * KB: {SMALL: 1}}, OLDER)
+def test_the_entries_that_served_before_go_on_above_what_was_measured():
+    entries = tune.entries_from({32 * KB: {SMALL: 1}}, OLDER)
 
-    assert rows[0]["max_nbytes"] == 32 * KB
-    assert rows[1:] == OLDER
+    assert entries[0]["max_nbytes"] == 32 * KB
+    assert entries[1:] == OLDER
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Sum
 from graphar.ranks import group_calls
 from graphar.ranks.fallback import GroupFailed
 from graphar.ranks.processes import has_ended, identify
@@ -120,7 +121,7 @@ class Notes:
     ],
 )
 def test_a_failure_says_when_it_came_and_what_is_known_of_ranks(monkeypatch, timeout_s, said):
-    def fail(x, out):
+    def fail(ranks):
         raise GroupFailed("connection closed")
 
     monkeypatch.setattr(group_calls, "_GRACE_S", 0.0)
@@ -128,7 +129,7 @@ def test_a_failure_says_when_it_came_and_what_is_known_of_ranks(monkeypatch, tim
     calls = group_calls.GroupCalls(None, rendezvous, compares=False)
 
     with pytest.raises(CollectiveTimeout, match=said):
-        calls.bind(Call.of("allreduce", x), x, timeout_s, fail, Algorithm.FALLBACK)(x, x)
+        calls.bind(Call.of(Sum(3), x), x, timeout_s, fail, Algorithm.FALLBACK)([Operands((x,), (x,))])
 
     assert rendezvous.notes[-1] == "allreduce call 0, in which it gave up, with no rank known to be missing"
 

@@ -11,11 +11,10 @@ import torch.distributed as dist
 
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError
-from graphar.matmul import fused
-from graphar.matmul.operands import Operands
-from graphar.numerics.norms import RmsNorm
-from graphar.plan.algorithms import Algorithm
-from graphar.plan.call import Call
+from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.numerics.norms import ALLREDUCE_NORM
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Norm, Product, Sum
 from graphar.ranks import debug
 from graphar.ranks.debug import Comparison
 from tests.processes import run_ranks
@@ -36,25 +35,25 @@ MISMATCHES = {
         lambda c: c.reducescatter(x(8)),
         lambda c: c.allreduce(x(8)),
         "reducescatter of [8] torch.float32, axis 0, sizes [3, 3, 2]",
-        "allreduce of [8] torch.float32, algorithm auto",
+        "allreduce of [8] torch.float32",
     ),
     "shape": (
         lambda c: c.allreduce(x(2, 4)),
         lambda c: c.allreduce(x(4, 2)),
-        "allreduce of [2, 4] torch.float32, algorithm auto",
-        "allreduce of [4, 2] torch.float32, algorithm auto",
+        "allreduce of [2, 4] torch.float32",
+        "allreduce of [4, 2] torch.float32",
     ),
     "dtype": (
         lambda c: c.allreduce(x(8, dtype=torch.float16)),
         lambda c: c.allreduce(x(8)),
-        "allreduce of [8] torch.float16, algorithm auto",
-        "allreduce of [8] torch.float32, algorithm auto",
+        "allreduce of [8] torch.float16",
+        "allreduce of [8] torch.float32",
     ),
     "algorithm": (
         lambda c: c.allreduce(x(8), algorithm="fallback"),
         lambda c: c.allreduce(x(8), out=torch.empty(8)),
         "allreduce of [8] torch.float32, algorithm fallback",
-        "allreduce of [8] torch.float32, algorithm auto",
+        "allreduce of [8] torch.float32",
     ),
     "axis": (
         lambda c: c.reducescatter(x(6, 4), axis=0),
@@ -91,7 +90,7 @@ MISMATCHES = {
         lambda c: c.close(),
         lambda c: c.allreduce(x(8)),
         "close",
-        "allreduce of [8] torch.float32, algorithm auto",
+        "allreduce of [8] torch.float32",
     ),
 }
 
@@ -157,10 +156,10 @@ def test_a_call_says_whether_its_tensor_is_on_a_gpu(monkeypatch):
 
     for is_cuda in (False, True):
         tensor = SimpleNamespace(is_cuda=is_cuda, device=torch.device("cuda", 0), shape=(3,), dtype=torch.float32)
-        call = Call("allreduce", 3, torch.float32, 0)
-        Comparison(ranks).watch(ranks, call, tensor, "", lambda: said.append("made"))
+        call = Call(Sum(3), torch.float32, 0)
+        Comparison(ranks).watch(ranks, call, [Operands((tensor,), ())], "", lambda: said.append("made"))
 
-    described = "call 0, allreduce of [3] torch.float32, algorithm auto"
+    described = "call 0, allreduce of [3] torch.float32"
     assert said == [described, "made", f"{described}, on a GPU", "made"]
 
 
@@ -178,7 +177,7 @@ def call_in_another_group(rank, world_size):
 def test_a_rank_that_calls_in_another_group_is_told_apart():
     first, second, _ = run_ranks(call_in_another_group, 3)
 
-    call = "call 0, allreduce of [3] torch.float32, algorithm auto, in another communicator, between ranks"
+    call = "call 0, allreduce of [3] torch.float32, in another communicator, between ranks"
     assert first.last_calls[1] == f"{call} [0, 1, 2] of the default group"
     assert second.last_calls[0] == f"{call} [0, 1] of the default group"
 
@@ -194,52 +193,39 @@ def mismatch_is_noticed(rank, world_size):
 
 @pytest.fixture
 def watched():
-    """A fake engine, the descriptions that were exchanged before its calls, and the calls made."""
-    said, made = [], []
+    """A comparison, and the descriptions that were exchanged before its calls."""
+    said = []
     rendezvous = SimpleNamespace(note=lambda call: None, exchange=lambda call, *_: said.append(call.split(", ", 1)[1]))
     ranks = SimpleNamespace(rendezvous=lambda: rendezvous, keeping_failure=contextlib.nullcontext)
-    comparison = Comparison(ranks)
-
-    def watch(call, x, run, note=""):
-        comparison.watch(engine, call, x, note, lambda: made.append(call))
-
-    engine = SimpleNamespace(devices=None, watch=watch, attached=lambda kind: None)
-    return engine, said, made
+    return Comparison(ranks), said
 
 
 def test_a_call_of_kernels_with_operands_is_compared_as_a_whole(watched):
-    engine, said, made = watched
-    x = torch.empty(3, 4)
-    call = Call.of("a_norm", x, epilogue=RmsNorm(4))
+    (comparison, said), made, x = watched, [], torch.empty(3, 4)
+    call = Call.of(Norm(ALLREDUCE_NORM, (12,), 4), x)
 
-    engine.watch(call, x, None)
+    comparison.watch(None, call, [Operands((x, x, x[0]), (x, x))], "", lambda: made.append(call))
 
-    assert said == ["a_norm of [3, 4] torch.float32, algorithm auto, epilogue add_and_norm"]
+    assert said == [f"{ALLREDUCE_NORM} of [3, 4] torch.float32, 4 columns, eps 1e-06, weight offset 0"]
     assert made == [call]
 
 
 def test_a_matmul_is_compared_by_what_ranks_have_in_common(watched):
-    engine, said, made = watched
-    a, w, form = torch.empty(6, 5), torch.empty(4, 5), SimpleNamespace(text="(-v)")
-    biased, plain = Operands(a, w, torch.empty(4), None), Operands(a, w, None, None)
-
-    def multiply(one, *call):
-        fused.run(engine, Algorithm.MATMUL_REDUCESCATTER, [one], *call)
-
-    multiply(biased, [3, 3], 1.5)
-    multiply(plain, [6], None, SimpleNamespace(form=form, inputs=[]))
-    multiply(plain, [6], None, None, "int8")
-
-    name = "matmul_reducescatter"
-    assert said == [
-        f"{name} of torch.float32, sizes [3, 3], 4 columns with a bias",
-        f"{name} of torch.float32, sizes [6], 4 columns, epilogue (-v)",
-        f"{name} of torch.float32, sizes [6], 4 columns, codec int8",
+    (comparison, said), a = watched, torch.empty(6, 5)
+    name = "fused_matmul_reducescatter"
+    works = [
+        Product(name, (3, 3), 4, bias=True),
+        Product(name, (6,), 4, epilogue=Pointwise("(-v)", (), 4)),
+        Product(name, (6,), 4, codec="int8"),
     ]
-    assert made == [
-        Call.of(name, a, (3, 3), timeout_s=1.5),
-        Call.of(name, a, (6,), epilogue=form),
-        Call.of(name, a, (6,), codec="int8"),
+
+    for work in works:
+        comparison.watch(None, Call.of(work, a), [Operands((a, a), (a,))], "", lambda: None)
+
+    assert said == [
+        f"{name} of parts of [3, 3] rows of 4 columns of torch.float32 with a bias",
+        f"{name} of parts of [6] rows of 4 columns of torch.float32, epilogue (-v)",
+        f"{name} of parts of [6] rows of 4 columns of torch.float32, codec int8",
     ]
 
 

@@ -11,7 +11,8 @@ import torch
 
 import graphar
 from graphar import Codec, Communicator, Epilogue, reference
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Parts, Sum
 from graphar.ranks import fallback
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
@@ -85,9 +86,10 @@ class Waits:
 def test_gloo_has_the_deadline_in_its_options_and_waits_no_longer(monkeypatch, op, codec, small_nbytes, messages):
     monkeypatch.setattr(fallback, "_SMALL_NBYTES", small_nbytes)
     group, x, out = Waits(), torch.zeros(8), torch.zeros(16 if op == "allgather" else 8)
-    counts = {"allreduce": (), "reducescatter": (8, 0), "allgather": (8, 8)}[op]
+    counts = {"reducescatter": (8, 0), "allgather": (8, 8)}.get(op)
+    work = Parts(op, counts, codec) if counts else Sum(8, codec)
 
-    fallback.over_group(Call.of(op, x, counts, codec=codec), group, 7.0, itertools.count())(x, out)
+    fallback.over_group(Call.of(work, x), group, 7.0, itertools.count())([Operands((x,), (out,))])
 
     assert len(group.of_options) == messages
     assert set(group.of_options) == set(group.of_waits) == {timedelta(seconds=7)}

@@ -21,6 +21,7 @@ import graphar
 from graphar.errors import CommunicatorError, DriverError, UnsupportedError
 from graphar.plan.call import Call
 from graphar.plan.policy import Chip
+from graphar.plan.work import Sum
 from graphar.ranks.rendezvous import StoreRendezvous
 from graphar.runtime import availability, engine, launcher, peer_memory
 from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
@@ -129,7 +130,7 @@ def communicator():
 
 def explained(communicator, algorithm):
     x = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 0))  # what choosing looks at
-    return communicator.engine.explain(Call("allreduce", 8, x.dtype, 0, algorithm), x)
+    return communicator.engine.explain(Call(Sum(8), x.dtype, 0, algorithm), x)
 
 
 @pytest.mark.promise("What the kernels cannot serve takes an exact fallback, and `explain` says why.")

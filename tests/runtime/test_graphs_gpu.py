@@ -9,8 +9,9 @@ import torch
 
 import graphar
 from graphar.plan.call import Call
+from graphar.plan.work import Sum
 from tests.cases import normal
-from tests.gpu import KERNEL_ALGORITHMS, Ranks
+from tests.gpu import KERNEL_ALGORITHMS, Ranks, operands
 
 pytestmark = pytest.mark.gpu
 
@@ -106,8 +107,8 @@ def test_a_sum_beside_other_work_is_captured_once_its_kernel_is_prepared(fresh_r
     xs = fresh_ranks.place(parts)
     outs = [torch.full_like(x, torch.nan) for x in xs]
     engine = fresh_ranks.communicator.engine
-    call = Call.of("allreduce", xs[0], blocks=engine.table.beside.blocks)
-    graph = fresh_ranks.capture(lambda: engine.run(call, xs, outs))
+    call = Call.of(Sum(numel), xs[0], blocks=engine.table.beside.blocks)
+    graph = fresh_ranks.capture(lambda: engine.run(call, operands(xs, outs)))
     settle(fresh_ranks)
     graph.replay()
     settle(fresh_ranks)

@@ -11,20 +11,19 @@ import graphar
 from graphar import UnsupportedError
 from graphar.matmul import gemm
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.policy import Chip
-from graphar.plan.select import Kernel
+from graphar.plan.config import Kernel
 from graphar.plan.tiles import MATMUL_TILES
 from graphar.runtime import launcher, residual_norm
 from graphar.runtime.compiler import source_directory
-from graphar.runtime.runner import Runner
+from graphar.runtime.kernels import Kernels
 
 DEVICE = 1
 
 
 def load_for_a_communicator():
     members = [SimpleNamespace(rank=0, device=DEVICE)]
-    runner = Runner(members, 2, Chip(132, "sm_90a"), None, None, None)
-    return runner._load(Kernel(Algorithm.TWO_SHOT_TMA, torch.bfloat16))[0]
+    kernels = Kernels(members, 2, None, None, None)
+    return kernels._load(Kernel(Algorithm.TWO_SHOT_TMA, torch.bfloat16), members[0])
 
 
 # By the kernel's name in errors: a load that bypasses its caller's cache.

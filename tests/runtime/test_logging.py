@@ -13,14 +13,17 @@ import torch
 
 import graphar
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
 from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, select
 from graphar.plan.tables import shipped_table
+from graphar.plan.work import Parts, Sum
 from graphar.ranks.rendezvous import Alone
+from graphar.runtime.bind import collective
 from graphar.runtime.catalogue import kernel_source
 from graphar.runtime.compiler import compile_kernel
-from graphar.runtime.runner import Runner
+from graphar.runtime.kernels import Kernels
+from graphar.runtime.plan import Plan
 
 SOURCE = kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, 2)
 
@@ -49,36 +52,40 @@ def test_a_plan_is_logged_once_with_its_algorithm_and_the_reason(pair, log):
     ("call", "line"),
     [
         (
-            Call("allreduce", 1024, torch.bfloat16, 0),
-            "allreduce of 1024 elements of torch.bfloat16: {shape}: the fastest by table 'nvidia_h200' for 4 ranks and",
+            Call(Sum(1024), torch.bfloat16, 0),
+            "allreduce of 1024 elements of torch.bfloat16: {grid}: the fastest by table 'nvidia_h200' for 4 ranks and",
         ),
         (
-            Call("allgather", (4, 4, 4, 3), torch.float32, 0),
-            "allgather of parts of [4, 4, 4, 3] elements of torch.float32: {shape}: by table 'nvidia_h200' for 4 ranks",
+            Call(Parts("allgather", (4, 4, 4, 3)), torch.float32, 0),
+            "allgather of parts of [4, 4, 4, 3] elements of torch.float32: {grid}: by table 'nvidia_h200' for 4 ranks",
         ),
     ],
 )
 def test_the_plan_of_a_kernel_is_logged_with_its_grid_and_table(call, line, log, monkeypatch):
     facts = Facts(4, shipped_table("nvidia_h200"), Chip(132, "sm_90a"))
-    does_nothing = {name: lambda *given: None for name in ("prepare", "bind", "raise_failure", "close")}
+    does_nothing = {name: lambda *given: None for name in ("raise_failure", "close")}
+    monkeypatch.setattr(collective, "bind_kernel", lambda engine, call, config: Plan(lambda ranks: None, config))
     with graphar.Communicator(devices=["cpu"] * 4) as communicator:
         monkeypatch.setattr(communicator.engine, "runner", SimpleNamespace(**does_nothing))
         monkeypatch.setattr(communicator.engine, "facts", lambda call, x: facts)
 
-        communicator.engine._plan(call, torch.ones(call.parts[0], dtype=call.dtype))
+        x = torch.ones(call.work.parts[0], dtype=call.dtype)
+        communicator.engine.plan(call, [Operands((x,), (x,))] * 4)
 
-    shape = select(call, facts).shape
-    chosen = f"{shape.algorithm.value} ({shape.blocks} blocks of {shape.threads})"
+    config = select(call, facts).config
+    chosen = f"{config.algorithm.value} ({config.blocks} blocks of {config.threads})"
     (found,) = log()
-    assert found.startswith(line.format(shape=chosen))
+    assert found.startswith(line.format(grid=chosen))
 
 
-def test_kernels_that_are_loaded_are_logged_once(log):
-    memory = SimpleNamespace(allocate=lambda nbytes: SimpleNamespace(pointers=[]))
-    runner = Runner([], 2, Chip(132, "sm_90a"), memory, Alone(), multicast_memory=None)
+def test_kernels_that_are_loaded_are_logged_once(log, monkeypatch):
+    monkeypatch.setattr("graphar.runtime.kernels.is_capturing", lambda device: False)
+    kernels = Kernels([SimpleNamespace(rank=0, device=0)], 2, None, Alone(), multicast_memory=None)
+    monkeypatch.setattr(kernels, "_allocate", lambda algorithm: SimpleNamespace(pointers=[]))
 
     for _ in range(2):
-        runner.prepare_kernel("key", Algorithm.MATMUL_ALLREDUCE, "torch.bfloat16", lambda: ["function"])
+        described = "matmul_allreduce for torch.bfloat16"
+        kernels.prepare_all("key", Algorithm.MATMUL_ALLREDUCE, described, lambda member: "function")
 
     (line,) = log()
     assert line.startswith("loaded matmul_allreduce for torch.bfloat16 in ")
@@ -109,6 +116,6 @@ print(sorted(names), [logging.getLogger(name).handlers for name in names if logg
     )
 
     names, handlers = done.stdout.strip().rsplit(" ", 1)
-    assert "'graphar.runtime.engine'" in names
+    assert "'graphar.runtime.bind.collective'" in names
     assert handlers == "[]"
     assert done.stderr == ""

@@ -23,12 +23,15 @@ from graphar.plan.algorithms import Algorithm, kernels_that
 from graphar.plan.call import Call
 from graphar.plan.slices import Slice
 from graphar.plan.tables import shipped_table
+from graphar.plan.work import Sum
 from graphar.ranks.rendezvous import StoreRendezvous
 from graphar.runtime import multicast
 from graphar.runtime.catalogue import kernel_source
 from graphar.runtime.engine import Engine
+from graphar.runtime.kernels import COUNTERS_NBYTES
+from graphar.runtime.member import Member
 from graphar.runtime.multicast_memory import TorchMemory
-from graphar.runtime.runner import _COUNTERS_NBYTES, Member, Runner
+from graphar.runtime.runner import Runner
 
 PACKAGE = Path(graphar.__file__).parent
 OPEN = {"GRAPHAR_MULTICAST": "1"}
@@ -238,7 +241,7 @@ def communicator(fake_torch):
 
 def explained(communicator, algorithm, numel=8192):
     x = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 0))  # what choosing looks at
-    return communicator.engine.explain(Call("allreduce", numel, x.dtype, 0, algorithm), x)
+    return communicator.engine.explain(Call(Sum(numel), x.dtype, 0, algorithm), x)
 
 
 @every_multimem_kernel
@@ -306,11 +309,13 @@ def test_a_kernel_gets_the_multicast_address_of_its_scratch(communicator):
     given = []
 
     for algorithm, multicast_pointer in ((Algorithm.MULTIMEM_TWO_SHOT, 0x7000), (Algorithm.ONE_SHOT, 0)):
-        runner._regions[algorithm] = SimpleNamespace(pointers=[0x1000, 0x2000], multicast_pointer=multicast_pointer)
-        given.append(runner.arguments(member, algorithm, Slice(8), 1.0))
+        runner.kernels._regions[algorithm] = SimpleNamespace(
+            pointers=[0x1000, 0x2000], multicast_pointer=multicast_pointer
+        )
+        given.append(runner.arguments(member, algorithm, Slice(8), 1.0, "a call"))
 
-    assert [arguments.multicast for arguments in given] == [0x7000 + _COUNTERS_NBYTES, 0]
-    assert given[0].scratch[1] == 0x2000 + _COUNTERS_NBYTES
+    assert [arguments.multicast for arguments in given] == [0x7000 + COUNTERS_NBYTES, 0]
+    assert given[0].scratch[1] == 0x2000 + COUNTERS_NBYTES
 
 
 def test_a_kernel_gets_the_scratch_of_every_rank_by_number_and_by_distance(communicator):
@@ -319,9 +324,9 @@ def test_a_kernel_gets_the_scratch_of_every_rank_by_number_and_by_distance(commu
     member = Member.__new__(Member)
     member.rank, member.device, member.abort, member.record_pointer = 3, 0, 0xA, 0xB
     pointers = [0x1000, 0x2000, 0x3000, 0x4000]
-    runner._regions[Algorithm.ONE_SHOT_PUSH] = SimpleNamespace(pointers=pointers, multicast_pointer=0)
+    runner.kernels._regions[Algorithm.ONE_SHOT_PUSH] = SimpleNamespace(pointers=pointers, multicast_pointer=0)
 
-    given = runner.arguments(member, Algorithm.ONE_SHOT_PUSH, Slice(8), 1.0)
+    given = runner.arguments(member, Algorithm.ONE_SHOT_PUSH, Slice(8), 1.0, "a call")
 
-    assert [pointer - _COUNTERS_NBYTES for pointer in given.scratch[:4]] == pointers
-    assert [pointer - _COUNTERS_NBYTES for pointer in given.ring[:4]] == [0x4000, 0x1000, 0x2000, 0x3000]
+    assert [pointer - COUNTERS_NBYTES for pointer in given.scratch[:4]] == pointers
+    assert [pointer - COUNTERS_NBYTES for pointer in given.ring[:4]] == [0x4000, 0x1000, 0x2000, 0x3000]

@@ -1,4 +1,4 @@
-"""The runner apart from launches: refusals, the order of streams, failures, closing. Needs no GPU."""
+"""The runner apart from launches: refusals, the order of threads, failures, closing. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from graphar import CollectiveTimeout, CommunicatorError, ConcurrentCallError, UnsupportedError
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Operands
+from graphar.plan.config import Config, Kernel
 from graphar.plan.policy import Chip
-from graphar.plan.select import Kernel
 from graphar.plan.slices import Slice
-from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
-from graphar.runtime import failures, launcher, runner, setup
+from graphar.ranks.rendezvous import Alone, RanksAbsent
+from graphar.runtime import failures, kernels, launcher, runner, setup
 from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, Record
+from graphar.runtime.bind import launches
+from graphar.runtime.bind.collective import plan_of_slices
 from graphar.runtime.launcher import Grid, Launch
-from graphar.runtime.runner import Member, Runner
+from graphar.runtime.runner import Runner
 
 CHIP = Chip(132, "sm_90a")
 
 
 def test_a_device_too_old_for_a_kernel_is_named(monkeypatch):
     monkeypatch.setattr(launcher, "architecture", lambda device: "sm_80")
-    of_one = Runner([SimpleNamespace(rank=0, device=1)], 2, CHIP, memory=None, rendezvous=None, multicast_memory=None)
+    monkeypatch.setattr(kernels, "is_capturing", lambda device: False)
+    member = SimpleNamespace(rank=0, device=1)
+    of_one = Runner([member], 2, CHIP, memory=None, rendezvous=Alone(), multicast_memory=None)
 
     with pytest.raises(UnsupportedError, match=r"two_shot_tma needs sm_90 or newer, cuda:1 is sm_80"):
-        of_one._load(Kernel(Algorithm.TWO_SHOT_TMA, torch.bfloat16))
+        of_one.kernels.prepare(Kernel(Algorithm.TWO_SHOT_TMA, torch.bfloat16))
 
 
 class Peers:
@@ -82,100 +86,6 @@ def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, the
     assert peers.meetings == ["agreeing on lossless compression", "reading the tuning table"]
 
 
-# ---- streams --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    """Streams as numbers: the current one, those being captured, those that are not torch's, and the waits.
-
-    A wait is a pair: the stream that waits, and the stream that it waits for.
-    """
-    state = SimpleNamespace(current=0, captured=set(), external=set(), waits=[])
-
-    class Event:
-        def record(self, stream):
-            self.stream = state.current if stream is now else stream
-
-    class Current:
-        stream_id = property(lambda self: state.current if state.current in state.external else 1)
-
-        def wait_event(self, event):
-            state.waits.append((state.current, event.stream))
-
-    now = Current()
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream, device: stream or "a new one")  # as torch's own
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
-    captured = state.captured
-    monkeypatch.setattr(
-        runner, "is_capturing", lambda device, stream=None: (state.current if stream is None else stream) in captured
-    )
-    return state
-
-
-@pytest.fixture
-def member():
-    made = Member.__new__(Member)
-    made.rank, made.device, made.stream, made._last, made._left = 0, 0, None, {}, None
-    return made
-
-
-def call_on(member, streams, *order):
-    """Makes calls on these streams as a launch does: it waits if the stream changes. Returns the waits."""
-    streams.waits.clear()
-    for stream in order:
-        streams.current = stream
-        if stream != member.stream:
-            member.follow(stream)
-            member.leave()
-    return list(streams.waits)
-
-
-def test_a_call_on_another_stream_waits_for_the_one_before(member, streams):
-    assert call_on(member, streams, 5, 5, 6, 5, 0, 0, 6) == [(6, 5), (5, 6), (0, 5), (6, 0)]
-
-
-def test_a_call_waits_for_the_call_on_an_earlier_stream_with_the_same_handle(member, streams):
-    streams.external |= {9}
-
-    assert call_on(member, streams, 5, 9, 9, 5, 5) == [(9, 5), (9, 9), (5, 9)]
-
-
-def test_captured_calls_wait_for_no_eager_one_on_a_stream_that_is_not_torchs(member, streams):
-    streams.external |= {9}
-    call_on(member, streams, 9)
-    streams.captured |= {7}
-
-    assert call_on(member, streams, 7) == []
-    streams.captured.clear()
-    assert call_on(member, streams, 6) == [(6, 9)]
-
-
-def test_captured_calls_wait_for_each_other_and_for_nothing_outside(member, streams):
-    call_on(member, streams, 5)
-    streams.captured |= {7, 8}
-
-    assert call_on(member, streams, 7, 8, 8, 7) == [(8, 7), (7, 8)]
-
-
-def test_eager_calls_do_not_wait_for_captured_ones(member, streams):
-    call_on(member, streams, 5)
-    streams.captured |= {7}
-    call_on(member, streams, 7)
-    streams.captured.clear()
-
-    assert call_on(member, streams, 6, 7) == [(6, 5), (7, 6)]
-
-
-def test_a_capture_on_the_stream_of_the_eager_calls_is_ordered_too(member, streams):
-    call_on(member, streams, 5)
-    streams.captured |= {5, 8}
-
-    assert call_on(member, streams, 5, 8, 5) == [(8, 5), (5, 8)]
-
-
 @pytest.mark.parametrize(
     ("overlap", "cluster", "attributes"), [(True, 1, 1), (True, 2, 2), (False, 2, 1), (False, 1, 0)]
 )
@@ -204,18 +114,16 @@ def test_calls_of_several_threads_reach_all_devices_in_one_order(monkeypatch):
     members = [SimpleNamespace(rank=rank, device=rank, record=record_of(kind=0)) for rank in range(2)]
     of_two, launched = Runner(members, 2, CHIP, None, Alone(), None), []
 
-    def launches(*_):
-        def launch(rank, x):
-            launched.append((rank, x))
-            time.sleep(0.001)  # time for another thread
+    def launch(rank, inputs, *_):
+        launched.append((rank, *inputs))
+        time.sleep(0.001)  # time for another thread
 
-        return [partial(launch, rank) for rank in range(2)]
-
-    monkeypatch.setattr(of_two, "bind_members", launches)
-    run = of_two.bind(None, [None], torch.bfloat16, timeout_s=1.0)
+    monkeypatch.setattr(launches, "on_own_device", lambda device, launch: launch)
+    bound = [[partial(launch, rank) for rank in range(2)]]
+    run = plan_of_slices(of_two, Config(Algorithm.ONE_SHOT_PUSH, 1, 32), [Slice(8)], bound).run
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda call: run([call] * 2), range(16)))
+        list(pool.map(lambda call: run([Operands((call,), ())] * 2), range(16)))
 
     first, second = ([x for rank, x in launched if rank == of_rank] for of_rank in range(2))
     assert first == second
@@ -234,7 +142,7 @@ def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
     made = Runner([member], world_size, CHIP, memory=None, rendezvous=rendezvous or Alone(), multicast_memory=None)
     begun = {0x1000: 42, 0x2000: 42, 0x3000: 41, 0x4000: 3, 0x5000: 3, 0x6000: 4}
     monkeypatch.setattr(failures, "calls_begun", lambda counters, device: begun[counters])
-    made._regions = {
+    made.kernels._regions = {
         Algorithm.TWO_SHOT_PUSH: SimpleNamespace(pointers=[0x1000, 0x2000, 0x3000]),
         Algorithm.ONE_SHOT_PUSH: SimpleNamespace(pointers=[0x4000, 0x5000, 0x6000]),
     }
@@ -264,7 +172,7 @@ def test_the_failure_stays_the_one_it_was(monkeypatch):
     with pytest.raises(CollectiveTimeout) as first:
         failed.raise_failure()
     failed.members[0].record.peer = 1
-    failed._regions.clear()
+    failed.kernels._regions.clear()
 
     with pytest.raises(CollectiveTimeout) as second:
         failed.raise_failure()
@@ -277,7 +185,7 @@ def test_a_rank_whose_process_has_ended_or_that_cannot_be_read_is_told_apart(mon
     failed = runner_of(monkeypatch, record_of(kind=1), rendezvous=SimpleNamespace(ended=lambda: [2]))
     unreadable = {0x1000: 42, 0x2000: None, 0x3000: 0}
     monkeypatch.setattr(failures, "calls_begun", lambda counters, device: unreadable[counters])
-    del failed._regions[Algorithm.ONE_SHOT_PUSH]
+    del failed.kernels._regions[Algorithm.ONE_SHOT_PUSH]
 
     with pytest.raises(CollectiveTimeout) as raised:
         failed.raise_failure()
@@ -303,7 +211,7 @@ CALLS = {7: "allreduce of 8 elements", 8: "allreduce of 9 elements"}
 @pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
 def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
     failed = runner_of(monkeypatch, record_of(kind=3, expected=7, seen=8))
-    monkeypatch.setattr(failed, "_call_of", lambda fingerprint, rank: CALLS[fingerprint])
+    monkeypatch.setattr(failed._fingerprints, "words", lambda fingerprint, rank: CALLS[fingerprint])
 
     with pytest.raises(CommunicatorError) as raised:
         failed.raise_failure()
@@ -313,51 +221,6 @@ def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
         "rank 0: allreduce of 8 elements\nrank 2: allreduce of 9 elements\n"
         "Results since that call may be wrong; close this communicator."
     )
-
-
-def test_calls_of_different_words_have_different_fingerprints_which_other_ranks_look_up():
-    store = dist.HashStore()
-    first, second = (Runner([], 2, CHIP, None, StoreRendezvous(store, "test", rank, 2, 1.0), None) for rank in range(2))
-    asked = [first._fingerprint("a sum", Slice(8)), first._fingerprint("a norm", Slice(8))]
-    asked += [first._fingerprint("a sum", Slice(8, offset=4)), second._fingerprint("a sum", Slice(8))]
-
-    assert len(set(asked)) == 3
-    assert asked[0] == asked[3]
-    words = ["a sum", "a norm", "a sum, from element 4 of each part on"]
-    assert [second._call_of(one, 0) for one in asked[:3]] == words
-    assert second._call_of(asked[1], 1) == second._call_of(1, 0) == "another call"
-
-
-ALIKE = {
-    "a prefetch": (Shape(Algorithm.ONE_SHOT_PUSH, 3, 64), Shape(Algorithm.ONE_SHOT_PUSH, 131, 64, prefetches=True)),
-}
-UNLIKE = {
-    "grids": (Shape(Algorithm.ONE_SHOT, 3, 64), Shape(Algorithm.ONE_SHOT, 4, 64)),
-    "symmetric memory": (Shape(Algorithm.ONE_SHOT, 3, 64), Shape(Algorithm.ONE_SHOT, 3, 64, direct=True)),
-    "columns": tuple(
-        Shape(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, 3, 64, epilogue=SimpleNamespace(columns=columns))
-        for columns in (4096, 8192)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", [*ALIKE, *UNLIKE])
-def test_shapes_are_alike_where_ranks_may_differ_in_them(name):
-    one, other = (runner._described(shape) for shape in (ALIKE | UNLIKE)[name])
-
-    assert (one == other) == (name in ALIKE)
-
-
-def test_only_the_last_calls_are_kept_in_words(monkeypatch):
-    monkeypatch.setattr(runner, "_KEPT_WORDS", 2)
-    store = dist.HashStore()
-    first, second = (Runner([], 2, CHIP, None, StoreRendezvous(store, "test", rank, 2, 1.0), None) for rank in range(2))
-    keys = store.num_keys()
-
-    asked = [first._fingerprint(words, Slice(8)) for words in ("one", "two", "two", "three")]
-
-    assert [second._call_of(one, 0) for one in asked] == ["another call", "two", "two", "three"]
-    assert store.num_keys() == keys + 2
 
 
 def record_of_last_calls(monkeypatch, *fingerprints, first=0):
@@ -417,7 +280,7 @@ def close_with(monkeypatch, error):
     closing = runner_of(monkeypatch, record_of(kind=0), rendezvous=SimpleNamespace(close=close))
     freed, region = [], Region()
     closing.members[0].free = lambda: freed.append(True)
-    closing._regions = {Algorithm.ONE_SHOT: region}
+    closing.kernels._regions = {Algorithm.ONE_SHOT: region}
     try:
         closing.close()
     except RanksAbsent:

@@ -16,6 +16,7 @@ from graphar.plan.call import Call
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.select import Facts
 from graphar.plan.tables import shipped_table
+from graphar.plan.work import Sum
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import symmetric_tensors
 from graphar.runtime.arguments import Arguments
@@ -256,13 +257,13 @@ def test_a_launch_is_told_where_its_operand_lies_on_every_rank(make, operand):
     (tensor,) = symmetric.empty(like(1000))
     ranks = symmetric.buffers[0].pointers
     arguments = Arguments()
-    fill = symmetric.direct_filler(operand)
+    put = symmetric.put_peers(arguments, operand)
     peers = getattr(arguments, f"peer_{operand}")
 
     for offset in (0, 0, 160, 0):
         pointer = tensor.data_ptr() + offset
         arguments.input, arguments.output = (pointer, 7) if operand == "input" else (7, pointer)
-        fill(arguments, tensor, tensor)
+        put()
 
         assert (arguments.input, arguments.output) == ((pointer, 7) if operand == "input" else (7, pointer))
         assert list(peers) == [ranks[0] + offset, ranks[1] + offset] + [0] * (MAX_RANKS - 2)
@@ -291,7 +292,7 @@ H200 = shipped_table("nvidia_h200")
 
 
 def chosen(algorithm, numel, symmetric, dtype=torch.float16):
-    call = Call("allreduce", numel, dtype, 0, algorithm, symmetric=symmetric)
+    call = Call(Sum(numel), dtype, 0, algorithm, symmetric=symmetric)
     return select.select(call, Facts(2, H200, H200.chip))
 
 

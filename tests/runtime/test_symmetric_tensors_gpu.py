@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import Algorithm, Shape
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.config import Config
 from graphar.plan.slices import Slice
+from graphar.plan.work import Sum
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import DIRECT_ALGORITHMS, DTYPES, KERNEL_ALGORITHMS, Ranks, bare_launches, fits
 from tests.runtime.test_graphs_gpu import capture, settle
@@ -300,11 +303,11 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(ranks: Ranks, algo
         x.fill_(1)
     ranks.communicator.allreduce(xs, out=outs, algorithm=algorithm)
     ranks.communicator.synchronize()
-    runner = ranks.communicator.engine.runner
-    shape = Shape(Algorithm(algorithm), 4, 128, 512, direct=True)
-    launches = bare_launches(runner, shape, Slice(8192), torch.float32, timeout_s=0.5)
+    engine = ranks.communicator.engine
+    call, config = Call.of(Sum(8192), xs[0]), Config(Algorithm(algorithm), 4, 128, 512, direct=True)
+    launches = bare_launches(engine, call, config, Slice(8192), timeout_s=0.5)
     begin = time.monotonic()
-    for member, launch in list(zip(runner.members, launches, strict=True))[:-1]:
+    for member, launch in list(zip(engine.runner.members, launches, strict=True))[:-1]:
         with torch.cuda.device(member.device):
             launch(xs[member.rank], outs[member.rank], torch.cuda.current_stream().cuda_stream)
     with pytest.raises(graphar.CollectiveTimeout) as raised:

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 import graphar
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Kernel
 from graphar.runtime.registry import engine_of_group
 from tests.cases import normal, same_bits
 from tests.gpu import DIRECT_ALGORITHMS, DTYPES
@@ -45,8 +47,10 @@ def every_direct_call(rank, world_size):
                 graphar.allreduce(x[GUARD : GUARD + numel], out=part, algorithm=algorithm)
                 assert_reduced(part, inputs, f"{algorithm} {dtype} {numel}")
                 assert bool((out[:GUARD] == 7).all() and (out[GUARD + numel :] == 7).all())
-    loaded = set(engine_of_group("").runner._functions)
-    assert loaded == {(algorithm, dtype, True) for algorithm in DIRECT_ALGORITHMS for dtype in DTYPES}
+    loaded = set(engine_of_group("").runner.kernels._functions)
+    assert loaded == {
+        Kernel(Algorithm(algorithm), dtype, direct=True).key for algorithm in DIRECT_ALGORITHMS for dtype in DTYPES
+    }
 
 
 @pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)

@@ -11,14 +11,16 @@ import torch
 
 from graphar.cli.specified import DTYPE, OfRanks, Results, SpecifiedCall, random
 from graphar.communicator import Communicator
-from graphar.numerics.norms import RmsNorm
-from graphar.plan.algorithms import Algorithm
+from graphar.numerics.norms import REDUCESCATTER_NORM
+from graphar.plan.algorithms import COMPRESSING, Algorithm, with_kernels
 from graphar.plan.call import Call
-from graphar.plan.matmuls import allreduce_algorithm
+from graphar.plan.config import FALLBACK
+from graphar.plan.matmuls import fused_algorithm
 from graphar.plan.policy import LosslessPolicy
 from graphar.plan.scratch import WORLD_SIZES
-from graphar.plan.shapes import for_norm, for_parts
+from graphar.plan.select import Facts, select
 from graphar.plan.tables import DEFAULT, Table, shipped_table
+from graphar.plan.work import Norm, Parts, Product, Work
 from graphar.runtime.user_tables import find_table
 
 _NUMELS = (7, 8199, 262149)  # less than a pack for every rank, a few blocks, many blocks; all with a partial pack
@@ -46,7 +48,7 @@ class SelfTestCall:
 
 def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[SelfTestCall]:
     """Returns the calls that take ``algorithm`` on ``world_size`` GPUs, by name or by choice; there may be none."""
-    launched = None if algorithm is Algorithm.FALLBACK else algorithm
+    launched = algorithm if algorithm.row.folder else None
     return [
         SelfTestCall(op.name, partial(_make, op, size, algorithm), launched)
         for op in _OPS
@@ -63,7 +65,7 @@ def _can_be_named(algorithm: Algorithm, op: _Op) -> bool:
 def calls_on_cpu() -> list[SelfTestCall]:
     """Returns calls of every op; on the CPU all of them take the fallback, which compresses nothing without loss."""
     ops = [op for op in _OPS if op.variant != _LOSSLESS]
-    return [SelfTestCall(op.name, partial(_make, op, size, Algorithm.FALLBACK)) for op in ops for size in op.sizes]
+    return [SelfTestCall(op.name, partial(_make, op, size, FALLBACK.algorithm)) for op in ops for size in op.sizes]
 
 
 def _make(op: _Op, size: Any, algorithm: Algorithm, ranks: Communicator) -> Compared:
@@ -158,38 +160,53 @@ def _table() -> Table:
     return find_table(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else shipped_table(DEFAULT)
 
 
+def _chosen(work: Work, world_size: int) -> Algorithm:
+    table = _table()
+    return select(Call(work, DTYPE, 0), Facts(world_size, table, table.chip)).config.algorithm
+
+
+def _kernel_of_parts(op: str, world_size: int, size: int) -> Algorithm:
+    return _chosen(Parts(op, (size if op == "allgather" else -(-size // world_size),) * world_size), world_size)
+
+
 def _norm_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
-    table, (rows, columns) = _table(), size
-    call = Call("allreduce_residual_rmsnorm", rows * columns, DTYPE, 0, epilogue=RmsNorm(columns))
-    return for_norm(table.norm, table.chip, world_size, call).algorithm
+    rows, columns = size
+    return _chosen(Norm("allreduce_residual_rmsnorm", (rows * columns,), columns), world_size)
 
 
-def _matmul_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
-    return allreduce_algorithm(_table().matmul, world_size, *size)
+def _matmul_kernel(op: str, world_size: int, size: tuple[int, int]) -> Algorithm:
+    rows, columns = size
+    return fused_algorithm(_table(), Product(op, (rows,), columns), world_size)
 
 
-def _gather_kernel(world_size: int, size: int) -> Algorithm:
-    return for_parts(_table().parts["allgather"], 2 * size).algorithm
+def _only_kernel(op: str, world_size: int, size: Any, codec: bool = False) -> Algorithm:
+    (only,) = with_kernels(op, codec)
+    return only
 
 
 _OPS = (
     _Op("allreduce", _with_special, _NUMELS),
-    _Op("reducescatter", _with_special, _NUMELS, lambda *_: Algorithm.REDUCESCATTER_PUSH),
-    _Op("allgather", _with_special, _NUMELS, _gather_kernel),
-    _Op("reducescatter", _with_special, _NUMELS, lambda *_: Algorithm.REDUCESCATTER_LOSSLESS, _LOSSLESS),
-    _Op("allgather", _with_special, _NUMELS, lambda *_: Algorithm.ALLGATHER_LOSSLESS, _LOSSLESS),
+    _Op("reducescatter", _with_special, _NUMELS, partial(_kernel_of_parts, "reducescatter")),
+    _Op("allgather", _with_special, _NUMELS, partial(_kernel_of_parts, "allgather")),
+    _Op("reducescatter", _with_special, _NUMELS, lambda *_: COMPRESSING["reducescatter"], _LOSSLESS),
+    _Op("allgather", _with_special, _NUMELS, lambda *_: COMPRESSING["allgather"], _LOSSLESS),
     _Op("allreduce", _normal, _QUANTIZED_NUMELS, variant=_QUANTIZED),
-    _Op("reducescatter", _normal, _QUANTIZED_NUMELS, lambda *_: Algorithm.QUANTIZED_REDUCESCATTER, _QUANTIZED),
+    _Op("reducescatter", _normal, _QUANTIZED_NUMELS, partial(_only_kernel, "reducescatter", codec=True), _QUANTIZED),
     _Op("allreduce_residual_rmsnorm", _norm, _ROWS, _norm_kernel),
-    _Op("reducescatter_residual_rmsnorm", _norm_of_parts, _ROWS, lambda *_: Algorithm.REDUCESCATTER_RMSNORM),
-    _Op("fused_matmul_allreduce", _factors, _RESULTS, _matmul_kernel),
-    _Op("fused_matmul_allreduce_residual_rmsnorm", partial(_norm, of=_factors), _RESULTS, _matmul_kernel),
-    _Op("fused_matmul_reducescatter", _factors, _PARTS, lambda *_: Algorithm.MATMUL_REDUCESCATTER),
-    _Op("fused_allgather_matmul", _factors, _PARTS, lambda *_: Algorithm.ALLGATHER_MATMUL),
+    _Op("reducescatter_residual_rmsnorm", _norm_of_parts, _ROWS, partial(_only_kernel, REDUCESCATTER_NORM)),
+    _Op("fused_matmul_allreduce", _factors, _RESULTS, partial(_matmul_kernel, "fused_matmul_allreduce")),
+    _Op(
+        "fused_matmul_allreduce_residual_rmsnorm",
+        partial(_norm, of=_factors),
+        _RESULTS,
+        partial(_matmul_kernel, "fused_matmul_allreduce"),
+    ),
+    _Op("fused_matmul_reducescatter", _factors, _PARTS, partial(_matmul_kernel, "fused_matmul_reducescatter")),
+    _Op("fused_allgather_matmul", _factors, _PARTS, partial(_only_kernel, "fused_allgather_matmul")),
     _Op(
         "fused_matmul_reducescatter_residual_rmsnorm",
         partial(_norm_of_parts, of=_factors),
         _PARTS,
-        lambda *_: Algorithm.MATMUL_REDUCESCATTER,
+        partial(_matmul_kernel, "fused_matmul_reducescatter"),
     ),
 )

@@ -13,7 +13,8 @@ from graphar.cli.doctor.findings import REPORT, Finding, note, problem
 from graphar.cli.specified import count_wrong
 from graphar.communicator import Communicator
 from graphar.errors import CollectiveTimeout, GrapharError, UnsupportedError
-from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import FALLBACK
 from graphar.plan.scratch import MAX_RANKS
 from graphar.runtime.availability import is_available
 from graphar.runtime.launcher import architecture
@@ -26,7 +27,7 @@ Counts = Mapping[Algorithm, Sequence[int | None]]  # calls of each rank; None: i
 
 def algorithms() -> list[Algorithm]:
     """Returns the algorithms to test: all of them, or only the fallback if no kernel can run."""
-    return list(Algorithm) if is_available() else [Algorithm.FALLBACK]
+    return list(Algorithm) if is_available() else [FALLBACK.algorithm]
 
 
 def self_test(algorithm: Algorithm) -> Iterator[Finding]:
@@ -72,14 +73,14 @@ def _devices(on_gpus: bool) -> list[int] | list[str]:
 
 def _why_not(algorithm: Algorithm, devices: Sequence[int | str], calls: Sequence[SelfTestCall]) -> str:
     """Returns why ``algorithm`` cannot be tested on this machine, or an empty string."""
-    if algorithm is Algorithm.HIERARCHICAL:
+    if algorithm.row.across_hosts:
         return "it adds host by host, and there is one"
     if not calls:
         return f"no call of this test takes it between {len(devices)} GPUs"
-    if algorithm.row.folder == "matmul":
+    if only := algorithm.row.only_arch:
         for device in devices:
-            if (arch := architecture(device)) != MATMUL_ARCH:
-                return f"needs {MATMUL_ARCH}, cuda:{device} is {arch}"
+            if (arch := architecture(device)) != only:
+                return f"needs {only}, cuda:{device} is {arch}"
     return ""
 
 
@@ -116,4 +117,4 @@ def _due(calls: Sequence[SelfTestCall], world_size: int) -> Counts:
 def _told(counts: Counts) -> str:
     """Returns counts as text, such as "one_shot 3/3": three calls on each of two GPUs."""
     told = [f"{algorithm.value} {'/'.join(map(str, of_ranks))}" for algorithm, of_ranks in counts.items()]
-    return " and ".join(told) or Algorithm.FALLBACK.value
+    return " and ".join(told) or FALLBACK.algorithm.value

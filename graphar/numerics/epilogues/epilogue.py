@@ -76,6 +76,8 @@ class Epilogue:
                 self.scalars[name] = float(value)
             else:
                 raise TypeError(f"epilogue: {name} must be a tensor or a number, got {type(value).__name__}")
+        # Equal for epilogues that differ only in the values of their arguments.
+        self.key = (what, *self.tensors, None, *self.scalars)
 
     def text(self, x: torch.Tensor, whole: int | None = None) -> str:
         """Returns the expression for sums like ``x``.
@@ -214,13 +216,14 @@ class EpilogueInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Pointwise:
-    """The :class:`Form` of an elementwise epilogue: everything but the values of its tensors and numbers."""
+    """An elementwise epilogue without the values of its tensors and numbers.
+
+    Kernels are compiled and plans are made for it. It is immutable and hashable.
+    """
 
     text: str  # the expression
     dtypes: tuple[torch.dtype, ...]  # the dtypes of its tensors, sorted by name
     columns: int  # columns of the tensor that the epilogue is for; at least 1
-    cluster = 1
-    variant = None
 
     @property
     def expression(self) -> Expression:
@@ -232,6 +235,7 @@ class Pointwise:
 
     @property
     def kernel(self) -> str:
+        """A name that tells its kernels from other kernels of the same algorithm."""
         return self.generated.name
 
     def apply(self, total: torch.Tensor, inputs: EpilogueInputs, first: int, numel: int) -> torch.Tensor:

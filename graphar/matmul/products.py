@@ -1,0 +1,339 @@
+"""The binder of products: how a matmul with a sum, or with an all-gather, becomes kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from graphar import reference
+from graphar.matmul import overlap
+from graphar.matmul.fused import FusedMatmul, why_not_columns
+from graphar.matmul.gathered_chunks import GatheredChunks
+from graphar.matmul.operands import MatmulOperands, flat, operands_of
+from graphar.matmul.overlap import Panels
+from graphar.numerics import partitions
+from graphar.numerics.codecs import codec as codec_of_text
+from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
+from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
+from graphar.numerics.partitions import BATCH_INVARIANT
+from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
+from graphar.plan.call import Call, Operands
+from graphar.plan.config import FALLBACK, Config
+from graphar.plan.matmuls import COLUMNS, fused_algorithm, prefers_tiles
+from graphar.plan.select import has_norm_kernel
+from graphar.plan.slices import gathered_rows_a_launch
+from graphar.plan.tiles import travels_in_tiles
+from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Norm, Parts, Product, Sum
+from graphar.runtime import residual_norm
+from graphar.runtime.engine import Engine
+from graphar.runtime.plan import Launch, Plan
+
+# By the op that sums products, the op that also adds a residual and norms.
+NORMED = {op: f"{op}_residual_rmsnorm" for op in (MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER)}
+_SUMMED = {normed: op for op, normed in NORMED.items()}
+_NORMS = {MATMUL_ALLREDUCE: ALLREDUCE_NORM, MATMUL_REDUCESCATTER: REDUCESCATTER_NORM}
+
+
+def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of a product. Collective."""
+    if call.work.norm:
+        return _with_norm(engine, call, ranks)
+    if call.work.op == ALLGATHER_MATMUL:
+        return _gathered(engine, call, ranks)
+    return _summed(engine, call, ranks)
+
+
+# ---- products that are summed ---------------------------------------------------------------------------------------
+
+
+def _summed(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+    if takes_tiles(engine, call, ranks[0].inputs[0]):
+        return _fused(engine, call)
+    work = call.work
+    cut = _panels(engine, call, flat(ranks[0].inputs[0]))
+    sum_up = cut.allreduce if work.op == MATMUL_ALLREDUCE else cut.reducescatter
+
+    def run(ranks: Sequence[Operands]) -> None:
+        sum_up(engine, [operands_of(work, own) for own in ranks])
+
+    return Plan(run, FALLBACK, "multiplied, then summed", _OnePanel(engine, call, cut).launch_like)
+
+
+def takes_tiles(engine: Engine, call: Call, a: torch.Tensor) -> bool:
+    """Whether one fused kernel multiplies and sums. The first call is collective; the answer is equal on all ranks.
+
+    It depends only on facts that ranks share. K and the memory layout of the operands may differ between ranks.
+    """
+    work, world_size = call.work, engine.world_size
+    if work.partition not in ("auto", "tiles", BATCH_INVARIANT) or not a.is_cuda or work.columns % COLUMNS:
+        return False
+    if work.codec and not travels_in_tiles(codec_of_text(work.codec), work.columns):
+        return False
+    if a.dtype not in MATMUL_TYPES:
+        return False
+    with engine.keeping_failure():
+        if engine.why_no_kernel(work.op, a) or why_not_columns(engine, work.columns):
+            return False
+    if work.partition == "tiles":
+        return True
+    policy, sms, rows = engine.table.matmul, engine.runner.chip.sms, sum(work.parts)
+    scattered = work.op != MATMUL_ALLREDUCE or work.epilogue is not None
+    return prefers_tiles(policy, sms, world_size, rows, work.columns, scattered, work.codec)
+
+
+def _fused(engine: Engine, call: Call) -> Plan:
+    algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
+    return plan_of(FusedMatmul(engine, call, algorithm, sum(call.work.parts)), "multiplied and summed in one kernel")
+
+
+def plan_of(launches: FusedMatmul, reason: str) -> Plan:
+    """Returns the plan of a call by a fused kernel."""
+    threads = launches.tiles[0].threads
+    return Plan(launches.run, Config(launches.algorithm, 0, threads), reason, launches.launch_like)
+
+
+def _panels(engine: Engine, call: Call, a: torch.Tensor) -> Panels:
+    """Returns how a product without a fused kernel is multiplied and summed."""
+    work = call.work
+    parts = [sum(work.parts)] if work.op == MATMUL_ALLREDUCE else work.parts
+    panels = partitions.panels(work.op, work.partition, work.num_partitions, parts, work.columns)
+    return Panels(work, panels, call.timeout_s, only_own=work.partition == BATCH_INVARIANT)
+
+
+class _OnePanel:
+    """The launches of calls whose product is one panel, and is multiplied by torch and then summed."""
+
+    def __init__(self, engine: Engine, call: Call, cut: Panels) -> None:
+        self._engine, self._call, self._cut = engine, call, cut
+
+    def launch_like(self, own: Operands) -> Launch | None:
+        """Returns the launch of calls with tensors like these: see :class:`graphar.runtime.plan.Plan`."""
+        given, work = operands_of(self._call.work, own), self._call.work
+        is_view = given.a.data_ptr() == own.inputs[0].data_ptr()
+        if len(self._cut.panels) > 1 or not given.a.is_cuda or not is_view:
+            return None
+        if overlap.takes_own(self._engine, given, 1, self._cut.only_own):
+            return None
+        call, ranks = self._sum(given)
+        launch = self._engine.plan(call, ranks).launch_like(ranks[0])
+        if launch is None:
+            return None
+        operands, corner, dtype = 2 + work.bias, ranks[0].corner, call.dtype
+        # By torch's `linear`, which takes one call where views and a matmul take four. It has the bits of torch.mm.
+        linear, empty = torch.nn.functional.linear, torch.empty
+
+        def multiply_and_sum(inputs, outputs, numbers, _=None) -> None:
+            product, out = linear(inputs[0], inputs[1]), outputs[0]
+            if not work.bias:
+                launch((product, *inputs[operands:]), outputs, numbers, corner)
+                return
+            total = empty(out.shape, dtype=dtype, device=out.device)
+            launch((product.to(dtype), *inputs[operands:]), (total,), numbers, corner)
+            out.copy_(reference.with_bias(total, inputs[2], out.dtype))
+
+        return multiply_and_sum
+
+    def _sum(self, given: MatmulOperands) -> tuple[Call, list[Operands]]:
+        """Returns the call that sums the product, and operands like its own."""
+        work = self._call.work
+        product = reference.widened(given.a.new_empty(len(given.a), len(given.w)), given.bias)
+        total = product if work.op == MATMUL_ALLREDUCE else reference.widened(torch.empty_like(given.out), given.bias)
+        corner = work.epilogue and (0, 0, work.epilogue.columns)
+        ranks = [Operands((product, *given.tensors), (total,), given.numbers, corner)]
+        if work.op == MATMUL_ALLREDUCE:
+            prefetches = given.prefetch is not None and not work.codec and not work.epilogue
+            if prefetches:
+                ranks = [ranks[0]._replace(inputs=(product, given.prefetch))]
+            summed = Sum(product.numel(), work.codec, work.epilogue)
+            return Call.of(summed, product, timeout_s=self._call.timeout_s, prefetches=prefetches), ranks
+        counts = tuple([rows * len(given.w) for rows in work.parts])
+        summed = Parts("reducescatter", counts, work.codec, work.epilogue)
+        return Call.of(summed, product, timeout_s=self._call.timeout_s), ranks
+
+
+# ---- products that are summed and normed ----------------------------------------------------------------------------
+
+
+def _with_norm(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of a product whose sum is added to a residual and normed."""
+    work, x = call.work, ranks[0].inputs[0]
+    op = _SUMMED[work.op]
+    product = call._replace(work=work._replace(op=op, norm=None))
+    if sum(work.parts) and has_norm_kernel(work.columns * call.dtype.itemsize) and takes_tiles(engine, product, x):
+        for own in ranks:  # loading beside a kernel that waits for other ranks could hang
+            residual_norm.load(own.inputs[0].device.index, call.dtype)
+        return _then_normed(_fused(engine, product), work.norm)
+    return _summed_and_normed(engine, call, op, ranks)
+
+
+def _then_normed(plan: Plan, numbers: tuple[float, float]) -> Plan:
+    """Returns a plan that sums by ``plan``, and then norms in a kernel of its own."""
+
+    def norm(own: Operands) -> None:
+        (_, _, residual, weight), (total, summed) = own.inputs, own.outputs
+        if total.numel():
+            residual_norm.norm(total, residual.contiguous(), weight.contiguous(), total, summed, *numbers)
+
+    def run(ranks: Sequence[Operands]) -> None:
+        plan.run([Operands(own.inputs[:2], own.outputs[:1]) for own in ranks])
+        for own in ranks:
+            norm(own)
+
+    def launch_like(own: Operands) -> Launch | None:
+        first = plan.launch_like(Operands(own.inputs[:2], own.outputs[:1]))
+        if first is None:
+            return None
+
+        def launch(inputs, outputs, given, corner=None) -> None:
+            first(inputs[:2], outputs[:1], given, corner)
+            norm(Operands(inputs, outputs))
+
+        return launch
+
+    return plan._replace(run=run, launch_like=launch_like)
+
+
+def _summed_and_normed(engine: Engine, call: Call, op: str, ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan that multiplies, and then sums and norms in one kernel."""
+    work = call.work
+    only_own = work.partition == BATCH_INVARIANT
+    counts = tuple([rows * work.columns for rows in work.parts])
+    counts = (sum(counts),) if op == MATMUL_ALLREDUCE else counts
+    normed = Norm(_NORMS[op], counts, work.columns, "like_input", *work.norm)
+    inner = Call(normed, call.dtype, call.device, timeout_s=call.timeout_s)
+    plan = engine.plan(inner, [_of_norm(own, _empty_product(own)) for own in ranks])
+
+    def run(ranks: Sequence[Operands]) -> None:
+        products = [_empty_product(own) for own in ranks]
+        if products[0].numel():
+            members = [MatmulOperands(flat(own.inputs[0]), own.inputs[1], None, own.outputs[0]) for own in ranks]
+            made = overlap.products(engine, members, only_own)
+            products = [one.view(product.shape) for one, product in zip(made, products, strict=True)]
+        plan.run([_of_norm(own, product) for own, product in zip(ranks, products, strict=True)])
+
+    def launch_like(own: Operands) -> Launch | None:
+        given = MatmulOperands(flat(own.inputs[0]), own.inputs[1], None, own.outputs[0])
+        launch = plan.launch_like(_of_norm(own, _empty_product(own)))
+        if launch is None or not all(one.is_contiguous() for one in own.inputs[::2]):
+            return None
+        if overlap.takes_own(engine, given, 1, only_own):
+            return None
+        linear = torch.nn.functional.linear
+
+        def multiply_and_norm(inputs, outputs, numbers, corner=None) -> None:
+            a, w, residual, weight = inputs
+            launch((linear(a, w), residual, weight), outputs, numbers, corner)
+
+        return multiply_and_norm
+
+    return plan._replace(run=run, launch_like=launch_like)
+
+
+def _empty_product(own: Operands) -> torch.Tensor:
+    a, w = own.inputs[:2]
+    return a.new_empty((*a.shape[:-1], len(w)))
+
+
+def _of_norm(own: Operands, product: torch.Tensor) -> Operands:
+    """Returns the operands of the norm of a product: a norm takes contiguous tensors."""
+    return Operands((product, *[one.contiguous() for one in own.inputs[2:]]), own.outputs)
+
+
+# ---- products of gathered rows --------------------------------------------------------------------------------------
+
+
+def _gathered(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+    method = gathering_method(engine, call, ranks[0].inputs[0])
+    algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
+    if method == "tiles":
+        launches = FusedMatmul(engine, call, algorithm, sum(call.work.parts))
+        return plan_of(launches, "gathered and multiplied in one kernel")
+    if method == "chunks":
+        run = GatheredChunks(engine, call, algorithm).run
+        return Plan(run, Config(algorithm, 0, 0), "gathered in chunks by copy engines")
+    return _gathered_then_multiplied(engine, call, ranks)
+
+
+def gathering_method(engine: Engine, call: Call, a: torch.Tensor) -> str:
+    """Returns how rows are gathered and multiplied: in "tiles", in "chunks", or, if it is "none", by two kernels.
+
+    The first call is collective. It depends only on facts that ranks share. Memory layouts and weights may differ
+    between ranks.
+    """
+    work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
+    if work.partition == "none" or not a.is_cuda or a.dtype not in algorithm.row.dtypes:
+        return "none"
+    with engine.keeping_failure():
+        if engine.why_no_kernel(work.op, a):
+            return "none"
+    k, rows, has_tiles = work.columns, sum(work.parts), engine.runner.chip.arch == MATMUL_ARCH
+    if not k or not gathered_rows_a_launch(algorithm, engine.world_size, k):
+        return "none"
+    by_table = engine.table.allgather_matmul.faster(engine.world_size, rows)
+    method = by_table if work.partition == "auto" else work.partition
+    served = has_tiles if method == "tiles" else not work.epilogue
+    return method if served else "none"
+
+
+def _gathered_then_multiplied(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+    work = call.work
+    counts = tuple([rows * work.columns for rows in work.parts])
+    follow = f"epilogue {work.epilogue.text}" if work.epilogue else ""
+    inner = Call(Parts("allgather", counts, followed_by=follow), call.dtype, call.device, timeout_s=call.timeout_s)
+    plan = engine.plan(inner, [_of_gather(operands_of(work, own)) for own in ranks])
+
+    def run(ranks: Sequence[Operands]) -> None:
+        members = [operands_of(work, own) for own in ranks]
+        gathers = [_of_gather(one) for one in members]
+        plan.run(gathers)
+        for one, gather in zip(members, gathers, strict=True):
+            _multiply(work, one, gather.outputs[0])
+
+    def launch_like(own: Operands) -> Launch | None:
+        given = operands_of(work, own)
+        launch = plan.launch_like(_of_gather(given)) if given.a.is_contiguous() else None
+        if launch is None or not given.a.is_cuda:
+            return None
+
+        shape, has_rows = (sum(work.parts), work.columns), work.gathered
+
+        def gather_and_multiply(inputs, outputs, numbers, corner=None) -> None:
+            rows = outputs[1] if has_rows else inputs[0].new_empty(shape)
+            launch(inputs[:1], (rows,))
+            _multiply(work, operands_of(work, Operands(inputs, outputs, numbers)), rows.view(shape))
+
+        return gather_and_multiply
+
+    return plan._replace(run=run, launch_like=launch_like)
+
+
+def _of_gather(one: MatmulOperands) -> Operands:
+    """Returns the operands of the all-gather of one rank's rows."""
+    rows = one.gathered
+    if rows is None:
+        rows = one.a.new_empty((len(one.out), one.a.shape[1]))
+    return Operands((one.a.contiguous(),), (rows,))
+
+
+def _multiply(work: Product, one: MatmulOperands, rows: torch.Tensor) -> None:
+    """Writes the product of gathered rows into a result: on the CPU as the specification does, else by torch."""
+    if work.epilogue:
+        one.out.copy_(_with_epilogue(replace(work.epilogue, columns=max(1, len(one.w))), one, rows))
+    elif not rows.is_cuda:
+        one.out.copy_(reference.linear(rows, one.w, one.bias))
+    elif one.bias is None:
+        torch.mm(rows, one.w.t(), out=one.out)
+    else:
+        torch.addmm(one.bias, rows, one.w.t(), out=one.out)
+
+
+def _with_epilogue(epilogue: Pointwise, one: MatmulOperands, rows: torch.Tensor) -> torch.Tensor:
+    inputs = EpilogueInputs(list(one.tensors), list(one.numbers))
+    if not rows.is_cuda:
+        return reference.linear_with_epilogue(rows, one.w, epilogue, inputs)
+    unrounded = {} if rows.dtype == torch.float32 else {"out_dtype": torch.float32}
+    with torch.autocast("cuda", enabled=False):  # it would multiply in another dtype
+        product = torch.mm(rows, one.w.t(), **unrounded)
+    return reference.rounded_after(epilogue, inputs, product, rows.dtype)

@@ -1,0 +1,96 @@
+"""Launch parameters and grid of each fused kernel of a matmul.
+
+Grids leave SMs free. Kernels of tiles start only after the previous kernel in the stream has ended. So another
+communicator's kernels find room: (18) in cuda_src/device/sync/kernel_order.cuh. The grids of sums are equal on all
+ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from graphar.matmul.gemm import STORE_ROWS, Order, operand_maps, weight_map
+from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
+from graphar.plan.policy import shared_blocks
+from graphar.plan.scratch import gathered_slot_offset
+from graphar.plan.slices import Slice
+from graphar.plan.tiles import MatmulTile, SkinnyTile
+from graphar.runtime.arguments import Arguments, MatmulArguments
+from graphar.runtime.launcher import Grid
+
+Tile = MatmulTile | SkinnyTile
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The memory of one rank's operands and result, for the tensor maps of a launch."""
+
+    a: Matrix
+    w: Matrix  # as it lies in memory
+    layout: str  # the layout of W, one of LAYOUTS
+    out: torch.Tensor  # [M, N]
+    bias: int = 0  # the address of the bias; 0 without one
+    timeline: int = 0  # the address of the timeline of timelines.py; 0 without one
+
+    @property
+    def columns(self) -> int:
+        return self.w.rows if self.layout == "by_rows" else self.w.columns
+
+
+def summed_tiles(
+    tile: MatmulTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, sms: int
+) -> tuple[list, Grid]:
+    """Returns the parameters of a kernel that sums tiles, without the collective arguments, and its grid.
+
+    ``rows`` are those of ``out`` that the launch writes. ``sms`` are the SMs of the ranks' devices, of unequal ones the
+    fewest.
+    """
+    tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-own.columns // tile.columns)
+    blocks = min(shared_blocks(sms, tile.cluster), tiles * tile.cluster)
+    sizes = MatmulArguments(own.bias, own.a.rows, own.columns, own.a.columns, 0, Order.group_rows, own.timeline)
+    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
+    # A rank without rows writes nothing, but the kernel needs a valid tensor map.
+    out = matrix_of(own.out[rows]) or own.a
+    return [*operand_maps(tile, own.layout, own.a, own.w), tensor_map(out, STORE_ROWS), sizes], grid
+
+
+def skinny(
+    tile: SkinnyTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, sms: int
+) -> tuple[list, Grid]:
+    """Returns the same of a skinny kernel, which takes one launch."""
+    rows_of_out, columns = own.out.shape
+    clusters = -(-columns // (tile.columns * tile.cluster))
+    blocks = min(shared_blocks(sms, tile.cluster), clusters * tile.cluster)
+    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=True, cluster=tile.cluster)
+    sizes = MatmulArguments(own.bias, rows_of_out, columns, own.a.columns)
+    return [tensor_map(own.w, BOX_COLUMNS), tensor_map(own.a, box_rows(tile, rows_of_out)), sizes], grid
+
+
+def box_rows(tile: SkinnyTile, rows: int) -> int:
+    """Returns the rows of A that each block of a cluster loads: `share` in the kernel."""
+    return -(-rows // (8 * tile.cluster)) * 8
+
+
+def gathered_tiles(
+    tile: MatmulTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, sms: int
+) -> tuple[list, Grid]:
+    """Returns the same of a kernel that gathers rows; ``sms`` may differ between ranks."""
+    k, (m, n), world_size, rank = own.a.columns, own.out.shape, arguments.world_size, arguments.rank
+    a_maps, c_maps = (TensorMap * world_size)(), (TensorMap * world_size)()
+    for source, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
+        if not count:  # nothing reads its maps
+            continue
+        if source == rank:
+            pointer = own.a.pointer + one.offset * own.a.leading * own.a.dtype.itemsize
+        else:
+            hops = (source - rank) % world_size
+            pointer = arguments.scratch[rank] + gathered_slot_offset(world_size, arguments.capacity, hops)
+        a_maps[source] = tensor_map(Matrix(pointer, own.a.dtype, count, k, own.a.leading), tile.rows)
+        c_maps[source] = tensor_map(matrix_of(own.out[begin : begin + count]), STORE_ROWS)
+    sizes = MatmulArguments(own.bias, m, n, k, 0, Order.group_rows)
+    of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count)
+    blocks = min(shared_blocks(sms, tile.cluster), of_tiles * -(-n // tile.columns) * tile.cluster)
+    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
+    return [a_maps, weight_map(tile, own.layout, own.w), c_maps, sizes], grid

@@ -1,0 +1,62 @@
+"""Entries of a tuning table: the configuration that each names, and the one by which a call goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
+from graphar.plan.scratch import PACK_NBYTES, WARP
+from graphar.plan.tables import DEFAULT, Table, shipped_table
+
+
+def config_of(entry: dict) -> Config:
+    """Returns the configuration that an entry names, with the most blocks that a call may have."""
+    return Config(Algorithm(entry["algorithm"]), entry["blocks"], entry["threads"], entry.get("chunk", 0))
+
+
+def entry_of(config: Config, max_nbytes: int | None) -> dict:
+    """Returns the entry by which calls of up to ``max_nbytes`` take ``config``; None: of any size."""
+    grid = {"blocks": config.blocks, "threads": config.threads} | ({"chunk": config.chunk} if config.chunk else {})
+    return {"max_nbytes": max_nbytes, "algorithm": config.algorithm.value} | grid
+
+
+def fitted(most: Config, world_size: int, nbytes: int) -> Config:
+    """Returns a configuration for ``nbytes``, with as many of its blocks as have work, or one more."""
+    row, threads = most.algorithm.row, most.threads
+    if row.in_groups:
+        threads = max(1, threads // (WARP * world_size)) * WARP * world_size
+    packs, in_block = -(-nbytes // PACK_NBYTES), row.packs_a_block(world_size, threads, most.chunk)
+    blocks = max(1, -(-packs // in_block)) + row.tells
+    return replace(most, blocks=min(most.blocks, blocks), threads=threads)
+
+
+def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm: Algorithm | None = None) -> Config:
+    """Returns the configuration of a call of ``nbytes``, by its first entry that fits.
+
+    With ``algorithm`` the configuration has this algorithm: by its first entry that fits, else by its last one, or with
+    its default grid if there is none. Entries of parts serve every world size: theirs is 1.
+    """
+    known = [one for one in entries if algorithm is None or one["algorithm"] == algorithm.value]
+    if not known:
+        return fitted(Config(algorithm, *algorithm.row.default_grid(world_size)[:3]), world_size, nbytes)
+    fitting = (one for one in known if one["max_nbytes"] is None or nbytes <= one["max_nbytes"])
+    return fitted(config_of(next(fitting, known[-1])), world_size, nbytes)
+
+
+def serving(table: Table, world_size: int) -> Table:
+    """Returns ``table``, or the default table if it has no entries for ``world_size``."""
+    return table if world_size in table.rows else shipped_table(DEFAULT)
+
+
+def measured_config(
+    table: Table, world_size: int, nbytes: int, algorithm: Algorithm | None = None
+) -> tuple[Config, str]:
+    """Returns the configuration of an exact all-reduce of ``nbytes`` a rank, and the name of the table that has it.
+
+    With ``algorithm`` it is the measured one of this algorithm nearest to ``nbytes``, which it can serve. Without
+    entries for ``world_size`` in the table, the default table is used.
+    """
+    table = serving(table, world_size)
+    return by_entries(table.rows[world_size], world_size, nbytes, algorithm), table.name

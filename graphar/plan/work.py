@@ -1,0 +1,240 @@
+"""Work: what a call computes, as one value of a type for each kind of work.
+
+    Sum          an all-reduce of one tensor
+    Parts        a reduce-scatter, or an all-gather of one tensor
+    Norm         an all-reduce or a reduce-scatter, with residual addition and RMSNorm
+    TensorTuple  an all-gather of several tensors
+    Product      a matmul with the sum of its products, or with the all-gather of its rows
+
+All have these attributes. They are tuples, so that a call is hashed and compared without Python code.
+
+    op        the public op that the work is of
+    unit      what ``parts`` count: "elements", "bytes" or "rows"
+    parts     the units of each rank's part, in rank order; one number for work without parts
+    codec     the text of the codec on the wire, or an empty string
+    epilogue  the epilogue of the sum or product, or None
+    template  a function from the blocks of a cluster to the work's template argument of its kernels, or None
+    nbytes    a function from the size of an element to the bytes of the tensor, or of the largest part
+    amount    a function from the dtype to the work's size in words
+    amount_of a function from the first tensor to the same, with the shape if that must be equal on all ranks
+    options   what else ranks must agree on, in words
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.plan.scratch import PACK_NBYTES
+
+MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER = "fused_matmul_allreduce", "fused_matmul_reducescatter"
+ALLGATHER_MATMUL = "fused_allgather_matmul"
+MAX_TENSORS = 4  # of one launch: `max_tensors` in cuda_src/device/arguments.cuh
+
+_SEED = re.compile(", seed=[0-9]+")
+
+
+def without_seeds(text: str) -> str:
+    """Returns a text without the seeds of the codecs in it, which may differ between ranks."""
+    return _SEED.sub("", text)
+
+
+def _shape_of_parts(x: torch.Tensor, parts: tuple[int, ...], axis: int = 0, joined: bool = False) -> str:
+    """Returns shape, axis and lengths in words of a tensor in parts; ``x`` has the axis in front.
+
+    With ``joined`` each rank has one part, so the ranks' lengths along the axis differ.
+    """
+    in_a_row = max(1, torch.Size(x.shape[1:]).numel())
+    lengths = [count // in_a_row for count in parts]
+    shape = [str(size) for size in x.shape[1:]]
+    shape.insert(axis, "*" if joined else str(sum(lengths)))
+    return f"[{', '.join(shape)}] {x.dtype}, axis {axis}, sizes {lengths}"
+
+
+def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
+    codec = [f"codec {without_seeds(work.codec)}"] if work.codec else []
+    return codec + ([f"epilogue {work.epilogue.text}"] if work.epilogue else [])
+
+
+class Sum(NamedTuple):
+    """An all-reduce: the sum over all ranks of one tensor."""
+
+    numel: int  # the elements of the tensor
+    codec: str = ""
+    epilogue: Pointwise | None = None
+
+    op = "allreduce"
+    unit = "elements"
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return (self.numel,)
+
+    def template(self, cluster: int) -> str | None:
+        return None
+
+    def nbytes(self, itemsize: int) -> int:
+        return self.numel * itemsize
+
+    def amount(self, dtype: torch.dtype) -> str:
+        return f"{self.numel} elements of {dtype}"
+
+    def amount_of(self, x: torch.Tensor) -> str:
+        return f"{list(x.shape)} {x.dtype}"
+
+    @property
+    def options(self) -> list[str]:
+        return _wire_and_epilogue(self)
+
+
+class Parts(NamedTuple):
+    """A reduce-scatter, or an all-gather of one tensor: each rank has a part of the whole."""
+
+    op: str  # "reducescatter" or "allgather"
+    parts: tuple[int, ...]  # the elements of each rank's part
+    codec: str = ""
+    epilogue: Pointwise | None = None
+    axis: int = 0  # the dimension of the user's tensor that is the first dimension of the call's tensors
+    followed_by: str = ""  # what every rank does with its result, in words, or an empty string
+
+    unit = "elements"
+
+    def template(self, cluster: int) -> str | None:
+        return None
+
+    def nbytes(self, itemsize: int) -> int:
+        return max(self.parts) * itemsize
+
+    def amount(self, dtype: torch.dtype) -> str:
+        return f"parts of {list(self.parts)} elements of {dtype}"
+
+    def amount_of(self, x: torch.Tensor) -> str:
+        return _shape_of_parts(x, self.parts, self.axis, joined=self.op == "allgather")
+
+    @property
+    def options(self) -> list[str]:
+        return _wire_and_epilogue(self) + ([f"followed by {self.followed_by}"] if self.followed_by else [])
+
+
+class Norm(NamedTuple):
+    """An all-reduce or a reduce-scatter, whose rounded sum is added to a residual and normed by rows (RMSNorm)."""
+
+    op: str  # numerics.norms.ALLREDUCE_NORM or REDUCESCATTER_NORM
+    parts: tuple[int, ...]  # the elements of the tensor, one number; for a reduce-scatter, of each rank's part
+    columns: int  # the columns of the tensor
+    output: str = "like_input"  # the format of the normed rows, one of NORM_OUTPUTS
+    eps: float = 1e-6  # is added to the mean square
+    weight_offset: float = 0.0  # is added to the weight
+
+    unit = "elements"
+    codec = ""
+    epilogue = None
+
+    def template(self, cluster: int) -> str | None:
+        return f"{cluster}, {self.output}"
+
+    def nbytes(self, itemsize: int) -> int:
+        return max(self.parts) * itemsize
+
+    def amount(self, dtype: torch.dtype) -> str:
+        numbers = self.parts[0] if len(self.parts) == 1 else f"parts of {list(self.parts)}"
+        return f"{numbers} elements of {dtype}"
+
+    def amount_of(self, x: torch.Tensor) -> str:
+        if len(self.parts) == 1:
+            return f"{list(x.shape)} {x.dtype}"
+        return _shape_of_parts(x, self.parts)
+
+    @property
+    def options(self) -> list[str]:
+        how = [] if self.output == "like_input" else [self.output]
+        return [f"{self.columns} columns", *how, f"eps {self.eps:g}, weight offset {self.weight_offset:g}"]
+
+
+class TensorTuple(NamedTuple):
+    """An all-gather of several tensors, which have equally many rows on a rank."""
+
+    dtypes: tuple[torch.dtype, ...]  # of each tensor
+    rows: tuple[tuple[int, ...], ...]  # the shape of a row of each tensor
+    sizes: tuple[int, ...]  # the rows of each rank
+
+    op = "allgather"
+    unit = "bytes"
+    codec = ""
+    epilogue = None
+
+    def template(self, cluster: int) -> str | None:
+        return "TupleArguments"
+
+    @property
+    def row_nbytes(self) -> tuple[int, ...]:
+        """The bytes of a row of each tensor."""
+        return tuple([math.prod(row) * one.itemsize for row, one in zip(self.rows, self.dtypes, strict=True)])
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The bytes of each rank's part: of each tensor whole packs."""
+        each = self.row_nbytes
+        return tuple([sum(-(-size * row // PACK_NBYTES) for row in each) * PACK_NBYTES for size in self.sizes])
+
+    def nbytes(self, itemsize: int) -> int:
+        return max(self.parts)
+
+    def amount(self, dtype: torch.dtype) -> str:
+        pairs = zip(self.dtypes, self.rows, strict=True)
+        tensors = [f"{dtype} [{', '.join(map(str, ('*', *row)))}]" for dtype, row in pairs]
+        return f"({', '.join(tensors)}), sizes {list(self.sizes)}"
+
+    def amount_of(self, x: torch.Tensor) -> str:
+        return self.amount(x.dtype)
+
+    @property
+    def options(self) -> list[str]:
+        return []
+
+
+class Product(NamedTuple):
+    """A matmul A W^T, and the sum of its products over ranks, or the all-gather of the ranks' rows of A before it."""
+
+    op: str  # "fused_matmul_allreduce" or another op that begins with "fused_"
+    parts: tuple[int, ...]  # the rows of the result that each rank sums; of an all-gather, the rows of each rank
+    columns: int  # what all ranks have alike: the columns of the result; of an all-gather, the columns of A
+    bias: bool = False  # whether a bias is added
+    codec: str = ""
+    epilogue: Pointwise | None = None
+    partition: str = "auto"  # how the work is divided: the op's ``partition``
+    num_partitions: int | None = None
+    norm: tuple[float, float] | None = None  # of an op with residual and RMSNorm, its eps and weight offset
+    gathered: bool = False  # of an all-gather, whether the gathered rows are wanted as well
+
+    unit = "rows"
+
+    @property
+    def scattered(self) -> bool:
+        """Whether each rank gets its own rows of the sum only."""
+        return self.op in (MATMUL_REDUCESCATTER, f"{MATMUL_REDUCESCATTER}_residual_rmsnorm")
+
+    def template(self, cluster: int) -> str | None:
+        return None
+
+    def nbytes(self, itemsize: int) -> int:
+        return max(self.parts) * self.columns * itemsize
+
+    def amount(self, dtype: torch.dtype) -> str:
+        bias = " with a bias" if self.bias else ""
+        return f"parts of {list(self.parts)} rows of {self.columns} columns of {dtype}{bias}"
+
+    def amount_of(self, x: torch.Tensor) -> str:
+        return self.amount(x.dtype)
+
+    @property
+    def options(self) -> list[str]:
+        norm = ["eps {:g}, weight offset {:g}".format(*self.norm)] if self.norm else []
+        return _wire_and_epilogue(self) + norm
+
+
+Work: TypeAlias = Sum | Parts | Norm | TensorTuple | Product

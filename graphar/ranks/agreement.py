@@ -1,0 +1,104 @@
+"""What ranks must agree on, in words: the only place that puts a call into words.
+
+The fingerprints that kernels compare, process groups, debug mode, time-outs and logs take their words from here, so
+that they cannot disagree about what a call is. A deadline and a codec's seed may differ between ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Protocol
+
+import torch
+
+from graphar.numerics.codecs import codec as codec_of_text
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.config import Config, Kernel
+from graphar.plan.slices import Slice
+from graphar.plan.work import Product
+
+_KEPT_CALLS = 1024  # the calls that other ranks can look up in words; later ones take the place of the first
+
+
+def words(call: Call) -> str:
+    """Returns a call in words: op, size and options, such as "allreduce of 8 elements of torch.bfloat16"."""
+    return ", ".join([f"{call.op} of {call.work.amount(call.dtype)}", *call.work.options])
+
+
+def words_of_tensor(call: Call, x: torch.Tensor) -> str:
+    """Returns a call in words that also have the shape of its first tensor ``x``, as debug mode compares them."""
+    asked = [] if call.algorithm == "auto" else [f"algorithm {call.algorithm}"]
+    where = ["on a GPU"] if x.is_cuda else []
+    return ", ".join([f"{call.op} of {call.work.amount_of(x)}", *asked, *call.work.options, *where])
+
+
+def words_of_launch(call: Call, config: Config, one: Slice) -> str:
+    """Returns in words what one launch of a call must have alike on all ranks.
+
+    Algorithms that can prefetch work with unlike grids: one rank alone may ask for a prefetch, which takes more blocks.
+    """
+    grid = "" if config.algorithm.row.prefetches else f" in {config.blocks} blocks of {config.threads} threads"
+    columns = call.work.epilogue.columns if call.work.epilogue else 1
+    wide = f", {columns} columns" if columns > 1 else ""
+    direct = ", in symmetric memory" if config.direct else ""
+    offset = f", from {call.work.unit[:-1]} {one.offset} of each part on" if one.offset else ""
+    return f"{words(call)} by {config.algorithm.value}{grid}{wide}{direct}{offset}"
+
+
+def words_of_kernel(kernel: Kernel) -> str:
+    """Returns a kernel in words, which are equal on all ranks that load it."""
+    more = [", direct"] if kernel.direct else []
+    more += [f", {kernel.codec.type_name}"] if kernel.codec else []
+    more += [f", epilogue {kernel.epilogue.text}"] if kernel.epilogue else []
+    more += [f", {kernel.template}"] if kernel.template else []
+    return f"{kernel.algorithm.value} for {kernel.dtype}{''.join(more)}"
+
+
+def words_of_tile(algorithm: Algorithm, dtype: torch.dtype, tile: object, work: Product) -> str:
+    """Returns the kernels of a fused matmul's tile in words, which are equal on all ranks that load them."""
+    epilogue = f", epilogue {work.epilogue.text}" if work.epilogue else ""
+    codec = f", {codec_of_text(work.codec).type_name}" if work.codec else ""
+    return f"{algorithm.value} for {dtype}, {tile}{epilogue}{codec}"
+
+
+def words_of_matmul_launch(call: Call, algorithm: Algorithm, one: Slice) -> str:
+    """Returns in words what one launch of a fused matmul must have alike on all ranks."""
+    offset = f", from row {one.offset} of each part on" if one.offset else ""
+    return f"{words(call)} by {algorithm.value}{offset}"
+
+
+class Store(Protocol):
+    """The part of a rendezvous by which ranks look up each other's words."""
+
+    def publish(self, name: str, words: str) -> None: ...
+    def published(self, name: str, rank: int) -> str | None: ...
+    def withdraw(self, name: str) -> None: ...
+
+
+class Fingerprints:
+    """Numbers that stand for words: kernels compare numbers, and errors look up the words of other ranks."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._words: dict[int, str] = {}
+
+    def of(self, said: str) -> int:
+        """Returns the number of words, which other ranks can look up from now on."""
+        number = zlib.crc32(said.encode()) or 1  # 0 means no call
+        if number not in self._words:
+            if len(self._words) >= _KEPT_CALLS:
+                oldest = next(iter(self._words))
+                del self._words[oldest]
+                self._store.withdraw(_name(oldest))
+            self._words[number] = said
+            self._store.publish(_name(number), said)
+        return number
+
+    def words(self, number: int, rank: int) -> str:
+        """Returns the words of a rank that have this number."""
+        return self._words.get(number) or self._store.published(_name(number), rank) or "another call"
+
+
+def _name(number: int) -> str:
+    return f"call {number:08x}"

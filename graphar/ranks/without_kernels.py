@@ -1,0 +1,59 @@
+"""Calls that graphar's kernels do not serve: over the process group, host by host, or within this process."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from graphar.plan.call import Call
+from graphar.plan.config import HIERARCHICAL, Config
+from graphar.ranks import fallback
+from graphar.ranks.fallback import Run
+from graphar.ranks.group_calls import GroupCalls
+from graphar.ranks.hierarchical import Hierarchy
+from graphar.ranks.rendezvous import StoreRendezvous
+
+
+class Ranks(Protocol):
+    """The interface to the communicator that makes the calls."""
+
+    group: dist.ProcessGroup | None
+    devices: tuple[torch.device, ...] | None
+
+    def rendezvous(self) -> StoreRendezvous: ...
+
+
+class WithoutKernels:
+    """The calls of one communicator without kernels.
+
+    ``compares`` says whether ranks compare calls over a process group before anything is sent.
+    """
+
+    def __init__(self, communicator: Ranks, hierarchy: Hierarchy, compares: bool) -> None:
+        self._communicator, self._hierarchy, self._compares = communicator, hierarchy, compares
+        self._group_calls: GroupCalls | None = None  # made at first use
+        self._quantized_calls = itertools.count()  # kernels count their own calls
+
+    def bind(self, call: Call, x: torch.Tensor, config: Config, timeout_s: float) -> Run:
+        """Returns the function of a call whose first tensor is like ``x``."""
+        ranks = self._communicator
+        if ranks.devices:
+            return fallback.in_process(call, self._quantized_calls)
+        self._group_calls = self._group_calls or GroupCalls(ranks.group, ranks.rendezvous(), self._compares)
+        if config is HIERARCHICAL:
+            run = self._hierarchical(call, timeout_s)
+        else:
+            run = fallback.over_group(call, ranks.group, timeout_s, self._quantized_calls)
+        return self._group_calls.bind(call, x, timeout_s, run, config.algorithm)
+
+    def _hierarchical(self, call: Call, timeout_s: float) -> Run:
+        compute = partial(self._hierarchy.allreduce, timeout_s=timeout_s, codec=call.wire)
+        return lambda ranks: compute(ranks[0].inputs[0], ranks[0].outputs[0])
+
+    def let_go_of_group(self) -> None:
+        """Drops the process group. Calls over it fail from now on."""
+        self._group_calls = None

@@ -1,0 +1,140 @@
+"""The binder of sums and of parts: all-reduces, reduce-scatters and all-gathers of one tensor."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from graphar.plan.call import Call, Operands
+from graphar.plan.config import Config, kernel_of
+from graphar.plan.slices import Slice, slices
+from graphar.ranks import agreement, fallback
+from graphar.runtime import launcher, prefetch
+from graphar.runtime.arguments import Arguments
+from graphar.runtime.bind.launches import Put, bind_launch, of_members
+from graphar.runtime.engine import Engine
+from graphar.runtime.launcher import Grid
+from graphar.runtime.launcher import Launch as KernelLaunch
+from graphar.runtime.plan import Launch, Plan
+from graphar.runtime.runner import Runner
+
+# Takes a launch's arguments, its configuration and its slice; returns what writes a call's tensors into the arguments.
+PutOf = Callable[[Arguments, Config, Slice], "Put | None"]
+
+_log = logging.getLogger(__name__)
+
+
+def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of a sum or of parts. Collective."""
+    x = ranks[0].inputs[0]
+    if call.wire and call.wire.seed is None:
+        codec = replace(call.wire, seed=secrets.randbits(64)).text
+        call = call._replace(work=call.work._replace(codec=codec))
+    config, reason = engine.select(call, x)
+    if call.prefetches and not config.prefetches:
+        return bind(engine, call._replace(prefetches=False), ranks)
+    plan = Plan(fallback.alone(call), config, reason) if engine.world_size == 1 else _bind(engine, call, x, config)
+    plan = plan._replace(reason=reason)
+    _log.debug("%s: %s", agreement.words(call), plan.explanation)
+    return plan
+
+
+def _bind(engine: Engine, call: Call, x: torch.Tensor, config: Config) -> Plan:
+    if not any(call.work.parts):
+        return Plan(engine.keeping_failure()(fallback.do_nothing), config)
+    if config.blocks:
+        return bind_kernel(engine, call, config)
+    run = engine.without_kernels.bind(call, x, config, engine.deadline(call))
+    return Plan(engine.keeping_failure()(run), config)
+
+
+def bind_kernel(engine: Engine, call: Call, config: Config) -> Plan:
+    """Returns the plan of a call that one kernel serves, in as many launches as its scratch needs. Collective."""
+    epilogue = call.work.epilogue
+    columns = epilogue.columns if epilogue else 1
+    parts = slices(config.algorithm, engine.world_size, call.work.parts, call.dtype.itemsize, columns)
+    bound = [bind_slice(engine.runner, call, config, one, engine.deadline(call), put_of(engine, call)) for one in parts]
+    return plan_of_slices(engine.runner, config, parts, bound)
+
+
+def plan_of_slices(runner: Runner, config: Config, parts: Sequence[Slice], bound: Sequence[Sequence[Launch]]) -> Plan:
+    """Returns the plan that makes the launches of each member for each slice of a call."""
+    runs = [of_members(runner, launches) for launches in bound]
+    if len(runs) > 1:
+
+        def run_slices(ranks: Sequence[Operands]) -> None:
+            with runner.lock:
+                for run, one in zip(runs, parts, strict=True):
+                    run([_after(one.offset, own) for own in ranks])
+
+        return Plan(run_slices, config)
+    ((first, *others),) = bound
+    return Plan(runs[0], config) if others else Plan(runs[0], config, launch_like=lambda operands: first)
+
+
+def bind_slice(
+    runner: Runner,
+    call: Call,
+    config: Config,
+    one: Slice,
+    timeout_s: float,
+    put_of: PutOf,
+    kind: type[Arguments] = Arguments,
+    words: str = "",
+) -> list[Launch]:
+    """Returns, for each member, the launch of a slice of a call. The first call for a kernel is collective.
+
+    ``put_of`` returns what writes a call's tensors into the arguments of a launch. ``words`` say what ranks must agree
+    on, if that is more than the call.
+    """
+    functions = runner.kernels.prepare(kernel_of(config, call))
+    words, wire = words or agreement.words_of_launch(call, config, one), call.wire
+    shared_nbytes = config.algorithm.row.scratch(runner.world_size).shared_nbytes
+    launches = []
+    for member, function in zip(runner.members, functions, strict=True):
+        arguments = runner.arguments(member, config.algorithm, one, timeout_s, words, kind)
+        arguments.seed = wire.seed or 0 if wire else 0
+        arguments.chunk = config.chunk
+        overlaps = launcher.can_overlap(member.device)
+        grid = Grid(config.blocks, config.threads, shared_nbytes, overlaps, config.cluster)
+        launch = KernelLaunch(function, [arguments], grid)
+        launches.append(bind_launch(runner, member, launch, arguments, put_of(arguments, config, one)))
+    return launches
+
+
+def put_of(engine: Engine, call: Call) -> PutOf:
+    """Returns what writes the tensors of a sum or of parts into a launch's arguments, beside input and output."""
+    symmetric, epilogue = engine.runner.symmetric, call.work.epilogue
+    budget_nbytes = engine.table.prefetch.budget_nbytes
+
+    def put(arguments: Arguments, config: Config, one: Slice) -> Put | None:
+        direct = symmetric.put_peers(arguments, config.algorithm.row.direct) if config.direct else None
+        if config.prefetches:
+            return partial(prefetch.put, arguments, budget_nbytes)
+        if not epilogue:
+            return direct and (lambda *given: direct())
+        arguments.epilogue.columns, arguments.epilogue.skipped = epilogue.columns, one.offset
+        put_epilogue = arguments.epilogue.put
+        if direct is None:
+            return put_epilogue
+
+        def put_both(*given) -> None:
+            direct()
+            put_epilogue(*given)
+
+        return put_both
+
+    return put
+
+
+def _after(offset: int, own: Operands) -> Operands:
+    """Returns operands whose first input and output lack their first ``offset`` elements."""
+    if not offset:
+        return own
+    inputs, outputs = ([x.view(-1)[offset:] for x in ones[:1]] for ones in (own.inputs, own.outputs))
+    return own._replace(inputs=(*inputs, *own.inputs[1:]), outputs=(*outputs, *own.outputs[1:]))

@@ -1,0 +1,83 @@
+"""Binds a kernel's launch to its arguments: the path that every call of every op takes to the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from graphar.plan.call import Operands
+from graphar.runtime import launcher
+from graphar.runtime.arguments import Arguments
+from graphar.runtime.launcher import Launch as KernelLaunch
+from graphar.runtime.member import Member
+from graphar.runtime.plan import Launch
+from graphar.runtime.runner import Runner
+
+Put = Callable[..., None]  # takes the parts of a rank's operands, and writes all but two addresses into the arguments
+
+
+def bind_launch(
+    runner: Runner, member: Member, launch: KernelLaunch, arguments: Arguments, put: Put | None = None
+) -> Launch:
+    """Returns the function that launches a kernel of one member on torch's current stream.
+
+    The function writes the addresses of the first input and output into ``arguments``, and ``put`` everything else.
+    It raises the error that an earlier call reported.
+    """
+    device, record = member.device, member.record
+    acquire, release = runner.lock.acquire, runner.lock.release  # `with` takes twice as long
+    current_stream = torch._C._cuda_getCurrentRawStream
+    launch_kernel, launch_arguments = launcher.launch_kernel(), launch.arguments
+
+    def launch_one(inputs, outputs, numbers=(), corner=None) -> None:
+        acquire()
+        try:
+            if record.kind:
+                runner.raise_failure()
+            stream = current_stream(device)
+            if follows := stream != member.stream:
+                member.follow(stream)
+            arguments.input, arguments.output = inputs[0].data_ptr(), outputs[0].data_ptr()
+            if put is not None:
+                put(inputs, outputs, numbers, corner)
+            if stream != launch.stream:
+                launch.on(stream)
+            if status := launch_kernel(*launch_arguments):
+                launcher.fail(status)
+            if follows:
+                member.leave()
+        finally:
+            release()
+
+    return launch_one
+
+
+def on_own_device(device: int, launch: Callable) -> Callable:
+    """Returns ``launch`` for callers whose current device may be another one."""
+    current_device = torch._C._cuda_getDevice
+
+    def launch_there(*given) -> None:
+        if current_device() == device:
+            launch(*given)
+        else:
+            with torch.cuda.device(device):
+                launch(*given)
+
+    return launch_there
+
+
+def of_members(runner: Runner, launches: Sequence[Launch]) -> Callable[[Sequence[Operands]], None]:
+    """Returns a function of all members' operands that launches for each of them, in order, on its own device."""
+    there = [on_own_device(member.device, one) for member, one in zip(runner.members, launches, strict=True)]
+    if len(there) == 1:
+        (only,) = there
+        return lambda ranks: only(*ranks[0])
+
+    def launch_all(ranks: Sequence[Operands]) -> None:
+        with runner.lock:
+            runner.raise_failure()  # before any member launches
+            for launch, own in zip(there, ranks, strict=True):
+                launch(*own)
+
+    return launch_all

@@ -1,0 +1,91 @@
+"""The binder of norms: an all-reduce or a reduce-scatter, with residual addition and RMSNorm, in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from graphar.numerics.norms import ALLREDUCE_NORM, specification
+from graphar.plan import select
+from graphar.plan.call import Call, Operands
+from graphar.plan.config import Config
+from graphar.plan.slices import Slice, slices
+from graphar.plan.work import Norm, Parts, Sum
+from graphar.runtime.arguments import NormArguments
+from graphar.runtime.bind.collective import bind_slice, plan_of_slices
+from graphar.runtime.bind.launches import Put
+from graphar.runtime.engine import Engine
+from graphar.runtime.plan import Plan
+
+
+def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of a norm. Collective."""
+    work, x = call.work, ranks[0].inputs[0]
+    row_nbytes = work.columns * call.dtype.itemsize
+    if not select.has_norm_kernel(row_nbytes) or engine.why_no_kernel(work.op, x) or not any(work.parts):
+        return _in_steps(engine, call, ranks)
+    if work.op != ALLREDUCE_NORM:
+        return _bind_kernel(engine, call, x)
+    return _in_pieces(engine, call, x, select.norm_rows(engine.world_size, row_nbytes))
+
+
+def _in_pieces(engine: Engine, call: Call, x: torch.Tensor, step: int) -> Plan:
+    """Returns the plan of an all-reduce with norm, whose kernel takes at most ``step`` rows."""
+    (numel,), columns = call.work.parts, call.work.columns
+    starts = range(0, numel, step * columns)
+    if len(starts) == 1:
+        return _bind_kernel(engine, call, x)
+    counts = [min(step * columns, numel - start) for start in starts]
+    of_count = {count: call._replace(work=call.work._replace(parts=(count,))) for count in counts}
+    plans = {count: _bind_kernel(engine, piece, x) for count, piece in of_count.items()}
+
+    def run_pieces(ranks: Sequence[Operands]) -> None:
+        for start, count in zip(starts, counts, strict=True):
+            plans[count].run([_rows(own, columns, start // columns, count // columns) for own in ranks])
+
+    return Plan(run_pieces, plans[counts[0]].config, plans[counts[0]].reason)
+
+
+def _rows(own: Operands, columns: int, first: int, count: int) -> Operands:
+    """Returns some rows of the operands."""
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, x.shape[-1])[first : first + count]
+
+    x, residual, *rest = own.inputs
+    return own._replace(inputs=(cut(x), cut(residual), *rest), outputs=tuple(map(cut, own.outputs)))
+
+
+def _bind_kernel(engine: Engine, call: Call, x: torch.Tensor) -> Plan:
+    config, reason = engine.select(call, x)
+    work = call.work
+    parts = slices(config.algorithm, engine.world_size, work.parts, call.dtype.itemsize, work.columns)
+    seconds, put_of = engine.deadline(call), partial(_put_of, work)
+    bound = [bind_slice(engine.runner, call, config, one, seconds, put_of, NormArguments) for one in parts]
+    return plan_of_slices(engine.runner, config, parts, bound)._replace(reason=reason)
+
+
+def _put_of(work: Norm, arguments: NormArguments, config: Config, one: Slice) -> Put:
+    arguments.columns, arguments.skipped = work.columns, one.offset
+    arguments.eps, arguments.weight_offset = work.eps, work.weight_offset
+    return arguments.put
+
+
+def _in_steps(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of a norm without a kernel: a sum, and then the specification in torch."""
+    work = call.work
+    sums = Sum(work.parts[0]) if work.op == ALLREDUCE_NORM else Parts("reducescatter", work.parts)
+    plan = engine.plan(Call(sums, call.dtype, call.device, timeout_s=call.timeout_s), ranks)
+
+    def run(ranks: Sequence[Operands]) -> None:
+        totals = [torch.empty_like(own.inputs[1]) for own in ranks]  # like the residual
+        plan.run([Operands(own.inputs[:1], (total,)) for own, total in zip(ranks, totals, strict=True)])
+        for (inputs, outputs, *_), total in zip(ranks, totals, strict=True):
+            residual, weight, *scale = inputs[1:]
+            results = specification(total, residual, weight, work.eps, work.weight_offset, work.output, *scale)
+            for out, result in zip(outputs, results, strict=True):
+                out.copy_(result)
+
+    return Plan(run, plan.config, plan.reason)

@@ -1,0 +1,69 @@
+"""The binder of all-gathers of several tensors: one launch for up to four, or without kernels one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graphar.numerics.dtypes import BYTE
+from graphar.plan.call import Call, Operands
+from graphar.plan.config import Config
+from graphar.plan.slices import Slice, slices
+from graphar.plan.work import MAX_TENSORS, Parts, TensorTuple
+from graphar.runtime.arguments import TupleArguments
+from graphar.runtime.bind.collective import bind_slice, plan_of_slices
+from graphar.runtime.bind.launches import Put
+from graphar.runtime.engine import Engine
+from graphar.runtime.plan import Plan
+
+
+def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of an all-gather of several tensors. Collective."""
+    work, first = call.work, ranks[0].inputs[0]
+    if engine.why_no_kernel(work.op, first) or not any(work.sizes):
+        return _each(engine, call, ranks)
+    if len(work.dtypes) <= MAX_TENSORS:
+        return _bind_kernel(engine, call, first)
+    windows = [slice(begin, begin + MAX_TENSORS) for begin in range(0, len(work.dtypes), MAX_TENSORS)]
+    works = [work._replace(dtypes=work.dtypes[window], rows=work.rows[window]) for window in windows]
+    plans = [_bind_kernel(engine, call._replace(work=one), first) for one in works]
+
+    def run_windows(ranks: Sequence[Operands]) -> None:
+        for plan, window in zip(plans, windows, strict=True):
+            plan.run([Operands(own.inputs[window], own.outputs[window]) for own in ranks])
+
+    return Plan(run_windows, plans[0].config, plans[0].reason)
+
+
+def _bind_kernel(engine: Engine, call: Call, x: torch.Tensor) -> Plan:
+    config, reason = engine.select(call, x)
+    (only,) = slices(config.algorithm, engine.world_size, call.work.parts, BYTE.itemsize)
+
+    def put_of(arguments: TupleArguments, config: Config, one: Slice) -> Put:
+        arguments.describe(call.work)
+        return arguments.put
+
+    launches = bind_slice(engine.runner, call, config, only, engine.deadline(call), put_of, TupleArguments)
+    return plan_of_slices(engine.runner, config, [only], [launches])._replace(reason=reason)
+
+
+def _each(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan that gathers one tensor after another.
+
+    A call says which ones follow, so that unlike tuples are found at the first.
+    """
+    work, plans = call.work, []
+    for at, x in enumerate(ranks[0].inputs):
+        rest = TensorTuple(work.dtypes[at + 1 :], work.rows[at + 1 :], work.sizes)
+        follow = f"{rest.op} of {rest.amount(BYTE)}" if rest.dtypes else ""
+        in_a_row = torch.Size(x.shape[1:]).numel()
+        parts = Parts(work.op, tuple([size * in_a_row for size in work.sizes]), followed_by=follow)
+        own = [Operands(one.inputs[at : at + 1], one.outputs[at : at + 1]) for one in ranks]
+        plans.append(engine.plan(Call.of(parts, x, timeout_s=call.timeout_s), own))
+
+    def run_each(ranks: Sequence[Operands]) -> None:
+        for at, plan in enumerate(plans):
+            plan.run([Operands(one.inputs[at : at + 1], one.outputs[at : at + 1]) for one in ranks])
+
+    return Plan(run_each, plans[0].config, plans[0].reason)

@@ -1,0 +1,129 @@
+"""The loaded kernels of one communicator, and the scratch of their algorithms on every rank."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from graphar.errors import CommunicatorError
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Kernel
+from graphar.ranks import agreement
+from graphar.ranks.capture import is_capturing
+from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from graphar.runtime import catalogue, launcher
+from graphar.runtime.arguments import Counters
+from graphar.runtime.driver import call, driver, on_device
+from graphar.runtime.member import Member
+from graphar.runtime.multicast_memory import TorchBuffer, TorchMemory
+from graphar.runtime.peer_memory import LocalMemory, ProcessMemory, SharedBuffer
+
+COUNTERS_NBYTES = -(-ctypes.sizeof(Counters) // 4096) * 4096  # the scratch follows, and begins at a page
+
+_log = logging.getLogger(__name__)
+
+
+class Kernels:
+    """Compiles and loads kernels, and allocates their scratch, once on all ranks.
+
+    The scratch of the multimem algorithms comes from ``multicast_memory``. If that is None, in tests, it comes from
+    ``memory``, and their kernels use ordinary accesses in place of multimem instructions.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        world_size: int,
+        memory: ProcessMemory | LocalMemory,
+        rendezvous: StoreRendezvous | Alone,
+        multicast_memory: TorchMemory | None,
+    ) -> None:
+        self._members, self._world_size = members, world_size
+        self._memory, self._rendezvous, self._multicast_memory = memory, rendezvous, multicast_memory
+        self._regions: dict[Algorithm, SharedBuffer | TorchBuffer] = {}
+        self._functions: dict[Hashable, list] = {}
+
+    def why_no_multicast(self) -> str:
+        """Returns why multimem algorithms cannot run, or an empty string. The first call is collective."""
+        return self._multicast_memory.why_not() if self._multicast_memory else ""
+
+    def prepare(self, kernel: Kernel) -> list:
+        """Returns the functions of a kernel for each member. The first call for a kernel is collective.
+
+        Raises:
+            CommunicatorError: a graph is being captured, or a rank did not arrive in time.
+            CompileError: the kernel does not compile.
+            UnsupportedError: a device is too old for the kernel, or a multimem kernel has no multicast address.
+        """
+        described = agreement.words_of_kernel(kernel)
+        return self.prepare_all(kernel.key, kernel.algorithm, described, lambda member: self._load(kernel, member))
+
+    def prepare_all(
+        self, key: Hashable, algorithm: Algorithm, described: str, load: Callable[[Member], object]
+    ) -> list:
+        """Loads kernels and allocates the algorithm's scratch, once for each key; returns the members' functions.
+
+        The first call for a key is collective. ``described`` is the kernels in words, equal on all ranks. ``load``
+        returns the functions of a member.
+
+        Raises:
+            CommunicatorError: a graph is being captured, or a rank did not arrive in time.
+        """
+        if functions := self._functions.get(key):
+            return functions
+        if any(is_capturing(member.device) for member in self._members):
+            raise CommunicatorError(
+                f"{described} has no plan yet and none can be made during graph capture; call Communicator.prepare(), "
+                "or make one such call, before capturing"
+            )
+        begin = time.perf_counter()
+        functions = self._rendezvous.agree(f"loading {described}", lambda: [*map(load, self._members)])
+        if algorithm not in self._regions:
+            self._regions[algorithm] = self._allocate(algorithm)
+        # No rank may launch before all have loaded the kernel and cleared their scratch.
+        self._rendezvous.exchange(f"preparing {described}", b"")
+        self._functions[key] = functions
+        _log.debug("loaded %s in %.2f s", described, time.perf_counter() - begin)
+        return functions
+
+    def _load(self, kernel: Kernel, member: Member):
+        algorithm = kernel.algorithm
+        variant = "direct" if kernel.direct else None if algorithm.exact or self._multicast_memory else "StandIn"
+        source = catalogue.source_of(kernel, self._world_size, variant)
+        shared_nbytes = algorithm.row.scratch(self._world_size).shared_nbytes
+        return launcher.load(source, member.device, shared_nbytes, f"{algorithm.op}: {algorithm.value}")
+
+    def _allocate(self, algorithm: Algorithm) -> SharedBuffer | TorchBuffer:
+        needs = algorithm.row.scratch(self._world_size)
+        memory = self._memory if algorithm.exact else self._multicast_memory or self._memory
+        region = memory.allocate(COUNTERS_NBYTES + needs.nbytes)
+        for member in self._members:
+            counters = region.pointers[member.rank]
+            with on_device(member.device):
+                call(driver.cuMemsetD8, counters, 0, COUNTERS_NBYTES)
+                call(driver.cuMemsetD8, counters + COUNTERS_NBYTES, needs.fill, needs.nbytes)
+                call(driver.cuCtxSynchronize)
+        return region
+
+    # ---- scratch ----------------------------------------------------------------------------------------------------
+
+    def counters(self) -> Mapping[Algorithm, Sequence[int]]:
+        """Returns, for each prepared algorithm, the addresses of its counters by rank."""
+        return {algorithm: region.pointers for algorithm, region in self._regions.items()}
+
+    def scratch(self, algorithm: Algorithm) -> list[int]:
+        """Returns the addresses of a prepared algorithm's scratch, by rank."""
+        return [pointer + COUNTERS_NBYTES for pointer in self._regions[algorithm].pointers]
+
+    def multicast_scratch(self, algorithm: Algorithm) -> int:
+        """Returns the multicast address of a prepared algorithm's scratch; 0 without one."""
+        pointer = self._regions[algorithm].multicast_pointer
+        return pointer and pointer + COUNTERS_NBYTES
+
+    def forget(self) -> list[SharedBuffer | TorchBuffer]:
+        """Forgets all kernels and scratch, and returns the memory of the scratch, for the caller to free."""
+        regions = [*self._regions.values()]
+        self._regions, self._functions = {}, {}
+        return regions

@@ -1,0 +1,42 @@
+"""Plan: what a call of any op becomes once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from graphar.numerics.epilogues.code import Corner
+from graphar.plan.call import Operands
+from graphar.plan.config import Config
+from graphar.plan.explanation import Explanation
+
+Tensors = tuple[torch.Tensor, ...]
+# Launches with the parts of one rank's operands, for a caller that has made the rank's device the current one.
+Launch = Callable[[Tensors, Tensors, tuple[float, ...], "Corner | None"], None]
+
+
+def _launches_nothing_alone(operands: Operands) -> None:
+    return None
+
+
+class Plan(NamedTuple):
+    """What a call became: the kernel or kernels that it launches, or a function without kernels.
+
+    It is used again for every equal call. A call with other tensors may need other launches: a matmul's kernels are
+    bound to the addresses of its operands.
+    """
+
+    # Makes the call with the operands of each rank of this process. Launches on torch's current streams.
+    run: Callable[[Sequence[Operands]], None]
+    config: Config  # the algorithm, and its launch configuration
+    reason: str = ""  # why it is this one
+    # Returns the launch of calls with tensors like the given ones of this process's only rank, which differ from them
+    # in their addresses only; None if such calls need more than that.
+    launch_like: Callable[[Operands], Launch | None] = _launches_nothing_alone
+
+    @property
+    def explanation(self) -> Explanation:
+        """The algorithm and grid of the call and the reason for them, without an expected time."""
+        return Explanation(self.config.algorithm.value, self.config.blocks, self.config.threads, self.reason)

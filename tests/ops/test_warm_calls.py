@@ -1,0 +1,128 @@
+"""Warm eager calls of every op: they reach their launch in few Python calls, with the operands of the call before."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import graphar
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
+from graphar.runtime import engine as engines
+from graphar.runtime.plan import Plan
+
+MOST_CALLS = 8  # Python calls from the public op to the launch
+BF16 = torch.bfloat16
+ROWS, COLUMNS, K = 4, 16, 8
+
+
+def zeros(*shape):
+    return torch.zeros(shape, dtype=BF16)
+
+
+A, W, BIAS, RESIDUAL, WEIGHT = zeros(ROWS, K), zeros(COLUMNS, K), zeros(COLUMNS), zeros(ROWS, COLUMNS), zeros(COLUMNS)
+SUMMED = zeros(ROWS, COLUMNS)
+SCALED = graphar.Epilogue("v * scale + bias[col]", scale=0.5, bias=BIAS)
+OPS = {
+    "allreduce": lambda group: graphar.allreduce(SUMMED, group),
+    "allreduce, out": lambda group: graphar.allreduce(SUMMED, group, out=torch.empty_like(SUMMED)),
+    "allreduce, codec": lambda group: graphar.allreduce(SUMMED, group, codec="int8"),
+    "allreduce, residual": lambda group: graphar.allreduce(SUMMED, group, codec="int8", residual=RESIDUAL),
+    "allreduce, epilogue": lambda group: graphar.allreduce(SUMMED, group, epilogue=SCALED),
+    "allreduce, expression": lambda group: graphar.allreduce(SUMMED, group, epilogue="-v"),
+    "allreduce, prefetch": lambda group: graphar.allreduce(SUMMED, group, prefetch=W),
+    "reducescatter": lambda group: graphar.reducescatter(SUMMED, group),
+    "reducescatter, codec": lambda group: graphar.reducescatter(SUMMED, group, codec="int8"),
+    "reducescatter, epilogue": lambda group: graphar.reducescatter(SUMMED, group, epilogue=SCALED),
+    "allgather": lambda group: graphar.allgather(SUMMED, group),
+    "allgather, sizes": lambda group: graphar.allgather(SUMMED, group, sizes=[ROWS]),
+    "allgather, tuple": lambda group: graphar.allgather((SUMMED, A), group),
+    "allreduce_residual_rmsnorm": lambda group: graphar.allreduce_residual_rmsnorm(
+        SUMMED, RESIDUAL, WEIGHT, group=group
+    ),
+    "reducescatter_residual_rmsnorm": lambda group: graphar.reducescatter_residual_rmsnorm(
+        SUMMED, RESIDUAL, WEIGHT, group=group
+    ),
+    "fused_matmul_allreduce": lambda group: graphar.fused_matmul_allreduce(A, W, group=group),
+    "fused_matmul_allreduce, out": lambda group: graphar.fused_matmul_allreduce(
+        A, W, group=group, out=torch.empty_like(SUMMED)
+    ),
+    "fused_matmul_allreduce, bias and epilogue": lambda group: graphar.fused_matmul_allreduce(
+        A, W, bias=BIAS, epilogue="relu(v)", group=group
+    ),
+    "fused_matmul_reducescatter": lambda group: graphar.fused_matmul_reducescatter(A, W, bias=BIAS, group=group),
+    "fused_allgather_matmul": lambda group: graphar.fused_allgather_matmul(A, W, gathered=True, group=group),
+    "fused_matmul_allreduce_residual_rmsnorm": lambda group: graphar.fused_matmul_allreduce_residual_rmsnorm(
+        A, W, RESIDUAL, WEIGHT, group=group
+    ),
+    "fused_matmul_reducescatter_residual_rmsnorm": lambda group: graphar.fused_matmul_reducescatter_residual_rmsnorm(
+        A, W, RESIDUAL, WEIGHT, group=group
+    ),
+}
+
+
+@pytest.fixture
+def bound(communicator, monkeypatch):
+    """The communicator, whose works of every kind are bound to a stand-in; and what it launched and how it ran."""
+    machine = SimpleNamespace(launched=[], ran=[])
+
+    def launch(inputs, outputs, numbers, corner=None):
+        machine.launched.append((inputs, outputs, numbers))
+
+    def bind(engine, call, ranks):
+        return Plan(machine.ran.append, Config(Algorithm.ONE_SHOT_PUSH, 2, 32), launch_like=lambda own: launch)
+
+    communicator.engine.plans.clear()
+    for kind in engines.binders:
+        monkeypatch.setitem(engines.binders, kind, bind)
+    return communicator, machine
+
+
+def python_calls(call):
+    """The Python functions that are called until the launch, without lambdas, which stand in for functions of torch."""
+    seen = []
+
+    def profile(frame, event, argument):
+        if event == "call":
+            seen.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return [name for name in seen[: seen.index("launch")] if name != "<lambda>"]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_warm_call_of_every_op_reaches_its_launch_in_few_python_calls(bound, name):
+    communicator, machine = bound
+    for _ in range(3):
+        OPS[name](communicator)
+    ran = len(machine.ran)
+
+    # Two more are the kernels' own: they write the operands' addresses, and a matmul's look up its tensor maps.
+    calls = python_calls(lambda: OPS[name](communicator))
+
+    assert len(machine.ran) == ran
+    assert len(calls) + 2 <= MOST_CALLS, calls
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_repeated_call_launches_with_the_operands_of_the_call_that_ran(bound, name):
+    communicator, machine = bound
+    for _ in range(3):
+        OPS[name](communicator)
+    (own,) = machine.ran[-1]
+
+    result = OPS[name](communicator)
+
+    ((inputs, outputs, numbers),) = machine.launched
+    assert [one.data_ptr() for one in inputs] == [one.data_ptr() for one in own.inputs]
+    assert numbers == own.numbers
+    results = result if isinstance(result, tuple) else (result,)
+    assert all(one is out for one, out in zip(results, outputs, strict=True))
+    assert [(one.shape, one.dtype) for one in outputs] == [(one.shape, one.dtype) for one in own.outputs]

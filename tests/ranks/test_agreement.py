@@ -1,0 +1,148 @@
+"""A call in words: what ranks must agree on is in them, and what may differ is not. Fingerprints stand for words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call
+from graphar.plan.config import Config
+from graphar.plan.slices import Slice
+from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple
+from graphar.ranks import agreement
+from graphar.ranks.agreement import Fingerprints
+from graphar.ranks.rendezvous import StoreRendezvous
+
+BF16, NEGATED, DOUBLED = torch.bfloat16, Pointwise("(-v)", (), 8), Pointwise("2 * v", (), 8)
+ROWS = (128, 128)
+# A work of each kind, and works that differ from it in one thing on which ranks must agree.
+DIFFERENCES = {
+    Sum(8): [Sum(9), Sum(8, "int8"), Sum(8, epilogue=NEGATED), Sum(8, epilogue=DOUBLED)],
+    Parts("reducescatter", (8, 8)): [
+        Parts("allgather", (8, 8)),
+        Parts("reducescatter", (9, 7)),
+        Parts("reducescatter", (8, 8), "int8"),
+        Parts("reducescatter", (8, 8), epilogue=NEGATED),
+        Parts("reducescatter", (8, 8), followed_by="a gather"),
+    ],
+    Norm("allreduce_residual_rmsnorm", (16,), 8): [
+        Norm("reducescatter_residual_rmsnorm", (16,), 8),
+        Norm("allreduce_residual_rmsnorm", (32,), 8),
+        Norm("allreduce_residual_rmsnorm", (16,), 4),
+        Norm("allreduce_residual_rmsnorm", (16,), 8, "dynamic_fp8"),
+        Norm("allreduce_residual_rmsnorm", (16,), 8, eps=1e-5),
+        Norm("allreduce_residual_rmsnorm", (16,), 8, weight_offset=1.0),
+    ],
+    TensorTuple((BF16, torch.float32), ((4,), ()), ROWS): [
+        TensorTuple((BF16, BF16), ((4,), ()), ROWS),
+        TensorTuple((BF16, torch.float32), ((8,), ()), ROWS),
+        TensorTuple((BF16, torch.float32), ((4,), ()), (128, 127)),
+    ],
+    Product("fused_allgather_matmul", ROWS, 512): [
+        Product("fused_matmul_allreduce", ROWS, 512),
+        Product("fused_allgather_matmul", (256, 128), 512),
+        Product("fused_allgather_matmul", ROWS, 256),
+        Product("fused_allgather_matmul", ROWS, 512, bias=True),
+        Product("fused_allgather_matmul", ROWS, 512, codec="int8"),
+        Product("fused_allgather_matmul", ROWS, 512, epilogue=NEGATED),
+        Product("fused_allgather_matmul", ROWS, 512, norm=(1e-6, 0.0)),
+    ],
+}
+
+
+@pytest.mark.parametrize("work", DIFFERENCES, ids=lambda work: type(work).__name__)
+def test_works_that_differ_have_different_words(work):
+    words = [agreement.words(Call(one, BF16, 0)) for one in (work, *DIFFERENCES[work])]
+
+    assert len(set(words)) == len(words)
+
+
+@pytest.mark.parametrize("work", DIFFERENCES, ids=lambda work: type(work).__name__)
+def test_debug_mode_tells_works_that_differ_apart_too(work):
+    """The rows of a matmul are counted as they are, and not divided by its columns."""
+    x = torch.empty(16, 8)
+    words = [agreement.words_of_tensor(Call(one, BF16, 0), x) for one in (work, *DIFFERENCES[work])]
+
+    # The shape of the tensor, which is the same here, stands for the elements of a sum and of a norm.
+    assert len(set(words)) >= len(words) - (type(work) in (Sum, Norm))
+
+
+def test_row_counts_of_a_gathered_matmul_differ_in_debug_mode():
+    x = torch.empty(128, 512)
+    one, other = (Call(Product("fused_allgather_matmul", rows, 512), BF16, -1) for rows in ((128, 128), (256, 128)))
+
+    assert "[128, 128] rows" in agreement.words_of_tensor(one, x)
+    assert "[256, 128] rows" in agreement.words_of_tensor(other, x)
+
+
+def test_works_of_two_kinds_are_never_equal():
+    """They are tuples, and plans are found by them."""
+    works = [one for work, others in DIFFERENCES.items() for one in (work, *others)]
+
+    assert len(set(works)) == len(works)
+
+
+@pytest.mark.parametrize("how", [{"timeout_s": 3.0}, {"blocks": 4}, {"prefetches": True}, {"symmetric": ("input",)}])
+def test_what_may_differ_between_ranks_is_not_in_the_words(how):
+    assert agreement.words(Call(Sum(8), BF16, 0, **how)) == agreement.words(Call(Sum(8), BF16, 1))
+
+
+def test_a_seed_is_not_in_the_words():
+    codecs = [f"bits=4, rounding=stochastic, seed={seed}" for seed in (1, 22)]
+
+    assert len({agreement.words(Call(Sum(8, one), BF16, 0)) for one in codecs}) == 1
+
+
+PUSH = Config(Algorithm.ONE_SHOT_PUSH, 3, 64)
+PULL = Config(Algorithm.ONE_SHOT, 3, 64)
+WIDE = Call(Sum(8, epilogue=Pointwise("(-v)", (), 4096)), BF16, 0)
+ALIKE = {"a prefetch": ((PUSH, WIDE), (replace(PUSH, blocks=131, prefetches=True), WIDE))}
+UNLIKE = {
+    "grids": ((PULL, WIDE), (replace(PULL, blocks=4), WIDE)),
+    "symmetric memory": ((PULL, WIDE), (replace(PULL, direct=True), WIDE)),
+    "columns": ((PULL, WIDE), (PULL, WIDE._replace(work=Sum(8, epilogue=Pointwise("(-v)", (), 8192))))),
+}
+
+
+@pytest.mark.parametrize("name", [*ALIKE, *UNLIKE])
+def test_configurations_are_alike_where_ranks_may_differ_in_them(name):
+    one, other = (agreement.words_of_launch(call, config, Slice(8)) for config, call in (ALIKE | UNLIKE)[name])
+
+    assert (one == other) == (name in ALIKE)
+
+
+# ---- fingerprints ---------------------------------------------------------------------------------------------------
+
+
+def of_two_ranks(store):
+    return [Fingerprints(StoreRendezvous(store, "test", rank, 2, 1.0)) for rank in range(2)]
+
+
+def test_different_words_have_different_fingerprints_which_other_ranks_look_up():
+    first, second = of_two_ranks(dist.HashStore())
+    launches = [agreement.words_of_launch(WIDE, PULL, Slice(8, offset=offset)) for offset in (0, 4)]
+    words = [launches[0], "a norm", launches[1]]
+    asked = [*map(first.of, words), second.of(words[0])]
+
+    assert len(set(asked)) == 3
+    assert asked[0] == asked[3]
+    assert [second.words(one, 0) for one in asked[:3]] == words
+    assert words[2].endswith(", from element 4 of each part on")
+    assert second.words(asked[1], 1) == second.words(1, 0) == "another call"
+
+
+def test_only_the_last_calls_are_kept_in_words(monkeypatch):
+    monkeypatch.setattr(agreement, "_KEPT_CALLS", 2)
+    store = dist.HashStore()
+    first, second = of_two_ranks(store)
+    keys = store.num_keys()
+
+    asked = [first.of(words) for words in ("one", "two", "two", "three")]
+
+    assert [second.words(one, 0) for one in asked] == ["another call", "two", "two", "three"]
+    assert store.num_keys() == keys + 2
