@@ -20,9 +20,9 @@ from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
 from graphar.plan.call import Call, Operands
-from graphar.plan.config import FALLBACK, Config
+from graphar.plan.config import Config
 from graphar.plan.matmuls import COLUMNS, fused_algorithm, prefers_tiles
-from graphar.plan.select import has_norm_kernel
+from graphar.plan.select import Choice, has_norm_kernel
 from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.tiles import travels_in_tiles
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Norm, Parts, Product, Sum
@@ -58,7 +58,9 @@ def _summed(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     def run(ranks: Sequence[Operands]) -> None:
         sum_up(engine, [operands_of(work, own) for own in ranks])
 
-    return Plan(run, FALLBACK, "multiplied, then summed", _OnePanel(engine, call, cut).launch_like)
+    one = _OnePanel(engine, call, cut)
+    config, reason = one.choice_of_sum(operands_of(work, ranks[0]))
+    return Plan(run, config, f"multiplied, then summed: {reason}", one.launch_like)
 
 
 def takes_tiles(engine: Engine, call: Call, a: torch.Tensor) -> bool:
@@ -134,6 +136,11 @@ class _OnePanel:
             out.copy_(reference.with_bias(total, inputs[2], out.dtype))
 
         return multiply_and_sum
+
+    def choice_of_sum(self, given: MatmulOperands) -> Choice:
+        """Returns the configuration of the sum of the whole product, and the reason."""
+        call, ((inputs, *_),) = self._sum(given)
+        return self._engine.select(call, inputs[0])
 
     def _sum(self, given: MatmulOperands) -> tuple[Call, list[Operands]]:
         """Returns the call that sums the product, and operands like its own."""

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphar.ops.register import is_plain
 from graphar.ranks.groups import group_of_mesh
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, check_takes_tensors, engine_of_either
@@ -31,11 +30,6 @@ def place(group: Group) -> tuple[int, int]:
     engine = engine_of_either(group)
     check_takes_tensors(engine)
     return engine.rank, engine.world_size
-
-
-def is_plain_rows(x: object, axis: object) -> bool:
-    """Whether a call with ``x`` is plain (:func:`is_plain`) and along the first axis, so that parts are contiguous."""
-    return type(axis) is int and axis == 0 and is_plain(x) and x.ndim > 0
 
 
 def rows_of(x: torch.Tensor, axis: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -307,13 +307,6 @@ class AppliedEpilogue(NamedTuple):
 
     form: Pointwise
     inputs: list[EpilogueInputs]
-
-    def in_panel(self, columns: int, corners: Sequence[tuple[int, int]]) -> AppliedEpilogue:
-        """Returns the epilogue for a panel; ``corners`` has its first row and column for each rank of this process."""
-        own = [
-            one._replace(corner=(*corner, self.form.columns)) for one, corner in zip(self.inputs, corners, strict=True)
-        ]
-        return AppliedEpilogue(replace(self.form, columns=columns), own)
 
 
 def form_to_prepare(epilogue: object) -> Pointwise:
