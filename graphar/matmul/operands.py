@@ -33,7 +33,9 @@ def operands_of(work: Product, own: Operands) -> MatmulOperands:
     a, w, *rest = own.inputs
     bias = rest.pop(0) if work.bias else None
     out, *gathered = own.outputs
-    tensors, prefetch = (tuple(rest), None) if work.epilogue else ((), rest[0] if rest else None)
+    count = len(work.epilogue.dtypes) if work.epilogue else 0
+    tensors = tuple([one.resolve_neg().contiguous() for one in rest[:count]])  # kernels read raw memory
+    prefetch = rest[count] if len(rest) > count else None
     rows = flat(gathered[0]) if work.gathered else None
     return MatmulOperands(flat(a), w, bias, flat(out), rows, tensors, own.numbers, prefetch)
 
