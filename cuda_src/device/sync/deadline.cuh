@@ -11,6 +11,7 @@ class Deadline {
   __device__ __forceinline__ State check(const Arguments& a, const Call& call, u32 patience = 4) {
     if (++spins_ & 1023) return waiting;
     if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
+    compare_this_call(a, call.epoch);
     if (load_relaxed_gpu(a.abort) != 0) {
       stop_sending(a);  // the wait that expired may have been another algorithm's
       return aborted;
