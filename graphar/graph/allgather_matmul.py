@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
 from graphar.graph import rows
-from graphar.graph.collectives import CASTS, VIEWS, Collective, call
+from graphar.graph.collectives import CASTS, VIEWS, Collective, call, reached
 from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, stored
 from graphar.graph.places import Places
 from graphar.ops import allgather, allgather_matmul
@@ -151,15 +152,10 @@ def _place(gathered: Gathered, matmul: Node) -> Node:
 
 def _late(gathered: Gathered, matmul: Node) -> list[Node] | None:
     """Returns the nodes that make the weight and the bias too late, in order; None if they cannot be made earlier."""
-    first, found = _place(gathered, matmul), set()
-    pending = [one for one in _operands(matmul)[1:] if one is not None]
-    while pending:
-        node = pending.pop()
-        if node is not gathered.node and node < first:
-            continue
-        if node.target not in _MOVABLE:
-            return None
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return sorted(found)
+    first = _place(gathered, matmul)
+
+    def late(nodes: Iterable[Node | None]) -> list[Node]:
+        return [one for one in nodes if one is not None and (one is gathered.node or not one < first)]
+
+    found = reached(late(_operands(matmul)[1:]), lambda node: late(node.all_input_nodes))
+    return sorted(found) if all(node.target in _MOVABLE for node in found) else None

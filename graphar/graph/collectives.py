@@ -9,7 +9,7 @@ x, y -- all_reduce_coalesced([x, y], 'sum', group) --+-- getitem 0 -- wait_tenso
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +100,16 @@ def drop_views_of_same_shape(graph: Graph) -> None:
             if not returned and are_same(x.meta["val"].shape, node.meta["val"].shape):
                 node.replace_all_uses_with(x)
                 graph.erase_node(node)
+
+
+def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Returns the nodes that are reached from ``starts``, these included; ``following`` gives the next ones of each."""
+    found, pending = set(starts), list(starts)
+    while pending:
+        new = set(following(pending.pop())) - found
+        found |= new
+        pending += new
+    return found
 
 
 def are_same(sizes: torch.Size, others: torch.Size) -> bool:
