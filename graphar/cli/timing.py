@@ -111,7 +111,9 @@ class Timer:
 
         def call(at: int, calls: int) -> None:
             engine.use_table(tables[at])
-            with self._current_streams():
+            with contextlib.ExitStack() as streams:
+                for stream in self._streams:
+                    streams.enter_context(torch.cuda.stream(stream))
                 results[at] = [prepared.run(one) for one in range(calls)]
 
         def poison(at: int) -> None:
@@ -206,13 +208,6 @@ class Timer:
         for stream, function in zip(self._streams, functions, strict=True):
             with torch.cuda.stream(stream):
                 function()
-
-    def _current_streams(self) -> contextlib.ExitStack:
-        """Makes the timer's streams the current ones of all devices, until the context ends."""
-        stack = contextlib.ExitStack()
-        for stream in self._streams:
-            stack.enter_context(torch.cuda.stream(stream))
-        return stack
 
 
 def _worthwhile(times: list[list[float]]) -> list[int]:
