@@ -34,21 +34,10 @@ from graphar.plan.tables import Table
 from graphar.plan.work import Parts
 from graphar.ranks import capture, fallback
 from graphar.ranks.processes import host
-from graphar.ranks.rendezvous import StoreRendezvous
+from graphar.ranks.rendezvous import Ranks
 
 _CHUNK_NUMEL = 4 << 20  # 16 MB of fp32, the most of one launch of reducescatter_push; a fourth with a codec
 _LINE_NUMEL = 32  # 128 bytes of fp32
-
-
-class Ranks(Protocol):
-    """The interface to the communicator that a hierarchy belongs to."""
-
-    group: dist.ProcessGroup | None
-    devices: tuple[torch.device, ...] | None
-    rank: int | None
-    timeout_s: float
-
-    def rendezvous(self) -> StoreRendezvous: ...
 
 
 class Kernels(Protocol):
