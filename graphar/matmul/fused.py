@@ -17,7 +17,7 @@ import torch
 from graphar.errors import UnsupportedError
 from graphar.matmul.gemm import STORE_COLUMNS, layout_of, why_not
 from graphar.matmul.operands import MatmulOperands, operands_of
-from graphar.matmul.tensor_maps import Matrix, aligned_copy, matrix_of
+from graphar.matmul.tensor_maps import Matrix, aligned_copy, aligned_like, matrix_of
 from graphar.matmul.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
@@ -256,7 +256,8 @@ class FusedMatmul:
                 w=own.w.new_zeros(STORE_COLUMNS, k),
                 bias=None,
                 out=own.out.new_empty(len(own.out), STORE_COLUMNS),
-                tensors=_never_empty(own.tensors, len(own.out) * STORE_COLUMNS),
+                # Zeros in place of tensors without elements, as many as a kernel reads.
+                tensors=tuple([x if x.numel() else x.new_zeros(len(own.out) * STORE_COLUMNS) for x in own.tensors]),
             )
         # The rows are sent as they lie: without gaps, and each in whole packs.
         whole = k % STORE_COLUMNS == 0 and own.a.is_contiguous() and own.a.data_ptr() % PACK_NBYTES == 0
@@ -266,8 +267,8 @@ class FusedMatmul:
             a=own.a if whole else aligned_copy(own.a),
             w=own.w if layout_of(own.w) else aligned_copy(own.w),
             bias=None if own.bias is None else own.bias.contiguous(),
-            out=own.out if n % STORE_COLUMNS == 0 else _aligned_like(own.out),
-            gathered=rows if rows is None or k % STORE_COLUMNS == 0 else _aligned_like(rows),
+            out=own.out if n % STORE_COLUMNS == 0 else aligned_like(own.out),
+            gathered=rows if rows is None or k % STORE_COLUMNS == 0 else aligned_like(rows),
         )
 
 
@@ -277,14 +278,3 @@ _PLACED = ("a", "w", "bias", "out", "gathered", "tensors")  # the fields that ma
 def _why_not(own: MatmulOperands) -> str:
     """Returns why a kernel cannot take one rank's operands, or an empty string. Ranks may differ in alignment."""
     return "a rank has nothing to add" if own.a.numel() == 0 else why_not(own.a, own.w, own.out)
-
-
-def _never_empty(tensors: Sequence[torch.Tensor], numel: int) -> tuple[torch.Tensor, ...]:
-    """Returns tensors with zeros in place of those without elements, as many as a kernel reads."""
-    return tuple([one if one.numel() else one.new_zeros(numel) for one in tensors])
-
-
-def _aligned_like(x: torch.Tensor) -> torch.Tensor:
-    """Returns an uninitialised tensor like ``x``, whose rows begin at multiples of 16 bytes."""
-    rows, columns = x.shape
-    return x.new_empty(rows, -(-columns // STORE_COLUMNS) * STORE_COLUMNS)[:, :columns]
