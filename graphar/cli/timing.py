@@ -155,7 +155,6 @@ class Timer:
         return [statistics.median(of_run) for of_run in times]
 
     def _random(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Returns a tensor of normal random values for each rank."""
         xs = specified.random(self._communicator.devices, numel, dtype=dtype)
         self._communicator.synchronize()  # other streams will read them
         return xs

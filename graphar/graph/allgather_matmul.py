@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphar.graph import rows
-from graphar.graph.collectives import CASTS, VIEWS, Collective, call, reached
+from graphar.graph.collectives import CASTS, VIEWS, Collective, call, ours, reached
 from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, stored
 from graphar.graph.places import Places
 from graphar.ops import allgather, allgather_matmul
@@ -49,7 +49,7 @@ class AllgatherMatmul:
         for node in graph.nodes:
             if node.target in _OPERANDS and node.users and _is_gather(gather := rows.origin(_operands(node)[0])):
                 by_gather.setdefault(gather, []).append(node)
-        return [_gathered(gather, matmuls) for gather, matmuls in by_gather.items()]
+        return [Gathered(**ours(gather, allgather.OP), matmuls=matmuls) for gather, matmuls in by_gather.items()]
 
     def why_not(self, gathered: Gathered, places: Places) -> str:
         (x,) = gathered.tensors()
@@ -94,18 +94,12 @@ def _is_gather(node: Node) -> bool:
     return op_of(node.target) is allgather.OP and not node.kwargs and node.meta["val"].ndim > 1
 
 
-def _gathered(gather: Node, matmuls: list[Node]) -> Gathered:
-    group = allgather.OP.read(gather.args)["communicator"] or torch.distributed.group.WORLD.group_name
-    return Gathered(gather, allgather.OP.name, [[gather]], group, "", matmuls)
-
-
 def _operands(matmul: Node) -> list:
     """Returns the nodes of a matmul's rows, weight and bias; the bias may be None."""
     return [None if at is None or at >= len(matmul.args) else matmul.args[at] for at in _OPERANDS[matmul.target]]
 
 
 def _columns(matmul: Node) -> int | torch.SymInt:
-    """Returns the columns of a matmul's result."""
     return matmul.meta["val"].shape[-1]
 
 

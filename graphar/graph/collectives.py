@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph.places import Places
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
+from graphar.ops.register import Op
 
 _torch_ops = torch.ops._c10d_functional
 _wait = _torch_ops.wait_tensor.default
@@ -71,6 +72,12 @@ def _read(node: Node, op: str) -> Collective:
         taken = [user for user in node.users if user.target is operator.getitem]
         results = [[user for user in taken if user.args[1] == i] for i in range(len(x))]
     return Collective(node, op, results, given["group_name"], given.get("reduce_op", "").lower())
+
+
+def ours(node: Node, op: Op) -> dict[str, object]:
+    """Returns the fields of the collective that a node of graphar's ``op`` is."""
+    group = op.read(node.args)["communicator"] or torch.distributed.group.WORLD.group_name
+    return {"node": node, "op": op.name, "results": [[node]], "group": group, "reduction": ""}
 
 
 def path_behind(collective: Collective) -> list[Node]:

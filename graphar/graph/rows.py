@@ -117,7 +117,6 @@ def _first_of_slice(node: Node, first: int | torch.SymInt) -> int | torch.SymInt
 
 
 def _count(x: torch.Tensor) -> int | torch.SymInt:
-    """Returns the number of rows."""
     return math.prod(x.shape[:-1])
 
 

@@ -119,11 +119,8 @@ def signalled(packs: int, copies: int, shared_packs: Callable[[int], int] = lamb
 
 def pipelined(slot_packs: int, slots_a_rank: int) -> Layout:
     """Returns a layout of a signal pad and ``slots_a_rank`` slots for every rank."""
-
-    def layout(world_size: int) -> Scratch:
-        return Scratch(slot_packs, SIGNAL_PAD_NBYTES + slots_a_rank * world_size * slot_packs * PACK_NBYTES, fill=0)
-
-    return layout
+    slots_nbytes = slots_a_rank * slot_packs * PACK_NBYTES  # of one rank
+    return lambda world_size: Scratch(slot_packs, SIGNAL_PAD_NBYTES + world_size * slots_nbytes, fill=0)
 
 
 def bulk_copied(channels: int, channel_nbytes: int) -> Layout:
