@@ -147,10 +147,9 @@ def _repeat(
     reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
     """
     device, alike = tensors[0].get_device(), _guard(tensors)
-    result_like, *others = [(tuple(one.shape), one.stride(), one.dtype) for one in outputs]
+    result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
-    first, has_parameters = tensors[0], any(one.requires_grad for one in tensors)
-    in_place = result_like == (tuple(first.shape), first.stride(), first.dtype)
+    has_parameters, in_place = any(one.requires_grad for one in tensors), result_like == _layout(tensors[0])
     overlaps, select = _overlaps([one.nbytes for one in tensors]), order and _selected(order)
 
     def repeat(tensors: Tensors, out: torch.Tensor | None, numbers: tuple[float, ...]):
@@ -187,6 +186,10 @@ def _repeat(
         return out
 
     return repeat
+
+
+def _layout(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(x.shape), x.stride(), x.dtype
 
 
 def _overlaps(nbytes: Sequence[int]) -> Callable[[Tensors, torch.Tensor], bool]:

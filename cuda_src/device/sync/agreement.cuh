@@ -27,14 +27,22 @@ __device__ __forceinline__ void tell_call(const Arguments& a, u32 epoch) {
     store_relaxed_sys(&there->called[a.rank][epoch % kept_calls], u64(epoch + 1) << 32 | a.fingerprint);
 }
 
-// By a thread that has waited for long.
-__device__ __noinline__ void compare_this_call(const Arguments& a, u32 epoch) {
+// By a thread that has waited for long: the last rank that calls something else in this very call, and its fingerprint;
+// 0 if there is none.
+struct Unlike {
+  u32 peer;
+  u32 fingerprint;
+};
+
+__device__ __forceinline__ Unlike find_unlike(const Arguments& a, u32 epoch) {
   const u64 own = u64(epoch + 1) << 32 | a.fingerprint;
+  Unlike found{0, 0};
 #pragma unroll 1
   for (u32 peer = 0; peer < a.world_size; ++peer) {
     const u64 told = load_relaxed_sys(&a.counters->called[peer][epoch % kept_calls]);
-    if (disagree(own, told)) report(a, disagreed, epoch, peer, a.fingerprint, u32(told));
+    if (disagree(own, told)) found = {peer, u32(told)};
   }
+  return found;
 }
 
 // By all threads, in call `now`.
