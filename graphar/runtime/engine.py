@@ -19,6 +19,7 @@ from graphar.plan.explanation import Explanation
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.select import Facts
 from graphar.plan.tables import DEFAULT, Table, shipped_table
+from graphar.ranks import agreement
 from graphar.ranks.debug import Comparison
 from graphar.ranks.groups import device_of_process
 from graphar.ranks.hierarchical import Hierarchy
@@ -151,7 +152,8 @@ class Engine:
             call_checks.check_call(call.op, "auto" if call.work.codec else call.algorithm, call.timeout_s)
             x = ranks[0].inputs[0]
             (tensor_checks.check_strided if "allgather" in call.op else tensor_checks.check_tensor)(call.op, "x", x)
-            with self.keeping_failure():
+            announced = self.runner.announced(agreement.words(call)) if self.runner else contextlib.nullcontext()
+            with self.keeping_failure(), announced:
                 found = binders[type(call.work)](self, call, ranks)
             self.plans.keep(call, found)
         return found

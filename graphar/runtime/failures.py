@@ -110,7 +110,10 @@ def call_ahead_of(peer: int, counters: Mapping[Algorithm, int]) -> int:
 
 
 def last_calls_of(
-    counters: Mapping[Algorithm, Sequence[int]], devices: Sequence[int], ended: Sequence[int]
+    counters: Mapping[Algorithm, Sequence[int]],
+    devices: Sequence[int],
+    ended: Sequence[int],
+    preparing: Sequence[str | None],
 ) -> list[str]:
     """Returns, for each rank, its last call of each algorithm in words, such as "one_shot call 3".
 
@@ -118,12 +121,14 @@ def last_calls_of(
         counters: for each algorithm, the addresses in this process of each rank's Counters.
         devices: for each rank, the index of the CUDA device that reads its Counters.
         ended: the ranks whose processes have ended; their memory stays readable while it is mapped here.
+        preparing: for each rank, the call in words for which it loads kernels; or None.
     """
     said = []
     for rank, device in enumerate(devices):
         begun = {algorithm: calls_begun(pointers[rank], device) for algorithm, pointers in counters.items()}
         calls = [f"{algorithm.value} call {count - 1}" for algorithm, count in begun.items() if count]
         known = "unknown" if None in begun.values() and not calls else ", ".join(calls) or "none"
+        known += f"; preparing {preparing[rank]}" if preparing[rank] else ""
         said.append(f"{known}; its process has ended" if rank in ended else known)
     return said
 

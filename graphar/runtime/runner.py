@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
@@ -32,6 +34,8 @@ from graphar.runtime.symmetric_tensors import SymmetricTensors
 
 T = TypeVar("T", bound=Arguments)
 
+_PREPARING = "preparing"  # the name under which a rank publishes the call that it makes a plan for
+
 
 class Runner:
     """The ranks of this process, their kernels and their failures.
@@ -57,6 +61,7 @@ class Runner:
         self.lock = threading.RLock()
         self._failure: GrapharError | None = None
         self._fingerprints = Fingerprints(rendezvous)
+        self._announces = False
 
     def arguments(
         self, member: Member, algorithm: Algorithm, one: Slice, timeout_s: float, words: str, kind: type[T] = Arguments
@@ -115,6 +120,8 @@ class Runner:
         """
         algorithm = list(Algorithm)[record.algorithm]
         own = self._counters_of(record.rank)
+        if algorithm not in own:  # its memory is freed
+            return None
         with on_device(self._member(record.rank).device):
             other = call_ahead_of(record.peer, own)
             fingerprint, has_come = (
@@ -124,6 +131,35 @@ class Runner:
             return None
         words = self._fingerprints.words
         return Unlike(words(fingerprint, record.rank), words(other, record.peer))
+
+    @contextlib.contextmanager
+    def announced(self, words: str) -> Iterator[None]:
+        """Tells ranks that wait in a kernel meanwhile what this one is about to call.
+
+        Raises:
+            RanksAbsent: the code inside raised it. The message also has what the absent ranks have called, if known.
+        """
+        if self._announces:  # a call of which this one is a part
+            yield
+            return
+        self._announces, keeps = True, False
+        self._rendezvous.publish(_PREPARING, words)
+        try:
+            yield
+        except RanksAbsent as error:
+            keeps = True  # for ranks whose waits expire as well
+            raise self._with_calls_of_absent(error) from None
+        finally:
+            self._announces = False
+            if not keeps:
+                self._rendezvous.withdraw(_PREPARING)
+
+    def _with_calls_of_absent(self, error: RanksAbsent) -> RanksAbsent:
+        first = self.members[0]
+        with on_device(first.device):
+            ahead = {rank: call_ahead_of(rank, self._counters_of(first.rank)) for rank in error.absent}
+        said = [f"rank {rank}: {self._fingerprints.words(one, rank)}" for rank, one in ahead.items() if one]
+        return RanksAbsent("\n".join([str(error), *said]), error.absent, error.ended)
 
     def _member(self, rank: int) -> Member:
         return next(member for member in self.members if member.rank == rank)
@@ -139,7 +175,8 @@ class Runner:
             ended = self._rendezvous.ended()
         except CommunicatorError:  # the store ends with the rank that serves it
             ended = []
-        return last_calls_of(self.kernels.counters(), devices, ended)
+        preparing = [self._rendezvous.published(_PREPARING, rank) for rank in range(self.world_size)]
+        return last_calls_of(self.kernels.counters(), devices, ended, preparing)
 
     def synchronize(self) -> None:
         """Waits for all work on the members' devices, then raises the error that a kernel reported, if any.

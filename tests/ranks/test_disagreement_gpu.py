@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
@@ -48,6 +49,8 @@ def tuples(*columns):
 # What rank 0 calls, and what the others do: of one algorithm.
 UNLIKE = {
     "sizes": (sums(1000), sums(1008)),
+    "sizes of two algorithms": (sums(1 << 12), sums(1 << 22)),
+    "two ops": (sums(1 << 12), lambda group: graphar.allgather(ones(1 << 12), group)),
     "large sizes": (sums(1 << 23), sums((1 << 23) - 8)),
     "sizes of chunks": (sums(1 << 27, FP16), sums((1 << 27) - (1 << 14), FP16)),
     "dtypes": (sums(1 << 12), sums(1 << 12, FP16)),
@@ -113,6 +116,47 @@ def test_every_rank_is_told_what_ranks_called(name, raised):
         assert str(rank) in calls
         assert len(set(calls.values())) == 2
         assert "another call" not in calls.values()
+
+
+def call_and_wait(communicator, call):
+    call(communicator)
+    communicator.synchronize()
+
+
+def seconds_until_told(rank, world_size):
+    """How long unlike calls of one algorithm, which wait for each other, take to end, with a long deadline."""
+    with graphar.Communicator(dist.new_group(), timeout_s=30) as communicator:
+        for call in UNLIKE["sizes"]:
+            call(communicator)
+        communicator.synchronize()
+        begin = time.monotonic()
+        with pytest.raises(graphar.CommunicatorError, match="ranks must make the same graphar calls"):
+            call_and_wait(communicator, UNLIKE["sizes"][min(rank, 1)])
+        took_s = time.monotonic() - begin
+        dist.barrier()
+    return took_s
+
+
+def test_ranks_that_wait_for_each_other_are_told_long_before_the_deadline():
+    assert max(run_ranks(seconds_until_told, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120)) < 5
+
+
+def what_a_new_call_meets(rank, world_size):
+    """The error of a rank whose call is new to it, while the others repeat one that they know; and theirs."""
+    with graphar.Communicator(dist.new_group(), timeout_s=3) as communicator:
+        UNLIKE["dtypes"][0](communicator)
+        communicator.synchronize()
+        with pytest.raises(graphar.GrapharError) as raised:
+            call_and_wait(communicator, UNLIKE["dtypes"][min(rank, 1)])
+        dist.barrier()
+    return str(raised.value)
+
+
+def test_a_rank_with_a_new_call_and_one_that_waits_for_it_are_told_what_each_called():
+    known, new = run_ranks(what_a_new_call_meets, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120)
+
+    assert "torch.bfloat16" in new
+    assert "torch.float16" in known
 
 
 def call_on_after_unlike_ones(rank, world_size):

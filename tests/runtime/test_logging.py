@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -64,9 +65,10 @@ def test_a_plan_is_logged_once_with_its_algorithm_and_the_reason(pair, log):
 def test_the_plan_of_a_kernel_is_logged_with_its_grid_and_table(call, line, log, monkeypatch):
     facts = Facts(4, shipped_table("nvidia_h200"), Chip(132, "sm_90a"))
     does_nothing = {name: lambda *given: None for name in ("raise_failure", "close")}
+    stand_in = SimpleNamespace(**does_nothing, announced=contextlib.nullcontext)
     monkeypatch.setattr(collective, "bind_kernel", lambda engine, call, config: Plan(lambda ranks: None, config))
     with graphar.Communicator(devices=["cpu"] * 4) as communicator:
-        monkeypatch.setattr(communicator.engine, "runner", SimpleNamespace(**does_nothing))
+        monkeypatch.setattr(communicator.engine, "runner", stand_in)
         monkeypatch.setattr(communicator.engine, "facts", lambda call, x: facts)
 
         x = torch.ones(call.work.parts[0], dtype=call.dtype)

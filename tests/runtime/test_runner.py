@@ -210,6 +210,57 @@ def test_a_rank_that_is_late_is_not_said_to_call_anything_else(monkeypatch, told
         failed.raise_failure()
 
 
+class Words:
+    """A rendezvous in which ranks publish words."""
+
+    def __init__(self, published=()):
+        self.words = dict(published)  # by (name, rank)
+        self.publish = lambda name, said: self.words.update({(name, 0): said})
+        self.published = lambda name, rank: self.words.get((name, rank))
+        self.withdraw = lambda name: self.words.pop((name, 0))
+        self.ended = list
+
+
+def test_a_timeout_says_what_a_rank_is_loading_kernels_for(monkeypatch):
+    rendezvous = Words({("preparing", 2): "allreduce of 9 elements"})
+    failed = runner_of(monkeypatch, record_of(kind=1), rendezvous=rendezvous)
+
+    with pytest.raises(CollectiveTimeout, match=r"rank 2: .*call 3; preparing allreduce of 9 elements"):
+        failed.raise_failure()
+
+
+def test_a_rank_that_loads_kernels_in_vain_is_told_what_the_absent_rank_called(monkeypatch):
+    alone = runner_of(monkeypatch, record_of(kind=0), rendezvous=Words())
+    monkeypatch.setattr(alone._fingerprints, "words", lambda fingerprint, rank: CALLS[fingerprint])
+    tell(monkeypatch, {(0x4000, 2, 3): 8})
+
+    with (
+        pytest.raises(RanksAbsent, match="loading: rank 2 is absent\nrank 2: allreduce of 9 elements") as raised,
+        alone.announced("allreduce of 8 elements"),
+    ):
+        raise RanksAbsent("loading: rank 2 is absent", [2])
+
+    assert raised.value.absent == [2]
+    assert alone._rendezvous.words == {("preparing", 0): "allreduce of 8 elements"}  # for ranks that wait longer
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_what_a_rank_loads_kernels_for_is_said_meanwhile_only(monkeypatch, error):
+    rendezvous = Words()
+    loading = runner_of(monkeypatch, record_of(kind=0), rendezvous=rendezvous)
+
+    with (
+        contextlib.suppress(ValueError),
+        loading.announced("a fused matmul"),
+        loading.announced("its sum"),
+    ):
+        assert rendezvous.words == {("preparing", 0): "a fused matmul"}
+        if error:
+            raise error
+
+    assert rendezvous.words == {}
+
+
 def test_the_failure_stays_the_one_it_was(monkeypatch):
     failed = runner_of(monkeypatch, record_of(kind=1))
     with pytest.raises(CollectiveTimeout) as first:
@@ -225,7 +276,8 @@ def test_the_failure_stays_the_one_it_was(monkeypatch):
 
 
 def test_a_rank_whose_process_has_ended_or_that_cannot_be_read_is_told_apart(monkeypatch):
-    failed = runner_of(monkeypatch, record_of(kind=1), rendezvous=SimpleNamespace(ended=lambda: [2]))
+    rendezvous = SimpleNamespace(ended=lambda: [2], published=lambda name, rank: None)
+    failed = runner_of(monkeypatch, record_of(kind=1), rendezvous=rendezvous)
     unreadable = {0x1000: 42, 0x2000: None, 0x3000: 0}
     monkeypatch.setattr(failures, "calls_begun", lambda counters, device: unreadable[counters])
     del failed.kernels._regions[Algorithm.ONE_SHOT_PUSH]
