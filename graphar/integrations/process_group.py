@@ -18,6 +18,7 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
         super().__init__(store, rank, ranks, name, timeout)
         dist.batch_isend_irecv = c10d.batch_isend_irecv = _batch_isend_irecv
+        _serve_functional_ops()
         self._devices: set[str] | None = None  # for which graphar is the backend
         # torch drops what it has made for other devices. Let no rank do so while another still connects to it.
         store.set(f"graphar/made/{rank}", b"1")
@@ -67,3 +68,20 @@ def _of_torch_group(op: dist.P2POp) -> dist.P2POp:
         return op
     group = op.group._torch.serving(op.tensor.device)
     return dist.P2POp(op.op, op.tensor, group=group, tag=op.tag, group_peer=op.group_peer)
+
+
+@functools.cache
+def _serve_functional_ops() -> torch.library.Library:
+    """Serves Inductor's bucketed all-gathers, for which torch calls no method of a group in Python."""
+    found = torch.library.Library("_c10d_functional", "IMPL")
+    for device in ("CPU", "CUDA"):
+        found.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, device)
+    return found
+
+
+def _all_gather_into_tensor_out(x, group_size, group_name, *, out):
+    # What torch's own kernel does, also for groups of other backends.
+    group = c10d._resolve_process_group(group_name) if isinstance(group_name, str) else group_name
+    work = group._allgather_base(out, x, c10d.AllgatherOptions())
+    torch._C._distributed_c10d._register_work(out, work)
+    return out

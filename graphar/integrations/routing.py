@@ -58,6 +58,12 @@ def _options(kind: type, tensors: object, given: tuple, named: dict) -> object |
     return found if alone and isinstance(tensors, list) and isinstance(found, kind) else None
 
 
+def _check_one(op: str, tensors: object) -> None:
+    """Raises ValueError for several tensors of a rank in one call: gloo adds them to each other, and NCCL does not."""
+    if isinstance(tensors, list) and len(tensors) != 1:
+        raise ValueError(f"{op}: takes one tensor of each rank, got {len(tensors)}; make a call for each, coalesced")
+
+
 # This keeps them until they are shut down. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch does not keep the Python object
 # of a Backend.
 _open_groups: set[Routing] = set()
@@ -93,6 +99,7 @@ class Routing:
     # ---- calls that go to graphar -----------------------------------------------------------------------------------
 
     def allreduce(self, tensors, *given, **named):
+        _check_one("all_reduce", tensors)
         opts = _options(c10d.AllreduceOptions, tensors, given, named)
         average = None if opts is None else self._average("allreduce", tensors, opts.reduceOp)
         if average is None:
@@ -107,6 +114,7 @@ class Routing:
         return self._queue(opts, tensors, tensors, collectives.allreduce, average, tensors)
 
     def reduce_scatter(self, outputs, inputs, *given, **named):
+        _check_one("reduce_scatter", outputs)
         opts = _options(c10d.ReduceScatterOptions, outputs, given, named)
         all_tensors = list(_tensors_in([outputs, inputs]))
         average = None if opts is None else self._average("reducescatter", all_tensors, opts.reduceOp)
@@ -126,6 +134,10 @@ class Routing:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def allgather(self, outputs, inputs, *given, **named):
+        _check_one("all_gather", inputs)
+        return self._allgather(outputs, inputs, *given, **named)
+
+    def _allgather(self, outputs, inputs, *given, **named):
         opts, all_tensors = _options(c10d.AllgatherOptions, inputs, given, named), list(_tensors_in([inputs, outputs]))
         if opts is None or not self._serves("allgather", all_tensors):
             return self._by_torch("allgather", outputs, inputs, *given, **named)
@@ -134,7 +146,7 @@ class Routing:
     def allgather_coalesced(self, outputs, inputs, opts=None):
         # Here the outer lists are the ranks': outputs[rank][tensor].
         opts = opts or c10d.AllgatherOptions()
-        return self.allgather([list(one) for one in zip(*outputs, strict=True)], inputs, opts)
+        return self._allgather([list(one) for one in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         opts = opts or c10d.AllgatherOptions()

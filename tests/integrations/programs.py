@@ -183,6 +183,9 @@ def functional_collectives(rank, n):
     (both,) = functional.reduce_scatter_tensor_coalesced([x], "sum", [0], group)
     (all_of_it,) = functional.all_gather_into_tensor_coalesced([x], group)
     sent = functional.broadcast(x, 1 % n, group)
+    # What Inductor makes of all-gathers that it puts into one bucket.
+    gather_into = torch.ops._c10d_functional.all_gather_into_tensor_out
+    bucket = gather_into(x, n, group.group_name, out=torch.empty(3 * n * n))
     whole = torch.cat([values(one, 3 * n) for one in range(n)])
     return [
         (functional.wait_tensor(found), expected)
@@ -196,6 +199,7 @@ def functional_collectives(rank, n):
             (two, total(n, 3 * n) + n),
             (both, total(n, 3 * n).chunk(n)[rank]),
             (all_of_it, whole),
+            (bucket, whole),
             (sent, values(1 % n, 3 * n)),
         )
     ]
@@ -295,6 +299,20 @@ def wrong_sizes(rank, n):
     return [(torch.zeros(1), torch.zeros(1))]
 
 
+def several_tensors_of_a_rank(rank, n):
+    """gloo adds the tensors of a rank to each other, and NCCL does not take them."""
+    group, xs = dist.group.WORLD, [values(rank), values(rank)]
+    for dtype in (torch.float32, torch.int64):  # graphar's, and torch's own group's
+        with pytest.raises(ValueError, match=r"all_reduce: takes one tensor of each rank, got 2; make a call for each"):
+            group.allreduce([x.to(dtype) for x in xs])
+        with pytest.raises(ValueError, match=r"all_gather: takes one tensor of each rank, got 2; make a call for each"):
+            group.allgather([[torch.empty(6, dtype=dtype)] * 2 * n] * 2, [x.to(dtype) for x in xs])
+        with pytest.raises(ValueError, match="reduce_scatter: takes one tensor of each rank, got 2; make a call for"):
+            group.reduce_scatter([x.to(dtype) for x in xs], [[x.to(dtype)] * n for x in xs])
+    dist.all_reduce_coalesced(xs)
+    return [(x, total(n)) for x in xs]
+
+
 PROGRAMS = {
     "averages": averages,
     "averages round once": averages_round_once,
@@ -314,5 +332,6 @@ PROGRAMS = {
     "DistributedDataParallel": ddp,
     "fully_shard": fsdp,
     "wrong sizes": wrong_sizes,
+    "several tensors of a rank": several_tensors_of_a_rank,
 }
 WITHOUT_GRAPHAR = ("wrong sizes", "recv from any rank", "batches of sends", "pipeline")
