@@ -264,8 +264,9 @@ def _wait(x: torch.Tensor, timeout_s: float, start: Callable[[], dist.Work]) -> 
     if x.device.type != "cpu":
         start().wait()  # only orders the stream; the group's own time-out applies
         return
+    work = start()  # errors of this rank alone are raised here: they end no communicator
     try:
-        start().wait(timedelta(seconds=timeout_s))
+        work.wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise GroupFailed(str(error)) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,21 +46,32 @@ class GroupCalls:
         agreed = agreement.words(call)
 
         def run_or_tell(ranks: Sequence[Operands]) -> None:
-            sequence, self._made = self._made, self._made + 1
-            self._rendezvous.note(f"{agreed}, call {sequence} over torch.distributed")
-            begin = time.monotonic()
-            try:
+            with self.naming_absent(call.op, agreed, algorithm.value, timeout_s) as sequence:
                 if compares:
                     self._compare(call.op, f"{agreed} {where}, call {sequence}", timeout_s)
                 run(ranks)
-            except (fallback.GroupFailed, RanksAbsent) as error:
-                took_s = time.monotonic() - begin
-                broken = took_s < timeout_s
-                words = self._last_words(broken)
-                when = f"after {took_s:.1f} s" if broken else f"within {timeout_s:g} s"
-                raise self._timeout(call.op, algorithm, sequence, when, words, str(error)) from error
 
         return run_or_tell
+
+    @contextlib.contextmanager
+    def naming_absent(self, op: str, agreed: str, by: str, timeout_s: float) -> Iterator[int]:
+        """Records a call for other ranks, and gives its number. GroupFailed and RanksAbsent become CollectiveTimeout.
+
+        Args:
+            agreed: the call in words.
+            by: the algorithm, or the backend that makes the call.
+        """
+        sequence, self._made = self._made, self._made + 1
+        self._rendezvous.note(f"{agreed}, call {sequence} over torch.distributed")
+        begin = time.monotonic()
+        try:
+            yield sequence
+        except (fallback.GroupFailed, RanksAbsent) as error:
+            took_s = time.monotonic() - begin
+            broken = took_s < timeout_s
+            words = self._last_words(broken)
+            when = f"after {took_s:.1f} s" if broken else f"within {timeout_s:g} s"
+            raise self._timeout(op, by, sequence, when, words, str(error)) from error
 
     def _compare(self, op: str, what: str, timeout_s: float) -> None:
         try:
@@ -74,7 +85,7 @@ class GroupCalls:
             raise CommunicatorError(f"{error}\nParts of different lengths need sizes=, equal on all ranks.") from None
 
     def _timeout(
-        self, op: str, algorithm: Algorithm, sequence: int, when: str, words: list[LastWord], reason: str
+        self, op: str, by: str, sequence: int, when: str, words: list[LastWord], reason: str
     ) -> CollectiveTimeout:
         what = f"{op} call {sequence}"
         at_fault = [rank for rank, word in enumerate(words) if word.behind or word.ended]
@@ -89,7 +100,7 @@ class GroupCalls:
         return CollectiveTimeout(
             f"{what} over torch.distributed: {named} {when} ({reason}); close this "
             "communicator, and make another in a new process group",
-            TimeoutRecord(op, algorithm.value, sequence, self._rendezvous.rank, peer, tuple(map(str, words))),
+            TimeoutRecord(op, by, sequence, self._rendezvous.rank, peer, tuple(map(str, words))),
         )
 
     def _last_words(self, broken: bool) -> list[LastWord]:
