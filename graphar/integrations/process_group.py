@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from graphar.integrations.routing import NAME, Routing
+from graphar.integrations.routing import NAME, Routing, tensors_in
+
+_OF_EQUAL_SIZE = ("allreduce", "broadcast", "reduce", "gather", "scatter")  # calls in which all ranks' tensors are
 
 
 class GrapharProcessGroup(Routing, dist.ProcessGroup):
@@ -24,11 +27,18 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
         store.set(f"graphar/made/{rank}", b"1")
         store.wait([f"graphar/made/{one}" for one in range(len(ranks))], timeout)
 
-    def _can_serve(self, op: str, x: torch.Tensor) -> bool:
+    def _is_backend_of(self, device: torch.device) -> bool:
         if self._devices is None:
             given = c10d._world.pg_backend_config[self]  # such as "cpu:gloo,cuda:graphar"
             self._devices = {one.partition(":")[0] for one in given.split(",") if one.endswith(f":{NAME}")}
-        return x.device.type in self._devices and super()._can_serve(op, x)
+        return device.type in self._devices
+
+    def _begin(self, op: str, given: Sequence[object]) -> None:
+        super()._begin(op, given)
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # in which torch has no check for a group in Python
+            self._torch.serving(torch.device("cpu"))  # torch keeps a group's name, which ranks meet by, in a backend
+            said = f"{_words(op, given)}, call {self._collectives} of the group"
+            self.communicator.engine.rendezvous().exchange(said, b"", self._timeout.total_seconds())
 
     @property
     def group_name(self) -> str:
@@ -48,6 +58,18 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         return self.end_coalescing()
+
+
+def _words(op: str, given: Sequence[object]) -> str:
+    """Returns what all ranks must have alike in a call of torch.distributed, in words."""
+    said, x = op.removesuffix("_lists"), next(tensors_in(given), None)
+    if x is not None:
+        size = f"{x.numel()} elements of " if said in _OF_EQUAL_SIZE else ""
+        said = f"{said} of {size}{x.dtype} on {x.device.type}"
+    for one in given:
+        said += f", {one.reduceOp.op.name}" if hasattr(one, "reduceOp") else ""
+        said += f", root {one.rootRank}" if hasattr(one, "rootRank") else ""
+    return said
 
 
 _batch_by_torch = dist.batch_isend_irecv
