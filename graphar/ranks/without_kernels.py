@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from functools import partial
 from typing import Protocol
 
@@ -36,6 +37,7 @@ class WithoutKernels:
     def __init__(self, communicator: Ranks, hierarchy: Hierarchy, compares: bool) -> None:
         self._communicator, self._hierarchy, self._compares = communicator, hierarchy, compares
         self._group_calls: GroupCalls | None = None  # made at first use
+        self._making = threading.Lock()
         self._quantized_calls = itertools.count()  # kernels count their own calls
 
     def bind(self, call: Call, x: torch.Tensor, config: Config, timeout_s: float) -> Run:
@@ -52,8 +54,9 @@ class WithoutKernels:
     def group_calls(self) -> GroupCalls:
         """Returns the calls over the process group. The first call makes them."""
         ranks = self._communicator
-        self._group_calls = self._group_calls or GroupCalls(ranks.group, ranks.rendezvous(), self._compares)
-        return self._group_calls
+        with self._making:
+            self._group_calls = self._group_calls or GroupCalls(ranks.group, ranks.rendezvous(), self._compares)
+            return self._group_calls
 
     def _hierarchical(self, call: Call, timeout_s: float) -> Run:
         compute = partial(self._hierarchy.allreduce, timeout_s=timeout_s, codec=call.wire)
