@@ -27,26 +27,40 @@ def total(n: int, numel: int = 6, dtype: torch.dtype = torch.float32) -> torch.T
     return graphar.reference.allreduce([values(rank, numel, dtype) for rank in range(n)])
 
 
+def data(rank: int, numel: int) -> torch.Tensor:
+    made = torch.randn(numel, generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
+    return made.to(torch.get_default_device())
+
+
+def mean(n: int, numel: int) -> torch.Tensor:
+    return graphar.reference.allreduce([data(rank, numel) for rank in range(n)]) / n
+
+
+def equal(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the pair; AssertionError unless both have the same bits, which later comparisons do not ask."""
+    assert torch.equal(found, expected), f"{found} is not {expected}"
+    return found, expected
+
+
 def averages(rank, n):
-    x = values(rank)
+    x = data(rank, 1000)
     dist.all_reduce(x, dist.ReduceOp.AVG)
-    return [(x, total(n) / n)]
+    return [equal(x, mean(n, 1000))]
 
 
 def averages_round_once(rank, n):
-    x = torch.tensor([257.0 + 2 * rank, 1.0]).bfloat16()  # whose sum is not a bf16
-    expected = sum(torch.tensor([257.0 + 2 * one, 1.0]).bfloat16().float() for one in range(n)) / n
+    x = data(rank, 1000).bfloat16()  # whose sum is not a bf16
+    expected = sum(data(one, 1000).bfloat16().float() for one in range(n)) / n
     dist.all_reduce(x, dist.ReduceOp.AVG)
-    return [(x, expected.bfloat16())]
+    return [equal(x, expected.bfloat16())]
 
 
 def averages_of_parts(rank, n):
-    out, single = torch.empty(rank + 1), torch.empty(3)
-    lengths = [one + 1 for one in range(n)]
-    dist.reduce_scatter(out, list(values(rank, sum(lengths)).split(lengths)), dist.ReduceOp.AVG)
-    dist.reduce_scatter_tensor(single, values(rank, 3 * n), dist.ReduceOp.AVG)
-    mine = (total(n, sum(lengths)) / n).split(lengths)[rank], (total(n, 3 * n) / n).chunk(n)[rank]
-    return [(out, mine[0]), (single, mine[1])]
+    out, single = torch.empty(rank + 100), torch.empty(300)
+    lengths = [one + 100 for one in range(n)]
+    dist.reduce_scatter(out, list(data(rank, sum(lengths)).split(lengths)), dist.ReduceOp.AVG)
+    dist.reduce_scatter_tensor(single, data(rank, 300 * n), dist.ReduceOp.AVG)
+    return [equal(out, mean(n, sum(lengths)).split(lengths)[rank]), equal(single, mean(n, 300 * n).chunk(n)[rank])]
 
 
 def uneven_parts(rank, n):
