@@ -139,6 +139,14 @@ def sglang(session: nox.Session) -> None:
 
 
 @nox.session(venv_params=VENV_PARAMS)
+def c10d(session: nox.Session) -> None:
+    """Run PyTorch's own tests of a backend, from its wheel, with graphar's. TORCH_VERSION says with which torch."""
+    install(session, "--editable", ".[dev]", "expecttest")
+    workers = () if has_gpu() else ("-n", "2")
+    session.run("python", "-m", "pytest", "tests/integrations/c10d_cases.py", *workers, *session.posargs)
+
+
+@nox.session(venv_params=VENV_PARAMS)
 def perf(session: nox.Session) -> None:
     """Measure what this machine can run, verify it, and write a report under reports/."""
     install(session, "--editable", ".[dev]")

@@ -40,8 +40,8 @@ class Communicator:
     Order: eager calls of a communicator run one after another, even on different streams. You must order replays of
     captured graphs.
 
-    Failure: after a wait has timed out, every call that needs all ranks raises the same error again. Close the
-    communicator, and make another.
+    Failure: after a wait has timed out, every call that needs all ranks raises that error again, and is not made.
+    Close the communicator, and make another.
 
     Args:
         group: a torch process group, or a DeviceMesh of one dimension; None: the default group. Its ranks may be on

@@ -38,7 +38,7 @@ def exact_hook(group: Group = None, *, algorithm: str = "auto") -> Hook:
         ValueError: there is no such algorithm.
     """
     call_checks.check_call("exact_hook", algorithm, None)
-    return _hook(group, lambda engine, bucket, mean: _sum_up(engine, mean, algorithm=algorithm))
+    return _Hook(group, _Exact(algorithm))
 
 
 def has_one_dimension(parameter: Tensor) -> bool:
@@ -71,29 +71,45 @@ def quantized_hook(
         ValueError: the codec is not known.
     """
     codec = as_codec("quantized_hook", codec)
-    return _hook(group, _Quantized(codec, error_feedback, stays_exact))
+    return _Hook(group, _Quantized(codec, error_feedback, stays_exact))
 
 
-def _hook(group, sum_up: Callable[[Engine, dist.GradBucket, Tensor], Tensor]) -> Hook:
-    """Returns a hook that calls ``sum_up(engine, bucket, gradients / world_size)``; on GPUs, on a side stream."""
-    engine_name(group, "hook")  # raises its errors here, not in the first step
-    sides: dict[torch.device, SideStream] = {}
+class _Hook:
+    """A hook that calls ``sum_up(engine, bucket, gradients / world_size)``; on GPUs, on a side stream.
 
-    def average(state, bucket):  # no annotations: torch compares them with types, and here they would be strings
-        gradients, engine = bucket.buffer(), engine_of(group)
+    A model is pickled with its hook, which needs a group that can be pickled, as None can.
+    """
+
+    def __init__(self, group: Group, sum_up: Callable[[Engine, dist.GradBucket, Tensor], Tensor]) -> None:
+        engine_name(group, "hook")  # raises its errors here, not in the first step
+        self._group, self._sum_up = group, sum_up
+        self._sides: dict[torch.device, SideStream] = {}
+        self.__name__ = self.__qualname__ = f"graphar{type(sum_up).__name__}"  # torch asks a hook for them
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"_sides": {}}  # streams are a process's own
+
+    def __call__(self, state, bucket):  # no annotations: torch compares them with types, and here they would be strings
+        gradients, engine = bucket.buffer(), engine_of(self._group)
         device = gradients.device
         if device.type != "cuda":
             future = torch.futures.Future()
-            future.set_result(sum_up(engine, bucket, gradients.div_(engine.world_size)))
+            future.set_result(self._sum_up(engine, bucket, gradients.div_(engine.world_size)))
             return future
-        side = sides.get(device) or sides.setdefault(device, SideStream(device))
+        side = self._sides.get(device) or self._sides.setdefault(device, SideStream(device))
         # The future records the side stream's work; a stream that waits for the future waits for that work.
         future = torch.futures.Future(devices=[device])
         with side.behind_the_caller():
-            future.set_result(sum_up(engine, bucket, gradients.div_(engine.world_size)))
+            future.set_result(self._sum_up(engine, bucket, gradients.div_(engine.world_size)))
         return future
 
-    return average
+
+@dataclass
+class _Exact:
+    algorithm: str
+
+    def __call__(self, engine: Engine, bucket: dist.GradBucket, mean: Tensor) -> Tensor:
+        return _sum_up(engine, mean, algorithm=self.algorithm)
 
 
 @dataclass

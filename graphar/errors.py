@@ -17,12 +17,13 @@ from dataclasses import dataclass
 class GrapharError(RuntimeError):
     """The base class of graphar's own errors."""
 
-    def again(self) -> GrapharError:
-        """Returns a copy of this error without its traceback.
+    def again(self, before: str = "") -> GrapharError:
+        """Returns a copy of this error without its traceback. Its message begins with ``before``.
 
         Raising the copy does not keep alive the frames, and their tensors, that the first error passed through.
         """
-        copy = type(self)(*self.args)
+        message, *more = self.args
+        copy = type(self)(before + message, *more)
         copy.__dict__.update(self.__dict__)
         return copy
 
@@ -88,8 +89,8 @@ class TimeoutRecord:
 class CollectiveTimeout(GrapharError):
     """A rank waited for another rank past the deadline, or for a rank whose process has ended.
 
-    From then on every call of the communicator raises the same error. The communicator can still be closed, and torch
-    continues to work.
+    From then on every call of the communicator raises this error again: it is not made. The communicator can still be
+    closed, and torch continues to work.
 
     Attributes:
         record: what is known about the wait, or None.

@@ -42,6 +42,14 @@ class _OfGroup(torch.nn.Module):
         has_bias = self.bias is not None
         return f"in_features={in_features}, out_features={out_features}, bias={has_bias}, ranks={self._world_size}"
 
+    def _check_features(self, x: torch.Tensor) -> None:
+        """Raises ValueError unless the input has as many features as this rank's weight."""
+        given, own = x.shape[-1], self.weight.shape[1]
+        if given != own:
+            whole = self._divided["weight"] == 1 and given == own * self._world_size
+            parts = f"; pass this rank's part, x.chunk({self._world_size}, -1)[rank]" if whole else ""
+            raise ValueError(f"{type(self).__name__}: takes {own} features on each rank, got {given}{parts}")
+
     def _load_from_state_dict(self, state_dict, prefix, *more):
         # Each rank takes its part of a checkpoint of the whole layer.
         found = dict(state_dict)
@@ -92,6 +100,7 @@ class RowParallelLinear(_OfGroup):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the whole layer's output, from this rank's features of the input. Collective."""
+        self._check_features(x)
         y = _sum_outputs(functional.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast changes the dtype of y alone
 
@@ -127,6 +136,7 @@ class ColumnParallelLinear(_OfGroup):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's features of the output. The backward pass is collective."""
+        self._check_features(x)
         return functional.linear(_SumGradients.apply(x, engine_name(self.group)), self.weight, self.bias)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.entries import by_entries
 from graphar.plan.select import Choice
 from graphar.runtime.engine import Engine
+from graphar.runtime.registry import engine_of
 from tests.cases import same_bits
 from tests.processes import run_ranks
 
@@ -327,6 +329,32 @@ def test_calls_have_few_blocks_unless_they_are_compressed(world_of_one, monkeypa
     monkeypatch.setattr(Engine, "select", compressing)
     assert blocks_of_calls(engine) == [None, None]
     assert blocks_of_calls(engine, blocks=7) == [7, 7]
+
+
+def test_one_object_keeps_the_blocks_of_each_group_apart(world_of_one):
+    gather, x, out, made = fsdp.AllGather(), torch.ones(8), torch.empty(8), []
+    groups = [world_of_one, dist.new_group([0])]
+    for blocks, group in enumerate(groups, 3):
+        engine = engine_of(group)
+        engine.use_table(replace(engine.table, beside=replace(engine.table.beside, blocks=blocks)))
+        engine.run = lambda call, ranks: made.append(call.blocks)
+    for group in (*groups, *groups):
+        gather(out, x, group)
+
+    assert made == [3, 4, 3, 4]
+
+
+def gather_over_another_group(rank, world_size):
+    mine, other = dist.new_group([0, 1]), dist.new_group([0, 2])
+    if rank > 0:
+        return None
+    with pytest.raises(ValueError, match=r"communicates over the ranks \[0, 2\], but the given group has \[0, 1\]"):
+        fsdp.AllGather(mine)(torch.empty(8), torch.ones(4), other)
+    return True
+
+
+def test_a_group_of_as_many_other_ranks_is_refused():
+    assert run_ranks(gather_over_another_group, 3) == [True, None, None]
 
 
 @pytest.mark.parametrize("blocks", [0, -1, 2.5, "8"])

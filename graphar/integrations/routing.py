@@ -24,6 +24,7 @@ from graphar.integrations import collectives
 from graphar.integrations.torch_group import TorchGroup
 from graphar.integrations.works import GrapharWork, combined
 from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.ranks import fallback
 from graphar.runtime.side_stream import SideStream
 
 NAME = "graphar"
@@ -32,13 +33,13 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses need not have 
 _log = logging.getLogger("graphar")
 
 
-def _tensors_in(given: object) -> Iterator[torch.Tensor]:
+def tensors_in(given: object) -> Iterator[torch.Tensor]:
     """Yields the tensors of a call's arguments, which may be lists of lists."""
     if isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, (list, tuple)):
         for one in given:
-            yield from _tensors_in(one)
+            yield from tensors_in(one)
 
 
 def _method_of_torch(name: str) -> Callable:
@@ -56,6 +57,12 @@ def _options(kind: type, tensors: object, given: tuple, named: dict) -> object |
     found = given[0] if given else named.get("opts", kind())
     alone = len(given) + len(named) == (1 if given or "opts" in named else 0)
     return found if alone and isinstance(tensors, list) and isinstance(found, kind) else None
+
+
+def _check_one(op: str, tensors: object) -> None:
+    """Raises ValueError for several tensors of a rank in one call: gloo adds them to each other, and NCCL does not."""
+    if isinstance(tensors, list) and len(tensors) != 1:
+        raise ValueError(f"{op}: takes one tensor of each rank, got {len(tensors)}; make a call for each, coalesced")
 
 
 # This keeps them until they are shut down. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch does not keep the Python object
@@ -93,6 +100,7 @@ class Routing:
     # ---- calls that go to graphar -----------------------------------------------------------------------------------
 
     def allreduce(self, tensors, *given, **named):
+        _check_one("all_reduce", tensors)
         opts = _options(c10d.AllreduceOptions, tensors, given, named)
         average = None if opts is None else self._average("allreduce", tensors, opts.reduceOp)
         if average is None:
@@ -107,8 +115,9 @@ class Routing:
         return self._queue(opts, tensors, tensors, collectives.allreduce, average, tensors)
 
     def reduce_scatter(self, outputs, inputs, *given, **named):
+        _check_one("reduce_scatter", outputs)
         opts = _options(c10d.ReduceScatterOptions, outputs, given, named)
-        all_tensors = list(_tensors_in([outputs, inputs]))
+        all_tensors = list(tensors_in([outputs, inputs]))
         average = None if opts is None else self._average("reducescatter", all_tensors, opts.reduceOp)
         if average is None:
             return self._by_torch("reduce_scatter", outputs, inputs, *given, **named)
@@ -126,15 +135,19 @@ class Routing:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def allgather(self, outputs, inputs, *given, **named):
-        opts, all_tensors = _options(c10d.AllgatherOptions, inputs, given, named), list(_tensors_in([inputs, outputs]))
+        _check_one("all_gather", inputs)
+        return self._allgather(outputs, inputs, *given, **named)
+
+    def _allgather(self, outputs, inputs, *given, **named):
+        opts, all_tensors = _options(c10d.AllgatherOptions, inputs, given, named), list(tensors_in([inputs, outputs]))
         if opts is None or not self._serves("allgather", all_tensors):
             return self._by_torch("allgather", outputs, inputs, *given, **named)
-        return self._queue(opts, list(_tensors_in(outputs)), all_tensors, collectives.allgather_lists, outputs, inputs)
+        return self._queue(opts, list(tensors_in(outputs)), all_tensors, collectives.allgather_lists, outputs, inputs)
 
     def allgather_coalesced(self, outputs, inputs, opts=None):
         # Here the outer lists are the ranks': outputs[rank][tensor].
         opts = opts or c10d.AllgatherOptions()
-        return self.allgather([list(one) for one in zip(*outputs, strict=True)], inputs, opts)
+        return self._allgather([list(one) for one in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         opts = opts or c10d.AllgatherOptions()
@@ -167,16 +180,28 @@ class Routing:
     allreduce_sparse = _method_of_torch("allreduce")
 
     def barrier(self, opts=None, timeout: timedelta | None = None):
-        self._collectives += 1
+        self._begin("barrier", ())
         opts = opts or c10d.BarrierOptions()
         if timeout is not None:
             opts.timeout = timeout
         opts.device = opts.device or torch.device("cpu")  # the same on every rank, also where some use no GPU yet
-        return self._torch.serving(opts.device).barrier(opts)
+        group = self._torch.serving(opts.device)
+        if opts.asyncOp or opts.device.type != "cpu" or not self._is_backend_of(opts.device):
+            return group.barrier(opts)
+        engine, given_s = self.communicator.engine, opts.timeout.total_seconds()
+        calls, timeout_s = (
+            engine.without_kernels.group_calls(),
+            given_s if given_s > 0 else self._timeout.total_seconds(),
+        )
+        with engine.keeping_failure(), calls.naming_absent("barrier", "barrier", "gloo", timeout_s):
+            work = group.barrier(opts)
+            fallback.wait(work, timeout_s)
+        return work
 
     def _by_torch(self, name: str, *given, **named):
-        self._collectives += name not in _BETWEEN_TWO
-        device = next(_tensors_in([*given, *named.values()])).device
+        if name not in _BETWEEN_TWO:
+            self._begin(name, [*given, *named.values()])
+        device = next(tensors_in([*given, *named.values()])).device
         group = self._torch.serving(device)
         if self._window is None:
             return getattr(group, name)(*given, **named)
@@ -225,7 +250,7 @@ class Routing:
 
     def _can_serve(self, op: str, x: torch.Tensor) -> bool:
         """Whether graphar serves ``op`` with tensors of this dtype and device. Collective on GPUs."""
-        if op != "allgather" and x.dtype not in TYPE_NAMES:
+        if not self._is_backend_of(x.device) or (op != "allgather" and x.dtype not in TYPE_NAMES):
             return False
         self._torch.serving(x.device)  # a communicator's fallback asks its group for a backend
         if x.device.type == "cpu":  # which has no kernels: graphar's fallback gives the bits that kernels give
@@ -234,6 +259,10 @@ class Routing:
         with engine.keeping_failure():
             return x.is_cuda and not engine.why_no_kernel(op, x)
 
+    def _is_backend_of(self, device: torch.device) -> bool:
+        """Whether the group was made with this backend for tensors on ``device``."""
+        return True
+
     @property
     def communicator(self) -> Communicator:
         """The communicator of graphar's calls; made at first."""
@@ -241,9 +270,13 @@ class Routing:
             self._communicator = Communicator(self._torch.group, timeout_s=self._timeout.total_seconds())
         return self._communicator
 
+    def _begin(self, op: str, given: Sequence[object]) -> None:
+        """Counts a collective call, which has these arguments."""
+        self._collectives += 1
+
     def _queue(self, opts, outputs: list, all_tensors: Sequence[torch.Tensor], step: Callable, *given) -> dist.Work:
         """Makes a call: on the current stream, or beside it if the call is asynchronous."""
-        self._collectives += 1
+        self._begin(step.__name__, [*all_tensors, opts])
         seconds = opts.timeout.total_seconds()
         timeout_s = seconds if seconds > 0 else self._given_timeout_s
         step = functools.partial(step, self.communicator, *given, timeout_s=timeout_s)

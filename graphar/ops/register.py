@@ -129,9 +129,10 @@ class Op:
                 out = kind.replace("Tensor", "Tensor(b!)")
                 schema = f"({given}, {rest}{out} out, {arguments}) -> ()"
                 self._define(f"{name}{suffix}_out", schema, suffix, self._implement_out, lambda *given, in_list: None)
+            over_batch = functools.partial(self._over_batch, in_list=bool(suffix))
+            torch.library.register_vmap(f"graphar::{name}{suffix}", over_batch, lib=library)
             if backward:
                 self._differentiate(f"{name}{suffix}", in_list=bool(suffix))
-        torch.library.register_vmap(f"graphar::{name}", self._over_batch, lib=library)
         ops = torch.ops.graphar
         self.one, self.list = getattr(ops, name).default, getattr(ops, f"{name}_list").default
         if check_out:
@@ -144,6 +145,8 @@ class Op:
 
         Later calls like a plain one may repeat it, if ``asked`` says what the user asked for: see repeats.py.
         """
+        if not (plain or torch.compiler.is_compiling()):
+            _check_transform(self.name)
         if isinstance(given[0], (list, tuple)):
             lists, arguments = self._split(given, in_list=True)
             kinds = zip(arguments, self._types.values(), strict=True)
@@ -252,12 +255,13 @@ class Op:
             return [one for of_rank in results for one in of_rank]
         return results if in_list else results[0]
 
-    def _over_batch(self, info, in_dims: Sequence, *given):
+    def _over_batch(self, info, in_dims: Sequence, *given, in_list: bool):
         """Implements vmap: makes a call for each slice in order, so that every rank makes the same calls."""
         if not info.batch_size:
             raise ValueError(f"{self.name}: vmap over no slices")
-        found = [self.one(*_slices(given, in_dims, at)) for at in range(info.batch_size)]
-        if self.returns == "Tensor":
+        op = self.list if in_list else self.one
+        found = [op(*_slices(given, in_dims, at)) for at in range(info.batch_size)]
+        if self.returns == "Tensor" and not in_list:
             return torch.stack(found), 0
         return [torch.stack(of_calls) for of_calls in zip(*found, strict=True)], [0] * len(found[0])
 
@@ -294,6 +298,19 @@ class Op:
 
 
 _contiguous = torch.contiguous_format
+
+
+def _check_transform(op: str) -> None:
+    """Raises NotImplementedError within a transform of torch.func that differentiates, such as grad and jacrev."""
+    within = torch._C._functorch.peek_interpreter_stack()
+    if within is not None and within.key() in (_TRANSFORMS.Grad, _TRANSFORMS.Jvp):
+        raise NotImplementedError(
+            f"{op}: torch.func.{within.key().name.lower()} cannot differentiate it, nor can vjp, jacrev and the like; "
+            "use torch.autograd.grad() or backward(), and torch.autograd.functional.jacobian() for all rows"
+        )
+
+
+_TRANSFORMS = torch._C._functorch.TransformType
 
 
 def _slices(given: Sequence, dims: Sequence, at: int) -> list:

@@ -68,7 +68,7 @@ def repeated(
         tensors, numbers, epilogue = (*tensors, *epilogue.tensors.values()), (*epilogue.scalars.values(),), epilogue.key
     try:
         repeat = engine.warm.repeats.get((op, len(tensors), first.shape, first.dtype, options, epilogue))
-    except TypeError:  # an option is of another type than any that fits
+    except (TypeError, RuntimeError):  # an option is of another type than any that fits, or a tensor has no shape
         return None
     return None if repeat is None else repeat(tensors, out, numbers)
 

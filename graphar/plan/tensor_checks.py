@@ -21,8 +21,9 @@ def check_strided(op: str, name: str, x: object) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
     check_local(op, name, x)
-    if x.layout != torch.strided:
-        raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {x.layout}")
+    if x.layout != torch.strided or x.is_nested:
+        got = "a nested tensor; pass its values()" if x.is_nested else f"layout {x.layout}"
+        raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got {got}")
     if x.is_quantized:
         raise TypeError(f"{op}: {name} must not be a quantized tensor, got {x.dtype}; pass its int_repr()")
     check_no_tangent(op, x)

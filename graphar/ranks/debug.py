@@ -22,8 +22,11 @@ SWITCH = "GRAPHAR_DEBUG"
 
 
 def is_enabled(debug: bool | None) -> bool:
-    """Returns ``debug``; if it is None, whether the environment variable GRAPHAR_DEBUG is 1."""
-    return os.environ.get(SWITCH) == "1" if debug is None else debug
+    """Returns ``debug``; if it is None, whether GRAPHAR_DEBUG is 1 in the environment. ValueError if not 0 or 1."""
+    given = os.environ.get(SWITCH, "") if debug is None else str(int(debug))
+    if given not in ("", "0", "1"):
+        raise ValueError(f"{SWITCH} must be 1 to compare the ranks' calls, or 0, got {given!r}")
+    return given == "1"
 
 
 class Comparison:

@@ -264,8 +264,13 @@ def _wait(x: torch.Tensor, timeout_s: float, start: Callable[[], dist.Work]) -> 
     if x.device.type != "cpu":
         start().wait()  # only orders the stream; the group's own time-out applies
         return
+    wait(start(), timeout_s)  # an error of this rank alone is raised by start(), and ends no communicator
+
+
+def wait(work: dist.Work, timeout_s: float) -> None:
+    """Waits for a call on the CPU; GroupFailed if a rank failed, or did not take part within ``timeout_s`` seconds."""
     try:
-        start().wait(timedelta(seconds=timeout_s))
+        work.wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise GroupFailed(str(error)) from error
 

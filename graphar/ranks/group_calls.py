@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from graphar.errors import CollectiveTimeout, CommunicatorError, TimeoutRecord
+from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.ranks import agreement, fallback
 from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous
 
 _GRACE_S = 1.0  # the time until a killed process is seen as ended
+_CROSSED = (
+    "{op}: two threads are in calls of one communicator, whose order may differ between ranks, so that results may be "
+    "wrong; give each thread a process group of its own, by torch.distributed.new_group()"
+)
 _PARTS = re.compile(r"^allgather of parts of \[[^]]*\]")  # as agreement.words begins
 
 
@@ -30,6 +35,7 @@ class GroupCalls:
     def __init__(self, group: dist.ProcessGroup, rendezvous: StoreRendezvous, compares: bool) -> None:
         self._group, self._rendezvous, self._compares = group, rendezvous, compares
         self._made = 0
+        self._one_thread, self._crossed = threading.Lock(), False
 
     def bind(self, call: Call, x: torch.Tensor, timeout_s: float, run: Callable, algorithm: Algorithm) -> Callable:
         """Returns ``run``, a function of the call's operands, wrapped to compare calls and to name absent ranks.
@@ -46,21 +52,47 @@ class GroupCalls:
         agreed = agreement.words(call)
 
         def run_or_tell(ranks: Sequence[Operands]) -> None:
-            sequence, self._made = self._made, self._made + 1
-            self._rendezvous.note(f"{agreed}, call {sequence} over torch.distributed")
-            begin = time.monotonic()
-            try:
+            with self.naming_absent(call.op, agreed, algorithm.value, timeout_s) as sequence:
                 if compares:
                     self._compare(call.op, f"{agreed} {where}, call {sequence}", timeout_s)
                 run(ranks)
-            except (fallback.GroupFailed, RanksAbsent) as error:
-                took_s = time.monotonic() - begin
-                broken = took_s < timeout_s
-                words = self._last_words(broken)
-                when = f"after {took_s:.1f} s" if broken else f"within {timeout_s:g} s"
-                raise self._timeout(call.op, algorithm, sequence, when, words, str(error)) from error
 
         return run_or_tell
+
+    @contextlib.contextmanager
+    def naming_absent(self, op: str, agreed: str, by: str, timeout_s: float) -> Iterator[int]:
+        """Records a call for other ranks, and gives its number. GroupFailed and RanksAbsent become CollectiveTimeout.
+
+        Two threads that are inside at the same time get ConcurrentCallError, and so do all later calls.
+
+        Args:
+            agreed: the call in words.
+            by: the algorithm, or the backend that makes the call.
+        """
+        if not self._one_thread.acquire(blocking=False):
+            self._crossed = True  # the other thread's call may have met this one of another rank
+            raise ConcurrentCallError(_CROSSED.format(op=op))
+        try:
+            with self._naming_absent(op, agreed, by, timeout_s) as sequence:
+                yield sequence
+        finally:
+            self._one_thread.release()
+            if self._crossed:  # whatever became of the call
+                raise ConcurrentCallError(_CROSSED.format(op=op))
+
+    @contextlib.contextmanager
+    def _naming_absent(self, op: str, agreed: str, by: str, timeout_s: float) -> Iterator[int]:
+        sequence, self._made = self._made, self._made + 1
+        self._rendezvous.note(f"{agreed}, call {sequence} over torch.distributed")
+        begin = time.monotonic()
+        try:
+            yield sequence
+        except (fallback.GroupFailed, RanksAbsent) as error:
+            took_s = time.monotonic() - begin
+            broken = took_s < timeout_s
+            words = self._last_words(broken)
+            when = f"after {took_s:.1f} s" if broken else f"within {timeout_s:g} s"
+            raise self._timeout(op, by, sequence, when, words, str(error)) from error
 
     def _compare(self, op: str, what: str, timeout_s: float) -> None:
         try:
@@ -74,7 +106,7 @@ class GroupCalls:
             raise CommunicatorError(f"{error}\nParts of different lengths need sizes=, equal on all ranks.") from None
 
     def _timeout(
-        self, op: str, algorithm: Algorithm, sequence: int, when: str, words: list[LastWord], reason: str
+        self, op: str, by: str, sequence: int, when: str, words: list[LastWord], reason: str
     ) -> CollectiveTimeout:
         what = f"{op} call {sequence}"
         at_fault = [rank for rank, word in enumerate(words) if word.behind or word.ended]
@@ -89,7 +121,7 @@ class GroupCalls:
         return CollectiveTimeout(
             f"{what} over torch.distributed: {named} {when} ({reason}); close this "
             "communicator, and make another in a new process group",
-            TimeoutRecord(op, algorithm.value, sequence, self._rendezvous.rank, peer, tuple(map(str, words))),
+            TimeoutRecord(op, by, sequence, self._rendezvous.rank, peer, tuple(map(str, words))),
         )
 
     def _last_words(self, broken: bool) -> list[LastWord]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from functools import partial
 
 import torch
@@ -25,6 +26,7 @@ class WithoutKernels:
     def __init__(self, communicator: Ranks, hierarchy: Hierarchy, compares: bool) -> None:
         self._communicator, self._hierarchy, self._compares = communicator, hierarchy, compares
         self._group_calls: GroupCalls | None = None  # made at first use
+        self._making = threading.Lock()
         self._quantized_calls = itertools.count()  # kernels count their own calls
 
     def bind(self, call: Call, x: torch.Tensor, config: Config, timeout_s: float) -> Run:
@@ -32,12 +34,18 @@ class WithoutKernels:
         ranks = self._communicator
         if ranks.devices:
             return fallback.in_process(call, self._quantized_calls)
-        self._group_calls = self._group_calls or GroupCalls(ranks.group, ranks.rendezvous(), self._compares)
         if config is HIERARCHICAL:
             run = self._hierarchical(call, timeout_s)
         else:
             run = fallback.over_group(call, ranks.group, timeout_s, self._quantized_calls)
-        return self._group_calls.bind(call, x, timeout_s, run, config.algorithm)
+        return self.group_calls().bind(call, x, timeout_s, run, config.algorithm)
+
+    def group_calls(self) -> GroupCalls:
+        """Returns the calls over the process group. The first call makes them."""
+        ranks = self._communicator
+        with self._making:
+            self._group_calls = self._group_calls or GroupCalls(ranks.group, ranks.rendezvous(), self._compares)
+            return self._group_calls
 
     def _hierarchical(self, call: Call, timeout_s: float) -> Run:
         compute = partial(self._hierarchy.allreduce, timeout_s=timeout_s, codec=call.wire)

@@ -31,6 +31,10 @@ from graphar.runtime.plan import Plan
 
 _MAX_PLANS = 4096  # a plan has a few hundred bytes
 LOSSLESS_SWITCH = "GRAPHAR_LOSSLESS"
+_NOT_MADE = (
+    "this call was not made: an earlier one of its communicator failed, as told below; go on with another communicator "
+    "in a new process group, as graphar.allreduce(x, dist.new_group()) does\n"
+)
 NAME_PREFIX = "graphar:"  # no name of a process group begins with this prefix
 
 # Takes the tensors of a call, its output or None, and the numbers of its epilogue; returns its result, or None.
@@ -259,7 +263,7 @@ class Engine:
 
     @contextlib.contextmanager
     def keeping_failure(self) -> Iterator[None]:
-        """Records a failure of the code inside, which needs all ranks: every later call raises the same error.
+        """Records a failure of the code inside, which needs all ranks: every later call raises it again.
 
         Raises:
             CommunicatorError: the engine is closed.
@@ -273,7 +277,7 @@ class Engine:
         try:
             yield
         except (CollectiveTimeout, RanksAbsent) as error:
-            self._failure = error.again()
+            self._failure = error.again(_NOT_MADE)
             raise
 
     def check_open(self, op: str = "graphar") -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphar.errors import CommunicatorError
 from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import group_of_mesh, local_devices, no_group, process_group
 from graphar.runtime.engine import NAME_PREFIX, Engine, closed, open_engines
@@ -79,7 +80,7 @@ def engine_of_group(name: str, op: str = "graphar", instead: str = _LIST_INSTEAD
         check_takes_tensors(open_engines[name])
         return open_engines[name]
     _check_not_closed(name, op)
-    group = dist.distributed_c10d._resolve_process_group(name) if name else process_group(None, instead)
+    group = _group_of(name, op) if name else process_group(None, instead)
     name = "" if group is dist.group.WORLD else name  # the default group has one engine, whether it is named or not
     found = _by_group.get(name)
     if found is None or found.closed or found.group is not group:
@@ -88,6 +89,15 @@ def engine_of_group(name: str, op: str = "graphar", instead: str = _LIST_INSTEAD
         store = dist.distributed_c10d._get_process_group_store(group)
         weakref.finalize(store, _outlive_group, name, found).atexit = False
     return found
+
+
+def _group_of(name: str, op: str) -> dist.ProcessGroup:
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)
+    except RuntimeError:
+        raise CommunicatorError(
+            f"{op}: the process group {name!r} was destroyed; make another by torch.distributed.new_group()"
+        ) from None
 
 
 def _outlive_group(name: str, engine: Engine) -> None:

@@ -1,10 +1,9 @@
-"""PyTorch's own tests of torch.distributed between processes on the CPU, with groups of the backend "graphar".
+"""PyTorch's own tests of torch.distributed between processes, with groups of the backend "graphar": nox -s c10d.
 
-    pip install expecttest
-    python -m pytest tests/integrations/c10d_cases.py
-
-They take minutes, so they are not part of the suite. The cases are those of gloo: most skip themselves for a backend
-with a name that torch does not know. Those that need GPUs or another world size skip themselves, too.
+They take a minute or two, so they are not part of the suite. The cases are those of gloo, or of NCCL where there are
+enough GPUs: most skip themselves for a backend with a name that torch does not know. Those that need another world size
+skip themselves, too. torch's wheel has no other tests that a backend could take: its tests of threads have a process
+group of their own, and those of DTensor are not in it.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ import torch.distributed as dist
 
 import graphar  # noqa: F401 (registers the backend)
 
-WORLD_SIZE = 4
-OF_GRAPHAR = {"backend": "cpu:graphar"}
+WORLD_SIZE = 3
+ON_GPUS = torch.cuda.device_count() >= WORLD_SIZE
+OF_GRAPHAR = {"backend": "cpu:gloo,cuda:graphar" if ON_GPUS else "cpu:graphar"}
 MONITORED = "torch allows dist.monitored_barrier for gloo alone"
-TEXT = "expects the words of gloo's error; the inner gloo, which connects at the first call, has others"
+TEXT = "expects the words of gloo's error, which names no rank"
 NAME = "expects the name gloo"
 HIDDEN = "torch hides is_completed() and the source of works of a backend in Python"
 CANNOT_PASS = {
@@ -41,8 +41,8 @@ if torch.__version__ >= "2.14":
     sends += ("send_recv_any_source_autograd_profiler", "send_recv_any_source_torch_profiler")
     CANNOT_PASS |= {f"test_{one}": HIDDEN for one in sends}
 
-FOLDER = tempfile.mkdtemp()
-os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD_SIZE), "TEMP_DIR": FOLDER}
+FOLDER = os.environ.get("TEMP_DIR") or tempfile.mkdtemp()  # ranks that are spawned have that of the first process
+os.environ |= {"BACKEND": "nccl" if ON_GPUS else "gloo", "WORLD_SIZE": str(WORLD_SIZE), "TEMP_DIR": FOLDER}
 os.environ |= {"INIT_METHOD": f"file://{FOLDER}/store", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "60"}
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -55,7 +55,7 @@ class TestC10d(distributed_test.TestDistBackend, distributed_test.DistributedTes
         if self._testMethodName in CANNOT_PASS:
             self.skipTest(CANNOT_PASS[self._testMethodName])
         super().setUp()
-        self._start_processes(multiprocessing.get_context("fork").Process)
+        self._start_processes(multiprocessing.get_context("spawn" if ON_GPUS else "fork").Process)
 
     @classmethod
     def _run(cls, rank, test_name, file_name, pipe, **more):

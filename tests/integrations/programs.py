@@ -27,26 +27,40 @@ def total(n: int, numel: int = 6, dtype: torch.dtype = torch.float32) -> torch.T
     return graphar.reference.allreduce([values(rank, numel, dtype) for rank in range(n)])
 
 
+def data(rank: int, numel: int) -> torch.Tensor:
+    made = torch.randn(numel, generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
+    return made.to(torch.get_default_device())
+
+
+def mean(n: int, numel: int) -> torch.Tensor:
+    return graphar.reference.allreduce([data(rank, numel) for rank in range(n)]) / n
+
+
+def equal(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the pair; AssertionError unless both have the same bits, which later comparisons do not ask."""
+    assert torch.equal(found, expected), f"{found} is not {expected}"
+    return found, expected
+
+
 def averages(rank, n):
-    x = values(rank)
+    x = data(rank, 1000)
     dist.all_reduce(x, dist.ReduceOp.AVG)
-    return [(x, total(n) / n)]
+    return [equal(x, mean(n, 1000))]
 
 
 def averages_round_once(rank, n):
-    x = torch.tensor([257.0 + 2 * rank, 1.0]).bfloat16()  # whose sum is not a bf16
-    expected = sum(torch.tensor([257.0 + 2 * one, 1.0]).bfloat16().float() for one in range(n)) / n
+    x = data(rank, 1000).bfloat16()  # whose sum is not a bf16
+    expected = sum(data(one, 1000).bfloat16().float() for one in range(n)) / n
     dist.all_reduce(x, dist.ReduceOp.AVG)
-    return [(x, expected.bfloat16())]
+    return [equal(x, expected.bfloat16())]
 
 
 def averages_of_parts(rank, n):
-    out, single = torch.empty(rank + 1), torch.empty(3)
-    lengths = [one + 1 for one in range(n)]
-    dist.reduce_scatter(out, list(values(rank, sum(lengths)).split(lengths)), dist.ReduceOp.AVG)
-    dist.reduce_scatter_tensor(single, values(rank, 3 * n), dist.ReduceOp.AVG)
-    mine = (total(n, sum(lengths)) / n).split(lengths)[rank], (total(n, 3 * n) / n).chunk(n)[rank]
-    return [(out, mine[0]), (single, mine[1])]
+    out, single = torch.empty(rank + 100), torch.empty(300)
+    lengths = [one + 100 for one in range(n)]
+    dist.reduce_scatter(out, list(data(rank, sum(lengths)).split(lengths)), dist.ReduceOp.AVG)
+    dist.reduce_scatter_tensor(single, data(rank, 300 * n), dist.ReduceOp.AVG)
+    return [equal(out, mean(n, sum(lengths)).split(lengths)[rank]), equal(single, mean(n, 300 * n).chunk(n)[rank])]
 
 
 def uneven_parts(rank, n):
@@ -183,6 +197,9 @@ def functional_collectives(rank, n):
     (both,) = functional.reduce_scatter_tensor_coalesced([x], "sum", [0], group)
     (all_of_it,) = functional.all_gather_into_tensor_coalesced([x], group)
     sent = functional.broadcast(x, 1 % n, group)
+    # What Inductor makes of all-gathers that it puts into one bucket.
+    gather_into = torch.ops._c10d_functional.all_gather_into_tensor_out
+    bucket = gather_into(x, n, group.group_name, out=torch.empty(3 * n * n))
     whole = torch.cat([values(one, 3 * n) for one in range(n)])
     return [
         (functional.wait_tensor(found), expected)
@@ -196,6 +213,7 @@ def functional_collectives(rank, n):
             (two, total(n, 3 * n) + n),
             (both, total(n, 3 * n).chunk(n)[rank]),
             (all_of_it, whole),
+            (bucket, whole),
             (sent, values(1 % n, 3 * n)),
         )
     ]
@@ -295,6 +313,20 @@ def wrong_sizes(rank, n):
     return [(torch.zeros(1), torch.zeros(1))]
 
 
+def several_tensors_of_a_rank(rank, n):
+    """gloo adds the tensors of a rank to each other, and NCCL does not take them."""
+    group, xs = dist.group.WORLD, [values(rank), values(rank)]
+    for dtype in (torch.float32, torch.int64):  # graphar's, and torch's own group's
+        with pytest.raises(ValueError, match=r"all_reduce: takes one tensor of each rank, got 2; make a call for each"):
+            group.allreduce([x.to(dtype) for x in xs])
+        with pytest.raises(ValueError, match=r"all_gather: takes one tensor of each rank, got 2; make a call for each"):
+            group.allgather([[torch.empty(6, dtype=dtype)] * 2 * n] * 2, [x.to(dtype) for x in xs])
+        with pytest.raises(ValueError, match="reduce_scatter: takes one tensor of each rank, got 2; make a call for"):
+            group.reduce_scatter([x.to(dtype) for x in xs], [[x.to(dtype)] * n for x in xs])
+    dist.all_reduce_coalesced(xs)
+    return [(x, total(n)) for x in xs]
+
+
 PROGRAMS = {
     "averages": averages,
     "averages round once": averages_round_once,
@@ -314,5 +346,6 @@ PROGRAMS = {
     "DistributedDataParallel": ddp,
     "fully_shard": fsdp,
     "wrong sizes": wrong_sizes,
+    "several tensors of a rank": several_tensors_of_a_rank,
 }
 WITHOUT_GRAPHAR = ("wrong sizes", "recv from any rank", "batches of sends", "pipeline")

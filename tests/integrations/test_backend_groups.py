@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from datetime import timedelta
 
@@ -14,7 +15,7 @@ import graphar
 from graphar.integrations import backend
 from graphar.runtime import engine
 from tests.integrations.entry_points import values
-from tests.integrations.programs import total
+from tests.integrations.programs import WHOLE_GROUP, total
 from tests.processes import run_ranks
 
 BACKEND = "cpu:graphar"
@@ -86,6 +87,56 @@ def sum_in_debug_mode(rank, world_size):
 
 def test_a_group_is_served_in_torchs_debug_mode():
     assert run_ranks(sum_in_debug_mode, 2, backend=BACKEND) == [(True, 0)] * 2
+
+
+def call_unlike_in_debug_mode(rank, world_size):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    x, part, said = torch.ones(3), torch.ones(world_size), []
+    calls = [
+        (lambda: dist.broadcast(x, 0, group=group), lambda: dist.all_reduce(x, dist.ReduceOp.MAX, group=group)),
+        (lambda: dist.broadcast(x, 0, group=group), lambda: dist.all_reduce(x, group=group)),  # by gloo, by graphar
+        (lambda: dist.barrier(group), lambda: dist.all_gather_into_tensor(torch.empty(2), x[:1], group=group)),
+        (lambda: dist.all_to_all_single(part.clone(), part, group=group), lambda: dist.broadcast(x, 0, group=group)),
+    ]
+    for of_ranks in calls if WHOLE_GROUP else calls[:2]:  # later torch names the wrong call beside one without sizes
+        group = dist.new_group()
+        with pytest.raises(RuntimeError) as raised:
+            of_ranks[rank]()
+        said.append(str(raised.value).lower())
+    return said
+
+
+def test_torchs_debug_mode_names_both_of_two_calls_that_do_not_match():
+    both = [
+        ("broadcast", "all_?reduce"),
+        ("broadcast", "all_?reduce"),
+        ("barrier", "gather"),
+        ("all_?to_?all", "broadcast"),
+    ]
+    for said in run_ranks(call_unlike_in_debug_mode, 2, backend=BACKEND):
+        for message, (one, other) in zip(said, both if WHOLE_GROUP else both[:2], strict=True):
+            assert re.search(rf"rank 0\b.*{one}[\s\S]*rank 1\b.*{other}|rank 1\b.*{other}.*rank 0\b.*{one}", message)
+
+
+def call_alike_in_debug_mode(rank, world_size):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group()
+    if rank < 2:
+        x = values(rank)
+        dist.send(x, 1, group=group) if rank == 0 else dist.recv(x, 0, group=group)  # of two ranks alone
+    sizes = [one + 1 for one in range(world_size)]
+    parts = [torch.empty(size) for size in sizes]
+    if WHOLE_GROUP:  # later torch compares the lengths, too
+        dist.all_gather(parts, torch.full((rank + 1,), float(rank)), group=group)
+    dist.broadcast(values(rank), 0, group=group)
+    found = [None] * world_size if rank == 0 else None
+    dist.gather_object("x" * rank, found, group=group)
+    dist.barrier(group)
+    return found
+
+
+def test_torchs_debug_mode_lets_calls_pass_that_match():
+    assert run_ranks(call_alike_in_debug_mode, 3, backend=BACKEND) == [["", "x", "xx"], None, None]
 
 
 # ---- groups that are split, groups that end, and ranks that do not come ---------------------------------------------
@@ -170,6 +221,24 @@ def test_a_rank_that_does_not_come_is_named_in_time(how):
         peer, took_s, text = found[rank]
         assert peer == 1, text
         assert took_s < 4
+
+
+def miss_a_barrier(rank, world_size, connected):
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if connected:
+        dist.barrier(group)
+    if rank == 1:
+        time.sleep(2.5)
+        return None
+    begin = time.monotonic()
+    with pytest.raises(graphar.CollectiveTimeout, match=r"barrier call \d .* rank\(s\) \[1\] failed, or did") as raised:
+        dist.barrier(group)
+    return raised.value.record.peer, time.monotonic() - begin < 3
+
+
+@pytest.mark.parametrize("connected", [False, True], ids=["the first", "a later"])
+def test_a_barrier_names_the_rank_that_misses_it(connected):
+    assert run_ranks(miss_a_barrier, 3, connected, backend=BACKEND) == [(1, True), None, (1, True)]
 
 
 def set_timeout(rank, world_size):

@@ -210,6 +210,24 @@ def test_other_groups_dtypes_and_uneven_parts_go_to_vllms_own():
     assert run_ranks(with_calls_of_vllms_own, 2) == [expected] * 2
 
 
+@pytest.mark.parametrize("name", ["tp", "tp:0", "tp:12"])
+def test_the_names_of_tensor_parallel_groups_are_known(name):
+    assert tensor_parallel.is_tensor_parallel(name, ("tp",))
+
+
+@pytest.mark.parametrize("name", ["tpx:0", "tp_draft:0", "t:0", "xtp:0", "pp:0", ""])
+def test_a_name_that_begins_like_that_of_a_tensor_parallel_group_is_another(name):
+    assert not tensor_parallel.is_tensor_parallel(name, ("tp",))
+
+
+def alone(rank, world_size):
+    return Mixed(dist.group.WORLD, "tp:0").graphar, coordinator_of("tp:0").graphar
+
+
+def test_a_group_of_one_rank_stays_the_programs():
+    assert run_ranks(alone, 1) == [(None, None)]
+
+
 # ---- SGLang's coordinator -------------------------------------------------------------------------------------------
 
 

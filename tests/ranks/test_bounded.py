@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,6 +23,7 @@ from graphar.ranks import group_calls
 from graphar.ranks.fallback import GroupFailed
 from graphar.ranks.processes import has_ended, identify
 from graphar.ranks.rendezvous import LastWord, RanksAbsent, meet
+from graphar.runtime.registry import engine_of
 from tests.processes import run_ranks
 
 TIMEOUT_S = 10.0
@@ -173,13 +175,46 @@ def fail_and_go_on(rank, world_size):
         ):
             with pytest.raises(CollectiveTimeout) as again:
                 refused()
-            assert str(again.value) == str(first.value)
+            assert str(again.value).startswith("this call was not made: an earlier one of its communicator failed")
+            assert str(again.value).endswith(f"\n{first.value}")
             assert again.value.record == first.value.record
         assert communicator.explain(torch.ones(3)).algorithm == "fallback"
         store().set("others have failed", "")
     communicator.close()
     with graphar.Communicator(dist.new_group(range(world_size)), timeout_s=TIMEOUT_S) as another:
         return another.allreduce(torch.full((3,), float(rank))).tolist()
+
+
+def fail_and_go_on_as_told(rank, world_size):
+    x = torch.full((3,), float(rank))
+    engine_of(None).timeout_s = SHORT_S
+    if rank == 1:
+        store().wait(["others have failed"])
+    else:
+        for told in ("over torch.distributed: rank", r"not made: .*, as graphar.allreduce\(x, dist.new_"):
+            with pytest.raises(CollectiveTimeout, match=told):
+                graphar.allreduce(x)
+        store().set("others have failed", "")
+    return graphar.allreduce(x, dist.new_group()).tolist()
+
+
+def test_the_error_after_a_failure_says_how_to_go_on():
+    assert run_ranks(fail_and_go_on_as_told, 3) == [[3.0] * 3] * 3
+
+
+def trace_and_go_on(rank, world_size, numel):
+    warnings.simplefilter("ignore")  # torch's of its tracer
+    x, errors = torch.full((numel,), float(rank)), []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            torch.jit.trace(graphar.allreduce, (x,))
+        errors.append(isinstance(raised.value, graphar.GrapharError))
+    return errors, graphar.allreduce(x)[-1].item()
+
+
+@pytest.mark.parametrize("numel", [3, 100_000], ids=["whole", "in shards"])
+def test_an_error_of_the_rank_itself_is_raised_as_it_is_and_ends_nothing(numel):
+    assert run_ranks(trace_and_go_on, 2, numel) == [([False, False], 1.0)] * 2
 
 
 @pytest.mark.promise("After a timeout the communicator refuses calls, and another one works.")
