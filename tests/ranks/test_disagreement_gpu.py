@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 import torch
@@ -121,24 +120,6 @@ def test_every_rank_is_told_what_ranks_called(name, raised):
 def call_and_wait(communicator, call):
     call(communicator)
     communicator.synchronize()
-
-
-def seconds_until_told(rank, world_size):
-    """How long unlike calls of one algorithm, which wait for each other, take to end, with a long deadline."""
-    with graphar.Communicator(dist.new_group(), timeout_s=30) as communicator:
-        for call in UNLIKE["sizes"]:
-            call(communicator)
-        communicator.synchronize()
-        begin = time.monotonic()
-        with pytest.raises(graphar.CommunicatorError, match="ranks must make the same graphar calls"):
-            call_and_wait(communicator, UNLIKE["sizes"][min(rank, 1)])
-        took_s = time.monotonic() - begin
-        dist.barrier()
-    return took_s
-
-
-def test_ranks_that_wait_for_each_other_are_told_long_before_the_deadline():
-    assert max(run_ranks(seconds_until_told, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120)) < 5
 
 
 def what_a_new_call_meets(rank, world_size):
