@@ -321,6 +321,7 @@ def bound(monkeypatch):
         chip=communicator.engine.table.chip,
         kernels=SimpleNamespace(why_no_multicast=lambda: ""),
         raise_failure=lambda: None,
+        announced=contextlib.nullcontext,
         close=lambda: None,
     )
     yield communicator, configs
