@@ -190,6 +190,7 @@ MUTANTS = {
         "",
         "plain",
     ),
+    "a tensor map that nobody filled": ("if (a.count[a.rank] != 0) {", "if (true) {", "plain"),
     "own rows that are not gathered": ("copy<N>(packs", "copy<N - 1>(packs", "plain"),
 }
 

@@ -283,6 +283,12 @@ MUTANTS = {
         "thread",
     ),
     "a box staged without a fence": (STAGED, "      __syncwarp();\n", "thread"),
+    "a box staged by lanes that only vote": (STAGED, STAGED.replace("__syncwarp()", "__any_sync(~0u, 0)"), "thread"),
+    "flags seen by lanes that only vote": (
+        "(a.rank + hop) % N, box);\n    __syncwarp();\n",
+        "(a.rank + hop) % N, box);\n",
+        "thread",
+    ),
 }
 GATHERING_MUTANTS = {
     "a finished tile announced before it is there": MUTANTS["a flag set before the tile is there"],
@@ -297,12 +303,25 @@ GATHERING_MUTANTS = {
         "plain",
     ),
 }
+# In a cluster, between 2 ranks, whose consumers alternate.
+CLUSTER_MUTANTS = {
+    "tiles that are dealt and read with nothing but a relaxed arrival between": (
+        "  if constexpr (Tile::cluster > 1) __syncthreads();",
+        "",
+        "thread",
+    ),
+    "a box whose arrival is relaxed": (
+        "handover.staged[box].arrive();",
+        "handover.staged[box].arrive_at(block_in_cluster());",
+        "thread",
+    ),
+}
 ALL_MUTANTS = [(SCATTER, *one) for one in MUTANTS.items()] + [(REDUCE, *one) for one in GATHERING_MUTANTS.items()]
 
 
-def is_noticed(algorithm, program, seed: int, kinds, sanitizer: str) -> bool:
+def is_noticed(algorithm, program, seed: int, kinds, sanitizer: str, world_size: int = 3) -> bool:
     try:
-        return bool(faults(algorithm, program, 3, seed, kinds, MOST_THREADS[sanitizer]))
+        return bool(faults(algorithm, program, world_size, seed, kinds, MOST_THREADS[sanitizer]))
     except KernelFailure:
         return True
 
@@ -319,3 +338,13 @@ def test_a_mistake_is_noticed(algorithm, change):
     program = program_of(algorithm, 3, sanitizer, kinds, Mutation(file, old, new))
 
     assert any(is_noticed(algorithm, program, seed, kinds, sanitizer) for seed in range(12))
+
+
+@every_algorithm
+@pytest.mark.parametrize("mistake", CLUSTER_MUTANTS)
+def test_a_mistake_in_a_cluster_is_noticed(algorithm, mistake):
+    old, new, sanitizer = CLUSTER_MUTANTS[mistake]
+    kinds = KINDS[2:3]
+    program = program_of(algorithm, 2, sanitizer, kinds, Mutation(FILES[0], old, new))
+
+    assert any(is_noticed(algorithm, program, seed, kinds, sanitizer, 2) for seed in range(12))
