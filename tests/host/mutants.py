@@ -56,6 +56,15 @@ MUTANTS = (
         "one_shot_unstaged",
         "thread",
     ),
+    mutant(
+        "lanes that only vote with the one that waits",
+        PAD,
+        "wait_for_flag(a, call, row_, lane, base_ + steps);\n    __syncwarp();\n",
+        "wait_for_flag(a, call, row_, lane, base_ + steps);\n",
+        "two_shot_tma",
+        "thread",
+        2,
+    ),
     # ---- epochs
     mutant(
         "an epoch that is not advanced",

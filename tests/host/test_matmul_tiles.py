@@ -250,7 +250,10 @@ def test_a_mistake_in_coding_is_noticed(change):
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
-FILES = ("device/matmul/fused_tiles.cuh", "device/matmul/warpgroup_tile.cuh", "device/matmul/tile_as_elements.cuh")
+FILES = (
+    *(f"device/matmul/{name}.cuh" for name in ("fused_tiles", "warpgroup_tile", "tile_as_elements")),
+    "device/sync/entry.cuh",
+)
 SENT = "      wait_for_bulk_stores();\n"
 STAGED = "      fence_async_proxy_shared();\n      __syncwarp();\n"
 MUTANTS = {
@@ -284,6 +287,11 @@ MUTANTS = {
     ),
     "a box staged without a fence": (STAGED, "      __syncwarp();\n", "thread"),
     "a box staged by lanes that only vote": (STAGED, STAGED.replace("__syncwarp()", "__any_sync(~0u, 0)"), "thread"),
+    "ranks that have entered, to lanes that only vote": (
+        "lane, call.epoch + 1);\n  __syncwarp();\n",
+        "lane, call.epoch + 1);\n",
+        "thread",
+    ),
     "flags seen by lanes that only vote": (
         "(a.rank + hop) % N, box);\n    __syncwarp();\n",
         "(a.rank + hop) % N, box);\n",
