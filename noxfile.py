@@ -37,12 +37,12 @@ except importlib.metadata.PackageNotFoundError:
 
 COMPILE_ONE = """
 import pathlib, sys
-import graphar
+import graphar, torch
 from graphar.runtime.compiler import compile_kernel
-from graphar.runtime.catalogue import catalogue
+from graphar.runtime.catalogue import residual_norm_source
 package = pathlib.Path(graphar.__file__)
 assert package.is_relative_to(sys.prefix), f"imported {package}, not the installed copy"
-cubin = compile_kernel(next(catalogue()), "sm_90a")
+cubin = compile_kernel(residual_norm_source(torch.bfloat16), "sm_90a")
 print(f"{package.parent}: compiled {cubin.symbol}, {len(cubin.image)} bytes")
 """
 

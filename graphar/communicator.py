@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphar.matmul.fused import prepare as prepare_matmuls
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.epilogues.epilogue import Epilogue, form_to_prepare
 from graphar.ops.allgather import allgather
 from graphar.ops.allreduce import allreduce
 from graphar.ops.empty import empty
 from graphar.ops.explain import explain
+from graphar.ops.preparation import prepare
 from graphar.ops.reducescatter import reducescatter
 from graphar.plan import call_checks
 from graphar.plan.explanation import Explanation
@@ -23,7 +23,6 @@ from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import local_devices, process_group
 from graphar.ranks.hierarchical import check_hosts
 from graphar.runtime.engine import Engine
-from graphar.runtime.preparation import prepare
 from graphar.runtime.registry import DEFAULT_TIMEOUT_S
 
 
@@ -212,9 +211,7 @@ class Communicator:
         self.engine.check_open("prepare")
         rounded = [as_codec("prepare", codec) for codec in codecs]
         forms = [form_to_prepare(epilogue) for epilogue in epilogues]
-        names, dtypes = call_checks.check_ops("prepare", ops), list(dtypes)
-        prepare(self.engine, names, dtypes, max_nbytes, rounded, forms)
-        prepare_matmuls(self.engine, names, dtypes, rounded, forms)
+        prepare(self.engine, call_checks.check_ops("prepare", ops), dtypes, max_nbytes, rounded, forms)
 
     def synchronize(self) -> None:
         """Waits for all work on this process's devices, and raises the errors of calls in replayed graphs.

@@ -34,7 +34,7 @@ FEATURES = 1024  # N and K of matmuls: a row of a product is 2 KB
 SUM_LIMIT, MATMUL_LIMIT = 1.5, 2.0  # the most host time of a call / that of a plain all-reduce with as many results
 UNTIMED = 2  # calls at the beginning of each burst: the first ones find cold caches
 COUNTED = 3  # calls whose Python calls are counted; the fewest are reported, since some calls renew a cache
-PLAIN, GROUP = "", "group="
+PLAIN, GROUP, ONE_KERNEL = "", "group=", "partition=, one kernel"
 FP8 = torch.float8_e4m3fn
 
 
@@ -310,6 +310,7 @@ def matmul_sums(given: Operands) -> Iterator[Trial]:
     yield trial(PLAIN, call, [promised()])
     yield trial("out=", partial(call, out=out), [promised()])
     yield trial(GROUP, partial(call, group=given.group), [promised()])
+    yield trial(ONE_KERNEL, partial(call, partition="tiles"), [promised()])
     yield trial("bias=", partial(call, bias=given.here(bias)), [promised(bias)])
     yield trial("epilogue=", partial(call, **followed), [promised(epilogue=added(scale=bias))])
     yield trial("codec=", partial(call, codec="int8"), [promised(codec="int8")])
@@ -319,6 +320,7 @@ def matmul_sums(given: Operands) -> Iterator[Trial]:
     scattered = partial(reference.fused_matmul_reducescatter, given.row_each, given.w)
     of_ranks = [bias] * given.size
     yield trial(PLAIN, call, [scattered()[given.rank]])
+    yield trial(ONE_KERNEL, partial(call, partition="tiles"), [scattered()[given.rank]])
     yield trial("bias=", partial(call, bias=given.here(bias)), [scattered(bias)[given.rank]])
     yield trial("epilogue=", partial(call, **followed), [scattered(epilogue=added(scale=of_ranks))[given.rank]])
     yield trial("codec=", partial(call, codec="int8"), [scattered(codec="int8")[given.rank]])
@@ -352,6 +354,7 @@ def gathered_matmuls(given: Operands) -> Iterator[Trial]:
     promised = partial(reference.fused_allgather_matmul, given.one_row, given.w[given.rank])
     followed = partial(graphar.Epilogue, "relu(v * scale[col])")
     yield trial(PLAIN, call, [promised()])
+    yield trial(ONE_KERNEL, partial(call, partition="tiles"), [promised()])
     yield trial("gathered=True", partial(call, gathered=True), [promised(), reference.allgather(given.one_row)])
     yield trial("bias=", partial(call, bias=given.here(bias)), [promised(bias)])
     yield trial(
@@ -362,9 +365,13 @@ def gathered_matmuls(given: Operands) -> Iterator[Trial]:
 
 
 def peer_trials(given: Operands, ranks: ProcessRanks) -> tuple[list[Trial], list[str]]:
-    """Returns torch's addition and its all-reduces, and why some are missing. Collective."""
+    """Returns torch's addition, its matmul and its all-reduces, and why some are missing. Collective."""
     x, total = given.own(given.xs), [reference.allreduce(given.xs)]
-    trials, skipped = [Trial("torch", "x + x", PLAIN, partial(operator.add, x, x), [x + x])], []
+    row, w = given.own(given.one_row), given.own(given.w)
+    linear = partial(torch.nn.functional.linear, row, w)
+    trials = [Trial("torch", "x + x", PLAIN, partial(operator.add, x, x), [x + x])]
+    trials.append(Trial("torch", "linear", PLAIN, linear, [reference.linear(row.cpu(), w.cpu())]))
+    skipped = []
     known = dist.get_backend()
     for backend in dict.fromkeys((known, "gloo")):
         if backend == known:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from graphar.runtime.catalogue import KernelSource, catalogue
+from graphar.runtime.catalogue import KernelSource
+from perf.kernels import catalogue
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
 

@@ -11,15 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from graphar.cli.options import (
-    add_codec,
-    add_command,
-    add_dtype,
-    add_sizes,
-    add_world_size,
-    by_name,
-    default_world_size,
-)
+from graphar.cli.options import add_call, add_command, by_name, default_world_size
 from graphar.cli.progress import progress
 from graphar.cli.timing import Timer
 from graphar.cli.workloads import Prepared
@@ -70,7 +62,7 @@ def add(commands) -> None:
         "`nox -s perf` in a checkout sets it beside its peers.",
         quiet="show no progress",
     )
-    add_sizes(one, "*", "one rank's input")
+    add_call(one, DTYPES, count="*", what="one rank's input", ranks="all GPUs")
     one.add_argument(
         "--op",
         choices=list(MAX_NBYTES),
@@ -78,9 +70,6 @@ def add(commands) -> None:
         metavar="OP",
         help=f"{', '.join(MAX_NBYTES)} (default: allreduce)",
     )
-    add_dtype(one, DTYPES)
-    add_world_size(one, "all GPUs")
-    add_codec(one, "an all-reduce")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,15 +9,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from graphar.cli.options import (
-    add_codec,
-    add_command,
-    add_dtype,
-    add_sizes,
-    add_world_size,
-    by_name,
-    default_world_size,
-)
+from graphar.cli.options import add_call, add_command, by_name, default_world_size
 from graphar.numerics.codecs import Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan import call_checks, select
@@ -40,13 +32,10 @@ def add(commands) -> None:
         run,
         summary="which algorithm an all-reduce takes, and its time, by measured tables; needs no GPU",
         description="Prints which algorithm and grid `auto` takes for an all-reduce, and the expected time in a CUDA"
-        " graph.",
+        " graph; with a codec also whether it is faster.",
         quiet="leave out the heading",
     )
-    add_sizes(one, "+", "one rank's tensor")
-    add_dtype(one, DTYPES)
-    add_world_size(one, "this machine's GPUs")
-    add_codec(one, "the call; the answer says whether it is faster")
+    add_call(one, DTYPES, count="+", what="one rank's tensor", ranks="this machine's GPUs")
     one.add_argument(
         "--device", metavar="NAME", help=f'name of the GPU, such as "NVIDIA H200" (default: this one, or {ELSEWHERE})'
     )

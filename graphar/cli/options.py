@@ -43,41 +43,34 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2K, 1.5M, 1G or a number of bytes") from None
 
 
-def add_sizes(command: argparse.ArgumentParser, count: str, what: str) -> None:
-    """Adds the sizes of ``what``, as many as argparse's ``count`` says."""
-    command.add_argument("sizes", type=size, nargs=count, metavar="SIZE", help=f"size of {what}, such as 2K or 1.5M")
-
-
 def by_name(dtypes: Iterable[torch.dtype]) -> dict[str, torch.dtype]:
     """Returns the dtypes by the names that --dtype takes."""
     return {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
 
 
-def add_dtype(command: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Adds --dtype, one of ``names``."""
+def add_call(command: argparse.ArgumentParser, dtypes: Iterable[str], *, count: str, what: str, ranks: str) -> None:
+    """Adds the sizes, dtype, ranks and codec of calls.
+
+    ``dtypes`` are names. ``count`` is argparse's number of sizes, which are those of ``what``. ``ranks`` says which
+    ranks are the default, which :func:`default_world_size` counts.
+    """
+    command.add_argument("sizes", type=size, nargs=count, metavar="SIZE", help=f"size of {what}, such as 2K or 1.5M")
     command.add_argument(
         "--dtype",
-        choices=list(names),
+        choices=list(dtypes),
         default="bfloat16",
         metavar="DTYPE",
-        help=f"dtype of the elements: {', '.join(names)} (default: bfloat16)",
+        help=f"dtype of the elements: {', '.join(dtypes)} (default: bfloat16)",
     )
-
-
-def add_world_size(command: argparse.ArgumentParser, default: str) -> None:
-    """Adds --world-size; :func:`default_world_size` gives its ``default``."""
-    say = f"ranks (default: {default}, or 4)"
-    command.add_argument("--world-size", type=int, choices=WORLD_SIZES, metavar="N", help=say)
+    default = f"ranks (default: {ranks}, or 4)"
+    command.add_argument("--world-size", type=int, choices=WORLD_SIZES, metavar="N", help=default)
+    listed = f"codec of an all-reduce: {', '.join(NAMES)}"
+    command.add_argument("--codec", choices=NAMES, metavar="CODEC", help=listed)
 
 
 def default_world_size() -> int:
     count = torch.cuda.device_count()
     return min(count, MAX_RANKS) if count >= 2 else 4
-
-
-def add_codec(command: argparse.ArgumentParser, what: str) -> None:
-    """Adds --codec, the name of one."""
-    command.add_argument("--codec", choices=NAMES, metavar="CODEC", help=f"codec of {what}: {', '.join(NAMES)}")
 
 
 def fail(reason: str) -> int:

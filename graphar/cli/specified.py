@@ -17,25 +17,6 @@ OfRanks = Sequence[torch.Tensor]  # a tensor for each rank
 Results = Sequence[OfRanks]  # by rank, the tensors that it gets
 
 
-def _allgather_matmul(a: OfRanks, w: OfRanks) -> list[torch.Tensor]:
-    return [reference.fused_allgather_matmul(a, one) for one in w]
-
-
-# By op: what gives the results of every rank, and what gives a list with the results of each rank.
-_FOR_ALL = {
-    "allreduce": reference.allreduce,
-    "allgather": reference.allgather,
-    "allreduce_residual_rmsnorm": reference.allreduce_residual_rmsnorm,
-    "fused_matmul_allreduce": reference.fused_matmul_allreduce,
-    "fused_matmul_allreduce_residual_rmsnorm": reference.fused_matmul_allreduce_residual_rmsnorm,
-}
-_FOR_EACH = {
-    "reducescatter": reference.reducescatter,
-    "reducescatter_residual_rmsnorm": reference.reducescatter_residual_rmsnorm,
-    "fused_matmul_reducescatter": reference.fused_matmul_reducescatter,
-    "fused_matmul_reducescatter_residual_rmsnorm": reference.fused_matmul_reducescatter_residual_rmsnorm,
-    "fused_allgather_matmul": _allgather_matmul,
-}
 _WITH_CODEC = {"allreduce": reference.quantized_allreduce, "reducescatter": reference.quantized_reducescatter}
 
 
@@ -62,11 +43,16 @@ class SpecifiedCall:
         """Returns the specification's results, computed on the device of the first rank's tensor."""
         first = self._operands[0][0].device
         operands = [*([x.to(first) for x in xs] for xs in self._operands), *(one.to(first) for one in self._equal)]
-        specification = (_FOR_ALL | _FOR_EACH)[self._op]
+        specification = getattr(reference, self._op)
         if self._options.get("codec") and self._op in _WITH_CODEC:
             specification = partial(_WITH_CODEC[self._op], codec=self._options["codec"])
-        results = specification(*operands)
-        of_ranks = [results] * len(self._operands[0]) if self._op in _FOR_ALL else results
+        if self._op == "fused_allgather_matmul":  # specified for the weight of one rank
+            a, weights = operands
+            of_ranks = [specification(a, w) for w in weights]
+        elif "reducescatter" in self._op:  # specified for each rank
+            of_ranks = specification(*operands)
+        else:  # every rank gets the same
+            of_ranks = [specification(*operands)] * len(self._operands[0])
         return [one if isinstance(one, tuple) else (one,) for one in of_ranks]
 
 

@@ -111,7 +111,9 @@ class Timer:
 
         def call(at: int, calls: int) -> None:
             engine.use_table(tables[at])
-            with self._current_streams():
+            with contextlib.ExitStack() as streams:
+                for stream in self._streams:
+                    streams.enter_context(torch.cuda.stream(stream))
                 results[at] = [prepared.run(one) for one in range(calls)]
 
         def poison(at: int) -> None:
@@ -153,7 +155,6 @@ class Timer:
         return [statistics.median(of_run) for of_run in times]
 
     def _random(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Returns a tensor of normal random values for each rank."""
         xs = specified.random(self._communicator.devices, numel, dtype=dtype)
         self._communicator.synchronize()  # other streams will read them
         return xs
@@ -206,13 +207,6 @@ class Timer:
         for stream, function in zip(self._streams, functions, strict=True):
             with torch.cuda.stream(stream):
                 function()
-
-    def _current_streams(self) -> contextlib.ExitStack:
-        """Makes the timer's streams the current ones of all devices, until the context ends."""
-        stack = contextlib.ExitStack()
-        for stream in self._streams:
-            stack.enter_context(torch.cuda.stream(stream))
-        return stack
 
 
 def _worthwhile(times: list[list[float]]) -> list[int]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
 from graphar.graph import rows
-from graphar.graph.collectives import CASTS, VIEWS, Collective, call
+from graphar.graph.collectives import CASTS, VIEWS, Collective, call, ours, reached
 from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, stored
 from graphar.graph.places import Places
 from graphar.ops import allgather, allgather_matmul
@@ -48,7 +49,7 @@ class AllgatherMatmul:
         for node in graph.nodes:
             if node.target in _OPERANDS and node.users and _is_gather(gather := rows.origin(_operands(node)[0])):
                 by_gather.setdefault(gather, []).append(node)
-        return [_gathered(gather, matmuls) for gather, matmuls in by_gather.items()]
+        return [Gathered(**ours(gather, allgather.OP), matmuls=matmuls) for gather, matmuls in by_gather.items()]
 
     def why_not(self, gathered: Gathered, places: Places) -> str:
         (x,) = gathered.tensors()
@@ -93,18 +94,12 @@ def _is_gather(node: Node) -> bool:
     return op_of(node.target) is allgather.OP and not node.kwargs and node.meta["val"].ndim > 1
 
 
-def _gathered(gather: Node, matmuls: list[Node]) -> Gathered:
-    group = allgather.OP.read(gather.args)["communicator"] or torch.distributed.group.WORLD.group_name
-    return Gathered(gather, allgather.OP.name, [[gather]], group, "", matmuls)
-
-
 def _operands(matmul: Node) -> list:
     """Returns the nodes of a matmul's rows, weight and bias; the bias may be None."""
     return [None if at is None or at >= len(matmul.args) else matmul.args[at] for at in _OPERANDS[matmul.target]]
 
 
 def _columns(matmul: Node) -> int | torch.SymInt:
-    """Returns the columns of a matmul's result."""
     return matmul.meta["val"].shape[-1]
 
 
@@ -151,15 +146,10 @@ def _place(gathered: Gathered, matmul: Node) -> Node:
 
 def _late(gathered: Gathered, matmul: Node) -> list[Node] | None:
     """Returns the nodes that make the weight and the bias too late, in order; None if they cannot be made earlier."""
-    first, found = _place(gathered, matmul), set()
-    pending = [one for one in _operands(matmul)[1:] if one is not None]
-    while pending:
-        node = pending.pop()
-        if node is not gathered.node and node < first:
-            continue
-        if node.target not in _MOVABLE:
-            return None
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return sorted(found)
+    first = _place(gathered, matmul)
+
+    def late(nodes: Iterable[Node | None]) -> list[Node]:
+        return [one for one in nodes if one is not None and (one is gathered.node or not one < first)]
+
+    found = reached(late(_operands(matmul)[1:]), lambda node: late(node.all_input_nodes))
+    return sorted(found) if all(node.target in _MOVABLE for node in found) else None

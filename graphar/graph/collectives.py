@@ -9,7 +9,7 @@ x, y -- all_reduce_coalesced([x, y], 'sum', group) --+-- getitem 0 -- wait_tenso
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph.places import Places
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
+from graphar.ops.register import Op
 
 _torch_ops = torch.ops._c10d_functional
 _wait = _torch_ops.wait_tensor.default
@@ -73,6 +74,12 @@ def _read(node: Node, op: str) -> Collective:
     return Collective(node, op, results, given["group_name"], given.get("reduce_op", "").lower())
 
 
+def ours(node: Node, op: Op) -> dict[str, object]:
+    """Returns the fields of the collective that a node of graphar's ``op`` is."""
+    group = op.read(node.args)["communicator"] or torch.distributed.group.WORLD.group_name
+    return {"node": node, "op": op.name, "results": [[node]], "group": group, "reduction": ""}
+
+
 def path_behind(collective: Collective) -> list[Node]:
     """Returns the collective's node, its wait, and the views behind it, as long as each has one user."""
     path = [collective.node]
@@ -100,6 +107,16 @@ def drop_views_of_same_shape(graph: Graph) -> None:
             if not returned and are_same(x.meta["val"].shape, node.meta["val"].shape):
                 node.replace_all_uses_with(x)
                 graph.erase_node(node)
+
+
+def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Returns the nodes that are reached from ``starts``, these included; ``following`` gives the next ones of each."""
+    found, pending = set(starts), list(starts)
+    while pending:
+        new = set(following(pending.pop())) - found
+        found |= new
+        pending += new
+    return found
 
 
 def are_same(sizes: torch.Size, others: torch.Size) -> bool:

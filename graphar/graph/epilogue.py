@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphar.graph import collectives
-from graphar.graph.collectives import CASTS, VIEWS, Collective, path_behind
+from graphar.graph.collectives import CASTS, VIEWS, Collective, path_behind, reached
 from graphar.graph.places import Places
 from graphar.graph.single import ALLREDUCE, REDUCESCATTER
 from graphar.numerics.dtypes import TYPE_NAMES
@@ -72,7 +72,9 @@ def _followed(collective: Collective) -> FollowedSum | None:
     if all(node is total or node.target in CASTS for node in trees):
         return None
     for last in sorted(trees.keys() - {total}, reverse=True):
-        nodes, text = _inner(last, total), _text(trees[last], total.meta["val"].dtype)
+        # What computes `last` from `total`, with `last` and without `total`.
+        nodes = sorted(reached([last], lambda node: [one for one in node.all_input_nodes if one is not total]))
+        text = _text(trees[last], total.meta["val"].dtype)
         if text and last.meta["val"].dtype == total.meta["val"].dtype and _is_closed([total, *nodes]):
             return FollowedSum(**vars(collective), path=path, nodes=nodes, text=text)
     return FollowedSum(**vars(collective), path=path, nodes=[], text="")
@@ -116,17 +118,6 @@ def _argument(argument: object, trees: dict[Node, syntax.Node]) -> object:
     if isinstance(argument, Node):
         return trees[argument]
     return syntax.number(float(argument)) if isinstance(argument, (bool, int, float)) else argument
-
-
-def _inner(last: Node, total: Node) -> list[Node]:
-    """Returns the nodes by which ``last`` is computed from ``total``, with ``last`` and without ``total``, in order."""
-    found, pending = {last}, [last]
-    while pending:
-        for one in pending.pop().all_input_nodes:
-            if one is not total and one not in found:
-                found.add(one)
-                pending.append(one)
-    return sorted(found)
 
 
 def _is_closed(nodes: list[Node]) -> bool:

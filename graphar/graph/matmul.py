@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from graphar.graph import rows
-from graphar.graph.collectives import VIEWS, Collective, are_same, call
+from graphar.graph.collectives import VIEWS, Collective, are_same, call, ours
 from graphar.graph.places import Places
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import (
@@ -133,10 +133,7 @@ def _product(node: Node) -> Product | None:
     if given.get("codec") or given.get("prefetch") or given.get("output", "like_input") != "like_input":
         return None
     matmul = _before(node.args[0])
-    if not _is_product(matmul):
-        return None
-    group = given["communicator"] or torch.distributed.group.WORLD.group_name
-    return Product(node, op.name, [[node]], group, "", op, matmul)
+    return Product(**ours(node, op), of=op, matmul=matmul) if _is_product(matmul) else None
 
 
 def _before(node: Node) -> Node:

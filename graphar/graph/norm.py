@@ -155,7 +155,9 @@ def _read(collective: NormedSum) -> Norm:
     if [one % max(1, x.ndim) for one in mean.args[1] or ()] != [x.ndim - 1] or mean.args[2:] != (True,) or mean.kwargs:
         raise _OtherForm("the norm is not over the last dimension alone")
     shifted = _only_user(mean, *_ADDS)
-    eps = _number(shifted, mean)
+    eps = _other_operand(shifted, mean)
+    if not isinstance(eps, (int, float)):
+        raise _OtherForm("the norm's eps is not a number")
     inverse = _only_user(_only_of(square, mean, shifted), _aten.rsqrt.default)
     normal = _only_user(inverse, _aten.mul.Tensor)
     if _other_operand(normal, inverse) is not wide or (wide is not add and wide.users.keys() != {square, normal}):
@@ -168,7 +170,7 @@ def _read(collective: NormedSum) -> Norm:
     if add < weight:
         raise _OtherForm("the norm's weight is made after the sum")
     cast = [] if wide is add else [wide]
-    return Norm(residual, weight, eps, weight_offset, [*cast, square, mean, shifted, inverse, normal, *rest])
+    return Norm(residual, weight, float(eps), weight_offset, [*cast, square, mean, shifted, inverse, normal, *rest])
 
 
 def _residual(total: Node, add: Node) -> Node:
@@ -231,10 +233,3 @@ def _other_operand(node: Node, one: Node) -> object:
         raise _OtherForm("something is added with a factor")
     first, second = node.args
     return second if first is one else first
-
-
-def _number(shifted: Node, mean: Node) -> float:
-    eps = _other_operand(shifted, mean)
-    if not isinstance(eps, (int, float)):
-        raise _OtherForm("the norm's eps is not a number")
-    return float(eps)

@@ -13,7 +13,7 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from graphar.graph.collectives import call
+from graphar.graph.collectives import call, reached
 from graphar.ops.register import op_of
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -52,12 +52,4 @@ def _tensor(graph: Graph, node: Node) -> Node:
 
 def _needs(node: Node, earlier: Node) -> bool:
     """Whether ``node`` needs the result of ``earlier``, directly or not."""
-    seen, pending = {node}, [node]
-    while pending:
-        for one in pending.pop().all_input_nodes:
-            if one is earlier:
-                return True
-            if one not in seen and earlier < one:
-                seen.add(one)
-                pending.append(one)
-    return False
+    return earlier in reached([node], lambda one: [x for x in one.all_input_nodes if x is earlier or earlier < x])

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph import order
-from graphar.graph.collectives import VIEWS, Collective
+from graphar.graph.collectives import VIEWS, Collective, ours
 from graphar.graph.places import Places
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.ops import matmul_allreduce
@@ -67,8 +67,7 @@ def _followed(node: Node) -> Followed | None:
     call = op.read(node.args)
     if any(call[name] for name in ("codec", "epilogue", "prefetch")) or not (weight := _next_weight(node)):
         return None
-    group = call["communicator"] or torch.distributed.group.WORLD.group_name
-    return Followed(node, op.name, [[node]], group, "", weight)
+    return Followed(**ours(node, op), weight=weight)
 
 
 def _next_weight(total: Node) -> Node | None:

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from graphar.graph.collectives import VIEWS, are_same, call
+from graphar.graph.collectives import VIEWS, are_same, call, reached
 
 _aten = torch.ops.aten
 # By op, the position of the dimension among the arguments.
@@ -37,12 +37,7 @@ def origin(node: Node) -> Node:
 def path(node: Node) -> list[Node]:
     """Returns the nodes from the origin of ``node`` to ``node``, both included, in the graph's order."""
     first = origin(node)
-    found, pending = {first, node}, [node]
-    while pending:
-        if (last := pending.pop()) is not first:
-            pending += [one for one in _sources(last) if one not in found]
-            found.update(_sources(last))
-    return sorted(found)
+    return sorted(reached([node], lambda one: [] if one is first else _sources(one)))
 
 
 def are_all(node: Node) -> bool:
@@ -122,7 +117,6 @@ def _first_of_slice(node: Node, first: int | torch.SymInt) -> int | torch.SymInt
 
 
 def _count(x: torch.Tensor) -> int | torch.SymInt:
-    """Returns the number of rows."""
     return math.prod(x.shape[:-1])
 
 

@@ -9,7 +9,6 @@ gathered tiles  Each tile begins when its rows have arrived.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,18 +17,16 @@ import torch
 from graphar.errors import UnsupportedError
 from graphar.matmul.gemm import STORE_COLUMNS, layout_of, why_not
 from graphar.matmul.operands import MatmulOperands, operands_of
-from graphar.matmul.tensor_maps import Matrix, aligned_copy, matrix_of
+from graphar.matmul.tensor_maps import Matrix, aligned_copy, aligned_like, matrix_of
 from graphar.matmul.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
-from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
-from graphar.numerics.epilogues.epilogue import Pointwise
-from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
+from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import COLUMNS, gathered_tile, tile_for, tiles_of_sum
 from graphar.plan.scratch import MATMUL_BOX_ROWS, PACK_NBYTES
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices, rows_a_launch
-from graphar.plan.tiles import LAYOUTS, for_wire, skinny_tile
+from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.ranks import agreement
 from graphar.runtime import launcher
@@ -69,29 +66,6 @@ def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Ti
     follows = wire.type_name if wire else epilogue and epilogue.kernel
     words = agreement.words_of_tile(algorithm, dtype, tile, work)
     return runner.kernels.prepare_all((algorithm, dtype, tile, follows), algorithm, words, load)
-
-
-def prepare(
-    engine: Engine,
-    ops: Sequence[str],
-    dtypes: Sequence[torch.dtype],
-    codecs: Sequence[Codec] = (),
-    epilogues: Sequence[Pointwise] = (),
-) -> None:
-    """Loads the fused kernels of every tile that calls of ``ops`` may take. Collective.
-
-    It takes the arguments of graphar.Communicator.prepare, checked. Other ops are ignored.
-    """
-    algorithms = [one for op in ops for one in with_kernels(op) if one.row.tiles]
-    if not algorithms or not engine.find_runner(engine.first_device()) or engine.runner.chip.arch != MATMUL_ARCH:
-        return
-    given = [("", None), *((one.text, None) for one in codecs), *(("", one) for one in epilogues)]
-    for algorithm, (codec, epilogue) in itertools.product(algorithms, given):
-        row, work = algorithm.row, Product(algorithm.op, (), 1, codec=codec, epilogue=epilogue)
-        takes = row.sends_tiles if codec else row.takes_epilogue if epilogue else True
-        tiles = for_wire(row.tiles, codec_of_text(codec) if codec else None) if takes else ()
-        for tile, dtype in itertools.product(tiles, [one for one in dtypes if one in MATMUL_TYPES]):
-            load_tile(engine.runner, algorithm, dtype, tile, work)
 
 
 class FusedMatmul:
@@ -225,7 +199,7 @@ class FusedMatmul:
         rows, k = own.a.shape
         a = Matrix(own.a.data_ptr(), own.a.dtype, rows, k, -(-k // 8) * 8) if self._gathers else matrix_of(own.a)
         matrices, tile = Matrices(a, w, layout, own.out, *pointers), self._tile_of(own, one)
-        key = (member.rank, one, tile, a, w, *pointers, own.out.data_ptr(), own.out.shape)
+        key = (member.rank, one, tile, a, w, layout, *pointers, own.out.data_ptr(), own.out.shape)
         launch = self._launches.get(key)
         return self._launches.keep(key, self._bind(at, member, tile, matrices, own, one)) if launch is None else launch
 
@@ -282,7 +256,8 @@ class FusedMatmul:
                 w=own.w.new_zeros(STORE_COLUMNS, k),
                 bias=None,
                 out=own.out.new_empty(len(own.out), STORE_COLUMNS),
-                tensors=_never_empty(own.tensors, len(own.out) * STORE_COLUMNS),
+                # Zeros in place of tensors without elements, as many as a kernel reads.
+                tensors=tuple([x if x.numel() else x.new_zeros(len(own.out) * STORE_COLUMNS) for x in own.tensors]),
             )
         # The rows are sent as they lie: without gaps, and each in whole packs.
         whole = k % STORE_COLUMNS == 0 and own.a.is_contiguous() and own.a.data_ptr() % PACK_NBYTES == 0
@@ -292,8 +267,8 @@ class FusedMatmul:
             a=own.a if whole else aligned_copy(own.a),
             w=own.w if layout_of(own.w) else aligned_copy(own.w),
             bias=None if own.bias is None else own.bias.contiguous(),
-            out=own.out if n % STORE_COLUMNS == 0 else _aligned_like(own.out),
-            gathered=rows if rows is None or k % STORE_COLUMNS == 0 else _aligned_like(rows),
+            out=own.out if n % STORE_COLUMNS == 0 else aligned_like(own.out),
+            gathered=rows if rows is None or k % STORE_COLUMNS == 0 else aligned_like(rows),
         )
 
 
@@ -303,14 +278,3 @@ _PLACED = ("a", "w", "bias", "out", "gathered", "tensors")  # the fields that ma
 def _why_not(own: MatmulOperands) -> str:
     """Returns why a kernel cannot take one rank's operands, or an empty string. Ranks may differ in alignment."""
     return "a rank has nothing to add" if own.a.numel() == 0 else why_not(own.a, own.w, own.out)
-
-
-def _never_empty(tensors: Sequence[torch.Tensor], numel: int) -> tuple[torch.Tensor, ...]:
-    """Returns tensors with zeros in place of those without elements, as many as a kernel reads."""
-    return tuple([one if one.numel() else one.new_zeros(numel) for one in tensors])
-
-
-def _aligned_like(x: torch.Tensor) -> torch.Tensor:
-    """Returns an uninitialised tensor like ``x``, whose rows begin at multiples of 16 bytes."""
-    rows, columns = x.shape
-    return x.new_empty(rows, -(-columns // STORE_COLUMNS) * STORE_COLUMNS)[:, :columns]

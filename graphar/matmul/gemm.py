@@ -125,7 +125,6 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
 
 @functools.cache
 def _policy(device: int) -> MatmulPolicy:
-    """Returns the matmul section of the device's tuning table."""
     return find_table(torch.cuda.get_device_name(device)).matmul
 
 

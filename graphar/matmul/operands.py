@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from graphar.plan.call import Operands
-from graphar.plan.tensor_checks import check_apart, check_devices, check_one_each, check_strided
+from graphar.plan.tensor_checks import check_apart, check_destination, check_devices, check_one_each, check_strided
 from graphar.plan.work import Product
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -33,7 +33,9 @@ def operands_of(work: Product, own: Operands) -> MatmulOperands:
     a, w, *rest = own.inputs
     bias = rest.pop(0) if work.bias else None
     out, *gathered = own.outputs
-    tensors, prefetch = (tuple(rest), None) if work.epilogue else ((), rest[0] if rest else None)
+    count = len(work.epilogue.dtypes) if work.epilogue else 0
+    tensors = tuple([one.resolve_neg().contiguous() for one in rest[:count]])  # kernels read raw memory
+    prefetch = rest[count] if len(rest) > count else None
     rows = flat(gathered[0]) if work.gathered else None
     return MatmulOperands(flat(a), w, bias, flat(out), rows, tensors, own.numbers, prefetch)
 
@@ -100,16 +102,8 @@ def check_operand_lists(op: str, a: Sequence, w: object, bias: object, rows_diff
 def check_result(op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: object) -> None:
     """Checks a destination for one rank's result; :func:`check_result_memory` checks its memory."""
     check_strided(op, "out", out)
-    expected = {"shape": [*a.shape[:-1], w.shape[0]], "dtype": a.dtype, "device": a.device}
-    for what, wanted in expected.items():
-        found = getattr(out, what)
-        if (list(found) if what == "shape" else found) != wanted:
-            found = list(found) if what == "shape" else found
-            raise ValueError(f"{op}: out must have the result's {what} {wanted}, got {found}")
-    if not torch.compiler.is_compiling() and out.is_neg():  # torch.compile cannot trace is_neg, and makes no such views
-        raise ValueError(f"{op}: out must hold its values as they are, got a negated view")
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, w, bias, out)):
-        raise ValueError(f"{op}: out= cannot be differentiated through; omit it, or call under torch.no_grad()")
+    wanted = {"shape": torch.Size([*a.shape[:-1], w.shape[0]]), "dtype": a.dtype, "device": a.device}
+    check_destination(op, "out", out, wanted, "result", (a, w, bias))
 
 
 def check_has_rows(op: str, a: torch.Tensor) -> None:

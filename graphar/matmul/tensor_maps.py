@@ -50,10 +50,15 @@ def matrix_of(x: torch.Tensor) -> Matrix | None:
     return Matrix(x.data_ptr(), x.dtype, rows, columns, leading)
 
 
+def aligned_like(x: torch.Tensor) -> torch.Tensor:
+    """Returns an uninitialised 2-D tensor like ``x``, of 16-bit elements, whose rows begin at multiples of 16 bytes."""
+    rows, columns = x.shape
+    return x.new_empty(rows, -(-columns // 8) * 8)[:, :columns]
+
+
 def aligned_copy(x: torch.Tensor) -> torch.Tensor:
     """Returns a copy of a 2-D tensor of 16-bit elements whose rows begin at multiples of 16 bytes."""
-    rows, columns = x.shape
-    return x.new_empty(rows, -(-columns // 8) * 8)[:, :columns].copy_(x)
+    return aligned_like(x).copy_(x)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,9 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphar.numerics.codec_reference import LANES, ROWS, RUN, fill_up
 from graphar.numerics.codecs import TILE_NUMEL
 
-ROWS, LANES, RUN = 4, 32, 8  # a tile has 4 rows; each lane has 8 elements in a row
 FURTHEST = 14  # the largest difference of exponents that 4 bits hold, beside the mark 15
 HEADER_WORDS = 8
 MOST_ODD = HEADER_WORDS - 2
@@ -70,9 +70,7 @@ def odd_elements(x: Tensor) -> Tensor:
 
 def _in_tiles(x: Tensor) -> Tensor:
     """Returns the bits of the elements by tile, row, lane and place. Past the end they repeat the last element."""
-    bits = x.flatten().view(torch.int16).int() & 0xFFFF
-    missing = -len(bits) % TILE_NUMEL
-    return torch.cat([bits, bits[-1:].expand(missing)]).view(-1, ROWS, LANES, RUN)
+    return fill_up(x.flatten().view(torch.int16).int() & 0xFFFF).view(-1, ROWS, LANES, RUN)
 
 
 def _exponents(bits: Tensor) -> Tensor:

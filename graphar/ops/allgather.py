@@ -139,16 +139,12 @@ def _check(engine: Engine, xs, given) -> None:
 def _backward(ctx, gradients):
     where = {name: ctx.given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
     sums = for_ranks(ctx, "reducescatter", [_as_real(one) for one in gradients], **where)
-    return [_as(gradients[0], part) for part in sums], {}
+    return [torch.view_as_complex(one) if gradients[0].is_complex() else one for one in sums], {}
 
 
 def _as_real(x: torch.Tensor) -> torch.Tensor:
     """Returns a complex tensor as real numbers with one more dimension: the ops do not add complex numbers."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-
-
-def _as(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_complex(part) if like.is_complex() else part
 
 
 OP = Op(

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.plan import tensor_checks
-from graphar.runtime import preparation
+from graphar.ranks.capture import check_not_capturing
+from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, HasEngine, engine_of_either
 
 
@@ -54,5 +55,18 @@ def empty(*size, dtype: torch.dtype | None = None, group: Group = None):
     """
     engine = engine_of_either(group, "empty", "pass a Communicator with devices as the group")
     engine.check_open("empty")
-    tensors = preparation.empty(engine, tensor_checks.blueprint("empty", size, dtype))
+    tensors = _empty(engine, tensor_checks.blueprint("empty", size, dtype))
     return tensors if engine.devices else tensors[0]
+
+
+def _empty(engine: Engine, like: torch.Tensor) -> list[torch.Tensor]:
+    """Returns an uninitialised symmetric tensor like ``like`` for each rank of this process."""
+    with engine.keeping_failure():
+        devices = engine.devices or (engine.first_device(),)
+        check_not_capturing("empty", devices)
+        engine.compare("empty", f"of {list(like.shape)} {like.dtype}")
+        if not engine.find_runner(devices[0]):
+            return [torch.empty_like(like, device=device) for device in devices]
+        tensors = engine.runner.symmetric.empty(like)
+        engine.symmetric = engine.runner.symmetric
+        return tensors

@@ -84,17 +84,13 @@ def _of_sum(x, group: Group = None, *, out=None, algorithm="auto", codec=None, e
         check_output(NAME, x, out)
     first = x[0] if in_list else x
     text = "" if codec is None else call_checks.check_quantized_call(NAME, codec, algorithm, first).text
-    form = _form(epilogue, x) if epilogue is not None else None
+    form = None
+    if epilogue is not None:
+        wanted = options.epilogue_option(NAME, epilogue, first, len(x) if in_list else None)
+        own = wanted.tensors[: len(wanted.tensors) // (len(x) if in_list else 1)]  # the first rank's
+        form, _ = bind(NAME, wanted.text, first, own, wanted.scalars)
     devices = tuple([one.device for one in x]) if in_list else ()
     engine = engine_of_devices(name, devices, NAME) if in_list else engine_of_group(name, NAME)
     sides = () if text else engine.symmetric_sides(x, out)
     call = Call.of(Sum(first.numel(), text, form), first, algorithm=algorithm, symmetric=sides)
     return engine.explain(call, first)
-
-
-def _form(epilogue: object, x):
-    in_list = isinstance(x, (list, tuple))
-    first = x[0] if in_list else x
-    wanted = options.epilogue_option(NAME, epilogue, first, len(x) if in_list else None)
-    each = len(wanted.tensors) // len(x) if in_list else len(wanted.tensors)
-    return bind(NAME, wanted.text, first, wanted.tensors[:each], wanted.scalars)[0]

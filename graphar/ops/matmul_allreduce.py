@@ -95,7 +95,7 @@ def fused_matmul_allreduce(
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: a tensor for the result, which shares no memory with the operands. Not differentiable.
         prefetch: memory that is read next, such as the next weight, on the device of ``a``. The last all-reduce may
-            bring up to 4 MB of it into L2. Ignored in tiles, with a codec, and with an epilogue.
+            bring up to 4 MB of it into L2. Ignored in tiles, and with a codec, a bias or an epilogue.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:

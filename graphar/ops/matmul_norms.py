@@ -8,16 +8,16 @@ import torch
 
 from graphar.matmul import operands
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.partitions import BATCH_INVARIANT, split
-from graphar.ops import norms, parts
+from graphar.numerics.partitions import BATCH_INVARIANT
+from graphar.ops import norms
 from graphar.ops.norm_gradients import added_and_normed
-from graphar.ops.register import Asked, Op, by_result, is_plain
+from graphar.ops.register import Asked, Op
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import owned_rows
 from graphar.plan.work import Product
 from graphar.runtime.engine import Engine
-from graphar.runtime.registry import Group, engine_name
+from graphar.runtime.registry import Group
 
 PARTITIONS = ("auto", "tiles", "none", BATCH_INVARIANT)
 
@@ -68,23 +68,14 @@ def call(op: Op, sum_up: Callable, asked: Asked, group: Group):
     ``sum_up`` is the op that only multiplies and sums, which a call that needs gradients takes.
     """
     (a, w, residual, weight), (eps, weight_offset, partition, timeout_s), _ = asked
-    in_list, name = isinstance(a, (list, tuple)), op.name
-    ranks, numbers = check(name, a, w, residual, weight, eps, weight_offset, partition, timeout_s)
-    where, lengths = {}, None
-    if op.takes("sizes"):
-        operands.check_has_rows(name, ranks[0][0])
-        rank, world_size = (-1, len(a)) if in_list else parts.place(group)
-        sizes = split(ranks[0][0].shape[0], world_size)
-        where, lengths = {"rank": rank, "sizes": sizes}, sizes if in_list else [sizes[rank]]
-    check_residuals(name, ranks, lengths)
-    if norms.need_gradients(name, ranks):
+    ranks, numbers = check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s)
+    where, lengths = norms.place(op, "a", a, group)
+    check_residuals(op.name, ranks, lengths)
+    if norms.need_gradients(op.name, ranks):
         total = sum_up(a, w, partition=partition, group=group, timeout_s=timeout_s)
         return added_and_normed(total, residual, weight, numbers)
-    how = dict(zip(("eps", "weight_offset"), numbers, strict=True)) | where
-    how |= {"communicator": engine_name(group, name), "partition": partition, "timeout_s": timeout_s}
-    plain = not in_list and all(map(is_plain, ranks[0]))
-    found = op(a, w, residual, weight, *op.arguments(**how), plain=plain, asked=asked)
-    return by_result(found, len(a) if in_list else None)
+    how = where | {"partition": partition, "timeout_s": timeout_s}
+    return norms.make(op, (a, w, residual, weight), ranks, numbers, how, asked, group)
 
 
 def fake(a, w, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:

@@ -8,11 +8,10 @@ from typing import overload
 
 import torch
 
-from graphar.ops import matmul_norms, options, parts
+from graphar.ops import matmul_norms, norms, options
 from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
 from graphar.ops.register import Op
 from graphar.ops.repeats import repeated
-from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 
 NAME = "fused_matmul_reducescatter_residual_rmsnorm"
@@ -92,12 +91,6 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     return matmul_norms.call(OP, fused_matmul_reducescatter, asked, group)
 
 
-def _check(engine: Engine, a, w, residual, weight, given) -> None:
-    parts.check_lengths(NAME, given.sizes, [len(x) for x in a], [sum(given.sizes)] * len(a))
-    parts.check_lengths(NAME, given.sizes, [len(one) for one in residual], parts.own_sizes(given))
-    parts.check_place(NAME, engine, given)
-
-
 OP = Op(
     NAME,
     ["a", "w", "residual", "weight"],
@@ -105,6 +98,6 @@ OP = Op(
     f"{options.AFTER}",
     partial(matmul_norms.run, NAME),
     matmul_norms.fake,
-    check=_check,
+    check=partial(norms.check_parts, NAME),
     returns="Tensor[]",
 )

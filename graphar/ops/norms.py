@@ -120,29 +120,51 @@ def call(op: Op, sum_up: Callable, asked: Asked, group: Group):
     (x, residual, weight, *_), scale, name = tensors, tensors[3] if len(tensors) > 3 else None, op.name
     call_checks.check_call(name, "auto", timeout_s)
     numbers = check_number(name, "eps", eps), check_number(name, "weight_offset", weight_offset)
-    ranks, in_list = ranks_of(name, x, residual, weight, scale), isinstance(x, (list, tuple))
-    where, lengths = {}, [None] * len(ranks)
-    if op.takes("sizes"):
-        rank, sizes = _place(name, ranks[0][0], len(x) if in_list else None, group)
-        where, lengths = {"rank": rank, "sizes": sizes}, sizes if in_list else [sizes[rank]]
-    pairs = zip(lengths, ranks, strict=True)
+    ranks = ranks_of(name, x, residual, weight, scale)
+    where, lengths = place(op, "x", x, group)
+    pairs = zip(lengths or [None] * len(ranks), ranks, strict=True)
     output = {check(name, out_dtype, group_size, length, *of_rank) for length, of_rank in pairs}.pop()
     if need_gradients(name, ranks, output):
         return added_and_normed(sum_up(x, group, timeout_s=timeout_s), residual, weight, numbers)
-    how = dict(zip(("eps", "weight_offset"), numbers, strict=True)) | where
     scales = [one for _, _, _, *of_rank in ranks for one in of_rank]
-    how |= {"output": output, "scales": scales, "communicator": engine_name(group, name), "timeout_s": timeout_s}
+    how = where | {"output": output, "scales": scales, "timeout_s": timeout_s}
+    return make(op, (x, residual, weight), ranks, numbers, how, asked, group)
+
+
+def place(op: Op, name: str, x, group: Group) -> tuple[dict[str, object], list[int] | None]:
+    """Returns the arguments ``rank`` and ``sizes`` of an op that splits the rows of ``x``, named ``name`` in errors.
+
+    Also returns the lengths of this process's parts. For other ops there is nothing to return: ({}, None).
+    """
+    if not op.takes("sizes"):
+        return {}, None
+    in_list = isinstance(x, (list, tuple))
+    shape = list(x[0].shape if in_list else x.shape)
+    if len(shape) < 2:
+        raise ValueError(f"{op.name}: {name} must have 2 dimensions or more, since its rows are split, got {shape}")
+    rank, world_size = (-1, len(x)) if in_list else parts.place(group)
+    sizes = split(shape[0], world_size)
+    return {"rank": rank, "sizes": sizes}, sizes if in_list else [sizes[rank]]
+
+
+def make(op: Op, tensors: tuple, ranks: Sequence[tuple], numbers: tuple[float, float], how: dict, asked, group: Group):
+    """Makes a call that was checked, with the arguments ``how``, and returns its results as users get them.
+
+    ``tensors`` are the op's, as the user gave them, and ``ranks`` those of each rank. ``numbers`` are eps and offset.
+    """
+    how |= {"eps": numbers[0], "weight_offset": numbers[1], "communicator": engine_name(group, op.name)}
+    in_list = isinstance(tensors[0], (list, tuple))
     plain = not in_list and all(map(is_plain, ranks[0]))
-    found = op(x, residual, weight, *op.arguments(**how), plain=plain, asked=asked)
+    found = op(*tensors, *op.arguments(**how), plain=plain, asked=asked)
     return by_result(found, len(ranks) if in_list else None)
 
 
-def _place(op: str, x: torch.Tensor, ranks: int | None, group: Group) -> tuple[int, list[int]]:
-    """Returns this process's rank and the length of every rank's part of ``x``; with a list of ``ranks``, rank -1."""
-    if x.ndim < 2:
-        raise ValueError(f"{op}: x must have 2 dimensions or more, since its rows are split, got {list(x.shape)}")
-    rank, world_size = parts.place(group) if ranks is None else (-1, ranks)
-    return rank, split(x.shape[0], world_size)
+def check_parts(op: str, engine: Engine, xs, *rest) -> None:
+    """Checks the sizes of an op that splits rows: its ``sizes`` must fit the first tensors and the residuals."""
+    *_, residuals, _, given = rest
+    parts.check_lengths(op, given.sizes, [len(x) for x in xs], [sum(given.sizes)] * len(xs))
+    parts.check_lengths(op, given.sizes, [len(one) for one in residuals], parts.own_sizes(given))
+    parts.check_place(op, engine, given)
 
 
 def fake(xs, residuals, weights, given) -> list[tuple[torch.Tensor, ...]]:

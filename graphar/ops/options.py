@@ -33,7 +33,7 @@ class EpilogueOption(NamedTuple):
 
     @property
     def needs_gradient(self) -> bool:
-        return any(one.requires_grad for one in self.tensors)
+        return torch.is_grad_enabled() and any(one.requires_grad for one in self.tensors)
 
 
 def check_together(op: str, codec: object, epilogue: object, residual: object = None) -> None:

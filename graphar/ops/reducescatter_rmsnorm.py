@@ -9,11 +9,10 @@ from typing import overload
 import torch
 
 from graphar.numerics.norms import REDUCESCATTER_NORM as NAME
-from graphar.ops import norms, options, parts
+from graphar.ops import norms, options
 from graphar.ops.reducescatter import reducescatter
 from graphar.ops.register import Op
 from graphar.ops.repeats import repeated
-from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 
 
@@ -99,18 +98,12 @@ def reducescatter_residual_rmsnorm(
     return norms.call(OP, reducescatter, asked, group)
 
 
-def _check(engine: Engine, xs, residuals, weights, given) -> None:
-    parts.check_lengths(NAME, given.sizes, [len(x) for x in xs], [sum(given.sizes)] * len(xs))
-    parts.check_lengths(NAME, given.sizes, [len(one) for one in residuals], parts.own_sizes(given))
-    parts.check_place(NAME, engine, given)
-
-
 OP = Op(
     NAME,
     ["x", "residual", "weight"],
     f"{norms.ARGUMENTS}, str communicator, int rank, SymInt[] sizes, float? timeout_s, {options.AFTER}",
     partial(norms.run, NAME),
     norms.fake,
-    check=_check,
+    check=partial(norms.check_parts, NAME),
     returns="Tensor[]",
 )

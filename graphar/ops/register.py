@@ -55,14 +55,16 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _is_profiling = torch.autograd._profiler_enabled
+_records_gradients = torch.is_grad_enabled
+_DENSE = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(x: object) -> bool:
     """Whether a call with ``x`` may skip torch's dispatcher, and call the implementation directly in half the time."""
     return (
         not _is_compiling()
-        and type(x) is torch.Tensor  # these conditions repeat is_ordinary, to save a call
-        and not x.requires_grad
+        and type(x) in _DENSE
+        and not (x.requires_grad and _records_gradients())
         and x.layout is _strided
         and not x.is_neg()
         and not x.is_meta
@@ -72,11 +74,6 @@ def is_plain(x: object) -> bool:
         and forward_ad._current_level < 0
         and not _is_profiling()
     )
-
-
-def is_ordinary(x: object) -> bool:
-    """Whether ``x`` is a dense torch.Tensor, not a subclass or a negated view, that needs no gradient."""
-    return type(x) is torch.Tensor and not x.requires_grad and x.layout is _strided and not x.is_neg() and not x.is_meta
 
 
 class Op:

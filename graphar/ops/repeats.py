@@ -23,6 +23,7 @@ from graphar.runtime.symmetric_tensors import SymmetricTensors
 
 _REPLACED_EACH = 64  # calls, if unlike ones of one key take turns: to make a repeat takes as long as a call
 _is_compiling = torch.compiler.is_dynamo_compiling  # other compilers have dispatch modes, or tensors of a subclass
+_records_gradients = torch.is_grad_enabled
 _Tensor = torch.Tensor
 
 
@@ -136,19 +137,19 @@ def _repeat(
 
     The function returns None, and does nothing, unless these are as in the earlier call: the class, dtype, device,
     shape and strides of each tensor, whether it needs a gradient or is negated, and the function transforms (all of
-    which the guard compares). ``out`` must be like the earlier result, and apart from all tensors, or be the first
-    tensor if that is like it. There must be no mode of torch that wants to see the op. Nothing may lie in symmetric
-    memory, which other kernels serve. ``order`` says which of the tensors the launch takes; None: all, in order.
+    which the guard compares). A parameter needs a gradient where gradients are recorded. ``out`` must be like the
+    earlier result, and apart from all tensors, or be the first tensor if that is like it. There must be no mode of
+    torch that wants to see the op. Nothing may lie in symmetric memory, which other kernels serve. ``order`` says which
+    of the tensors the launch takes; None: all, in order.
 
     It does not ask whether the plan is still good. Callers look the function up in the ``warm`` plans of the call's
     engine, which are dropped when the engine is closed, its group is destroyed, or its table changes, and are out of
     reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
     """
     device, alike = tensors[0].get_device(), _guard(tensors)
-    result_like, *others = [(tuple(one.shape), one.stride(), one.dtype) for one in outputs]
+    result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
-    first = tensors[0]
-    in_place = result_like == (tuple(first.shape), first.stride(), first.dtype)
+    has_parameters, in_place = any(one.requires_grad for one in tensors), result_like == _layout(tensors[0])
     overlaps, select = _overlaps([one.nbytes for one in tensors]), order and _selected(order)
 
     def repeat(tensors: Tensors, out: torch.Tensor | None, numbers: tuple[float, ...]):
@@ -158,6 +159,7 @@ def _repeat(
             or forward_ad._current_level >= 0
             or _is_profiling()
             or _current_device() != device
+            or (has_parameters and _records_gradients())
         ):
             return None
         if out is None or (in_place and out is tensors[0]):
@@ -184,6 +186,10 @@ def _repeat(
         return out
 
     return repeat
+
+
+def _layout(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(x.shape), x.stride(), x.dtype
 
 
 def _overlaps(nbytes: Sequence[int]) -> Callable[[Tensors, torch.Tensor], bool]:

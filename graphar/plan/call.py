@@ -38,7 +38,9 @@ class Call(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, or of the largest part."""
-        return self.work.nbytes(self.dtype.itemsize)
+        itemsize, unit = self.dtype.itemsize, self.work.unit
+        in_a_unit = itemsize if unit == "elements" else 1 if unit == "bytes" else self.work.columns * itemsize
+        return max(self.work.parts) * in_a_unit
 
     @property
     def wire(self) -> Codec | None:

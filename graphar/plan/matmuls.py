@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 from graphar.numerics.codecs import Codec
@@ -50,16 +51,17 @@ def prefers_tiles(
     no skinny kernel does: in a reduce-scatter, or with an epilogue. ``codec`` is the text of the codec on the wire.
     """
     if not scattered and not codec and is_skinny(world_size, rows, columns):
-        return world_size in policy.skinny_world_sizes and _busy(columns, sms) >= policy.skinny_least_busy
+        return columns >= policy.skinny_from_columns.get(world_size, math.inf) and _fills_waves(policy, columns, sms)
     if codec and scattered:
         return False
     return rows * columns >= policy.tiles_from(world_size, bool(codec))
 
 
-def _busy(columns: int, sms: int) -> float:
-    """Returns the share of the SMs open to it that a skinny kernel keeps busy, averaged over its waves of blocks."""
+def _fills_waves(policy: MatmulPolicy, columns: int, sms: int) -> bool:
+    """Returns whether a skinny kernel takes one wave of blocks, or keeps the SMs busy in all of its waves."""
     blocks, room = -(-columns // SkinnyTile.columns), shared_blocks(sms)
-    return blocks / (-(-blocks // room) * room)
+    waves = -(-blocks // room)
+    return waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
 
 
 def fastest_tile(cost: TileCost, m: int, n: int, sms: int) -> MatmulTile:

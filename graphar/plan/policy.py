@@ -136,9 +136,9 @@ class MatmulPolicy:
     tiles_from_numel: ByWorldSize
     # By world size, the elements from which on "auto" does so with a codec on the wire.
     codec_tiles_from_numel: ByWorldSize
-    # The world sizes for which "auto" takes the skinny kernels, for at most 64 rows.
-    skinny_world_sizes: tuple[int, ...]
-    skinny_least_busy: float  # the least share of the SMs that a skinny kernel must keep busy
+    # By world size, the columns of the result from which on "auto" takes the skinny kernels, for at most 64 rows.
+    skinny_from_columns: ByWorldSize
+    skinny_least_busy: float  # the least share of the SMs that one of several waves of blocks must keep busy
     one_shot_nbytes: ByWorldSize  # by world size, the largest skinny result that is summed in a one-shot
     one_shot_nbytes_beyond: int  # the largest such result for other world sizes
     estimated_below_numel: int  # below so many elements of the result, an estimate chooses the tile of a fused kernel

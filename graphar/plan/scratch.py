@@ -30,24 +30,14 @@ SENTINEL = 0xFF  # the byte of the sentinel: a word of all ones has not arrived 
 ONE_SHOT_DEPTH = 3  # packs of each rank that a thread of one_shot has in flight
 ONE_SHOT_THREADS = 256  # `max_threads` in allreduce/one_shot.cu
 PIPELINE_DEPTH = 3  # chunks in flight: `pipeline_depth` in device/sync/two_shot_pipeline.cuh
-PIPELINE_CHUNK = 2048  # packs in a slot of two_shot_pipelined
-PIPELINE_BLOCKS = 132  # blocks that have slots
 TMA_CHANNELS = 4  # this and the next two: `channels`, `tma_depth` and `reduce_warps` in allreduce/two_shot_tma.cu
 TMA_DEPTH = 3
 TMA_REDUCE_WARPS = 2
 TMA_THREADS = WARP * TMA_CHANNELS * (3 + TMA_REDUCE_WARPS)
 TMA_BLOCKS = MAX_BLOCKS // 2 // TMA_CHANNELS  # each channel has two rows of the signal pad
-TMA_CHANNEL_NBYTES = 48 << 10  # shared memory of a channel, which holds a piece of each rank
 NORM_SHARED_NBYTES = 2 * 32 * 4  # NumbersOfWarps in device/rms_norm.cuh
 NORM_ROW_PACKS = 4096  # packs of the longest row that a norm kernel takes
-REDUCESCATTER_NBYTES = 16 * MIB  # the input that one launch takes, if its parts are equal
-ALLGATHER_FLAGGED_NBYTES = 256 << 10  # the largest part that allgather_flagged takes
 PUSH_DEPTH = 4  # steps in flight of a reduce-scatter or an all-gather: `push_depth` in device/sync/push_pipeline.cuh
-ALLGATHER_CHUNK = 2048  # packs in a slot of allgather_push
-ALLGATHER_BLOCKS = 132  # blocks that have slots
-QUANTIZED_CHUNK_NBYTES = 16 << 10  # a slot of quantized_two_shot_pipelined and quantized_reducescatter
-QUANTIZED_BLOCKS = MAX_BLOCKS
-LOSSLESS_CHUNK = 16  # tiles in a slot of an algorithm that compresses
 LOSSLESS_TILE_NBYTES = 2 * TILE_NUMEL + 32  # uncompressed elements and a header
 MATMUL_BOX_ROWS = MATMUL_BOX_COLUMNS = 64  # a box is the unit that a fused matmul sends
 MATMUL_BOX_NBYTES = 8192
@@ -60,10 +50,7 @@ TILE_LARGEST_SPARING_NBYTES = 1152  # of codecs with a sentinel: one fp32 number
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that scratch is computed from. The simulation in tests/host uses smaller ones.
-
-    The other fields default to the module's constants of the same names.
-    """
+    """The sizes that scratch is computed from. The simulation in tests/host uses smaller ones."""
 
     # The largest tensor of one_shot_push and allreduce_rmsnorm_one_shot, for 3 or more ranks.
     pushed_nbytes: int = 1 * MIB
@@ -72,18 +59,18 @@ class Sizes:
     two_shot_nbytes: int = 64 * MIB  # the largest tensor of the two-shots without chunks
     quantized_nbytes: int = 64 * MIB  # the largest tensor of quantized_two_shot_push
     skinny_nbytes: int = 2 * MIB  # the largest result of a skinny matmul
-    pipeline_chunk: int = PIPELINE_CHUNK
-    pipeline_blocks: int = PIPELINE_BLOCKS
+    pipeline_chunk: int = 2048  # packs in a slot of two_shot_pipelined
+    pipeline_blocks: int = 132  # blocks that have slots
     # Channels of a block of two_shot_tma. The simulation also changes the kernel's constant.
     tma_channels: int = TMA_CHANNELS
-    tma_channel_nbytes: int = TMA_CHANNEL_NBYTES
-    lossless_chunk: int = LOSSLESS_CHUNK
-    reducescatter_nbytes: int = REDUCESCATTER_NBYTES
-    allgather_flagged_nbytes: int = ALLGATHER_FLAGGED_NBYTES
-    allgather_chunk: int = ALLGATHER_CHUNK
-    allgather_blocks: int = ALLGATHER_BLOCKS
-    quantized_chunk_nbytes: int = QUANTIZED_CHUNK_NBYTES
-    quantized_blocks: int = QUANTIZED_BLOCKS
+    tma_channel_nbytes: int = 48 << 10  # shared memory of a channel, which holds a piece of each rank
+    lossless_chunk: int = 16  # tiles in a slot of an algorithm that compresses
+    reducescatter_nbytes: int = 16 * MIB  # the input that one launch takes, if its parts are equal
+    allgather_flagged_nbytes: int = 256 << 10  # the largest part that allgather_flagged takes
+    allgather_chunk: int = 2048  # packs in a slot of allgather_push
+    allgather_blocks: int = 132  # blocks that have slots
+    quantized_chunk_nbytes: int = 16 << 10  # a slot of quantized_two_shot_pipelined and quantized_reducescatter
+    quantized_blocks: int = MAX_BLOCKS
     norm_row_packs: int = NORM_ROW_PACKS
 
 
@@ -132,11 +119,8 @@ def signalled(packs: int, copies: int, shared_packs: Callable[[int], int] = lamb
 
 def pipelined(slot_packs: int, slots_a_rank: int) -> Layout:
     """Returns a layout of a signal pad and ``slots_a_rank`` slots for every rank."""
-
-    def layout(world_size: int) -> Scratch:
-        return Scratch(slot_packs, SIGNAL_PAD_NBYTES + slots_a_rank * world_size * slot_packs * PACK_NBYTES, fill=0)
-
-    return layout
+    slots_nbytes = slots_a_rank * slot_packs * PACK_NBYTES  # of one rank
+    return lambda world_size: Scratch(slot_packs, SIGNAL_PAD_NBYTES + world_size * slots_nbytes, fill=0)
 
 
 def bulk_copied(channels: int, channel_nbytes: int) -> Layout:

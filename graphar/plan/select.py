@@ -41,11 +41,6 @@ _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight 
 _COMPRESSED, _NOT_COMPRESSED = "lossless compression, chosen", "; lossless compression is off"
 
 
-def multicast_is_there() -> str:
-    """Answers "why is there no multicast?" with an empty string."""
-    return ""
-
-
 def _refuse_hierarchy() -> str:
     raise UnsupportedError("allreduce: hierarchical cannot serve this call: no process group is known")
 
@@ -59,7 +54,7 @@ class Facts:
     chip: Chip  # what the ranks' GPUs have in common; meaningless with a ``problem``
     problem: str = ""  # why no kernel can serve the call, or an empty string
     # Returns why multimem algorithms are not available, or an empty string. The first call is collective.
-    why_no_multicast: Callable[[], str] = multicast_is_there
+    why_no_multicast: Callable[[], str] = lambda: ""
     # Makes the groups of the hierarchical algorithm, and returns their description. Collective.
     set_up_hierarchy: Callable[[], str] = _refuse_hierarchy
     stand_in: bool = False  # whether multimem algorithms run without multimem instructions, for tests

@@ -80,30 +80,23 @@ class Table:
 
     def to_json(self) -> str:
         """Returns the table as JSON text, with one entry a line."""
-        parts = [f"  {json.dumps(key)}: {json.dumps(getattr(self, key))}" for key in _HEAD]
-        codecs = [
-            f'    "{world_size}": {{\n'
-            + ",\n".join(f"      {json.dumps(text)}: {json.dumps(of_codec)}" for text, of_codec in of_it.items())
-            + "\n    }"
-            for world_size, of_it in sorted(self.codecs.items())
-        ]
-        sections = {
-            "rows": [_entries_text(str(world_size), of_it) for world_size, of_it in sorted(self.rows.items())],
-            "measured": [f'    "{key}": {json.dumps(points)}' for key, points in sorted(self.measured.items())],
-            "codecs": codecs,
-            "parts": [_entries_text(op, of_it) for op, of_it in self.parts.items()],
-        }
-        for key in POLICIES:
-            values = dataclasses.asdict(getattr(self, key))
-            sections[key] = [f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()]
-        for key, lines in sections.items():
-            if lines or key in _REQUIRED:
-                parts.append(f'  "{key}": {{\n' + ",\n".join(lines) + "\n  }")
-        return "{\n" + ",\n".join(parts) + "\n}\n"
+        sections = {key: getattr(self, key) for key in _HEAD}
+        sections |= {key: dict(sorted(getattr(self, key).items())) for key in _BY_WORLD_SIZE}
+        sections |= {"parts": self.parts} | {key: dataclasses.asdict(getattr(self, key)) for key in POLICIES}
+        return _text({key: one for key, one in sections.items() if one or key in _REQUIRED}) + "\n"
 
 
-def _entries_text(key: str, entries: list[dict]) -> str:
-    return f'    "{key}": [\n' + ",\n".join(f"      {json.dumps(entry)}" for entry in entries) + "\n    ]"
+def _text(value: Any, indent: str = "") -> str:
+    """Returns JSON text: the table, its sections, objects of lists and lists of objects have an entry a line."""
+    is_object = isinstance(value, dict)
+    inside = value.values() if is_object else value if isinstance(value, list) else ()
+    is_section = is_object and len(indent) < 4
+    if not is_section and not any(isinstance(one, list if is_object else dict) for one in inside):
+        return json.dumps(value)
+    names = [f'"{name}": ' for name in value] if is_object else [""] * len(value)
+    lines = [f"{indent}  {name}{_text(one, indent + '  ')}" for name, one in zip(names, inside, strict=True)]
+    begin, end = "{}" if is_object else "[]"
+    return begin + "\n" + ",\n".join(lines) + f"\n{indent}{end}"
 
 
 def slug(device_name: str) -> str:

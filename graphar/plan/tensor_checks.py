@@ -119,13 +119,22 @@ def check_out(op: str, x: torch.Tensor, out: object, name: str = "out") -> None:
         ValueError: its shape, dtype or device differs, it is a negated view, or the result needs a gradient.
     """
     check_tensor(op, name, out)
-    for what in ("shape", "dtype", "device"):
-        mine, theirs = getattr(x, what), getattr(out, what)
+    wanted = {"shape": x.shape, "dtype": x.dtype, "device": x.device}
+    check_destination(op, name, out, wanted, "input", (x,))
+
+
+def check_destination(op: str, name: str, out: torch.Tensor, wanted: dict, of: str, sources: Sequence) -> None:
+    """Raises ValueError unless ``out`` has the ``wanted`` shape, dtype and device and holds its values as they are.
+
+    ``of`` names what has them. The result of ``sources``, which are tensors or None, must need no gradient.
+    """
+    for what, mine in wanted.items():
+        theirs = getattr(out, what)
         if mine != theirs:
-            raise ValueError(f"{op}: {name} must have the input's {what} {_show(mine)}, got {_show(theirs)}")
-    if not torch.compiler.is_compiling() and out.is_neg():  # a compiler cannot trace is_neg
+            raise ValueError(f"{op}: {name} must have the {of}'s {what} {_show(mine)}, got {_show(theirs)}")
+    if not torch.compiler.is_compiling() and out.is_neg():  # torch.compile cannot trace is_neg, and makes no such views
         raise ValueError(f"{op}: {name} must hold its values as they are, got a negated view")
-    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*sources, out)):
         raise ValueError(f"{op}: {name}= cannot be differentiated through; omit it, or call under torch.no_grad()")
 
 

@@ -89,7 +89,7 @@ def trials(world_size: int, table: Table) -> Iterator[Trial]:
     yield from _norm(world_size)
     yield from _prefetch()
     yield from _beside()
-    yield from _skinny(world_size, table.matmul)
+    yield from _skinny(world_size)
     yield from _tiles(world_size, table.matmul)
     yield from _allgather_matmul(world_size)
 
@@ -136,14 +136,13 @@ def _beside() -> Iterator[Trial]:
     yield Trial(("beside", "pipelined_from_nbytes"), (256 * KB, MB, 4 * MB, 16 * MB), calls)
 
 
-def _skinny(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
+def _skinny(world_size: int) -> Iterator[Trial]:
     def calls(partition: str, columns: Sequence[int], rows: Sequence[int] = (1, 16, 64)) -> list[Workload]:
         return [Workload("matmul_allreduce", m, n, 2048, partition=partition) for n in columns for m in rows]
 
-    served = {*policy.skinny_world_sizes}
-    with_and_without = [tuple(sorted(served | {world_size})), tuple(sorted(served - {world_size}))]
-    yield Trial(("matmul", "skinny_world_sizes"), with_and_without, calls("auto", [8192]), True)
-    yield Trial(("matmul", "skinny_least_busy"), (0.4, 0.6, 0.75, 0.9), calls("auto", [4096, 6144, 7168, 12288]))
+    columns = (1024, 2048, 4096, 6144, 8192)
+    yield Trial(("matmul", "skinny_from_columns", world_size), [*columns, None], calls("auto", columns), True)
+    yield Trial(("matmul", "skinny_least_busy"), (0.4, 0.6, 0.75, 0.9), calls("auto", [9216, 12288, 18432]))
     results = (1, 4, 8, 16, 32, 64)
     sizes = [2 * 8192 * rows for rows in results]
     yield Trial(("matmul", "one_shot_nbytes", world_size), sizes, calls("tiles", [8192], results), True)

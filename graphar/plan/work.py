@@ -14,7 +14,6 @@ All have these attributes. They are tuples, so that a call is hashed and compare
     codec     the text of the codec on the wire, or an empty string
     epilogue  the epilogue of the sum or product, or None
     template  a function from the blocks of a cluster to the work's template argument of its kernels, or None
-    nbytes    a function from the size of an element to the bytes of the tensor, or of the largest part
     amount    a function from the dtype to the work's size in words
     amount_of a function from the first tensor to the same, with the shape if that must be equal on all ranks
     options   what else ranks must agree on, in words
@@ -77,18 +76,13 @@ class Sum(NamedTuple):
     def template(self, cluster: int) -> str | None:
         return None
 
-    def nbytes(self, itemsize: int) -> int:
-        return self.numel * itemsize
-
     def amount(self, dtype: torch.dtype) -> str:
         return f"{self.numel} elements of {dtype}"
 
     def amount_of(self, x: torch.Tensor) -> str:
         return f"{list(x.shape)} {x.dtype}"
 
-    @property
-    def options(self) -> list[str]:
-        return _wire_and_epilogue(self)
+    options = property(_wire_and_epilogue)
 
 
 class Parts(NamedTuple):
@@ -105,9 +99,6 @@ class Parts(NamedTuple):
 
     def template(self, cluster: int) -> str | None:
         return None
-
-    def nbytes(self, itemsize: int) -> int:
-        return max(self.parts) * itemsize
 
     def amount(self, dtype: torch.dtype) -> str:
         return f"parts of {list(self.parts)} elements of {dtype}"
@@ -136,9 +127,6 @@ class Norm(NamedTuple):
 
     def template(self, cluster: int) -> str | None:
         return f"{cluster}, {self.output}"
-
-    def nbytes(self, itemsize: int) -> int:
-        return max(self.parts) * itemsize
 
     def amount(self, dtype: torch.dtype) -> str:
         numbers = self.parts[0] if len(self.parts) == 1 else f"parts of {list(self.parts)}"
@@ -181,9 +169,6 @@ class TensorTuple(NamedTuple):
         each = self.row_nbytes
         return tuple([sum(-(-size * row // PACK_NBYTES) for row in each) * PACK_NBYTES for size in self.sizes])
 
-    def nbytes(self, itemsize: int) -> int:
-        return max(self.parts)
-
     def amount(self, dtype: torch.dtype) -> str:
         pairs = zip(self.dtypes, self.rows, strict=True)
         tensors = [f"{dtype} [{', '.join(map(str, ('*', *row)))}]" for dtype, row in pairs]
@@ -220,9 +205,6 @@ class Product(NamedTuple):
 
     def template(self, cluster: int) -> str | None:
         return None
-
-    def nbytes(self, itemsize: int) -> int:
-        return max(self.parts) * self.columns * itemsize
 
     def amount(self, dtype: torch.dtype) -> str:
         bias = " with a bias" if self.bias else ""

@@ -7,18 +7,16 @@ compared, since no host code runs in a replay.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from graphar.errors import CollectiveTimeout, TimeoutRecord
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import without_seeds
 from graphar.ranks import agreement
 from graphar.ranks.capture import is_capturing
-from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
+from graphar.ranks.rendezvous import Ranks, RanksAbsent
 
 SWITCH = "GRAPHAR_DEBUG"
 
@@ -26,15 +24,6 @@ SWITCH = "GRAPHAR_DEBUG"
 def is_enabled(debug: bool | None) -> bool:
     """Returns ``debug``; if it is None, whether the environment variable GRAPHAR_DEBUG is 1."""
     return os.environ.get(SWITCH) == "1" if debug is None else debug
-
-
-class Ranks(Protocol):
-    """The interface to the engine whose calls are compared."""
-
-    rank: int | None
-
-    def rendezvous(self) -> StoreRendezvous: ...
-    def keeping_failure(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Comparison:

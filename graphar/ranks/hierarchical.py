@@ -34,21 +34,10 @@ from graphar.plan.tables import Table
 from graphar.plan.work import Parts
 from graphar.ranks import capture, fallback
 from graphar.ranks.processes import host
-from graphar.ranks.rendezvous import StoreRendezvous
+from graphar.ranks.rendezvous import Ranks
 
 _CHUNK_NUMEL = 4 << 20  # 16 MB of fp32, the most of one launch of reducescatter_push; a fourth with a codec
 _LINE_NUMEL = 32  # 128 bytes of fp32
-
-
-class Ranks(Protocol):
-    """The interface to the communicator that a hierarchy belongs to."""
-
-    group: dist.ProcessGroup | None
-    devices: tuple[torch.device, ...] | None
-    rank: int | None
-    timeout_s: float
-
-    def rendezvous(self) -> StoreRendezvous: ...
 
 
 class Kernels(Protocol):
@@ -208,13 +197,13 @@ class Hierarchy:
         """Starts to sum ``part`` over the hosts in place, and returns a function that waits for the sum."""
         group = self._groups[1]
         if group.size() == 1 or not part.numel():
-            return _arrived_already
+            return lambda: None
         step = partial(fallback.allreduce, part, part, group, timeout_s)
         if codec:
             step = partial(_quantized_allreduce, part, group, timeout_s, codec)
         if not part.is_cuda:
             step()
-            return _arrived_already
+            return lambda: None
         self._beside.wait_stream(torch.cuda.current_stream(part.device))
         with torch.cuda.stream(self._beside):
             step()
@@ -240,10 +229,6 @@ class Hierarchy:
         else:
             step = fallback.reducescatter if op == "reducescatter" else fallback.allgather
             step(x, out, self._groups[0], timeout_s, counts)
-
-
-def _arrived_already() -> None:
-    """Waits for nothing."""
 
 
 def _quantized_allreduce(part: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, codec: Codec) -> None:

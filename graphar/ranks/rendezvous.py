@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from graphar.errors import CommunicatorError, UnsupportedError
@@ -42,6 +43,18 @@ class LastWord:
 
     def __str__(self) -> str:
         return f"{self.what}; its process has ended" if self.ended else self.what
+
+
+class Ranks(Protocol):
+    """The interface to the communicator, which this package does not know: its ranks, and where they meet."""
+
+    group: dist.ProcessGroup | None
+    devices: tuple[torch.device, ...] | None
+    rank: int | None
+    timeout_s: float
+
+    def rendezvous(self) -> StoreRendezvous: ...
+    def keeping_failure(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Alone:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from graphar.plan.call import Call
 from graphar.plan.config import HIERARCHICAL, Config
@@ -15,16 +13,7 @@ from graphar.ranks import fallback
 from graphar.ranks.fallback import Run
 from graphar.ranks.group_calls import GroupCalls
 from graphar.ranks.hierarchical import Hierarchy
-from graphar.ranks.rendezvous import StoreRendezvous
-
-
-class Ranks(Protocol):
-    """The interface to the communicator that makes the calls."""
-
-    group: dist.ProcessGroup | None
-    devices: tuple[torch.device, ...] | None
-
-    def rendezvous(self) -> StoreRendezvous: ...
+from graphar.ranks.rendezvous import Ranks
 
 
 class WithoutKernels:

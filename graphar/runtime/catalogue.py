@@ -1,23 +1,18 @@
-"""The catalogue of kernels: the source file and the template arguments of each."""
+"""The source file and the template arguments of each kernel."""
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from graphar.numerics.codecs import NAMES, Codec, codec
+from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
-from graphar.numerics.epilogues.code import Generated, generate
-from graphar.numerics.norms import NORM_OUTPUTS
-from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that
+from graphar.numerics.epilogues.code import Generated
+from graphar.plan.algorithms import MATMUL_ARCH, Algorithm, kernels_that
 from graphar.plan.config import Kernel
-from graphar.plan.grids import CLUSTERS
-from graphar.plan.scratch import WORLD_SIZES
-from graphar.plan.tiles import LAYOUTS, MATMUL_TILES, MatmulTile, SkinnyTile, for_wire
+from graphar.plan.tiles import MatmulTile, SkinnyTile
 
 
 @dataclass(frozen=True)
@@ -122,97 +117,3 @@ NORM_KERNELS = kernels_that(lambda row: row.folder == "norm")
 SKINNY_KERNELS = kernels_that(lambda row: row.is_skinny)
 SUMMED_TILE_KERNELS = kernels_that(lambda row: row.sends_tiles)
 GATHERING_KERNELS = kernels_that(lambda row: row.tiles and not row.is_skinny and not row.sends_tiles)
-
-# Codecs that together use each template argument of each kernel at least once.
-_SPARING = (*(codec(name) for name in NAMES), Codec(4, 128, "stochastic", feedback=True))
-_ANY = (*_SPARING, Codec(8, 512, "stochastic", "minmax", torch.float32))
-_EVERY_FUNCTION = (
-    "gelu(v) + gelu_tanh(v) * silu(v) - sigmoid(v) / max(min(abs(v), pow(v, 2)), relu(clamp(v, -1, inf)))"
-    " + sqrt(v) + floor(v) + ceil(v) + trunc(v) + rint(v) + isnan(v) + bf16(v) + fp16(v) + exp(v) + exp2(v) + expm1(v)"
-    " + log(v) + log2(v) + log1p(v) + sin(v) + cos(v) + tanh(v) + erf(v) + rsqrt(v)"
-    " + softplus(v) + elu(v) + mish(v) + hardswish(v) + where(v, v, 1)"
-    " + (!(v < 1 && v <= 2 || v > 3 && v >= 4 || v == 5 && v != 6) ? row : col + index)"
-)
-_SOME_EPILOGUES = (
-    ("v * scale + bias[col]", (torch.bfloat16,)),
-    ("v * a[row] + b[col] - c[index] * d[0]", (torch.float16, torch.bfloat16, torch.float32, torch.float32)),
-    (_EVERY_FUNCTION, ()),
-)
-
-
-def catalogue() -> Iterator[KernelSource]:
-    """Yields every kernel that graphar can launch; of large families, enough to use each template argument once.
-
-    Epilogues are unlimited in number, so each algorithm is compiled with a few.
-    """
-    epilogues = [generate(text, dtypes) for text, dtypes in _SOME_EPILOGUES]
-    yield from _plain_kernels()
-    yield from _epilogue_kernels(epilogues)
-    yield from _norm_kernels()
-    yield from map(residual_norm_source, TYPE_NAMES)
-    for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, LAYOUTS):
-        yield matmul_source(dtype, tile, layout)
-    yield from _fused_matmul_kernels(epilogues)
-    yield from _gathered_matmul_kernels(epilogues)
-
-
-def _plain_kernels() -> Iterator[KernelSource]:
-    for algorithm in KERNELS:
-        can = algorithm.row
-        if can.takes_codec:
-            codecs = _SPARING if can.spares_a_word else _ANY
-            variants = [one.type_name for one in codecs]
-            every = zip(itertools.cycle(can.dtypes), itertools.cycle(WORLD_SIZES), variants, strict=False)
-        else:
-            every = itertools.product(can.dtypes, WORLD_SIZES, can.variants)
-        for dtype, world_size, variant in every:
-            yield kernel_source(algorithm, dtype, world_size, variant)
-
-
-def _epilogue_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
-    takers = [one for one in KERNELS if one.row.takes_epilogue]
-    types = itertools.cycle([*TYPE_NAMES, torch.bfloat16])
-    for (epilogue, algorithm), dtype, world_size in zip(
-        itertools.product(epilogues, takers), types, itertools.cycle(WORLD_SIZES), strict=False
-    ):
-        yield kernel_source(algorithm, dtype, world_size, generated=epilogue)
-    for algorithm in takers:
-        if algorithm.row.direct:
-            yield kernel_source(algorithm, torch.bfloat16, 4, "direct", epilogues[0])
-
-
-def _norm_kernels() -> Iterator[KernelSource]:
-    every = itertools.product(NORM_KERNELS, NORM_OUTPUTS, CLUSTERS)
-    types = itertools.cycle(TYPE_NAMES)
-    for (algorithm, output, cluster), dtype, world_size in zip(
-        every, types, itertools.cycle(WORLD_SIZES), strict=False
-    ):
-        yield kernel_source(algorithm, dtype, world_size, f"{cluster}, {output}")
-
-
-def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
-    ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
-    for algorithm in (*SUMMED_TILE_KERNELS, *SKINNY_KERNELS):
-        tiles = algorithm.row.tiles
-        for tile, layout in itertools.product(tiles, LAYOUTS):
-            world_size, dtype = next(ways)
-            yield fused_matmul_source(algorithm, dtype, world_size, tile, layout)
-        if algorithm in SKINNY_KERNELS:
-            continue
-        # Pair the longest epilogue with the smallest tile: with a large tile NVRTC takes four times as long.
-        for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), (tiles[0], *tiles[3:]), strict=False):
-            yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
-        encoded = itertools.cycle(for_wire(tiles, codec(NAMES[1])))
-        for name, tile in zip(NAMES[1:], encoded, strict=False):
-            world_size, dtype = next(ways)
-            yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", codec=codec(name))
-
-
-def _gathered_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
-    for algorithm in GATHERING_KERNELS:
-        tiles = algorithm.row.tiles
-        kinds = itertools.product(tiles, LAYOUTS)
-        for (tile, layout), world_size in zip(kinds, itertools.cycle(WORLD_SIZES), strict=False):
-            yield fused_matmul_source(algorithm, MATMUL_TYPES[world_size % 2], world_size, tile, layout)
-        for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), tiles, strict=True):
-            yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)

@@ -201,7 +201,7 @@ class Engine:
             self.table,
             runner.chip if runner else self.table.chip,
             problem,
-            runner.kernels.why_no_multicast if runner else select.multicast_is_there,
+            runner.kernels.why_no_multicast if runner else lambda: "",
             partial(self.hierarchy.set_up, x),
             self.multimem_stand_in,
             self.lossless,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from graphar.errors import (
     CollectiveTimeout,
@@ -15,7 +15,7 @@ from graphar.errors import (
     TimeoutRecord,
 )
 from graphar.plan.algorithms import Algorithm
-from graphar.runtime.arguments import Counters, EpochState, Record
+from graphar.runtime.arguments import KEPT_CALLS, Counters, EpochState, Record
 from graphar.runtime.driver import call, driver, on_device
 
 T = TypeVar("T", bound=ctypes.Structure)
@@ -24,8 +24,18 @@ _OVERLAPPED, _DISAGREED = 2, 3  # `overlapped` and `disagreed` in cuda_src/devic
 _CALLS = 1 << 32  # epochs and fingerprints are smaller
 
 
+class Unlike(NamedTuple):
+    """The calls, in words, of a rank and of a peer that it waited for in vain."""
+
+    own: str
+    other: str
+
+
 def failure_of_kernel(
-    record: Record, last_calls: Callable[[], Sequence[str]], call_of: Callable[[int, int], str]
+    record: Record,
+    last_calls: Callable[[], Sequence[str]],
+    call_of: Callable[[int, int], str],
+    unlike: Callable[[], Unlike | None],
 ) -> GrapharError:
     """Returns the error for a kernel's record.
 
@@ -33,6 +43,8 @@ def failure_of_kernel(
         record: the record of a kernel that gave up.
         last_calls: a function that returns the last calls of each rank, as :func:`last_calls_of` does.
         call_of: a function that returns the call with a fingerprint, of a rank, in words.
+        unlike: a function that returns what the ranks of an expired wait called, if the awaited one called something
+            else.
     """
     algorithm = list(Algorithm)[record.algorithm]
     what = f"{algorithm.op} call {record.sequence} by {algorithm.value}"
@@ -41,11 +53,13 @@ def failure_of_kernel(
             f"{what} ran while another call of this communicator did, on another stream or in another graph; order "
             "them, or give each its own Communicator"
         )
+    found = unlike() if record.kind != _DISAGREED else None
     if record.kind == _DISAGREED:
+        found = Unlike(call_of(record.expected, record.rank), call_of(record.seen, record.peer))
+    if found:
         return CommunicatorError(
             f"{what}: ranks must make the same graphar calls in the same order, got\n"
-            f"rank {record.rank}: {call_of(record.expected, record.rank)}\n"
-            f"rank {record.peer}: {call_of(record.seen, record.peer)}\n"
+            f"rank {record.rank}: {found.own}\nrank {record.peer}: {found.other}\n"
             "Results since that call may be wrong; close this communicator."
         )
     waited = record.sequence, record.rank, record.peer, tuple(last_calls()), record.block, record.expected, record.seen
@@ -75,6 +89,24 @@ def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank
         record.algorithm, record.rank, record.peer = algorithm.index, rank, peer
         record.sequence = (own // _CALLS - 1) % _CALLS
         record.expected, record.seen, record.kind = own % _CALLS, told % _CALLS, _DISAGREED
+
+
+def call_at(counters: int, rank: int, sequence: int) -> int:
+    """Returns the fingerprint of what a rank called in call ``sequence`` of an algorithm; 0 if it has told of none.
+
+    ``counters`` is the address of Counters on the current device.
+    """
+    entry = _read(Counters, counters).called[rank][sequence % KEPT_CALLS]
+    return entry % _CALLS if entry and entry // _CALLS == (sequence + 1) % _CALLS else 0
+
+
+def call_ahead_of(peer: int, counters: Mapping[Algorithm, int]) -> int:
+    """Returns the fingerprint of a call of any algorithm that a peer has begun and this rank has not; 0 if unknown.
+
+    ``counters`` are the addresses of this rank's Counters. The current device is the rank's own.
+    """
+    ahead = (call_at(address, peer, _read(EpochState, address).epoch) for address in counters.values())
+    return next(filter(None, ahead), 0)
 
 
 def last_calls_of(

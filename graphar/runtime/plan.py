@@ -17,10 +17,6 @@ Tensors = tuple[torch.Tensor, ...]
 Launch = Callable[[Tensors, Tensors, tuple[float, ...], "Corner | None"], None]
 
 
-def _launches_nothing_alone(operands: Operands) -> None:
-    return None
-
-
 class Plan(NamedTuple):
     """What a call became: the kernel or kernels that it launches, or a function without kernels.
 
@@ -34,7 +30,7 @@ class Plan(NamedTuple):
     reason: str = ""  # why it is this one
     # Returns the launch of calls with tensors like the given ones of this process's only rank, which differ from them
     # in their addresses only; None if such calls need more than that.
-    launch_like: Callable[[Operands], Launch | None] = _launches_nothing_alone
+    launch_like: Callable[[Operands], Launch | None] = lambda operands: None
 
     @property
     def explanation(self) -> Explanation:

@@ -13,9 +13,17 @@ from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.agreement import Fingerprints
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
-from graphar.runtime.arguments import Arguments
+from graphar.runtime.arguments import Arguments, Record
 from graphar.runtime.driver import on_device
-from graphar.runtime.failures import calls_begun, compare_last_calls, failure_of_kernel, last_calls_of
+from graphar.runtime.failures import (
+    Unlike,
+    call_ahead_of,
+    call_at,
+    calls_begun,
+    compare_last_calls,
+    failure_of_kernel,
+    last_calls_of,
+)
 from graphar.runtime.kernels import Kernels
 from graphar.runtime.member import Member
 from graphar.runtime.multicast_memory import TorchMemory
@@ -96,8 +104,33 @@ class Runner:
             record = next((member.record for member in self.members if member.record.kind), None)
             if record is None:
                 return
-            self._failure = failure_of_kernel(record, self._last_calls, self._fingerprints.words)
+            words, unlike = self._fingerprints.words, lambda: self._unlike_calls(record)
+            self._failure = failure_of_kernel(record, self._last_calls, words, unlike)
         raise self._failure.again()
+
+    def _unlike_calls(self, record: Record) -> Unlike | None:
+        """Returns what the ranks of an expired wait called; None unless the awaited one called something else.
+
+        It did if it has begun a call that this rank has not, and not the one in which this rank waited.
+        """
+        algorithm = list(Algorithm)[record.algorithm]
+        own = self._counters_of(record.rank)
+        with on_device(self._member(record.rank).device):
+            other = call_ahead_of(record.peer, own)
+            fingerprint, has_come = (
+                call_at(own[algorithm], rank, record.sequence) for rank in (record.rank, record.peer)
+            )
+        if not other or has_come:
+            return None
+        words = self._fingerprints.words
+        return Unlike(words(fingerprint, record.rank), words(other, record.peer))
+
+    def _member(self, rank: int) -> Member:
+        return next(member for member in self.members if member.rank == rank)
+
+    def _counters_of(self, rank: int) -> dict[Algorithm, int]:
+        """Returns the addresses of a rank's Counters by prepared algorithm."""
+        return {algorithm: pointers[rank] for algorithm, pointers in self.kernels.counters().items()}
 
     def _last_calls(self) -> list[str]:
         own = {member.rank: member.device for member in self.members}

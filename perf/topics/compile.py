@@ -13,10 +13,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
-from graphar.runtime.catalogue import KernelSource, catalogue
+from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import compile_kernel, nvrtc_version
 from perf.charts import Axis, Mark, Rows
 from perf.cubin import resources
+from perf.kernels import catalogue
 from perf.report import Arguments, Glance, Report, Section, Timed, Timing, table
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")

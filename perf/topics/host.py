@@ -42,7 +42,10 @@ class Host(Report):
 - limit: the most that of_allreduce may be on GPUs: 1.5, and 2.0 for matmuls.
 - Python calls: the Python functions that run from the public op, which counts, to the last launch of a kernel in a
   warm call. They were counted in other processes.
-- x + x: torch's addition. all_reduce: the in-place call of torch.distributed with that backend.
+- partition=, one kernel: `partition="tiles"`. Other matmuls of so few columns are multiplied by torch, and then summed:
+  two kernels, the first of them with the host time of torch's linear.
+- x + x: torch's addition. linear: torch's matmul of one row. all_reduce: the in-place call of torch.distributed with
+  that backend.
 
 A GPU that ranks share runs their kernels in turn, in time slices. The host does not wait for them, so host times are
 like those of a GPU each. On the CPU calls are not enqueued: their times hold the communication by gloo, and limits do

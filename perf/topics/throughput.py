@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphar
 from graphar.numerics.codecs import Codec, codec
-from graphar.runtime.preparation import prepare
+from graphar.ops.preparation import prepare
 from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of

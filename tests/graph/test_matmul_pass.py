@@ -35,7 +35,11 @@ DEFAULT = shipped_table("default")
 # As if all sizes had been measured to be faster.
 PAYS = replace(
     DEFAULT,
-    matmul=replace(DEFAULT.matmul, tiles_from_numel=dict.fromkeys(range(2, 9), 1), skinny_least_busy=0.0),
+    matmul=replace(
+        DEFAULT.matmul,
+        tiles_from_numel=dict.fromkeys(range(2, 9), 1),
+        skinny_from_columns=dict.fromkeys(range(2, 9), 1),
+    ),
     allgather_matmul=replace(DEFAULT.allgather_matmul, tiles_from_rows=dict.fromkeys(range(2, 9), 1)),
 )
 

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
 DISAGREED = 3  # `disagreed` in cuda_src/device/sync/record.cuh
 ONE, OTHER = 7, 8  # fingerprints
+NEVER = 1 << 62  # ns; with such a deadline a wait would not end
 
 
 def fingerprints(world_size):
@@ -71,6 +72,14 @@ def awaited(absent=()):
 
 def test_a_wait_that_expires_says_what_the_awaited_rank_calls():
     *_, odd = (outcome.record for outcome in run(Algorithm.ONE_SHOT, 2, 0, awaited()))
+
+    assert (odd.kind, odd.sequence, odd.expected, odd.seen) == (DISAGREED, 1, OTHER, ONE)
+
+
+def test_a_wait_ends_long_before_its_deadline_if_ranks_differ():
+    before, unlike = awaited()
+
+    *_, odd = (outcome.record for outcome in run(Algorithm.ONE_SHOT, 2, 0, (before, replace(unlike, timeout_ns=NEVER))))
 
     assert (odd.kind, odd.sequence, odd.expected, odd.seen) == (DISAGREED, 1, OTHER, ONE)
 

@@ -37,19 +37,27 @@ class Bound:
         return SimpleNamespace(epilogue=SimpleNamespace(put=None))
 
 
-@pytest.mark.parametrize(
-    "algorithm", [Algorithm.MATMUL_ALLREDUCE, Algorithm.ALLGATHER_MATMUL], ids=lambda one: one.value
-)
-def test_epilogues_that_differ_in_their_text_alone_share_no_launch(monkeypatch, algorithm):
-    # Their code is the same, but ranks compare the text. The addresses of a rank may repeat where another's do not.
+@pytest.fixture
+def engine(monkeypatch):
+    """An engine of two ranks whose launches are recorded, and bound to nothing."""
     for name in ("summed_tiles", "gathered_tiles"):
         monkeypatch.setattr(fused, name, lambda *given: ([], None))
-    monkeypatch.setattr(fused, "KernelLaunch", lambda *given: None)
+    monkeypatch.setattr(fused, "KernelLaunch", lambda *given: given)
     monkeypatch.setattr(fused, "bind_launch", lambda *given: given)
     monkeypatch.setattr(fused, "_why_not", lambda own: "")  # the operands are on the CPU
     monkeypatch.setattr(launcher, "sm_count", lambda device: 132)
-    runner, table = Bound(), shipped_table("nvidia_h200")
-    engine = SimpleNamespace(runner=runner, world_size=2, devices=None, table=table, deadline=lambda call: 1.0)
+    table = shipped_table("nvidia_h200")
+    return SimpleNamespace(runner=Bound(), world_size=2, devices=None, table=table, deadline=lambda call: 1.0)
+
+
+every_kind = pytest.mark.parametrize(
+    "algorithm", [Algorithm.MATMUL_ALLREDUCE, Algorithm.ALLGATHER_MATMUL], ids=lambda one: one.value
+)
+
+
+@every_kind
+def test_epilogues_that_differ_in_their_text_alone_share_no_launch(engine, algorithm):
+    # Their code is the same, but ranks compare the text. The addresses of a rank may repeat where another's do not.
     a, w, out = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (32, 64, 32))
     forms = [bind("op", text, out, [], [2.0])[0] for text in ("v * a", "v * b", "v * a")]
     (one,) = row_slices(COUNTS, 32)
@@ -63,7 +71,19 @@ def test_epilogues_that_differ_in_their_text_alone_share_no_launch(monkeypatch, 
         launches._launch(MEMBER, launches._place(MatmulOperands(a, w, None, out)), one)
 
     assert forms[0].kernel == forms[1].kernel
-    assert [text.split(", ")[2] for text in runner.words] == [
+    assert [text.split(", ")[2] for text in engine.runner.words] == [
         f"epilogue v * a by {algorithm.value}",
         f"epilogue v * b by {algorithm.value}",
     ]
+
+
+@every_kind
+def test_a_weight_and_a_transposed_weight_at_its_address_share_no_launch(engine, algorithm):
+    a, w, out = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (32, 64, 32))  # w is square
+    (one,) = row_slices(COUNTS, 32)
+    launches = FusedMatmul(engine, Call.of(Product(algorithm.op, COUNTS, 64), a), algorithm, 32, TILE)
+
+    bound = [launches._launch(MEMBER, MatmulOperands(a, weight, None, out), one) for weight in (w, w.t(), w)]
+
+    assert bound[0] is bound[2]
+    assert bound[0] is not bound[1]

@@ -374,3 +374,43 @@ def test_calls_on_the_cpu_ask_for_no_software_and_all_others_ask_once(monkeypatc
     assert [overlap._missing_software() for _ in range(3)] == ["no driver"] * 3
     assert len(asked) == 1
     overlap._missing_software.cache_clear()
+
+
+def fused_sums(op, a, w, bias, **options):
+    """The result of two ranks with equal operands, and the calls of the sums that were made for it."""
+    with graphar.Communicator(devices=["cpu", "cpu"]) as ranks:
+        (first, _) = op([a, a], [w, w], bias=[bias, bias], group=ranks, **options)
+        return first, [call for call in ranks.engine.plans if isinstance(call.work, (Sum, Parts))]
+
+
+@pytest.mark.parametrize("partition", ["none", "split_m", "split_n"])
+@pytest.mark.parametrize(
+    "op", [graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter], ids=lambda op: op.__name__
+)
+def test_a_bias_is_added_by_the_sum_whose_products_stay_rounded(op, partition):
+    a, w, bias = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((6, 16), (10, 16), (10,)))
+
+    found, sums = fused_sums(op, a, w, bias, partition=partition)
+
+    assert {(call.dtype, call.work.epilogue.text) for call in sums} == {(torch.bfloat16, "v + bias[col]")}
+    whole = graphar.reference.fused_matmul_allreduce([a, a], [w, w], bias)
+    assert torch.equal(found, whole if op is graphar.fused_matmul_allreduce else whole[:3])
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:1].expand(10), lambda x: x._neg_view()], ids=["expanded", "negated"])
+def test_a_bias_that_does_not_lie_as_it_reads_is_copied_for_the_sum(view):
+    a, w, whole = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((6, 16), (10, 16), (10,)))
+    bias = view(whole)
+
+    found, _ = fused_sums(graphar.fused_matmul_allreduce, a, w, bias)
+
+    assert torch.equal(found, graphar.reference.fused_matmul_allreduce([a, a], [w, w], bias.clone()))
+
+
+def test_with_a_codec_a_bias_is_added_to_the_sum_before_it_is_rounded():
+    a, w, bias = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((6, 16), (10, 16), (10,)))
+
+    found, sums = fused_sums(graphar.fused_matmul_allreduce, a, w, bias, codec="int8")
+
+    assert [(call.dtype, call.work.epilogue) for call in sums] == [(torch.float32, None)]
+    assert torch.equal(found, graphar.reference.fused_matmul_allreduce([a, a], [w, w], bias, codec="int8"))

@@ -15,7 +15,8 @@ from graphar.numerics.epilogues.syntax import FUNCTIONS, MAX_NODES, Apply, Name,
 from graphar.numerics.epilogues.tracer import trace
 from graphar.plan.algorithms import Algorithm, with_epilogue
 from graphar.runtime.arguments import EpilogueArguments
-from graphar.runtime.catalogue import SUMMED_TILE_KERNELS, catalogue, kernel_source
+from graphar.runtime.catalogue import SUMMED_TILE_KERNELS, kernel_source
+from perf.kernels import catalogue
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

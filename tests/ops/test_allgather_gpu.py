@@ -7,13 +7,7 @@ import random
 import pytest
 import torch
 
-from graphar.plan.scratch import (
-    ALLGATHER_BLOCKS,
-    ALLGATHER_CHUNK,
-    ALLGATHER_FLAGGED_NBYTES,
-    PACK_NBYTES,
-    PUSH_DEPTH,
-)
+from graphar.plan.scratch import PACK_NBYTES, PUSH_DEPTH, Sizes
 from tests.gpu import Ranks, poison
 
 pytestmark = pytest.mark.gpu
@@ -32,9 +26,9 @@ DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-STEP_NBYTES = ALLGATHER_BLOCKS * ALLGATHER_CHUNK * PACK_NBYTES  # of a part, in one step of the largest grid
+STEP_NBYTES = Sizes.allgather_blocks * Sizes.allgather_chunk * PACK_NBYTES  # of a part, in one step of the largest grid
 # Bytes of a part: around a pack, a block's first chunk, a row of the shapes, a step, and what takes every slot twice.
-LAST_FLAGGED = ALLGATHER_FLAGGED_NBYTES
+LAST_FLAGGED = Sizes.allgather_flagged_nbytes
 NBYTES = (
     *(1, 15, 16, 17, 2047, 2048, 2049, LAST_FLAGGED - 1, LAST_FLAGGED, LAST_FLAGGED + 1, 524304),
     *(STEP_NBYTES - 1, STEP_NBYTES, STEP_NBYTES + 1),

@@ -7,7 +7,7 @@ import torch
 
 import graphar
 from graphar import Epilogue
-from graphar.plan.scratch import REDUCESCATTER_NBYTES
+from graphar.plan.scratch import Sizes
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.processes import run_ranks
@@ -64,7 +64,7 @@ def test_every_part_has_the_specifications_bits(ranks: Ranks, what, dtype):
 
 def test_places_go_on_from_one_slice_to_the_next(ranks: Ranks):
     columns = 1000
-    rows = 3 * REDUCESCATTER_NBYTES // (2 * columns)
+    rows = 3 * Sizes.reducescatter_nbytes // (2 * columns)
     parts = parts_of(ranks, normal, (rows, columns), torch.bfloat16)
     before = ranks.calls_of(KERNEL)
 

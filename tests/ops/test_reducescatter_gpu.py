@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.scratch import REDUCESCATTER_NBYTES
+from graphar.plan.scratch import Sizes
 from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 
@@ -136,7 +136,7 @@ def test_other_dtypes_take_the_fallback(ranks: Ranks, dtype):
 
 @pytest.mark.parametrize(
     ("numel", "launches"),
-    [(1, 1), (8192, 1), (REDUCESCATTER_NBYTES // 2, 1), (REDUCESCATTER_NBYTES + 1024, 3)],
+    [(1, 1), (8192, 1), (Sizes.reducescatter_nbytes // 2, 1), (Sizes.reducescatter_nbytes + 1024, 3)],
     ids=["one element", "small", "as much as fits", "three slices"],
 )
 def test_the_kernel_runs_once_for_each_slice(ranks: Ranks, numel, launches):
@@ -178,7 +178,7 @@ def test_parts_may_begin_and_end_anywhere(ranks: Ranks, dtype):
 
 
 def test_one_part_may_be_all_there_is(ranks: Ranks):
-    total = 3 * REDUCESCATTER_NBYTES // 4  # of bf16: one and a half launches' worth of input, in one part many
+    total = 3 * Sizes.reducescatter_nbytes // 4  # of bf16: one and a half launches' worth of input, in one part many
     parts = parts_of(ranks, normal, (total,), torch.bfloat16)
     for owner in range(ranks.world_size):
         counts = tuple(total if rank == owner else 0 for rank in range(ranks.world_size))
@@ -187,7 +187,7 @@ def test_one_part_may_be_all_there_is(ranks: Ranks):
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("numel", [8199, REDUCESCATTER_NBYTES // 2 + 77])
+@pytest.mark.parametrize("numel", [8199, Sizes.reducescatter_nbytes // 2 + 77])
 def test_nothing_is_written_beside_the_output_or_the_scratch(ranks: Ranks, numel, offset):
     guard = 64
     parts = parts_of(ranks, normal, (numel,), torch.float16)

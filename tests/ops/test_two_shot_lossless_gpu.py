@@ -9,7 +9,7 @@ import graphar
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config
-from graphar.plan.scratch import LOSSLESS_CHUNK, PIPELINE_BLOCKS
+from graphar.plan.scratch import Sizes
 from graphar.plan.slices import Slice
 from graphar.plan.work import Sum
 from tests.cases import bit_patterns, far_apart, in_turns, normal, same_bits
@@ -37,8 +37,8 @@ def test_many_chunks_give_the_specification(ranks: Ranks, numel):
 
 
 @every_fill
-@pytest.mark.parametrize("blocks", [1, 7, PIPELINE_BLOCKS])
-@pytest.mark.parametrize("chunk", [1, 3, LOSSLESS_CHUNK])
+@pytest.mark.parametrize("blocks", [1, 7, Sizes.pipeline_blocks])
+@pytest.mark.parametrize("chunk", [1, 3, Sizes.lossless_chunk])
 def test_every_grid_and_chunk_gives_the_specification(ranks: Ranks, blocks, chunk, fill):
     ranks.check(fill, 8192, torch.bfloat16, NAME)  # makes the plan
     numel = 5 * min(blocks, 8) * ranks.world_size * chunk * 1024 + 5

@@ -126,3 +126,29 @@ def test_a_repeated_call_launches_with_the_operands_of_the_call_that_ran(bound, 
     results = result if isinstance(result, tuple) else (result,)
     assert all(one is out for one, out in zip(results, outputs, strict=True))
     assert [(one.shape, one.dtype) for one in outputs] == [(one.shape, one.dtype) for one in own.outputs]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_calls_with_a_layers_parameters_repeat_where_no_gradients_are_recorded(bound, mode):
+    communicator, machine = bound
+    weight, bias = torch.nn.Parameter(W.clone()), torch.nn.Parameter(BIAS.clone())
+    with mode():
+        for _ in range(4):
+            y = graphar.fused_matmul_allreduce(A, weight, bias=bias, group=communicator)
+
+    ((inputs, _, _),) = machine.launched
+    assert [one.data_ptr() for one in inputs] == [one.data_ptr() for one in (A, weight, bias)]
+    assert type(y) is torch.Tensor
+
+
+def test_a_call_that_repeats_without_gradients_still_records_them_where_they_are_wanted(bound):
+    communicator, machine = bound
+    weight = torch.nn.Parameter(W.clone())
+    with torch.no_grad():
+        for _ in range(4):
+            graphar.fused_matmul_allreduce(A, weight, group=communicator)
+
+    y = graphar.fused_matmul_allreduce(A, weight, group=communicator)
+
+    assert y.requires_grad
+    assert len(machine.launched) == 1

@@ -36,6 +36,7 @@ def test_a_run_on_the_cpu_is_reported_with_every_public_op(tmp_path, forked_rank
     assert {row.op for row in own} == OPS
     assert [(row.method, row.op) for row in found.rows if not row.is_own] == [
         ("torch", "x + x"),
+        ("torch", "linear"),
         ("gloo", "all_reduce"),
     ]
     assert {(row.place, row.world_size, row.wrong, row.python_calls) for row in found.rows} == {(CPU, 2, 0, None)}

@@ -298,8 +298,8 @@ def test_two_shot_pipelined_has_a_signal_pad_and_room_for_a_chunk_of_every_block
     needs = Algorithm.TWO_SHOT_PIPELINED.row.scratch(world_size)
     depth = constant("device/sync/two_shot_pipeline.cuh", "pipeline_depth")
 
-    assert needs.capacity == scratch.PIPELINE_CHUNK
-    slots = 2 * depth * scratch.PIPELINE_BLOCKS * world_size
+    assert needs.capacity == scratch.Sizes.pipeline_chunk
+    slots = 2 * depth * scratch.Sizes.pipeline_blocks * world_size
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
     assert needs.fill == 0
 
@@ -308,8 +308,10 @@ def test_two_shot_pipelined_has_a_signal_pad_and_room_for_a_chunk_of_every_block
 def test_two_shot_lossless_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
     needs = Algorithm.TWO_SHOT_LOSSLESS.row.scratch(world_size)
 
-    slots = 2 * constant("device/sync/two_shot_pipeline.cuh", "pipeline_depth") * scratch.PIPELINE_BLOCKS * world_size
-    assert needs.capacity * 16 == scratch.LOSSLESS_CHUNK * scratch.LOSSLESS_TILE_NBYTES
+    slots = (
+        2 * constant("device/sync/two_shot_pipeline.cuh", "pipeline_depth") * scratch.Sizes.pipeline_blocks * world_size
+    )
+    assert needs.capacity * 16 == scratch.Sizes.lossless_chunk * scratch.LOSSLESS_TILE_NBYTES
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
     assert needs.fill == 0
 

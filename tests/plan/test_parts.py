@@ -113,7 +113,7 @@ def test_a_threshold_is_the_last_size_of_its_entry(op):
 def test_allgather_flagged_has_room_for_every_part_it_is_chosen_for():
     chosen = [entry["max_nbytes"] for entry in PARTS["allgather"] if entry["algorithm"] == FLAGGED]
 
-    assert max(chosen) == scratch.ALLGATHER_FLAGGED_NBYTES
+    assert max(chosen) == scratch.Sizes.allgather_flagged_nbytes
 
 
 def test_the_tuning_tables_know_nothing_of_them():
@@ -148,7 +148,7 @@ def test_a_reducescatter_with_a_norm_has_room_for_the_longest_row_and_splits_non
 def test_reducescatter_push_has_room_for_a_part_of_every_rank_twice(world_size):
     needs = REDUCESCATTER.row.scratch(world_size)
 
-    assert needs.capacity * PACK_NBYTES * world_size >= scratch.REDUCESCATTER_NBYTES
+    assert needs.capacity * PACK_NBYTES * world_size >= scratch.Sizes.reducescatter_nbytes
     assert needs.nbytes == 2 * world_size * needs.capacity * PACK_NBYTES
     assert needs.nbytes // PACK_NBYTES < 1 << 32
     assert needs.fill == 0xFF
@@ -158,7 +158,7 @@ def test_reducescatter_push_has_room_for_a_part_of_every_rank_twice(world_size):
 def test_allgather_flagged_has_room_for_the_pairs_of_a_part_of_every_rank_twice(world_size):
     needs = FLAGGED.row.scratch(world_size)
 
-    assert needs.capacity == 2 * scratch.ALLGATHER_FLAGGED_NBYTES // PACK_NBYTES
+    assert needs.capacity == 2 * scratch.Sizes.allgather_flagged_nbytes // PACK_NBYTES
     assert needs.capacity % 64 == 0  # a warp's pairs are whole
     assert needs.nbytes == 2 * world_size * needs.capacity * PACK_NBYTES
     assert needs.fill == 0
@@ -170,8 +170,8 @@ def test_allgather_push_has_a_signal_pad_and_room_for_a_chunk_of_every_block_ran
     header = (compiler.source_directory() / "device/sync/push_pipeline.cuh").read_text()
     depth = int(re.search(r"constexpr u32 push_depth = (\d+);", header)[1])
 
-    assert needs.capacity == scratch.ALLGATHER_CHUNK
-    slots = depth * scratch.ALLGATHER_BLOCKS * world_size
+    assert needs.capacity == scratch.Sizes.allgather_chunk
+    slots = depth * scratch.Sizes.allgather_blocks * world_size
     assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * PACK_NBYTES
     assert needs.fill == 0
 

@@ -214,7 +214,7 @@ def made_up(content):
         "own_rows": [16, 32],
         "tiles_from_numel": {"4": 4096},
         "codec_tiles_from_numel": {"4": 8192},
-        "skinny_world_sizes": [8],
+        "skinny_from_columns": {"8": 64},
         "skinny_least_busy": 0.5,
         "one_shot_nbytes": {"4": 64},
         "one_shot_nbytes_beyond": 32,
@@ -319,8 +319,11 @@ def test_matmuls_follow_its_policy_and_sms(table):
 
     assert [in_tiles(4096), in_tiles(3072), in_tiles(1 << 30, 2)] == [True, False, False]
     assert [in_tiles(8192, codec="int8"), in_tiles(4096, codec="int8")] == [True, False]
-    # 39 blocks of 64 columns keep all SMs busy that a kernel may take.
-    assert matmuls.prefers_tiles(policy, SMS, 8, 16, 64 * (SMS - 1))
+    # A kernel may take all SMs but one. Two waves of blocks of 64 columns must fill half of them.
+    assert all(matmuls.prefers_tiles(policy, SMS, 8, 16, 64 * blocks) for blocks in (1, SMS - 1, SMS, 2 * SMS - 2))
+    busier = replace(policy, skinny_least_busy=0.6)
+    assert [matmuls.prefers_tiles(busier, SMS, 8, 16, 64 * blocks) for blocks in (1, SMS)] == [True, False]
+    assert not matmuls.prefers_tiles(policy, SMS, 8, 16, 56)
     assert not matmuls.prefers_tiles(policy, SMS, 4, 1, 64 * (SMS - 1))
     one_shot, two_shot = (Product("fused_matmul_allreduce", (1,), columns) for columns in (32, 40))
     assert matmuls.fused_algorithm(table, one_shot, 4) is Algorithm.MATMUL_ONE_SHOT

@@ -154,6 +154,11 @@ def test_auto_takes_few_rows_of_a_small_result_that_is_summed_whole_and_keeps_th
     assert matmuls.prefers_tiles(POLICY, SMS, 4, 16, columns, scattered) == taken
 
 
+@pytest.mark.parametrize(("columns", "taken"), [(4088, False), (4096, True), (8384, True), (8392, False)])
+def test_auto_takes_few_rows_of_two_ranks_from_fewer_columns_on_if_they_are_one_wave(columns, taken):
+    assert matmuls.prefers_tiles(POLICY, SMS, 2, 16, columns) == taken
+
+
 @pytest.mark.parametrize(
     ("archs", "columns", "reason"),
     [

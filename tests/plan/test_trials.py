@@ -51,7 +51,7 @@ def test_numbers_of_a_world_size_are_marked():
         "lossless.allreduce_from_nbytes.3",
         "lossless.reducescatter_from_nbytes.3",
         "lossless.allgather_from_nbytes.3",
-        "matmul.skinny_world_sizes",
+        "matmul.skinny_from_columns.3",
         "matmul.one_shot_nbytes.3",
         "matmul.tiles_from_numel.3",
         "matmul.codec_tiles_from_numel.3",

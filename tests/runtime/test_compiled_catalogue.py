@@ -13,8 +13,8 @@ import pytest
 
 from graphar.errors import CompileError
 from graphar.runtime import compiler
-from graphar.runtime.catalogue import catalogue
 from graphar.runtime.compiler import Cubin, cache_key, compile_kernel
+from perf.kernels import catalogue
 from tests.compilations import ARCHS, features, some, taken, words
 from tests.processes import PROCESSES
 

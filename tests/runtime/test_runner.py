@@ -21,7 +21,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.rendezvous import Alone, RanksAbsent
 from graphar.runtime import failures, kernels, launcher, runner, setup
-from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, Record
+from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, EpochState, Record
 from graphar.runtime.bind import launches
 from graphar.runtime.bind.collective import plan_of_slices
 from graphar.runtime.launcher import Grid, Launch
@@ -142,6 +142,8 @@ def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
     made = Runner([member], world_size, CHIP, memory=None, rendezvous=rendezvous or Alone(), multicast_memory=None)
     begun = {0x1000: 42, 0x2000: 42, 0x3000: 41, 0x4000: 3, 0x5000: 3, 0x6000: 4}
     monkeypatch.setattr(failures, "calls_begun", lambda counters, device: begun[counters])
+    monkeypatch.setattr(failures, "_read", lambda struct, address: struct())  # no rank has told what it calls
+    monkeypatch.setattr(runner, "on_device", contextlib.nullcontext)
     made.kernels._regions = {
         Algorithm.TWO_SHOT_PUSH: SimpleNamespace(pointers=[0x1000, 0x2000, 0x3000]),
         Algorithm.ONE_SHOT_PUSH: SimpleNamespace(pointers=[0x4000, 0x5000, 0x6000]),
@@ -165,6 +167,47 @@ def test_a_timeout_says_which_call_waited_for_whom_and_what_each_rank_did_last(m
         "0x29); close this communicator (GRAPHAR_DEBUG=1 compares ranks' calls before they are made)\nlast calls:\n"
         + "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(last_calls))
     )
+
+
+def tell(monkeypatch, calls):
+    """Lets ranks have told rank 0 of ``calls``: fingerprints by (address of rank 0's Counters, rank, call)."""
+
+    def read(struct, address):
+        if struct is EpochState:
+            return EpochState(epoch={0x1000: 42, 0x4000: 3}[address])
+        counters = Counters()
+        for (there, rank, sequence), fingerprint in calls.items():
+            if there == address:
+                counters.called[rank][sequence % KEPT_CALLS] = (sequence + 1) << 32 | fingerprint
+        return counters
+
+    monkeypatch.setattr(failures, "_read", read)
+
+
+def test_a_wait_for_a_rank_that_calls_another_algorithm_says_what_both_called(monkeypatch):
+    failed = runner_of(monkeypatch, record_of(kind=1, expected=42, seen=41))
+    monkeypatch.setattr(failed._fingerprints, "words", lambda fingerprint, rank: CALLS[fingerprint])
+    tell(monkeypatch, {(0x1000, 0, 41): 7, (0x4000, 2, 3): 8, (0x4000, 0, 2): 5, (0x4000, 2, 2): 5})
+
+    with pytest.raises(CommunicatorError, match="rank 0: allreduce of 8 elements\nrank 2: allreduce of 9 elements"):
+        failed.raise_failure()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {(0x1000, 0, 41): 7, (0x4000, 2, 2): 5},
+        {(0x1000, 0, 41): 7, (0x4000, 1, 3): 8},
+        {(0x1000, 0, 41): 7, (0x4000, 2, 3): 8, (0x1000, 2, 41): 7},
+    ],
+    ids=["of no later call", "by a third rank", "of the awaited call as well"],
+)
+def test_a_rank_that_is_late_is_not_said_to_call_anything_else(monkeypatch, told):
+    failed = runner_of(monkeypatch, record_of(kind=1, expected=42, seen=41))
+    tell(monkeypatch, told)
+
+    with pytest.raises(CollectiveTimeout):
+        failed.raise_failure()
 
 
 def test_the_failure_stays_the_one_it_was(monkeypatch):

@@ -10,8 +10,9 @@
 // (19) Relaxed accesses suffice: an entry is one word with its call's number, and publishes no other location. In call
 //      e, what a peer told of e - 2 has arrived: this rank has ended call e - 1, in which it heard from every rank, and
 //      by (13) the peers' calls e - 2 were over then. It is still there, since no peer is more than one call ahead, and
-//      kept_calls is larger than calls_a_comparison + 2. Younger entries are not compared: a rank that finds a
-//      difference early stops, and the others would wait for it.
+//      kept_calls is larger than calls_a_comparison + 2. Younger entries are not compared there: a rank that finds a
+//      difference early stops, and the others would wait for it. A rank that waits for long in call e compares the
+//      entries of e. Where it finds a difference, so does every other rank that waits in e: all ranks tell all.
 #pragma once
 #include "device/sync/record.cuh"
 
@@ -24,6 +25,24 @@ __device__ __forceinline__ void tell_call(const Arguments& a, u32 epoch) {
   Counters* const there = a.peer_counters[threadIdx.x];
   if (there != nullptr)
     store_relaxed_sys(&there->called[a.rank][epoch % kept_calls], u64(epoch + 1) << 32 | a.fingerprint);
+}
+
+// By a thread that has waited for long: the last rank that calls something else in this very call, and its fingerprint;
+// 0 if there is none.
+struct Unlike {
+  u32 peer;
+  u32 fingerprint;
+};
+
+__device__ __forceinline__ Unlike find_unlike(const Arguments& a, u32 epoch) {
+  const u64 own = u64(epoch + 1) << 32 | a.fingerprint;
+  Unlike found{0, 0};
+#pragma unroll 1
+  for (u32 peer = 0; peer < a.world_size; ++peer) {
+    const u64 told = load_relaxed_sys(&a.counters->called[peer][epoch % kept_calls]);
+    if (disagree(own, told)) found = {peer, u32(told)};
+  }
+  return found;
 }
 
 // By all threads, in call `now`.

@@ -10,7 +10,10 @@ class Deadline {
   // `patience` in quarters of the call's timeout.
   __device__ __forceinline__ State check(const Arguments& a, const Call& call, u32 patience = 4) {
     if (++spins_ & 1023) return waiting;
-    if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
+    const Unlike other = find_unlike(a, call.epoch);
+    if (call.was_busy || other.fingerprint != 0)  // one call of a function: kernels of tiles have no registers for two
+      report(a, call.was_busy ? overlapped : disagreed, call.epoch, call.was_busy ? a.rank : other.peer,
+             call.was_busy ? 0 : a.fingerprint, call.was_busy ? 1 : other.fingerprint);
     if (load_relaxed_gpu(a.abort) != 0) {
       stop_sending(a);  // the wait that expired may have been another algorithm's
       return aborted;

@@ -156,7 +156,6 @@ class _Op:
 
 
 def _table() -> Table:
-    """Returns the tuning table of calls on this machine."""
     return find_table(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else shipped_table(DEFAULT)
 
 

@@ -104,12 +104,10 @@ def _wrong(communicator: Communicator, call: SelfTestCall) -> int:
 
 
 def _counted(communicator: Communicator) -> Counts:
-    """Returns the calls that the communicator's kernels have counted."""
     return communicator.engine.runner.calls_begun() if communicator.engine.runner else {}
 
 
 def _due(calls: Sequence[SelfTestCall], world_size: int) -> Counts:
-    """Returns the calls that the kernels must have counted."""
     counts = Counter(call.kernel for call in calls if call.kernel)
     return {algorithm: [count] * world_size for algorithm, count in counts.items()}
 

@@ -49,8 +49,6 @@ def _in_pieces(engine: Engine, call: Call, x: torch.Tensor, step: int) -> Plan:
 
 
 def _rows(own: Operands, columns: int, first: int, count: int) -> Operands:
-    """Returns some rows of the operands."""
-
     def cut(x: torch.Tensor) -> torch.Tensor:
         return x.view(-1, x.shape[-1])[first : first + count]
 

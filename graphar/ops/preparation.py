@@ -1,0 +1,58 @@
+"""Loads the kernels of later calls, and allocates their scratch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from graphar.matmul.fused import load_tile
+from graphar.numerics.codecs import Codec
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.plan import select
+from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, with_kernels
+from graphar.plan.tiles import for_wire
+from graphar.plan.work import Product
+from graphar.runtime.engine import Engine
+
+
+def prepare(
+    engine: Engine,
+    ops: Sequence[str],
+    dtypes: Iterable[torch.dtype],
+    max_nbytes: int | None,
+    codecs: Sequence[Codec] = (),
+    epilogues: Sequence[Pointwise] = (),
+) -> None:
+    """Compiles and loads the kernels of later calls of ``ops``, and allocates their scratch. Collective.
+
+    It takes the arguments of graphar.Communicator.prepare, checked.
+    """
+    added = [dtype for dtype in dtypes if dtype in TYPE_NAMES]
+    named = f", codecs {[codec.text for codec in codecs]}" if codecs else ""
+    named += f", epilogues {[one.text for one in epilogues]}" if epilogues else ""
+    with engine.keeping_failure():
+        engine.compare("prepare", f"of {ops} for {added}, max_nbytes {max_nbytes}{named}")
+        if not engine.find_runner(engine.first_device()):
+            return
+        facts = select.Facts(engine.world_size, engine.table, engine.runner.chip, lossless=engine.lossless)
+        symmetric = engine.symmetric is not None
+        for kernel in select.needed_kernels(facts, ops, added, max_nbytes, codecs, epilogues, symmetric):
+            engine.runner.kernels.prepare(kernel)
+    if engine.runner.chip.arch == MATMUL_ARCH:
+        _prepare_matmuls(engine, ops, [one for one in added if one in MATMUL_TYPES], codecs, epilogues)
+
+
+def _prepare_matmuls(
+    engine: Engine, ops: Sequence[str], dtypes: Sequence[torch.dtype], codecs: Sequence[Codec], epilogues
+) -> None:
+    """Loads the fused kernels of every tile that calls of ``ops`` may take."""
+    algorithms = [one for op in ops for one in with_kernels(op) if one.row.tiles]
+    given = [(None, None), *((one, None) for one in codecs), *((None, one) for one in epilogues)]
+    for algorithm, (codec, epilogue) in itertools.product(algorithms, given):
+        row, text = algorithm.row, codec.text if codec else ""
+        takes = row.sends_tiles if codec else row.takes_epilogue if epilogue else True
+        for tile, dtype in itertools.product(for_wire(row.tiles, codec) if takes else (), dtypes):
+            load_tile(engine.runner, algorithm, dtype, tile, Product(row.op, (), 1, codec=text, epilogue=epilogue))
