@@ -11,7 +11,7 @@ from tests.host.mutant import mutant
 CALL, SENTINEL, FLAGGED = "device/sync/call.cuh", "device/sync/sentinel.cuh", "device/sync/flagged.cuh"
 PAD, PACK, WIRE = "device/sync/signal_pad.cuh", "device/pack.cuh", "device/wire/wire_sentinel.cuh"
 PARTS = "device/parts.cuh"
-LOSSLESS, TILE_CHUNKS = "device/wire/lossless.cuh", "device/wire/tile_chunks.cuh"
+TILES, LOSSLESS, TILE_CHUNKS = "device/wire/wire.cuh", "device/wire/lossless.cuh", "device/wire/tile_chunks.cuh"
 TWO_SHOT_PIPELINE, PUSH_PIPELINE = "device/sync/two_shot_pipeline.cuh", "device/sync/push_pipeline.cuh"
 SEND = "store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);"
 WARP_SEND = "store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);"
@@ -62,6 +62,33 @@ MUTANTS = (
         "wait_for_flag(a, call, row_, lane, base_ + steps);\n    __syncwarp();\n",
         "wait_for_flag(a, call, row_, lane, base_ + steps);\n",
         "two_shot_tma",
+        "thread",
+        2,
+    ),
+    mutant(
+        "lanes past the end that only shuffle with the one that stores a sum",
+        TILES,
+        "    __syncwarp();  // (24)\n",
+        "",
+        "two_shot_lossless",
+        "thread",
+        2,
+    ),
+    mutant(
+        "lanes past the end that only vote with the one that stores its part",
+        TILES,
+        "    __syncwarp();  // (24)\n",
+        "",
+        "allgather_lossless",
+        "thread",
+        2,
+    ),
+    mutant(
+        "lanes past the end that only shuffle with the one that stores an error",
+        TILES,
+        "    __syncwarp();  // (24)\n",
+        "",
+        "quantized_reducescatter",
         "thread",
         2,
     ),

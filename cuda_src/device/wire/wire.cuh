@@ -65,6 +65,10 @@ __device__ __forceinline__ bool is_whole(const Tensor<T>& x, u64 tile) {
   return (tile + 1) * (tile_numel / elements_per_pack<T>) <= x.whole;
 }
 
+// (24) The tensor may be overwritten in place, by sums or by rounding errors. A lane then stores the elements that it
+//      has loaded, after its own loads. Lanes past the end also load the last element, which another lane stores. The
+//      shuffles and votes in between order no accesses, so the loads and the store meet at __syncwarp. A tile that is
+//      whole has no such lanes, and no barrier. Tiles are loaded and stored by one warp, or between barriers of a block.
 template <class T>
 __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
   const bool whole = is_whole(x, tile);
@@ -77,6 +81,7 @@ __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
 #pragma unroll
     for (int p = 0; p < tile_rows * Tile<T>::packs; ++p)
       pack[p] = load_filled<T>(x.base, x.numel, pack_of<T>(tile, p) * elements_per_pack<T>);
+    __syncwarp();  // (24)
   }
   Tile<T> t;
 #pragma unroll
