@@ -13,6 +13,7 @@ PAD, PACK, WIRE = "device/sync/signal_pad.cuh", "device/pack.cuh", "device/wire/
 PARTS = "device/parts.cuh"
 TILES, LOSSLESS, TILE_CHUNKS = "device/wire/wire.cuh", "device/wire/lossless.cuh", "device/wire/tile_chunks.cuh"
 TWO_SHOT_PIPELINE, PUSH_PIPELINE = "device/sync/two_shot_pipeline.cuh", "device/sync/push_pipeline.cuh"
+LOADED = "    __syncwarp();  // (24)\n"
 SEND = "store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);"
 WARP_SEND = "store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);"
 POLL = "for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {"
@@ -65,33 +66,10 @@ MUTANTS = (
         "thread",
         2,
     ),
-    mutant(
-        "lanes past the end that only shuffle with the one that stores a sum",
-        TILES,
-        "    __syncwarp();  // (24)\n",
-        "",
-        "two_shot_lossless",
-        "thread",
-        2,
-    ),
-    mutant(
-        "lanes past the end that only vote with the one that stores its part",
-        TILES,
-        "    __syncwarp();  // (24)\n",
-        "",
-        "allgather_lossless",
-        "thread",
-        2,
-    ),
-    mutant(
-        "lanes past the end that only shuffle with the one that stores an error",
-        TILES,
-        "    __syncwarp();  // (24)\n",
-        "",
-        "quantized_reducescatter",
-        "thread",
-        2,
-    ),
+    mutant("a last element stored before all have read it", TILES, LOADED, "", "two_shot_lossless", "thread", 2),
+    mutant("a last element stored before all have read it", TILES, LOADED, "", "allgather_lossless", "thread", 2),
+    mutant("a last element stored before all have read it", TILES, LOADED, "", "quantized_reducescatter", "thread", 2),
+    mutant("a last element stored before all have read it", TILES, LOADED, "", "quantized_two_shot_push", "thread", 2),
     # ---- epochs
     mutant(
         "an epoch that is not advanced",

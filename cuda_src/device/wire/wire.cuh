@@ -65,10 +65,11 @@ __device__ __forceinline__ bool is_whole(const Tensor<T>& x, u64 tile) {
   return (tile + 1) * (tile_numel / elements_per_pack<T>) <= x.whole;
 }
 
-// (24) The tensor may be overwritten in place, by sums or by rounding errors. A lane then stores the elements that it
-//      has loaded, after its own loads. Lanes past the end also load the last element, which another lane stores. The
-//      shuffles and votes in between order no accesses, so the loads and the store meet at __syncwarp. A tile that is
-//      whole has no such lanes, and no barrier. Tiles are loaded and stored by one warp, or between barriers of a block.
+// (24) A tile may be overwritten in place, by sums, by a gathered part or by rounding errors. A lane stores only what
+//      it has loaded itself, but lanes past the end have also loaded the last element, which another lane stores.
+//      Shuffles and votes in between order no accesses. So the loads of a tile that is not whole end with __syncwarp,
+//      which does. Whole tiles need no barrier. The warp that stores a tile has loaded it, or a barrier of the block
+//      lies between.
 template <class T>
 __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
   const bool whole = is_whole(x, tile);
