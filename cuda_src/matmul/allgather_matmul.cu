@@ -120,9 +120,11 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
   const Ring<Tile> ring;
   auto& shared = static_shared<GatheredSharedStorage>();
   if (threadIdx.x == 0) {
-    prefetch(a_maps.of[a.rank]);
     prefetch(w_map);
-    prefetch(c_maps.of[a.rank]);
+    if (a.count[a.rank] != 0) {  // a rank without rows has no maps of them
+      prefetch(a_maps.of[a.rank]);
+      prefetch(c_maps.of[a.rank]);
+    }
     shared.begun.init(1);
     shared.arrived.init(1);
     shared.awaited.init(1);

@@ -93,7 +93,7 @@ def _quantized(
     threads: Callable[[int], Sequence[int]], *codecs: Codec, chunked: bool = False, in_place: bool = True
 ) -> Way:
     variants = tuple(codec.type_name for codec in codecs)
-    return Way(threads, chunked, variants, (in_place,) * len(codecs), codecs=codecs)
+    return Way(threads, chunked, variants, tuple(in_place and not codec.feedback for codec in codecs), codecs=codecs)
 
 
 WAYS = {
@@ -115,7 +115,7 @@ WAYS = {
         lambda world_size: (32 * world_size,),
         Codec(4),
         Codec(FP8, 128, scale_dtype=torch.float32),
-        Codec(3, 1024, "stochastic", scale_dtype=torch.float16),
+        Codec(3, 1024, "stochastic", scale_dtype=torch.float16, feedback=True),
     ),
     Algorithm.QUANTIZED_TWO_SHOT_PIPELINED: _quantized(
         lambda world_size: (32, 64),
@@ -208,34 +208,31 @@ def _draw_call(
     offset = choices.choice([0, 0, 16, dtype.itemsize])
     fills = [*FLOAT_FILLS, far_apart, in_turns] if algorithm.row.compresses else FLOAT_FILLS
     common = {"offset": offset, "in_place": way.in_place[variant] and choices.random() < 0.3}
-    if algorithm.op == "allreduce" and not way.codecs:
-        numel = _draw_numel(shape, world_size, dtype, choices)
-        xs = _draw_inputs(world_size, numel, dtype, choices, fills)
-        total = reference.allreduce(xs)
-        return Call(variant, shape, xs, (numel,), (total.nbytes,) * world_size, **common), [total] * world_size
-    if algorithm.op == "allreduce":
-        xs = _draw_inputs(world_size, _draw_numel(shape, world_size, dtype, choices), dtype, choices)
-        common["seed"] = choices.getrandbits(64)
-        total = reference.quantized_allreduce(xs, way.codecs[variant], common["seed"], epoch % (1 << 32))
-        return Call(variant, shape, xs, (total.numel(),), (total.nbytes,) * world_size, **common), [total] * world_size
     if way.variants[variant] == TUPLE_VARIANT:
         return _draw_tuple(Call(variant, shape, (), (), (), **common), world_size, choices)
-    counts = _draw_counts(algorithm, world_size, dtype, choices)
-    if algorithm is Algorithm.QUANTIZED_REDUCESCATTER:
-        xs = _draw_inputs(world_size, sum(counts), dtype, choices)
-        common["seed"] = choices.getrandbits(64)
-        parts = reference.quantized_reducescatter(
-            xs, way.codecs[variant], common["seed"], epoch % (1 << 32), sizes=counts
-        )
-    elif algorithm.op == "reducescatter":
-        xs = _draw_inputs(world_size, sum(counts), dtype, choices, fills)
-        parts = list(reference.allreduce(xs).split(counts))
+    whole = algorithm.op == "allreduce"
+    if whole:
+        counts = (_draw_numel(shape, world_size, dtype, choices),)
     else:
+        counts = _draw_counts(algorithm, world_size, dtype, choices)
+    if algorithm.op == "allgather":
         most = max(counts)
         floats = algorithm.row.compresses
         xs = _draw_inputs(world_size, most, dtype, choices, fills) if floats else _bytes(world_size, most, choices)
         xs = [x[:count] for x, count in zip(xs, counts, strict=True)]
         parts = [reference.allgather(xs)] * world_size
+    elif way.codecs:
+        xs = _draw_inputs(world_size, sum(counts), dtype, choices)
+        common["seed"] = choices.getrandbits(64)
+        coded = xs, way.codecs[variant], common["seed"], epoch % (1 << 32)
+        if whole:
+            parts = [reference.quantized_allreduce(*coded)] * world_size
+        else:
+            parts = reference.quantized_reducescatter(*coded, sizes=counts)
+    else:
+        xs = _draw_inputs(world_size, sum(counts), dtype, choices, fills)
+        total = reference.allreduce(xs)
+        parts = [total] * world_size if whole else list(total.split(counts))
     nbytes = tuple(part.nbytes for part in parts)
     if way.codecs and way.codecs[variant].feedback:
         common["feeds_back"] = True

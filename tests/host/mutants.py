@@ -11,8 +11,9 @@ from tests.host.mutant import mutant
 CALL, SENTINEL, FLAGGED = "device/sync/call.cuh", "device/sync/sentinel.cuh", "device/sync/flagged.cuh"
 PAD, PACK, WIRE = "device/sync/signal_pad.cuh", "device/pack.cuh", "device/wire/wire_sentinel.cuh"
 PARTS = "device/parts.cuh"
-LOSSLESS, TILE_CHUNKS = "device/wire/lossless.cuh", "device/wire/tile_chunks.cuh"
+TILES, LOSSLESS, TILE_CHUNKS = "device/wire/wire.cuh", "device/wire/lossless.cuh", "device/wire/tile_chunks.cuh"
 TWO_SHOT_PIPELINE, PUSH_PIPELINE = "device/sync/two_shot_pipeline.cuh", "device/sync/push_pipeline.cuh"
+LOADED = "    __syncwarp();  // (24)\n"
 SEND = "store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);"
 WARP_SEND = "store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);"
 POLL = "for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {"
@@ -56,6 +57,19 @@ MUTANTS = (
         "one_shot_unstaged",
         "thread",
     ),
+    mutant(
+        "lanes that only vote with the one that waits",
+        PAD,
+        "wait_for_flag(a, call, row_, lane, base_ + steps);\n    __syncwarp();\n",
+        "wait_for_flag(a, call, row_, lane, base_ + steps);\n",
+        "two_shot_tma",
+        "thread",
+        2,
+    ),
+    mutant("a last element stored before all have read it", TILES, LOADED, "", "two_shot_lossless", "thread", 2),
+    mutant("a last element stored before all have read it", TILES, LOADED, "", "allgather_lossless", "thread", 2),
+    mutant("a last element stored before all have read it", TILES, LOADED, "", "quantized_reducescatter", "thread", 2),
+    mutant("a last element stored before all have read it", TILES, LOADED, "", "quantized_two_shot_push", "thread", 2),
     # ---- epochs
     mutant(
         "an epoch that is not advanced",

@@ -129,6 +129,7 @@ MUTANTS = {
     ),
     "a box sent without a fence": ("      fence_async_proxy_shared();\n      sync", "      sync", "thread"),
     "mbarriers made without a fence": ("    }\n    fence_async_proxy_shared();", "    }", "thread"),
+    "products that follow an access to their sums without a fence": ("      fence_sums();\n", "", "plain"),
     "a kernel that ends before its stores": ("    if (leader) wait_for_bulk_stores();\n", "", "thread"),
 }
 

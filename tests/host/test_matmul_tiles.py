@@ -45,7 +45,7 @@ TILES = tuple(
 )
 KINDS = tuple(itertools.product(TILES, LAYOUTS))
 SEEDS = {"plain": 4, "thread": 1}
-MOST_THREADS = {"plain": 1 << 13, "thread": 2500}  # of all ranks; ThreadSanitizer has 8128: 3 per thread
+MOST_THREADS = {"plain": 1 << 13, "thread": 2200}  # of all ranks; ThreadSanitizer has 8128: 3 or 4 per thread
 
 
 def dtype_of(world_size: int) -> torch.dtype:
@@ -250,7 +250,10 @@ def test_a_mistake_in_coding_is_noticed(change):
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
-FILES = ("device/matmul/fused_tiles.cuh", "device/matmul/warpgroup_tile.cuh", "device/matmul/tile_as_elements.cuh")
+FILES = (
+    *(f"device/matmul/{name}.cuh" for name in ("fused_tiles", "warpgroup_tile", "tile_as_elements")),
+    "device/sync/entry.cuh",
+)
 SENT = "      wait_for_bulk_stores();\n"
 STAGED = "      fence_async_proxy_shared();\n      __syncwarp();\n"
 MUTANTS = {
@@ -283,6 +286,17 @@ MUTANTS = {
         "thread",
     ),
     "a box staged without a fence": (STAGED, "      __syncwarp();\n", "thread"),
+    "a box staged by lanes that only vote": (STAGED, STAGED.replace("__syncwarp()", "__any_sync(~0u, 0)"), "thread"),
+    "ranks that have entered, to lanes that only vote": (
+        "lane, call.epoch + 1);\n  __syncwarp();\n",
+        "lane, call.epoch + 1);\n",
+        "thread",
+    ),
+    "flags seen by lanes that only vote": (
+        "(a.rank + hop) % N, box);\n    __syncwarp();\n",
+        "(a.rank + hop) % N, box);\n",
+        "thread",
+    ),
 }
 GATHERING_MUTANTS = {
     "a finished tile announced before it is there": MUTANTS["a flag set before the tile is there"],
@@ -297,12 +311,25 @@ GATHERING_MUTANTS = {
         "plain",
     ),
 }
+# In a cluster, between 2 ranks, whose consumers alternate.
+CLUSTER_MUTANTS = {
+    "tiles that are dealt and read with nothing but a relaxed arrival between": (
+        "  if constexpr (Tile::cluster > 1) __syncthreads();",
+        "",
+        "thread",
+    ),
+    "a box whose arrival is relaxed": (
+        "handover.staged[box].arrive();",
+        "handover.staged[box].arrive_at(block_in_cluster());",
+        "thread",
+    ),
+}
 ALL_MUTANTS = [(SCATTER, *one) for one in MUTANTS.items()] + [(REDUCE, *one) for one in GATHERING_MUTANTS.items()]
 
 
-def is_noticed(algorithm, program, seed: int, kinds, sanitizer: str) -> bool:
+def is_noticed(algorithm, program, seed: int, kinds, sanitizer: str, world_size: int = 3) -> bool:
     try:
-        return bool(faults(algorithm, program, 3, seed, kinds, MOST_THREADS[sanitizer]))
+        return bool(faults(algorithm, program, world_size, seed, kinds, MOST_THREADS[sanitizer]))
     except KernelFailure:
         return True
 
@@ -319,3 +346,13 @@ def test_a_mistake_is_noticed(algorithm, change):
     program = program_of(algorithm, 3, sanitizer, kinds, Mutation(file, old, new))
 
     assert any(is_noticed(algorithm, program, seed, kinds, sanitizer) for seed in range(12))
+
+
+@every_algorithm
+@pytest.mark.parametrize("mistake", CLUSTER_MUTANTS)
+def test_a_mistake_in_a_cluster_is_noticed(algorithm, mistake):
+    old, new, sanitizer = CLUSTER_MUTANTS[mistake]
+    kinds = KINDS[2:3]
+    program = program_of(algorithm, 2, sanitizer, kinds, Mutation(FILES[0], old, new))
+
+    assert any(is_noticed(algorithm, program, seed, kinds, sanitizer, 2) for seed in range(12))

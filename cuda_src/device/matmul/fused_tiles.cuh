@@ -325,6 +325,7 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
     ring.init();
   }
   deal_tiles<Tile, N>(m, a, shared.first);
+  if constexpr (Tile::cluster > 1) __syncthreads();  // publishes `first` and `taken`, as (23) in ptx.cuh demands
   ring.share();
   wait_for_previous_kernel(a);
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);

@@ -53,7 +53,8 @@ struct Ring {
     fence_async_proxy_shared();
   }
 
-  // By all threads, after init: makes the mbarriers known to all users of the ring, in every block of the cluster.
+  // By all threads, after init: makes the mbarriers known to all users of the ring, in every block of the cluster. In a
+  // cluster it publishes nothing else: (23) in ptx.cuh.
   __device__ void share() const {
     if constexpr (Tile::cluster == 1)
       __syncthreads();

@@ -160,8 +160,12 @@ __device__ __forceinline__ u32 block_in_cluster() {
   return rank;
 }
 
-// __syncthreads for all blocks of the cluster. Of earlier writes it orders only the initialisation of mbarriers, which
-// may then be used in all blocks, also by copies.
+// (23) This barrier orders nothing but the initialisation of mbarriers, which may then be used in all blocks of the
+//      cluster, also by copies. Its arrival is relaxed: PTX orders no ordinary access before it, and in machine code
+//      nothing stands between a store and the arrival. So another warp may read the old word, in the same block too.
+//      fence.mbarrier_init makes an exception for these initialisations. Threads that have stored anything else meet
+//      at __syncthreads before they come here, which orders the store within its block and costs one BAR.SYNC. An
+//      arrival that releases would be a MEMBAR.ALL.GPU of every thread.
 __device__ __forceinline__ void sync_cluster_mbarriers() {
   asm volatile(
       "fence.mbarrier_init.release.cluster;\n\tbarrier.cluster.arrive.relaxed.aligned;\n\t"

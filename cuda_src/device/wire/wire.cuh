@@ -65,6 +65,11 @@ __device__ __forceinline__ bool is_whole(const Tensor<T>& x, u64 tile) {
   return (tile + 1) * (tile_numel / elements_per_pack<T>) <= x.whole;
 }
 
+// (24) A tile may be overwritten in place, by sums, by a gathered part or by rounding errors. A lane stores only what
+//      it has loaded itself, but lanes past the end have also loaded the last element, which another lane stores.
+//      Shuffles and votes in between order no accesses. So the loads of a tile that is not whole end with __syncwarp,
+//      which does. Whole tiles need no barrier. The warp that stores a tile has loaded it, or a barrier of the block
+//      lies between.
 template <class T>
 __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
   const bool whole = is_whole(x, tile);
@@ -77,6 +82,7 @@ __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
 #pragma unroll
     for (int p = 0; p < tile_rows * Tile<T>::packs; ++p)
       pack[p] = load_filled<T>(x.base, x.numel, pack_of<T>(tile, p) * elements_per_pack<T>);
+    __syncwarp();  // (24)
   }
   Tile<T> t;
 #pragma unroll

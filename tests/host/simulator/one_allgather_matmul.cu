@@ -18,6 +18,7 @@ void one_allgather_matmul(Arguments a) {
   const MatmulArguments arguments{bias, u32(m), u32(n), u32(k), 0, u32(sizes[4]), nullptr};
   RowsOfRanks<N> a_maps, c_maps;
   for (int rank = 0; rank < N; ++rank) {
+    if (a.count[rank] == 0) continue;  // as in tile_launches.py of the package
     u16* const rows =
         rank == a.rank ? first : reinterpret_cast<u16*>(GatheredRows<N>(arguments, a).slot(a.rank, rank));
     a_maps.of[rank] = {rows, k, a.count[rank], up_to_8(k), u64(Tile::rows)};

@@ -315,6 +315,12 @@ bool everything_is_complete() {
   return true;
 }
 
+bool has_reached_this_thread(const Stores<Fiber>::Store& store) {
+  if (store.owner == current) return true;
+  if (store.owner->home != current->home) return false;
+  return store.reach == of_block || (store.reach == of_warp && store.owner->thread.x / 32 == current->thread.x / 32);
+}
+
 // A rank stands still for a while: hosts and GPUs are never in step.
 void perhaps_freeze_a_rank() {
   if (!chance(4096)) return;
@@ -343,10 +349,18 @@ void step_after_load() {
 void post(void* address, uint64_t value, uint32_t nbytes) { pending.add({current, address, value, nbytes}, random); }
 bool find_own(const void* address, uint64_t& value) { return pending.find(current, address, value); }
 void make_own_visible() {
-  pending.perform_where([](const Fiber* owner) { return owner == current; });
+  pending.perform_where([](const auto& store) { return store.owner == current; });
 }
-void make_block_visible() {
-  pending.perform_where([](const Fiber* owner) { return owner->home == current->home; });
+void make_visible_at(const void* address) {
+  pending.perform_where([=](const auto& store) { return store.owner == current && store.address == address; });
+}
+void extend_reach(Reach reach) {
+  pending.visit([=](auto& store) {
+    if (has_reached_this_thread(store) && store.reach < reach) store.reach = reach;
+  });
+}
+void make_released_visible() {
+  pending.perform_where([](const auto& store) { return has_reached_this_thread(store); });
 }
 
 bool block_barrier(bool vote, void (*pump)()) { return pass(current->home->barrier, vote, pump); }

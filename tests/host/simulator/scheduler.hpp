@@ -22,7 +22,8 @@ struct Copy {
   const void* from;
   uint32_t nbytes;
   View read = generic, written = generic;
-  uint32_t group = 0;                              // of async copies
+  uint32_t group = 0;                              // of async copies and bulk stores
+  bool source_is_read = false;                     // of bulk stores
   void* mbarrier = nullptr;                        // of bulk loads: what they complete
   void (*complete)(const Copy& copy) = nullptr;
 };
@@ -56,8 +57,16 @@ void post(void* address, uint64_t value, uint32_t nbytes);
 // Finds the thread's own pending store to this address.
 bool find_own(const void* address, uint64_t& value);
 void make_own_visible();
-// Performs the stores of the whole block. A release store does so first: it is cumulative over the block's barriers.
-void make_block_visible();
+// Performs the thread's own store to this address. An atomic operation does so first, and orders no other store.
+void make_visible_at(const void* address);
+
+// The threads whose releases publish a store: its own thread, and once it has met others at a barrier or has arrived at
+// an mbarrier, those of its warp or of its block.
+enum Reach { of_thread, of_warp, of_block };
+// Extends the reach of the thread's stores, and of those of its warp that have reached it.
+void extend_reach(Reach reach);
+// Performs the stores that a release by this thread publishes.
+void make_released_visible();
 
 // ---- barriers, memory, kernels --------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ class Stores {
     void* address;
     uint64_t value;
     uint32_t nbytes;
+    Reach reach = of_thread;
   };
 
   Stores() { stores_.reserve(most); }
@@ -51,10 +52,15 @@ class Stores {
   template <class Choose>
   void perform_where(Choose choose) {
     for (size_t at = 0; at < stores_.size();)
-      if (choose(stores_[at].owner))
+      if (choose(stores_[at]))
         perform(at);
       else
         ++at;
+  }
+
+  template <class Visit>
+  void visit(Visit visit) {
+    for (Store& store : stores_) visit(store);
   }
 
  private:

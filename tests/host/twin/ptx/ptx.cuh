@@ -103,7 +103,8 @@ inline void after_poll() {
 
 // ---- barriers of blocks and warps -----------------------------------------------------------------------------------
 
-inline void release(std::atomic<u32>& word) {
+inline void release(std::atomic<u32>& word, simulator::Reach reach = simulator::of_block) {
+  simulator::extend_reach(reach);
   word.fetch_add(1, std::memory_order_release);
   simulator::release_views(&word);
 }
@@ -130,17 +131,17 @@ inline bool block_vote(bool vote) {
   return any;
 }
 
-inline bool warp_vote(bool vote) {
-  auto& order = (&order_of<WarpScope>())[threadIdx.x / 32 * 2 + simulator::self().warp_barriers++ % 2];
-  release(order);
-  const bool any = simulator::warp_barrier(vote, pump);
-  acquire(order);
-  return any;
-}
+// A vote orders no accesses, nor does a shuffle. The lanes only meet.
+inline bool warp_vote(bool vote) { return simulator::warp_barrier(vote, pump); }
 
 inline void __syncthreads() { block_vote(false); }
 inline int __syncthreads_or(int vote) { return block_vote(vote); }
-inline void __syncwarp() { warp_vote(false); }
+inline void __syncwarp() {
+  auto& order = (&order_of<WarpScope>())[threadIdx.x / 32 * 2 + simulator::self().warp_barriers++ % 2];
+  release(order, simulator::of_warp);
+  warp_vote(false);
+  acquire(order);
+}
 inline int __any_sync(u32, int vote) { return warp_vote(vote); }
 inline int __all_sync(u32, int vote) { return !warp_vote(!vote); }
 
@@ -158,12 +159,8 @@ inline u32 block_of_all() {
 }
 inline u32 block_in_cluster() { return blockIdx.x % cluster_size(); }
 
-// Waits until `members` threads are here; the number is always the same. `words` alternate as above and only count up.
-template <size_t Count>
-inline void meet(std::atomic<u32> (&words)[Count], u32 members, u32& times) {
-  auto& word = words[times++ % Count];
-  const u32 all = (word.load(std::memory_order_relaxed) / members + 1) * members;
-  release(word);
+// Waits until `all` threads have arrived at a barrier, which only counts up, and acquires what they have released.
+inline void wait_for_arrivals(const std::atomic<u32>& word, u32 all) {
   while (int(word.load(std::memory_order_relaxed) - all) < 0) {
     pump();
     simulator::step_after_load();
@@ -171,29 +168,35 @@ inline void meet(std::atomic<u32> (&words)[Count], u32 members, u32& times) {
   acquire(word);
 }
 
+// Waits until `members` threads are here; the number is always the same. `words` alternate as above.
+inline void meet(std::atomic<u32> (&words)[2], u32 members, u32& times) {
+  auto& word = words[times++ % 2];
+  const u32 all = (word.load(std::memory_order_relaxed) / members + 1) * members;
+  release(word);
+  wait_for_arrivals(word, all);
+}
+
+// The arrival is relaxed: of what this thread has done, it releases the initialisation of mbarriers alone.
 inline void sync_cluster_mbarriers() {
-  static std::atomic<u32> words[most_blocks][64];  // one a kernel, for clusters may differ in size
-  u32 times = simulator::self().kernel;
-  meet(words[block_of_all() - block_in_cluster()], cluster_size() * blockDim.x, times);
-}
-
-inline std::atomic<u32>& arrivals_at_cluster() {
   static std::atomic<u32> words[most_blocks][64];  // one a kernel
-  return words[block_of_all() - block_in_cluster()][simulator::self().kernel];
+  auto& word = words[block_of_all() - block_in_cluster()][simulator::self().kernel];
+  simulator::release_view(&word, simulator::inits, simulator::generic);
+  simulator::release_view(&word, simulator::inits_for_copies, simulator::async_shared);
+  word.fetch_add(1, std::memory_order_relaxed);
+  wait_for_arrivals(word, cluster_size() * blockDim.x);
 }
 
-inline void arrive_at_cluster() {
-  release(arrivals_at_cluster());
-  ++simulator::self().cluster_barriers;
+// `number` counts the barriers of a kernel from 0. Two words alternate as above.
+inline std::atomic<u32>& arrivals_at_cluster(u32 number) {
+  static std::atomic<u32> words[most_blocks][64][2];  // two a kernel
+  return words[block_of_all() - block_in_cluster()][simulator::self().kernel][number % 2];
 }
+
+inline void arrive_at_cluster() { release(arrivals_at_cluster(simulator::self().cluster_barriers++)); }
 
 inline void wait_for_cluster() {
-  const u32 all = simulator::self().cluster_barriers * cluster_size() * blockDim.x;
-  while (arrivals_at_cluster().load(std::memory_order_relaxed) < all) {
-    pump();
-    simulator::step_after_load();
-  }
-  acquire(arrivals_at_cluster());
+  const u32 number = simulator::self().cluster_barriers - 1;
+  wait_for_arrivals(arrivals_at_cluster(number), (number / 2 + 1) * cluster_size() * blockDim.x);
 }
 
 inline void store_in_cluster(float* here, u32 block, float v) {
@@ -212,9 +215,9 @@ inline u32 exchange(u32 v, Choose source) {
   Exchange& warp = (static_cast<Exchange*>(
       simulator::static_shared(&typeid(Exchange), 16 * sizeof(Exchange))))[threadIdx.x / 32];
   const u32 lane = threadIdx.x % 32, turn = warp.turns[lane]++ % 2;
-  warp.given[turn][lane] = v;
+  __atomic_store_n(&warp.given[turn][lane], v, __ATOMIC_RELAXED);
   warp_vote(false);
-  return warp.given[turn][source(lane)];
+  return __atomic_load_n(&warp.given[turn][source(lane)], __ATOMIC_RELAXED);
 }
 
 inline u32 __shfl_xor_sync(u32, u32 v, int mask) {
@@ -291,7 +294,7 @@ inline u32 load_acquire_sys(const u32* address) {
 }
 
 inline void store_release_sys(u32* address, u32 v) {
-  simulator::make_block_visible();
+  simulator::make_released_visible();
   simulator::release_views(address);
   __atomic_store_n(address, v, __ATOMIC_RELEASE);
   after_access();
@@ -316,14 +319,14 @@ inline u32 add_relaxed_cta(u32* address, u32 v) {
 }
 
 inline u32 add_relaxed_gpu(u32* address, u32 v) {
-  simulator::make_own_visible();
+  simulator::make_visible_at(address);
   const u32 old = __atomic_fetch_add(address, v, __ATOMIC_RELAXED);
   after_access();
   return old;
 }
 
 inline u32 exchange_relaxed_gpu(u32* address, u32 v) {
-  simulator::make_own_visible();
+  simulator::make_visible_at(address);
   const u32 old = __atomic_exchange_n(address, v, __ATOMIC_RELAXED);
   after_access();
   return old;

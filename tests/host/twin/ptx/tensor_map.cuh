@@ -9,7 +9,12 @@ struct TensorMap {
   u64 columns, rows, leading, box_rows;
 };
 
-inline void prefetch(const TensorMap&) {}
+// The hardware may not be given a map that nobody has filled.
+inline void check(const TensorMap& map) {
+  if (map.base == nullptr) std::abort();
+}
+
+inline void prefetch(const TensorMap& map) { check(map); }
 
 // 8 rows of a box on their way, between the matrix and shared memory.
 struct Piece {
@@ -49,6 +54,7 @@ struct Piece {
 
 template <class Add>
 inline void add_pieces(const TensorMap& map, u32 x, u32 y, const void* shared, Add add) {
+  check(map);
   char* const box = static_cast<char*>(const_cast<void*>(shared));
   if (shared_address(box) % 1024) std::abort();
   for (u32 r = 0; r < map.box_rows; r += 8)
@@ -94,12 +100,32 @@ inline void tensor_store(const TensorMap& map, u32 x, u32 y, const void* shared)
 
 inline void commit_bulk_stores() { ++simulator::self().copy_groups; }
 
+// Reads the source of a store now. The store itself comes later.
+inline void read_source(simulator::Copy& copy) {
+  const auto keep = [&](const void* from, u32 nbytes) {
+    const simulator::Observer reader = simulator::view(copy.read);
+    char* const kept = simulator::make_memory(nbytes);
+    for (u32 at = 0; at < nbytes; at += sizeof(u64))
+      store_as(reader, reinterpret_cast<u64*>(kept + at),
+               load_as(reader, reinterpret_cast<const u64*>(static_cast<const char*>(from) + at)));
+    return kept;
+  };
+  copy.source_is_read = true;
+  if (copy.complete == Piece::store) {
+    Piece* const piece = new (simulator::make_memory(sizeof(Piece))) Piece(*static_cast<const Piece*>(copy.from));
+    piece->shared = keep(piece->shared, 1024);
+    copy.from = piece;
+  } else {
+    copy.from = keep(copy.from, copy.nbytes);
+  }
+}
+
 template <int Pending>
 inline void wait_for_bulk_sources() {
-  const auto& me = simulator::self();
-  carry_out_where([&](const simulator::Copy& copy) {
-    return copy.kind == simulator::Copy::bulk_store && copy.group + Pending < me.copy_groups;
-  });
+  auto& me = simulator::self();
+  for (simulator::Copy& copy : me.copies)
+    if (copy.kind == simulator::Copy::bulk_store && copy.group + Pending < me.copy_groups && !copy.source_is_read)
+      read_source(copy);
   simulator::fence(simulator::async_shared, simulator::generic);
   after_access();
 }

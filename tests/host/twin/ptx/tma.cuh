@@ -29,7 +29,8 @@ inline char* shared_of_block(u32 block, const void* p) {
 class Mbarrier {
  public:
   void init(u32 arrivals) {
-    arrivals_ = arrivals;
+    store_as(simulator::view(simulator::inits), &arrivals_, arrivals);
+    simulator::fence(simulator::inits, simulator::generic);
     pending_ = arrivals;
     transactions_ = ended_ = 0;
     after_access();
@@ -43,9 +44,14 @@ class Mbarrier {
     after_access();
   }
 
-  // Arrives at the corresponding mbarrier of another block of the cluster. The arrival is relaxed on the GPU. It
-  // announces complete reads, which cannot come after the reaction to the arrival.
-  void arrive_at(u32 block) { reinterpret_cast<Mbarrier*>(shared_of_block(block, this))->arrive(); }
+  // Arrives at the corresponding mbarrier of another block of the cluster. The arrival is relaxed. It tells copies that
+  // the products of this warp have read their operands, which cannot come after the reaction to the arrival.
+  void arrive_at(u32 block) {
+    Mbarrier& there = *reinterpret_cast<Mbarrier*>(shared_of_block(block, this));
+    simulator::release_view(&there.order_[there.ended_ % 2], simulator::products, simulator::async_shared);
+    there.count(1, 0);
+    after_access();
+  }
 
   bool try_wait(u32 phase) const {
     const bool has_ended = arrivals_ && (ended_ & 1) != (phase & 1);
@@ -113,7 +119,8 @@ void bulk_store(void* global, const void* shared, u32 nbytes) {
                                       .from = shared,
                                       .nbytes = nbytes,
                                       .read = simulator::async_shared,
-                                      .written = simulator::async_global});
+                                      .written = simulator::async_global,
+                                      .group = simulator::self().copy_groups});
   after_access();
 }
 
@@ -133,6 +140,7 @@ inline void wait_for_bulk_stores() {
 
 inline void fence_async_proxy_shared() {
   simulator::fence(simulator::generic, simulator::async_shared);
+  simulator::fence(simulator::inits, simulator::inits_for_copies);
   after_access();
 }
 

@@ -16,7 +16,9 @@ struct QueuedProduct {
 struct Products {
   QueuedProduct queue[16];
   u32 begin = 0, end = 0, groups = 0;
-  u32 barriers = 0;  // of its warpgroup it has passed
+  u32 barriers = 0;     // of its warpgroup it has passed
+  u32 waits = 0;        // for products that have returned
+  bool fenced = false;  // since the sums may have been accessed
 
   void carry_out_one() {
     const QueuedProduct& it = queue[begin++ % 16];
@@ -40,7 +42,7 @@ template <class T>
 struct Operand {
   u32 begin, leading, stride;
   const char* boxes = dynamic_shared_boxes() - 1024;
-  simulator::Observer observer = simulator::view(simulator::async_shared);
+  simulator::Observer observer = simulator::view(simulator::products);
 
   explicit Operand(u64 bits)
       : begin((bits & 0x3fff) << 4), leading((bits >> 16 & 0x3fff) << 4), stride((bits >> 32 & 0x3fff) << 4) {
@@ -63,6 +65,7 @@ struct Product {
   template <class T>
   static void add(T, float (&sums)[N / 2], u64 a, u64 b, bool first) {
     Products& mine = products();
+    if (!mine.fenced) std::abort();
     mine.queue[mine.end++ % 16] = {carry_out<T>, sums, a, b, first, mine.groups};
     mine.perhaps_carry_out_one();
   }
@@ -70,6 +73,7 @@ struct Product {
   template <class T>
   static void carry_out(float* sums, u64 a, u64 b, bool first) {
     const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    simulator::fence(simulator::async_shared, simulator::products);
     const Operand<T> rows(a), columns(b);
     float row[2][16];
     for (u32 k = 0; k < 32; ++k)
@@ -88,23 +92,34 @@ struct Product {
   }
 };
 
-inline void fence_sums() {}
+inline void fence_sums() { products().fenced = true; }
 
 inline void commit_products() {
   ++products().groups;
   after_access();
 }
 
+// Products are the warp's, so the reads of all its lanes are over once its wait returns. No other access is ordered.
+struct ProductScope {};
+inline void end_wait_of_warp() {
+  auto& order = (&order_of<ProductScope>())[threadIdx.x / 32 * 2 + products().waits++ % 2];
+  simulator::release_view(&order, simulator::products, simulator::products);
+  warp_vote(false);
+  simulator::acquire_view(&order, simulator::products);
+  simulator::fence(simulator::products, simulator::async_shared);
+}
+
 inline void wait_for_all_but_last_products() {
   products().carry_out_but(1);
-  __syncwarp();
+  end_wait_of_warp();
 }
 
 template <int Count>
 inline void wait_for_products(float (&)[Count]) {
   while (simulator::random(16)) simulator::step();  // products take their time
   products().carry_out_but(0);
-  __syncwarp();
+  products().fenced = false;
+  end_wait_of_warp();
 }
 
 template <int Registers>
@@ -117,26 +132,31 @@ inline void sync_warpgroup(u32 barrier) {
   meet(words[block_of_all()][barrier], 128, products().barriers);
 }
 
-// The addresses of all lanes of the warp, valid until the lanes meet again.
-inline auto places_of_warp(void* shared) -> void* (&)[32] {
-  static void* places[most_blocks][16][32];
+// The addresses of all lanes of the warp, valid until the lanes meet again. The stores to them are ordered by nothing.
+inline auto places_of_warp(void* shared) -> std::atomic<void*> (&)[32] {
+  static std::atomic<void*> places[most_blocks][16][32];
   auto& of_warp = places[block_of_all()][threadIdx.x / 32];
-  of_warp[threadIdx.x % 32] = shared;
-  __syncwarp();
+  of_warp[threadIdx.x % 32].store(shared, std::memory_order_relaxed);
+  warp_vote(false);
   return of_warp;
+}
+
+template <class Word>
+inline Word* place_in(const std::atomic<void*>& place) {
+  return static_cast<Word*>(place.load(std::memory_order_relaxed));
 }
 
 inline void store_matrices(void* shared, const u32 (&words)[4]) {
   auto& of_warp = places_of_warp(shared);
   const u32 lane = threadIdx.x % 32;
-  for (u32 i = 0; i < 4; ++i) static_cast<u32*>(of_warp[8 * i + lane / 4])[lane % 4] = words[i];
-  __syncwarp();
+  for (u32 i = 0; i < 4; ++i) place_in<u32>(of_warp[8 * i + lane / 4])[lane % 4] = words[i];
+  warp_vote(false);
 }
 
 inline void store_transposed_matrices(void* shared, const u32 (&words)[2]) {
   auto& of_warp = places_of_warp(shared);
   const u32 lane = threadIdx.x % 32;
   for (u32 i = 0; i < 4; ++i)
-    static_cast<u16*>(of_warp[i / 2 * 8 + lane % 4 * 2 + i % 2])[lane / 4] = u16(words[i / 2] >> i % 2 * 16);
-  __syncwarp();
+    place_in<u16>(of_warp[i / 2 * 8 + lane % 4 * 2 + i % 2])[lane / 4] = u16(words[i / 2] >> i % 2 * 16);
+  warp_vote(false);
 }
