@@ -146,7 +146,7 @@ class Op:
         Later calls like a plain one may repeat it, if ``asked`` says what the user asked for: see repeats.py.
         """
         if not (plain or torch.compiler.is_compiling()):
-            _check_transform(self.name)
+            _check_transform(self.name, given)
         if isinstance(given[0], (list, tuple)):
             lists, arguments = self._split(given, in_list=True)
             kinds = zip(arguments, self._types.values(), strict=True)
@@ -300,10 +300,13 @@ class Op:
 _contiguous = torch.contiguous_format
 
 
-def _check_transform(op: str) -> None:
-    """Raises NotImplementedError within a transform of torch.func that differentiates, such as grad and jacrev."""
-    within = torch._C._functorch.peek_interpreter_stack()
-    if within is not None and within.key() in (_TRANSFORMS.Grad, _TRANSFORMS.Jvp):
+def _check_transform(op: str, given: Sequence) -> None:
+    """Raises NotImplementedError if a transform of torch.func, such as grad and jacrev, differentiates a tensor."""
+    within = _transforms()
+    if within is None or within.key() not in (_TRANSFORMS.Grad, _TRANSFORMS.Jvp):
+        return
+    tensors = [x for one in given for x in (one if isinstance(one, (list, tuple)) else [one])]
+    if any(isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
         raise NotImplementedError(
             f"{op}: torch.func.{within.key().name.lower()} cannot differentiate it, nor can vjp, jacrev and the like; "
             "use torch.autograd.grad() or backward(), and torch.autograd.functional.jacobian() for all rows"
