@@ -53,9 +53,10 @@ def failure_of_kernel(
             f"{what} ran while another call of this communicator did, on another stream or in another graph; order "
             "them, or give each its own Communicator"
         )
-    found = unlike() if record.kind != _DISAGREED else None
     if record.kind == _DISAGREED:
         found = Unlike(call_of(record.expected, record.rank), call_of(record.seen, record.peer))
+    else:
+        found = unlike()
     if found:
         return CommunicatorError(
             f"{what}: ranks must make the same graphar calls in the same order, got\n"
@@ -91,21 +92,23 @@ def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank
         record.expected, record.seen, record.kind = own % _CALLS, told % _CALLS, _DISAGREED
 
 
-def call_at(counters: int, rank: int, sequence: int) -> int:
-    """Returns the fingerprint of what a rank called in call ``sequence`` of an algorithm; 0 if it has told of none.
+def read_counters(addresses: Mapping[Algorithm, int]) -> dict[Algorithm, Counters]:
+    """Returns copies of a rank's Counters, which lie at these addresses of the current device."""
+    return {algorithm: _read(Counters, address) for algorithm, address in addresses.items()}
 
-    ``counters`` is the address of Counters on the current device.
-    """
-    entry = _read(Counters, counters).called[rank][sequence % KEPT_CALLS]
+
+def call_at(counters: Counters, rank: int, sequence: int) -> int:
+    """Returns the fingerprint of what a rank called in call ``sequence`` of an algorithm; 0 if it has told of none."""
+    entry = counters.called[rank][sequence % KEPT_CALLS]
     return entry % _CALLS if entry and entry // _CALLS == (sequence + 1) % _CALLS else 0
 
 
-def call_ahead_of(peer: int, counters: Mapping[Algorithm, int]) -> int:
+def call_ahead_of(peer: int, counters: Mapping[Algorithm, Counters]) -> int:
     """Returns the fingerprint of a call of any algorithm that a peer has begun and this rank has not; 0 if unknown.
 
-    ``counters`` are the addresses of this rank's Counters. The current device is the rank's own.
+    ``counters`` are this rank's.
     """
-    ahead = (call_at(address, peer, _read(EpochState, address).epoch) for address in counters.values())
+    ahead = (call_at(one, peer, one.epoch_state[0].epoch) for one in counters.values())
     return next(filter(None, ahead), 0)
 
 

@@ -15,7 +15,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.agreement import Fingerprints
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
-from graphar.runtime.arguments import Arguments, Record
+from graphar.runtime.arguments import Arguments, Counters, Record
 from graphar.runtime.driver import on_device
 from graphar.runtime.failures import (
     Unlike,
@@ -25,6 +25,7 @@ from graphar.runtime.failures import (
     compare_last_calls,
     failure_of_kernel,
     last_calls_of,
+    read_counters,
 )
 from graphar.runtime.kernels import Kernels
 from graphar.runtime.member import Member
@@ -119,18 +120,14 @@ class Runner:
         It did if it has begun a call that this rank has not, and not the one in which this rank waited.
         """
         algorithm = list(Algorithm)[record.algorithm]
-        own = self._counters_of(record.rank)
-        if algorithm not in own:  # its memory is freed
+        if algorithm not in self.kernels.counters():  # its memory is freed
             return None
-        with on_device(self._member(record.rank).device):
-            other = call_ahead_of(record.peer, own)
-            fingerprint, has_come = (
-                call_at(own[algorithm], rank, record.sequence) for rank in (record.rank, record.peer)
-            )
-        if not other or has_come:
+        own = self._read_counters(next(member for member in self.members if member.rank == record.rank))
+        other = call_ahead_of(record.peer, own)
+        if not other or call_at(own[algorithm], record.peer, record.sequence):
             return None
-        words = self._fingerprints.words
-        return Unlike(words(fingerprint, record.rank), words(other, record.peer))
+        words, called = self._fingerprints.words, call_at(own[algorithm], record.rank, record.sequence)
+        return Unlike(words(called, record.rank), words(other, record.peer))
 
     @contextlib.contextmanager
     def announced(self, words: str) -> Iterator[None]:
@@ -155,18 +152,15 @@ class Runner:
                 self._rendezvous.withdraw(_PREPARING)
 
     def _with_calls_of_absent(self, error: RanksAbsent) -> RanksAbsent:
-        first = self.members[0]
-        with on_device(first.device):
-            ahead = {rank: call_ahead_of(rank, self._counters_of(first.rank)) for rank in error.absent}
+        own = self._read_counters(self.members[0])
+        ahead = {rank: call_ahead_of(rank, own) for rank in error.absent}
         said = [f"rank {rank}: {self._fingerprints.words(one, rank)}" for rank, one in ahead.items() if one]
         return RanksAbsent("\n".join([str(error), *said]), error.absent, error.ended)
 
-    def _member(self, rank: int) -> Member:
-        return next(member for member in self.members if member.rank == rank)
-
-    def _counters_of(self, rank: int) -> dict[Algorithm, int]:
-        """Returns the addresses of a rank's Counters by prepared algorithm."""
-        return {algorithm: pointers[rank] for algorithm, pointers in self.kernels.counters().items()}
+    def _read_counters(self, member: Member) -> dict[Algorithm, Counters]:
+        """Returns a member's Counters by prepared algorithm."""
+        with on_device(member.device):
+            return read_counters({one: at[member.rank] for one, at in self.kernels.counters().items()})
 
     def _last_calls(self) -> list[str]:
         own = {member.rank: member.device for member in self.members}

@@ -21,7 +21,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.rendezvous import Alone, RanksAbsent
 from graphar.runtime import failures, kernels, launcher, runner, setup
-from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, EpochState, Record
+from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, Record
 from graphar.runtime.bind import launches
 from graphar.runtime.bind.collective import plan_of_slices
 from graphar.runtime.launcher import Grid, Launch
@@ -173,9 +173,8 @@ def tell(monkeypatch, calls):
     """Lets ranks have told rank 0 of ``calls``: fingerprints by (address of rank 0's Counters, rank, call)."""
 
     def read(struct, address):
-        if struct is EpochState:
-            return EpochState(epoch={0x1000: 42, 0x4000: 3}[address])
         counters = Counters()
+        counters.epoch_state[0].epoch = {0x1000: 42, 0x4000: 3}[address]
         for (there, rank, sequence), fingerprint in calls.items():
             if there == address:
                 counters.called[rank][sequence % KEPT_CALLS] = (sequence + 1) << 32 | fingerprint
