@@ -199,7 +199,7 @@ class FusedMatmul:
         rows, k = own.a.shape
         a = Matrix(own.a.data_ptr(), own.a.dtype, rows, k, -(-k // 8) * 8) if self._gathers else matrix_of(own.a)
         matrices, tile = Matrices(a, w, layout, own.out, *pointers), self._tile_of(own, one)
-        key = (member.rank, one, tile, a, w, layout, *pointers, own.out.data_ptr(), own.out.shape)
+        key = (member.rank, one, tile, matrices.key)
         launch = self._launches.get(key)
         return self._launches.keep(key, self._bind(at, member, tile, matrices, own, one)) if launch is None else launch
 

@@ -35,6 +35,11 @@ class Matrices:
     timeline: int = 0  # the address of the timeline of timelines.py; 0 without one
 
     @property
+    def key(self) -> tuple:
+        """Equal where all memory has the same addresses and is read alike."""
+        return self.a, self.w, self.layout, self.out.data_ptr(), self.out.shape, self.bias, self.timeline
+
+    @property
     def columns(self) -> int:
         return self.w.rows if self.layout == "by_rows" else self.w.columns
 
