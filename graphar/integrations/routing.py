@@ -188,11 +188,10 @@ class Routing:
         group = self._torch.serving(opts.device)
         if opts.asyncOp or opts.device.type != "cpu" or not self._is_backend_of(opts.device):
             return group.barrier(opts)
-        engine, given_s = self.communicator.engine, opts.timeout.total_seconds()
-        calls, timeout_s = (
-            engine.without_kernels.group_calls(),
-            given_s if given_s > 0 else self._timeout.total_seconds(),
-        )
+        engine = self.communicator.engine
+        calls = engine.without_kernels.group_calls()
+        given_s = opts.timeout.total_seconds()
+        timeout_s = given_s if given_s > 0 else self._timeout.total_seconds()
         with engine.keeping_failure(), calls.naming_absent("barrier", "barrier", "gloo", timeout_s):
             work = group.barrier(opts)
             fallback.wait(work, timeout_s)

@@ -34,10 +34,9 @@ def operands_of(work: Product, own: Operands) -> MatmulOperands:
     bias = rest.pop(0) if work.bias else None
     out, *gathered = own.outputs
     count = len(work.epilogue.dtypes) if work.epilogue else 0
-    tensors = tuple([one.resolve_neg().contiguous() for one in rest[:count]])  # kernels read raw memory
     prefetch = rest[count] if len(rest) > count else None
     rows = flat(gathered[0]) if work.gathered else None
-    return MatmulOperands(flat(a), w, bias, flat(out), rows, tensors, own.numbers, prefetch)
+    return MatmulOperands(flat(a), w, bias, flat(out), rows, tuple(rest[:count]), own.numbers, prefetch)
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:

@@ -129,8 +129,6 @@ class _OnePanel:
         is_view = given.a.data_ptr() == own.inputs[0].data_ptr()
         if len(self._cut.panels) > 1 or not given.a.is_cuda or not is_view or work.bias:
             return None
-        if any(mine is not one for mine, one in zip(given.tensors, own.inputs[2:], strict=False)):
-            return None  # a copy
         if overlap.takes_own(self._engine, given, 1, self._cut.only_own):
             return None
         call, ranks = self._sum(given)
@@ -312,17 +310,15 @@ def _gathered_then_multiplied(engine: Engine, call: Call, ranks: Sequence[Operan
         if launch is None or not given.a.is_cuda:
             return None
 
-        shape, has_rows, mm, addmm = (sum(work.parts), work.columns), work.gathered, torch.mm, torch.addmm
+        shape, has_rows = (sum(work.parts), work.columns), work.gathered
 
         def gather_and_multiply(inputs, outputs, numbers, corner=None) -> None:
             rows = outputs[1].view(shape) if has_rows else inputs[0].new_empty(shape)
             launch(inputs[:1], (rows,))
             if work.epilogue:
                 _multiply(work, operands_of(work, Operands(inputs, outputs, numbers)), rows)
-            elif work.bias:
-                addmm(inputs[2], rows, inputs[1].t(), out=flat(outputs[0]))
             else:
-                mm(rows, inputs[1].t(), out=flat(outputs[0]))
+                _multiply_by_torch(rows, inputs[1], inputs[2] if work.bias else None, flat(outputs[0]))
 
         return gather_and_multiply
 
@@ -343,10 +339,15 @@ def _multiply(work: Product, one: MatmulOperands, rows: torch.Tensor) -> None:
         one.out.copy_(_with_epilogue(replace(work.epilogue, columns=max(1, len(one.w))), one, rows))
     elif not rows.is_cuda:
         one.out.copy_(reference.linear(rows, one.w, one.bias))
-    elif one.bias is None:
-        torch.mm(rows, one.w.t(), out=one.out)
     else:
-        torch.addmm(one.bias, rows, one.w.t(), out=one.out)
+        _multiply_by_torch(rows, one.w, one.bias, one.out)
+
+
+def _multiply_by_torch(rows: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(rows, w.t(), out=out)
+    else:
+        torch.addmm(bias, rows, w.t(), out=out)
 
 
 def _with_epilogue(epilogue: Pointwise, one: MatmulOperands, rows: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ def run(op: str, engine: Engine, a, w, outs, given, parts: Sequence[int], follow
     prefetch = getattr(given, "prefetch", ())
     ranks = []
     for rank, (x, weight, out) in enumerate(zip(a, w, outs, strict=True)):
-        more = [given.bias[rank]] if given.bias else []
+        more = [given.bias[rank].resolve_neg().contiguous()] if given.bias else []  # kernels read raw memory
         more += followed.inputs[rank].tensors if followed else [prefetch[rank]] if prefetch else []
         numbers = tuple(followed.inputs[rank].scalars) if followed else ()
         ranks.append(Operands((x, weight, *more), (out,), numbers))

@@ -53,7 +53,7 @@ _is_compiling = torch.compiler.is_compiling
 _strided = torch.strided
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
+_transforms, _TRANSFORMS = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.TransformType
 _is_profiling = torch.autograd._profiler_enabled
 _records_gradients = torch.is_grad_enabled
 _DENSE = (torch.Tensor, torch.nn.Parameter)
@@ -311,9 +311,6 @@ def _check_transform(op: str, given: Sequence) -> None:
             f"{op}: torch.func.{within.key().name.lower()} cannot differentiate it, nor can vjp, jacrev and the like; "
             "use torch.autograd.grad() or backward(), and torch.autograd.functional.jacobian() for all rows"
         )
-
-
-_TRANSFORMS = torch._C._functorch.TransformType
 
 
 def _slices(given: Sequence, dims: Sequence, at: int) -> list:
