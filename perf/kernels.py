@@ -25,6 +25,7 @@ from graphar.runtime.catalogue import (
     fused_matmul_source,
     kernel_source,
     matmul_source,
+    residual_norm_backward_sources,
     residual_norm_source,
 )
 
@@ -55,6 +56,8 @@ def catalogue() -> Iterator[KernelSource]:
     yield from _epilogue_kernels(epilogues)
     yield from _norm_kernels()
     yield from map(residual_norm_source, TYPE_NAMES)
+    for dtype, staging in itertools.product(TYPE_NAMES, ((1, 4), (2, 2), (4, 1))):
+        yield from residual_norm_backward_sources(dtype, *staging)
     for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, LAYOUTS):
         yield matmul_source(dtype, tile, layout)
     yield from _fused_matmul_kernels(epilogues)

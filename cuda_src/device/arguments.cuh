@@ -100,6 +100,22 @@ struct NormArguments : Arguments {
   float eps, weight_offset;
 };
 
+// The arguments of the gradients of a norm (residual_rmsnorm_backward.cu). All tensors are aligned to 16 bytes.
+struct NormGradientArguments {
+  const void* of_normed;
+  const void* of_summed;  // null: zeros
+  const void* summed;
+  const void* weight;
+  void* of_rows;
+  float* groups;    // [row_groups][columns]
+  void* of_weight;  // of one row
+  u64 rows, columns;
+  u32 row_groups;
+  u32 with_weight;  // whether the last two are written
+  float eps;
+  float weight_offset;
+};
+
 // The arguments of matmul beside the tensor maps of A [m, k], of W and of C [m, n].
 struct MatmulArguments {
   const void* bias;  // n elements of C's type, or null

@@ -20,7 +20,7 @@ PREPARED = {
     for op in (ALLREDUCE_NORM, REDUCESCATTER_NORM)
     for output in NORM_OUTPUTS
 }
-_PACK_NBYTES = 16  # a thread adds the squares of one pack at a time
+PACK_NBYTES = 16  # a thread adds the numbers of one pack at a time
 SLOTS = 1024  # this and the next one: `norm_slots` and `group_columns` in cuda_src/device/rms_norm.cuh
 GROUP_COLUMNS = 128  # columns that share a scale in "grouped_fp8"
 FP8 = torch.float8_e4m3fn
@@ -114,26 +114,26 @@ def _add_and_norm(
     """Returns (normed, summed): normed in fp32, summed with the dtype of ``total``."""
     summed = (total.float() + residual.float()).to(total.dtype)
     rows = summed.float()
-    squares = _sum_of_squares(rows, _PACK_NBYTES // total.element_size())
+    squares = sum_in_slots(rows * rows, PACK_NBYTES // total.element_size())
     # Divide by a tensor: torch may turn a division by a number into a multiplication by its inverse.
     mean = squares / torch.full_like(squares, rows.shape[-1])
-    inverse = torch.ones_like(mean) / nearest_sqrt(mean + _fp32(eps))
-    return (rows * inverse.unsqueeze(-1)) * (weight.float() + _fp32(weight_offset)), summed
+    inverse = torch.ones_like(mean) / nearest_sqrt(mean + fp32(eps))
+    return (rows * inverse.unsqueeze(-1)) * (weight.float() + fp32(weight_offset)), summed
 
 
-def _sum_of_squares(rows: torch.Tensor, pack: int) -> torch.Tensor:
-    """Returns the sum of squares of each row, added in the kernels' order: packs into slots, then slots in pairs."""
+def sum_in_slots(rows: torch.Tensor, pack: int) -> torch.Tensor:
+    """Returns the sum of each fp32 row, added in the kernels' order: packs into slots, then slots in pairs."""
     columns = rows.shape[-1]
     padded = -(-columns // (SLOTS * pack)) * SLOTS * pack
-    squares = torch.nn.functional.pad(rows * rows, (0, padded - columns)).unflatten(-1, (-1, SLOTS, pack))
-    total = torch.zeros_like(squares[..., 0, :, 0])
-    for turn in range(squares.shape[-3]):
+    slots = torch.nn.functional.pad(rows, (0, padded - columns)).unflatten(-1, (-1, SLOTS, pack))
+    total = torch.zeros_like(slots[..., 0, :, 0])
+    for turn in range(slots.shape[-3]):
         for element in range(pack):
-            total = total + squares[..., turn, :, element]
+            total = total + slots[..., turn, :, element]
     while total.shape[-1] > 1:
         total = total[..., 0::2] + total[..., 1::2]
     return total[..., 0]
 
 
-def _fp32(number: float) -> float:
+def fp32(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()

@@ -220,9 +220,7 @@ def _backward(ctx, gradients):
     """Returns the gradients: of ``a`` by a reduce-scatter, and of ``w`` from rows that are gathered again."""
     where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
     (a, w), tensors = OP.saved(ctx)
-    # A list call has a gradient for each tensor of its flat list of results.
-    pairs = list(zip(gradients[::2], gradients[1::2], strict=True)) if ctx.in_list else gradients
-    of_products, of_rows = map(list, zip(*pairs, strict=True))
+    of_products, of_rows = list(gradients[::2]), list(gradients[1::2])
     needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
     of_a, of_w, wholes, rest = [None] * len(a), [None] * len(w), None, {}
     if ctx.given["epilogue"]:

@@ -195,5 +195,5 @@ OP = Op(
     check_out=_check_out,
     residual=_with_feedback,
     backward=_backward,
-    saved=lambda given: bool(given["epilogue"]),
+    saved=lambda given: ("x",) if given["epilogue"] else (),
 )

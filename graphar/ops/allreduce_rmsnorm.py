@@ -10,8 +10,8 @@ import torch
 
 from graphar.numerics.norms import ALLREDUCE_NORM as NAME
 from graphar.ops import norms, options
-from graphar.ops.allreduce import allreduce
-from graphar.ops.register import Op
+from graphar.ops.norm_gradients import of_rows_and_weights
+from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated
 from graphar.runtime.registry import Group
 
@@ -67,7 +67,7 @@ def allreduce_residual_rmsnorm(
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
     makes the same calls, with equal shapes and dtypes, in the same order.
 
-    Differentiable, except for FP8. A call that needs gradients takes several kernels.
+    Differentiable, except for FP8.
 
     Args:
         x: [..., columns], bf16, fp16 or fp32: this rank's tensor, or a list with one for each device of this process.
@@ -97,7 +97,14 @@ def allreduce_residual_rmsnorm(
     asked = tensors, (eps, weight_offset, out_dtype, group_size, timeout_s), None
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return norms.call(OP, allreduce, asked, group)
+    return norms.call(OP, asked, group)
+
+
+def _backward(ctx, gradients):
+    """Returns the gradients. Rounding is treated as the identity."""
+    call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
+    of_rows, of_weights = of_rows_and_weights(ctx, OP.saved(ctx)[0], gradients)
+    return for_ranks(ctx, "allreduce", of_rows, **call), of_rows, of_weights, {}
 
 
 OP = Op(
@@ -106,5 +113,8 @@ OP = Op(
     f"{norms.ARGUMENTS}, str communicator, float? timeout_s, {options.AFTER}",
     partial(norms.run, NAME),
     norms.fake,
+    backward=_backward,
+    saved=lambda given: ("weight",),
+    saved_result=1,
     returns="Tensor[]",
 )

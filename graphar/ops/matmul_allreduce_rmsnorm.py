@@ -8,9 +8,9 @@ from typing import overload
 
 import torch
 
-from graphar.ops import matmul_norms, options
-from graphar.ops.matmul_allreduce import fused_matmul_allreduce
-from graphar.ops.register import Op
+from graphar.ops import matmul_norms, matmul_sums, options
+from graphar.ops.norm_gradients import of_rows_and_weights
+from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated
 from graphar.runtime.registry import Group
 
@@ -59,7 +59,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
     makes the same calls in the same order.
 
-    Differentiable. A call that needs gradients takes several kernels.
+    Differentiable.
 
     Args:
         a: this rank's [..., K], bf16, fp16 or fp32, or a list with one for each device of this process. Shapes are
@@ -88,7 +88,16 @@ def fused_matmul_allreduce_residual_rmsnorm(
     asked = (a, w, residual, weight), (eps, weight_offset, partition, timeout_s), None
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return matmul_norms.call(OP, fused_matmul_allreduce, asked, group)
+    return matmul_norms.call(OP, asked, group)
+
+
+def _backward(ctx, gradients):
+    """Returns the gradients. Rounding is treated as the identity."""
+    call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
+    saved, _ = OP.saved(ctx)
+    of_rows, of_weights = of_rows_and_weights(ctx, saved, gradients)
+    of_products = for_ranks(ctx, "allreduce", of_rows, **call) if ctx.in_list else of_rows
+    return *matmul_sums.gradients_of_products(ctx, of_products, *saved[:2]), of_rows, of_weights, {}
 
 
 OP = Op(
@@ -97,5 +106,8 @@ OP = Op(
     f"float eps, float weight_offset, str communicator, str partition, float? timeout_s, {options.AFTER}",
     partial(matmul_norms.run, NAME),
     matmul_norms.fake,
+    backward=_backward,
+    saved=matmul_norms.saved,
+    saved_result=1,
     returns="Tensor[]",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -10,7 +10,6 @@ from graphar.matmul import operands
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import norms
-from graphar.ops.norm_gradients import added_and_normed
 from graphar.ops.register import Asked, Op
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call, Operands
@@ -62,20 +61,20 @@ def check_residuals(op: str, ranks: Sequence[tuple], lengths: Sequence[int] | No
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def call(op: Op, sum_up: Callable, asked: Asked, group: Group):
-    """Makes a call as the user asked for it, and returns its results as users get them.
-
-    ``sum_up`` is the op that only multiplies and sums, which a call that needs gradients takes.
-    """
+def call(op: Op, asked: Asked, group: Group):
+    """Makes a call as the user asked for it, and returns its results as users get them."""
     (a, w, residual, weight), (eps, weight_offset, partition, timeout_s), _ = asked
     ranks, numbers = check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s)
     where, lengths = norms.place(op, "a", a, group)
     check_residuals(op.name, ranks, lengths)
-    if norms.need_gradients(op.name, ranks):
-        total = sum_up(a, w, partition=partition, group=group, timeout_s=timeout_s)
-        return added_and_normed(total, residual, weight, numbers)
+    norms.prepare_gradients(op.name, ranks)
     how = where | {"partition": partition, "timeout_s": timeout_s}
     return norms.make(op, (a, w, residual, weight), ranks, numbers, how, asked, group)
+
+
+def saved(given: dict) -> tuple[str, ...]:
+    """Returns the names of the tensors that the backward pass needs."""
+    return "a", "w", "weight"
 
 
 def fake(a, w, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:

@@ -13,7 +13,7 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import split
 from graphar.ops import matmul_sums, options, parts
-from graphar.ops.register import Asked, Op, for_ranks
+from graphar.ops.register import Asked, Op
 from graphar.ops.repeats import repeated
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
@@ -146,17 +146,7 @@ def _backward(ctx, gradients):
     where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
     (a, w), tensors = OP.saved(ctx)
     of_sums, rest = matmul_sums.gradients_of_sums(ctx, "reducescatter", where, gradients, a, w, tensors)
-    needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
-    of_a, of_w, wholes = [None] * len(a), [None] * len(w), []
-    if needs_a:
-        how = {"gathered": needs_w, "partition": partitions.in_backward(ctx.given["partition"])}
-        found = for_ranks(ctx, "fused_allgather_matmul", of_sums, [weight.t() for weight in w], **how, **where)
-        of_a, wholes = found[::2], found[1::2]
-    elif needs_w:
-        wholes = for_ranks(ctx, "allgather", of_sums, **where)
-    if needs_w:
-        of_w = [operands.flat(whole).t() @ operands.flat(x) for whole, x in zip(wholes, a, strict=True)]
-    return of_a, of_w, rest
+    return *matmul_sums.gradients_of_parts(ctx, of_sums, a, w, where), rest
 
 
 OP = Op(

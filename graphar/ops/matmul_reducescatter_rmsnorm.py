@@ -8,8 +8,8 @@ from typing import overload
 
 import torch
 
-from graphar.ops import matmul_norms, norms, options
-from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
+from graphar.ops import matmul_norms, matmul_sums, norms, options
+from graphar.ops.norm_gradients import of_rows_and_weights
 from graphar.ops.register import Op
 from graphar.ops.repeats import repeated
 from graphar.runtime.registry import Group
@@ -58,7 +58,7 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
     makes the same calls in the same order.
 
-    Differentiable. A call that needs gradients takes several kernels.
+    Differentiable.
 
     Args:
         a: this rank's [M, ..., K], bf16, fp16 or fp32, or a list with one for each device of this process. Shapes are
@@ -88,7 +88,15 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     asked = (a, w, residual, weight), (eps, weight_offset, partition, timeout_s), None
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return matmul_norms.call(OP, fused_matmul_reducescatter, asked, group)
+    return matmul_norms.call(OP, asked, group)
+
+
+def _backward(ctx, gradients):
+    """Returns the gradients. Rounding is treated as the identity."""
+    where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
+    saved, _ = OP.saved(ctx)
+    of_rows, of_weights = of_rows_and_weights(ctx, saved, gradients)
+    return *matmul_sums.gradients_of_parts(ctx, of_rows, *saved[:2], where), of_rows, of_weights, {}
 
 
 OP = Op(
@@ -99,5 +107,8 @@ OP = Op(
     partial(matmul_norms.run, NAME),
     matmul_norms.fake,
     check=partial(norms.check_parts, NAME),
+    backward=_backward,
+    saved=matmul_norms.saved,
+    saved_result=1,
     returns="Tensor[]",
 )

@@ -11,7 +11,7 @@ from graphar.numerics import partitions
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue
 from graphar.ops import options
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
-from graphar.ops.register import is_plain
+from graphar.ops.register import for_ranks, is_plain
 from graphar.plan import call_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
@@ -89,6 +89,24 @@ def gradients_of_products(ctx, of_products, a, w) -> tuple[list, list]:
         operands.flat(gradient).t() @ operands.flat(x) if wanted else None
         for gradient, x, wanted in zip(of_products, a, needed[1], strict=True)
     ]
+    return of_a, of_w
+
+
+def gradients_of_parts(ctx, of_parts, a, w, where: dict) -> tuple[list, list]:
+    """Returns the gradients of each rank's ``a`` and ``w`` from that of its part of the sum; None if not needed.
+
+    ``where`` are the arguments of the collectives that gather parts.
+    """
+    needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
+    of_a, of_w, wholes = [None] * len(a), [None] * len(w), []
+    if needs_a:
+        how = {"gathered": needs_w, "partition": partitions.in_backward(ctx.given["partition"])}
+        found = for_ranks(ctx, "fused_allgather_matmul", of_parts, [weight.t() for weight in w], **how, **where)
+        of_a, wholes = found[::2], found[1::2]
+    elif needs_w:
+        wholes = for_ranks(ctx, "allgather", of_parts, **where)
+    if needs_w:
+        of_w = [operands.flat(whole).t() @ operands.flat(x) for whole, x in zip(wholes, a, strict=True)]
     return of_a, of_w
 
 

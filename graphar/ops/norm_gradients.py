@@ -1,68 +1,85 @@
-"""Residual and RMSNorm behind a collective that has gradients of its own."""
+"""The gradients of ops that end with residual and RMSNorm."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from graphar.numerics.norms import specification
-from graphar.ops.register import by_result, library
+from graphar.numerics import norm_gradients
+from graphar.ops.register import library
 from graphar.runtime import residual_norm
 
 library.define(
-    "residual_rmsnorm(Tensor total, Tensor residual, Tensor weight, float eps, float weight_offset) -> (Tensor, Tensor)"
+    "residual_rmsnorm_backward(Tensor of_normed, Tensor? of_summed, Tensor summed, Tensor weight, float eps, "
+    "float weight_offset, bool of_weight) -> (Tensor, Tensor)"
 )
 
 
-def added_and_normed(total, residual, weight, numbers: tuple[float, float]):
-    """Returns the results for a finished sum, or for a list of sums: (normed, summed). Differentiable."""
-    if not isinstance(total, (list, tuple)):
-        return torch.ops.graphar.residual_rmsnorm(total, residual, weight, *numbers)
-    ranks = zip(total, residual, weight, strict=True)
-    flat = [one for of_rank in ranks for one in torch.ops.graphar.residual_rmsnorm(*of_rank, *numbers)]
-    return by_result(flat, len(total))
+def of_rows_and_weights(ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None]) -> tuple[list, list]:
+    """Returns the gradients of each rank's rows that were normed, and of its weight; None for one that is not needed.
+
+    ``saved`` are the op's tensors, the weight last, and the rows, as lists of ranks. ``gradients`` are those of normed
+    rows and of the rows, rank by rank. None: zeros.
+    """
+    *tensors, weights, summed = saved
+    wanted = ctx.needs_input_grad[len(tensors)]
+    wanted = wanted if ctx.in_list else [wanted]
+    numbers = ctx.given["eps"], ctx.given["weight_offset"]
+    ranks = zip(gradients[::2], gradients[1::2], summed, weights, wanted, strict=True)
+    return tuple(map(list, zip(*[_of_rank(*of_rank, numbers) for of_rank in ranks], strict=True)))
 
 
-def _residual_rmsnorm(total, residual, weight, eps, weight_offset):
-    total, residual, weight = (one.contiguous() for one in (total, residual, weight))
-    if not residual_norm.serves(total):
-        return specification(total, residual, weight, eps, weight_offset)
-    normed, summed = torch.empty_like(total), torch.empty_like(total)
-    residual_norm.norm(total, residual, weight, normed, summed, eps, weight_offset)
-    return normed, summed
+def load(weight: torch.Tensor) -> None:
+    """Loads the kernels for rows with this weight: loading beside a kernel that waits for other ranks could hang."""
+    if weight.is_cuda and residual_norm.serves_backward(weight):
+        residual_norm.load_backward(weight.device.index, weight.dtype, weight.numel())
+
+
+def _of_rank(of_normed, of_summed, summed, weight, wanted: bool, numbers: tuple[float, float]):
+    if of_normed is None:
+        of_rows = torch.zeros_like(summed) if of_summed is None else of_summed
+        return of_rows, torch.zeros_like(weight) if wanted else None
+    backward = torch.ops.graphar.residual_rmsnorm_backward
+    of_rows, of_weight = backward(of_normed, of_summed, summed, weight, *numbers, wanted)
+    return of_rows, of_weight if wanted else None
+
+
+def _residual_rmsnorm_backward(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight):
+    of_normed, summed, weight = (one.contiguous() for one in (of_normed, summed, weight))
+    of_summed = None if of_summed is None else of_summed.contiguous()
+    if residual_norm.serves_backward(summed):
+        return residual_norm.backward(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight)
+    found = norm_gradients.specification(of_normed, of_summed, summed, weight, eps, weight_offset)
+    return found if of_weight else (found[0], weight.new_empty(0))
 
 
 for _key in ("CPU", "CUDA"):
-    library.impl("residual_rmsnorm", _residual_rmsnorm, _key)
+    library.impl("residual_rmsnorm_backward", _residual_rmsnorm_backward, _key)
 
 
-@torch.library.register_fake("graphar::residual_rmsnorm", lib=library)
-def _(total, residual, weight, eps, weight_offset):
-    return total.new_empty(total.shape), total.new_empty(total.shape)
+@torch.library.register_fake("graphar::residual_rmsnorm_backward", lib=library)
+def _(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight):
+    return summed.new_empty(summed.shape), weight.new_empty(weight.shape if of_weight else 0)
 
 
 def _keep(ctx, inputs, output) -> None:
-    _, _, weight, ctx.eps, ctx.weight_offset = inputs
-    ctx.save_for_backward(weight, output[1])
+    *tensors, ctx.eps, ctx.offset, ctx.of_weight = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx, of_normed, of_summed):
-    """Returns the gradients, in fp32 until each is rounded once. Rounding in the forward pass is the identity.
-
-    A row r of ``summed`` is normed to u w, where u = s r, s = 1 / sqrt(mean(r^2) + eps), and w is the weight with its
-    offset. If u w has the gradient g, w has the sum of g u over rows, and r has s (w g - u mean(w g u)).
-    """
-    weight, summed = ctx.saved_tensors
-    scale = weight.float() + ctx.weight_offset
-    norm = torch.linalg.vector_norm(summed, dim=-1, keepdim=True, dtype=torch.float32)
-    inverse = (norm * norm / summed.shape[-1] + ctx.eps).rsqrt()
-    unit, of_weight = summed * inverse, None
-    products = of_normed * unit
-    if ctx.needs_input_grad[2]:
-        of_weight = products.sum_to_size(weight.shape).to(weight.dtype)
-    common = (products * scale).mean(-1, keepdim=True)
-    of_rows = torch.addcmul(of_summed, torch.addcmul(of_normed * scale, unit, common, value=-1), inverse)
-    of_total = of_rows.to(summed.dtype)
-    return of_total, of_total, of_weight, None, None
+def _second_derivatives(ctx, gradient_of_rows, gradient_of_weight):
+    leaves = [None if one is None else one.detach().requires_grad_() for one in ctx.saved_tensors]
+    of_normed, of_summed, summed, weight = leaves
+    with torch.enable_grad():
+        more = torch.zeros_like(summed) if of_summed is None else of_summed
+        results = norm_gradients.differentiable(of_normed, more, summed, weight, ctx.eps, ctx.offset)
+    count = 2 if ctx.of_weight else 1
+    needed = [one for one in leaves if one is not None]
+    found = iter(torch.autograd.grad(results[:count], needed, (gradient_of_rows, gradient_of_weight)[:count]))
+    return *(None if one is None else next(found) for one in leaves), None, None, None
 
 
-torch.library.register_autograd("graphar::residual_rmsnorm", _backward, setup_context=_keep, lib=library)
+torch.library.register_autograd(
+    "graphar::residual_rmsnorm_backward", _second_derivatives, setup_context=_keep, lib=library
+)

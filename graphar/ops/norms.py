@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.norms import FP8, output_of, scales_of
 from graphar.numerics.partitions import split
-from graphar.ops import parts
-from graphar.ops.norm_gradients import added_and_normed
+from graphar.ops import norm_gradients, parts
 from graphar.ops.register import Asked, Op, by_result, is_plain
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call, Operands
@@ -99,23 +98,22 @@ def check_number(op: str, name: str, number: object) -> float:
 # ---- calls that need gradients --------------------------------------------------------------------------------------
 
 
-def need_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: str = "like_input") -> bool:
-    """Whether a call needs gradients; ValueError if its ``output`` has none."""
+def prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: str = "like_input") -> None:
+    """Loads what the backward pass of a call needs, if it needs one; ValueError if the call's ``output`` has none."""
     if not torch.is_grad_enabled() or not any(one.requires_grad for of_rank in ranks for one in of_rank):
-        return False
+        return
     if output != "like_input":
         raise ValueError(f"{op}: FP8 cannot be differentiated; omit out_dtype, or call under torch.no_grad()")
-    return True
+    if not torch.compiler.is_compiling():
+        for of_rank in ranks:
+            norm_gradients.load(of_rank[-1])
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def call(op: Op, sum_up: Callable, asked: Asked, group: Group):
-    """Makes a call as the user asked for it, and returns its results as users get them.
-
-    ``sum_up`` is the op that only sums, which a call that needs gradients takes.
-    """
+def call(op: Op, asked: Asked, group: Group):
+    """Makes a call as the user asked for it, and returns its results as users get them."""
     tensors, (eps, weight_offset, out_dtype, group_size, timeout_s), _ = asked
     (x, residual, weight, *_), scale, name = tensors, tensors[3] if len(tensors) > 3 else None, op.name
     call_checks.check_call(name, "auto", timeout_s)
@@ -124,8 +122,7 @@ def call(op: Op, sum_up: Callable, asked: Asked, group: Group):
     where, lengths = place(op, "x", x, group)
     pairs = zip(lengths or [None] * len(ranks), ranks, strict=True)
     output = {check(name, out_dtype, group_size, length, *of_rank) for length, of_rank in pairs}.pop()
-    if need_gradients(name, ranks, output):
-        return added_and_normed(sum_up(x, group, timeout_s=timeout_s), residual, weight, numbers)
+    prepare_gradients(name, ranks, output)
     scales = [one for _, _, _, *of_rank in ranks for one in of_rank]
     how = where | {"output": output, "scales": scales, "timeout_s": timeout_s}
     return make(op, (x, residual, weight), ranks, numbers, how, asked, group)

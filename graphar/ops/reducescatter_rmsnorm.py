@@ -10,8 +10,8 @@ import torch
 
 from graphar.numerics.norms import REDUCESCATTER_NORM as NAME
 from graphar.ops import norms, options
-from graphar.ops.reducescatter import reducescatter
-from graphar.ops.register import Op
+from graphar.ops.norm_gradients import of_rows_and_weights
+from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated
 from graphar.runtime.registry import Group
 
@@ -66,7 +66,7 @@ def reducescatter_residual_rmsnorm(
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
     makes the same calls, with equal shapes and dtypes, in the same order.
 
-    Differentiable, except for FP8. A call that needs gradients takes several kernels.
+    Differentiable, except for FP8.
 
     Args:
         x: [M, ..., columns], bf16, fp16 or fp32: this rank's tensor, or a list with one per device of this process.
@@ -95,7 +95,14 @@ def reducescatter_residual_rmsnorm(
     asked = tensors, (eps, weight_offset, out_dtype, group_size, timeout_s), None
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return norms.call(OP, reducescatter, asked, group)
+    return norms.call(OP, asked, group)
+
+
+def _backward(ctx, gradients):
+    """Returns the gradients. Rounding is treated as the identity."""
+    call = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
+    of_rows, of_weights = of_rows_and_weights(ctx, OP.saved(ctx)[0], gradients)
+    return for_ranks(ctx, "allgather", of_rows, **call), of_rows, of_weights, {}
 
 
 OP = Op(
@@ -105,5 +112,8 @@ OP = Op(
     partial(norms.run, NAME),
     norms.fake,
     check=partial(norms.check_parts, NAME),
+    backward=_backward,
+    saved=lambda given: ("weight",),
+    saved_result=1,
     returns="Tensor[]",
 )

@@ -93,8 +93,11 @@ class Op:
         residual: ``residual(engine, xs, residuals, outs, given)`` raises if residuals do not fit, and returns the
             ``given`` of a call that overwrites its input with rounding errors. None: the op takes no residual.
         backward: ``backward(ctx, gradients)`` returns the gradients of the tensors, as lists, and a dict with the
-            gradients of other arguments by name. None: the op is not differentiable.
-        saved: whether the backward pass needs the tensors, given the arguments by name.
+            gradients of other arguments by name. It is given those of the results, rank by rank. None: the op is not
+            differentiable.
+        saved: the names of the tensors that the backward pass needs, given the arguments by name. None: all.
+        saved_result: which result of each rank it needs, counted from 0. The gradient of an unused result is None then,
+            and zeros otherwise. None: no result.
         returns: the result type in the schema of the first form.
     """
 
@@ -110,7 +113,8 @@ class Op:
         check_out: Callable | None = None,
         residual: Callable | None = None,
         backward: Callable | None = None,
-        saved: Callable[[dict], bool] = lambda given: True,
+        saved: Callable[[dict], Sequence[str]] | None = None,
+        saved_result: int | None = None,
         returns: str = "Tensor",
     ) -> None:
         self.name, self.tensors = name, tuple(tensors)
@@ -119,7 +123,8 @@ class Op:
         self._given = namedtuple("Given", self._types)
         self._run, self._fake, self._check = run, fake, check
         self._check_out, self._residual = check_out, residual
-        self._backward, self._saved, self.returns = backward, saved, returns
+        self._backward, self.returns = backward, returns
+        self._saved, self._saved_result = saved or (lambda given: self.tensors), saved_result
         for suffix, kind in (("", "Tensor"), ("_list", "Tensor[]")):
             given = ", ".join(f"{kind} {one}" for one in self.tensors)
             result = returns if returns != "Tensor" else kind
@@ -276,11 +281,16 @@ class Op:
             ctx.in_list, ctx.ranks = in_list, len(lists[0])
             ctx.none = [_no_gradient(one) for one in arguments]
             ctx.wanted = [one.requires_grad for one in tensors]
-            saved = [one for ones in lists for one in ones] if self._saved(ctx.given) else []
+            saved = [one for at in self._places_saved(ctx) for one in lists[at]]
+            if self._saved_result is not None:
+                saved += output[self._saved_result :: len(output) // ctx.ranks]
             ctx.save_for_backward(*saved, *tensors)
+            ctx.set_materialize_grads(self._saved_result is None)
+
+        several = in_list or self.returns != "Tensor"
 
         def rule(ctx, gradient):
-            *of_lists, of_named = self._backward(ctx, list(gradient) if in_list else [gradient])
+            *of_lists, of_named = self._backward(ctx, list(gradient) if several else [gradient])
             of_lists = of_lists if in_list else [one[0] for one in of_lists]
             rest = [of_named.get(one, none) for one, none in zip(self._types, ctx.none, strict=True)]
             return *of_lists, *rest
@@ -290,11 +300,22 @@ class Op:
         )
 
     def saved(self, ctx) -> tuple[list[Sequence[torch.Tensor]], list[torch.Tensor]]:
-        """Returns the op's tensors as lists of this process's ranks, and the epilogue's tensors, in a backward pass."""
-        count = len(self.tensors) * ctx.ranks
-        tensors = ctx.saved_tensors
-        lists = [tensors[start : start + ctx.ranks] for start in range(0, count, ctx.ranks)]
-        return lists, list(tensors[count:])
+        """Returns in a backward pass what it needs of the forward pass.
+
+        These are lists of this process's ranks, of each of the op's tensors, empty if it is not saved, and of
+        ``saved_result``, if there is one; and the tensors of the epilogue.
+        """
+        places, left, ranks = self._places_saved(ctx), list(ctx.saved_tensors), ctx.ranks
+        lists: list[Sequence[torch.Tensor]] = [()] * len(self.tensors)
+        if self._saved_result is not None:
+            places, lists = [*places, len(lists)], [*lists, ()]
+        for at in places:
+            lists[at], left = left[:ranks], left[ranks:]
+        return lists, left
+
+    def _places_saved(self, ctx) -> list[int]:
+        needed = self._saved(ctx.given)
+        return [at for at, name in enumerate(self.tensors) if name in needed]
 
 
 _contiguous = torch.contiguous_format

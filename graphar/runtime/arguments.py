@@ -119,6 +119,23 @@ class NormArguments(Arguments):
         self.scales = scales[0].data_ptr() if scales else 0
 
 
+class NormGradientArguments(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("of_normed", "of_summed", "summed", "weight", "of_rows", "groups", "of_weight")
+        ),
+        *((name, ctypes.c_uint64) for name in ("rows", "columns")),
+        *((name, ctypes.c_uint32) for name in ("row_groups", "with_weight")),
+        *((name, ctypes.c_float) for name in ("eps", "weight_offset")),
+    ]
+
+    def put(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Writes the addresses of the tensors, in the order of the fields."""
+        for (name, _), tensor in zip(self._fields_, tensors, strict=False):
+            setattr(self, name, 0 if tensor is None else tensor.data_ptr())
+
+
 class MatmulArguments(ctypes.Structure):
     _fields_ = [
         ("bias", ctypes.c_uint64),
@@ -130,7 +147,7 @@ class MatmulArguments(ctypes.Structure):
 def layout_check() -> str:
     """Returns C++ that compiles only if the structs above match the sources byte for byte."""
     lines = []
-    by_kernel = (Arguments, TupleArguments, NormArguments, MatmulArguments)
+    by_kernel = (Arguments, TupleArguments, NormArguments, NormGradientArguments, MatmulArguments)
     for struct in (Record, EpochState, Counters, EpilogueArguments, *by_kernel):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]

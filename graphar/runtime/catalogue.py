@@ -80,6 +80,16 @@ def residual_norm_source(dtype: torch.dtype) -> KernelSource:
     return KernelSource("norm/residual_rmsnorm.cu", f"residual_rmsnorm<{TYPE_NAMES[dtype]}>")
 
 
+def residual_norm_backward_sources(dtype: torch.dtype, packs: int, stages: int) -> tuple[KernelSource, KernelSource]:
+    """Returns the kernels of the gradients of :func:`residual_norm_source`: of rows, and of the weight.
+
+    A thread has up to ``packs`` packs of a row, and ``stages`` rows are in shared memory.
+    """
+    file, name = "norm/residual_rmsnorm_backward.cu", TYPE_NAMES[dtype]
+    rows = KernelSource(file, f"residual_rmsnorm_backward<{name}, {packs}, {stages}>")
+    return rows, KernelSource(file, f"residual_rmsnorm_backward_weight<{name}>")
+
+
 def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSource:
     """Returns the kernel of a plain matmul, for one of MATMUL_TYPES, a tile, and one of LAYOUTS for the weight."""
     name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}>"

@@ -39,6 +39,18 @@ def sm_count(device: int) -> int:
 
 
 @functools.cache
+def shared_nbytes_of_block(device: int) -> int:
+    """Returns the most shared memory that a block on the device may ask for."""
+    return _attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
+
+
+@functools.cache
+def shared_nbytes_of_sm(device: int) -> int:
+    """Returns the shared memory of a streaming multiprocessor of the device."""
+    return _attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", device)
+
+
+@functools.cache
 def can_overlap(device: int) -> bool:
     """Whether the device has programmatic dependent launch."""
     return _attribute("COMPUTE_CAPABILITY_MAJOR", device) >= 9

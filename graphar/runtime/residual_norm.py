@@ -1,25 +1,32 @@
-"""Adds a residual to a finished sum and computes its RMSNorm, by a kernel on one GPU without communication."""
+"""Residual and RMSNorm of a finished sum, and their gradients, by kernels on one GPU without communication."""
 
 from __future__ import annotations
 
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from graphar.numerics import norm_gradients
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, WARP
 from graphar.plan.select import has_norm_kernel
 from graphar.runtime import launcher
-from graphar.runtime.arguments import NormArguments
+from graphar.runtime.arguments import NormArguments, NormGradientArguments
 from graphar.runtime.availability import missing_software
-from graphar.runtime.catalogue import residual_norm_source
+from graphar.runtime.catalogue import residual_norm_backward_sources, residual_norm_source
 from graphar.runtime.launcher import Grid, Launch
 
 Tensors = Sequence[torch.Tensor]
 
 _BLOCKS_AN_SM = 2  # as in the launch bounds of cuda_src/norm/residual_rmsnorm.cu
+# As in cuda_src/norm/residual_rmsnorm_backward.cu: the size of PairsOfWarps, `tensors`, and `columns_added`.
+PAIRS_NBYTES = 512
+STAGED_TENSORS = 3
+COLUMNS_ADDED = 8
+_MOST_STAGES = 4  # rows that a block has in shared memory; more are not faster (H100)
 
 
 def serves(total: torch.Tensor) -> bool:
@@ -87,3 +94,112 @@ def _bind(
             bound.enqueue(stream)
 
     return launch
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+def backward(
+    of_normed: torch.Tensor,
+    of_summed: torch.Tensor | None,
+    summed: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    of_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the gradients of the rows that were normed, and of the weight: empty if it is not wanted.
+
+    The specification is graphar.numerics.norm_gradients.specification. All tensors are contiguous, and of one dtype;
+    :func:`serves_backward` approves ``summed``. The kernels are queued on torch's current stream.
+
+    Raises:
+        UnsupportedError: the kernels are not loaded yet while a graph is captured.
+    """
+    device, columns = summed.device.index, weight.numel()
+    launch, groups = _bind_backward(device, summed.dtype, summed.numel() // columns, columns, eps, offset, of_weight)
+    of_rows = torch.empty_like(summed)
+    of_groups = weight.new_empty((groups if of_weight else 0, columns), dtype=torch.float32)
+    total = weight.new_empty(columns if of_weight else 0)
+    inputs = [None if one is None else _aligned(one) for one in (of_normed, of_summed, summed, weight)]
+    with torch.cuda.device(device):
+        launch((*inputs, of_rows, of_groups, total), torch.cuda.current_stream().cuda_stream)
+    return of_rows, total
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    return x.clone() if x.data_ptr() % PACK_NBYTES else x
+
+
+class _Staging(NamedTuple):
+    """How a block stages rows, for the kernel's template arguments."""
+
+    packs: int  # of a row, for each thread; a power of two, so that there are few kernels
+    stages: int  # rows in shared memory; 0: not even one fits
+    nbytes: int  # shared memory
+
+
+def _staging(device: int, row_nbytes: int) -> _Staging:
+    threads = norm_gradients.threads_of(row_nbytes)
+    packs = 1 << (-(-row_nbytes // (threads * PACK_NBYTES)) - 1).bit_length()
+    stage_nbytes = STAGED_TENSORS * packs * threads * PACK_NBYTES
+    stages = min(_MOST_STAGES, (launcher.shared_nbytes_of_block(device) - PAIRS_NBYTES) // stage_nbytes)
+    return _Staging(packs, stages, PAIRS_NBYTES + stages * stage_nbytes)
+
+
+def serves_backward(summed: torch.Tensor) -> bool:
+    """Whether the kernels can compute the gradients of the rows of ``summed``."""
+    return serves(summed) and _staging(summed.device.index, summed.shape[-1] * summed.element_size()).stages > 0
+
+
+def load_backward(device: int, dtype: torch.dtype, columns: int) -> tuple:
+    """Loads and returns the kernels for rows of ``columns``. Do so before a kernel that waits for other ranks runs."""
+    staging = _staging(device, columns * dtype.itemsize)
+    return _load_backward(device, dtype, staging.packs, staging.stages)
+
+
+@functools.cache
+def _load_backward(device: int, dtype: torch.dtype, packs: int, stages: int) -> tuple:
+    sources, most = residual_norm_backward_sources(dtype, packs, stages), launcher.shared_nbytes_of_block(device)
+    return tuple(launcher.load(one, device, most, f"residual_rmsnorm_backward for {dtype}") for one in sources)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bind_backward(
+    device: int, dtype: torch.dtype, rows: int, columns: int, eps: float, offset: float, of_weight: bool
+) -> tuple[Callable[[Tensors, int], None], int]:
+    """Returns a function that launches the kernels, and the number of groups of rows.
+
+    The function takes the tensors whose addresses :class:`NormGradientArguments` begins with, and a stream.
+    """
+    row_nbytes = columns * dtype.itemsize
+    groups = norm_gradients.row_groups(rows, row_nbytes)
+    arguments = NormGradientArguments(
+        rows=rows, columns=columns, row_groups=groups, eps=eps, weight_offset=offset, with_weight=of_weight
+    )
+    gradients, sums = load_backward(device, dtype, columns)
+    overlaps = launcher.can_overlap(device)
+    shared_nbytes = max(_staging(device, row_nbytes).nbytes, _nbytes_to_spread(device, groups))
+    grid = Grid(groups, norm_gradients.threads_of(row_nbytes), shared_nbytes, overlaps)
+    bound = [Launch(gradients, [arguments], grid)]
+    if of_weight:
+        threads = norm_gradients.LANES * COLUMNS_ADDED
+        bound.append(Launch(sums, [arguments], Grid(-(-columns // COLUMNS_ADDED), threads, threads * 4, overlaps)))
+    lock = threading.Lock()
+
+    def launch(tensors: Tensors, stream: int) -> None:
+        with lock:  # all threads share the launch's arguments
+            arguments.put(tensors)
+            for one in bound:
+                one.enqueue(stream)
+
+    return launch, groups
+
+
+def _nbytes_to_spread(device: int, blocks: int) -> int:
+    """Returns the shared memory of a block with which no SM has room for more than its share of a grid of ``blocks``.
+
+    Otherwise two blocks may run on one SM while another SM has none (H100: 240 us in place of 140).
+    """
+    share = -(-blocks // launcher.sm_count(device))
+    return launcher.shared_nbytes_of_sm(device) // (share + 1) // PACK_NBYTES * PACK_NBYTES

@@ -64,6 +64,7 @@ def compiler() -> str:
 # A block of 640 threads takes the sanitizers too long: two channels instead of four.
 TMA_CHANNELS = 2
 NORM_SLOTS = 64  # so that rows of few packs take several rounds
+GROUP_LANES = 4  # so that few groups of rows are several for one lane
 UNIT_PACKS = 64  # so that small rows are several units
 _SMALLER = (
     Mutation(
@@ -73,6 +74,11 @@ _SMALLER = (
     ),
     Mutation("allreduce/two_shot_tma.cu", "constexpr int channels = 4;", f"constexpr int channels = {TMA_CHANNELS};"),
     Mutation("device/rms_norm.cuh", "constexpr int norm_slots = 1024;", f"constexpr int norm_slots = {NORM_SLOTS};"),
+    Mutation(
+        "norm/residual_rmsnorm_backward.cu",
+        "constexpr int group_lanes = 64;",
+        f"constexpr int group_lanes = {GROUP_LANES};",
+    ),
 )
 
 
@@ -98,6 +104,8 @@ def _table(sources: tuple[KernelSource, ...]) -> str:
 
 def _in_table(source: KernelSource) -> str:
     """The name of a kernel, or of a function of Arguments that gives it the arguments it takes (kernels.hpp)."""
+    if source.file == "norm/residual_rmsnorm_backward.cu":
+        return f"with_norm_gradients<{source.name}>"
     if source.file.startswith("norm/"):
         return f"with_norm<{source.name}, {str('static_fp8' in source.name).lower()}>"
     return f"with_tuple<{source.name}>" if TUPLE_VARIANT in source.name else source.name

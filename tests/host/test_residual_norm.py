@@ -1,4 +1,4 @@
-"""Residual and norm of sums that are there, executed on the host: the specification's bits."""
+"""Residual and norm of sums that are there, and their gradients, executed on the host: the specification's bits."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import random
 import pytest
 import torch
 
-from graphar.numerics import norms
+from graphar.numerics import norm_gradients, norms
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, Scratch
-from graphar.runtime.catalogue import residual_norm_source
+from graphar.runtime.catalogue import residual_norm_backward_sources, residual_norm_source
+from graphar.runtime.residual_norm import COLUMNS_ADDED, PAIRS_NBYTES, STAGED_TENSORS
 from tests.cases import bit_patterns, normal, same_bits
-from tests.host.build import NORM_SLOTS, Mutation, build
-from tests.host.simulate import Call, Simulation
+from tests.host.build import GROUP_LANES, NORM_SLOTS, Mutation, build
+from tests.host.simulate import Call, KernelFailure, Simulation
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
@@ -69,3 +70,91 @@ def test_a_row_left_out_is_noticed():
 
 def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():
     assert any(wrong_elements("plain", seed, waits=False) for seed in range(4))
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+GROUPS = 6
+NUMBERS = (1e-5, 1.0)
+STAGINGS = ((1, 3), (2, 2), (4, 1))  # packs of a thread, and rows in shared memory
+
+
+@pytest.fixture
+def few_groups(monkeypatch):
+    monkeypatch.setattr(norm_gradients, "row_groups", lambda rows, row_nbytes: min(rows, GROUPS))
+    monkeypatch.setattr(norm_gradients, "LANES", GROUP_LANES)
+
+
+def wrong_gradients(sanitizer: str, seed: int, mutation: Mutation | None = None) -> int:
+    """How many elements and guards are wrong after the kernel of rows, and after the one that adds their groups."""
+    choices = random.Random(seed)
+    dtype, staging = choices.choice(DTYPES), choices.choice(STAGINGS)
+    packs = choices.choice([size for size in (1, 8, 33, 64, 130, 250) if size <= staging[0] * NORM_SLOTS])
+    rows, columns = choices.randint(1, 13), packs * PACK_NBYTES // dtype.itemsize
+    fill = choices.choice([normal, bit_patterns])
+    of_normed, of_summed, summed = (fill(at, rows * columns, dtype).view(rows, columns) for at in range(3))
+    weight, of_summed = normal(21, columns, dtype), choices.choice([of_summed, None])
+    groups, threads = min(rows, GROUPS), 32 if packs <= 32 else NORM_SLOTS
+    expected = norm_gradients.specification(of_normed, of_summed, summed, weight, *NUMBERS)
+
+    def run(kernel: int, blocks: int, threads: int, operands: tuple, input_: torch.Tensor, nbytes: int) -> tuple:
+        call = Call(
+            kernel,
+            Config(OF_ANY_KIND, blocks, threads),
+            [input_],
+            (input_.numel(),),
+            (nbytes,),
+            operands=operands,
+            scalars=(*NUMBERS, rows, groups),
+            columns=columns,
+        )
+        program = build(residual_norm_backward_sources(dtype, *staging), sanitizer, mutation)
+        shared_nbytes = PAIRS_NBYTES + STAGED_TENSORS * staging[0] * staging[1] * threads * PACK_NBYTES
+        (outcome,) = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, shared_nbytes), 0, seed).run([call])
+        return outcome.results[0], outcome.broken_guards
+
+    of_rows_nbytes, of_groups_nbytes = summed.nbytes, groups * columns * 4
+    found, broken = run(
+        0,
+        groups,
+        threads,
+        (of_summed, summed, weight, of_rows_nbytes),
+        of_normed.view(-1),
+        of_rows_nbytes + of_groups_nbytes,
+    )
+    of_rows, of_groups = found[:of_rows_nbytes], found[of_rows_nbytes:].view(torch.float32)
+    blocks, threads = -(-columns // COLUMNS_ADDED), COLUMNS_ADDED * GROUP_LANES
+    of_weight, more = run(1, blocks, threads, (None, summed, weight, of_groups), of_normed.view(-1), weight.nbytes)
+    wrong = [
+        same_bits(one.view(dtype), other.view(-1)) for one, other in zip((of_rows, of_weight), expected, strict=True)
+    ]
+    return sum(wrong) + broken + more
+
+
+@pytest.mark.parametrize(("sanitizer", "seeds"), [("plain", 24), ("thread", 2), ("address", 4)])
+@pytest.mark.usefixtures("few_groups")
+def test_gradients_have_the_specifications_bits(sanitizer, seeds):
+    for seed in range(seeds):
+        assert wrong_gradients(sanitizer, seed) == 0, seed
+
+
+_FILE = "norm/residual_rmsnorm_backward.cu"
+MISTAKES = {
+    "a row left out": ("row += gridDim.x", "row += gridDim.x + 1"),
+    "a copy that is not waited for": ("wait_for_copies<stages - 1>()", "wait_for_copies<stages>()"),
+    "the gradient of rows left out": ("if (a.of_summed) more", "if (!a.of_summed) more"),
+    "a lane left out": ("int l = 0", "int l = 1"),
+    "a group left out": ("group < a.row_groups", "group + 1 < a.row_groups"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.usefixtures("few_groups")
+def test_a_mistake_in_gradients_is_noticed(mistake):
+    assert any(wrong_gradients("plain", seed, Mutation(_FILE, *MISTAKES[mistake])) for seed in range(16))
+
+
+@pytest.mark.usefixtures("few_groups")
+def test_numbers_of_warps_that_are_overwritten_early_are_noticed():
+    with pytest.raises(KernelFailure, match="data race"):
+        any(wrong_gradients("thread", seed, Mutation(_FILE, "turn ^= 1;", "")) for seed in range(8))

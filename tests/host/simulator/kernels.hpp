@@ -48,3 +48,26 @@ void with_norm(Arguments a) {
   all.epilogue = {};
   kernel(all);
 }
+
+// A kernel that takes NormGradientArguments, as one of the table. A call gives it the gradient of normed rows as input,
+// that of rows (the input: none), the rows, the weight and the groups as tensors of an epilogue; and eps, the weight's
+// offset, and how many rows and groups there are as its numbers. The output is the gradient of rows, or of the weight.
+template <auto kernel>
+void with_norm_gradients(Arguments a) {
+  const auto& [tensor, scalar, columns, skipped, first_row, first_col, pitch] = a.epilogue;
+  NormGradientArguments all{};
+  all.of_normed = a.input;
+  all.of_summed = tensor[0] == a.input ? nullptr : tensor[0];
+  all.summed = tensor[1];
+  all.weight = tensor[2];
+  all.of_rows = a.output;
+  all.groups = static_cast<float*>(const_cast<void*>(tensor[3]));
+  all.of_weight = a.output;
+  all.rows = scalar[2];
+  all.columns = columns;
+  all.row_groups = scalar[3];
+  all.with_weight = true;
+  all.eps = scalar[0];
+  all.weight_offset = scalar[1];
+  kernel(all);
+}
