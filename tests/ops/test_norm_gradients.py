@@ -57,6 +57,38 @@ def test_the_gradients_are_those_of_torch(wanted, device):
             torch.testing.assert_close(*(torch.autograd.grad(loss, leaves) for loss in losses))
 
 
+def half_a_unit(x, dtype):
+    """Half of a unit in the last place of each number, rounded to ``dtype``."""
+    return torch.finfo(dtype).eps / 2 * torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_gradients_are_rounded_once(dtype, with_residual, device):
+    """Any rounding of an intermediate to the tensors' dtype moves some gradients by more than half a unit."""
+    total, residual, weight = (one.requires_grad_() for one in drawn((48, 264), dtype, device))
+    of_normed, of_summed = (normal(seed, total.numel(), dtype).view_as(total).to(device) for seed in (7, 8))
+    of_summed = of_summed if with_residual else torch.zeros_like(of_summed)
+
+    results = added_and_normed(total, residual, weight, NUMBERS)
+    of_total, of_residual, of_weight = torch.autograd.grad(
+        results, (total, residual, weight), grad_outputs=(of_normed, of_summed)
+    )
+
+    rows, scale = (one.detach().double() for one in (results[1], weight))
+    inverse = (rows.square().mean(-1, keepdim=True) + NUMBERS[0]).rsqrt()
+    unit, scaled = rows * inverse, of_normed.double() * (scale + NUMBERS[1])
+    shared = unit * (scaled * unit).mean(-1, keepdim=True)
+    exact = of_summed + inverse * (scaled - shared)
+    slack = 2**-19 * (of_summed.abs() + inverse * (scaled.abs() + shared.abs()))  # of sums in fp32
+    assert ((of_total - exact).abs() <= half_a_unit(exact, dtype) + slack).all()
+    assert torch.equal(of_residual, of_total)
+    terms = of_normed * unit
+    exact = terms.sum(0)
+    assert ((of_weight - exact).abs() <= half_a_unit(exact, dtype) + 2**-19 * terms.abs().sum(0)).all()
+
+
 def test_the_second_derivatives_are_those_of_finite_differences():
     total, residual, weight = (one.double().requires_grad_() for one in drawn((2, 8), torch.float32, "cpu"))
 
