@@ -308,11 +308,13 @@ def test_tensors_that_do_not_fit_are_refused(world_of_one, out, x, message):
 def blocks_of_calls(engine: Engine, **options) -> list[int | None]:
     """The limits on the blocks of a gather and a scatter of bf16."""
     x, out = torch.ones(64, dtype=torch.bfloat16), torch.empty(64, dtype=torch.bfloat16)
+    gather, scatter = fsdp.AllGather(**options), fsdp.ExactReduceScatter(**options)
     with calls_of_graphar() as made:
-        for _ in range(2):  # the second calls find what the first found
-            fsdp.AllGather(**options)(out, x, engine.group)
-            fsdp.ExactReduceScatter(**options)(out, x, engine.group, dist.ReduceOp.SUM)
-    assert made[:2] == made[2:]
+        for _ in range(3):  # later calls find what the first found
+            gather(out, x, engine.group)
+            scatter(out, x, engine.group, dist.ReduceOp.SUM)
+    assert [call.op for call in made] == ["allgather", "reducescatter"] * 3
+    assert made[:2] == made[2:4] == made[4:]
     return [call.blocks for call in made[:2]]
 
 

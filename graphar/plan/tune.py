@@ -105,6 +105,7 @@ def update(
         above = [point for point in served.measured.get(world_size, []) if point[0] > max(by_size)]
         points[world_size] = _points({nbytes: us for nbytes, (_, us) in pick(by_size).items()}) + above
     for world_size, times in (codec_times or {}).items():
+        entries.setdefault(world_size, serving(old, world_size).rows[world_size])  # a table has no codecs without rows
         codecs[world_size] = codecs.get(world_size, {}) | {text: _points(by_size) for text, by_size in times.items()}
     return replace(new, rows=entries, measured=points, codecs=codecs)
 
@@ -131,13 +132,15 @@ def faster_codecs(table: Table, codec_times: Mapping[int, CodecTimes]) -> list[s
     lines = []
     for world_size, times in codec_times.items():
         for text, by_size in times.items():
-            exact = {nbytes: expected_us(table, world_size, nbytes) for nbytes in by_size}
+            pairs = [(nbytes, us, expected_us(table, world_size, nbytes)) for nbytes, us in by_size.items()]
             faster = [
-                f"{format_nbytes(nbytes)} ({format_us(us)} us, exact {format_us(exact[nbytes])} us)"
-                for nbytes, us in by_size.items()
-                if us < exact[nbytes]
+                f"{format_nbytes(nbytes)} ({format_us(us)} us, exact {format_us(exact)} us)"
+                for nbytes, us, exact in pairs
+                if exact is not None and us < exact
             ]
-            lines.append(f"{world_size} ranks, {text}: faster than exact at {', '.join(faster) or 'no size'}")
+            known = any(exact is not None for *_, exact in pairs)
+            said = f"faster than exact at {', '.join(faster) or 'no size'}" if known else "exact was not measured"
+            lines.append(f"{world_size} ranks, {text}: {said}")
     return lines
 
 

@@ -78,7 +78,8 @@ def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank
     Kernels compare all but the last few. A peer that runs behind may not have told its last call yet. ``counters`` is
     the address of the rank's Counters. The current device is the rank's own, and has no work queued.
     """
-    called = _read(Counters, counters).called[:world_size]
+    read = _read(Counters, counters)
+    called, begun = read.called[:world_size], read.epoch_state[0].epoch
     unlike = [
         (own, told, peer)
         for peer, entries in enumerate(called)
@@ -86,7 +87,7 @@ def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank
         if own != told and own and told and own // _CALLS == told // _CALLS
     ]
     if unlike and not record.kind:
-        own, told, peer = min(unlike)  # the earliest
+        own, told, peer = max(unlike, key=lambda one: (begun - one[0] // _CALLS) % _CALLS)  # the earliest
         record.algorithm, record.rank, record.peer = algorithm.index, rank, peer
         record.sequence = (own // _CALLS - 1) % _CALLS
         record.expected, record.seen, record.kind = own % _CALLS, told % _CALLS, _DISAGREED

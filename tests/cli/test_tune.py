@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,8 +18,10 @@ from graphar.cli import timing
 from graphar.cli import tune as tune_command
 from graphar.numerics.codecs import NAMES, codec
 from graphar.plan import trials, tune
+from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.entries import fitted
+from graphar.plan.config import Config
+from graphar.plan.entries import entry_of, fitted
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tables import Table, problem_with, shipped_table
 from graphar.plan.times import expected_quantized_us
@@ -106,6 +109,13 @@ def test_tuning_can_do_with_few_codecs_or_none(three_gpus, capsys):
     assert capsys.readouterr().out.count("faster than exact") == 1
 
 
+def test_codecs_can_be_timed_before_anything_else(three_gpus, capsys):
+    assert command.main(["tune", "--world-size", "2", "--max-nbytes", "32K", "--only", "codecs"]) == 0
+
+    assert find_table(DEVICE).codecs == {2: {name: [[32 * KB, 1.5]] for name in NAMES}}
+    assert "2 ranks, int4: exact was not measured\n" in capsys.readouterr().out
+
+
 def test_what_tuning_found_is_one_document_or_a_line(three_gpus, user_folder, capsys):
     arguments = ["tune", "--world-size", "2", "--max-nbytes", "32K"]
 
@@ -159,6 +169,52 @@ def test_a_number_that_makes_calls_faster_is_taken_and_told(three_gpus, monkeypa
     assert find_table(DEVICE).beside.blocks == 8
     assert find_table(DEVICE).measured == {}
     assert "beside.blocks: 24 -> 8, 0.333 of the time\n" in capsys.readouterr().out
+
+
+def test_the_gain_that_is_told_is_the_geometric_mean_over_the_calls(three_gpus, monkeypatch, capsys):
+    def measure_under(timer, workload, tables):
+        """With 8 blocks, the first of the two calls takes half and the second an eighth of the time."""
+        gain = 2.0 if workload.rows == 2048 else 8.0
+        return [1.0 if table.beside.blocks == 8 else gain for table in tables]
+
+    monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
+
+    assert command.main(["tune", "--only", "beside"]) == 0
+
+    assert "beside.blocks: 24 -> 8, 0.250 of the time\n" in capsys.readouterr().out
+
+
+# By section: a number of the table of a user who measured all of them before.
+MEASURED = {
+    "rows": ("measured", 2, [[2048, 1.5]]),
+    "codecs": ("codecs", 2, {"int8": [[32 * KB, 9.5]]}),
+    "parts": ("parts", "allgather", [entry_of(Config(Algorithm.ALLGATHER_PUSH, 7, 64, 4), None)]),
+    "quantized": ("quantized", "many_tiles", 77),
+    "lossless": ("lossless", "allreduce_from_nbytes", {2: 777}),
+    "norm": ("norm", "one_shot_sent_nbytes", 777),
+    "prefetch": ("prefetch", "budget_nbytes", 777),
+    "beside": ("beside", "blocks", 7),
+    "matmul": ("matmul", "skinny_least_busy", 0.7),
+    "allgather_matmul": ("allgather_matmul", "tiles_from_rows", {2: 777}),
+}
+
+
+@pytest.mark.parametrize("section", MEASURED)
+def test_sections_that_are_not_measured_stay_as_they_are(three_gpus, tmp_path, section):
+    out, older = tmp_path / "table.json", replace(shipped_table("default"), name=NEW.name)
+    older = replace(older, measured={2: [], 3: []}, codecs={2: {}, 3: {}})
+    for *path, value in MEASURED.values():
+        older = trials.with_value(older, path, value)
+    out.write_text(older.to_json())
+
+    assert command.main(["tune", "--only", section, "--max-nbytes", "32K", "--out", str(out), "--quiet"]) == 0
+
+    found = Table.from_json(out.read_text())
+    kept = {name: path for name, (*path, _) in MEASURED.items() if name != section}
+    assert {name: trials.value_at(found, path) for name, path in kept.items()} == {
+        name: trials.value_at(older, path) for name, path in kept.items()
+    }
+    assert section == "rows" or found.rows == older.rows
 
 
 def test_numbers_of_a_world_size_are_tried_between_that_many_gpus_and_others_between_all(three_gpus, monkeypatch):

@@ -49,10 +49,14 @@ def averages(rank, n):
 
 
 def averages_round_once(rank, n):
-    x = data(rank, 1000).bfloat16()  # whose sum is not a bf16
-    expected = sum(data(one, 1000).bfloat16().float() for one in range(n)) / n
+    x = data(rank, 120 * n).bfloat16()  # whose sum is not a bf16
+    expected = (sum(data(one, 120 * n).bfloat16().float() for one in range(n)) / n).bfloat16()
+    part, single = torch.empty(120).bfloat16(), torch.empty(120).bfloat16()
+    dist.reduce_scatter(part, list(x.split(120)), dist.ReduceOp.AVG)
+    dist.reduce_scatter_tensor(single, x, dist.ReduceOp.AVG)
     dist.all_reduce(x, dist.ReduceOp.AVG)
-    return [equal(x, expected.bfloat16())]
+    own = expected.split(120)[rank]
+    return [equal(x, expected), equal(part, own), equal(single, own)]
 
 
 def averages_of_parts(rank, n):

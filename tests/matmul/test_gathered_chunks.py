@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import threading
 from types import SimpleNamespace
 
@@ -23,43 +24,66 @@ ROWS_A_LAUNCH, K = 5, 12
 
 
 class Stream:
-    """Stands in for a stream whose work is always done. ``waited`` is what it waited for last."""
+    """Stands in for a stream whose work is always done. ``steps`` is what all streams did, in order: (stream, what)."""
 
-    cuda_stream, waited = 0, None
+    def __init__(self, name, steps):
+        self.name, self.cuda_stream, self._steps, self._events = name, name, steps, 0
 
     def wait_stream(self, other):
-        self.waited = other
+        self._steps.append((self.name, f"wait for {other.name}"))
 
-    wait_event = wait_stream
+    def wait_event(self, event):
+        self._steps.append((self.name, f"wait for {event}"))
 
     def record_event(self):
-        pass
+        self._events += 1
+        event = f"event {self._events} of {self.name}"
+        self._steps.append((self.name, f"record {event}"))
+        return event
 
 
 class Ranks:
-    """Stands in for an engine with ``world_size`` devices. ``steps`` is what it did, in order."""
+    """Stands in for an engine with ``world_size`` devices. ``steps`` is what their streams did, in order."""
 
     def __init__(self, world_size: int, monkeypatch) -> None:
-        self.world_size, self.steps = world_size, []
-        scratch = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size)
-        memory = [torch.empty(scratch.nbytes, dtype=torch.uint8) for _ in range(world_size)]
+        self.world_size, self.steps, self._device = world_size, [], 0
+        self._scratch, self._multiply = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size), torch.mm
+        self._memory = [torch.empty(self._scratch.nbytes, dtype=torch.uint8) for _ in range(world_size)]
         self.runner = SimpleNamespace(
             lock=threading.Lock(),
             members=[SimpleNamespace(rank=rank, device=rank) for rank in range(world_size)],
-            raise_failure=lambda: self.steps.append("raise an earlier failure"),
-            kernels=SimpleNamespace(scratch=lambda algorithm: [one.data_ptr() for one in memory]),
+            raise_failure=lambda: self.steps.append(("host", "raise an earlier failure")),
+            kernels=SimpleNamespace(scratch=lambda algorithm: [one.data_ptr() for one in self._memory]),
         )
-        monkeypatch.setattr(GatheredChunks, "_meeting", lambda *_: lambda: self.steps.append("meet"))
-        monkeypatch.setattr(gathered_chunks, "streams_of", lambda device: (Stream(), Stream()))
-        monkeypatch.setattr(gathered_chunks, "on_device", lambda device: contextlib.nullcontext())
+        pairs = [(Stream(f"main {rank}", self.steps), Stream(f"side {rank}", self.steps)) for rank in range(world_size)]
+        in_turn = itertools.cycle(pairs)
+        monkeypatch.setattr(GatheredChunks, "_meeting", lambda *_: lambda: self.steps.append(("all", "meet")))
+        monkeypatch.setattr(gathered_chunks, "streams_of", lambda device: next(in_turn))
+        monkeypatch.setattr(gathered_chunks, "on_device", self._on_device)
         monkeypatch.setattr(gathered_chunks, "driver_call", self._copy)
         monkeypatch.setattr(gathered_chunks, "driver", SimpleNamespace(cuMemcpyAsync=None))
         monkeypatch.setattr(gathered_chunks, "tensor_at", self._tensor_at)
         monkeypatch.setattr(gathered_chunks, "gathered_rows_a_launch", lambda algorithm, world_size, k: ROWS_A_LAUNCH)
+        monkeypatch.setattr(torch, "mm", self._mm)
+
+    @contextlib.contextmanager
+    def _on_device(self, device):
+        before, self._device = self._device, device
+        yield
+        self._device = before
 
     def _copy(self, function, to, source, nbytes, stream):
+        assert stream.endswith(f" {self._device}"), "a stream's own device is current"
         ctypes.memmove(to, source, nbytes)
-        self.steps.append("copy")
+        self.steps.append((stream, f"copy to {self._place(to)}"))
+
+    def _place(self, address):
+        owners = [rank for rank, one in enumerate(self._memory) if 0 <= address - one.data_ptr() < one.nbytes]
+        return f"rank {owners[0]}" if owners else "the gathered rows"
+
+    def _mm(self, *args, **how):
+        self.steps.append(("current", "multiply"))
+        return self._multiply(*args, **how)
 
     @staticmethod
     def _tensor_at(pointer, device, like):
@@ -113,24 +137,59 @@ def test_rows_that_lie_apart_are_sent_as_well(monkeypatch):
         assert same_bits(one.out, reference.fused_allgather_matmul([one.a for one in members], one.w)) == 0
 
 
-def test_after_an_error_the_callers_stream_waits_for_the_copies(monkeypatch):
-    members, (main, side) = operands([2, 2]), (Stream(), Stream())
-    ranks = Ranks(2, monkeypatch)
-    monkeypatch.setattr(gathered_chunks, "streams_of", lambda device: (main, side))
+def test_after_an_error_the_callers_streams_wait_for_the_copies(monkeypatch):
+    ranks, members = Ranks(2, monkeypatch), operands([2, 2])
     monkeypatch.setattr(torch, "mm", lambda *args, **how: 1 / 0)
 
     with pytest.raises(ZeroDivisionError):
         run(ranks, members)
 
-    assert main.waited is side
+    assert ranks.steps[-2:] == [("main 0", "wait for side 0"), ("main 1", "wait for side 1")]
+
+
+def order_of(rank, world_size, counts, gathered):
+    """What the streams of a rank do in a call of one launch, to which the ranks bring so many rows, in order."""
+    main, side = f"main {rank}", f"side {rank}"
+    steps = [("all", "meet"), (side, f"wait for {main}")]
+    for hop in range(1, world_size):
+        steps += [(side, f"copy to rank {(rank + hop) % world_size}")] if counts[rank] else []
+        steps += [(side, f"record event {hop} of {side}")]
+    for hop in range(world_size):
+        steps += [(main, f"wait for event {hop} of {side}"), ("all", "meet")] if hop else []
+        if gathered and counts[(rank - hop) % world_size]:
+            steps += [(side, f"wait for {main}"), (side, "copy to the gathered rows")]
+    return [*steps, (main, f"wait for {side}")]
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("counts", [(2, 2), (1, 0, 3), (2, 1, 2, 5)], ids=str)
+def test_the_streams_of_each_rank_wait_for_each_other_and_for_the_copy_of_the_same_step(monkeypatch, counts, gathered):
+    world_size = len(counts)
+    ranks = Ranks(world_size, monkeypatch)
+
+    run(ranks, operands(counts, gathered=gathered))
+
+    for rank in range(world_size):
+        own = [step for step in ranks.steps if step[0] in (f"main {rank}", f"side {rank}", "all")]
+        assert own == order_of(rank, world_size, counts, gathered)
+
+
+def test_the_next_launch_begins_when_the_copies_of_the_one_before_have_ended(monkeypatch):
+    ranks, counts = Ranks(2, monkeypatch), (2 * ROWS_A_LAUNCH, 0)
+
+    run(ranks, operands(counts, gathered=False))
+
+    own = [step for step in ranks.steps if step[0] in ("main 0", "side 0", "all")]
+    first = order_of(0, 2, counts, gathered=False)
+    second = [(stream, what.replace("event 1", "event 2")) for stream, what in first]
+    assert own == [*first, *second]
 
 
 def test_ranks_meet_before_the_first_copy_and_before_they_read_the_rows_of_each_peer(monkeypatch):
-    ranks, members = Ranks(3, monkeypatch), operands([2, 2, 2], gathered=False)
-    multiply = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *args, **how: ranks.steps.append("multiply") or multiply(*args, **how))
+    ranks = Ranks(3, monkeypatch)
 
-    run(ranks, members)
+    run(ranks, operands([2, 2, 2], gathered=False))
 
+    steps = [what.split(" to ")[0] for _, what in ranks.steps if not what.startswith(("wait", "record"))]
     once = ["meet", *["multiply"] * 3]
-    assert ranks.steps == ["raise an earlier failure", "meet", *["copy"] * 6, *["multiply"] * 3, *once, *once]
+    assert steps == ["raise an earlier failure", "meet", *["copy"] * 6, *["multiply"] * 3, *once, *once]

@@ -8,15 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.matmul import fused
+from graphar.matmul import fused, tile_launches
 from graphar.matmul.fused import FusedMatmul
 from graphar.matmul.operands import MatmulOperands
+from graphar.matmul.tensor_maps import matrix_of
+from graphar.matmul.tile_launches import Matrices, gathered_tiles, skinny, summed_tiles
 from graphar.numerics.epilogues.epilogue import bind
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
-from graphar.plan.slices import row_slices
+from graphar.plan.policy import shared_blocks
+from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table
-from graphar.plan.tiles import GATHERED_TILES, LAYOUTS
+from graphar.plan.tiles import GATHERED_TILES, LAYOUTS, SKINNY_TILES
 from graphar.plan.work import Product
 from graphar.runtime import launcher
 
@@ -87,3 +90,49 @@ def test_a_weight_and_a_transposed_weight_at_its_address_share_no_launch(engine,
 
     assert bound[0] is bound[2]
     assert bound[0] is not bound[1]
+
+
+# ---- room for another communicator ----------------------------------------------------------------------------------
+
+# Each kind of launch, with the tiles that it may take.
+KINDS = [(summed_tiles, tile) for tile in Algorithm.MATMUL_ALLREDUCE.row.tiles]
+KINDS += [(gathered_tiles, tile) for tile in GATHERED_TILES] + [(skinny, tile) for tile in SKINNY_TILES]
+
+
+def grid_of(monkeypatch, kind, tile, sms, columns):
+    """The grid of a launch whose result has so many columns."""
+    monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: tile_launches.TensorMap())
+    monkeypatch.setattr(tile_launches, "operand_maps", lambda *given: [])
+    monkeypatch.setattr(tile_launches, "weight_map", lambda *given: None)
+    rows = tile.rows if kind is skinny else 64 * tile.rows
+    a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 8), (columns, 8), (rows, columns)))
+    arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
+    (one,) = [Slice(rows * columns)] if kind is skinny else row_slices((rows // 2,) * 2, rows)
+    own = Matrices(matrix_of(a), matrix_of(w), "by_rows", out)
+    return kind(tile, own, one, arguments, slice(None), sms)[1]
+
+
+@pytest.mark.parametrize("sms", [132, 131, 108, 78])
+@pytest.mark.parametrize(("kind", "tile"), KINDS, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_a_large_grid_leaves_an_sm_free_or_as_many_as_two_of_its_clusters_take(monkeypatch, kind, tile, sms):
+    grid = grid_of(monkeypatch, kind, tile, sms, columns=1 << 15)
+
+    assert grid.cluster == tile.cluster
+    assert grid.blocks % grid.cluster == 0
+    left = sms // tile.cluster - grid.blocks // tile.cluster
+    assert left == (1 if tile.cluster == 1 else 2)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "most"), [(1, [131, 130, 1, 1, 1]), (2, [128, 126, 2, 2, 2]), (4, [124, 120, 4, 4, 4]), (8, [112] * 2)]
+)
+def test_as_many_whole_clusters_as_fit_beside_two_free_ones_are_the_most_and_one_is_the_least(cluster, most):
+    assert [shared_blocks(sms, cluster) for sms in (132, 131, 2, 1, 0)[: len(most)]] == most
+
+
+@pytest.mark.parametrize(("kind", "tile"), KINDS, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_a_small_grid_has_a_cluster_for_each_tile(monkeypatch, kind, tile):
+    grid = grid_of(monkeypatch, kind, tile, 1 << 14, columns=8 * tile.columns)
+
+    tiles = 8 // tile.cluster if kind is skinny else 8 * 64 // tile.cluster
+    assert grid.blocks == tiles * tile.cluster

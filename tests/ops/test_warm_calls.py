@@ -27,39 +27,45 @@ A, W, BIAS, RESIDUAL, WEIGHT = zeros(ROWS, K), zeros(COLUMNS, K), zeros(COLUMNS)
 SUMMED = zeros(ROWS, COLUMNS)
 SCALED = graphar.Epilogue("v * scale + bias[col]", scale=0.5, bias=BIAS)
 OPS = {
-    "allreduce": lambda group: graphar.allreduce(SUMMED, group),
-    "allreduce, out": lambda group: graphar.allreduce(SUMMED, group, out=torch.empty_like(SUMMED)),
-    "allreduce, codec": lambda group: graphar.allreduce(SUMMED, group, codec="int8"),
-    "allreduce, residual": lambda group: graphar.allreduce(SUMMED, group, codec="int8", residual=RESIDUAL),
-    "allreduce, epilogue": lambda group: graphar.allreduce(SUMMED, group, epilogue=SCALED),
-    "allreduce, expression": lambda group: graphar.allreduce(SUMMED, group, epilogue="-v"),
-    "allreduce, prefetch": lambda group: graphar.allreduce(SUMMED, group, prefetch=W),
-    "reducescatter": lambda group: graphar.reducescatter(SUMMED, group),
-    "reducescatter, codec": lambda group: graphar.reducescatter(SUMMED, group, codec="int8"),
-    "reducescatter, epilogue": lambda group: graphar.reducescatter(SUMMED, group, epilogue=SCALED),
-    "allgather": lambda group: graphar.allgather(SUMMED, group),
-    "allgather, sizes": lambda group: graphar.allgather(SUMMED, group, sizes=[ROWS]),
-    "allgather, tuple": lambda group: graphar.allgather((SUMMED, A), group),
-    "allreduce_residual_rmsnorm": lambda group: graphar.allreduce_residual_rmsnorm(
-        SUMMED, RESIDUAL, WEIGHT, group=group
+    "allreduce": lambda group, **how: graphar.allreduce(SUMMED, group, **how),
+    "allreduce, out": lambda group, **how: graphar.allreduce(SUMMED, group, out=torch.empty_like(SUMMED), **how),
+    "allreduce, codec": lambda group, **how: graphar.allreduce(SUMMED, group, codec="int8", **how),
+    "allreduce, residual": lambda group, **how: graphar.allreduce(
+        SUMMED, group, codec="int8", residual=RESIDUAL, **how
     ),
-    "reducescatter_residual_rmsnorm": lambda group: graphar.reducescatter_residual_rmsnorm(
-        SUMMED, RESIDUAL, WEIGHT, group=group
+    "allreduce, epilogue": lambda group, **how: graphar.allreduce(SUMMED, group, epilogue=SCALED, **how),
+    "allreduce, expression": lambda group, **how: graphar.allreduce(SUMMED, group, epilogue="-v", **how),
+    "allreduce, prefetch": lambda group, **how: graphar.allreduce(SUMMED, group, prefetch=W, **how),
+    "reducescatter": lambda group, **how: graphar.reducescatter(SUMMED, group, **how),
+    "reducescatter, codec": lambda group, **how: graphar.reducescatter(SUMMED, group, codec="int8", **how),
+    "reducescatter, epilogue": lambda group, **how: graphar.reducescatter(SUMMED, group, epilogue=SCALED, **how),
+    "allgather": lambda group, **how: graphar.allgather(SUMMED, group, **how),
+    "allgather, sizes": lambda group, **how: graphar.allgather(SUMMED, group, sizes=[ROWS], **how),
+    "allgather, tuple": lambda group, **how: graphar.allgather((SUMMED, A), group, **how),
+    "allreduce_residual_rmsnorm": lambda group, **how: graphar.allreduce_residual_rmsnorm(
+        SUMMED, RESIDUAL, WEIGHT, group=group, **how
     ),
-    "fused_matmul_allreduce": lambda group: graphar.fused_matmul_allreduce(A, W, group=group),
-    "fused_matmul_allreduce, out": lambda group: graphar.fused_matmul_allreduce(
-        A, W, group=group, out=torch.empty_like(SUMMED)
+    "reducescatter_residual_rmsnorm": lambda group, **how: graphar.reducescatter_residual_rmsnorm(
+        SUMMED, RESIDUAL, WEIGHT, group=group, **how
     ),
-    "fused_matmul_allreduce, bias and epilogue": lambda group: graphar.fused_matmul_allreduce(
-        A, W, bias=BIAS, epilogue="relu(v)", group=group
+    "fused_matmul_allreduce": lambda group, **how: graphar.fused_matmul_allreduce(A, W, group=group, **how),
+    "fused_matmul_allreduce, out": lambda group, **how: graphar.fused_matmul_allreduce(
+        A, W, group=group, out=torch.empty_like(SUMMED), **how
     ),
-    "fused_matmul_reducescatter": lambda group: graphar.fused_matmul_reducescatter(A, W, bias=BIAS, group=group),
-    "fused_allgather_matmul": lambda group: graphar.fused_allgather_matmul(A, W, gathered=True, group=group),
-    "fused_matmul_allreduce_residual_rmsnorm": lambda group: graphar.fused_matmul_allreduce_residual_rmsnorm(
-        A, W, RESIDUAL, WEIGHT, group=group
+    "fused_matmul_allreduce, bias and epilogue": lambda group, **how: graphar.fused_matmul_allreduce(
+        A, W, bias=BIAS, epilogue="relu(v)", group=group, **how
     ),
-    "fused_matmul_reducescatter_residual_rmsnorm": lambda group: graphar.fused_matmul_reducescatter_residual_rmsnorm(
-        A, W, RESIDUAL, WEIGHT, group=group
+    "fused_matmul_reducescatter": lambda group, **how: graphar.fused_matmul_reducescatter(
+        A, W, bias=BIAS, group=group, **how
+    ),
+    "fused_allgather_matmul": lambda group, **how: graphar.fused_allgather_matmul(
+        A, W, gathered=True, group=group, **how
+    ),
+    "fused_matmul_allreduce_residual_rmsnorm": lambda group, **how: graphar.fused_matmul_allreduce_residual_rmsnorm(
+        A, W, RESIDUAL, WEIGHT, group=group, **how
+    ),
+    "fused_matmul_reducescatter_residual_rmsnorm": lambda group, **how: (
+        graphar.fused_matmul_reducescatter_residual_rmsnorm(A, W, RESIDUAL, WEIGHT, group=group, **how)
     ),
 }
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from importlib import resources
 
 import pytest
 
 from graphar.plan import scratch
 from graphar.plan.algorithms import Algorithm, with_kernels
-from graphar.plan.entries import config_of, fitted, measured_config
+from graphar.plan.config import Config
+from graphar.plan.entries import config_of, entry_of, fitted, measured_config
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, ONE_SHOT_DEPTH, WORLD_SIZES
 from graphar.plan.tables import Table, problem_with, shipped_table
 from graphar.runtime import compiler
@@ -49,10 +51,6 @@ every_table = pytest.mark.parametrize(("table", "world_size"), tables())
 
 def entries_of(table, world_size):
     return shipped_table(table).rows[world_size]
-
-
-def limit_of(entry):
-    return float("inf") if entry["max_nbytes"] is None else entry["max_nbytes"]
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -123,20 +121,27 @@ def test_an_algorithm_that_is_asked_for_takes_its_own_entries(table, world_size)
 @every_table
 def test_a_threshold_is_the_last_size_of_its_entry(table, world_size):
     entries = entries_of(table, world_size)
-    thresholds = sorted({entry["max_nbytes"] for entry in entries if entry["max_nbytes"]})
+    *thresholds, last = [entry["max_nbytes"] for entry in entries]
 
-    for threshold in thresholds:
-        below, at, above = (first_entry(entries, threshold + step * ELEMENT_NBYTES) for step in (-1, 0, 1))
-        for entry, step in ((below, -1), (at, 0), (above, 1)):
-            nbytes = threshold + step * ELEMENT_NBYTES
+    assert thresholds
+    assert last is None
+    assert thresholds == sorted(set(thresholds))
+    for threshold, at, above in zip(thresholds, entries, entries[1:], strict=False):
+        for entry, nbytes in ((at, threshold - ELEMENT_NBYTES), (at, threshold), (above, threshold + ELEMENT_NBYTES)):
             config, used = measured_config(shipped_table(table), world_size, nbytes)
-            assert (config.algorithm.value, config.threads, used) == (entry["algorithm"], entry["threads"], table)
-        assert at["max_nbytes"] == threshold
-        assert limit_of(above) > threshold
+            assert (config, used) == (fitted(config_of(entry), world_size, nbytes), table), nbytes
 
 
-def first_entry(entries, nbytes):
-    return next(one for one in entries if nbytes <= limit_of(one))
+def test_each_size_takes_the_first_entry_that_is_large_enough():
+    grids = [Config(Algorithm.ONE_SHOT_PUSH, 128, threads) for threads in (32, 64, 96)]
+    entries = [entry_of(config, limit) for config, limit in zip(grids, (4096, 4098, None), strict=True)]
+    table = replace(DEFAULT, name="made up", rows={2: entries})
+
+    taken = {
+        nbytes: measured_config(table, 2, nbytes)[0].threads for nbytes in (1, 4094, 4096, 4097, 4098, 4099, 1 << 40)
+    }
+
+    assert taken == {1: 32, 4094: 32, 4096: 32, 4097: 64, 4098: 64, 4099: 96, 1 << 40: 96}
 
 
 @every_world_size

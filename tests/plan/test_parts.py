@@ -14,7 +14,8 @@ from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.plan import scratch
 from graphar.plan.algorithms import COMPRESSING, Algorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.entries import by_entries
+from graphar.plan.entries import by_entries, fitted
+from graphar.plan.entries import config_of as config_of_entry
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, PACK_NBYTES, WORLD_SIZES
 from graphar.plan.slices import Slice, row_slices, slices
 from graphar.plan.tables import shipped_table
@@ -104,10 +105,10 @@ def test_a_block_more_than_have_a_pack_is_launched(op):
 
 @both
 def test_a_threshold_is_the_last_size_of_its_entry(op):
+    assert len(PARTS[op]) > 1
     for entry, following in pairwise(PARTS[op]):
         for one, nbytes in ((entry, entry["max_nbytes"]), (following, entry["max_nbytes"] + 1)):
-            config = config_of(op, nbytes)
-            assert (config.algorithm, config.threads) == (one["algorithm"], one["threads"])
+            assert config_of(op, nbytes) == fitted(config_of_entry(one), 1, nbytes)
 
 
 def test_allgather_flagged_has_room_for_every_part_it_is_chosen_for():

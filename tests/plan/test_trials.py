@@ -60,9 +60,19 @@ def test_numbers_of_a_world_size_are_marked():
     }
 
 
-def test_the_value_with_the_least_geometric_mean_is_chosen():
-    assert trials.choose([[1.0, 8.0], [2.0, 2.0], [3.0, 3.0]], present=0) == 1
-    assert trials.choose([[2.0, 2.0], [1.0, 8.0]], present=0) == 0
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ([[1.0, 8.0], [2.0, 2.0], [3.0, 3.0]], 1),
+        ([[3.0, 3.0], [1.0, 8.0]], 1),  # of which the arithmetic mean is 4.5
+        ([[1.0, 8.0], [2.5, 2.5]], 1),  # of which the least is 2.5 and the harmonic mean too
+        ([[4.0, 4.0, 4.0], [1.0, 5.0, 9.0], [2.0, 2.0, 17.0]], 1),
+        ([[2.0, 2.0], [1.0, 8.0]], 0),
+    ],
+    ids=str,
+)
+def test_the_value_with_the_least_geometric_mean_is_chosen(times, chosen):
+    assert trials.choose(times, present=0) == chosen
 
 
 def test_a_gain_of_less_than_one_percent_is_noise():

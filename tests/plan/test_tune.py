@@ -205,6 +205,14 @@ def test_faster_codecs_is_said_of_every_codec():
     ]
 
 
+def test_codecs_are_timed_where_exact_sums_were_not():
+    made = tune.update(shipped_table("default"), NEW, {}, {2: {"int8": {MB: 8.0}}})
+
+    assert (made.codecs, made.rows, made.measured) == ({2: {"int8": [[MB, 8.0]]}}, {2: OLDER}, {})
+    assert problem_with(json.loads(made.to_json())) == ""
+    assert tune.faster_codecs(made, {2: {"int8": {MB: 8.0}}}) == ["2 ranks, int8: exact was not measured"]
+
+
 def test_what_changed_names_each_size_with_both_choices_and_the_times_that_are_known():
     measurements = {2: {32 * KB: {SMALL: 2.0}, MB: {WIDE: 8.0, TWO_SHOT: 12.5}, 2 * MB: {WIDE: 30.0, TWO_SHOT: 20.0}}}
     old = table_of({2: {2 * MB: {WIDE: 1.0}}})
