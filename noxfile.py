@@ -148,7 +148,7 @@ def c10d(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV_PARAMS)
 def perf(session: nox.Session) -> None:
-    """Measure what this machine can run, verify it, and write a report under reports/."""
+    """Measure what this machine can run, verify it, and write a report below build/reports, or below `--out`."""
     install(session, "--editable", ".[dev]")
     session.run("python", "-m", "perf", *session.posargs)
 
