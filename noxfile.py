@@ -71,6 +71,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(venv_params=VENV_PARAMS)
+def apart(session: nox.Session) -> None:
+    """Run the tests of perf, of reports and of the protocols' models, which a mistake in an op cannot fail."""
+    install(session, "--editable", ".[dev]")
+    workers = () if has_gpu() else ("-n", "auto", "--dist", "worksteal")
+    session.run("python", "-m", "pytest", "tests/perf", "tests/model", *workers, *session.posargs)
+
+
+@nox.session(venv_params=VENV_PARAMS)
 def catalogue(session: nox.Session) -> None:
     """Compile every kernel; `tests` compiles one or a few of each file, for one architecture."""
     install(session, "--editable", ".[dev]")
@@ -116,9 +124,10 @@ def package(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV_PARAMS)
 def docs(session: nox.Session) -> None:
-    """Build the pages of docs/ into build/docs; a link that leads nowhere, and any other warning, is an error."""
-    install(session, "--editable", ".[docs,report]")
+    """Build the pages of docs/ into build/docs, and test them; a link that leads nowhere, or a warning, is an error."""
+    install(session, "--editable", ".[docs,report]", "pytest")
     session.run("python", "-m", "mkdocs", "build", "--strict", "--config-file", "docs/mkdocs.yml", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/site", "--site", "build/docs")
 
 
 @nox.session
@@ -148,7 +157,7 @@ def c10d(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV_PARAMS)
 def perf(session: nox.Session) -> None:
-    """Measure what this machine can run, verify it, and write a report under reports/."""
+    """Measure what this machine can run, verify it, and write a report below build/reports, or below `--out`."""
     install(session, "--editable", ".[dev]")
     session.run("python", "-m", "perf", *session.posargs)
 

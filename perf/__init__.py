@@ -1,1 +1,1 @@
-"""Measures graphar beside its peers, verifies every row it prints, and writes the result under reports/."""
+"""Measures graphar beside its peers, verifies every row it prints, and writes the result below build/reports."""

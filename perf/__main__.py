@@ -38,12 +38,20 @@ def run_command(argv: Sequence[str] | None) -> int:
     if options.command in PAGES:
         return PAGES[options.command](options)
     block = machine.describe()
-    folder = machine.folder(options.out, block)
+    folder = folder_of(options, block)
     try:
         return run_all(options, block, folder) if options.command is None else run_one(argv, block, folder)
     finally:
         if any(folder.glob("*.json")):
-            make_pages(options.out, folder)
+            make_pages(folder)
+
+
+def folder_of(options: argparse.Namespace, block: dict[str, object]) -> Path:
+    """Makes and returns the folder for the reports. Ends the program if it cannot be written."""
+    try:
+        return machine.folder(options.out, block) if options.out else machine.local_folder(block)
+    except OSError as error:
+        sys.exit(f"--out: {error}")
 
 
 def run_one(argv: Sequence[str], block: dict[str, object], folder: Path) -> int:
@@ -84,9 +92,9 @@ def tell_regressions(before: list[Timed] | None, folder: Path, topic: type[Repor
     return int(bool(found.regressions) or not found.compared)
 
 
-def make_pages(reports: Path, folder: Path) -> int:
-    """Writes the folder's page, and the page of all folders."""
-    return pages.made(lambda: f"{build.write(folder)}\nindex: {build.write_index(reports)}")
+def make_pages(folder: Path) -> int:
+    """Writes the folder's page, and the page of all folders beside it."""
+    return pages.made(lambda: f"{build.write(folder)}\nindex: {build.write_index(folder.parent)}")
 
 
 # ---- without a command ----------------------------------------------------------------------------------------------
@@ -164,12 +172,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             compared.append(one)
     pages.add(commands)
     for one in measuring:
-        add(one, "--out", "folder for reports (default: reports)", type=Path, metavar="FOLDER")
+        add(one, "--out", f"folder for reports (default: {machine.LOCAL})", type=Path, metavar="FOLDER")
         add(one, "--quick", "measure only a few sizes", action="store_true")
     for one in (*compared, commands.choices["report"]):
         earlier_help = "fail if graphar is slower than in this earlier report"
         add(one, "--compare", earlier_help, type=Path, metavar="FOLDER")
-    parser.set_defaults(out=Path("reports"), quick=False, compare=None)
+    parser.set_defaults(out=None, quick=False, compare=None)
     return parser.parse_args(argv)
 
 

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import torch
 
+from graphar.runtime import cache
+
 ROOT = Path(__file__).resolve().parents[1]
+LOCAL = Path("build", "reports")  # git ignores it, as it does all of build/
 
 
 def describe() -> dict[str, object]:
@@ -95,5 +98,28 @@ def one_line(machine: dict[str, object]) -> str:
 
 
 def folder(reports: Path, machine: dict[str, object]) -> Path:
-    """Returns the folder of this machine's reports. It has the newest report of each topic."""
-    return reports / slug(machine)
+    """Makes and returns the folder of this machine's reports. It has the newest report of each topic.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    found = reports / slug(machine)
+    found.mkdir(parents=True, exist_ok=True)
+    if not os.access(found, os.W_OK):
+        raise PermissionError(f"{found} cannot be written")
+    return found
+
+
+def local_folder(machine: dict[str, object]) -> Path:
+    """Makes and returns the folder of this machine's reports for a run that names none.
+
+    It is below build/reports, or below the kernel cache if the current folder cannot be written.
+    """
+    try:
+        return folder(LOCAL, machine)
+    except OSError as error:
+        kernels, problem = cache.place()
+        if kernels is None or problem:
+            raise
+        print(f"# {error}: the report goes to {kernels / 'reports'}", file=sys.stderr, flush=True)
+        return folder(kernels / "reports", machine)

@@ -18,7 +18,7 @@ ALL_DTYPES = (*KERNEL_DTYPES, torch.float64, *INTEGERS)
 # A pack is 8 or 4 elements: sizes below, at and above a pack, a block's share, and what the original's own tests used.
 SMALL_NUMELS = (0, 1, 7, 8, 9, 64, 8192, 8193, 8199, 8200, 8216)
 MEDIUM_NUMELS = (16384, 32768, 114688, 131072, 262144, 262149, 2097152)
-LARGE_NUMELS = (16777216, 16777224, 16777240)
+LARGE_NUMEL = 16777224
 HUGE_NUMEL = 67108864
 
 EVERY_16_BIT_PATTERN = 1 << 18  # the numel from which bit_patterns has all of them on every rank

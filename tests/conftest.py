@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from tests.garbage import collect_seldom
 from tests.worlds import GPU_COUNTS
 
 THREADS = torch.get_num_threads()
+
+# Folders whose tests no mistake in an op or a kernel fails. They run only if they are named, as `nox -s apart` and
+# `nox -s docs` do.
+TESTS = Path(__file__).parent
+APART = [TESTS / name for name in ("perf", "model", "site")]
 
 # What a version of torch warns of in its own code: in its compiler, its profiler, opcheck, forward-mode derivatives.
 _OF_THE_COMPILER_AND_PROFILER = (
@@ -160,6 +166,17 @@ def on_gpus(tmp_path, monkeypatch):
 
 def pytest_addoption(parser):
     parser.addoption("--seeds", metavar="N[-M]", help="of the kernels that run on the host (default: some of each)")
+    parser.addoption("--site", metavar="FOLDER", help="the pages of docs/ as built (default: builds them)")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out the folders APART, and without GPUs the files that need them, unless the command line names them."""
+    if collection_path in APART:
+        named = [Path(config.invocation_params.dir, one.partition("::")[0]).resolve() for one in config.args]
+        return True if not any(collection_path in (one, *one.parents) for one in named) else None
+    if collection_path.name.endswith("_gpu.py") and not torch.cuda.is_available():
+        return True if not any(collection_path.name in one for one in config.args) else None
+    return None
 
 
 def pytest_collection_modifyitems(items):

@@ -1,12 +1,10 @@
-"""The pages of docs/: all public names are on them, and they agree with the code; `nox -s docs` builds them."""
+"""The pages of docs/: all public names are on them, and they agree with the code."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -143,46 +141,3 @@ def test_the_page_of_errors_draws_the_tree_of_the_module():
 
     assert len(tree) > 5
     assert [words[0] for words in tree if not re.search(rf"^ *{words[0]}\b", drawn, re.MULTILINE)] == []
-
-
-# ---- the site -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The built pages; what mkdocs warns of, such as a link that leads nowhere, is an error."""
-    pytest.importorskip("material", reason="needs mkdocs-material, which builds the site")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", MKDOCS, "--site-dir", folder]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-def test_the_site_is_built_without_a_warning_and_asks_no_other_host(site):
-    pages = {path.relative_to(site).with_suffix(".md").as_posix(): path.read_text() for path in site.rglob("*.html")}
-
-    assert in_navigation() <= pages.keys()
-    loaded = [re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(https?://[^"]+)"', text) for text in pages.values()]
-    assert [one for one in loaded if one] == []
-
-
-def test_arguments_in_docstrings_are_lists_and_references_are_links(site):
-    options, ops = ((site / "api" / f"{name}.html").read_text() for name in ("options", "ops"))
-
-    assert re.search(r"<code>bucket_size</code>.*?elements that share a scale", options, re.DOTALL)
-    assert re.search(r'href="#graphar\.allreduce"><code>allreduce</code>', ops)
-    assert not re.findall(r":(?:func|class|meth):", options + ops)
-
-
-def test_figures_and_generated_tables_are_on_the_pages(site):
-    texts = {
-        name: (site / f"{name}.html").read_text() for name in ("performance", "semantics", "promises", "changelog")
-    }
-
-    assert texts["performance"].count('<svg class="plot"') > 5
-    assert "<code>two_shot_push</code></td>" in texts["semantics"]
-    assert "test_allreduce_gpu.py::" in texts["promises"]
-    assert "Changelog" in texts["changelog"]
-    assert [name for name, text in texts.items() if "<!-- generated" in text or "<!-- figure" in text] == []
-    assert (site / "reports" / "h200x4" / "index.html").exists()

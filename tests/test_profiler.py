@@ -204,6 +204,20 @@ def test_joined_traces_say_who_waited_for_whom(tmp_path, capsys):
     assert line.endswith("rank 0: 1, rank 1: 1")
 
 
+def test_without_a_file_to_write_the_summary_alone_is_printed(tmp_path, capsys):
+    with graphar.profile(tmp_path / "trace.json"):
+        graphar.allreduce([torch.ones(4)] * 2)
+    before = (tmp_path / "trace.json").read_text()
+
+    assert main(["trace", str(tmp_path / "trace.json")]) == 0
+
+    said = capsys.readouterr().out
+    assert "allreduce" in said
+    assert "--out FILE writes the joined trace" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    assert (tmp_path / "trace.json").read_text() == before
+
+
 def test_missing_files_are_named_by_their_ranks_and_the_others_are_joined(tmp_path, capsys):
     def trace(name, rank, ranks):
         one = {"name": "allreduce", "ph": "X", "pid": rank, "tid": 7, "ts": 0.0, "dur": 1.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
 import re
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import graphar
 from docs import tables
 from graphar.plan.scratch import MIB
 from graphar.plan.sizes import format_nbytes
-from perf.report import topics
+from perf.files import to_json
+from perf.report import read, topics
+from tests.perf.samples import REPORTS as SAMPLES
 from tests.test_docs_numbers import cells, rows_of
 
 ROOT = Path(__file__).parents[1]
@@ -120,7 +123,7 @@ MARKS = {
     "allreduce": {"rows": lambda row: row["wrong"]},
     "nvlink": {"rows": lambda row: row["wrong"]},
     "quantized": {"times": lambda row: row["wrong"], "errors": lambda row: not 0 <= row["relative_l2"] < 1},
-    "lossless": {},
+    "lossless": {"rows": lambda row: any(row.get("wrong", {}).values())},
     "norms": {"rows": lambda row: row["wrong"]},
     "prefetch": {"rows": lambda row: row["wrong"]},
     "fused": {"rows": lambda row: row["wrong"], "timelines": lambda timeline: timeline["wrong"]},
@@ -128,13 +131,24 @@ MARKS = {
     "model": dict.fromkeys(("rows", "generations", "calls", "sequences"), lambda row: row["wrong"]),
     "training": {"rows": lambda row: not row["outcome"]["same_bits"]},
     "throughput": {"rows": lambda row: not row["same_bits"]},
+    "fsdp": {"rows": lambda row: not all(map(math.isfinite, row["losses"]))},
+    "host": {"rows": lambda row: row["wrong"]},
     "compile": {},
 }
 REPORTS = sorted((ROOT / "reports").glob("*/*.json"))
 
 
-def test_every_topic_has_a_committed_report():
-    assert {path.stem for path in REPORTS} == MARKS.keys()
+def test_every_topic_has_marks_and_every_committed_report_a_topic():
+    assert MARKS.keys() == {topic.name for topic in topics()}
+    assert {path.stem for path in REPORTS} <= MARKS.keys()
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+def test_marks_are_of_the_rows_that_perf_writes(sample):
+    written = to_json(sample)
+
+    for name, is_wrong in MARKS[sample.name].items():
+        assert not any(is_wrong(row) for row in written[name])
 
 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -145,7 +159,8 @@ def test_no_row_of_a_committed_report_is_wrong(path):
     marks = MARKS[report["topic"]]
     assert lists
     assert not marks or set(lists) <= marks.keys()
-    (added,) = [topic.added_fields for topic in topics() if topic.name == report["topic"]]
-    assert marks.keys() - set(added) <= report.keys()
+    (topic,) = [topic for topic in topics() if topic.name == report["topic"]]
+    assert marks.keys() - set(topic.added_fields) <= report.keys()
+    assert read(path.parent, topic).report.wrong() == []
     for name, is_wrong in marks.items():
         assert [row for row in report.get(name, ()) if is_wrong(row)] == []

@@ -42,7 +42,7 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    device = options.device or (torch.cuda.get_device_name(0) if torch.cuda.is_available() else ELSEWHERE)
+    device, assumed = device_of(options.device)
     world_size = options.world_size or default_world_size()
     table = find_table(device)
     dtype = DTYPES[options.dtype]
@@ -56,14 +56,29 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         call = {"device": device, "world_size": world_size, "dtype": options.dtype, "codec": options.codec}
         answers = [{"nbytes": nbytes, **asdict(one)} for nbytes, one in zip(options.sizes, found, strict=True)]
-        print(json.dumps(call | {"calls": answers}, indent=1))
+        print(json.dumps(call | {"assumed": assumed, "calls": answers}, indent=1))
         return 0
     on_wire = f", {options.codec} on the wire" if options.codec else ""
     if not options.quiet:
-        print(f"{world_size} ranks on {device}, {options.dtype}{on_wire}")
+        print(f"{world_size} ranks on {device}, {options.dtype}{on_wire}{f' ({assumed})' if assumed else ''}")
     for nbytes, one in zip(options.sizes, found, strict=True):
         print(f"  {format_nbytes(nbytes):>7}  {one}")
     return 0
+
+
+def device_of(asked: str | None) -> tuple[str, str]:
+    """Returns the device whose table answers, and what was assumed about it; an empty string if nothing was."""
+    if asked is None:
+        here = torch.cuda.is_available()
+        return (
+            (torch.cuda.get_device_name(0), "") if here else (ELSEWHERE, f"assumed {ELSEWHERE}: there is no GPU here")
+        )
+    if find_table(asked).name != DEFAULT:
+        return asked, ""
+    whole = f"NVIDIA {asked}"
+    if find_table(whole).name != DEFAULT:
+        return whole, f"assumed {whole} for {asked}"
+    return asked, f"assumed the default table: there is none of {asked}, and `python -m graphar tune` on it makes one"
 
 
 def explanations(

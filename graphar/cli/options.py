@@ -40,7 +40,26 @@ def size(text: str) -> int:
     try:
         return parse_nbytes(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2K, 1.5M, 1G or a number of bytes") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2K, 1.5MB, 1GiB or a number of bytes") from None
+
+
+def world_size(text: str) -> int:
+    """Returns a number of ranks; an argparse type."""
+    if not text.isdecimal() or int(text) not in WORLD_SIZES:
+        raise argparse.ArgumentTypeError(
+            f"{text} ranks: the kernels run between 2 to {MAX_RANKS} GPUs of one host. Groups of"
+            " several hosts take algorithm='hierarchical' or torch.distributed"
+        )
+    return int(text)
+
+
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+SHORT_NAMES |= {"f16": "float16", "f32": "float32", "fp64": "float64", "double": "float64"}
+
+
+def dtype_name(text: str) -> str:
+    """Returns torch's name of a dtype for a short form such as "bf16", and other text as it is; an argparse type."""
+    return SHORT_NAMES.get(text.lower(), text.removeprefix("torch."))
 
 
 def by_name(dtypes: Iterable[torch.dtype]) -> dict[str, torch.dtype]:
@@ -57,13 +76,14 @@ def add_call(command: argparse.ArgumentParser, dtypes: Iterable[str], *, count: 
     command.add_argument("sizes", type=size, nargs=count, metavar="SIZE", help=f"size of {what}, such as 2K or 1.5M")
     command.add_argument(
         "--dtype",
+        type=dtype_name,
         choices=list(dtypes),
         default="bfloat16",
         metavar="DTYPE",
-        help=f"dtype of the elements: {', '.join(dtypes)} (default: bfloat16)",
+        help=f"dtype of the elements: {', '.join(dtypes)}, or short forms such as bf16 (default: bfloat16)",
     )
     default = f"ranks (default: {ranks}, or 4)"
-    command.add_argument("--world-size", type=int, choices=WORLD_SIZES, metavar="N", help=default)
+    command.add_argument("--world-size", type=world_size, metavar="N", help=f"{default}, at most {MAX_RANKS}")
     listed = f"codec of an all-reduce: {', '.join(NAMES)}"
     command.add_argument("--codec", choices=NAMES, metavar="CODEC", help=listed)
 

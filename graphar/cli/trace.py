@@ -37,7 +37,7 @@ def add(commands) -> None:
         description="Joins what graphar.profile wrote in the processes of one host, adds how long each rank waited for"
         " the last one, and says who was late. Exit status 1: ranks that take part in a call have no file; the waits of"
         " such calls are not known.",
-        quiet="write the file, and print nothing",
+        quiet="print nothing but errors",
     )
     one.add_argument(
         "files",
@@ -46,9 +46,7 @@ def add(commands) -> None:
         metavar="FILE",
         help="trace of one process, such as trace.json or trace.rank1.json",
     )
-    one.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="where to write the joined trace, which Perfetto opens"
-    )
+    one.add_argument("--out", type=Path, metavar="FILE", help="where to write the joined trace, which Perfetto opens")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
     found, missing = summarise(slices), missing_ranks(slices)
     if options.json:
         collectives = [asdict(one) for one in found]
-        print(json.dumps({"path": str(options.out), "collectives": collectives, "missing_ranks": missing}, indent=1))
+        path = str(options.out) if options.out else None
+        print(json.dumps({"path": path, "collectives": collectives, "missing_ranks": missing}, indent=1))
     elif not options.quiet:
         print(f"{'collective':<14} {'size':>8} {'calls':>6} {'time (us)':>10} {'waited (us)':>12} {'longest':>9}  last")
         for one in found:
@@ -65,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
                 f"{one.name:<14} {format_nbytes(one.nbytes):>8} {one.calls:>6} {one.time_us:>10.1f}"
                 f" {one.waited_us:>12.1f} {one.longest_us:>9.1f}  {last}"
             )
-        print(f"wrote {options.out}")
+        print(f"wrote {options.out}" if options.out else "--out FILE writes the joined trace, which Perfetto opens")
     if missing:
         ranks = ", ".join(map(str, missing))
         return fail(

@@ -12,6 +12,11 @@ _NO_GRAPHS = (
     "0 graphs: nothing was compiled since the pass was installed, or all of it came from Inductor's cache. Call"
     " graphar.enable() before the first call of the compiled model."
 )
+_NO_COLLECTIVES = (
+    "No graph has a collective. torch.compile traces no call with async_op=True and no Work.wait(): such calls run"
+    " between the graphs, and fullgraph=True refuses them. Leave async_op out, or use"
+    " torch.distributed._functional_collectives."
+)
 
 # Results of the rewrites that are not named after the op they produce.
 _BECAME = {
@@ -61,7 +66,8 @@ class Report:
     """What a pass did with the collectives of each graph, in order. ``print(report)`` gives a line for each entry.
 
     Its first line counts graphs, the collectives that became graphar's, those that stayed torch's, and the fusions that
-    were refused. A graph that Inductor takes from its cache was rewritten earlier, and is not in the report.
+    were refused. Without collectives the second line says which calls torch does not trace. A graph that Inductor takes
+    from its cache was rewritten earlier, and is not in the report.
 
     Attributes:
         entries: one for each tensor of each collective and each rewrite that found it. A collective can have several:
@@ -97,7 +103,7 @@ class Report:
             f"{_count(self.graphs, 'graph')}: {_count(replaced, 'collective')} became graphar's,"
             f" {len(self.left)} stayed torch's, {_count(len(self.refused), 'fusion')} refused"
         )
-        return "\n".join([counts, *map(str, self.entries)])
+        return "\n".join([counts, *(map(str, self.entries) if self.entries else [_NO_COLLECTIVES])])
 
 
 def _count(number: int, what: str) -> str:

@@ -17,16 +17,16 @@ def format_nbytes(nbytes: int) -> str:
 
 
 def parse_nbytes(text: str) -> int:
-    """Returns the bytes of a size such as "64M" or "1.5M", in binary units. A number without a unit counts bytes.
+    """Returns the bytes of a size such as "64M", "1.5 MB" or "2KiB". All units are binary. Without one it is bytes.
 
     Raises:
         ValueError: it is no size, is negative, or is no whole number of bytes.
     """
-    units = {"K": KB, "M": MB, "G": GB}
-    number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
-    if not re.fullmatch(r"\d+(\.\d+)?", number, re.ASCII):
+    units = {"": 1, "K": KB, "M": MB, "G": GB}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?: ?(?:([KMG])(?:I?B)?|B))?", text, re.ASCII | re.IGNORECASE)
+    if not found:
         raise ValueError(f"{text!r} is no size")
-    nbytes = Fraction(number) * unit
+    nbytes = Fraction(found[1]) * units[(found[2] or "").upper()]
     if nbytes.denominator != 1:
         raise ValueError(f"{text!r} is no whole number of bytes")
     return int(nbytes)

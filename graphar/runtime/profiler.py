@@ -183,15 +183,20 @@ def write(path: Path, calls: Sequence[TracedCall], anchors: Anchors) -> None:
     _write(path, events)
 
 
-def join(paths: Sequence[Path], out: Path) -> list[dict]:
-    """Joins the traces of several processes of one host into ``out``, adds the waits, and returns the slices.
+def join(paths: Sequence[Path], out: Path | None) -> list[dict]:
+    """Joins the traces of several processes of one host, adds the waits, and returns the slices.
+
+    The joined trace is written to ``out``, unless that is None.
 
     Raises:
         OSError: a file cannot be read or written.
         ValueError: a file is no trace of graphar.profile.
     """
     events = [event for path in paths for event in _read(path)]
-    _write(out, events)
+    if out is None:
+        tell_waits(events)
+    else:
+        _write(out, events)
     return [event for event in events if event["ph"] == "X"]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from perf.compare import compare, times_of
-from perf.machine import one_line
+from perf.machine import LOCAL, one_line
 from perf.page import build
 from perf.report import read_all
 
@@ -30,7 +30,7 @@ def add(commands) -> None:
     report.add_argument("--write", action="store_true", help="rewrite index.html and the tables in FOLDER")
     report.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     index = commands.add_parser("index", help="make the index page of all report folders")
-    index.add_argument("reports", type=Path, nargs="?", default=Path("reports"), metavar="REPORTS")
+    index.add_argument("reports", type=Path, nargs="?", default=LOCAL, metavar="REPORTS", help="default: %(default)s")
     two = commands.add_parser("compare", help="make a page that compares two folders of reports")
     two.add_argument("first", type=Path, metavar="FIRST", help="such as reports/h200x2")
     two.add_argument("second", type=Path, metavar="SECOND", help="the page shows SECOND's times / FIRST's times")

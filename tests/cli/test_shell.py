@@ -76,6 +76,42 @@ def test_explain_knows_no_time_of_a_gpu_that_was_not_measured(capsys):
     assert call["reason"].startswith("without a table of NVIDIA B999, a guess by table 'default'")
 
 
+def test_a_size_that_explain_prints_and_a_short_dtype_are_understood(capsys):
+    assert main(["explain", "2 KB", "3MiB", "--dtype", "bf16", "--device", "NVIDIA H200", "--world-size", "4"]) == 0
+
+    head, small, large = capsys.readouterr().out.splitlines()
+    assert head == "4 ranks on NVIDIA H200, bfloat16"
+    assert (small.split()[:2], large.split()[:2]) == (["2", "KB"], ["3", "MB"])
+
+
+@pytest.mark.parametrize(
+    ("device", "head"),
+    [
+        ("H200", "4 ranks on NVIDIA H200, bfloat16 (assumed NVIDIA H200 for H200)"),
+        ("H100", "4 ranks on H100, bfloat16 (assumed the default table: there is none of H100, and `python -m graphar"),
+    ],
+)
+def test_explain_says_what_it_assumed_of_a_device(device, head, capsys):
+    assert main(["explain", "2K", "--device", device, "--world-size", "4"]) == 0
+
+    assert capsys.readouterr().out.startswith(head)
+
+
+@NO_GPUS
+def test_explain_says_whose_table_answers_where_there_is_no_gpu(capsys):
+    assert main(["explain", "2K", "--json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["assumed"] == "assumed NVIDIA H200: there is no GPU here"
+
+
+@pytest.mark.parametrize("ranks", ["1", "16", "two"])
+def test_a_number_of_ranks_that_no_kernel_takes_is_refused_with_the_reason(ranks, capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", "2K", "--world-size", ranks])
+
+    assert f"{ranks} ranks: the kernels run between 2 to 8 GPUs of one host" in capsys.readouterr().err
+
+
 def test_explain_says_why_a_dtype_has_no_kernel(capsys):
     assert main(["explain", "1M", "--dtype", "float64"]) == 0
 
@@ -156,7 +192,7 @@ def test_what_is_no_size_is_told_in_a_users_words(capsys):
     with pytest.raises(SystemExit):
         main(["explain", "large"])
 
-    assert "'large' is no size; write 2K, 1.5M, 1G or a number of bytes" in capsys.readouterr().err
+    assert "'large' is no size; write 2K, 1.5MB, 1GiB or a number of bytes" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_a_command_with_a_line_and_without_a_traceback(monkeypatch, capsys):

@@ -244,6 +244,18 @@ def test_a_report_has_a_line_for_each_tensor(make_pass):
     ]
 
 
+def test_a_report_without_collectives_says_which_calls_are_not_traced(make_pass):
+    compile_pass = make_pass()
+    graph = torch.fx.Graph()
+    graph.output(graph.placeholder("x"))
+    compile_pass(graph)
+
+    first, second = str(compile_pass.report).splitlines()
+
+    assert first.startswith("1 graph: 0 collectives became graphar's")
+    assert "torch.compile traces no call with async_op=True" in second
+
+
 def test_before_any_graph_the_report_says_how_to_enable_in_time(make_pass):
     said = str(make_pass().report)
 

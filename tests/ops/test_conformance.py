@@ -12,7 +12,7 @@ from graphar.ranks import fallback
 from tests.cases import (
     EVERY_16_BIT_PATTERN,
     KERNEL_DTYPES,
-    LARGE_NUMELS,
+    LARGE_NUMEL,
     LAYOUTS,
     bit_patterns,
     lay_out,
@@ -54,7 +54,7 @@ def questions(form, world_size):
 
 @pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
 @every_form
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_every_rank_of_a_list_gets_the_specifications_bits(form, ranks):
     for question in questions(form, ranks):
         tensors = form.tensors(ranks, *question)
@@ -102,7 +102,7 @@ def test_a_list_takes_any_bits(form, ranks):
 
 @pytest.mark.parametrize("form", PLAIN[:3], ids=str)
 def test_a_list_takes_large_tensors(form):
-    tensors = form.tensors(2, (LARGE_NUMELS[1],), torch.bfloat16, normal)
+    tensors = form.tensors(2, (LARGE_NUMEL,), torch.bfloat16, normal)
 
     assert_bits(form.in_list(tensors), form.expected(tensors), form)
 
@@ -195,10 +195,8 @@ def test_every_process_gets_the_specifications_bits(answers, form, world_size):
 
 
 def call_in_chunks(rank, world_size):
-    """By form, how many elements differ if tensors are sent in many pieces; by "large", those of a large tensor."""
+    """By form, how many elements differ if tensors are sent in many pieces."""
     found = {}
-    tensors = PLAIN[0].tensors(world_size, (LARGE_NUMELS[2],), torch.float32, normal)  # two chunks
-    found["large"] = [same_bits(PLAIN[0].of_rank(rank, tensors)[0], PLAIN[0].expected(tensors)[rank][0])]
     fallback._SMALL_NBYTES, fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 40, 100, 1024
     for form in (*ALLREDUCE, *REDUCESCATTER, *ALLGATHER):
         for shape in form.shapes:
@@ -212,7 +210,7 @@ def call_in_chunks(rank, world_size):
 def test_processes_send_large_tensors_in_chunks():
     for found in run_ranks(call_in_chunks, 2, timeout_s=120):
         assert {name for name, differ in found.items() if any(differ)} == set()
-        assert len(found) == 1 + len(ALLREDUCE) + len(REDUCESCATTER) + len(ALLGATHER)
+        assert len(found) == len(ALLREDUCE) + len(REDUCESCATTER) + len(ALLGATHER)
 
 
 def call_plain_forms(rank, world_size):

@@ -34,7 +34,8 @@ pytestmark = [
 ]
 
 ops = torch.ops.graphar
-RULES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+RULES = ("test_schema", "test_autograd_registration", "test_faketensor")
+COMPILED = "test_aot_dispatch_dynamic"  # once an op: tests/ops/test_conformance_compilers.py compiles every form
 WITH_OUT = [form for form in FORMS if form.takes_out]
 MAPPED = [form for form in FORMS if not form.writes]
 
@@ -62,7 +63,7 @@ def recorded(function):
 # ---- the rules of ops -----------------------------------------------------------------------------------------------
 
 
-def check_rules(form, call, tensors):
+def check_rules(form, call, tensors, rules=RULES):
     """Runs torch's opcheck on a recorded call, with gradients for the tensors that get some."""
     function, args = recorded(call)
     from_other_ops = any(word in form.op.__name__ for word in ("rmsnorm", "tuple"))
@@ -74,15 +75,16 @@ def check_rules(form, call, tensors):
             return list(map(with_gradient, one))
         return one.detach().clone().requires_grad_() if id(one) in wanted else one
 
-    opcheck(function, tuple(map(with_gradient, args)), test_utils=RULES[: 3 if form.is_random else None])
+    opcheck(function, tuple(map(with_gradient, args)), test_utils=rules)
 
 
 @every_form
 def test_an_op_keeps_the_rules_of_ops(form):
     one, many = given(form)
+    rules = (*RULES, COMPILED) if form in PLAIN else RULES
 
-    check_rules(form, lambda: form.of_rank(0, one), one)
-    check_rules(form, lambda: form.in_list(many), many)
+    check_rules(form, lambda: form.of_rank(0, one), one, rules)
+    check_rules(form, lambda: form.in_list(many), many, rules)
 
 
 @every_plain_form

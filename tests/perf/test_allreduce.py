@@ -28,15 +28,21 @@ def test_bandwidths_are_those_of_nccl_tests():
     assert busbw(100.0, world_size=4) == pytest.approx(150.0)
 
 
+SPELT = [("2KB", 2048), ("3MiB", 3 << 20), ("1.5 MB", 3 << 19), ("2 kb", 2048), ("2kib", 2048), ("7B", 7), ("7 B", 7)]
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("2048", 2048), ("64K", 65536), ("16m", 16 << 20), ("2G", 2 << 30), ("1.5M", 3 << 19), ("0.125K", 128)],
+    [("2048", 2048), ("64K", 65536), ("16m", 16 << 20), ("2G", 2 << 30), ("1.5M", 3 << 19), ("0.125K", 128), *SPELT],
 )
 def test_sizes_are_binary(text, nbytes):
     assert parse_nbytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "M", "large", "-5", "-1.5M", "1.5", "0.0001K", "1e3", "1_000", "1/2K", "infG"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "M", "large", "-5", "-1.5M", "1.5", "0.0001K", "1e3", "1_000", "1/2K", "infG", "KB", "2KBB", "2iB", "2  KB"],
+)
 def test_what_is_no_whole_number_of_bytes_is_no_size(text):
     with pytest.raises(ValueError, match="is no"):
         parse_nbytes(text)

@@ -258,9 +258,12 @@ def test_a_process_ends_at_once_though_a_rank_stands_still(tmp_path):
     assert end - timed_out < 5  # the group's time-out is 60
 
 
-def lose_the_store(rank, world_size, port):
-    """Over a store that rank 1 serves."""
-    served = dist.TCPStore("127.0.0.1", port, is_master=rank == 1, wait_for_workers=False)
+def lose_the_store(rank, world_size):
+    """Over a store that rank 1 serves, at a port that it holds from the beginning."""
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 1 else None
+    said = [served and served.port]
+    dist.broadcast_object_list(said, src=1)
+    served = served or dist.TCPStore("127.0.0.1", said[0], is_master=False)
     dist.distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", served)
     communicator = graphar.Communicator(timeout_s=2)
     if rank == 1:
@@ -270,11 +273,5 @@ def lose_the_store(rank, world_size, port):
         repeat(communicator.engine.rendezvous().exchange, "set-up", b"")
 
 
-def test_a_store_that_ended_is_an_error_of_graphars(unused_port):
-    run_ranks(lose_the_store, 2, unused_port, lost=[1])
-
-
-@pytest.fixture
-def unused_port():
-    probe = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return probe.port
+def test_a_store_that_ended_is_an_error_of_graphars():
+    run_ranks(lose_the_store, 2, lost=[1])
