@@ -45,6 +45,7 @@ from graphar.ops.reducescatter import reducescatter
 from graphar.ops.reducescatter_rmsnorm import reducescatter_residual_rmsnorm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.explanation import Explanation
+from graphar.ranks import logs as _logs
 from graphar.runtime.availability import Availability, is_available
 from graphar.runtime.profiler import profile
 
@@ -106,6 +107,7 @@ for _op in (
     _traced_as_one_node(_op)  # torch.fx.symbolic_trace then records each call as one node
 
 _backend.register()  # torch.distributed's backend "graphar"
+_logs.start()
 
 
 if not _typing.TYPE_CHECKING:  # else every name would pass a type checker

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
@@ -25,6 +26,7 @@ from graphar.ranks.groups import device_of_process
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
 from graphar.ranks.without_kernels import WithoutKernels
+from graphar.runtime import multicast
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.plan import Plan
@@ -36,6 +38,7 @@ _NOT_MADE = (
     "in a new process group, as graphar.allreduce(x, dist.new_group()) does\n"
 )
 NAME_PREFIX = "graphar:"  # no name of a process group begins with this prefix
+_log = logging.getLogger(__name__)
 
 # Takes the tensors of a call, its output or None, and the numbers of its epilogue; returns its result, or None.
 Repeat = Callable[[tuple[torch.Tensor, ...], "torch.Tensor | None", tuple[float, ...]], object]
@@ -121,6 +124,7 @@ class Engine:
         self.closed = False
         self.plans = Plans(_MAX_PLANS)
         self._rendezvous: StoreRendezvous | None = None  # made at first use
+        self._has_said = False  # how calls are made
         self._failure: GrapharError | None = None  # the host's error that ended this engine; kernels report theirs
         self._comparison = Comparison(self) if debug and group and self.world_size > 1 else None
         compares = self._comparison is None  # otherwise debug mode compares the calls
@@ -160,7 +164,21 @@ class Engine:
             with self.keeping_failure(), announced:
                 found = binders[type(call.work)](self, call, ranks)
             self.plans.keep(call, found)
+            if not self._has_said:
+                self._has_said = True
+                self._say_how_calls_are_made(found)
         return found
+
+    def _say_how_calls_are_made(self, first: Plan) -> None:
+        how = f"no kernels: {first.explanation.reason}"
+        if self.runner:
+            chip, forbidden = self.runner.chip, multicast.why_not(os.environ)
+            how = (
+                f"kernels for {chip.sms} SMs of {chip.arch}, tuning table {self.table.name}, lossless compression "
+                f"{'on' if self.lossless else 'off'}, {forbidden or 'NVLink multicast allowed'}"
+            )
+        ranks = self.world_size if self.devices else dist.get_process_group_ranks(self.group)
+        _log.info("communicator of ranks %s: %s", [*range(ranks)] if self.devices else ranks, how)
 
     def _watch(self, call: Call, ranks: Sequence[Operands], run: Callable[[], None], note: str) -> None:
         """Runs ``run``, which makes the call, inside debug mode, which compares ``note``, and profilers."""

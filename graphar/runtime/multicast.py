@@ -1,4 +1,4 @@
-"""Whether NVLink multicast may be used: the user must opt in, and no environment variable may forbid it.
+"""Whether NVLink multicast may be used: the user must opt in, and neither a variable nor torch may forbid it.
 
 graphar makes no multicast object itself. torch's symmetric memory makes one in its rendezvous, so the environment is
 checked before torch's symmetric memory is used.
@@ -7,6 +7,8 @@ checked before torch's symmetric memory is used.
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+import torch
 
 OPT_IN = "GRAPHAR_MULTICAST"
 
@@ -20,11 +22,13 @@ FORBIDDING = {
 
 
 def why_not(environment: Mapping[str, str]) -> str:
-    """Returns why ``environment`` forbids NVLink multicast, or an empty string."""
+    """Returns why ``environment`` or torch.use_deterministic_algorithms forbids multicast, or an empty string."""
     if environment.get(OPT_IN) != "1":
         return f"NVLink multicast needs the opt-in {OPT_IN}=1"
     for name, harmless in FORBIDDING.items():
         value = environment.get(name, "")
         if value not in harmless:
             return f"{name}={value} forbids NVLink multicast"
+    if torch.are_deterministic_algorithms_enabled():
+        return "torch.use_deterministic_algorithms forbids NVLink multicast, which adds in no defined order"
     return ""

@@ -1,9 +1,10 @@
-"""What graphar logs at debug level: which algorithm and grid a plan took, and which kernels were compiled."""
+"""What graphar logs: a line for each communicator, and at debug level the plans, and kernels that were compiled."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,9 @@ SOURCE = kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, 2)
 def log(caplog):
     """The lines logged so far."""
     caplog.set_level(logging.DEBUG, logger="graphar")
-    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("graphar")]
+    return lambda level=logging.DEBUG: [
+        one.getMessage() for one in caplog.records if one.name.startswith("graphar") and one.levelno == level
+    ]
 
 
 @pytest.fixture
@@ -47,6 +50,13 @@ def test_a_plan_is_logged_once_with_its_algorithm_and_the_reason(pair, log):
         pair.allreduce([torch.ones(4)] * 2)
 
     assert log() == ["allreduce of 4 elements of torch.float32: fallback: the tensor is on the CPU"]
+
+
+def test_a_communicator_is_logged_once_with_the_reason_why_no_kernels_serve_it(pair, log):
+    for numel in (4, 5):
+        pair.allreduce([torch.ones(numel)] * 2)
+
+    assert log(logging.INFO) == ["communicator of ranks [0, 1]: no kernels: the tensor is on the CPU"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +75,7 @@ def test_a_plan_is_logged_once_with_its_algorithm_and_the_reason(pair, log):
 def test_the_plan_of_a_kernel_is_logged_with_its_grid_and_table(call, line, log, monkeypatch):
     facts = Facts(4, shipped_table("nvidia_h200"), Chip(132, "sm_90a"))
     does_nothing = {name: lambda *given: None for name in ("raise_failure", "close")}
-    stand_in = SimpleNamespace(**does_nothing, announced=contextlib.nullcontext)
+    stand_in = SimpleNamespace(**does_nothing, announced=contextlib.nullcontext, chip=facts.chip)
     monkeypatch.setattr(collective, "bind_kernel", lambda engine, call, config: Plan(lambda ranks: None, config))
     with graphar.Communicator(devices=["cpu"] * 4) as communicator:
         monkeypatch.setattr(communicator.engine, "runner", stand_in)
@@ -78,6 +88,11 @@ def test_the_plan_of_a_kernel_is_logged_with_its_grid_and_table(call, line, log,
     chosen = f"{config.algorithm.value} ({config.blocks} blocks of {config.threads})"
     (found,) = log()
     assert found.startswith(line.format(grid=chosen))
+    (of_communicator,) = log(logging.INFO)
+    assert of_communicator == (
+        "communicator of ranks [0, 1, 2, 3]: kernels for 132 SMs of sm_90a, tuning table default, "
+        "lossless compression on, NVLink multicast needs the opt-in GRAPHAR_MULTICAST=1"
+    )
 
 
 def test_kernels_that_are_loaded_are_logged_once(log, monkeypatch):
@@ -121,3 +136,44 @@ print(sorted(names), [logging.getLogger(name).handlers for name in names if logg
     assert "'graphar.runtime.bind.collective'" in names
     assert handlers == "[]"
     assert done.stderr == ""
+
+
+# ---- GRAPHAR_LOG ----------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import torch, graphar
+with graphar.Communicator(devices=["cpu"] * 2) as pair:
+    pair.allreduce([torch.ones(4)] * 2)
+"""
+
+
+def logged(value: str) -> list[str]:
+    """The lines on standard error of a program of rank 3 with GRAPHAR_LOG=``value``."""
+    environment = os.environ | {"GRAPHAR_LOG": value, "RANK": "3"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment)
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("value", "lines"),
+    [
+        ("", []),
+        ("info", ["INFO graphar.runtime.engine: communicator of ranks"]),
+        (
+            "debug",
+            ["DEBUG graphar.runtime.bind.collective: allreduce of 4", "INFO graphar.runtime.engine: communicator"],
+        ),
+    ],
+)
+def test_the_environment_chooses_what_is_logged_with_the_rank(value, lines):
+    found = logged(value)
+
+    assert len(found) == len(lines), found
+    assert all(f" rank 3 {line}" in one for one, line in zip(found, lines, strict=True)), found
+
+
+def test_another_value_is_warned_of_and_logs_nothing():
+    found = "\n".join(logged("yes"))
+
+    assert "GRAPHAR_LOG must be info or debug, got 'yes': nothing is logged" in found
+    assert "rank 3" not in found

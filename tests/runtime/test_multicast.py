@@ -53,6 +53,18 @@ why_not = multicast.why_not  # some tests put another in its place
 # ---- the gate -------------------------------------------------------------------------------------------------------
 
 
+def test_deterministic_algorithms_forbid_multicast():
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert (
+            why_not(OPEN)
+            == "torch.use_deterministic_algorithms forbids NVLink multicast, which adds in no defined order"
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert why_not(OPEN) == ""
+
+
 @pytest.mark.promise("Multicast is off unless you ask for it and no rank forbids it.")
 def test_the_gate_opens_for_one_row_of_its_truth_table_only():
     values = (None, "", "0", "1", "2", "00", "no", "yes", "true", " 1")

@@ -22,6 +22,7 @@ _NVML = "nvidia-ml-py"
 _READ = (
     "GRAPHAR_CACHE_DIR",
     "GRAPHAR_DEBUG",
+    "GRAPHAR_LOG",
     "GRAPHAR_LOSSLESS",
     "GRAPHAR_MULTICAST",
     "GRAPHAR_SGLANG",
