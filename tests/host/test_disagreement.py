@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from graphar.plan.algorithms import Algorithm
 from tests.host.build import Mutation, build
@@ -27,8 +28,14 @@ def fingerprints(world_size):
 
 def draw_calls(algorithm, world_size, count=11):
     """Calls of every size whose blocks have a thread for each rank, as all blocks on GPUs do, in turn."""
-    drawn = draw_every(algorithm, world_size, SEED, 12).calls
-    return list(itertools.islice(itertools.cycle(call for call in drawn if call.shape.threads >= world_size), count))
+    return [call for call, _ in draw_with_results(algorithm, world_size, count)]
+
+
+def draw_with_results(algorithm, world_size, count):
+    """The same calls, each with what the ranks must get."""
+    drawn = draw_every(algorithm, world_size, SEED, 12)
+    pairs = zip(drawn.calls, drawn.expected, strict=True)
+    return list(itertools.islice(itertools.cycle(one for one in pairs if one[0].shape.threads >= world_size), count))
 
 
 def expect_all_told(records, sequence):
@@ -45,13 +52,31 @@ def expect_all_told(records, sequence):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("algorithm", EVERY_KERNEL)
 def test_every_rank_is_told_at_most_ten_calls_later(algorithm, world_size):
-    for seed in range(2):  # the first epochs wrap
+    for seed in range(3):  # the last one's epochs wrap
         first, *later = draw_calls(algorithm, world_size)
         calls = [replace(first, fingerprints=fingerprints(world_size)), *later]
 
         outcomes = run(algorithm, world_size, seed, calls)
 
         expect_all_told([outcome.record for outcome in outcomes], first_epoch(seed))
+
+
+@pytest.mark.parametrize("seed", [0, 2])  # of which the epochs begin at 0, and four before they wrap
+@pytest.mark.parametrize("before", range(8))
+@pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT_PUSH, Algorithm.ONE_SHOT])
+def test_every_rank_is_told_at_most_ten_calls_later_and_none_sooner_than_another(algorithm, before, seed):
+    """Ranks compare at every eighth call, and not yet the call before it: of call 7 they hear in call 16."""
+    drawn, sequence = draw_with_results(algorithm, 3, before + 11), first_epoch(seed) + before
+    calls = [call for call, _ in drawn]
+    calls[before] = replace(calls[before], fingerprints=fingerprints(3))
+
+    outcomes = run(algorithm, 3, seed, calls)
+
+    expect_all_told([outcome.record for outcome in outcomes], sequence % (1 << 32))
+    together = next(later for later in range(2, 11) if (sequence + later) % 8 == 0)
+    for rank, outcome in enumerate(outcomes):  # a rank that is told before would send nothing to the others
+        for result, (_, expected) in list(zip(outcome.results, drawn, strict=True))[: before + together + 1]:
+            assert torch.equal(result, expected[rank].contiguous().view(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize("algorithm", EVERY_KERNEL)
