@@ -528,6 +528,11 @@ def number(value: float | None) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
+def rate(value: float) -> str:
+    """Returns GB/s with one decimal, and rates below 1 with two significant digits."""
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
 def method_cell(row) -> str:
     """Returns the name of a row's method, marked if its result is wrong."""
     return row.method + (f" **({row.wrong} WRONG)**" if row.wrong else "")

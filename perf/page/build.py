@@ -24,6 +24,7 @@ from perf.report import (
     bullets,
     by_method,
     geometric_mean,
+    group,
     number,
     of_best_peer,
     read_all,
@@ -31,7 +32,7 @@ from perf.report import (
     times_of_peer,
     topics,
 )
-from perf.topics.allreduce import FAMILIES, MODES, AllReduce, main_first, members, ratios_by_world
+from perf.topics.allreduce import FAMILIES, MODES, AllReduce, Row, main_first, members, ratios_by_world
 
 FOLDER = Path(__file__).parent
 INDEX, NOTES, SUMMARY = "index.html", "notes.md", "report.md"
@@ -189,13 +190,28 @@ def intro(found: Sequence[StoredReport]) -> str:
     rows = sweep_of(found).rows
     if not rows:
         return what
-    worlds = _all_of([str(size) for size in sorted({row.world_size for row in rows}, reverse=True)])
-    sizes = [row.nbytes for row in rows]
-    span = f"{format_nbytes(min(sizes))} to {format_nbytes(max(sizes))}"
     peers = {row.method for row in rows if not row.is_own}
     families = [words for name, words in FAMILIES.items() if any(peer.startswith(name) for peer in peers)]
     peers_of = f" They are compared with the all-reduces of {_all_of(families)}." if families else ""
-    return f"{what} All-reduces of {span} between {worlds} ranks were timed.{peers_of} {sweep_of(found).status()}"
+    return f"{what} All-reduces of {_swept(rows)} were timed.{peers_of} {sweep_of(found).status()}"
+
+
+def _swept(rows: Sequence[Row]) -> str:
+    """Returns the sizes and numbers of ranks. Numbers of ranks with one or two sizes are told apart from the others."""
+    sizes = {ranks: {row.nbytes for row in mine} for ranks, mine in group(rows, lambda row: row.world_size).items()}
+    full = {ranks: mine for ranks, mine in sizes.items() if len(mine) > 2} or sizes
+    ends = [end(set().union(*full.values())) for end in (min, max)]
+    told = f"{' to '.join(map(format_nbytes, dict.fromkeys(ends)))} between {_ranks(full)} ranks"
+    apart = [
+        f"{_all_of([format_nbytes(size) for size in sorted(mine)])} between {ranks}"
+        for ranks, mine in sizes.items()
+        if ranks not in full
+    ]
+    return ", and of ".join([told, *apart])
+
+
+def _ranks(sizes: Iterable[int]) -> str:
+    return _all_of([str(ranks) for ranks in sorted(sizes, reverse=True)])
 
 
 def _all_of(words: Sequence[str]) -> str:

@@ -48,6 +48,7 @@ from perf.report import (
     geometric_mean,
     method_table,
     of_best_peer,
+    rate,
     ratio,
     ratio_cell,
     table,
@@ -389,8 +390,8 @@ def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
             [
                 format_nbytes(nbytes),
                 time_cell(ours),
-                f"{ours.algbw:.1f}" if ours else NOT_SERVED,
-                f"{ours.busbw:.1f}" if ours else NOT_SERVED,
+                rate(ours.algbw) if ours else NOT_SERVED,
+                rate(ours.busbw) if ours else NOT_SERVED,
                 peer.method if peer else NOT_SERVED,
                 time_cell(peer),
                 ratio_cell(ratio(ours, peer)),
@@ -518,7 +519,7 @@ def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def hint(row: Row) -> str:
     wrong = f", {row.wrong} WRONG" if row.wrong else ""
     low_high = f"{row.time_us['p10']:.4g} to {row.time_us['p99']:.4g}"
-    times = f"{row.median:.4g} us ({low_high}), busbw {row.busbw:.1f} GB/s"
+    times = f"{row.median:.4g} us ({low_high}), busbw {rate(row.busbw)} GB/s"
     return f"{row.method}, {format_nbytes(row.nbytes)}: {times}{wrong}"
 
 

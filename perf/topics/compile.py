@@ -90,7 +90,7 @@ class Compile(Report):
     title: ClassVar[str] = "Compile times of the kernels"
     order: ClassVar[int] = 13
     help: ClassVar[str] = "time the compilation of every kernel"
-    arguments: ClassVar[Arguments] = Arguments("--every 4", "--every 10", "--every 10", "--every 100")
+    arguments: ClassVar[Arguments] = Arguments("--every 4", "--every 10", "--every 30", "--every 100")
     notes: ClassVar[str] = """\
 Each row summarises the kernels of one source file for one architecture. They differ in element type and world size.
 

@@ -417,8 +417,8 @@ Each rank uses the same sequence in every step. On GPUs attention is FlashAttent
         if lossless is None or torchs is None or alone is None:
             return ""
         return (
-            f"{lossless.tokens} tokens per rank: {torchs / lossless.step_ms:.2f} times as fast as torch's collectives; "
-            f"without communication it would be {torchs / alone:.2f} times."
+            f"{lossless.tokens} tokens per rank: with graphar lossless a step takes {lossless.step_ms / torchs:.2f} of"
+            f" the time with torch's collectives; without communication it would take {alone / torchs:.2f}."
         )
 
     def sections(self) -> list[Section]:

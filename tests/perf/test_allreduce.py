@@ -320,7 +320,7 @@ def test_a_table_sets_graphar_beside_its_best_peer():
     assert lines(size_table(rows, link_ceiling=3.0)) == [
         "| size | graphar (us) | algbw (GB/s) | busbw (GB/s) | best peer | best peer (us) | of_best_peer | of_link "
         "| algorithm |",
-        "| 2 KB | 10 | 0.2 | 0.3 | symm_one_shot | 20 | 0.50 | 0.10 | one_shot_push |",
+        "| 2 KB | 10 | 0.2 | 0.31 | symm_one_shot | 20 | 0.50 | 0.10 | one_shot_push |",
     ]
 
 
@@ -411,7 +411,7 @@ def test_a_wrong_row_is_flagged_and_not_compared():
 
     assert found.verdict() == "**WRONG RESULTS: 1 of 2 (graphar at bfloat16, graph, process, 2 KB).**"
     text = found.markdown(MACHINE, "python -m perf")
-    assert "| 2 KB | 10 **(3 WRONG)** | 0.2 | 0.3 | nccl | 10 | - | - | one_shot_push |" in text
+    assert "| 2 KB | 10 **(3 WRONG)** | 0.2 | 0.31 | nccl | 10 | - | - | one_shot_push |" in text
 
 
 @pytest.mark.parametrize(

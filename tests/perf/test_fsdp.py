@@ -185,9 +185,10 @@ def test_the_table_has_the_ratio_to_torchs_own_and_what_communication_is_exposed
     assert [mark.value for mark in exposed.marks] == [50, 40, 30]
 
 
-def test_the_finding_says_how_much_faster_it_is_and_could_be():
+def test_the_finding_names_the_method_of_its_ratio_and_what_could_be_reached():
     assert Fsdp(rows()).findings() == [
-        "2048 tokens per rank: 1.05 times as fast as torch's collectives; without communication it would be 1.14 times."
+        "2048 tokens per rank: with graphar lossless a step takes 0.95 of the time with torch's collectives; without"
+        " communication it would take 0.88."
     ]
     assert Fsdp(rows()[:3]).findings() == []  # what is alone was not measured
 

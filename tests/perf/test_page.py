@@ -13,6 +13,7 @@ from graphar.plan.sizes import MB
 from perf import __main__ as program
 from perf import charts
 from perf.page import build
+from perf.report import rate
 from perf.topics.allreduce import AllReduce
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.norms import Norms
@@ -268,6 +269,18 @@ def test_two_folders_of_two_machines_stand_beside_each_other(tmp_path, capsys):
     assert text.count('<svg class="plot"') == 1
     assert program.main(["compare", str(tmp_path / "small"), str(tmp_path / "none")]) == 1
     assert "holds no report" in capsys.readouterr().err
+
+
+def test_sizes_of_few_ranks_are_told_apart_from_the_swept_ones(tmp_path):
+    few = [replace(one, world_size=6) for one in sweep()[:4]]
+
+    text = page_of(tmp_path, [*sweep(), *few])
+
+    assert "All-reduces of 2 KB to 1 MB between 4 ranks, and of 2 KB and 64 KB between 6 were timed." in text
+
+
+def test_a_small_rate_has_two_significant_digits():
+    assert [rate(one) for one in (0.00032, 0.057, 0.57, 1.0, 335.61)] == ["0.00032", "0.057", "0.57", "1.0", "335.6"]
 
 
 # ---- what is committed ----------------------------------------------------------------------------------------------
