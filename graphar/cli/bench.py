@@ -1,4 +1,7 @@
-"""`python -m graphar bench`: times a collective on this machine, gives its bandwidth, and checks its bits."""
+"""`python -m graphar bench`: times a collective on this machine, gives its bandwidth, and checks its bits.
+
+In one process it has all ranks. Under torchrun each rank is a process: bench_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from graphar.cli.options import add_call, add_command, by_name, default_world_size
+from graphar.cli import bench_ranks
+from graphar.cli.bench_ranks import BACKENDS
+from graphar.cli.options import add_call, add_command, by_name, default_world_size, size
 from graphar.cli.progress import progress
 from graphar.cli.timing import Timer
 from graphar.cli.workloads import Prepared
@@ -58,7 +63,8 @@ def add(commands) -> None:
         "bench",
         run,
         summary="time a collective at a few sizes here, and check its bits",
-        description="Times a collective in this process: between all GPUs, or without them on the CPU. "
+        description="Times a collective in this process: between all GPUs, or without them on the CPU. Under torchrun, "
+        "between its processes, with the flags and columns of nccl-tests, and other backends beside graphar. "
         "`nox -s perf` in a checkout sets it beside its peers.",
         quiet="show no progress",
     )
@@ -70,14 +76,68 @@ def add(commands) -> None:
         metavar="OP",
         help=f"{', '.join(MAX_NBYTES)} (default: allreduce)",
     )
+    one.add_argument("-b", "--minbytes", type=size, metavar="SIZE", help="in place of sizes: the smallest of several")
+    one.add_argument("-e", "--maxbytes", type=size, metavar="SIZE", help="the largest (default: the smallest)")
+    one.add_argument("-f", "--stepfactor", type=int, default=2, metavar="N", help="from size to size (default: 2)")
+    ranks = one.add_argument_group(
+        "under torchrun, as in `torchrun --nproc-per-node=2 -m graphar bench`",
+        "The size of an all-gather is that of its result, as in nccl-tests.",
+    )
+    ranks.add_argument("-n", "--iters", type=count, default=20, metavar="N", help="timed calls (default: 20)")
+    ranks.add_argument("-w", "--warmup_iters", type=count, default=5, metavar="N", help="calls before (default: 5)")
+    ranks.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="compare with the exact result")
+    ranks.add_argument(
+        "--backend",
+        type=backends,
+        metavar="NAMES",
+        help=f"{', '.join(BACKENDS)}, separated by commas (default: graphar, and nccl or without GPUs gloo)",
+    )
+
+
+def count(text: str) -> int:
+    """Returns a positive number; an argparse type."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number")
+    return int(text)
+
+
+def backends(text: str) -> list[str]:
+    """Returns the names of backends; an argparse type."""
+    names = text.split(",")
+    if unknown := set(names) - set(BACKENDS):
+        raise argparse.ArgumentTypeError(f"no backend {min(unknown)!r}: {', '.join(BACKENDS)}")
+    return names
+
+
+def sizes_of(options: argparse.Namespace, defaults: Sequence[int]) -> list[int]:
+    """Returns the sizes in bytes that the options give, or else those of ``defaults`` that the op allows.
+
+    Raises:
+        ValueError: a size is too large for the op, or the options contradict each other.
+    """
+    most = MAX_NBYTES[options.op]
+    found = options.sizes or [nbytes for nbytes in defaults if nbytes <= most]
+    if options.minbytes:
+        if options.sizes or options.stepfactor < 2:
+            raise ValueError("bench: give sizes or --minbytes, and a --stepfactor of 2 or more")
+        found, largest = [options.minbytes], options.maxbytes or options.minbytes
+        while found[-1] * options.stepfactor <= largest:
+            found.append(found[-1] * options.stepfactor)
+    elif options.maxbytes:
+        raise ValueError("bench: --maxbytes needs --minbytes")
+    if not all(0 < nbytes <= most for nbytes in found):
+        raise ValueError(f"bench: sizes of {options.op} must be from 1 to {format_nbytes(most)}")
+    return found
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Raises GrapharError if a result is wrong or there are too few GPUs."""
-    available, dtype, most = is_available(), DTYPES[options.dtype], MAX_NBYTES[options.op]
-    sizes = options.sizes or [nbytes for nbytes in (SIZES if available else CPU_SIZES) if nbytes <= most]
-    if not all(0 < nbytes <= most for nbytes in sizes):
-        raise ValueError(f"bench: sizes of {options.op} must be from 1 to {format_nbytes(most)}")
+    available, dtype = is_available(), DTYPES[options.dtype]
+    sizes = sizes_of(options, SIZES if available else CPU_SIZES)
+    if torch.distributed.is_torchelastic_launched():
+        return bench_ranks.run(options, sizes)
+    if options.backend:
+        raise ValueError("bench: --backend needs processes: torchrun --nproc-per-node=2 -m graphar bench ...")
     if options.codec and options.op != "allreduce":
         raise ValueError(f"bench: --codec needs --op allreduce, got {options.op}")
     world_size = options.world_size or default_world_size()
