@@ -25,7 +25,7 @@ def with_equal_grids(calls):
 
 
 @pytest.mark.promise(
-    "Calls of two communicators end in whatever order ranks launch them, if a matmul's K is equal on all ranks."
+    "Calls of two communicators, or as many as declared, end in any order, if a matmul's K is equal on all ranks."
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("algorithm", EVERY_KERNEL)

@@ -14,6 +14,7 @@ from graphar.matmul.operands import MatmulOperands
 from graphar.numerics.epilogues.epilogue import bind
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
+from graphar.plan.policy import Chip
 from graphar.plan.slices import row_slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import GATHERED_TILES, LAYOUTS
@@ -27,7 +28,7 @@ class Bound:
     """Stands in for a runner: keeps what launches must have alike on all ranks."""
 
     def __init__(self):
-        self.chip, self.words, self.members = SimpleNamespace(sms=132, arch=MATMUL_ARCH), [], [MEMBER]
+        self.chip, self.words, self.members = Chip(132, MATMUL_ARCH), [], [MEMBER]
         self.kernels = SimpleNamespace(
             prepare_all=lambda *given: [dict.fromkeys(itertools.product(GATHERED_TILES, LAYOUTS))]
         )

@@ -124,7 +124,7 @@ def outcomes():
 
 
 @pytest.mark.promise(
-    "Calls of two communicators end in whatever order ranks launch them, if a matmul's K is equal on all ranks."
+    "Calls of two communicators, or as many as declared, end in any order, if a matmul's K is equal on all ranks."
 )
 @pytest.mark.parametrize("names", PAIRS, ids=" and ".join)
 def test_calls_in_opposite_orders_end(names, outcomes):
