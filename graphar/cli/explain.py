@@ -18,6 +18,7 @@ from graphar.plan.explanation import Explanation
 from graphar.plan.sizes import format_nbytes
 from graphar.plan.tables import DEFAULT, Table
 from graphar.plan.work import Sum
+from graphar.runtime.availability import concurrent_communicators
 from graphar.runtime.engine import compresses
 from graphar.runtime.user_tables import find_table
 
@@ -86,7 +87,8 @@ def explanations(
 ) -> Iterator[Explanation]:
     """Yields what graphar.explain says for tensors of these sizes, in bytes, between GPUs of the table's kind."""
     problem = select.why_no_kernel(world_size, "cuda", dtype, "allreduce")
-    facts = select.Facts(world_size, table, table.chip, problem, lossless=compresses(None))
+    chip = replace(table.chip, communicators=concurrent_communicators())
+    facts = select.Facts(world_size, table, chip, problem, lossless=compresses(None))
     for nbytes in sizes:
         numel = -(-nbytes // dtype.itemsize)
         yield select.explain(Call(Sum(numel, wire.text if wire else ""), dtype, 0), facts)

@@ -128,7 +128,8 @@ def _why_not_one(gathered: Gathered, matmul: Node) -> str:
 def _why_not_faster(gathered: Gathered, places: Places) -> str:
     count = math.prod(gathered.node.meta["val"].shape[:-1])
     world_size = places.resolve(gathered.group).size()
-    if places.table.allgather_matmul.faster(world_size, count if isinstance(count, int) else MANY_ROWS) == "none":
+    count = count if isinstance(count, int) else MANY_ROWS
+    if places.table.allgather_matmul.faster(world_size, count, places.chip) == "none":
         return "not known to be faster as one op"
     return ""
 

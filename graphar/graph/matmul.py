@@ -93,7 +93,7 @@ class Matmul:
         count = count if isinstance(count, int) else MANY_ROWS
         scattered = product.of in _SCATTERED or bool(product.call.get("epilogue"))
         world_size, policy = places.resolve(product.group).size(), places.table.matmul
-        if not prefers_tiles(policy, places.sms, world_size, count, columns, scattered):
+        if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered):
             return "not known to be faster as one op"
         return ""
 

@@ -7,7 +7,7 @@ therefore exchanged once, when the pass is made. With the same facts, every rank
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from graphar.ranks.groups import device_of_process, process_group
 from graphar.ranks.processes import host
 from graphar.ranks.rendezvous import meet
 from graphar.runtime import launcher
-from graphar.runtime.availability import may_share_gpu, missing_software
+from graphar.runtime.availability import concurrent_communicators, may_share_gpu, missing_software
 from graphar.runtime.registry import DEFAULT_TIMEOUT_S
 from graphar.runtime.user_tables import find_table
 
@@ -33,6 +33,7 @@ class Place:
     problem: str  # why the rank cannot use kernels, or an empty string
     sms: int = 0  # the streaming multiprocessors of its GPU; 0 without one
     arch: str = ""  # the architecture of its GPU, as in plan.policy.Chip; an empty string without one
+    communicators: int = 2  # those that may have kernels on its GPU at the same time
 
 
 class Places:
@@ -40,7 +41,7 @@ class Places:
 
     Attributes:
         table: the tuning table that choices go by.
-        sms: the fewest streaming multiprocessors of any rank's GPU.
+        chip: the table's, with the fewest streaming multiprocessors of any rank's GPU, and the most communicators.
 
     Raises:
         ValueError: there is no default group.
@@ -59,7 +60,10 @@ class Places:
         self._places = {rank: Place(**one["place"]) for rank, one in zip(ranks, everyone, strict=True)}
         found = everyone[0]["table"]
         self.table = Table.from_json(found) if found else shipped_table(DEFAULT)
-        self.sms = min((place.sms for place in self._places.values() if place.sms), default=self.table.chip.sms)
+        with_gpu = [place for place in self._places.values() if place.sms]
+        sms = min((place.sms for place in with_gpu), default=self.table.chip.sms)
+        communicators = max((place.communicators for place in with_gpu), default=self.table.chip.communicators)
+        self.chip = replace(self.table.chip, sms=sms, communicators=communicators)
 
     def why_not(self, group: object, device: str) -> str:
         """Returns why graphar's ops cannot replace torch's collectives in ``group``, or an empty string.
@@ -98,12 +102,12 @@ class Places:
         return "" if self.resolve(group) is dist.group.WORLD else group
 
     def describe(self) -> str:
-        """Returns, as text, every fact outside a graph that decides on rewrites: groups, ranks, SMs and the table."""
+        """Returns, as text, every fact outside a graph that decides on rewrites: groups, ranks, GPUs and the table."""
         names = dist.distributed_c10d._world.pg_names
         groups = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
         known = {name: (ranks, self.why_not(name, "cuda")) for name, ranks in sorted(groups.items())}
         archs = [place.arch for place in self._places.values()]
-        return f"rank {dist.get_rank()} {known} {self.sms} SMs {archs} {self.table}"
+        return f"rank {dist.get_rank()} {known} {self.chip} {archs} {self.table}"
 
     def _why_no_kernel(self, ranks: list[int]) -> str:
         places = {rank: self._places[rank] for rank in ranks}
@@ -129,4 +133,5 @@ def _find_place(group: dist.ProcessGroup) -> Place:
     reaches = [str(gpus[i].uuid) for i in peers]
     problem = missing_software()
     arch = "" if problem else launcher.architecture(own)
-    return Place(host(), str(gpus[own].uuid), reaches, problem, gpus[own].multi_processor_count, arch)
+    sms, communicators = gpus[own].multi_processor_count, concurrent_communicators()
+    return Place(host(), str(gpus[own].uuid), reaches, problem, sms, arch, communicators)

@@ -120,8 +120,8 @@ class FusedMatmul:
             return (self._tile,)
         if self._skinny:
             return (skinny_tile(rows),)
-        policy, sms, call = self._engine.table.matmul, self._runner.chip.sms, self._call
-        return tiles_of_sum(policy, self.algorithm, call.work.parts, call.work.columns, sms, call.wire)
+        policy, chip, call = self._engine.table.matmul, self._runner.chip, self._call
+        return tiles_of_sum(policy, self.algorithm, call.work.parts, call.work.columns, chip, call.wire)
 
     def _load(self) -> list[dict]:
         """Returns each member's kernels by tile and layout of W, in which ranks may differ. Collective."""
@@ -206,19 +206,19 @@ class FusedMatmul:
     def _tile_of(self, own: MatmulOperands, one: Slice) -> Tile:
         table = self._engine.table.matmul
         if self._gathers:  # each rank takes the one with the least estimated time for its weight
-            return self._tile or gathered_tile(table.cost, one.count, len(own.w), self._runner.chip.sms)
+            return self._tile or gathered_tile(table.cost, one.count, len(own.w), self._runner.chip)
         return tile_for(table, self.tiles, own.a.shape[1])
 
     def _bind(self, at: int, member: Member, tile: Tile, matrices: Matrices, own: MatmulOperands, one: Slice) -> Launch:
         words = agreement.words_of_matmul_launch(self._call, self.algorithm, one)
-        seconds, sms = self._engine.deadline(self._call), self._runner.chip.sms
+        seconds, chip = self._engine.deadline(self._call), self._runner.chip
         arguments = self._runner.arguments(member, self.algorithm, one, seconds, words)
         if self._gathers:
-            sms = min(launcher.sm_count(member.device), sms)
+            chip = replace(chip, sms=min(launcher.sm_count(member.device), chip.sms))
         first = 0 if self._gathers or self._skinny else self._first_row(member, one)
         rows = slice(first, first + one.count[member.rank]) if one.count else slice(None)
         bind = gathered_tiles if self._gathers else skinny if self._skinny else summed_tiles
-        parameters, grid = bind(tile, matrices, one, arguments, rows, sms)
+        parameters, grid = bind(tile, matrices, one, arguments, rows, chip)
         launch = KernelLaunch(self._functions[at][tile, matrices.layout], [*parameters, arguments], grid)
         put = arguments.epilogue.put if self._call.work.epilogue else None
         return bind_launch(self._runner, member, launch, arguments, put)

@@ -93,9 +93,9 @@ def takes_tiles(engine: Engine, call: Call, a: torch.Tensor) -> bool:
             return False
     if work.partition == "tiles":
         return True
-    policy, sms, rows = engine.table.matmul, engine.runner.chip.sms, sum(work.parts)
+    policy, chip, rows = engine.table.matmul, engine.runner.chip, sum(work.parts)
     scattered = work.op != MATMUL_ALLREDUCE or work.epilogue is not None
-    return prefers_tiles(policy, sms, world_size, rows, work.columns, scattered, work.codec)
+    return prefers_tiles(policy, chip, world_size, rows, work.columns, scattered, work.codec)
 
 
 def _fused(engine: Engine, call: Call) -> Plan:
@@ -284,7 +284,7 @@ def gathering_method(engine: Engine, call: Call, a: torch.Tensor) -> str:
     k, rows, has_tiles = work.columns, sum(work.parts), engine.runner.chip.arch == MATMUL_ARCH
     if not k or not gathered_rows_a_launch(algorithm, engine.world_size, k):
         return "none"
-    by_table = engine.table.allgather_matmul.faster(engine.world_size, rows)
+    by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, engine.runner.chip)
     method = by_table if work.partition == "auto" else work.partition
     served = has_tiles if method == "tiles" else not work.epilogue
     return method if served else "none"

@@ -13,7 +13,7 @@ import torch
 
 from graphar.matmul.gemm import STORE_ROWS, Order, operand_maps, weight_map
 from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
-from graphar.plan.policy import shared_blocks
+from graphar.plan.policy import Chip
 from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import MatmulTile, SkinnyTile
@@ -45,15 +45,14 @@ class Matrices:
 
 
 def summed_tiles(
-    tile: MatmulTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, sms: int
+    tile: MatmulTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, chip: Chip
 ) -> tuple[list, Grid]:
     """Returns the parameters of a kernel that sums tiles, without the collective arguments, and its grid.
 
-    ``rows`` are those of ``out`` that the launch writes. ``sms`` are the SMs of the ranks' devices, of unequal ones the
-    fewest.
+    ``rows`` are those of ``out`` that the launch writes. ``chip`` is what the ranks' devices have in common.
     """
     tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-own.columns // tile.columns)
-    blocks = min(shared_blocks(sms, tile.cluster), tiles * tile.cluster)
+    blocks = min(chip.shared_blocks(cluster=tile.cluster), tiles * tile.cluster)
     sizes = MatmulArguments(own.bias, own.a.rows, own.columns, own.a.columns, 0, Order.group_rows, own.timeline)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
     # A rank without rows writes nothing, but the kernel needs a valid tensor map.
@@ -62,13 +61,13 @@ def summed_tiles(
 
 
 def skinny(
-    tile: SkinnyTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, sms: int
+    tile: SkinnyTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, chip: Chip
 ) -> tuple[list, Grid]:
     """Returns the same of a skinny kernel, which takes one launch."""
     rows_of_out, columns = own.out.shape
     clusters = -(-columns // (tile.columns * tile.cluster))
-    blocks = min(shared_blocks(sms, tile.cluster), clusters * tile.cluster)
-    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=True, cluster=tile.cluster)
+    blocks = min(chip.shared_blocks(cluster=tile.cluster), clusters * tile.cluster)
+    grid = Grid(blocks, tile.threads, tile.shared_nbytes, chip.may_overlap(blocks, halves=False), cluster=tile.cluster)
     sizes = MatmulArguments(own.bias, rows_of_out, columns, own.a.columns)
     return [tensor_map(own.w, BOX_COLUMNS), tensor_map(own.a, box_rows(tile, rows_of_out)), sizes], grid
 
@@ -79,9 +78,9 @@ def box_rows(tile: SkinnyTile, rows: int) -> int:
 
 
 def gathered_tiles(
-    tile: MatmulTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, sms: int
+    tile: MatmulTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, chip: Chip
 ) -> tuple[list, Grid]:
-    """Returns the same of a kernel that gathers rows; ``sms`` may differ between ranks."""
+    """Returns the same of a kernel that gathers rows; ``chip`` may differ between ranks."""
     k, (m, n), world_size, rank = own.a.columns, own.out.shape, arguments.world_size, arguments.rank
     a_maps, c_maps = (TensorMap * world_size)(), (TensorMap * world_size)()
     for source, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
@@ -96,6 +95,6 @@ def gathered_tiles(
         c_maps[source] = tensor_map(matrix_of(own.out[begin : begin + count]), STORE_ROWS)
     sizes = MatmulArguments(own.bias, m, n, k, 0, Order.group_rows)
     of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count)
-    blocks = min(shared_blocks(sms, tile.cluster), of_tiles * -(-n // tile.columns) * tile.cluster)
+    blocks = min(chip.shared_blocks(cluster=tile.cluster), of_tiles * -(-n // tile.columns) * tile.cluster)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
     return [a_maps, weight_map(tile, own.layout, own.w), c_maps, sizes], grid

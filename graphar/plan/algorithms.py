@@ -15,7 +15,7 @@ from graphar.numerics.norms import ALLREDUCE_NORM, NORM_OUTPUTS, REDUCESCATTER_N
 from graphar.plan import grids
 from graphar.plan import scratch as layouts
 from graphar.plan.policy import Policies
-from graphar.plan.row import Grid, Limit, Row, Slicing
+from graphar.plan.row import MAX_THREADS, Grid, Limit, Row, Slicing
 from graphar.plan.scratch import PACK_NBYTES, Sizes, packs_a_part
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tiles import GATHERED_TILES, SKINNY_TILES, SUMMED_TILES
@@ -84,10 +84,10 @@ TUPLE_VARIANT = TensorTuple((), (), ()).template(1)
 _NORM_VARIANTS = tuple(f"{cluster}, {output}" for cluster in grids.CLUSTERS for output in NORM_OUTPUTS)
 _NARROW_TO_WIDE = grids.each_of((128, 0), (256, 0), (512, 0))
 
-_allreduce = partial(Row, "allreduce", "allreduce")
-_allgather = partial(Row, "allgather", "scatter_gather")
-_quantized_allreduce = partial(Row, "allreduce", "quantized", takes_codec=True)
-_norm = partial(Row, folder="norm", variants=_NORM_VARIANTS)
+_allreduce = partial(Row, "allreduce", "allreduce", half_sm_threads=MAX_THREADS)
+_allgather = partial(Row, "allgather", "scatter_gather", half_sm_threads=MAX_THREADS)
+_quantized_allreduce = partial(Row, "allreduce", "quantized", takes_codec=True, half_sm_threads=MAX_THREADS // 2)
+_norm = partial(Row, folder="norm", variants=_NORM_VARIANTS, half_sm_threads=MAX_THREADS)
 
 
 def rows(sizes: Sizes) -> dict[Algorithm, Row]:
@@ -192,6 +192,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             pieces,
             minimum_arch=90,
             max_threads=layouts.TMA_THREADS,
+            half_sm_threads=0,
             only_threads=layouts.TMA_THREADS,
             max_blocks=layouts.TMA_BLOCKS,
             chunked=True,
@@ -238,6 +239,7 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             "scatter_gather",
             layouts.rotating(_packs_a_shard(sizes.reducescatter_nbytes), 2),
             slicing=Slicing.CAPACITY,
+            half_sm_threads=MAX_THREADS,
             takes_epilogue=True,
             candidates=_NARROW_TO_WIDE,
             tells=True,

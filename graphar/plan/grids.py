@@ -43,7 +43,7 @@ def in_groups(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 def warps_for_tiles(row: Row, call: Call, world_size: int, policies: Policies, chip: Chip) -> Grid:
     """Returns a grid whose blocks have as many warps for each rank as there are tiles, half an SM's if those do."""
-    tiles, most_blocks = _tiles_of_an_owner(call, world_size), chip.shared_blocks
+    tiles, most_blocks = _tiles_of_an_owner(call, world_size), chip.shared_blocks()
     wanted, most = -(-tiles // most_blocks), row.max_threads // WARP // world_size  # warps for each owner
     half = most // 2
     width = min(wanted, half if wanted <= policies.quantized.half_sm_tiles * half else most)
@@ -53,16 +53,17 @@ def warps_for_tiles(row: Row, call: Call, world_size: int, policies: Policies, c
 def chunks_of_tiles(row: Row, call: Call, world_size: int, policies: Policies, chip: Chip) -> Grid:
     """Returns a grid whose blocks handle an owner's tiles in chunks: blocks of half an SM if there are many tiles."""
     tiles, policy = _tiles_of_an_owner(call, world_size), policies.quantized
-    small = min(MAX_BLOCKS, 2 * chip.shared_blocks)  # blocks of half an SM
+    large = chip.shared_blocks()
+    small = min(MAX_BLOCKS, 2 * large)  # blocks of half an SM
     chunk = min(_chunk_tiles(row, call, world_size), policy.pipelined_tiles, tiles)
-    blocks, threads = (small, 256) if tiles > policy.many_tiles else (chip.shared_blocks, 512)
+    blocks, threads = (small, 256) if tiles > policy.many_tiles else (large, 512)
     return Grid(min(blocks, -(-tiles // chunk)), threads, chunk)
 
 
 def steps_of_tiles(row: Row, call: Call, world_size: int, policies: Policies, chip: Chip) -> Grid:
     """Returns a grid that spreads a part's tiles over all SMs first; each step has work for all warps of a block."""
     tiles = call.wire.tiles(max(call.work.parts))
-    blocks = min(chip.shared_blocks, tiles)
+    blocks = min(chip.shared_blocks(), tiles)
     share = -(-tiles // blocks)  # tiles of each part that a block handles
     warps = min(row.max_threads // WARP, world_size * share)
     chunk = min(_chunk_tiles(row, call, world_size), max(-(-share // _STEPS), -(-warps // world_size)))
@@ -93,7 +94,8 @@ def teams_of_rows(
     rows, packs = max(call.work.parts) // columns, columns * call.dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
     clusters = CLUSTERS if chip.has_clusters else ()
-    fitting = [one for one in clusters if rows * one <= chip.shared_blocks and threads // one >= 2 * WARP]
+    room = {one: chip.shared_blocks(halves=True, cluster=one) for one in CLUSTERS}
+    fitting = [one for one in clusters if rows * one <= room[one] and threads // one >= 2 * WARP]
     cluster = max([1, *fitting])
-    most = chip.shared_blocks // world_size * world_size if of_each_rank else chip.shared_blocks
+    most = room[cluster] // world_size * world_size if of_each_rank else room[cluster]
     return Grid(min(rows, most) * cluster, min(threads // cluster, row.max_threads), cluster=cluster)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from graphar.numerics.codecs import Codec
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
-from graphar.plan.policy import MatmulPolicy, TileCost, shared_blocks
+from graphar.plan.policy import Chip, MatmulPolicy, TileCost
 from graphar.plan.tables import Table
 from graphar.plan.tiles import GATHERED_TILES, MATMUL_TILES, MatmulTile, SkinnyTile, for_wire
 from graphar.plan.work import Product
@@ -43,23 +43,26 @@ def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
 
 
 def prefers_tiles(
-    policy: MatmulPolicy, sms: int, world_size: int, rows: int, columns: int, scattered: bool = False, codec: str = ""
+    policy: MatmulPolicy, chip: Chip, world_size: int, rows: int, columns: int, scattered: bool = False, codec: str = ""
 ) -> bool:
     """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum.
 
     The result is [rows, columns]. ``scattered`` says whether each rank sums its own rows even of a skinny result, which
     no skinny kernel does: in a reduce-scatter, or with an epilogue. ``codec`` is the text of the codec on the wire.
+    Nothing was measured where more than two communicators share a GPU: a fused kernel has only a share of its SMs.
     """
+    if chip.communicators > 2:
+        return False
     if not scattered and not codec and is_skinny(world_size, rows, columns):
-        return columns >= policy.skinny_from_columns.get(world_size, math.inf) and _fills_waves(policy, columns, sms)
+        return columns >= policy.skinny_from_columns.get(world_size, math.inf) and _fills_waves(policy, columns, chip)
     if codec and scattered:
         return False
     return rows * columns >= policy.tiles_from(world_size, bool(codec))
 
 
-def _fills_waves(policy: MatmulPolicy, columns: int, sms: int) -> bool:
+def _fills_waves(policy: MatmulPolicy, columns: int, chip: Chip) -> bool:
     """Returns whether a skinny kernel takes one wave of blocks, or keeps the SMs busy in all of its waves."""
-    blocks, room = -(-columns // SkinnyTile.columns), shared_blocks(sms)
+    blocks, room = -(-columns // SkinnyTile.columns), chip.shared_blocks()
     waves = -(-blocks // room)
     return waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
 
@@ -70,9 +73,9 @@ def fastest_tile(cost: TileCost, m: int, n: int, sms: int) -> MatmulTile:
 
 
 @functools.lru_cache(maxsize=1024)
-def gathered_tile(cost: TileCost, counts: tuple[int, ...], n: int, sms: int) -> MatmulTile:
+def gathered_tile(cost: TileCost, counts: tuple[int, ...], n: int, chip: Chip) -> MatmulTile:
     """Returns the tile that is estimated to multiply gathered rows, ``counts`` of each rank, with [n, K] fastest."""
-    return min(GATHERED_TILES, key=lambda tile: clocks(cost, tile, counts, n, shared_blocks(sms, tile.cluster)))
+    return min(GATHERED_TILES, key=lambda tile: clocks(cost, tile, counts, n, chip.shared_blocks(cluster=tile.cluster)))
 
 
 def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> float:
@@ -89,7 +92,7 @@ def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, sms: i
 
 
 def tiles_of_sum(
-    policy: MatmulPolicy, algorithm: Algorithm, counts: tuple[int, ...], n: int, sms: int, codec: Codec | None = None
+    policy: MatmulPolicy, algorithm: Algorithm, counts: tuple[int, ...], n: int, chip: Chip, codec: Codec | None = None
 ) -> tuple[MatmulTile, ...]:
     """Returns the fastest tiles of a matmul that sends finished tiles; :func:`tile_for` chooses one by K.
 
@@ -100,7 +103,7 @@ def tiles_of_sum(
     numel = sum(counts) * n
     if numel < policy.estimated_below_numel:
         measured = policy.large_tile, policy.alternating_tile
-        return (_estimated_tile(policy.cost, measured, algorithm, counts, n, sms, codec),)
+        return (_estimated_tile(policy.cost, measured, algorithm, counts, n, chip, codec),)
     tile = policy.large_tile if numel >= policy.large_from_numel else policy.small_tile
     # With a codec fewer bytes travel, so the tensor cores are the limit for every K.
     alternates = policy.alternating_tile in algorithm.row.tiles and codec is None
@@ -108,9 +111,9 @@ def tiles_of_sum(
 
 
 @functools.lru_cache(maxsize=1024)
-def _estimated_tile(cost: TileCost, measured, algorithm, counts, n: int, sms: int, codec) -> MatmulTile:
+def _estimated_tile(cost: TileCost, measured, algorithm, counts, n: int, chip: Chip, codec) -> MatmulTile:
     others = [tile for tile in for_wire(algorithm.row.tiles, codec) if tile not in measured]
-    return min(others, key=lambda tile: clocks(cost, tile, counts, n, shared_blocks(sms, tile.cluster)))
+    return min(others, key=lambda tile: clocks(cost, tile, counts, n, chip.shared_blocks(cluster=tile.cluster)))
 
 
 def tile_for(policy: MatmulPolicy, tiles: tuple[MatmulTile, ...], k: int) -> MatmulTile:

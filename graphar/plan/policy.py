@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from graphar.plan.tiles import NAMED_TILES, MatmulTile
 
 ByWorldSize = dict[int, int]
+
+_SMS_OF_A_SHARE = 9  # the fewest SMs of one communicator's share: more than a GPU has GPCs, and than a host has ranks
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,48 @@ class Chip:
     # The architecture as the compiler names it, such as "sm_90a". Of different architectures the oldest, without its
     # architecture-specific suffix, such as "sm_90".
     arch: str
+    # How many communicators of a rank may have kernels on its GPU at the same time. It is declared: no part of tables.
+    communicators: int = field(default=2, metadata={"measured": False})
 
     @classmethod
     def in_common(cls, chips: Iterable[Chip]) -> Chip:
         """Returns what several GPUs have in common."""
-        sms, archs = zip(*((one.sms, one.arch) for one in chips), strict=True)
-        return cls(min(sms), archs[0] if len(set(archs)) == 1 else f"sm_{min(map(_number, archs))}")
+        sms, archs, communicators = zip(*((one.sms, one.arch, one.communicators) for one in chips), strict=True)
+        arch = archs[0] if len(set(archs)) == 1 else f"sm_{min(map(_number, archs))}"
+        return cls(min(sms), arch, max(communicators))
 
     @property
-    def shared_blocks(self) -> int:
-        """The most blocks of a grid that leaves room for other kernels."""
-        return shared_blocks(self.sms)
+    def most_communicators(self) -> int:
+        """The most communicators whose kernels find room at the same time."""
+        return max(2, self.sms // _SMS_OF_A_SHARE)
+
+    def shared_blocks(self, halves: bool = False, cluster: int = 1) -> int:
+        """Returns the most blocks of a grid that leaves room for the kernels of the other communicators.
+
+        They need it: (18) in cuda_src/device/sync/kernel_order.cuh. Of two communicators, each leaves an SM free, and
+        with clusters of whole SMs two clusters' SMs: of 65 clusters of 2 blocks on an H200, the last SMs were not
+        always a pair that takes another cluster. Of more, each takes an equal share of the GPU.
+
+        Args:
+            halves: whether two blocks fit on an SM.
+            cluster: the blocks of a thread block cluster.
+        """
+        if self.communicators == 2:
+            return max(1, self.sms - 1) if halves or cluster == 1 else max(1, self.sms // cluster - 2) * cluster
+        if halves and cluster == 1:
+            return max(1, 2 * self.sms // self.communicators)
+        return max(1, self.sms // self.communicators // cluster) * cluster
+
+    def may_overlap(self, blocks: int, halves: bool) -> bool:
+        """Returns whether a grid may be launched while the kernel before it in the stream still waits for other ranks.
+
+        Both are then on the GPU. All communicators but one must leave half an SM free: (18), as above. Of two, kernels
+        of whole SMs do so anyway, beside the blocks of the kernel before.
+        """
+        if self.communicators == 2 and not halves:
+            return True
+        held = (2 * self.sms - 1) // (self.communicators - 1)  # the most halves of SMs that one communicator may hold
+        return blocks * (1 if halves else 2) <= held - self.shared_blocks(halves=True)
 
     def is_at_least(self, arch: int) -> bool:
         """Whether it has the instructions of an architecture: 90 is sm_90."""
@@ -49,16 +82,6 @@ class Chip:
     def can_prefetch(self) -> bool:
         """Whether bulk prefetches can bring memory into L2."""
         return self.is_at_least(90)
-
-
-def shared_blocks(sms: int, cluster: int = 1) -> int:
-    """Returns the most blocks of a grid on ``sms`` SMs that leaves room for other kernels.
-
-    Another communicator's kernels need it: (18) in cuda_src/device/sync/kernel_order.cuh. Grids in clusters of
-    ``cluster`` blocks leave two clusters' SMs free: of 65 clusters of 2 blocks on an H200, the last SMs were not always
-    a pair that takes another cluster.
-    """
-    return max(1, sms - 1) if cluster == 1 else max(1, sms // cluster - 2) * cluster
 
 
 def _number(arch: str) -> int:
@@ -169,9 +192,13 @@ class AllgatherMatmulPolicy:
     # By world size, the rows from which on "auto" chooses ``partition="tiles"``, if there are too few for chunks.
     tiles_from_rows: ByWorldSize
 
-    def faster(self, world_size: int, rows: int) -> str:
-        """Returns the partition that "auto" chooses. It is "none" where nothing was measured."""
-        for partition, least in (("chunks", self.chunks_from_rows), ("tiles", self.tiles_from_rows)):
+    def faster(self, world_size: int, rows: int, chip: Chip) -> str:
+        """Returns the partition that "auto" chooses. It is "none" where nothing was measured.
+
+        Tiles were not measured where more than two communicators share a GPU: they have only a share of its SMs.
+        """
+        tiles_from_rows = self.tiles_from_rows if chip.communicators == 2 else {}
+        for partition, least in (("chunks", self.chunks_from_rows), ("tiles", tiles_from_rows)):
             if rows >= least.get(world_size, math.inf):
                 return partition
         return "none"

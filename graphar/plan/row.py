@@ -61,6 +61,8 @@ class Row:
     only_arch: str | None = None
     exact: bool = True  # whether it adds in rank order and rounds once
     max_threads: int = MAX_THREADS  # the most threads of a block, by the kernel's launch bounds
+    # The most threads of a block that takes half an SM at most; 0 if every block may take a whole one.
+    half_sm_threads: int = 0
     only_threads: int | None = None  # the threads of a block, if its warps have fixed roles
     max_blocks: int = MAX_BLOCKS  # the most blocks of a grid, by the size of the signal pad and the slots
     chunked: bool = False  # whether its grid has a chunk
@@ -103,6 +105,10 @@ class Row:
         if self.layout is None:
             raise ValueError(f"{self.op}: without a kernel there is no scratch")
         return self.layout(world_size)
+
+    def takes_half(self, threads: int) -> bool:
+        """Returns whether a block of ``threads`` takes half an SM at most, so that two of them fit on one."""
+        return threads <= self.half_sm_threads
 
     @property
     def is_skinny(self) -> bool:

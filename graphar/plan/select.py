@@ -86,11 +86,12 @@ def select(call: Call, facts: Facts) -> Choice:
         UnsupportedError: the algorithm that the call names cannot serve it.
     """
     choice = _CHOOSERS[type(call.work)](call, facts)
-    # With a codec a block may take half an SM, and the configuration leaves room for other kernels already.
-    most = MAX_BLOCKS if call.work.codec else facts.chip.shared_blocks
+    config, row = choice.config, choice.config.algorithm.row
+    # The grid of a policy leaves room for other kernels already.
+    most = MAX_BLOCKS if row.policy_grid else facts.chip.shared_blocks(row.takes_half(config.threads))
     most = min(most, call.blocks or most)
-    if choice.config.blocks > most:
-        return choice._replace(config=replace(choice.config, blocks=most))
+    if config.blocks > most:
+        return choice._replace(config=replace(config, blocks=most))
     return choice
 
 
@@ -158,7 +159,7 @@ def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
     small = call.nbytes <= facts.table.prefetch.largest_nbytes
     if call.prefetches and can.prefetches and not epilogue and small and facts.chip.can_prefetch:
         # The additional blocks only prefetch.
-        config = replace(config, blocks=max(config.blocks, facts.chip.shared_blocks), prefetches=True)
+        config = replace(config, blocks=max(config.blocks, facts.chip.shared_blocks(halves=True)), prefetches=True)
     return Choice(config, reason)
 
 

@@ -82,7 +82,7 @@ class Table:
         """Returns the table as JSON text, with one entry a line."""
         sections = {key: getattr(self, key) for key in _HEAD}
         sections |= {key: dict(sorted(getattr(self, key).items())) for key in _BY_WORLD_SIZE}
-        sections |= {"parts": self.parts} | {key: dataclasses.asdict(getattr(self, key)) for key in POLICIES}
+        sections |= {"parts": self.parts} | {key: _written(getattr(self, key)) for key in POLICIES}
         return _text({key: one for key, one in sections.items() if one or key in _REQUIRED}) + "\n"
 
 
@@ -235,6 +235,11 @@ def _is_positive(value: Any) -> bool:
 # ---- policies: dataclasses as JSON ----------------------------------------------------------------------------------
 
 
+def _written(policy: Any) -> dict[str, Any]:
+    """Returns the JSON of a dataclass, which ``_read`` reads."""
+    return {name: one for name, one in dataclasses.asdict(policy).items() if name in _types_of(type(policy))}
+
+
 def _read(kind: type, content: Any) -> Any:
     """Returns a dataclass from the JSON of its ``asdict``; ValueError says what is wrong with other content."""
     if not isinstance(content, dict):
@@ -247,7 +252,9 @@ def _read(kind: type, content: Any) -> Any:
 
 @functools.cache
 def _types_of(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+    """Returns the types of a dataclass's measured fields, by name."""
+    hints = typing.get_type_hints(kind)
+    return {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.metadata.get("measured", True)}
 
 
 def _value(name: str, wanted: Any, value: Any) -> Any:

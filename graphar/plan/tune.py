@@ -41,8 +41,9 @@ def candidates(op: str, world_sizes: Sequence[int], nbytes: int, chip: Chip) -> 
         row, limits = algorithm.row, [algorithm.row.limit(world_size) for world_size in world_sizes]
         fits = all(limit is None or nbytes <= limit for limit in limits)
         if fits and nbytes >= row.smallest_nbytes and chip.is_at_least(row.minimum_arch):
-            blocks = min(chip.shared_blocks, row.max_blocks)
-            found += [Config(algorithm, blocks, *grid) for grid in row.candidates(world_sizes[0], nbytes)]
+            for threads, chunk in row.candidates(world_sizes[0], nbytes):
+                blocks = min(chip.shared_blocks(row.takes_half(threads)), row.max_blocks)
+                found.append(Config(algorithm, blocks, threads, chunk))
     return found
 
 

@@ -13,6 +13,7 @@ from graphar.runtime.driver import check
 from graphar.runtime.requirements import install
 
 DRIVER_CUDA, DRIVER = 13, 580  # the oldest driver that serves: its CUDA version, and its own version
+COMMUNICATORS = "GRAPHAR_CONCURRENT_COMMUNICATORS"
 _SHARE_SWITCH = "GRAPHAR_TEST_SHARE_GPU"
 
 
@@ -54,6 +55,18 @@ def is_available() -> Availability:
             if i != j and not torch.cuda.can_device_access_peer(i, j):
                 return Availability(False, no_peer_access(i, j))
     return Availability(True, f"{count} GPUs with peer access between all pairs")
+
+
+def concurrent_communicators() -> int:
+    """Returns how many communicators of a rank may have kernels on its GPU at a time, by the environment; at least 2.
+
+    Raises:
+        ValueError: the environment has no integer from 2 on in GRAPHAR_CONCURRENT_COMMUNICATORS.
+    """
+    given = os.environ.get(COMMUNICATORS) or "2"
+    if not (given.isascii() and given.isdecimal()) or int(given) < 2:
+        raise ValueError(f"{COMMUNICATORS} must be an integer from 2 on, got {given!r}")
+    return int(given)
 
 
 def may_share_gpu() -> bool:

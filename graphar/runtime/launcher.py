@@ -12,6 +12,7 @@ import torch
 from graphar.errors import UnsupportedError
 from graphar.plan.policy import Chip
 from graphar.ranks.capture import is_capturing
+from graphar.runtime.availability import concurrent_communicators
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import Cubin, compile_kernel
 from graphar.runtime.driver import call, check, driver, on_device
@@ -29,7 +30,7 @@ def architecture(device: int) -> str:
 
 def chip(device: int) -> Chip:
     """Returns the facts about a device that plans use."""
-    return Chip(sm_count(device), architecture(device))
+    return Chip(sm_count(device), architecture(device), concurrent_communicators())
 
 
 @functools.cache

@@ -84,7 +84,9 @@ def _bind(
     packs = columns * dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
     blocks = min(numel // columns, _BLOCKS_AN_SM * launcher.sm_count(device))
-    grid = Grid(blocks, threads, NORM_SHARED_NBYTES, launcher.can_overlap(device))
+    # By its launch bounds a block takes half an SM.
+    is_early = launcher.can_overlap(device) and launcher.chip(device).may_overlap(blocks, halves=True)
+    grid = Grid(blocks, threads, NORM_SHARED_NBYTES, is_early)
     bound, lock = Launch(load(device, dtype), [arguments], grid), threading.Lock()
 
     def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:

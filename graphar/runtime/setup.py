@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -14,6 +15,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.tables import Table
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import launcher
+from graphar.runtime.availability import COMMUNICATORS
 from graphar.runtime.multicast_memory import TorchMemory
 from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.runner import Member, Runner
@@ -39,9 +41,19 @@ def set_up(
 
     Raises:
         UnsupportedError: on every rank, if the kernels cannot reach all ranks.
-        CommunicatorError: a rank did not arrive in time, or on every rank, if they differ in ``lossless``.
+        CommunicatorError: a rank did not arrive in time, or on every rank, if they differ in ``lossless`` or in how
+            many communicators they declare.
+        ValueError: they declare no number of communicators for which their GPUs have room.
     """
-    _agree_on_lossless(rendezvous, lossless)
+    # With different settings they would wait for each other in different kernels.
+    _agree_on(
+        rendezvous,
+        "lossless compression",
+        "on" if lossless else "off",
+        "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS)",
+    )
+    declared, rule = os.environ.get(COMMUNICATORS) or "2", f"{COMMUNICATORS} must be the same on all ranks"
+    _agree_on(rendezvous, "concurrent communicators", declared, rule)
     if devices:
         ranks = {rank: one.index for rank, one in enumerate(devices)}
         memory = LocalMemory(list(ranks.values()))
@@ -54,6 +66,9 @@ def set_up(
         # All ranks use rank 0's table: with different tables they would wait for each other in different kernels.
         table = find_table(torch.cuda.get_device_name(device)).to_json() if rendezvous.rank == 0 else ""
         chip = Chip.in_common(launcher.chip(index) for index in ranks.values())
+        if chip.communicators > chip.most_communicators:
+            most = f"{chip.sms} SMs have room for the kernels of at most {chip.most_communicators} communicators"
+            raise ValueError(f"{COMMUNICATORS} is {chip.communicators}, but {most}")
         return [Member(rank, index) for rank, index in ranks.items()], {"table": table, "chip": asdict(chip)}
 
     members, own = rendezvous.agree("preparing the GPUs", prepare)
@@ -66,11 +81,9 @@ def set_up(
     return runner, Table.from_json(everyone[0]["table"])
 
 
-def _agree_on_lossless(rendezvous: StoreRendezvous | Alone, lossless: bool) -> None:
-    """Raises CommunicatorError on every rank if they differ: they would wait for each other in different kernels."""
-    words = rendezvous.exchange("agreeing on lossless compression", b"on" if lossless else b"off")
+def _agree_on(rendezvous: StoreRendezvous | Alone, what: str, own: str, rule: str) -> None:
+    """Raises CommunicatorError on every rank if ranks differ in a setting; ``own`` is this rank's."""
+    words = rendezvous.exchange(f"agreeing on {what}", own.encode())
     if len(set(words)) > 1:
-        raise CommunicatorError(
-            "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS), got\n"
-            + "\n".join(f"rank {rank}: {word.decode()}" for rank, word in enumerate(words))
-        )
+        of_ranks = [f"rank {rank}: {word.decode()}" for rank, word in enumerate(words)]
+        raise CommunicatorError("\n".join([f"{rule}, got", *of_ranks]))

@@ -64,6 +64,8 @@ class Call:
         skipped: elements of every rank's part before those of this call, if it has an epilogue.
         prefetch_nbytes: of what it prefetches on every rank.
         fingerprints: of what each rank calls; empty: alike.
+        places: of a GPU's room that a block takes.
+        next_blocks: of a kernel that is launched early behind it, and waits for it. It takes as many places a block.
         feeds_back: whether the final content of the input is a result, too. It follows the output's bytes.
     """
 
@@ -89,6 +91,8 @@ class Call:
     skipped: int = 0
     prefetch_nbytes: int = 0
     fingerprints: tuple[int, ...] = ()
+    places: int = 1
+    next_blocks: int = 0
 
     def result_nbytes(self, rank: int) -> int:
         return self.output_nbytes[rank] + (self.inputs[rank].nbytes if self.feeds_back else 0)
@@ -131,7 +135,9 @@ class Simulation:
         epoch: calls made before.
         busy: whether other calls already run when the first call begins.
         aborted: whether a call of another algorithm has given up before.
-        room: how many blocks each GPU holds at a time. Others wait until some have ended.
+        room: places for blocks on each GPU. Blocks that find none wait until others have ended.
+        communicators: of the same ranks, each of which makes the calls. A rank launches them in an order of its own,
+            rotated by its number. The outcomes are those of the first one's ranks, then of the next one's.
     """
 
     program: Path
@@ -144,6 +150,7 @@ class Simulation:
     busy: bool = False
     aborted: bool = False
     room: int = 1 << 20
+    communicators: int = 1
     environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
@@ -177,6 +184,7 @@ class Simulation:
             self.busy,
             self.aborted,
             self.room,
+            self.communicators,
             self.seed,
             self.scratch.nbytes,
             largest,
@@ -201,6 +209,8 @@ class Simulation:
             twice=sum(1 << rank for rank in call.twice),
             feeds_back=call.feeds_back,
             prefetch_nbytes=call.prefetch_nbytes,
+            places=call.places,
+            next_blocks=call.next_blocks,
             numel=sum(call.counts),
             timeout_ns=call.timeout_ns,
             late_ns=call.late_ns,
@@ -227,7 +237,7 @@ class Simulation:
 
     def _decode(self, raw: bytes, calls: Sequence[Call]) -> list[Outcome]:
         outcomes, at, failing = [], 0, sum(bool(call.absent) for call in calls)
-        for rank in range(self.world_size):
+        for rank in list(range(self.world_size)) * self.communicators:
             head = _Outcome.from_buffer_copy(raw, at)
             at += ctypes.sizeof(_Outcome)
             hashes = struct.unpack_from(f"{failing}Q", raw, at)
@@ -281,7 +291,7 @@ class _Case(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
-        *((name, ctypes.c_uint32) for name in ("busy", "aborted", "room")),
+        *((name, ctypes.c_uint32) for name in ("busy", "aborted", "room", "communicators")),
         *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes", "prefetch_nbytes")),
     ]
 
@@ -301,7 +311,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("kernel", "threads", "shared_nbytes", "capacity", "chunk")),
         *((name, ctypes.c_uint32) for name in ("cluster", "waits", "in_place", "absent", "twice")),
-        *((name, ctypes.c_uint32) for name in ("feeds_back", "prefetch_nbytes")),
+        *((name, ctypes.c_uint32) for name in ("feeds_back", "prefetch_nbytes", "places", "next_blocks")),
         ("blocks", ctypes.c_uint32 * MAX_RANKS),
         *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns", "seed", "late_ns")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count", "input_nbytes", "output_nbytes")),

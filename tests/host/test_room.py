@@ -11,8 +11,10 @@ from dataclasses import replace
 import pytest
 
 from graphar.plan.algorithms import Algorithm
+from graphar.plan.policy import Chip
 from tests.host.cases import differences
 from tests.host.every_kernel import EVERY_KERNEL, draw, run
+from tests.host.simulate import ENOUGH_NS
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
@@ -25,7 +27,7 @@ def with_equal_grids(calls):
 
 
 @pytest.mark.promise(
-    "Calls of two communicators end in whatever order ranks launch them, if a matmul's K is equal on all ranks."
+    "Calls of two communicators, or as many as declared, end in any order, if a matmul's K is equal on all ranks."
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("algorithm", EVERY_KERNEL)
@@ -48,3 +50,75 @@ def test_tiles_in_other_blocks_on_each_rank_need_more_room():
         found += [outcome.record.kind for outcome in outcomes]
 
     assert any(found)  # a rank has given up
+
+
+# ---- several communicators ------------------------------------------------------------------------------------------
+
+SMS, WORLD_SIZE, SHORT_NS = 4, 3, 200_000_000
+
+
+def outcomes_of(algorithm, communicators, seed, blocks, next_blocks, places=1, timeout_ns=ENOUGH_NS):
+    """What ranks get that launch their communicators in rotated orders, on GPUs of SMS SMs with two places each."""
+    drawn = draw(algorithm, WORLD_SIZE, seed, 2)
+    share = {"blocks": (blocks,) * WORLD_SIZE, "next_blocks": next_blocks, "places": places, "timeout_ns": timeout_ns}
+    calls = [replace(call, **share) for call in drawn.calls]
+    return drawn, run(algorithm, WORLD_SIZE, seed, calls, room=2 * SMS, communicators=communicators)
+
+
+def most_that_start_early(chip):
+    return max((blocks for blocks in range(1, 2 * SMS) if chip.may_overlap(blocks, halves=True)), default=0)
+
+
+def give_up(communicators, blocks, next_blocks):
+    """Whether waits expire, for some sizes of tensors: blocks without work wait for nobody."""
+    found = []
+    for seed in range(6):
+        _, outcomes = outcomes_of(
+            Algorithm.ONE_SHOT_PUSH, communicators, seed, blocks, next_blocks, timeout_ns=SHORT_NS
+        )
+        found += [outcome.record.kind for outcome in outcomes]
+    return any(found)
+
+
+@pytest.mark.promise(
+    "Calls of two communicators, or as many as declared, end in any order, if a matmul's K is equal on all ranks."
+)
+@pytest.mark.parametrize("communicators", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("algorithm", "places"),
+    [
+        (Algorithm.ONE_SHOT_PUSH, 1),
+        (Algorithm.TWO_SHOT_PUSH, 1),
+        (Algorithm.TWO_SHOT_PIPELINED, 1),
+        (Algorithm.TWO_SHOT_LOSSLESS, 2),
+    ],
+)
+def test_as_many_communicators_as_declared_end_in_rotated_orders(algorithm, places, communicators):
+    chip = Chip(SMS, "sm_90a", communicators)
+    blocks = chip.shared_blocks(halves=places == 1)
+    for seed in range(2):
+        early = most_that_start_early(chip) if places == 1 else 0  # kernels of whole SMs release no other
+        drawn, outcomes = outcomes_of(algorithm, communicators, seed, min(blocks, 3), min(early, 3), places)
+
+        for first in range(0, len(outcomes), WORLD_SIZE):
+            assert differences(drawn, outcomes[first : first + WORLD_SIZE]) == [], f"seed {seed}"
+
+
+def test_three_communicators_with_the_shares_of_two_block_each_other():
+    """The negative control: without a declaration."""
+    two = Chip(SMS, "sm_90a")
+    blocks, early = two.shared_blocks(halves=True), two.shared_blocks(halves=True)
+
+    assert two.may_overlap(early, halves=True)
+    assert not give_up(2, blocks, early)
+    assert give_up(3, blocks, early)
+
+
+def test_three_communicators_whose_grids_all_start_early_block_each_other():
+    """The negative control: with shares, but two of them for each communicator."""
+    three = Chip(SMS, "sm_90a", 3)
+    blocks = three.shared_blocks(halves=True)
+
+    assert not three.may_overlap(blocks, halves=True)
+    assert not give_up(3, blocks, 0)
+    assert give_up(3, blocks, blocks)

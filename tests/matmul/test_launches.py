@@ -16,7 +16,7 @@ from graphar.matmul.tile_launches import Matrices, gathered_tiles, skinny, summe
 from graphar.numerics.epilogues.epilogue import bind
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
-from graphar.plan.policy import shared_blocks
+from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import GATHERED_TILES, LAYOUTS, SKINNY_TILES
@@ -30,7 +30,7 @@ class Bound:
     """Stands in for a runner: keeps what launches must have alike on all ranks."""
 
     def __init__(self):
-        self.chip, self.words, self.members = SimpleNamespace(sms=132, arch=MATMUL_ARCH), [], [MEMBER]
+        self.chip, self.words, self.members = Chip(132, MATMUL_ARCH), [], [MEMBER]
         self.kernels = SimpleNamespace(
             prepare_all=lambda *given: [dict.fromkeys(itertools.product(GATHERED_TILES, LAYOUTS))]
         )
@@ -109,7 +109,7 @@ def grid_of(monkeypatch, kind, tile, sms, columns):
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
     (one,) = [Slice(rows * columns)] if kind is skinny else row_slices((rows // 2,) * 2, rows)
     own = Matrices(matrix_of(a), matrix_of(w), "by_rows", out)
-    return kind(tile, own, one, arguments, slice(None), sms)[1]
+    return kind(tile, own, one, arguments, slice(None), Chip(sms, MATMUL_ARCH))[1]
 
 
 @pytest.mark.parametrize("sms", [132, 131, 108, 78])
@@ -127,7 +127,7 @@ def test_a_large_grid_leaves_an_sm_free_or_as_many_as_two_of_its_clusters_take(m
     ("cluster", "most"), [(1, [131, 130, 1, 1, 1]), (2, [128, 126, 2, 2, 2]), (4, [124, 120, 4, 4, 4]), (8, [112] * 2)]
 )
 def test_as_many_whole_clusters_as_fit_beside_two_free_ones_are_the_most_and_one_is_the_least(cluster, most):
-    assert [shared_blocks(sms, cluster) for sms in (132, 131, 2, 1, 0)[: len(most)]] == most
+    assert [Chip(sms, MATMUL_ARCH).shared_blocks(cluster=cluster) for sms in (132, 131, 2, 1, 0)[: len(most)]] == most
 
 
 @pytest.mark.parametrize(("kind", "tile"), KINDS, ids=lambda one: getattr(one, "__name__", str(one)))

@@ -84,7 +84,7 @@ def held(sms: int):
 
 
 @pytest.mark.promise(
-    "Calls of two communicators end in whatever order ranks launch them, if a matmul's K is equal on all ranks."
+    "Calls of two communicators, or as many as declared, end in any order, if a matmul's K is equal on all ranks."
 )
 @pytest.mark.parametrize("tile", [tile for tile in TILES if tile.cluster == 1], ids=str)
 def test_a_rank_with_room_for_one_block_ends(ranks, tile):

@@ -16,6 +16,7 @@ from graphar.plan.algorithms import COMPRESSING, Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.entries import by_entries, fitted
 from graphar.plan.entries import config_of as config_of_entry
+from graphar.plan.policy import Chip
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, PACK_NBYTES, WORLD_SIZES
 from graphar.plan.slices import Slice, row_slices, slices
 from graphar.plan.tables import shipped_table
@@ -257,6 +258,7 @@ def bound(monkeypatch):
 
         monkeypatch.setattr(collective, "bind_launch", note)
         runner = Runner.__new__(Runner)
+        runner.chip = Chip(132, "sm_90a")
         runner.world_size, runner.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
         runner.lock, runner.raise_failure, runner.symmetric = contextlib.nullcontext(), lambda: None, None
         runner._fingerprints = Fingerprints(Alone())

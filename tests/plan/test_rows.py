@@ -85,7 +85,7 @@ def test_a_grid_comes_from_a_policy_a_table_or_a_tile(algorithm):
 
 
 @pytest.mark.promise(
-    "Calls of two communicators end in whatever order ranks launch them, if a matmul's K is equal on all ranks."
+    "Calls of two communicators, or as many as declared, end in any order, if a matmul's K is equal on all ranks."
 )
 @every_kernel
 def test_a_kernel_releases_the_next_one_early_if_half_an_sm_is_enough_for_its_blocks(algorithm):
@@ -190,6 +190,7 @@ def test_no_module_names_a_chip_that_has_a_table():
 
 
 DEVICE, SMS = "NVIDIA B999", 40
+CHIP = Chip(SMS, "sm_90a")
 
 
 def made_up(content):
@@ -315,20 +316,20 @@ def test_matmuls_follow_its_policy_and_sms(table):
     policy = table.matmul
 
     def in_tiles(numel, world_size=4, **more):
-        return matmuls.prefers_tiles(policy, SMS, world_size, 128, numel // 128, **more)
+        return matmuls.prefers_tiles(policy, CHIP, world_size, 128, numel // 128, **more)
 
     assert [in_tiles(4096), in_tiles(3072), in_tiles(1 << 30, 2)] == [True, False, False]
     assert [in_tiles(8192, codec="int8"), in_tiles(4096, codec="int8")] == [True, False]
     # A kernel may take all SMs but one. Two waves of blocks of 64 columns must fill half of them.
-    assert all(matmuls.prefers_tiles(policy, SMS, 8, 16, 64 * blocks) for blocks in (1, SMS - 1, SMS, 2 * SMS - 2))
+    assert all(matmuls.prefers_tiles(policy, CHIP, 8, 16, 64 * blocks) for blocks in (1, SMS - 1, SMS, 2 * SMS - 2))
     busier = replace(policy, skinny_least_busy=0.6)
-    assert [matmuls.prefers_tiles(busier, SMS, 8, 16, 64 * blocks) for blocks in (1, SMS)] == [True, False]
-    assert not matmuls.prefers_tiles(policy, SMS, 8, 16, 56)
-    assert not matmuls.prefers_tiles(policy, SMS, 4, 1, 64 * (SMS - 1))
+    assert [matmuls.prefers_tiles(busier, CHIP, 8, 16, 64 * blocks) for blocks in (1, SMS)] == [True, False]
+    assert not matmuls.prefers_tiles(policy, CHIP, 8, 16, 56)
+    assert not matmuls.prefers_tiles(policy, CHIP, 4, 1, 64 * (SMS - 1))
     one_shot, two_shot = (Product("fused_matmul_allreduce", (1,), columns) for columns in (32, 40))
     assert matmuls.fused_algorithm(table, one_shot, 4) is Algorithm.MATMUL_ONE_SHOT
     assert matmuls.fused_algorithm(table, two_shot, 4) is Algorithm.MATMUL_TWO_SHOT
-    tiles = [matmuls.tiles_of_sum(policy, Algorithm.MATMUL_REDUCESCATTER, (rows,) * 4, 8, SMS) for rows in (1, 2, 4)]
+    tiles = [matmuls.tiles_of_sum(policy, Algorithm.MATMUL_REDUCESCATTER, (rows,) * 4, 8, CHIP) for rows in (1, 2, 4)]
     assert tiles[1:] == [(policy.small_tile,), (policy.large_tile,)]
     assert tiles[0][0] not in (policy.large_tile, policy.alternating_tile)
 

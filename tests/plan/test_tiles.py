@@ -26,7 +26,7 @@ from graphar.plan.tiles import SKINNY_TILES, skinny_tile, travels_in_tiles
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 
 H200 = shipped_table("nvidia_h200")
-POLICY, SMS = H200.matmul, 132
+POLICY, SMS, CHIP = H200.matmul, 132, Chip(132, "sm_90a")
 
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000, 4096, 10001])
@@ -126,7 +126,7 @@ def test_batch_invariant_calls_take_it_where_auto_does(world_size, rows):
 )
 def test_auto_takes_a_codec_where_that_was_measured_to_be_faster(world_size, rows, taken):
     assert takes(Ranks(world_size), "auto", "int8", rows=rows) == taken
-    assert not matmuls.prefers_tiles(POLICY, SMS, world_size, rows, 8192, scattered=True, codec="int8")
+    assert not matmuls.prefers_tiles(POLICY, CHIP, world_size, rows, 8192, scattered=True, codec="int8")
 
 
 @pytest.mark.parametrize(
@@ -151,12 +151,12 @@ def test_codecs_that_round_to_nearest_travel_in_tiles_where_rows_are_whole_bucke
     [(8192, False, True), (8192, True, False), (1 << 17, False, False), (4096, False, False), (9216, False, False)],
 )
 def test_auto_takes_few_rows_of_a_small_result_that_is_summed_whole_and_keeps_the_sms_busy(columns, scattered, taken):
-    assert matmuls.prefers_tiles(POLICY, SMS, 4, 16, columns, scattered) == taken
+    assert matmuls.prefers_tiles(POLICY, CHIP, 4, 16, columns, scattered) == taken
 
 
 @pytest.mark.parametrize(("columns", "taken"), [(4088, False), (4096, True), (8384, True), (8392, False)])
 def test_auto_takes_few_rows_of_two_ranks_from_fewer_columns_on_if_they_are_one_wave(columns, taken):
-    assert matmuls.prefers_tiles(POLICY, SMS, 2, 16, columns) == taken
+    assert matmuls.prefers_tiles(POLICY, CHIP, 2, 16, columns) == taken
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_other_products_have_one_algorithm_whatever_their_size(op, algorithm, ro
 
 
 def chosen(algorithm, rows, columns=8192, codec=None):
-    return matmuls.tiles_of_sum(POLICY, algorithm, (rows,) * 4, columns, SMS, codec)
+    return matmuls.tiles_of_sum(POLICY, algorithm, (rows,) * 4, columns, CHIP, codec)
 
 
 def test_a_codec_takes_tiles_that_leave_registers_to_code():

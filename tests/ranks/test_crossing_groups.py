@@ -111,7 +111,7 @@ def call_in_any_order(rank, world_size):
 
 
 @pytest.mark.promise(
-    "Calls of two communicators end in whatever order ranks launch them, if a matmul's K is equal on all ranks."
+    "Calls of two communicators, or as many as declared, end in any order, if a matmul's K is equal on all ranks."
 )
 @pytest.mark.gpu(WORLD_SIZE)
 def test_calls_of_crossing_groups_end_in_any_order_of_launches():

@@ -242,6 +242,40 @@ def test_ranks_that_differ_in_lossless_compression_are_named_on_all(settings, lo
     assert run_ranks(set_up_with, 3, settings, lossless) == [[said] * 2] * 3
 
 
+def set_up_for(rank, world_size, declared):
+    """What a set-up says on a rank that declares so many communicators."""
+    from graphar.runtime import setup
+
+    os.environ["GRAPHAR_CONCURRENT_COMMUNICATORS"] = declared[rank]
+    engine.missing_software = lambda: ""
+    launcher.sm_count, launcher.architecture = (lambda device: 132), (lambda device: "sm_90a")
+    torch.cuda.get_device_name = lambda device: "no GPU"
+    setup.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
+    communicator = graphar.Communicator(timeout_s=20)
+    with pytest.raises((CommunicatorError, ValueError)) as raised:
+        communicator.engine.find_runner(torch.device("cuda", 0))
+    return str(raised.value)
+
+
+@pytest.mark.promise("Missing set-up is named on every rank, with what to do, in bounded time.")
+def test_ranks_that_differ_in_how_many_communicators_they_declare_are_named_on_all():
+    said = "GRAPHAR_CONCURRENT_COMMUNICATORS must be the same on all ranks, got\nrank 0: 2\nrank 1: 3\nrank 2: 2"
+
+    assert run_ranks(set_up_for, 3, ["", "3", "2"]) == [said] * 3
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        *((value, f"must be an integer from 2 on, got {value!r}") for value in ("1", "0", "-3", "three", "2.5")),
+        ("15", "is 15, but 132 SMs have room for the kernels of at most 14 communicators"),
+    ],
+)
+def test_a_number_of_communicators_that_find_no_room_is_an_error_on_all_ranks(declared, said):
+    for error in run_ranks(set_up_for, 2, [declared] * 2):
+        assert error.endswith(f"GRAPHAR_CONCURRENT_COMMUNICATORS {said}")
+
+
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 

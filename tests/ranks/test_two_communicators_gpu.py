@@ -65,7 +65,9 @@ CALLS = {
     "64 MB": sums(64 * MB),
     "192 MB": sums(192 * MB),
     "norm of 4 rows": norm(4),
-    "norm of 60 rows": norm(60),  # in clusters
+    "norm of 16 rows": norm(16),  # in clusters of 8
+    "norm of 32 rows": norm(32),  # in clusters of 4
+    "norm of 60 rows": norm(60),  # in clusters of 2
     "norm of 512 rows": norm(512),
     "norm of parts of 30 rows": norm_of_parts(60),  # in clusters
     "norm of parts of 2000 rows": norm_of_parts(4000),  # in several launches
@@ -124,7 +126,7 @@ def outcomes():
 
 
 @pytest.mark.promise(
-    "Calls of two communicators end in whatever order ranks launch them, if a matmul's K is equal on all ranks."
+    "Calls of two communicators, or as many as declared, end in any order, if a matmul's K is equal on all ranks."
 )
 @pytest.mark.parametrize("names", PAIRS, ids=" and ".join)
 def test_calls_in_opposite_orders_end(names, outcomes):

@@ -83,7 +83,11 @@ def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, the
 
     assert chip == common
     assert (chip.has_clusters, chip.can_prefetch) == (common is not AMPERE,) * 2
-    assert peers.meetings == ["agreeing on lossless compression", "reading the tuning table"]
+    assert peers.meetings == [
+        "agreeing on lossless compression",
+        "agreeing on concurrent communicators",
+        "reading the tuning table",
+    ]
 
 
 @pytest.mark.parametrize(

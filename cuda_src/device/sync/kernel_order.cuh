@@ -12,21 +12,28 @@ __device__ __forceinline__ void wait_for_previous_kernel(const Arguments& a) {
   wait_for_previous_kernel(a.counters, a.ring[0], a.peer_counters[0]);
 }
 
-// (18) Two communicators. Ranks may launch kernels of two communicators in different orders. Then one rank's kernel may
-//     wait for a peer's that is queued behind the other communicator's, and so on around. All of them make progress:
+// (18) Several communicators: two, or as many as GRAPHAR_CONCURRENT_COMMUNICATORS declares, g. Ranks may launch their
+//     kernels in different orders. Then one rank's kernel may wait for a peer's that finds no room because other
+//     communicators' kernels wait there for peers in turn. With room for c communicators on a GPU, and s ranks in each,
+//     such a cycle exists if (g - c) s >= g. So there is room for all of them, c = g:
 //     - One block is enough, of a grid in clusters one cluster. A block exchanges data with the blocks of its index
 //       alone, and blocks start in the order of their indices, so on all ranks the first unfinished blocks are on their
 //       GPUs or will be. Where K differs between the ranks of a matmul, tiles may differ, and then this does not hold:
 //       (10) in warpgroup_tile.cuh.
-//     - Kernels of half SMs find room for a block. __launch_bounds__ asks for two blocks of up to 512 threads on an SM,
-//       and a grid has fewer blocks than there are SMs. Such a kernel releases the next one after it has waited for the
-//       previous one, so at most two of a communicator are on a GPU, one of them waiting for the other. If both are of
-//       half SMs, they are fewer blocks than there are halves. If the second takes whole SMs, it leaves a half beside
-//       each block of the first.
-//     - Kernels of whole SMs release no other while they wait for ranks, and their grids leave an SM free, those of
-//       clusters two clusters' SMs. So another communicator's kernels of half SMs go on beside them and end, and of two
-//       kernels of whole SMs the second has free SMs; of a kernel in clusters and one without, the one without has.
-//       Where both communicators' kernels wait for whole SMs, those of half SMs before them end first.
+//     - Kernels of half SMs find room for a block. __launch_bounds__ asks for two blocks of up to 512 threads on an SM.
+//       Such a kernel releases the next one after it has waited for the previous one, so at most two of a communicator
+//       are on a GPU, one of them waiting for the other. Of all communicators but one, such pairs leave a half SM
+//       (Chip.may_overlap in graphar/plan/policy.py). With g = 2, a second kernel that takes whole SMs leaves a half
+//       beside each block of the first.
+//     - Kernels of whole SMs release no other while they wait for ranks. With g = 2 their grids leave an SM free, those
+//       of clusters two clusters' SMs. So another communicator's kernels of half SMs go on beside them and end, and of
+//       two kernels of whole SMs the second has free SMs; of a kernel in clusters and one without, the one without has.
+//       Where all communicators' kernels wait for whole SMs, those of half SMs before them end first.
 //     - Clusters of norms (rms_norm.cuh) find room beside kernels of half SMs, but none on a single free SM, whatever
 //       its registers (H200). So it is the kernel of whole SMs that goes on: such a norm, alone of its communicator
 //       until it waits for no rank, has at most half of each SM but one.
+//     - With g > 2, a grid has at most a g-th of the GPU's halves of SMs, or of its SMs if its blocks take whole ones
+//       or lie in clusters (Chip.shared_blocks). So g - 1 kernels leave as much to the last one: a kernel of whole SMs
+//       finds one, since clusters count an SM for each block; then one in clusters of two finds a pair of SMs in a GPC,
+//       since at least 9 SMs are free and a GPU has 8 GPCs (Chip.most_communicators); then norms have more than half of
+//       the halves of SMs, which are 8 or more in some GPC.

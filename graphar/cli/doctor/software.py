@@ -21,6 +21,7 @@ _NVRTC = "nvidia-cuda-nvrtc"
 _NVML = "nvidia-ml-py"
 _READ = (
     "GRAPHAR_CACHE_DIR",
+    "GRAPHAR_CONCURRENT_COMMUNICATORS",
     "GRAPHAR_DEBUG",
     "GRAPHAR_LOG",
     "GRAPHAR_LOSSLESS",

@@ -94,13 +94,15 @@ def bind_slice(
     """
     functions = runner.kernels.prepare(kernel_of(config, call))
     words, wire = words or agreement.words_of_launch(call, config, one), call.wire
-    shared_nbytes = config.algorithm.row.scratch(runner.world_size).shared_nbytes
+    row = config.algorithm.row
+    shared_nbytes = row.scratch(runner.world_size).shared_nbytes
+    is_early = runner.chip.may_overlap(config.blocks, row.takes_half(config.threads))
     launches = []
     for member, function in zip(runner.members, functions, strict=True):
         arguments = runner.arguments(member, config.algorithm, one, timeout_s, words, kind)
         arguments.seed = wire.seed or 0 if wire else 0
         arguments.chunk = config.chunk
-        overlaps = launcher.can_overlap(member.device)
+        overlaps = is_early and launcher.can_overlap(member.device)
         grid = Grid(config.blocks, config.threads, shared_nbytes, overlaps, config.cluster)
         launch = KernelLaunch(function, [arguments], grid)
         launches.append(bind_launch(runner, member, launch, arguments, put_of(arguments, config, one)))

@@ -21,7 +21,8 @@ namespace {
 struct Case {
   u32 world_size, calls, fill, epoch, has_pad;
   u32 busy, aborted;  // whether other calls already run, and whether a call of another algorithm has given up
-  u32 room;           // blocks that fit on each GPU at a time
+  u32 room;           // places for blocks on each GPU
+  u32 communicators;  // of the same ranks, which all make the calls; each has its own scratch
   u64 seed, scratch_nbytes, tensor_nbytes, prefetch_nbytes;
 };
 
@@ -34,6 +35,8 @@ struct Call {
   u32 twice;       // ranks that also launch it on a second stream, which waits for nothing
   u32 feeds_back;  // whether the final content of the input is a result, too
   u32 prefetch_nbytes;
+  u32 places;       // that a block takes
+  u32 next_blocks;  // of a kernel that is launched early behind it, and waits for it
   u32 blocks[max_ranks];
   u64 numel, timeout_ns, seed;
   u64 late_ns;  // by which the last rank is late
@@ -48,6 +51,7 @@ struct Call {
 };
 
 constexpr size_t guard_nbytes = 128;
+constexpr u64 apart_ns = 10'000'000;  // between the launches of two communicators on one GPU
 constexpr char guard = char(0xa5);
 
 // Memory with guards on both sides. AddressSanitizer reports any access by a kernel outside a window of it.
@@ -83,6 +87,7 @@ class Region {
   size_t nbytes_ = 0;
 };
 
+// A rank of one communicator.
 struct Rank {
   Region scratch, input, output, next;  // the last is what a call prefetches
   Counters counters{};
@@ -95,7 +100,7 @@ struct Rank {
 
 Case the_case;
 std::vector<Call> calls;
-std::vector<Rank> ranks;
+std::vector<Rank> ranks;  // of the first communicator, then of the next one
 std::vector<std::atomic<u32>> meetings;  // two for each call: the ranks that have come
 
 std::string read_exactly(std::ifstream& file, size_t nbytes) {
@@ -118,11 +123,12 @@ void read_case(const char* path) {
   std::ifstream file(path, std::ios::binary);
   read_into(file, the_case);
   calls.resize(the_case.calls);
-  ranks.resize(the_case.world_size);
+  ranks.resize(the_case.world_size * the_case.communicators);
   for (Call& call : calls) read_into(file, call);
   for (u32 c = 0; c < the_case.calls; ++c)
     for (u32 r = 0; r < the_case.world_size; ++r)
       ranks[r].inputs.push_back(read_exactly(file, calls[c].input_nbytes[r]));
+  for (u32 m = the_case.world_size; m < ranks.size(); ++m) ranks[m].inputs = ranks[m - the_case.world_size].inputs;
   for (const Call& call : calls) {
     const std::string operands = read_exactly(file, call.operand_nbytes);
     for (Rank& rank : ranks) rank.operands.push_back(operands);
@@ -149,39 +155,41 @@ void prepare(Rank& rank) {
 
 Region& output_of(const Call& call, Rank& rank) { return call.in_place ? rank.input : rank.output; }
 
-Arguments arguments_of(const Call& call, u32 c, u32 r) {
+Arguments arguments_of(const Call& call, u32 c, u32 m) {
+  const u32 r = m % the_case.world_size;
+  Rank* const of_call = &ranks[m - r];  // the ranks of its communicator
   Arguments a{};
-  a.input = ranks[r].input.data() + call.input_offset[r];
-  a.output = output_of(call, ranks[r]).data() + call.output_offset[r];
+  a.input = ranks[m].input.data() + call.input_offset[r];
+  a.output = output_of(call, ranks[m]).data() + call.output_offset[r];
   a.numel = call.numel;
   a.timeout_ns = call.timeout_ns;
   a.seed = call.seed;
   a.capacity = call.capacity;
   a.chunk = call.chunk;
   for (u32 p = 0; p < the_case.world_size; ++p) {
-    a.scratch[p] = ranks[p].scratch.data();
-    a.ring[p] = ranks[(r + p) % the_case.world_size].scratch.data();
-    a.peer_input[p] = ranks[p].input.data() + call.input_offset[p];
-    a.peer_output[p] = output_of(call, ranks[p]).data() + call.output_offset[p];
-    a.peer_counters[p] = &ranks[p].counters;
+    a.scratch[p] = of_call[p].scratch.data();
+    a.ring[p] = of_call[(r + p) % the_case.world_size].scratch.data();
+    a.peer_input[p] = of_call[p].input.data() + call.input_offset[p];
+    a.peer_output[p] = output_of(call, of_call[p]).data() + call.output_offset[p];
+    a.peer_counters[p] = &of_call[p].counters;
     a.begin[p] = call.begin[p];
     a.count[p] = call.count[p];
   }
   for (int i = 0; i < max_operands; ++i) {
     const u64 offset = call.operand_offset[i], in_output = u64(1) << 63;
-    const char* const begin = offset < in_output ? ranks[r].operands[c].data() : static_cast<const char*>(a.output);
+    const char* const begin = offset < in_output ? ranks[m].operands[c].data() : static_cast<const char*>(a.output);
     a.epilogue.tensor[i] = ~offset ? begin + offset % in_output : a.input;
     a.epilogue.scalar[i] = call.scalar[i];
   }
   a.epilogue.columns = call.columns;
   a.epilogue.skipped = call.skipped;
   a.epilogue.pitch = call.columns;
-  a.prefetch = ranks[r].next.data();
+  a.prefetch = ranks[m].next.data();
   a.prefetch_nbytes = call.prefetch_nbytes;
   a.multicast = multicast.base;
-  a.counters = &ranks[r].counters;
-  a.abort = &ranks[r].abort;
-  a.record = &ranks[r].record;
+  a.counters = &ranks[m].counters;
+  a.abort = &ranks[m].abort;
+  a.record = &ranks[m].record;
   a.rank = r;
   a.world_size = the_case.world_size;
   a.fingerprint = call.fingerprint[r];
@@ -189,10 +197,11 @@ Arguments arguments_of(const Call& call, u32 c, u32 r) {
 }
 
 // The kernel before each call in its stream. It refills the tensors, which all calls share.
-void fill(u32 c, u32 r) {
+void fill(u32 c, u32 m) {
   release_next_kernel();
   wait_for_previous_kernel();
-  Rank& rank = ranks[r];
+  const u32 r = m % the_case.world_size;
+  Rank& rank = ranks[m];
   const Call& call = calls[c];
   for (Region* region : {&rank.input, &rank.output, &rank.next}) region->close();
   rank.next.open(0, call.prefetch_nbytes);
@@ -228,9 +237,10 @@ u64 hash_of(const char* bytes, size_t nbytes) {
 }
 
 // The kernel after each call. It saves the result, and checks that nothing was written outside the windows.
-void collect(u32 c, u32 r) {
+void collect(u32 c, u32 m) {
   wait_for_previous_kernel();
-  Rank& rank = ranks[r];
+  const u32 r = m % the_case.world_size;
+  Rank& rank = ranks[m];
   const Call& call = calls[c];
   if (call.absent) {
     meet_ranks(meetings[2 * c]);
@@ -258,38 +268,59 @@ simulator::Kernel kernel_of(unsigned blocks, unsigned threads, unsigned shared_n
           }};
 }
 
-simulator::Kernel launch_of(const Call& call, u32 c, u32 r) {
-  const Arguments a = arguments_of(call, c, r);
+simulator::Kernel launch_of(const Call& call, u32 c, u32 m) {
+  const Arguments a = arguments_of(call, c, m);
   const auto body = [=] { kernels[calls[c].kernel](a); };
-  simulator::Kernel launch = kernel_of(call.blocks[r], call.threads, call.shared_nbytes, body);
+  simulator::Kernel launch = kernel_of(call.blocks[a.rank], call.threads, call.shared_nbytes, body);
+  launch.places = call.places;
   launch.cluster = call.cluster;
   launch.waits = call.waits;
-  launch.given = ranks[r].inputs[c].data();
+  launch.given = ranks[m].inputs[c].data();
   return launch;
 }
 
-std::vector<simulator::Kernel> stream_of(u32 r) {
+// A kernel of the host's side. Beside those of several communicators it takes no place of theirs.
+simulator::Kernel on_the_side(std::function<void()> body) {
+  simulator::Kernel kernel = kernel_of(1, 1, 0, body);
+  kernel.places = the_case.communicators == 1;
+  return kernel;
+}
+
+// The first kernel of a stream. Each rank launches its communicators in another order, rotated by its number.
+void wait_for_turn(u32 m) {
+  const u32 r = m % the_case.world_size, k = m / the_case.world_size, n = the_case.communicators;
+  const u64 begin = global_time_ns();
+  while (global_time_ns() - begin < (k + n - r % n) % n * apart_ns) simulator::step_after_load();
+}
+
+std::vector<simulator::Kernel> stream_of(u32 m) {
   std::vector<simulator::Kernel> stream;
+  const u32 r = m % the_case.world_size;
+  if (the_case.communicators > 1) stream.push_back(on_the_side([=] { wait_for_turn(m); }));
   for (u32 c = 0; c < the_case.calls; ++c) {
     const Call& call = calls[c];
-    stream.push_back(kernel_of(1, 1, 0, [=] { fill(c, r); }));
-    if (!(call.absent >> r & 1)) stream.push_back(launch_of(call, c, r));
-    stream.push_back(kernel_of(1, 1, 0, [=] { collect(c, r); }));
+    stream.push_back(on_the_side([=] { fill(c, m); }));
+    if (!(call.absent >> r & 1)) stream.push_back(launch_of(call, c, m));
+    if (call.next_blocks) {
+      stream.push_back(kernel_of(call.next_blocks, 1, 0, [] { wait_for_previous_kernel(); }));
+      stream.back().places = call.places;
+    }
+    stream.push_back(on_the_side([=] { collect(c, m); }));
   }
   return stream;
 }
 
-std::vector<simulator::Kernel> second_stream_of(u32 r) {
+std::vector<simulator::Kernel> second_stream_of(u32 m) {
   std::vector<simulator::Kernel> stream;
   for (u32 c = 0; c < the_case.calls; ++c)
-    if (calls[c].twice >> r & 1) stream.push_back(launch_of(calls[c], c, r));
+    if (calls[c].twice >> m % the_case.world_size & 1) stream.push_back(launch_of(calls[c], c, m));
   return stream;
 }
 
 // Counts polls of unmarked blocks: a call that began now would see no other one, and could take this thread's data.
 void look_at_mark() {
   const simulator::Thread& me = simulator::self();
-  Rank& rank = ranks[me.rank];
+  Rank& rank = ranks[me.stream % ranks.size()];
   if (__atomic_load_n(&rank.counters.busy[me.block.x], __ATOMIC_RELAXED) == 0)
     __atomic_fetch_add(&rank.unmarked_polls, 1, __ATOMIC_RELAXED);
   if (simulator::has_released()) __atomic_fetch_add(&rank.released_polls, 1, __ATOMIC_RELAXED);
@@ -323,8 +354,8 @@ int main(int, char** argv) {
   multicast.base = static_cast<char*>(mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   for (Rank& rank : ranks) multicast.scratch.push_back(rank.scratch.data());
   std::vector<std::vector<simulator::Kernel>> streams;
-  for (u32 r = 0; r < the_case.world_size; ++r) streams.push_back(stream_of(r));
-  for (u32 r = 0; r < the_case.world_size; ++r) streams.push_back(second_stream_of(r));
+  for (u32 m = 0; m < ranks.size(); ++m) streams.push_back(stream_of(m));
+  for (u32 m = 0; m < ranks.size(); ++m) streams.push_back(second_stream_of(m));
   if (!simulator::run(streams, the_case.world_size, the_case.room, the_case.seed, look_at_records)) {
     std::fprintf(stderr, "stuck: the threads wait for one another\n");
     return 4;

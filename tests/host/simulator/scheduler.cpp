@@ -210,6 +210,7 @@ void make_fiber(Launch& launch, unsigned block, unsigned thread) {
   fiber->block_dim = {launch.kernel->threads};
   fiber->grid_dim = {launch.kernel->blocks};
   fiber->rank = rank_of(launch.stream);
+  fiber->stream = launch.stream;
   fiber->kernel = launch.at;
   fiber->launch = &launch;
   fiber->previous = launch.at ? &launch - 1 : nullptr;
@@ -232,9 +233,9 @@ void place_blocks(int rank) {
   const As as(scheduler_observer);  // a new observer knows what its maker knows: the shared memory, no thread's doings
   for (Launch* launch : begun[rank]) {
     const Kernel& kernel = *launch->kernel;
-    for (; launch->placed < kernel.blocks && free_places[rank] > 0; ++launch->placed) {
-      if (launch->placed % kernel.cluster == 0 && free_places[rank] < kernel.cluster) return;
-      --free_places[rank];
+    for (; launch->placed < kernel.blocks && free_places[rank] >= kernel.places; ++launch->placed) {
+      if (launch->placed % kernel.cluster == 0 && free_places[rank] < kernel.cluster * kernel.places) return;
+      free_places[rank] -= kernel.places;
       for (unsigned t = 0; t < kernel.threads; ++t) make_fiber(*launch, launch->placed, t);
     }
     if (launch->placed < kernel.blocks) return;
@@ -281,7 +282,7 @@ void end(Fiber* fiber) {
   give_up_place(fiber->home->barrier);
   give_up_place(fiber->home->warps[fiber->thread.x / 32]);
   if (fiber->home->barrier.members == 0) {
-    ++free_places[fiber->rank];
+    free_places[fiber->rank] += launch.kernel->places;
     place_blocks(fiber->rank);
   }
   if (!fiber->released) ++launch.released;

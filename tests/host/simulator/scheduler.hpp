@@ -32,6 +32,7 @@ struct Copy {
 struct Thread {
   Index thread, block, block_dim, grid_dim;
   int rank;
+  size_t stream;
   Views views;
   std::vector<Copy> copies;
   uint32_t copy_groups = 0;
@@ -89,6 +90,7 @@ struct Kernel {
   unsigned blocks, threads, shared_nbytes;
   std::function<void()> body;  // of every thread
   unsigned cluster = 1;        // blocks of one
+  unsigned places = 1;         // of the GPU's that a block takes
   bool waits = true;           // false: as if it had no wait for the kernel before
   const void* given = nullptr; // what the host knows when it launches the kernel
 };
@@ -97,7 +99,7 @@ struct Kernel {
 const Kernel& launched();
 
 // Runs each stream's kernels in order, those of different streams at the same time; stream s is one of rank s % ranks.
-// At most `room` blocks of a rank are under way at a time. Calls `look` between any two steps. Returns false if all
+// The blocks of a rank that are under way take at most `room` places at a time. Calls `look` between any two steps. Returns false if all
 // threads wait for one another, or after too many steps.
 bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)());
 
