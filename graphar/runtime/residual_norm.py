@@ -180,9 +180,12 @@ def _bind_backward(
         rows=rows, columns=columns, row_groups=groups, eps=eps, weight_offset=offset, with_weight=of_weight
     )
     gradients, sums = load_backward(device, dtype, columns)
-    overlaps = launcher.can_overlap(device)
+    # The kernel before may wait for ranks: (18) in cuda_src/device/sync/kernel_order.cuh. The second kernel here is
+    # released by the first, after that one has ended.
+    overlaps, chip = launcher.can_overlap(device), launcher.chip(device)
+    is_early = overlaps and groups < chip.sms and chip.may_overlap(groups, halves=False)
     shared_nbytes = max(_staging(device, row_nbytes).nbytes, _nbytes_to_spread(device, groups))
-    grid = Grid(groups, norm_gradients.threads_of(row_nbytes), shared_nbytes, overlaps)
+    grid = Grid(groups, norm_gradients.threads_of(row_nbytes), shared_nbytes, is_early)
     bound = [Launch(gradients, [arguments], grid)]
     if of_weight:
         threads = norm_gradients.LANES * COLUMNS_ADDED

@@ -23,14 +23,17 @@ PLUGINS = {"vllm.platform_plugins": vllm.platform, "sglang.srt.plugins": sglang.
 
 # Records which modules are looked for, whether they are installed or not.
 LOOKED_FOR = """
-import json, sys
+import json, os, sys
 class Recorder:
     names = set()
     def find_spec(self, name, path=None, target=None):
         self.names.add(name.partition(".")[0])
 sys.meta_path.insert(0, Recorder())
 import graphar, graphar.integrations.vllm, graphar.integrations.sglang
-answers = graphar.integrations.vllm.platform(), graphar.integrations.sglang.register()
+answers = []
+for asked in ({}, {"GRAPHAR_VLLM": "0", "GRAPHAR_SGLANG": "0"}):
+    os.environ.update(asked)
+    answers += graphar.integrations.vllm.platform(), graphar.integrations.sglang.register()
 print(json.dumps([answers, sorted(Recorder.names & {"graphar", "sglang", "vllm"})]))
 """
 
@@ -38,12 +41,11 @@ print(json.dumps([answers, sorted(Recorder.names & {"graphar", "sglang", "vllm"}
 # ---- asked for or not -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", [{}, {"GRAPHAR_VLLM": "0", "GRAPHAR_SGLANG": "0"}], ids=str)
-def test_without_its_variable_a_plugin_imports_nothing_of_the_program(asked):
+def test_without_its_variable_or_with_a_0_a_plugin_imports_nothing_of_the_program():
     command = [sys.executable, "-c", LOOKED_FOR]
-    done = subprocess.run(command, cwd=ROOT, env={"PATH": ""} | asked, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True, check=True)
 
-    assert json.loads(done.stdout) == [[None, None], ["graphar"]]
+    assert json.loads(done.stdout) == [[None] * 4, ["graphar"]]
 
 
 @pytest.mark.parametrize("group", PLUGINS)

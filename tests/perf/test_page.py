@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import replace
+from html import unescape
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -311,6 +313,29 @@ def test_the_committed_index_is_that_of_its_folders(tmp_path):
     build.write_index(mine)
 
     assert (mine / "index.html").read_text() == (REPORTS_FOLDER / "index.html").read_text()
+
+
+def boxes(svg, size, shift):
+    """About where a plot's texts are on a narrow page: left, right, top, bottom, and the text."""
+    found = []
+    for x, y, anchor, text in re.findall(
+        r'<text x="([\d.]+)" y="([\d.]+)"(?: text-anchor="(\w+)")?[^>]*>([^<]*)<', svg
+    ):
+        width, baseline = len(unescape(text)) * size * 0.52, float(y) + (shift if anchor == "middle" else 0)
+        left = float(x) - {"": 0.0, "middle": width / 2, "end": width}[anchor]
+        found.append((left, left + width, baseline - 0.75 * size, baseline, text))
+    return found
+
+
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
+def test_no_labels_of_a_plot_overlap_on_a_narrow_page(folder):
+    page = (folder / "index.html").read_text()
+    size, shift = (int(re.search(found, page)[1]) for found in (r"font-size: (\d+)px", r"translateY\((\d+)px\)"))
+    plots = [boxes(svg, size, shift) for svg in re.findall(r'<svg class="plot".*?</svg>', page, re.DOTALL)]
+
+    pairs = [pair for plot in plots for pair in combinations(plot, 2)]
+    assert len(pairs) > 1000
+    assert [(a[4], b[4]) for a, b in pairs if a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]] == []
 
 
 # ---- in a browser ---------------------------------------------------------------------------------------------------
