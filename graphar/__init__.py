@@ -48,6 +48,7 @@ from graphar.plan.explanation import Explanation
 from graphar.ranks import logs as _logs
 from graphar.runtime.availability import Availability, is_available
 from graphar.runtime.profiler import profile
+from graphar.runtime.stats import CallStats, Stats
 
 if _typing.TYPE_CHECKING:
     from graphar import nn as nn
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Algorithm",
     "Availability",
+    "CallStats",
     "Codec",
     "CollectiveTimeout",
     "Communicator",
@@ -67,6 +69,7 @@ __all__ = [
     "Epilogue",
     "Explanation",
     "GrapharError",
+    "Stats",
     "TimeoutRecord",
     "UnsupportedError",
     "allgather",

@@ -29,7 +29,8 @@ from graphar.ranks.without_kernels import WithoutKernels
 from graphar.runtime import multicast
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.plan import Plan
+from graphar.runtime.plan import Count, Plan
+from graphar.runtime.stats import Stats, Totals
 
 _MAX_PLANS = 4096  # a plan has a few hundred bytes
 LOSSLESS_SWITCH = "GRAPHAR_LOSSLESS"
@@ -59,12 +60,15 @@ class Plans(BoundedCache[Plan]):
             the plans: there is a new cache from then on, and a thread that is about to add a repeat of a dropped plan
             adds it to the old one.
         unrepeated: a count of the calls that could be repeated, but were not.
+        made: how many plans there have been.
+        totals: the counts of the plans that were dropped.
     """
 
     def __init__(self, max_entries: int) -> None:
         super().__init__(max_entries)
         self.repeats: BoundedCache[Repeat] = BoundedCache()
-        self.unrepeated = 0
+        self.unrepeated = self.made = 0
+        self.totals = Totals()
         self._seen: BoundedCache[None] = BoundedCache()
 
     def was_seen(self, key: Hashable) -> bool:
@@ -74,8 +78,14 @@ class Plans(BoundedCache[Plan]):
         self._seen.keep(key, None)
         return False
 
+    def keep(self, key: Hashable, value: Plan) -> Plan:
+        """Adds a plan, and returns it with a count of its own."""
+        self.made += 1
+        return super().keep(key, value._replace(count=Count()))
+
     def clear(self) -> None:
         self.repeats = BoundedCache()
+        self.totals.add(self.items())
         super().clear()
 
 
@@ -141,11 +151,14 @@ class Engine:
         """
         plan = self.warm.get(call)
         if plan is not None:
+            plan.count.looked_up += 1
             plan.run(ranks)
             return plan
 
         def run_planned() -> None:
-            self.plan(call, ranks).run(ranks)
+            plan = self.plan(call, ranks)
+            plan.count.looked_up += 1
+            plan.run(ranks)
 
         note = ""
         if self._comparison and self.symmetric and call.op == "allreduce":
@@ -163,7 +176,7 @@ class Engine:
             announced = self.runner.announced(agreement.words(call)) if self.runner else contextlib.nullcontext()
             with self.keeping_failure(), announced:
                 found = binders[type(call.work)](self, call, ranks)
-            self.plans.keep(call, found)
+            found = self.plans.keep(call, found)
             if not self._has_said:
                 self._has_said = True
                 self._say_how_calls_are_made(found)
@@ -211,6 +224,14 @@ class Engine:
     def select(self, call: Call, x: torch.Tensor) -> select.Choice:
         """Returns the configuration of a call whose first tensor is like ``x``. The first call is collective."""
         return select.select(call, self.facts(call, x))
+
+    def stats(self) -> Stats:
+        """Returns counts of the calls so far. Not collective."""
+        waited_s = self._rendezvous.waited_s if self._rendezvous else 0.0
+        launches = self.runner.launches() if self.runner else {}
+        failure = self._failure or (self.runner and self.runner.failure())
+        calls = self.plans.totals.stats(self.plans.items())
+        return Stats(calls, self.plans.made, launches, waited_s, str(failure or ""))
 
     def facts(self, call: Call, x: torch.Tensor) -> Facts:
         """Returns the facts that decide on the kernel of a call. The first call is collective.
