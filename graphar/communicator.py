@@ -179,8 +179,8 @@ class Communicator:
     def stats(self) -> Stats:
         """Returns counts of this communicator's calls, fallbacks, plans and waits. Not collective.
 
-        Counting costs a call one addition, and cannot be switched off. ``dataclasses.asdict`` makes a dict of the result,
-        for a metrics system. Calls that pass a process group and not this communicator are not counted here.
+        Counting costs a call one addition, and cannot be switched off. ``dataclasses.asdict`` makes a dict of the
+        result, for a metrics system. Calls that pass a process group and not this communicator are not counted here.
         """
         return self.engine.stats()
 
