@@ -46,6 +46,7 @@ from graphar.ops.reducescatter_rmsnorm import reducescatter_residual_rmsnorm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.explanation import Explanation
 from graphar.ranks import logs as _logs
+from graphar.runtime import nvtx as _nvtx
 from graphar.runtime.availability import Availability, is_available
 from graphar.runtime.profiler import profile
 from graphar.runtime.stats import CallStats, Stats
@@ -111,6 +112,7 @@ for _op in (
 
 _backend.register()  # torch.distributed's backend "graphar"
 _logs.start()
+_nvtx.start()
 
 
 if not _typing.TYPE_CHECKING:  # else every name would pass a type checker

@@ -29,6 +29,7 @@ from graphar.ranks.without_kernels import WithoutKernels
 from graphar.runtime import multicast
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
+from graphar.runtime.comms_metadata import recorded
 from graphar.runtime.plan import Count, Plan
 from graphar.runtime.stats import Stats, Totals
 
@@ -40,6 +41,7 @@ _NOT_MADE = (
 )
 NAME_PREFIX = "graphar:"  # no name of a process group begins with this prefix
 _log = logging.getLogger(__name__)
+_is_profiling = torch.autograd._profiler_enabled
 
 # Takes the tensors of a call, its output or None, and the numbers of its epilogue; returns its result, or None.
 Repeat = Callable[[tuple[torch.Tensor, ...], "torch.Tensor | None", tuple[float, ...]], object]
@@ -147,10 +149,11 @@ class Engine:
     def run(self, call: Call, ranks: Sequence[Operands]) -> Plan | None:
         """Makes a call, with the operands of each rank of this process. Collective.
 
-        The op has checked the operands. Returns the call's plan if it was cached and no watcher is active, else None.
+        The op has checked the operands. Returns the call's plan if it was cached, and neither a watcher nor torch's
+        profiler is active; else None.
         """
         plan = self.warm.get(call)
-        if plan is not None:
+        if plan is not None and not _is_profiling():
             plan.count.looked_up += 1
             plan.run(ranks)
             return plan
@@ -158,7 +161,9 @@ class Engine:
         def run_planned() -> None:
             plan = self.plan(call, ranks)
             plan.count.looked_up += 1
-            plan.run(ranks)
+            described = (call, ranks, plan.config, self.group, self.world_size)
+            with recorded(*described) if _is_profiling() else contextlib.nullcontext():
+                plan.run(ranks)
 
         note = ""
         if self._comparison and self.symmetric and call.op == "allreduce":
