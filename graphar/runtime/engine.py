@@ -29,7 +29,7 @@ from graphar.ranks.without_kernels import WithoutKernels
 from graphar.runtime import multicast
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.comms_metadata import recorded
+from graphar.runtime.comms_metadata import ranks_of, recorded
 from graphar.runtime.plan import Count, Plan
 from graphar.runtime.stats import Stats, Totals
 
@@ -195,8 +195,7 @@ class Engine:
                 f"kernels for {chip.sms} SMs of {chip.arch}, tuning table {self.table.name}, lossless compression "
                 f"{'on' if self.lossless else 'off'}, {forbidden or 'NVLink multicast allowed'}"
             )
-        ranks = self.world_size if self.devices else dist.get_process_group_ranks(self.group)
-        _log.info("communicator of ranks %s: %s", [*range(ranks)] if self.devices else ranks, how)
+        _log.info("communicator of ranks %s: %s", ranks_of(self.group, self.world_size), how)
 
     def _watch(self, call: Call, ranks: Sequence[Operands], run: Callable[[], None], note: str) -> None:
         """Runs ``run``, which makes the call, inside debug mode, which compares ``note``, and profilers."""
@@ -236,7 +235,7 @@ class Engine:
         launches = self.runner.launches() if self.runner else {}
         failure = self._failure or (self.runner and self.runner.failure())
         calls = self.plans.totals.stats(self.plans.items())
-        return Stats(calls, self.plans.made, launches, waited_s, str(failure or ""))
+        return Stats(calls, self.plans.made, launches, waited_s, str(failure or "").removeprefix(_NOT_MADE))
 
     def facts(self, call: Call, x: torch.Tensor) -> Facts:
         """Returns the facts that decide on the kernel of a call. The first call is collective.
