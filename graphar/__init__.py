@@ -46,8 +46,10 @@ from graphar.ops.reducescatter_rmsnorm import reducescatter_residual_rmsnorm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.explanation import Explanation
 from graphar.ranks import logs as _logs
+from graphar.runtime import nvtx as _nvtx
 from graphar.runtime.availability import Availability, is_available
 from graphar.runtime.profiler import profile
+from graphar.runtime.stats import CallStats, Stats
 
 if _typing.TYPE_CHECKING:
     from graphar import nn as nn
@@ -57,6 +59,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Algorithm",
     "Availability",
+    "CallStats",
     "Codec",
     "CollectiveTimeout",
     "Communicator",
@@ -67,6 +70,7 @@ __all__ = [
     "Epilogue",
     "Explanation",
     "GrapharError",
+    "Stats",
     "TimeoutRecord",
     "UnsupportedError",
     "allgather",
@@ -108,6 +112,7 @@ for _op in (
 
 _backend.register()  # torch.distributed's backend "graphar"
 _logs.start()
+_nvtx.start()
 
 
 if not _typing.TYPE_CHECKING:  # else every name would pass a type checker

@@ -24,6 +24,7 @@ from graphar.ranks.groups import local_devices, process_group
 from graphar.ranks.hierarchical import check_hosts
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import DEFAULT_TIMEOUT_S
+from graphar.runtime.stats import Stats
 
 
 class Communicator:
@@ -174,6 +175,14 @@ class Communicator:
             options: ``out``, ``algorithm``, ``codec`` and ``epilogue`` of :func:`graphar.explain`.
         """
         return explain(x, self, **options)
+
+    def stats(self) -> Stats:
+        """Returns counts of this communicator's calls, fallbacks, plans and waits. Not collective.
+
+        Counting costs a call one addition, and cannot be switched off. ``dataclasses.asdict`` makes a dict of the
+        result, for a metrics system. Calls that pass a process group and not this communicator are not counted here.
+        """
+        return self.engine.stats()
 
     def prepare(
         self,

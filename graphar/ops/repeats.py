@@ -17,7 +17,7 @@ from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.plan.call import Operands
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.engine import Engine, Repeat
-from graphar.runtime.plan import Launch, Plan, Tensors
+from graphar.runtime.plan import Count, Launch, Plan, Tensors
 from graphar.runtime.registry import Group, known_engine
 from graphar.runtime.symmetric_tensors import SymmetricTensors
 
@@ -112,7 +112,7 @@ def keep(
     if launch := plan.launch_like(own):
         launch = _after_feedback(launch) if feeds_back else launch
         in_order = feeds_back or order == list(range(len(tensors)))
-        repeats.keep(key, _repeat(launch, symmetric, tensors, own.outputs, None if in_order else order))
+        repeats.keep(key, _repeat(launch, plan.count, symmetric, tensors, own.outputs, None if in_order else order))
 
 
 def _after_feedback(launch: Launch) -> Launch:
@@ -128,23 +128,21 @@ def _after_feedback(launch: Launch) -> Launch:
 
 def _repeat(
     launch: Launch,
+    count: Count,
     symmetric: SymmetricTensors,
     tensors: Tensors,
     outputs: Tensors,
-    order: Sequence[int] | None,
+    order: list[int] | None,
 ) -> Repeat:
     """Returns a function that makes a call like an earlier one, and returns its result.
 
-    The function returns None, and does nothing, unless these are as in the earlier call: the class, dtype, device,
-    shape and strides of each tensor, whether it needs a gradient or is negated, and the function transforms (all of
-    which the guard compares). A parameter needs a gradient where gradients are recorded. ``out`` must be like the
-    earlier result, and apart from all tensors, or be the first tensor if that is like it. There must be no mode of
-    torch that wants to see the op. Nothing may lie in symmetric memory, which other kernels serve. ``order`` says which
-    of the tensors the launch takes; None: all, in order.
+    The function returns None, and does nothing, unless the guard finds tensors like the earlier ones (class, dtype,
+    device, shape, strides, gradients, negation, function transforms), and no mode of torch wants to see the op.
+    ``out`` must be like the earlier result and apart from all tensors, or be the first tensor. Nothing may lie in
+    symmetric memory, which other kernels serve. ``order`` has the tensors that the launch takes; None: all, in order.
 
-    It does not ask whether the plan is still good. Callers look the function up in the ``warm`` plans of the call's
-    engine, which are dropped when the engine is closed, its group is destroyed, or its table changes, and are out of
-    reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
+    Callers look the function up in the engine's ``warm`` plans, which are dropped with what they depend on, and are out
+    of reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
     """
     device, alike = tensors[0].get_device(), _guard(tensors)
     result_like, *others = map(_layout, outputs)
@@ -171,6 +169,7 @@ def _repeat(
             return None
         operands = tensors if select is None else select(tensors)
         if out is None:
+            count.repeated += 1
             # As Inductor's code does it. torch.empty_like takes twice as long to find that no mode changes anything.
             result = _new_on_current_device(*result_like)
             if not others:
@@ -181,6 +180,7 @@ def _repeat(
             return results
         if out is not tensors[0] and (symmetric.begin <= out.data_ptr() < symmetric.end or overlaps(tensors, out)):
             return None
+        count.repeated += 1
         launch(operands, (out,), numbers)
         deliver(out, out)
         return out

@@ -38,9 +38,17 @@ class Call(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, or of the largest part."""
+        return max(self.work.parts) * self._unit_nbytes
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of the tensor, or of all parts together."""
+        return sum(self.work.parts) * self._unit_nbytes
+
+    @property
+    def _unit_nbytes(self) -> int:
         itemsize, unit = self.dtype.itemsize, self.work.unit
-        in_a_unit = itemsize if unit == "elements" else 1 if unit == "bytes" else self.work.columns * itemsize
-        return max(self.work.parts) * in_a_unit
+        return itemsize if unit == "elements" else 1 if unit == "bytes" else self.work.columns * itemsize
 
     @property
     def wire(self) -> Codec | None:

@@ -96,6 +96,9 @@ class StoreRendezvous:
         prefix: the prefix of all keys; equal on every rank, and new for every communicator.
         timeout_s: how long one meeting may take, in seconds.
         processes: the ranks' numbers in the default group; None: equal to the ranks.
+
+    Attributes:
+        waited_s: how long all meetings together have waited for ranks to come, in seconds.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class StoreRendezvous:
         self._store, self._prefix, self._timeout_s = store, prefix, timeout_s
         self._processes = list(range(world_size) if processes is None else processes)
         self._meetings = self._notes = 0
+        self.waited_s = 0.0
         self._identity = identify()
         self._set(self._key("process", rank), self._identity)
 
@@ -221,7 +225,11 @@ class StoreRendezvous:
     def _meet(self, meeting: object, what: str, payload: bytes, timeout_s: float) -> list[bytes]:
         keys = [self._key(meeting, rank) for rank in range(self.world_size)]
         self._set(keys[self.rank], what.encode() + _SEPARATOR + (payload or b"\0"))
-        self._wait(what, keys, timeout_s)
+        begin = time.monotonic()
+        try:
+            self._wait(what, keys, timeout_s)
+        finally:
+            self.waited_s += time.monotonic() - begin
         said = [word.partition(_SEPARATOR) for word in self._ask(lambda: self._store.multi_get(keys))]
         purposes = [purpose.decode() for purpose, _, _ in said]
         if len(set(purposes)) > 1:

@@ -29,7 +29,9 @@ from graphar.ranks.without_kernels import WithoutKernels
 from graphar.runtime import multicast
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.plan import Plan
+from graphar.runtime.comms_metadata import ranks_of, recorded
+from graphar.runtime.plan import Count, Plan
+from graphar.runtime.stats import Stats, Totals
 
 _MAX_PLANS = 4096  # a plan has a few hundred bytes
 LOSSLESS_SWITCH = "GRAPHAR_LOSSLESS"
@@ -39,6 +41,7 @@ _NOT_MADE = (
 )
 NAME_PREFIX = "graphar:"  # no name of a process group begins with this prefix
 _log = logging.getLogger(__name__)
+_is_profiling = torch.autograd._profiler_enabled
 
 # Takes the tensors of a call, its output or None, and the numbers of its epilogue; returns its result, or None.
 Repeat = Callable[[tuple[torch.Tensor, ...], "torch.Tensor | None", tuple[float, ...]], object]
@@ -59,12 +62,15 @@ class Plans(BoundedCache[Plan]):
             the plans: there is a new cache from then on, and a thread that is about to add a repeat of a dropped plan
             adds it to the old one.
         unrepeated: a count of the calls that could be repeated, but were not.
+        made: how many plans there have been.
+        totals: the counts of the plans that were dropped.
     """
 
     def __init__(self, max_entries: int) -> None:
         super().__init__(max_entries)
         self.repeats: BoundedCache[Repeat] = BoundedCache()
-        self.unrepeated = 0
+        self.unrepeated = self.made = 0
+        self.totals = Totals()
         self._seen: BoundedCache[None] = BoundedCache()
 
     def was_seen(self, key: Hashable) -> bool:
@@ -74,8 +80,14 @@ class Plans(BoundedCache[Plan]):
         self._seen.keep(key, None)
         return False
 
+    def keep(self, key: Hashable, value: Plan) -> Plan:
+        """Adds a plan, and returns it with a count of its own."""
+        self.made += 1
+        return super().keep(key, value._replace(count=Count()))
+
     def clear(self) -> None:
         self.repeats = BoundedCache()
+        self.totals.add(self.items())
         super().clear()
 
 
@@ -137,15 +149,21 @@ class Engine:
     def run(self, call: Call, ranks: Sequence[Operands]) -> Plan | None:
         """Makes a call, with the operands of each rank of this process. Collective.
 
-        The op has checked the operands. Returns the call's plan if it was cached and no watcher is active, else None.
+        The op has checked the operands. Returns the call's plan if it was cached, and neither a watcher nor torch's
+        profiler is active; else None.
         """
         plan = self.warm.get(call)
-        if plan is not None:
+        if plan is not None and not _is_profiling():
+            plan.count.looked_up += 1
             plan.run(ranks)
             return plan
 
         def run_planned() -> None:
-            self.plan(call, ranks).run(ranks)
+            plan = self.plan(call, ranks)
+            plan.count.looked_up += 1
+            described = (call, ranks, plan.config, self.group, self.world_size)
+            with recorded(*described) if _is_profiling() else contextlib.nullcontext():
+                plan.run(ranks)
 
         note = ""
         if self._comparison and self.symmetric and call.op == "allreduce":
@@ -163,7 +181,7 @@ class Engine:
             announced = self.runner.announced(agreement.words(call)) if self.runner else contextlib.nullcontext()
             with self.keeping_failure(), announced:
                 found = binders[type(call.work)](self, call, ranks)
-            self.plans.keep(call, found)
+            found = self.plans.keep(call, found)
             if not self._has_said:
                 self._has_said = True
                 self._say_how_calls_are_made(found)
@@ -177,8 +195,7 @@ class Engine:
                 f"kernels for {chip.sms} SMs of {chip.arch}, tuning table {self.table.name}, lossless compression "
                 f"{'on' if self.lossless else 'off'}, {forbidden or 'NVLink multicast allowed'}"
             )
-        ranks = self.world_size if self.devices else dist.get_process_group_ranks(self.group)
-        _log.info("communicator of ranks %s: %s", [*range(ranks)] if self.devices else ranks, how)
+        _log.info("communicator of ranks %s: %s", ranks_of(self.group, self.world_size), how)
 
     def _watch(self, call: Call, ranks: Sequence[Operands], run: Callable[[], None], note: str) -> None:
         """Runs ``run``, which makes the call, inside debug mode, which compares ``note``, and profilers."""
@@ -211,6 +228,14 @@ class Engine:
     def select(self, call: Call, x: torch.Tensor) -> select.Choice:
         """Returns the configuration of a call whose first tensor is like ``x``. The first call is collective."""
         return select.select(call, self.facts(call, x))
+
+    def stats(self) -> Stats:
+        """Returns counts of the calls so far. Not collective."""
+        waited_s = self._rendezvous.waited_s if self._rendezvous else 0.0
+        launches = self.runner.launches() if self.runner else {}
+        failure = self._failure or (self.runner and self.runner.failure())
+        calls = self.plans.totals.stats(self.plans.items())
+        return Stats(calls, self.plans.made, launches, waited_s, str(failure or "").removeprefix(_NOT_MADE))
 
     def facts(self, call: Call, x: torch.Tensor) -> Facts:
         """Returns the facts that decide on the kernel of a call. The first call is collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,14 @@ from graphar.plan.explanation import Explanation
 Tensors = tuple[torch.Tensor, ...]
 # Launches with the parts of one rank's operands, for a caller that has made the rank's device the current one.
 Launch = Callable[[Tensors, Tensors, tuple[float, ...], "Corner | None"], None]
+
+
+@dataclass(slots=True)
+class Count:
+    """How many calls a plan has served. Callers add to it directly, since the time of a small call is the host's."""
+
+    looked_up: int = 0  # calls that looked the plan up, or made it
+    repeated: int = 0  # calls that repeated its launch
 
 
 class Plan(NamedTuple):
@@ -31,6 +40,7 @@ class Plan(NamedTuple):
     # Returns the launch of calls with tensors like the given ones of this process's only rank, which differ from them
     # in their addresses only; None if such calls need more than that.
     launch_like: Callable[[Operands], Launch | None] = lambda operands: None
+    count: Count = Count()  # plans that no engine keeps share one
 
     @property
     def explanation(self) -> Explanation:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from graphar.plan.call import Call, Operands
 from graphar.ranks.capture import is_capturing
+from graphar.runtime import nvtx
+from graphar.runtime.comms_metadata import ranks_of
 from graphar.runtime.engine import Engine, watching
 
 
@@ -75,13 +77,13 @@ class _Recorder:
         devices = [x.get_device() for x in xs if x.is_cuda]
         timed = bool(devices) and not any(map(is_capturing, devices))
         before = [self._record(device) for device in devices] if timed else []
-        numbers = _ranks_of(engine)
+        numbers = ranks_of(engine.group, engine.world_size)
         details = {"dtype": str(xs[0].dtype).removeprefix("torch."), "world_size": engine.world_size}
         details |= {"ranks": numbers, "call": next(self._numbers.setdefault(tuple(numbers), itertools.count()))}
         self._thread.is_inside = True
         begin_ns = time.perf_counter_ns()
         try:
-            with torch.cuda.nvtx.range(f"graphar.{call.op}") if devices else nullcontext():
+            with nvtx.around(call, xs[0]):
                 run()
         except Exception as error:
             details["error"] = type(error).__name__
@@ -118,11 +120,6 @@ class _Recorder:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
         return event
-
-
-def _ranks_of(engine: Engine) -> list[int]:
-    """Returns the ranks of an engine, as ranks in the world; with devices, as ranks of this process."""
-    return dist.get_process_group_ranks(engine.group) if engine.group else [*range(engine.world_size)]
 
 
 def _taken(engine: Engine, call: Call) -> dict[str, object]:

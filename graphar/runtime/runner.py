@@ -14,6 +14,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.agreement import Fingerprints
+from graphar.ranks.capture import is_capturing
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.runtime.arguments import Arguments, Counters, Record
 from graphar.runtime.driver import on_device
@@ -104,15 +105,29 @@ class Runner:
             for algorithm, pointers in self.kernels.counters().items()
         }
 
+    def launches(self) -> dict[str, int]:
+        """Returns, by the name of each prepared algorithm, how many launches the first member's GPU has counted.
+
+        The result is empty while a graph is captured.
+        """
+        if any(is_capturing(member.device) for member in self.members):
+            return {}
+        begun = {algorithm.value: counts[0] for algorithm, counts in self.calls_begun().items()}
+        return {name: count for name, count in begun.items() if count}
+
     def raise_failure(self) -> None:
         """Raises the error that a kernel of this process reported, if any; from then on always the same error."""
+        if failure := self.failure():
+            raise failure.again()
+
+    def failure(self) -> GrapharError | None:
+        """Returns the error that a kernel of this process reported, or None; once there is one, always the same."""
         if self._failure is None:
             record = next((member.record for member in self.members if member.record.kind), None)
-            if record is None:
-                return
-            words, unlike = self._fingerprints.words, lambda: self._unlike_calls(record)
-            self._failure = failure_of_kernel(record, self._last_calls, words, unlike)
-        raise self._failure.again()
+            if record is not None:
+                words, unlike = self._fingerprints.words, lambda: self._unlike_calls(record)
+                self._failure = failure_of_kernel(record, self._last_calls, words, unlike)
+        return self._failure
 
     def _unlike_calls(self, record: Record) -> Unlike | None:
         """Returns what the ranks of an expired wait called; None unless the awaited one called something else.

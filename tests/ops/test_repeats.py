@@ -22,7 +22,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.work import Sum
 from graphar.runtime import engine as engines
-from graphar.runtime import failures
+from graphar.runtime import failures, runner
 from tests.ops.conftest import NUMEL, PLAIN
 
 
@@ -448,3 +448,17 @@ def test_where_no_call_can_repeat_plans_are_called(communicator, machine, like, 
 
     assert repeats_of(machine, *calls) == 0
     assert len(machine.launched) == 3
+
+
+# ---- counts ---------------------------------------------------------------------------------------------------------
+
+
+def test_repeated_calls_are_counted(communicator, machine, like, monkeypatch):
+    monkeypatch.setattr(runner, "is_capturing", lambda device: False)
+
+    for _ in range(5):
+        communicator.allreduce(like)
+
+    (found,) = communicator.stats().calls
+    assert (found.calls, found.repeated) == (5, len(machine.repeated)) == (5, 3)
+    assert found.nbytes == 5 * like.nbytes

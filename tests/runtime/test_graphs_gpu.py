@@ -55,6 +55,22 @@ def test_a_graph_replays_after_every_reference_is_gone(fresh_ranks: Ranks, algor
     assert all(bool((one == 0x55).all()) for one in junk)
 
 
+def test_replays_are_among_the_launches_of_stats_and_not_among_its_calls(fresh_ranks: Ranks):
+    ranks = fresh_ranks
+    xs = ranks.place([normal(rank, 8192, torch.bfloat16) for rank in range(ranks.world_size)])
+    ranks.reduce(xs, "one_shot_push")
+    graph = capture(ranks, xs, [torch.empty_like(x) for x in xs], "one_shot_push", calls=3)
+    before = ranks.communicator.stats()
+
+    for _ in range(2):
+        graph.replay()
+    settle(ranks)
+
+    after = ranks.communicator.stats()
+    assert after.launches["one_shot_push"] - before.launches["one_shot_push"] == 2 * 3
+    assert after.calls == before.calls
+
+
 def test_replays_mix_with_eager_calls_and_other_graphs(ranks: Ranks):
     small, large = 8192, 1 << 20
     parts = {n: [normal(rank, n, torch.bfloat16) for rank in range(ranks.world_size)] for n in (small, large)}

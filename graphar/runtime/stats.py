@@ -1,0 +1,87 @@
+"""Stats: what the calls of one communicator were, the result of Communicator.stats()."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from graphar.plan.call import Call
+from graphar.runtime.plan import Plan
+
+
+@dataclass(frozen=True)
+class CallStats:
+    """The calls of one op by one algorithm, for one reason.
+
+    Attributes:
+        op: the op, such as "allreduce".
+        algorithm: the algorithm's name.
+        calls: the number of calls. A captured call counts once, and its replays do not. A call that raised an error
+            counts if its plan was found.
+        repeated: how many of them repeated an earlier call's launch, which takes the least host time.
+        nbytes: the bytes of all these calls: of the whole tensor that is summed or scattered, or that a gather returns.
+        fallback_reason: why no kernel of graphar ran; an empty string if one did.
+    """
+
+    op: str
+    algorithm: str
+    calls: int
+    repeated: int
+    nbytes: int
+    fallback_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a communicator has done in this process since it was made.
+
+    Attributes:
+        calls: the calls, by op, algorithm and reason, in the order of their first calls.
+        plans: how many plans were made: each kind of call needs one, and is compiled, loaded and bound for it.
+        launches: the launches that kernels have counted on the GPU of this process's first rank, by the name of the
+            algorithm, modulo 2^32. Replays of graphs are among them. A large call takes several launches. Empty without
+            kernels, and while a graph is captured.
+        host_waited_s: how long the host waited for other ranks, in seconds: to set up, to make plans, in debug mode,
+            and on the CPU also before calls. What kernels waited is in the trace of :func:`graphar.profile`.
+        failure: the error that ended the communicator, such as a deadline that expired; an empty string without one.
+    """
+
+    calls: tuple[CallStats, ...]
+    plans: int
+    launches: dict[str, int]
+    host_waited_s: float
+    failure: str
+
+    @property
+    def fallbacks(self) -> tuple[CallStats, ...]:
+        """The calls that no kernel of graphar served."""
+        return tuple(one for one in self.calls if one.fallback_reason)
+
+
+class Totals:
+    """Sums of what plans have counted, by op, algorithm and fallback reason."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, str, str], tuple[int, int, int]] = {}  # calls, repeated ones, and their bytes
+
+    def add(self, plans: Iterable[tuple[Call, Plan]]) -> None:
+        """Adds the counts of plans, by their calls."""
+        self._calls = self._with(plans)
+
+    def stats(self, plans: Iterable[tuple[Call, Plan]]) -> tuple[CallStats, ...]:
+        """Returns the sums, with the counts of further plans."""
+        return tuple(
+            CallStats(op, algorithm, *counts, reason)
+            for (op, algorithm, reason), counts in self._with(plans).items()
+            if counts[0]
+        )
+
+    def _with(self, plans: Iterable[tuple[Call, Plan]]) -> dict[tuple[str, str, str], tuple[int, int, int]]:
+        totals = dict(self._calls)
+        for call, plan in list(plans):  # a copy: another thread may add one
+            algorithm, count = plan.config.algorithm, plan.count
+            kind = call.op, algorithm.value, "" if algorithm.row.folder else plan.reason
+            calls, repeated, nbytes = totals.get(kind, (0, 0, 0))
+            made = count.looked_up + count.repeated
+            totals[kind] = calls + made, repeated + count.repeated, nbytes + made * call.total_nbytes
+        return totals

@@ -1,0 +1,101 @@
+"""What a trace of torch.profiler says of graphar's calls: a range for each, with the metadata of Kineto's events."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+import graphar
+from tests.processes import run_ranks
+
+HEADER = Path(torch.__file__).parent / "include/torch/csrc/profiler/util.h"
+
+
+@pytest.fixture
+def pair():
+    with graphar.Communicator(devices=["cpu"] * 2) as communicator:
+        yield communicator
+
+
+def traced(path, call, record_shapes=True) -> list[dict]:
+    """graphar's ranges in the trace of a call."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=record_shapes) as found:
+        call()
+    found.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event["name"].startswith("graphar:") and event["name"][8] != ":"]
+
+
+def metadata(event: dict) -> dict:
+    of_every_event = ("External id", "Record function id", "Ev Idx")
+    return {name: value for name, value in event["args"].items() if name not in of_every_event}
+
+
+def test_a_range_has_the_metadata_of_the_collective(tmp_path):
+    run_ranks(trace_a_group, 2, str(tmp_path))
+
+
+def trace_a_group(rank: int, world_size: int, folder: str) -> None:
+    group = dist.new_group([0, 1], group_desc="tensor parallel")
+    x = torch.ones(6, dtype=torch.bfloat16)
+
+    (event,) = traced(Path(folder, f"{rank}.json"), lambda: graphar.allgather(x, group))
+
+    assert event["name"] == "graphar:allgather"
+    assert metadata(event) == {
+        "Collective name": "allgather",
+        "In msg nelems": 6,
+        "Out msg nelems": 12,
+        "dtype": "BFloat16",
+        "Group size": 2,
+        "Process Group Name": group.group_name,
+        "Process Group Description": "tensor parallel",
+        "Process Group Ranks": "[0, 1]",
+        "Algorithm": "fallback",
+    }
+
+
+def test_the_names_of_the_metadata_are_those_that_torch_has(pair, tmp_path):
+    (event,) = traced(tmp_path / "trace.json", lambda: pair.allreduce([torch.ones(4)] * 2))
+
+    known = set(re.findall(r'= "([^"]+)"', HEADER.read_text()))
+    assert metadata(event).keys() - known == {"Algorithm"}
+
+
+def test_every_call_has_a_range_whether_its_plan_is_new_or_known(pair, tmp_path):
+    xs = [torch.ones(4)] * 2
+    pair.allreduce(xs)
+
+    found = traced(tmp_path / "trace.json", lambda: [pair.allreduce(xs), pair.allreduce(xs), pair.reducescatter(xs)])
+
+    assert [event["name"] for event in found] == ["graphar:allreduce", "graphar:allreduce", "graphar:reducescatter"]
+
+
+def test_without_shapes_a_range_has_its_name_alone(pair, tmp_path):
+    (event,) = traced(tmp_path / "trace.json", lambda: pair.allreduce([torch.ones(4)] * 2), record_shapes=False)
+
+    assert event["name"] == "graphar:allreduce"
+    assert metadata(event) == {}
+
+
+def test_a_fused_matmul_is_one_range(pair, tmp_path):
+    a, w = [torch.ones(6, 2)] * 2, [torch.ones(8, 2)] * 2
+
+    found = traced(tmp_path / "trace.json", lambda: graphar.fused_matmul_allreduce(a, w, group=pair))
+
+    assert [event["name"] for event in found] == ["graphar:fused_matmul_allreduce"]
+
+
+def test_a_call_of_a_compiled_function_has_a_range(pair, tmp_path):
+    compiled = torch.compile(lambda x, y: pair.allreduce([x, y]), backend="aot_eager")
+    compiled(torch.ones(4), torch.ones(4))
+
+    found = traced(tmp_path / "trace.json", lambda: compiled(torch.ones(4), torch.ones(4)))
+
+    assert [event["name"] for event in found] == ["graphar:allreduce"]

@@ -1,0 +1,80 @@
+"""NVTX ranges: GRAPHAR_NVTX=1 puts each call into one, in graphar's domain where the package nvtx is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import graphar
+from graphar.runtime import nvtx
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """The ranges that were opened so far, as (text, domain), each followed by None at its end."""
+    opened = []
+
+    @contextlib.contextmanager
+    def annotate(text, domain=None):
+        opened.append((text, domain))
+        yield
+        opened.append(None)
+
+    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
+    monkeypatch.setattr(torch.cuda.nvtx, "range", annotate)
+    nvtx._range_of.cache_clear()
+    yield opened
+    nvtx._range_of.cache_clear()
+
+
+def on_a_gpu():
+    return SimpleNamespace(op="allreduce"), [SimpleNamespace(inputs=[SimpleNamespace(is_cuda=True)])]
+
+
+def test_a_call_is_a_range_of_graphars_domain(ranges):
+    nvtx.watch(None, *on_a_gpu(), "", lambda: ranges.append("the call"))
+
+    assert ranges == [("graphar.allreduce", "graphar"), "the call", None]
+
+
+def test_without_the_package_a_call_is_a_range_of_torchs_domain(ranges, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+
+    nvtx.watch(None, *on_a_gpu(), "", lambda: ranges.append("the call"))
+
+    assert ranges == [("graphar.allreduce", None), "the call", None]
+
+
+def test_a_call_on_the_cpu_is_no_range(ranges):
+    call, _ = on_a_gpu()
+
+    with nvtx.around(call, torch.ones(1)):
+        pass
+
+    assert ranges == []
+
+
+@pytest.mark.parametrize(("given", "watched"), [("1", True), ("0", False), ("", False), (None, False)])
+def test_the_switch_of_the_environment_puts_all_later_calls_into_ranges(monkeypatch, given, watched):
+    monkeypatch.setattr(nvtx, "profilers", found := [])
+    monkeypatch.delenv(nvtx.SWITCH, raising=False)
+    if given is not None:
+        monkeypatch.setenv(nvtx.SWITCH, given)
+
+    nvtx.start()
+
+    assert found == ([nvtx.watch] if watched else [])
+
+
+def test_calls_inside_graphars_profile_are_ranges(ranges, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(nvtx, "around", lambda call, x: seen.append(call.op) or contextlib.nullcontext())
+
+    with graphar.profile(tmp_path / "trace.json"):
+        graphar.allreduce([torch.ones(4)] * 2)
+
+    assert seen == ["allreduce"]

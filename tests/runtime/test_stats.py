@@ -1,0 +1,166 @@
+"""Communicator.stats: calls, bytes, fallbacks and plans are counted, and so are the waits that the host knows of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import pytest
+import torch
+
+import graphar
+from graphar import CallStats, CollectiveTimeout
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
+from graphar.plan.work import Sum
+from graphar.runtime import runner
+from graphar.runtime.engine import binders
+from graphar.runtime.plan import Plan
+from tests.processes import run_ranks
+from tests.runtime.test_runner import record_of, runner_of
+
+ON_THE_CPU = "the tensor is on the CPU"
+
+
+@pytest.fixture
+def communicator():
+    with graphar.Communicator(devices=["cpu", "cpu"]) as made:
+        yield made
+
+
+def test_a_new_communicator_has_no_counts(communicator):
+    assert communicator.stats() == graphar.Stats((), 0, {}, 0.0, "")
+
+
+def test_calls_and_their_bytes_are_counted_by_op_and_algorithm(communicator):
+    xs = [torch.ones(6, dtype=torch.bfloat16)] * 2
+
+    for _ in range(3):
+        communicator.allreduce(xs)
+    communicator.allreduce([torch.ones(5)] * 2)
+    communicator.allgather(xs)
+
+    assert communicator.stats().calls == (
+        CallStats("allreduce", "fallback", 4, 0, 3 * 12 + 20, ON_THE_CPU),
+        CallStats("allgather", "fallback", 1, 0, 2 * 12, ON_THE_CPU),
+    )
+
+
+def test_a_fused_matmul_counts_once_with_the_bytes_of_its_sum(communicator):
+    graphar.fused_matmul_allreduce([torch.ones(6, 2)] * 2, [torch.ones(8, 2)] * 2, group=communicator)
+
+    (found,) = communicator.stats().calls
+    assert (found.op, found.calls, found.nbytes) == ("fused_matmul_allreduce", 1, 6 * 8 * 4)
+
+
+def test_fallbacks_are_the_calls_without_a_kernel_with_their_reasons(communicator, monkeypatch):
+    config = Config(Algorithm.ONE_SHOT_PUSH, 2, 32)
+    communicator.reducescatter([torch.ones(4)] * 2)
+    monkeypatch.setitem(binders, Sum, lambda engine, call, ranks: Plan(lambda ranks: None, config, "by the table"))
+    communicator.allreduce([torch.ones(4)] * 2)
+
+    stats = communicator.stats()
+    assert [(one.op, one.fallback_reason) for one in stats.fallbacks] == [("reducescatter", ON_THE_CPU)]
+    assert CallStats("allreduce", "one_shot_push", 1, 0, 16) in stats.calls
+
+
+def test_a_plan_is_made_for_each_kind_of_call(communicator):
+    for numel in (4, 4, 5, 4):
+        communicator.allreduce([torch.ones(numel)] * 2)
+
+    assert communicator.stats().plans == 2
+
+
+def test_counts_outlive_the_cache_of_plans(communicator):
+    communicator.allreduce([torch.ones(4)] * 2)
+    communicator.engine.plans.clear()
+    communicator.allreduce([torch.ones(4)] * 2)
+
+    (found,) = communicator.stats().calls
+    assert found.calls == 2
+
+
+def test_calls_are_counted_while_a_profiler_watches(communicator, tmp_path):
+    with graphar.profile(tmp_path / "trace.json"):
+        communicator.allreduce([torch.ones(4)] * 2)
+
+    (found,) = communicator.stats().calls
+    assert (found.calls, found.nbytes) == (1, 16)
+
+
+def test_a_closed_communicator_still_has_its_counts():
+    with graphar.Communicator(devices=["cpu", "cpu"]) as closed:
+        closed.allreduce([torch.ones(4)] * 2)
+
+    assert closed.stats().calls[0].calls == 1
+
+
+def test_counts_become_json(communicator):
+    communicator.allreduce([torch.ones(4)] * 2)
+
+    told = json.loads(json.dumps(dataclasses.asdict(communicator.stats())))
+
+    assert told["calls"][0]["op"] == "allreduce"
+    assert told.keys() == {"calls", "plans", "launches", "host_waited_s", "failure"}
+
+
+# ---- waits and failures ---------------------------------------------------------------------------------------------
+
+
+def test_the_host_counts_how_long_it_waited_for_a_late_rank():
+    run_ranks(wait_for_a_late_rank, 2)
+
+
+def wait_for_a_late_rank(rank: int, world_size: int) -> None:
+    with graphar.Communicator() as communicator:
+        communicator.allreduce(torch.ones(4))
+        before = communicator.stats().host_waited_s
+        time.sleep(0.3 * rank)
+        communicator.allreduce(torch.ones(4))
+        waited_s = communicator.stats().host_waited_s - before
+
+        assert waited_s > 0.2 if rank == 0 else waited_s < 0.2
+
+
+def test_an_expired_deadline_is_the_failure():
+    run_ranks(miss_a_call, 2)
+
+
+def miss_a_call(rank: int, world_size: int) -> None:
+    communicator = graphar.Communicator(timeout_s=0.5)
+    communicator.allreduce(torch.ones(4))
+    if rank == 0:
+        with pytest.raises(CollectiveTimeout):
+            communicator.allreduce(torch.ones(4))
+
+    failure = communicator.stats().failure
+    if rank == 0:
+        assert failure.startswith("allreduce call 1 over torch.distributed: rank(s) [1] failed, or did not take part")
+    else:
+        assert failure == ""
+
+
+def test_a_deadline_that_expired_in_a_kernel_is_the_failure_before_a_call_raises_it(communicator, monkeypatch):
+    monkeypatch.setattr(communicator.engine, "runner", runner_of(monkeypatch, record_of(kind=1)))
+    monkeypatch.setattr(runner, "is_capturing", lambda device: True)
+
+    assert "rank 0 waited past the deadline for rank 2" in communicator.stats().failure
+
+
+# ---- launches -------------------------------------------------------------------------------------------------------
+
+
+def test_launches_are_those_that_the_kernels_have_counted(monkeypatch):
+    counting = runner_of(monkeypatch, record_of(kind=0))
+    monkeypatch.setattr(runner, "calls_begun", lambda counters, device: {0x1000: 42, 0x4000: 0}[counters])
+    monkeypatch.setattr(runner, "is_capturing", lambda device: False)
+
+    assert counting.launches() == {"two_shot_push": 42}
+
+
+def test_launches_are_not_read_while_a_graph_is_captured(monkeypatch):
+    counting = runner_of(monkeypatch, record_of(kind=0))
+    monkeypatch.setattr(runner, "is_capturing", lambda device: True)
+
+    assert counting.launches() == {}
