@@ -49,6 +49,7 @@ from graphar.ranks import logs as _logs
 from graphar.runtime import nvtx as _nvtx
 from graphar.runtime.availability import Availability, is_available
 from graphar.runtime.profiler import profile
+from graphar.runtime.registry import stats
 from graphar.runtime.stats import CallStats, Stats
 
 if _typing.TYPE_CHECKING:
@@ -94,6 +95,7 @@ __all__ = [
     "reducescatter",
     "reducescatter_residual_rmsnorm",
     "reference",
+    "stats",
 ]
 
 for _op in (

@@ -180,7 +180,7 @@ class Communicator:
         """Returns counts of this communicator's calls, fallbacks, plans and waits. Not collective.
 
         Counting costs a call one addition, and cannot be switched off. ``dataclasses.asdict`` makes a dict of the
-        result, for a metrics system. Calls that pass a process group and not this communicator are not counted here.
+        result, for a metrics system. :func:`graphar.stats` counts the calls that pass a process group.
         """
         return self.engine.stats()
 

@@ -13,6 +13,7 @@ from graphar.errors import CommunicatorError
 from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import group_of_mesh, local_devices, no_group, process_group
 from graphar.runtime.engine import NAME_PREFIX, Engine, closed, open_engines
+from graphar.runtime.stats import Stats
 
 DEFAULT_TIMEOUT_S = 60.0
 _LIST_INSTEAD = "pass a list with one tensor a device"
@@ -150,3 +151,20 @@ def engine_of_either(group: Group, op: str = "graphar", instead: str = _LIST_INS
     """
     engine = getattr(group, "engine", None)
     return engine if isinstance(engine, Engine) else engine_of_group(engine_name(group, op), op, instead)
+
+
+def stats(group: Group = None) -> Stats:
+    """Returns counts of the calls with a process group, or with a communicator, in this process. Not collective.
+
+    Args:
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group.
+
+    Returns:
+        The calls and bytes by op and algorithm, fallbacks with their reasons, plans, launches and waits. Calls that
+        name a group are counted apart from those of a Communicator that was made from the group.
+
+    Raises:
+        TypeError, ValueError: ``group`` is none of these, or there is no default group.
+        CommunicatorError: the communicator is closed, or the group was destroyed.
+    """
+    return engine_of_either(group, "stats").stats()

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import graphar
 from graphar import CallStats, CollectiveTimeout
@@ -45,6 +46,22 @@ def test_calls_and_their_bytes_are_counted_by_op_and_algorithm(communicator):
         CallStats("allreduce", "fallback", 4, 0, 3 * 12 + 20, ON_THE_CPU),
         CallStats("allgather", "fallback", 1, 0, 2 * 12, ON_THE_CPU),
     )
+
+
+def test_calls_with_a_group_are_counted_apart_from_those_of_its_communicators():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with graphar.Communicator(dist.group.WORLD) as one:
+            one.allreduce(torch.ones(4))
+            graphar.allreduce(torch.ones(4))
+            graphar.allreduce(torch.ones(4), dist.group.WORLD)
+
+            assert [found.calls for found in graphar.stats().calls] == [2]
+            assert graphar.stats(dist.group.WORLD) == graphar.stats()
+            assert graphar.stats(one) == one.stats()
+            assert [found.calls for found in one.stats().calls] == [1]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_fused_matmul_counts_once_with_the_bytes_of_its_sum(communicator):
