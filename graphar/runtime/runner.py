@@ -121,7 +121,8 @@ class Runner:
             if record is None:
                 return
             self._fingerprints.tell(record.expected)
-            words, unlike = partial(self._fingerprints.words, patience_s=_PATIENCE_S), lambda: self._unlike_calls(record)
+            words = partial(self._fingerprints.words, patience_s=_PATIENCE_S)
+            unlike = partial(self._unlike_calls, record)
             self._failure = failure_of_kernel(record, self._last_calls, words, unlike)
         raise self._failure.again()
 

@@ -24,7 +24,7 @@ SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;"
 MUTANTS = (
     # ---- order
     mutant("a signal that is no release", PAD, SET, SET.replace("release", "relaxed"), "one_shot", "thread"),
-    mutant("a warp's signal that is no release", PAD, SET, SET.replace("release", "relaxed"), "two_shot_tma", "thread", 2),
+    mutant("a warp's signal, no release", PAD, SET, SET.replace("release", "relaxed"), "two_shot_tma", "thread", 2),
     mutant(
         "a wait that is no acquire",
         PAD,

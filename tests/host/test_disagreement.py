@@ -232,7 +232,8 @@ def test_a_call_that_is_not_compared_at_once_is_noticed(algorithm, file, was, be
 def test_calls_that_are_alike_and_told_apart_by_a_mistake_are_noticed(was, becomes):
     found = set()
     for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT_PIPELINED):
-        small = min(draw_calls(algorithm, 2), key=lambda call: (sum(call.blocks) or call.shape.blocks, sum(call.counts)))
+        drawn = draw_calls(algorithm, 2)
+        small = min(drawn, key=lambda call: (sum(call.blocks) or call.shape.blocks, sum(call.counts)))
         calls = [replace(small, fingerprints=(at,) * 2) for at in range(1, 100)]
 
         assert kinds_of(None, algorithm, calls, 2) == {0}
