@@ -8,8 +8,6 @@
 // Readiness travels in the data, (3) and (4) in sentinel.cuh. A block's warps form N groups, one for each owner, this
 // rank last. A group pushes its owner's shard and receives the owner's sum; the last group sums this rank's shard
 // meanwhile. Wins at middle sizes. Its scratch is 4 x nbytes.
-//
-// A last block without packs compares this very call of the ranks: it ends before the others have waited for two hops.
 #include "device/epilogue.cuh"
 #include "device/prefetch.cuh"
 #include "device/sync/sentinel.cuh"
@@ -47,7 +45,6 @@ __global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ 
       if (i + k * stride < end) push(a, hop, scatter + a.rank * a.capacity + i + k * stride, held[k]);
   }
   advance_epoch(a, call);
-  if (N < 8 && blockIdx.x * width >= shard) compare_this_call(a, call);
   prefetch_share(a);
   if (hop == 0) {
     receive_each<N>(a, call, 0, scatter, first, end, stride, [&](u32 i, const Pack(&part)[N]) {

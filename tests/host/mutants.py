@@ -14,9 +14,8 @@ PARTS = "device/parts.cuh"
 TILES, LOSSLESS, TILE_CHUNKS = "device/wire/wire.cuh", "device/wire/lossless.cuh", "device/wire/tile_chunks.cuh"
 TWO_SHOT_PIPELINE, PUSH_PIPELINE = "device/sync/two_shot_pipeline.cuh", "device/sync/push_pipeline.cuh"
 LOADED = "    __syncwarp();  // (24)\n"
-SET = "store_release_sys(&signal_pad(a, peer)->flag[row][a.rank], flag);"
-POLL = """u64 seen = load_acquire_sys(flag);
-  for (; int(u32(seen >> 32) - 2 * step) < 0; seen = load_acquire_sys(flag)) {"""
+SET = "store_release_sys(&signal_pad(a, peer)->flag[row][a.rank], flag_of(a, call, step));"
+POLL = "for (u64 seen; (seen = load_acquire_sys(flag)) != own;) {"
 ARM = "store_relaxed_sys(slot(a, 0, at[i] + r * a.capacity), Pack{{not_yet, not_yet, not_yet, not_yet}});"
 REDUCE_AND_SEND = "    if (k >= 1 && k <= chunks) body.reduce(k - 1);\n    signals.send<N>(a, call, k + 1);\n"
 SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;"
@@ -132,8 +131,8 @@ MUTANTS = (
     mutant(
         "half a pack taken for whole",
         FLAGGED,
-        "if (const u32 flag = pair.half[i] >> 32; flag != a.fingerprint)",
-        "if (const u32 flag = pair.half[i] >> 32; h == 0 && flag != a.fingerprint)",
+        "found.difference |= flag ^ a.fingerprint;",
+        "found.difference |= h == 1 ? 0 : flag ^ a.fingerprint;",
         "allgather_flagged",
     ),
     mutant(

@@ -107,20 +107,6 @@ def test_every_rank_is_told_in_the_same_call_and_gets_no_data_where_flags_announ
             assert not torch.equal(outcome.results[1], result.contiguous().view(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_is_told_in_the_same_call_of_a_two_shot_whose_last_block_has_no_packs(world_size):
-    for seed in range(3):
-        calls = draw_calls(Algorithm.TWO_SHOT_PUSH, world_size)
-        small = min(calls, key=lambda call: call.inputs[0].nbytes / call.shape.threads)
-        blocks = 2 + 8 * world_size // small.shape.threads  # a shard of a line takes all but the last ones
-        unlike = replace(small, fingerprints=fingerprints(world_size), blocks=(blocks,) * world_size)
-        assert small.inputs[0].nbytes <= 128 * world_size
-
-        outcomes = run(Algorithm.TWO_SHOT_PUSH, world_size, seed, [calls[0], unlike])
-
-        expect_all_told([outcome.record for outcome in outcomes], (first_epoch(seed) + 1) % (1 << 32))
-
-
 def awaited(absent=()):
     """Two calls. In the second, the last blocks of rank 1 wait for what rank 0 never sends."""
     _, many, _ = draw_sizes(Algorithm.ONE_SHOT, 2)
@@ -201,20 +187,17 @@ def kinds_of(mutation, algorithm, calls, world_size=3):
     ("algorithm", "file", "was", "becomes"),
     [
         (Algorithm.ONE_SHOT, PAD, "u32(seen) == a.fingerprint) return true;", "true) return true;"),
-        (Algorithm.ALLGATHER_FLAGGED, "device/sync/flagged.cuh", "32; flag != a.fingerprint)", "32; flag == 0)"),
         (
-            Algorithm.TWO_SHOT_PUSH,
-            "allreduce/two_shot_push.cu",
-            "if (N < 8 && blockIdx.x * width >= shard)",
-            "if (false)",
+            Algorithm.ALLGATHER_FLAGGED,
+            "device/sync/flagged.cuh",
+            "|= flag ^ a.fingerprint;",
+            "|= flag == 0;",
         ),
     ],
-    ids=["flags of a pad", "flags beside the data", "a last block without packs"],
+    ids=["flags of a pad", "flags beside the data"],
 )
 def test_a_call_that_is_not_compared_at_once_is_noticed(algorithm, file, was, becomes):
-    small = min(draw_calls(algorithm, 3), key=lambda call: call.inputs[0].nbytes / call.shape.threads)
-    blocks = 2 + 24 // small.shape.threads
-    unlike = replace(small, fingerprints=fingerprints(3), blocks=(blocks,) * 3, timeout_ns=DEADLINE_OF_WARPS_NS)
+    unlike = replace(draw_calls(algorithm, 3)[0], fingerprints=fingerprints(3), timeout_ns=DEADLINE_OF_WARPS_NS)
 
     assert kinds_of(None, algorithm, [unlike]) == {DISAGREED}
     assert kinds_of(Mutation(file, was, becomes), algorithm, [unlike]) != {DISAGREED}

@@ -27,21 +27,23 @@ __device__ __forceinline__ void push_flagged(const Arguments& a, const FlaggedPl
   for (int h = 0; h < 2; ++h) store_relaxed_sys(to.half(h), Pair{{p.word[2 * h] | here, p.word[2 * h + 1] | here}});
 }
 
-// A pack as read, and its flag: this call's, or else one that is not.
+// A pack as read, its first flag, and the bits in which its flags differ from this call's: 0 once all have arrived.
 struct Arrival {
   Pack pack;
-  u32 flag;
+  u32 flag, difference;
 };
 
 __device__ __forceinline__ Arrival look(const Arguments& a, const FlaggedPlace& at) {
-  Arrival found{{}, a.fingerprint};
+  Arrival found{{}, 0, 0};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const Pair pair = load_relaxed_sys(at.half(h));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       found.pack.word[2 * h + i] = u32(pair.half[i]);
-      if (const u32 flag = pair.half[i] >> 32; flag != a.fingerprint) found.flag = flag;
+      const u32 flag = pair.half[i] >> 32;
+      if (h == 0 && i == 0) found.flag = flag;
+      found.difference |= flag ^ a.fingerprint;
     }
   }
   return found;
@@ -64,10 +66,10 @@ __device__ __forceinline__ bool receive_flagged(const Arguments& a, const Call& 
       if (j >= packs[i]) continue;
       const Arrival found = look(a, from[i]);
       part[i] = found.pack;
-      if (found.flag != a.fingerprint) missing = (a.rank + 1 + i) % N, flag = found.flag;
+      if (found.difference != 0) missing = (a.rank + 1 + i) % N, flag = found.flag;
     }
     if (missing == N) break;
-    if (flag != 0) {
+    if (flag != 0 && flag != a.fingerprint) {
       report(a, disagreed, call.epoch, missing, a.fingerprint, flag);
       return false;
     }

@@ -44,22 +44,6 @@ __device__ __forceinline__ bool arrived(const Pack& p) {
   return p.word[0] != not_yet && p.word[1] != not_yet && p.word[2] != not_yet && p.word[3] != not_yet;
 }
 
-// By all threads of a block without packs: if it is the last block, waits until every rank has told of this call, and
-// compares. By (19) an entry is one word, and it stays, since no peer is more than one call ahead.
-__device__ __forceinline__ void compare_this_call(const Arguments& a, const Call& call) {
-  if (!is_last_block() || threadIdx.x >= a.world_size) return;
-  const u64* const entry = &a.counters->called[threadIdx.x][call.epoch % kept_calls];
-  Deadline deadline;
-  u64 told = load_relaxed_sys(entry);
-  for (; u32(told >> 32) != call.epoch + 1; told = load_relaxed_sys(entry)) {
-    const Deadline::State state = deadline.check(a, call);
-    if (state == Deadline::waiting) continue;
-    if (state == Deadline::expired) report(a, timed_out, call.epoch, threadIdx.x, call.epoch + 1, u32(told >> 32));
-    return;
-  }
-  if (u32(told) != a.fingerprint) report(a, disagreed, call.epoch, threadIdx.x, a.fingerprint, u32(told));
-}
-
 // Receives one pack from each of N ranks at each of `Count` places, polled in one loop, and arms the slots again:
 // `part[i][r]` from rank `source` + r, at offset `at[i]` + r * capacity of this rank's scratch. Places may be equal.
 // False when the wait expired. With N = 1 the pack is a sum, for which its sender waits too. The wait for it has a

@@ -54,9 +54,12 @@ __device__ __forceinline__ Pack* after_signal_pad(const Arguments& a, int rank) 
 //      - Copies, (5) and (6), bypass L1. So do relaxed loads of system scope, the only ones that read data with their
 //        own readiness.
 
+__device__ __forceinline__ u64 flag_of(const Arguments& a, const Call& call, u32 step) {
+  return u64(2 * step + call.epoch % 2) << 32 | a.fingerprint;
+}
+
 __device__ __forceinline__ void set_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 step) {
-  const u64 flag = u64(2 * step + call.epoch % 2) << 32 | a.fingerprint;
-  store_release_sys(&signal_pad(a, peer)->flag[row][a.rank], flag);
+  store_release_sys(&signal_pad(a, peer)->flag[row][a.rank], flag_of(a, call, step));
 }
 
 // By one thread: waits until `peer` has set its flag in a row to `step`. False when it did not in time, or, with
@@ -64,18 +67,21 @@ __device__ __forceinline__ void set_flag(const Arguments& a, const Call& call, u
 __device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 step,
                                               bool compares = true) {
   const u64* flag = &signal_pad(a, a.rank)->flag[row][peer];
+  const u64 own = flag_of(a, call, step);
   Deadline deadline;
-  u64 seen = load_acquire_sys(flag);
-  for (; int(u32(seen >> 32) - 2 * step) < 0; seen = load_acquire_sys(flag)) {
+  for (u64 seen; (seen = load_acquire_sys(flag)) != own;) {
+    if (int(u32(seen >> 32) - 2 * step) >= 0) {
+      const bool of_this_call = (seen >> 32) % 2 == call.epoch % 2;
+      if (!compares || !of_this_call || u32(seen) == a.fingerprint) return true;
+      report(a, disagreed, call.epoch, peer, a.fingerprint, u32(seen));
+      return false;
+    }
     const Deadline::State state = deadline.check(a, call);
     if (state == Deadline::waiting) continue;
     if (state == Deadline::expired) report(a, timed_out, call.epoch, peer, step, u32(seen >> 33));
     return false;
   }
-  const bool of_this_call = (seen >> 32) % 2 == call.epoch % 2;
-  if (!compares || !of_this_call || u32(seen) == a.fingerprint) return true;
-  report(a, disagreed, call.epoch, peer, a.fingerprint, u32(seen));
-  return false;
+  return true;
 }
 
 class Signals {
