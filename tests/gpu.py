@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import struct
 from collections.abc import Callable, Sequence
 from unittest import mock
 
@@ -204,7 +205,8 @@ class Ranks:
             with on_device(rank):
                 call(driver.cuMemcpyHtoD, pointer, ctypes.addressof(counters), ctypes.sizeof(counters))
                 if algorithm not in _WITHOUT_PAD:
-                    call(driver.cuMemsetD32, pointer + COUNTERS_NBYTES, value, SIGNAL_PAD_NBYTES // 4)
+                    flags = struct.pack("2I", 0, 2 * value % (1 << 32)) * (SIGNAL_PAD_NBYTES // 8)
+                    call(driver.cuMemcpyHtoD, pointer + COUNTERS_NBYTES, flags, SIGNAL_PAD_NBYTES)
                 call(driver.cuCtxSynchronize)  # before a peer's next call writes there
 
 

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(512, 2) multimem_one_shot(const __grid_constan
 
   for (u64 i = first; i < packs; i += stride) after_signal_pad(a, a.rank)[stage + i] = input.load(i);
   Multimem::fence_before_signal();
-  signals.send<N>(a, 1);
+  signals.send<N>(a, call, 1);
   advance_epoch(a, call);
   if (signals.wait<N>(a, call, 1))
     for (u64 i = first; i < packs; i += stride) output.store(i, Multimem::template ld_reduce<T, N>(a, stage + i));

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(512, 2) multimem_two_shot(const __grid_constan
       if (owner * shard + j < packs) stage[owner * shard + j] = mine[owner];
   }
   Multimem::fence_before_signal();
-  signals.send<N>(a, 1);
+  signals.send<N>(a, call, 1);
   advance_epoch(a, call);
   bool ok = signals.wait<N>(a, call, 1);
   if (ok) {
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(512, 2) multimem_two_shot(const __grid_constan
         if (i + k * stride < end) Multimem::template st<N>(a, i + k * stride, sum[k]);
     }
     Multimem::fence_before_signal();
-    signals.send<N>(a, 2);
+    signals.send<N>(a, call, 2);
     ok = signals.wait<N>(a, call, 2);
   }
   for (u64 j = first; ok && j < shard; j += stride) {

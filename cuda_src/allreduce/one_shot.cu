@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(max_threads, 2) one_shot(const __grid_constant
   };
 
   for (u64 i = first; i < packs; i += stride) stage(a.rank)[i] = input.load(i);
-  signals.send<N>(a, 1);
+  signals.send<N>(a, call, 1);
   advance_epoch(a, call);
   if (signals.wait<N>(a, call, 1)) {
     for (int ahead = 0; ahead < Depth - 1; ++ahead) pull(first + ahead * stride, ahead);

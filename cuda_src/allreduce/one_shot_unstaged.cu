@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(512, 2) one_shot_unstaged(const __grid_constan
 
   if constexpr (!Direct)
     for (u64 i = first; i < packs; i += stride) stage(a.rank)[i] = input.load(i);
-  signals.send<N>(a, 1);
+  signals.send<N>(a, call, 1);
   advance_epoch(a, call);
   if (signals.wait<N>(a, call, 1)) {
     for (u64 i = first; i < packs; i += stride) {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(512, 2) one_shot_unstaged(const __grid_constan
       output.store(i, sum_in_rank_order<T, N>(part));
     }
     if constexpr (Direct) {
-      signals.send<N>(a, 2);
+      signals.send<N>(a, call, 2);
       signals.wait<N>(a, call, 2);
     }
   }

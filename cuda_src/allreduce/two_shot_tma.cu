@@ -120,7 +120,7 @@ struct TwoShotTma {
       }
       __syncwarp();
       if (k + 1 < chunks) load(k + 1);
-      signals(scattered).template send<N>(a, k + 1);
+      signals(scattered).template send<N>(a, call, k + 1);
     }
   }
 
@@ -176,7 +176,7 @@ struct TwoShotTma {
         wait_for_bulk_stores();
         progress.pushed.arrive();
       }
-      signals(reduced).template send<N>(a, k + 1);
+      signals(reduced).template send<N>(a, call, k + 1);
     }
   }
 

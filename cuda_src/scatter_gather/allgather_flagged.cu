@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   for (u32 j = first; j < own;) {
 #pragma unroll
-    for (int hop = 1; hop < N; ++hop) push_flagged(place(a, hop, slots + a.rank * a.capacity, j), mine);
+    for (int hop = 1; hop < N; ++hop) push_flagged(a, place(a, hop, slots + a.rank * a.capacity, j), mine);
     output.store(j, mine);
     j += stride;
     if (j < own) mine = input.load(j);

@@ -30,7 +30,7 @@ from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.ranks import agreement
 from graphar.runtime import launcher
-from graphar.runtime.bind.launches import bind_launch, on_own_device
+from graphar.runtime.bind.launches import bind_launch, on_own_device, put_with_numbers
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.catalogue import fused_matmul_source
 from graphar.runtime.engine import Engine
@@ -220,7 +220,8 @@ class FusedMatmul:
         bind = gathered_tiles if self._gathers else skinny if self._skinny else summed_tiles
         parameters, grid = bind(tile, matrices, one, arguments, rows, chip)
         launch = KernelLaunch(self._functions[at][tile, matrices.layout], [*parameters, arguments], grid)
-        put = arguments.epilogue.put if self._call.work.epilogue else None
+        epilogue = self._call.work.epilogue
+        put = epilogue and put_with_numbers(self._runner, arguments, words, epilogue, arguments.epilogue.put)
         return bind_launch(self._runner, member, launch, arguments, put)
 
     # ---- operands as kernels take them ------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def _run(engine: Engine, xs, outs, given):
     """Writes the tensors of all ranks into every tensor of ``outs``, which are contiguous."""
     axis = given.axis
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
-    work = Parts(NAME, parts.counts_of(rows[0], given.sizes), axis=axis)
+    work = Parts(NAME, parts.counts_of(rows[0], given.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
     ranks = options.operands_of_sum(rows, rooms, None)
     plan = engine.run(Call.of(work, rows[0], timeout_s=given.timeout_s), ranks)
     for room, out in zip(rooms, outs, strict=True):

@@ -151,7 +151,7 @@ def _run(engine: Engine, xs, outs, given):
     followed = options.applied(NAME, given, xs)
     prefetches = bool(given.prefetch) and not codec and not followed
     call = Call.of(
-        Sum(xs[0].numel(), codec, followed and followed.form),
+        Sum(xs[0].numel(), codec, followed and followed.form, tuple(xs[0].shape)),
         xs[0],
         algorithm=given.algorithm,
         timeout_s=given.timeout_s,

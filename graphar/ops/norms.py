@@ -178,7 +178,8 @@ def run(op: str, engine: Engine, xs, residuals, weights, outs, given):
     ]
     x = ranks[0].inputs[0]
     counts = parts.counts_of(x, given.sizes) if hasattr(given, "sizes") else (x.numel(),)
-    work = Norm(op, counts, x.shape[-1], given.output, given.eps, given.weight_offset)
+    numbers = given.eps, given.weight_offset
+    work = Norm(op, counts, x.shape[-1], given.output, *numbers, row=tuple(x.shape[1:]))
     return engine.run(Call.of(work, x, timeout_s=given.timeout_s), ranks), ranks
 
 

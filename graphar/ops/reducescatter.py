@@ -126,7 +126,8 @@ def _run(engine: Engine, xs, outs, given):
         call_checks.check_quantized_call(NAME, codec, "auto", xs[0])
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
     followed = _applied(given, rooms)
-    work = Parts(NAME, parts.counts_of(rows[0], given.sizes), codec, followed and followed.form, axis)
+    counts, row = parts.counts_of(rows[0], given.sizes), tuple(rows[0].shape[1:])
+    work = Parts(NAME, counts, codec, followed and followed.form, axis, row=row)
     call, ranks = Call.of(work, rows[0], timeout_s=given.timeout_s), options.operands_of_sum(rows, rooms, followed)
     plan = engine.run(call, ranks)
     for room, out in zip(rooms, outs, strict=True):

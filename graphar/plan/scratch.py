@@ -23,7 +23,7 @@ PACKS_A_LINE = 8
 WARP = 32
 MIB = 1 << 20
 
-SIGNAL_PAD_NBYTES = MAX_BLOCKS * MAX_RANKS * 4
+SIGNAL_PAD_NBYTES = MAX_BLOCKS * MAX_RANKS * 8
 SENTINEL = 0xFF  # the byte of the sentinel: a word of all ones has not arrived (cuda_src/device/sync/sentinel.cuh)
 
 # A constant must equal the kernel's constant that its comment names; tests compare them.

@@ -54,6 +54,14 @@ def _shape_of_parts(x: torch.Tensor, parts: tuple[int, ...], axis: int = 0, join
     return f"[{', '.join(shape)}] {x.dtype}, axis {axis}, sizes {lengths}"
 
 
+def _in_rows(row: tuple[int, ...]) -> str:
+    return f" in rows of {list(row)}" if row else ""
+
+
+def _numbers_of_norm(eps: float, weight_offset: float) -> str:
+    return f"eps {eps:.9g}, weight offset {weight_offset:.9g}"  # fp32 has no more digits
+
+
 def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
     codec = [f"codec {without_seeds(work.codec)}"] if work.codec else []
     return codec + ([f"epilogue {work.epilogue.text}"] if work.epilogue else [])
@@ -65,6 +73,7 @@ class Sum(NamedTuple):
     numel: int  # the elements of the tensor
     codec: str = ""
     epilogue: Pointwise | None = None
+    shape: tuple[int, ...] = ()  # of the user's tensor, if the ranks must have the same
 
     op = "allreduce"
     unit = "elements"
@@ -77,7 +86,7 @@ class Sum(NamedTuple):
         return None
 
     def amount(self, dtype: torch.dtype) -> str:
-        return f"{self.numel} elements of {dtype}"
+        return f"{list(self.shape)} {dtype}" if self.shape else f"{self.numel} elements of {dtype}"
 
     def amount_of(self, x: torch.Tensor) -> str:
         return f"{list(x.shape)} {x.dtype}"
@@ -94,6 +103,7 @@ class Parts(NamedTuple):
     epilogue: Pointwise | None = None
     axis: int = 0  # the dimension of the user's tensor that is the first dimension of the call's tensors
     followed_by: str = ""  # what every rank does with its result, in words, or an empty string
+    row: tuple[int, ...] = ()  # the shape of the user's tensor without the axis, if the ranks must have the same
 
     unit = "elements"
 
@@ -101,7 +111,8 @@ class Parts(NamedTuple):
         return None
 
     def amount(self, dtype: torch.dtype) -> str:
-        return f"parts of {list(self.parts)} elements of {dtype}"
+        axis = f" along axis {self.axis}" if self.axis else ""
+        return f"parts of {list(self.parts)} elements of {dtype}{_in_rows(self.row)}{axis}"
 
     def amount_of(self, x: torch.Tensor) -> str:
         return _shape_of_parts(x, self.parts, self.axis, joined=self.op == "allgather")
@@ -120,6 +131,7 @@ class Norm(NamedTuple):
     output: str = "like_input"  # the format of the normed rows, one of NORM_OUTPUTS
     eps: float = 1e-6  # is added to the mean square
     weight_offset: float = 0.0  # is added to the weight
+    row: tuple[int, ...] = ()  # the shape of the user's tensor without its first dimension, if ranks must have the same
 
     unit = "elements"
     codec = ""
@@ -130,7 +142,7 @@ class Norm(NamedTuple):
 
     def amount(self, dtype: torch.dtype) -> str:
         numbers = self.parts[0] if len(self.parts) == 1 else f"parts of {list(self.parts)}"
-        return f"{numbers} elements of {dtype}"
+        return f"{numbers} elements of {dtype}{_in_rows(self.row)}"
 
     def amount_of(self, x: torch.Tensor) -> str:
         if len(self.parts) == 1:
@@ -140,7 +152,7 @@ class Norm(NamedTuple):
     @property
     def options(self) -> list[str]:
         how = [] if self.output == "like_input" else [self.output]
-        return [f"{self.columns} columns", *how, f"eps {self.eps:g}, weight offset {self.weight_offset:g}"]
+        return [f"{self.columns} columns", *how, _numbers_of_norm(self.eps, self.weight_offset)]
 
 
 class TensorTuple(NamedTuple):
@@ -215,7 +227,7 @@ class Product(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        norm = ["eps {:g}, weight offset {:g}".format(*self.norm)] if self.norm else []
+        norm = [_numbers_of_norm(*self.norm)] if self.norm else []
         return _wire_and_epilogue(self) + norm
 
 

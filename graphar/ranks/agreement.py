@@ -6,7 +6,10 @@ that they cannot disagree about what a call is. A deadline and a codec's seed ma
 
 from __future__ import annotations
 
+import ctypes
+import time
 import zlib
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -18,6 +21,7 @@ from graphar.plan.config import Config, Kernel
 from graphar.plan.slices import Slice
 from graphar.plan.work import Product
 
+_POLL_S = 0.01
 _KEPT_CALLS = 1024  # the calls that other ranks can look up in words; later ones take the place of the first
 
 
@@ -68,6 +72,11 @@ def words_of_matmul_launch(call: Call, algorithm: Algorithm, one: Slice) -> str:
     return f"{words(call)} by {algorithm.value}{offset}"
 
 
+def words_with_numbers(words: str, numbers: Sequence[float]) -> str:
+    """Returns the words of a launch with the numbers of its epilogue, which kernels take in fp32."""
+    return f"{words}, numbers {', '.join(f'{ctypes.c_float(one).value:.9g}' for one in numbers)}"
+
+
 class Store(Protocol):
     """The part of a rendezvous by which ranks look up each other's words."""
 
@@ -83,8 +92,8 @@ class Fingerprints:
         self._store = store
         self._words: dict[int, str] = {}
 
-    def of(self, said: str) -> int:
-        """Returns the number of words, which other ranks can look up from now on."""
+    def of(self, said: str, tells: bool = True) -> int:
+        """Returns the number of words, which other ranks can look up: from now on, or once :meth:`tell` is called."""
         number = zlib.crc32(said.encode()) or 1  # 0 means no call
         if number not in self._words:
             if len(self._words) >= _KEPT_CALLS:
@@ -92,12 +101,23 @@ class Fingerprints:
                 del self._words[oldest]
                 self._store.withdraw(_name(oldest))
             self._words[number] = said
-            self._store.publish(_name(number), said)
+            if tells:
+                self._store.publish(_name(number), said)
         return number
 
-    def words(self, number: int, rank: int) -> str:
-        """Returns the words of a rank that have this number."""
-        return self._words.get(number) or self._store.published(_name(number), rank) or "another call"
+    def tell(self, number: int) -> None:
+        """Lets other ranks look up the words of a number from now on."""
+        if number in self._words:
+            self._store.publish(_name(number), self._words[number])
+
+    def words(self, number: int, rank: int, patience_s: float = 0.0) -> str:
+        """Returns the words of a rank that have this number, which the rank may tell within so many seconds."""
+        deadline = time.monotonic() + patience_s
+        while not (found := self._words.get(number) or self._store.published(_name(number), rank)):
+            if time.monotonic() >= deadline:
+                return "another call"
+            time.sleep(_POLL_S)
+        return found
 
 
 def _name(number: int) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from graphar.errors import CommunicatorError, GrapharError
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
-from graphar.ranks.agreement import Fingerprints
+from graphar.ranks.agreement import Fingerprints, words_with_numbers
 from graphar.ranks.capture import is_capturing
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.runtime.arguments import Arguments, Counters, Record
@@ -36,6 +37,7 @@ from graphar.runtime.symmetric_tensors import SymmetricTensors
 
 T = TypeVar("T", bound=Arguments)
 
+_PATIENCE_S = 1.0  # with a rank whose kernels have found a difference, until its host tells what it called
 _PREPARING = "preparing"  # the name under which a rank publishes the call that it makes a plan for
 
 
@@ -93,6 +95,14 @@ class Runner:
             arguments.begin[rank], arguments.count[rank] = begin, count
         return arguments
 
+    def fingerprint(self, words: str, numbers: Sequence[float], tells: bool) -> int:
+        """Returns the fingerprint of a launch with these numbers of its epilogue.
+
+        Other ranks can look up its words at once if it ``tells``, which takes as long as some calls, and else only once
+        a kernel has found that ranks differ.
+        """
+        return self._fingerprints.of(words_with_numbers(words, numbers), tells)
+
     # ---- failures and the end ---------------------------------------------------------------------------------------
 
     def calls_begun(self) -> dict[Algorithm, list[int | None]]:
@@ -125,7 +135,9 @@ class Runner:
         if self._failure is None:
             record = next((member.record for member in self.members if member.record.kind), None)
             if record is not None:
-                words, unlike = self._fingerprints.words, lambda: self._unlike_calls(record)
+                self._fingerprints.tell(record.expected)
+                words = partial(self._fingerprints.words, patience_s=_PATIENCE_S)
+                unlike = partial(self._unlike_calls, record)
                 self._failure = failure_of_kernel(record, self._last_calls, words, unlike)
         return self._failure
 

@@ -14,38 +14,29 @@ PARTS = "device/parts.cuh"
 TILES, LOSSLESS, TILE_CHUNKS = "device/wire/wire.cuh", "device/wire/lossless.cuh", "device/wire/tile_chunks.cuh"
 TWO_SHOT_PIPELINE, PUSH_PIPELINE = "device/sync/two_shot_pipeline.cuh", "device/sync/push_pipeline.cuh"
 LOADED = "    __syncwarp();  // (24)\n"
-SEND = "store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);"
-WARP_SEND = "store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);"
-POLL = "for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {"
+SET = "store_release_sys(&signal_pad(a, peer)->flag[row][a.rank], flag_of(a, call, step));"
+POLL = "for (u64 seen; (seen = load_acquire_sys(flag)) != own;) {"
 ARM = "store_relaxed_sys(slot(a, 0, at[i] + r * a.capacity), Pack{{not_yet, not_yet, not_yet, not_yet}});"
-REDUCE_AND_SEND = "    if (k >= 1 && k <= chunks) body.reduce(k - 1);\n    signals.send<N>(a, k + 1);\n"
+REDUCE_AND_SEND = "    if (k >= 1 && k <= chunks) body.reduce(k - 1);\n    signals.send<N>(a, call, k + 1);\n"
 SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;"
 
 MUTANTS = (
     # ---- order
-    mutant("a signal that is no release", PAD, SEND, SEND.replace("release_sys", "relaxed_gpu"), "one_shot", "thread"),
-    mutant(
-        "a warp's signal that is no release",
-        PAD,
-        WARP_SEND,
-        WARP_SEND.replace("release_sys", "relaxed_gpu"),
-        "two_shot_tma",
-        "thread",
-        2,
-    ),
+    mutant("a signal that is no release", PAD, SET, SET.replace("release", "relaxed"), "one_shot", "thread"),
+    mutant("a warp's signal, no release", PAD, SET, SET.replace("release", "relaxed"), "two_shot_tma", "thread", 2),
     mutant(
         "a wait that is no acquire",
         PAD,
         POLL,
-        POLL.replace("acquire_sys", "relaxed_gpu"),
+        POLL.replace("acquire", "relaxed"),
         "two_shot_pipelined",
         "thread",
     ),
     mutant(
         "a signal before the block's writes",
         PAD,
-        "void send(const Arguments& a, u32 steps) const {\n    __syncthreads();",
-        "void send(const Arguments& a, u32 steps) const {",
+        "u32 steps) const {\n    __syncthreads();",
+        "u32 steps) const {",
         "allgather_push",
         "thread",
     ),
@@ -140,8 +131,8 @@ MUTANTS = (
     mutant(
         "half a pack taken for whole",
         FLAGGED,
-        "found.complete &= pair.half[i] >> 32 != 0;",
-        "found.complete &= h == 1 || pair.half[i] >> 32 != 0;",
+        "found.difference |= flag ^ a.fingerprint;",
+        "found.difference |= h == 1 ? 0 : flag ^ a.fingerprint;",
         "allgather_flagged",
     ),
     mutant(

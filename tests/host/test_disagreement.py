@@ -1,4 +1,7 @@
-"""Ranks that call different things with one kernel, on the host: every rank is told, at most ten calls later."""
+"""Ranks that call different things with one kernel, on the host: every rank is told.
+
+Where flags announce the data, in the same call and before any data is read; else at most ten calls later.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from tests.host.build import Mutation, build
 from tests.host.cases import WORLD_SIZES, Kernels, dtypes_of, first_epoch, simulate
 from tests.host.every_kernel import EVERY_KERNEL, run
 from tests.host.every_kernel import draw as draw_every
+from tests.host.simulate import has_pad
 from tests.host.test_faults import DEADLINE_OF_WARPS_NS, SEED, TIMED_OUT, draw_sizes
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
+FLAGGED = [algorithm for algorithm in EVERY_KERNEL if has_pad(algorithm) or algorithm is Algorithm.ALLGATHER_FLAGGED]
 DISAGREED = 3  # `disagreed` in cuda_src/device/sync/record.cuh
 ONE, OTHER = 7, 8  # fingerprints
 
@@ -63,7 +68,7 @@ def test_every_rank_is_told_at_most_ten_calls_later(algorithm, world_size):
 
 @pytest.mark.parametrize("seed", [0, 2])  # of which the epochs begin at 0, and four before they wrap
 @pytest.mark.parametrize("before", range(8))
-@pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT_PUSH, Algorithm.ONE_SHOT])
+@pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT_PUSH, Algorithm.REDUCESCATTER_PUSH])
 def test_every_rank_is_told_at_most_ten_calls_later_and_none_sooner_than_another(algorithm, before, seed):
     """Ranks compare at every eighth call, and not yet the call before it: of call 7 they hear in call 16."""
     drawn, sequence = draw_with_results(algorithm, 3, before + 11), first_epoch(seed) + before
@@ -84,6 +89,22 @@ def test_calls_that_are_alike_are_never_told_apart(algorithm):
     calls = [replace(call, fingerprints=(at,) * 3) for at, call in enumerate(draw_calls(algorithm, 3))]
 
     assert [outcome.record.kind for outcome in run(algorithm, 3, 0, calls)] == [0, 0, 0]
+
+
+@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("algorithm", FLAGGED)
+def test_every_rank_is_told_in_the_same_call_and_gets_no_data_where_flags_announce_them(algorithm, world_size):
+    for seed in range(3):
+        (first, _), *others = draw_with_results(algorithm, world_size, 12)
+        second, expected = max(others, key=lambda one: sum(one[0].counts))
+        unlike = replace(second, fingerprints=fingerprints(world_size))
+
+        outcomes = run(algorithm, world_size, seed, [first, unlike])
+
+        expect_all_told([outcome.record for outcome in outcomes], (first_epoch(seed) + 1) % (1 << 32))
+        for outcome, result in zip(outcomes, expected, strict=True):
+            assert not torch.equal(outcome.results[1], result.contiguous().view(-1).view(torch.uint8))
 
 
 def awaited(absent=()):
@@ -119,7 +140,7 @@ def test_a_rank_that_another_no_longer_calls_with_is_told_why():
 
 # ---- mistakes that must be noticed ----------------------------------------------------------------------------------
 
-AGREEMENT = "device/sync/agreement.cuh"
+AGREEMENT, PAD = "device/sync/agreement.cuh", "device/sync/signal_pad.cuh"
 TELL = "->called[a.rank][epoch % kept_calls]"
 COMPARE = "    if (disagree(own, told) && "
 
@@ -153,3 +174,52 @@ def test_a_mistake_in_telling_is_noticed(was, becomes):
     outcomes = simulate(program, kernels, world_size, kernels.dtypes[0], 0, calls)
 
     assert {outcome.record.kind for outcome in outcomes} != {DISAGREED}
+
+
+def kinds_of(mutation, algorithm, calls, world_size=3):
+    """The kinds of the records that ranks write with a mistake in the kernel."""
+    kernels = Kernels(algorithm, WORLD_SIZES, dtypes_of(algorithm))
+    program = build(kernels.sources(), "plain", mutation)
+    return {one.record.kind for one in simulate(program, kernels, world_size, kernels.dtypes[0], 0, calls)}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "file", "was", "becomes"),
+    [
+        (Algorithm.ONE_SHOT, PAD, "u32(seen) == a.fingerprint) return true;", "true) return true;"),
+        (
+            Algorithm.ALLGATHER_FLAGGED,
+            "device/sync/flagged.cuh",
+            "|= flag ^ a.fingerprint;",
+            "|= flag == 0;",
+        ),
+    ],
+    ids=["flags of a pad", "flags beside the data"],
+)
+def test_a_call_that_is_not_compared_at_once_is_noticed(algorithm, file, was, becomes):
+    unlike = replace(draw_calls(algorithm, 3)[0], fingerprints=fingerprints(3), timeout_ns=DEADLINE_OF_WARPS_NS)
+
+    assert kinds_of(None, algorithm, [unlike]) == {DISAGREED}
+    assert kinds_of(Mutation(file, was, becomes), algorithm, [unlike]) != {DISAGREED}
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [
+        ("!of_this_call || ", "(false && of_this_call) || "),
+        ("base_ + steps, steps > 0);", "base_ + steps, true);"),
+        ("u64(2 * step + call.epoch % 2)", "u64(2 * step + 0 * call.epoch)"),
+    ],
+    ids=["flags of the next call are compared", "flags of the last call are compared", "flags have no parity"],
+)
+def test_calls_that_are_alike_and_told_apart_by_a_mistake_are_noticed(was, becomes):
+    found = set()
+    for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT_PIPELINED):
+        drawn = draw_calls(algorithm, 2)
+        small = min(drawn, key=lambda call: (sum(call.blocks) or call.shape.blocks, sum(call.counts)))
+        calls = [replace(small, fingerprints=(at,) * 2) for at in range(1, 100)]
+
+        assert kinds_of(None, algorithm, calls, 2) == {0}
+        found |= kinds_of(Mutation(PAD, was, becomes), algorithm, calls, 2)
+
+    assert DISAGREED in found

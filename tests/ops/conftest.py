@@ -25,7 +25,7 @@ from graphar.runtime.plan import Plan
 from graphar.runtime.runner import Runner
 
 NUMEL = 24
-PLAIN = Call(Sum(NUMEL), torch.bfloat16, -1)
+PLAIN = Call(Sum(NUMEL, shape=(4, 6)), torch.bfloat16, -1)
 
 
 @pytest.fixture

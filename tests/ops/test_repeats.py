@@ -106,7 +106,7 @@ def test_results_of_repeated_calls_in_inference_mode_are_inference_tensors(commu
 
 def test_calls_of_other_sizes_between_do_not_matter(warm, machine, like):
     (plan,) = warm.engine.plans.values()
-    warm.engine.plans.keep(Call(Sum(7), torch.bfloat16, -1), plan)
+    warm.engine.plans.keep(Call(Sum(7, shape=(7,)), torch.bfloat16, -1), plan)
     other = torch.zeros(7, dtype=torch.bfloat16)
     twice(lambda: warm.allreduce(other))
 

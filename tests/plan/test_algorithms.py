@@ -258,7 +258,7 @@ def test_one_shot_has_a_signal_pad_and_room_for_two_tensors(world_size, algorith
     needs = algorithm.row.scratch(world_size)
 
     assert needs.capacity * 16 == algorithm.row.limit(world_size)
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + 2 * needs.capacity * 16
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + 2 * needs.capacity * 16
     assert needs.fill == 0
 
 
@@ -276,7 +276,7 @@ def test_multimem_one_shot_has_a_signal_pad_and_room_for_two_tensors(world_size)
     needs = Algorithm.MULTIMEM_ONE_SHOT.row.scratch(world_size)
 
     assert needs.capacity * 16 == Algorithm.MULTIMEM_ONE_SHOT.row.limit(world_size)
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + 2 * needs.capacity * 16
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + 2 * needs.capacity * 16
     assert needs.fill == 0
 
 
@@ -285,7 +285,7 @@ def test_multimem_two_shot_has_a_signal_pad_and_room_for_one_tensor(world_size):
     needs = Algorithm.MULTIMEM_TWO_SHOT.row.scratch(world_size)
 
     assert needs.capacity * 16 == Algorithm.MULTIMEM_TWO_SHOT.row.limit(world_size)
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + needs.capacity * 16
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + needs.capacity * 16
     assert needs.fill == 0
 
 
@@ -305,7 +305,7 @@ def test_two_shot_pipelined_has_a_signal_pad_and_room_for_a_chunk_of_every_block
 
     assert needs.capacity == scratch.Sizes.pipeline_chunk
     slots = 2 * depth * scratch.Sizes.pipeline_blocks * world_size
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + slots * needs.capacity * 16
     assert needs.fill == 0
 
 
@@ -317,7 +317,7 @@ def test_two_shot_lossless_has_a_signal_pad_and_room_for_a_chunk_of_every_block_
         2 * constant("device/sync/two_shot_pipeline.cuh", "pipeline_depth") * scratch.Sizes.pipeline_blocks * world_size
     )
     assert needs.capacity * 16 == scratch.Sizes.lossless_chunk * scratch.LOSSLESS_TILE_NBYTES
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + slots * needs.capacity * 16
     assert needs.fill == 0
 
 
@@ -328,7 +328,7 @@ def test_two_shot_tma_has_a_signal_pad_and_room_for_a_piece_of_every_channel_ran
     slots = 2 * constant(file_of(Algorithm.TWO_SHOT_TMA), "tma_depth") * channels * world_size
 
     assert scratch.TMA_BLOCKS * constant(file_of(Algorithm.TWO_SHOT_TMA), "channels") <= channels
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * 16
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + slots * needs.capacity * 16
     assert needs.fill == 0
 
 

@@ -174,7 +174,7 @@ def test_allgather_push_has_a_signal_pad_and_room_for_a_chunk_of_every_block_ran
 
     assert needs.capacity == scratch.Sizes.allgather_chunk
     slots = depth * scratch.Sizes.allgather_blocks * world_size
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 4 + slots * needs.capacity * PACK_NBYTES
+    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + slots * needs.capacity * PACK_NBYTES
     assert needs.fill == 0
 
 

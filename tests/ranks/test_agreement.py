@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -22,13 +23,21 @@ BF16, NEGATED, DOUBLED = torch.bfloat16, Pointwise("(-v)", (), 8), Pointwise("2 
 ROWS = (128, 128)
 # A work of each kind, and works that differ from it in one thing on which ranks must agree.
 DIFFERENCES = {
-    Sum(8): [Sum(9), Sum(8, "int8"), Sum(8, epilogue=NEGATED), Sum(8, epilogue=DOUBLED)],
+    Sum(8, shape=(2, 4)): [
+        Sum(9, shape=(3, 3)),
+        Sum(8, shape=(4, 2)),
+        Sum(8, "int8", shape=(2, 4)),
+        Sum(8, epilogue=NEGATED, shape=(2, 4)),
+        Sum(8, epilogue=DOUBLED, shape=(2, 4)),
+    ],
     Parts("reducescatter", (8, 8)): [
         Parts("allgather", (8, 8)),
         Parts("reducescatter", (9, 7)),
         Parts("reducescatter", (8, 8), "int8"),
         Parts("reducescatter", (8, 8), epilogue=NEGATED),
         Parts("reducescatter", (8, 8), followed_by="a gather"),
+        Parts("reducescatter", (8, 8), row=(4,)),
+        Parts("reducescatter", (8, 8), axis=1),
     ],
     Norm("allreduce_residual_rmsnorm", (16,), 8): [
         Norm("reducescatter_residual_rmsnorm", (16,), 8),
@@ -37,6 +46,8 @@ DIFFERENCES = {
         Norm("allreduce_residual_rmsnorm", (16,), 8, "dynamic_fp8"),
         Norm("allreduce_residual_rmsnorm", (16,), 8, eps=1e-5),
         Norm("allreduce_residual_rmsnorm", (16,), 8, weight_offset=1.0),
+        Norm("allreduce_residual_rmsnorm", (16,), 8, eps=1.00000001e-6),
+        Norm("allreduce_residual_rmsnorm", (16,), 8, row=(2, 8)),
     ],
     TensorTuple((BF16, torch.float32), ((4,), ()), ROWS): [
         TensorTuple((BF16, BF16), ((4,), ()), ROWS),
@@ -134,6 +145,27 @@ def test_different_words_have_different_fingerprints_which_other_ranks_look_up()
     assert [second.words(one, 0) for one in asked[:3]] == words
     assert words[2].endswith(", from element 4 of each part on")
     assert second.words(asked[1], 1) == second.words(1, 0) == "another call"
+
+
+def test_words_that_are_not_told_yet_are_waited_for():
+    first, second = of_two_ranks(dist.HashStore())
+    number = first.of("a call", tells=False)
+
+    assert first.words(number, 0) == "a call"
+    assert second.words(number, 0) == "another call"
+    later = threading.Timer(0.1, first.tell, [number])
+    later.start()
+    assert second.words(number, 0, patience_s=60) == "a call"
+    later.join()
+
+
+def test_numbers_are_alike_where_kernels_take_the_same():
+    numbers = [(0.1,), (0.1 + 1e-12,), (0.1 + 1e-8,), (0.1, 2.0)]
+
+    first, close, other, more = (agreement.words_with_numbers("a call", one) for one in numbers)
+
+    assert first == close == "a call, numbers 0.100000001"
+    assert len({first, other, more}) == 3
 
 
 def test_only_the_last_calls_are_kept_in_words(monkeypatch):

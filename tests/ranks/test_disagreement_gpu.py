@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -25,13 +26,19 @@ def sums(numel, dtype=BF16, **options):
     return lambda group: graphar.allreduce(ones(numel, dtype=dtype), group, **options)
 
 
-def norms(rows):
-    return lambda group: graphar.allreduce_residual_rmsnorm(ones(rows, 4096), ones(rows, 4096), ones(4096), group=group)
+def scaled(numel, scale):
+    return lambda group: graphar.allreduce(ones(numel), group, epilogue=graphar.Epilogue("v * scale", scale=scale))
 
 
-def matmuls(rows, columns, partition="tiles"):
+def norms(rows, **options):
+    return lambda group: graphar.allreduce_residual_rmsnorm(
+        ones(rows, 4096), ones(rows, 4096), ones(4096), group=group, **options
+    )
+
+
+def matmuls(rows, columns, bias=False):
     return lambda group: graphar.fused_matmul_allreduce(
-        ones(rows, 512), ones(columns, 512), group=group, partition=partition
+        ones(rows, 512), ones(columns, 512), bias=ones(columns) if bias else None, group=group, partition="tiles"
     )
 
 
@@ -39,6 +46,10 @@ def gathered(rows, epilogue=None, partition="tiles"):
     return lambda group: graphar.fused_allgather_matmul(
         ones(rows, 512), ones(1024, 512), group=group, partition=partition, epilogue=epilogue
     )
+
+
+def gather_fp16(group):
+    return graphar.allgather(ones(512, dtype=FP16), group)
 
 
 def tuples(*columns):
@@ -54,6 +65,17 @@ UNLIKE = {
     "sizes of chunks": (sums(1 << 27, FP16), sums((1 << 27) - (1 << 14), FP16)),
     "dtypes": (sums(1 << 12), sums(1 << 12, FP16)),
     "codecs": (sums(1 << 20, codec="int8"), sums(1 << 20, codec="fp8_e4m3")),
+    "shapes": (
+        lambda group: graphar.allreduce(ones(64, 32), group),
+        lambda group: graphar.allreduce(ones(32, 64), group),
+    ),
+    "rows of parts": (
+        lambda group: graphar.reducescatter(ones(64, 32), group),
+        lambda group: graphar.reducescatter(ones(64, 8, 4), group),
+    ),
+    "numbers of an epilogue": (scaled(1 << 12, 2.0), scaled(1 << 12, 3.0)),
+    "numbers of an epilogue that large sums have": (scaled(1 << 24, 2.0), scaled(1 << 24, 3.0)),
+    "eps of norms": (norms(4), norms(4, eps=1e-5)),
     "epilogues": (sums(1 << 12, epilogue="v + 1"), sums(1 << 12, epilogue="v + 2")),
     "sizes without a loss": (
         sums(1 << 24, algorithm="two_shot_lossless"),
@@ -115,6 +137,38 @@ def test_every_rank_is_told_what_ranks_called(name, raised):
         assert str(rank) in calls
         assert len(set(calls.values())) == 2
         assert "another call" not in calls.values()
+
+
+# Pairs in which flags announce the data.
+AT_ONCE = {
+    "large sums": (sums(1 << 24, algorithm="two_shot_pipelined"), sums(1 << 24, FP16, algorithm="two_shot_pipelined")),
+    "pulled sums": (sums(1 << 12, algorithm="one_shot"), sums(1 << 12, FP16, algorithm="one_shot")),
+    "gathered parts": (lambda group: graphar.allgather(ones(512), group), gather_fp16),
+    "tiles": (matmuls(512, 1024), matmuls(512, 1024, bias=True)),
+}
+
+
+def what_kernels_say_at_once(rank, world_size):
+    """By pair, whether a kernel of this rank has written a record by the end of the unlike calls."""
+    told = {}
+    for name, pair in AT_ONCE.items():
+        with graphar.Communicator(dist.new_group(), timeout_s=TIMEOUT_S) as communicator:
+            for call in pair:
+                call(communicator)
+            torch.cuda.synchronize()
+            pair[min(rank, 1)](communicator)
+            torch.cuda.synchronize()
+            told[name] = bool(communicator.engine.runner.members[0].record.kind)
+            dist.barrier()
+            with contextlib.suppress(graphar.CommunicatorError):
+                communicator.synchronize()
+            dist.barrier()
+    return told
+
+
+def test_ranks_are_told_in_the_same_call_where_flags_announce_the_data():
+    for told in run_ranks(what_kernels_say_at_once, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120):
+        assert all(told.values()), told
 
 
 def call_and_wait(communicator, call):

@@ -49,7 +49,7 @@ def test_a_plan_is_logged_once_with_its_algorithm_and_the_reason(pair, log):
     for _ in range(3):
         pair.allreduce([torch.ones(4)] * 2)
 
-    assert log() == ["allreduce of 4 elements of torch.float32: fallback: the tensor is on the CPU"]
+    assert log() == ["allreduce of [4] torch.float32: fallback: the tensor is on the CPU"]
 
 
 def test_a_communicator_is_logged_once_with_the_reason_why_no_kernels_serve_it(pair, log):
@@ -161,7 +161,7 @@ def logged(value: str) -> list[str]:
         ("info", ["INFO graphar.runtime.engine: communicator of ranks"]),
         (
             "debug",
-            ["DEBUG graphar.runtime.bind.collective: allreduce of 4", "INFO graphar.runtime.engine: communicator"],
+            ["DEBUG graphar.runtime.bind.collective: allreduce of [4]", "INFO graphar.runtime.engine: communicator"],
         ),
     ],
 )

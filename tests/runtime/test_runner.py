@@ -189,7 +189,7 @@ def tell(monkeypatch, calls):
 
 def test_a_wait_for_a_rank_that_calls_another_algorithm_says_what_both_called(monkeypatch):
     failed = runner_of(monkeypatch, record_of(kind=1, expected=42, seen=41))
-    monkeypatch.setattr(failed._fingerprints, "words", lambda fingerprint, rank: CALLS[fingerprint])
+    monkeypatch.setattr(failed._fingerprints, "words", lambda fingerprint, rank, patience_s=0.0: CALLS[fingerprint])
     tell(monkeypatch, {(0x1000, 0, 41): 7, (0x4000, 2, 3): 8, (0x4000, 0, 2): 5, (0x4000, 2, 2): 5})
 
     with pytest.raises(CommunicatorError, match="rank 0: allreduce of 8 elements\nrank 2: allreduce of 9 elements"):
@@ -234,7 +234,7 @@ def test_a_timeout_says_what_a_rank_is_loading_kernels_for(monkeypatch):
 
 def test_a_rank_that_loads_kernels_in_vain_is_told_what_the_absent_rank_called(monkeypatch):
     alone = runner_of(monkeypatch, record_of(kind=0), rendezvous=Words())
-    monkeypatch.setattr(alone._fingerprints, "words", lambda fingerprint, rank: CALLS[fingerprint])
+    monkeypatch.setattr(alone._fingerprints, "words", lambda fingerprint, rank, patience_s=0.0: CALLS[fingerprint])
     tell(monkeypatch, {(0x4000, 2, 3): 8})
 
     with (
@@ -309,7 +309,7 @@ CALLS = {7: "allreduce of 8 elements", 8: "allreduce of 9 elements"}
 @pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
 def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
     failed = runner_of(monkeypatch, record_of(kind=3, expected=7, seen=8))
-    monkeypatch.setattr(failed._fingerprints, "words", lambda fingerprint, rank: CALLS[fingerprint])
+    monkeypatch.setattr(failed._fingerprints, "words", lambda fingerprint, rank, patience_s=0.0: CALLS[fingerprint])
 
     with pytest.raises(CommunicatorError) as raised:
         failed.raise_failure()

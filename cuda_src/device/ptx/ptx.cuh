@@ -62,6 +62,16 @@ __device__ __forceinline__ void store_release_sys(u32* address, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }
 
+__device__ __forceinline__ u64 load_acquire_sys(const u64* address) {
+  u64 v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_release_sys(u64* address, u64 v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
+}
+
 __device__ __forceinline__ u32 load_relaxed_gpu(const u32* address) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");

@@ -9,10 +9,11 @@
 template <int N>
 __device__ __forceinline__ void enter(const Arguments& a, const Call& call) {
   const u32 lane = threadIdx.x % 32;
-  if (lane < N && lane != a.rank) store_release_sys(&signal_pad(a, lane)->flag[0][a.rank], call.epoch + 1);
+  if (lane < N && lane != a.rank) set_flag(a, call, 0, lane, call.epoch + 1);
 }
 
-// By one warp: waits until every peer has entered this call. False if a peer did not enter in time. This wait comes
+// By one warp: waits until every peer has entered this call. False if a peer did not in time, or entered another call
+// (25). This wait comes
 // before all others, so that the time-out names the missing rank, and not a rank that itself waits for the missing one.
 template <int N>
 __device__ __forceinline__ bool wait_until_all_entered(const Arguments& a, const Call& call) {

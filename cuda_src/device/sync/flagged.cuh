@@ -1,9 +1,10 @@
-// Readiness beside the data: each 4 bytes travel with a flag in the same 8 bytes.
+// Readiness beside the data: each 4 bytes travel with a flag in the same 8 bytes, the fingerprint of the call.
 //
 // For data in which no value is free to mean 'not yet' (sentinel.cuh). It sends twice the bytes. An access of 8 bytes
 // is never torn, so if the flag has arrived, so have the data. (3) and (4) hold: two slots alternate by the epoch's
 // parity, the receiver arms a place again (flags 0) right after reading it, and each rank hears from every other in
-// each call.
+// each call. So a flag that is neither 0 nor this rank's fingerprint is of a peer that calls something else: it is
+// found before the data are used.
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/deadline.cuh"
@@ -20,27 +21,29 @@ __device__ __forceinline__ FlaggedPlace place(const Arguments& a, int hop, u32 s
   return {reinterpret_cast<Pair*>(a.ring[hop]) + slot + j / 32 * 64 + j % 32};
 }
 
-__device__ __forceinline__ void push_flagged(const FlaggedPlace& to, const Pack& p) {
-  constexpr u64 here = u64(1) << 32;
+__device__ __forceinline__ void push_flagged(const Arguments& a, const FlaggedPlace& to, const Pack& p) {
+  const u64 here = u64(a.fingerprint) << 32;
 #pragma unroll
   for (int h = 0; h < 2; ++h) store_relaxed_sys(to.half(h), Pair{{p.word[2 * h] | here, p.word[2 * h + 1] | here}});
 }
 
-// A pack as read, and whether it had arrived.
+// A pack as read, its first flag, and the bits in which its flags differ from this call's: 0 once all have arrived.
 struct Arrival {
   Pack pack;
-  bool complete;
+  u32 flag, difference;
 };
 
-__device__ __forceinline__ Arrival look(const FlaggedPlace& at) {
-  Arrival found{{}, true};
+__device__ __forceinline__ Arrival look(const Arguments& a, const FlaggedPlace& at) {
+  Arrival found{{}, 0, 0};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const Pair pair = load_relaxed_sys(at.half(h));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       found.pack.word[2 * h + i] = u32(pair.half[i]);
-      found.complete &= pair.half[i] >> 32 != 0;
+      const u32 flag = pair.half[i] >> 32;
+      if (h == 0 && i == 0) found.flag = flag;
+      found.difference |= flag ^ a.fingerprint;
     }
   }
   return found;
@@ -48,7 +51,7 @@ __device__ __forceinline__ Arrival look(const FlaggedPlace& at) {
 
 // Receives pack j from each other rank that sends more than j packs, polled in one loop, and arms the places again:
 // part[hop - 1] from the rank `hop` after this one, which sends packs[hop - 1]. `slots` is the offset of the slots of
-// this parity. False when the wait expired.
+// this parity. False when the wait expired, or a rank calls something else.
 template <int N>
 __device__ __forceinline__ bool receive_flagged(const Arguments& a, const Call& call, u32 slots, u32 j,
                                                 const u32 (&packs)[N - 1], Pack (&part)[N - 1]) {
@@ -57,15 +60,19 @@ __device__ __forceinline__ bool receive_flagged(const Arguments& a, const Call& 
   for (int i = 0; i < N - 1; ++i) from[i] = place(a, 0, slots + (a.rank + 1 + i) % N * a.capacity, j);
   Deadline deadline;
   while (true) {
-    u32 missing = N;
+    u32 missing = N, flag = 0;
 #pragma unroll
     for (int i = 0; i < N - 1; ++i) {
       if (j >= packs[i]) continue;
-      const Arrival found = look(from[i]);
+      const Arrival found = look(a, from[i]);
       part[i] = found.pack;
-      if (!found.complete) missing = (a.rank + 1 + i) % N;
+      if (found.difference != 0) missing = (a.rank + 1 + i) % N, flag = found.flag;
     }
     if (missing == N) break;
+    if (flag != 0 && flag != a.fingerprint) {
+      report(a, disagreed, call.epoch, missing, a.fingerprint, flag);
+      return false;
+    }
     const Deadline::State state = deadline.check(a, call);
     if (state == Deadline::waiting) continue;
     if (state == Deadline::expired) report(a, timed_out, call.epoch, missing, 1, 0);

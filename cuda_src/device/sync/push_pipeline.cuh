@@ -43,7 +43,7 @@ __device__ __forceinline__ void run_push_pipeline(const Given& a) {
   for (; body.has_step(k); ++k) {
     if (body.has_chunk(k)) {
       body.send(k);
-      signals.send<N>(a, k + 1);
+      signals.send<N>(a, call, k + 1);
     }
     if (k == 0) continue;
     if (!signals.wait<N>(a, call, k)) break;

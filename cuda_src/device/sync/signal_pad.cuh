@@ -1,12 +1,13 @@
-// Flags between ranks: word [row][source] of every rank's pad. The source writes it, and only ever advances it.
+// Flags between ranks: word [row][source] of every rank's pad. The source writes it, and only ever advances its step.
 #pragma once
 #include "device/sync/deadline.cuh"
 
 // A row for each block, or for each channel and shot (two_shot_tma.cu).
 constexpr int pad_rows = max_blocks;
 
+// Twice the step, plus the parity of the call's epoch; below them, in the lower half, the call's fingerprint.
 struct SignalPad {
-  u32 flag[pad_rows][max_ranks];
+  u64 flag[pad_rows][max_ranks];
 };
 
 // The scratch of an algorithm that signals begins with its pad.
@@ -23,6 +24,14 @@ __device__ __forceinline__ Pack* after_signal_pad(const Arguments& a, int rank) 
 //     every thread's later reads. The barrier is the block's, or the warp's where a warp signals and waits for itself.
 //     Steps are counted per row and only by calls that use the row, so a flag is never far behind. They are compared as
 //     signed differences and may wrap.
+
+// (25) A rank compares what its peers call with what it calls before it reads any data of theirs. Each flag has the
+//      fingerprint of the sender's call in the 64 bits that carry the step, so this needs no other access.
+//      - A flag that has reached a step of this call is of this call or the next one, since by (13) no peer is further
+//        ahead. The parity tells which. A flag of the next call tells nothing about this one, but its sender has ended
+//        this one. There it awaited flags of this rank, which carried this call, and found them alike.
+//      - `first_step` is the last step of an earlier call, of which the parity tells nothing. So it is not compared.
+//      - Every rank awaits a flag of each other rank in each call, and sends its own first. So each rank is told.
 
 // (13) Who hears from a peer's call hears after all that came before this call on the peer. By (1) the peer's earlier
 //      calls are over then, and so are the kernels that wrote its input. One flag is enough, of any block and any step.
@@ -45,14 +54,31 @@ __device__ __forceinline__ Pack* after_signal_pad(const Arguments& a, int rank) 
 //      - Copies, (5) and (6), bypass L1. So do relaxed loads of system scope, the only ones that read data with their
 //        own readiness.
 
-// By one thread: waits until `peer` has set its flag in a row to `value`. False when it did not in time.
-__device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 value) {
-  const u32* flag = &signal_pad(a, a.rank)->flag[row][peer];
+__device__ __forceinline__ u64 flag_of(const Arguments& a, const Call& call, u32 step) {
+  return u64(2 * step + call.epoch % 2) << 32 | a.fingerprint;
+}
+
+__device__ __forceinline__ void set_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 step) {
+  store_release_sys(&signal_pad(a, peer)->flag[row][a.rank], flag_of(a, call, step));
+}
+
+// By one thread: waits until `peer` has set its flag in a row to `step`. False when it did not in time, or, with
+// `compares`, when it calls something else.
+__device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 step,
+                                              bool compares = true) {
+  const u64* flag = &signal_pad(a, a.rank)->flag[row][peer];
+  const u64 own = flag_of(a, call, step);
   Deadline deadline;
-  for (u32 seen = load_acquire_sys(flag); int(seen - value) < 0; seen = load_acquire_sys(flag)) {
+  for (u64 seen; (seen = load_acquire_sys(flag)) != own;) {
+    if (int(u32(seen >> 32) - 2 * step) >= 0) {
+      const bool of_this_call = (seen >> 32) % 2 == call.epoch % 2;
+      if (!compares || !of_this_call || u32(seen) == a.fingerprint) return true;
+      report(a, disagreed, call.epoch, peer, a.fingerprint, u32(seen));
+      return false;
+    }
     const Deadline::State state = deadline.check(a, call);
     if (state == Deadline::waiting) continue;
-    if (state == Deadline::expired) report(a, timed_out, call.epoch, peer, value, seen);
+    if (state == Deadline::expired) report(a, timed_out, call.epoch, peer, step, u32(seen >> 33));
     return false;
   }
   return true;
@@ -68,18 +94,18 @@ class Signals {
 
   // Tells every peer that this block has finished `steps` steps of this call.
   template <int N>
-  __device__ __forceinline__ void send(const Arguments& a, u32 steps) const {
+  __device__ __forceinline__ void send(const Arguments& a, const Call& call, u32 steps) const {
     __syncthreads();
-    if (threadIdx.x < N && threadIdx.x != a.rank)
-      store_release_sys(&signal_pad(a, threadIdx.x)->flag[blockIdx.x][a.rank], base_ + steps);
+    if (threadIdx.x < N && threadIdx.x != a.rank) set_flag(a, call, blockIdx.x, threadIdx.x, base_ + steps);
   }
 
-  // Waits until this block of every peer has finished `steps` steps. False, in all threads, when one did not in time.
+  // Waits until this block of every peer has finished `steps` steps. False, in all threads, when one did not in time,
+  // or calls something else.
   template <int N>
   __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
     bool failed = false;
     if (threadIdx.x < N && threadIdx.x != a.rank)
-      failed = !wait_for_flag(a, call, blockIdx.x, threadIdx.x, base_ + steps);
+      failed = !wait_for_flag(a, call, blockIdx.x, threadIdx.x, base_ + steps, steps > 0);
     return !__syncthreads_or(failed);
   }
 
@@ -98,10 +124,10 @@ class WarpSignals {
   __device__ __forceinline__ WarpSignals(u32 row, u32 base) : row_(row), base_(base) {}
 
   template <int N>
-  __device__ __forceinline__ void send(const Arguments& a, u32 steps) const {
+  __device__ __forceinline__ void send(const Arguments& a, const Call& call, u32 steps) const {
     const u32 lane = threadIdx.x % 32;
     __syncwarp();
-    if (lane < N && lane != a.rank) store_release_sys(&signal_pad(a, lane)->flag[row_][a.rank], base_ + steps);
+    if (lane < N && lane != a.rank) set_flag(a, call, row_, lane, base_ + steps);
   }
 
   template <int N>

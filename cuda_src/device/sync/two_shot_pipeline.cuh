@@ -77,7 +77,7 @@ __device__ __forceinline__ void run_two_shot_pipeline(const Arguments& a) {
     if (k < chunks) body.scatter(k);
     if (!signals.wait<N>(a, call, k)) break;
     if (k >= 1 && k <= chunks) body.reduce(k - 1);
-    signals.send<N>(a, k + 1);
+    signals.send<N>(a, call, k + 1);
     if (Body::gathers && k >= 2) body.gather(k - 2);
   }
   signals.end(a, chunks + 2);

@@ -16,7 +16,7 @@ from graphar.plan.slices import Slice, slices
 from graphar.ranks import agreement, fallback
 from graphar.runtime import launcher, prefetch
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.bind.launches import Put, bind_launch, of_members
+from graphar.runtime.bind.launches import Put, bind_launch, of_members, put_with_numbers
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid
 from graphar.runtime.launcher import Launch as KernelLaunch
@@ -105,7 +105,8 @@ def bind_slice(
         overlaps = is_early and launcher.can_overlap(member.device)
         grid = Grid(config.blocks, config.threads, shared_nbytes, overlaps, config.cluster)
         launch = KernelLaunch(function, [arguments], grid)
-        launches.append(bind_launch(runner, member, launch, arguments, put_of(arguments, config, one)))
+        put = put_with_numbers(runner, arguments, words, call.work.epilogue, put_of(arguments, config, one))
+        launches.append(bind_launch(runner, member, launch, arguments, put))
     return launches
 
 

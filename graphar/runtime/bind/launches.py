@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan.call import Operands
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
@@ -51,6 +52,26 @@ def bind_launch(
             release()
 
     return launch_one
+
+
+def put_with_numbers(runner: Runner, arguments: Arguments, words: str, epilogue: Pointwise | None, put: Put) -> Put:
+    """Returns ``put`` for the launches of a call with an epilogue, on whose numbers ranks must agree as well.
+
+    ``words`` say what else they must agree on. The first numbers are told to other ranks at once: most epilogues never
+    have others.
+    """
+    if epilogue is None or not epilogue.expression.scalars:
+        return put
+    last: tuple[float, ...] | None = None
+
+    def put_and_agree(inputs, outputs, numbers, corner) -> None:
+        nonlocal last
+        if numbers != last:
+            arguments.fingerprint = runner.fingerprint(words, numbers, tells=last is None)
+            last = numbers
+        put(inputs, outputs, numbers, corner)
+
+    return put_and_agree
 
 
 def on_own_device(device: int, launch: Callable) -> Callable:

@@ -149,8 +149,8 @@ void prepare(Rank& rank) {
   for (u32& busy : rank.counters.busy) busy = the_case.busy;
   rank.abort = the_case.aborted;
   if (!the_case.has_pad) return;
-  u32* flags = reinterpret_cast<u32*>(rank.scratch.data());
-  for (int i = 0; i < max_blocks * max_ranks; ++i) flags[i] = the_case.epoch;
+  u64* flags = reinterpret_cast<u64*>(rank.scratch.data());
+  for (int i = 0; i < max_blocks * max_ranks; ++i) flags[i] = u64(2 * the_case.epoch) << 32;  // (25)
 }
 
 Region& output_of(const Call& call, Rank& rank) { return call.in_place ? rank.input : rank.output; }

@@ -286,14 +286,16 @@ inline void store_relaxed_sys(u64* address, u64 v) {
   after_access();
 }
 
-inline u32 load_acquire_sys(const u32* address) {
-  const u32 v = __atomic_load_n(address, __ATOMIC_ACQUIRE);
+template <class Word>
+inline Word load_acquire_sys(const Word* address) {
+  const Word v = __atomic_load_n(address, __ATOMIC_ACQUIRE);
   simulator::acquire_views(address);
   after_poll();
   return v;
 }
 
-inline void store_release_sys(u32* address, u32 v) {
+template <class Word>
+inline void store_release_sys(Word* address, std::type_identity_t<Word> v) {
   simulator::make_released_visible();
   simulator::release_views(address);
   __atomic_store_n(address, v, __ATOMIC_RELEASE);
