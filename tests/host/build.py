@@ -83,10 +83,10 @@ _SMALLER = (
 
 
 @functools.cache
-def build(sources: tuple[KernelSource, ...], sanitizer: str, mutation: Mutation | None = None) -> Path:
+def build(sources: tuple[KernelSource, ...], sanitizer: str, *mutations: Mutation | None) -> Path:
     """The program that runs ``sources``, kernels of one file. A case names a kernel by its index in them."""
     (file,) = {source.file for source in sources}
-    files = _files(mutation)
+    files = _files(mutations)
     files["kernels.cpp"] = f'#include "first.hpp"\n#include "{file}"\n#include "kernels.hpp"\n{_table(sources)}'
     flags = (*FLAGS, *SANITIZERS[sanitizer])
     linked = {f"{name}.o": _compile(files, f"{name}.cpp", (*UNOBSERVED, "-c")) for name in ("scheduler", "views")}
@@ -111,11 +111,11 @@ def _in_table(source: KernelSource) -> str:
     return f"with_tuple<{source.name}>" if TUPLE_VARIANT in source.name else source.name
 
 
-def _files(mutation: Mutation | None) -> dict[str, str]:
+def _files(mutations: Sequence[Mutation | None]) -> dict[str, str]:
     """The texts of the simulator and of cuda_src by file name. Twins replace their originals."""
     sources = source_directory()
     files = {str(path.relative_to(sources)): path.read_text() for path in sources.rglob("*.cu*")}
-    for change in (*_SMALLER, mutation):
+    for change in (*_SMALLER, *mutations):
         if change:
             files[change.file] = change.apply(files[change.file])
     files |= {f"device/{path.relative_to(HERE / 'twin')}": path.read_text() for path in (HERE / "twin").rglob("*.cuh")}

@@ -16,8 +16,8 @@ from tests.host.build import Mutation, build
 from tests.host.cases import WORLD_SIZES, Kernels, dtypes_of, first_epoch, simulate
 from tests.host.every_kernel import EVERY_KERNEL, run
 from tests.host.every_kernel import draw as draw_every
-from tests.host.simulate import has_pad
-from tests.host.test_faults import DEADLINE_OF_WARPS_NS, SEED, TIMED_OUT, draw_sizes
+from tests.host.simulate import ENOUGH_NS, has_pad
+from tests.host.test_faults import DEADLINE_OF_WARPS_NS, SEED, TIMED_OUT
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
@@ -69,18 +69,18 @@ def test_every_rank_is_told_at_most_ten_calls_later(algorithm, world_size):
 @pytest.mark.parametrize("seed", [0, 2])  # of which the epochs begin at 0, and four before they wrap
 @pytest.mark.parametrize("before", range(8))
 @pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT_PUSH, Algorithm.REDUCESCATTER_PUSH])
-def test_every_rank_is_told_at_most_ten_calls_later_and_none_sooner_than_another(algorithm, before, seed):
+def test_every_rank_is_told_at_most_ten_calls_later_wherever_among_eight_the_call_is(algorithm, before, seed):
     """Ranks compare at every eighth call, and not yet the call before it: of call 7 they hear in call 16."""
-    drawn, sequence = draw_with_results(algorithm, 3, before + 11), first_epoch(seed) + before
+    together = next(later for later in range(2, 11) if (first_epoch(seed) + before + later) % 8 == 0)
+    drawn, sequence = draw_with_results(algorithm, 3, before + together + 1), first_epoch(seed) + before
     calls = [call for call, _ in drawn]
     calls[before] = replace(calls[before], fingerprints=fingerprints(3))
 
     outcomes = run(algorithm, 3, seed, calls)
 
     expect_all_told([outcome.record for outcome in outcomes], sequence % (1 << 32))
-    together = next(later for later in range(2, 11) if (sequence + later) % 8 == 0)
-    for rank, outcome in enumerate(outcomes):  # a rank that is told before would send nothing to the others
-        for result, (_, expected) in list(zip(outcome.results, drawn, strict=True))[: before + together + 1]:
+    for rank, outcome in enumerate(outcomes):
+        for result, (_, expected) in list(zip(outcome.results, drawn, strict=True))[:before]:
             assert torch.equal(result, expected[rank].contiguous().view(-1).view(torch.uint8))
 
 
@@ -107,35 +107,27 @@ def test_every_rank_is_told_in_the_same_call_and_gets_no_data_where_flags_announ
             assert not torch.equal(outcome.results[1], result.contiguous().view(-1).view(torch.uint8))
 
 
-def awaited(absent=()):
-    """Two calls. In the second, the last blocks of rank 1 wait for what rank 0 never sends."""
-    _, many, _ = draw_sizes(Algorithm.ONE_SHOT, 2)
-    blocks, unlike = many.shape.blocks, fingerprints(2)
-    last = replace(many, fingerprints=unlike, timeout_ns=DEADLINE_OF_WARPS_NS, absent=absent)
-    return replace(many, fingerprints=(ONE, ONE)), replace(last, blocks=(blocks, blocks + 3))
+def draw_stopped(algorithm, timeout_ns):
+    """Five calls of two ranks. The first ones are unlike, and in the last one rank 0 calls no more."""
+    first, *between, last = draw_calls(algorithm, 2, 5)
+    unlike, alone = replace(first, fingerprints=fingerprints(2)), replace(last, timeout_ns=timeout_ns, absent=(0,))
+    return [unlike, *between, alone]
 
 
-def test_a_wait_that_expires_says_what_the_awaited_rank_calls():
-    *_, odd = (outcome.record for outcome in run(Algorithm.ONE_SHOT, 2, 0, awaited()))
+@pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT_PUSH, Algorithm.REDUCESCATTER_PUSH])
+def test_a_rank_that_waits_for_one_that_has_found_a_difference_is_told_long_before_the_deadline(algorithm):
+    *_, odd = (outcome.record for outcome in run(algorithm, 2, 0, draw_stopped(algorithm, 1000 * ENOUGH_NS)))
 
-    assert (odd.kind, odd.sequence, odd.expected, odd.seen) == (DISAGREED, 1, OTHER, ONE)
+    assert (odd.kind, odd.sequence, odd.peer, odd.expected, odd.seen) == (DISAGREED, 0, 0, OTHER, ONE)
 
 
 def test_a_rank_that_does_not_come_is_not_said_to_call_anything():
-    *_, odd = (outcome.record for outcome in run(Algorithm.ONE_SHOT, 2, 0, awaited(absent=(0,))))
+    first, second = draw_calls(Algorithm.ONE_SHOT, 2, 2)
+    late = replace(second, fingerprints=fingerprints(2), timeout_ns=DEADLINE_OF_WARPS_NS, absent=(0,))
+
+    *_, odd = (outcome.record for outcome in run(Algorithm.ONE_SHOT, 2, 0, [first, late]))
 
     assert (odd.kind, odd.sequence, odd.peer) == (TIMED_OUT, 1, 0)
-
-
-def test_a_rank_that_another_no_longer_calls_with_is_told_why():
-    """Rank 0 has found the difference on its host, and calls no more."""
-    first, *_ = awaited()
-    unlike = replace(first, fingerprints=fingerprints(2))
-    alone = replace(first, timeout_ns=DEADLINE_OF_WARPS_NS, absent=(0,))
-
-    *_, odd = (outcome.record for outcome in run(Algorithm.ONE_SHOT, 2, 0, [first, unlike, alone]))
-
-    assert (odd.kind, odd.sequence, odd.peer, odd.expected, odd.seen) == (DISAGREED, 1, 0, OTHER, ONE)
 
 
 # ---- mistakes that must be noticed ----------------------------------------------------------------------------------
@@ -143,6 +135,7 @@ def test_a_rank_that_another_no_longer_calls_with_is_told_why():
 AGREEMENT, PAD = "device/sync/agreement.cuh", "device/sync/signal_pad.cuh"
 TELL = "->called[a.rank][epoch % kept_calls]"
 COMPARE = "    if (disagree(own, told) && "
+BLIND = Mutation("device/sync/deadline.cuh", "if (found_difference(a, call.epoch))", "if (false)")  # while they wait
 
 
 @pytest.mark.parametrize(
@@ -165,21 +158,17 @@ COMPARE = "    if (disagree(own, told) && "
     ],
 )
 def test_a_mistake_in_telling_is_noticed(was, becomes):
-    algorithm, world_size = Algorithm.ONE_SHOT_PUSH, 3
-    kernels = Kernels(algorithm, WORLD_SIZES, dtypes_of(algorithm))
-    program = build(kernels.sources(), "plain", Mutation(AGREEMENT, was, becomes))
-    first, *later = draw_calls(algorithm, world_size)
-    calls = [replace(first, fingerprints=fingerprints(world_size)), *later]
+    first, *later = draw_calls(Algorithm.ONE_SHOT_PUSH, 3)
+    calls = [replace(first, fingerprints=fingerprints(3)), *later]
 
-    outcomes = simulate(program, kernels, world_size, kernels.dtypes[0], 0, calls)
-
-    assert {outcome.record.kind for outcome in outcomes} != {DISAGREED}
+    assert kinds_of(Algorithm.ONE_SHOT_PUSH, calls, BLIND) == {DISAGREED}
+    assert kinds_of(Algorithm.ONE_SHOT_PUSH, calls, BLIND, Mutation(AGREEMENT, was, becomes)) != {DISAGREED}
 
 
-def kinds_of(mutation, algorithm, calls, world_size=3):
-    """The kinds of the records that ranks write with a mistake in the kernel."""
-    kernels = Kernels(algorithm, WORLD_SIZES, dtypes_of(algorithm))
-    program = build(kernels.sources(), "plain", mutation)
+def kinds_of(algorithm, calls, *mutations):
+    """The kinds of the records that ranks write with mistakes in the kernel."""
+    kernels, world_size = Kernels(algorithm, WORLD_SIZES, dtypes_of(algorithm)), len(calls[0].inputs)
+    program = build(kernels.sources(), "plain", *mutations)
     return {one.record.kind for one in simulate(program, kernels, world_size, kernels.dtypes[0], 0, calls)}
 
 
@@ -191,7 +180,7 @@ def kinds_of(mutation, algorithm, calls, world_size=3):
             Algorithm.ALLGATHER_FLAGGED,
             "device/sync/flagged.cuh",
             "|= flag ^ a.fingerprint;",
-            "|= flag == 0;",
+            "|= flag == 0 ? a.fingerprint : 0;",
         ),
     ],
     ids=["flags of a pad", "flags beside the data"],
@@ -199,8 +188,8 @@ def kinds_of(mutation, algorithm, calls, world_size=3):
 def test_a_call_that_is_not_compared_at_once_is_noticed(algorithm, file, was, becomes):
     unlike = replace(draw_calls(algorithm, 3)[0], fingerprints=fingerprints(3), timeout_ns=DEADLINE_OF_WARPS_NS)
 
-    assert kinds_of(None, algorithm, [unlike]) == {DISAGREED}
-    assert kinds_of(Mutation(file, was, becomes), algorithm, [unlike]) != {DISAGREED}
+    assert kinds_of(algorithm, [unlike]) == {DISAGREED}
+    assert kinds_of(algorithm, [unlike], Mutation(file, was, becomes)) != {DISAGREED}
 
 
 @pytest.mark.parametrize(
@@ -219,7 +208,13 @@ def test_calls_that_are_alike_and_told_apart_by_a_mistake_are_noticed(was, becom
         small = min(drawn, key=lambda call: (sum(call.blocks) or call.shape.blocks, sum(call.counts)))
         calls = [replace(small, fingerprints=(at,) * 2) for at in range(1, 100)]
 
-        assert kinds_of(None, algorithm, calls, 2) == {0}
-        found |= kinds_of(Mutation(PAD, was, becomes), algorithm, calls, 2)
+        assert kinds_of(algorithm, calls) == {0}
+        found |= kinds_of(algorithm, calls, Mutation(PAD, was, becomes))
 
     assert DISAGREED in found
+
+
+def test_ranks_that_wait_without_a_look_at_what_others_call_are_noticed():
+    calls = draw_stopped(Algorithm.ONE_SHOT_PUSH, DEADLINE_OF_WARPS_NS)
+
+    assert TIMED_OUT in kinds_of(Algorithm.ONE_SHOT_PUSH, calls, BLIND)

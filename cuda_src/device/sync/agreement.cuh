@@ -6,13 +6,14 @@
 // compares what they told of the last calls with its own. A difference is reported as an expired wait is. The host
 // compares the calls that no such comparison follows (compare_last_calls in graphar/runtime/failures.py). The last
 // block does this: for small tensors, it has no other work (graphar/plan/grids.py). It does not wait for what ranks
-// tell of this very call: one_shot_push would take 4 % longer at 2 KB, and two_shot_push 2 % at 64 KB.
+// tell of this very call: one_shot_push would take 4 % longer at 2 KB, and two_shot_push 2 % at 64 KB. But who waits
+// for a peer for some time looks whether that calls something else (deadline.cuh).
 //
 // (19) Relaxed accesses suffice: an entry is one word with its call's number, and publishes no other location. In call
 //      e, what a peer told of e - 2 has arrived: this rank has ended call e - 1, in which it heard from every rank, and
 //      by (13) the peers' calls e - 2 were over then. It is still there, since no peer is more than one call ahead, and
-//      kept_calls is larger than calls_a_comparison + 2. Younger entries are not compared: a rank that finds a
-//      difference early stops, and the others would wait for it.
+//      kept_calls is larger than calls_a_comparison + 2. Younger entries are compared only by a thread that has waited
+//      for some time: a rank that finds a difference stops, so that others wait for it until they look, too.
 #pragma once
 #include "device/sync/record.cuh"
 

@@ -2,7 +2,8 @@
 #pragma once
 #include "device/sync/call.cuh"
 
-// Checked once a spin. Reads the clock and the abort word every 1024th time only, so short waits do not pay for them.
+// Checked once a spin. Reads the clock, the abort word and what the ranks call every 1024th time only, so short waits do
+// not pay for them.
 class Deadline {
  public:
   enum State { waiting, expired, aborted };
@@ -15,6 +16,7 @@ class Deadline {
       stop_sending(a);  // the wait that expired may have been another algorithm's
       return aborted;
     }
+    if (found_difference(a, call.epoch)) return aborted;
     const u64 now = global_time_ns();
     if (start_ == 0) start_ = now;
     return now - start_ < a.timeout_ns / 4 * patience ? waiting : expired;

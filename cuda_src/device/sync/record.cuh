@@ -18,19 +18,10 @@ __device__ __forceinline__ bool disagree(u64 own, u64 told) {
   return own != told && own >> 32 == told >> 32 && own != 0 && told != 0;
 }
 
-// The first thread that gives up writes the record. Everything queued behind sees `abort` and does not wait again. A
-// rank may be missing because it has found a difference, so an expired wait is reported as the earliest of those.
+// The first thread that gives up writes the record. Everything queued behind sees `abort` and does not wait again.
 __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32 peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(a.abort, 1) != 0) return;
   stop_sending(a);
-  const u32 now = epoch;
-  for (u32 i = 0; kind == timed_out && i < a.world_size * kept_calls; ++i) {
-    const u32 entry = (now + 1 + i / a.world_size) % kept_calls, p = i % a.world_size;
-    const u64 own = load_relaxed_sys(&a.counters->called[a.rank][entry]);
-    const u64 told = load_relaxed_sys(&a.counters->called[p][entry]);
-    if (disagree(own, told))
-      kind = disagreed, epoch = u32(own >> 32) - 1, peer = p, expected = u32(own), seen = u32(told);
-  }
   Record* r = a.record;
   r->algorithm = a.algorithm;
   r->sequence = epoch;
@@ -40,4 +31,19 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
   r->expected = expected;
   r->seen = seen;
   store_release_sys(&r->kind, kind);
+}
+
+// By a thread that has waited in call `now` for some time: whether a peer has told of another call than this rank's. The
+// awaited rank may be missing because it has found that. The earliest such call is reported.
+__device__ __noinline__ bool found_difference(const Arguments& a, u32 now) {
+#pragma unroll 1
+  for (u32 i = 0; i < a.world_size * kept_calls; ++i) {
+    const u32 entry = (now + 1 + i / a.world_size) % kept_calls, peer = i % a.world_size;
+    const u64 own = load_relaxed_sys(&a.counters->called[a.rank][entry]);
+    const u64 told = load_relaxed_sys(&a.counters->called[peer][entry]);
+    if (!disagree(own, told)) continue;
+    report(a, disagreed, u32(own >> 32) - 1, peer, u32(own), u32(told));
+    return true;
+  }
+  return false;
 }
