@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 
 import pytest
 import torch
@@ -169,6 +170,26 @@ def what_kernels_say_at_once(rank, world_size):
 def test_ranks_are_told_in_the_same_call_where_flags_announce_the_data():
     for told in run_ranks(what_kernels_say_at_once, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120):
         assert all(told.values()), told
+
+
+def time_until_sizes_are_told_apart(rank, world_size):
+    """Seconds until the ranks of two sizes are told, in kernels of which some threads wait for what never comes."""
+    with graphar.Communicator(dist.new_group(), timeout_s=60) as communicator:
+        pair = sums(1024, algorithm="one_shot_push"), sums(2048, algorithm="one_shot_push")
+        for call in pair:
+            call(communicator)
+        communicator.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        with pytest.raises(graphar.CommunicatorError, match="ranks must make the same graphar calls"):
+            call_and_wait(communicator, pair[min(rank, 1)])
+        seconds = time.perf_counter() - begin
+        dist.barrier()
+    return seconds
+
+
+def test_ranks_that_wait_for_what_another_does_not_send_are_told_long_before_the_deadline():
+    assert max(run_ranks(time_until_sizes_are_told_apart, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120)) < 20
 
 
 def call_and_wait(communicator, call):
