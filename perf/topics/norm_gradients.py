@@ -18,6 +18,7 @@ from graphar.errors import UnsupportedError
 from graphar.numerics import norm_gradients
 from graphar.numerics import norms as norm_numerics
 from graphar.runtime import residual_norm
+from graphar.runtime.availability import missing_software
 from perf.charts import Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
@@ -45,9 +46,6 @@ from perf.topics.allreduce import OF_BEST_PEER
 from perf.topics.norms import EPS, OFFSET, add_and_norm, count_far, count_wrong
 
 Shape = tuple[int, int]  # rows, columns
-Method = tuple["Forward", "Backward"]
-Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (x, residual, weight) -> (normed, summed)
-Backward = Callable[[Tensor, Tensor, "Operands", bool], tuple[Tensor, Tensor, Tensor]]  # (normed, summed, _, retain)
 
 SHAPES: tuple[Shape, ...] = (
     (16, 8192),
@@ -69,6 +67,7 @@ ITEMSIZE = 2  # bf16
 MB = 1 << 20
 # The most roundings to bf16 between a peer's inputs and a result, see :func:`exact`.
 ROUNDINGS = 8
+NO_KERNEL = "graphar has no kernel for these rows on this GPU"
 NOT_TOGETHER = "all methods in one process ended it, so each has its own, and they did not take turns"
 
 
@@ -136,6 +135,12 @@ class Operands(NamedTuple):
     of_summed: Tensor | None
 
 
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (x, residual, weight) -> (normed, summed)
+# (normed, summed, operands, whether it runs again) -> the gradients of x, residual and weight
+Backward = Callable[[Tensor, Tensor, Operands, bool], tuple[Tensor, ...]]
+Method = tuple[Forward, Backward]
+
+
 def make_operands(shape: Shape, summed: bool, device: str) -> Operands:
     """Returns random data whose gradients have no negligible term.
 
@@ -162,16 +167,16 @@ def own_forward(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Te
     if not x.is_cuda:
         return norm_numerics.specification(x, residual, weight, EPS, OFFSET)
     if not residual_norm.serves(x):
-        raise UnsupportedError("residual_rmsnorm: its kernel cannot run here")
+        raise UnsupportedError(missing_software() or NO_KERNEL)
     normed, summed = torch.empty_like(x), torch.empty_like(x)
     residual_norm.norm(x, residual, weight, normed, summed, EPS, OFFSET)
     return normed, summed
 
 
 @torch.no_grad()
-def own_backward(normed: Tensor, summed: Tensor, given: Operands, retain: bool) -> tuple[Tensor, Tensor, Tensor]:
+def own_backward(normed: Tensor, summed: Tensor, given: Operands, retain: bool) -> tuple[Tensor, ...]:
     if summed.is_cuda and not residual_norm.serves_backward(summed):  # the op would take its specification
-        raise UnsupportedError("residual_rmsnorm_backward: its kernels cannot run here")
+        raise UnsupportedError(missing_software() or NO_KERNEL)
     op = torch.ops.graphar.residual_rmsnorm_backward
     of_rows, of_weight = op(given.of_normed, given.of_summed, summed, given.weight, EPS, OFFSET, True)
     return of_rows, of_rows, of_weight
@@ -189,7 +194,9 @@ def compiled(function: Callable) -> Callable:
     from torch._inductor import config
 
     config.compile_threads = 1  # starting a pool of processes takes longer than compiling one function
-    of_autograd.donated_buffer = False  # a backward pass that reuses the memory of saved tensors runs once
+    # A backward pass that reuses the memory of saved tensors runs once. Older versions of torch do not see that it is
+    # to run again.
+    of_autograd.donated_buffer = False
     return torch.compile(function, dynamic=False)
 
 
@@ -341,7 +348,8 @@ def reason(error: BaseException) -> str:
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
     found = f"{type(error).__name__}: {' '.join(lines)}" if lines else type(error).__name__
-    return f"{found} (after {reason(error.__context__)})" if error.__context__ else found
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return f"{found} (after {reason(before)})" if before else found
 
 
 def measure_shape(plan: NormGradientPlan, shape: Shape) -> list[NormGradientRow | str]:

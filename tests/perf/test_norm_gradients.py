@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessException
 from torch.nn import functional
 
+from graphar.errors import UnsupportedError
 from perf import __main__ as program
 from perf import machine
 from perf.report import read, timed_rows
@@ -237,6 +239,15 @@ def test_a_compiled_function_has_the_right_gradients_as_often_as_its_backward_pa
     assert trial.count_wrong(trial.make_launch()) == 0
 
 
+@pytest.mark.usefixtures("without_inductor")
+def test_a_compiled_backward_pass_may_not_reuse_the_memory_of_what_it_runs_on_again():
+    from torch._functorch import config as of_autograd
+
+    topic.compiled(torch.relu)
+
+    assert not of_autograd.donated_buffer
+
+
 # ---- methods that fail ----------------------------------------------------------------------------------------------
 
 
@@ -275,6 +286,32 @@ def test_an_error_at_the_end_of_a_capture_is_told_with_what_came_before():
         fail()
 
     assert topic.reason(caught.value) == "KeyError (after RuntimeError: not permitted)"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "\n\n-- Process 0 failed:\nTraceback\n  raise\ntorch.AcceleratorError: CUDA error: no\nmore\n",
+            "torch.AcceleratorError: CUDA error: no",
+        ),
+        ("process 0 terminated with signal SIGSEGV", "process 0 terminated with signal SIGSEGV"),
+    ],
+)
+def test_a_process_that_ended_tells_its_error_or_its_signal(text, reason):
+    assert topic.reason_of_process(ProcessException(text, 0, 0)) == reason
+
+
+def test_a_gpu_that_the_kernels_do_not_serve_is_told_rather_than_the_specification_timed(monkeypatch):
+    given = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(topic.residual_norm, "serves", lambda rows: False)
+    monkeypatch.setattr(topic.residual_norm, "serves_backward", lambda rows: False)
+    monkeypatch.setattr(topic, "missing_software", lambda: "")
+
+    with pytest.raises(UnsupportedError, match=topic.NO_KERNEL):
+        topic.own_forward(given, given, given)
+    with pytest.raises(UnsupportedError, match=topic.NO_KERNEL):
+        topic.own_backward(given, given, given, True)
 
 
 def ending_with(method, plan, shape, rank, port):
