@@ -111,6 +111,31 @@ def test_a_version_of_torch_without_the_memorys_clock_has_no_rate(monkeypatch):
     assert machine.memory_rate() is None
 
 
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("passes", "peak_nbytes"), [(BACKWARD, None), (BOTH, 5000)])
+def test_graphs_are_captured_on_the_stream_of_the_forward_pass_and_memory_is_that_beside_the_operands(
+    monkeypatch, passes, peak_nbytes
+):
+    captured = []
+    monkeypatch.setattr(topic, "capture", lambda run, stream: captured.append(stream) or run)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 6000)
+    given = make_operands((3, 16), True, "cpu")
+    trial = Trial(topic.TORCH, passes, make_method(topic.TORCH, True), given._replace(x=given.x.as_subclass(OnGpu)))
+
+    trial.make_launch()()
+
+    assert (captured, trial.peak_nbytes) == (["the stream"], peak_nbytes)
+
+
 # ---- what is right --------------------------------------------------------------------------------------------------
 
 
