@@ -45,6 +45,16 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def memory_rate() -> float | None:
+    """Returns the rate of the current GPU's memory in GB/s (1e9 bytes), or None if torch does not have its clock.
+
+    Memory of GPUs transfers twice in each clock cycle.
+    """
+    properties = torch.cuda.get_device_properties()
+    clock_khz, width = (getattr(properties, f"memory_{name}", 0) for name in ("clock_rate", "bus_width"))
+    return 2 * clock_khz * 1e3 * width / 8 / 1e9 or None
+
+
 def check_world_sizes(world_sizes: Sequence[int], gpu_count: int) -> None:
     """Ends the program if this machine cannot run these numbers of ranks."""
     if min(world_sizes) < 2 or (gpu_count >= 2 and max(world_sizes) > gpu_count):

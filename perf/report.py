@@ -377,7 +377,7 @@ def timed_rows(rows: Iterable[Timing]) -> list[Timed]:
     found = []
     for row in rows:
         low, high = (value for name, value in row.time_us.items() if name != "median")
-        what = (row.method, f"{row.world_size} ranks", *row.what)
+        what = (row.method, plural(row.world_size, "rank"), *row.what)
         found.append(Timed(what, row.median, bool(row.wrong), row.is_own, low, high))
     return found
 

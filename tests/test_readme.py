@@ -125,6 +125,7 @@ MARKS = {
     "quantized": {"times": lambda row: row["wrong"], "errors": lambda row: not 0 <= row["relative_l2"] < 1},
     "lossless": {"rows": lambda row: any(row.get("wrong", {}).values())},
     "norms": {"rows": lambda row: row["wrong"]},
+    "norm_gradients": {"rows": lambda row: row["wrong"]},
     "prefetch": {"rows": lambda row: row["wrong"]},
     "fused": {"rows": lambda row: row["wrong"], "timelines": lambda timeline: timeline["wrong"]},
     "gathered": {"rows": lambda row: row["wrong"]},

@@ -74,11 +74,7 @@ class ProcessRanks:
     def warm_up(self) -> None:
         """Runs matmuls until the device's clocks have risen."""
         if self.device.type == "cuda":
-            x = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.device)
-            begin = time.perf_counter()
-            while time.perf_counter() - begin < WARM_UP_S:
-                x @ x
-                torch.cuda.synchronize()
+            raise_clocks(self.device)
 
     def first_rank_first(self, work: Callable[[], None]) -> None:
         """Runs ``work`` on the first rank, and then on the others, which use what it compiled. Collective.
@@ -140,17 +136,12 @@ class ProcessRanks:
             return launch()
         if mode == "cpu":
             return host_time_us(launch)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if mode in ("graph", "chain"):
             # The device sleeps and then synchronises with the other ranks, while the host queues the graph. The time
             # then excludes the launch and the skew of hosts. Eager times skip this, because they include launches.
             torch.cuda._sleep(LAUNCH_CYCLES)
             dist.all_reduce(self._token)
-        begin.record()
-        launch()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3
+        return device_time_us(launch)
 
 
 class InProcessRanks:
@@ -182,6 +173,25 @@ class InProcessRanks:
 
     def time_us(self, launch: Callable[[], None], mode: str) -> float:
         return host_time_us(launch)
+
+
+def raise_clocks(gpu: torch.device) -> None:
+    """Runs matmuls on a GPU until its clocks have risen."""
+    x = torch.randn(4096, 4096, dtype=torch.bfloat16, device=gpu)
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < WARM_UP_S:
+        x @ x
+        torch.cuda.synchronize()
+
+
+def device_time_us(launch: Callable[[], None]) -> float:
+    """Returns the time of one launch on the current GPU in microseconds, from its arrival on the current stream."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    launch()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
 
 
 def host_time_us(launch: Callable[[], None]) -> float:

@@ -12,14 +12,14 @@ from perf.report import Deciles, Spread
 WARM_UP = 3  # calls before anything is captured or timed
 
 
-def capture(run: Callable[[], object]) -> Callable[[], None]:
+def capture(run: Callable[[], object], stream: torch.cuda.Stream | None = None) -> Callable[[], None]:
     """Captures ``run`` in a CUDA graph and returns its replay. Call ``run`` at least once before.
 
-    The caller must keep the operands alive.
+    The caller must keep the operands alive. ``stream`` is the stream that is captured; None: one of torch's own.
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         run()
     return graph.replay
 

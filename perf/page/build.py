@@ -46,6 +46,10 @@ ON_CPU = (
     "This machine has fewer than two GPUs, so graphar's implementation for CPUs ran. It defines what the GPU kernels"
     " compute, but its times say nothing about theirs."
 )
+ON_ONE_GPU = (
+    "This machine has one GPU, so collectives ran graphar's implementation for CPUs. Topics that need no second GPU ran"
+    " on this one."
+)
 NOTHING_SLOWER = "At no size by more than 3 %. Smaller differences are noise."
 
 
@@ -186,7 +190,8 @@ def title_of(found: Sequence[StoredReport]) -> str:
 
 def intro(found: Sequence[StoredReport]) -> str:
     """Returns a few sentences on what was measured."""
-    what = WHAT if is_on_gpus(found) else f"{WHAT} {ON_CPU}"
+    where = "" if is_on_gpus(found) else ON_ONE_GPU if found[0].machine["gpu_count"] else ON_CPU
+    what = f"{WHAT} {where}".strip()
     rows = sweep_of(found).rows
     if not rows:
         return what
@@ -284,7 +289,8 @@ def missing(found: Sequence[StoredReport]) -> list[str]:
         measured.add("nvlink")  # the sweep counts the same traffic
     lines = [f"{one.title}: `python -m perf {one.command}`" for one in topics() if one.name not in measured]
     if not is_on_gpus(found):
-        lines.append("graphar's kernels, and NVLink traffic: at least 2 GPUs are needed.")
+        kernels = "The kernels of collectives" if found[0].machine["gpu_count"] else "graphar's kernels"
+        lines.append(f"{kernels}, and NVLink traffic: at least 2 GPUs are needed.")
     elif sweep.rows and not any("multimem" in str(row.algorithm) for row in sweep.rows):
         lines.append("The multimem algorithms: NVLink multicast is off unless the user turns it on.")
     return lines

@@ -169,7 +169,7 @@ class Prefetch(Report):
 
     name: ClassVar[str] = "prefetch"
     title: ClassVar[str] = "Prefetching the next weight into L2"
-    order: ClassVar[int] = 5
+    order: ClassVar[int] = 6
     help: ClassVar[str] = "time all-reduces that prefetch the next matmul's weight into L2"
     has_spread: ClassVar[bool] = True
     notes: ClassVar[str] = """\

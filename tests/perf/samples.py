@@ -19,6 +19,7 @@ from perf.topics.gathered import Gathered, GatheredRow
 from perf.topics.host import Host
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.model import Model, ModelRow
+from perf.topics.norm_gradients import BACKWARD, BOTH, NormGradientRow, NormGradients, least_nbytes
 from perf.topics.norms import NormRow, Norms
 from perf.topics.nvlink import NVLink
 from perf.topics.prefetch import METHODS, Prefetch, PrefetchRow
@@ -63,6 +64,15 @@ def gathered_row(method, time_us, wrong=0, m=4096):
 
 def norm_row(method, tokens, time_us, wrong=0):
     return NormRow(method, 4, tokens, 8192, spread(time_us, "p90"), wrong)
+
+
+def norm_gradient_row(method, time_us, passes=BACKWARD, shape=(4096, 8192), summed=True, **more):
+    """A row on a GPU whose memory moves 4000 GB/s."""
+    nbytes = least_nbytes(passes, shape, summed)
+    peak_nbytes = 192 << 20 if passes == BOTH else None
+    time = spread(time_us, "p90")
+    found = NormGradientRow(method, passes, *shape, summed, time, nbytes, nbytes / 4e6, peak_nbytes, wrong=0)
+    return replace(found, **more)
 
 
 def model_row(method, time_us, error=0.01, wrong=0):
@@ -129,6 +139,10 @@ REPORTS = [
     Quantized([ErrorRow("int4", "normal", 4, 4.5, 0.1, 0.2, 0.99)], [row(), row("nccl", 20.0)]),
     Lossless([LosslessRow("normal", 4, 16 << 20, 12.06, 75.0, 60.0)], skipped=["gradients: the run was ended"]),
     Norms([norm_row("graphar", 1, 4.0), norm_row("nccl + norm", 1, 12.0)]),
+    NormGradients(
+        [norm_gradient_row(method, 200.0, passes) for passes in (BACKWARD, BOTH) for method in ("graphar", "torch")],
+        skipped=["torch.compile: no compiler"],
+    ),
     Prefetch(prefetch_rows(2.0, 2.5, 10.0, 12.0, 9.0)),
     Fused([fused_row("graphar", 400.0), fused_row("matmul+nccl", 500.0)], [TIMELINE]),
     Gathered([gathered_row("graphar", 400.0), gathered_row("nccl+matmul", 500.0)]),

@@ -87,6 +87,15 @@ def test_what_was_not_measured_says_why(tmp_path):
     assert "<li>Training with quantised gradients: <code>python -m perf train</code></li>" in text
 
 
+def test_one_gpu_is_told_apart_from_none(tmp_path):
+    Norms([norm_row("graphar", 1, 4.0)]).write(tmp_path, MACHINE | {"gpu_count": 1}, "python -m perf norms")
+
+    text = build.write(tmp_path).read_text()
+
+    assert "This machine has one GPU, so collectives ran graphar's implementation for CPUs." in text
+    assert "<li>The kernels of collectives, and NVLink traffic: at least 2 GPUs are needed.</li>" in text
+
+
 def test_nowhere_slower_is_said(tmp_path):
     text = page_of(tmp_path, [row(), row("nccl", 20.0)], MACHINE)
 
