@@ -146,7 +146,7 @@ def wait_for_a_later_call(rank, world_size):
 @pytest.mark.gpu
 def test_ranks_that_call_different_algorithms_are_told_what_each_called():
     for said in run(wait_for_a_later_call, 2):
-        call = f"allreduce of {NUMEL} elements of torch.float32"
+        call = f"allreduce of [{NUMEL}] torch.float32"
         assert f"rank 0: {call} by one_shot_push" in said
         assert f"rank 1: {call} by two_shot_push" in said
 

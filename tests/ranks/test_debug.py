@@ -143,7 +143,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_call():
     for rank, error in ((0, first), (2, last)):
         record = error.record
         assert (record.op, record.sequence, record.rank, record.peer) == ("allgather", 1, rank, 1)
-        assert record.last_calls[1] == "allreduce of 3 elements of torch.float32, call 0 over torch.distributed"
+        assert record.last_calls[1] == "allreduce of [3] torch.float32, call 0 over torch.distributed"
         assert record.last_calls[rank] == "call 1, allgather of [*] torch.float32, axis 0, sizes [3, 3, 3]"
         assert f"rank {rank} waited 0.5 s for rank(s) [1]" in str(error)
 

@@ -259,7 +259,7 @@ def test_a_rank_that_never_calls_lets_the_others_go_at_the_deadline(in_the_call)
         assert (record.op, record.algorithm, record.sequence) == ("allreduce", "fallback", 0)
         assert (record.rank, record.peer) == (rank, 1)
         assert record.last_calls[1] == "no call known"
-        assert record.last_calls[rank] == "allreduce of 1000 elements of torch.float32, call 0 over torch.distributed"
+        assert record.last_calls[rank] == "allreduce of [1000] torch.float32, call 0 over torch.distributed"
 
 
 def call_late(rank, world_size):
