@@ -10,7 +10,7 @@ dtype. Tensors are contiguous, and ``counts`` has the elements of each rank's pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import repeat
@@ -34,7 +34,14 @@ SumOf = Callable[[Sequence[torch.Tensor], int], torch.Tensor]  # the sum of part
 
 
 class GroupFailed(Exception):
-    """A rank of the process group failed, or did not take part in time. The message is torch's."""
+    """A rank of the process group failed, or did not take part in time. The message is torch's.
+
+    The ranks ``absent`` are known not to have made the call; None: nothing is known.
+    """
+
+    def __init__(self, message: str, absent: Collection[int] | None = None) -> None:
+        super().__init__(message)
+        self.absent = absent
 
 
 def over_group(call: Call, group: dist.ProcessGroup, timeout_s: float, calls: Iterator[int]) -> Run:

@@ -34,11 +34,13 @@ class WithoutKernels:
         ranks = self._communicator
         if ranks.devices:
             return fallback.in_process(call, self._quantized_calls)
+        calls = self.group_calls()
         if config is HIERARCHICAL:
             run = self._hierarchical(call, timeout_s)
         else:
-            run = fallback.over_group(call, ranks.group, timeout_s, self._quantized_calls)
-        return self.group_calls().bind(call, x, timeout_s, run, config.algorithm)
+            group = calls.messages if calls.messages and x.device.type == "cpu" else ranks.group
+            run = fallback.over_group(call, group, timeout_s, self._quantized_calls)
+        return calls.bind(call, x, timeout_s, run, config.algorithm)
 
     def group_calls(self) -> GroupCalls:
         """Returns the calls over the process group. The first call makes them."""

@@ -1,0 +1,177 @@
+"""Messages between the ranks of a gloo group. The first message of a call compares the calls of all ranks.
+
+    every rank -> every other rank    header | this rank's tensor, if it is small
+    every rank -> every other rank    the data of a large tensor, once all headers are known to be equal
+
+A header is the number of the call and a hash of the call in words, so a call that repeats needs no message besides its
+data. gloo puts a message into any buffer that is large enough for it: ranks that disagree on the size of a small tensor
+still read each other's headers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from graphar.ranks.fallback import GroupFailed
+
+SMALL_NBYTES = 32 << 10  # of a tensor that travels behind the header
+_HEADER_NBYTES = 64  # a multiple of every dtype's size, so that the tensor behind it is aligned
+_SHORTEST_S = 1e-3  # gloo counts milliseconds, and takes 0 for no deadline
+
+
+class Pending:
+    """Messages that are under way: waits as torch.distributed's Work does.
+
+    Args:
+        receives: the messages to this rank, by the rank that sends.
+        failure: the error by which a message could not be started.
+    """
+
+    def __init__(
+        self, receives: dict[int, dist.Work], sends: Sequence[dist.Work], failure: RuntimeError | None = None
+    ) -> None:
+        self._receives, self._sends, self._failure = receives, sends, failure
+        self.arrived: set[int] = set()  # the ranks whose messages have come
+
+    def wait(self, timeout: timedelta) -> None:
+        """Waits for all messages; RuntimeError if a rank failed, or was not done in time."""
+        if self._failure:
+            raise self._failure
+        deadline = time.monotonic() + timeout.total_seconds()
+        for peer, work in self._receives.items():
+            work.wait(_until(deadline))
+            self.arrived.add(peer)
+        for work in self._sends:
+            work.wait(_until(deadline))
+
+    def look(self) -> None:
+        """Finds after a failure which other messages had come."""
+        for peer, work in self._receives.items():
+            if peer not in self.arrived:
+                with contextlib.suppress(RuntimeError):
+                    work.wait(timedelta(seconds=_SHORTEST_S))
+                    self.arrived.add(peer)
+
+
+def _until(deadline: float) -> timedelta:
+    return timedelta(seconds=max(_SHORTEST_S, deadline - time.monotonic()))
+
+
+class Messages:
+    """The messages of one communicator over gloo. They meet no messages of other communicators of the group.
+
+    It has those methods of a process group that :mod:`graphar.ranks.fallback` calls.
+
+    Args:
+        gloo: the group's backend for CPU tensors.
+        name: the communicator's name, equal on every rank and unlike the names of all other communicators.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, name: str) -> None:
+        self._gloo, self._rank, self._world_size = gloo, gloo.rank(), gloo.size()
+        self._peers = [rank for rank in range(gloo.size()) if rank != gloo.rank()]
+        self._tag = zlib.crc32(f"graphar {name}".encode()) >> 1  # gloo's tags are not negative
+        self._letters = [bytearray(_HEADER_NBYTES + SMALL_NBYTES) for _ in range(gloo.size())]
+        with torch.inference_mode(False):  # or no call outside of that mode could write into them
+            self._tensors = [torch.frombuffer(letter, dtype=torch.uint8) for letter in self._letters]
+        self._header = b""  # of a call that has sent none
+        self._if_unlike: Callable[[], None] = lambda: None
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._world_size
+
+    def _get_backend(self, device: torch.device) -> dist.ProcessGroupGloo:
+        return self._gloo
+
+    # ---- headers ----------------------------------------------------------------------------------------------------
+
+    def begin(self, words_hash: bytes, sequence: int, if_unlike: Callable[[], None]) -> None:
+        """Begins a call, whose first message brings a header.
+
+        If ranks begin different calls, that message runs ``if_unlike`` on each of them, which raises their error unless
+        the call sends nothing else.
+        """
+        self._header, self._if_unlike = words_hash + sequence.to_bytes(8, "little"), if_unlike
+
+    def agree(self, timeout_s: float, small: torch.Tensor | None = None) -> None:
+        """Returns once all ranks have begun this call, and with the bytes of a ``small`` tensor if there is one.
+
+        Raises:
+            GroupFailed: a header did not come within ``timeout_s`` seconds.
+        """
+        header, self._header = self._header, b""
+        end, own = len(header), self._tensors[self._rank]
+        self._letters[self._rank][:end] = header
+        sent = own[:_HEADER_NBYTES]
+        if small is not None:
+            sent = own[: _HEADER_NBYTES + small.numel()]
+            sent[_HEADER_NBYTES:].copy_(small)
+        pending = self._start({peer: self._tensors[peer] for peer in self._peers}, dict.fromkeys(self._peers, sent))
+        try:
+            pending.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            pending.look()
+            raise GroupFailed(str(error), [peer for peer in self._peers if peer not in pending.arrived]) from error
+        if any(self._letters[peer][:end] != header for peer in self._peers):
+            self._if_unlike()
+
+    # ---- data, as a process group's methods -------------------------------------------------------------------------
+
+    def alltoall_base(self, received: torch.Tensor, sent: torch.Tensor, *given) -> Pending:
+        if self._header:
+            self.agree(given[-1].timeout.total_seconds())
+        theirs, mine = received.chunk(self._world_size), sent.chunk(self._world_size)
+        pending = self._start({peer: theirs[peer] for peer in self._peers}, {peer: mine[peer] for peer in self._peers})
+        theirs[self._rank].copy_(mine[self._rank])
+        return pending
+
+    def allgather(self, received: Sequence[Sequence[torch.Tensor]], sent: Sequence[torch.Tensor], options) -> Pending:
+        (theirs,), (mine,) = received, sent
+        nbytes = mine.numel()
+        if self._header and nbytes <= SMALL_NBYTES:
+            self.agree(options.timeout.total_seconds(), mine)
+            for target, one in zip(theirs, self._tensors, strict=True):
+                target.copy_(one[_HEADER_NBYTES : _HEADER_NBYTES + nbytes])
+            return Pending({}, [])
+        if self._header:
+            self.agree(options.timeout.total_seconds())
+        pending = self._start({peer: theirs[peer] for peer in self._peers}, dict.fromkeys(self._peers, mine))
+        theirs[self._rank].copy_(mine)
+        return pending
+
+    def _start(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor]) -> Pending:
+        gloo, tag, receives, sends = self._gloo, self._tag, {}, []
+        try:
+            for peer, one in received.items():
+                receives[peer] = gloo.recv([one], peer, tag)
+            for peer, one in sent.items():
+                sends.append(gloo.send([one], peer, tag))
+        except RuntimeError as error:  # a connection is broken
+            return Pending(receives, sends, error)
+        return Pending(receives, sends)
+
+
+def hash_of(words: str) -> bytes:
+    """Returns the hash of a call's words in a header."""
+    return hashlib.blake2b(words.encode(), digest_size=16).digest()
+
+
+def messages_of(group: dist.ProcessGroup, name: str) -> Messages | None:
+    """Returns the messages of a communicator's ranks; None if the group has no gloo for CPU tensors."""
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return None
+    is_gloo = dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+    return Messages(backend, name) if is_gloo else None
