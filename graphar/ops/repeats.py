@@ -36,6 +36,7 @@ def _guard(xs: Sequence[torch.Tensor]) -> Callable[..., bool]:
 # These names are private. torch 2.11 to 2.15 have them. With another torch, calls take their usual way.
 try:
     _new_on_current_device = torch._C._dynamo.guards._empty_strided_cuda
+    _new_on_cpu = torch._C._dynamo.guards._empty_strided_cpu
     _current_device = getattr(torch._C, "_cuda_getDevice", None)  # None in a build of torch for the CPU
     _dispatch_modes = torch._C._len_torch_dispatch_stack
     _function_modes = torch._C._len_torch_function_stack
@@ -105,9 +106,7 @@ def keep(
     if key in repeats and warm.unrepeated % _REPLACED_EACH:
         return
     symmetric = engine.runner.symmetric if engine.runner else None
-    if symmetric is None or any(
-        symmetric.begin <= one.data_ptr() < symmetric.end for one in (tensors[0], *own.outputs)
-    ):
+    if symmetric and any(symmetric.begin <= one.data_ptr() < symmetric.end for one in (tensors[0], *own.outputs)):
         return
     if launch := plan.launch_like(own):
         launch = _after_feedback(launch) if feeds_back else launch
@@ -128,7 +127,7 @@ def _after_feedback(launch: Launch) -> Launch:
 
 def _repeat(
     launch: Launch,
-    symmetric: SymmetricTensors,
+    symmetric: SymmetricTensors | None,
     tensors: Tensors,
     outputs: Tensors,
     order: Sequence[int] | None,
@@ -145,8 +144,11 @@ def _repeat(
     It does not ask whether the plan is still good. Callers look the function up in the ``warm`` plans of the call's
     engine, which are dropped when the engine is closed, its group is destroyed, or its table changes, and are out of
     reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
+
+    ``symmetric`` is None for calls on the CPU, which have no kernels.
     """
     device, alike = tensors[0].get_device(), _guard(tensors)
+    has_kernels, new = symmetric is not None, _new_on_current_device if symmetric else _new_on_cpu
     result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
     has_parameters, in_place = any(one.requires_grad for one in tensors), result_like == _layout(tensors[0])
@@ -158,7 +160,7 @@ def _repeat(
             or _function_modes()
             or forward_ad._current_level >= 0
             or _is_profiling()
-            or _current_device() != device
+            or (has_kernels and _current_device() != device)
             or (has_parameters and _records_gradients())
         ):
             return None
@@ -167,19 +169,21 @@ def _repeat(
                 return None
         elif type(out) is not _Tensor or not alike_with_out(*tensors, out):
             return None
-        if symmetric.begin <= tensors[0].data_ptr() < symmetric.end:
+        if has_kernels and symmetric.begin <= tensors[0].data_ptr() < symmetric.end:
             return None
         operands = tensors if select is None else select(tensors)
         if out is None:
             # As Inductor's code does it. torch.empty_like takes twice as long to find that no mode changes anything.
-            result = _new_on_current_device(*result_like)
+            result = new(*result_like)
             if not others:
                 launch(operands, (result,), numbers)
                 return result
-            results = (result, *[_new_on_current_device(*one) for one in others])
+            results = (result, *[new(*one) for one in others])
             launch(operands, results, numbers)
             return results
-        if out is not tensors[0] and (symmetric.begin <= out.data_ptr() < symmetric.end or overlaps(tensors, out)):
+        if out is not tensors[0] and overlaps(tensors, out):
+            return None
+        if has_kernels and symmetric.begin <= out.data_ptr() < symmetric.end:
             return None
         launch(operands, (out,), numbers)
         deliver(out, out)

@@ -6,9 +6,8 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,31 @@ _CROSSED = (
 _PARTS = re.compile(r"^allgather of parts of \[[^]]*\]")  # as agreement.words begins
 
 
+class OneCall:
+    """A call, as a context: see :meth:`GroupCalls.naming_absent`."""
+
+    def __init__(self, calls: GroupCalls, op: str, agreed: str, by: str, timeout_s: float, notes: bool) -> None:
+        self._calls, self.op, self.agreed, self.by = calls, op, agreed, by
+        self.timeout_s, self.notes = timeout_s, notes
+
+    def __enter__(self) -> int:
+        sequence, self._begin = self._calls.enter(self), time.monotonic()
+        if self.notes:
+            try:
+                self._calls.note()
+            except BaseException:
+                self._calls.leave(self.op)
+                raise
+        return sequence
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if isinstance(error, (fallback.GroupFailed, RanksAbsent)):
+                raise self._calls.failure(self, error, time.monotonic() - self._begin) from error
+        finally:
+            self._calls.leave(self.op)
+
+
 class GroupCalls:
     """The calls of one communicator over torch.distributed.
 
@@ -42,7 +66,7 @@ class GroupCalls:
         self._rendezvous, self._compares = rendezvous, compares
         self.messages = messages_of(group, rendezvous.prefix) if compares else None
         self._made, self._met = 0, False
-        self._current = self._previous = ""  # this call and the one before, in words
+        self._current = self._previous = ("", -1)  # this call and the one before, in words, and their numbers
         self._one_thread, self._crossed = threading.Lock(), False
 
     def bind(self, call: Call, x: torch.Tensor, timeout_s: float, run: Callable, algorithm: Algorithm) -> Callable:
@@ -62,17 +86,20 @@ class GroupCalls:
         hashed = hash_of(what)
         sends = on_cpu and not by_hosts  # by self.messages, if there are any
 
+        def compare(sequence: int) -> None:
+            self._compare(call.op, f"{what}, call {sequence}", timeout_s)
+
         def run_or_tell(ranks: Sequence[Operands]) -> None:
-            meets = compares and not (self.messages and self._met)
-            with self.naming_absent(call.op, agreed, by, timeout_s, notes=meets or not compares) as sequence:
-                compare = partial(self._compare, call.op, f"{what}, call {sequence}", timeout_s)
+            messages = self.messages if compares else None
+            meets = compares and not (messages and self._met)
+            with OneCall(self, call.op, agreed, by, timeout_s, meets or not compares) as sequence:
                 if meets:
-                    compare()
+                    compare(sequence)
                     self._connect()
-                if compares and self.messages:
-                    self.messages.begin(hashed, sequence, compare)
+                if messages:
+                    messages.begin(hashed, sequence, compare)
                     if not sends:
-                        self.messages.agree(timeout_s)
+                        messages.agree(timeout_s)
                 run(ranks)
 
         return run_or_tell
@@ -86,14 +113,13 @@ class GroupCalls:
     def _before_meeting(self, what: str, timeout_s: float) -> float:
         """Tells ranks that make a call that this one comes to a meeting; returns how long that may take, in seconds."""
         begin = time.monotonic()
-        self.messages.begin(hash_of(what), self._made, lambda: None)
+        self.messages.begin(hash_of(what), self._made, lambda sequence: None)
         with contextlib.suppress(fallback.GroupFailed):  # the meeting finds out which rank does not come
             self.messages.agree(timeout_s)
         return max(_GRACE_S, timeout_s - (time.monotonic() - begin))
 
-    @contextlib.contextmanager
-    def naming_absent(self, op: str, agreed: str, by: str, timeout_s: float, notes: bool = True) -> Iterator[int]:
-        """Gives the number of a call. GroupFailed and RanksAbsent become CollectiveTimeout.
+    def naming_absent(self, op: str, agreed: str, by: str, timeout_s: float, notes: bool = True) -> OneCall:
+        """Returns the context of a call, which gives its number. GroupFailed and RanksAbsent become CollectiveTimeout.
 
         Two threads that are inside at the same time get ConcurrentCallError, and so do all later calls.
 
@@ -102,32 +128,33 @@ class GroupCalls:
             by: the algorithm, or the backend that makes the call.
             notes: whether to record the call for other ranks. Without, GroupFailed knows which ranks have not made it.
         """
+        return OneCall(self, op, agreed, by, timeout_s, notes)
+
+    def enter(self, call: OneCall) -> int:
+        """Begins a call, and returns its number; ConcurrentCallError if another thread is in one."""
         if not self._one_thread.acquire(blocking=False):
             self._crossed = True  # the other thread's call may have met this one of another rank
-            raise ConcurrentCallError(_CROSSED.format(op=op))
-        try:
-            with self._naming_absent(op, agreed, by, timeout_s, notes) as sequence:
-                yield sequence
-        finally:
-            self._one_thread.release()
-            if self._crossed:  # whatever became of the call
-                raise ConcurrentCallError(_CROSSED.format(op=op))
-
-    @contextlib.contextmanager
-    def _naming_absent(self, op: str, agreed: str, by: str, timeout_s: float, notes: bool) -> Iterator[int]:
+            raise ConcurrentCallError(_CROSSED.format(op=call.op))
         sequence, self._made = self._made, self._made + 1
-        self._previous, self._current = self._current, f"{agreed}, call {sequence} over torch.distributed"
-        if notes:
-            self._rendezvous.note(self._current)
-        begin = time.monotonic()
-        try:
-            yield sequence
-        except (fallback.GroupFailed, RanksAbsent) as error:
-            took_s = time.monotonic() - begin
-            broken = took_s < timeout_s
-            words = self._last_words(broken, None if notes else error.absent or ())
-            when = f"after {took_s:.1f} s" if broken else f"within {timeout_s:g} s"
-            raise self._timeout(op, by, sequence, when, words, str(error)) from error
+        self._previous, self._current = self._current, (call.agreed, sequence)
+        return sequence
+
+    def note(self) -> None:
+        """Records this call for other ranks."""
+        self._rendezvous.note(_words_of(self._current))
+
+    def leave(self, op: str) -> None:
+        """Ends a call; ConcurrentCallError if another thread has begun one meanwhile."""
+        self._one_thread.release()
+        if self._crossed:  # whatever became of the call
+            raise ConcurrentCallError(_CROSSED.format(op=op))
+
+    def failure(self, call: OneCall, error: fallback.GroupFailed | RanksAbsent, took_s: float) -> CollectiveTimeout:
+        """Returns the error that tells users of ``error``, which ended a call after so many seconds."""
+        broken = took_s < call.timeout_s
+        words = self._last_words(broken, None if call.notes else error.absent or ())
+        when = f"after {took_s:.1f} s" if broken else f"within {call.timeout_s:g} s"
+        return self._timeout(call.op, call.by, self._current[1], when, words, str(error))
 
     def _compare(self, op: str, what: str, timeout_s: float) -> None:
         try:
@@ -178,4 +205,10 @@ class GroupCalls:
     def _with_call(self, word: LastWord, behind: bool) -> LastWord:
         """Returns the last word of a rank that made this call, or is ``behind`` it and made the one before."""
         made = self._previous if behind else self._current
-        return replace(word, what=word.what if word.gave_up else made or word.what, behind=behind)
+        is_known = made[0] and not word.gave_up
+        return replace(word, what=_words_of(made) if is_known else word.what, behind=behind)
+
+
+def _words_of(call: tuple[str, int]) -> str:
+    agreed, sequence = call
+    return f"{agreed}, call {sequence} over torch.distributed"

@@ -14,17 +14,26 @@ import contextlib
 import hashlib
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from graphar.ranks.fallback import GroupFailed
-
-SMALL_NBYTES = 32 << 10  # of a tensor that travels behind the header
+SMALL_NBYTES = 256 << 10  # of a tensor that travels behind the header
 _HEADER_NBYTES = 64  # a multiple of every dtype's size, so that the tensor behind it is aligned
 _SHORTEST_S = 1e-3  # gloo counts milliseconds, and takes 0 for no deadline
+
+
+class GroupFailed(Exception):
+    """A rank of the process group failed, or did not take part in time. The message is torch's.
+
+    The ranks ``absent`` are known not to have made the call; None: nothing is known.
+    """
+
+    def __init__(self, message: str, absent: Collection[int] | None = None) -> None:
+        super().__init__(message)
+        self.absent = absent
 
 
 class Pending:
@@ -77,13 +86,14 @@ class Messages:
 
     def __init__(self, gloo: dist.ProcessGroupGloo, name: str) -> None:
         self._gloo, self._rank, self._world_size = gloo, gloo.rank(), gloo.size()
-        self._peers = [rank for rank in range(gloo.size()) if rank != gloo.rank()]
+        self.peers = [rank for rank in range(gloo.size()) if rank != gloo.rank()]
         self._tag = zlib.crc32(f"graphar {name}".encode()) >> 1  # gloo's tags are not negative
         self._letters = [bytearray(_HEADER_NBYTES + SMALL_NBYTES) for _ in range(gloo.size())]
-        with torch.inference_mode(False):  # or no call outside of that mode could write into them
+        with torch.inference_mode(False):  # else no call outside of that mode could write into them
             self._tensors = [torch.frombuffer(letter, dtype=torch.uint8) for letter in self._letters]
-        self._header = b""  # of a call that has sent none
-        self._if_unlike: Callable[[], None] = lambda: None
+        self._own, self._incoming = self._tensors[self._rank], {peer: self._tensors[peer] for peer in self.peers}
+        self._header, self._sequence = b"", 0  # of a call that has sent none
+        self._if_unlike: Callable[[int], None] = lambda sequence: None
 
     def rank(self) -> int:
         return self._rank
@@ -96,59 +106,75 @@ class Messages:
 
     # ---- headers ----------------------------------------------------------------------------------------------------
 
-    def begin(self, words_hash: bytes, sequence: int, if_unlike: Callable[[], None]) -> None:
+    def begin(self, words_hash: bytes, sequence: int, if_unlike: Callable[[int], None]) -> None:
         """Begins a call, whose first message brings a header.
 
-        If ranks begin different calls, that message runs ``if_unlike`` on each of them, which raises their error unless
-        the call sends nothing else.
+        If ranks begin different calls, that message runs ``if_unlike(sequence)`` on each of them, which raises their
+        error unless the call sends nothing else.
         """
-        self._header, self._if_unlike = words_hash + sequence.to_bytes(8, "little"), if_unlike
+        self._header, self._sequence, self._if_unlike = words_hash, sequence, if_unlike
 
-    def agree(self, timeout_s: float, small: torch.Tensor | None = None) -> None:
-        """Returns once all ranks have begun this call, and with the bytes of a ``small`` tensor if there is one.
+    def behind_headers(self, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
+        """Returns where a tensor of each rank lies behind its header: this rank's before agreement, all of them after.
+
+        It has at most SMALL_NBYTES bytes.
+        """
+        end = _HEADER_NBYTES + numel * dtype.itemsize
+        with torch.inference_mode(False):
+            return [one[_HEADER_NBYTES:end].view(dtype) for one in self._tensors]
+
+    def agree(self, timeout_s: float, nbytes: int = 0) -> None:
+        """Returns once all ranks have begun this call. Brings ``nbytes`` bytes of each behind its header.
 
         Raises:
             GroupFailed: a header did not come within ``timeout_s`` seconds.
         """
-        header, self._header = self._header, b""
-        end, own = len(header), self._tensors[self._rank]
-        self._letters[self._rank][:end] = header
-        sent = own[:_HEADER_NBYTES]
-        if small is not None:
-            sent = own[: _HEADER_NBYTES + small.numel()]
-            sent[_HEADER_NBYTES:].copy_(small)
-        pending = self._start({peer: self._tensors[peer] for peer in self._peers}, dict.fromkeys(self._peers, sent))
+        header, self._header = self._header + self._sequence.to_bytes(8, "little"), b""
+        self._letters[self._rank][: len(header)] = header
+        pending = self._start(self._incoming, dict.fromkeys(self.peers, self._own[: _HEADER_NBYTES + nbytes]))
         try:
             pending.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             pending.look()
-            raise GroupFailed(str(error), [peer for peer in self._peers if peer not in pending.arrived]) from error
-        if any(self._letters[peer][:end] != header for peer in self._peers):
-            self._if_unlike()
+            raise GroupFailed(str(error), [peer for peer in self.peers if peer not in pending.arrived]) from error
+        for peer in self.peers:
+            if not self._letters[peer].startswith(header):
+                self._if_unlike(self._sequence)
+                break
 
     # ---- data, as a process group's methods -------------------------------------------------------------------------
+
+    def exchange(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor], timeout_s: float) -> None:
+        """Receives a tensor from each of some ranks, and sends one to each of some ranks.
+
+        Raises:
+            GroupFailed: a rank failed, or was not done within ``timeout_s`` seconds.
+        """
+        try:
+            self._start(received, sent).wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise GroupFailed(str(error), ()) from error
 
     def alltoall_base(self, received: torch.Tensor, sent: torch.Tensor, *given) -> Pending:
         if self._header:
             self.agree(given[-1].timeout.total_seconds())
         theirs, mine = received.chunk(self._world_size), sent.chunk(self._world_size)
-        pending = self._start({peer: theirs[peer] for peer in self._peers}, {peer: mine[peer] for peer in self._peers})
         theirs[self._rank].copy_(mine[self._rank])
-        return pending
+        return self._start({peer: theirs[peer] for peer in self.peers}, {peer: mine[peer] for peer in self.peers})
 
     def allgather(self, received: Sequence[Sequence[torch.Tensor]], sent: Sequence[torch.Tensor], options) -> Pending:
         (theirs,), (mine,) = received, sent
-        nbytes = mine.numel()
-        if self._header and nbytes <= SMALL_NBYTES:
-            self.agree(options.timeout.total_seconds(), mine)
-            for target, one in zip(theirs, self._tensors, strict=True):
-                target.copy_(one[_HEADER_NBYTES : _HEADER_NBYTES + nbytes])
-            return Pending({}, [])
         if self._header:
-            self.agree(options.timeout.total_seconds())
-        pending = self._start({peer: theirs[peer] for peer in self._peers}, dict.fromkeys(self._peers, mine))
+            small = self.behind_headers(torch.uint8, mine.numel()) if mine.numel() <= SMALL_NBYTES else []
+            if small:
+                small[self._rank].copy_(mine)
+            self.agree(options.timeout.total_seconds(), len(small) and mine.numel())
+            for target, one in zip(theirs, small, strict=False):
+                target.copy_(one)
+            if small:
+                return Pending({}, [])
         theirs[self._rank].copy_(mine)
-        return pending
+        return self._start({peer: theirs[peer] for peer in self.peers}, dict.fromkeys(self.peers, mine))
 
     def _start(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor]) -> Pending:
         gloo, tag, receives, sends = self._gloo, self._tag, {}, []

@@ -11,6 +11,7 @@ import torch
 
 import graphar
 from graphar import Codec, Communicator, Epilogue, reference
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts, Sum
 from graphar.ranks import fallback
@@ -47,6 +48,24 @@ def test_neither_random_numbers_nor_places_begin_again_with_a_piece():
     for rank, found in enumerate(run_ranks(call_in_pieces, RANKS)):
         expected = [total, parts[rank], placed[0], placed[1][rank], torch.cat([xs[0][:1], xs[1][:2]])]
         assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 5
+
+
+INFINITIES = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40, 65504.0, 3e38]
+
+
+@pytest.mark.parametrize("dtype", ACCUMULATION_DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("more", [[], INFINITIES], ids=["finite", "with NaNs"])
+def test_sums_on_the_cpu_have_the_bits_of_the_specification(dtype, world_size, more):
+    parts = [normal(rank, 1000, torch.float32).mul(100) for rank in range(world_size)]
+    if more and dtype.is_floating_point:
+        parts = [torch.cat([part, torch.tensor(more).roll(rank)]) for rank, part in enumerate(parts)]
+    parts = [part.to(dtype) for part in parts]
+    out = torch.empty_like(parts[0])
+
+    fallback.sum_into(out, parts)
+
+    assert same_bits(out, reference.allreduce(parts)) == 0
 
 
 class Waits:
