@@ -22,11 +22,9 @@ from graphar import reference
 from graphar.errors import UnsupportedError
 from graphar.numerics.codec_reference import SUM, Noise, encode
 from graphar.numerics.codecs import TILE_NUMEL, Codec
-from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
-from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.call import Call, Operands
-from graphar.ranks.messages import SMALL_NBYTES, GroupFailed, Messages
+from graphar.ranks.messages import GroupFailed, Messages
 
 _SMALL_NBYTES = 32 << 10  # of an all-reduce whose messages take no longer than empty ones
 _CHUNK_NBYTES = 64 << 20
@@ -44,8 +42,6 @@ def over_group(call: Call, group: dist.ProcessGroup | Messages, timeout_s: float
     with a codec, equally on all ranks.
     """
     work, options = call.work, _options(call, calls)
-    if isinstance(group, Messages) and work.op == "allreduce" and not work.codec:
-        return _sum_by_messages(call, group, timeout_s)
     compute = partial(_FUNCTIONS[work.op, bool(work.codec)][0], group=group, timeout_s=timeout_s, **options)
 
     def run(ranks: Sequence[Operands]) -> None:
@@ -126,75 +122,6 @@ def allreduce(
         gathered = torch.empty_like(padded)
         _collect(x, timeout_s, list(_bytes(gathered).chunk(world_size)), _bytes(total), group)
         target[start : start + step].copy_(gathered[: chunk.numel()])
-
-
-def _sum_by_messages(call: Call, messages: Messages, timeout_s: float) -> Run:
-    """Returns the function of an all-reduce over gloo, which has the bits of :func:`allreduce`."""
-    form, numel, small = call.work.epilogue, call.work.numel, call.nbytes <= SMALL_NBYTES
-    behind_headers = messages.behind_headers(call.dtype, numel) if small else []
-    mine, nbytes = (behind_headers[messages.rank()], call.nbytes) if small else (None, 0)
-
-    def run(ranks: Sequence[Operands]) -> None:
-        (own,) = ranks
-        source, target = own.inputs[0].view(-1), own.outputs[0].view(-1)
-        if mine is None:
-            sum_of = _sum_with(form, epilogue_inputs(own), numel) if form else _plain_sum
-            _sum_of_shards(source, target, messages, timeout_s, sum_of)
-            return
-        mine.copy_(source)
-        messages.agree(timeout_s, nbytes)
-        if form:
-            target.copy_(reference.sum_with_epilogue(behind_headers, form, epilogue_inputs(own), 0, numel))
-        else:
-            sum_into(target, behind_headers)
-
-    return run
-
-
-def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Writes the bits of reference.allreduce of at least two parts into ``target``, which shares no memory with them.
-
-    It is faster for small tensors on the CPU.
-    """
-    wide = ACCUMULATION_DTYPES[target.dtype]
-    if target.dtype == wide:
-        total, rest = torch.add(parts[0], parts[1], out=target), parts[2:]
-    else:
-        total, rest = parts[0].to(wide), parts[1:]
-    for part in rest:
-        total.add_(part)
-    if target.dtype != wide:
-        target.copy_(total)
-    if wide.is_floating_point and target.sum().isnan():  # it is, if an element is; few tensors have one
-        target.copy_(with_canonical_nan(target))
-
-
-def _sum_of_shards(
-    source: torch.Tensor, target: torch.Tensor, messages: Messages, timeout_s: float, sum_of: SumOf
-) -> None:
-    messages.agree(timeout_s)
-    rank, world_size, peers = messages.rank(), messages.size(), messages.peers
-    step = max(1, _CHUNK_NBYTES // source.element_size())
-    for start in range(0, source.numel(), step):
-        chunk, result = source[start : start + step], target[start : start + step]
-        counts = _shards(chunk.numel(), world_size)
-        parts, results = chunk.split(counts), result.split(counts)
-        received = chunk.new_empty(world_size, counts[rank])
-        theirs = [parts[rank] if one == rank else received[one] for one in range(world_size)]
-        # A connection takes no message without bytes.
-        incoming = {peer: _bytes(theirs[peer]) for peer in peers if counts[rank]}
-        messages.exchange(incoming, {peer: _bytes(parts[peer]) for peer in peers if counts[peer]}, timeout_s)
-        if counts[rank]:
-            results[rank].copy_(sum_of(theirs, start + sum(counts[:rank])))
-        incoming = {peer: _bytes(results[peer]) for peer in peers if counts[peer]}
-        outgoing = dict.fromkeys(peers, _bytes(results[rank])) if counts[rank] else {}
-        messages.exchange(incoming, outgoing, timeout_s)
-
-
-def _shards(numel: int, world_size: int) -> list[int]:
-    """Returns the elements of each rank's shard: equal ones, and fewer at the end."""
-    shard = -(-numel // world_size)
-    return [max(0, min(shard, numel - rank * shard)) for rank in range(world_size)]
 
 
 def reducescatter(

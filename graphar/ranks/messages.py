@@ -86,12 +86,13 @@ class Messages:
 
     def __init__(self, gloo: dist.ProcessGroupGloo, name: str) -> None:
         self._gloo, self._rank, self._world_size = gloo, gloo.rank(), gloo.size()
-        self.peers = [rank for rank in range(gloo.size()) if rank != gloo.rank()]
+        self.peers = [(gloo.rank() + step) % gloo.size() for step in range(1, gloo.size())]
         self._tag = zlib.crc32(f"graphar {name}".encode()) >> 1  # gloo's tags are not negative
         self._letters = [bytearray(_HEADER_NBYTES + SMALL_NBYTES) for _ in range(gloo.size())]
         with torch.inference_mode(False):  # else no call outside of that mode could write into them
             self._tensors = [torch.frombuffer(letter, dtype=torch.uint8) for letter in self._letters]
         self._own, self._incoming = self._tensors[self._rank], {peer: self._tensors[peer] for peer in self.peers}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._header, self._sequence = b"", 0  # of a call that has sent none
         self._if_unlike: Callable[[int], None] = lambda sequence: None
 
@@ -142,18 +143,38 @@ class Messages:
                 self._if_unlike(self._sequence)
                 break
 
+    def scratch(self, like: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Returns memory for a tensor like ``like`` from every other rank. It is used again by the next call."""
+        nbytes = -(-like.nbytes // _HEADER_NBYTES) * _HEADER_NBYTES  # aligned for every dtype
+        if self._scratch.numel() < len(self.peers) * nbytes:
+            with torch.inference_mode(False):
+                self._scratch = torch.empty(len(self.peers) * nbytes, dtype=torch.uint8)
+        rows = {peer: self._scratch[at * nbytes :][: like.nbytes] for at, peer in enumerate(self.peers)}
+        return {peer: row.view(like.dtype) for peer, row in rows.items()}
+
     # ---- data, as a process group's methods -------------------------------------------------------------------------
 
-    def exchange(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor], timeout_s: float) -> None:
-        """Receives a tensor from each of some ranks, and sends one to each of some ranks.
-
-        Raises:
-            GroupFailed: a rank failed, or was not done within ``timeout_s`` seconds.
-        """
+    def receive(self, x: torch.Tensor, peer: int) -> dist.Work:
+        """Begins to receive a tensor of at least one element, which a rank sends in its turn. GroupFailed if it can't."""
         try:
-            self._start(received, sent).wait(timedelta(seconds=timeout_s))
+            return self._gloo.recv([x], peer, self._tag)
         except RuntimeError as error:
-            raise GroupFailed(str(error), ()) from error
+            raise GroupFailed(str(error)) from error
+
+    def send(self, x: torch.Tensor, peer: int) -> dist.Work:
+        """Begins to send a tensor of at least one element. GroupFailed if it can't."""
+        try:
+            return self._gloo.send([x], peer, self._tag)
+        except RuntimeError as error:
+            raise GroupFailed(str(error)) from error
+
+    def wait(self, works: Sequence[dist.Work], deadline: float) -> None:
+        """Waits for messages; GroupFailed if a rank failed, or was not done at ``deadline``, by time.monotonic()."""
+        try:
+            for work in works:
+                work.wait(_until(deadline))
+        except RuntimeError as error:
+            raise GroupFailed(str(error)) from error
 
     def alltoall_base(self, received: torch.Tensor, sent: torch.Tensor, *given) -> Pending:
         if self._header:

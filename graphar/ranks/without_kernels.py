@@ -10,7 +10,7 @@ import torch
 
 from graphar.plan.call import Call
 from graphar.plan.config import HIERARCHICAL, Config
-from graphar.ranks import fallback
+from graphar.ranks import fallback, message_sums
 from graphar.ranks.fallback import Run
 from graphar.ranks.group_calls import GroupCalls
 from graphar.ranks.hierarchical import Hierarchy
@@ -37,9 +37,11 @@ class WithoutKernels:
         calls = self.group_calls()
         if config is HIERARCHICAL:
             run = self._hierarchical(call, timeout_s)
+        elif calls.messages and x.device.type == "cpu":
+            by_messages = message_sums.bind(call, calls.messages, timeout_s)
+            run = by_messages or fallback.over_group(call, calls.messages, timeout_s, self._quantized_calls)
         else:
-            group = calls.messages if calls.messages and x.device.type == "cpu" else ranks.group
-            run = fallback.over_group(call, group, timeout_s, self._quantized_calls)
+            run = fallback.over_group(call, ranks.group, timeout_s, self._quantized_calls)
         return calls.bind(call, x, timeout_s, run, config.algorithm)
 
     def group_calls(self) -> GroupCalls:

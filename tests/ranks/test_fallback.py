@@ -14,7 +14,7 @@ from graphar import Codec, Communicator, Epilogue, reference
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts, Sum
-from graphar.ranks import fallback
+from graphar.ranks import fallback, message_sums
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 
@@ -63,7 +63,7 @@ def test_sums_on_the_cpu_have_the_bits_of_the_specification(dtype, world_size, m
     parts = [part.to(dtype) for part in parts]
     out = torch.empty_like(parts[0])
 
-    fallback.sum_into(out, parts)
+    message_sums.sum_into(out, parts)
 
     assert same_bits(out, reference.allreduce(parts)) == 0
 

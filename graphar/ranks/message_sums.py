@@ -1,0 +1,112 @@
+"""All-reduces between processes on the CPU, in messages over gloo, with the bits of every exact algorithm.
+
+small    every rank -> every other rank    its tensor, behind the header; each rank sums all of them
+large    every rank -> rank r              block b of shard r, once all headers are known to be equal
+         rank r -> every other rank        the sum of block b, while later blocks are on their way
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from graphar import reference
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES
+from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.numerics.nan import with_canonical_nan
+from graphar.plan.call import Call, Operands
+from graphar.ranks.fallback import Run, epilogue_inputs
+from graphar.ranks.messages import SMALL_NBYTES, Messages
+
+_CHUNK_NBYTES = 8 << 20  # of which a communicator keeps memory for this rank's shard of each other rank
+_SHARD_UNIT = 64  # elements; shards begin where those of other dtypes and parts would, in lines of a cache
+
+
+def bind(call: Call, messages: Messages, timeout_s: float) -> Run | None:
+    """Returns the function of an all-reduce without a codec; None for other calls. It raises what the fallback does."""
+    if call.op != "allreduce" or call.work.codec:
+        return None
+    form: Pointwise | None = call.work.epilogue
+    if call.nbytes > SMALL_NBYTES:
+        return partial(_run_large, form, messages, timeout_s)
+    everyones, nbytes = messages.behind_headers(call.dtype, call.work.numel), call.nbytes
+    mine = everyones[messages.rank()]
+
+    def run(ranks: Sequence[Operands]) -> None:
+        (own,) = ranks
+        mine.copy_(own.inputs[0].view(-1))
+        messages.agree(timeout_s, nbytes)
+        target = own.outputs[0].view(-1)
+        if form:
+            target.copy_(reference.sum_with_epilogue(everyones, form, epilogue_inputs(own), 0, target.numel()))
+        else:
+            sum_into(target, everyones)
+
+    return run
+
+
+def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Writes the bits of reference.allreduce of at least two parts into ``target``, in fewer passes over memory.
+
+    ``target`` may be one of the parts, and shares no memory with others.
+    """
+    wide = ACCUMULATION_DTYPES[target.dtype]
+    in_place = target.dtype == wide and all(target.data_ptr() != part.data_ptr() for part in parts[2:])
+    total = torch.add(parts[0].to(wide), parts[1], out=target if in_place else None)
+    for part in parts[2:]:
+        total.add_(part)
+    if not in_place:
+        target.copy_(total)
+    if wide.is_floating_point and target.sum().isnan():  # it is, if an element is; few tensors have one
+        target.copy_(with_canonical_nan(target))
+
+
+def _run_large(form: Pointwise | None, messages: Messages, timeout_s: float, ranks: Sequence[Operands]) -> None:
+    (own,) = ranks
+    deadline = time.monotonic() + timeout_s
+    messages.agree(timeout_s)
+    source, target = own.inputs[0].view(-1), own.outputs[0].view(-1)
+    numel, step = source.numel(), max(1, _CHUNK_NBYTES // source.element_size())
+    inputs = epilogue_inputs(own) if form else None
+
+    def sum_shard(total: torch.Tensor, parts: Sequence[torch.Tensor], first: int) -> None:
+        if form:
+            total.copy_(reference.sum_with_epilogue(parts, form, inputs, first, numel))
+        else:
+            sum_into(total, parts)
+
+    for start in range(0, numel, step):
+        window = slice(start, start + step)
+        _sum_chunk(source[window], target[window], start, messages, deadline, sum_shard)
+
+
+def _sum_chunk(
+    source: torch.Tensor, target: torch.Tensor, first: int, messages: Messages, deadline: float, sum_shard: Callable
+) -> None:
+    """Sums one chunk, which begins at element ``first`` of its tensor.
+
+    ``target`` may be ``source``: another rank's sum of a block comes after that rank has this rank's summand.
+    """
+    rank, peers, world_size = messages.rank(), messages.peers, messages.size()
+    parts, results = _shards(source, world_size), _shards(target, world_size)
+    summands = messages.scratch(parts[rank]) | {rank: parts[rank]}
+    # A rank's messages arrive in the order in which it sends them: its summand, and then its sum.
+    arriving = [messages.receive(summands[peer], peer) for peer in peers if parts[rank].numel()]
+    gathering = [messages.receive(results[peer], peer) for peer in peers if parts[peer].numel()]
+    sending = [messages.send(parts[peer], peer) for peer in peers if parts[peer].numel()]
+    messages.wait(arriving, deadline)
+    if arriving:
+        before = sum(part.numel() for part in parts[:rank])
+        sum_shard(results[rank], [summands[one] for one in range(world_size)], first + before)
+        sending += [messages.send(results[rank], peer) for peer in peers]
+    messages.wait(gathering, deadline)
+    messages.wait(sending, deadline)
+
+
+def _shards(x: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """Returns each rank's shard: equal ones, and smaller ones or empty ones at the end."""
+    shard = -(-x.numel() // (world_size * _SHARD_UNIT)) * _SHARD_UNIT
+    return [x[rank * shard : (rank + 1) * shard] for rank in range(world_size)]
