@@ -67,7 +67,7 @@ def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 def _run_large(form: Pointwise | None, messages: Messages, timeout_s: float, ranks: Sequence[Operands]) -> None:
     (own,) = ranks
     deadline = time.monotonic() + timeout_s
-    messages.agree(timeout_s)
+    messages.announce()
     source, target = own.inputs[0].view(-1), own.outputs[0].view(-1)
     numel, step = source.numel(), max(1, _CHUNK_NBYTES // source.element_size())
     inputs = epilogue_inputs(own) if form else None
@@ -80,30 +80,38 @@ def _run_large(form: Pointwise | None, messages: Messages, timeout_s: float, ran
 
     for start in range(0, numel, step):
         window = slice(start, start + step)
-        _sum_chunk(source[window], target[window], start, messages, deadline, sum_shard)
+        chunk = _Chunk(source[window], target[window], messages)
+        if start == 0:
+            messages.await_headers(timeout_s)
+        chunk.sum(deadline, lambda total, parts, first, start=start: sum_shard(total, parts, start + first))
 
 
-def _sum_chunk(
-    source: torch.Tensor, target: torch.Tensor, first: int, messages: Messages, deadline: float, sum_shard: Callable
-) -> None:
-    """Sums one chunk, which begins at element ``first`` of its tensor.
+class _Chunk:
+    """One chunk of a large all-reduce, whose summands are under way from the beginning.
 
-    ``target`` may be ``source``: another rank's sum of a block comes after that rank has this rank's summand.
+    ``target`` may be ``source``: a rank's sum of a shard comes after that rank has all summands of the shard.
     """
-    rank, peers, world_size = messages.rank(), messages.peers, messages.size()
-    parts, results = _shards(source, world_size), _shards(target, world_size)
-    summands = messages.scratch(parts[rank]) | {rank: parts[rank]}
-    # A rank's messages arrive in the order in which it sends them: its summand, and then its sum.
-    arriving = [messages.receive(summands[peer], peer) for peer in peers if parts[rank].numel()]
-    gathering = [messages.receive(results[peer], peer) for peer in peers if parts[peer].numel()]
-    sending = [messages.send(parts[peer], peer) for peer in peers if parts[peer].numel()]
-    messages.wait(arriving, deadline)
-    if arriving:
-        before = sum(part.numel() for part in parts[:rank])
-        sum_shard(results[rank], [summands[one] for one in range(world_size)], first + before)
-        sending += [messages.send(results[rank], peer) for peer in peers]
-    messages.wait(gathering, deadline)
-    messages.wait(sending, deadline)
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, messages: Messages) -> None:
+        self._messages, rank, peers = messages, messages.rank(), messages.peers
+        self._parts, self._results = (_shards(x, messages.size()) for x in (source, target))
+        self._summands = messages.scratch(self._parts[rank]) | {rank: self._parts[rank]}
+        full = [peer for peer in peers if self._parts[peer].numel()]
+        self._arriving = [messages.receive(self._summands[peer], peer) for peer in peers if self._parts[rank].numel()]
+        self._sending = [messages.send(self._parts[peer], peer) for peer in full]
+
+    def sum(self, deadline: float, sum_shard: Callable[[torch.Tensor, Sequence[torch.Tensor], int], None]) -> None:
+        """Writes the sum into ``target``. ``sum_shard`` takes a total, its parts, and their first element's index."""
+        messages, rank, peers = self._messages, self._messages.rank(), self._messages.peers
+        results = self._results
+        gathering = [messages.receive(results[peer], peer) for peer in peers if results[peer].numel()]
+        messages.wait(self._arriving, deadline)
+        if results[rank].numel():
+            before = sum(part.numel() for part in self._parts[:rank])
+            sum_shard(results[rank], [self._summands[one] for one in range(messages.size())], before)
+            self._sending += [messages.send(results[rank], peer) for peer in peers]
+        messages.wait(gathering, deadline)
+        messages.wait(self._sending, deadline)
 
 
 def _shards(x: torch.Tensor, world_size: int) -> list[torch.Tensor]:

@@ -1,11 +1,10 @@
 """Messages between the ranks of a gloo group. The first message of a call compares the calls of all ranks.
 
     every rank -> every other rank    header | this rank's tensor, if it is small
-    every rank -> every other rank    the data of a large tensor, once all headers are known to be equal
 
 A header is the number of the call and a hash of the call in words, so a call that repeats needs no message besides its
 data. gloo puts a message into any buffer that is large enough for it: ranks that disagree on the size of a small tensor
-still read each other's headers.
+still read each other's headers. Larger data travel in messages of their own, tagged by the header, or behind it.
 """
 
 from __future__ import annotations
@@ -93,6 +92,10 @@ class Messages:
             self._tensors = [torch.frombuffer(letter, dtype=torch.uint8) for letter in self._letters]
         self._own, self._incoming = self._tensors[self._rank], {peer: self._tensors[peer] for peer in self.peers}
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._pending: Pending | None = None  # the headers
+        self._under_way: list[
+            tuple[int, dist.Work]
+        ] = []  # messages of a call whose headers have not come, each with its rank
         self._header, self._sequence = b"", 0  # of a call that has sent none
         self._if_unlike: Callable[[int], None] = lambda sequence: None
 
@@ -130,18 +133,31 @@ class Messages:
         Raises:
             GroupFailed: a header did not come within ``timeout_s`` seconds.
         """
-        header, self._header = self._header + self._sequence.to_bytes(8, "little"), b""
-        self._letters[self._rank][: len(header)] = header
-        pending = self._start(self._incoming, dict.fromkeys(self.peers, self._own[: _HEADER_NBYTES + nbytes]))
+        self.announce(nbytes)
+        self.await_headers(timeout_s)
+
+    def announce(self, nbytes: int = 0) -> None:
+        """Begins to exchange headers, with ``nbytes`` bytes behind each."""
+        self._sent, self._header = self._header + self._sequence.to_bytes(8, "little"), b""
+        self._letters[self._rank][: len(self._sent)] = self._sent
+        self._tag_of_call = zlib.crc32(self._sent, self._tag) >> 1
+        sent = dict.fromkeys(self.peers, self._own[: _HEADER_NBYTES + nbytes])
+        self._pending = self._start(self._incoming, sent, self._tag)
+
+    def await_headers(self, timeout_s: float) -> None:
+        """Returns once all ranks are known to have announced this call; raises what :meth:`agree` raises."""
+        pending, self._pending = self._pending, None
+        under_way, self._under_way = self._under_way, []
         try:
             pending.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             pending.look()
             raise GroupFailed(str(error), [peer for peer in self.peers if peer not in pending.arrived]) from error
-        for peer in self.peers:
-            if not self._letters[peer].startswith(header):
-                self._if_unlike(self._sequence)
-                break
+        unlike = [peer for peer in self.peers if not self._letters[peer].startswith(self._sent)]
+        if unlike:
+            # What began between ranks that agree must end: gloo cannot take back half a message.
+            self.wait([work for peer, work in under_way if peer not in unlike], time.monotonic() + timeout_s)
+            self._if_unlike(self._sequence)
 
     def scratch(self, like: torch.Tensor) -> dict[int, torch.Tensor]:
         """Returns memory for a tensor like ``like`` from every other rank. It is used again by the next call."""
@@ -155,18 +171,27 @@ class Messages:
     # ---- data, as a process group's methods -------------------------------------------------------------------------
 
     def receive(self, x: torch.Tensor, peer: int) -> dist.Work:
-        """Begins to receive a tensor of at least one element, which a rank sends in its turn. GroupFailed if it can't."""
+        """Begins to receive the next message of this call from a rank. GroupFailed if the connection is broken.
+
+        Other calls have other messages: ranks that disagree do not receive each other's.
+        """
         try:
-            return self._gloo.recv([x], peer, self._tag)
+            work = self._gloo.recv([x], peer, self._tag_of_call)
         except RuntimeError as error:
             raise GroupFailed(str(error)) from error
+        if self._pending:
+            self._under_way.append((peer, work))
+        return work
 
     def send(self, x: torch.Tensor, peer: int) -> dist.Work:
-        """Begins to send a tensor of at least one element. GroupFailed if it can't."""
+        """Begins to send the next message of this call to a rank. GroupFailed if the connection is broken."""
         try:
-            return self._gloo.send([x], peer, self._tag)
+            work = self._gloo.send([x], peer, self._tag_of_call)
         except RuntimeError as error:
             raise GroupFailed(str(error)) from error
+        if self._pending:
+            self._under_way.append((peer, work))
+        return work
 
     def wait(self, works: Sequence[dist.Work], deadline: float) -> None:
         """Waits for messages; GroupFailed if a rank failed, or was not done at ``deadline``, by time.monotonic()."""
@@ -181,7 +206,9 @@ class Messages:
             self.agree(given[-1].timeout.total_seconds())
         theirs, mine = received.chunk(self._world_size), sent.chunk(self._world_size)
         theirs[self._rank].copy_(mine[self._rank])
-        return self._start({peer: theirs[peer] for peer in self.peers}, {peer: mine[peer] for peer in self.peers})
+        return self._start(
+            {peer: theirs[peer] for peer in self.peers}, {peer: mine[peer] for peer in self.peers}, self._tag
+        )
 
     def allgather(self, received: Sequence[Sequence[torch.Tensor]], sent: Sequence[torch.Tensor], options) -> Pending:
         (theirs,), (mine,) = received, sent
@@ -195,10 +222,10 @@ class Messages:
             if small:
                 return Pending({}, [])
         theirs[self._rank].copy_(mine)
-        return self._start({peer: theirs[peer] for peer in self.peers}, dict.fromkeys(self.peers, mine))
+        return self._start({peer: theirs[peer] for peer in self.peers}, dict.fromkeys(self.peers, mine), self._tag)
 
-    def _start(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor]) -> Pending:
-        gloo, tag, receives, sends = self._gloo, self._tag, {}, []
+    def _start(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor], tag: int) -> Pending:
+        gloo, receives, sends = self._gloo, {}, []
         try:
             for peer, one in received.items():
                 receives[peer] = gloo.recv([one], peer, tag)

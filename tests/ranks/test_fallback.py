@@ -30,7 +30,8 @@ def inputs():
 
 def call_in_pieces(rank, world_size):
     """An all-reduce and a reduce-scatter for each option, and an all-gather, all in small pieces."""
-    fallback._SMALL_NBYTES, fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 0, 1000, 1024
+    message_sums.SMALL_NBYTES, message_sums._CHUNK_NBYTES = 0, 1000
+    fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 1000, 1024
     x, found = inputs()[rank], []
     for options in ({"codec": STOCHASTIC}, {"epilogue": PLACES}):
         for op in (graphar.allreduce, graphar.reducescatter):
