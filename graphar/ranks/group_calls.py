@@ -113,8 +113,8 @@ class GroupCalls:
     def _before_meeting(self, what: str, timeout_s: float) -> float:
         """Tells ranks that make a call that this one comes to a meeting; returns how long that may take, in seconds."""
         begin = time.monotonic()
-        self.messages.begin(hash_of(what), self._made, lambda sequence: None)
-        with contextlib.suppress(fallback.GroupFailed):  # the meeting finds out which rank does not come
+        with self._one_thread, contextlib.suppress(fallback.GroupFailed):  # the meeting finds out who does not come
+            self.messages.begin(hash_of(what), self._made, lambda sequence: None)
             self.messages.agree(timeout_s)
         return max(_GRACE_S, timeout_s - (time.monotonic() - begin))
 

@@ -93,9 +93,7 @@ class Messages:
         self._own, self._incoming = self._tensors[self._rank], {peer: self._tensors[peer] for peer in self.peers}
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._pending: Pending | None = None  # the headers
-        self._under_way: list[
-            tuple[int, dist.Work]
-        ] = []  # messages of a call whose headers have not come, each with its rank
+        self._under_way: list[tuple[int, dist.Work]] = []  # with the rank of each; sent before the headers came
         self._header, self._sequence = b"", 0  # of a call that has sent none
         self._if_unlike: Callable[[int], None] = lambda sequence: None
 
@@ -168,7 +166,7 @@ class Messages:
         rows = {peer: self._scratch[at * nbytes :][: like.nbytes] for at, peer in enumerate(self.peers)}
         return {peer: row.view(like.dtype) for peer, row in rows.items()}
 
-    # ---- data, as a process group's methods -------------------------------------------------------------------------
+    # ---- data ---------------------------------------------------------------------------------------------------
 
     def receive(self, x: torch.Tensor, peer: int) -> dist.Work:
         """Begins to receive the next message of this call from a rank. GroupFailed if the connection is broken.
@@ -200,6 +198,8 @@ class Messages:
                 work.wait(_until(deadline))
         except RuntimeError as error:
             raise GroupFailed(str(error)) from error
+
+    # ---- data, as a process group's methods -------------------------------------------------------------------------
 
     def alltoall_base(self, received: torch.Tensor, sent: torch.Tensor, *given) -> Pending:
         if self._header:

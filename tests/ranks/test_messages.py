@@ -109,6 +109,7 @@ UNLIKE = {
         lambda x: into(x, graphar.allreduce, algorithm="hierarchical"),
         lambda x: into(x, graphar.allreduce),
     ),
+    "a meeting": (lambda x: graphar.empty(3), lambda x: into(x, graphar.allreduce)),
     "an op": (lambda x: graphar.allgather(x), lambda x: into(x, graphar.allreduce)),
     "a part": (lambda x: graphar.reducescatter(x), lambda x: into(x, graphar.allreduce)),
 }
