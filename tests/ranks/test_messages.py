@@ -109,7 +109,6 @@ UNLIKE = {
         lambda x: into(x, graphar.allreduce, algorithm="hierarchical"),
         lambda x: into(x, graphar.allreduce),
     ),
-    "a meeting": (lambda x: graphar.empty(3), lambda x: into(x, graphar.allreduce)),
     "an op": (lambda x: graphar.allgather(x), lambda x: into(x, graphar.allreduce)),
     "a part": (lambda x: graphar.reducescatter(x), lambda x: into(x, graphar.allreduce)),
 }
@@ -138,6 +137,17 @@ def test_ranks_that_disagree_are_told_and_get_no_data_and_go_on(world_size, nume
     for changed, wrong in run_ranks(disagree, world_size, numel):
         assert changed == dict.fromkeys(UNLIKE, 0)
         assert wrong == 0
+
+
+def set_up_beside_a_call(rank, world_size):
+    graphar.allreduce(ones(3))
+    with pytest.raises(CommunicatorError, match=r"rank 0: finding hosts\nrank 1: allreduce of 3 elements"):
+        graphar.allreduce(ones(3), algorithm="auto" if rank else "hierarchical")
+    return graphar.allreduce(ones(3)).tolist()
+
+
+def test_a_set_up_beside_a_call_is_told_at_once_too():
+    assert run_ranks(set_up_beside_a_call, 2) == [[2.0] * 3] * 2
 
 
 def disagree_by_torch(rank, world_size):
