@@ -54,9 +54,11 @@ def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     ``target`` may be one of the parts, and shares no memory with others.
     """
     wide = ACCUMULATION_DTYPES[target.dtype]
-    in_place = target.dtype == wide and all(target.data_ptr() != part.data_ptr() for part in parts[2:])
-    total = torch.add(parts[0].to(wide), parts[1], out=target if in_place else None)
-    for part in parts[2:]:
+    first, second, *rest = parts
+    in_place = target.dtype is wide and target.data_ptr() not in [part.data_ptr() for part in rest]
+    first = first if first.dtype is wide else first.to(wide)
+    total = torch.add(first, second, out=target) if in_place else first + second
+    for part in rest:
         total.add_(part)
     if not in_place:
         target.copy_(total)

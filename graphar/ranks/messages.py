@@ -53,12 +53,13 @@ class Pending:
         """Waits for all messages; RuntimeError if a rank failed, or was not done in time."""
         if self._failure:
             raise self._failure
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline, left = time.monotonic() + timeout.total_seconds(), timeout
         for peer, work in self._receives.items():
-            work.wait(_until(deadline))
+            work.wait(left)
             self.arrived.add(peer)
+            left = _until(deadline)
         for work in self._sends:
-            work.wait(_until(deadline))
+            work.wait(left)
 
     def look(self) -> None:
         """Finds after a failure which other messages had come."""

@@ -79,8 +79,8 @@ class Plans(BoundedCache[Plan]):
         super().clear()
 
 
-class KeepingFailure(contextlib.ContextDecorator):
-    """A context, or a decorator, of :meth:`Engine.keeping_failure`."""
+class KeepingFailure:
+    """A context, or a decorator of a call's function, of :meth:`Engine.keeping_failure`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -91,6 +91,13 @@ class KeepingFailure(contextlib.ContextDecorator):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (CollectiveTimeout, RanksAbsent)):
             self._engine.keep_failure(error)
+
+    def __call__(self, run: Callable[[Sequence[Operands]], None]) -> Callable[[Sequence[Operands]], None]:
+        def run_in_context(ranks: Sequence[Operands]) -> None:
+            with self:
+                run(ranks)
+
+        return run_in_context
 
 
 class Engine:
