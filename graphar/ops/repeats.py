@@ -47,6 +47,15 @@ except (AttributeError, TypeError):
     can_repeat = False
 
 
+class Nowhere:
+    """The symmetric tensors of calls on the CPU, which have no kernels: none."""
+
+    begin = end = 0
+
+
+_NOWHERE = Nowhere()
+
+
 def repeated(
     op: str,
     group: Group,
@@ -105,8 +114,8 @@ def keep(
     warm.unrepeated += 1
     if key in repeats and warm.unrepeated % _REPLACED_EACH:
         return
-    symmetric = engine.runner.symmetric if engine.runner else None
-    if symmetric and any(symmetric.begin <= one.data_ptr() < symmetric.end for one in (tensors[0], *own.outputs)):
+    symmetric = engine.runner.symmetric if engine.runner else _NOWHERE
+    if any(symmetric.begin <= one.data_ptr() < symmetric.end for one in (tensors[0], *own.outputs)):
         return
     if launch := plan.launch_like(own):
         launch = _after_feedback(launch) if feeds_back else launch
@@ -127,7 +136,7 @@ def _after_feedback(launch: Launch) -> Launch:
 
 def _repeat(
     launch: Launch,
-    symmetric: SymmetricTensors | None,
+    symmetric: SymmetricTensors | Nowhere,
     tensors: Tensors,
     outputs: Tensors,
     order: Sequence[int] | None,
@@ -144,11 +153,9 @@ def _repeat(
     It does not ask whether the plan is still good. Callers look the function up in the ``warm`` plans of the call's
     engine, which are dropped when the engine is closed, its group is destroyed, or its table changes, and are out of
     reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
-
-    ``symmetric`` is None for calls on the CPU, which have no kernels.
     """
     device, alike = tensors[0].get_device(), _guard(tensors)
-    has_kernels, new = symmetric is not None, _new_on_current_device if symmetric else _new_on_cpu
+    has_kernels, new = symmetric is not _NOWHERE, _new_on_cpu if symmetric is _NOWHERE else _new_on_current_device
     result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
     has_parameters, in_place = any(one.requires_grad for one in tensors), result_like == _layout(tensors[0])
@@ -169,7 +176,7 @@ def _repeat(
                 return None
         elif type(out) is not _Tensor or not alike_with_out(*tensors, out):
             return None
-        if has_kernels and symmetric.begin <= tensors[0].data_ptr() < symmetric.end:
+        if symmetric.begin <= tensors[0].data_ptr() < symmetric.end:
             return None
         operands = tensors if select is None else select(tensors)
         if out is None:
@@ -181,9 +188,7 @@ def _repeat(
             results = (result, *[new(*one) for one in others])
             launch(operands, results, numbers)
             return results
-        if out is not tensors[0] and overlaps(tensors, out):
-            return None
-        if has_kernels and symmetric.begin <= out.data_ptr() < symmetric.end:
+        if out is not tensors[0] and (symmetric.begin <= out.data_ptr() < symmetric.end or overlaps(tensors, out)):
             return None
         launch(operands, (out,), numbers)
         deliver(out, out)
