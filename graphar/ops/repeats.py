@@ -149,13 +149,11 @@ def _repeat(
     earlier result, and apart from all tensors, or be the first tensor if that is like it. There must be no mode of
     torch that wants to see the op. Nothing may lie in symmetric memory, which other kernels serve. ``order`` says which
     of the tensors the launch takes; None: all, in order.
-
     It does not ask whether the plan is still good. Callers look the function up in the ``warm`` plans of the call's
     engine, which are dropped when the engine is closed, its group is destroyed, or its table changes, and are out of
     reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
     """
-    device, alike = tensors[0].get_device(), _guard(tensors)
-    has_kernels, new = symmetric is not _NOWHERE, _new_on_cpu if symmetric is _NOWHERE else _new_on_current_device
+    device, alike, on_cpu = tensors[0].get_device(), _guard(tensors), symmetric is _NOWHERE
     result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
     has_parameters, in_place = any(one.requires_grad for one in tensors), result_like == _layout(tensors[0])
@@ -167,7 +165,7 @@ def _repeat(
             or _function_modes()
             or forward_ad._current_level >= 0
             or _is_profiling()
-            or (has_kernels and _current_device() != device)
+            or not (on_cpu or _current_device() == device)
             or (has_parameters and _records_gradients())
         ):
             return None
@@ -181,6 +179,7 @@ def _repeat(
         operands = tensors if select is None else select(tensors)
         if out is None:
             # As Inductor's code does it. torch.empty_like takes twice as long to find that no mode changes anything.
+            new = _new_on_cpu if on_cpu else _new_on_current_device
             result = new(*result_like)
             if not others:
                 launch(operands, (result,), numbers)

@@ -247,3 +247,23 @@ def compute_in_inference_mode_first(rank, world_size):
 
 def test_a_first_call_in_inference_mode_leaves_later_ones_be():
     assert run_ranks(compute_in_inference_mode_first, 2) == [([2.0] * 3, [2.0] * 3)] * 2
+
+
+def repeat_calls(rank, world_size):
+    """How the fast path of eager calls serves calls on the CPU, and what results share."""
+    x, y = ones(SMALL), 2 * ones(SMALL)
+    with graphar.Communicator() as communicator:
+        found = [communicator.allreduce(one) for one in (x, x, x, y)]
+        repeats = len(communicator.engine.plans.repeats)
+        found.append(communicator.allreduce(x, out=y))
+        part = [communicator.reducescatter(ones(SMALL))[0].item() for _ in range(4)]
+    with pytest.raises(CommunicatorError, match="closed"):
+        communicator.allreduce(x)
+    addresses = {one.data_ptr() for one in (*found, x)}
+    return repeats, [one.unique().tolist() for one in found], len(addresses), found[-1] is y, part
+
+
+def test_calls_on_the_cpu_take_the_fast_path_and_have_results_of_their_own():
+    values = [[2.0], [2.0], [2.0], [4.0], [2.0]]
+
+    assert run_ranks(repeat_calls, 2) == [(1, values, 6, True, [2.0] * 4)] * 2
