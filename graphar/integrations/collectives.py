@@ -25,7 +25,7 @@ Tensors = list[torch.Tensor]
 
 
 def allreduce(communicator: Communicator, average: bool, tensors: Tensors, timeout_s: float | None) -> None:
-    for pack in _packs(tensors):
+    for pack in _packs(tensors) if len(tensors) > 1 else [slice(1)]:
         xs = tensors[pack]
         if len(xs) == 1:
             _allreduce_one(communicator, average, xs[0], timeout_s)

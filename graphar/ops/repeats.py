@@ -36,6 +36,7 @@ def _guard(xs: Sequence[torch.Tensor]) -> Callable[..., bool]:
 # These names are private. torch 2.11 to 2.15 have them. With another torch, calls take their usual way.
 try:
     _new_on_current_device = torch._C._dynamo.guards._empty_strided_cuda
+    _new_on_cpu = torch._C._dynamo.guards._empty_strided_cpu
     _current_device = getattr(torch._C, "_cuda_getDevice", None)  # None in a build of torch for the CPU
     _dispatch_modes = torch._C._len_torch_dispatch_stack
     _function_modes = torch._C._len_torch_function_stack
@@ -44,6 +45,15 @@ try:
     can_repeat = True
 except (AttributeError, TypeError):
     can_repeat = False
+
+
+class Nowhere:
+    """The symmetric tensors of calls on the CPU, which have no kernels: none."""
+
+    begin = end = 0
+
+
+_NOWHERE = Nowhere()
 
 
 def repeated(
@@ -104,10 +114,8 @@ def keep(
     warm.unrepeated += 1
     if key in repeats and warm.unrepeated % _REPLACED_EACH:
         return
-    symmetric = engine.runner.symmetric if engine.runner else None
-    if symmetric is None or any(
-        symmetric.begin <= one.data_ptr() < symmetric.end for one in (tensors[0], *own.outputs)
-    ):
+    symmetric = engine.runner.symmetric if engine.runner else _NOWHERE
+    if any(symmetric.begin <= one.data_ptr() < symmetric.end for one in (tensors[0], *own.outputs)):
         return
     if launch := plan.launch_like(own):
         launch = _after_feedback(launch) if feeds_back else launch
@@ -129,7 +137,7 @@ def _after_feedback(launch: Launch) -> Launch:
 def _repeat(
     launch: Launch,
     count: Count,
-    symmetric: SymmetricTensors,
+    symmetric: SymmetricTensors | Nowhere,
     tensors: Tensors,
     outputs: Tensors,
     order: list[int] | None,
@@ -144,7 +152,7 @@ def _repeat(
     Callers look the function up in the engine's ``warm`` plans, which are dropped with what they depend on, and are out
     of reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
     """
-    device, alike = tensors[0].get_device(), _guard(tensors)
+    device, alike, on_cpu = tensors[0].get_device(), _guard(tensors), symmetric is _NOWHERE
     result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
     has_parameters, in_place = any(one.requires_grad for one in tensors), result_like == _layout(tensors[0])
@@ -156,7 +164,7 @@ def _repeat(
             or _function_modes()
             or forward_ad._current_level >= 0
             or _is_profiling()
-            or _current_device() != device
+            or not (on_cpu or _current_device() == device)
             or (has_parameters and _records_gradients())
         ):
             return None
@@ -171,11 +179,12 @@ def _repeat(
         if out is None:
             count.repeated += 1
             # As Inductor's code does it. torch.empty_like takes twice as long to find that no mode changes anything.
-            result = _new_on_current_device(*result_like)
+            new = _new_on_cpu if on_cpu else _new_on_current_device
+            result = new(*result_like)
             if not others:
                 launch(operands, (result,), numbers)
                 return result
-            results = (result, *[_new_on_current_device(*one) for one in others])
+            results = (result, *[new(*one) for one in others])
             launch(operands, results, numbers)
             return results
         if out is not tensors[0] and (symmetric.begin <= out.data_ptr() < symmetric.end or overlaps(tensors, out)):

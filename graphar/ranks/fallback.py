@@ -24,6 +24,7 @@ from graphar.numerics.codec_reference import SUM, Noise, encode
 from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.plan.call import Call, Operands
+from graphar.ranks.messages import GroupFailed, Messages
 
 _SMALL_NBYTES = 32 << 10  # of an all-reduce whose messages take no longer than empty ones
 _CHUNK_NBYTES = 64 << 20
@@ -33,11 +34,7 @@ Run = Callable[[Sequence[Operands]], None]  # takes the operands of this process
 SumOf = Callable[[Sequence[torch.Tensor], int], torch.Tensor]  # the sum of parts, and the index of their first element
 
 
-class GroupFailed(Exception):
-    """A rank of the process group failed, or did not take part in time. The message is torch's."""
-
-
-def over_group(call: Call, group: dist.ProcessGroup, timeout_s: float, calls: Iterator[int]) -> Run:
+def over_group(call: Call, group: dist.ProcessGroup | Messages, timeout_s: float, calls: Iterator[int]) -> Run:
     """Returns the function of a call over a process group.
 
     The function raises UnsupportedError if the group has no backend for the tensors' device. On the CPU it raises

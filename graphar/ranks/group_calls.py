@@ -6,7 +6,8 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallE
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.ranks import agreement, fallback
+from graphar.ranks.messages import hash_of, messages_of
 from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous
 
 _GRACE_S = 1.0  # the time until a killed process is seen as ended
@@ -25,16 +27,46 @@ _CROSSED = (
 _PARTS = re.compile(r"^allgather of parts of \[[^]]*\]")  # as agreement.words begins
 
 
+class OneCall:
+    """A call, as a context: see :meth:`GroupCalls.naming_absent`."""
+
+    def __init__(self, calls: GroupCalls, op: str, agreed: str, by: str, timeout_s: float, notes: bool) -> None:
+        self._calls, self.op, self.agreed, self.by = calls, op, agreed, by
+        self.timeout_s, self.notes = timeout_s, notes
+
+    def __enter__(self) -> int:
+        sequence, self._begin = self._calls.enter(self), time.monotonic()
+        if self.notes:
+            try:
+                self._calls.note()
+            except BaseException:
+                self._calls.leave(self.op)
+                raise
+        return sequence
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if isinstance(error, (fallback.GroupFailed, RanksAbsent)):
+                raise self._calls.failure(self, error, time.monotonic() - self._begin) from error
+        finally:
+            self._calls.leave(self.op)
+
+
 class GroupCalls:
     """The calls of one communicator over torch.distributed.
 
-    Ranks record their last calls at ``rendezvous``. Unless something else ``compares`` their calls, they compare them
-    there before anything is sent.
+    Unless something else ``compares`` their calls, ranks compare them before data is delivered: over gloo by headers of
+    their messages, over another backend at ``rendezvous``. They meet there before their first call in any case.
+
+    Attributes:
+        messages: the messages over gloo; None if calls have no headers.
     """
 
     def __init__(self, group: dist.ProcessGroup, rendezvous: StoreRendezvous, compares: bool) -> None:
-        self._group, self._rendezvous, self._compares = group, rendezvous, compares
-        self._made = 0
+        self._rendezvous, self._compares = rendezvous, compares
+        self.messages = messages_of(group, rendezvous.prefix) if compares else None
+        self._made, self._met = 0, False
+        self._current = self._previous = ("", -1)  # this call and the one before, in words, and their numbers
         self._one_thread, self._crossed = threading.Lock(), False
 
     def bind(self, call: Call, x: torch.Tensor, timeout_s: float, run: Callable, algorithm: Algorithm) -> Callable:
@@ -45,58 +77,88 @@ class GroupCalls:
         once all ranks have come, the process group's own time-out applies. The hierarchical algorithm, which is meant
         to be fast between hosts, compares nothing on GPUs.
         """
-        on_cpu, where = x.device.type == "cpu", "on the CPU" if x.device.type == "cpu" else "on a GPU"
-        compares = self._compares and (on_cpu or not algorithm.row.across_hosts)
+        on_cpu, by_hosts = x.device.type == "cpu", algorithm.row.across_hosts
+        compares = self._compares and (on_cpu or not by_hosts)
         if not (on_cpu or compares):
             return run
-        agreed = agreement.words(call)
+        agreed, by = agreement.words(call), algorithm.value
+        what = f"{agreed} on {'the CPU' if on_cpu else 'a GPU'}{f' by {by}' if by_hosts else ''}"
+        hashed = hash_of(what)
+        sends = on_cpu and not by_hosts  # by self.messages, if there are any
+
+        def compare(sequence: int) -> None:
+            self._compare(call.op, f"{what}, call {sequence}", timeout_s)
 
         def run_or_tell(ranks: Sequence[Operands]) -> None:
-            with self.naming_absent(call.op, agreed, algorithm.value, timeout_s) as sequence:
-                if compares:
-                    self._compare(call.op, f"{agreed} {where}, call {sequence}", timeout_s)
+            messages = self.messages if compares else None
+            meets = compares and not (messages and self._met)
+            with OneCall(self, call.op, agreed, by, timeout_s, meets or not compares) as sequence:
+                if meets:
+                    compare(sequence)
+                    self._connect()
+                if messages:
+                    messages.begin(hashed, sequence, compare)
+                    if not sends:
+                        messages.agree(timeout_s)
                 run(ranks)
 
         return run_or_tell
 
-    @contextlib.contextmanager
-    def naming_absent(self, op: str, agreed: str, by: str, timeout_s: float) -> Iterator[int]:
-        """Records a call for other ranks, and gives its number. GroupFailed and RanksAbsent become CollectiveTimeout.
+    def _connect(self) -> None:
+        """Compares by headers from now on: every rank has come, so that gloo can connect to it."""
+        self._met = True
+        if self.messages:
+            self._rendezvous.before_meeting = self._before_meeting
+
+    def _before_meeting(self, what: str, timeout_s: float) -> float:
+        """Tells ranks that make a call that this one comes to a meeting; returns how long that may take, in seconds."""
+        begin = time.monotonic()
+        with self._one_thread, contextlib.suppress(fallback.GroupFailed):  # the meeting finds out who does not come
+            self.messages.begin(hash_of(what), self._made, lambda sequence: None)
+            self.messages.agree(timeout_s)
+        return max(_GRACE_S, timeout_s - (time.monotonic() - begin))
+
+    def naming_absent(self, op: str, agreed: str, by: str, timeout_s: float, notes: bool = True) -> OneCall:
+        """Returns the context of a call, which gives its number. GroupFailed and RanksAbsent become CollectiveTimeout.
 
         Two threads that are inside at the same time get ConcurrentCallError, and so do all later calls.
 
         Args:
             agreed: the call in words.
             by: the algorithm, or the backend that makes the call.
+            notes: whether to record the call for other ranks. Without, GroupFailed knows which ranks have not made it.
         """
+        return OneCall(self, op, agreed, by, timeout_s, notes)
+
+    def enter(self, call: OneCall) -> int:
+        """Begins a call, and returns its number; ConcurrentCallError if another thread is in one."""
         if not self._one_thread.acquire(blocking=False):
             self._crossed = True  # the other thread's call may have met this one of another rank
-            raise ConcurrentCallError(_CROSSED.format(op=op))
-        try:
-            with self._naming_absent(op, agreed, by, timeout_s) as sequence:
-                yield sequence
-        finally:
-            self._one_thread.release()
-            if self._crossed:  # whatever became of the call
-                raise ConcurrentCallError(_CROSSED.format(op=op))
-
-    @contextlib.contextmanager
-    def _naming_absent(self, op: str, agreed: str, by: str, timeout_s: float) -> Iterator[int]:
+            raise ConcurrentCallError(_CROSSED.format(op=call.op))
         sequence, self._made = self._made, self._made + 1
-        self._rendezvous.note(f"{agreed}, call {sequence} over torch.distributed")
-        begin = time.monotonic()
-        try:
-            yield sequence
-        except (fallback.GroupFailed, RanksAbsent) as error:
-            took_s = time.monotonic() - begin
-            broken = took_s < timeout_s
-            words = self._last_words(broken)
-            when = f"after {took_s:.1f} s" if broken else f"within {timeout_s:g} s"
-            raise self._timeout(op, by, sequence, when, words, str(error)) from error
+        self._previous, self._current = self._current, (call.agreed, sequence)
+        return sequence
+
+    def note(self) -> None:
+        """Records this call for other ranks."""
+        self._rendezvous.note(_words_of(self._current))
+
+    def leave(self, op: str) -> None:
+        """Ends a call; ConcurrentCallError if another thread has begun one meanwhile."""
+        self._one_thread.release()
+        if self._crossed:  # whatever became of the call
+            raise ConcurrentCallError(_CROSSED.format(op=op))
+
+    def failure(self, call: OneCall, error: fallback.GroupFailed | RanksAbsent, took_s: float) -> CollectiveTimeout:
+        """Returns the error that tells users of ``error``, which ended a call after so many seconds."""
+        broken = took_s < call.timeout_s
+        words = self._last_words(broken, None if call.notes else error.absent or ())
+        when = f"after {took_s:.1f} s" if broken else f"within {call.timeout_s:g} s"
+        return self._timeout(call.op, call.by, self._current[1], when, words, str(error))
 
     def _compare(self, op: str, what: str, timeout_s: float) -> None:
         try:
-            self._rendezvous.exchange(what, b"", timeout_s)
+            self._rendezvous.exchange_at_once(what, b"", timeout_s)
         except RanksAbsent:
             raise
         except CommunicatorError as error:
@@ -124,12 +186,29 @@ class GroupCalls:
             TimeoutRecord(op, by, sequence, self._rendezvous.rank, peer, tuple(map(str, words))),
         )
 
-    def _last_words(self, broken: bool) -> list[LastWord]:
-        """Returns what every rank did last. If a connection is ``broken``, waits a moment for a process to end."""
+    def _last_words(self, broken: bool, absent: Collection[int] | None) -> list[LastWord]:
+        """Returns what every rank did last. If a connection is ``broken``, waits a moment for a process to end.
+
+        The ranks ``absent`` are known not to have made this call, and all others to have made it; None: what ranks
+        recorded tells.
+        """
         deadline = time.monotonic() + _GRACE_S
         while True:
             words = self._rendezvous.last_words()
+            if absent is not None:
+                words = [self._with_call(word, rank in absent) for rank, word in enumerate(words)]
             at_fault = any(word.ended or (word.behind and not broken) for word in words)
             if at_fault or time.monotonic() > deadline:
                 return words
             time.sleep(0.02)
+
+    def _with_call(self, word: LastWord, behind: bool) -> LastWord:
+        """Returns the last word of a rank that made this call, or is ``behind`` it and made the one before."""
+        made = self._previous if behind else self._current
+        is_known = made[0] and not word.gave_up
+        return replace(word, what=_words_of(made) if is_known else word.what, behind=behind)
+
+
+def _words_of(call: tuple[str, int]) -> str:
+    agreed, sequence = call
+    return f"{agreed}, call {sequence} over torch.distributed"

@@ -98,6 +98,9 @@ class StoreRendezvous:
         processes: the ranks' numbers in the default group; None: equal to the ranks.
 
     Attributes:
+        prefix: the prefix of all keys.
+        before_meeting: takes the purpose of an exchange and its limit in seconds, and returns what is left of the
+            limit: for ranks that may make a call elsewhere in place of the exchange.
         waited_s: how long all meetings together have waited for ranks to come, in seconds.
     """
 
@@ -105,10 +108,11 @@ class StoreRendezvous:
         self, store, prefix: str, rank: int, world_size: int, timeout_s: float, processes: Sequence[int] | None = None
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._store, self._prefix, self._timeout_s = store, prefix, timeout_s
+        self._store, self.prefix, self._timeout_s = store, prefix, timeout_s
         self._processes = list(range(world_size) if processes is None else processes)
         self._meetings = self._notes = 0
         self.waited_s = 0.0
+        self.before_meeting: Callable[[str, float], float] = lambda what, timeout_s: timeout_s
         self._identity = identify()
         self._set(self._key("process", rank), self._identity)
 
@@ -122,10 +126,15 @@ class StoreRendezvous:
             RanksAbsent: ranks did not come in time, or have ended. The message names them.
             CommunicatorError: on every rank, if purposes differ. The message has the purpose of each rank.
         """
+        left_s = self.before_meeting(what, timeout_s or self._timeout_s)
+        return self.exchange_at_once(what, payload, left_s)
+
+    def exchange_at_once(self, what: str, payload: bytes, timeout_s: float) -> list[bytes]:
+        """As :meth:`exchange`, for ranks of which each is known to come to this meeting, or to none."""
         meeting, self._meetings = self._meetings, self._meetings + 1
         if meeting > 1:  # all ranks came to the last meeting, so they have read the one before
             self._ask(lambda: self._store.delete_key(self._key(meeting - 2, self.rank)))
-        return self._meet(meeting, what, payload, timeout_s or self._timeout_s)
+        return self._meet(meeting, what, payload, timeout_s)
 
     def close(self, step: int) -> None:
         """Meets for step ``step`` of closing; RanksAbsent if ranks did not come in time, or have ended.
@@ -184,7 +193,7 @@ class StoreRendezvous:
     def note(self, what: str, gave_up: bool = False) -> None:
         """Records what this rank does next, for ranks that may time out waiting for it. Does not wait."""
         self._notes += 1
-        word = [self._prefix, self._processes, self._notes, what, gave_up, self._identity]
+        word = [self.prefix, self._processes, self._notes, what, gave_up, self._identity]
         self._set(_word_of(self._processes[self.rank]), json.dumps(word))
 
     def last_words(self) -> list[LastWord]:
@@ -203,13 +212,13 @@ class StoreRendezvous:
         if ended:
             raw = self._look(key)  # the process has ended, so this record is final
         prefix, processes, notes, what, gave_up, _ = json.loads(raw)
-        if prefix != self._prefix:
+        if prefix != self.prefix:
             what = f"{what}, in another communicator, between ranks {processes} of the default group"
-        return LastWord(what, prefix != self._prefix or notes < self._notes, ended, gave_up)
+        return LastWord(what, prefix != self.prefix or notes < self._notes, ended, gave_up)
 
     def name(self, what: str, ranks: Sequence[int]) -> str:
         """Returns a name for an object that some ranks share. After the next meeting the name is not used again."""
-        return f"{self._prefix}/{self._meetings}/{what}/{'-'.join(map(str, ranks))}"
+        return f"{self.prefix}/{self._meetings}/{what}/{'-'.join(map(str, ranks))}"
 
     def leave(self) -> None:
         """Drops the store. Methods that need it raise CommunicatorError from now on."""
@@ -262,7 +271,7 @@ class StoreRendezvous:
         )
 
     def _key(self, meeting: object, rank: int) -> str:
-        return f"{self._prefix}/{meeting}/{rank}"
+        return f"{self.prefix}/{meeting}/{rank}"
 
     def _look(self, key: str) -> bytes | None:
         return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)

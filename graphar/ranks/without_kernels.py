@@ -10,7 +10,7 @@ import torch
 
 from graphar.plan.call import Call
 from graphar.plan.config import HIERARCHICAL, Config
-from graphar.ranks import fallback
+from graphar.ranks import fallback, message_sums
 from graphar.ranks.fallback import Run
 from graphar.ranks.group_calls import GroupCalls
 from graphar.ranks.hierarchical import Hierarchy
@@ -34,11 +34,15 @@ class WithoutKernels:
         ranks = self._communicator
         if ranks.devices:
             return fallback.in_process(call, self._quantized_calls)
+        calls = self.group_calls()
         if config is HIERARCHICAL:
             run = self._hierarchical(call, timeout_s)
+        elif calls.messages and x.device.type == "cpu":
+            by_messages = message_sums.bind(call, calls.messages, timeout_s)
+            run = by_messages or fallback.over_group(call, calls.messages, timeout_s, self._quantized_calls)
         else:
             run = fallback.over_group(call, ranks.group, timeout_s, self._quantized_calls)
-        return self.group_calls().bind(call, x, timeout_s, run, config.algorithm)
+        return calls.bind(call, x, timeout_s, run, config.algorithm)
 
     def group_calls(self) -> GroupCalls:
         """Returns the calls over the process group. The first call makes them."""

@@ -91,6 +91,27 @@ class Plans(BoundedCache[Plan]):
         super().clear()
 
 
+class KeepingFailure:
+    """A context, or a decorator of a call's function, of :meth:`Engine.keeping_failure`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.raise_failure()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (CollectiveTimeout, RanksAbsent)):
+            self._engine.keep_failure(error)
+
+    def __call__(self, run: Callable[[Sequence[Operands]], None]) -> Callable[[Sequence[Operands]], None]:
+        def run_in_context(ranks: Sequence[Operands]) -> None:
+            with self:
+                run(ranks)
+
+        return run_in_context
+
+
 class Engine:
     """Runs the calls of one communicator.
 
@@ -304,24 +325,26 @@ class Engine:
 
     # ---- failures and the end ---------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def keeping_failure(self) -> Iterator[None]:
+    def keeping_failure(self) -> KeepingFailure:
         """Records a failure of the code inside, which needs all ranks: every later call raises it again.
 
         Raises:
             CommunicatorError: the engine is closed.
             GrapharError: the error of an earlier failure.
         """
+        return KeepingFailure(self)
+
+    def raise_failure(self) -> None:
+        """Raises the error of an earlier failure, or of calls after the end."""
         self.check_open()
         if self.runner:
             self.runner.raise_failure()
         if self._failure:
             raise self._failure.again()
-        try:
-            yield
-        except (CollectiveTimeout, RanksAbsent) as error:
-            self._failure = error.again(_NOT_MADE)
-            raise
+
+    def keep_failure(self, error: GrapharError) -> None:
+        """Makes later calls raise ``error`` again."""
+        self._failure = error.again(_NOT_MADE)
 
     def check_open(self, op: str = "graphar") -> None:
         """Raises CommunicatorError, which names ``op``, if the engine is closed."""

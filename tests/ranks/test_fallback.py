@@ -11,9 +11,10 @@ import torch
 
 import graphar
 from graphar import Codec, Communicator, Epilogue, reference
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts, Sum
-from graphar.ranks import fallback
+from graphar.ranks import fallback, message_sums
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 
@@ -29,7 +30,8 @@ def inputs():
 
 def call_in_pieces(rank, world_size):
     """An all-reduce and a reduce-scatter for each option, and an all-gather, all in small pieces."""
-    fallback._SMALL_NBYTES, fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 0, 1000, 1024
+    message_sums.SMALL_NBYTES, message_sums._CHUNK_NBYTES = 0, 1000
+    fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 1000, 1024
     x, found = inputs()[rank], []
     for options in ({"codec": STOCHASTIC}, {"epilogue": PLACES}):
         for op in (graphar.allreduce, graphar.reducescatter):
@@ -47,6 +49,24 @@ def test_neither_random_numbers_nor_places_begin_again_with_a_piece():
     for rank, found in enumerate(run_ranks(call_in_pieces, RANKS)):
         expected = [total, parts[rank], placed[0], placed[1][rank], torch.cat([xs[0][:1], xs[1][:2]])]
         assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 5
+
+
+INFINITIES = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40, 65504.0, 3e38]
+
+
+@pytest.mark.parametrize("dtype", ACCUMULATION_DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("more", [[], INFINITIES], ids=["finite", "with NaNs"])
+def test_sums_on_the_cpu_have_the_bits_of_the_specification(dtype, world_size, more):
+    parts = [normal(rank, 1000, torch.float32).mul(100) for rank in range(world_size)]
+    if more and dtype.is_floating_point:
+        parts = [torch.cat([part, torch.tensor(more).roll(rank)]) for rank, part in enumerate(parts)]
+    parts = [part.to(dtype) for part in parts]
+    out = torch.empty_like(parts[0])
+
+    message_sums.sum_into(out, parts)
+
+    assert same_bits(out, reference.allreduce(parts)) == 0
 
 
 class Waits:

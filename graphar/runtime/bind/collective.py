@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from graphar.numerics.epilogues.code import Corner
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config, kernel_of
 from graphar.plan.slices import Slice, slices
@@ -20,7 +21,7 @@ from graphar.runtime.bind.launches import Put, bind_launch, of_members, put_with
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid
 from graphar.runtime.launcher import Launch as KernelLaunch
-from graphar.runtime.plan import Launch, Plan
+from graphar.runtime.plan import Launch, Plan, Tensors
 from graphar.runtime.runner import Runner
 
 # Takes a launch's arguments, its configuration and its slice; returns what writes a call's tensors into the arguments.
@@ -49,8 +50,14 @@ def _bind(engine: Engine, call: Call, x: torch.Tensor, config: Config) -> Plan:
         return Plan(engine.keeping_failure()(fallback.do_nothing), config)
     if config.blocks:
         return bind_kernel(engine, call, config)
-    run = engine.without_kernels.bind(call, x, config, engine.deadline(call))
-    return Plan(engine.keeping_failure()(run), config)
+    run = engine.keeping_failure()(engine.without_kernels.bind(call, x, config, engine.deadline(call)))
+    if x.device.type != "cpu" or engine.runner:
+        return Plan(run, config)
+
+    def launch(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner: Corner | None = None) -> None:
+        run([Operands(inputs, outputs, numbers, corner)])
+
+    return Plan(run, config, launch_like=lambda operands: launch)
 
 
 def bind_kernel(engine: Engine, call: Call, config: Config) -> Plan:

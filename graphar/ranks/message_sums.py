@@ -1,0 +1,122 @@
+"""All-reduces between processes on the CPU, in messages over gloo, with the bits of every exact algorithm.
+
+small    every rank -> every other rank    its tensor, behind the header; each rank sums all of them
+large    every rank -> rank r              block b of shard r, once all headers are known to be equal
+         rank r -> every other rank        the sum of block b, while later blocks are on their way
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from graphar import reference
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES
+from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.numerics.nan import with_canonical_nan
+from graphar.plan.call import Call, Operands
+from graphar.ranks.fallback import Run, epilogue_inputs
+from graphar.ranks.messages import SMALL_NBYTES, Messages
+
+_CHUNK_NBYTES = 8 << 20  # of which a communicator keeps memory for this rank's shard of each other rank
+_SHARD_UNIT = 64  # elements; shards begin where those of other dtypes and parts would, in lines of a cache
+
+
+def bind(call: Call, messages: Messages, timeout_s: float) -> Run | None:
+    """Returns the function of an all-reduce without a codec; None for other calls. It raises what the fallback does."""
+    if call.op != "allreduce" or call.work.codec:
+        return None
+    form: Pointwise | None = call.work.epilogue
+    if call.nbytes > SMALL_NBYTES:
+        return partial(_run_large, form, messages, timeout_s)
+    everyones, nbytes = messages.behind_headers(call.dtype, call.work.numel), call.nbytes
+    mine = everyones[messages.rank()]
+
+    def run(ranks: Sequence[Operands]) -> None:
+        (own,) = ranks
+        mine.copy_(own.inputs[0].view(-1))
+        messages.agree(timeout_s, nbytes)
+        target = own.outputs[0].view(-1)
+        if form:
+            target.copy_(reference.sum_with_epilogue(everyones, form, epilogue_inputs(own), 0, target.numel()))
+        else:
+            sum_into(target, everyones)
+
+    return run
+
+
+def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Writes the bits of reference.allreduce of at least two parts into ``target``, in fewer passes over memory.
+
+    ``target`` may be one of the parts, and shares no memory with others.
+    """
+    wide = ACCUMULATION_DTYPES[target.dtype]
+    first, second, *rest = parts
+    in_place = target.dtype is wide and target.data_ptr() not in [part.data_ptr() for part in rest]
+    first = first if first.dtype is wide else first.to(wide)
+    total = torch.add(first, second, out=target) if in_place else first + second
+    for part in rest:
+        total.add_(part)
+    if not in_place:
+        target.copy_(total)
+    if wide.is_floating_point and target.sum().isnan():  # it is, if an element is; few tensors have one
+        target.copy_(with_canonical_nan(target))
+
+
+def _run_large(form: Pointwise | None, messages: Messages, timeout_s: float, ranks: Sequence[Operands]) -> None:
+    (own,) = ranks
+    deadline = time.monotonic() + timeout_s
+    messages.announce()
+    source, target = own.inputs[0].view(-1), own.outputs[0].view(-1)
+    numel, step = source.numel(), max(1, _CHUNK_NBYTES // source.element_size())
+    inputs = epilogue_inputs(own) if form else None
+
+    def sum_shard(total: torch.Tensor, parts: Sequence[torch.Tensor], first: int) -> None:
+        if form:
+            total.copy_(reference.sum_with_epilogue(parts, form, inputs, first, numel))
+        else:
+            sum_into(total, parts)
+
+    for start in range(0, numel, step):
+        window = slice(start, start + step)
+        chunk = _Chunk(source[window], target[window], messages)
+        if start == 0:
+            messages.await_headers(timeout_s)
+        chunk.sum(deadline, lambda total, parts, first, start=start: sum_shard(total, parts, start + first))
+
+
+class _Chunk:
+    """One chunk of a large all-reduce, whose summands are under way from the beginning.
+
+    ``target`` may be ``source``: a rank's sum of a shard comes after that rank has all summands of the shard.
+    """
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, messages: Messages) -> None:
+        self._messages, rank, peers = messages, messages.rank(), messages.peers
+        self._parts, self._results = (_shards(x, messages.size()) for x in (source, target))
+        self._summands = messages.scratch(self._parts[rank]) | {rank: self._parts[rank]}
+        full = [peer for peer in peers if self._parts[peer].numel()]
+        self._arriving = [messages.receive(self._summands[peer], peer) for peer in peers if self._parts[rank].numel()]
+        self._sending = [messages.send(self._parts[peer], peer) for peer in full]
+
+    def sum(self, deadline: float, sum_shard: Callable[[torch.Tensor, Sequence[torch.Tensor], int], None]) -> None:
+        """Writes the sum into ``target``. ``sum_shard`` takes a total, its parts, and their first element's index."""
+        messages, rank, peers = self._messages, self._messages.rank(), self._messages.peers
+        results = self._results
+        gathering = [messages.receive(results[peer], peer) for peer in peers if results[peer].numel()]
+        messages.wait(self._arriving, deadline)
+        if results[rank].numel():
+            before = sum(part.numel() for part in self._parts[:rank])
+            sum_shard(results[rank], [self._summands[one] for one in range(messages.size())], before)
+            self._sending += [messages.send(results[rank], peer) for peer in peers]
+        messages.wait(gathering, deadline)
+        messages.wait(self._sending, deadline)
+
+
+def _shards(x: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """Returns each rank's shard: equal ones, and smaller ones or empty ones at the end."""
+    shard = -(-x.numel() // (world_size * _SHARD_UNIT)) * _SHARD_UNIT
+    return [x[rank * shard : (rank + 1) * shard] for rank in range(world_size)]
