@@ -314,8 +314,8 @@ MUTANTS = (
     mutant(
         "a direct pull whose inputs change under it",
         "allreduce/one_shot_unstaged.cu",
-        "      signals.send<N>(a, 2);\n      signals.wait<N>(a, call, 2);\n",
-        "      signals.send<N>(a, 2);\n",
+        "      signals.send<N>(a, call, 2);\n      signals.wait<N>(a, call, 2);\n",
+        "      signals.send<N>(a, call, 2);\n",
         "one_shot_unstaged",
     ),
     mutant(
