@@ -144,15 +144,16 @@ def _repeat(
 ) -> Repeat:
     """Returns a function that makes a call like an earlier one, and returns its result.
 
-    The function returns None, and does nothing, unless the guard finds tensors like the earlier ones (class, dtype,
-    device, shape, strides, gradients, negation, function transforms), and no mode of torch wants to see the op.
-    ``out`` must be like the earlier result and apart from all tensors, or be the first tensor. Nothing may lie in
-    symmetric memory, which other kernels serve. ``order`` has the tensors that the launch takes; None: all, in order.
+    The function returns None, and does nothing, unless the guard finds tensors like the earlier ones, and no mode of
+    torch wants to see the op. ``out`` must be like the earlier result and apart from all tensors, or be the first one.
+    Nothing may lie in symmetric memory. ``order`` has the tensors that the launch takes; None: all, in order.
 
     Callers look the function up in the engine's ``warm`` plans, which are dropped with what they depend on, and are out
     of reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
     """
     device, alike, on_cpu = tensors[0].get_device(), _guard(tensors), symmetric is _NOWHERE
+    # As Inductor's code does it. torch.empty_like takes twice as long to find that no mode changes anything.
+    new = _new_on_cpu if on_cpu else _new_on_current_device
     result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
     has_parameters, in_place = any(one.requires_grad for one in tensors), result_like == _layout(tensors[0])
@@ -178,8 +179,6 @@ def _repeat(
         operands = tensors if select is None else select(tensors)
         if out is None:
             count.repeated += 1
-            # As Inductor's code does it. torch.empty_like takes twice as long to find that no mode changes anything.
-            new = _new_on_cpu if on_cpu else _new_on_current_device
             result = new(*result_like)
             if not others:
                 launch(operands, (result,), numbers)

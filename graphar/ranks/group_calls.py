@@ -17,7 +17,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.ranks import agreement, fallback
 from graphar.ranks.messages import hash_of, messages_of
-from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous
+from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous, at_once
 
 _GRACE_S = 1.0  # the time until a killed process is seen as ended
 _CROSSED = (
@@ -68,6 +68,12 @@ class GroupCalls:
         self._made, self._met = 0, False
         self._current = self._previous = ("", -1)  # this call and the one before, in words, and their numbers
         self._one_thread, self._crossed = threading.Lock(), False
+
+    def let_go_of_group(self) -> None:
+        """Drops the process group and its store. No call follows."""
+        if self.messages:
+            self.messages.let_go_of_group()
+        self.messages, self._rendezvous.before_meeting = None, at_once
 
     def bind(self, call: Call, x: torch.Tensor, timeout_s: float, run: Callable, algorithm: Algorithm) -> Callable:
         """Returns ``run``, a function of the call's operands, wrapped to compare calls and to name absent ranks.

@@ -107,6 +107,11 @@ class Messages:
     def _get_backend(self, device: torch.device) -> dist.ProcessGroupGloo:
         return self._gloo
 
+    def let_go_of_group(self) -> None:
+        """Drops gloo, and with it the group's store. No call follows."""
+        self._gloo = self._pending = None
+        self._under_way, self._if_unlike = [], lambda sequence: None  # the latter refers to this object's owner
+
     # ---- headers ----------------------------------------------------------------------------------------------------
 
     def begin(self, words_hash: bytes, sequence: int, if_unlike: Callable[[int], None]) -> None:

@@ -89,6 +89,11 @@ class Alone:
         pass
 
 
+def at_once(what: str, timeout_s: float) -> float:
+    """Does nothing before a meeting: see :attr:`StoreRendezvous.before_meeting`."""
+    return timeout_s
+
+
 class StoreRendezvous:
     """The rendezvous of a process group's ranks through torch.distributed's store.
 
@@ -112,7 +117,7 @@ class StoreRendezvous:
         self._processes = list(range(world_size) if processes is None else processes)
         self._meetings = self._notes = 0
         self.waited_s = 0.0
-        self.before_meeting: Callable[[str, float], float] = lambda what, timeout_s: timeout_s
+        self.before_meeting: Callable[[str, float], float] = at_once
         self._identity = identify()
         self._set(self._key("process", rank), self._identity)
 

@@ -57,4 +57,6 @@ class WithoutKernels:
 
     def let_go_of_group(self) -> None:
         """Drops the process group. Calls over it fail from now on."""
+        if self._group_calls:
+            self._group_calls.let_go_of_group()
         self._group_calls = None
