@@ -90,30 +90,36 @@ class Fingerprints:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._words: dict[int, str] = {}
+        self._words: dict[int, str] = {}  # that other ranks can look up
+        self._untold: dict[int, str] = {}  # kept apart: they may change in each call, and touch no store
 
     def of(self, said: str, tells: bool = True) -> int:
         """Returns the number of words, which other ranks can look up: from now on, or once :meth:`tell` is called."""
         number = zlib.crc32(said.encode()) or 1  # 0 means no call
-        if number not in self._words:
-            if len(self._words) >= _KEPT_CALLS:
-                oldest = next(iter(self._words))
-                del self._words[oldest]
-                self._store.withdraw(_name(oldest))
-            self._words[number] = said
+        kept = self._words if tells else self._untold
+        if number in self._words or number in kept:
+            return number
+        if len(kept) >= _KEPT_CALLS:
+            oldest = next(iter(kept))
+            del kept[oldest]
             if tells:
-                self._store.publish(_name(number), said)
+                self._store.withdraw(_name(oldest))
+        kept[number] = said
+        if tells:
+            self._store.publish(_name(number), said)
         return number
 
     def tell(self, number: int) -> None:
         """Lets other ranks look up the words of a number from now on."""
-        if number in self._words:
-            self._store.publish(_name(number), self._words[number])
+        if said := self._untold.pop(number, None):
+            self.of(said)
 
     def words(self, number: int, rank: int, patience_s: float = 0.0) -> str:
         """Returns the words of a rank that have this number, which the rank may tell within so many seconds."""
         deadline = time.monotonic() + patience_s
-        while not (found := self._words.get(number) or self._store.published(_name(number), rank)):
+        if own := self._words.get(number) or self._untold.get(number):
+            return own
+        while not (found := self._store.published(_name(number), rank)):
             if time.monotonic() >= deadline:
                 return "another call"
             time.sleep(_POLL_S)

@@ -1,8 +1,8 @@
 """All-reduces between processes on the CPU, in messages over gloo, with the bits of every exact algorithm.
 
 small    every rank -> every other rank    its tensor, behind the header; each rank sums all of them
-large    every rank -> rank r              block b of shard r, once all headers are known to be equal
-         rank r -> every other rank        the sum of block b, while later blocks are on their way
+large    every rank -> rank r              shard r of a chunk, in a message that only ranks with equal headers receive
+         rank r -> every other rank        the sum of shard r, once all headers are known to be equal
 """
 
 from __future__ import annotations

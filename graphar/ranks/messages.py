@@ -179,18 +179,15 @@ class Messages:
 
         Other calls have other messages: ranks that disagree do not receive each other's.
         """
-        try:
-            work = self._gloo.recv([x], peer, self._tag_of_call)
-        except RuntimeError as error:
-            raise GroupFailed(str(error)) from error
-        if self._pending:
-            self._under_way.append((peer, work))
-        return work
+        return self._begin(self._gloo.recv, x, peer)
 
     def send(self, x: torch.Tensor, peer: int) -> dist.Work:
         """Begins to send the next message of this call to a rank. GroupFailed if the connection is broken."""
+        return self._begin(self._gloo.send, x, peer)
+
+    def _begin(self, start: Callable[..., dist.Work], x: torch.Tensor, peer: int) -> dist.Work:
         try:
-            work = self._gloo.send([x], peer, self._tag_of_call)
+            work = start([x], peer, self._tag_of_call)
         except RuntimeError as error:
             raise GroupFailed(str(error)) from error
         if self._pending:

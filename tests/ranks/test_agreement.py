@@ -160,6 +160,21 @@ def test_words_that_are_not_told_yet_are_waited_for():
     later.join()
 
 
+def test_words_that_are_not_told_touch_no_store_and_displace_none_that_are(monkeypatch):
+    monkeypatch.setattr(agreement, "_KEPT_CALLS", 2)
+    store = dist.HashStore()
+    first, second = of_two_ranks(store)
+    told = [first.of(words) for words in ("one", "two")]
+    keys = store.num_keys()
+    monkeypatch.setattr(first, "_store", None)
+
+    untold = [first.of(f"two, numbers {at}", tells=False) for at in range(5)]
+
+    assert [second.words(number, 0) for number in told] == ["one", "two"]
+    assert store.num_keys() == keys
+    assert [first.words(number, 0) for number in untold[3:]] == ["two, numbers 3", "two, numbers 4"]
+
+
 def test_numbers_are_alike_where_kernels_take_the_same():
     numbers = [(0.1,), (0.1 + 1e-12,), (0.1 + 1e-8,), (0.1, 2.0)]
 
