@@ -12,7 +12,7 @@
 #include "device/pack.cuh"
 
 constexpr int norm_gradient_threads = 1024;  // the most: `norm_slots` of rms_norm.cuh
-constexpr int group_lanes = 64;              // that add the groups' sums of one column
+constexpr int group_lanes = 64;              // that add the groups' sums of one column; fewer for fewer groups
 constexpr int columns_added = 8;             // by one block: 32 bytes of a group
 
 // Two numbers of each warp of a block, in two places that alternate.
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(columns_added * group_lanes) residual_rmsnorm_
   __syncthreads();
   if (lane != 0 || column >= a.columns) return;
   float total[2] = {};
-#pragma unroll
-  for (int l = 0; l < group_lanes; ++l) total[0] = __fadd_rn(total[0], sums[l][place]);
+#pragma unroll 8
+  for (u32 l = 0; l < blockDim.x / columns_added; ++l) total[0] = __fadd_rn(total[0], sums[l][place]);
   static_cast<typename T::Storage*>(a.of_weight)[column] = T::round(total);
 }

@@ -21,7 +21,7 @@ from graphar.runtime.launcher import Grid, Launch
 
 Tensors = Sequence[torch.Tensor]
 
-_BLOCKS_AN_SM = 2  # as in the launch bounds of cuda_src/norm/residual_rmsnorm.cu
+_THREADS_AN_SM = 2048  # by the launch bounds of cuda_src/norm/residual_rmsnorm.cu
 # As in cuda_src/norm/residual_rmsnorm_backward.cu: the size of PairsOfWarps, `tensors`, and `columns_added`.
 PAIRS_NBYTES = 512
 STAGED_TENSORS = 3
@@ -83,8 +83,8 @@ def _bind(
     arguments = NormArguments(numel=numel, columns=columns, eps=eps, weight_offset=offset)
     packs = columns * dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
-    blocks = min(numel // columns, _BLOCKS_AN_SM * launcher.sm_count(device))
-    # By its launch bounds a block takes half an SM.
+    blocks = min(numel // columns, _THREADS_AN_SM // threads * launcher.sm_count(device))
+    # By its launch bounds a block takes half an SM at most.
     is_early = launcher.can_overlap(device) and launcher.chip(device).may_overlap(blocks, halves=True)
     grid = Grid(blocks, threads, NORM_SHARED_NBYTES, is_early)
     bound, lock = Launch(load(device, dtype), [arguments], grid), threading.Lock()
@@ -188,7 +188,7 @@ def _bind_backward(
     grid = Grid(groups, norm_gradients.threads_of(row_nbytes), shared_nbytes, is_early)
     bound = [Launch(gradients, [arguments], grid)]
     if of_weight:
-        threads = norm_gradients.LANES * COLUMNS_ADDED
+        threads = threads_of_sums(groups)
         bound.append(Launch(sums, [arguments], Grid(-(-columns // COLUMNS_ADDED), threads, threads * 4, overlaps)))
     lock = threading.Lock()
 
@@ -199,6 +199,11 @@ def _bind_backward(
                 one.enqueue(stream)
 
     return launch, groups
+
+
+def threads_of_sums(groups: int) -> int:
+    """Returns the threads of a block that adds the sums of ``groups`` of rows."""
+    return COLUMNS_ADDED * min(norm_gradients.LANES, groups)
 
 
 def _nbytes_to_spread(device: int, blocks: int) -> int:

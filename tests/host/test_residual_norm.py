@@ -14,7 +14,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, Scratch
 from graphar.runtime.catalogue import residual_norm_backward_sources, residual_norm_source
-from graphar.runtime.residual_norm import COLUMNS_ADDED, PAIRS_NBYTES, STAGED_TENSORS
+from graphar.runtime.residual_norm import COLUMNS_ADDED, PAIRS_NBYTES, STAGED_TENSORS, threads_of_sums
 from tests.cases import bit_patterns, normal, same_bits
 from tests.host.build import GROUP_LANES, NORM_SLOTS, Mutation, build
 from tests.host.simulate import Call, KernelFailure, Simulation
@@ -123,7 +123,7 @@ def wrong_gradients(sanitizer: str, seed: int, mutation: Mutation | None = None)
         of_rows_nbytes + of_groups_nbytes,
     )
     of_rows, of_groups = found[:of_rows_nbytes], found[of_rows_nbytes:].view(torch.float32)
-    blocks, threads = -(-columns // COLUMNS_ADDED), COLUMNS_ADDED * GROUP_LANES
+    blocks, threads = -(-columns // COLUMNS_ADDED), threads_of_sums(groups)
     of_weight, more = run(1, blocks, threads, (None, summed, weight, of_groups), of_normed.view(-1), weight.nbytes)
     wrong = [
         same_bits(one.view(dtype), other.view(-1)) for one, other in zip((of_rows, of_weight), expected, strict=True)
@@ -143,7 +143,7 @@ MISTAKES = {
     "a row left out": ("row += gridDim.x", "row += gridDim.x + 1"),
     "a copy that is not waited for": ("wait_for_copies<stages - 1>()", "wait_for_copies<stages>()"),
     "the gradient of rows left out": ("if (a.of_summed) more", "if (!a.of_summed) more"),
-    "a lane left out": ("int l = 0", "int l = 1"),
+    "a lane left out": ("u32 l = 0", "u32 l = 1"),
     "a group left out": ("group < a.row_groups", "group + 1 < a.row_groups"),
 }
 
