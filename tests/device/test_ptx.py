@@ -28,7 +28,7 @@ ORDERED = {
     "load_acquire_sys(word)": "ld.acquire.sys.global.u32 word",
     "store_release_sys(word, v)": "st.release.sys.global.u32 word v",
     "load_acquire_sys(longs)": "ld.acquire.sys.global.u64 longs",
-    "store_release_sys(longs, a)": "st.release.sys.global.u64 longs a",
+    "store_release_sys_if(v, longs, a)": "setp.ne.u32 0; @p:st.release.sys.global.u64 longs a",
     "load_relaxed_gpu(word)": "ld.relaxed.gpu.global.u32 word",
     "load_relaxed_gpu(longs)": "ld.relaxed.gpu.global.u64 longs",
     "store_relaxed_gpu(word, v)": "st.relaxed.gpu.global.u32 word v",

@@ -14,7 +14,8 @@ PARTS = "device/parts.cuh"
 TILES, LOSSLESS, TILE_CHUNKS = "device/wire/wire.cuh", "device/wire/lossless.cuh", "device/wire/tile_chunks.cuh"
 TWO_SHOT_PIPELINE, PUSH_PIPELINE = "device/sync/two_shot_pipeline.cuh", "device/sync/push_pipeline.cuh"
 LOADED = "    __syncwarp();  // (24)\n"
-SET = "store_release_sys(&signal_pad(a, peer)->flag[row][a.rank], flag_of(a, call, step));"
+SET = "store_release_sys_if(sends, &signal_pad(a, sends ? peer : 0)->flag[row][a.rank], flag_of(a, call, step));"
+NOT_RELEASED = "if (sends) store_relaxed_sys(&signal_pad(a, peer)->flag[row][a.rank], flag_of(a, call, step));"
 POLL = "for (u64 seen; (seen = load_acquire_sys(flag)) != own;) {"
 ARM = "store_relaxed_sys(slot(a, 0, at[i] + r * a.capacity), Pack{{not_yet, not_yet, not_yet, not_yet}});"
 REDUCE_AND_SEND = "    if (k >= 1 && k <= chunks) body.reduce(k - 1);\n    signals.send<N>(a, call, k + 1);\n"
@@ -22,8 +23,9 @@ SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;"
 
 MUTANTS = (
     # ---- order
-    mutant("a signal that is no release", PAD, SET, SET.replace("release", "relaxed"), "one_shot", "thread"),
-    mutant("a warp's signal, no release", PAD, SET, SET.replace("release", "relaxed"), "two_shot_tma", "thread", 2),
+    mutant("a signal that is no release", PAD, SET, NOT_RELEASED, "one_shot", "thread"),
+    mutant("a warp's signal, no release", PAD, SET, NOT_RELEASED, "two_shot_tma", "thread", 2),
+    mutant("the flag of the step before", PAD, "- 2 * step) >= 0", "- 2 * step) >= -2", "two_shot_pipelined"),
     mutant(
         "a wait that is no acquire",
         PAD,

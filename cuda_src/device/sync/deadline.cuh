@@ -2,15 +2,22 @@
 #pragma once
 #include "device/sync/call.cuh"
 
-// Checked once a spin. Reads the clock, the abort word and what the ranks call every 1024th time only, so short waits do
-// not pay for them.
+constexpr u32 spins_a_look = 1024;  // so that short waits do not pay for looks
+
 class Deadline {
  public:
   enum State { waiting, expired, aborted };
 
-  // `patience` in quarters of the call's timeout.
+  Deadline() = default;
+  __device__ __forceinline__ explicit Deadline(u64 start) : start_(start) {}
+
+  // Once a spin. `patience` in quarters of the call's timeout.
   __device__ __forceinline__ State check(const Arguments& a, const Call& call, u32 patience = 4) {
-    if (++spins_ & 1023) return waiting;
+    return ++spins_ % spins_a_look != 0 ? waiting : look(a, call, patience);
+  }
+
+  // Reads the abort word, what the ranks call, and the clock.
+  __device__ __forceinline__ State look(const Arguments& a, const Call& call, u32 patience = 4) {
     if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
     if (load_relaxed_gpu(a.abort) != 0) {
       stop_sending(a);  // the wait that expired may have been another algorithm's
@@ -22,7 +29,9 @@ class Deadline {
     return now - start_ < a.timeout_ns / 4 * patience ? waiting : expired;
   }
 
+  __device__ __forceinline__ u64 start() const { return start_; }
+
  private:
-  u64 start_ = 0;
+  u64 start_ = 0;  // the time of the first look
   u32 spins_ = 0;
 };

@@ -9,7 +9,7 @@
 template <int N>
 __device__ __forceinline__ void enter(const Arguments& a, const Call& call) {
   const u32 lane = threadIdx.x % 32;
-  if (lane < N && lane != a.rank) set_flag(a, call, 0, lane, call.epoch + 1);
+  set_flag(a, call, lane < N && lane != a.rank, 0, lane, call.epoch + 1);
 }
 
 // By one warp: waits until every peer has entered this call. False if a peer did not in time, or entered another call

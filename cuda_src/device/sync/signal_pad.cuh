@@ -58,8 +58,25 @@ __device__ __forceinline__ u64 flag_of(const Arguments& a, const Call& call, u32
   return u64(2 * step + call.epoch % 2) << 32 | a.fingerprint;
 }
 
-__device__ __forceinline__ void set_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 step) {
-  store_release_sys(&signal_pad(a, peer)->flag[row][a.rank], flag_of(a, call, step));
+// By all threads of a warp. Those that `send` set a flag.
+__device__ __forceinline__ void set_flag(const Arguments& a, const Call& call, bool sends, u32 row, u32 peer, u32 step) {
+  store_release_sys_if(sends, &signal_pad(a, sends ? peer : 0)->flag[row][a.rank], flag_of(a, call, step));
+}
+
+__device__ __forceinline__ bool reaches(u64 flag, u32 step) { return int(u32(flag >> 32) - 2 * step) >= 0; }
+
+// By a thread that has waited for `step` for some time, or has seen another call's flag of it. Returns when its wait
+// began, as `start` of the next time, or 0 if it gives up. Out of line, so that the code of a wait is short.
+__device__ __noinline__ u64 wait_longer(const Arguments& a, Call call, u32 peer, u32 step, u64 seen, u64 start) {
+  if (reaches(seen, step)) {
+    report(a, disagreed, call.epoch, peer, a.fingerprint, u32(seen));
+    return 0;
+  }
+  Deadline deadline(start);
+  const Deadline::State state = deadline.look(a, call);
+  if (state == Deadline::waiting) return deadline.start();
+  if (state == Deadline::expired) report(a, timed_out, call.epoch, peer, step, u32(seen >> 33));
+  return 0;
 }
 
 // By one thread: waits until `peer` has set its flag in a row to `step`. False when it did not in time, or, with
@@ -68,18 +85,17 @@ __device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& ca
                                               bool compares = true) {
   const u64* flag = &signal_pad(a, a.rank)->flag[row][peer];
   const u64 own = flag_of(a, call, step);
-  Deadline deadline;
+  u64 start = 0;
+  u32 spins = 0;
   for (u64 seen; (seen = load_acquire_sys(flag)) != own;) {
-    if (int(u32(seen >> 32) - 2 * step) >= 0) {
+    if (reaches(seen, step)) {
       const bool of_this_call = (seen >> 32) % 2 == call.epoch % 2;
       if (!compares || !of_this_call || u32(seen) == a.fingerprint) return true;
-      report(a, disagreed, call.epoch, peer, a.fingerprint, u32(seen));
-      return false;
+    } else if (++spins % spins_a_look != 0) {
+      continue;
     }
-    const Deadline::State state = deadline.check(a, call);
-    if (state == Deadline::waiting) continue;
-    if (state == Deadline::expired) report(a, timed_out, call.epoch, peer, step, u32(seen >> 33));
-    return false;
+    start = wait_longer(a, call, peer, step, seen, start);
+    if (start == 0) return false;
   }
   return true;
 }
@@ -96,7 +112,7 @@ class Signals {
   template <int N>
   __device__ __forceinline__ void send(const Arguments& a, const Call& call, u32 steps) const {
     __syncthreads();
-    if (threadIdx.x < N && threadIdx.x != a.rank) set_flag(a, call, blockIdx.x, threadIdx.x, base_ + steps);
+    set_flag(a, call, threadIdx.x < N && threadIdx.x != a.rank, blockIdx.x, threadIdx.x, base_ + steps);
   }
 
   // Waits until this block of every peer has finished `steps` steps. False, in all threads, when one did not in time,
@@ -127,7 +143,7 @@ class WarpSignals {
   __device__ __forceinline__ void send(const Arguments& a, const Call& call, u32 steps) const {
     const u32 lane = threadIdx.x % 32;
     __syncwarp();
-    if (lane < N && lane != a.rank) set_flag(a, call, row_, lane, base_ + steps);
+    set_flag(a, call, lane < N && lane != a.rank, row_, lane, base_ + steps);
   }
 
   template <int N>

@@ -302,6 +302,10 @@ inline void store_release_sys(Word* address, std::type_identity_t<Word> v) {
   after_access();
 }
 
+inline void store_release_sys_if(bool condition, u64* address, u64 v) {
+  if (condition) store_release_sys(address, v);
+}
+
 template <class Word>
 inline Word load_relaxed_gpu(const Word* address) {
   const Word v = load_word(address);
