@@ -80,7 +80,7 @@ def apart(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV_PARAMS)
 def catalogue(session: nox.Session) -> None:
-    """Compile every kernel; `tests` compiles one or a few of each file, for one architecture."""
+    """Compile every kernel, and look for spilled registers; `tests` compiles one or a few of each file."""
     install(session, "--editable", ".[dev]")
     session.run(
         "python", "-m", "pytest", "tests/runtime/test_compiled_catalogue.py", "-m", "catalogue", *session.posargs

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
+from collections.abc import Iterator
+from importlib import resources
 
-from graphar.runtime.catalogue import KernelSource
+from graphar.numerics.codecs import NAMES, codec
+from graphar.numerics.norms import NORM_OUTPUTS
+from graphar.plan.algorithms import COMPRESSING, MATMUL_TYPES, Algorithm, kernels_that
+from graphar.plan.grids import CLUSTERS
+from graphar.plan.scratch import WORLD_SIZES
+from graphar.plan.tables import Table, shipped_table
+from graphar.plan.tiles import LAYOUTS
+from graphar.runtime.catalogue import (
+    NORM_KERNELS,
+    SKINNY_KERNELS,
+    SUMMED_TILE_KERNELS,
+    KernelSource,
+    fused_matmul_source,
+    kernel_source,
+)
 from perf.kernels import catalogue
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
@@ -67,3 +84,62 @@ def taken() -> list[tuple[KernelSource, str]]:
                 cases.append((source, arch))
                 found |= words(source)
     return cases
+
+
+# ---- the kernels that tuning tables name ----
+
+FEW_RANKS = 4  # up to which kernels are compiled for all dtypes; at more ranks for the first one
+_LIKELIEST = (*range(2, FEW_RANKS + 1), WORLD_SIZES[-1])  # the number of ranks of kernels that have registers to spare
+
+
+def named() -> dict[KernelSource, int]:
+    """The kernels without an epilogue that the shipped tuning tables name, and the number of ranks of each."""
+    files = resources.files("graphar.plan").joinpath("tables").iterdir()
+    found = {}
+    for file in files:
+        table = shipped_table(file.name.removesuffix(".json"))
+        for world_size in WORLD_SIZES:
+            for source in _named_at(table, world_size):
+                found[source] = world_size
+    return found
+
+
+def _named_at(table: Table, world_size: int) -> Iterator[KernelSource]:
+    for entry in itertools.chain(table.rows.get(world_size, []), *table.parts.values()):
+        algorithm = Algorithm(entry["algorithm"])
+        for dtype, variant in itertools.product(_dtypes(algorithm, world_size), algorithm.row.variants):
+            yield kernel_source(algorithm, dtype, world_size, variant)
+    for op, algorithm in COMPRESSING.items():
+        if table.lossless.least(op, world_size):
+            yield kernel_source(algorithm, algorithm.row.dtypes[0], world_size)
+    if world_size in _LIKELIEST:
+        for algorithm, name in itertools.product(kernels_that(lambda row: row.takes_codec), NAMES):
+            yield kernel_source(algorithm, algorithm.row.dtypes[0], world_size, codec(name).type_name)
+    yield from _norms_at(world_size)
+    yield from _matmuls_at(table, world_size)
+
+
+def _dtypes(algorithm: Algorithm, world_size: int) -> tuple:
+    return algorithm.row.dtypes[: None if world_size <= FEW_RANKS else 1]
+
+
+def _norms_at(world_size: int) -> Iterator[KernelSource]:
+    for algorithm, cluster, output in itertools.product(NORM_KERNELS, CLUSTERS, NORM_OUTPUTS):
+        dtypes = _dtypes(algorithm, world_size)
+        if cluster > 2:  # a thread may have twice the registers, or more
+            dtypes = dtypes[: world_size in _LIKELIEST]
+        for dtype in dtypes:
+            yield kernel_source(algorithm, dtype, world_size, f"{cluster}, {output}")
+
+
+def _matmuls_at(table: Table, world_size: int) -> Iterator[KernelSource]:
+    policy, dtype = table.matmul, MATMUL_TYPES[0]
+    if world_size in policy.skinny_from_columns:
+        for algorithm in SKINNY_KERNELS:
+            for tile in algorithm.row.tiles:
+                yield fused_matmul_source(algorithm, dtype, world_size, tile, LAYOUTS[0])
+    if world_size in policy.tiles_from_numel:
+        for algorithm in SUMMED_TILE_KERNELS:
+            for tile in (policy.small_tile, policy.large_tile, policy.alternating_tile):
+                if tile in algorithm.row.tiles:
+                    yield fused_matmul_source(algorithm, dtype, world_size, tile, LAYOUTS[0])

@@ -23,14 +23,15 @@ struct TwoShotLossless {
   __device__ TwoShotLossless(const Arguments& arguments, const Call&)
       : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, tile_count(a.numel)) {}
 
-  __device__ LosslessSlot slot(Shot shot, int on, u32 k, int from) const {
-    return {reinterpret_cast<char*>(pipeline_slot<N>(a, shot, on, k, from)), chunks.length};
+  // Tile j of a slot.
+  __device__ LosslessTile place(Shot shot, int hop, u32 k, int from, u32 j) const {
+    return lossless_tile(j, chunks.length, [&](u32 at) { return pipeline_slot<N>(a, shot, hop, k, from, at); });
   }
 
   __device__ void scatter(u32 k) const {
-    for_each_tile<N, N - 1>(chunks, a, k, [&](int owner, u32 j) {
+    for_each_tile<N, N - 1>(chunks, a, k, [&](int hop, int owner, u32 j) {
       const Tile<T> mine = load_tile(input, chunks.begin(k, owner) + j);
-      send_tile<1>([&](int) { return slot(scattered, owner, k, a.rank); }, j, mine, encode_lossless(mine));
+      send_tile<1>([&](int) { return place(scattered, hop, k, a.rank, j); }, mine, encode_lossless(mine));
     });
   }
 
@@ -38,17 +39,17 @@ struct TwoShotLossless {
     for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
       const u32 tile = chunks.begin(k, a.rank) + j;
       const Tile<T> mine = load_tile(input, tile);
-      const Tile<T> sum = sum_of_tiles<N>(a.rank, mine, j, [&](int r) { return slot(scattered, a.rank, k, r); });
-      const auto to = [&](int i) { return slot(reduced, (a.rank + 1 + i) % N, k, a.rank); };
-      send_tile<N - 1>(to, j, sum, encode_lossless(sum));
+      const Tile<T> sum = sum_of_tiles<N>(a.rank, mine, [&](int r) { return place(scattered, 0, k, r, j); });
+      const auto to = [&](int i) { return place(reduced, i + 1, k, a.rank, j); };
+      send_tile<N - 1>(to, sum, encode_lossless(sum));
       store_tile(output, tile, sum);
     }
   }
 
   __device__ void gather(u32 k) const {
-    for_each_tile<N, N - 1>(chunks, a, k, [&](int owner, u32 j) {
-      const LosslessSlot from = slot(reduced, a.rank, k, owner);
-      store_tile(output, chunks.begin(k, owner) + j, decode_tile(from, j, receive_tile(from, j)));
+    for_each_tile<N, N - 1>(chunks, a, k, [&](int, int owner, u32 j) {
+      const LosslessTile from = place(reduced, 0, k, owner, j);
+      store_tile(output, chunks.begin(k, owner) + j, decode_tile(from, receive_tile(from)));
     });
   }
 };

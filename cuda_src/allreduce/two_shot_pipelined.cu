@@ -28,29 +28,32 @@ struct TwoShotPipelined {
   __device__ TwoShotPipelined(const Arguments& arguments, const Call&)
       : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, pack_count<T>(a.numel)) {}
 
-  __device__ Pack* slot(Shot shot, int on, u32 k, int from) const { return pipeline_slot<N>(a, shot, on, k, from); }
+  __device__ Pack* slot(Shot shot, int hop, u32 k, int from, u32 j) const {
+    return pipeline_slot<N>(a, shot, hop, k, from, j);
+  }
 
-  // Reads one pack of chunk k from each of the other owners, and then passes all N - 1 of them to `write`.
+  // The rank that comes `hop` after this one.
+  __device__ int owner(int hop) const { return (a.rank + hop) % N; }
+
+  // Reads one pack of chunk k from each of the other owners, by their distance, and then passes all of them to `write`.
   template <class Read, class Write>
   __device__ void for_each_other_owner(u32 k, Read read, Write write) const {
-    u32 n[N - 1];
-#pragma unroll
-    for (int hop = 1; hop < N; ++hop) n[hop - 1] = chunks.count(k, (a.rank + hop) % N);
-    for (u32 j = threadIdx.x; j < chunks.length; j += blockDim.x) {
-      Pack p[N - 1];
+    const u32 n = chunks.most(k);
+    for (u32 j = threadIdx.x; j < n; j += blockDim.x) {
+      Pack p[N - 1] = {};
 #pragma unroll
       for (int hop = 1; hop < N; ++hop)
-        if (j < n[hop - 1]) p[hop - 1] = read((a.rank + hop) % N, j);
+        if (chunks.begin(k, owner(hop)) + j < chunks.total) p[hop - 1] = read(hop, j);
 #pragma unroll
       for (int hop = 1; hop < N; ++hop)
-        if (j < n[hop - 1]) write((a.rank + hop) % N, j, p[hop - 1]);
+        if (chunks.begin(k, owner(hop)) + j < chunks.total) write(hop, j, p[hop - 1]);
     }
   }
 
   __device__ void scatter(u32 k) const {
     for_each_other_owner(
-        k, [&](int owner, u32 j) { return input.load(chunks.begin(k, owner) + j); },
-        [&](int owner, u32 j, const Pack& p) { slot(scattered, owner, k, a.rank)[j] = p; });
+        k, [&](int hop, u32 j) { return input.load(chunks.begin(k, owner(hop)) + j); },
+        [&](int hop, u32 j, const Pack& p) { *slot(scattered, hop, k, a.rank, j) = p; });
   }
 
   __device__ void reduce(u32 k) const {
@@ -61,13 +64,13 @@ struct TwoShotPipelined {
       const Pack mine = input.load(first + j);
       Pack part[N];
 #pragma unroll
-      for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : slot(scattered, a.rank, k, r)[j];
+      for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : *slot(scattered, 0, k, r, j);
       const Pack sum = sum_in_rank_order<T, N>(part, epilogue);
       if constexpr (Direct) {
         output.template store_to_all<N>(a.peer_output, a.rank, first + j, sum);
       } else {
 #pragma unroll
-        for (int hop = 1; hop < N; ++hop) slot(reduced, (a.rank + hop) % N, k, a.rank)[j] = sum;
+        for (int hop = 1; hop < N; ++hop) *slot(reduced, hop, k, a.rank, j) = sum;
         output.store(first + j, sum);
       }
     }
@@ -75,8 +78,8 @@ struct TwoShotPipelined {
 
   __device__ void gather(u32 k) const {
     for_each_other_owner(
-        k, [&](int owner, u32 j) { return slot(reduced, a.rank, k, owner)[j]; },
-        [&](int owner, u32 j, const Pack& p) { output.store(chunks.begin(k, owner) + j, p); });
+        k, [&](int hop, u32 j) { return *slot(reduced, 0, k, owner(hop), j); },
+        [&](int hop, u32 j, const Pack& p) { output.store(chunks.begin(k, owner(hop)) + j, p); });
   }
 };
 

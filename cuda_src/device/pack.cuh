@@ -1,4 +1,7 @@
 // Packs of 16 bytes as elements: unpacked to fp32, summed in rank order, rounded once. And tensors as packs.
+//
+// A pack that a loop loads under a condition is declared as zeros, `Pack p = {}`. Else the compiler keeps what an
+// earlier iteration may have left in it, in registers, through all loops around.
 #pragma once
 #include "device/arguments.cuh"
 
@@ -100,26 +103,29 @@ struct Tensor {
   static constexpr int E = elements_per_pack<T>;
   Storage* base;
   u64 numel;
-  u64 whole;  // packs [0, whole) may move as 16 bytes
+  bool aligned;  // to 16 bytes
 
   __device__ __forceinline__ Tensor(const void* p, u64 n)
-      : base(static_cast<Storage*>(const_cast<void*>(p))), numel(n), whole(reinterpret_cast<u64>(p) % 16 ? 0 : n / E) {}
+      : base(static_cast<Storage*>(const_cast<void*>(p))), numel(n), aligned(reinterpret_cast<u64>(p) % 16 == 0) {}
+
+  // Whether pack i may move as 16 bytes. A bound that holds both conditions would take two registers.
+  __device__ __forceinline__ bool is_whole(u64 i) const { return aligned && i < numel / E; }
 
   __device__ __forceinline__ Pack load(u64 i) const {
-    return i < whole ? reinterpret_cast<const Pack*>(base)[i] : load_elements(base + i * E, numel - i * E);
+    return is_whole(i) ? reinterpret_cast<const Pack*>(base)[i] : load_elements(base + i * E, elements_of(i));
   }
 
   __device__ __forceinline__ void store(u64 i, const Pack& p) const {
-    if (i < whole)
+    if (is_whole(i))
       reinterpret_cast<Pack*>(base)[i] = p;
     else
-      store_elements(base + i * E, numel - i * E, p);
+      store_elements(base + i * E, elements_of(i), p);
   }
 
   // Stores into the same tensor on N ranks, aligned there as here, this rank's next peer first.
   template <int N>
   __device__ __forceinline__ void store_to_all(char* const* bases, int rank, u64 i, const Pack& p) const {
-    if (i < whole) {
+    if (is_whole(i)) {
 #pragma unroll
       for (int hop = 1; hop <= N; ++hop) reinterpret_cast<Pack*>(bases[(rank + hop) % N])[i] = p;
     } else {
@@ -135,7 +141,10 @@ struct Tensor {
     return there;
   }
 
-  static __device__ __noinline__ Pack load_elements(const Storage* from, u64 count) {
+  // How many elements of pack i lie in the tensor.
+  __device__ __forceinline__ u32 elements_of(u64 i) const { return min(numel - i * E, u64(E)); }
+
+  static __device__ __noinline__ Pack load_elements(const Storage* from, u32 count) {
     Pack p = {};
     if (in_words(from, count)) {
 #pragma unroll
@@ -148,7 +157,7 @@ struct Tensor {
     return p;
   }
 
-  static __device__ __noinline__ void store_elements(Storage* to, u64 count, Pack p) {
+  static __device__ __noinline__ void store_elements(Storage* to, u32 count, Pack p) {
     if (in_words(to, count)) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) reinterpret_cast<u32*>(to)[w] = p.word[w];
@@ -159,9 +168,32 @@ struct Tensor {
       if (e < count) to[e] = Storage(p.word[e * sizeof(Storage) / 4] >> e * sizeof(Storage) % 4 * 8);
   }
 
-  static __device__ __forceinline__ bool in_words(const Storage* at, u64 count) {
-    return count >= E && reinterpret_cast<u64>(at) % 4 == 0;
+  static __device__ __forceinline__ bool in_words(const Storage* at, u32 count) {
+    return count == E && reinterpret_cast<u64>(at) % 4 == 0;
   }
+};
+
+// A caller's tensor of whole packs, of any alignment.
+template <class T>
+struct WholePacks {
+  using Storage = typename T::Storage;
+  static constexpr int E = elements_per_pack<T>;
+  Storage* base;
+
+  __device__ __forceinline__ explicit WholePacks(const void* p) : base(static_cast<Storage*>(const_cast<void*>(p))) {}
+
+  __device__ __forceinline__ Pack load(u64 i) const {
+    return aligned() ? reinterpret_cast<const Pack*>(base)[i] : Tensor<T>::load_elements(base + i * E, E);
+  }
+
+  __device__ __forceinline__ void store(u64 i, const Pack& p) const {
+    if (aligned())
+      reinterpret_cast<Pack*>(base)[i] = p;
+    else
+      Tensor<T>::store_elements(base + i * E, E, p);
+  }
+
+  __device__ __forceinline__ bool aligned() const { return reinterpret_cast<u64>(base) % 16 == 0; }
 };
 
 // The elements of the part of `rank`, in a tensor at `whole`, that this launch handles.

@@ -39,7 +39,7 @@ struct RmsNorm {
   const u32 team, teams;
   const u32 thread, threads;  // of the team
   const float eps, offset;
-  const Tensor<T> residual, weight, summed, normed;
+  const WholePacks<T> residual, weight, summed, normed;
   Words<E / 4>* const codes;        // e4m3 output, in place of `normed`
   const float* const caller_scale;  // static_fp8
   float* const scales;              // of rows or groups, written
@@ -58,10 +58,10 @@ struct RmsNorm {
         threads(C * blockDim.x),
         eps(a.eps),
         offset(a.weight_offset),
-        residual(element(a.residual, skipped), numel),
-        weight(a.weight, columns),
-        summed(element(a.summed, skipped), numel),
-        normed(a.output, numel),
+        residual(element(a.residual, skipped)),
+        weight(a.weight),
+        summed(element(a.summed, skipped)),
+        normed(a.output),
         codes(static_cast<Words<E / 4>*>(a.output)),
         caller_scale(a.scale),
         scales(a.scales + scales_of(skipped)),
@@ -85,9 +85,15 @@ struct RmsNorm {
     if (thread < packs) by = weight.load(thread);
     for (u32 i = thread; i < packs; i += threads) {
       const Pack from = residual.load(begin + i);
-      Pack sum;
+      Pack sum = {};
       if (!(comes = comes && next(i, sum))) continue;
-      const Pack one = add(sum, from, squares[has_two_slots() && i & norm_slots / 2 ? 1 : 0]);
+      // Chosen by value: an index known at run time only would put `squares` into local memory.
+      const bool second = has_two_slots() && i & norm_slots / 2;
+      float of_slot = squares[0];
+      if (second) of_slot = squares[own_slots - 1];
+      const Pack one = add(sum, from, of_slot);
+      if (!second) squares[0] = of_slot;
+      if (second) squares[own_slots - 1] = of_slot;
       summed.store(begin + i, one);
       if (i == thread) mine = one;
     }

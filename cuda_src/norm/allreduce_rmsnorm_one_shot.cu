@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
   wait_for_previous_kernel(a);
   if constexpr (C == 1) release_next_kernel();
   Call call = begin_call(a);
-  const Tensor<T> input(a.input, a.numel);
+  const WholePacks<T> input(a.input);
   read_epoch(a, call);
   RmsNorm<T, C, O> norm(a, call, a.numel);
   const u32 packs = norm.packs, slot = (call.epoch & 1) * N * a.capacity;

@@ -15,24 +15,25 @@ template <class T, int N, int C, NormOutput O>
 struct Rows {
   const NormArguments& a;
   const Call& call;
-  const Tensor<T> input;
+  const WholePacks<T> input;
   RmsNorm<T, C, O> norm;
   const u32 packs, scatter, gather;
 
   __device__ Rows(const NormArguments& arguments, const Call& this_call)
       : a(arguments),
         call(this_call),
-        input(a.input, a.numel),
+        input(a.input),
         norm(a, call, a.numel),
         packs(norm.packs),
         scatter((call.epoch & 1) * N * a.capacity),
         gather(scatter + 2 * N * a.capacity) {}
 
-  __device__ u32 groups() const { return (norm.rows - norm.team + norm.teams * N - 1) / (norm.teams * N); }
+  __device__ bool has_group(u32 g) const { return norm.team + g * N * norm.teams < norm.rows; }
 
   // Calls `visit` with each row of group g and the distance to its owner.
   template <class Visit>
   __device__ __forceinline__ void visit_group(u32 g, Visit visit) {
+#pragma unroll 1
     for (u32 k = g * N; k < (g + 1) * N; ++k) {
       const u32 row = norm.team + k * norm.teams;
       if (row < norm.rows) visit(row, (row + k + N - a.rank) % N);
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
   rows.send(0);
   advance_epoch(a, call);
   rows.norm.begin();
-  for (u32 g = 0; g <= rows.groups(); ++g) {
+  for (u32 g = 0; g == 0 || rows.has_group(g - 1); ++g) {
     rows.send(g + 1);
     rows.sum(g);
     if (g > 0) rows.collect(g - 1);

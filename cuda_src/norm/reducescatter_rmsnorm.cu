@@ -48,7 +48,7 @@ struct RowsOfParts {
   __device__ __forceinline__ void send(u32 row) const {
     const u32 end = (packs + 31) / 32 * 32 * N;
     for (u32 first = norm.thread; norm.comes && first < end; first += in_flight * norm.threads) {
-      Pack mine[in_flight];
+      Pack mine[in_flight] = {};
 #pragma unroll
       for (int k = 0; k < in_flight; ++k)
         visit_pack(row, first + k * norm.threads,

@@ -9,7 +9,7 @@ template <class T>
 __global__ void __launch_bounds__(1024, 2) residual_rmsnorm(const __grid_constant__ NormArguments a) {
   wait_for_previous_kernel();
   release_next_kernel();
-  const Tensor<T> input(a.input, a.numel);
+  const WholePacks<T> input(a.input);
   RmsNorm<T, 1, like_input> norm(a, Call{}, a.numel);
   norm.begin();
   for (u32 row = norm.team; row < norm.rows; row += norm.teams)

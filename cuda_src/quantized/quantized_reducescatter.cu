@@ -32,15 +32,15 @@ struct QuantizedReducescatter {
     return tiles;
   }
 
-  __device__ Wire<C> slot(int on, u32 k, int from) const {
-    return {reinterpret_cast<char*>(push_slot<N>(a, on, first_step + k, from)), chunks.length};
+  __device__ Wire<C> slot(int hop, u32 k, int from) const {
+    return {reinterpret_cast<char*>(push_slot<N>(a, hop, first_step + k, from)), chunks.length};
   }
 
   __device__ void send(u32 k) const {
-    for_each_tile<N, N>(chunks, a, k, [&](int owner, u32 j) {
+    for_each_tile<N, N>(chunks, a, k, [&](int hop, int owner, u32 j) {
       const Tensor<T> part = part_of<T>(a.input, a, owner);
       const u32 tile = chunks.begin(k) + j;
-      send_tile(slot(owner, k, a.rank), j, part, tile, tiles_before(owner) + tile, {a.seed, epoch, a.rank});
+      send_tile(slot(hop, k, a.rank), j, part, tile, tiles_before(owner) + tile, {a.seed, epoch, a.rank});
     });
   }
 
@@ -48,7 +48,7 @@ struct QuantizedReducescatter {
     const Tensor<T> output(a.output, a.count[a.rank]);
     for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
       float total[tile_rows][run_numel];
-      sum_of_slots<C, N>([&](int r) { return slot(a.rank, k, r); }, j, total);
+      sum_of_slots<C, N>([&](int r) { return slot(0, k, r); }, j, total);
       const u32 tile = chunks.begin(k) + j;
       const bool whole = is_whole(output, tile);
 #pragma unroll

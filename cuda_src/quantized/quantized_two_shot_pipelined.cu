@@ -28,33 +28,33 @@ struct QuantizedTwoShotPipelined {
         epoch(call.epoch),
         chunks(a, tile_count(a.numel)) {}
 
-  __device__ Wire<C> slot(Shot shot, int on, u32 k, int from) const {
-    return {reinterpret_cast<char*>(pipeline_slot<N>(a, shot, on, k, from)), chunks.length};
+  __device__ Wire<C> slot(Shot shot, int hop, u32 k, int from) const {
+    return {reinterpret_cast<char*>(pipeline_slot<N>(a, shot, hop, k, from)), chunks.length};
   }
 
   __device__ void scatter(u32 k) const {
-    for_each_tile<N, N>(chunks, a, k, [&](int owner, u32 j) {
+    for_each_tile<N, N>(chunks, a, k, [&](int hop, int owner, u32 j) {
       const u32 tile = chunks.begin(k, owner) + j;
-      send_tile(slot(scattered, owner, k, a.rank), j, input, tile, tile, {a.seed, epoch, a.rank});
+      send_tile(slot(scattered, hop, k, a.rank), j, input, tile, tile, {a.seed, epoch, a.rank});
     });
   }
 
   __device__ void reduce(u32 k) const {
     for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
       float total[tile_rows][run_numel];
-      sum_of_slots<C, N>([&](int r) { return slot(scattered, a.rank, k, r); }, j, total);
+      sum_of_slots<C, N>([&](int r) { return slot(scattered, 0, k, r); }, j, total);
       const u32 tile = chunks.begin(k, a.rank) + j;
       const Coded<C> coded = encode<C>(tile_of(total), tile, {a.seed, epoch, noise_of_sum});
 #pragma unroll
-      for (int hop = 1; hop < N; ++hop) visit_coded(slot(reduced, (a.rank + hop) % N, k, a.rank), j, coded, Store{});
+      for (int hop = 1; hop < N; ++hop) visit_coded(slot(reduced, hop, k, a.rank), j, coded, Store{});
       store_values(output, tile, as_received(coded));
     }
   }
 
   __device__ void gather(u32 k) const {
-    for_each_tile<N, N - 1>(chunks, a, k, [&](int owner, u32 j) {
+    for_each_tile<N, N - 1>(chunks, a, k, [&](int, int owner, u32 j) {
       Received<C> sum;
-      visit_received(slot(reduced, a.rank, k, owner), j, sum, Load{});
+      visit_received(slot(reduced, 0, k, owner), j, sum, Load{});
       store_values(output, chunks.begin(k, owner) + j, sum);
     });
   }

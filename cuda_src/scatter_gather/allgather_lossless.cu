@@ -12,7 +12,7 @@
 template <class T, int N>
 struct AllgatherLossless : LosslessParts<N> {
   using Base = LosslessParts<N>;
-  using Base::a, Base::chunks, Base::slot, Base::Base;
+  using Base::a, Base::chunks, Base::place, Base::Base;
 
   __device__ void send(u32 k) const {
     const Tensor<T> input(a.input, a.count[a.rank]), output = part_of<T>(a.output, a, a.rank);
@@ -20,15 +20,15 @@ struct AllgatherLossless : LosslessParts<N> {
     for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
       const u32 tile = chunks.begin(k) + j;
       const Tile<T> mine = load_tile(input, tile);
-      send_tile<N - 1>([&](int i) { return slot((a.rank + 1 + i) % N, k, a.rank); }, j, mine, encode_lossless(mine));
+      send_tile<N - 1>([&](int i) { return place(i + 1, k, a.rank, j); }, mine, encode_lossless(mine));
       store_tile(output, tile, mine);
     }
   }
 
   __device__ void receive(u32 k) const {
-    for_each_tile<N, N - 1>(chunks, a, k, [&](int owner, u32 j) {
-      const LosslessSlot from = slot(a.rank, k, owner);
-      store_tile(part_of<T>(a.output, a, owner), chunks.begin(k) + j, decode_tile(from, j, receive_tile(from, j)));
+    for_each_tile<N, N - 1>(chunks, a, k, [&](int, int owner, u32 j) {
+      const LosslessTile from = place(0, k, owner, j);
+      store_tile(part_of<T>(a.output, a, owner), chunks.begin(k) + j, decode_tile(from, receive_tile(from)));
     });
   }
 };

@@ -28,7 +28,7 @@ struct AllgatherPush {
   // Where chunk k of this block begins in every part, in packs.
   __device__ u64 chunk(u32 k) const { return (u64(k) * gridDim.x + blockIdx.x) * a.chunk; }
 
-  __device__ Pack* slot(int on, u32 k, int from) const { return push_slot<N>(a, on, first_step + k, from); }
+  __device__ Pack* slot(int hop, u32 k, int from) const { return push_slot<N>(a, hop, first_step + k, from); }
 
   // How many packs chunk k of this block has in the part of a rank.
   __device__ u32 count(u32 k, int rank) const {
@@ -41,7 +41,7 @@ struct AllgatherPush {
     const auto input = input_of<T>(a), output = output_of<T>(a, a.rank);
     const u32 n = count(k, a.rank);
     for (u32 j = threadIdx.x; j < n; j += ahead * blockDim.x) {
-      Pack mine[ahead];
+      Pack mine[ahead] = {};
 #pragma unroll
       for (u32 i = 0; i < ahead; ++i)
         if (j + i * blockDim.x < n) mine[i] = input.load(chunk(k) + j + i * blockDim.x);
@@ -50,7 +50,7 @@ struct AllgatherPush {
         const u32 at = j + i * blockDim.x;
         if (at >= n) break;
 #pragma unroll
-        for (int hop = 1; hop < N; ++hop) slot((a.rank + hop) % N, k, a.rank)[at] = mine[i];
+        for (int hop = 1; hop < N; ++hop) slot(hop, k, a.rank)[at] = mine[i];
         output.store(chunk(k) + at, mine[i]);
       }
     }
@@ -62,13 +62,13 @@ struct AllgatherPush {
 #pragma unroll
     for (int hop = 1; hop < N; ++hop) n[hop - 1] = count(k, (a.rank + hop) % N);
     for (u32 j = threadIdx.x; j < a.chunk; j += ahead * blockDim.x) {
-      Pack part[ahead][N - 1];
+      Pack part[ahead][N - 1] = {};
 #pragma unroll
       for (u32 i = 0; i < ahead; ++i)
 #pragma unroll
         for (int hop = 1; hop < N; ++hop)
           if (j + i * blockDim.x < n[hop - 1])
-            part[i][hop - 1] = slot(a.rank, k, (a.rank + hop) % N)[j + i * blockDim.x];
+            part[i][hop - 1] = slot(0, k, (a.rank + hop) % N)[j + i * blockDim.x];
 #pragma unroll
       for (u32 i = 0; i < ahead; ++i)
 #pragma unroll

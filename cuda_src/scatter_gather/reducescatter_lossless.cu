@@ -12,12 +12,12 @@
 template <class T, int N>
 struct ReducescatterLossless : LosslessParts<N> {
   using Base = LosslessParts<N>;
-  using Base::a, Base::chunks, Base::slot, Base::Base;
+  using Base::a, Base::chunks, Base::place, Base::Base;
 
   __device__ void send(u32 k) const {
-    for_each_tile<N, N - 1>(chunks, a, k, [&](int owner, u32 j) {
+    for_each_tile<N, N - 1>(chunks, a, k, [&](int hop, int owner, u32 j) {
       const Tile<T> mine = load_tile(part_of<T>(a.input, a, owner), chunks.begin(k) + j);
-      send_tile<1>([&](int) { return slot(owner, k, a.rank); }, j, mine, encode_lossless(mine));
+      send_tile<1>([&](int) { return place(hop, k, a.rank, j); }, mine, encode_lossless(mine));
     });
   }
 
@@ -27,7 +27,7 @@ struct ReducescatterLossless : LosslessParts<N> {
     for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
       const u32 tile = chunks.begin(k) + j;
       const Tile<T> mine = load_tile(input, tile);
-      store_tile(output, tile, sum_of_tiles<N>(a.rank, mine, j, [&](int r) { return slot(a.rank, k, r); }));
+      store_tile(output, tile, sum_of_tiles<N>(a.rank, mine, [&](int r) { return place(0, k, r, j); }));
     }
   }
 };

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -13,14 +14,17 @@ import pytest
 
 from graphar.errors import CompileError
 from graphar.runtime import compiler
-from graphar.runtime.compiler import Cubin, cache_key, compile_kernel
+from graphar.runtime.compiler import Cubin, cache_key, compile_kernel, nvrtc_version
+from perf.cubin import resources
 from perf.kernels import catalogue
-from tests.compilations import ARCHS, features, some, taken, words
+from tests.compilations import ARCHS, FEW_RANKS, features, named, some, taken, words
 from tests.processes import PROCESSES
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 CASES = {"some": some(), "all": taken()}
 KEPT = Path(__file__).parents[2] / "build" / "kernels"
+# The bytes of local memory that each thread of a kernel takes, with one version of NVRTC. Kernels without are left out.
+LOCAL_MEMORY = json.loads(Path(__file__).with_name("local_memory.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,10 @@ def kept():
 @pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.catalogue)])
 def compiled(request, kept):
     """A Cubin, or what went wrong, for each of CASES; NVRTC is loaded in forked processes only."""
-    cases = CASES[request.param]
+    return compile_all(CASES[request.param], kept)
+
+
+def compile_all(cases, kept):
     with ProcessPoolExecutor(os.cpu_count(), PROCESSES, use_directory, (str(kept),)) as pool:
         return dict(zip(cases, pool.map(compile_or_explain, cases), strict=True))
 
@@ -159,3 +166,35 @@ def test_what_the_compiler_has_to_say_is_said_again_when_it_is_asked_again(tmp_p
     for _ in range(2):
         compile_kernel.cache_clear()
         assert "unused_number" in compile_or_explain((source, "sm_90a")).said
+
+
+# ---- registers ----
+
+
+@pytest.fixture(scope="module")
+def local_nbytes(kept):
+    """The local memory of every kernel that a tuning table names and that has some, by world size and name."""
+    world_sizes, found = named(), {}
+    for (source, _), cubin in compile_all([(source, "sm_90a") for source in world_sizes], kept).items():
+        assert isinstance(cubin, Cubin), cubin
+        if nbytes := resources(cubin.image, cubin.symbol).stack_nbytes:
+            found.setdefault(world_sizes[source], {})[source.name] = nbytes
+    return found
+
+
+@pytest.mark.catalogue
+@pytest.mark.parametrize("world_size", range(2, FEW_RANKS + 1))
+def test_no_kernel_that_a_table_names_spills_registers_between_a_few_ranks(local_nbytes, world_size):
+    assert local_nbytes.get(world_size, {}) == {}
+
+
+@pytest.mark.catalogue
+def test_the_kernels_that_spill_registers_between_more_ranks_are_known_with_their_bytes(local_nbytes):
+    if list(nvrtc_version()) != LOCAL_MEMORY["nvrtc"]:
+        pytest.skip(f"the bytes are those of NVRTC {LOCAL_MEMORY['nvrtc']}")
+
+    assert {name: n for kernels in local_nbytes.values() for name, n in kernels.items()} == LOCAL_MEMORY["nbytes"]
+
+
+def test_all_kernels_that_are_known_to_spill_are_of_more_ranks():
+    assert LOCAL_MEMORY["nbytes"].keys() <= {s.name for s, world_size in named().items() if world_size > FEW_RANKS}

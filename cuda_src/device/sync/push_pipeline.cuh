@@ -21,11 +21,11 @@
 
 constexpr u32 push_depth = 4;  // PUSH_DEPTH in graphar/plan/scratch.py
 
-// The slot on rank `on` for what rank `from` sends in a step.
+// The slot, on the rank that comes `hop` after this one, for what rank `from` sends in a step: its pack `at`.
 template <int N>
-__device__ __forceinline__ Pack* push_slot(const Arguments& a, int on, u32 step, int from) {
-  const u32 index = (blockIdx.x * push_depth + step % push_depth) * N + from;
-  return after_signal_pad(a, on) + u64(index) * a.capacity;
+__device__ __forceinline__ Pack* push_slot(const Arguments& a, int hop, u32 step, int from, u32 at = 0) {
+  const u64 index = (blockIdx.x * push_depth + step % push_depth) * N;
+  return after_signal_pad(a.ring[hop]) + index * a.capacity + (from * a.capacity + at);
 }
 
 // The kernel, after its wait for the previous one. Body(a, call, first_step) has parts 1 and 4 as send(k) and

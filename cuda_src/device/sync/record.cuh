@@ -10,7 +10,8 @@ constexpr u32 disagreed = 3;  // `expected` is this rank's fingerprint, and `see
 // Makes later calls of this algorithm send nothing.
 __device__ __noinline__ void stop_sending(const Arguments& a) {
 #pragma unroll 1
-  for (int b = 0; b < max_blocks; ++b) store_relaxed_gpu(&a.counters->epoch_state[b].aborted, 1);
+  for (EpochState* one = a.counters->epoch_state, *const end = one + max_blocks; one != end; ++one)
+    store_relaxed_gpu(&one->aborted, 1);
 }
 
 // Whether two entries of `called` are about one call, and differ.
@@ -21,7 +22,6 @@ __device__ __forceinline__ bool disagree(u64 own, u64 told) {
 // The first thread that gives up writes the record. Everything queued behind sees `abort` and does not wait again.
 __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32 peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(a.abort, 1) != 0) return;
-  stop_sending(a);
   Record* r = a.record;
   r->algorithm = a.algorithm;
   r->sequence = epoch;
@@ -30,6 +30,7 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
   r->block = blockIdx.x;
   r->expected = expected;
   r->seen = seen;
+  stop_sending(a);  // here, where few other values need registers
   store_release_sys(&r->kind, kind);
 }
 
@@ -37,13 +38,16 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
 // awaited rank may be missing because it has found that. The earliest such call is reported.
 __device__ __noinline__ bool found_difference(const Arguments& a, u32 now) {
 #pragma unroll 1
-  for (u32 i = 0; i < a.world_size * kept_calls; ++i) {
-    const u32 entry = (now + 1 + i / a.world_size) % kept_calls, peer = i % a.world_size;
+  for (u32 age = kept_calls; age > 0; --age) {
+    const u32 entry = (now + 1 - age) % kept_calls;
     const u64 own = load_relaxed_sys(&a.counters->called[a.rank][entry]);
-    const u64 told = load_relaxed_sys(&a.counters->called[peer][entry]);
-    if (!disagree(own, told)) continue;
-    report(a, disagreed, u32(own >> 32) - 1, peer, u32(own), u32(told));
-    return true;
+#pragma unroll 1
+    for (u32 peer = 0; peer < a.world_size; ++peer) {
+      const u64 told = load_relaxed_sys(&a.counters->called[peer][entry]);
+      if (!disagree(own, told)) continue;
+      report(a, disagreed, u32(own >> 32) - 1, peer, u32(own), u32(told));
+      return true;
+    }
   }
   return false;
 }

@@ -15,8 +15,12 @@ __device__ __forceinline__ SignalPad* signal_pad(const Arguments& a, int rank) {
   return reinterpret_cast<SignalPad*>(a.scratch[rank]);
 }
 
+__device__ __forceinline__ Pack* after_signal_pad(char* scratch) {
+  return reinterpret_cast<Pack*>(scratch + sizeof(SignalPad));
+}
+
 __device__ __forceinline__ Pack* after_signal_pad(const Arguments& a, int rank) {
-  return reinterpret_cast<Pack*>(a.scratch[rank] + sizeof(SignalPad));
+  return after_signal_pad(a.scratch[rank]);
 }
 
 // (2) Signal: the barrier orders every thread's earlier writes, local and remote, before each release store, and

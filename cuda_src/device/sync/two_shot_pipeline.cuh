@@ -28,11 +28,11 @@ constexpr u32 pipeline_depth = 3;  // PIPELINE_DEPTH in graphar/plan/scratch.py
 
 enum Shot { scattered, reduced };
 
-// The slot on rank `on` for what rank `from` sends of chunk k.
+// The slot, on the rank that comes `hop` after this one, for what rank `from` sends of chunk k: its pack `at`.
 template <int N>
-__device__ __forceinline__ Pack* pipeline_slot(const Arguments& a, Shot shot, int on, u32 k, int from) {
-  const u64 index = ((u64(blockIdx.x) * 2 + shot) * pipeline_depth + k % pipeline_depth) * N + from;
-  return after_signal_pad(a, on) + index * a.capacity;
+__device__ __forceinline__ Pack* pipeline_slot(const Arguments& a, Shot shot, int hop, u32 k, int from, u32 at = 0) {
+  const u64 index = ((u64(blockIdx.x) * 2 + shot) * pipeline_depth + k % pipeline_depth) * N;
+  return after_signal_pad(a.ring[hop]) + index * a.capacity + (from * a.capacity + at);
 }
 
 // How ranks, blocks and chunks share `total` units. Shards, shares and chunks are whole multiples of `Line` units, and
@@ -56,8 +56,12 @@ struct Chunks {
   __device__ Index begin(u32 k, Index owner) const { return owner * shard + blockIdx.x * share + Index(k) * length; }
   __device__ u32 count(u32 k, Index owner) const {
     const Index from = begin(k, owner);
-    const Index to = min(min(from + length, owner * shard + (blockIdx.x + 1) * share), min((owner + 1) * shard, total));
-    return to > from ? to - from : 0;
+    return from < total ? min(total - from, Index(most(k))) : 0;
+  }
+  // The size of chunk k of an owner whose shard is whole.
+  __device__ u32 most(u32 k) const {
+    const Index from = begin(k, 0), to = min((blockIdx.x + 1) * share, shard);
+    return to > from ? min(to - from, Index(length)) : 0;
   }
 };
 

@@ -18,15 +18,19 @@ constexpr u32 header_words = 8;
 constexpr u32 most_odd = header_words - 2;
 constexpr u32 as_it_is = 0xffffffffu;  // in place of the number of odd elements: the tile is uncompressed
 
-struct LosslessSlot {
-  char* base;
-  u32 tiles;
-
-  __device__ __forceinline__ char* codes(u32 tile) const { return base + tile * (tile_numel * 2); }
-  __device__ __forceinline__ u32* header(u32 tile) const {
-    return reinterpret_cast<u32*>(base + tiles * (tile_numel * 2)) + tile * header_words;
-  }
+// The places of one tile in a slot.
+struct LosslessTile {
+  char* codes;
+  u32* header;
 };
+
+// Those of tile `tile` in a slot of `tiles`, whose pack `i` is at `pack(i)`.
+template <class At>
+__device__ __forceinline__ LosslessTile lossless_tile(u32 tile, u32 tiles, At pack) {
+  constexpr u32 of_codes = tile_numel * 2 / sizeof(Pack), of_header = header_words * sizeof(u32) / sizeof(Pack);
+  return {reinterpret_cast<char*>(pack(tile * of_codes)),
+          reinterpret_cast<u32*>(pack(tiles * of_codes + tile * of_header))};
+}
 
 // A lane's words of a coded tile.
 struct LosslessCodes {
@@ -118,9 +122,7 @@ __device__ __forceinline__ u32 word_of(const Tile<bf16>& t, u32 index) {
 }
 
 // Sends a tile with odd elements. Kept short rather than fast.
-__device__ __forceinline__ void send_odd(const LosslessSlot& to, u32 tile, const Tile<bf16>& t,
-                                         const LosslessCodes& c) {
-  u32* const header = to.header(tile);
+__device__ __forceinline__ void send_odd(const LosslessTile& to, const Tile<bf16>& t, const LosslessCodes& c) {
   u32 before = 0, total = 0;
 #pragma unroll 1
   for (int l = 0; l < 32; ++l) {
@@ -129,62 +131,62 @@ __device__ __forceinline__ void send_odd(const LosslessSlot& to, u32 tile, const
     total += count;
   }
   if (lane() == 0) {
-    header[0] = c.largest;
-    header[1] = total > most_odd ? as_it_is : total;
+    to.header[0] = c.largest;
+    to.header[1] = total > most_odd ? as_it_is : total;
   }
   if (total > most_odd) {
     u32 word[tile_rows * 4];
 #pragma unroll
     for (int w = 0; w < tile_rows * 4; ++w) word[w] = t.word[w / 4][w % 4];
-    return store_pieces(to.codes(tile), word);
+    return store_pieces(to.codes, word);
   }
-  store_pieces(to.codes(tile), c.word);
+  store_pieces(to.codes, c.word);
 #pragma unroll 1
   for (u32 rest = c.odd; rest; rest &= rest - 1) {
     const u32 i = __ffs(rest) - 1;
     const u32 exponent = exponents_of(word_of(t, i / 2)) >> i % 2 * 16 & 0xff;
-    header[2 + before++] = lane() | i << 5 | exponent << 16;
+    to.header[2 + before++] = lane() | i << 5 | exponent << 16;
   }
 }
 
-__device__ __forceinline__ void send_even(const LosslessSlot& to, u32 tile, const LosslessCodes& c) {
-  store_pieces(to.codes(tile), c.word);
-  if (lane() == 0) *reinterpret_cast<Words<2>*>(to.header(tile)) = {{c.largest, 0}};
+__device__ __forceinline__ void send_even(const LosslessTile& to, const LosslessCodes& c) {
+  store_pieces(to.codes, c.word);
+  if (lane() == 0) *reinterpret_cast<Words<2>*>(to.header) = {{c.largest, 0}};
 }
 
-// Sends a tile to the slots `to(0)` .. `to(Count - 1)`.
+// Sends a tile to the places `to(0)` .. `to(Count - 1)`.
 template <int Count, class To>
-__device__ __forceinline__ void send_tile(To to, u32 tile, const Tile<bf16>& t, const LosslessCodes& c) {
+__device__ __forceinline__ void send_tile(To to, const Tile<bf16>& t, const LosslessCodes& c) {
   if (__any_sync(all_lanes, c.odd != 0)) {
 #pragma unroll 1
-    for (int i = 0; i < Count; ++i) send_odd(to(i), tile, t, c);
+    for (int i = 0; i < Count; ++i) send_odd(to(i), t, c);
   } else {
 #pragma unroll
-    for (int i = 0; i < Count; ++i) send_even(to(i), tile, c);
+    for (int i = 0; i < Count; ++i) send_even(to(i), c);
   }
 }
 
-__device__ __forceinline__ LosslessCodes receive_tile(const LosslessSlot& from, u32 tile) {
+__device__ __forceinline__ LosslessCodes receive_tile(const LosslessTile& from) {
   LosslessCodes c;
-  load_pieces(from.codes(tile), c.word);
-  const Words<2> header = *reinterpret_cast<const Words<2>*>(from.header(tile));
+  load_pieces(from.codes, c.word);
+  const Words<2> header = *reinterpret_cast<const Words<2>*>(from.header);
   c.largest = header.word[0];
   c.odd = header.word[1];
   return c;
 }
 
-__device__ __forceinline__ Tile<bf16> decode_tile(const LosslessSlot& from, u32 tile, const LosslessCodes& c) {
+__device__ __forceinline__ Tile<bf16> decode_tile(const LosslessTile& from, const LosslessCodes& c) {
   Tile<bf16> t = decode_lossless(c);
   if (c.odd == as_it_is) {
     u32 word[tile_rows * 4];
-    load_pieces(from.codes(tile), word);
+    load_pieces(from.codes, word);
 #pragma unroll
     for (int w = 0; w < tile_rows * 4; ++w) t.word[w / 4][w % 4] = word[w];
   } else {
     const u32 odd = min(c.odd, most_odd);  // at most as many as fit, whatever other ranks sent
 #pragma unroll 1
     for (u32 k = 0; k < odd; ++k) {
-      const u32 entry = from.header(tile)[2 + k], i = entry >> 5 & 31;
+      const u32 entry = from.header[2 + k], i = entry >> 5 & 31;
       if ((entry & 31) != lane()) continue;
       const u32 exponent = entry >> 16 << (7 + i % 2 * 16);
 #pragma unroll

@@ -17,7 +17,8 @@ struct LosslessParts {
   __device__ bool has_chunk(u32 k) const { return k < chunks.number; }
   __device__ bool has_step(u32 k) const { return k <= chunks.number; }
 
-  __device__ LosslessSlot slot(int on, u32 k, int from) const {
-    return {reinterpret_cast<char*>(push_slot<N>(a, on, first_step + k, from)), chunks.length};
+  // Tile j of a slot.
+  __device__ LosslessTile place(int hop, u32 k, int from, u32 j) const {
+    return lossless_tile(j, chunks.length, [&](u32 at) { return push_slot<N>(a, hop, first_step + k, from, at); });
   }
 };

@@ -12,21 +12,20 @@ __device__ __forceinline__ void add(float (&total)[tile_rows][run_numel], const 
   }
 }
 
-// The sum of this rank's tile and of tile `tile` in the slot `from(r)` of every other rank r: in rank order, in fp32,
-// rounded once.
+// The sum of this rank's tile and of the one at `from(r)` of every other rank r: in rank order, in fp32, rounded once.
 template <int N, class From>
-__device__ __forceinline__ Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& mine, u32 tile, From from) {
+__device__ __forceinline__ Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& mine, From from) {
   constexpr int batch = 3;  // ranks whose tiles a warp has in flight
   float total[tile_rows][run_numel];
 #pragma unroll
   for (int first = 0; first < N; first += batch) {
-    LosslessCodes part[batch];
+    LosslessCodes part[batch] = {};
 #pragma unroll
     for (int r = first; r < first + batch && r < N; ++r)
-      if (r != rank) part[r - first] = receive_tile(from(r), tile);
+      if (r != rank) part[r - first] = receive_tile(from(r));
 #pragma unroll
     for (int r = first; r < first + batch && r < N; ++r)
-      add(total, r == rank ? mine : decode_tile(from(r), tile, part[r - first]), r == 0);
+      add(total, r == rank ? mine : decode_tile(from(r), part[r - first]), r == 0);
   }
   Tile<bf16> sum;
 #pragma unroll

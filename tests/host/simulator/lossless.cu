@@ -2,6 +2,10 @@
 // decodes to.
 #include "device/wire/lossless.cuh"
 
+LosslessTile tile_of_slot(const void* slot, u32 tiles, u32 tile) {
+  return lossless_tile(tile, tiles, [&](u32 at) { return static_cast<Pack*>(const_cast<void*>(slot)) + at; });
+}
+
 template <int Slots>
 void send_tensor(Arguments a) {
   const Tensor<bf16> input(a.input, a.numel);
@@ -12,14 +16,17 @@ void send_tensor(Arguments a) {
   __syncwarp();
   for (u32 tile = 0; tile < tiles; ++tile) {
     const Tile<bf16> mine = load_tile(input, tile);
-    send_tile<Slots>([&](int i) { return LosslessSlot{slots + i * slot_nbytes, tiles}; }, tile, mine,
+    send_tile<Slots>([&](int i) { return tile_of_slot(slots + i * slot_nbytes, tiles, tile); }, mine,
                      encode_lossless(mine));
   }
 }
 
 void receive_tensor(Arguments a) {
   const Tensor<bf16> output(a.output, a.numel);
-  const LosslessSlot slot{static_cast<char*>(const_cast<void*>(a.input)), tile_count(a.numel)};
+  const u32 tiles = tile_count(a.numel);
   wait_for_previous_kernel();
-  for (u32 tile = 0; tile < slot.tiles; ++tile) store_tile(output, tile, decode_tile(slot, tile, receive_tile(slot, tile)));
+  for (u32 tile = 0; tile < tiles; ++tile) {
+    const LosslessTile from = tile_of_slot(a.input, tiles, tile);
+    store_tile(output, tile, decode_tile(from, receive_tile(from)));
+  }
 }
