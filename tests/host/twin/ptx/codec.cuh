@@ -44,8 +44,8 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   for (int i = 0; i < 4; ++i) v |= u32(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return v;
 }
-inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
-inline u32 __vminu2(u32 a, u32 b) { return min(a & 0xffff, b & 0xffff) | min(a >> 16, b >> 16) << 16; }
+inline u32 choose_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+inline u32 spread_signs(u32 bytes) { return (bytes >> 7 & 0x01010101) * 0xff; }
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
 
@@ -73,6 +73,15 @@ template <class T>
 u32 larger_magnitude(T type, u32 a, u32 b) {
   constexpr u32 magnitude = elements_per_word<T> == 2 ? 0x7fff7fffu : 0x7fffffffu;
   return larger(type, a & magnitude, b & magnitude);
+}
+
+// A NaN is canonical. Any other result has the exclusive or of both signs.
+inline u32 larger_magnitude(bf16 type, u32 a, u32 b) {
+  const u32 larger_one = larger(type, a & 0x7fff7fff, b & 0x7fff7fff);
+  u32 numbers = 0x80008000;
+  if ((larger_one & 0x7fff) > 0x7f80) numbers &= 0xffff0000;
+  if ((larger_one >> 16 & 0x7fff) > 0x7f80) numbers &= 0xffff;
+  return larger_one | ((a ^ b) & numbers);
 }
 
 // ---- conversions ----------------------------------------------------------------------------------------------------
