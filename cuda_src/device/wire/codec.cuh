@@ -73,20 +73,33 @@ struct Int {
     }
   }
 
-  // The same codes as numbers, without the offset. A code is put into the mantissa of a power of two.
+  // The same codes as numbers, without the offset.
   template <Scheme S>
   static __device__ __forceinline__ void decode(const u32 (&word)[Bits], int j, float (&v)[run_numel]) {
-    constexpr int window = 24 - Bits;  // places for a code's lowest bit in the mantissa
-    constexpr u32 mask = (1u << Bits) - 1;
 #pragma unroll
     for (int e = 0; e < run_numel; ++e) {
-      const int at = (run_numel * j + e) * Bits, w = at / 32, s = at % 32;
-      const int shift = s / window * window, place = s - shift;
-      const u64 both = u64(s + Bits > 32 ? word[w + 1] : 0) << 32 | word[w];
-      const u32 power = u32(127 + 23 - place) << 23;
-      const float raised = __uint_as_float((u32(both >> shift) & (mask << place)) | power);
-      v[e] = __fadd_rn(raised, -__uint_as_float(power) - (S == absmax ? largest<S> : 0));
+      const Raised code = raised(word, (run_numel * j + e) * Bits);
+      v[e] = __fadd_rn(code.sum, -code.power - (S == absmax ? largest<S> : 0));
     }
+  }
+
+ private:
+  // A power of two, and its sum with a code, which is put into the mantissa.
+  struct Raised {
+    float power, sum;
+  };
+
+  // Of the code that begins at bit `at`.
+  static __device__ __forceinline__ Raised raised(const u32 (&word)[Bits], int at) {
+    constexpr int window = 24 - Bits;  // places for a code's lowest bit in the mantissa
+    constexpr u32 mask = (1u << Bits) - 1, at_place_0 = 0x4b000000;
+    const int w = at / 32, s = at % 32;
+    if (Bits == 8)
+      return {__uint_as_float(at_place_0), __uint_as_float(__byte_perm(word[w], at_place_0, 0x7440 + s / 8))};
+    const int shift = s / window * window, place = s - shift;
+    const u64 both = u64(s + Bits > 32 ? word[w + 1] : 0) << 32 | word[w];
+    const u32 power = at_place_0 - (place << 23);
+    return {__uint_as_float(power), __uint_as_float(choose_bits(mask << place, u32(both >> shift), power))};
   }
 };
 
