@@ -139,6 +139,7 @@ PURE = {
     "larger_magnitude(bf16{}, v, w)": "max.NaN.xorsign.abs.bf16x2 v w",
     "larger_magnitude(fp16{}, v, w)": "abs.f16x2 v; abs.f16x2 w; max.NaN.f16x2",
     "larger_magnitude(fp32{}, v, w)": "abs.f32 v; abs.f32 w; max.NaN.f32",
+    "fma_bf16x2(v, w, v)": "fma.rn.bf16x2 v w v",
     "choose_bits(v, w, v)": "lop3.b32 v w v 0xca",
     "spread_signs(v)": "prmt.b32 v 0 0xba98",
     "fp16_from_float_up(x)": "cvt.rp.f16.f32 x",

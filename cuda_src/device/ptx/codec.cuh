@@ -86,6 +86,15 @@ __device__ __forceinline__ u32 larger_magnitude(fp32, u32 a, u32 b) {
   return v;
 }
 
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+// a x b + c of bf16 numbers in each half of a word, rounded once.
+__device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  u32 v;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+  return v;
+}
+
 // ---- bits -----------------------------------------------------------------------------------------------------------
 
 // The bits of `a` where `mask` has ones, else those of `b`. From an expression with a constant mask the compiler makes

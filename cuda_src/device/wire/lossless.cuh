@@ -210,11 +210,7 @@ __device__ __forceinline__ void store_tile(const Tensor<bf16>& y, u64 tile, cons
   const bool whole = is_whole(y, tile);
 #pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
-    const u64 i = pack_of<bf16>(tile, j);
     const Pack pack = {{t.word[j][0], t.word[j][1], t.word[j][2], t.word[j][3]}};
-    if (whole)
-      reinterpret_cast<Pack*>(y.base)[i] = pack;
-    else if (i * elements_per_pack<bf16> < y.numel)
-      y.store(i, pack);
+    store_pack(y, whole, pack_of<bf16>(tile, j), pack);
   }
 }
