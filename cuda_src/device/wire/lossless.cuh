@@ -35,19 +35,20 @@ struct LosslessCodes {
   u32 odd;      // a bit for each of the lane's elements; in a received tile, the number of odd elements
 };
 
-// A word has a byte of each of four elements. `low` and `high` are words of two elements.
+// A byte of each of four elements, which are two in `low` and two in `high`: exponents, and signs and mantissas.
 __device__ __forceinline__ u32 exponents_of(u32 low, u32 high) { return __byte_perm(low << 1, high << 1, 0x7531); }
 __device__ __forceinline__ u32 rests_of(u32 low, u32 high) {
   return choose_bits(0x80808080, __byte_perm(low, high, 0x7531), __byte_perm(low, high, 0x6420));
 }
 
-// The highest bit of each byte that is at least `Least`, from 1 to 128.
+// Sets the highest bit of each byte that is at least `Least`, from 1 to 128, and no other bit.
 template <u32 Least>
 __device__ __forceinline__ u32 bytes_from(u32 bytes) {
   return (((bytes & 0x7f7f7f7f) + (0x80 - Least) * 0x01010101) | bytes) & 0x80808080;
 }
 
-// The largest exponent of a row over all lanes, in each byte.
+// The largest exponent of a row over all lanes, in each byte. The maximum is taken of whole magnitudes, whose highest
+// bits are the exponent's.
 __device__ __forceinline__ u32 largest_exponent(const u32 (&word)[4]) {
   const u32 pair = larger_magnitude(bf16{}, larger_magnitude(bf16{}, word[0], word[1]),
                                     larger_magnitude(bf16{}, word[2], word[3]));
@@ -72,7 +73,7 @@ __device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const u32 odd = far[h] & bytes_from<1>(exponent[h]);
-        c.odd |= (odd >> 7) * 0x10204080 >> 28 << (run_numel * j + 4 * h);
+        c.odd |= (odd >> 7) * 0x10204080 >> 28 << (run_numel * j + 4 * h);  // the four bits, side by side
         offset[h] = choose_bits(spread_signs(far[h]), 0x0f0f0f0f, offset[h]);
       }
     }
@@ -90,7 +91,7 @@ __device__ __forceinline__ Tile<bf16> decode_lossless(const LosslessCodes& c) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const u32 offset = c.word[3 * j + 2] >> 4 * h & 0x0f0f0f0f, rest = c.word[3 * j + h];
-      const u32 exponent = (largest - offset) & ~spread_signs(offset + 0x71717171);  // 0 where offset is 15
+      const u32 exponent = (largest - offset) & ~spread_signs(offset + 0x71717171);  // 0 where the offset is 15
       const u32 low = choose_bits(0x80808080, exponent << 7, rest);
       const u32 high = choose_bits(0x80808080, rest, exponent >> 1);
       t.word[j][2 * h] = __byte_perm(low, high, 0x5140);
