@@ -331,15 +331,15 @@ MUTANTS = (
     mutant(
         "an exponent just too far away",
         LOSSLESS,
-        "(furthest & 0xffff) > 14 || furthest >> 16 > 14",
-        "(furthest & 0xffff) > 15 || furthest >> 16 > 15",
+        "bytes_from<15>(offset[h])",
+        "bytes_from<16>(offset[h])",
         "two_shot_lossless",
     ),
     mutant(
         "half of the zeros with their row's exponent",
         LOSSLESS,
-        "(offset + 0x00010001) & 0x00100010",
-        "(offset + 0x00010000) & 0x00100010",
+        "offset + 0x71717171",
+        "offset + 0x71707170",
         "two_shot_lossless",
     ),
     mutant(

@@ -83,7 +83,7 @@ def mistake(old: str, new: str) -> Mutation:
 
 
 MISTAKES = {
-    "an exponent that just fits": mistake("(offset[w] & 0xffff) > 14 &&", "(offset[w] & 0xffff) > 13 &&"),
+    "an exponent that just fits": mistake("bytes_from<15>(offset[h])", "bytes_from<14>(offset[h])"),
     "one odd element too few": mistake("most_odd = header_words - 2", "most_odd = header_words - 3"),
     "a header does not say that a tile is uncompressed": mistake("total > most_odd ? as_it_is : total", "total"),
     "a tile is sent to the first slot alone": mistake("send_odd(to(i), t, c);", "send_odd(to(0), t, c);"),

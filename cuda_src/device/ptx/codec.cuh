@@ -57,11 +57,16 @@ __device__ __forceinline__ u32 larger(fp32, u32 a, u32 b) {
   return v;
 }
 
+// In bf16 the sign means nothing: from sm_86 on it is the exclusive or of both signs, and one instruction does it all.
 __device__ __forceinline__ u32 larger_magnitude(bf16, u32 a, u32 b) {
   u32 v;
+#if __CUDA_ARCH__ >= 860
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+#else
   asm("{\n\t.reg .b32 a, b;\n\tabs.bf16x2 a, %1;\n\tabs.bf16x2 b, %2;\n\tmax.NaN.bf16x2 %0, a, b;\n\t}"
       : "=r"(v)
       : "r"(a), "r"(b));
+#endif
   return v;
 }
 
@@ -78,6 +83,32 @@ __device__ __forceinline__ u32 larger_magnitude(fp32, u32 a, u32 b) {
   asm("{\n\t.reg .b32 a, b;\n\tabs.f32 a, %1;\n\tabs.f32 b, %2;\n\tmax.NaN.f32 %0, a, b;\n\t}"
       : "=r"(v)
       : "r"(a), "r"(b));
+  return v;
+}
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+// a x b + c of bf16 numbers in each half of a word, rounded once.
+__device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  u32 v;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+  return v;
+}
+
+// ---- bits -----------------------------------------------------------------------------------------------------------
+
+// The bits of `a` where `mask` has ones, else those of `b`. From an expression with a constant mask the compiler makes
+// two instructions.
+__device__ __forceinline__ u32 choose_bits(u32 mask, u32 a, u32 b) {
+  u32 v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(v) : "r"(mask), "r"(a), "r"(b));
+  return v;
+}
+
+// All bits of each byte whose highest bit is set.
+__device__ __forceinline__ u32 spread_signs(u32 bytes) {
+  u32 v;
+  asm("prmt.b32 %0, %1, 0, 0xba98;" : "=r"(v) : "r"(bytes));
   return v;
 }
 

@@ -41,6 +41,9 @@ __device__ __forceinline__ float number(fp16, u32 bits) {
 }
 __device__ __forceinline__ float number(fp32, u32 bits) { return __uint_as_float(bits); }
 
+// 1 in both halves of a word.
+constexpr u32 bf16_ones = 0x3f803f80;
+
 // ---- integer codes --------------------------------------------------------------------------------------------------
 
 template <int Bits>
@@ -73,20 +76,65 @@ struct Int {
     }
   }
 
-  // The same codes as numbers, without the offset. A code is put into the mantissa of a power of two.
+  // The same codes as numbers, without the offset.
   template <Scheme S>
   static __device__ __forceinline__ void decode(const u32 (&word)[Bits], int j, float (&v)[run_numel]) {
-    constexpr int window = 24 - Bits;  // places for a code's lowest bit in the mantissa
-    constexpr u32 mask = (1u << Bits) - 1;
 #pragma unroll
     for (int e = 0; e < run_numel; ++e) {
-      const int at = (run_numel * j + e) * Bits, w = at / 32, s = at % 32;
-      const int shift = s / window * window, place = s - shift;
-      const u64 both = u64(s + Bits > 32 ? word[w + 1] : 0) << 32 | word[w];
-      const u32 power = u32(127 + 23 - place) << 23;
-      const float raised = __uint_as_float((u32(both >> shift) & (mask << place)) | power);
-      v[e] = __fadd_rn(raised, -__uint_as_float(power) - (S == absmax ? largest<S> : 0));
+      const Raised code = raised(word, (run_numel * j + e) * Bits);
+      v[e] = __fadd_rn(code.sum, -code.power - (S == absmax ? largest<S> : 0));
     }
+  }
+
+  // Code 8 j + 2 pair and the one after it, of the scheme absmax: without the offset, divided by `divisor`, and as bf16
+  // numbers.
+  static constexpr u32 divisor = Bits == 8 ? 0x42804280 : bf16_ones;  // in each half; 64 or 1
+  static __device__ __forceinline__ u32 decode_pair(const u32 (&word)[Bits], int j, int pair) {
+    const int at = (run_numel * j + 2 * pair) * Bits;
+    if (Bits == 8) {
+      // A byte alone is a number in units of 2^-133, subnormal or not. This multiplies by 2^127, and adds -127 / 64.
+      return fma_bf16x2(__byte_perm(word[at / 32], 0, at % 32 ? 0x4342 : 0x4140), 0x7f007f00, 0xbffebffe);
+    }
+    const Byte low = byte_of(word, at), high = byte_of(word, at + Bits);
+    const u32 bytes = __byte_perm(low.word, high.word, low.index * 0x11 + (high.index + 4) * 0x1100);
+    const u32 places = (1u << low.place) + (0x10000u << high.place);
+    const u32 powers = 0x43004300 - (low.place << 7) - (high.place << 23);  // 2^7, less for codes at higher places
+    const u32 raised = choose_bits(((1u << Bits) - 1) * places, bytes, powers);
+    return fma_bf16x2(raised, bf16_ones, (powers + largest<absmax> * places) | 0x80008000);
+  }
+
+ private:
+  // The byte of a word that holds a code, whose lowest bit has a place from which it fits into 7 bits, those of a bf16
+  // mantissa.
+  struct Byte {
+    u32 word;
+    int index, place;
+  };
+
+  // For the code that begins at bit `at`.
+  static __device__ __forceinline__ Byte byte_of(const u32 (&word)[Bits], int at) {
+    constexpr int window = 8 - Bits < 1 ? 1 : 8 - Bits;
+    const int w = at / 32, s = at % 32, shift = s % 8 / window * window;
+    const u64 both = u64(s + Bits > 32 ? word[w + 1] : 0) << 32 | word[w];
+    return {u32(both >> shift), s / 8, s % 8 - shift};
+  }
+
+  // A power of two, and its sum with a code, which is put into the mantissa.
+  struct Raised {
+    float power, sum;
+  };
+
+  // Of the code that begins at bit `at`.
+  static __device__ __forceinline__ Raised raised(const u32 (&word)[Bits], int at) {
+    constexpr int window = 24 - Bits;  // places for a code's lowest bit in the mantissa
+    constexpr u32 mask = (1u << Bits) - 1, at_place_0 = 0x4b000000;
+    const int w = at / 32, s = at % 32;
+    if (Bits == 8)
+      return {__uint_as_float(at_place_0), __uint_as_float(__byte_perm(word[w], at_place_0, 0x7440 + s / 8))};
+    const int shift = s / window * window, place = s - shift;
+    const u64 both = u64(s + Bits > 32 ? word[w + 1] : 0) << 32 | word[w];
+    const u32 power = at_place_0 - (place << 23);
+    return {__uint_as_float(power), __uint_as_float(choose_bits(mask << place, u32(both >> shift), power))};
   }
 };
 
@@ -186,3 +234,9 @@ struct Codec {
     }
   }
 };
+
+// Whether a value, rounded to T, is the product of two bf16 numbers, rounded to bf16.
+template <class C, class T>
+constexpr bool has_bf16_products = false;
+template <int Bits, int Bucket, Rounding R, bool Feedback>
+constexpr bool has_bf16_products<Codec<Int<Bits>, Bucket, bf16, absmax, R, Feedback>, bf16> = true;

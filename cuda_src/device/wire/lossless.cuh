@@ -39,37 +39,49 @@ struct LosslessCodes {
   u32 odd;      // a bit for each of the lane's elements; in a received tile, the number of odd elements
 };
 
-// The exponents, and sign and mantissa, of a word's two elements, each in its half of the word.
-__device__ __forceinline__ u32 exponents_of(u32 word) { return word >> 7 & 0x00ff00ff; }
-__device__ __forceinline__ u32 rest_of(u32 word) { return (word & 0x007f007f) | (word >> 8 & 0x00800080); }
+// A byte of each of four elements, which are two in `low` and two in `high`: exponents, and signs and mantissas.
+__device__ __forceinline__ u32 exponents_of(u32 low, u32 high) { return __byte_perm(low << 1, high << 1, 0x7531); }
+__device__ __forceinline__ u32 rests_of(u32 low, u32 high) {
+  return choose_bits(0x80808080, __byte_perm(low, high, 0x7531), __byte_perm(low, high, 0x6420));
+}
+
+// Sets the highest bit of each byte that is at least `Least`, from 1 to 128, and no other bit.
+template <u32 Least>
+__device__ __forceinline__ u32 bytes_from(u32 bytes) {
+  return (((bytes & 0x7f7f7f7f) + (0x80 - Least) * 0x01010101) | bytes) & 0x80808080;
+}
+
+// The largest exponent of a row over all lanes, in each byte. The maximum is taken of whole magnitudes, whose highest
+// bits are the exponent's.
+__device__ __forceinline__ u32 largest_exponent(const u32 (&word)[4]) {
+  const u32 pair = larger_magnitude(bf16{}, larger_magnitude(bf16{}, word[0], word[1]),
+                                    larger_magnitude(bf16{}, word[2], word[3]));
+  return __byte_perm(__reduce_max_sync(all_lanes, max(pair << 1, pair << 17)), 0, 0x3333);
+}
 
 __device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
   LosslessCodes c = {};
 #pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
-    u32 exponent[4], offset[4], rest[4];
+    const u32 largest = largest_exponent(t.word[j]);
+    c.largest |= largest & 0xff << 8 * j;
+    u32 exponent[2], offset[2], far[2];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) exponent[w] = exponents_of(t.word[j][w]);
-    const u32 pair = __vmaxu2(__vmaxu2(exponent[0], exponent[1]), __vmaxu2(exponent[2], exponent[3]));
-    const u32 largest = __reduce_max_sync(all_lanes, max(pair & 0xffff, pair >> 16));
-    c.largest |= largest << 8 * j;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      offset[w] = largest * 0x10001 - exponent[w];
-      rest[w] = rest_of(t.word[j][w]);
+    for (int h = 0; h < 2; ++h) {
+      exponent[h] = exponents_of(t.word[j][2 * h], t.word[j][2 * h + 1]);
+      offset[h] = largest - exponent[h];
+      far[h] = bytes_from<15>(offset[h]);
+      c.word[3 * j + h] = rests_of(t.word[j][2 * h], t.word[j][2 * h + 1]);
     }
-    const u32 furthest = __vmaxu2(__vmaxu2(offset[0], offset[1]), __vmaxu2(offset[2], offset[3]));
-    if ((furthest & 0xffff) > 14 || furthest >> 16 > 14) {
+    if (far[0] | far[1]) {
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        if ((offset[w] & 0xffff) > 14 && exponent[w] & 0xffff) c.odd |= 1u << (run_numel * j + 2 * w);
-        if (offset[w] >> 16 > 14 && exponent[w] >> 16) c.odd |= 2u << (run_numel * j + 2 * w);
-        offset[w] = __vminu2(offset[w], 0x000f000f);
+      for (int h = 0; h < 2; ++h) {
+        const u32 odd = far[h] & bytes_from<1>(exponent[h]);
+        c.odd |= (odd >> 7) * 0x10204080 >> 28 << (run_numel * j + 4 * h);  // the four bits, side by side
+        offset[h] = choose_bits(spread_signs(far[h]), 0x0f0f0f0f, offset[h]);
       }
     }
-    c.word[3 * j] = __byte_perm(rest[0], rest[1], 0x6420);
-    c.word[3 * j + 1] = __byte_perm(rest[2], rest[3], 0x6420);
-    c.word[3 * j + 2] = __byte_perm(offset[0], offset[1], 0x6420) | __byte_perm(offset[2], offset[3], 0x6420) << 4;
+    c.word[3 * j + 2] = offset[0] + offset[1] * 16;
   }
   return c;
 }
@@ -79,15 +91,15 @@ __device__ __forceinline__ Tile<bf16> decode_lossless(const LosslessCodes& c) {
   Tile<bf16> t;
 #pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
-    const u32 largest = (c.largest >> 8 * j & 0xff) * 0x10001;
+    const u32 largest = __byte_perm(c.largest, 0, 0x1111 * j);
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const u32 halves = w % 2 ? 0x4342 : 0x4140;
-      const u32 offset = __byte_perm((w < 2 ? c.word[3 * j + 2] : c.word[3 * j + 2] >> 4) & 0x0f0f0f0f, 0, halves);
-      const u32 rest = __byte_perm(c.word[3 * j + w / 2], 0, halves);
-      const u32 beyond = (offset + 0x00010001) & 0x00100010;  // offset 15
-      const u32 exponent = (largest - offset) & ~((beyond << 4) - (beyond >> 4));
-      t.word[j][w] = exponent << 7 | (rest & 0x007f007f) | (rest & 0x00800080) << 8;
+    for (int h = 0; h < 2; ++h) {
+      const u32 offset = c.word[3 * j + 2] >> 4 * h & 0x0f0f0f0f, rest = c.word[3 * j + h];
+      const u32 exponent = (largest - offset) & ~spread_signs(offset + 0x71717171);  // 0 where the offset is 15
+      const u32 low = choose_bits(0x80808080, exponent << 7, rest);
+      const u32 high = choose_bits(0x80808080, rest, exponent >> 1);
+      t.word[j][2 * h] = __byte_perm(low, high, 0x5140);
+      t.word[j][2 * h + 1] = __byte_perm(low, high, 0x7362);
     }
   }
   return t;
@@ -144,7 +156,7 @@ __device__ __forceinline__ void send_odd(const LosslessTile& to, const Tile<bf16
 #pragma unroll 1
   for (u32 rest = c.odd; rest; rest &= rest - 1) {
     const u32 i = __ffs(rest) - 1;
-    const u32 exponent = exponents_of(word_of(t, i / 2)) >> i % 2 * 16 & 0xff;
+    const u32 exponent = word_of(t, i / 2) >> (7 + i % 2 * 16) & 0xff;
     to.header[2 + before++] = lane() | i << 5 | exponent << 16;
   }
 }
@@ -201,11 +213,7 @@ __device__ __forceinline__ void store_tile(const Tensor<bf16>& y, u64 tile, cons
   const bool whole = is_whole(y, tile);
 #pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
-    const u64 i = pack_of<bf16>(tile, j);
     const Pack pack = {{t.word[j][0], t.word[j][1], t.word[j][2], t.word[j][3]}};
-    if (whole)
-      reinterpret_cast<Pack*>(y.base)[i] = pack;
-    else if (i * elements_per_pack<bf16> < y.numel)
-      y.store(i, pack);
+    store_pack(y, whole, pack_of<bf16>(tile, j), pack);
   }
 }

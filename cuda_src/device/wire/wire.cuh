@@ -92,20 +92,25 @@ __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
   return t;
 }
 
-// Rounds a lane's run of row j to T and stores its elements that lie in the tensor.
+// Stores the elements of a pack that lie in the tensor.
+template <class T>
+__device__ __forceinline__ void store_pack(const Tensor<T>& y, bool whole, u64 i, const Pack& pack) {
+  if (whole)
+    reinterpret_cast<Pack*>(y.base)[i] = pack;
+  else if (i * elements_per_pack<T> < y.numel)
+    y.store(i, pack);
+}
+
+// Rounds a lane's run of row j to T and stores it.
 template <class T>
 __device__ __forceinline__ void store_row(const Tensor<T>& y, u64 tile, bool whole, int j,
                                           const float (&v)[run_numel]) {
 #pragma unroll
   for (int p = 0; p < Tile<T>::packs; ++p) {
-    const u64 i = pack_of<T>(tile, j * Tile<T>::packs + p);
     Pack pack;
 #pragma unroll
     for (int w = 0; w < 4; ++w) pack.word[w] = T::round(v + (4 * p + w) * elements_per_word<T>);
-    if (whole)
-      reinterpret_cast<Pack*>(y.base)[i] = pack;
-    else if (i * elements_per_pack<T> < y.numel)
-      y.store(i, pack);
+    store_pack(y, whole, pack_of<T>(tile, j * Tile<T>::packs + p), pack);
   }
 }
 
@@ -223,15 +228,33 @@ struct Received {
   }
 };
 
+// Row j of a tile, for a codec that has_bf16_products.
+template <class C>
+__device__ __forceinline__ Pack products_of_row(const Received<C>& received, int j) {
+  constexpr u32 minus_zeros = 0x80008000;  // leave a product as it is
+  const int index = j / WireLayout<C>::rows_of_bucket;
+  u32 scale = __byte_perm(received.entry[index / 2], 0, index % 2 ? 0x3232 : 0x1010);
+  if (C::Code::divisor != bf16_ones) scale = fma_bf16x2(scale, C::Code::divisor, minus_zeros);
+  Pack pack;
+#pragma unroll
+  for (int w = 0; w < 4; ++w)
+    pack.word[w] = fma_bf16x2(C::Code::decode_pair(received.code, j, w), scale, minus_zeros);
+  return pack;
+}
+
 // Stores the values of a tile, rounded to T.
 template <class C, class T>
 __device__ __forceinline__ void store_values(const Tensor<T>& y, u64 tile, const Received<C>& received) {
   const bool whole = is_whole(y, tile);
 #pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
-    float v[run_numel];
-    received.decode(j, v);
-    store_row(y, tile, whole, j, v);
+    if constexpr (has_bf16_products<C, T>) {
+      store_pack(y, whole, pack_of<T>(tile, j), products_of_row(received, j));
+    } else {
+      float v[run_numel];
+      received.decode(j, v);
+      store_row(y, tile, whole, j, v);
+    }
   }
 }
 

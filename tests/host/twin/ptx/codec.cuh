@@ -44,8 +44,8 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   for (int i = 0; i < 4; ++i) v |= u32(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return v;
 }
-inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
-inline u32 __vminu2(u32 a, u32 b) { return min(a & 0xffff, b & 0xffff) | min(a >> 16, b >> 16) << 16; }
+inline u32 choose_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+inline u32 spread_signs(u32 bytes) { return (bytes >> 7 & 0x01010101) * 0xff; }
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
 
@@ -73,6 +73,37 @@ template <class T>
 u32 larger_magnitude(T type, u32 a, u32 b) {
   constexpr u32 magnitude = elements_per_word<T> == 2 ? 0x7fff7fffu : 0x7fffffffu;
   return larger(type, a & magnitude, b & magnitude);
+}
+
+// A NaN is canonical. Any other result has the exclusive or of both signs.
+inline u32 larger_magnitude(bf16 type, u32 a, u32 b) {
+  const u32 larger_one = larger(type, a & 0x7fff7fff, b & 0x7fff7fff);
+  u32 numbers = 0x80008000;
+  if ((larger_one & 0x7fff) > 0x7f80) numbers &= 0xffff0000;
+  if ((larger_one >> 16 & 0x7fff) > 0x7f80) numbers &= 0xffff;
+  return larger_one | ((a ^ b) & numbers);
+}
+
+// a x b + c, rounded once to bf16. The product of two bf16 numbers is exact in fp64. A number rounded to odd keeps more
+// than two bits beyond the next format's, so that the last rounding gives the bits of a single one.
+inline u32 bf16_fma(float a, float b, float c) {
+  const double product = double(a) * b, total = product + c;
+  if (!std::isfinite(total)) return bf16_from_float(float(total));
+  const double taken = total - product, error = (product - (total - taken)) + (c - taken);
+  const u64 bits = std::bit_cast<u64>(total), odd = bits & 1 ? bits : (error > 0) == (total > 0) ? bits + 1 : bits - 1;
+  const double to_odd = error == 0 ? total : std::bit_cast<double>(odd);
+  float v = float(to_odd);
+  if (std::fabs(v) > std::fabs(to_odd)) v = std::nextafter(v, 0.0f);
+  if (v != to_odd) v = std::bit_cast<float>(std::bit_cast<u32>(v) | 1);
+  return bf16_from_float(v);
+}
+
+inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  float x[2], y[2], z[2];
+  bf16::unpack(a, x);
+  bf16::unpack(b, y);
+  bf16::unpack(c, z);
+  return bf16_fma(x[0], y[0], z[0]) | bf16_fma(x[1], y[1], z[1]) << 16;
 }
 
 // ---- conversions ----------------------------------------------------------------------------------------------------
