@@ -68,7 +68,7 @@ GRAPH_FLOPS, LEAST_CALLS, MOST_CALLS = 10**12, 5, 20
 REPEATS = 9
 WAVE_ROWS = WAVE_COLUMNS = 128  # the tile by which waves are counted
 WAVE = "at least one wave"
-NEEDED = f"matmul needs a GPU of {MATMUL_ARCH}"
+NEEDED = f"graphar's matmul kernel needs a GPU of {MATMUL_ARCH}"
 
 
 def name_of(tile: MatmulTile) -> str:
@@ -193,26 +193,30 @@ def rows_of(shape: Shape, device: torch.device) -> Iterator[MatmulRow | str]:
 
 # ---- what is right --------------------------------------------------------------------------------------------------
 
-# The most partial products that torch may round to bf16 and add. A library may split K, and then adds in bf16.
-SPLITS = {TORCH: 64}
+# Tensor cores add 16 products at a time, and keep at least 22 bits of each sum.
+ADDED, KEPT = 16, 2.0**-22
 
 
 def exact(a: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the product in fp64, and the root of the sum of the squares of each element's terms."""
+    """Returns the product in fp64, and the sum of the magnitudes of each element's terms."""
     x, w = a.double(), weight.double().t()
-    return x @ w, (x.square() @ w.square()).sqrt()
+    return x @ w, x.abs() @ w.abs()
 
 
-def is_far(method: str, found: Tensor, value: Tensor, size: Tensor) -> Tensor:
-    """Returns a mask of the elements whose error exceeds the limit or is NaN.
+def limit_of(method: str, k: int, value: Tensor, magnitude: Tensor) -> Tensor:
+    """Returns the error that each element may have.
 
-    A rounding to bf16 changes a number by at most half a machine epsilon of it. An element is the sum of independent
-    random terms, so ``size`` is its standard deviation. Sums in fp32 err by much less than half an epsilon of that. A
-    sum of S partial products that are rounded to bf16 errs by half an epsilon of their magnitudes, each of which is
-    about size / sqrt(S): together, sqrt(S) times the size.
+    No sum in fp32 is larger than the sum of magnitudes. A rounding to bf16 changes a number by at most half a machine
+    epsilon of it. torch may split K and round partial products, whose magnitudes add up to no more than that sum.
     """
-    half = torch.finfo(found.dtype).eps / 2
-    limit = half * (value.abs() + SPLITS.get(method, 1) ** 0.5 * size)
+    half = torch.finfo(torch.bfloat16).eps / 2
+    of_sums = k / ADDED * KEPT * magnitude
+    limit = of_sums + half * (value.abs() + of_sums)
+    return limit + half * magnitude if method == TORCH else limit
+
+
+def is_far(found: Tensor, value: Tensor, limit: Tensor) -> Tensor:
+    """Returns a mask of the elements whose error exceeds the limit or is NaN."""
     return ~((found.double() - value).abs() <= limit)
 
 
@@ -221,13 +225,13 @@ def count_wrong(launches: Mapping[str, Callable[[], None]], given: Operands, cal
 
     The bits of a result do not depend on the tile, so all tiles are compared with the first.
     """
-    expected = exact(given.a, given.weight(calls - 1))
+    value, magnitude = exact(given.a, given.weight(calls - 1))
     wrong: dict[str, int] = {}
     bits: Tensor | None = None
     for method, launch in launches.items():
         given.out.fill_(torch.nan)
         launch()
-        bad = is_far(method, given.out, *expected)
+        bad = is_far(given.out, value, limit_of(method, given.a.shape[1], value, magnitude))
         if method in TILES:
             bits = given.out.clone() if bits is None else bits
             bad |= verify.differs(given.out, bits)
@@ -266,8 +270,8 @@ class Matmul(Report):
 - taken (TFLOP/s): 2 M N K / the taken tile's time.
 
 Every result is that of a replay of the timed graph, and was compared with float64. An error may be one rounding to
-bf16, and half a machine epsilon of the element's standard deviation for sums in fp32. For torch, which may split K and
-add partial products in bf16, it may be {SPLITS[TORCH] ** 0.5:.0f} times the latter. The results of all tiles must have
+bf16, and K / {ADDED} x 2^-22 of the sum of the magnitudes of an element's terms, for sums in fp32. torch may split K
+and round partial products, so half a machine epsilon of that sum is allowed, too. The results of all tiles must have
 the same bits."""
 
     @classmethod
@@ -299,7 +303,7 @@ the same bits."""
         cases = cases_of(self.rows)
         waves = {shape: case for shape, case in cases.items() if case.has_wave}
         groups = {plural(len(cases), "shape"): cases}
-        if waves and len(waves) < len(cases):
+        if len(waves) < len(cases):
             groups[f"{plural(len(waves), 'shape')} of {WAVE}"] = waves
         found = []
         for name, of_case in RATIOS.items():
