@@ -100,7 +100,7 @@ def bind(
     """
     device, layout = a.device.index, layout_of(w)
     sms = sms or launcher.sm_count(device)
-    tile = tile or fastest_tile(_policy(device).cost, *out.shape, sms)
+    tile = tile or default_tile(device, *out.shape, sms)
     weights = matrix_of(w if layout == "by_rows" else w.t())
     pointer = 0 if bias is None else bias.data_ptr()
     with torch.cuda.device(device):
@@ -121,6 +121,11 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
     if layout_of(w) is None:
         return "the rows or the columns of w must be contiguous and begin at multiples of 16 bytes"
     return ""
+
+
+def default_tile(device: int, m: int, n: int, sms: int) -> MatmulTile:
+    """Returns the tile that :func:`matmul` takes by default for a result [m, n] on ``sms`` SMs of a device."""
+    return fastest_tile(_policy(device).cost, m, n, sms)
 
 
 @functools.cache

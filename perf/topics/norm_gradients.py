@@ -333,11 +333,8 @@ def rows_of(plan: NormGradientPlan, shape: Shape, summed: bool) -> Iterator[Norm
 
 def time_us(device: str, launch: Callable[[], None]) -> float:
     """Returns the time of one call of a launch in microseconds."""
-    if device == "cpu":
-        return ranks_of.host_time_us(launch) / CALLS[device]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(ranks_of.LAUNCH_CYCLES)
-    return ranks_of.device_time_us(launch) / CALLS[device]
+    time_of = ranks_of.host_time_us if device == "cpu" else ranks_of.graph_time_us
+    return time_of(launch) / CALLS[device]
 
 
 def reason(error: BaseException) -> str:

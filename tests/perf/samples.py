@@ -18,6 +18,7 @@ from perf.topics.fused import Fused, FusedRow
 from perf.topics.gathered import Gathered, GatheredRow
 from perf.topics.host import Host
 from perf.topics.lossless import Lossless, LosslessRow
+from perf.topics.matmul import TORCH, Matmul, MatmulRow
 from perf.topics.model import Model, ModelRow
 from perf.topics.norm_gradients import BACKWARD, BOTH, NormGradientRow, NormGradients, least_nbytes
 from perf.topics.norms import NormRow, Norms
@@ -100,6 +101,11 @@ def sequence_row(method, time_us, gradient_error=0.02, wrong=0):
     return SequenceRow(method, "llama-3-70b", 4, 4, phase, 8192, spread(time_us), 0.01, gradient_error, wrong)
 
 
+def matmul_row(method, time_us, shape=(4096, 8192, 2048), is_taken=False, wrong=0):
+    """A row on a GPU of 132 SMs."""
+    return MatmulRow(method, *shape, is_taken, 132, spread(time_us, "p90"), wrong)
+
+
 def prefetch_rows(*times, wrong=0, m=16):
     return [
         PrefetchRow(method, 4, m, 7168, 8192, spread(time_us, "p90"), wrong)
@@ -144,6 +150,14 @@ REPORTS = [
         skipped=["torch.compile: no compiler"],
     ),
     Prefetch(prefetch_rows(2.0, 2.5, 10.0, 12.0, 9.0)),
+    Matmul(
+        [
+            matmul_row(TORCH, 200.0),
+            matmul_row("graphar:128x128x6c2", 210.0),
+            matmul_row("graphar:128x256x4c2", 205.0, is_taken=True),
+        ],
+        skipped=["4 x 4 x 4: misaligned"],
+    ),
     Fused([fused_row("graphar", 400.0), fused_row("matmul+nccl", 500.0)], [TIMELINE]),
     Gathered([gathered_row("graphar", 400.0), gathered_row("nccl+matmul", 500.0)]),
     Model(
