@@ -81,14 +81,14 @@ def gathered_tile(cost: TileCost, counts: tuple[int, ...], n: int, chip: Chip) -
 def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> float:
     """Returns the estimated clocks of the busiest SM for 64 of K, over all its tiles.
 
-    A tile is limited by the tensor cores or by L2, whichever takes longer. ``rows`` are the rows of each part of C,
-    which has ``n`` columns; no tile spans two parts.
+    A tile is limited by the tensor cores or by L2, whichever takes longer, and waits a little for each line that its
+    block loads. ``rows`` are the rows of each part of C, which has ``n`` columns; no tile spans two parts.
     """
     clusters = sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
     rounds = -(-clusters // max(sms // tile.cluster, 1))
     step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
-    start = (tile.rows + tile.columns / tile.cluster) * cost.start
-    return rounds * step * (cost.clustered if tile.cluster > 1 else 1) + start
+    step += (tile.rows + tile.columns / tile.cluster) * cost.wait_a_line
+    return rounds * step * (cost.clustered if tile.cluster > 1 else 1)
 
 
 def tiles_of_sum(

@@ -143,9 +143,9 @@ class TileCost:
     """The measured costs behind the estimate of ``plan.matmuls.clocks``, in clocks for 64 of K."""
 
     clocks_a_product: float  # clocks of the tensor cores for one element of the tile
-    clocks_a_line: float  # clocks of L2 for one row of an operand's tile (128 bytes)
+    clocks_a_line: float  # clocks of L2 for one line: a row of an operand's tile, 128 bytes
     clustered: float  # the factor for tiles of a cluster, whose blocks wait for each other
-    start: float  # clocks at the start for one row of an operand's tile, while the weight is not in L2 yet
+    wait_a_line: float  # clocks that the tensor cores wait for one line that the block loads itself
 
 
 @dataclass(frozen=True)

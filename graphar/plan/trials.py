@@ -156,7 +156,7 @@ def _tiles(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
     yield Trial(("matmul", "own_rows"), pairs, calls((32, 64, 128, 1024, 2048, 4096), "none", [2048]))
     small, large, all_rows = (128, 256, 512), (1024, 2048, 4096), (256, 512, 1024, 2048, 4096, 8192)
     for name, present in asdict(policy.cost).items():
-        near = (1.0, 1.05, 1.1) if name == "clustered" else (present / 2, 2 * present)
+        near = (1.0, 1.1, 1.2) if name == "clustered" else (present / 2, 2 * present)
         yield Trial(("matmul", "cost", name), near, calls(small))
     shared = [tile for tile in NAMED_TILES if not tile.alternating]
     yield Trial(("matmul", "small_tile"), shared, calls((1024,), ks=[4096, 8192]))
