@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.garbage import collect_seldom
+from tests.interpreters import interpreters
 from tests.worlds import GPU_COUNTS
 
 THREADS = torch.get_num_threads()
@@ -95,6 +96,13 @@ def frugal_children():
             patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
             patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
         yield
+
+
+@pytest.fixture(scope="session")
+def new_interpreter():
+    """Runs code as a new interpreter that has imported torch alone would."""
+    with interpreters() as run:
+        yield run
 
 
 @pytest.fixture
