@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
@@ -95,6 +96,20 @@ def host(session: nox.Session) -> None:
     install(session, "--editable", ".[dev]")
     workers = ("-n", "auto", "--dist", "worksteal")  # neighbours, often of one program, stay together
     session.run("python", "-m", "pytest", "tests/host", "-m", "host", *workers, *session.posargs)
+
+
+@nox.session(venv_params=VENV_PARAMS)
+def checks(session: nox.Session) -> None:
+    """Run tests, apart, docs, catalogue and host in one environment. If one fails, the others still run."""
+    failed = []
+    for one in (tests, apart, docs, catalogue, host):
+        session.log(f"checks: {one.__name__}")
+        try:
+            one(session)
+        except nox.command.CommandFailed:
+            failed.append(one.__name__)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session
@@ -197,8 +212,12 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(toolkit))
 
 
+@functools.cache
 def install(session: nox.Session, *what: str) -> None:
-    """Install with the machine's torch, or PyPI's if it has a GPU; else, or if asked for, with one version of torch."""
+    """Install with the machine's torch, or PyPI's if it has a GPU; else, or if asked for, with one version of torch.
+
+    What a session has installed is not installed again.
+    """
     if SYSTEM_HAS_TORCH or (has_gpu() and not TORCH_VERSION):
         session.install(*what)
         return
