@@ -173,7 +173,7 @@ def c10d(session: nox.Session) -> None:
 @nox.session(venv_params=VENV_PARAMS)
 def perf(session: nox.Session) -> None:
     """Measure what this machine can run, verify it, and write a report below build/reports, or below `--out`."""
-    install(session, "--editable", ".[dev]")
+    install(session, "--editable", ".[report,train,models]")
     session.run("python", "-m", "perf", *session.posargs)
 
 
