@@ -55,7 +55,7 @@ def run_ranks(
     world_size: int,
     *args,
     backend: str = "gloo",
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     lost: Collection[int] = (),
 ) -> list:
     """``function(rank, world_size, *args)`` on every rank of a new process group: the results, in rank order.
@@ -136,7 +136,7 @@ def run_code(
     *arguments: str,
     environment: dict[str, str],
     prepare: Callable[[], None] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
 ) -> tuple[str, list[str]]:
     """What code prints, and its RuntimeWarnings, in a process that has imported graphar and torch's compiler.
 

@@ -256,7 +256,7 @@ def test_a_process_ends_at_once_though_a_rank_stands_still(tmp_path):
             os.kill(int((tmp_path / "1").readlink().name), signal.SIGKILL)
 
     timed_out, _ = ranks.result()
-    assert end - timed_out < 5  # the group's time-out is 60
+    assert end - timed_out < 20  # the group's time-out is 60
 
 
 def lose_the_store(rank, world_size):
