@@ -266,7 +266,7 @@ def lose_the_store(rank, world_size):
     dist.broadcast_object_list(said, src=1)
     served = served or dist.TCPStore("127.0.0.1", said[0], is_master=False)
     dist.distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", served)
-    communicator = graphar.Communicator(timeout_s=2)
+    communicator = graphar.Communicator(timeout_s=20)
     if rank == 1:
         communicator.engine.rendezvous().exchange("set-up", b"")
         os.kill(os.getpid(), signal.SIGKILL)
