@@ -28,8 +28,10 @@ if not torch.cuda.is_available():  # Inductor would initialise CUDA, which forks
     _IMPORTED += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 PROCESSES.set_forkserver_preload([*_IMPORTED, "tests.garbage"])
 
-# gloo's first connections fail now and then on a busy machine ("Connection closed by peer"), before any test has begun.
+# gloo's first connections fail now and then on a busy machine ("Connection closed by peer"): those of the group that
+# ranks begin with, and of groups that tests make.
 _TRIES = 3
+_NOT_CONNECTED = "Gloo connectFullMesh failed"
 
 
 class RankFailed(Exception):
@@ -187,7 +189,8 @@ def _be_rank(place: tuple, work: bytes, pipe: Connection) -> None:
     try:
         message = pickle.dumps((None, _run(*place, work)))
     except BaseException as error:
-        message = pickle.dumps((_NoGroup if isinstance(error, _NoGroup) else RankFailed, traceback.format_exc()))
+        no_group = isinstance(error, _NoGroup) or _NOT_CONNECTED in str(error)
+        message = pickle.dumps((_NoGroup if no_group else RankFailed, traceback.format_exc()))
     pipe.send_bytes(message)
 
 
