@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
@@ -97,6 +98,20 @@ def host(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/host", "-m", "host", *workers, *session.posargs)
 
 
+@nox.session(venv_params=VENV_PARAMS)
+def checks(session: nox.Session) -> None:
+    """Run tests, apart, docs, catalogue and host in one environment. If one fails, the others still run."""
+    failed = []
+    for one in (tests, apart, docs, catalogue, host):
+        session.log(f"checks: {one.__name__}")
+        try:
+            one(session)
+        except nox.command.CommandFailed:
+            failed.append(one.__name__)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting."""
@@ -158,7 +173,7 @@ def c10d(session: nox.Session) -> None:
 @nox.session(venv_params=VENV_PARAMS)
 def perf(session: nox.Session) -> None:
     """Measure what this machine can run, verify it, and write a report below build/reports, or below `--out`."""
-    install(session, "--editable", ".[dev]")
+    install(session, "--editable", ".[report,train,models]")
     session.run("python", "-m", "perf", *session.posargs)
 
 
@@ -197,8 +212,12 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(toolkit))
 
 
+@functools.cache
 def install(session: nox.Session, *what: str) -> None:
-    """Install with the machine's torch, or PyPI's if it has a GPU; else, or if asked for, with one version of torch."""
+    """Install with the machine's torch, or PyPI's if it has a GPU; else, or if asked for, with one version of torch.
+
+    What a session has installed is not installed again.
+    """
     if SYSTEM_HAS_TORCH or (has_gpu() and not TORCH_VERSION):
         session.install(*what)
         return

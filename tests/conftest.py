@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.garbage import collect_seldom
+from tests.interpreters import interpreters
 from tests.worlds import GPU_COUNTS
 
 THREADS = torch.get_num_threads()
@@ -75,15 +76,33 @@ def no_multicast():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread_of_children():
-    """Gives the programs that tests start one thread each where there are no GPUs.
+def inductor_cache(new_cache):
+    """Has Inductor's cache begin empty: of a graph that an earlier run cached, no pass would see anything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(new_cache.with_name("inductor")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frugal_children():
+    """Gives the programs that tests start one thread each where there are no GPUs, and none of Inductor's vector code.
 
     If there were more threads than cores, threads that wait by spinning would take the cores of those that work.
+    Inductor would start a process for each core, and compile a program for each kind of vectors that the CPU may have.
     """
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setenv("OMP_NUM_THREADS", "1")
+            patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+            patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
         yield
+
+
+@pytest.fixture(scope="session")
+def new_interpreter():
+    """Runs code as a new interpreter that has imported torch alone would."""
+    with interpreters() as run:
+        yield run
 
 
 @pytest.fixture

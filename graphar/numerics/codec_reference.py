@@ -206,16 +206,19 @@ def _pieces(words: int) -> list[int]:
     return [4] * (words // 4) + [piece for piece in (2, 1) if words & piece]
 
 
+def _places(bits: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the word in which each code of a lane begins, and at which bit."""
+    first = torch.arange(ROWS * RUN, device=like.device) * bits
+    return first // 32, first % 32
+
+
 def _pack_codes(codes: Tensor, codec: Codec) -> Tensor:
     bits = codec.code_bits
-    by_lane = codes.view(-1, ROWS, LANES, RUN).transpose(1, 2).flatten(2)
-    words = codes.new_zeros(len(by_lane), LANES, bits + 1)  # one spare word, which stays zero
-    for i in range(ROWS * RUN):
-        word, shift = divmod(i * bits, 32)
-        words[..., word] |= by_lane[..., i] << shift & WORD
-        words[..., word + 1] |= by_lane[..., i] << shift >> 32
-    words = words[..., :bits]
-    planes = [plane.flatten(1) for plane in words.split(_pieces(bits), 2)]
+    word, shift = _places(bits, codes)
+    shifted = codes.view(-1, ROWS, LANES, RUN).transpose(1, 2).flatten(2) << shift
+    words = codes.new_zeros(len(shifted), LANES, bits + 1)  # one spare word, which stays zero
+    words.index_add_(2, word, shifted & WORD).index_add_(2, word + 1, shifted >> 32)  # no two codes share a bit
+    planes = [plane.flatten(1) for plane in words[..., :bits].split(_pieces(bits), 2)]
     return _bytes(torch.cat(planes, 1), WORD_NBYTES)
 
 
@@ -225,10 +228,8 @@ def _unpack_codes(wire: Tensor, codec: Codec) -> Tensor:
     planes = _integers(wire, WORD_NBYTES).view(-1, LANES * bits).split([LANES * piece for piece in pieces], 1)
     words = torch.cat([plane.view(-1, LANES, piece) for plane, piece in zip(planes, pieces, strict=True)], 2)
     words = torch.nn.functional.pad(words, (0, 1))
-    codes = words.new_empty(len(words), LANES, ROWS * RUN)
-    for i in range(ROWS * RUN):
-        word, shift = divmod(i * bits, 32)
-        codes[..., i] = (words[..., word] | words[..., word + 1] << 32) >> shift & (1 << bits) - 1
+    word, shift = _places(bits, words)
+    codes = (words[..., :-1] | words[..., 1:] << 32).index_select(2, word) >> shift & (1 << bits) - 1
     return codes.view(-1, LANES, ROWS, RUN).transpose(1, 2).reshape(-1)
 
 

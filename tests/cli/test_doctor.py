@@ -44,9 +44,9 @@ def run_doctor(*arguments):
     return subprocess.CompletedProcess(["doctor", *arguments], *json.loads(printed))
 
 
-def doctor(*arguments, before="pass"):
-    code = f"import sys; {before}; from graphar.cli.main import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
-    return [sys.executable, "-c", code, *arguments]
+def doctor(*arguments, before):
+    """The text of a program."""
+    return f"import sys; {before}; from graphar.cli.main import main; sys.exit(main(['doctor', *{arguments}]))"
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +77,10 @@ def test_json_is_one_document_with_what_the_text_says(text):
     assert [one["name"] for findings in content["sections"].values() for one in findings] == names
 
 
-def test_it_needs_nothing_that_only_developers_install():
+def test_it_needs_nothing_that_only_developers_install(new_interpreter):
     blocked = "('rich', 'matplotlib', 'pytest', 'hypothesis', 'pynvml')"
 
-    command = doctor("--json", before=f"sys.modules.update(dict.fromkeys({blocked}))")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = new_interpreter(doctor("--json", before=f"sys.modules.update(dict.fromkeys({blocked}))"))
 
     nvml = json.loads(done.stdout)["sections"]["NVLinks"]
     assert [(one["status"], "pynvml (nvidia-ml-py) cannot be imported" in one["found"]) for one in nvml] == [
@@ -97,7 +96,7 @@ def test_an_interrupt_of_the_self_test_keeps_what_was_found_and_ends_with_status
         " self_test.is_available = lambda: False; self_test.calls_on_cpu = lambda: calls * 1000;"
         " examination.SECTIONS = {'Kernel cache': examination.SECTIONS['Kernel cache']}"
     )
-    command = doctor(before=before)
+    command = [sys.executable, "-c", doctor(before=before)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with interruptible(), subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         first = process.stdout.readline()  # the next section is the self-test, which takes minutes

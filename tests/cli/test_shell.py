@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -157,17 +155,16 @@ def test_quietly_explain_says_nothing_but_the_answers(capsys):
 COMMANDS = ("doctor", "bench", "explain", "tune", "report", "trace")
 
 
-def test_the_console_script_and_python_m_say_their_own_names_in_usage():
+def test_the_console_script_and_python_m_say_their_own_names_in_usage(new_interpreter):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, function = scripts["graphar"].split(":")
-    script = f"import sys; from {module} import {function}; sys.exit({function}())"  # as pip writes it
+    of_script = f"sys.argv[0] = 'bin/graphar'; from {module} import {function}; sys.exit({function}())"
+    of_module = "runpy.run_module('graphar', run_name='__main__', alter_sys=True)"  # as python -m does
 
-    usages = {}
-    for command in (["-c", script], ["-m", "graphar"]):
-        said = subprocess.run([sys.executable, *command, "doctor", "--help"], cwd=ROOT, capture_output=True, text=True)
-        usages[command[0]] = said.stdout.split(" [")[0]
+    programs = (f"import runpy, sys; sys.argv = ['', 'doctor', '--help']; {one}" for one in (of_script, of_module))
+    usages = [new_interpreter(program).stdout.split(" [")[0] for program in programs]
 
-    assert usages == {"-c": "usage: graphar doctor", "-m": "usage: python -m graphar doctor"}
+    assert usages == ["usage: graphar doctor", "usage: python -m graphar doctor"]
 
 
 def test_the_help_lists_every_command_and_what_exit_statuses_mean(capsys):

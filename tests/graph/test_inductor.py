@@ -77,15 +77,17 @@ def run_calls_of_unequal_sizes(rank, world_size, enabled):
     """Two calls that need nothing of each other, of which the larger one is another one on each rank."""
     narrow, wide = torch.randn(2, 64), torch.randn(4000, 64)
     first, second = (narrow, wide) if rank == 0 else (wide, narrow)
+    ends = [torch.randn(len(w), 2) for w in (first, second)]
 
-    def model(a):
+    def model(a, b):
+        # Matmuls alone, so that no C++ is compiled.
         before = graphar.fused_allgather_matmul(a, first)
-        return before.sum(1), graphar.fused_allgather_matmul(a * 2, second).sum(1)
+        return before @ ends[0], graphar.fused_allgather_matmul(a @ b, second) @ ends[1]
 
-    a = torch.randn(256, 64)
+    a, b = torch.randn(256, 64), torch.randn(64, 64) / 8
     with graphar.enable() if enabled else contextlib.nullcontext():
-        found = torch.compile(model, fullgraph=True)(a)
-    return [torch.allclose(*pair, rtol=1e-3, atol=1e-2) for pair in zip(found, model(a), strict=True)]
+        found = torch.compile(model, fullgraph=True)(a, b)
+    return [torch.allclose(*pair, rtol=1e-3, atol=1e-2) for pair in zip(found, model(a, b), strict=True)]
 
 
 @needs_a_compiler

@@ -16,9 +16,13 @@ from tests.cases import same_bits
 from tests.parallel_models import compiled
 from tests.processes import run_ranks
 
-pytest.importorskip("transformers", reason="transformers cannot be imported")
-
 LAYERS, TOKENS = 1, (6, 9, 11)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable():
+    """Not at the top: every process that collects tests would import transformers."""
+    pytest.importorskip("transformers", reason="transformers cannot be imported")
 
 
 def llama(hidden=32, layers=LAYERS):

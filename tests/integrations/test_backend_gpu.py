@@ -35,7 +35,7 @@ every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 
 @pytest.fixture(scope="module")
 def of_ranks():
-    return by_rank(GPU_COUNTS[-1], BACKEND, [*CALLS, *RUNS], "cuda", timeout_s=300)
+    return by_rank(GPU_COUNTS[-1], BACKEND, [*CALLS, *RUNS], "cuda")
 
 
 @pytest.mark.gpu(2)
@@ -52,7 +52,7 @@ def test_a_program_gives_what_it_gives_elsewhere(of_ranks, name):
 
 @pytest.fixture(scope="module")
 def of_one_rank():
-    return by_rank(1, BACKEND, ON_ONE_GPU, "cuda", timeout_s=300)
+    return by_rank(1, BACKEND, ON_ONE_GPU, "cuda")
 
 
 @pytest.mark.gpu(1)

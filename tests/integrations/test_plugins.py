@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tomllib
 from importlib import import_module
@@ -41,9 +40,8 @@ print(json.dumps([answers, sorted(Recorder.names & {"graphar", "sglang", "vllm"}
 # ---- asked for or not -----------------------------------------------------------------------------------------------
 
 
-def test_without_its_variable_or_with_a_0_a_plugin_imports_nothing_of_the_program():
-    command = [sys.executable, "-c", LOOKED_FOR]
-    done = subprocess.run(command, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True, check=True)
+def test_without_its_variable_or_with_a_0_a_plugin_imports_nothing_of_the_program(new_interpreter):
+    done = new_interpreter(LOOKED_FOR, {"PATH": ""})
 
     assert json.loads(done.stdout) == [[None] * 4, ["graphar"]]
 

@@ -167,7 +167,7 @@ FUNCTION = {"epilogue": biased, "numbers": {"s": 2}}
 allreduce = partial(Form, graphar.allreduce, make=by.sums, specify=by.allreduced, shapes=SHAPES, leaves=("x",))
 ALLREDUCE = (
     allreduce("", dtypes=ALL_DTYPES, backward=by.summed, twice=True),
-    allreduce("fallback", options={"algorithm": "fallback", "timeout_s": 3.0}, backward=by.summed, twice=True),
+    allreduce("fallback", options={"algorithm": "fallback", "timeout_s": 30.0}, backward=by.summed, twice=True),
     allreduce("int4", options={"codec": "int4"}, backward=partial(by.summed, codec="int4")),
     allreduce("fp8", options={"codec": "fp8_e4m3"}, backward=partial(by.summed, codec="fp8_e4m3")),
     allreduce("minmax", options={"codec": MINMAX}, backward=partial(by.summed, codec=MINMAX)),

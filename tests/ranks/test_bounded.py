@@ -19,7 +19,7 @@ from graphar import CollectiveTimeout, CommunicatorError
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
-from graphar.ranks import group_calls
+from graphar.ranks import group_calls, processes
 from graphar.ranks.fallback import GroupFailed
 from graphar.ranks.processes import has_ended, identify
 from graphar.ranks.rendezvous import LastWord, RanksAbsent, meet
@@ -47,7 +47,8 @@ def test_a_process_that_runs_has_not_ended():
 
 
 def test_a_process_is_seen_to_have_ended_whether_its_parent_knows_or_not():
-    code = "from graphar.ranks.processes import identify; print(identify(), flush=True); input()"
+    # The file alone: graphar would import torch.
+    code = f"import runpy; print(runpy.run_path({processes.__file__!r})['identify'](), flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     identity = child.stdout.readline().strip()
     assert not has_ended(identity)
@@ -255,7 +256,7 @@ def test_a_process_ends_at_once_though_a_rank_stands_still(tmp_path):
             os.kill(int((tmp_path / "1").readlink().name), signal.SIGKILL)
 
     timed_out, _ = ranks.result()
-    assert end - timed_out < 5  # the group's time-out is 60
+    assert end - timed_out < 20  # the group's time-out is 60
 
 
 def lose_the_store(rank, world_size):
@@ -265,7 +266,7 @@ def lose_the_store(rank, world_size):
     dist.broadcast_object_list(said, src=1)
     served = served or dist.TCPStore("127.0.0.1", said[0], is_master=False)
     dist.distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", served)
-    communicator = graphar.Communicator(timeout_s=2)
+    communicator = graphar.Communicator(timeout_s=20)
     if rank == 1:
         communicator.engine.rendezvous().exchange("set-up", b"")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -51,6 +52,7 @@ def on_two_hosts(*command):
 
 def be_all_ranks(hosts):
     """Two ranks on each host, which are forks of this process: importing torch takes longer than what they do."""
+    importlib.import_module("torch._dynamo")  # as DistributedDataParallel would on each rank
     ranks = [multiprocessing.get_context("fork").Process(target=be_rank_on, args=(r, hosts[r // 2])) for r in range(4)]
     for rank in ranks:
         rank.start()

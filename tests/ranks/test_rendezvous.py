@@ -74,7 +74,7 @@ def test_absent_ranks_are_named_within_the_deadline():
     begin = time.monotonic()
     results = meet(4, lambda r: r.exchange("set-up", b""), timeout_s=0.5, ranks=[0, 2])
 
-    assert 0.5 <= time.monotonic() - begin < 5
+    assert 0.5 <= time.monotonic() - begin < 10
     for rank, error in results.items():
         assert isinstance(error, CommunicatorError)
         assert str(error) == (
@@ -100,12 +100,12 @@ def test_a_rank_that_is_late_is_waited_for_beside_one_that_has_ended(monkeypatch
 
 def test_the_deadline_is_for_the_whole_meeting():
     def act(rendezvous):
-        time.sleep(0.4 * rendezvous.rank)
+        time.sleep(0.8 * rendezvous.rank)
         return rendezvous.exchange("set-up", b"")
 
-    results = meet(4, act, timeout_s=0.6)
+    results = meet(4, act, timeout_s=1.2)
 
-    assert "rank 0 waited 0.6 s for rank(s) [2, 3]" in str(results[0])
+    assert "rank 0 waited 1.2 s for rank(s) [2, 3]" in str(results[0])
     assert results[3] == [b"\0"] * 4
 
 
@@ -255,7 +255,7 @@ def test_a_rank_that_never_calls_lets_the_others_go_at_the_deadline(in_the_call)
 
     assert absent is None
     for rank, (took_s, record) in zip((0, 2), (first, last), strict=True):
-        assert 0.5 <= took_s < 5
+        assert 0.5 <= took_s < 10
         assert (record.op, record.algorithm, record.sequence) == ("allreduce", "fallback", 0)
         assert (record.rank, record.peer) == (rank, 1)
         assert record.last_calls[1] == "no call known"

@@ -151,7 +151,7 @@ def set_up(rank, world_size, lacking, absent=()):
         store.wait([f"done/{other}" for other in range(world_size) if other not in absent])
         return None
     engine.missing_software = lambda: lacking.get(rank, "")
-    communicator, begin = graphar.Communicator(timeout_s=1), time.monotonic()
+    communicator, begin = graphar.Communicator(timeout_s=1 if absent else 20), time.monotonic()
     try:
         communicator.engine.find_runner(torch.device("cuda", 0))
         said = communicator.engine.why_no_runner

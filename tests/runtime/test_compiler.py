@@ -3,8 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
@@ -85,11 +83,11 @@ def test_nvrtc_has_a_version():
     assert compiler.nvrtc_version() >= (13, 0)
 
 
-def test_importing_the_compiler_imports_no_cuda_beyond_what_torch_does():
+def test_importing_the_compiler_imports_no_cuda_beyond_what_torch_does(new_interpreter):
     check = (
         "import sys, torch; before = {*sys.modules}; import graphar.runtime.compiler; print({*sys.modules} - before)"
     )
-    imported = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True).stdout
+    imported = new_interpreter(check).stdout
     assert "'graphar.runtime.compiler'" in imported
     assert "'cuda" not in imported
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -121,16 +118,14 @@ def test_a_compilation_is_logged_with_its_time_and_a_kernel_from_the_cache_as_su
     assert found == f"found {SOURCE.name} of {SOURCE.file} for sm_90a in the kernel cache"
 
 
-def test_graphar_installs_no_handler_and_prints_nothing():
+def test_graphar_installs_no_handler_and_prints_nothing(new_interpreter):
     program = """
 import logging, torch, graphar
 graphar.allreduce([torch.ones(3)] * 2)
 names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "graphar"]
 print(sorted(names), [logging.getLogger(name).handlers for name in names if logging.getLogger(name).handlers])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
-    )
+    done = new_interpreter(program)
 
     names, handlers = done.stdout.strip().rsplit(" ", 1)
     assert "'graphar.runtime.bind.collective'" in names
@@ -147,11 +142,16 @@ with graphar.Communicator(devices=["cpu"] * 2) as pair:
 """
 
 
-def logged(value: str) -> list[str]:
-    """The lines on standard error of a program of rank 3 with GRAPHAR_LOG=``value``."""
-    environment = os.environ | {"GRAPHAR_LOG": value, "RANK": "3"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment)
-    return done.stderr.splitlines()
+@pytest.fixture
+def logged(new_interpreter):
+    """The lines on standard error of a program of rank 3 with a value of GRAPHAR_LOG."""
+
+    def run(value):
+        done = new_interpreter(PROGRAM, os.environ | {"GRAPHAR_LOG": value, "RANK": "3"})
+        assert done.returncode == 0, done.stderr
+        return done.stderr.splitlines()
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,14 @@ def logged(value: str) -> list[str]:
         ),
     ],
 )
-def test_the_environment_chooses_what_is_logged_with_the_rank(value, lines):
+def test_the_environment_chooses_what_is_logged_with_the_rank(logged, value, lines):
     found = logged(value)
 
     assert len(found) == len(lines), found
     assert all(f" rank 3 {line}" in one for one, line in zip(found, lines, strict=True)), found
 
 
-def test_another_value_is_warned_of_and_logs_nothing():
+def test_another_value_is_warned_of_and_logs_nothing(logged):
     found = "\n".join(logged("yes"))
 
     assert "GRAPHAR_LOG must be info or debug, got 'yes': nothing is logged" in found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 
@@ -27,30 +28,32 @@ every_arch = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 every_dtype = pytest.mark.parametrize("dtype", TYPE_NAMES, ids=str)
 
 
-def ptx(source, arch):
-    """Compiles by NVRTC directly: for PTX, cuda.core would ask a driver whether it could load the result."""
+@functools.cache
+def compiled(source, arch):
+    """The PTX and the cubin of a kernel, by NVRTC directly, which has both of one compilation."""
     status, program = nvrtc.nvrtcCreateProgram(compiler._text(source).encode(), b"", 0, [], [])
     assert not status
     nvrtc.nvrtcAddNameExpression(program, source.name.encode())
-    architecture = arch.replace("sm", "compute")
-    options = [f"-arch={architecture}", f"-std={compiler.OPTIONS['std']}", f"-I{compiler.source_directory()}"]
+    options = [f"-arch={arch}", f"-std={compiler.OPTIONS['std']}", f"-I{compiler.source_directory()}"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     assert not status
-    text = bytes(nvrtc.nvrtcGetPTXSize(program)[1])
+    text, image = bytes(nvrtc.nvrtcGetPTXSize(program)[1]), bytes(nvrtc.nvrtcGetCUBINSize(program)[1])
     nvrtc.nvrtcGetPTX(program, text)
+    nvrtc.nvrtcGetCUBIN(program, image)
     nvrtc.nvrtcDestroyProgram(program)
-    return text.decode()
+    return text.decode(), image
 
 
-def instructions(text):
-    """The multimem instructions and alias fences of a PTX text, in their order."""
+def instructions(source, arch):
+    """The multimem instructions and alias fences of a kernel's PTX, in their order."""
+    text, _ = compiled(source, arch)
     return re.findall(r"\b(multimem\.[\w.:]+|fence\.proxy\.alias)", text)
 
 
 @every_arch
 @every_dtype
 def test_a_one_shot_holds_a_fence_and_sums_by_the_switch(arch, dtype):
-    found = instructions(ptx(kernel_source(Algorithm.MULTIMEM_ONE_SHOT, dtype, 4), arch))
+    found = instructions(kernel_source(Algorithm.MULTIMEM_ONE_SHOT, dtype, 4), arch)
 
     assert found[0] == FENCE
     assert set(found[1:]) == {SUM[dtype]}
@@ -59,7 +62,7 @@ def test_a_one_shot_holds_a_fence_and_sums_by_the_switch(arch, dtype):
 @every_arch
 @every_dtype
 def test_a_two_shot_sums_and_copies_by_the_switch_between_two_fences(arch, dtype):
-    found = instructions(ptx(kernel_source(Algorithm.MULTIMEM_TWO_SHOT, dtype, 4), arch))
+    found = instructions(kernel_source(Algorithm.MULTIMEM_TWO_SHOT, dtype, 4), arch)
 
     assert (found[0], found[-1]) == (FENCE, FENCE)
     assert set(found[1:-1]) == {SUM[dtype], COPY}
@@ -72,8 +75,8 @@ def test_a_stand_in_compiles_everywhere_and_holds_none_of_them(algorithm, dtype,
     source = kernel_source(algorithm, dtype, 4, "StandIn")
 
     assert source.runs_on(arch)
-    assert instructions(ptx(source, arch)) == []
-    assert compiler.compile_kernel(source, arch).image
+    assert instructions(source, arch) == []
+    assert compiled(source, arch)[1].startswith(b"\x7fELF")
 
 
 @every_multimem_kernel
@@ -84,7 +87,7 @@ def test_the_machine_code_adds_by_the_switch(algorithm, arch, dtype, tmp_path):
     if disassembler is None:
         pytest.skip("there is no nvdisasm: it comes with the CUDA toolkit, and in nvidia-cuda-nvdisasm")
     image = tmp_path / "kernel.cubin"
-    image.write_bytes(compiler.compile_kernel(kernel_source(algorithm, dtype, 4), arch).image)
+    image.write_bytes(compiled(kernel_source(algorithm, dtype, 4), arch)[1])
 
     code = subprocess.run([disassembler, "-c", image], capture_output=True, text=True, check=True).stdout
 
