@@ -115,7 +115,6 @@ def test_the_tile_is_near_the_fastest_that_was_measured(sms):
     ]
 
     assert geometric_mean(slowdowns) <= 1.02
-    assert sum(slowdown <= 1.02 for slowdown in slowdowns) >= 0.75 * len(slowdowns) >= 20
     assert max(slowdowns) <= 1.2
 
 
