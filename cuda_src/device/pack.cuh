@@ -103,13 +103,12 @@ struct Tensor {
   static constexpr int E = elements_per_pack<T>;
   Storage* base;
   u64 numel;
-  bool aligned;  // to 16 bytes
+  u64 whole;  // packs [0, whole) may move as 16 bytes
 
   __device__ __forceinline__ Tensor(const void* p, u64 n)
-      : base(static_cast<Storage*>(const_cast<void*>(p))), numel(n), aligned(reinterpret_cast<u64>(p) % 16 == 0) {}
+      : base(static_cast<Storage*>(const_cast<void*>(p))), numel(n), whole(reinterpret_cast<u64>(p) % 16 ? 0 : n / E) {}
 
-  // Whether pack i may move as 16 bytes. A bound that holds both conditions would take two registers.
-  __device__ __forceinline__ bool is_whole(u64 i) const { return aligned && i < numel / E; }
+  __device__ __forceinline__ bool is_whole(u64 i) const { return i < whole; }
 
   __device__ __forceinline__ Pack load(u64 i) const {
     return is_whole(i) ? reinterpret_cast<const Pack*>(base)[i] : load_elements(base + i * E, elements_of(i));

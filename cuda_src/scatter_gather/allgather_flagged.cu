@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
   const auto input = input_of<T>(a), output = output_of<T>(a, a.rank);
   const u32 own = packs_of(a.rank);
 
-  Pack mine;
+  Pack mine = {};
   if (first < own) mine = input.load(first);
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
     most = max(most, packs[i]);
   }
   for (u32 j = first; j < most; j += stride) {
-    Pack part[N - 1];
+    Pack part[N - 1] = {};
     if (!receive_flagged<N>(a, call, slots, j, packs, part)) break;
 #pragma unroll
     for (int i = 0; i < N - 1; ++i)
