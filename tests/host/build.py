@@ -31,9 +31,9 @@ SANITIZERS = {
     "thread": ("-O1", "-fsanitize=thread", "-Wno-tsan"),
     "address": ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
 }
-# Two functions of ThreadSanitizer give way to those of simulator/views.cpp.
-_WRAPPED = ("_ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc", "_ZN11__sanitizer10UnmapOrDieEPvm")
-LINKED = {"thread": ("-static-libtsan", *(f"-Wl,--wrap={name}" for name in _WRAPPED))}
+# Functions of ThreadSanitizer that give way to those of simulator/views.cpp.
+_WRAPPED = ("21MmapOrDieOnFatalErrorEmPKc", "10UnmapOrDieEPvm", "15internal_memsetEPvim")
+LINKED = {"thread": ("-static-libtsan", *(f"-Wl,--wrap=_ZN11__sanitizer{name}" for name in _WRAPPED))}
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ namespace {
 bool has_view[view_count] = {true};
 Observer maker;  // knows of no thread's doings
 
-// ThreadSanitizer maps most of a megabyte for each fiber and writes to all of it: page faults would take most of a run.
-// So a fiber that has ended leaves its memory to another.
+// ThreadSanitizer maps most of a megabyte for each fiber and clears all of it: pages touched for the first time would
+// take most of a run. So a fiber that has ended leaves its memory to another, and memory that is new is not cleared.
 bool in_fiber_call;
 size_t fiber_nbytes;
+char* new_fiber;  // null once it would have been cleared
 Vector<void*> free_fibers;
 
 // Whether it is a fiber's memory, which is the first that the creation of a fiber maps.
@@ -124,13 +125,17 @@ void acquire_views(const void* address) { for_each_other_view(address, __tsan_ac
 extern "C" {
 __attribute__((weak)) void* __real__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(size_t nbytes, const char* what);
 __attribute__((weak)) void __real__ZN11__sanitizer10UnmapOrDieEPvm(void* begin, size_t nbytes);
+__attribute__((weak)) void* __real__ZN11__sanitizer15internal_memsetEPvim(void* to, int value, size_t nbytes);
 
 void* __wrap__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(size_t nbytes, const char* what) {
-  auto& fibers = simulator::free_fibers;
-  if (!simulator::is_fiber(nbytes) || fibers.empty())
-    return __real__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(nbytes, what);
-  void* const begin = fibers.back();
-  fibers.pop_back();
+  using namespace simulator;
+  if (!is_fiber(nbytes) || free_fibers.empty()) {
+    void* const begin = __real__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(nbytes, what);
+    if (is_fiber(nbytes)) new_fiber = static_cast<char*>(begin);
+    return begin;
+  }
+  void* const begin = free_fibers.back();
+  free_fibers.pop_back();
   return begin;
 }
 
@@ -139,5 +144,13 @@ void __wrap__ZN11__sanitizer10UnmapOrDieEPvm(void* begin, size_t nbytes) {
     simulator::free_fibers.push_back(begin);
   else
     __real__ZN11__sanitizer10UnmapOrDieEPvm(begin, nbytes);
+}
+
+void* __wrap__ZN11__sanitizer15internal_memsetEPvim(void* to, int value, size_t nbytes) {
+  using namespace simulator;
+  if (new_fiber == nullptr || to < new_fiber || to >= new_fiber + fiber_nbytes)
+    return __real__ZN11__sanitizer15internal_memsetEPvim(to, value, nbytes);
+  new_fiber = nullptr;
+  return to;
 }
 }
