@@ -21,7 +21,7 @@ MOST_RANKS = {"plain": 8, "thread": 5, "address": 8}
 SEEDS = {"plain": 8, "thread": 6, "address": 3}
 SEEDS_OF_LARGE = {"plain": 2, "thread": 1, "address": 1}
 SEEDS_OF_OTHER_DTYPES = 3
-SEEDS_WITH_CODECS = {"plain": 3, "thread": 2, "address": 1}  # whole warps, and a reference that takes its time
+SEEDS_IN_TILES = {"plain": 3, "thread": 2, "address": 1}  # whole warps, and a reference that takes its time
 
 
 def runs():
@@ -37,7 +37,8 @@ def seeds_of(algorithm: Algorithm, sanitizer: str, asked: str | None) -> range:
     if asked:
         first, _, last = asked.partition("-")
         return range(int(first), int(last or first) + 1)
-    seeds = SEEDS_OF_LARGE if algorithm is _LARGE else SEEDS_WITH_CODECS if WAYS[algorithm].codecs else SEEDS
+    in_tiles = WAYS[algorithm].codecs or algorithm.row.compresses
+    seeds = SEEDS_OF_LARGE if algorithm is _LARGE else SEEDS_IN_TILES if in_tiles else SEEDS
     return range(seeds[sanitizer])
 
 

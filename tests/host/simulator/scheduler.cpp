@@ -23,7 +23,7 @@ constexpr size_t static_shared_nbytes = 16 << 10;
 constexpr size_t alignment = 128;
 constexpr uint64_t step_ns = 100;
 constexpr uint64_t first_ns = uint64_t(1) << 60;  // as on GPUs, whose clocks count from long ago
-constexpr uint64_t most_steps = 400'000'000;
+constexpr uint64_t most_steps = 200'000'000;  // more than twice as many as any test takes
 
 struct Barrier {
   unsigned members = 0, arrived = 0;
@@ -60,7 +60,11 @@ struct Fiber : Thread {
   Block* home = nullptr;
   bool ended = false, released = false, asleep = false;
   unsigned loads_in_a_row = 0;
-  uint64_t wakes = 0;
+};
+
+struct Sleeper {
+  uint64_t wakes;
+  Fiber* fiber;
 };
 
 std::mt19937_64 generator;
@@ -68,7 +72,8 @@ Vector<Vector<Launch>> launches;  // by stream
 Vector<uint64_t> frozen_until;    // by rank
 Vector<unsigned> free_places;     // by rank: for blocks
 Vector<Vector<Launch*>> begun;    // by rank
-Vector<Fiber*> runnable, sleeping;
+Vector<Fiber*> runnable;
+Vector<Sleeper> sleeping;  // a heap
 Stores<Fiber> pending;
 Vector<void*> free_stacks;
 Fiber* current;
@@ -93,11 +98,10 @@ char* make_shared(size_t nbytes) {
 
 bool chance(uint32_t one_in) { return random(one_in) == 0; }
 
-bool later(const Fiber* a, const Fiber* b) { return a->wakes > b->wakes; }
+constexpr auto later = [](const Sleeper& a, const Sleeper& b) { return a.wakes > b.wakes; };
 
 void sleep_until(Fiber* fiber, uint64_t when) {
-  fiber->wakes = when;
-  sleeping.push_back(fiber);
+  sleeping.push_back({when, fiber});
   std::push_heap(sleeping.begin(), sleeping.end(), later);
 }
 
@@ -296,9 +300,9 @@ void end(Fiber* fiber) {
 }
 
 Fiber* pick() {
-  while (!sleeping.empty() && sleeping.front()->wakes <= steps) {
+  while (!sleeping.empty() && sleeping.front().wakes <= steps) {
     std::pop_heap(sleeping.begin(), sleeping.end(), later);
-    runnable.push_back(sleeping.back());
+    runnable.push_back(sleeping.back().fiber);
     sleeping.pop_back();
   }
   if (runnable.empty()) return nullptr;
@@ -419,7 +423,7 @@ bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned ro
     if (fiber == nullptr) {
       if (everything_is_complete()) return true;
       if (sleeping.empty() && pending.empty()) return false;  // all wait for one another
-      if (!sleeping.empty()) steps = std::max(steps, sleeping.front()->wakes - 1);
+      if (!sleeping.empty()) steps = std::max(steps, sleeping.front().wakes - 1);
       continue;
     }
     if (frozen_until[fiber->rank] > steps) {

@@ -13,6 +13,32 @@ namespace {
 bool has_view[view_count] = {true};
 Observer maker;  // knows of no thread's doings
 
+// ThreadSanitizer maps most of a megabyte for each fiber and clears all of it: pages touched for the first time would
+// take most of a run. So a fiber that has ended leaves its memory to another, and memory that is new is not cleared.
+bool in_fiber_call;
+size_t fiber_nbytes;
+char* new_fiber;  // null once it would have been cleared
+Vector<void*> free_fibers;
+
+// Whether it is a fiber's memory, which is the first that the creation of a fiber maps.
+bool is_fiber(size_t nbytes) {
+  if (in_fiber_call && fiber_nbytes == 0) fiber_nbytes = nbytes;
+  return in_fiber_call && nbytes == fiber_nbytes;
+}
+
+Observer make_observer() {
+  in_fiber_call = true;
+  const Observer made = __tsan_create_fiber(0);
+  in_fiber_call = false;
+  return made;
+}
+
+void forget_observer(Observer observer) {
+  in_fiber_call = true;
+  __tsan_destroy_fiber(observer);
+  in_fiber_call = false;
+}
+
 // A word that stands for `address` in one view: a release by one view is not acquired by another.
 void* word_of(const void* address, int view) {
   using Key = std::pair<const void*, int>;
@@ -37,13 +63,13 @@ Views make_views() {
   Views views;
   if (__tsan_get_current_fiber) maker = __tsan_get_current_fiber();
   for (int v = 0; v < view_count; ++v)
-    if (has_view[v] && __tsan_create_fiber) views.of[v] = __tsan_create_fiber(0);
+    if (has_view[v] && __tsan_create_fiber) views.of[v] = make_observer();
   return views;
 }
 
 void forget(const Views& views) {
   for (Observer observer : views.of)
-    if (observer) __tsan_destroy_fiber(observer);
+    if (observer) forget_observer(observer);
 }
 
 void become(Observer next) {
@@ -61,7 +87,7 @@ Observer view(View which) {
   Views& mine = self().views;
   if (which > alias && mine.of[which] == nullptr && __tsan_create_fiber) {
     const As as(maker);
-    mine.of[which] = __tsan_create_fiber(0);
+    mine.of[which] = make_observer();
   }
   return mine.of[which] ? mine.of[which] : mine.of[generic];
 }
@@ -94,3 +120,37 @@ void release_views(const void* address) { for_each_other_view(address, __tsan_re
 void acquire_views(const void* address) { for_each_other_view(address, __tsan_acquire); }
 
 }  // namespace simulator
+
+// The linker (tests/host/build.py) has ThreadSanitizer call these in place of its own functions of these names.
+extern "C" {
+__attribute__((weak)) void* __real__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(size_t nbytes, const char* what);
+__attribute__((weak)) void __real__ZN11__sanitizer10UnmapOrDieEPvm(void* begin, size_t nbytes);
+__attribute__((weak)) void* __real__ZN11__sanitizer15internal_memsetEPvim(void* to, int value, size_t nbytes);
+
+void* __wrap__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(size_t nbytes, const char* what) {
+  using namespace simulator;
+  if (!is_fiber(nbytes) || free_fibers.empty()) {
+    void* const begin = __real__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(nbytes, what);
+    if (is_fiber(nbytes)) new_fiber = static_cast<char*>(begin);
+    return begin;
+  }
+  void* const begin = free_fibers.back();
+  free_fibers.pop_back();
+  return begin;
+}
+
+void __wrap__ZN11__sanitizer10UnmapOrDieEPvm(void* begin, size_t nbytes) {
+  if (simulator::is_fiber(nbytes))
+    simulator::free_fibers.push_back(begin);
+  else
+    __real__ZN11__sanitizer10UnmapOrDieEPvm(begin, nbytes);
+}
+
+void* __wrap__ZN11__sanitizer15internal_memsetEPvim(void* to, int value, size_t nbytes) {
+  using namespace simulator;
+  if (new_fiber == nullptr || to < new_fiber || to >= new_fiber + fiber_nbytes)
+    return __real__ZN11__sanitizer15internal_memsetEPvim(to, value, nbytes);
+  new_fiber = nullptr;
+  return to;
+}
+}
