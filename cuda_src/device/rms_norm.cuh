@@ -16,6 +16,7 @@
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/call.cuh"
+#include "device/warp_sum.cuh"
 #include "device/wire/e4m3.cuh"
 
 constexpr int norm_slots = 1024;
@@ -211,8 +212,8 @@ struct RmsNorm {
 
   // One over the root of the row's mean square, from all threads' squares.
   __device__ __forceinline__ float inverse_root(const float (&squares)[own_slots]) {
-    const float further = own_slots == 2 ? tree(squares[own_slots - 1]) : 0;
-    const float total = tree(of_warps(tree(squares[0]), further));
+    const float further = own_slots == 2 ? sum_of_warp(squares[own_slots - 1]) : 0;
+    const float total = sum_of_warp(of_warps(sum_of_warp(squares[0]), further));
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(total, float(columns)), eps)));
   }
 
@@ -265,11 +266,5 @@ struct RmsNorm {
     for (int e = 0; e < E; e += 2)
       result.word[e / 4] |= saturated_e4m3x2(__fmul_rn(v[e], by_scale), __fmul_rn(v[e + 1], by_scale)) << 8 * (e % 4);
     return result;
-  }
-
-  static __device__ __forceinline__ float tree(float v) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) v = __fadd_rn(v, __shfl_xor_sync(0xffffffff, v, step));
-    return v;
   }
 };

@@ -10,6 +10,7 @@
 // and exchanged at once. A block is a group of rows, so bits do not depend on the number of SMs. A thread has its own
 // places in shared memory, so it waits only for its own copies (6).
 #include "device/pack.cuh"
+#include "device/warp_sum.cuh"
 
 constexpr int norm_gradient_threads = 1024;  // the most: `norm_slots` of rms_norm.cuh
 constexpr int group_lanes = 64;              // that add the groups' sums of one column; fewer for fewer groups
@@ -19,12 +20,6 @@ constexpr int columns_added = 8;             // by one block: 32 bytes of a grou
 struct PairsOfWarps {
   float of[2][2][norm_gradient_threads / 32];
 };
-
-__device__ __forceinline__ float sum_of_warp(float v) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) v = __fadd_rn(v, __shfl_xor_sync(0xffffffff, v, step));
-  return v;
-}
 
 // Adds two numbers of all threads, neighbours first. A place is overwritten two calls later, and all threads have read
 // it before the barrier in between.

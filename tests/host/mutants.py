@@ -53,8 +53,8 @@ MUTANTS = (
     mutant(
         "lanes that only vote with the one that waits",
         PAD,
-        "wait_for_flag(a, call, row_, lane, base_ + steps);\n    __syncwarp();\n",
-        "wait_for_flag(a, call, row_, lane, base_ + steps);\n",
+        "wait_for_flag<true>(a, call, row_, lane, base_ + steps);\n    __syncwarp();\n",
+        "wait_for_flag<true>(a, call, row_, lane, base_ + steps);\n",
         "two_shot_tma",
         "thread",
         2,

@@ -276,14 +276,21 @@ def test_fp8_has_the_specifications_bits(norms, sanitizer, few_slots):
             assert found == [0] * CALLS * world_size, f"{dtype}, seed {seed}"
 
 
+NORM = "device/rms_norm.cuh"
 MUTANTS = (
-    ("a row's squares stand where the next one's do", "turn ^= 1;", ";"),
+    ("a row's squares stand where the next one's do", NORM, "turn ^= 1;", ";"),
     (
         "a block does not wait for its cluster",
+        NORM,
         "arrive_at_cluster();\n      wait_for_cluster();",
         "arrive_at_cluster();",
     ),
-    ("squares are added in another order", "step = 1; step < 32; step *= 2", "step = 16; step > 0; step /= 2"),
+    (
+        "squares are added in another order",
+        "device/warp_sum.cuh",
+        "step = 1; step < 32; step *= 2",
+        "step = 16; step > 0; step /= 2",
+    ),
 )
 
 
@@ -295,12 +302,9 @@ def is_noticed(norms: Norms, mutation: Mutation, sanitizer: str, seed: int) -> b
         return True
 
 
-@pytest.mark.parametrize(("what", "old", "new"), MUTANTS, ids=[what for what, *_ in MUTANTS])
-def test_a_mistake_is_noticed(what, old, new, few_slots):
-    norms, mutation = (
-        Norms(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, (torch.float32,), (2,)),
-        Mutation("device/rms_norm.cuh", old, new),
-    )
+@pytest.mark.parametrize(("what", "file", "old", "new"), MUTANTS, ids=[what for what, *_ in MUTANTS])
+def test_a_mistake_is_noticed(what, file, old, new, few_slots):
+    norms, mutation = Norms(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, (torch.float32,), (2,)), Mutation(file, old, new)
 
     assert any(is_noticed(norms, mutation, sanitizer, seed) for seed in range(4) for sanitizer in ("plain", "thread"))
 
@@ -340,7 +344,7 @@ GROUP_MUTANTS = (
 @pytest.mark.parametrize(("what", "old", "new"), GROUP_MUTANTS, ids=[what for what, *_ in GROUP_MUTANTS])
 def test_a_mistake_in_the_scales_of_groups_is_noticed(what, old, new, few_slots):
     norms = Norms(Algorithm.REDUCESCATTER_RMSNORM, (torch.bfloat16,), (2,), ("grouped_fp8",))
-    mutation = Mutation("device/rms_norm.cuh", old, new)
+    mutation = Mutation(NORM, old, new)
 
     assert any(is_noticed(norms, mutation, "plain", seed) for seed in range(4))
 
@@ -348,6 +352,6 @@ def test_a_mistake_in_the_scales_of_groups_is_noticed(what, old, new, few_slots)
 def test_a_scale_of_a_warp_alone_is_noticed(few_slots):
     norms = Norms(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, (torch.float32,), (2,), ("dynamic_fp8",))
     whole = "__reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))))"
-    mutation = Mutation("device/rms_norm.cuh", whole, "largest")
+    mutation = Mutation(NORM, whole, "largest")
 
     assert any(is_noticed(norms, mutation, "plain", seed) for seed in range(4))

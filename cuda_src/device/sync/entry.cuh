@@ -13,12 +13,12 @@ __device__ __forceinline__ void enter(const Arguments& a, const Call& call) {
 }
 
 // By one warp: waits until every peer has entered this call. False if a peer did not in time, or entered another call
-// (25). This wait comes before all others, so that the time-out names the missing rank, and not a rank that itself waits
-// for the missing one.
+// (25). This wait comes before all others, so that the time-out names the missing rank, and not a rank that itself
+// waits for the missing one.
 template <int N>
 __device__ __forceinline__ bool wait_until_all_entered(const Arguments& a, const Call& call) {
   const int lane = threadIdx.x % 32;
-  const bool failed = lane < N && lane != a.rank && !wait_for_flag(a, call, 0, lane, call.epoch + 1);
+  const bool failed = lane < N && lane != a.rank && !wait_for_flag<false>(a, call, 0, lane, call.epoch + 1);
   __syncwarp();
   return !__any_sync(0xffffffff, failed);
 }

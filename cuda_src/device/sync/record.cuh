@@ -34,8 +34,8 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
   store_release_sys(&r->kind, kind);
 }
 
-// By a thread that has waited in call `now` for some time: whether a peer has told of another call than this rank's. The
-// awaited rank may be missing because it has found that. The earliest such call is reported.
+// By a thread that has waited in call `now` for some time: whether a peer has told of another call than this rank's.
+// The awaited rank may be missing because it has found that. The earliest such call is reported.
 __device__ __noinline__ bool found_difference(const Arguments& a, u32 now) {
 #pragma unroll 1
   for (u32 age = kept_calls; age > 0; --age) {

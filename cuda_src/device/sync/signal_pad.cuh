@@ -63,15 +63,17 @@ __device__ __forceinline__ u64 flag_of(const Arguments& a, const Call& call, u32
 }
 
 // By all threads of a warp. Those that `send` set a flag.
-__device__ __forceinline__ void set_flag(const Arguments& a, const Call& call, bool sends, u32 row, u32 peer, u32 step) {
+__device__ __forceinline__ void set_flag(const Arguments& a, const Call& call, bool sends, u32 row, u32 peer,
+                                         u32 step) {
   store_release_sys_if(sends, &signal_pad(a, sends ? peer : 0)->flag[row][a.rank], flag_of(a, call, step));
 }
 
 __device__ __forceinline__ bool reaches(u64 flag, u32 step) { return int(u32(flag >> 32) - 2 * step) >= 0; }
 
 // By a thread that has waited for `step` for some time, or has seen another call's flag of it. Returns when its wait
-// began, as `start` of the next time, or 0 if it gives up. Out of line, so that the code of a wait is short.
-__device__ __noinline__ u64 wait_longer(const Arguments& a, Call call, u32 peer, u32 step, u64 seen, u64 start) {
+// began, as `start` of the next time, or 0 if it gives up.
+__device__ __forceinline__ u64 wait_longer(const Arguments& a, const Call& call, u32 peer, u32 step, u64 seen,
+                                           u64 start) {
   if (reaches(seen, step)) {
     report(a, disagreed, call.epoch, peer, a.fingerprint, u32(seen));
     return 0;
@@ -83,8 +85,14 @@ __device__ __noinline__ u64 wait_longer(const Arguments& a, Call call, u32 peer,
   return 0;
 }
 
+__device__ __noinline__ u64 wait_longer_apart(const Arguments& a, Call call, u32 peer, u32 step, u64 seen, u64 start) {
+  return wait_longer(a, call, peer, step, seen, start);
+}
+
 // By one thread: waits until `peer` has set its flag in a row to `step`. False when it did not in time, or, with
-// `compares`, when it calls something else.
+// `compares`, when it calls something else. With `Apart`, what a long wait does is out of line, and the code of a short
+// one is compact. A kernel of wgmma must not have it: the assembler would have each product waited for.
+template <bool Apart>
 __device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 step,
                                               bool compares = true) {
   const u64* flag = &signal_pad(a, a.rank)->flag[row][peer];
@@ -98,7 +106,7 @@ __device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& ca
     } else if (++spins % spins_a_look != 0) {
       continue;
     }
-    start = wait_longer(a, call, peer, step, seen, start);
+    start = Apart ? wait_longer_apart(a, call, peer, step, seen, start) : wait_longer(a, call, peer, step, seen, start);
     if (start == 0) return false;
   }
   return true;
@@ -125,7 +133,7 @@ class Signals {
   __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
     bool failed = false;
     if (threadIdx.x < N && threadIdx.x != a.rank)
-      failed = !wait_for_flag(a, call, blockIdx.x, threadIdx.x, base_ + steps, steps > 0);
+      failed = !wait_for_flag<true>(a, call, blockIdx.x, threadIdx.x, base_ + steps, steps > 0);
     return !__syncthreads_or(failed);
   }
 
@@ -153,7 +161,7 @@ class WarpSignals {
   template <int N>
   __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
     const u32 lane = threadIdx.x % 32;
-    const bool failed = lane < N && lane != a.rank && !wait_for_flag(a, call, row_, lane, base_ + steps);
+    const bool failed = lane < N && lane != a.rank && !wait_for_flag<true>(a, call, row_, lane, base_ + steps);
     __syncwarp();
     return !__any_sync(0xffffffff, failed);
   }
