@@ -57,16 +57,18 @@ INFINITIES = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40, 65504.0, 3
 @pytest.mark.parametrize("dtype", ACCUMULATION_DTYPES, ids=str)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("more", [[], INFINITIES], ids=["finite", "with NaNs"])
-def test_sums_on_the_cpu_have_the_bits_of_the_specification(dtype, world_size, more):
+@pytest.mark.parametrize("into", [None, 0, 1], ids=["another tensor", "the first", "the second"])
+def test_sums_on_the_cpu_have_the_bits_of_the_specification(dtype, world_size, more, into, monkeypatch):
+    monkeypatch.setattr(message_sums, "_PIECE", 300)
     parts = [normal(rank, 1000, torch.float32).mul(100) for rank in range(world_size)]
     if more and dtype.is_floating_point:
         parts = [torch.cat([part, torch.tensor(more).roll(rank)]) for rank, part in enumerate(parts)]
     parts = [part.to(dtype) for part in parts]
-    out = torch.empty_like(parts[0])
+    expected, out = reference.allreduce(parts), torch.empty_like(parts[0]) if into is None else parts[into]
 
     message_sums.sum_into(out, parts)
 
-    assert same_bits(out, reference.allreduce(parts)) == 0
+    assert same_bits(out, expected) == 0
 
 
 class Waits:
