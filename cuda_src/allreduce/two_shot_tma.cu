@@ -62,9 +62,7 @@ struct TwoShotTma {
   }
   __device__ u32 size(u64 at) const { return at < packs ? min(u64(a.chunk), packs - at) : 0; }
   // How many of the packs bulk copies can read from the input.
-  __device__ u32 whole(u64 at) const {
-    return input.is_whole(at) ? min(u64(a.chunk), input.numel / elements_per_pack<T> - at) : 0;
-  }
+  __device__ u32 whole(u64 at) const { return at < input.whole ? min(u64(a.chunk), input.whole - at) : 0; }
 
   // Counts the chunks that have a first piece.
   __device__ u32 count_chunks() const {

@@ -108,14 +108,12 @@ struct Tensor {
   __device__ __forceinline__ Tensor(const void* p, u64 n)
       : base(static_cast<Storage*>(const_cast<void*>(p))), numel(n), whole(reinterpret_cast<u64>(p) % 16 ? 0 : n / E) {}
 
-  __device__ __forceinline__ bool is_whole(u64 i) const { return i < whole; }
-
   __device__ __forceinline__ Pack load(u64 i) const {
-    return is_whole(i) ? reinterpret_cast<const Pack*>(base)[i] : load_elements(base + i * E, elements_of(i));
+    return i < whole ? reinterpret_cast<const Pack*>(base)[i] : load_elements(base + i * E, elements_of(i));
   }
 
   __device__ __forceinline__ void store(u64 i, const Pack& p) const {
-    if (is_whole(i))
+    if (i < whole)
       reinterpret_cast<Pack*>(base)[i] = p;
     else
       store_elements(base + i * E, elements_of(i), p);
@@ -124,7 +122,7 @@ struct Tensor {
   // Stores into the same tensor on N ranks, aligned there as here, this rank's next peer first.
   template <int N>
   __device__ __forceinline__ void store_to_all(char* const* bases, int rank, u64 i, const Pack& p) const {
-    if (is_whole(i)) {
+    if (i < whole) {
 #pragma unroll
       for (int hop = 1; hop <= N; ++hop) reinterpret_cast<Pack*>(bases[(rank + hop) % N])[i] = p;
     } else {

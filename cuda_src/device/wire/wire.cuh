@@ -62,7 +62,7 @@ __device__ __noinline__ Pack load_filled(const typename T::Storage* x, u64 numel
 // once.
 template <class T>
 __device__ __forceinline__ bool is_whole(const Tensor<T>& x, u64 tile) {
-  return x.is_whole((tile + 1) * (tile_numel / elements_per_pack<T>) - 1);
+  return (tile + 1) * (tile_numel / elements_per_pack<T>) <= x.whole;
 }
 
 // (24) A tile may be overwritten in place, by sums, by a gathered part or by rounding errors. A lane stores only what
