@@ -21,11 +21,13 @@ from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.plan import tune as tuning
 from graphar.plan.call import Call
 from graphar.plan.entries import entry_of, fitted
+from graphar.plan.matmuls import choose_matmul
+from graphar.plan.policy import MeasuredMatmul
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.plan.select import Facts, select
 from graphar.plan.sizes import format_nbytes
 from graphar.plan.tables import POLICIES, Table, slug
-from graphar.plan.trials import COLUMNS, Trial, Workload, choose, trials, value_at, with_value
+from graphar.plan.trials import COLUMNS, Trial, Workload, against_torch, choose, trials, value_at, with_value
 from graphar.plan.work import Sum
 from graphar.runtime import cache
 from graphar.runtime.availability import is_available
@@ -99,8 +101,9 @@ def measure_all(
     codecs = [codec(name) for name in options.codecs]
     codec_sizes = up_to(tuning.CODEC_SIZES, "codecs") if codecs else []
     tried = {n: trials_of(n, old, options.only, n == max(world_sizes)) for n in world_sizes}
+    compared = len(list(against_torch(old.matmul, blank.chip))) if "matmul" in options.only else 0
     steps = len(world_sizes) * (len(sizes) + len(codec_sizes)) + 2 * len(part_sizes) + sum(map(len, tried.values()))
-    with progress("tuning", steps, options.quiet) as done:
+    with progress("tuning", steps + compared, options.quiet) as done:
         measurements = {n: measure(n, sizes, done) for n in world_sizes if sizes}
         codec_times = {n: measure_codecs(old, n, codec_sizes, codecs, done) for n in world_sizes if codec_sizes}
         new = tuning.update(old, blank, measurements, codec_times)
@@ -113,6 +116,9 @@ def measure_all(
                     done(f"{world_size} GPUs, {trial.name}")
                 if part_sizes and world_size == max(world_sizes):
                     new = replace(new, parts=measure_parts(timer, new, world_size, part_sizes, done))
+                if compared and world_size == max(world_sizes):
+                    new, lines = measure_against_torch(timer, new, done)
+                    changed += lines
     return new, changed, tuning.faster_codecs(new, codec_times)
 
 
@@ -194,6 +200,21 @@ def settle(timer: Timer, table: Table, trial: Trial) -> tuple[Table, str]:
         return table, ""
     ratio = math.exp(statistics.fmean(math.log(new / old) for new, old in zip(times[at], times[0], strict=True)))
     return tables[at], f"{trial.name}: {present} -> {values[at]}, {ratio:.3f} of the time"
+
+
+def measure_against_torch(timer: Timer, table: Table, done: Callable[[str], None]) -> tuple[Table, list[str]]:
+    """Returns the table with graphar's matmul timed against torch's, and a line for each shape that takes another."""
+    points, lines, policy, sms = [], [], table.matmul, table.chip.sms
+    for workload, *both in against_torch(policy, table.chip):
+        shape = workload.rows, workload.columns, workload.k
+        own_us, torch_us = timer.measure_under(workload, [replace(table, matmul=one) for one in both])
+        point = MeasuredMatmul(*shape, round(own_us / torch_us, 3))
+        points.append(point)
+        before, after = (choose_matmul(one, *shape, sms) for one in (policy, replace(policy, against_torch=(point,))))
+        if before.own != after.own:
+            lines.append(f"matmul.against_torch: {after.reason}")
+        done("matmul of {} x {} x {}".format(*shape))
+    return with_value(table, ("matmul", "against_torch"), tuple(points)), lines
 
 
 def measure_parts(

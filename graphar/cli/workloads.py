@@ -11,10 +11,13 @@ from graphar import reference
 from graphar.cli.specified import Results, SpecifiedCall, count_wrong, random
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError
+from graphar.matmul import overlap
+from graphar.matmul.operands import MatmulOperands
 from graphar.numerics.partitions import split
 from graphar.plan.trials import Workload
 
 WEIGHTS = 4  # weights of "prefetch", used in turn: together they do not fit into L2
+_CYCLED_NBYTES = 128 << 20  # the least bytes of the weights of "matmul", for the same reason
 _CLOSE = 0.01  # relative error of a sum of matmuls: kernels add the products in another order than torch
 _CLOSE_WITH_CODEC = 0.05
 
@@ -25,13 +28,14 @@ class Prepared:
     def __init__(self, workload: Workload, communicator: Communicator) -> None:
         self.workload = workload
         # Whether results must have the bits of `expected`.
-        self.exact = workload.op not in ("matmul_allreduce", "allgather_matmul", "prefetch")
+        self.exact = workload.op not in ("matmul", "matmul_allreduce", "allgather_matmul", "prefetch")
         # `run` makes the call with the given number, on the current streams, and returns each rank's results.
         # `expected` are the ranks' results of the first calls, on the first device; later calls repeat them.
         self.run: Callable[[int], Results]
         self.expected: Sequence[Results]
-        if workload.op == "prefetch":
-            self.run, self.expected = _prefetch(workload, communicator)
+        in_turn = {"prefetch": _prefetch, "matmul": _matmul}
+        if make := in_turn.get(workload.op):
+            self.run, self.expected = make(workload, communicator)
         else:
             call = _call(workload, communicator.devices)
             make, self.expected = call.over(communicator), [call.expected()]
@@ -53,7 +57,7 @@ class Prepared:
 
 
 def _call(workload: Workload, devices: Sequence[torch.device]) -> SpecifiedCall:
-    """Returns the call of every workload but "prefetch"."""
+    """Returns the call of every workload but "prefetch" and "matmul"."""
     op, rows, columns, k = workload.op, workload.rows, workload.columns, workload.k
     codec = {"codec": workload.codec} if workload.codec else {}
     if op == "allgather_matmul":
@@ -82,3 +86,22 @@ def _prefetch(workload: Workload, communicator: Communicator) -> tuple[Callable[
         return [(torch.mm(x, w.t()),) for x, w in zip(sums, of_ranks, strict=True)]
 
     return run, [[(reference.matmul(total, w.to(devices[0])),) for w in of_ranks] for of_ranks in weights]
+
+
+def _matmul(workload: Workload, communicator: Communicator) -> tuple[Callable[[int], Results], Sequence[Results]]:
+    """A matmul on each rank, by the one that the communicator's table takes before a sum."""
+    devices, engine = communicator.devices, communicator.engine
+    m, n, k = workload.rows, workload.columns, workload.k
+    count = next(count for count in (4, 6, 12) if count == 12 or count * 2 * n * k >= _CYCLED_NBYTES)
+    xs = random(devices, (m, k))
+    weights = [random(devices, (n, k), seed=1 + at) for at in range(count)]
+
+    def run(at: int) -> Results:
+        pairs = zip(xs, weights[at % count], strict=True)
+        members = [MatmulOperands(x, w, None, out=x) for x, w in pairs]  # products are new tensors: nothing is written
+        return [(product,) for product in overlap.products(engine, members)]
+
+    first = [x.to(devices[0]) for x in xs]
+    return run, [
+        [(reference.matmul(x, w.to(x.device)),) for x, w in zip(first, of_ranks, strict=True)] for of_ranks in weights
+    ]

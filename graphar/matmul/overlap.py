@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,8 @@ from graphar.matmul.tensor_maps import aligned_copy, matrix_of
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Call, Operands
+from graphar.plan.matmuls import MatmulChoice, choose_matmul, fastest_tile
+from graphar.plan.policy import TileCost
 from graphar.plan.work import Parts, Product, Sum
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
@@ -160,13 +163,18 @@ class Panels:
 
 def products(engine: Engine, members: Sequence[MatmulOperands], only_own: bool = False) -> list[torch.Tensor]:
     """Returns each rank's ``a @ w.T``, [M, N], by the same kernel as a single panel. M and N are not 0."""
-    panel = Panel((slice(0, len(members[0].a)),), slice(0, len(members[0].w)))
+    panel = single_panel(members[0])
     made = [one.a.new_empty(panel.shape) for one in members]
     pairs = zip(members, made, strict=True)
     multiplies = [_bind(engine, one, [panel], [product], 0, only_own) for one, product in pairs]
     for multiply in multiplies:
         multiply(0)
     return made
+
+
+def single_panel(one: MatmulOperands) -> Panel:
+    """Returns the panel that is all of a product."""
+    return Panel((slice(0, len(one.a)),), slice(0, len(one.w)))
 
 
 # ---- where panels and their sums lie --------------------------------------------------------------------------------
@@ -229,6 +237,14 @@ def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
 # ---- products -------------------------------------------------------------------------------------------------------
 
 
+class Step(NamedTuple):
+    """One matmul: ``out = a @ w.T``."""
+
+    a: torch.Tensor
+    w: torch.Tensor
+    out: torch.Tensor
+
+
 def _bind(
     engine: Engine,
     one: MatmulOperands,
@@ -243,16 +259,16 @@ def _bind(
     elif not one.a.is_cuda:
         whole = reference.matmul(one.a, one.w)  # smaller matmuls would give other bits
         return lambda at: _copy_rows(whole[:, panels[at].columns], panels[at], products[at])
-    steps = [list(_steps(one, panel, product)) for panel, product in zip(panels, products, strict=True)]
-    own = takes_own(engine, one, len(panels), only_own)
-    why_not = _why_not_own(steps) if own else "torch's is not slower"
-    if only_own and why_not and one.a.shape[1]:
+    steps = _steps(one, panels, products)
+    why_not = _why_not_own(steps) if only_own else ""
+    if why_not and one.a.shape[1]:
         raise UnsupportedError(f"matmul: no batch-invariant kernel: {why_not}")
-    if why_not:
+    if why_not or not (only_own or _choose(engine, one, steps).own):
         return lambda at: _multiply_by_torch(steps[at])
-    few = max(launcher.sm_count(one.a.device.index) - blocks, 1)
+    sms, cost = launcher.sm_count(one.a.device.index), engine.table.matmul.cost
+    few = max(sms - blocks, 1)
     # Load all kernels before the first launch: loading beside a kernel that waits for other ranks could hang.
-    bound = [[gemm.bind(*step, sms=few if at else None) for step in mine] for at, mine in enumerate(steps)]
+    bound = [[_bind_own(cost, step, few if at else sms) for step in mine] for at, mine in enumerate(steps)]
 
     def multiply(at: int) -> None:
         with torch.cuda.device(one.a.device):
@@ -263,20 +279,52 @@ def _bind(
     return multiply
 
 
-def takes_own(engine: Engine, one: MatmulOperands, panels: int, only_own: bool) -> bool:
-    """Whether graphar's matmul multiplies, if it can.
+def _bind_own(cost: TileCost, step: Step, sms: int) -> Callable[[int], None]:
+    return gemm.bind(*step, sms=sms, tile=fastest_tile(cost, *step.out.shape, sms))
 
-    Several panels all take it from a number of rows on, so that bits do not depend on the cut.
+
+def takes_own(engine: Engine, one: MatmulOperands, only_own: bool) -> bool:
+    """Whether graphar's matmul multiplies a rank's operands, if their product is a single panel."""
+    return choose(engine, one, [single_panel(one)], only_own).own
+
+
+def choose(engine: Engine, one: MatmulOperands, panels: Sequence[Panel], only_own: bool) -> MatmulChoice:
+    """Returns whose matmul multiplies a rank's operands, and why."""
+    if only_own:
+        return MatmulChoice(True, "graphar's matmul, which is batch invariant")
+    return _choose(engine, one, _steps(one, panels, [one.a.new_empty(panel.shape) for panel in panels]))
+
+
+def _choose(engine: Engine, one: MatmulOperands, steps: Sequence[Sequence[Step]]) -> MatmulChoice:
+    """Returns whose matmul makes these steps of each panel, and why.
+
+    Ranks with different K may take different ones: only products are exchanged.
     """
-    rows, (smallest, beyond) = len(one.a), engine.table.matmul.own_rows
-    return only_own or smallest <= rows < beyond or (panels > 1 and rows >= smallest)
+    sms = launcher.sm_count(one.a.device.index)
+    choice = choose_matmul(engine.table.matmul, len(one.a), len(one.w), one.a.shape[1], sms, len(steps))
+    why_not = _why_not_own(steps) if choice.own else ""
+    return MatmulChoice(False, f"torch's matmul: {why_not}") if why_not else choice
 
 
-def _steps(one: MatmulOperands, panel: Panel, product: torch.Tensor):
-    """Yields the matmuls of a panel: the two operands, and the tensor for the result."""
-    for rows, part in zip(panel.rows, product.split([length(rows) for rows in panel.rows]), strict=True):
-        if part.numel():
-            yield one.a[rows], one.w[panel.columns], part
+def _steps(one: MatmulOperands, panels: Sequence[Panel], products: Sequence[torch.Tensor]) -> list[list[Step]]:
+    """Returns the matmuls of each panel."""
+    steps = []
+    for panel, product in zip(panels, products, strict=True):
+        adjacent = _joined(panel.rows)
+        parts = zip(adjacent, product.split([length(rows) for rows in adjacent]), strict=True)
+        steps.append([Step(one.a[rows], one.w[panel.columns], part) for rows, part in parts if part.numel()])
+    return steps
+
+
+def _joined(parts: Sequence[slice]) -> list[slice]:
+    """Returns the parts, in which neighbours that follow each other without a gap have become one."""
+    joined: list[slice] = []
+    for part in parts:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = slice(joined[-1].start, part.stop)
+        else:
+            joined.append(part)
+    return joined
 
 
 def _aligned(one: MatmulOperands) -> Operands:
@@ -286,12 +334,12 @@ def _aligned(one: MatmulOperands) -> Operands:
     return replace(one, a=a, w=w)
 
 
-def _why_not_own(steps: Sequence[Sequence]) -> str:
+def _why_not_own(steps: Sequence[Sequence[Step]]) -> str:
     """Returns why graphar's matmul cannot multiply all panels, or an empty string."""
     return _missing_software() or next(filter(None, (gemm.why_not(*step) for mine in steps for step in mine)), "")
 
 
-def _multiply_by_torch(steps) -> None:
+def _multiply_by_torch(steps: Sequence[Step]) -> None:
     for a, w, product in steps:
         torch.mm(a, w.t(), out=product)
 

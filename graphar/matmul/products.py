@@ -59,9 +59,13 @@ def _summed(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     def run(ranks: Sequence[Operands]) -> None:
         sum_up(engine, [operands_of(work, own) for own in ranks])
 
+    def matmul(own: Operands) -> str:
+        given = operands_of(work, own)
+        return overlap.choose(engine, given, cut.panels, cut.only_own).reason if given.a.is_cuda else ""
+
     one = _OnePanel(engine, call, cut)
     config, reason = one.choice_of_sum(operands_of(work, ranks[0]))
-    return Plan(run, config, f"multiplied, then summed: {reason}", one.launch_like)
+    return Plan(run, config, f"multiplied, then summed: {reason}", one.launch_like, matmul)
 
 
 def _with_bias_in_epilogue(call: Call) -> Call:
@@ -129,7 +133,7 @@ class _OnePanel:
         is_view = given.a.data_ptr() == own.inputs[0].data_ptr()
         if len(self._cut.panels) > 1 or not given.a.is_cuda or not is_view or work.bias:
             return None
-        if overlap.takes_own(self._engine, given, 1, self._cut.only_own):
+        if overlap.takes_own(self._engine, given, self._cut.only_own):
             return None
         call, ranks = self._sum(given)
         launch = self._engine.plan(call, ranks).launch_like(ranks[0])
@@ -231,7 +235,7 @@ def _summed_and_normed(engine: Engine, call: Call, op: str, ranks: Sequence[Oper
         launch = plan.launch_like(_of_norm(own, _empty_product(own)))
         if launch is None or not all(one.is_contiguous() for one in own.inputs[::2]):
             return None
-        if overlap.takes_own(engine, given, 1, only_own):
+        if overlap.takes_own(engine, given, only_own):
             return None
         linear = torch.nn.functional.linear
 
@@ -241,7 +245,11 @@ def _summed_and_normed(engine: Engine, call: Call, op: str, ranks: Sequence[Oper
 
         return multiply_and_norm
 
-    return plan._replace(run=run, launch_like=launch_like)
+    def matmul(own: Operands) -> str:
+        given = MatmulOperands(flat(own.inputs[0]), own.inputs[1], None, own.outputs[0])
+        return overlap.choose(engine, given, [overlap.single_panel(given)], only_own).reason if given.a.is_cuda else ""
+
+    return plan._replace(run=run, launch_like=launch_like, matmul=matmul)
 
 
 def _empty_product(own: Operands) -> torch.Tensor:

@@ -6,17 +6,19 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from graphar.numerics.codecs import Codec
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
-from graphar.plan.policy import Chip, MatmulPolicy, TileCost
+from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
 from graphar.plan.tables import Table
 from graphar.plan.tiles import GATHERED_TILES, MATMUL_TILES, MatmulTile, SkinnyTile, for_wire
 from graphar.plan.work import Product
 
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
 _ROWS = 128  # rows of the tallest MatmulTile
+WAVE_TILE = 128  # rows and columns of the tile by which waves are counted
 _SKINNY = kernels_that(lambda row: row.is_skinny)
 
 
@@ -40,6 +42,51 @@ def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
     skinny = not work.codec and not work.epilogue and is_skinny(world_size, rows, columns)
     fitting = [one for one in takers if one.row.is_skinny == skinny] or takers  # not every op has skinny kernels
     return next(one for one in fitting if one.row.suits(table, world_size, 2 * rows * columns))
+
+
+class MatmulChoice(NamedTuple):
+    """Whose matmul multiplies, and why, in words that begin with its name."""
+
+    own: bool  # whether it is graphar's
+    reason: str
+
+
+def choose_matmul(policy: MatmulPolicy, m: int, n: int, k: int, sms: int, panels: int = 1) -> MatmulChoice:
+    """Returns the matmul that "auto" takes for operands [m, k] and [n, k] on ``sms`` SMs, before a sum or a norm.
+
+    The result may be cut into several ``panels``. All take graphar's then, so that bits do not depend on the cut. A
+    result of a wave of tiles takes graphar's as well: it is as fast as torch's. Below a wave times are irregular, so
+    the nearest measured shape decides; without any, graphar's has the same bits for every number of rows.
+    """
+    if m < policy.own_from_rows:
+        return MatmulChoice(False, f"torch's matmul, for fewer than {policy.own_from_rows} rows")
+    if panels > 1:
+        return MatmulChoice(True, "graphar's matmul, for all panels")
+    if fills_wave(m, n, sms):
+        return MatmulChoice(True, "graphar's matmul, whose tiles fill the GPU")
+    if not policy.against_torch:
+        return MatmulChoice(True, "graphar's matmul, which was not timed against torch's")
+    nearest = _nearest(policy.against_torch, m, n, k)
+    shape = f"{nearest.m} x {nearest.n} x {nearest.k}"
+    if nearest.ratio > 1:
+        return MatmulChoice(
+            False, f"torch's matmul, which was measured to be {nearest.ratio:.2f} times as fast at {shape}"
+        )
+    return MatmulChoice(
+        True, f"graphar's matmul, which was measured to take {nearest.ratio:.2f} of torch's time at {shape}"
+    )
+
+
+def fills_wave(m: int, n: int, sms: int) -> bool:
+    """Returns whether a result [m, n] has at least as many tiles of 128 x 128 as there are SMs."""
+    return -(-m // WAVE_TILE) * -(-n // WAVE_TILE) >= sms
+
+
+@functools.lru_cache(maxsize=1024)
+def _nearest(measured: tuple[MeasuredMatmul, ...], m: int, n: int, k: int) -> MeasuredMatmul:
+    """Returns the shape whose M, N and K differ from the given ones by the least factors, multiplied together."""
+    shape = [max(length, 1) for length in (m, n, k)]
+    return min(measured, key=lambda one: sum(abs(math.log2(a / b)) for a, b in zip(one[:3], shape, strict=True)))
 
 
 def prefers_tiles(

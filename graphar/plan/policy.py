@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from graphar.plan.tiles import NAMED_TILES, MatmulTile
 
@@ -148,12 +148,23 @@ class TileCost:
     wait_a_line: float  # clocks that the tensor cores wait for one line that the block loads itself
 
 
+class MeasuredMatmul(NamedTuple):
+    """A matmul of bf16 operands [m, k] and [n, k] that was timed with graphar's kernel and with torch's."""
+
+    m: int
+    n: int
+    k: int
+    ratio: float  # the time of graphar's / the time of torch's
+
+
 @dataclass(frozen=True)
 class MatmulPolicy:
     """Matmuls: when to use graphar's instead of torch's, which tile, and when to fuse matmul and sum in one kernel."""
 
-    # From the first number of rows up to below the second, graphar's matmul is not slower than torch's.
-    own_rows: tuple[int, int]
+    own_from_rows: int  # with fewer rows torch's matmul multiplies
+    # What was measured of results with fewer tiles of 128 x 128 than the GPU has SMs. torch's matmul divides K between
+    # SMs there, for some shapes. Each shape is there once.
+    against_torch: tuple[MeasuredMatmul, ...]
     cost: TileCost  # the cost of a tile, for the estimate
     # By world size, the elements of the result from which on "auto" chooses ``partition="tiles"``.
     tiles_from_numel: ByWorldSize
@@ -172,6 +183,8 @@ class MatmulPolicy:
     alternating_tile: MatmulTile  # the measured tile in which two consumer warpgroups alternate
 
     def __post_init__(self) -> None:
+        if len({one[:3] for one in self.against_torch}) < len(self.against_torch):
+            raise ValueError("against_torch must have each [m, n, k] once")
         for name in ("small_tile", "large_tile", "alternating_tile"):
             fitting = [tile for tile in NAMED_TILES if tile.alternating == (name == "alternating_tile")]
             if getattr(self, name) not in fitting:

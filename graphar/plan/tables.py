@@ -257,15 +257,22 @@ def _types_of(kind: type) -> dict[str, Any]:
     return {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.metadata.get("measured", True)}
 
 
+def _point(name: str, kind: type, content: Any) -> Any:
+    """Returns a named tuple of numbers from the JSON list of them."""
+    types = typing.get_type_hints(kind)
+    if not isinstance(content, list) or len(content) != len(types):
+        raise ValueError(f"{name} must have points [{', '.join(types)}], got {content!r}")
+    return kind(*[_value(f"{field} of {name}", types[field], one) for field, one in zip(types, content, strict=True)])
+
+
 def _value(name: str, wanted: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(wanted):
         return _read(wanted, value)
     if typing.get_origin(wanted) is dict and isinstance(value, dict) and all(map(_is_count, value.values())):
         return {int(key): one for key, one in value.items()}
-    if typing.get_origin(wanted) is tuple and isinstance(value, list) and all(map(_is_count, value)):
-        kinds = typing.get_args(wanted)
-        if ... in kinds or len(kinds) == len(value):
-            return tuple(value)
+    if typing.get_origin(wanted) is tuple and isinstance(value, list):
+        kind, _ = typing.get_args(wanted)
+        return tuple([_point(name, kind, one) for one in value])
     if wanted is int and _is_count(value):
         return value
     if wanted is float and _is_positive(value):

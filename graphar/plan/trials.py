@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from graphar.plan.algorithms import COMPRESSING
-from graphar.plan.policy import MatmulPolicy
+from graphar.plan.algorithms import COMPRESSING, MATMUL_ARCH
+from graphar.plan.matmuls import fills_wave
+from graphar.plan.policy import Chip, MatmulPolicy
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tables import Table
 from graphar.plan.tiles import NAMED_TILES
 
 GAIN = 0.01  # a new value must make its calls 1 % faster in total: a smaller gain is noise
 COLUMNS = 4096
+WEIGHTS = (  # N, K of layers on 1 to 8 GPUs
+    (8192, 2048),
+    (8192, 7168),
+    (5120, 8192),
+    (4096, 14336),
+    (6144, 4096),
+    (2560, 8192),
+    (7168, 2048),
+    (1024, 8192),
+)
+ROWS_BELOW_WAVE = (64, 128, 256, 512, 768, 1024, 1536, 2048)
 
 
 @dataclass(frozen=True)
@@ -24,7 +35,8 @@ class Workload:
     """A call of one op on tensors of random values."""
 
     # One of "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", "matmul_allreduce",
-    # "allgather_matmul", "prefetch". The last one is an all-reduce that prefetches the weight of the next matmul.
+    # "matmul", "allgather_matmul", "prefetch". "matmul" is the one that a sum would follow. "prefetch" is an all-reduce
+    # that prefetches the weight of the next matmul.
     op: str
     rows: int  # rows of each rank's tensor; of a matmul, of the result
     columns: int = COLUMNS  # columns of each rank's tensor; of a matmul, of the result
@@ -82,7 +94,8 @@ def trials(world_size: int, table: Table) -> Iterator[Trial]:
     """Yields the trials of all policies between ``world_size`` GPUs, in the order in which they build on each other.
 
     ``table`` has the present values. Two numbers have no trial: ``one_shot_nbytes_beyond`` is for world sizes that were
-    not measured, and kernels have a single ``alternating_tile``.
+    not measured, and kernels have a single ``alternating_tile``. The shapes of ``against_torch`` are timed one by one:
+    see :func:`against_torch`.
     """
     yield from _quantized()
     yield from _lossless(world_size)
@@ -152,12 +165,13 @@ def _tiles(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
     def calls(rows: Sequence[int], partition: str = "tiles", ks: Sequence[int] = (2048, 4096), codec: str = ""):
         return [Workload("matmul_allreduce", m, k=k, partition=partition, codec=codec) for m in rows for k in ks]
 
-    pairs = list(itertools.product((32, 64, 128), (1024, 2048, 4096)))
-    yield Trial(("matmul", "own_rows"), pairs, calls((32, 64, 128, 1024, 2048, 4096), "none", [2048]))
     small, large, all_rows = (128, 256, 512), (1024, 2048, 4096), (256, 512, 1024, 2048, 4096, 8192)
+    yield Trial(("matmul", "own_from_rows"), (32, 64, 128), calls((32, 64), "split_n", [2048]))
+    # The estimate chooses the tiles of small fused kernels, and of graphar's matmul by itself.
+    alone = [Workload("matmul", m, n, k) for m in (512, *large) for n, k in ((8192, 2048), (5120, 8192))]
     for name, present in asdict(policy.cost).items():
         near = (1.0, 1.1, 1.2) if name == "clustered" else (present / 2, 2 * present)
-        yield Trial(("matmul", "cost", name), near, calls(small))
+        yield Trial(("matmul", "cost", name), near, [*calls(small), *alone])
     shared = [tile for tile in NAMED_TILES if not tile.alternating]
     yield Trial(("matmul", "small_tile"), shared, calls((1024,), ks=[4096, 8192]))
     yield Trial(("matmul", "large_tile"), shared, calls((2048, 4096), ks=[4096, 8192]))
@@ -175,3 +189,11 @@ def _allgather_matmul(world_size: int) -> Iterator[Trial]:
     calls = [Workload("allgather_matmul", one, columns, k=8192) for one in rows for columns in (2560, 14336)]
     for partition in ("chunks", "tiles"):
         yield Trial(("allgather_matmul", f"{partition}_from_rows", world_size), (*rows, None), calls, True)
+
+
+def against_torch(policy: MatmulPolicy, chip: Chip) -> Iterator[tuple[Workload, MatmulPolicy, MatmulPolicy]]:
+    """Yields the shapes at which torch's matmul may be faster, with a policy that takes graphar's and one torch's."""
+    shapes = [(m, n, k) for n, k in WEIGHTS for m in ROWS_BELOW_WAVE if not fills_wave(m, n, chip.sms)]
+    for m, n, k in shapes if chip.arch == MATMUL_ARCH else ():
+        own, of_torch = (replace(policy, against_torch=(), own_from_rows=rows) for rows in (m, m + 1))
+        yield Workload("matmul", m, n, k), own, of_torch

@@ -403,7 +403,7 @@ def planned() -> Iterator[list[Explanation]]:
     found: list[Explanation] = []
 
     def watch(engine: Engine, call: Call, ranks: Sequence[Operands], note: str, run: Callable[[], None]) -> None:
-        found.append(engine.plan(call, ranks).explanation)
+        found.append(engine.plan(call, ranks).explain(ranks[0]))
 
     with watching(watch):
         yield found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -40,9 +40,17 @@ class Plan(NamedTuple):
     # Returns the launch of calls with tensors like the given ones of this process's only rank, which differ from them
     # in their addresses only; None if such calls need more than that.
     launch_like: Callable[[Operands], Launch | None] = lambda operands: None
+    # Returns in words whose matmul multiplies one rank's operands like the given ones, and why. It depends on K, which
+    # equal calls may not share. An empty string: none does, or it is part of the kernel.
+    matmul: Callable[[Operands], str] = lambda operands: ""
     count: Count = Count()  # plans that no engine keeps share one
 
     @property
     def explanation(self) -> Explanation:
         """The algorithm and grid of the call and the reason for them, without an expected time."""
         return Explanation(self.config.algorithm.value, self.config.blocks, self.config.threads, self.reason)
+
+    def explain(self, own: Operands) -> Explanation:
+        """Returns the explanation of a call with such operands of one rank, which also says whose matmul multiplies."""
+        reason = "; ".join(filter(None, (self.reason, self.matmul(own))))
+        return replace(self.explanation, reason=reason)

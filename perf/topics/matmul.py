@@ -15,9 +15,12 @@ from torch import Tensor
 
 from graphar.matmul import gemm
 from graphar.plan.algorithms import MATMUL_ARCH
+from graphar.plan.matmuls import WAVE_TILE, choose_matmul, fills_wave
 from graphar.plan.tiles import MATMUL_TILES, MatmulTile
+from graphar.plan.trials import WEIGHTS
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
+from graphar.runtime.user_tables import find_table
 from perf.charts import Axis, Mark, Rows
 from perf.choices import Choice, largest_loss
 from perf.harness import ranks as ranks_of
@@ -46,16 +49,6 @@ from perf.topics.prefetch import CYCLED_NBYTES, normal
 
 Shape = tuple[int, int, int]  # M, N, K
 
-WEIGHTS = (  # N, K
-    (8192, 2048),
-    (8192, 7168),
-    (5120, 8192),
-    (4096, 14336),
-    (6144, 4096),
-    (2560, 8192),
-    (7168, 2048),
-    (1024, 8192),
-)
 ROWS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 SHAPES: tuple[Shape, ...] = tuple((m, n, k) for n, k in WEIGHTS for m in ROWS)
 SOME = "--shapes 64x8192x2048 512x5120x8192 2048x6144x4096 4096x8192x2048 8192x8192x7168"
@@ -66,7 +59,6 @@ OWN = "graphar:"  # followed by the name of a tile
 # A graph has as many calls as have this many floating-point operations, within the bounds.
 GRAPH_FLOPS, LEAST_CALLS, MOST_CALLS = 10**12, 5, 20
 REPEATS = 9
-WAVE_ROWS = WAVE_COLUMNS = 128  # the tile by which waves are counted
 WAVE = "at least one wave"
 NEEDED = f"graphar's matmul kernel needs a GPU of {MATMUL_ARCH}"
 
@@ -89,6 +81,7 @@ class MatmulRow(Timing):
         method: one of METHODS.
         m, n, k: the operands are [m, k] and [n, k], both bf16.
         is_taken: whether it is the tile that graphar takes by default.
+        is_auto: whether "auto" multiplies by it before a sum: the tile taken, or torch.mm.
         sms: the number of SMs of the GPU.
         time_us: the time of one call: median, p10 and p90 over the repeats.
         wrong: the number of elements that are too far from float64, or differ from the other tiles' bits.
@@ -100,6 +93,7 @@ class MatmulRow(Timing):
     n: int
     k: int
     is_taken: bool
+    is_auto: bool
     sms: int
     time_us: Deciles
     wrong: int
@@ -187,8 +181,11 @@ def rows_of(shape: Shape, device: torch.device) -> Iterator[MatmulRow | str]:
     wrong = count_wrong(launches, given, calls)
     sms = launcher.sm_count(device.index)
     taken = gemm.default_tile(device.index, *shape[:2], sms)
+    policy = find_table(torch.cuda.get_device_name(device)).matmul
+    auto = taken if choose_matmul(policy, *shape, sms).own else None
     for method, of_method in zip(METHODS, times, strict=True):
-        yield MatmulRow(method, *shape, TILES.get(method) == taken, sms, deciles(of_method), wrong[method])
+        tile = TILES.get(method)  # None: torch's
+        yield MatmulRow(method, *shape, tile == taken, tile == auto, sms, deciles(of_method), wrong[method])
 
 
 # ---- what is right --------------------------------------------------------------------------------------------------
@@ -266,7 +263,9 @@ class Matmul(Report):
   cache, as in a model. Activations are the same for all calls: those that fit are in the L2 cache.
 - taken/torch, best/torch: graphar's time / torch's time; below 1.00 graphar is faster. Differences under 3 % are noise.
 - taken/best: what the estimate loses; 1.00 is the fastest tile.
-- {WAVE}: the result has at least as many tiles of {WAVE_ROWS}x{WAVE_COLUMNS} as the GPU has SMs.
+- auto: what `auto` multiplies by before a sum: the tile taken, or torch.mm where the tuning table says so.
+- auto/better: the time of `auto` / that of the faster of torch.mm and the tile taken.
+- {WAVE}: the result has at least as many tiles of {WAVE_TILE}x{WAVE_TILE} as the GPU has SMs.
 - taken (TFLOP/s): 2 M N K / the taken tile's time.
 
 Every result is that of a replay of the timed graph, and was compared with float64. An error may be one rounding to
@@ -294,8 +293,8 @@ the same bits."""
         return len(plan) * len(METHODS)
 
     def line(self, row: MatmulRow) -> str:
-        taken = ", taken" if row.is_taken else ""
-        return f"{row.what[0]:<20} {row.method:>20} {row.median:>9.2f} us {row.wrong:>6} wrong{taken}"
+        marks = (", taken" if row.is_taken else "") + (", auto" if row.is_auto else "")
+        return f"{row.what[0]:<20} {row.method:>20} {row.median:>9.2f} us {row.wrong:>6} wrong{marks}"
 
     # ---- the report --------------------------------------------------------------------------------------------------
 
@@ -308,6 +307,8 @@ the same bits."""
         found = []
         for name, of_case in RATIOS.items():
             found += [sentence(name, where, ratios_of(mine, of_case)) for where, mine in groups.items()]
+        loss = self.loss_of_auto()
+        found += [f"The time of `auto` / the faster of torch's and graphar's is at most {loss}."] if loss else []
         return [one for one in found if one]
 
     def sections(self) -> list[Section]:
@@ -327,9 +328,9 @@ the same bits."""
         return Glance(f"graphar's time of a matmul / torch's, by shape{mean}", found, NOT_SERVED)
 
     def loss_of_auto(self) -> str:
-        found = cases_of(self.rows)
-        both = {shape: case for shape, case in found.items() if ratio(case.taken, case.best) is not None}
-        return largest_loss({words_of(shape): Choice(case.taken, case.best) for shape, case in both.items()})
+        cases = cases_of(self.rows)
+        known = {shape: case for shape, case in cases.items() if ratio(case.auto, case.better) is not None}
+        return largest_loss({words_of(shape): Choice(case.auto, case.better) for shape, case in known.items()})
 
 
 def shape_of(text: str) -> Shape:
@@ -347,7 +348,7 @@ class Case:
     Attributes:
         peer: torch's row.
         tiles: graphar's rows by the name of the tile.
-        has_wave: whether the result has at least as many tiles of WAVE_ROWS x WAVE_COLUMNS as the GPU has SMs.
+        has_wave: whether the result has at least as many tiles of WAVE_TILE x WAVE_TILE as the GPU has SMs.
     """
 
     peer: MatmulRow | None
@@ -362,13 +363,25 @@ class Case:
     def best(self) -> MatmulRow | None:
         return best(self.tiles.values())
 
+    @property
+    def auto(self) -> MatmulRow | None:
+        """The row of what "auto" takes."""
+        return next((row for row in (self.peer, *self.tiles.values()) if row and row.is_auto), None)
+
+    @property
+    def better(self) -> MatmulRow | None:
+        """The faster of torch's row and the tile taken; None unless both were measured and are correct."""
+        return None if ratio(self.taken, self.peer) is None else best((self.peer, self.taken))
+
 
 Cases = Mapping[Shape, Case]
 TAKEN_OF_TORCH, BEST_OF_TORCH, TAKEN_OF_BEST = "taken/torch", "best/torch", "taken/best"
+AUTO_OF_BETTER = "auto/better"
 RATIOS: dict[str, Callable[[Case], float | None]] = {
     TAKEN_OF_TORCH: lambda case: ratio(case.taken, case.peer),
     BEST_OF_TORCH: lambda case: ratio(case.best, case.peer),
     TAKEN_OF_BEST: lambda case: ratio(case.taken, case.best),
+    AUTO_OF_BETTER: lambda case: ratio(case.auto, case.better),
 }
 
 
@@ -377,18 +390,13 @@ def cases_of(rows: Sequence[MatmulRow]) -> Cases:
     for shape, mine in group(rows, lambda row: row.shape).items():
         peer = next((row for row in mine if row.is_peer), None)
         tiles = {tile_of(row): row for row in mine if row.is_own}
-        found[shape] = Case(peer, tiles, fills_wave(shape, mine[0].sms))
+        found[shape] = Case(peer, tiles, fills_wave(*shape[:2], mine[0].sms))
     return found
 
 
 def tile_of(row: MatmulRow | None) -> str:
+    """Returns the name of a row's tile, or torch.mm."""
     return NOT_SERVED if row is None else row.method.removeprefix(OWN)
-
-
-def fills_wave(shape: Shape, sms: int) -> bool:
-    """Returns whether the result has at least as many tiles of WAVE_ROWS x WAVE_COLUMNS as there are SMs."""
-    m, n, _ = shape
-    return -(-m // WAVE_ROWS) * -(-n // WAVE_COLUMNS) >= sms
 
 
 def ratios_of(cases: Cases, of_case: Callable[[Case], float | None]) -> dict[str, float]:
@@ -412,11 +420,11 @@ def comparison(cases: Cases) -> str:
     for shape, case in cases.items():
         taken = case.taken
         cells = [words_of(shape), time_cell(case.peer), tile_of(taken), time_cell(taken)]
-        cells += [tile_of(case.best), time_cell(case.best)]
+        cells += [tile_of(case.best), time_cell(case.best), tile_of(case.auto)]
         cells += [ratio_cell(of_case(case)) for of_case in RATIOS.values()]
         cells += [number(flops(shape) / taken.median / 1e6) if taken and not taken.wrong else NOT_SERVED]
         lines.append(cells)
-    times = ["torch (us)", "taken", "taken (us)", "best", "best (us)"]
+    times = ["torch (us)", "taken", "taken (us)", "best", "best (us)", "auto"]
     return table(["M x N x K", *times, *RATIOS, "taken (TFLOP/s)"], lines)
 
 

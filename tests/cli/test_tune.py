@@ -22,6 +22,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config
 from graphar.plan.entries import entry_of, fitted
+from graphar.plan.matmuls import choose_matmul
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tables import Table, problem_with, shipped_table
 from graphar.plan.times import expected_quantized_us
@@ -150,6 +151,8 @@ def test_numbers_that_gain_nothing_stay_and_parts_get_entries(three_gpus, capsys
     assert command.main(["tune", "--max-nbytes", "32K"]) == 0
 
     found, default = find_table(DEVICE), shipped_table("default")
+    assert {one.ratio for one in found.matmul.against_torch} == {1.0}  # every matmul takes as long
+    found = replace(found, matmul=replace(found.matmul, against_torch=default.matmul.against_torch))
     assert [getattr(found, name) for name in tune_command.SECTIONS[3:]] == [
         getattr(default, name) for name in tune_command.SECTIONS[3:]
     ]
@@ -182,6 +185,52 @@ def test_the_gain_that_is_told_is_the_geometric_mean_over_the_calls(three_gpus, 
     assert command.main(["tune", "--only", "beside"]) == 0
 
     assert "beside.blocks: 24 -> 8, 0.250 of the time\n" in capsys.readouterr().out
+
+
+def test_graphars_matmul_is_timed_against_torchs_by_the_costs_that_were_found(three_gpus, monkeypatch, capsys):
+    costs = set()
+
+    def measure_under(timer, workload, tables):
+        """Less clustering is faster; torch's matmul is slower from 500 rows on."""
+        policies = [table.matmul for table in tables]
+        if workload.op != "matmul" or len({policy.own_from_rows for policy in policies}) == 1:
+            return [policy.cost.clustered for policy in policies]
+        assert timer.world_size == 3
+        costs.update(policy.cost.clustered for policy in policies)
+        shape = workload.rows, workload.columns, workload.k
+        own, of_torch = (choose_matmul(policy, *shape, CHIP.sms).own for policy in policies)
+        assert own
+        assert not of_torch
+        return [30.0, 20.0 if workload.rows < 500 else 60.0]
+
+    monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
+
+    assert command.main(["tune", "--only", "matmul"]) == 0
+
+    found, older = find_table(DEVICE).matmul, shipped_table("default").matmul
+    assert costs == {1.0}
+    assert found.own_from_rows == older.own_from_rows
+    assert {one[:3]: one.ratio for one in found.against_torch} == {
+        one[:3]: 1.5 if one.m < 500 else 0.5 for one in older.against_torch
+    }
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("matmul.against_torch: ")]
+    changed = [one for one in older.against_torch if (one.ratio > 1) != (one.m < 500)]
+    assert len(told) == len(changed) > 0
+    assert (
+        "matmul.against_torch: torch's matmul, which was measured to be 1.50 times as fast at 64 x 8192 x 2048" in told
+    )
+
+
+@pytest.mark.parametrize("section", ["norm", "rows"])
+def test_matmuls_are_not_timed_if_other_sections_are_asked_for(three_gpus, monkeypatch, section):
+    def measure_under(timer, workload, tables):
+        assert workload.op != "matmul"
+        return [2.0] * len(tables)
+
+    monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
+
+    assert command.main(["tune", "--only", section, "--max-nbytes", "2K"]) == 0
+    assert find_table(DEVICE).matmul == shipped_table("default").matmul
 
 
 # By section: a number of the table of a user who measured all of them before.

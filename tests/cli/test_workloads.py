@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import graphar
+from graphar.cli import timing, workloads
 from graphar.cli.workloads import Prepared
 from graphar.plan.trials import Workload
 
@@ -20,6 +23,7 @@ WORKLOADS = (
     Workload("matmul_allreduce", 5, 64, 128, codec="int8", partition="split_m"),
     Workload("allgather_matmul", 5, 64, 128),
     Workload("prefetch", 3, 64, 128),
+    Workload("matmul", 5, 64, 128),
 )
 
 
@@ -51,3 +55,32 @@ def test_results_with_a_prefetch_differ_by_weight(cpus):
 
     with pytest.raises(graphar.GrapharError, match="wrong result"):
         prepared.check(1, prepared.run(0))
+
+
+@pytest.mark.parametrize(("n", "k", "count"), [(64, 128, 12), (2048, 4096, 12), (4096, 4096, 4), (2816, 4096, 6)])
+def test_matmuls_use_as_many_weights_in_turn_as_do_not_fit_into_l2(monkeypatch, n, k, count):
+    made = []
+
+    def random(devices, shape, seed=0):
+        made.append((shape, seed))
+        return [torch.zeros(1, 1)] * len(devices)
+
+    monkeypatch.setattr(workloads, "random", random)
+    _, expected = workloads._matmul(Workload("matmul", 5, n, k), SimpleNamespace(devices=["cpu"] * 2, engine=None))
+
+    assert made == [((5, k), 0), *(((n, k), 1 + at) for at in range(count))]
+    assert len(expected) == count
+    assert timing.CALLS % count == 0
+
+
+def test_a_matmul_goes_by_the_engines_table_and_its_results_differ_by_weight(cpus, monkeypatch):
+    engines, products = [], workloads.overlap.products
+    monkeypatch.setattr(workloads.overlap, "products", lambda *given: engines.append(given[0]) or products(*given))
+    prepared = Prepared(Workload("matmul", 5, 64, 128), cpus)
+
+    results = prepared.run(0)
+
+    assert engines == [cpus.engine]
+    prepared.check(0, results)
+    with pytest.raises(graphar.GrapharError, match="wrong result"):
+        prepared.check(1, results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +17,11 @@ from graphar.matmul.overlap import Beside, Panels
 from graphar.matmul.tensor_maps import matrix_of
 from graphar.numerics.partitions import panels
 from graphar.plan.call import Call, Operands
+from graphar.plan.matmuls import fastest_tile
+from graphar.plan.policy import MeasuredMatmul, TileCost
 from graphar.plan.tables import shipped_table
-from graphar.plan.work import Parts, Sum
-from graphar.runtime.bind import collective
+from graphar.plan.work import Parts, Product, Sum
+from graphar.runtime.bind import collective, norm
 from graphar.runtime.plan import Plan
 
 ENGINE = SimpleNamespace(table=shipped_table("nvidia_h200"))
@@ -136,14 +139,15 @@ def on_gpu(*shape):
 
 @pytest.fixture
 def own(monkeypatch):
-    """Stands in for graphar's matmul and records the operands' shapes and the SMs of each call."""
-    made = []
+    """Stands in for graphar's matmul and records the operands' shapes, the SMs and the tile of each call."""
+    made, tiles = [], []
 
-    def bind(a, w, out, sms=None):
+    def bind(a, w, out, sms, tile):
         made.append((list(a.shape), list(w.shape), sms))
+        tiles.append(tile)
         return lambda stream: out.copy_(a @ w.t())
 
-    fake = SimpleNamespace(bind=bind, why_not=lambda *step: "", sm_count=lambda device: 132, made=made)
+    fake = SimpleNamespace(bind=bind, why_not=lambda *step: "", sm_count=lambda device: 132, made=made, tiles=tiles)
     monkeypatch.setattr(overlap, "gemm", fake)
     monkeypatch.setattr(overlap, "launcher", fake)
     monkeypatch.setattr(overlap, "_missing_software", lambda: "")
@@ -152,11 +156,11 @@ def own(monkeypatch):
     return fake
 
 
-def multiply(a, w, partition, count, parts, only_own=False):
+def multiply(a, w, partition, count, parts, only_own=False, engine=ENGINE):
     """The products of all panels."""
     cut = panels("op", partition, count, parts, len(w))
     products = [torch.zeros(panel.shape) for panel in cut]
-    run = overlap._bind(ENGINE, MatmulOperands(a, w, None, None), cut, products, 24, only_own)
+    run = overlap._bind(engine, MatmulOperands(a, w, None, None), cut, products, 24, only_own)
     for at in range(len(cut)):
         run(at)
     return products
@@ -165,24 +169,48 @@ def multiply(a, w, partition, count, parts, only_own=False):
 def test_the_first_panel_has_all_sms_and_later_ones_leave_some_to_the_sum(own):
     products = multiply(on_gpu(128, 2), on_gpu(16, 2), "split_m", 3, [128])
 
-    assert own.made == [([42, 2], [16, 2], None), ([42, 2], [16, 2], 108), ([44, 2], [16, 2], 108)]
+    assert own.made == [([42, 2], [16, 2], 132), ([42, 2], [16, 2], 108), ([44, 2], [16, 2], 108)]
     assert all((product == 2).all() for product in products)
 
 
-def test_one_panel_of_many_rows_takes_torchs_matmul_and_cuts_of_it_graphars(own):
-    whole = multiply(on_gpu(2048, 2), on_gpu(16, 2), "none", None, [2048])
+def with_matmul(**changes):
+    """An engine with another policy of matmuls."""
+    return SimpleNamespace(table=replace(ENGINE.table, matmul=replace(ENGINE.table.matmul, **changes)))
+
+
+MEASURED = with_matmul(against_torch=(MeasuredMatmul(64, 16, 2, 0.5), MeasuredMatmul(64, 16, 8, 1.5)))
+
+
+def test_one_panel_takes_the_matmul_that_was_measured_to_be_faster_and_cuts_of_it_graphars(own):
+    whole = multiply(on_gpu(64, 8), on_gpu(16, 8), "none", None, [64], engine=MEASURED)
     assert own.made == []
 
-    cut = multiply(on_gpu(2048, 2), on_gpu(16, 2), "split_m", 2, [2048])
+    cut = multiply(on_gpu(64, 8), on_gpu(16, 8), "split_m", 2, [64], engine=MEASURED)
     assert len(own.made) == 2
-    assert all((product == 2).all() for product in whole + cut)
+    assert all((product == 8).all() for product in whole + cut)
 
 
-@pytest.mark.parametrize("rows", [64, 2047])
-def test_one_panel_of_fewer_rows_takes_graphars_matmul(own, rows):
-    multiply(on_gpu(rows, 2), on_gpu(16, 2), "none", None, [rows])
+def test_ranks_with_different_k_may_take_different_matmuls(own):
+    for k in (2, 8):
+        multiply(on_gpu(64, k), on_gpu(16, k), "none", None, [64], engine=MEASURED)
 
-    assert own.made == [([rows, 2], [16, 2], None)]
+    assert own.made == [([64, 2], [16, 2], 132)]
+
+
+def test_one_panel_of_a_wave_of_tiles_takes_graphars_matmul(own):
+    for rows in (131 * 128, 131 * 128 + 1):
+        multiply(on_gpu(rows, 8), on_gpu(16, 8), "none", None, [rows], engine=MEASURED)
+
+    assert own.made == [([131 * 128 + 1, 8], [16, 8], 132)]
+
+
+def test_tiles_are_those_of_the_engines_table(own):
+    costs = [ENGINE.table.matmul.cost, TileCost(0.001, 99.0, 1.0, 0.001)]
+    for cost in costs:
+        multiply(on_gpu(4096, 8), on_gpu(512, 8), "split_m", 2, [4096], engine=with_matmul(cost=cost))
+
+    assert own.tiles == [fastest_tile(cost, 2048, 512, sms) for cost in costs for sms in (132, 108)]
+    assert len(set(own.tiles)) > 2
 
 
 def test_where_graphars_matmul_cannot_multiply_one_panel_torchs_multiplies_all(own):
@@ -199,14 +227,24 @@ def test_a_gpu_without_sms_to_spare_multiplies_on_one(own):
 
     multiply(on_gpu(128, 2), on_gpu(16, 2), "split_m", 2, [128])
 
-    assert [sms for *_, sms in own.made] == [None, 1]
+    assert [sms for *_, sms in own.made] == [24, 1]
 
 
 def test_a_panel_of_all_ranks_rows_is_several_matmuls(own):
     products = multiply(on_gpu(130, 2), on_gpu(16, 2), "split_m", 2, [65, 65, 0])
 
-    assert own.made == [([32, 2], [16, 2], None)] * 2 + [([33, 2], [16, 2], 108)] * 2
+    assert own.made == [([32, 2], [16, 2], 132)] * 2 + [([33, 2], [16, 2], 108)] * 2
     assert all((product == 2).all() for product in products)
+
+
+@pytest.mark.parametrize("parts", [[65, 65, 0], [0, 1, 64], [64]])
+def test_rows_that_follow_each_other_are_one_matmul(own, parts):
+    a, w, engine = on_gpu(sum(parts), 2), on_gpu(16, 2), with_matmul(against_torch=())
+
+    (product,) = multiply(a, w, "none", None, parts, engine=engine)
+
+    assert own.made == [([sum(parts), 2], [16, 2], 132)]
+    assert (product == 2).all()
 
 
 @pytest.mark.parametrize(("rows", "problem"), [(63, ""), (128, "the rows of w must begin at multiples of 16 bytes")])
@@ -226,7 +264,7 @@ def test_few_rows_and_what_graphars_matmul_cannot_do_take_torchs(own, rows, prob
 def test_a_batch_invariant_product_of_any_number_of_rows_is_graphars(own, rows):
     (product,) = multiply(on_gpu(rows, 8).half(), on_gpu(16, 8).half(), "batch_invariant", None, [rows], only_own=True)
 
-    assert own.made == [([rows, 8], [16, 8], None)]
+    assert own.made == [([rows, 8], [16, 8], 132)]
     assert (product == 8).all()
 
 
@@ -236,7 +274,7 @@ def test_a_batch_invariant_product_of_misaligned_operands_is_graphars_too(own):
 
     (product,) = multiply(a, w, "batch_invariant", None, [4], only_own=True)
 
-    assert own.made == [([4, 5], [8, 5], None)]
+    assert own.made == [([4, 5], [8, 5], 132)]
     assert (product == 5).all()
 
 
@@ -357,6 +395,99 @@ def test_a_large_sum_of_few_blocks_is_pipelined(bound, numel, algorithm):
     communicator.engine.run(Call.of(Sum(numel), pair(numel)[0], blocks=24), operands(pair(numel), pair(numel)))
 
     assert configs[0].algorithm == algorithm
+
+
+# ---- what is explained ---------------------------------------------------------------------------------------------
+
+
+SUMMED = Product("fused_matmul_allreduce", (64,), 16, partition="none")
+NORMED = Product("fused_matmul_allreduce_residual_rmsnorm", (64,), 16, partition="none", norm=(1e-6, 0.0))
+
+
+def planned(communicator, work, k):
+    """The plan of a product of [64, k] and [16, k], and one rank's operands."""
+    more = [(64, 16), (16,)] if work.norm else []  # the residual and the norm's weight
+    inputs = [on_gpu(*shape).bfloat16() for shape in ((64, k), (16, k), *more)]
+    outputs = [on_gpu(64, 16).bfloat16() for _ in range(1 + bool(more))]
+    own = Operands(tuple(inputs), tuple(outputs))
+    return communicator.engine.plan(Call.of(work, inputs[0]), [own] * 2), own
+
+
+def explained(communicator, work, k):
+    plan, own = planned(communicator, work, k)
+    return plan.explain(own).reason
+
+
+@pytest.mark.parametrize(
+    ("partition", "k", "words"),
+    [
+        ("none", 8, "torch's matmul, which was measured to be 1.50 times as fast at 64 x 16 x 8"),
+        ("none", 2, "graphar's matmul, which was measured to take 0.50 of torch's time at 64 x 16 x 2"),
+        ("split_m", 8, "graphar's matmul, for all panels"),
+    ],
+)
+def test_it_is_told_whose_matmul_multiplies_and_why_also_if_k_alone_differs(bound, own, partition, k, words):
+    communicator, _ = bound
+    communicator.engine.table = MEASURED.table
+    work = SUMMED._replace(partition=partition)
+
+    explained(communicator, work, 4)  # makes the plan of all K
+
+    reason = explained(communicator, work, k)
+    assert reason.startswith("multiplied, then summed: the fastest by table 'nvidia_h200'")
+    assert reason.endswith(f"; {words}")
+
+
+def test_it_is_told_for_a_norm_too(bound, own, monkeypatch):
+    communicator, _ = bound
+    communicator.engine.table = MEASURED.table
+    monkeypatch.setattr(norm, "_bind_kernel", lambda engine, call, x: Plan(None, *engine.select(call, x)))
+
+    reason = explained(communicator, NORMED, 8)
+
+    assert reason.endswith("; torch's matmul, which was measured to be 1.50 times as fast at 64 x 16 x 8")
+
+
+def test_what_graphars_matmul_cannot_multiply_is_torchs_for_that_reason(bound, own):
+    communicator, _ = bound
+    own.why_not = lambda *step: "the kernel has no torch.float32"
+
+    reason = explained(communicator, SUMMED._replace(partition="split_m"), 8)
+
+    assert reason.endswith("; torch's matmul: the kernel has no torch.float32")
+
+
+# ---- what later calls repeat ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("work", [SUMMED, NORMED], ids=["summed", "normed"])
+@pytest.mark.parametrize(
+    ("k", "problem", "repeats"), [(8, "", True), (2, "", False), (2, "the kernel has no torch.float32", True)]
+)
+def test_the_launch_of_a_call_is_repeated_where_torchs_matmul_multiplies(
+    bound, own, monkeypatch, work, k, problem, repeats
+):
+    communicator, _ = bound
+    communicator.engine.table = MEASURED.table
+    own.why_not = lambda *step: problem
+    launched = []
+
+    def bind(engine, call, *more):
+        return Plan(
+            None, *engine.select(call, pair(8)[0]), launch_like=lambda own: lambda *given: launched.append(given)
+        )
+
+    monkeypatch.setattr(collective, "bind_kernel", bind)
+    monkeypatch.setattr(norm, "_bind_kernel", bind)
+    plan, operands = planned(communicator, work, k)
+    launch = plan.launch_like(operands)
+
+    assert (launch is not None) == repeats
+    if repeats:
+        launch(operands.inputs, operands.outputs, ())
+        (((product, *rest), *_),) = launched
+        assert (product == k).all()
+        assert len(rest) == len(operands.inputs) - 2
 
 
 # ---- what a call asks ------------------------------------------------------------------------------------------------

@@ -101,9 +101,9 @@ def sequence_row(method, time_us, gradient_error=0.02, wrong=0):
     return SequenceRow(method, "llama-3-70b", 4, 4, phase, 8192, spread(time_us), 0.01, gradient_error, wrong)
 
 
-def matmul_row(method, time_us, shape=(4096, 8192, 2048), is_taken=False, wrong=0):
+def matmul_row(method, time_us, shape=(4096, 8192, 2048), is_taken=False, is_auto=False, wrong=0):
     """A row on a GPU of 132 SMs."""
-    return MatmulRow(method, *shape, is_taken, 132, spread(time_us, "p90"), wrong)
+    return MatmulRow(method, *shape, is_taken, is_auto, 132, spread(time_us, "p90"), wrong)
 
 
 def prefetch_rows(*times, wrong=0, m=16):
@@ -154,7 +154,7 @@ REPORTS = [
         [
             matmul_row(TORCH, 200.0),
             matmul_row("graphar:128x128x6c2", 210.0),
-            matmul_row("graphar:128x256x4c2", 205.0, is_taken=True),
+            matmul_row("graphar:128x256x4c2", 205.0, is_taken=True, is_auto=True),
         ],
         skipped=["4 x 4 x 4: misaligned"],
     ),

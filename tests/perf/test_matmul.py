@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+from graphar.plan.policy import MeasuredMatmul
+from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import MATMUL_TILES, MatmulTile
 from perf import __main__ as program
 from perf import machine
@@ -26,7 +29,6 @@ from perf.topics.matmul import (
     calls_of,
     count_wrong,
     exact,
-    fills_wave,
     is_far,
     limit_of,
     make_operands,
@@ -79,20 +81,6 @@ def test_every_tile_has_a_name_of_its_own():
 @pytest.mark.parametrize(("shape", "calls"), [((64, 8192, 2048), 20), ((768, 8192, 7168), 11), ((8192, 8192, 7168), 5)])
 def test_a_graph_of_large_products_has_fewer_calls(shape, calls):
     assert calls_of(shape) == calls
-
-
-@pytest.mark.parametrize(
-    ("shape", "sms", "fills"),
-    [
-        ((256, 8192, 64), 128, True),
-        ((256, 8192, 64), 132, False),
-        ((257, 8192, 64), 132, True),
-        ((128, 16769, 64), 132, True),
-        ((128, 16768, 64), 132, False),
-    ],
-)
-def test_a_wave_has_as_many_tiles_of_128_x_128_as_there_are_sms(shape, sms, fills):
-    assert fills_wave(shape, sms) is fills
 
 
 def test_calls_use_weights_in_turn_that_exceed_the_cache_together(monkeypatch):
@@ -223,6 +211,13 @@ def test_results_are_those_of_the_last_calls_weight(given):
 TAKEN = list(TILES)[3]
 
 
+def table_with(ratio):
+    """A table with such a ratio of graphar's time to torch's at the measured shape."""
+    table = shipped_table("default")
+    measured = MeasuredMatmul(*SMALL, ratio)
+    return replace(table, matmul=replace(table.matmul, own_from_rows=1, against_torch=(measured,)))
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """Stands in for a GPU. Returns the calls of graphar's kernel as tiles."""
@@ -236,6 +231,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(topic.gemm, "why_not", lambda a, w, out: "")
     monkeypatch.setattr(topic.gemm, "default_tile", lambda device, m, n, sms: {(24, 16, 7): TILES[TAKEN]}[m, n, sms])
     monkeypatch.setattr(topic.launcher, "sm_count", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B999")
+    monkeypatch.setattr(topic, "find_table", lambda name: {"NVIDIA B999": table_with(1.0)}[name])
     monkeypatch.setattr(topic.launcher, "architecture", lambda device: "sm_90a")
     monkeypatch.setattr(topic, "missing_software", lambda: "")
     monkeypatch.setattr(topic, "capture", lambda run: run)
@@ -254,10 +251,20 @@ def test_every_method_is_timed_in_turn_and_the_tile_taken_is_marked(gpu):
 
     assert [(one.method, one.wrong, one.shape, one.sms) for one in found] == [(name, 0, SMALL, 7) for name in METHODS]
     assert [one.method for one in found if one.is_taken] == [TAKEN]
+    assert [one.method for one in found if one.is_auto] == [TAKEN]
     turns = len(METHODS) * (1 + topic.REPEATS // 2)  # after a warm-up; of the median
     assert [one.median for one in found] == [turns + at + 1 for at in range(len(METHODS))]
     assert len(found) == Matmul.count([SMALL])
     assert set(gpu) == set(MATMUL_TILES)
+
+
+def test_torchs_matmul_is_marked_where_auto_takes_it(gpu, monkeypatch):
+    monkeypatch.setattr(topic, "find_table", lambda name: table_with(1.5))
+
+    found = list(Matmul().measure([SMALL]))
+
+    assert [one.method for one in found if one.is_taken] == [TAKEN]
+    assert [one.method for one in found if one.is_auto] == [TORCH]
 
 
 def test_a_run_is_reported(gpu, monkeypatch, tmp_path):
@@ -314,25 +321,33 @@ LOW, WIDE = "graphar:64x64x12", "graphar:128x256x4c2"
 FEW, MANY = (64, 8192, 2048), (4096, 8192, 2048)  # less than a wave of 132 SMs, and more
 
 
-def shape_rows(shape, of_torch, low, wide, **more):
+def shape_rows(shape, of_torch, low, wide, auto=WIDE, **more):
     """Rows of a shape, of which the wide tile is taken."""
-    return [row(TORCH, of_torch, shape), row(LOW, low, shape), row(WIDE, wide, shape, is_taken=True, **more)]
+    return [
+        row(TORCH, of_torch, shape, is_auto=auto == TORCH),
+        row(LOW, low, shape),
+        row(WIDE, wide, shape, is_taken=True, is_auto=auto == WIDE, **more),
+    ]
 
 
-def report(**more):
-    return Matmul([*shape_rows(FEW, 10.0, 8.0, 16.0, **more), *shape_rows(MANY, 200.0, 400.0, 180.0, **more)])
+def report(auto=(TORCH, WIDE), **more):
+    few, many = auto
+    return Matmul(
+        [*shape_rows(FEW, 10.0, 8.0, 16.0, few, **more), *shape_rows(MANY, 200.0, 400.0, 180.0, many, **more)]
+    )
 
 
-def test_a_table_has_the_taken_and_the_best_tile_and_their_ratios():
+def test_a_table_has_the_taken_and_the_best_tile_what_auto_takes_and_their_ratios():
     taken, _ = report().sections()
 
     assert taken.body[0].splitlines()[0] == (
-        "| M x N x K | torch (us) | taken | taken (us) | best | best (us) | taken/torch | best/torch | taken/best "
-        "| taken (TFLOP/s) |"
+        "| M x N x K | torch (us) | taken | taken (us) | best | best (us) | auto | taken/torch | best/torch "
+        "| taken/best | auto/better | taken (TFLOP/s) |"
     )
     assert taken.body[0].splitlines()[2:] == [
-        "| 64 x 8192 x 2048 | 10 | 128x256x4c2 | 16 | 64x64x12 | 8 | 1.60 | 0.80 | 2.00 | 134 |",
-        "| 4096 x 8192 x 2048 | 200 | 128x256x4c2 | 180 | 128x256x4c2 | 180 | 0.90 | 0.90 | 1.00 | 764 |",
+        "| 64 x 8192 x 2048 | 10 | 128x256x4c2 | 16 | 64x64x12 | 8 | torch.mm | 1.60 | 0.80 | 2.00 | 1.00 | 134 |",
+        "| 4096 x 8192 x 2048 | 200 | 128x256x4c2 | 180 | 128x256x4c2 | 180 | 128x256x4c2 | 0.90 | 0.90 | 1.00 | 1.00 "
+        "| 764 |",
     ]
 
 
@@ -351,6 +366,10 @@ def test_the_findings_are_means_and_the_worst_over_all_shapes_and_over_those_of_
         "best/torch over 1 shape of at least one wave: geometric mean 0.900, at worst 0.90 (4096 x 8192 x 2048).",
         "taken/best over 2 shapes: geometric mean 1.414, at worst 2.00 (64 x 8192 x 2048).",
         "taken/best over 1 shape of at least one wave: geometric mean 1.000, at worst 1.00 (4096 x 8192 x 2048).",
+        "auto/better over 2 shapes: geometric mean 1.000, at worst 1.00 (64 x 8192 x 2048).",
+        "auto/better over 1 shape of at least one wave: geometric mean 1.000, at worst 1.00 (4096 x 8192 x 2048).",
+        "The time of `auto` / the faster of torch's and graphar's is at most 1.00 "
+        "(torch.mm, 64 x 8192 x 2048: `torch.mm` is fastest).",
     ]
 
 
@@ -358,7 +377,8 @@ def test_the_findings_are_means_and_the_worst_over_all_shapes_and_over_those_of_
 def test_shapes_that_are_alike_have_one_sentence_for_each_ratio(shape):
     found = Matmul(shape_rows(shape, 10.0, 10.0, 10.0)).findings()
 
-    assert [one.split(" over ")[1][:8] for one in found] == ["1 shape:"] * 3
+    assert [one.split(" over ")[1][:8] for one in found[:-1]] == ["1 shape:"] * 4
+    assert found[-1].startswith("The time of `auto` / the faster of torch's and graphar's is at most 1.00")
 
 
 def test_a_glance_is_the_ratio_of_the_tile_taken_to_torch():
@@ -367,7 +387,18 @@ def test_a_glance_is_the_ratio_of_the_tile_taken_to_torch():
     assert glance.words == "graphar's time of a matmul / torch's, by shape, geometric mean 1.200"
     assert glance.headline == "0.90 to 1.60"
     assert glance.shortfall == "1 of 2 cases; the worst is 1.60 (64 x 8192 x 2048)"
-    assert report().loss_of_auto() == f"2.00 ({WIDE}, 64 x 8192 x 2048: `{LOW}` is fastest)"
+
+
+def test_the_loss_of_auto_is_that_against_the_faster_of_torchs_and_graphars():
+    worse, found = report((WIDE, WIDE)), report((TORCH, TORCH))
+
+    assert worse.loss_of_auto() == f"1.60 ({WIDE}, 64 x 8192 x 2048: `{TORCH}` is fastest)"
+    assert found.loss_of_auto() == f"1.11 ({TORCH}, 4096 x 8192 x 2048: `{WIDE}` is fastest)"
+    assert (
+        worse.findings()[-1]
+        == f"The time of `auto` / the faster of torch's and graphar's is at most {worse.loss_of_auto()}."
+    )
+    assert "| torch.mm | 0.90 | 0.90 | 1.00 | 1.11 | 764 |" in found.sections()[0].body[0]
 
 
 def test_a_report_without_rows_has_no_figures():
@@ -381,7 +412,8 @@ def test_a_wrong_tile_is_named_and_compared_with_nothing():
 
     assert found.wrong() == [f"{WIDE} at {one}" for one in ("64 x 8192 x 2048", "4096 x 8192 x 2048")]
     assert found.sections()[0].body[0].splitlines()[3] == (
-        "| 4096 x 8192 x 2048 | 200 | 128x256x4c2 | 180 **(3 WRONG)** | 64x64x12 | 400 | - | 2.00 | - | - |"
+        "| 4096 x 8192 x 2048 | 200 | 128x256x4c2 | 180 **(3 WRONG)** | 64x64x12 | 400 | 128x256x4c2 | - | 2.00 "
+        "| - | - | - |"
     )
     assert [chart.marks for chart in found.sections()[0].figures] == [[], []]
     assert [one.split(" ")[0] for one in found.findings()] == ["best/torch"] * 2
@@ -391,7 +423,10 @@ def test_a_wrong_tile_is_named_and_compared_with_nothing():
 def test_a_shape_that_was_ended_early_is_shown_without_ratios():
     found = Matmul([row(TORCH, 10.0, FEW)])
 
-    assert found.sections()[0].body[0].splitlines()[2] == "| 64 x 8192 x 2048 | 10 | - | - | - | - | - | - | - | - |"
+    assert (
+        found.sections()[0].body[0].splitlines()[2]
+        == "| 64 x 8192 x 2048 | 10 | - | - | - | - | - | - | - | - | - | - |"
+    )
 
 
 def test_charts_have_a_row_for_each_weight_and_tell_waves_apart():
@@ -415,7 +450,8 @@ def test_times_of_two_runs_are_told_apart_by_method_and_shape():
 def test_a_line_says_which_tile_is_taken():
     lines = [Matmul().line(one) for one in shape_rows(FEW, 10.0, 8.0, 16.0)]
 
-    assert [line.endswith(", taken") for line in lines] == [False, False, True]
+    assert [line.endswith(", taken, auto") for line in lines] == [False, False, True]
+    assert Matmul().line(shape_rows(FEW, 10.0, 8.0, 16.0, TORCH)[0]).endswith("wrong, auto")
     assert "64x64x12" in lines[1]
     assert "8.00 us      0 wrong" in lines[1]
 
@@ -433,3 +469,4 @@ def test_every_method_is_measured_and_verified_in_graphs_on_a_gpu():
     assert [one.method for one in found if isinstance(one, MatmulRow)] == list(METHODS)
     assert [one for one in found if one.wrong or one.median <= 0] == []
     assert sum(one.is_taken for one in found) == 1
+    assert sum(one.is_auto for one in found) == 1

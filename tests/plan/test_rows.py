@@ -212,7 +212,8 @@ def made_up(content):
     content["prefetch"] = {"budget_nbytes": 1 << 16, "largest_nbytes": 1024}
     content["beside"] = {"blocks": 3, "pipelined_from_nbytes": 512}
     content["matmul"] |= {
-        "own_rows": [16, 32],
+        "own_from_rows": 16,
+        "against_torch": [[16, 64, 64, 1.5], [32, 64, 64, 0.5]],
         "tiles_from_numel": {"4": 4096},
         "codec_tiles_from_numel": {"4": 8192},
         "skinny_from_columns": {"8": 64},
@@ -329,6 +330,7 @@ def test_matmuls_follow_its_policy_and_sms(table):
     one_shot, two_shot = (Product("fused_matmul_allreduce", (1,), columns) for columns in (32, 40))
     assert matmuls.fused_algorithm(table, one_shot, 4) is Algorithm.MATMUL_ONE_SHOT
     assert matmuls.fused_algorithm(table, two_shot, 4) is Algorithm.MATMUL_TWO_SHOT
+    assert [matmuls.choose_matmul(policy, m, 64, 64, SMS).own for m in (15, 16, 32)] == [False, False, True]
     tiles = [matmuls.tiles_of_sum(policy, Algorithm.MATMUL_REDUCESCATTER, (rows,) * 4, 8, CHIP) for rows in (1, 2, 4)]
     assert tiles[1:] == [(policy.small_tile,), (policy.large_tile,)]
     assert tiles[0][0] not in (policy.large_tile, policy.alternating_tile)

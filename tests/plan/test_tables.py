@@ -137,7 +137,18 @@ BAD_TABLES = {
     "norm: one_shot_sent_nbytes must be int, got 1.5": with_policy("norm", one_shot_sent_nbytes=1.5),
     "quantized: needs exactly half_sm_tiles, pipelined_tiles, many_tiles": without_policy("quantized", "many_tiles"),
     "beside: needs exactly blocks, pipelined_from_nbytes, and differs in 'warps'": with_policy("beside", warps=1),
-    "matmul: own_rows must be": with_policy("matmul", own_rows=[64]),
+    "matmul: own_from_rows must be int, got [64]": with_policy("matmul", own_from_rows=[64]),
+    "matmul: against_torch must be": with_policy("matmul", against_torch={"64": 1.0}),
+    "matmul: against_torch must have points [m, n, k, ratio], got [64, 64, 1.0]": with_policy(
+        "matmul", against_torch=[[64, 64, 64, 1.0], [64, 64, 1.0]]
+    ),
+    "matmul: against_torch must have points [m, n, k, ratio], got 64": with_policy("matmul", against_torch=[64]),
+    "matmul: n of against_torch must be int, got 0": with_policy("matmul", against_torch=[[64, 0, 64, 1.0]]),
+    "matmul: k of against_torch must be int, got 64.0": with_policy("matmul", against_torch=[[64, 64, 64.0, 1.0]]),
+    "matmul: ratio of against_torch must be float, got 0": with_policy("matmul", against_torch=[[64, 64, 64, 0]]),
+    "matmul: against_torch must have each [m, n, k] once": with_policy(
+        "matmul", against_torch=[[64, 64, 64, 1.0], [64, 64, 64, 2.0]]
+    ),
     "matmul: skinny_least_busy must be float": with_policy("matmul", skinny_least_busy="most"),
     "matmul: tiles_from_numel must be": with_policy("matmul", tiles_from_numel={"2": -1}),
     "matmul: must be an object, got 'large'": with_policy("matmul", large_tile="large"),

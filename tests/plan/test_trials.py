@@ -8,6 +8,8 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from graphar.plan import trials
+from graphar.plan.matmuls import choose_matmul, fills_wave
+from graphar.plan.policy import Chip
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.tables import POLICIES, problem_with, shipped_table
 
@@ -40,7 +42,8 @@ def test_every_number_of_a_policy_has_a_trial():
 
     known = {path for name in POLICIES if name != "chip" for path in numbers(getattr(TABLE, name), (name,))}
 
-    assert known - tried == {("matmul", "one_shot_nbytes_beyond"), ("matmul", "alternating_tile")}
+    without = {"one_shot_nbytes_beyond", "alternating_tile", "against_torch"}
+    assert known - tried == {("matmul", name) for name in without}
     assert tried <= known
 
 
@@ -78,3 +81,40 @@ def test_the_value_with_the_least_geometric_mean_is_chosen(times, chosen):
 def test_a_gain_of_less_than_one_percent_is_noise():
     assert trials.choose([[1.0], [0.992]], present=0) == 0
     assert trials.choose([[1.0], [0.985]], present=0) == 1
+
+
+def test_costs_of_tiles_are_tried_with_small_fused_kernels_and_with_large_matmuls():
+    costs = [trial for trial in trials.trials(2, TABLE) if trial.path[:2] == ("matmul", "cost")]
+
+    for trial in costs:
+        fused = [one for one in trial.workloads if one.op == "matmul_allreduce"]
+        alone = [one for one in trial.workloads if one.op == "matmul"]
+        assert all(one.rows * one.columns < TABLE.matmul.estimated_below_numel for one in fused)
+        assert {one.rows for one in alone} == {512, 1024, 2048, 4096}
+        assert all(choose_matmul(TABLE.matmul, one.rows, one.columns, one.k, TABLE.chip.sms).own for one in alone)
+
+
+# ---- graphar's matmul against torch's -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sms", [66, 132])
+def test_shapes_below_a_wave_are_timed_once_with_graphars_matmul_and_once_with_torchs(sms):
+    found = list(trials.against_torch(TABLE.matmul, Chip(sms, "sm_90a")))
+
+    assert len({one for one, *_ in found}) == len(found)
+    for one, *policies in found:
+        shape = one.rows, one.columns, one.k
+        assert one.op == "matmul"
+        assert not fills_wave(one.rows, one.columns, sms)
+        assert [choose_matmul(policy, *shape, sms).own for policy in policies] == [True, False]
+
+
+def test_all_rows_below_a_wave_are_timed_for_every_weight():
+    found = {(one.rows, one.columns, one.k) for one, *_ in trials.against_torch(TABLE.matmul, TABLE.chip)}
+
+    assert found == {one[:3] for one in TABLE.matmul.against_torch}
+    assert all(fills_wave(2 * trials.ROWS_BELOW_WAVE[-1], n, TABLE.chip.sms) for n, _ in trials.WEIGHTS)
+
+
+def test_a_gpu_without_graphars_matmul_times_no_shapes():
+    assert list(trials.against_torch(TABLE.matmul, Chip(132, "sm_100a"))) == []
