@@ -1,7 +1,8 @@
 """Every measured number in the README and docs is that of a committed report.
 
 Rows of tables are compared with the report's, and figures are drawn from it. A number in prose must stand in a report
-that the page links to, or in the summary of that report's folder; what was computed from a report is computed here.
+that the page links to, or in the summary of that report's folder; what was computed from a report, or comes from a
+tuning table, is computed here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from graphar.plan.tables import shipped_table
 from perf import figures
 from tests.pages import PAGES, ROOT
 
@@ -179,7 +181,13 @@ def worst(path: str, ranks: int, largest: int = 2 * GB) -> str:
     return f"{100 * (max(ratios) - 1):.0f}"
 
 
-# By page, the numbers that are computed from reports.
+def of_torchs_matmul(*shape: int) -> str:
+    """The time of graphar's matmul / torch's at a measured shape, by the table of H200s."""
+    (found,) = (one for one in shipped_table("nvidia_h200").matmul.against_torch if one[:3] == shape)
+    return f"{found.ratio:.2f}"
+
+
+# By page, the numbers that are computed from reports, or stand in a tuning table.
 CLAIMS: dict[str, list[Callable[[], str | Sequence[str]]]] = {
     "README": [
         over_nccl,
@@ -197,6 +205,10 @@ CLAIMS: dict[str, list[Callable[[], str | Sequence[str]]]] = {
         lambda: worst("h200x4/allreduce.json", 2, 16 * MB),
         lambda: worst("h200x4/allreduce.json", 3, 64 * KB),
         lambda: "3",  # perf.report.NOISE
+    ],
+    "matmul": [
+        lambda: of_torchs_matmul(64, 1024, 8192),
+        lambda: of_torchs_matmul(768, 1024, 8192),
     ],
 }
 
