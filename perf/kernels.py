@@ -58,8 +58,9 @@ def catalogue() -> Iterator[KernelSource]:
     yield from map(residual_norm_source, TYPE_NAMES)
     for dtype, staging in itertools.product(TYPE_NAMES, ((1, 4), (2, 2), (4, 1))):
         yield from residual_norm_backward_sources(dtype, *staging)
-    for dtype, tile, layout in itertools.product(MATMUL_TYPES, MATMUL_TILES, LAYOUTS):
-        yield matmul_source(dtype, tile, layout)
+    for dtype, tile in itertools.product(MATMUL_TYPES, MATMUL_TILES):
+        for layout in tile.layouts:
+            yield matmul_source(dtype, tile, layout)
     yield from _fused_matmul_kernels(epilogues)
     yield from _gathered_matmul_kernels(epilogues)
 

@@ -65,7 +65,8 @@ def matmul(
         order: the order of the tiles of C.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes that do not fit together; less than one SM.
+        TypeError, ValueError: dtypes, devices or shapes that do not fit together; less than one SM; a tile that does
+            not serve the layout of ``w``.
         UnsupportedError: :func:`why_not` has a reason, or the kernel is not loaded yet while a graph is captured.
     """
     _check(a, w, out, bias)
@@ -78,6 +79,8 @@ def matmul(
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     if reason := why_not(a, w, out):
         raise UnsupportedError(f"matmul: {reason}")
+    if tile and (layout := layout_of(w)) not in tile.layouts:
+        raise ValueError(f"matmul: {tile} serves weights {' or '.join(tile.layouts)}, got one {layout}")
     enqueue = bind(a, w, out, bias, sms, tile, order)
     with torch.cuda.device(a.device):
         enqueue(torch.cuda.current_stream().cuda_stream)
@@ -100,7 +103,7 @@ def bind(
     """
     device, layout = a.device.index, layout_of(w)
     sms = sms or launcher.sm_count(device)
-    tile = tile or default_tile(device, *out.shape, sms)
+    tile = tile or default_tile(device, *out.shape, sms, layout)
     weights = matrix_of(w if layout == "by_rows" else w.t())
     pointer = 0 if bias is None else bias.data_ptr()
     with torch.cuda.device(device):
@@ -123,9 +126,12 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
     return ""
 
 
-def default_tile(device: int, m: int, n: int, sms: int) -> MatmulTile:
-    """Returns the tile that :func:`matmul` takes by default for a result [m, n] on ``sms`` SMs of a device."""
-    return fastest_tile(_policy(device).cost, m, n, sms)
+def default_tile(device: int, m: int, n: int, sms: int, layout: str = "by_rows") -> MatmulTile:
+    """Returns the tile that :func:`matmul` takes by default for a result [m, n] on ``sms`` SMs of a device.
+
+    ``layout`` is the layout of the weight, one of LAYOUTS.
+    """
+    return fastest_tile(_policy(device).cost, m, n, sms, layout)
 
 
 @functools.cache

@@ -280,7 +280,8 @@ def _bind(
 
 
 def _bind_own(cost: TileCost, step: Step, sms: int) -> Callable[[int], None]:
-    return gemm.bind(*step, sms=sms, tile=fastest_tile(cost, *step.out.shape, sms))
+    tile = fastest_tile(cost, *step.out.shape, sms, gemm.layout_of(step.w))
+    return gemm.bind(*step, sms=sms, tile=tile)
 
 
 def takes_own(engine: Engine, one: MatmulOperands, only_own: bool) -> bool:

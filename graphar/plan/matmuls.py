@@ -114,9 +114,13 @@ def _fills_waves(policy: MatmulPolicy, columns: int, chip: Chip) -> bool:
     return waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
 
 
-def fastest_tile(cost: TileCost, m: int, n: int, sms: int) -> MatmulTile:
-    """Returns the tile of a plain matmul that is estimated to compute C [m, n] fastest on ``sms`` SMs."""
-    return min(MATMUL_TILES, key=lambda tile: clocks(cost, tile, [m], n, sms))
+def fastest_tile(cost: TileCost, m: int, n: int, sms: int, layout: str = "by_rows") -> MatmulTile:
+    """Returns the tile of a plain matmul that is estimated to compute C [m, n] fastest on ``sms`` SMs.
+
+    ``layout`` is the layout of the weight, one of LAYOUTS.
+    """
+    fitting = [tile for tile in MATMUL_TILES if layout in tile.layouts]
+    return min(fitting, key=lambda tile: clocks(cost, tile, [m], n, sms))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -135,7 +139,7 @@ def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, sms: i
     rounds = -(-clusters // max(sms // tile.cluster, 1))
     step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
     step += (tile.rows + tile.columns / tile.cluster) * cost.wait_a_line
-    return rounds * step * (cost.clustered if tile.cluster > 1 else 1)
+    return rounds * step
 
 
 def tiles_of_sum(

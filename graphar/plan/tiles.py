@@ -14,12 +14,12 @@ LAYOUTS = ("by_rows", "by_columns")  # layouts of the weight: OperandLayout in c
 class MatmulTile:
     """A tile of a matmul C = A W^T with many rows."""
 
-    rows: int  # rows of C: 64 for each consumer warpgroup that shares the tile, one or two
-    columns: int  # columns of C: 64, 128, 192 or 256
+    rows: int  # rows of C: 64 for each consumer warpgroup that shares the tile, one to three
+    columns: int  # columns of C: 64, 128, 160, 192, 224 or 256
     stages: int  # pipeline stages in shared memory, of 64 of K each
     cluster: int = 1  # thread blocks of a cluster: their tiles lie below each other in C, and they load W together
     # Whether shared memory holds a whole finished tile, which kernels need that send it to other ranks. Otherwise it
-    # holds two boxes of each warpgroup.
+    # holds two boxes of each warpgroup, or one of each of three.
     whole: bool = False
     # Whether the two consumer warpgroups compute separate tiles of 64 rows. Otherwise they share a tile.
     alternating: bool = False
@@ -39,8 +39,14 @@ class MatmulTile:
     def shared_nbytes(self) -> int:
         """Dynamic shared memory of a block, as the kernels' ring of stages lays it out."""
         loaded = self.stages * (self.rows + self.columns) * 128
-        staged = self.consumers * (self.columns // 64 if self.whole else min(self.columns // 64, 2)) * 8192
+        boxes = -(-self.columns // 64)
+        staged = self.consumers * (boxes if self.whole else min(boxes, 2 if self.rows <= 128 else 1)) * 8192
         return loaded + staged + self.stages * 16
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The layouts of the weight that it serves: boxes of a weight by columns have 64 columns."""
+        return LAYOUTS if self.columns % 64 == 0 else LAYOUTS[:1]
 
     def __str__(self) -> str:
         flags = [str(flag).lower() for flag in (self.whole, self.alternating, self.recorded)]
@@ -71,17 +77,29 @@ class SkinnyTile:
         return f"SkinnyTile<{self.rows}, {self.stages}, {self.cluster}>"
 
 
+# The tiles of the plain matmul. Their areas lie close together, so that for most shapes of C one of them leaves few SMs
+# idle in its last round.
 MATMUL_TILES = (
     MatmulTile(64, 64, stages=12),
     MatmulTile(64, 128, stages=8),
-    MatmulTile(64, 128, stages=8, cluster=2),
+    MatmulTile(64, 160, stages=7),
+    MatmulTile(64, 192, stages=6),
+    MatmulTile(128, 128, stages=6),
+    MatmulTile(128, 160, stages=5),
+    MatmulTile(128, 192, stages=4),
+    MatmulTile(128, 224, stages=4),
+    MatmulTile(128, 256, stages=4, cluster=2),
+    MatmulTile(192, 128, stages=5),
+    MatmulTile(192, 160, stages=4),
+    MatmulTile(192, 192, stages=4),
+)
+# The tiles of matmuls that gather rows. All are loaded together, since ranks may choose different ones.
+GATHERED_TILES = (
     MatmulTile(128, 128, stages=6),
     MatmulTile(128, 128, stages=6, cluster=2),
     MatmulTile(128, 192, stages=4),
     MatmulTile(128, 256, stages=4, cluster=2),
 )
-# The tiles of matmuls that gather rows. All are loaded together, since ranks may choose different ones.
-GATHERED_TILES = tuple(tile for tile in MATMUL_TILES if tile.rows == 128)
 # The tiles of matmuls that send finished tiles to other ranks.
 SUMMED_TILES = (
     MatmulTile(64, 64, stages=12, whole=True),

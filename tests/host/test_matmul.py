@@ -6,7 +6,6 @@ decoded. tests/matmul/test_matmul_gpu.py tests what needs a GPU.
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
@@ -17,7 +16,7 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import Scratch
-from graphar.plan.tiles import LAYOUTS, MatmulTile
+from graphar.plan.tiles import MatmulTile
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 from tests.host.build import Mutation, build
@@ -32,8 +31,9 @@ TILES = (
     MatmulTile(64, 128, 3, cluster=2),
     MatmulTile(128, 64, 2, cluster=2),
     MatmulTile(128, 192, 2, cluster=2),
+    MatmulTile(192, 160, 2),
 )
-KINDS = tuple(itertools.product(MATMUL_TYPES, TILES, LAYOUTS))
+KINDS = tuple([(dtype, tile, layout) for dtype in MATMUL_TYPES for tile in TILES for layout in tile.layouts])
 SEEDS = {"plain": 6, "thread": 1, "address": 2}
 OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # any: Simulation requires one
 MOST_SEEDS = 30  # until a mistake is noticed
@@ -145,6 +145,14 @@ def is_noticed(program, kind, seed: int, largest: float) -> bool:
         return wrong_bytes(program, 0, kind, seed, largest) > 0
     except KernelFailure:
         return True
+
+
+def test_a_last_box_that_is_stored_beyond_its_tile_is_noticed():
+    kind = (torch.bfloat16, MatmulTile(192, 160, 2), "by_rows")
+    stored = "tensor_store(c, column + first,"
+    program = program_of([kind], "plain", Mutation(_file_of(stored), stored, "tensor_store(c, column + 64 * box,"))
+
+    assert any(is_noticed(program, kind, seed, 1.0) for seed in range(MOST_SEEDS))
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)

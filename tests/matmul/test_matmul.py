@@ -26,6 +26,9 @@ from perf.cubin import resources
 POLICY = shipped_table("nvidia_h200").matmul
 SHARED_NBYTES_OF_A_BLOCK = 227 * 1024  # on sm_90
 every_tile = pytest.mark.parametrize("tile", MATMUL_TILES, ids=str)
+every_kind = pytest.mark.parametrize(
+    ("tile", "layout"), [(tile, layout) for tile in MATMUL_TILES for layout in tile.layouts], ids=str
+)
 SIZES = [1, 16, 64, 129, 256, 1000, 4096, 16384]
 
 
@@ -50,8 +53,7 @@ def columns_of(rows, columns, leading, dtype=torch.bfloat16):
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
 
-@every_tile
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_kind
 def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers(tile, layout):
     image, symbol, log = compile_with_log(matmul_source(torch.bfloat16, tile, layout))
     needed = resources(image, symbol)
@@ -120,6 +122,14 @@ def test_the_tile_is_near_the_fastest_that_was_measured(sms):
 
 def test_few_rows_take_low_tiles():
     assert fastest_tile(POLICY.cost, 16, 8192, 132).rows == 64
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_tile_serves_the_layout_of_the_weight(layout):
+    chosen = {fastest_tile(POLICY.cost, m, n, 132, layout) for m in SIZES for n in (1024, 5120, 7168)}
+
+    assert chosen <= {tile for tile in MATMUL_TILES if layout in tile.layouts}
+    assert any(tile.columns % 64 for tile in chosen) == (layout == "by_rows")
 
 
 # ---- what is launched -----------------------------------------------------------------------------------------------

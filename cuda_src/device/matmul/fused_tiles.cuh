@@ -113,7 +113,7 @@ struct Consumer {
     } else {
 #pragma unroll
       for (int box = 0; box < Tile::boxes; ++box) {
-        round_box<T>(sums, box, place(box));
+        round_box<T>(sums, 64 * box, place(box));
         staged(box);
       }
     }

@@ -18,6 +18,7 @@ struct Producer {
       constexpr u32 share = Tile::columns / Tile::cluster;
       load(ring.w(place) + part * share * row_nbytes, k, column + part * share, ring.filled[place]);
     } else {
+      static_assert(Tile::columns % 64 == 0);
       constexpr u32 share = tile_depth / Tile::cluster;
 #pragma unroll
       for (int box = 0; box < Tile::boxes; ++box)
@@ -109,15 +110,15 @@ struct Multiplier {
   }
 };
 
-// Rounds 64 x 64 sums, from column 64 * box of the tile on, into a swizzled box.
+// Rounds 64 x 64 sums, from `column` of the tile on, into a swizzled box.
 template <class T, int Count>
-__device__ __forceinline__ void round_box(const float (&sums)[Count], int box, char* to) {
+__device__ __forceinline__ void round_box(const float (&sums)[Count], int column, char* to) {
   const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
   for (int chunk = 0; chunk < 8; chunk += 2) {
     u32 words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = T::round(sums + (box * 8 + chunk) * 4 + i * 2);
+    for (int i = 0; i < 4; ++i) words[i] = T::round(sums + (column / 8 + chunk) * 4 + i * 2);
     store_matrices(to + row * row_nbytes + ((chunk + lane / 16) ^ row % 8) * 16, words);
   }
 }

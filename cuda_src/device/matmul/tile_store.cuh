@@ -16,17 +16,19 @@ struct TileStore {
     const u32 barrier = 1 + index;
 #pragma unroll
     for (int box = 0; box < Tile::boxes; ++box) {
+      // The last box of a tile that is no multiple of 64 columns wide repeats columns of the box before.
+      const int first = min(64 * box, max(Tile::columns - 64, 0));
       char* const place = ring.staging + (index * Tile::staged + box % Tile::staged) * box_nbytes;
       if (box == 0 || box >= Tile::staged) {
         if (leader && box == 0) wait_for_bulk_sources<0>();
         if (leader && box > 0) wait_for_bulk_sources<Tile::staged - 1>();
         sync_warpgroup(barrier);
       }
-      round_box<T>(sums, box, place);
+      round_box<T>(sums, first, place);
       fence_async_proxy_shared();
       sync_warpgroup(barrier);
       if (!leader) continue;
-      tensor_store(c, column + 64 * box, row + 64 * index, place);
+      tensor_store(c, column + first, row + 64 * index, place);
       commit_bulk_stores();
     }
   }

@@ -12,14 +12,14 @@ enum OperandLayout { by_rows, by_columns };  // of W: [N, K], [K, N]
 
 // M x N elements of C, computed by a block of a cluster of `Cluster`, with `Stages` places in the ring. Each warpgroup
 // computes 64 rows of a tile, a warpgroup tile. With `Alternating` two warpgroups compute separate tiles of 64 rows, so
-// that one multiplies while the other finishes a tile. Shared memory holds two finished boxes of each consumer, or with
-// `Whole` the whole tile. With `Recorded` the kernel writes a timeline (timeline.cuh).
+// that one multiplies while the other finishes a tile. Shared memory holds two finished boxes of each consumer, one of
+// each of three consumers, or with `Whole` the whole tile. With `Recorded` the kernel writes a timeline (timeline.cuh).
 template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, bool Recorded = false>
 struct MatmulTile {
   static_assert(!Alternating || M == 64);
   static constexpr int rows = M, columns = N, stages = Stages, cluster = Cluster;
-  static constexpr int warpgroups = M / 64, turns = Alternating ? 2 : 1, consumers = warpgroups * turns, boxes = N / 64;
-  static constexpr int staged = Whole || boxes < 2 ? boxes : 2;
+  static constexpr int warpgroups = M / 64, turns = Alternating ? 2 : 1, consumers = warpgroups * turns;
+  static constexpr int boxes = (N + 63) / 64, staged = Whole || boxes < 2 ? boxes : M > 128 ? 1 : 2;
   static constexpr bool recorded = Recorded;
   static constexpr u32 a_nbytes = M * row_nbytes, w_nbytes = N * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
 
