@@ -91,9 +91,10 @@ def test_partitions_change_no_bit(ranks, partition):
 
 
 @every_ranks
+@every_dtype
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_the_parts_joined_are_the_whole(ranks, with_bias):
-    a, w, bias = operands()
+def test_the_parts_joined_are_the_whole(ranks, with_bias, dtype):
+    a, w, bias = operands(dtype)
     biases = [bias] if with_bias else []
 
     parts = summed(a, w, *biases, ranks=ranks, op=reference.fused_matmul_reducescatter)
@@ -117,10 +118,11 @@ def test_rows_and_columns_alone_have_the_bits_that_they_have_together(rows, colu
 
 
 @every_ranks
-def test_an_epilogue_works_on_the_sum_before_it_is_rounded(ranks):
-    a, w, bias = operands()
+@every_dtype
+def test_an_epilogue_works_on_the_sum_before_it_is_rounded(ranks, dtype):
+    a, w, bias = operands(dtype)
     scale = drawn(4, M)
-    expected = ((leaves_by_hand(a, w) + bias.float()) * scale.float()[:, None]).bfloat16()
+    expected = ((leaves_by_hand(a, w) + bias.float()) * scale.float()[:, None]).to(dtype)
 
     found = summed(a, w, bias, ranks=ranks, epilogue=Epilogue("v * scale[row]", scale=scale))
     of_parts = Epilogue("v * scale[row]", scale=scale.tensor_split(ranks))
@@ -190,9 +192,10 @@ def test_gathered_rows_have_the_same_bits_however_rows_and_features_are_divided(
     assert same_bits(torch.cat(of_ranks, 1), expected) == 0
 
 
-def test_an_epilogue_works_on_the_product_of_gathered_rows():
-    a, w, bias = operands()
-    expected = torch.relu(product(a, w) + bias.float()).bfloat16()
+@every_dtype
+def test_an_epilogue_works_on_the_product_of_gathered_rows(dtype):
+    a, w, bias = operands(dtype)
+    expected = torch.relu(product(a, w) + bias.float()).to(dtype)
 
     found = reference.fused_allgather_matmul(a.tensor_split(4), w, bias, "relu(v)", tp_invariant=True)
 
@@ -268,17 +271,19 @@ every_layer = pytest.mark.parametrize("layer", [RowParallel, ColumnParallel])
 
 @every_ranks
 @every_layer
+@every_dtype
 @pytest.mark.parametrize("tokens", [TOKENS, 5])
-def test_the_gradients_of_linear_layers_have_the_same_bits_for_any_number_of_ranks(layer, ranks, tokens):
-    one = layer(tokens)
+def test_the_gradients_of_linear_layers_have_the_same_bits_for_any_number_of_ranks(layer, ranks, tokens, dtype):
+    one = layer(tokens, dtype)
 
     pairs = zip(one.gradients(ranks), one.gradients(1), strict=True)
 
     assert [same_bits(*pair) for pair in pairs] == [0, 0, 0]
 
 
-def test_gradients_of_inputs_and_weights_are_added_in_the_order_of_features_or_tokens_or_as_a_tree():
-    rows, columns = RowParallel(), ColumnParallel()
+@every_dtype
+def test_gradients_of_inputs_and_weights_are_added_in_the_order_of_features_or_tokens_or_as_a_tree(dtype):
+    rows, columns = RowParallel(dtype=dtype), ColumnParallel(dtype=dtype)
 
     of_input, of_weight, _ = rows.gradients(2)
     of_whole_input, of_columns_weight, _ = columns.gradients(2)
@@ -287,6 +292,16 @@ def test_gradients_of_inputs_and_weights_are_added_in_the_order_of_features_or_t
     assert same_bits(of_weight, linear(rows.dy.t(), rows.a.t())) == 0
     assert same_bits(of_whole_input, summed(columns.dy, columns.w.t(), ranks=4)) == 0
     assert same_bits(of_columns_weight, linear(columns.dy.t(), columns.a.t())) == 0
+
+
+@every_layer
+def test_gradients_that_are_no_numbers_are_canonical_nans(layer):
+    one = layer()
+    one.dy[3, 7], one.dy[5] = torch.nan, -torch.nan
+
+    for gradient in one.gradients(2):
+        assert 0 < gradient.isnan().sum() <= gradient.numel()
+        assert (gradient.view(torch.int16)[gradient.isnan()] == 0x7FFF).all()
 
 
 @every_dtype
@@ -304,13 +319,16 @@ def test_the_gradients_of_linear_layers_are_as_close_to_float64_as_fp32_sums_can
 
 
 @every_ranks
-def test_the_gradient_of_a_bias_whose_rows_ranks_divide_has_the_same_bits(ranks):
-    one = RowParallel()
-    dy, (*_, whole) = one.dy, one.gradients(1)
+@every_dtype
+def test_the_gradient_of_a_bias_whose_rows_ranks_divide_has_the_same_bits(ranks, dtype):
+    one = RowParallel(dtype=dtype)
+    *_, rounded = one.gradients(1)
 
-    partials = [linear_gradients.bias_partial(rows, ranks) for rows in dy.chunk(ranks)]
+    partials = [linear_gradients.bias_partial(rows, ranks) for rows in one.dy.chunk(ranks)]
 
-    assert same_bits(reference.allreduce(partials, order="tree", out_dtype=dy.dtype), whole) == 0
+    total = reference.allreduce(partials, order="tree")
+    assert same_bits(total, linear_gradients.bias_partial(one.dy, 1)) == 0
+    assert same_bits(total.to(dtype), rounded) == 0
 
 
 @every_ranks

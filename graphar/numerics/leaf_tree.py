@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.nan import with_canonical_nan
 
 LEAVES = 8
 LEAF_UNIT = 64  # the columns of a leaf are a multiple: kernels load 64 at a time
@@ -77,11 +76,6 @@ def tree_sum(nodes: Sequence[torch.Tensor]) -> torch.Tensor:
     while len(nodes) > 1:
         nodes = [left + right for left, right in zip(nodes[::2], nodes[1::2], strict=True)]
     return nodes[0]
-
-
-def rounded(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a sum rounded to ``dtype``. Every NaN is the canonical one."""
-    return with_canonical_nan(total.to(dtype))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

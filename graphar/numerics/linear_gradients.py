@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from graphar.numerics import leaf_tree
-from graphar.numerics.leaf_tree import LEAVES, partial, product, rounded, tree_sum
+from graphar.numerics.leaf_tree import LEAVES, partial, product, tree_sum
+from graphar.numerics.nan import with_canonical_nan
 
 
 def row_parallel(
@@ -31,7 +32,7 @@ def row_parallel(
     Returns:
         Each rank's gradient of ``a``, each rank's of ``w``, and that of the bias [N], which is that of all ranks.
     """
-    of_a = [rounded(product(dy, one.t()), dy.dtype) for one in w]
+    of_a = [_rounded(product(dy, one.t()), dy.dtype) for one in w]
     of_w = [_of_weight(dy, one) for one in a]
     return of_a, of_w, _of_bias(dy)
 
@@ -58,7 +59,7 @@ def column_parallel(
     """
     leaf_tree.check_operands("column_parallel", dy)
     of_x = tree_sum([partial(of_rank, one.t(), len(dy)) for of_rank, one in zip(dy, w, strict=True)])
-    return rounded(of_x, x.dtype), [_of_weight(one, x) for one in dy], [_of_bias(one) for one in dy]
+    return _rounded(of_x, x.dtype), [_of_weight(one, x) for one in dy], [_of_bias(one) for one in dy]
 
 
 def bias_partial(dy: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -82,8 +83,12 @@ def bias_partial(dy: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def _of_weight(dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    return rounded(product(dy.t(), a.t()), dy.dtype)
+    return _rounded(product(dy.t(), a.t()), dy.dtype)
 
 
 def _of_bias(dy: torch.Tensor) -> torch.Tensor:
-    return rounded(bias_partial(dy, 1), dy.dtype)
+    return _rounded(bias_partial(dy, 1), dy.dtype)
+
+
+def _rounded(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return with_canonical_nan(gradient.to(dtype))
