@@ -24,8 +24,8 @@ def allreduce(
     """Returns the sum that every rank receives: ``parts[0] + parts[1] + ...``, added in rank order and rounded once.
 
     The sum of bf16, fp16 and fp32 is accumulated in fp32. Integers wrap. ``order="tree"`` adds fp32 partials of 1, 2, 4
-    or 8 ranks as a binary tree: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). If the partials are nodes of a tree of 8
-    leaves, as those of a product with ``tp_invariant`` are, the sum has the same bits for each number of ranks.
+    or 8 ranks as a binary tree: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). The sum has the same bits for each number of
+    ranks if the partials are nodes of one tree of 8 leaves.
 
     Args:
         parts: one tensor per rank, in rank order; equal shapes and dtypes.
@@ -329,7 +329,7 @@ def fused_matmul_allreduce(
 
     With ``tp_invariant`` K over all ranks is cut into 8 leaves of equal length, which are added in fp32 as a binary
     tree. The result is rounded once. It has the same bits for 1, 2, 4 and 8 ranks, and each element depends on its row
-    of ``a`` and of ``w`` alone.
+    of ``a`` and its row of ``w`` alone. A leaf is added in the order of K, 16 columns at a time.
 
     Args:
         a: one tensor per rank, in rank order: [..., K]. Shapes may differ in K only.
@@ -410,8 +410,8 @@ def fused_allgather_matmul(
 ) -> torch.Tensor:
     """Returns what a rank with the weight ``w`` receives: ``allgather(a) @ w.T``, plus the bias.
 
-    Every rank has all of K. With ``tp_invariant`` it is added in fp32 in its order, 16 columns at a time, so each
-    element depends on its row of ``a`` and of ``w`` alone, however ranks divide rows and features.
+    With ``tp_invariant`` products are added in fp32 in the order of K, 16 columns at a time. Each element then depends
+    on its row of ``a`` and its row of ``w`` alone, however ranks divide rows and features.
 
     Args:
         a: one tensor per rank, in rank order: [M_r, ..., K]. Shapes may differ in M_r only.

@@ -26,14 +26,15 @@ STEP = 16  # columns that a wgmma instruction multiplies
 def product(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Returns ``a @ w.T`` in fp32, added in the order of K, 16 columns at a time.
 
-    An element begins as zero. For every 16 columns, their products are added to zero one after another, and the sum of
-    these to the element. Every product and every sum is rounded to nearest in fp32. The products of bf16 and fp16 are
+    An element begins as zero. The products of 16 columns are added to each other, from zero and in order. Their sum is
+    added to the element. Each product and each sum is rounded to nearest in fp32. The products of bf16 and fp16 are
     exact, unless they leave the range of normal fp32 numbers. The bits of an element therefore depend on its row of
-    ``a`` and its row of ``w`` alone. torch's matmul on the CPU does not promise that: it adds in another order for
-    other shapes.
+    ``a`` and its row of ``w`` alone. torch's matmul on the CPU does not promise that: its order depends on the shape.
 
-    A tensor core adds the products of 16 columns and the element in one operation, whose intermediate results have
-    fewer bits than fp32. Products on GPUs have the same bits among GPUs, and products on CPUs those of this function.
+    Kernels executed on the host (tests/host) give the bits of this function. A tensor core does not: it adds the
+    products of 16 columns and the element in one operation, whose intermediate results have other roundings. So
+    products have one set of bits on all CPUs, and another on all GPUs with the same tensor cores. What is added to
+    equal products, such as partials and biases, has the same bits on both.
 
     Args:
         a: [M, K], bf16, fp16 or fp32.

@@ -1,7 +1,7 @@
 """The gradients of linear layers with the same bits on 1, 2, 4 and 8 ranks, in torch.
 
-A gradient that sums over features which ranks divide is a tree of 8 leaves, as in graphar.numerics.leaf_tree. Ranks of
-tensor parallelism do not divide tokens in a matmul: a weight's gradient sums over all of them in their order.
+A gradient that sums over features which ranks divide is a tree of 8 leaves, as in graphar.numerics.leaf_tree. In a
+matmul of tensor parallelism every rank has all tokens: a weight's gradient sums over them in their order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def row_parallel(
         w: each rank's weight [N, K / ranks], of the same dtype.
 
     Returns:
-        Each rank's gradient of ``a``, each rank's of ``w``, and that of the bias [N], which is that of all ranks.
+        The gradients of each rank's ``a``, of each rank's ``w``, and of the bias [N], equal on all ranks.
     """
     of_a = [_rounded(product(dy, one.t()), dy.dtype) for one in w]
     of_w = [_of_weight(dy, one) for one in a]
@@ -52,7 +52,7 @@ def column_parallel(
         w: each rank's weight [N / ranks, K], of the same dtype.
 
     Returns:
-        The gradient of ``x``, each rank's of ``w``, and each rank's of its bias [N / ranks].
+        The gradients of ``x``, of each rank's ``w``, and of each rank's bias [N / ranks].
 
     Raises:
         ValueError: 3, 5, 6 or 7 ranks, features of unequal number, or N that is no multiple of 8 leaves of 64.
