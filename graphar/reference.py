@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from graphar.numerics import norms, partitions
+from graphar.numerics import leaf_tree, norms, partitions
 from graphar.numerics.codec_reference import SUM, Noise, decode, encode
 from graphar.numerics.codecs import TILE_NUMEL, Codec, as_codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
@@ -15,28 +15,41 @@ from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, Pointw
 from graphar.numerics.nan import with_canonical_nan
 
 
-def allreduce(parts: Sequence[torch.Tensor], epilogue: object = None) -> torch.Tensor:
+def allreduce(
+    parts: Sequence[torch.Tensor],
+    epilogue: object = None,
+    order: str = "rank",
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Returns the sum that every rank receives: ``parts[0] + parts[1] + ...``, added in rank order and rounded once.
 
-    The sum of bf16, fp16 and fp32 is accumulated in fp32. Integers wrap.
+    The sum of bf16, fp16 and fp32 is accumulated in fp32. Integers wrap. ``order="tree"`` adds fp32 partials of 1, 2, 4
+    or 8 ranks as a binary tree: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). The sum has the same bits for each number of
+    ranks if the partials are nodes of one tree of 8 leaves.
 
     Args:
         parts: one tensor per rank, in rank order; equal shapes and dtypes.
         epilogue: elementwise work on the sum before it is rounded: a :class:`graphar.Epilogue`, an expression or a
             function, as graphar.allreduce takes it for one tensor. None: no epilogue.
+        order: "rank", or "tree" for fp32.
+        out_dtype: the dtype of the result. None: the dtype of a part.
 
     Returns:
-        A new tensor with the shape and dtype of a part. Every NaN is the canonical one: all bits set but the sign. A
-        single part without an epilogue is copied bit for bit.
+        A new tensor with the shape of a part. Every NaN is the canonical one: all bits set but the sign. A single part
+        without an epilogue or another dtype is copied bit for bit.
+
+    Raises:
+        ValueError: the order is unknown, or "tree" with another dtype or number of ranks.
     """
+    first, dtype = parts[0], out_dtype or parts[0].dtype
+    total = _sum(parts, order)
     if epilogue is not None:
-        wanted, first = as_epilogue(epilogue), parts[0]
+        wanted = as_epilogue(epilogue)
         form, inputs = bind("allreduce", wanted.text(first), first, *wanted.arguments())
-        flat = sum_with_epilogue([part.reshape(-1) for part in parts], form, inputs, 0, first.numel())
-        return flat.view(first.shape)
-    if len(parts) == 1:
-        return parts[0].clone()
-    return with_canonical_nan(_sum(parts).to(parts[0].dtype))
+        total = form.apply(total.reshape(-1), inputs, 0, first.numel()).view(first.shape)
+    elif len(parts) == 1 and dtype == first.dtype:
+        return first.clone()
+    return with_canonical_nan(total.to(dtype))
 
 
 def sum_with_epilogue(
@@ -49,7 +62,14 @@ def sum_with_epilogue(
     return with_canonical_nan(form.apply(_sum(parts), inputs, first, numel).to(parts[0].dtype))
 
 
-def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _sum(parts: Sequence[torch.Tensor], order: str = "rank") -> torch.Tensor:
+    if order not in ("rank", "tree"):
+        raise ValueError(f"reference: order must be 'rank' or 'tree', got {order!r}")
+    if order == "tree":
+        if parts[0].dtype != torch.float32:
+            raise ValueError(f"reference: order='tree' adds partials in float32, got {parts[0].dtype}")
+        leaf_tree.check_ranks("reference", len(parts))
+        return leaf_tree.tree_sum(parts)
     total = parts[0].to(ACCUMULATION_DTYPES[parts[0].dtype])
     for part in parts[1:]:
         total = total + part.to(total.dtype)
@@ -81,7 +101,13 @@ def hierarchical_allreduce(
     return with_canonical_nan(total.to(parts[0].dtype))
 
 
-def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0, epilogue: object = None) -> list[torch.Tensor]:
+def reducescatter(
+    parts: Sequence[torch.Tensor],
+    axis: int = 0,
+    epilogue: object = None,
+    order: str = "rank",
+    out_dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
     """Returns what each rank receives: its part of the sum, split along ``axis`` as torch.tensor_split does.
 
     Args:
@@ -90,6 +116,8 @@ def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0, epilogue: object
         epilogue: elementwise work on each part of the sum before it is rounded, as graphar.reducescatter takes it for a
             list: a :class:`graphar.Epilogue`, an expression or a function. A tensor that is not in a list serves all
             ranks. None: no epilogue.
+        order: "rank", or "tree" for fp32 partials of 1, 2, 4 or 8 ranks, as in :func:`allreduce`.
+        out_dtype: the dtype of the results. None: the dtype of a part.
 
     Returns:
         A new, contiguous tensor per rank, in rank order, with the bits of :func:`allreduce`.
@@ -97,8 +125,9 @@ def reducescatter(parts: Sequence[torch.Tensor], axis: int = 0, epilogue: object
     if epilogue is not None:
         of_ranks = zip(*(part.tensor_split(len(parts), axis) for part in parts), strict=True)
         owned = [as_epilogue(epilogue).of_rank(rank) for rank in range(len(parts))]
-        return [allreduce(summands, own) for summands, own in zip(of_ranks, owned, strict=True)]
-    return [part.contiguous() for part in allreduce(parts).tensor_split(len(parts), axis)]
+        return [allreduce(summands, own, order, out_dtype) for summands, own in zip(of_ranks, owned, strict=True)]
+    total = allreduce(parts, order=order, out_dtype=out_dtype)
+    return [part.contiguous() for part in total.tensor_split(len(parts), axis)]
 
 
 def allgather(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
@@ -245,15 +274,22 @@ def matmul(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return linear(a, w)
 
 
-def linear(a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns ``a @ w.T + bias``, accumulated in fp32 (float64 for float64) and rounded once to its dtype."""
-    product = _unrounded_product(a, w)
-    return (product if bias is None else product + bias.to(product.dtype)).to(a.dtype)
+def linear(
+    a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, tp_invariant: bool = False
+) -> torch.Tensor:
+    """Returns ``a @ w.T + bias``, accumulated in fp32 (float64 for float64) and rounded once to its dtype.
+
+    With ``tp_invariant`` it is accumulated in the order of K, 16 columns at a time.
+    """
+    product = _unrounded_product(a, w, tp_invariant)
+    return with_canonical_nan((product if bias is None else product + bias.to(product.dtype)).to(a.dtype))
 
 
-def linear_with_epilogue(a: torch.Tensor, w: torch.Tensor, form: Pointwise, inputs: EpilogueInputs) -> torch.Tensor:
-    """Returns ``a @ w.T``, accumulated in fp32, with an epilogue applied before rounding."""
-    return rounded_after(form, inputs, _unrounded_product(a, w), a.dtype)
+def linear_with_epilogue(
+    a: torch.Tensor, w: torch.Tensor, form: Pointwise, inputs: EpilogueInputs, tp_invariant: bool = False
+) -> torch.Tensor:
+    """Returns ``a @ w.T``, accumulated as :func:`linear` does, with an epilogue applied before rounding."""
+    return rounded_after(form, inputs, _unrounded_product(a, w, tp_invariant), a.dtype)
 
 
 def rounded_after(form: Pointwise, inputs: EpilogueInputs, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -261,7 +297,9 @@ def rounded_after(form: Pointwise, inputs: EpilogueInputs, v: torch.Tensor, dtyp
     return with_canonical_nan(form.apply_whole(v, inputs).to(dtype))
 
 
-def _unrounded_product(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _unrounded_product(a: torch.Tensor, w: torch.Tensor, tp_invariant: bool) -> torch.Tensor:
+    if tp_invariant:
+        return leaf_tree.product(_flat(a), w).view(*a.shape[:-1], len(w))
     kind = ACCUMULATION_DTYPES[a.dtype]
     with torch.autocast(a.device.type, enabled=False):  # it would multiply in bf16
         return a.to(kind) @ w.to(kind).t()
@@ -282,11 +320,16 @@ def fused_matmul_allreduce(
     seed: int = 0,
     call: int = 0,
     epilogue: object = None,
+    tp_invariant: bool = False,
 ) -> torch.Tensor:
     """Returns what every rank receives: the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
     Each product is rounded to its dtype before it is summed. The bias is added once, before the sum is rounded. Without
     a codec, partitions change no bit. With a codec, each partition is encoded separately, in order.
+
+    With ``tp_invariant`` K over all ranks is cut into 8 leaves of equal length, which are added in fp32 as a binary
+    tree. The result is rounded once. It has the same bits for 1, 2, 4 and 8 ranks, and each element depends on its row
+    of ``a`` and its row of ``w`` alone. A leaf is added in the order of K, 16 columns at a time.
 
     Args:
         a: one tensor per rank, in rank order: [..., K]. Shapes may differ in K only.
@@ -299,21 +342,30 @@ def fused_matmul_allreduce(
         call: how many calls came before. Stochastic rounding draws other random numbers in each call.
         epilogue: elementwise work on the sum and the bias before they are rounded: an Epilogue, an expression, or a
             function without arguments. Not with a codec.
+        tp_invariant: whether leaves are added as a tree: bf16, fp16 or fp32, without a codec.
 
     Returns:
         A new tensor [..., N] with the dtype of ``a``.
+
+    Raises:
+        ValueError: ``tp_invariant`` with 3, 5, 6 or 7 ranks, with columns of unequal number, with K over all ranks
+            that is no multiple of 512, 8 leaves of 64, or with a codec.
     """
-    products = _products(a, w)
+    (products, order), dtype = _products(a, w, tp_invariant, codec), a[0].dtype
     m, n = products[0].shape
     if epilogue is not None:
         parts = [product.view(*a[0].shape[:-1], n) for product in products]
-        return allreduce(parts, _after_bias(epilogue, bias, parts[0]))
-    out = torch.empty_like(products[0])
+        return allreduce(parts, _after_bias(epilogue, bias, parts[0]), order, dtype)
+    out, sum_dtype = products[0].new_empty(m, n, dtype=dtype), dtype if bias is None else None
     for at, panel in enumerate(partitions.panels("reference", partition, num_partitions, [m], n)):
         place = (*panel.rows, panel.columns)
         parts = [widened(product[place], bias) for product in products]
-        total = quantized_allreduce(parts, codec, seed, call + at) if codec else allreduce(parts)
-        out[place] = total if bias is None else with_bias(total, bias[panel.columns], out.dtype)
+        total = (
+            quantized_allreduce(parts, codec, seed, call + at)
+            if codec
+            else allreduce(parts, order=order, out_dtype=sum_dtype)
+        )
+        out[place] = total if bias is None else with_bias(total, bias[panel.columns], dtype)
     return out.view(*a[0].shape[:-1], n)
 
 
@@ -324,10 +376,13 @@ def fused_matmul_allreduce_residual_rmsnorm(
     weight: torch.Tensor,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
+    tp_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what every rank receives: (normed, residual_out) of :func:`allreduce_residual_rmsnorm` of the products.
 
     Each product ``a[r] @ w[r].T`` is rounded before it is summed. Both results are [..., N], with the dtype of ``a``.
+    With ``tp_invariant`` the residual is added to the fp32 sum of :func:`fused_matmul_allreduce`, before the only
+    rounding of ``residual_out``.
 
     Args:
         a: one tensor per rank, in rank order: [..., K]. Shapes may differ in K only.
@@ -336,14 +391,27 @@ def fused_matmul_allreduce_residual_rmsnorm(
         weight: [N], with the dtype of ``a``.
         eps: added to the mean square.
         weight_offset: added to the weight.
+        tp_invariant: whether leaves are added as a tree, as in :func:`fused_matmul_allreduce`.
     """
-    return norms.specification(fused_matmul_allreduce(a, w), residual, weight, eps, weight_offset)
+    if tp_invariant:
+        products, order = _products(a, w, tp_invariant)
+        total = allreduce(products, order=order).view(residual.shape)
+    else:
+        total = fused_matmul_allreduce(a, w)
+    return norms.specification(total, residual, weight, eps, weight_offset)
 
 
 def fused_allgather_matmul(
-    a: Sequence[torch.Tensor], w: torch.Tensor, bias: torch.Tensor | None = None, epilogue: object = None
+    a: Sequence[torch.Tensor],
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    epilogue: object = None,
+    tp_invariant: bool = False,
 ) -> torch.Tensor:
     """Returns what a rank with the weight ``w`` receives: ``allgather(a) @ w.T``, plus the bias.
+
+    With ``tp_invariant`` products are added in fp32 in the order of K, 16 columns at a time. Each element then depends
+    on its row of ``a`` and its row of ``w`` alone, however ranks divide rows and features.
 
     Args:
         a: one tensor per rank, in rank order: [M_r, ..., K]. Shapes may differ in M_r only.
@@ -351,17 +419,18 @@ def fused_allgather_matmul(
         bias: the rank's [N], added before the product is rounded. None: no bias.
         epilogue: elementwise work on the fp32 product and the bias before they are rounded: an Epilogue with the rank's
             tensors, an expression, or a function without arguments.
+        tp_invariant: whether products are added in the order of K.
 
     Returns:
         A new, contiguous tensor [sum of M_r, ..., N] with the dtype of ``a``.
     """
     whole = allgather(a)
     if epilogue is None:
-        return linear(whole, w, bias)
+        return linear(whole, w, bias, tp_invariant)
     like = whole.new_empty((*whole.shape[:-1], len(w)))
     wanted = _after_bias(epilogue, bias, like)
     form, inputs = bind("fused_allgather_matmul", wanted.text(like), like, *wanted.arguments())
-    return linear_with_epilogue(whole, w, form, inputs)
+    return linear_with_epilogue(whole, w, form, inputs, tp_invariant)
 
 
 def fused_matmul_reducescatter(
@@ -374,6 +443,7 @@ def fused_matmul_reducescatter(
     seed: int = 0,
     call: int = 0,
     epilogue: object = None,
+    tp_invariant: bool = False,
 ) -> list[torch.Tensor]:
     """Returns what each rank receives: its part of the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
@@ -393,28 +463,29 @@ def fused_matmul_reducescatter(
         call: how many calls came before. Stochastic rounding draws other random numbers in each call.
         epilogue: elementwise work on each part of the sum and the bias before they are rounded: an Epilogue, whose
             tensors are lists with one per rank, an expression, or a function without arguments. Not with a codec.
+        tp_invariant: whether leaves are added as a tree, as in :func:`fused_matmul_allreduce`.
 
     Returns:
         A new, contiguous tensor per rank, in rank order: [rows of its part, ..., N] with the dtype of ``a``.
     """
-    products, beside = _products(a, w), a[0].shape[1:-1]
+    (products, order), dtype, beside = _products(a, w, tp_invariant, codec), a[0].dtype, a[0].shape[1:-1]
     if epilogue is not None:
         of_ranks = zip(*(one.view(*a[0].shape[:-1], len(w[0])).tensor_split(len(a)) for one in products), strict=True)
         return [
-            allreduce(parts, _after_bias(as_epilogue(epilogue).of_rank(rank), bias, parts[0]))
+            allreduce(parts, _after_bias(as_epilogue(epilogue).of_rank(rank), bias, parts[0]), order, dtype)
             for rank, parts in enumerate(of_ranks)
         ]
     lengths = [len(part) for part in torch.empty(len(a[0]), device="meta").tensor_split(len(a))]
     sizes = [rows * beside.numel() for rows in lengths]
-    n, dtype = products[0].shape[1], products[0].dtype
-    received = [products[0].new_empty(rows, n) for rows in sizes]
+    n, sum_dtype = products[0].shape[1], dtype if bias is None else None
+    received = [products[0].new_empty(rows, n, dtype=dtype) for rows in sizes]
     for at, panel in enumerate(partitions.panels("reference", partition, num_partitions, sizes, n)):
         parts = [torch.cat([product[rows, panel.columns] for rows in panel.rows]) for product in products]
         parts, rows = [widened(part, bias) for part in parts], [partitions.length(one) for one in panel.rows]
         shares = (
             quantized_reducescatter(parts, codec, seed, call + at, sizes=rows)
             if codec
-            else [share.contiguous() for share in allreduce(parts).split(rows)]
+            else [share.contiguous() for share in allreduce(parts, order=order, out_dtype=sum_dtype).split(rows)]
         )
         for rank, share in enumerate(shares):
             begin = panel.rows[rank].start - sum(sizes[:rank])
@@ -430,10 +501,12 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     weight: torch.Tensor,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
+    tp_invariant: bool = False,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns what each rank receives: the results of :func:`reducescatter_residual_rmsnorm` of the products.
 
-    Each product ``a[r] @ w[r].T`` is rounded before it is summed.
+    Each product ``a[r] @ w[r].T`` is rounded before it is summed. With ``tp_invariant`` each rank receives its rows of
+    :func:`fused_matmul_allreduce_residual_rmsnorm`.
 
     Args:
         a: one tensor per rank, in rank order: [M, ..., K]. Shapes may differ in K only.
@@ -442,13 +515,31 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         weight: [N], with the dtype of ``a``.
         eps: added to the mean square.
         weight_offset: added to the weight.
+        tp_invariant: whether leaves are added as a tree.
     """
-    sums = fused_matmul_reducescatter(a, w)
+    if tp_invariant:
+        products, order = _products(a, w, tp_invariant)
+        sums = reducescatter([one.view(*a[0].shape[:-1], len(w[0])) for one in products], order=order)
+    else:
+        sums = fused_matmul_reducescatter(a, w)
     return [norms.specification(*pair, weight, eps, weight_offset) for pair in zip(sums, residuals, strict=True)]
 
 
-def _products(a: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [matmul(one.reshape(one.shape[:-1].numel(), one.shape[-1]), other) for one, other in zip(a, w, strict=True)]
+def _products(
+    a: Sequence[torch.Tensor], w: Sequence[torch.Tensor], tp_invariant: bool, codec: object = None
+) -> tuple[list[torch.Tensor], str]:
+    """Returns each rank's product [rows, N], and the order in which they are added: partials of a tree, or rounded."""
+    a = [_flat(one) for one in a]
+    if not tp_invariant:
+        return [matmul(*pair) for pair in zip(a, w, strict=True)], "rank"
+    if codec is not None:
+        raise ValueError("reference: takes a codec or tp_invariant, not both")
+    leaf_tree.check_operands("reference", a)
+    return [leaf_tree.partial(*pair, len(a)) for pair in zip(a, w, strict=True)], "tree"
+
+
+def _flat(a: torch.Tensor) -> torch.Tensor:
+    return a.reshape(a.shape[:-1].numel(), a.shape[-1])
 
 
 def _after_bias(epilogue: object, bias: torch.Tensor | None, x: torch.Tensor) -> Epilogue:

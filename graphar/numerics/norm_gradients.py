@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from graphar.numerics import norms
+from graphar.numerics import leaf_tree, norms
 from graphar.numerics.epilogues.code import nearest_sqrt
 from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.norms import PACK_NBYTES, fp32, sum_in_slots
@@ -63,12 +63,42 @@ def specification(
     pack = PACK_NBYTES // summed.element_size()
     squares, products = sum_in_slots(r * r, pack), sum_in_slots(scaled * r, pack)
     count = torch.full_like(squares, columns)
-    s = (torch.ones_like(squares) / nearest_sqrt(squares / count + fp32(eps))).unsqueeze(-1)
+    s = _inverse_rms(squares, count, eps)
     common = (products / count).unsqueeze(-1) * s * s * s
     more = torch.zeros_like(r) if of_summed is None else of_summed.float().reshape(-1, columns)
     of_rows = (s * scaled - r * common) + more
     of_weight = _sum_over_rows(g * (r * s), row_groups(len(r), columns * summed.element_size()))
     return with_canonical_nan(of_rows.to(dtype)).view(shape), with_canonical_nan(of_weight.to(dtype))
+
+
+def weight_partial(of_normed: torch.Tensor, summed: torch.Tensor, eps: float, world_size: int) -> torch.Tensor:
+    """Returns one rank's partial of the weight's gradient, the sum over the rank's rows, in fp32.
+
+    All rows are cut into 8 leaves, and :func:`row_groups` add the rows of a leaf. The gradient is the sum of all ranks'
+    partials as a tree, rounded once: the same bits for 1, 2, 4 and 8 ranks. A rank that has all rows is a single rank.
+    The weight's gradient of :func:`specification` has other bits, since its groups are of all rows.
+
+    Args:
+        of_normed: [rows / world_size, columns], bf16, fp16 or fp32: the gradient of the rank's normed rows.
+        summed: like ``of_normed``: the rows that were normed.
+        eps: added to the mean square.
+        world_size: 1, 2, 4 or 8.
+
+    Raises:
+        ValueError: 3, 5, 6 or 7 ranks, or several with rows that are no multiple of 8 / world_size.
+    """
+    leaf_tree.check_rows("weight_partial", len(summed), world_size)
+    r = summed.float()
+    squares = sum_in_slots(r * r, PACK_NBYTES // summed.element_size())
+    s = _inverse_rms(squares, torch.full_like(squares, r.shape[-1]), eps)
+    leaves = (of_normed.float() * (r * s)).tensor_split(leaf_tree.LEAVES // world_size)
+    row_nbytes = r.shape[-1] * summed.element_size()
+    return leaf_tree.tree_sum([_sum_over_rows(leaf, row_groups(len(leaf), row_nbytes)) for leaf in leaves])
+
+
+def _inverse_rms(squares: torch.Tensor, count: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns 1 / sqrt(mean square + eps) of each row [rows, 1], from the sum of its squares and their number."""
+    return (torch.ones_like(squares) / nearest_sqrt(squares / count + fp32(eps))).unsqueeze(-1)
 
 
 def _sum_over_rows(rows: torch.Tensor, groups: int) -> torch.Tensor:

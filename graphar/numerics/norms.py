@@ -71,14 +71,14 @@ def specification(
 ) -> tuple[torch.Tensor, ...]:
     """Returns the exact bits that the kernels give: (normed, summed), and the scales of :func:`scales_of`.
 
-    summed is ``total + residual``, rounded once. normed is
+    summed is ``total + residual``, rounded once to the dtype of ``residual``. normed is
     (summed / sqrt(mean(summed**2) + eps)) * (weight + weight_offset) of each row, in fp32, rounded once. Every NaN is
     the canonical one. FP8 is defined in :func:`graphar.reference.allreduce_residual_rmsnorm`.
 
     Args:
-        total: [..., columns], bf16, fp16 or fp32: the rounded sum over the ranks.
-        residual: a tensor like ``total``.
-        weight: [columns], of the same dtype.
+        total: [..., columns]: the sum over the ranks, rounded to the dtype of ``residual`` or still in fp32.
+        residual: [..., columns], bf16, fp16 or fp32.
+        weight: [columns], of the dtype of ``residual``.
         eps: added to the mean square.
         weight_offset: added to the weight.
         output: the format of normed, one of NORM_OUTPUTS.
@@ -87,7 +87,7 @@ def specification(
     normed, summed = _add_and_norm(total, residual, weight, eps, weight_offset)
     summed = with_canonical_nan(summed)
     if output == "like_input":
-        return with_canonical_nan(normed.to(total.dtype)), summed
+        return with_canonical_nan(normed.to(residual.dtype)), summed
     if output == "static_fp8":
         return _to_fp8(normed, scale.view(())), summed
     groups = normed.unflatten(-1, (scales_of(output, normed.shape[-1]), -1))
@@ -111,10 +111,10 @@ def _scales_of_groups(groups: torch.Tensor) -> torch.Tensor:
 def _add_and_norm(
     total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (normed, summed): normed in fp32, summed with the dtype of ``total``."""
-    summed = (total.float() + residual.float()).to(total.dtype)
+    """Returns (normed, summed): normed in fp32, summed with the dtype of ``residual``."""
+    summed = (total.float() + residual.float()).to(residual.dtype)
     rows = summed.float()
-    squares = sum_in_slots(rows * rows, PACK_NBYTES // total.element_size())
+    squares = sum_in_slots(rows * rows, PACK_NBYTES // residual.element_size())
     # Divide by a tensor: torch may turn a division by a number into a multiplication by its inverse.
     mean = squares / torch.full_like(squares, rows.shape[-1])
     inverse = torch.ones_like(mean) / nearest_sqrt(mean + fp32(eps))

@@ -1,4 +1,4 @@
-"""The matmul, executed on the host: the exact result of integers, whatever happens when.
+"""The matmul, executed on the host: exact results of integers, and the specified bits of other data.
 
 Bulk loads and stores of boxes, products and barriers are modelled as PTX documents them, and operand descriptors are
 decoded. tests/matmul/test_matmul_gpu.py tests what needs a GPU.
@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 
+from graphar import reference
 from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
@@ -44,7 +45,31 @@ def program_of(kinds, sanitizer, mutation=None):
     return build(tuple(KernelSource("one_matmul.cu", name) for name in names), sanitizer, mutation)
 
 
-def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0, **of_call) -> int:
+class Integers:
+    """Operands whose product is exact, in whatever order it is added."""
+
+    @staticmethod
+    def operand(shape, generator):
+        return torch.randint(-8, 9, shape, generator=generator)
+
+    @staticmethod
+    def product(a, w, bias):
+        return (a.double() @ w.double().t() + bias.double()).to(a.dtype)
+
+
+class RandomData:
+    """Operands whose product has the bits of its order."""
+
+    @staticmethod
+    def operand(shape, generator):
+        return torch.randn(shape, generator=generator)
+
+    @staticmethod
+    def product(a, w, bias):
+        return reference.linear(a, w, bias[0], tp_invariant=True)
+
+
+def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0, data=Integers, **of_call) -> int:
     """How many elements and guards are wrong after one matmul. The seed decides its size; ``largest`` scales it."""
     dtype, tile, layout = kind
     choices = random.Random(f"{kind} {seed}")
@@ -53,7 +78,7 @@ def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0, **of
     n = -(-n // STORE_COLUMNS) * STORE_COLUMNS
     k, rows = choices.randint(1, int(300 * largest)), -(-m // height)
     generator = torch.Generator().manual_seed(seed)
-    a, w, bias = (torch.randint(-8, 9, shape, generator=generator).to(dtype) for shape in ((m, k), (n, k), (1, n)))
+    a, w, bias = (data.operand(shape, generator).to(dtype) for shape in ((m, k), (n, k), (1, n)))
     with_bias = choices.random() < 0.5
     x = packed([m, n, k, choices.randrange(rows), choices.randint(1, rows), with_bias], a, w, bias, layout)
     nbytes = m * n * dtype.itemsize
@@ -62,7 +87,7 @@ def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0, **of
 
     (outcome,) = simulation.run([Call(0, shape, [x], (len(x),), (nbytes,), cluster=tile.cluster, **of_call)])
 
-    expected = (a.double() @ w.double().t() + (bias.double() if with_bias else 0)).to(dtype)
+    expected = data.product(a, w, bias if with_bias else torch.zeros_like(bias))
     return wrong_elements(outcome.results[0], expected) + outcome.broken_guards
 
 
@@ -75,6 +100,15 @@ def test_integers_give_the_exact_result(tile, sanitizer):
     for seed in range(SEEDS[sanitizer]):
         for index, kind in enumerate(kinds):
             assert wrong_bytes(program, index, kind, seed, 1.0 if sanitizer == "plain" else 0.5) == 0, (kind, seed)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_random_data_are_added_in_the_order_of_the_specification(tile):
+    kinds = [kind for kind in KINDS if kind[1] == tile]
+    program = program_of(kinds, "plain")
+
+    for index, kind in enumerate(kinds):
+        assert wrong_bytes(program, index, kind, 0, data=RandomData) == 0, kind
 
 
 def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():

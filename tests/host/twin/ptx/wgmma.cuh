@@ -70,6 +70,7 @@ struct Product {
     mine.perhaps_carry_out_one();
   }
 
+  // Adds in the order of graphar.numerics.leaf_tree.product.
   template <class T>
   static void carry_out(float* sums, u64 a, u64 b, bool first) {
     const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;

@@ -1,0 +1,114 @@
+"""Products and sums with the same bits on 1, 2, 4 and 8 ranks: 8 leaves, added as a binary tree.
+
+The columns that a product sums over, K, are cut into 8 leaves of equal length. Rank r of N has 8 / N adjacent leaves.
+Its partial is a node of the tree, in fp32. The partials of all ranks are added as the rest of the same tree:
+
+    leaf      0    1    2    3    4    5    6    7
+    8 ranks   0    1    2    3    4    5    6    7
+    4 ranks   0 + 1     2 + 3     4 + 5     6 + 7
+    2 ranks   (0 + 1) + (2 + 3)   (4 + 5) + (6 + 7)
+    1 rank    ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graphar.numerics.dtypes import TYPE_NAMES
+
+LEAVES = 8
+LEAF_UNIT = 64  # the columns of a leaf are a multiple: kernels load 64 at a time
+STEP = 16  # columns that a wgmma instruction multiplies
+
+
+def product(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Returns ``a @ w.T`` in fp32, added in the order of K, 16 columns at a time.
+
+    An element begins as zero. The products of 16 columns are added to each other, from zero and in order. Their sum is
+    added to the element. Each product and each sum is rounded to nearest in fp32. The products of bf16 and fp16 are
+    exact, unless they leave the range of normal fp32 numbers. The bits of an element therefore depend on its row of
+    ``a`` and its row of ``w`` alone. torch's matmul on the CPU does not promise that: its order depends on the shape.
+
+    Kernels executed on the host (tests/host) give the bits of this function. A tensor core does not: it adds the
+    products of 16 columns and the element in one operation, whose intermediate results have other roundings. So
+    products have one set of bits on all CPUs, and another on all GPUs with the same tensor cores. What is added to
+    equal products, such as partials and biases, has the same bits on both.
+
+    Args:
+        a: [M, K], bf16, fp16 or fp32.
+        w: [N, K], of the same dtype.
+
+    Returns:
+        A new tensor [M, N].
+    """
+    a, w = a.float().t().contiguous(), w.float().t().contiguous()
+    total = a.new_zeros(a.shape[1], w.shape[1])
+    for columns in zip(a.split(STEP), w.split(STEP), strict=True):
+        step = torch.zeros_like(total)
+        for of_a, of_w in zip(*columns, strict=True):
+            step += of_a[:, None] * of_w  # not addcmul, which may round once
+        total += step
+    return total
+
+
+def partial(a: torch.Tensor, w: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Returns one rank's partial of a product: the sum of the rank's leaves, in fp32.
+
+    Args:
+        a: the rank's columns [M, K / world_size], bf16, fp16 or fp32.
+        w: the rank's columns [N, K / world_size], of the same dtype.
+        world_size: 1, 2, 4 or 8.
+
+    Returns:
+        A new tensor [M, N], which :func:`tree_sum` adds to the partials of other ranks.
+    """
+    leaves = LEAVES // world_size
+    return tree_sum([product(*leaf) for leaf in zip(a.tensor_split(leaves, 1), w.tensor_split(leaves, 1), strict=True)])
+
+
+def tree_sum(nodes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of adjacent nodes of the tree: neighbours are added, then their sums, until one is left.
+
+    Args:
+        nodes: 1, 2, 4 or 8 fp32 tensors of one shape.
+    """
+    while len(nodes) > 1:
+        nodes = [left + right for left, right in zip(nodes[::2], nodes[1::2], strict=True)]
+    return nodes[0]
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def check_ranks(op: str, world_size: int) -> None:
+    """Raises ValueError, which names ``op``, unless ranks of that number have whole leaves, and equally many."""
+    if world_size not in (1, 2, 4, 8):
+        raise ValueError(f"{op}: a tree of {LEAVES} leaves is for 1, 2, 4 or 8 ranks, got {world_size}")
+
+
+def check_operands(op: str, operands: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError, which names ``op``, unless the ranks' columns of an operand [..., K] are whole leaves."""
+    check_ranks(op, len(operands))
+    columns = [one.shape[-1] for one in operands]
+    if operands[0].dtype not in TYPE_NAMES:
+        raise ValueError(f"{op}: leaves are of bfloat16, float16 or float32, got {operands[0].dtype}")
+    if len(set(columns)) > 1:
+        raise ValueError(f"{op}: a tree of {LEAVES} leaves needs equally many columns on all ranks, got {columns}")
+    if sum(columns) % (LEAVES * LEAF_UNIT):
+        raise ValueError(
+            f"{op}: the columns of all ranks must be a multiple of {LEAVES * LEAF_UNIT}, {LEAVES} leaves of a multiple "
+            f"of {LEAF_UNIT}, got {sum(columns)}"
+        )
+
+
+def check_rows(op: str, rows: int, world_size: int) -> None:
+    """Raises ValueError, which names ``op``, unless ranks with equally many rows have whole leaves of rows.
+
+    A single rank may have any number of rows: torch.tensor_split then makes leaves that differ by one row.
+    """
+    check_ranks(op, world_size)
+    leaves = LEAVES // world_size
+    if world_size > 1 and rows % leaves:
+        raise ValueError(f"{op}: the rows of each of {world_size} ranks must be a multiple of {leaves}, got {rows}")

@@ -1,0 +1,171 @@
+"""Products added in the order of K, and partials as nodes of a tree: the bits that do not depend on the ranks."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphar.numerics.leaf_tree import LEAF_UNIT, LEAVES, check_operands, check_ranks, partial, product, tree_sum
+from tests.cases import HALVES, KERNEL_DTYPES, LAYOUTS, bit_patterns, far_apart, lay_out, normal, same_bits
+
+RANKS = (1, 2, 4, 8)
+BIG = 2.0**24  # in fp32, BIG + 1 is BIG
+
+every_dtype = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+
+
+def operands(m, n, k, dtype=torch.bfloat16, fill=normal):
+    return fill(0, m * k, dtype).view(m, k), fill(1, n * k, dtype).view(n, k)
+
+
+def partials(a, w, world_size):
+    return [partial(*own, world_size) for own in zip(a.chunk(world_size, 1), w.chunk(world_size, 1), strict=True)]
+
+
+def invariant(a, w, world_size=1):
+    return tree_sum(partials(a, w, world_size))
+
+
+# ---- a product in the order of K ------------------------------------------------------------------------------------
+
+
+def by_numpy(a, w):
+    """The product of two rows, one operation at a time."""
+    total = np.float32(0)
+    for first in range(0, len(a), 16):
+        step = np.float32(0)
+        for x, y in zip(a[first : first + 16], w[first : first + 16], strict=True):
+            step = step + x * y
+        total = total + step
+    return total
+
+
+@every_dtype
+@pytest.mark.parametrize("fill", [normal, far_apart, bit_patterns])
+def test_an_element_is_what_numpy_gives_one_operation_at_a_time(dtype, fill):
+    a, w = operands(3, 5, 70, dtype, fill)
+
+    with np.errstate(all="ignore"):
+        expected = [[by_numpy(x, y) for y in w.float().numpy()] for x in a.float().numpy()]
+
+    assert np.array_equal(product(a, w).numpy(), np.array(expected), equal_nan=True)
+
+
+def test_the_products_of_16_columns_are_added_before_they_meet_what_was_added_before():
+    one, x = torch.ones(1, 48), torch.ones(1, 48)
+    x[0, 0] = BIG
+
+    assert product(x, one).item() == BIG + 32  # 15 ones are lost in the first step
+
+
+def test_a_sum_of_negative_zeros_is_zero():
+    assert not product(torch.full((1, 16), -0.0), torch.ones(1, 16)).signbit().item()
+
+
+def slices(length):
+    return st.tuples(*[st.integers(0, length)] * 2).map(lambda ends: slice(*sorted(ends)))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data(), dtype=st.sampled_from(KERNEL_DTYPES), layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 2))
+def test_rows_and_columns_alone_have_the_bits_that_they_have_together(data, dtype, layouts):
+    m, n = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    a, w = operands(m, n, 8 * LEAF_UNIT, dtype)
+    rows, columns, ranks = data.draw(slices(m)), data.draw(slices(n)), data.draw(st.sampled_from(RANKS))
+
+    alone = invariant(lay_out(a[rows], layouts[0]), lay_out(w[columns], layouts[1]), ranks)
+
+    assert same_bits(alone, invariant(a, w)[rows, columns]) == 0
+
+
+# ---- the tree -------------------------------------------------------------------------------------------------------
+
+
+def test_leaves_are_added_in_pairs_of_neighbours():
+    nodes = [torch.tensor(x) for x in (BIG, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)]
+
+    assert tree_sum(nodes).item() == ((BIG + 0) + 2) + (2 + 2)
+    assert tree_sum(nodes[:4]).item() == BIG + 2
+    assert tree_sum(nodes[:2]).item() == BIG
+    assert tree_sum(nodes[1:2]).item() == 1
+
+
+@pytest.mark.parametrize("leaf", [64, 448, 1024, 1792, 2368, 3584])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_partials_of_any_number_of_ranks_add_up_to_the_same_bits(leaf, dtype):
+    a, w = operands(3, 16, LEAVES * leaf, dtype)
+    l0, l1, l2, l3, l4, l5, l6, l7 = map(product, a.split(leaf, 1), w.split(leaf, 1))
+    expected = ((l0 + l1) + (l2 + l3)) + ((l4 + l5) + (l6 + l7))
+
+    assert {ranks: same_bits(invariant(a, w, ranks), expected) for ranks in RANKS} == dict.fromkeys(RANKS, 0)
+
+
+@pytest.mark.parametrize(("ranks", "least", "most"), [(2, 0, 0), (4, 0.2, 0.35), (8, 0.4, 0.6)])
+def test_partials_in_the_order_of_ranks_add_up_to_other_bits(ranks, least, most):
+    a, w = operands(32, 64, 1024)
+    first, *others = partials(a, w, ranks)
+    in_order = sum(others, first)
+
+    assert least <= same_bits(in_order, invariant(a, w)) / in_order.numel() <= most
+
+
+@pytest.mark.parametrize("ranks", RANKS[1:])
+def test_partials_rounded_to_bf16_add_up_to_other_results(ranks):
+    a, w = operands(32, 64, 1024)
+    of_rounded = tree_sum([one.bfloat16().float() for one in partials(a, w, ranks)]).bfloat16()
+
+    assert 0.3 <= same_bits(of_rounded, invariant(a, w).bfloat16()) / of_rounded.numel() <= 0.5
+
+
+@every_dtype
+def test_random_data_are_as_close_to_float64_as_fp32_sums_can_be(dtype):
+    a, w = operands(20, 30, 4096, dtype)
+
+    error = (invariant(a, w, 4).double() - a.double() @ w.double().t()).abs()
+
+    # an element's products are rounded, then added 16 in a step, the steps of a leaf, and 8 leaves
+    roundings = 1 + 16 + a.shape[1] / LEAVES / 16 + 3
+    assert (error <= roundings * 2**-24 * (a.double().abs() @ w.double().abs().t())).all()
+
+
+def test_what_is_not_a_number_stays_in_its_row_and_column():
+    a, w = operands(4, 4, 512)
+    a[1, 5], w[2, 100] = torch.inf, torch.nan
+
+    found = invariant(a, w, 8).isfinite()
+
+    assert found.logical_not().nonzero().tolist() == [[0, 2], [1, 0], [1, 1], [1, 2], [1, 3], [2, 2], [3, 2]]
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [0, 3, 5, 6, 7, 9, 16])
+def test_ranks_without_whole_leaves_are_refused(ranks):
+    with pytest.raises(ValueError, match=f"op: a tree of 8 leaves is for 1, 2, 4 or 8 ranks, got {ranks}"):
+        check_ranks("op", ranks)
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "message"),
+    [
+        ((64, 64), torch.bfloat16, "op: the columns of all ranks must be a multiple of 512, 8 leaves of a multiple of"),
+        ((600,), torch.bfloat16, "of 64, got 600"),
+        ((256, 768), torch.bfloat16, "op: a tree of 8 leaves needs equally many columns on all ranks, got [256, 768]"),
+        ((512,), torch.float64, "op: leaves are of bfloat16, float16 or float32, got torch.float64"),
+        ((512,) * 3, torch.bfloat16, "op: a tree of 8 leaves is for 1, 2, 4 or 8 ranks, got 3"),
+    ],
+)
+def test_operands_without_whole_leaves_are_refused(columns, dtype, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_operands("op", [torch.ones(2, length, dtype=dtype) for length in columns])
+
+
+@pytest.mark.parametrize("columns", [(0,), (512,), (256, 256), (128,) * 4, (64,) * 8, (448,) * 8])
+def test_operands_of_whole_leaves_are_taken(columns):
+    check_operands("op", [torch.ones(2, 3, length) for length in columns])
