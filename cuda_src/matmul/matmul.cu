@@ -2,7 +2,7 @@
 //
 //   a block walks tiles of C; a ring of places in its shared memory holds the next 64 of K of both operands:
 //     producer, one thread     A, W --TMA--> ring[i % stages]
-//     consumer, 64 rows each   ring[i % stages] --wgmma--> fp32 sums in registers
+//     consumer, a warpgroup    ring[i % stages] --wgmma--> fp32 sums in registers
 //                              sums --round--> boxes of 64 x 64 in shared memory --TMA--> C
 //   blocks of a cluster have tiles below each other, and each loads a share of W for all of them
 //
@@ -11,18 +11,22 @@
 // depend on A and W alone. Ordering of the ring: (9) in ring.cuh.
 #include "device/matmul/tile_store.cuh"
 
-// A warpgroup that computes 64 rows of each tile.
+// A warpgroup that computes 64 rows of each tile, or with consumers that alternate all of every second tile.
 template <class T, class Tile, OperandLayout W>
-__device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring<Tile>& ring, u32 index) {
+__device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring<Tile>& ring, Turns<Tile>& turns,
+                        u32 index) {
   const Multiplier<T, Tile, W> multiplier{a, ring, index};
   const TileStore<T, Tile> tiles{a, ring, index};
   Position<Tile> at;
-  for (Walk<Tile> walk{a}; walk.more(); walk.next()) {
-    float sums[Tile::columns / 2];
-    multiplier.multiply(at, sums);
+  Walk<Tile> walk{a};
+  u32 number = 0;
+  for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
+    SumsOf<Tile> sums;
+    turns.multiply(multiplier, at, sums, number++);
     u32 row, column;
     walk.locate(row, column);
-    add_bias<T>(a, column, sums);
+#pragma unroll
+    for (int block = 0; block < Tile::row_blocks; ++block) add_bias<T>(a, column, sums_of_block<Tile>(sums, block));
     tiles.store(c, sums, row, column);
   }
   tiles.wait();
@@ -33,10 +37,12 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     matmul(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
            const __grid_constant__ TensorMap c_map, const __grid_constant__ MatmulArguments a) {
   const Ring<Tile> ring;
+  auto& turns = static_shared<Turns<Tile>>();
   if (threadIdx.x == 0) {
     prefetch(a_map);
     prefetch(w_map);
     prefetch(c_map);
+    turns.init();
     ring.init();
   }
   ring.share();
@@ -51,6 +57,6 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     }
   } else {
     if constexpr (Tile::consumers == 2) grow_registers<232>();
-    consume<T, Tile, W>(a, c_map, ring, warpgroup - 1);
+    consume<T, Tile, W>(a, c_map, ring, turns, warpgroup - 1);
   }
 }

@@ -206,7 +206,7 @@ class FusedMatmul:
     def _tile_of(self, own: MatmulOperands, one: Slice) -> Tile:
         table = self._engine.table.matmul
         if self._gathers:  # each rank takes the one with the least estimated time for its weight
-            return self._tile or gathered_tile(table.cost, one.count, len(own.w), self._runner.chip)
+            return self._tile or gathered_tile(table.cost, one.count, *own.w.shape, self._runner.chip)
         return tile_for(table, self.tiles, own.a.shape[1])
 
     def _bind(self, at: int, member: Member, tile: Tile, matrices: Matrices, own: MatmulOperands, one: Slice) -> Launch:

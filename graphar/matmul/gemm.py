@@ -103,7 +103,7 @@ def bind(
     """
     device, layout = a.device.index, layout_of(w)
     sms = sms or launcher.sm_count(device)
-    tile = tile or default_tile(device, *out.shape, sms, layout)
+    tile = tile or default_tile(device, *out.shape, a.shape[1], sms, layout)
     weights = matrix_of(w if layout == "by_rows" else w.t())
     pointer = 0 if bias is None else bias.data_ptr()
     with torch.cuda.device(device):
@@ -126,12 +126,12 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
     return ""
 
 
-def default_tile(device: int, m: int, n: int, sms: int, layout: str = "by_rows") -> MatmulTile:
-    """Returns the tile that :func:`matmul` takes by default for a result [m, n] on ``sms`` SMs of a device.
+def default_tile(device: int, m: int, n: int, k: int, sms: int, layout: str = "by_rows") -> MatmulTile:
+    """Returns the tile that :func:`matmul` takes by default for [m, k] times [k, n] on ``sms`` SMs of a device.
 
     ``layout`` is the layout of the weight, one of LAYOUTS.
     """
-    return fastest_tile(_policy(device).cost, m, n, sms, layout)
+    return fastest_tile(_policy(device).cost, m, n, k, sms, layout)
 
 
 @functools.cache

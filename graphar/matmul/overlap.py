@@ -280,7 +280,7 @@ def _bind(
 
 
 def _bind_own(cost: TileCost, step: Step, sms: int) -> Callable[[int], None]:
-    tile = fastest_tile(cost, *step.out.shape, sms, gemm.layout_of(step.w))
+    tile = fastest_tile(cost, *step.out.shape, step.a.shape[1], sms, gemm.layout_of(step.w))
     return gemm.bind(*step, sms=sms, tile=tile)
 
 

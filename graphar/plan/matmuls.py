@@ -17,7 +17,8 @@ from graphar.plan.tiles import GATHERED_TILES, MATMUL_TILES, MatmulTile, SkinnyT
 from graphar.plan.work import Product
 
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
-_ROWS = 128  # rows of the tallest MatmulTile
+_ROWS = 128  # rows of the tallest MatmulTile of a sum
+_TYPICAL_K = 4096  # of estimates on which ranks with different K agree
 WAVE_TILE = 128  # rows and columns of the tile by which waves are counted
 _SKINNY = kernels_that(lambda row: row.is_skinny)
 
@@ -114,32 +115,36 @@ def _fills_waves(policy: MatmulPolicy, columns: int, chip: Chip) -> bool:
     return waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
 
 
-def fastest_tile(cost: TileCost, m: int, n: int, sms: int, layout: str = "by_rows") -> MatmulTile:
-    """Returns the tile of a plain matmul that is estimated to compute C [m, n] fastest on ``sms`` SMs.
+def fastest_tile(cost: TileCost, m: int, n: int, k: int, sms: int, layout: str = "by_rows") -> MatmulTile:
+    """Returns the tile of a plain matmul that is estimated to multiply [m, k] by [k, n] fastest on ``sms`` SMs.
 
     ``layout`` is the layout of the weight, one of LAYOUTS.
     """
     fitting = [tile for tile in MATMUL_TILES if layout in tile.layouts]
-    return min(fitting, key=lambda tile: clocks(cost, tile, [m], n, sms))
+    return min(fitting, key=lambda tile: clocks(cost, tile, [m], n, k, sms))
 
 
 @functools.lru_cache(maxsize=1024)
-def gathered_tile(cost: TileCost, counts: tuple[int, ...], n: int, chip: Chip) -> MatmulTile:
-    """Returns the tile that is estimated to multiply gathered rows, ``counts`` of each rank, with [n, K] fastest."""
-    return min(GATHERED_TILES, key=lambda tile: clocks(cost, tile, counts, n, chip.shared_blocks(cluster=tile.cluster)))
+def gathered_tile(cost: TileCost, counts: tuple[int, ...], n: int, k: int, chip: Chip) -> MatmulTile:
+    """Returns the tile that is estimated to multiply gathered rows, ``counts`` of each rank, with [n, k] fastest."""
+    return min(
+        GATHERED_TILES, key=lambda tile: clocks(cost, tile, counts, n, k, chip.shared_blocks(cluster=tile.cluster))
+    )
 
 
-def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> float:
+def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int, sms: int) -> float:
     """Returns the estimated clocks of the busiest SM for 64 of K, over all its tiles.
 
     A tile is limited by the tensor cores or by L2, whichever takes longer, and waits a little for each line that its
-    block loads. ``rows`` are the rows of each part of C, which has ``n`` columns; no tile spans two parts.
+    block loads. The tensor cores wait while a tile is stored, unless consumers alternate: then for the last one alone.
+    ``rows`` are the rows of each part of C, which has ``n`` columns; no tile spans two parts.
     """
     clusters = sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
     rounds = -(-clusters // max(sms // tile.cluster, 1))
     step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
     step += (tile.rows + tile.columns / tile.cluster) * cost.wait_a_line
-    return rounds * step
+    stored = (1 if tile.alternating else rounds) * tile.rows * tile.columns * cost.clocks_a_result
+    return rounds * step + stored * 64 / k
 
 
 def tiles_of_sum(
@@ -164,7 +169,9 @@ def tiles_of_sum(
 @functools.lru_cache(maxsize=1024)
 def _estimated_tile(cost: TileCost, measured, algorithm, counts, n: int, chip: Chip, codec) -> MatmulTile:
     others = [tile for tile in for_wire(algorithm.row.tiles, codec) if tile not in measured]
-    return min(others, key=lambda tile: clocks(cost, tile, counts, n, chip.shared_blocks(cluster=tile.cluster)))
+    return min(
+        others, key=lambda tile: clocks(cost, tile, counts, n, _TYPICAL_K, chip.shared_blocks(cluster=tile.cluster))
+    )
 
 
 def tile_for(policy: MatmulPolicy, tiles: tuple[MatmulTile, ...], k: int) -> MatmulTile:

@@ -140,11 +140,12 @@ class BesidePolicy:
 
 @dataclass(frozen=True)
 class TileCost:
-    """The measured costs behind the estimate of ``plan.matmuls.clocks``, in clocks for 64 of K."""
+    """The measured costs behind the estimate of ``plan.matmuls.clocks``, most in clocks for 64 of K."""
 
     clocks_a_product: float  # clocks of the tensor cores for one element of the tile
     clocks_a_line: float  # clocks of L2 for one line: a row of an operand's tile, 128 bytes
     wait_a_line: float  # clocks that the tensor cores wait for one line that the block loads itself
+    clocks_a_result: float  # clocks of storing one element of a tile, for all of K
 
 
 class MeasuredMatmul(NamedTuple):

@@ -14,14 +14,15 @@ LAYOUTS = ("by_rows", "by_columns")  # layouts of the weight: OperandLayout in c
 class MatmulTile:
     """A tile of a matmul C = A W^T with many rows."""
 
-    rows: int  # rows of C: 64 for each consumer warpgroup that shares the tile, one to three
+    rows: int  # rows of C: 64, 128 or 192
     columns: int  # columns of C: 64, 128, 160, 192, 224 or 256
     stages: int  # pipeline stages in shared memory, of 64 of K each
     cluster: int = 1  # thread blocks of a cluster: their tiles lie below each other in C, and they load W together
     # Whether shared memory holds a whole finished tile, which kernels need that send it to other ranks. Otherwise it
     # holds two boxes of each warpgroup, or one of each of three.
     whole: bool = False
-    # Whether the two consumer warpgroups compute separate tiles of 64 rows. Otherwise they share a tile.
+    # Whether two consumer warpgroups compute separate tiles, so that one multiplies while the other finishes its tile.
+    # Otherwise each warpgroup computes 64 rows of the same tile.
     alternating: bool = False
     recorded: bool = False  # whether the kernel writes a timeline of its warps
 
@@ -40,7 +41,7 @@ class MatmulTile:
         """Dynamic shared memory of a block, as the kernels' ring of stages lays it out."""
         loaded = self.stages * (self.rows + self.columns) * 128
         boxes = -(-self.columns // 64)
-        staged = self.consumers * (boxes if self.whole else min(boxes, 2 if self.rows <= 128 else 1)) * 8192
+        staged = self.consumers * (boxes if self.whole else min(boxes, 2 if self.consumers <= 2 else 1)) * 8192
         return loaded + staged + self.stages * 16
 
     @property
@@ -84,9 +85,9 @@ MATMUL_TILES = (
     MatmulTile(64, 128, stages=8),
     MatmulTile(64, 160, stages=7),
     MatmulTile(64, 192, stages=6),
-    MatmulTile(128, 128, stages=6),
-    MatmulTile(128, 160, stages=5),
-    MatmulTile(128, 192, stages=4),
+    MatmulTile(128, 128, stages=6, alternating=True),
+    MatmulTile(128, 160, stages=5, alternating=True),
+    MatmulTile(128, 192, stages=4, alternating=True),
     MatmulTile(128, 224, stages=4),
     MatmulTile(128, 256, stages=4, cluster=2),
     MatmulTile(192, 128, stages=5),

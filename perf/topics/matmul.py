@@ -180,7 +180,7 @@ def rows_of(shape: Shape, device: torch.device) -> Iterator[MatmulRow | str]:
     times = time_in_turn(list(launches.values()), REPEATS, lambda launch: ranks_of.graph_time_us(launch) / calls)
     wrong = count_wrong(launches, given, calls)
     sms = launcher.sm_count(device.index)
-    taken = gemm.default_tile(device.index, *shape[:2], sms)
+    taken = gemm.default_tile(device.index, *shape, sms)
     policy = find_table(torch.cuda.get_device_name(device)).matmul
     auto = taken if choose_matmul(policy, *shape, sms).own else None
     for method, of_method in zip(METHODS, times, strict=True):

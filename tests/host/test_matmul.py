@@ -33,6 +33,7 @@ TILES = (
     MatmulTile(128, 64, 2, cluster=2),
     MatmulTile(128, 192, 2, cluster=2),
     MatmulTile(192, 160, 2),
+    MatmulTile(128, 64, 3, alternating=True),
 )
 KINDS = tuple([(dtype, tile, layout) for dtype in MATMUL_TYPES for tile in TILES for layout in tile.layouts])
 SEEDS = {"plain": 6, "thread": 1, "address": 2}
@@ -181,10 +182,36 @@ def is_noticed(program, kind, seed: int, largest: float) -> bool:
         return True
 
 
-def test_a_last_box_that_is_stored_beyond_its_tile_is_noticed():
-    kind = (torch.bfloat16, MatmulTile(192, 160, 2), "by_rows")
-    stored = "tensor_store(c, column + first,"
-    program = program_of([kind], "plain", Mutation(_file_of(stored), stored, "tensor_store(c, column + 64 * box,"))
+WIDE, ALTERNATING = MatmulTile(192, 160, 2), MatmulTile(128, 64, 3, alternating=True)
+MUTANTS_OF_OTHER_TILES = {
+    "a last box that is stored beyond its tile": (
+        WIDE,
+        "tensor_store(c, column + first,",
+        "tensor_store(c, column + 64 * box,",
+    ),
+    "consumers that alternate and do not wait for each other": (
+        ALTERNATING,
+        "while (!queued[1 - index].try_wait(index + number - 1)) continue;",
+        "",
+    ),
+    "a consumer that does not step over the other's operands": (
+        ALTERNATING,
+        "if (index + number > 0) at.skip(",
+        "if (index > 0) at.skip(",
+    ),
+    "the first rows for all rows of a consumer": (
+        ALTERNATING,
+        "advance(rows, place + block * box_nbytes + step * a_step)",
+        "advance(rows, place + step * a_step)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MUTANTS_OF_OTHER_TILES)
+def test_a_mistake_of_other_tiles_is_noticed(mistake):
+    tile, old, new = MUTANTS_OF_OTHER_TILES[mistake]
+    kind = (torch.bfloat16, tile, "by_rows")
+    program = program_of([kind], "plain", Mutation(_file_of(old), old, new))
 
     assert any(is_noticed(program, kind, seed, 1.0) for seed in range(MOST_SEEDS))
 

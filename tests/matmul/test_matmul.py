@@ -96,7 +96,7 @@ def test_a_block_fits_into_an_sm(tile):
 @pytest.mark.parametrize("m", SIZES)
 @pytest.mark.parametrize("sms", [1, 2, 7, 108, 120, 132])
 def test_every_matrix_has_a_tile(m, sms):
-    assert all(fastest_tile(POLICY.cost, m, n, sms) in MATMUL_TILES for n in SIZES)
+    assert all(fastest_tile(POLICY.cost, m, n, 1024, sms) in MATMUL_TILES for n in SIZES)
 
 
 def name_of(tile):
@@ -111,22 +111,23 @@ def test_the_tile_is_near_the_fastest_that_was_measured(sms):
     """The file has microseconds on an H200 by tile, with weights that are not in L2."""
     measured = json.loads((Path(__file__).parent / "matmul_times.json").read_text())
     slowdowns = [
-        one["us"][name_of(fastest_tile(POLICY.cost, one["m"], one["n"], sms))] / min(map(one["us"].get, NAMES))
+        one["us"][name_of(fastest_tile(POLICY.cost, one["m"], one["n"], one["k"], sms))]
+        / min(map(one["us"].get, NAMES))
         for one in measured
         if one["sms"] == sms
     ]
 
-    assert geometric_mean(slowdowns) <= 1.02
-    assert max(slowdowns) <= 1.2
+    assert geometric_mean(slowdowns) <= 1.005
+    assert max(slowdowns) <= 1.15
 
 
 def test_few_rows_take_low_tiles():
-    assert fastest_tile(POLICY.cost, 16, 8192, 132).rows == 64
+    assert fastest_tile(POLICY.cost, 16, 8192, 4096, 132).rows == 64
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_tile_serves_the_layout_of_the_weight(layout):
-    chosen = {fastest_tile(POLICY.cost, m, n, 132, layout) for m in SIZES for n in (1024, 5120, 7168)}
+    chosen = {fastest_tile(POLICY.cost, m, n, 4096, 132, layout) for m in SIZES for n in (1024, 5120, 7168)}
 
     assert chosen <= {tile for tile in MATMUL_TILES if layout in tile.layouts}
     assert any(tile.columns % 64 for tile in chosen) == (layout == "by_rows")

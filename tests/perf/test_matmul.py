@@ -229,7 +229,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(topic.gemm, "matmul", matmul)
     monkeypatch.setattr(topic.gemm, "why_not", lambda a, w, out: "")
-    monkeypatch.setattr(topic.gemm, "default_tile", lambda device, m, n, sms: {(24, 16, 7): TILES[TAKEN]}[m, n, sms])
+    monkeypatch.setattr(topic.gemm, "default_tile", lambda device, *shape: {(*SMALL, 7): TILES[TAKEN]}[shape])
     monkeypatch.setattr(topic.launcher, "sm_count", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B999")
     monkeypatch.setattr(topic, "find_table", lambda name: {"NVIDIA B999": table_with(1.0)}[name])

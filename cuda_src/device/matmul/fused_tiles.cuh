@@ -10,12 +10,12 @@
 //   mbarrier            one phase                 arrivals of a phase           who waits
 //   ring.filled[i]      a use of place i          1: producer; and bytes        the consumers of that use
 //   ring.emptied[i]     a use of place i          4: warps of each consumer     producer
+//   turns.queued[i]     a tile of consumer i      4: its warps                  the other one, if the two alternate
 //   begun               the call                  1: thread 0                   first warpgroup
 //   of each consumer:
 //     staged[box]       its warpgroup tile        4: its warps                  its sender, one thread
 //     sent              its warpgroup tile        1: its sender                 itself, before it stages the next
 //     arrived           one in its rank's rows    1: its sender                 itself, before it adds partial tiles
-//     queued            its tile                  4: its warps                  the other one, if the two alternate
 //
 // In a cluster the consumers of all blocks arrive at `emptied`, and the bytes of `filled` come from all blocks: (9) in
 // ring.cuh. What travels between ranks, and in which order, is in warpgroup_tile.cuh, (10).
@@ -24,25 +24,24 @@
 #include "device/matmul/tile_as_elements.cuh"
 #include "device/matmul/timeline.cuh"
 
-// Mbarriers between a consumer, its sender and the other consumer.
+// Mbarriers between a consumer and its sender.
 template <class Tile>
 struct Handover {
   Mbarrier staged[Tile::boxes];  // a box is in shared memory
   Mbarrier sent;                 // all boxes have been read, and may be overwritten
   Mbarrier arrived;              // the peers' partial tiles are in the scratch
-  Mbarrier queued;               // all products of a tile are queued
 
   __device__ void init() {
     for (int i = 0; i < Tile::boxes; ++i) staged[i].init(4);
     sent.init(1);
     arrived.init(1);
-    queued.init(4);
   }
 };
 
 template <class Tile>
 struct SummedSharedStorage {
   Handover<Tile> handover[Tile::consumers];
+  Turns<Tile> turns;
   Mbarrier begun;  // phase 0: `call` is known
   Call call;
   u32 taken;             // warpgroup tiles of the peers that gathering warps have taken
@@ -66,9 +65,9 @@ struct Consumer {
   const Arguments& a;
   const Ring<Tile>& ring;
   const u32 (&first)[max_ranks];  // from deal_tiles
-  Handover<Tile> (&handovers)[Tile::consumers];
+  Handover<Tile>& handover;
+  Turns<Tile>& turns;
   const u32 index;  // of the warpgroup among the consumers
-  Handover<Tile>& handover = handovers[index];
   const u32 thread = threadIdx.x % 128;
   using Sums = float[Tile::columns / 2];
 
@@ -80,21 +79,6 @@ struct Consumer {
       add_bias<T>(m, tile.column, sums);
     else
       apply_to_rows<Expression>(a.epilogue, tile.row, u32(a.count[a.rank]), tile.column, m.n, sums);
-  }
-
-  // Consumers that alternate wait for each other's products. Otherwise one could mistake operands loaded for the other
-  // for its own, since only the parity distinguishes the uses of a place (9).
-  __device__ void multiply(const Multiplier<T, Tile, W>& multiplier, Position<Tile>& at, Sums& sums, u32 tile) const {
-    if constexpr (Tile::turns == 1) {
-      multiplier.multiply(at, sums);
-    } else {
-      const Handover<Tile>& other = handovers[1 - index];
-      if (index + tile > 0) at.skip((m.k + tile_depth - 1) / tile_depth);
-      while (!other.queued.try_wait(index + tile - 1)) continue;
-      const u32 last = multiplier.queue(at, sums);
-      if (thread % 32 == 0) handover.queued.arrive();
-      multiplier.finish(sums, last);
-    }
   }
 
   // Hands a warpgroup tile to the sender, box by box.
@@ -126,7 +110,7 @@ struct Consumer {
     WalkByOwner<Tile, N> walk{m, a, first};
     for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
       Sums sums;
-      multiply(multiplier, at, sums, tiles++);
+      turns.multiply(multiplier, at, sums, tiles++);
       track.mark(multiplying);
       WarpgroupTile tile;
       if (!walk.find(Tile::warpgroup(index), tile)) continue;
@@ -320,6 +304,7 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
     prefetch(w_map);
     prefetch(output_map);
     for (int i = 0; i < Tile::consumers; ++i) shared.handover[i].init();
+    shared.turns.init();
     shared.begun.init(1);
     shared.taken = 0;
     ring.init();
@@ -332,8 +317,9 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
   if (warpgroup > 0) {
     if constexpr (Tile::consumers == 2) grow_registers<Op == all_reduce ? 208 : 232>();
     Track<Tile::recorded> track(m, warpgroup - 1, threadIdx.x % 128 == 0);
-    Consumer<T, N, Tile, W, Op, Expression, Travel>{m, a, ring, shared.first, shared.handover, warpgroup - 1}.run(
-        track);
+    const u32 index = warpgroup - 1;
+    Consumer<T, N, Tile, W, Op, Expression, Travel>{m, a, ring, shared.first, shared.handover[index], shared.turns, index}
+        .run(track);
   } else {
     if constexpr (Tile::consumers == 2) shrink_registers<Op == all_reduce ? 88 : 40>();
     run_helper<N, Tile, W, Op, Travel>(ring, shared, a_map, w_map, output_map, m, a);

@@ -59,7 +59,16 @@ struct Producer {
   }
 };
 
-// A warpgroup that multiplies 64 rows of each tile. Operands lie in boxes, as in the matrices they come from.
+// The sums of a consumer: of each of its blocks of 64 rows, those that a thread holds.
+template <class Tile>
+using SumsOf = float[Tile::row_blocks * Tile::columns / 2];
+
+template <class Tile>
+__device__ __forceinline__ auto& sums_of_block(SumsOf<Tile>& sums, int block) {
+  return reinterpret_cast<float(&)[Tile::columns / 2]>(sums[block * Tile::columns / 2]);
+}
+
+// A warpgroup that multiplies its rows of each tile. Operands lie in boxes, as in the matrices they come from.
 template <class T, class Tile, OperandLayout W, OperandLayout A = by_rows>
 struct Multiplier {
   static constexpr u32 k_step = 16, a_step = A == by_rows ? k_step * 2 : k_step * row_nbytes;
@@ -77,7 +86,7 @@ struct Multiplier {
     }
   }
 
-  using Sums = float[Tile::columns / 2];
+  using Sums = SumsOf<Tile>;
 
   __device__ void multiply(Position<Tile>& at, Sums& sums) const { finish(sums, queue(at, sums)); }
 
@@ -93,8 +102,11 @@ struct Multiplier {
       fence_sums();
 #pragma unroll
       for (u32 step = 0; step < tile_depth / k_step; ++step)
-        Product<Tile::columns, A == by_columns, W == by_columns>::add(
-            T{}, sums, advance(rows, place + step * a_step), advance(columns, place + step * w_step), k + step == 0);
+#pragma unroll
+        for (int block = 0; block < Tile::row_blocks; ++block)
+          Product<Tile::columns, A == by_columns, W == by_columns>::add(
+              T{}, sums_of_block<Tile>(sums, block), advance(rows, place + block * box_nbytes + step * a_step),
+              advance(columns, place + step * w_step), k + step == 0);
       commit_products();
       wait_for_all_but_last_products();
       if (k > 0) release(before);
@@ -107,6 +119,34 @@ struct Multiplier {
   __device__ void finish(Sums& sums, u32 last) const {
     wait_for_products(sums);
     release(last);
+  }
+};
+
+// Consumers that alternate take the tiles of a block in turn.
+template <class Tile>
+struct Turns {
+  Mbarrier queued[Tile::consumers];  // phase k: all products of the consumer's k-th tile are queued
+
+  __device__ void init() {
+    if constexpr (Tile::turns > 1)
+      for (int i = 0; i < Tile::consumers; ++i) queued[i].init(4);
+  }
+
+  // By a consumer: all of K, for its tile `number`. Consumers that alternate wait for each other's products. Otherwise
+  // one could mistake operands loaded for the other for its own, since only the parity distinguishes the uses of a place
+  // (9).
+  template <class Multiplier>
+  __device__ void multiply(const Multiplier& multiplier, Position<Tile>& at, SumsOf<Tile>& sums, u32 number) {
+    if constexpr (Tile::turns == 1) {
+      multiplier.multiply(at, sums);
+    } else {
+      const u32 index = multiplier.index;
+      if (index + number > 0) at.skip((multiplier.a.k + tile_depth - 1) / tile_depth);
+      while (!queued[1 - index].try_wait(index + number - 1)) continue;
+      const u32 last = multiplier.queue(at, sums);
+      if (multiplier.lane == 0) queued[index].arrive();
+      multiplier.finish(sums, last);
+    }
   }
 };
 

@@ -17,7 +17,7 @@ template <int MaxRows, int Stages, int Cluster>
 struct SkinnyTile {
   static_assert(MaxRows % (8 * Cluster) == 0, "blocks of a cluster share the rows of A in eights");
   static constexpr int rows = 64, columns = MaxRows, stages = Stages, cluster = Cluster;
-  static constexpr int warpgroups = 1, consumers = 1, staged = 1;
+  static constexpr int warpgroups = 1, consumers = 1, row_blocks = 1, staged = 1;
   static constexpr u32 a_nbytes = box_nbytes, w_nbytes = MaxRows * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
 
   __device__ static constexpr u32 warpgroup(u32) { return 0; }

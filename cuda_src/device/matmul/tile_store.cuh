@@ -2,7 +2,7 @@
 #pragma once
 #include "device/matmul/pipeline.cuh"
 
-// By a consumer warpgroup: its 64 rows of a tile, rounded, through boxes in shared memory.
+// By a consumer warpgroup: its rows of a tile, rounded, through boxes in shared memory.
 template <class T, class Tile>
 struct TileStore {
   const MatmulArguments& a;
@@ -10,9 +10,21 @@ struct TileStore {
   const u32 index;  // of the warpgroup among the consumers
   const bool leader = threadIdx.x % 128 == 0;
 
-  // Stores box by box. A place of the staging is overwritten once its last box has been read. `row` and `column` are
-  // the tile's first ones in `c`.
-  __device__ void store(const TensorMap& c, const float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
+  // `row` and `column` are the tile's first ones in `c`.
+  __device__ void store(const TensorMap& c, SumsOf<Tile>& sums, u32 row, u32 column) const {
+#pragma unroll
+    for (int block = 0; block < Tile::row_blocks; ++block)
+      store_block(c, sums_of_block<Tile>(sums, block), row + 64 * (Tile::warpgroup(index) + block), column);
+  }
+
+  // After the last tile.
+  __device__ void wait() const {
+    if (leader) wait_for_bulk_stores();
+  }
+
+ private:
+  // Stores 64 rows box by box. A place of the staging is overwritten once its last box has been read.
+  __device__ void store_block(const TensorMap& c, const float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
     const u32 barrier = 1 + index;
 #pragma unroll
     for (int box = 0; box < Tile::boxes; ++box) {
@@ -28,13 +40,8 @@ struct TileStore {
       fence_async_proxy_shared();
       sync_warpgroup(barrier);
       if (!leader) continue;
-      tensor_store(c, column + first, row + 64 * index, place);
+      tensor_store(c, column + first, row, place);
       commit_bulk_stores();
     }
-  }
-
-  // After the last tile.
-  __device__ void wait() const {
-    if (leader) wait_for_bulk_stores();
   }
 };

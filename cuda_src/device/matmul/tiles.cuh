@@ -10,16 +10,17 @@ constexpr u32 box_nbytes = 64 * row_nbytes;
 
 enum OperandLayout { by_rows, by_columns };  // of W: [N, K], [K, N]
 
-// M x N elements of C, computed by a block of a cluster of `Cluster`, with `Stages` places in the ring. Each warpgroup
-// computes 64 rows of a tile, a warpgroup tile. With `Alternating` two warpgroups compute separate tiles of 64 rows, so
-// that one multiplies while the other finishes a tile. Shared memory holds two finished boxes of each consumer, one of
-// each of three consumers, or with `Whole` the whole tile. With `Recorded` the kernel writes a timeline (timeline.cuh).
+// M x N elements of C, computed by a block of a cluster of `Cluster`, with `Stages` places in the ring. A tile is divided
+// between consumer warpgroups, 64 rows each: a warpgroup tile. With `Alternating` two consumers compute separate tiles,
+// all rows in blocks of 64, so that one multiplies while the other finishes a tile. Shared memory holds two finished
+// boxes of each consumer, one of each of three consumers, or with `Whole` the whole tile. With `Recorded` the kernel
+// writes a timeline (timeline.cuh).
 template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, bool Recorded = false>
 struct MatmulTile {
-  static_assert(!Alternating || M == 64);
   static constexpr int rows = M, columns = N, stages = Stages, cluster = Cluster;
-  static constexpr int warpgroups = M / 64, turns = Alternating ? 2 : 1, consumers = warpgroups * turns;
-  static constexpr int boxes = (N + 63) / 64, staged = Whole || boxes < 2 ? boxes : M > 128 ? 1 : 2;
+  static constexpr int row_blocks = Alternating ? M / 64 : 1;  // of a consumer, 64 rows each
+  static constexpr int warpgroups = M / 64 / row_blocks, turns = Alternating ? 2 : 1, consumers = warpgroups * turns;
+  static constexpr int boxes = (N + 63) / 64, staged = Whole || boxes < 2 ? boxes : consumers > 2 ? 1 : 2;
   static constexpr bool recorded = Recorded;
   static constexpr u32 a_nbytes = M * row_nbytes, w_nbytes = N * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
 
@@ -49,7 +50,7 @@ struct Walk {
     }
     return group < rows;
   }
-  __device__ void next() { within += gridDim.x / Tile::cluster; }
+  __device__ void next(u32 tiles = 1) { within += tiles * (gridDim.x / Tile::cluster); }
 
   // The first row and column of this block's tile.
   __device__ void locate(u32& row, u32& column) const {
