@@ -14,7 +14,7 @@
 
 constexpr int norm_gradient_threads = 1024;  // the most: `norm_slots` of rms_norm.cuh
 constexpr int group_lanes = 64;              // that add the groups' sums of one column; fewer for fewer groups
-constexpr int columns_added = 8;             // by one block: 32 bytes of a group
+constexpr int columns_added = 32;            // by one block: 128 bytes of a group, 16 by each thread
 
 // Two numbers of each warp of a block, in two places that alternate.
 struct PairsOfWarps {
@@ -135,23 +135,27 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
 // Adds the groups' gradients of the weight: lane l of a column adds groups l, l + group_lanes, ..., then the lanes are
 // added in order.
 template <class T>
-__global__ void __launch_bounds__(columns_added * group_lanes) residual_rmsnorm_backward_weight(
+__global__ void __launch_bounds__(columns_added / 4 * group_lanes) residual_rmsnorm_backward_weight(
     const __grid_constant__ NormGradientArguments a) {
   auto& sums = *reinterpret_cast<float(*)[group_lanes][columns_added]>(dynamic_shared());
   wait_for_previous_kernel();
   release_next_kernel();
-  const u32 place = threadIdx.x % columns_added, lane = threadIdx.x / columns_added;
-  const u64 column = u64(blockIdx.x) * columns_added + place;
-  float sum = 0;
-  if (column < a.columns)
-#pragma unroll 8
-    for (u32 group = lane; group < a.row_groups; group += group_lanes)
-      sum = __fadd_rn(sum, a.groups[group * a.columns + column]);
-  sums[lane][place] = sum;
+  const u32 place = threadIdx.x % (columns_added / 4) * 4, lane = threadIdx.x / (columns_added / 4);
+  const u32 first = blockIdx.x * columns_added;
+  float sum[4] = {};
+  if (first + place < a.columns)
+#pragma unroll 4
+    for (u32 group = lane; group < a.row_groups; group += group_lanes) {
+      const Pack four = *reinterpret_cast<const Pack*>(a.groups + group * a.columns + first + place);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], __uint_as_float(four.word[i]));
+    }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[lane][place + i] = sum[i];
   __syncthreads();
-  if (lane != 0 || column >= a.columns) return;
+  if (threadIdx.x >= columns_added || first + threadIdx.x >= a.columns) return;
   float total[2] = {};
 #pragma unroll 8
-  for (u32 l = 0; l < blockDim.x / columns_added; ++l) total[0] = __fadd_rn(total[0], sums[l][place]);
-  static_cast<typename T::Storage*>(a.of_weight)[column] = T::round(total);
+  for (u32 l = 0; l < blockDim.x / (columns_added / 4); ++l) total[0] = __fadd_rn(total[0], sums[l][threadIdx.x]);
+  static_cast<typename T::Storage*>(a.of_weight)[first + threadIdx.x] = T::round(total);
 }

@@ -25,7 +25,7 @@ _THREADS_AN_SM = 2048  # by the launch bounds of cuda_src/norm/residual_rmsnorm.
 # As in cuda_src/norm/residual_rmsnorm_backward.cu: the size of PairsOfWarps, `tensors`, and `columns_added`.
 PAIRS_NBYTES = 512
 STAGED_TENSORS = 3
-COLUMNS_ADDED = 8
+COLUMNS_ADDED = 32
 _MOST_STAGES = 4  # rows that a block has in shared memory; more are not faster (H100)
 
 
@@ -189,7 +189,7 @@ def _bind_backward(
     bound = [Launch(gradients, [arguments], grid)]
     if of_weight:
         threads = threads_of_sums(groups)
-        bound.append(Launch(sums, [arguments], Grid(-(-columns // COLUMNS_ADDED), threads, threads * 4, overlaps)))
+        bound.append(Launch(sums, [arguments], Grid(-(-columns // COLUMNS_ADDED), threads, threads * 16, overlaps)))
     lock = threading.Lock()
 
     def launch(tensors: Tensors, stream: int) -> None:
@@ -203,7 +203,7 @@ def _bind_backward(
 
 def threads_of_sums(groups: int) -> int:
     """Returns the threads of a block that adds the sums of ``groups`` of rows."""
-    return COLUMNS_ADDED * min(norm_gradients.LANES, groups)
+    return COLUMNS_ADDED // 4 * max(4, min(norm_gradients.LANES, groups))
 
 
 def _nbytes_to_spread(device: int, blocks: int) -> int:
