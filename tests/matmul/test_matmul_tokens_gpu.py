@@ -263,12 +263,10 @@ def test_an_input_written_just_before_is_the_one_that_a_constant_weight_multipli
         layer.check(layer.specified(), turn)
 
 
-def chained(layers: list[Layer], constant_weight: bool) -> list[list[torch.Tensor]]:
+def chained(layers: list[Layer], norm: list, constant_weight: bool) -> list[list[torch.Tensor]]:
     """The normed rows and residuals of layers that follow one another, by layer and rank."""
-    of_ranks = layers[0].a
-    norm, residual = [torch.ones_like(a[0]) for a in of_ranks], [torch.zeros_like(a) for a in of_ranks]
     how = {"partition": "tiles", "constant_weight": constant_weight, "group": layers[0].ranks.communicator}
-    found = [of_ranks, residual]
+    found = [layers[0].a, layers[0].a]
     for layer in layers:
         found += graphar.fused_matmul_allreduce_residual_rmsnorm(found[-2], layer.w, found[-1], norm, **how)
     return found
@@ -277,11 +275,12 @@ def chained(layers: list[Layer], constant_weight: bool) -> list[list[torch.Tenso
 @pytest.mark.parametrize("m", [1, 16])
 def test_layers_whose_kernels_are_launched_early_behind_norms_replay_with_constant_weights(ranks: Ranks, m):
     layers = [Layer(ranks, normal, m, 8192, 8192, seed=seed) for seed in range(4)]
-    expected = chained(layers, constant_weight=False)
-    chained(layers, constant_weight=True)
+    norm = [torch.ones_like(a[0]) for a in layers[0].a]
+    expected = chained(layers, norm, constant_weight=False)
+    chained(layers, norm, constant_weight=True)
     found = []
 
-    graph = ranks.capture(lambda: found.extend(chained(layers, constant_weight=True)))
+    graph = ranks.capture(lambda: found.extend(chained(layers, norm, constant_weight=True)))
 
     for _ in range(20):
         graph.replay()
