@@ -33,12 +33,12 @@ def is_constant(weight: Node) -> bool:
 def _is_static(node: Node) -> bool:
     """Whether an input has the same address in every call, as parameters, buffers and other tensors of modules have."""
     context = TracingContext.try_get()
-    if node.op != "placeholder" or context is None or context.fw_metadata is None:
-        return False
+    known = context.fw_metadata if context else None  # of the forward graph
     inputs = node.graph.find_nodes(op="placeholder")
-    if any(str(one.target).startswith("tangents") for one in inputs):  # the metadata is of the forward graph
+    # With tokens, which order side effects, the numbers of inputs are others in the metadata.
+    if known is None or known.tokens or any(str(one.target).startswith("tangents") for one in inputs):
         return False
-    return inputs.index(node) in (context.fw_metadata.static_input_indices or ())
+    return node in inputs and inputs.index(node) in (known.static_input_indices or ())
 
 
 def _is_only_read(node: Node) -> bool:

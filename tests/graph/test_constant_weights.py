@@ -27,10 +27,10 @@ def pays(monkeypatch):
     monkeypatch.setattr(places, "shipped_table", lambda name: PAYS)
 
 
-def flags(compile_pass, graph, static=(WEIGHT,)):
+def flags(compile_pass, graph, static=(WEIGHT,), tokens=()):
     """The option in each of graphar's ops of a rewritten graph whose inputs ``static`` are parameters or buffers."""
     context = TracingContext(FakeTensorMode())
-    context.fw_metadata = SimpleNamespace(static_input_indices=list(static))
+    context.fw_metadata = SimpleNamespace(static_input_indices=list(static), tokens=dict.fromkeys(tokens))
     with tracing(context):
         rewritten(compile_pass, graph)
     return [given(node)["constant_weight"] for node in graph.graph.nodes if op_of(node.target)]
@@ -79,6 +79,12 @@ def written(graph):
 
 def test_a_weight_that_the_graph_writes_is_not_constant(make_pass):
     assert flags(make_pass(constant_weights=True), written(traced(FORMS["a linear layer"]))) == [False]
+
+
+def test_nothing_is_constant_in_a_graph_with_side_effects(make_pass):
+    found = flags(make_pass(constant_weights=True), traced(FORMS["a linear layer"]), tokens=["a print"])
+
+    assert found == [False]
 
 
 def test_nothing_is_constant_in_a_backward_pass(make_pass):
