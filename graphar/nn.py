@@ -84,10 +84,11 @@ class RowParallelLinear(_OfGroup):
             ``in_features`` must be a multiple of the number of ranks.
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
         constant_weight: take :func:`graphar.fused_matmul_allreduce` with ``constant_weight=True`` in place of a matmul
-            and an all-reduce; the product may have other bits. It promises that whatever wrote the weight has ended
+            and an all-reduce; the product may have other bits. True promises that whatever wrote the weight has ended
             when the layer is called, or a CUDA graph with it is replayed. So it is for inference with weights that
-            stay in place, not for FSDP, which gathers them just before the layer. Ignored under autocast, which casts
-            them there. In compiled models prefer ``graphar.enable(constant_weights=True)``, which also fuses norms.
+            stay in place, not for FSDP, which gathers them just before the layer. Ignored while gradients of the weight
+            are recorded, and under autocast, which casts it. In compiled models prefer
+            ``graphar.enable(constant_weights=True)``, which also fuses norms.
 
     Shape:
         Input ``(*, in_features / ranks)``, output ``(*, out_features)``.
@@ -108,7 +109,8 @@ class RowParallelLinear(_OfGroup):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the whole layer's output, from this rank's features of the input. Collective."""
         self._check_features(x)
-        if self.constant_weight and not torch.is_autocast_enabled(x.device.type):
+        learns = self.weight.requires_grad and torch.is_grad_enabled()
+        if self.constant_weight and not learns and not torch.is_autocast_enabled(x.device.type):
             y = fused_matmul_allreduce(x, self.weight, group=self.group, constant_weight=True)
         else:
             y = _sum_outputs(functional.linear(x, self.weight), self.group)

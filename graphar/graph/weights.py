@@ -12,6 +12,8 @@ _aten = torch.ops.aten
 _TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
 _SAME = (_aten.view.default, *_TRANSPOSES, _aten.detach.default, _aten.alias.default)  # other views of the same memory
 
+_OF_TRAINING = ("primals", "tangents")  # how names of inputs begin in graphs with gradients
+
 
 def input_behind(weight: Node) -> Node | None:
     """Returns the graph's input that ``weight`` is or is a view of; None if it is computed."""
@@ -21,9 +23,9 @@ def input_behind(weight: Node) -> Node | None:
 
 
 def is_constant(weight: Node) -> bool:
-    """Whether ``weight`` is a tensor of a module, or a view of one, that nothing in the graph writes.
+    """Whether ``weight`` is a tensor of a module, or a view of one, that nothing in a graph for inference writes.
 
-    Other inputs, and those of a backward pass, may be results of the kernel before the graph.
+    Other inputs may be results of the kernel before the graph, and in training an optimizer writes the weights.
     """
     while weight.target in _SAME:
         weight = weight.args[0]
@@ -33,10 +35,10 @@ def is_constant(weight: Node) -> bool:
 def _is_static(node: Node) -> bool:
     """Whether an input has the same address in every call, as parameters, buffers and other tensors of modules have."""
     context = TracingContext.try_get()
-    known = context.fw_metadata if context else None  # of the forward graph
+    known = context.fw_metadata if context else None
     inputs = node.graph.find_nodes(op="placeholder")
     # With tokens, which order side effects, the numbers of inputs are others in the metadata.
-    if known is None or known.tokens or any(str(one.target).startswith("tangents") for one in inputs):
+    if known is None or known.tokens or any(str(one.target).startswith(_OF_TRAINING) for one in inputs):
         return False
     return node in inputs and inputs.index(node) in (known.static_input_indices or ())
 

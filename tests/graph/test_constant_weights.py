@@ -1,4 +1,4 @@
-"""Which weights the pass calls constant: those of modules that a forward graph only reads."""
+"""Which weights the pass calls constant: those of modules that a graph for inference only reads."""
 
 from __future__ import annotations
 
@@ -87,9 +87,10 @@ def test_nothing_is_constant_in_a_graph_with_side_effects(make_pass):
     assert found == [False]
 
 
-def test_nothing_is_constant_in_a_backward_pass(make_pass):
+@pytest.mark.parametrize("name", ["primals_1", "tangents_1"])
+def test_nothing_is_constant_where_gradients_are_recorded(make_pass, name):
     graph = traced(FORMS["a linear layer"])
-    graph.graph.find_nodes(op="placeholder")[0].target = "tangents_1"
+    graph.graph.find_nodes(op="placeholder")[0].target = name
 
     assert flags(make_pass(constant_weights=True), graph) == [False]
 
@@ -98,7 +99,7 @@ def test_nothing_is_constant_in_a_backward_pass(make_pass):
 
 
 def run_compiled(rank, world_size):
-    """Which weights of a model are constant: those of a layer, and one that is an argument of the model."""
+    """Which weights of a model are constant, first for inference: those of a layer, and one that is an argument."""
     places.shipped_table = places.find_table = lambda name: PAYS
     found, is_constant = [], matmul.is_constant
     matmul.is_constant = lambda weight: found.append(is_constant(weight)) or found[-1]
@@ -110,11 +111,13 @@ def run_compiled(rank, world_size):
             dist.all_reduce(one)
         return sums
 
-    with torch.no_grad():
-        compiled(model, graphar.compile_pass(constant_weights=True))(tokens(4), torch.zeros_like(layer.weight))
+    for records_gradients in (False, True):
+        torch._dynamo.reset()
+        with torch.set_grad_enabled(records_gradients):
+            compiled(model, graphar.compile_pass(constant_weights=True))(tokens(4), torch.zeros_like(layer.weight))
     return found
 
 
 def test_inductor_tells_parameters_from_other_inputs():
     for found in run_ranks(run_compiled, 2, timeout_s=180):
-        assert found == [True, False]
+        assert found == [True, False, False, False]

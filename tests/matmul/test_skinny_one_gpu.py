@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(256) write_late(const Pack* from, P
   wait_for_previous_kernel();
   release_next_kernel();
   const u64 begin = global_time_ns();
-  while (global_time_ns() - begin < 200000) continue;
+  while (global_time_ns() - begin < 2000000) continue;
   for (u64 i = threadIdx.x; i < packs; i += blockDim.x) to[i] = from[i];
 }
 """
