@@ -13,7 +13,8 @@
 //       release the next one sooner, and then several may still run. The promise covers all of them.
 //     - So what was written is visible when this kernel starts, to copies as well, and they need no fence.
 //     - Everything else comes after the wait of the thread that accesses it. Copies of other memory come after the wait
-//       and a fence of the thread that issues them (5).
+//       and a fence of the thread that issues them (5). In a cluster they may reach a block whose own threads still
+//       wait, since the kernel before has then ended for that block as well.
 //     Nothing notices a broken promise: the copies may then have the old content.
 
 // First of all, but for (26). It reads an argument of each of the first three lines before it waits, so that they are
