@@ -22,6 +22,7 @@ from torch.nn import functional
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.ops.allreduce import OP as ALLREDUCE
 from graphar.ops.allreduce import allreduce
+from graphar.ops.matmul_allreduce import fused_matmul_allreduce
 from graphar.ops.reducescatter import reducescatter
 from graphar.ranks.groups import process_group
 from graphar.runtime.registry import Group, engine_name, engine_of_either
@@ -82,6 +83,12 @@ class RowParallelLinear(_OfGroup):
         linear: the whole layer, equal on all ranks. This rank's part of its weight is copied; its bias is shared. Its
             ``in_features`` must be a multiple of the number of ranks.
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
+        constant_weight: take :func:`graphar.fused_matmul_allreduce` with ``constant_weight=True`` in place of a matmul
+            and an all-reduce; the product may have other bits. True promises that whatever wrote the weight has ended
+            when the layer is called, or a CUDA graph with it is replayed. So it is for inference with weights that
+            stay in place, not for FSDP, which gathers them just before the layer. Ignored while gradients of the weight
+            are recorded, and under autocast, which casts it. In compiled models prefer
+            ``graphar.enable(constant_weights=True)``, which also fuses norms.
 
     Shape:
         Input ``(*, in_features / ranks)``, output ``(*, out_features)``.
@@ -92,16 +99,21 @@ class RowParallelLinear(_OfGroup):
 
     _divided: ClassVar = {"weight": 1}
 
-    def __init__(self, linear: torch.nn.Linear, group: Group = None) -> None:
+    def __init__(self, linear: torch.nn.Linear, group: Group = None, *, constant_weight: bool = False) -> None:
         _check_linear("RowParallelLinear", linear)
         super().__init__(group)
+        self.constant_weight = constant_weight
         self.weight = _part(linear.weight, 1, group)
         self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the whole layer's output, from this rank's features of the input. Collective."""
         self._check_features(x)
-        y = _sum_outputs(functional.linear(x, self.weight), self.group)
+        learns = self.weight.requires_grad and torch.is_grad_enabled()
+        if self.constant_weight and not learns and not torch.is_autocast_enabled(x.device.type):
+            y = fused_matmul_allreduce(x, self.weight, group=self.group, constant_weight=True)
+        else:
+            y = _sum_outputs(functional.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast changes the dtype of y alone
 
 

@@ -153,6 +153,25 @@ class RanksOfOneGpu:
         self._launch_matmul(Product(MATMUL_ALLREDUCE, counts, columns), Algorithm.MATMUL_ALLREDUCE, ranks, tile, beside)
         return outs
 
+    def skinny_allreduce(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        algorithm: Algorithm,
+        constant_weight: bool,
+        before: Callable[[int], None],
+    ) -> list:
+        """What every rank receives of the sum of each rank's ``a @ w.t()`` by a skinny kernel; all are on the GPU.
+
+        ``before`` is called for each rank, on its stream, just before the kernel is launched there.
+        """
+        rows, columns = len(pairs[0][0]), len(pairs[0][1])
+        outs = [torch.full((rows, columns), 7, dtype=a.dtype, device="cuda:0") for a, _ in pairs]
+        ranks = [Operands(pair, (out,)) for pair, out in zip(pairs, outs, strict=True)]
+        counts = (rows,) + (0,) * (self.world_size - 1)
+        work = Product(MATMUL_ALLREDUCE, counts, columns, constant_weight=constant_weight)
+        self._launch_matmul(work, algorithm, ranks, None, before=before)
+        return outs
+
     def allgather_matmul(
         self,
         parts: Sequence[torch.Tensor],
@@ -189,6 +208,7 @@ class RanksOfOneGpu:
         ranks: Sequence[Operands],
         tile: MatmulTile | None,
         beside: AbstractContextManager | None = None,
+        before: Callable[[int], None] = lambda rank: None,
     ) -> None:
         """Makes a call, and waits for it; results that kernels cannot write in place are copied there."""
         call = Call.of(work, ranks[0].inputs[0], timeout_s=_TIMEOUT_S)
@@ -202,8 +222,9 @@ class RanksOfOneGpu:
         ]
         torch.cuda.synchronize(0)  # operands were made on torch's stream
         with beside or nullcontext():
-            for stream, launch, tensors in launches:
+            for at, (stream, launch, tensors) in enumerate(launches):
                 with torch.cuda.stream(stream):
+                    before(at % self.world_size)
                     launch(*tensors)
             for stream in self._streams:
                 stream.synchronize()

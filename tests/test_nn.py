@@ -69,10 +69,10 @@ def partial_product(rank, world_size, device, count=TOKENS):
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
 
-def layered(model, group=None):
+def layered(model, group=None, **of_rows):
     from graphar import nn
 
-    model.up, model.down = nn.ColumnParallelLinear(model.up, group), nn.RowParallelLinear(model.down, group)
+    model.up, model.down = nn.ColumnParallelLinear(model.up, group), nn.RowParallelLinear(model.down, group, **of_rows)
     return model
 
 
@@ -82,6 +82,11 @@ def run_layers(rank, world_size):
     results = [both_ways(layered(MLP(), group), batch()) for group in groups.values()]
     for group in (dist.group.WORLD, mesh):
         results.append(both_ways(maybe_compiled(layered(MLP(), group), "aot_eager"), batch()))
+    for mode in MODES:
+        constant, x = maybe_compiled(layered(MLP(), constant_weight=True), mode), batch()
+        with torch.no_grad():
+            y = constant(x)
+        results.append([y, *both_ways(constant, x)[1:]])
     return results, sharded_gradients(rank, world_size)
 
 
@@ -109,6 +114,24 @@ def test_under_autocast_outputs_have_the_dtype_of_the_whole_layers(group_of):
         outputs = [layer(x) for layer in (whole, nn.RowParallelLinear(whole), nn.ColumnParallelLinear(whole))]
 
     assert {y.dtype for y in outputs} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("constant_weight", [False, True])
+def test_a_constant_weight_is_multiplied_by_the_fused_op_in_inference(group_of, monkeypatch, constant_weight):
+    from graphar import nn
+
+    group_of(1)
+    called, x = [], torch.ones(2, 4)
+    monkeypatch.setattr(nn, "fused_matmul_allreduce", lambda a, w, **how: called.append(how) or a @ w.t())
+    layer = nn.RowParallelLinear(torch.nn.Linear(4, 6), constant_weight=constant_weight)
+
+    layer(x)
+    with torch.no_grad():
+        layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+
+    assert called == [{"group": None, "constant_weight": True}] * constant_weight
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------

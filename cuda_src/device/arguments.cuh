@@ -123,6 +123,8 @@ struct MatmulArguments {
   u32 first_row;   // the row of tiles that comes first
   u32 group_rows;  // rows of tiles that are walked together, column by column
   void* timeline = nullptr;  // of a kernel whose tile is `recorded` (timeline.cuh); else null
+  // Whether the caller promises that W is constant: (26) in kernel_order.cuh. Only skinny kernels read it.
+  u32 constant_weight = 0;
 };
 
 // Template argument of kernels whose peers access a rank's symmetric tensor in place, without scratch.

@@ -6,6 +6,7 @@
     collectives.py  what a collective looks like in a graph, and how it is replaced
     single.py       the rewrites "allreduce", "reducescatter" and "allgather"
     norm.py  epilogue.py  prefetch.py    one rewrite each
+    weights.py      which inputs are weights, and which of these are constant
     matmul.py  allgather_matmul.py    the rewrite "matmul": a matmul and its sum, an all-gather and its matmul
     rows.py         ops that move whole rows between a collective and a matmul
     order.py        keeps the collectives of a graph in order, also in graphs of programs that do not call enable()
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 # Modules that import Inductor are imported in the functions below: importing Inductor takes a second.
 
 
-def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: bool = False) -> CompilePass:
+def compile_pass(
+    *, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: bool = False, constant_weights: bool = False
+) -> CompilePass:
     """Returns an Inductor pass that replaces torch's collectives with graphar's ops: ``post_grad_custom_pre_pass``.
 
     Use it where you set Inductor's configuration yourself; :func:`enable` sets it for you. The pass rewrites forward
@@ -80,6 +83,7 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invar
         batch_invariant: fuse matmuls and their sums with ``partition="batch_invariant"``, at every size that graphar's
             matmul takes: the bits of a row then do not depend on the number of rows. Other matmuls stay torch's, also
             those of gathered rows.
+        constant_weights: as in :func:`enable`.
 
     Raises:
         ValueError: torch.distributed is not initialised, or there is no rewrite of that name.
@@ -87,10 +91,12 @@ def compile_pass(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invar
     """
     from graphar.graph.passes import CompilePass
 
-    return CompilePass(off, on, batch_invariant)
+    return CompilePass(off, on, batch_invariant, constant_weights)
 
 
-def enable(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: bool = False) -> CompilePass:
+def enable(
+    *, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: bool = False, constant_weights: bool = False
+) -> CompilePass:
     """Makes torch.compile replace torch's collectives with graphar's ops; models need no change.
 
     It installs the pass of :func:`compile_pass`, which describes each rewrite, in Inductor's configuration. Other
@@ -109,6 +115,12 @@ def enable(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: 
         batch_invariant: fuse matmuls and their sums with ``partition="batch_invariant"``, at every size that graphar's
             matmul takes: the bits of a row then do not depend on the number of rows. Other matmuls stay torch's, also
             those of gathered rows.
+        constant_weights: in graphs without gradients, pass ``constant_weight=True`` to matmuls that were fused with an
+            all-reduce, if the weight is a tensor of a module, such as a parameter, and the graph only reads it. True
+            promises that whatever wrote these weights has ended when the model is called, or a CUDA graph with it is
+            replayed. So it is for inference with weights that stay in place. Not for FSDP, which gathers weights just
+            before a layer, nor for weights that are updated, loaded, cast or copied between layers: results would be
+            undefined.
 
     Returns:
         The pass. Its ``report`` lists, for each graph, which collectives were replaced, and why the others were not.
@@ -119,7 +131,7 @@ def enable(*, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: 
     """
     from graphar.graph import hook
 
-    made = compile_pass(on=on, off=off, batch_invariant=batch_invariant)
+    made = compile_pass(on=on, off=off, batch_invariant=batch_invariant, constant_weights=constant_weights)
     hook.install(made)
     return made
 

@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from graphar.graph import rows
 from graphar.graph.collectives import VIEWS, Collective, are_same, call, ours
 from graphar.graph.places import Places
+from graphar.graph.weights import is_constant
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import (
     allreduce,
@@ -65,6 +66,7 @@ class Matmul:
     """Fuses where the tuning table says that this is faster, or wherever graphar's matmul can multiply."""
 
     batch_invariant: bool = False  # whether to fuse wherever graphar's matmul can, and never to take torch's
+    constant_weights: bool = False  # whether parameters that the graph only reads are constant weights
 
     def find(self, graph: Graph) -> list[Product]:
         return [found for node in graph.nodes if (found := _product(node))]
@@ -108,6 +110,8 @@ class Matmul:
             w = stored(graph, weight)
             given = {name: one for name, one in product.call.items() if op.takes(name)}
             given |= {"a": a, "w": w} | ({"partition": BATCH_INVARIANT} if self.batch_invariant else {})
+            if self.constant_weights and op.takes("constant_weight") and is_constant(w):
+                given["constant_weight"] = True
             new = graph.call_function(op.one, op.write(given))
         new.meta = node.meta
         node.replace_all_uses_with(new)

@@ -43,13 +43,21 @@ class CompilePass(CustomGraphPass):
         on: the optional rewrites that are switched on.
         off: the rewrites that are switched off.
         batch_invariant: whether matmuls are fused so that the bits of a row do not depend on the number of rows.
+        constant_weights: whether parameters that a graph only reads are constant weights of fused matmuls.
         replaced: the pass of graphar's that :func:`graphar.enable` replaced, and that is installed again after this.
     """
 
-    def __init__(self, off: Iterable[str] = (), on: Iterable[str] = (), batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        off: Iterable[str] = (),
+        on: Iterable[str] = (),
+        batch_invariant: bool = False,
+        constant_weights: bool = False,
+    ) -> None:
         self.off, self.on = _check_names("off", off, REWRITES), _check_names("on", on, OPTIONAL)
-        self.batch_invariant = batch_invariant
-        self._rewrites = REWRITES | {"matmul": (Matmul(batch_invariant), AllgatherMatmul(batch_invariant))}
+        self.batch_invariant, self.constant_weights = batch_invariant, constant_weights
+        summed = Matmul(batch_invariant, constant_weights)
+        self._rewrites = REWRITES | {"matmul": (summed, AllgatherMatmul(batch_invariant))}
         self.report = Report()
         self.replaced: CompilePass | None = None
         self.uninstall: Callable[[], None] = lambda: None  # hook.install replaces it
@@ -71,7 +79,7 @@ class CompilePass(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """The pass's part of Inductor's cache key: its source, its options, and where the ranks are."""
-        options = f"{sorted(self.off)} {sorted(self.on)} {self.batch_invariant}"
+        options = f"{sorted(self.off)} {sorted(self.on)} {self.batch_invariant} {self.constant_weights}"
         return get_hash_for_files(_SOURCES, f"{options} {self._places.describe()}")
 
     def __deepcopy__(self, memo: dict) -> CompilePass:
@@ -80,7 +88,7 @@ class CompilePass(CustomGraphPass):
 
     def __repr__(self) -> str:
         options = f"on={sorted(self.on)}, off={sorted(self.off)}, batch_invariant={self.batch_invariant}"
-        return f"CompilePass({options}, graphs={self.report.graphs})"
+        return f"CompilePass({options}, constant_weights={self.constant_weights}, graphs={self.report.graphs})"
 
     def __enter__(self) -> CompilePass:
         return self

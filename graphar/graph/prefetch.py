@@ -17,8 +17,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph import order
-from graphar.graph.collectives import VIEWS, Collective, ours
+from graphar.graph.collectives import Collective, ours
 from graphar.graph.places import Places
+from graphar.graph.weights import input_behind
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.ops import matmul_allreduce
 from graphar.ops.register import op_of
@@ -31,8 +32,6 @@ _WEIGHTS = {  # by matmul, the position of the weight among the arguments; the o
     _aten.matmul.default: 1,
     matmul_allreduce.OP.one: 1,
 }
-_TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
-_SAME = (*VIEWS, *_TRANSPOSES, _aten.detach.default, _aten.alias.default)  # give another view of the same memory
 
 
 @dataclass(frozen=True)
@@ -77,16 +76,9 @@ def _next_weight(total: Node) -> Node | None:
         if reached.isdisjoint(node.all_input_nodes):
             continue
         at = _WEIGHTS.get(node.target)
-        if at and node.args[at - 1] in reached and (weight := _input_behind(node.args[at])) and weight < total:
+        if at and node.args[at - 1] in reached and (weight := input_behind(node.args[at])) and weight < total:
             return weight
         if order.is_collective(node):
             return None
         reached.add(node)
     return None
-
-
-def _input_behind(weight: Node) -> Node | None:
-    """Returns the graph's input that ``weight`` is or is a view of; None if it is computed."""
-    while weight.target in _SAME:
-        weight = weight.args[0]
-    return weight if weight.op in ("placeholder", "get_attr") else None

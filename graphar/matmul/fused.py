@@ -198,7 +198,7 @@ class FusedMatmul:
         # The gathered rows are bound whole, and may be empty on this rank.
         rows, k = own.a.shape
         a = Matrix(own.a.data_ptr(), own.a.dtype, rows, k, -(-k // 8) * 8) if self._gathers else matrix_of(own.a)
-        matrices, tile = Matrices(a, w, layout, own.out, *pointers), self._tile_of(own, one)
+        matrices, tile = Matrices(a, w, layout, own.out, *pointers, own.constant_weight), self._tile_of(own, one)
         key = (member.rank, one, tile, matrices.key)
         launch = self._launches.get(key)
         return self._launches.keep(key, self._bind(at, member, tile, matrices, own, one)) if launch is None else launch
@@ -240,12 +240,14 @@ class FusedMatmul:
             a, w = a.new_zeros(len(a), COLUMNS), w.new_zeros(len(w), COLUMNS)
         if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
             out = torch.empty_like(out)
+        w = w if layout_of(w) else aligned_copy(w)
         return replace(
             own,
             a=a if matrix_of(a) else aligned_copy(a),
-            w=w if layout_of(w) else aligned_copy(w),
+            w=w,
             bias=None if own.bias is None else own.bias.contiguous(),
             out=out,
+            constant_weight=own.constant_weight and w is own.w,  # the kernel before writes a copy
         )
 
     @staticmethod

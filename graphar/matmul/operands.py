@@ -26,6 +26,7 @@ class MatmulOperands:
     tensors: tuple[torch.Tensor, ...] = ()  # of the epilogue, bound for the tensor that ``out`` is
     numbers: tuple[float, ...] = ()  # of the epilogue
     prefetch: torch.Tensor | None = None  # the tensor that the last all-reduce may prefetch into L2, or None
+    constant_weight: bool = False  # whether ``w`` may be loaded while the kernel before still runs
 
 
 def operands_of(work: Product, own: Operands) -> MatmulOperands:
@@ -36,7 +37,8 @@ def operands_of(work: Product, own: Operands) -> MatmulOperands:
     count = len(work.epilogue.dtypes) if work.epilogue else 0
     prefetch = rest[count] if len(rest) > count else None
     rows = flat(gathered[0]) if work.gathered else None
-    return MatmulOperands(flat(a), w, bias, flat(out), rows, tuple(rest[:count]), own.numbers, prefetch)
+    more = tuple(rest[:count]), own.numbers, prefetch, work.constant_weight
+    return MatmulOperands(flat(a), w, bias, flat(out), rows, *more)
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:

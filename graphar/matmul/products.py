@@ -104,7 +104,9 @@ def takes_tiles(engine: Engine, call: Call, a: torch.Tensor) -> bool:
 
 def _fused(engine: Engine, call: Call) -> Plan:
     algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
-    return plan_of(FusedMatmul(engine, call, algorithm, sum(call.work.parts)), "multiplied and summed in one kernel")
+    early = ", which loads its constant weight early" if call.work.constant_weight and algorithm.row.is_skinny else ""
+    launches = FusedMatmul(engine, call, algorithm, sum(call.work.parts))
+    return plan_of(launches, f"multiplied and summed in one kernel{early}")
 
 
 def plan_of(launches: FusedMatmul, reason: str) -> Plan:

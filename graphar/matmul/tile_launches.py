@@ -33,11 +33,13 @@ class Matrices:
     out: torch.Tensor  # [M, N]
     bias: int = 0  # the address of the bias; 0 without one
     timeline: int = 0  # the address of the timeline of timelines.py; 0 without one
+    constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
 
     @property
     def key(self) -> tuple:
         """Equal where all memory has the same addresses and is read alike."""
-        return self.a, self.w, self.layout, self.out.data_ptr(), self.out.shape, self.bias, self.timeline
+        out, beside = (self.out.data_ptr(), self.out.shape), (self.bias, self.timeline, self.constant_weight)
+        return self.a, self.w, self.layout, *out, *beside
 
     @property
     def columns(self) -> int:
@@ -68,7 +70,7 @@ def skinny(
     clusters = -(-columns // (tile.columns * tile.cluster))
     blocks = min(chip.shared_blocks(cluster=tile.cluster), clusters * tile.cluster)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, chip.may_overlap(blocks, halves=False), cluster=tile.cluster)
-    sizes = MatmulArguments(own.bias, rows_of_out, columns, own.a.columns)
+    sizes = MatmulArguments(own.bias, rows_of_out, columns, own.a.columns, constant_weight=own.constant_weight)
     return [tensor_map(own.w, BOX_COLUMNS), tensor_map(own.a, box_rows(tile, rows_of_out)), sizes], grid
 
 

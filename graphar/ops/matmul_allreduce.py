@@ -35,6 +35,7 @@ def fused_matmul_allreduce(
     group: Group = None,
     out: torch.Tensor | None = None,
     prefetch: torch.Tensor | None = None,
+    constant_weight: bool = False,
     timeout_s: float | None = None,
 ) -> torch.Tensor: ...
 @overload
@@ -50,6 +51,7 @@ def fused_matmul_allreduce(
     group: Group = None,
     out: Sequence[torch.Tensor] | None = None,
     prefetch: Sequence[torch.Tensor] | None = None,
+    constant_weight: bool = False,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
 def fused_matmul_allreduce(
@@ -64,18 +66,17 @@ def fused_matmul_allreduce(
     group=None,
     out=None,
     prefetch=None,
+    constant_weight=False,
     timeout_s=None,
 ):
     """Returns the sum over all ranks of ``a @ w.T``, plus ``bias``, on every rank: a row-parallel linear layer.
 
-    Each rank's product is accumulated in fp32 (fp64 for fp64) and rounded to its dtype. The products and ``bias`` are
-    then added in fp32 in rank order and rounded once. ``graphar.reference.fused_matmul_allreduce`` is the
-    specification, except for the order in which a product is accumulated, which depends on the device.
+    Each rank's product is accumulated in fp32 (fp64 for fp64), in an order of the device's, and rounded to its dtype.
+    Products and bias are added in fp32 in rank order and rounded once: ``graphar.reference.fused_matmul_allreduce``.
 
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
-    makes the same calls in the same order.
-    Differentiable. If ``a`` is a tensor, the backward pass assumes that all ranks compute the same loss, as in tensor
-    parallelism, and does not communicate. :func:`allreduce` sums the ranks' gradients, so a matmul and an all-reduce
+    makes the same calls in the same order. Differentiable. If ``a`` is a tensor, the backward pass assumes that all
+    ranks compute the same loss, as in tensor parallelism, and does not communicate. A matmul and an :func:`allreduce`
     give such a loss's gradient times the number of ranks. If ``a`` is a list, the ranks' gradients are summed.
 
     Args:
@@ -96,6 +97,8 @@ def fused_matmul_allreduce(
         out: a tensor for the result, which shares no memory with the operands. Not differentiable.
         prefetch: memory that is read next, such as the next weight, on the device of ``a``. The last all-reduce may
             bring up to 4 MB of it into L2. Ignored in tiles, and with a codec, a bias or an epilogue.
+        constant_weight: True promises that whatever wrote ``w`` has ended when the call is made, or a graph with it is
+            replayed (not just after an FSDP gather, an update, a cast or a copy). Skinny kernels then load it early.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
@@ -107,16 +110,15 @@ def fused_matmul_allreduce(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    tensors = (a, w) if bias is None else (a, w, bias)
-    how = partition, num_partitions, codec, prefetch is None, timeout_s
-    asked = tensors if prefetch is None else (*tensors, prefetch), how, epilogue
+    how = partition, num_partitions, codec, prefetch is None, bool(constant_weight), timeout_s
+    asked = (a, w, *(() if bias is None else (bias,)), *(() if prefetch is None else (prefetch,))), how, epilogue
     found = repeated(NAME, group, *asked, out)
     return found if found is not None else _fused(a, w, bias, codec, epilogue, group, out, prefetch, timeout_s, asked)
 
 
 def _fused(a, w, bias, codec, epilogue, group: Group, out, prefetch, timeout_s, asked: Asked):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    cut = asked[1][:2]
+    *cut, _, _, constant, _ = asked[1]
     name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s)
     # An epilogue adds the bias itself.
     added, like = None, a[0] if in_list else a
@@ -124,7 +126,7 @@ def _fused(a, w, bias, codec, epilogue, group: Group, out, prefetch, timeout_s, 
         added, like = bias, matmul_sums.sum_like(like, w[0] if in_list else w)
     followed = options.epilogue_option(NAME, epilogue, like, len(a) if in_list else None, bias=added)
     text, following = options.codec_option(NAME, codec), options.prefetch_option(NAME, a, prefetch, "a")
-    arguments = (biases, name, *cut, timeout_s, text, *followed, following, [])
+    arguments = (biases, name, *cut, timeout_s, text, *followed, following, constant, [])
     plain = not in_list and matmul_sums.is_plain_fused(a, w, biases, followed) and options.is_memory(prefetch)
     if out is None:
         return OP(a, w, *arguments, plain=plain, asked=asked)
@@ -165,7 +167,7 @@ OP = Op(
     NAME,
     ["a", "w"],
     f"Tensor[] bias, str communicator, {matmul_sums.CUT}, float? timeout_s, "
-    f"{options.CODEC}, {options.EPILOGUE}, {options.PREFETCH}, {options.AFTER}",
+    f"{options.CODEC}, {options.EPILOGUE}, {options.PREFETCH}, bool constant_weight, {options.AFTER}",
     _run,
     _fake,
     check_out=_check_out,

@@ -28,6 +28,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
     weight_offset: float = 0.0,
     partition: str = "auto",
     group: Group = None,
+    constant_weight: bool = False,
     timeout_s: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
@@ -41,10 +42,21 @@ def fused_matmul_allreduce_residual_rmsnorm(
     weight_offset: float = 0.0,
     partition: str = "auto",
     group: Group = None,
+    constant_weight: bool = False,
     timeout_s: float | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
 def fused_matmul_allreduce_residual_rmsnorm(
-    a, w, residual, weight, eps=1e-6, *, weight_offset=0.0, partition="auto", group=None, timeout_s=None
+    a,
+    w,
+    residual,
+    weight,
+    eps=1e-6,
+    *,
+    weight_offset=0.0,
+    partition="auto",
+    group=None,
+    constant_weight=False,
+    timeout_s=None,
 ):
     """Returns the root-mean-square norm of the sum over all ranks of ``a @ w.T`` plus a residual, and that total.
 
@@ -74,6 +86,9 @@ def fused_matmul_allreduce_residual_rmsnorm(
             "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
             number of rows.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        constant_weight: True promises that whatever wrote ``w`` has ended when the call is made, or a graph with it is
+            replayed. The kernel for at most 64 rows then loads ``w`` while the kernel before it may still run. Not for
+            weights just gathered (FSDP), updated, cast or copied: results would be undefined. Ranks may differ in it.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
@@ -85,10 +100,11 @@ def fused_matmul_allreduce_residual_rmsnorm(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    asked = (a, w, residual, weight), (eps, weight_offset, partition, timeout_s), None
+    constant = bool(constant_weight)
+    asked = (a, w, residual, weight), (eps, weight_offset, partition, timeout_s, constant), None
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return matmul_norms.call(OP, asked, group)
+    return matmul_norms.call(OP, asked, group, constant_weight=constant)
 
 
 def _backward(ctx, gradients):
@@ -103,7 +119,8 @@ def _backward(ctx, gradients):
 OP = Op(
     NAME,
     ["a", "w", "residual", "weight"],
-    f"float eps, float weight_offset, str communicator, str partition, float? timeout_s, {options.AFTER}",
+    "float eps, float weight_offset, str communicator, str partition, float? timeout_s, bool constant_weight, "
+    f"{options.AFTER}",
     partial(matmul_norms.run, NAME),
     matmul_norms.fake,
     backward=_backward,

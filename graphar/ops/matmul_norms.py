@@ -61,14 +61,17 @@ def check_residuals(op: str, ranks: Sequence[tuple], lengths: Sequence[int] | No
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def call(op: Op, asked: Asked, group: Group):
-    """Makes a call as the user asked for it, and returns its results as users get them."""
-    (a, w, residual, weight), (eps, weight_offset, partition, timeout_s), _ = asked
+def call(op: Op, asked: Asked, group: Group, **more):
+    """Makes a call as the user asked for it, and returns its results as users get them.
+
+    ``more`` are further arguments of the op.
+    """
+    (a, w, residual, weight), (eps, weight_offset, partition, timeout_s, *_), _ = asked
     ranks, numbers = check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s)
     where, lengths = norms.place(op, "a", a, group)
     check_residuals(op.name, ranks, lengths)
     norms.prepare_gradients(op.name, ranks)
-    how = where | {"partition": partition, "timeout_s": timeout_s}
+    how = where | {"partition": partition, "timeout_s": timeout_s} | more
     return norms.make(op, (a, w, residual, weight), ranks, numbers, how, asked, group)
 
 
@@ -89,7 +92,9 @@ def run(op: str, engine: Engine, a, w, residual, weight, outs, given):
     if hasattr(given, "sizes"):
         counts = [size * a[0].shape[1:-1].numel() for size in given.sizes]
     numbers = given.eps, given.weight_offset
-    work = Product(op, tuple(counts), w[0].shape[0], partition=given.partition, norm=numbers)
+    constant = getattr(given, "constant_weight", False)
+    how = {"partition": given.partition, "norm": numbers, "constant_weight": constant}
+    work = Product(op, tuple(counts), w[0].shape[0], **how)
     ranks = [
         Operands(of_rank, results)
         for of_rank, results in zip(zip(a, w, residual, weight, strict=True), outs, strict=True)

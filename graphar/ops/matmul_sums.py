@@ -63,8 +63,9 @@ def run(op: str, engine: Engine, a, w, outs, given, parts: Sequence[int], follow
         call_checks.check_quantized_call(op, given.codec, "auto", a[0])
     if not sum(parts) or not columns:
         return None
-    cut = given.partition, given.num_partitions
-    work = Product(op, tuple(parts), columns, bool(given.bias), given.codec, followed and followed.form, *cut)
+    how = {"partition": given.partition, "num_partitions": given.num_partitions}
+    how["constant_weight"] = getattr(given, "constant_weight", False)
+    work = Product(op, tuple(parts), columns, bool(given.bias), given.codec, followed and followed.form, **how)
     prefetch = getattr(given, "prefetch", ())
     ranks = []
     for rank, (x, weight, out) in enumerate(zip(a, w, outs, strict=True)):

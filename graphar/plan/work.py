@@ -207,6 +207,8 @@ class Product(NamedTuple):
     num_partitions: int | None = None
     norm: tuple[float, float] | None = None  # of an op with residual and RMSNorm, its eps and weight offset
     gathered: bool = False  # of an all-gather, whether the gathered rows are wanted as well
+    # Whether W is constant: (26) in cuda_src/device/sync/kernel_order.cuh. Ranks may differ in it.
+    constant_weight: bool = False
 
     unit = "rows"
 

@@ -396,14 +396,14 @@ def differing(model, fast, inputs):
     return found
 
 
-def run_in_graphs(rank, world_size, rows, fill, with_norm=False, in_parts=False):
+def run_in_graphs(rank, world_size, rows, fill, with_norm=False, in_parts=False, constant_weights=False):
     from torch._dynamo.utils import counters
 
     model = RowParallel(rank, fill, with_norm, in_parts)
     inputs = [(drawn(fill, 10 * turn + rank, rows, INNER),) for turn in range(1, 3)]
     if with_norm:
         inputs = [(x, drawn(normal, 200 + turn, rows, WIDE)) for turn, (x,) in enumerate(inputs)]
-    with torch.no_grad(), graphar.enable() as compile_pass:
+    with torch.no_grad(), graphar.enable(constant_weights=constant_weights) as compile_pass:
         fast = torch.compile(model, fullgraph=True, mode="reduce-overhead")
         wrong = differing(model, fast, inputs)
     entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
@@ -460,6 +460,15 @@ def test_a_layer_and_its_norm_replay_as_one_op_in_cuda_graphs(on_gpus, rows):
     for wrong, entries, skips in on_gpus(run_in_graphs, rows, normal, True):
         assert wrong == [0] * 10
         assert entries == [("norm", ""), ("matmul", "")]
+        assert skips == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_a_layer_of_a_constant_weight_replays_with_the_same_bits(on_gpus, with_norm):
+    for wrong, entries, skips in on_gpus(run_in_graphs, PAYING[0], normal, with_norm, False, True):
+        assert wrong == [0] * len(wrong)
+        assert entries[-1] == ("matmul", "")
         assert skips == 0
 
 

@@ -41,9 +41,12 @@ def program_of(algorithm, world_size: int, sanitizer: str, kinds, mutation: Muta
 
 
 def draw_call(
-    algorithm, choices: random.Random, world_size: int, kinds, most_threads: int
+    algorithm, choices: random.Random, world_size: int, kinds, most_threads: int, keeps_promise: bool = True
 ) -> tuple[Call, torch.Tensor]:
-    """A call of any kind and size that the scratch has room for, and what every rank must get."""
+    """A call of any kind and size that the scratch has room for, and what every rank must get.
+
+    Some ranks' weights are called constant. With ``keeps_promise`` they are; else the kernel before writes them.
+    """
     dtype = dtype_of(world_size)
     kind = choices.randrange(len(kinds))
     tile, layout = kinds[kind]
@@ -55,7 +58,11 @@ def draw_call(
     for a, w in pairs:
         total += (a.double() @ w.double().t()).to(dtype).float()
     total += bias.float() if with_bias else 0
-    inputs = [packed([m, n, a.shape[1], 0, 0, with_bias], a, w, bias, layout) for a, w in pairs]
+    constant = [choices.random() < 0.5 for _ in pairs]
+    inputs = [
+        packed([m, n, a.shape[1], said, said and keeps_promise, with_bias], a, w, bias, layout)
+        for (a, w), said in zip(pairs, constant, strict=True)
+    ]
     most_blocks = min(2 * tile.cluster, most_threads // (world_size * tile.threads) // tile.cluster * tile.cluster)
     blocks = draw_blocks(choices, world_size, tile.cluster, most_blocks)
     result, shape = total.to(dtype), Config(algorithm, blocks[0], tile.threads)
@@ -73,10 +80,13 @@ def simulate(algorithm, program, world_size: int, seed: int, calls: list[Call]) 
     return Simulation(program, algorithm, world_size, scratch, 0, seed, epoch).run(calls)
 
 
-def faults(algorithm, program, world_size: int, seed: int, sanitizer: str, kinds) -> list[str]:
+def faults(
+    algorithm, program, world_size: int, seed: int, sanitizer: str, kinds, keeps_promise: bool = True
+) -> list[str]:
     """Descriptions of all errors after some calls in a row."""
     choices = random.Random(f"{world_size} {seed}")
-    drawn = [draw_call(algorithm, choices, world_size, kinds, MOST_THREADS[sanitizer]) for _ in range(CALLS)]
+    given = (algorithm, choices, world_size, kinds, MOST_THREADS[sanitizer], keeps_promise)
+    drawn = [draw_call(*given) for _ in range(CALLS)]
     found = []
     for rank, outcome in enumerate(simulate(algorithm, program, world_size, seed, [call for call, _ in drawn])):
         if outcome.record.kind:
@@ -101,6 +111,13 @@ def test_calls_in_a_row_give_the_sum_of_what_all_ranks_round(algorithm, world_si
         assert faults(algorithm, program, world_size, seed, sanitizer, kinds) == [], seed
 
 
+@pytest.mark.parametrize("algorithm", SKINNY_KERNELS)
+def test_a_weight_that_the_kernel_before_writes_is_read_stale_if_it_is_called_constant(algorithm):
+    program = program_of(algorithm, 3, "plain", KINDS[:1])
+
+    assert any(is_noticed(algorithm, program, seed, KINDS[:1], "plain", keeps_promise=False) for seed in range(4))
+
+
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
 FILES = ("device/matmul/skinny.cuh", "matmul/matmul_two_shot.cu")
@@ -120,6 +137,26 @@ MUTANTS = {
         "const u32 first = 0;",
         "plain",
     ),
+    "A loaded before the kernel before has written it": (
+        "  wait_for_previous_kernel(a);\n",
+        "  if (warp != 4 || !m.constant_weight) wait_for_previous_kernel(a);\n",
+        "plain",
+    ),
+    "a constant weight loaded twice": (
+        "if (step.at.use > 0 || !m.constant_weight) load_w(step);",
+        "load_w(step);",
+        "plain",
+    ),
+    "a constant weight loaded into places that are in use": (
+        "step.more() && step.at.use == 0; step.next()) load_w(step);",
+        "step.more() && step.at.use < 2; step.next()) load_w(step);",
+        "plain",
+    ),
+    "a place of a constant weight that waits for too few bytes of a cluster's rows": (
+        "filled.arrive_and_expect(Tile::a_nbytes + Tile::cluster * share * row_nbytes);",
+        "filled.arrive_and_expect(Tile::a_nbytes + (step.at.use ? Tile::cluster : 1) * share * row_nbytes);",
+        "plain",
+    ),
     "operands read before the kernel before has written them": (
         "    fence_async_proxy_global();  // the kernel before may have written A, or W\n",
         "",
@@ -133,9 +170,9 @@ MUTANTS = {
 }
 
 
-def is_noticed(algorithm, program, seed: int, kinds, sanitizer: str) -> bool:
+def is_noticed(algorithm, program, seed: int, kinds, sanitizer: str, keeps_promise: bool = True) -> bool:
     try:
-        return bool(faults(algorithm, program, 3, seed, sanitizer, kinds))
+        return bool(faults(algorithm, program, 3, seed, sanitizer, kinds, keeps_promise))
     except KernelFailure:
         return True
 

@@ -249,6 +249,46 @@ def test_a_weight_written_just_before_is_the_one_multiplied(ranks: Ranks):
         target.check(expected, turn)
 
 
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("n", COLUMNS)
+def test_an_input_written_just_before_is_the_one_that_a_constant_weight_multiplies(ranks: Ranks, m, n):
+    layer = Layer(ranks, integers, m, n, 7168)
+    inputs = [[-a for a in layer.a], layer.a]
+    layer.a = [torch.zeros_like(a) for a in layer.a]
+    layer.run(constant_weight=True)
+    for turn in range(10):
+        for mine, theirs in zip(layer.a, inputs[turn % 2], strict=True):
+            mine.copy_(theirs)
+        layer.run(constant_weight=True)
+        layer.check(layer.specified(), turn)
+
+
+def chained(layers: list[Layer], norm: list, constant_weight: bool) -> list[list[torch.Tensor]]:
+    """The normed rows and residuals of layers that follow one another, by layer and rank."""
+    how = {"partition": "tiles", "constant_weight": constant_weight, "group": layers[0].ranks.communicator}
+    found = [layers[0].a, layers[0].a]
+    for layer in layers:
+        found += graphar.fused_matmul_allreduce_residual_rmsnorm(found[-2], layer.w, found[-1], norm, **how)
+    return found
+
+
+@pytest.mark.parametrize("m", [1, 16])
+def test_layers_whose_kernels_are_launched_early_behind_norms_replay_with_constant_weights(ranks: Ranks, m):
+    layers = [Layer(ranks, normal, m, 8192, 8192, seed=seed) for seed in range(4)]
+    norm = [torch.ones_like(a[0]) for a in layers[0].a]
+    expected = chained(layers, norm, constant_weight=False)
+    chained(layers, norm, constant_weight=True)
+    found = []
+
+    graph = ranks.capture(lambda: found.extend(chained(layers, norm, constant_weight=True)))
+
+    for _ in range(20):
+        graph.replay()
+        ranks.communicator.synchronize()
+        wrong = [same_bits(*pair) for pairs in zip(found, expected, strict=True) for pair in zip(*pairs, strict=True)]
+        assert wrong == [0] * len(wrong)
+
+
 @pytest.mark.parametrize("m", [1, 16, 64])
 def test_a_graph_replays_also_between_other_calls(ranks: Ranks, m):
     captured, other = Layer(ranks, integers, m, 8192, 512), Layer(ranks, integers, 7, 1032, 128, seed=1)

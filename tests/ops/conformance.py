@@ -321,6 +321,15 @@ FUSED_ALLREDUCE = (
         twice=True,
         **OPERANDS,
     ),
+    Form(
+        graphar.fused_matmul_allreduce,
+        "bias constant",
+        specify=by.fused_allreduced,
+        options={"constant_weight": True},
+        one_loss=True,
+        twice=True,
+        **OPERANDS | BIASED,
+    ),
 )
 FUSED_REDUCESCATTER = matmuls(graphar.fused_matmul_reducescatter, by.fused_reducescattered)
 FOLLOWED_GATHER = {
@@ -358,6 +367,7 @@ FUSED_NORM = (
     fused_normed_form(""),
     fused_normed_form("offset none", options={"eps": 1e-5, "weight_offset": 1.0, "partition": "none"}),
     fused_normed_form("tiles", options={"partition": "tiles"}),
+    fused_normed_form("constant", options={"constant_weight": True}),
 )
 
 fused_scattered_norm = partial(

@@ -176,7 +176,9 @@ def _seeded(codec) -> dict:
     return {} if codec is None else {"codec": codec, "seed": as_codec("fused", codec).seed or 0}
 
 
-def fused_allreduced(a, w, bias=None, epilogue=None, codec=None, prefetch=None, **cut) -> Results:
+def fused_allreduced(
+    a, w, bias=None, epilogue=None, codec=None, prefetch=None, constant_weight=False, **cut
+) -> Results:
     call = functools.partial(reference.fused_matmul_allreduce, a, w, **cut, **_seeded(codec))
     follow = [(bias and bias[rank], epilogue and epilogue.of_rank(rank)) for rank in range(len(a))]
     own = [bias, *(epilogue.tensors.values() if epilogue else ())]
@@ -198,7 +200,7 @@ def fused_allgathered(a, w, bias=None, gathered=False, partition="auto", epilogu
     return [(product, reference.allgather(a)) for product in products] if gathered else each(products)
 
 
-def fused_normed(a, w, residual, weight, partition="auto", **numbers) -> Results:
+def fused_normed(a, w, residual, weight, partition="auto", constant_weight=False, **numbers) -> Results:
     call = functools.partial(reference.fused_matmul_allreduce_residual_rmsnorm, a, w, **numbers)
     return [call(*pair) for pair in zip(residual, weight, strict=True)]
 

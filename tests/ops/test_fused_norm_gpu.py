@@ -89,6 +89,12 @@ def test_tiles_are_summed_by_one_kernel(ranks: Ranks, hopper, m, kernel):
     assert ranks.grid_is_idle(kernel)
 
 
+@pytest.mark.parametrize("partition", ["none", "tiles"])
+def test_a_constant_weight_gives_the_same_bits(ranks: Ranks, partition):
+    for m in (1, 16, 64, 129):
+        Layer(ranks, integers, m, 1024, 2048, torch.bfloat16).check(m, partition=partition, constant_weight=True)
+
+
 @pytest.mark.parametrize("partition", ["auto", "none", "tiles"])
 @pytest.mark.parametrize("m", [1, 129, 2051])
 def test_each_rank_gets_its_rows_of_the_specification(ranks: Ranks, partition, m):

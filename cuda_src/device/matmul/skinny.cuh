@@ -1,6 +1,6 @@
 // A skinny matmul: at most 64 rows of A, so its time is the time to load the weights.
 //
-//   loader, one thread   W, A --TMA--> ring (ring.cuh)
+//   loader, one thread   W, A --TMA--> ring (ring.cuh); W early, if it is constant: (26) in kernel_order.cuh
 //   warpgroup            ring --wgmma--> fp32 sums --round--> a box in shared memory -> packs of 8 columns ---> ranks
 //   then all threads     receive and sum
 //
@@ -33,6 +33,24 @@ struct SkinnyWalk {
   __device__ void next() { column += gridDim.x * Tile::rows; }
 };
 
+// The steps of a block, each 64 of K of a tile, which take the places of the ring in turn.
+template <class Tile>
+struct SkinnySteps {
+  const MatmulArguments& m;
+  SkinnyWalk<Tile> walk{m};
+  u32 k = 0;
+  Position<Tile> at{};
+
+  __device__ bool more() const { return walk.more(); }
+  __device__ void next() {
+    at.next();
+    k += tile_depth;
+    if (k < m.k) return;
+    k = 0;
+    walk.next();
+  }
+};
+
 template <class Tile, OperandLayout W>
 struct SkinnyLoader {
   const MatmulArguments& m;
@@ -42,30 +60,42 @@ struct SkinnyLoader {
   // Rows of A that each block loads for the whole cluster, in eights: the height of the boxes of `a_map`.
   const u32 share = (m.m + 8 * Tile::cluster - 1) / (8 * Tile::cluster) * 8;
 
-  __device__ void load(u32 place, u32 column, u32 k) const {
+  // Loads W, and has the place wait for A as well.
+  __device__ void load_w(const SkinnySteps<Tile>& step) const {
+    const u32 place = step.at.place;
     Mbarrier& filled = ring.filled[place];
     filled.arrive_and_expect(Tile::a_nbytes + Tile::cluster * share * row_nbytes);
     if constexpr (W == by_rows)
-      tensor_load(ring.a(place), w_map, k, column, filled);
+      tensor_load(ring.a(place), w_map, step.k, step.walk.column, filled);
     else
-      tensor_load(ring.a(place), w_map, column, k, filled);
+      tensor_load(ring.a(place), w_map, step.walk.column, step.k, filled);
+  }
+
+  __device__ void load_a(const SkinnySteps<Tile>& step) const {
+    const u32 place = step.at.place;
+    Mbarrier& filled = ring.filled[place];
     if constexpr (Tile::cluster == 1) {
-      tensor_load(ring.w(place), a_map, k, 0, filled);
+      tensor_load(ring.w(place), a_map, step.k, 0, filled);
     } else {
       const u32 first = block_in_cluster() * share;
-      tensor_load(ring.w(place) + first * row_nbytes, a_map, k, first, filled, (1 << Tile::cluster) - 1);
+      tensor_load(ring.w(place) + first * row_nbytes, a_map, step.k, first, filled, (1 << Tile::cluster) - 1);
     }
   }
 
-  // By one thread.
+  // By one thread, before it waits for the kernel before: loads constant W into all places of the ring.
+  __device__ void load_constant_w() const {
+    for (SkinnySteps<Tile> step{m}; step.more() && step.at.use == 0; step.next()) load_w(step);
+  }
+
+  // By the same thread, after that wait.
   __device__ void run() const {
-    Position<Tile> at;
-    for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next())
-      for (u32 k = 0; k < m.k; k += tile_depth, at.next()) {
-        ring.wait_for_emptied(at);
-        load(at.place, walk.column, k);
-      }
-    ring.wait_for_cluster(at);
+    SkinnySteps<Tile> step{m};
+    for (; step.more(); step.next()) {
+      ring.wait_for_emptied(step.at);
+      if (step.at.use > 0 || !m.constant_weight) load_w(step);
+      load_a(step);
+    }
+    ring.wait_for_cluster(step.at);
   }
 };
 
@@ -165,13 +195,15 @@ __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, c
     ring.init();
   }
   ring.share();
-  wait_for_previous_kernel(a);
   const u32 warp = same_in_warp(threadIdx.x / 32);
+  const SkinnyLoader<Tile, W> loader{m, w_map, a_map, ring};
+  if (m.constant_weight && warp == 4 && elected()) loader.load_constant_w();  // (26)
+  wait_for_previous_kernel(a);
   if (warp < 4) {
     multiply_and_send<T, Tile, W>(ring, m, a, call, send);
   } else if (warp == 4 && elected()) {
     fence_async_proxy_global();  // the kernel before may have written A, or W
-    SkinnyLoader<Tile, W>{m, w_map, a_map, ring}.run();
+    loader.run();
   }
   __syncthreads();
   return call;

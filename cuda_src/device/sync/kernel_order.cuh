@@ -6,8 +6,19 @@
 //     makes the kernels before it complete and visible even where this one was launched early. All threads wait before
 //     they send, so whatever a peer receives from call e + 1 was sent after all blocks of this rank's call e had ended.
 
-// First of all. It reads an argument of each of the first three lines before it waits, so that they are in the constant
-// cache when a small call needs them.
+// (26) Before this wait a kernel may set up its own shared memory, and copy constant memory into it. Memory is constant
+//     if, as the caller promises, every kernel that writes it has ended before this one starts.
+//     - A kernel that is launched early may run beside the one before it in the stream. If that is one of graphar's,
+//       all earlier ones have ended, since it releases the next one after its own wait. Another library's kernel may
+//       release the next one sooner, and then several may still run. The promise covers all of them.
+//     - So what was written is visible when this kernel starts, to copies as well, and they need no fence.
+//     - Everything else comes after the wait of the thread that accesses it. Copies of other memory come after the wait
+//       and a fence of the thread that issues them (5). In a cluster they may reach a block whose own threads still
+//       wait, since the kernel before has then ended for that block as well.
+//     Nothing notices a broken promise: the copies may then have the old content.
+
+// First of all, but for (26). It reads an argument of each of the first three lines before it waits, so that they are
+// in the constant cache when a small call needs them.
 __device__ __forceinline__ void wait_for_previous_kernel(const Arguments& a) {
   wait_for_previous_kernel(a.counters, a.ring[0], a.peer_counters[0]);
 }

@@ -397,9 +397,16 @@ void release_next_kernel() {
 
 bool has_released() { return current->released; }
 
-void wait_for_previous_kernel() {
+void wait_for_previous_kernel(void (*pump)()) {
   if (!launched().waits) return;
-  while (current->previous && !current->previous->complete) leave_until_woken(current->previous->waiting);
+  while (current->previous && !current->previous->complete) {
+    if (current->copies.empty()) {
+      leave_until_woken(current->previous->waiting);
+    } else {
+      pump();
+      leave_for(random(8));
+    }
+  }
 }
 
 bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)()) {

@@ -84,7 +84,8 @@ void* dynamic_shared_of(unsigned block, const void* here);  // where `here` lies
 
 void release_next_kernel();
 bool has_released();  // whether this thread has
-void wait_for_previous_kernel();
+// Meanwhile `pump` is called while copies are under way.
+void wait_for_previous_kernel(void (*pump)());
 
 struct Kernel {
   unsigned blocks, threads, shared_nbytes;

@@ -371,7 +371,7 @@ inline T& static_shared() {
 inline std::atomic<u32> order_of_kernels[8][2];
 
 inline void wait_for_previous_kernel() {
-  simulator::wait_for_previous_kernel();
+  simulator::wait_for_previous_kernel(pump);
   if (!simulator::launched().waits) return;
   acquire(order_of_kernels[simulator::self().rank][(simulator::self().kernel + 1) % 2]);
 }

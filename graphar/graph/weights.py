@@ -1,0 +1,53 @@
+"""The inputs of a graph behind the weights of its matmuls, and which of them are constant."""
+
+from __future__ import annotations
+
+import torch
+from torch._guards import TracingContext
+from torch.fx import Node
+
+from graphar.graph.collectives import VIEWS
+
+_aten = torch.ops.aten
+_TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
+_SAME = (_aten.view.default, *_TRANSPOSES, _aten.detach.default, _aten.alias.default)  # other views of the same memory
+
+_OF_TRAINING = ("primals", "tangents")  # how names of inputs begin in graphs with gradients
+
+
+def input_behind(weight: Node) -> Node | None:
+    """Returns the graph's input that ``weight`` is or is a view of; None if it is computed."""
+    while weight.target in (*_SAME, *VIEWS):
+        weight = weight.args[0]
+    return weight if weight.op in ("placeholder", "get_attr") else None
+
+
+def is_constant(weight: Node) -> bool:
+    """Whether ``weight`` is a tensor of a module, or a view of one, that nothing in a graph for inference writes.
+
+    Other inputs may be results of the kernel before the graph, and in training an optimizer writes the weights.
+    """
+    while weight.target in _SAME:
+        weight = weight.args[0]
+    return (weight.op == "get_attr" or _is_static(weight)) and _is_only_read(weight)
+
+
+def _is_static(node: Node) -> bool:
+    """Whether an input has the same address in every call, as parameters, buffers and other tensors of modules have."""
+    context = TracingContext.try_get()
+    known = context.fw_metadata if context else None
+    inputs = node.graph.find_nodes(op="placeholder")
+    # With tokens, which order side effects, the numbers of inputs are others in the metadata.
+    if known is None or known.tokens or any(str(one.target).startswith(_OF_TRAINING) for one in inputs):
+        return False
+    return node in inputs and inputs.index(node) in (known.static_input_indices or ())
+
+
+def _is_only_read(node: Node) -> bool:
+    for user in node.users:
+        if user.target in (*_SAME, *VIEWS) and not _is_only_read(user):
+            return False
+        op = user.target
+        if user.op != "output" and (not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable):
+            return False
+    return True

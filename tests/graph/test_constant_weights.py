@@ -1,0 +1,123 @@
+"""Which weights the pass calls constant: those of modules that a graph for inference only reads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+
+import graphar
+from graphar.graph import matmul, places
+from graphar.ops.register import op_of
+from tests.graph.graphs import given, rewritten
+from tests.graph.test_matmul_pass import COLUMNS, FORMS, PAYS, ROWS, K, normed, traced
+from tests.parallel_models import HIDDEN, compiled, tokens
+from tests.processes import run_ranks
+
+aten = torch.ops.aten
+WEIGHT = 1  # its number among the graph's inputs
+
+
+@pytest.fixture(autouse=True)
+def pays(monkeypatch):
+    monkeypatch.setattr(places, "shipped_table", lambda name: PAYS)
+
+
+def flags(compile_pass, graph, static=(WEIGHT,), tokens=()):
+    """The option in each of graphar's ops of a rewritten graph whose inputs ``static`` are parameters or buffers."""
+    context = TracingContext(FakeTensorMode())
+    context.fw_metadata = SimpleNamespace(static_input_indices=list(static), tokens=dict.fromkeys(tokens))
+    with tracing(context):
+        rewritten(compile_pass, graph)
+    return [given(node)["constant_weight"] for node in graph.graph.nodes if op_of(node.target)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_parameter_that_is_only_read_is_constant(make_pass, name):
+    assert flags(make_pass(constant_weights=True), traced(FORMS[name])) == [True]
+
+
+def test_so_it_is_before_a_norm(make_pass):
+    graph = traced(normed, (ROWS, COLUMNS), (COLUMNS,))
+
+    assert flags(make_pass(constant_weights=True), graph) == [True]
+
+
+def test_no_weight_is_constant_unless_asked_for(make_pass):
+    assert flags(make_pass(), traced(FORMS["a linear layer"])) == [False]
+
+
+def test_an_input_that_is_no_parameter_is_not_constant(make_pass):
+    assert flags(make_pass(constant_weights=True), traced(FORMS["a linear layer"]), static=(0,)) == [False]
+
+
+def test_nothing_is_constant_in_a_graph_of_which_torch_tells_nothing(make_pass):
+    graph = rewritten(make_pass(constant_weights=True), traced(FORMS["a linear layer"])).graph
+
+    assert [given(node)["constant_weight"] for node in graph.nodes if op_of(node.target)] == [False]
+
+
+def test_a_weight_that_is_computed_is_not_constant(make_pass):
+    graph = traced(lambda a, w: FORMS["a linear layer"](a, w * 2))
+
+    assert flags(make_pass(constant_weights=True), graph) == [False]
+
+
+def written(graph):
+    """The graph, which now ends with a copy into the weight."""
+    weight = graph.graph.find_nodes(op="placeholder")[WEIGHT]
+    with graph.graph.inserting_before(graph.graph.output_node()):
+        seen = graph.graph.call_function(aten.view.default, (weight, [COLUMNS, K]))
+        copied = graph.graph.call_function(aten.copy_.default, (seen, weight))
+    seen.meta["val"] = copied.meta["val"] = weight.meta["val"]
+    return graph
+
+
+def test_a_weight_that_the_graph_writes_is_not_constant(make_pass):
+    assert flags(make_pass(constant_weights=True), written(traced(FORMS["a linear layer"]))) == [False]
+
+
+def test_nothing_is_constant_in_a_graph_with_side_effects(make_pass):
+    found = flags(make_pass(constant_weights=True), traced(FORMS["a linear layer"]), tokens=["a print"])
+
+    assert found == [False]
+
+
+@pytest.mark.parametrize("name", ["primals_1", "tangents_1"])
+def test_nothing_is_constant_where_gradients_are_recorded(make_pass, name):
+    graph = traced(FORMS["a linear layer"])
+    graph.graph.find_nodes(op="placeholder")[0].target = name
+
+    assert flags(make_pass(constant_weights=True), graph) == [False]
+
+
+# ---- in Inductor ----------------------------------------------------------------------------------------------------
+
+
+def run_compiled(rank, world_size):
+    """Which weights of a model are constant, first for inference: those of a layer, and one that is an argument."""
+    places.shipped_table = places.find_table = lambda name: PAYS
+    found, is_constant = [], matmul.is_constant
+    matmul.is_constant = lambda weight: found.append(is_constant(weight)) or found[-1]
+    layer = torch.nn.Linear(HIDDEN, COLUMNS, bias=False, dtype=torch.bfloat16)
+
+    def model(x, w):
+        sums = layer(x), torch.nn.functional.linear(x, w)
+        for one in sums:
+            dist.all_reduce(one)
+        return sums
+
+    for records_gradients in (False, True):
+        torch._dynamo.reset()
+        with torch.set_grad_enabled(records_gradients):
+            compiled(model, graphar.compile_pass(constant_weights=True))(tokens(4), torch.zeros_like(layer.weight))
+    return found
+
+
+def test_inductor_tells_parameters_from_other_inputs():
+    for found in run_ranks(run_compiled, 2, timeout_s=180):
+        assert found == [True, False, False, False]
