@@ -23,7 +23,7 @@ import torch
 from graphar import reference
 from graphar.errors import UnsupportedError
 from graphar.matmul import gemm
-from graphar.matmul.operands import MatmulOperands
+from graphar.matmul.operands import MatmulOperands, flat
 from graphar.matmul.tensor_maps import aligned_copy, matrix_of
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.partitions import Panel, length
@@ -33,6 +33,7 @@ from graphar.plan.policy import TileCost
 from graphar.plan.work import Parts, Product, Sum
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
+from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.engine import Engine
 
 
@@ -284,9 +285,32 @@ def _bind_own(cost: TileCost, step: Step, sms: int) -> Callable[[int], None]:
     return gemm.bind(*step, sms=sms, tile=tile)
 
 
-def takes_own(engine: Engine, one: MatmulOperands, only_own: bool) -> bool:
-    """Whether graphar's matmul multiplies a rank's operands, if their product is a single panel."""
-    return choose(engine, one, [single_panel(one)], only_own).own
+def product_like(
+    engine: Engine, one: MatmulOperands, only_own: bool
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Returns a function of ``a`` and ``w`` that returns ``a @ w.T``, for calls with tensors like one rank's operands.
+
+    Their tensors differ from the given ones in their addresses only. The product is a single panel, and has the bits of
+    :func:`products`. The device must be current.
+    """
+    if not choose(engine, one, [single_panel(one)], only_own).own:
+        return torch.nn.functional.linear  # has the bits of torch.mm, and takes one call where views take four
+    sms, cost = launcher.sm_count(one.a.device.index), engine.table.matmul.cost
+    bound: BoundedCache[Callable[[int], None]] = BoundedCache()
+
+    def multiply(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        product = a.new_empty((*a.shape[:-1], len(w)))
+        key = a.data_ptr(), w.data_ptr(), product.data_ptr()
+        enqueue = bound.get(key)
+        if enqueue is None:
+            step = Step(flat(a), w, flat(product))
+            if gemm.why_not(*step):  # its addresses are not aligned as the others are
+                return products(engine, [MatmulOperands(step.a, w, None, step.out)], only_own)[0].view_as(product)
+            enqueue = bound.keep(key, _bind_own(cost, step, sms))
+        enqueue(torch.cuda.current_stream().cuda_stream)
+        return product
+
+    return multiply
 
 
 def choose(engine: Engine, one: MatmulOperands, panels: Sequence[Panel], only_own: bool) -> MatmulChoice:

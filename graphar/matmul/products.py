@@ -124,7 +124,7 @@ def _panels(call: Call) -> Panels:
 
 
 class _OnePanel:
-    """The launches of calls whose product is one panel, and is multiplied by torch and then summed."""
+    """The launches of calls whose product is one panel, and is multiplied and then summed."""
 
     def __init__(self, engine: Engine, call: Call, cut: Panels) -> None:
         self._engine, self._call, self._cut = engine, call, cut
@@ -135,17 +135,14 @@ class _OnePanel:
         is_view = given.a.data_ptr() == own.inputs[0].data_ptr()
         if len(self._cut.panels) > 1 or not given.a.is_cuda or not is_view or work.bias:
             return None
-        if overlap.takes_own(self._engine, given, self._cut.only_own):
-            return None
         call, ranks = self._sum(given)
         launch = self._engine.plan(call, ranks).launch_like(ranks[0])
         if launch is None:
             return None
-        corner, linear = ranks[0].corner, torch.nn.functional.linear
+        corner, multiply = ranks[0].corner, overlap.product_like(self._engine, given, self._cut.only_own)
 
         def multiply_and_sum(inputs, outputs, numbers, _=None) -> None:
-            # `linear` has the bits of torch.mm, and takes one call where views and a matmul take four.
-            launch((linear(inputs[0], inputs[1]), *inputs[2:]), outputs, numbers, corner)
+            launch((multiply(inputs[0], inputs[1]), *inputs[2:]), outputs, numbers, corner)
 
         return multiply_and_sum
 
@@ -237,13 +234,11 @@ def _summed_and_normed(engine: Engine, call: Call, op: str, ranks: Sequence[Oper
         launch = plan.launch_like(_of_norm(own, _empty_product(own)))
         if launch is None or not all(one.is_contiguous() for one in own.inputs[::2]):
             return None
-        if overlap.takes_own(engine, given, only_own):
-            return None
-        linear = torch.nn.functional.linear
+        multiply = overlap.product_like(engine, given, only_own)
 
         def multiply_and_norm(inputs, outputs, numbers, corner=None) -> None:
             a, w, residual, weight = inputs
-            launch((linear(a, w), residual, weight), outputs, numbers, corner)
+            launch((multiply(a, w), residual, weight), outputs, numbers, corner)
 
         return multiply_and_norm
 

@@ -115,6 +115,7 @@ def _fills_waves(policy: MatmulPolicy, columns: int, chip: Chip) -> bool:
     return waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
 
 
+@functools.lru_cache(maxsize=1024)
 def fastest_tile(cost: TileCost, m: int, n: int, k: int, sms: int, layout: str = "by_rows") -> MatmulTile:
     """Returns the tile of a plain matmul that is estimated to multiply [m, k] by [k, n] fastest on ``sms`` SMs.
 

@@ -463,11 +463,9 @@ def test_what_graphars_matmul_cannot_multiply_is_torchs_for_that_reason(bound, o
 
 @pytest.mark.parametrize("work", [SUMMED, NORMED], ids=["summed", "normed"])
 @pytest.mark.parametrize(
-    ("k", "problem", "repeats"), [(8, "", True), (2, "", False), (2, "the kernel has no torch.float32", True)]
+    ("k", "problem", "is_own"), [(8, "", False), (2, "", True), (2, "the kernel has no torch.float32", False)]
 )
-def test_the_launch_of_a_call_is_repeated_where_torchs_matmul_multiplies(
-    bound, own, monkeypatch, work, k, problem, repeats
-):
+def test_a_repeated_call_multiplies_as_the_call_did(bound, own, monkeypatch, work, k, problem, is_own):
     communicator, _ = bound
     communicator.engine.table = MEASURED.table
     own.why_not = lambda *step: problem
@@ -481,14 +479,35 @@ def test_the_launch_of_a_call_is_repeated_where_torchs_matmul_multiplies(
     monkeypatch.setattr(collective, "bind_kernel", bind)
     monkeypatch.setattr(norm, "_bind_kernel", bind)
     plan, operands = planned(communicator, work, k)
-    launch = plan.launch_like(operands)
+    plan.launch_like(operands)(operands.inputs, operands.outputs, ())
 
-    assert (launch is not None) == repeats
-    if repeats:
-        launch(operands.inputs, operands.outputs, ())
-        (((product, *rest), *_),) = launched
-        assert (product == k).all()
-        assert len(rest) == len(operands.inputs) - 2
+    (((product, *rest), *_),) = launched
+    assert (product == k).all()
+    assert len(rest) == len(operands.inputs) - 2
+    assert bool(own.made) == is_own
+
+
+def test_a_product_is_bound_once_for_the_same_addresses(own, monkeypatch):
+    a, w = on_gpu(64, 2), on_gpu(16, 2)
+    repeated = overlap.product_like(MEASURED, MatmulOperands(a, w, None, None), False)
+    place = torch.empty(64, 16)
+    monkeypatch.setattr(OnGpu, "new_empty", lambda self, shape: place, raising=False)
+
+    assert all((repeated(a, w) == 2).all() for _ in range(3))
+    assert len(own.made) == 1
+
+    other = on_gpu(64, 2) * 2
+    assert (repeated(other, w) == 4).all()
+    assert len(own.made) == 2
+
+
+def test_a_repeated_product_of_misaligned_operands_is_multiplied_as_its_first_call_would_be(own):
+    a, w = on_gpu(64, 2), on_gpu(16, 2)
+    repeated = overlap.product_like(MEASURED, MatmulOperands(a, w, None, None), False)
+    own.why_not = lambda *step: "the rows of a must begin at multiples of 16 bytes"
+
+    assert (repeated(a, w) == 2).all()
+    assert own.made == []
 
 
 # ---- what a call asks ------------------------------------------------------------------------------------------------
