@@ -144,6 +144,7 @@ def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int
     rounds = -(-clusters // max(sms // tile.cluster, 1))
     step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
     step += (tile.rows + tile.columns / tile.cluster) * cost.wait_a_line
+    step *= cost.clustered if tile.cluster > 1 else 1
     stored = (1 if tile.alternating else rounds) * tile.rows * tile.columns * cost.clocks_a_result
     return rounds * step + stored * 64 / k
 

@@ -144,6 +144,7 @@ class TileCost:
 
     clocks_a_product: float  # clocks of the tensor cores for one element of the tile
     clocks_a_line: float  # clocks of L2 for one line: a row of an operand's tile, 128 bytes
+    clustered: float  # the factor for tiles of a cluster, whose blocks wait for each other
     wait_a_line: float  # clocks that the tensor cores wait for one line that the block loads itself
     clocks_a_result: float  # clocks of storing one element of a tile, for all of K
 

@@ -170,7 +170,8 @@ def _tiles(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
     # The estimate chooses the tiles of small fused kernels, and of graphar's matmul by itself.
     alone = [Workload("matmul", m, n, k) for m in (512, *large) for n, k in ((8192, 2048), (5120, 8192))]
     for name, present in asdict(policy.cost).items():
-        yield Trial(("matmul", "cost", name), (present / 2, 2 * present), [*calls(small), *alone])
+        near = (1.0, 1.1, 1.2) if name == "clustered" else (present / 2, 2 * present)
+        yield Trial(("matmul", "cost", name), near, [*calls(small), *alone])
     shared = [tile for tile in NAMED_TILES if not tile.alternating]
     yield Trial(("matmul", "small_tile"), shared, calls((1024,), ks=[4096, 8192]))
     yield Trial(("matmul", "large_tile"), shared, calls((2048, 4096), ks=[4096, 8192]))
