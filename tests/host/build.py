@@ -70,7 +70,13 @@ TMA_CHANNELS = 2
 NORM_SLOTS = 64  # so that rows of few packs take several rounds
 GROUP_LANES = 4  # so that few groups of rows are several for one lane
 UNIT_PACKS = 64  # so that small rows are several units
+EARLY_PLACES = 2  # so that of three stages one is loaded later
 _SMALLER = (
+    Mutation(
+        "device/matmul/skinny.cuh",
+        "constexpr u32 early_places = 5;",
+        f"constexpr u32 early_places = {EARLY_PLACES};",
+    ),
     Mutation(
         "device/matmul/gathered_rows.cuh",
         "constexpr u32 unit_packs = 1024;",

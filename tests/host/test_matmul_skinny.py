@@ -143,12 +143,12 @@ MUTANTS = {
         "plain",
     ),
     "a constant weight loaded twice": (
-        "if (step.at.use > 0 || !m.constant_weight) load_w(step);",
+        "if (!m.constant_weight || !is_early(step)) load_w(step);",
         "load_w(step);",
         "plain",
     ),
     "a constant weight loaded into places that are in use": (
-        "step.more() && step.at.use == 0; step.next()) load_w(step);",
+        "step.more() && is_early(step); step.next()) load_w(step);",
         "step.more() && step.at.use < 2; step.next()) load_w(step);",
         "plain",
     ),

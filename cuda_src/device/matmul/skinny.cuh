@@ -51,6 +51,10 @@ struct SkinnySteps {
   }
 };
 
+// Places of the ring that take constant W early. With all of them the loads of the kernel before wait behind them: a
+// norm and a skinny matmul took 1.4 us longer together (H200), where with these they take 0.5 us less.
+constexpr u32 early_places = 5;
+
 template <class Tile, OperandLayout W>
 struct SkinnyLoader {
   const MatmulArguments& m;
@@ -82,9 +86,14 @@ struct SkinnyLoader {
     }
   }
 
-  // By one thread, before it waits for the kernel before: loads constant W into all places of the ring.
+  // Whether a step's W, if it is constant, is loaded before the kernel before has ended.
+  __device__ static bool is_early(const SkinnySteps<Tile>& step) {
+    return step.at.use == 0 && step.at.place < early_places;
+  }
+
+  // By one thread, before it waits for the kernel before: loads constant W into the first places of the ring.
   __device__ void load_constant_w() const {
-    for (SkinnySteps<Tile> step{m}; step.more() && step.at.use == 0; step.next()) load_w(step);
+    for (SkinnySteps<Tile> step{m}; step.more() && is_early(step); step.next()) load_w(step);
   }
 
   // By the same thread, after that wait.
@@ -92,7 +101,7 @@ struct SkinnyLoader {
     SkinnySteps<Tile> step{m};
     for (; step.more(); step.next()) {
       ring.wait_for_emptied(step.at);
-      if (step.at.use > 0 || !m.constant_weight) load_w(step);
+      if (!m.constant_weight || !is_early(step)) load_w(step);
       load_a(step);
     }
     ring.wait_for_cluster(step.at);
