@@ -32,7 +32,7 @@ __device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& 
   const bool first = threadIdx.x == 0;
   const GatheredRows<N> rows(m, a);
   Call call = begin_call(a);
-  read_epoch(a, call);
+  read_epoch_in_warp(a, call);
   if (!call.aborted) {
     advance_epoch_in_warp(a, call);
     if (blockIdx.x == 0) {
