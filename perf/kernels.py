@@ -123,5 +123,6 @@ def _gathered_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSourc
         kinds = itertools.product(tiles, LAYOUTS)
         for (tile, layout), world_size in zip(kinds, itertools.cycle(WORLD_SIZES), strict=False):
             yield fused_matmul_source(algorithm, MATMUL_TYPES[world_size % 2], world_size, tile, layout)
-        for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), tiles, strict=True):
+        placed = itertools.chain(epilogues[::-1], itertools.repeat(epilogues[0]))
+        for epilogue, tile in zip(placed, tiles, strict=False):
             yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)

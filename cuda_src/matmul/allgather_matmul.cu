@@ -2,13 +2,13 @@
 // matmul.cu.
 //
 //   rank r: senders, two warps   A ---> scratch[p].slot[r] on every peer p, a few rows at a time, then their flag
-//           arrivals, one warp   waits for the flags of a tile's rows, and tells the producer
+//           arrivals, one warp   waits for the flags of the rows of a peer's tile, and tells the producer
 //           producer, a thread   A, scratch[r].slot[p], W --TMA--> ring[i % stages]
 //           consumers            ring[i % stages] --wgmma--> fp32 sums, + bias or epilogue --round--> C
 //           senders, at the end  A, scratch[r].slot[p] -> output, if the gathered rows are wanted
 //
-// A block multiplies this rank's own rows first, while the links carry rows. Gives the bits of an all-gather followed
-// by a matmul. Ordering between ranks: (21) in gathered_rows.cuh.
+// A block multiplies this rank's own rows first, while the links carry rows. They wait for nobody. Gives the bits of an
+// all-gather followed by a matmul. Ordering between ranks: (21) in gathered_rows.cuh.
 #include "device/epilogue.cuh"
 #include "device/matmul/gathered_rows.cuh"
 #include "device/matmul/tile_store.cuh"
@@ -21,7 +21,7 @@ struct RowsOfRanks {
 
 struct GatheredSharedStorage {
   Mbarrier begun;    // phase 0: `call` is known
-  Mbarrier arrived;  // phase k: the rows of tile k are here
+  Mbarrier arrived;  // phase k: the rows of the block's k-th tile of peers' rows are here
   Mbarrier awaited;  // phase k: the producer has waited for that. So `arrived` is at most a phase ahead.
   Call call;
 };
@@ -32,7 +32,7 @@ __device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& 
   const bool first = threadIdx.x == 0;
   const GatheredRows<N> rows(m, a);
   Call call = begin_call(a);
-  read_epoch(a, call);
+  read_epoch_in_warp(a, call);
   if (!call.aborted) {
     advance_epoch_in_warp(a, call);
     if (blockIdx.x == 0) {
@@ -48,11 +48,13 @@ __device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& 
   bool failed = call.aborted;
   GatheredTile tile;
   GatheredWalk<Tile, N> walk(m, a);
-  for (u32 number = 0; walk.next(tile); ++number) {
-    if (tile.owner != a.rank) failed = failed || !rows.wait(call, tile.owner, tile.row, Tile::rows);
+  for (u32 number = 0; walk.next(tile);) {
+    if (tile.owner == a.rank) continue;
+    failed = failed || !rows.wait(call, tile.owner, tile.row, Tile::rows);
     if (!first) continue;
     while (!shared.awaited.try_wait(number - 1)) continue;
     shared.arrived.arrive();
+    ++number;
   }
 }
 
@@ -60,16 +62,20 @@ __device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& 
 template <class Tile, int N, OperandLayout W>
 __device__ void produce(const MatmulArguments& m, const Arguments& a, const RowsOfRanks<N>& a_maps,
                         const TensorMap& w_map, const Ring<Tile>& ring, GatheredSharedStorage& shared) {
-  fence_async_proxy_global();  // the kernel before may have written A
+  fence_async_proxy_global();  // the kernel before may have written this rank's rows
   const Producer<Tile, W> producer{m, a_maps.of[0], w_map, ring};
   Position<Tile> at;
   GatheredTile tile;
   GatheredWalk<Tile, N> walk(m, a);
-  for (u32 number = 0; walk.next(tile); ++number) {
-    while (!shared.arrived.try_wait(number)) continue;
-    shared.awaited.arrive();
-    fence_async_proxy_global();
-    producer.load_tile(at, a_maps.of[tile.owner], Tile::a_nbytes, tile.row, tile.column);
+  for (u32 number = 0; walk.next(tile);) {
+    if (tile.owner != a.rank) {
+      while (!shared.arrived.try_wait(number)) continue;
+      shared.awaited.arrive();
+      fence_async_proxy_global();
+      ++number;
+    }
+    const u32 a_nbytes = producer.a_nbytes_of(a.count[tile.owner]);
+    producer.load_tile(at, a_maps.of[tile.owner], a_nbytes, tile.row, tile.column);
   }
   ring.wait_for_cluster(at);
 }

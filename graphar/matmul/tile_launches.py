@@ -93,7 +93,8 @@ def gathered_tiles(
         else:
             hops = (source - rank) % world_size
             pointer = arguments.scratch[rank] + gathered_slot_offset(world_size, arguments.capacity, hops)
-        a_maps[source] = tensor_map(Matrix(pointer, own.a.dtype, count, k, own.a.leading), tile.rows)
+        rows_of_source = Matrix(pointer, own.a.dtype, count, k, own.a.leading)
+        a_maps[source] = operand_maps(tile, own.layout, rows_of_source, own.w)[0]
         c_maps[source] = tensor_map(matrix_of(own.out[begin : begin + count]), STORE_ROWS)
     sizes = MatmulArguments(own.bias, m, n, k, 0, Order.group_rows)
     of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count)

@@ -96,6 +96,8 @@ MATMUL_TILES = (
 )
 # The tiles of matmuls that gather rows. All are loaded together, since ranks may choose different ones.
 GATHERED_TILES = (
+    MatmulTile(64, 64, stages=12),
+    MatmulTile(64, 128, stages=8),
     MatmulTile(128, 128, stages=6),
     MatmulTile(128, 128, stages=6, cluster=2),
     MatmulTile(128, 192, stages=4),

@@ -170,9 +170,25 @@ MUTANTS = {
         "thread",
     ),
     "rows loaded without a fence": (
-        "    shared.awaited.arrive();\n    fence_async_proxy_global();\n",
-        "    shared.awaited.arrive();\n",
+        "      shared.awaited.arrive();\n      fence_async_proxy_global();\n",
+        "      shared.awaited.arrive();\n",
         "thread",
+    ),
+    "a peer's rows that the producer does not wait for": (
+        "      while (!shared.arrived.try_wait(number)) continue;\n",
+        "",
+        "plain",
+    ),
+    "phases that count own tiles as well": (
+        "      fence_async_proxy_global();\n      ++number;\n    }\n",
+        "      fence_async_proxy_global();\n    }\n    ++number;\n",
+        "plain",
+    ),
+    "own rows that are waited for": ("    if (tile.owner == a.rank) continue;\n", "", "plain"),
+    "bytes of the boxes of another's rows": (
+        "producer.a_nbytes_of(a.count[tile.owner])",
+        "producer.a_nbytes_of(a.count[a.rank])",
+        "plain",
     ),
     "a unit too few is waited for": (
         "const u32 beyond = min(row + rows,",

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from graphar.plan.algorithms import Algorithm
+from tests.host import test_allgather_matmul
 from tests.host.build import Mutation, build
 from tests.host.cases import WORLD_SIZES, Kernels, dtypes_of, first_epoch, simulate
 from tests.host.every_kernel import EVERY_KERNEL, run
 from tests.host.every_kernel import draw as draw_every
-from tests.host.simulate import ENOUGH_NS, has_pad
+from tests.host.simulate import ENOUGH_NS, KernelFailure, has_pad
 from tests.host.test_faults import DEADLINE_OF_WARPS_NS, SEED, TIMED_OUT
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
@@ -219,3 +220,22 @@ def test_ranks_that_wait_without_a_look_at_what_others_call_are_noticed():
     calls = draw_stopped(Algorithm.ONE_SHOT_PUSH, DEADLINE_OF_WARPS_NS)
 
     assert TIMED_OUT in kinds_of(Algorithm.ONE_SHOT_PUSH, calls, BLIND)
+
+
+def test_lanes_that_each_read_whether_their_call_is_aborted_are_noticed():
+    """Another block gives up while the lanes of a warp read: some then vote that others never come to."""
+    gather, world_size = test_allgather_matmul.GATHER, 2
+    (first, _), *others = draw_with_results(gather, world_size, 12)
+    second = max((call for call, _ in others), key=lambda call: sum(call.blocks))
+    calls = [first, replace(second, fingerprints=fingerprints(world_size))]
+    apart = Mutation("device/sync/call.cuh", "  call.aborted = __shfl_sync(0xffffffff, call.aborted, 0);\n", "")
+    program = test_allgather_matmul.program_of(gather, world_size, "plain", mutation=apart)
+
+    def hangs(seed):
+        try:
+            test_allgather_matmul.simulate(gather, program, world_size, seed, calls)
+        except KernelFailure:
+            return True
+        return False
+
+    assert any(map(hangs, range(24)))

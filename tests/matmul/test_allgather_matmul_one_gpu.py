@@ -70,6 +70,29 @@ def test_every_tile_gives_the_bits_of_a_gather_and_a_matmul(ranks, tile, transpo
     assert wrong_elements(ranks, counts, 456, 328, tile, transposed=transposed, with_bias=True) == 0
 
 
+HEIGHTS = (1, 8, 40, 64, 100, 200)  # of a rank's part, below a tile's and above
+
+
+def parts_of_every_height(world_size):
+    """The rows of all ranks in several calls: equally many on all ranks, then different ones on neighbours."""
+    yield from ([rows] * world_size for rows in HEIGHTS)
+    yield from ([HEIGHTS[(first + rank) % len(HEIGHTS)] for rank in range(world_size)] for first in range(len(HEIGHTS)))
+
+
+@pytest.mark.parametrize("tile", GATHERED_TILES, ids=str)
+def test_parts_that_are_no_whole_tiles_give_these_bits(ranks, tile):
+    for counts in parts_of_every_height(ranks.world_size):
+        assert wrong_elements(ranks, counts, 456, 328, tile) == 0, counts
+
+
+def test_ranks_that_take_different_tiles_give_these_bits(ranks, monkeypatch):
+    turns = itertools.cycle(GATHERED_TILES)
+    monkeypatch.setattr("graphar.matmul.fused.gathered_tile", lambda *given: next(turns))
+
+    for counts in parts_of_every_height(ranks.world_size):
+        assert wrong_elements(ranks, counts, 456, 328) == 0, counts
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_any_rows_and_columns_in_a_row_give_these_bits(ranks, dtype):
     choices = random.Random(ranks.world_size)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.matmul import fused, tile_launches
+from graphar.matmul import fused, gemm, tile_launches
 from graphar.matmul.fused import FusedMatmul
 from graphar.matmul.operands import MatmulOperands
 from graphar.matmul.tensor_maps import matrix_of
@@ -16,6 +16,7 @@ from graphar.matmul.tile_launches import Matrices, gathered_tiles, skinny, summe
 from graphar.numerics.epilogues.epilogue import bind
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
+from graphar.plan.matmuls import gathered_tile
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table
@@ -24,13 +25,14 @@ from graphar.plan.work import Product
 from graphar.runtime import launcher
 
 TILE, MEMBER, COUNTS = GATHERED_TILES[0], SimpleNamespace(rank=0, device=0), (16, 16)
+CHIP = Chip(132, MATMUL_ARCH)
 
 
 class Bound:
     """Stands in for a runner: keeps what launches must have alike on all ranks."""
 
     def __init__(self):
-        self.chip, self.words, self.members = Chip(132, MATMUL_ARCH), [], [MEMBER]
+        self.chip, self.words, self.members = CHIP, [], [MEMBER]
         self.kernels = SimpleNamespace(
             prepare_all=lambda *given: [dict.fromkeys(itertools.product(GATHERED_TILES, LAYOUTS))]
         )
@@ -92,6 +94,40 @@ def test_a_weight_and_a_transposed_weight_at_its_address_share_no_launch(engine,
     assert bound[0] is not bound[1]
 
 
+# ---- gathered rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", GATHERED_TILES, ids=str)
+def test_boxes_of_rows_are_no_higher_than_their_owners_part(monkeypatch, tile):
+    boxes, counts, k = {}, (1, 40, 64, 0, 100, 200), 72
+
+    def tensor_map(matrix, box_rows):
+        if matrix.columns == k:
+            boxes[matrix.rows] = box_rows
+        return tile_launches.TensorMap()
+
+    for module in (gemm, tile_launches):
+        monkeypatch.setattr(module, "tensor_map", tensor_map)
+    monkeypatch.setattr(gemm, "weight_map", lambda *given: None)
+    monkeypatch.setattr(tile_launches, "weight_map", lambda *given: None)
+    a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((40, k), (456, k), (sum(counts), 456)))
+    arguments = SimpleNamespace(world_size=len(counts), rank=1, scratch=[0] * len(counts), capacity=1 << 20)
+    (one,) = row_slices(counts, 256)
+
+    gathered_tiles(tile, Matrices(matrix_of(a), matrix_of(w), "by_rows", out), one, arguments, slice(None), CHIP)
+
+    assert boxes == {1: 8, 40: 40, 64: 64, 100: min(104, tile.rows), 200: tile.rows}
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "height"), [(1, 1024, 64), (32, 5120, 64), (64, 7168, 64), (2048, 5120, 128)]
+)
+def test_parts_of_few_rows_take_low_tiles(rows, columns, height):
+    cost = shipped_table("nvidia_h200").matmul.cost
+
+    assert gathered_tile(cost, (rows, rows), columns, 8192, CHIP).rows == height
+
+
 # ---- room for another communicator ----------------------------------------------------------------------------------
 
 # Each kind of launch, with the tiles that it may take.
@@ -102,7 +138,7 @@ KINDS += [(gathered_tiles, tile) for tile in GATHERED_TILES] + [(skinny, tile) f
 def grid_of(monkeypatch, kind, tile, sms, columns):
     """The grid of a launch whose result has so many columns."""
     monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: tile_launches.TensorMap())
-    monkeypatch.setattr(tile_launches, "operand_maps", lambda *given: [])
+    monkeypatch.setattr(tile_launches, "operand_maps", lambda *given: [tile_launches.TensorMap()])
     monkeypatch.setattr(tile_launches, "weight_map", lambda *given: None)
     rows = tile.rows if kind is skinny else 64 * tile.rows
     a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 8), (columns, 8), (rows, columns)))

@@ -255,7 +255,7 @@ struct Gatherer {
 template <int N>
 __device__ __forceinline__ Call begin(const Arguments& a) {
   Call call = begin_call(a);
-  read_epoch(a, call);
+  read_epoch_in_warp(a, call);
   if (call.aborted) return call;
   advance_epoch_in_warp(a, call);
   if (blockIdx.x == 0) enter<N>(a, call);

@@ -10,7 +10,8 @@
 // (21) A warp takes a unit, stores it to every peer, and sets its flag there to a value that names the call.
 //     - Visibility. After a barrier of the warp the release store of the flag publishes the stores of its threads. A
 //       warp of the peer acquires the flags of a tile's rows, and after a barrier arrives at an mbarrier. The producer
-//       waits for that, and fences before the copy engine reads the rows (5).
+//       waits for that, and fences before the copy engine reads the rows (5). A rank's own rows were written before the
+//       kernel began, so one fence at the begin is enough for their tiles.
 //     - Reuse. Flags are compared with the value of the call, so nothing resets them. Before its first store a warp
 //       waits until all ranks have entered the call: by (13) they have read the rows of the call before.
 //     - Progress. Senders wait for ranks to enter the call and for nothing else, and block 0 enters before all else.

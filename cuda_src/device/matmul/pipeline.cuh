@@ -44,11 +44,13 @@ struct Producer {
     }
   }
 
-  // A box of A has no more rows than A, rounded up to eight: the copy engine is slow for rows outside the matrix. The
-  // rows below the box in a place have old values, which only affect rows outside C.
+  // Bytes of a box of A. It has no more rows than the matrix, rounded up to eight: the copy engine is slow for rows
+  // outside the matrix. The rows below the box in a place have old values, which only affect rows outside C.
+  __device__ static u32 a_nbytes_of(u32 rows) { return min(u32(Tile::rows), (rows + 7) / 8 * 8) * row_nbytes; }
+
   template <class Tiles>
   __device__ void run(Tiles walk) const {
-    const u32 a_nbytes = min(u32(Tile::rows), (a.m + 7) / 8 * 8) * row_nbytes;
+    const u32 a_nbytes = a_nbytes_of(a.m);
     Position<Tile> at;
     for (; walk.more(); walk.next()) {
       u32 row, column;

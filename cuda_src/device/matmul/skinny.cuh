@@ -170,7 +170,7 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
                                                   Call& call, const Send& send) {
   if (same_in_warp(threadIdx.x / 32) == 0) {
     Call read = begin_call(a);
-    read_epoch(a, read);
+    read_epoch_in_warp(a, read);
     if (!read.aborted) advance_epoch_in_warp(a, read);
     if (threadIdx.x == 0) call = read;
   }

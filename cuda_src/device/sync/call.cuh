@@ -60,7 +60,14 @@ __device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
 }
 
-// The same where warp 0 alone has read the epoch.
+// read_epoch where warp 0 alone reads it, for its block. Another block that gives up in this call changes `aborted`
+// meanwhile, so all threads take what the first one has read.
+__device__ __forceinline__ void read_epoch_in_warp(const Arguments& a, Call& call) {
+  read_epoch(a, call);
+  call.aborted = __shfl_sync(0xffffffff, call.aborted, 0);
+}
+
+// advance_epoch after that.
 __device__ __forceinline__ void advance_epoch_in_warp(const Arguments& a, Call& call) {
   tell_call(a, call.epoch);
   call.was_busy = __any_sync(0xffffffff, call.was_busy);
