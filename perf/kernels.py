@@ -120,7 +120,7 @@ def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
 def _gathered_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
     for algorithm in GATHERING_KERNELS:
         tiles = algorithm.row.tiles
-        kinds = itertools.product(tiles, LAYOUTS)
+        kinds = [(tile, layout) for tile in tiles for layout in tile.layouts]
         for (tile, layout), world_size in zip(kinds, itertools.cycle(WORLD_SIZES), strict=False):
             yield fused_matmul_source(algorithm, MATMUL_TYPES[world_size % 2], world_size, tile, layout)
         placed = itertools.chain(epilogues[::-1], itertools.repeat(epilogues[0]))

@@ -26,7 +26,7 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import COLUMNS, gathered_tile, tile_for, tiles_of_sum
 from graphar.plan.scratch import MATMUL_BOX_ROWS, PACK_NBYTES
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices, rows_a_launch
-from graphar.plan.tiles import LAYOUTS, skinny_tile
+from graphar.plan.tiles import skinny_tile
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.ranks import agreement
 from graphar.runtime import launcher
@@ -52,7 +52,7 @@ def why_not_columns(engine: Engine, columns: int) -> str:
 def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Tile, work: Product) -> list[dict]:
     """Returns each member's kernels of a tile, by tile and layout of W. The first call for a tile is collective."""
     epilogue, wire = work.epilogue, codec_of_text(work.codec) if work.codec else None
-    kinds = [(tile, layout) for layout in LAYOUTS]
+    kinds = [(tile, layout) for layout in tile.layouts]
 
     def load(member: Member) -> dict:
         generated, world_size = epilogue and epilogue.generated, runner.world_size
@@ -76,7 +76,7 @@ class FusedMatmul:
         call: a call whose work is a Product.
         algorithm: the fused algorithm.
         rows: the rows of the result.
-        tile: the tile, of gathered tiles one of GATHERED_TILES; None: the one that plans choose.
+        tile: the tile, of gathered tiles one of GATHERED_TILES that serves the weight; None: the one that plans choose.
         timelines: one timeline of timelines.py for each rank of this process, with a block for each of its SMs. The
             recorded variant of the tile writes its events there, and overwrites, without clearing, the events of the
             launch before.
@@ -206,7 +206,8 @@ class FusedMatmul:
     def _tile_of(self, own: MatmulOperands, one: Slice) -> Tile:
         table = self._engine.table.matmul
         if self._gathers:  # each rank takes the one with the least estimated time for its weight
-            return self._tile or gathered_tile(table.cost, one.count, *own.w.shape, self._runner.chip)
+            n, k, layout = *own.w.shape, layout_of(own.w)
+            return self._tile or gathered_tile(table.cost, one.count, n, k, self._runner.chip, layout)
         return tile_for(table, self.tiles, own.a.shape[1])
 
     def _bind(self, at: int, member: Member, tile: Tile, matrices: Matrices, own: MatmulOperands, one: Slice) -> Launch:

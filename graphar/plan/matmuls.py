@@ -126,11 +126,15 @@ def fastest_tile(cost: TileCost, m: int, n: int, k: int, sms: int, layout: str =
 
 
 @functools.lru_cache(maxsize=1024)
-def gathered_tile(cost: TileCost, counts: tuple[int, ...], n: int, k: int, chip: Chip) -> MatmulTile:
-    """Returns the tile that is estimated to multiply gathered rows, ``counts`` of each rank, with [n, k] fastest."""
-    return min(
-        GATHERED_TILES, key=lambda tile: clocks(cost, tile, counts, n, k, chip.shared_blocks(cluster=tile.cluster))
-    )
+def gathered_tile(
+    cost: TileCost, counts: tuple[int, ...], n: int, k: int, chip: Chip, layout: str = "by_rows"
+) -> MatmulTile:
+    """Returns the tile that is estimated to multiply gathered rows, ``counts`` of each rank, with [n, k] fastest.
+
+    ``layout`` is the layout of the weight, one of LAYOUTS.
+    """
+    fitting = [tile for tile in GATHERED_TILES if layout in tile.layouts]
+    return min(fitting, key=lambda tile: clocks(cost, tile, counts, n, k, chip.shared_blocks(cluster=tile.cluster)))
 
 
 def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int, sms: int) -> float:

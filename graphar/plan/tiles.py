@@ -59,6 +59,7 @@ class SkinnyTile:
     """A tile of a skinny matmul (at most 64 rows). One thread block computes it, and its sum over the ranks."""
 
     columns: ClassVar[int] = 64  # columns of the result, equal for all tiles
+    layouts: ClassVar[tuple[str, ...]] = LAYOUTS  # the layouts of the weight that it serves
 
     rows: int  # the most rows that the result may have: 8, 16, 32 or 64
     stages: int  # pipeline stages in shared memory, of 64 of K each
@@ -98,8 +99,9 @@ MATMUL_TILES = (
 GATHERED_TILES = (
     MatmulTile(64, 64, stages=12),
     MatmulTile(64, 128, stages=8),
+    MatmulTile(64, 160, stages=7),
     MatmulTile(128, 128, stages=6),
-    MatmulTile(128, 128, stages=6, cluster=2),
+    MatmulTile(128, 160, stages=5),
     MatmulTile(128, 192, stages=4),
     MatmulTile(128, 256, stages=4, cluster=2),
 )
