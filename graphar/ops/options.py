@@ -13,13 +13,17 @@ from typing import NamedTuple
 
 import torch
 
+from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec, as_codec
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, as_epilogue, bind
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Operands
+from graphar.runtime.engine import Engine
 
 EPILOGUE = "str epilogue, Tensor[] tensors, float[] scalars"
 CODEC = "str codec"
+ORDER = "str order, ScalarType? out_dtype"
 PREFETCH = "Tensor[] prefetch"
 AFTER = "Tensor[] after"
 
@@ -42,6 +46,39 @@ def check_together(op: str, codec: object, epilogue: object, residual: object = 
         raise ValueError(f"{op}: residual= holds the rounding errors of a codec, and needs codec=")
     if epilogue is not None and (codec is not None or residual is not None):
         raise ValueError(f"{op}: takes a codec or an epilogue, not both")
+
+
+def check_order(op: str, order: object, out_dtype: object, x: torch.Tensor, codec: object) -> None:
+    """Raises ValueError unless sums of tensors like ``x`` can be added in an order, and have dtype ``out_dtype``."""
+    if order == "rank" and out_dtype is None:
+        return
+    if order not in ("rank", "tree"):
+        raise ValueError(f"{op}: order must be 'rank' or 'tree', got {order!r}")
+    if order == "rank":
+        raise ValueError(f"{op}: out_dtype needs order='tree'; in the order of ranks the result has the dtype of x")
+    if codec:
+        raise ValueError(f"{op}: takes a codec or order='tree', not both")
+    if x.dtype != torch.float32:
+        raise ValueError(f"{op}: order='tree' adds partials in float32, got {x.dtype}")
+    if out_dtype is not None and out_dtype not in TYPE_NAMES:
+        raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+
+
+def check_tree(op: str, engine: Engine, xs: Sequence[torch.Tensor], given) -> None:
+    """Raises ValueError if a call adds as a tree, and cannot: the ranks of ``engine`` are not 1, 2, 4 or 8."""
+    if given.order != "rank" or given.out_dtype is not None:
+        check_order(op, given.order, given.out_dtype, xs[0], given.codec)
+        leaf_tree.check_ranks(op, engine.world_size)
+
+
+def order_of(given, x: torch.Tensor) -> dict[str, object]:
+    """Returns the fields of a work of sums of tensors like ``x`` for its order and dtype."""
+    return {"order": given.order, "out_dtype": given.out_dtype if given.out_dtype != x.dtype else None}
+
+
+def gradients_in_order(order: str, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns the gradients of sums that were added in an order, in the dtype of what was added."""
+    return [one.float() for one in gradients] if order == "tree" else gradients
 
 
 def codec_option(op: str, codec: Codec | str | None, residual: object = None) -> str:

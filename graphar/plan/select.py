@@ -25,6 +25,7 @@ from graphar.plan.algorithms import (
     kernels_that,
     with_epilogue,
     with_kernels,
+    with_tree,
 )
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
@@ -32,6 +33,7 @@ from graphar.plan.entries import by_entries, measured_config, serving
 from graphar.plan.explanation import Explanation
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip
+from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
 from graphar.plan.tables import DEFAULT, Table
 from graphar.plan.times import expected_quantized_us, expected_us
@@ -100,14 +102,14 @@ def select(call: Call, facts: Facts) -> Choice:
 
 def _sum(call: Call, facts: Facts) -> Choice:
     asked = None if call.algorithm == "auto" else Algorithm(call.algorithm)
-    codec, epilogue = call.wire, call.work.epilogue
+    codec, lacks = call.wire, asked and _lacks(asked.row, call.work)
     if asked is FALLBACK.algorithm:
         return _fallback(call, "asked for")
-    if asked is HIERARCHICAL.algorithm and not epilogue:
+    if asked is HIERARCHICAL.algorithm and not lacks:
         return _hierarchical(facts, codec)
-    if epilogue and asked and not asked.row.takes_epilogue:
-        takers = ", ".join(one.value for one in with_epilogue())
-        raise UnsupportedError(f"allreduce: {asked.value} has no kernel with an epilogue; {takers} have")
+    if lacks:
+        takers = ", ".join(one.value for one in (with_epilogue() if call.work.epilogue else with_tree()))
+        raise UnsupportedError(f"allreduce: {asked.value} has no kernel {lacks}; {takers} have")
     if problem := facts.problem or (asked and _why_not(asked, call, facts)):
         if asked:
             raise UnsupportedError(f"allreduce: {asked.value} cannot serve this call: {problem}")
@@ -115,9 +117,20 @@ def _sum(call: Call, facts: Facts) -> Choice:
     return _encoded_sum(call, facts, codec, asked) if codec else _measured_sum(call, facts, asked)
 
 
+def _lacks(row: Row, work: Sum) -> str:
+    """Returns in words what a sum needs and an algorithm's kernels do not have, or an empty string."""
+    if work.epilogue and not row.takes_epilogue:
+        return "with an epilogue"
+    return "that adds as a tree" if work.order == "tree" and not row.adds_tree else ""
+
+
 def _fallback(call: Call, reason: str) -> Choice:
-    epilogue = call.work.epilogue
-    return Choice(FALLBACK, f"{reason}; with the epilogue {epilogue.text}" if epilogue else reason)
+    return Choice(FALLBACK, f"{reason}{_what_is_added(call.work)}")
+
+
+def _what_is_added(work: Sum) -> str:
+    tree = "; added as a tree" if work.order == "tree" else ""
+    return f"{tree}; with the epilogue {work.epilogue.text}" if work.epilogue else tree
 
 
 def _hierarchical(facts: Facts, codec: Codec | None) -> Choice:
@@ -142,8 +155,8 @@ def _measured_sum(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
     reason = f"{why} by table {table!r} for {facts.world_size} ranks and {call.nbytes} bytes"
     if suits and not compressing:
         reason = f"{reason}{_NOT_COMPRESSED}"
-    if call.work.epilogue and not config.algorithm.row.takes_epilogue:  # by a table
-        reason = f"{config.algorithm.value}, {reason}, has no kernel with an epilogue"
+    if lacks := _lacks(config.algorithm.row, call.work):  # by a table
+        reason = f"{config.algorithm.value}, {reason}, has no kernel {lacks}"
         config, _ = measured_config(facts.table, facts.world_size, call.nbytes, GENERAL)
     return _with_options(Choice(config, reason), call, facts)
 
@@ -154,8 +167,7 @@ def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
     can, epilogue = config.algorithm.row, call.work.epilogue
     if can.direct and can.direct in call.symmetric:
         config, reason = replace(config, direct=True), f"{reason}, {_DIRECTLY[can.direct]}"
-    if epilogue:
-        reason = f"{reason}; with the epilogue {epilogue.text}"
+    reason = f"{reason}{_what_is_added(call.work)}"
     small = call.nbytes <= facts.table.prefetch.largest_nbytes
     if call.prefetches and can.prefetches and not epilogue and small and facts.chip.can_prefetch:
         # The additional blocks only prefetch.
@@ -352,7 +364,7 @@ def explain(call: Call, facts: Facts) -> Explanation:
     algorithm, work = config.algorithm, call.work
     stand_in = "stand-in for " if facts.stand_in and not algorithm.exact else ""
     expected = exact = None
-    was_measured = config.blocks and not algorithm.row.compresses and isinstance(work, Sum)
+    was_measured = config.blocks and not algorithm.row.compresses and isinstance(work, Sum) and work.order == "rank"
     if call.algorithm == "auto" and was_measured and not config.direct and not work.epilogue:
         expected = expected_us(facts.table, facts.world_size, call.nbytes)
         if work.codec:
