@@ -136,8 +136,6 @@ def _product(node: Node) -> Product | None:
     given = op.read(node.args)
     if given.get("codec") or given.get("prefetch") or given.get("output", "like_input") != "like_input":
         return None
-    if given.get("order", "rank") != "rank":
-        return None
     matmul = _before(node.args[0])
     return Product(**ours(node, op), of=op, matmul=matmul) if _is_product(matmul) else None
 
