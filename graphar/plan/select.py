@@ -109,7 +109,7 @@ def _sum(call: Call, facts: Facts) -> Choice:
         return _hierarchical(facts, codec)
     if lacks:
         takers = ", ".join(one.value for one in (with_epilogue() if call.work.epilogue else with_tree()))
-        raise UnsupportedError(f"allreduce: {asked.value} has no kernel {lacks}; {takers} have")
+        raise UnsupportedError(f"allreduce: {asked.value} {lacks}; {takers} have")
     if problem := facts.problem or (asked and _why_not(asked, call, facts)):
         if asked:
             raise UnsupportedError(f"allreduce: {asked.value} cannot serve this call: {problem}")
@@ -120,8 +120,8 @@ def _sum(call: Call, facts: Facts) -> Choice:
 def _lacks(row: Row, work: Sum) -> str:
     """Returns in words what a sum needs and an algorithm's kernels do not have, or an empty string."""
     if work.epilogue and not row.takes_epilogue:
-        return "with an epilogue"
-    return "that adds as a tree" if work.order == "tree" and not row.adds_tree else ""
+        return "has no kernel with an epilogue"
+    return "has no kernel that adds as a tree" if work.order == "tree" and not row.adds_tree else ""
 
 
 def _fallback(call: Call, reason: str) -> Choice:
@@ -156,7 +156,7 @@ def _measured_sum(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
     if suits and not compressing:
         reason = f"{reason}{_NOT_COMPRESSED}"
     if lacks := _lacks(config.algorithm.row, call.work):  # by a table
-        reason = f"{config.algorithm.value}, {reason}, has no kernel {lacks}"
+        reason = f"{config.algorithm.value}, {reason}, {lacks}"
         config, _ = measured_config(facts.table, facts.world_size, call.nbytes, GENERAL)
     return _with_options(Choice(config, reason), call, facts)
 
