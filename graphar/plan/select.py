@@ -280,8 +280,11 @@ def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:
 # ---- what calls may need --------------------------------------------------------------------------------------------
 
 PREPARED_TUPLE = "allgather_tuple"  # the name under which the kernels of all-gathers of several tensors are prepared
+# The op by the name under which its kernels that add as a tree are prepared.
+PREPARED_TREES = {f"{one.op}_tree": one.op for one in kernels_that(lambda row: row.adds_tree)}
+_OF_KERNELS = [one.op for one in kernels_that(lambda row: True)]
 # The names under which kernels are prepared.
-PREPARED = tuple(dict.fromkeys([*(one.op for one in kernels_that(lambda row: True)), PREPARED_TUPLE, *norms.PREPARED]))
+PREPARED = tuple(dict.fromkeys([*_OF_KERNELS, PREPARED_TUPLE, *PREPARED_TREES, *norms.PREPARED]))
 
 
 def needed_kernels(
@@ -296,7 +299,7 @@ def needed_kernels(
     """Yields every kernel that calls of ``ops``, which are in PREPARED, may need, apart from those of matmuls.
 
     Tensors have at most ``max_nbytes`` (None: any size). Calls may have one of ``codecs`` or of ``epilogues``, or
-    neither; with ``symmetric`` also symmetric tensors.
+    neither; with ``symmetric`` also symmetric tensors. Of sums as a tree ``dtypes`` are those of the results.
     """
     for op in ops:
         if any(one.row.tiles for one in with_kernels(op)):
@@ -308,6 +311,13 @@ def needed_kernels(
         if op in norms.PREPARED:
             yield from _needed_norms(facts, dtypes, *norms.PREPARED[op])
             continue
+        if op in PREPARED_TREES:
+            fitting = _fitting(with_tree(PREPARED_TREES[op]), _up_to(facts, max_nbytes, PREPARED_TREES[op]))
+            for dtype, epilogue in itertools.product(dtypes, (None, *epilogues)):
+                tree = Sum(0, order="tree", out_dtype=dtype).template(1)
+                for kernel in _variants(fitting, [torch.float32], symmetric, epilogue):
+                    yield kernel._replace(template=tree)
+            continue
         plain = _up_to(facts, max_nbytes, op)
         yield from _variants(plain, dtypes, symmetric)
         if _may_compress(facts, max_nbytes, op):
@@ -316,9 +326,13 @@ def needed_kernels(
             for dtype, algorithm in itertools.product(dtypes, algorithms_of(codec, op)):
                 yield Kernel(algorithm, dtype, codec=codec)
         if takers := with_epilogue(op):
-            fitting = list(dict.fromkeys(one if one in takers else GENERAL for one in plain))
             for epilogue in epilogues:
-                yield from _variants(fitting, dtypes, symmetric, epilogue)
+                yield from _variants(_fitting(takers, plain), dtypes, symmetric, epilogue)
+
+
+def _fitting(takers: Sequence[Algorithm], plain: Sequence[Algorithm]) -> list[Algorithm]:
+    """Returns the algorithms that calls of ``takers`` alone take where others may take ``plain``."""
+    return list(dict.fromkeys(one if one in takers else GENERAL for one in plain))
 
 
 def _needed_norms(facts: Facts, dtypes: Sequence[torch.dtype], op: str, output: str) -> Iterator[Kernel]:

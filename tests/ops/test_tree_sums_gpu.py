@@ -136,6 +136,22 @@ def test_a_graph_replays(ranks: Ranks, algorithm):
         assert_all(outs, reference.allreduce(parts, order="tree", out_dtype=torch.bfloat16))
 
 
+def test_a_prepared_sum_can_be_captured_first_of_all(fresh_ranks: Ranks):
+    if fresh_ranks.world_size not in (2, 4, 8):
+        pytest.skip("a tree has 2, 4 or 8 ranks")
+    parts = parts_of(fresh_ranks, normal, 8199)
+    xs = fresh_ranks.place(parts)
+    outs = [torch.empty_like(x, dtype=torch.bfloat16) for x in xs]
+    fresh_ranks.communicator.prepare(dtypes=[torch.bfloat16], ops=["allreduce_tree"])
+
+    tree = {"order": "tree", "out_dtype": torch.bfloat16}
+    graph = fresh_ranks.capture(lambda: fresh_ranks.communicator.allreduce(xs, out=outs, **tree))
+    graph.replay()
+    fresh_ranks.communicator.synchronize()
+
+    assert_all(outs, reference.allreduce(parts, **tree))
+
+
 def test_gradients_are_added_as_a_tree(ranks: Ranks):
     xs = [x.requires_grad_() for x in ranks.place(parts_of(ranks, normal, 1000))]
     ys = ranks.communicator.allreduce(xs, order="tree", out_dtype=torch.bfloat16)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+import graphar
 from graphar import UnsupportedError
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.plan import select
@@ -18,6 +21,7 @@ from graphar.plan.work import Parts, Sum
 from graphar.runtime.catalogue import source_of
 from tests.cases import KERNEL_DTYPES
 
+NEGATED = form_to_prepare("-v")
 SIZES = [1 << power for power in range(4, 32)]
 TABLES = [shipped_table(name) for name in ("default", "nvidia_h200")]
 FP32 = torch.float32
@@ -65,7 +69,7 @@ def test_algorithms_by_name_add_as_a_tree_or_refuse(algorithm):
 @pytest.mark.parametrize("algorithm", kernels_that(lambda row: row.adds_tree))
 def test_the_kernel_of_a_tree_differs_by_the_results_dtype_and_has_the_epilogue(algorithm):
     names = set()
-    for epilogue in (None, form_to_prepare("-v")):
+    for epilogue in (None, NEGATED):
         for out_dtype in KERNEL_DTYPES:
             given = {"epilogue": epilogue, "order": "tree", "out_dtype": None if out_dtype == FP32 else out_dtype}
             whole = algorithm.op == "allreduce"
@@ -85,3 +89,32 @@ def test_explain_has_no_time_for_an_order_that_was_not_measured():
 
     assert times[0] is not None
     assert times[1] is None
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("max_nbytes", [4096, 1 << 19, 1 << 31])
+@pytest.mark.parametrize("op", ["allreduce", "reducescatter"])
+def test_what_sums_as_a_tree_take_is_prepared_and_no_more(op, max_nbytes, symmetric):
+    taken = set()
+    for epilogue, out_dtype in itertools.product((None, NEGATED), (torch.bfloat16, FP32)):
+        given = {"epilogue": epilogue, "order": "tree", "out_dtype": None if out_dtype == FP32 else out_dtype}
+        for nbytes in {max_nbytes, *(one for one in SIZES if one <= max_nbytes)}:
+            work = Sum(nbytes // 4, **given) if op == "allreduce" else Parts(op, (nbytes // 4,) * 4, **given)
+            for sides, blocks in itertools.product(((), ("output",) * symmetric), (None, TABLES[1].beside.blocks)):
+                call, (config, _) = choose(work, blocks=blocks, symmetric=sides)
+                taken.add(kernel_of(config, call))
+
+    facts = Facts(4, TABLES[1], Chip(132, "sm_90a"))
+    dtypes = (torch.bfloat16, FP32)
+    found = list(select.needed_kernels(facts, [f"{op}_tree"], dtypes, max_nbytes, (), [NEGATED], symmetric))
+
+    assert set(found) == taken
+    assert len(set(found)) == len(found)
+
+
+def test_trees_of_other_numbers_of_ranks_are_not_prepared():
+    with (
+        graphar.Communicator(devices=["cpu"] * 3) as communicator,
+        pytest.raises(ValueError, match="prepare: a tree of 8 leaves is for 1, 2, 4 or 8 ranks, got 3"),
+    ):
+        communicator.prepare(ops=["allreduce_tree"])

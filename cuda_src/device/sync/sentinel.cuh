@@ -63,6 +63,7 @@ __device__ __forceinline__ void arm(HalfPack* place) { store_relaxed_sys(place, 
 template <int Count, int N, class P>
 __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, const u32 (&at)[Count],
                                         P (&part)[Count][N]) {
+  static_assert(N == 1 || in_a_pack<P> == 1, "half packs come from one rank at a time");
   Deadline deadline;
   while (true) {
     bool all = true;
@@ -90,8 +91,7 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, in
 #pragma unroll
   for (int i = 0; i < Count; ++i)
 #pragma unroll
-    for (int r = 0; r < N; ++r)
-      arm(slot<P>(a, 0, at[i] + r * a.capacity));
+    for (int r = 0; r < N; ++r) arm(slot<P>(a, 0, at[i] + r * a.capacity));
   return true;
 }
 
