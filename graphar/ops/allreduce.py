@@ -123,7 +123,7 @@ def _allreduce(
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     ranks, first = (len(x), x[0]) if in_list else (None, x)
-    options.check_order(NAME, order, out_dtype, first, codec)
+    out_dtype = options.order_option(NAME, order, out_dtype, first, codec)
     followed = options.epilogue_option(NAME, epilogue, first, ranks)
     arguments = OP.arguments(
         communicator=name,
@@ -165,7 +165,7 @@ def _run(engine: Engine, xs, outs, given):
     followed = options.applied(NAME, given, xs)
     prefetches = bool(given.prefetch) and not codec and not followed
     call = Call.of(
-        Sum(xs[0].numel(), codec, followed and followed.form, tuple(xs[0].shape), **options.order_of(given, xs[0])),
+        Sum(xs[0].numel(), codec, followed and followed.form, tuple(xs[0].shape), given.order, given.out_dtype),
         xs[0],
         algorithm=given.algorithm,
         timeout_s=given.timeout_s,
@@ -176,9 +176,13 @@ def _run(engine: Engine, xs, outs, given):
     return engine.run(call, ranks), ranks
 
 
+def _check(engine: Engine, xs, given) -> None:
+    options.check_order(NAME, engine, xs, given)
+
+
 def _check_out(xs, outs, given) -> None:
     for x, out in zip(xs, outs, strict=True):
-        if out.dtype == x.dtype:
+        if given.out_dtype is None:
             tensor_checks.check_memory(NAME, x, out)
         else:
             tensor_checks.check_apart(NAME, out, x=x)
@@ -209,7 +213,7 @@ OP = Op(
     f"{options.CODEC}, {options.EPILOGUE}, {options.ORDER}, {options.PREFETCH}, {options.AFTER}",
     _run,
     _fake,
-    check=lambda engine, xs, given: options.check_tree(NAME, engine, xs, given),
+    check=_check,
     check_out=_check_out,
     residual=_with_feedback,
     backward=_backward,

@@ -89,7 +89,7 @@ def _of_sum(
     if out is not None:
         check_output(NAME, x, out, dtype=out_dtype)
     first = x[0] if in_list else x
-    options.check_order(NAME, order, out_dtype, first, codec)
+    out_dtype = options.order_option(NAME, order, out_dtype, first, codec)
     text = "" if codec is None else call_checks.check_quantized_call(NAME, codec, algorithm, first).text
     form = None
     if epilogue is not None:
@@ -100,7 +100,7 @@ def _of_sum(
     engine = engine_of_devices(name, devices, NAME) if in_list else engine_of_group(name, NAME)
     if order == "tree":
         leaf_tree.check_ranks(NAME, engine.world_size)
-    work = Sum(first.numel(), text, form, order=order, out_dtype=out_dtype if out_dtype != first.dtype else None)
+    work = Sum(first.numel(), text, form, order=order, out_dtype=out_dtype)
     sides = () if text else engine.symmetric_sides(x, out)
     call = Call.of(work, first, algorithm=algorithm, symmetric=sides)
     return engine.explain(call, first)

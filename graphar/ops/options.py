@@ -48,10 +48,14 @@ def check_together(op: str, codec: object, epilogue: object, residual: object = 
         raise ValueError(f"{op}: takes a codec or an epilogue, not both")
 
 
-def check_order(op: str, order: object, out_dtype: object, x: torch.Tensor, codec: object) -> None:
-    """Raises ValueError unless sums of tensors like ``x`` can be added in an order, and have dtype ``out_dtype``."""
+def order_option(op: str, order: object, out_dtype: object, x: torch.Tensor, codec: object) -> torch.dtype | None:
+    """Returns the dtype of sums of tensors like ``x`` that are added in an order; None: that of ``x``.
+
+    Raises:
+        ValueError: there is no such order, or it excludes the codec, the dtype of ``x`` or that of the result.
+    """
     if order == "rank" and out_dtype is None:
-        return
+        return None
     if order not in ("rank", "tree"):
         raise ValueError(f"{op}: order must be 'rank' or 'tree', got {order!r}")
     if order == "rank":
@@ -62,18 +66,14 @@ def check_order(op: str, order: object, out_dtype: object, x: torch.Tensor, code
         raise ValueError(f"{op}: order='tree' adds partials in float32, got {x.dtype}")
     if out_dtype is not None and out_dtype not in TYPE_NAMES:
         raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    return None if out_dtype == x.dtype else out_dtype
 
 
-def check_tree(op: str, engine: Engine, xs: Sequence[torch.Tensor], given) -> None:
-    """Raises ValueError if a call adds as a tree, and cannot: the ranks of ``engine`` are not 1, 2, 4 or 8."""
+def check_order(op: str, engine: Engine, xs: Sequence[torch.Tensor], given) -> None:
+    """Raises ValueError if a call cannot add in its order, or the ranks of ``engine`` have no tree."""
     if given.order != "rank" or given.out_dtype is not None:
-        check_order(op, given.order, given.out_dtype, xs[0], given.codec)
+        order_option(op, given.order, given.out_dtype, xs[0], given.codec)
         leaf_tree.check_ranks(op, engine.world_size)
-
-
-def order_of(given, x: torch.Tensor) -> dict[str, object]:
-    """Returns the fields of a work of sums of tensors like ``x`` for its order and dtype."""
-    return {"order": given.order, "out_dtype": given.out_dtype if given.out_dtype != x.dtype else None}
 
 
 def gradients_in_order(order: str, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -115,7 +115,7 @@ def _reducescatter(x, group: Group, axis, codec, residual, epilogue, order, out_
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     first = x[0] if in_list else x
-    options.check_order(NAME, order, out_dtype, first, codec)
+    out_dtype = options.order_option(NAME, order, out_dtype, first, codec)
     axis = call_checks.check_axis(NAME, first, axis)
     rank, world_size = (-1, len(x)) if in_list else parts.place(group)
     sizes = split(first.shape[axis], world_size)
@@ -147,7 +147,7 @@ def _run(engine: Engine, xs, outs, given):
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
     followed = _applied(given, rooms)
     counts, row = parts.counts_of(rows[0], given.sizes), tuple(rows[0].shape[1:])
-    work = Parts(NAME, counts, codec, followed and followed.form, axis, row=row, **options.order_of(given, rows[0]))
+    work = Parts(NAME, counts, codec, followed and followed.form, axis, "", row, given.order, given.out_dtype)
     call, ranks = Call.of(work, rows[0], timeout_s=given.timeout_s), options.operands_of_sum(rows, rooms, followed)
     plan = engine.run(call, ranks)
     for room, out in zip(rooms, outs, strict=True):
@@ -161,7 +161,7 @@ def _run(engine: Engine, xs, outs, given):
 def _check(engine: Engine, xs, given) -> None:
     parts.check_lengths(NAME, given.sizes, [x.shape[given.axis] for x in xs], [sum(given.sizes)] * len(xs))
     parts.check_place(NAME, engine, given)
-    options.check_tree(NAME, engine, xs, given)
+    options.check_order(NAME, engine, xs, given)
 
 
 def _applied(given, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:

@@ -129,8 +129,12 @@ def _fallback(call: Call, reason: str) -> Choice:
 
 
 def _what_is_added(work: Sum) -> str:
-    tree = "; added as a tree" if work.order == "tree" else ""
+    tree = _as_tree(work)
     return f"{tree}; with the epilogue {work.epilogue.text}" if work.epilogue else tree
+
+
+def _as_tree(work: Sum | Parts | TensorTuple) -> str:
+    return "; added as a tree" if work.order == "tree" else ""
 
 
 def _hierarchical(facts: Facts, codec: Codec | None) -> Choice:
@@ -188,9 +192,11 @@ def _encoded_sum(call: Call, facts: Facts, codec: Codec, asked: Algorithm | None
 
 
 def _parts(call: Call, facts: Facts) -> Choice:
+    tree = _as_tree(call.work)
     if facts.problem:
-        return Choice(FALLBACK, facts.problem)
-    reason = f"by table {facts.table.name!r} for {facts.world_size} ranks and a largest part of {call.nbytes} bytes"
+        return Choice(FALLBACK, f"{facts.problem}{tree}")
+    sizes = f"{facts.world_size} ranks and a largest part of {call.nbytes} bytes"
+    reason = f"by table {facts.table.name!r} for {sizes}{tree}"
     if call.work.codec:
         if not any(call.work.parts):
             return Choice(FALLBACK, "an empty tensor has no tile")

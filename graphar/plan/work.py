@@ -184,6 +184,7 @@ class TensorTuple(NamedTuple):
     unit = "bytes"
     codec = ""
     epilogue = None
+    order = "rank"
 
     def template(self, cluster: int) -> str | None:
         return "TupleArguments"

@@ -129,5 +129,7 @@ def test_explain_says_that_a_sum_is_added_as_a_tree():
     xs = partials(4)
 
     assert "added as a tree" in str(graphar.explain(xs, order="tree", out_dtype=torch.bfloat16))
-    assert "added as a tree" in str(graphar.explain(graphar.allreduce, xs, order="tree"))
+    for op in (graphar.allreduce, graphar.reducescatter):
+        assert "added as a tree" in str(graphar.explain(op, xs, order="tree"))
+        assert "added as a tree" not in str(graphar.explain(op, xs))
     assert "added as a tree" not in str(graphar.explain(xs))
