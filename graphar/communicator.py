@@ -119,8 +119,8 @@ class Communicator:
 
         Args:
             x: this rank's tensor; with ``devices``, a list with one per device.
-            options: ``out``, ``algorithm``, ``codec``, ``residual``, ``epilogue``, ``prefetch`` and ``timeout_s`` of
-                :func:`graphar.allreduce`.
+            options: ``out``, ``algorithm``, ``codec``, ``residual``, ``epilogue``, ``order``, ``out_dtype``,
+                ``prefetch`` and ``timeout_s`` of :func:`graphar.allreduce`.
         """
         return allreduce(x, self, **options)
 
@@ -133,7 +133,7 @@ class Communicator:
 
         Args:
             x: this rank's tensor; with ``devices``, a list with one per device.
-            options: ``axis``, ``codec``, ``residual``, ``epilogue`` and ``timeout_s`` of
+            options: ``axis``, ``codec``, ``residual``, ``epilogue``, ``order``, ``out_dtype`` and ``timeout_s`` of
                 :func:`graphar.reducescatter`.
         """
         return reducescatter(x, self, **options)
@@ -207,7 +207,8 @@ class Communicator:
                 "allreduce_residual_rmsnorm", "reducescatter_residual_rmsnorm", "fused_matmul_allreduce",
                 "fused_matmul_reducescatter", "fused_allgather_matmul". For FP8 results of the two that end in a norm,
                 append "_static_fp8" for calls with a scale, "_grouped_fp8" for calls with a group_size, and
-                "_dynamic_fp8" for other calls.
+                "_dynamic_fp8" for other calls. "allreduce_tree" and "reducescatter_tree" are calls with
+                ``order="tree"``, with ``dtypes`` as ``out_dtype``.
             codecs: the codecs of later calls. Calls without a codec are prepared too.
             epilogues: the epilogues of later calls. Calls without an epilogue are prepared too. Give expressions,
                 with arguments of the later dtypes. For a function, give its ``traced(x)``.

@@ -53,13 +53,21 @@ def allreduce(
 
 
 def sum_with_epilogue(
-    parts: Sequence[torch.Tensor], form: Pointwise, inputs: EpilogueInputs, first: int, numel: int
+    parts: Sequence[torch.Tensor],
+    form: Pointwise,
+    inputs: EpilogueInputs,
+    first: int,
+    numel: int,
+    order: str = "rank",
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Returns the sum of one flat chunk of every rank's tensor, with an epilogue applied before rounding.
 
-    The chunk begins at element ``first`` of a tensor of ``numel`` elements.
+    The chunk begins at element ``first`` of a tensor of ``numel`` elements. ``order`` and ``out_dtype`` are those of
+    :func:`allreduce`.
     """
-    return with_canonical_nan(form.apply(_sum(parts), inputs, first, numel).to(parts[0].dtype))
+    total = form.apply(_sum(parts, order), inputs, first, numel)
+    return with_canonical_nan(total.to(out_dtype or parts[0].dtype))
 
 
 def _sum(parts: Sequence[torch.Tensor], order: str = "rank") -> torch.Tensor:

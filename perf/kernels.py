@@ -11,10 +11,11 @@ from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.code import Generated, generate
 from graphar.numerics.norms import NORM_OUTPUTS
-from graphar.plan.algorithms import MATMUL_TYPES
+from graphar.plan.algorithms import MATMUL_TYPES, kernels_that
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.tiles import LAYOUTS, MATMUL_TILES, for_wire
+from graphar.plan.work import Sum
 from graphar.runtime.catalogue import (
     GATHERING_KERNELS,
     KERNELS,
@@ -29,6 +30,9 @@ from graphar.runtime.catalogue import (
     residual_norm_source,
 )
 
+# Ranks between which sums are added as a tree, and the template arguments of such kernels for each result's dtype.
+TREE_WORLD_SIZES = (2, 4, 8)
+TREES = tuple(Sum(1, order="tree", out_dtype=dtype).template(1) for dtype in TYPE_NAMES)
 # Codecs that together use each template argument of each kernel at least once.
 _SPARING = (*(codec(name) for name in NAMES), Codec(4, 128, "stochastic", feedback=True))
 _ANY = (*_SPARING, Codec(8, 512, "stochastic", "minmax", torch.float32))
@@ -54,6 +58,7 @@ def catalogue() -> Iterator[KernelSource]:
     epilogues = [generate(text, dtypes) for text, dtypes in _SOME_EPILOGUES]
     yield from _plain_kernels()
     yield from _epilogue_kernels(epilogues)
+    yield from _tree_kernels(epilogues)
     yield from _norm_kernels()
     yield from map(residual_norm_source, TYPE_NAMES)
     for dtype, staging in itertools.product(TYPE_NAMES, ((1, 4), (2, 2), (4, 1))):
@@ -88,6 +93,14 @@ def _epilogue_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
     for algorithm in takers:
         if algorithm.row.direct:
             yield kernel_source(algorithm, torch.bfloat16, 4, "direct", epilogues[0])
+
+
+def _tree_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
+    world_sizes = itertools.cycle(TREE_WORLD_SIZES)
+    for algorithm in kernels_that(lambda row: row.adds_tree):
+        for variant, order in itertools.product(algorithm.row.variants, TREES):
+            yield kernel_source(algorithm, torch.float32, next(world_sizes), variant, order=order)
+        yield kernel_source(algorithm, torch.float32, 4, generated=epilogues[0], order=TREES[0])
 
 
 def _norm_kernels() -> Iterator[KernelSource]:

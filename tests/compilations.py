@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib import resources
 
+import torch
+
 from graphar.numerics.codecs import NAMES, codec
 from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import COMPRESSING, MATMUL_TYPES, Algorithm, kernels_that
@@ -23,7 +25,7 @@ from graphar.runtime.catalogue import (
     fused_matmul_source,
     kernel_source,
 )
-from perf.kernels import catalogue
+from perf.kernels import TREE_WORLD_SIZES, TREES, catalogue
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
 
@@ -109,6 +111,9 @@ def _named_at(table: Table, world_size: int) -> Iterator[KernelSource]:
         algorithm = Algorithm(entry["algorithm"])
         for dtype, variant in itertools.product(_dtypes(algorithm, world_size), algorithm.row.variants):
             yield kernel_source(algorithm, dtype, world_size, variant)
+        if algorithm.row.adds_tree and world_size in TREE_WORLD_SIZES:
+            for variant, order in itertools.product(algorithm.row.variants, TREES):
+                yield kernel_source(algorithm, torch.float32, world_size, variant, order=order)
     for op, algorithm in COMPRESSING.items():
         if table.lossless.least(op, world_size):
             yield kernel_source(algorithm, algorithm.row.dtypes[0], world_size)

@@ -85,6 +85,19 @@ class RanksOfOneGpu:
         self._launch_in_turn(Sum(first.numel()), config, [_ranks(*pair) for pair in zip(xs, outs, strict=True)])
         return outs
 
+    def tree_sum(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, out_dtype: torch.dtype) -> list:
+        """What every rank receives of fp32 that is added as a tree, or its part of a tensor with one dimension."""
+        tree = {"order": "tree", "out_dtype": out_dtype}
+        if algorithm.op == "allreduce":
+            config, _ = measured_config(TABLE, self.world_size, parts[0].nbytes, algorithm)
+            work, outs = Sum(parts[0].numel(), **tree), [_unwritten(part, out_dtype) for part in parts]
+        else:
+            outs = [_unwritten(part, out_dtype) for part in parts[0].tensor_split(self.world_size)]
+            config = _by_table(algorithm, 4 * len(outs[0]))
+            work = Parts(algorithm.op, tuple(map(len, outs)), **tree)
+        self._launch(work, config, [part.cuda(0) for part in parts], outs)
+        return outs
+
     def quantized_allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, codec: Codec) -> list:
         """What every rank receives with ``codec`` on the wire."""
         work = Sum(parts[0].numel(), codec.text)
@@ -276,9 +289,9 @@ def _ranks(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[Ope
     return [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
 
 
-def _unwritten(like: torch.Tensor) -> torch.Tensor:
+def _unwritten(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Memory for a result, filled so that it holds no earlier result."""
-    out = torch.empty_like(like, device="cuda:0")
+    out = torch.empty_like(like, device="cuda:0", dtype=dtype)
     out.view(torch.uint8).fill_(7)
     return out
 

@@ -9,11 +9,12 @@
 #include "device/prefetch.cuh"
 #include "device/sync/sentinel.cuh"
 
-template <class T, int N, class Expression = Identity>
+template <class T, int N, class Expression = Identity, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(512, 2) one_shot_push(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel(a);
   release_next_kernel();
-  const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
+  const Tensor<T> input(a.input, a.numel);
+  const Tensor<Out, PackOf<T, Out>> output(a.output, a.numel);
   const u32 packs = pack_count<T>(a.numel);
   const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   const u32 stride = gridDim.x * blockDim.x;
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(512, 2) one_shot_push(const __grid_constant__ 
     const Epilogue<T, Expression> epilogue(a, i);
     Pack part[N];
     if (!receive(a, call, 0, slots + i, part)) break;
-    output.store(i, sum_in_rank_order<T, N>(part, epilogue));
+    output.store(i, sum_in_order<T, N, Order, Out>(part, epilogue));
   }
   end_call(a, call);
 }

@@ -2,7 +2,7 @@
 //
 //   rank r: input, shard p         ---> slots of the reduce-scatter on rank p   (N - 1) / N x nbytes sent
 //           slots of all ranks     -> sum of shard r, epilogue -> output
-//           sum of shard r         ---> slots of the all-gather on every peer   (N - 1) / N x nbytes sent
+//           sum of shard r         ---> slots of the all-gather on every peer   (N - 1) / N x nbytes sent, of Out
 //           slots of every peer p  -> output, shard p
 //   direct: sum of shard r         ---> output of every rank, a symmetric tensor, in place of the last two lines
 //
@@ -18,29 +18,34 @@
 //     its input chunk k. It reads its own piece before it writes it, and nobody else writes there. Not too late: the
 //     last wait of block b, in step chunks + 1, sees every peer past part 3 of step `chunks`, its last store into this
 //     rank's output. By (2) all those stores are visible here before block b ends, and every block waits.
-template <class T, int N, bool Direct, class Expression>
+template <class T, int N, bool Direct, class Expression, class Order, class Out>
 struct TwoShotPipelined {
   static constexpr bool gathers = !Direct;
+  using Sum = PackOf<T, Out>;
   const Arguments& a;
-  const Tensor<T> input, output;
+  const Tensor<T> input;
+  const Tensor<Out, Sum> output;
   const Chunks<u64, line, N> chunks;
 
   __device__ TwoShotPipelined(const Arguments& arguments, const Call&)
       : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, pack_count<T>(a.numel)) {}
 
-  __device__ Pack* slot(Shot shot, int hop, u32 k, int from, u32 j) const {
-    return pipeline_slot<N>(a, shot, hop, k, from, j);
+  __device__ Pack* scattered_slot(int hop, u32 k, int from, u32 j) const {
+    return pipeline_slot<N>(a, scattered, hop, k, from, j);
+  }
+  __device__ Sum* reduced_slot(int hop, u32 k, int from, u32 j) const {
+    return pipeline_slot<N, Sum>(a, reduced, hop, k, from, j);
   }
 
   // The rank that comes `hop` after this one.
   __device__ int owner(int hop) const { return (a.rank + hop) % N; }
 
-  // Reads one pack of chunk k from each of the other owners, by their distance, and then passes all of them to `write`.
-  template <class Read, class Write>
+  // Reads one P of chunk k from each of the other owners, by their distance, and then passes all of them to `write`.
+  template <class P, class Read, class Write>
   __device__ void for_each_other_owner(u32 k, Read read, Write write) const {
     const u32 n = chunks.most(k);
     for (u32 j = threadIdx.x; j < n; j += blockDim.x) {
-      Pack p[N - 1] = {};
+      P p[N - 1] = {};
 #pragma unroll
       for (int hop = 1; hop < N; ++hop)
         if (chunks.begin(k, owner(hop)) + j < chunks.total) p[hop - 1] = read(hop, j);
@@ -51,9 +56,9 @@ struct TwoShotPipelined {
   }
 
   __device__ void scatter(u32 k) const {
-    for_each_other_owner(
+    for_each_other_owner<Pack>(
         k, [&](int hop, u32 j) { return input.load(chunks.begin(k, owner(hop)) + j); },
-        [&](int hop, u32 j, const Pack& p) { *slot(scattered, hop, k, a.rank, j) = p; });
+        [&](int hop, u32 j, const Pack& p) { *scattered_slot(hop, k, a.rank, j) = p; });
   }
 
   __device__ void reduce(u32 k) const {
@@ -64,28 +69,28 @@ struct TwoShotPipelined {
       const Pack mine = input.load(first + j);
       Pack part[N];
 #pragma unroll
-      for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : *slot(scattered, 0, k, r, j);
-      const Pack sum = sum_in_rank_order<T, N>(part, epilogue);
+      for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : *scattered_slot(0, k, r, j);
+      const Sum sum = sum_in_order<T, N, Order, Out>(part, epilogue);
       if constexpr (Direct) {
         output.template store_to_all<N>(a.peer_output, a.rank, first + j, sum);
       } else {
 #pragma unroll
-        for (int hop = 1; hop < N; ++hop) *slot(reduced, hop, k, a.rank, j) = sum;
+        for (int hop = 1; hop < N; ++hop) *reduced_slot(hop, k, a.rank, j) = sum;
         output.store(first + j, sum);
       }
     }
   }
 
   __device__ void gather(u32 k) const {
-    for_each_other_owner(
-        k, [&](int hop, u32 j) { return *slot(reduced, 0, k, owner(hop), j); },
-        [&](int hop, u32 j, const Pack& p) { output.store(chunks.begin(k, owner(hop)) + j, p); });
+    for_each_other_owner<Sum>(
+        k, [&](int hop, u32 j) { return *reduced_slot(0, k, owner(hop), j); },
+        [&](int hop, u32 j, const Sum& p) { output.store(chunks.begin(k, owner(hop)) + j, p); });
   }
 };
 
-template <class T, int N, bool Direct = false, class Expression = Identity>
+template <class T, int N, bool Direct = false, class Expression = Identity, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(512, 2) two_shot_pipelined(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel(a);
   release_next_kernel();
-  run_two_shot_pipeline<N, TwoShotPipelined<T, N, Direct, Expression>>(a);
+  run_two_shot_pipeline<N, TwoShotPipelined<T, N, Direct, Expression, Order, Out>>(a);
 }

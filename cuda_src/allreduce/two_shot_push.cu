@@ -2,7 +2,7 @@
 //
 //   rank r: shard p of input -> scratch[p].scatter[parity][r]   on every rank p     (N - 1) / N x nbytes sent
 //           scratch[r].scatter[parity][0 .. N-1] -> sum of shard r, epilogue -> output
-//           sum of shard r   -> scratch[p].gather[parity][r]    on every peer p     (N - 1) / N x nbytes sent
+//           sum of shard r   -> scratch[p].gather[parity][r]    on every peer p     (N - 1) / N x nbytes sent, of Out
 //           scratch[r].gather[parity][p] -> output              from every peer p
 //
 // Readiness travels in the data, (3) and (4) in sentinel.cuh. A block's warps form N groups, one for each owner, this
@@ -12,12 +12,14 @@
 #include "device/prefetch.cuh"
 #include "device/sync/sentinel.cuh"
 
-template <class T, int N, class Expression = Identity>
+template <class T, int N, class Expression = Identity, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel(a);
   release_next_kernel();
   Call call = begin_call(a);
-  const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
+  using Sum = PackOf<T, Out>;
+  const Tensor<T> input(a.input, a.numel);
+  const Tensor<Out, Sum> output(a.output, a.numel);
   const u32 packs = pack_count<T>(a.numel);
   const u32 shard = equal_share<u64, line>(packs, N);
   const u32 width = blockDim.x / N;
@@ -38,7 +40,8 @@ __global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ 
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
   const u32 scatter = (call.epoch & 1) * N * a.capacity - begin;  // packs lie in a slot as in their shard
-  const u32 gather = scatter + 2 * N * a.capacity;
+  constexpr u32 sums = in_a_pack<Sum>;
+  const u32 gather = sums * (scatter + 2 * N * a.capacity) + (sums - 1) * begin;  // the same, counted in sums
   for (u32 i = first; i < end; i += ahead * stride, load(i)) {
 #pragma unroll
     for (u32 k = 0; k < ahead; ++k)
@@ -49,14 +52,14 @@ __global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ 
   if (hop == 0) {
     receive_each<N>(a, call, 0, scatter, first, end, stride, [&](u32 i, const Pack(&part)[N]) {
       const Epilogue<T, Expression> epilogue(a, i);
-      const Pack sum = sum_in_rank_order<T, N>(part, epilogue);
+      const Sum sum = sum_in_order<T, N, Order, Out>(part, epilogue);
 #pragma unroll
-      for (int peer = 1; peer < N; ++peer) push(a, peer, gather + a.rank * a.capacity + i, sum);
+      for (int peer = 1; peer < N; ++peer) push(a, peer, gather + sums * a.rank * a.capacity + i, sum);
       output.store(i, sum);
     });
   } else {
-    receive_each<1>(a, call, owner, gather + owner * a.capacity, first, end, stride,
-                    [&](u32 i, const Pack(&sum)[1]) { output.store(i, sum[0]); });
+    receive_each<1, Sum>(a, call, owner, gather + sums * owner * a.capacity, first, end, stride,
+                         [&](u32 i, const Sum(&sum)[1]) { output.store(i, sum[0]); });
   }
   end_call(a, call);
 }

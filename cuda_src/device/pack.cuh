@@ -1,4 +1,4 @@
-// Packs of 16 bytes as elements: unpacked to fp32, summed in rank order, rounded once. And tensors as packs.
+// Packs of 16 bytes as elements: unpacked to fp32, summed in an order, rounded once. And tensors as packs.
 //
 // A pack that a loop loads under a condition is declared as zeros, `Pack p = {}`. Else the compiler keeps what an
 // earlier iteration may have left in it, in registers, through all loops around.
@@ -36,6 +36,22 @@ constexpr int elements_per_word = sizeof(u32) / sizeof(typename T::Storage);
 template <class T>
 constexpr int elements_per_pack = 4 * elements_per_word<T>;
 
+using HalfPack = Words<2>;
+
+// What holds as many elements of Out as a pack has of T.
+template <int Ratio>
+struct Share {
+  using Type = Pack;
+};
+template <>
+struct Share<2> {
+  using Type = HalfPack;
+};
+template <class T, class Out>
+using PackOf = typename Share<elements_per_word<Out> / elements_per_word<T>>::Type;
+template <class P>
+constexpr u32 in_a_pack = sizeof(Pack) / sizeof(P);
+
 // In place of an epilogue: leaves the sum as it is.
 struct Identity {
   __device__ __forceinline__ float operator()(int, float v) const { return v; }
@@ -62,20 +78,52 @@ __device__ __forceinline__ void add_in_rank_order(const Pack (&part)[N], int w, 
   }
 }
 
-// The sum, then the epilogue, rounded once.
-template <class T, int N, class Epilogue = Identity>
-__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
-  constexpr int E = elements_per_word<T>;
-  Pack result;
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    float total[E];
+// Element w of ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), the ranks' fp32 packs as a binary tree. The host's order is
+// `tree_sum` in the package's leaf_tree.py.
+template <int Count>
+__device__ __forceinline__ float sum_of_tree(const Pack* part, int w) {
+  if constexpr (Count == 1)
+    return __uint_as_float(part->word[w]);
+  else
+    return sum_of_tree<Count / 2>(part, w) + sum_of_tree<Count / 2>(part + Count / 2, w);
+}
+
+// The orders in which a kernel adds: word w of the ranks' packs.
+struct RankOrder {
+  template <class T, int N>
+  static __device__ __forceinline__ void add(const Pack (&part)[N], int w, float* total) {
     add_in_rank_order<T, N>(part, w, total);
+  }
+};
+
+struct TreeOrder {
+  template <class T, int N>
+  static __device__ __forceinline__ void add(const Pack (&part)[N], int w, float* total) {
+    static_assert(elements_per_word<T> == 1 && (N & (N - 1)) == 0, "a tree adds fp32 of 2, 4 or 8 ranks");
+    total[0] = sum_of_tree<N>(part, w);
+  }
+};
+
+// The sum, then the epilogue, rounded once to Out.
+template <class T, int N, class Order, class Out, class Epilogue = Identity>
+__device__ __forceinline__ PackOf<T, Out> sum_in_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
+  constexpr int E = elements_per_word<T>, words = elements_per_word<Out> / E;  // of T, that make one of Out
+  PackOf<T, Out> result;
 #pragma unroll
-    for (int e = 0; e < E; ++e) total[e] = epilogue(w * E + e, total[e]);
-    result.word[w] = T::round(total);
+  for (int w = 0; w < 4; w += words) {
+    float total[words * E];
+#pragma unroll
+    for (int i = 0; i < words; ++i) Order::template add<T, N>(part, w + i, total + i * E);
+#pragma unroll
+    for (int e = 0; e < words * E; ++e) total[e] = epilogue(w * E + e, total[e]);
+    result.word[w / words] = Out::round(total);
   }
   return result;
+}
+
+template <class T, int N, class Epilogue = Identity>
+__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
+  return sum_in_order<T, N, RankOrder, T>(part, epilogue);
 }
 
 template <class T>
@@ -96,35 +144,37 @@ constexpr int line = 8;
 
 // A caller's tensor as packs, of any alignment and numel. Whole aligned packs move as 16 bytes, others element by
 // element, out of line to keep the kernels short. Past the end of the tensor the last pack reads as zeros and is not
-// written.
-template <class T>
+// written. With half packs, halves and 8 bytes.
+template <class T, class P = Pack>
 struct Tensor {
   using Storage = typename T::Storage;
-  static constexpr int E = elements_per_pack<T>;
+  static constexpr int words = sizeof(P) / 4, E = words * elements_per_word<T>;
   Storage* base;
   u64 numel;
   u64 whole;  // packs [0, whole) may move as 16 bytes
 
   __device__ __forceinline__ Tensor(const void* p, u64 n)
-      : base(static_cast<Storage*>(const_cast<void*>(p))), numel(n), whole(reinterpret_cast<u64>(p) % 16 ? 0 : n / E) {}
+      : base(static_cast<Storage*>(const_cast<void*>(p))),
+        numel(n),
+        whole(reinterpret_cast<u64>(p) % sizeof(P) ? 0 : n / E) {}
 
-  __device__ __forceinline__ Pack load(u64 i) const {
-    return i < whole ? reinterpret_cast<const Pack*>(base)[i] : load_elements(base + i * E, elements_of(i));
+  __device__ __forceinline__ P load(u64 i) const {
+    return i < whole ? reinterpret_cast<const P*>(base)[i] : load_elements(base + i * E, elements_of(i));
   }
 
-  __device__ __forceinline__ void store(u64 i, const Pack& p) const {
+  __device__ __forceinline__ void store(u64 i, const P& p) const {
     if (i < whole)
-      reinterpret_cast<Pack*>(base)[i] = p;
+      reinterpret_cast<P*>(base)[i] = p;
     else
       store_elements(base + i * E, elements_of(i), p);
   }
 
   // Stores into the same tensor on N ranks, aligned there as here, this rank's next peer first.
   template <int N>
-  __device__ __forceinline__ void store_to_all(char* const* bases, int rank, u64 i, const Pack& p) const {
+  __device__ __forceinline__ void store_to_all(char* const* bases, int rank, u64 i, const P& p) const {
     if (i < whole) {
 #pragma unroll
-      for (int hop = 1; hop <= N; ++hop) reinterpret_cast<Pack*>(bases[(rank + hop) % N])[i] = p;
+      for (int hop = 1; hop <= N; ++hop) reinterpret_cast<P*>(bases[(rank + hop) % N])[i] = p;
     } else {
 #pragma unroll 1
       for (int hop = 1; hop <= N; ++hop) at(bases[(rank + hop) % N]).store(i, p);
@@ -141,11 +191,11 @@ struct Tensor {
   // How many elements of pack i lie in the tensor.
   __device__ __forceinline__ u32 elements_of(u64 i) const { return min(numel - i * E, u64(E)); }
 
-  static __device__ __noinline__ Pack load_elements(const Storage* from, u32 count) {
-    Pack p = {};
+  static __device__ __noinline__ P load_elements(const Storage* from, u32 count) {
+    P p = {};
     if (in_words(from, count)) {
 #pragma unroll
-      for (int w = 0; w < 4; ++w) p.word[w] = reinterpret_cast<const u32*>(from)[w];
+      for (int w = 0; w < words; ++w) p.word[w] = reinterpret_cast<const u32*>(from)[w];
       return p;
     }
 #pragma unroll
@@ -154,10 +204,10 @@ struct Tensor {
     return p;
   }
 
-  static __device__ __noinline__ void store_elements(Storage* to, u32 count, Pack p) {
+  static __device__ __noinline__ void store_elements(Storage* to, u32 count, P p) {
     if (in_words(to, count)) {
 #pragma unroll
-      for (int w = 0; w < 4; ++w) reinterpret_cast<u32*>(to)[w] = p.word[w];
+      for (int w = 0; w < words; ++w) reinterpret_cast<u32*>(to)[w] = p.word[w];
       return;
     }
 #pragma unroll

@@ -9,7 +9,7 @@
 #include "device/epilogue.cuh"
 #include "device/sync/sentinel.cuh"
 
-template <class T, int N, class Expression = Identity>
+template <class T, int N, class Expression = Identity, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(512, 2) reducescatter_push(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel(a);
   release_next_kernel();
@@ -42,10 +42,10 @@ __global__ void __launch_bounds__(512, 2) reducescatter_push(const __grid_consta
       if (j < packs[hop]) push(a, (hop + 1) % N, slots + a.rank * a.capacity + j, mine[hop]);
   }
   advance_epoch(a, call);
-  const Tensor<T> output(a.output, a.count[a.rank]);
+  const Tensor<Out, PackOf<T, Out>> output(a.output, a.count[a.rank]);
   receive_each<N>(a, call, 0, slots, first, packs[N - 1], stride, [&](u32 j, const Pack(&part)[N]) {
     const Epilogue<T, Expression> epilogue(a, j, a.count[a.rank], a.epilogue.skipped);
-    output.store(j, sum_in_rank_order<T, N>(part, epilogue));
+    output.store(j, sum_in_order<T, N, Order, Out>(part, epilogue));
   });
   end_call(a, call);
 }

@@ -32,6 +32,8 @@ def allreduce(
     codec: Codec | str | None = None,
     residual: torch.Tensor | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    order: str = "rank",
+    out_dtype: torch.dtype | None = None,
     prefetch: torch.Tensor | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor: ...
@@ -45,6 +47,8 @@ def allreduce(
     codec: Codec | str | None = None,
     residual: Sequence[torch.Tensor] | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    order: str = "rank",
+    out_dtype: torch.dtype | None = None,
     prefetch: Sequence[torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
@@ -57,6 +61,8 @@ def allreduce(
     codec=None,
     residual=None,
     epilogue=None,
+    order="rank",
+    out_dtype=None,
     prefetch=None,
     timeout_s=None,
 ):
@@ -87,6 +93,9 @@ def allreduce(
             writes the rounding error into it, or zeros where a bucket became NaN. Not differentiable.
         epilogue: elementwise work on the fp32 sum before it is rounded: a :class:`graphar.Epilogue`, or an expression
             or a function without arguments, such as "-v". Not with a codec. For bf16, fp16 and fp32.
+        order: "rank", or "tree" for fp32 between 1, 2, 4 or 8 ranks: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), the
+            same bits for each number of ranks if their tensors are nodes of one tree. Not with a codec.
+        out_dtype: with ``order="tree"``, the dtype of the result and of ``out``: bf16, fp16 or fp32. None: fp32.
         prefetch: memory that is read next, such as the weight of the next matmul: a tensor on the device of ``x``, for
             a list one per device. "one_shot_push" and "two_shot_push" bring up to 4 MB of it into L2 while they wait,
             for sums of at most 2 MB, on sm_90 and newer. Other calls, and calls with a codec or an epilogue, ignore it.
@@ -99,19 +108,22 @@ def allreduce(
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     tensors = (x,) if residual is None and prefetch is None else (x, prefetch if residual is None else residual)
-    asked = tensors, (algorithm, timeout_s, codec, prefetch is None), epilogue
+    asked = tensors, (algorithm, timeout_s, codec, prefetch is None, order, out_dtype), epilogue
     if (found := repeated(NAME, group, *asked, out)) is not None:
         return found
-    return _allreduce(x, group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s, asked)
+    return _allreduce(x, group, out, algorithm, codec, residual, epilogue, order, out_dtype, prefetch, timeout_s, asked)
 
 
-def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s, asked: Asked):
+def _allreduce(
+    x, group: Group, out, algorithm, codec, residual, epilogue, order, out_dtype, prefetch, timeout_s, asked: Asked
+):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     options.check_together(NAME, codec, epilogue, residual)
     call_checks.check_call(NAME, "auto" if codec is not None else algorithm, timeout_s)
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     ranks, first = (len(x), x[0]) if in_list else (None, x)
+    out_dtype = options.order_option(NAME, order, out_dtype, first, codec)
     followed = options.epilogue_option(NAME, epilogue, first, ranks)
     arguments = OP.arguments(
         communicator=name,
@@ -121,6 +133,8 @@ def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, prefe
         epilogue=followed.text,
         tensors=followed.tensors,
         scalars=followed.scalars,
+        order=order,
+        out_dtype=out_dtype,
         prefetch=options.prefetch_option(NAME, x, prefetch),
     )
     plain = is_plain(x) and options.is_memory(prefetch) and not followed.needs_gradient
@@ -133,14 +147,14 @@ def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, prefe
     if out is None:
         made = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x if in_list else [x])]
         out = made if in_list else made[0]
-    check_output(NAME, x, out)
+    check_output(NAME, x, out, dtype=out_dtype)
     plain = plain and is_plain(out) and all(map(is_plain, residuals))
     OP.into(x, residuals, out, *arguments, plain=plain, asked=asked)
     return list(out) if in_list else out
 
 
 def _fake(xs, given) -> list[torch.Tensor]:
-    return [torch.empty_like(x.contiguous()) for x in xs]
+    return [torch.empty_like(x.contiguous(), dtype=given.out_dtype) for x in xs]
 
 
 def _run(engine: Engine, xs, outs, given):
@@ -151,7 +165,7 @@ def _run(engine: Engine, xs, outs, given):
     followed = options.applied(NAME, given, xs)
     prefetches = bool(given.prefetch) and not codec and not followed
     call = Call.of(
-        Sum(xs[0].numel(), codec, followed and followed.form, tuple(xs[0].shape)),
+        Sum(xs[0].numel(), codec, followed and followed.form, tuple(xs[0].shape), given.order, given.out_dtype),
         xs[0],
         algorithm=given.algorithm,
         timeout_s=given.timeout_s,
@@ -162,9 +176,16 @@ def _run(engine: Engine, xs, outs, given):
     return engine.run(call, ranks), ranks
 
 
+def _check(engine: Engine, xs, given) -> None:
+    options.check_order(NAME, engine, xs, given)
+
+
 def _check_out(xs, outs, given) -> None:
     for x, out in zip(xs, outs, strict=True):
-        tensor_checks.check_memory(NAME, x, out)
+        if given.out_dtype is None:
+            tensor_checks.check_memory(NAME, x, out)
+        else:
+            tensor_checks.check_apart(NAME, out, x=x)
     options.check_apart_from_epilogue(NAME, outs, given.tensors)
 
 
@@ -179,19 +200,20 @@ def _with_feedback(engine: Engine, xs, residuals, outs, given):
 
 def _backward(ctx, gradients):
     """Returns the gradients. Rounding is treated as the identity. Prefetched tensors get no gradient."""
-    call = {name: ctx.given[name] for name in ("communicator", "algorithm", "timeout_s", "codec")}
+    call = {name: ctx.given[name] for name in ("communicator", "algorithm", "timeout_s", "codec", "order")}
     (xs,), tensors = OP.saved(ctx)
     of_sums, rest = of_sums_before_epilogue(ctx, NAME, call, gradients, xs, tensors)
-    return for_ranks(ctx, NAME, of_sums, **call), rest
+    return for_ranks(ctx, NAME, options.gradients_in_order(call["order"], of_sums), **call), rest
 
 
 OP = Op(
     NAME,
     ["x"],
     "str communicator, str algorithm, float? timeout_s, "
-    f"{options.CODEC}, {options.EPILOGUE}, {options.PREFETCH}, {options.AFTER}",
+    f"{options.CODEC}, {options.EPILOGUE}, {options.ORDER}, {options.PREFETCH}, {options.AFTER}",
     _run,
     _fake,
+    check=_check,
     check_out=_check_out,
     residual=_with_feedback,
     backward=_backward,

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 
+from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue, bind
 from graphar.ops import options
@@ -30,6 +31,8 @@ def explain(
     algorithm: str = "auto",
     codec: Codec | str | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    order: str = "rank",
+    out_dtype: torch.dtype | None = None,
 ) -> Explanation: ...
 @overload
 def explain(x: Callable[..., object], *operands: Any, **options: Any) -> Explanation: ...
@@ -51,6 +54,7 @@ def explain(x, group=None, *more, out=None, algorithm="auto", codec=None, epilog
         algorithm: "auto", or the name of an all-reduce in :class:`graphar.Algorithm`.
         codec: a :class:`graphar.Codec`, the name of one, or None.
         epilogue: a :class:`graphar.Epilogue`, an expression, a function without arguments, or None.
+        options: ``order`` and ``out_dtype`` of the all-reduce, or further options of the op.
 
     Returns:
         The algorithm, its grid, the expected time and the reason. Printing it gives a sentence.
@@ -74,15 +78,18 @@ def _of_op(op: Callable, operands: tuple, given: dict) -> Explanation:
     return explanations[0]
 
 
-def _of_sum(x, group: Group = None, *, out=None, algorithm="auto", codec=None, epilogue=None) -> Explanation:
+def _of_sum(
+    x, group: Group = None, *, out=None, algorithm="auto", codec=None, epilogue=None, order="rank", out_dtype=None
+) -> Explanation:
     options.check_together(NAME, codec, epilogue)
     if codec is None:
         call_checks.check_call(NAME, algorithm, None)
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     if out is not None:
-        check_output(NAME, x, out)
+        check_output(NAME, x, out, dtype=out_dtype)
     first = x[0] if in_list else x
+    out_dtype = options.order_option(NAME, order, out_dtype, first, codec)
     text = "" if codec is None else call_checks.check_quantized_call(NAME, codec, algorithm, first).text
     form = None
     if epilogue is not None:
@@ -91,6 +98,9 @@ def _of_sum(x, group: Group = None, *, out=None, algorithm="auto", codec=None, e
         form, _ = bind(NAME, wanted.text, first, own, wanted.scalars)
     devices = tuple([one.device for one in x]) if in_list else ()
     engine = engine_of_devices(name, devices, NAME) if in_list else engine_of_group(name, NAME)
+    if order == "tree":
+        leaf_tree.check_ranks(NAME, engine.world_size)
+    work = Sum(first.numel(), text, form, order=order, out_dtype=out_dtype)
     sides = () if text else engine.symmetric_sides(x, out)
-    call = Call.of(Sum(first.numel(), text, form), first, algorithm=algorithm, symmetric=sides)
+    call = Call.of(work, first, algorithm=algorithm, symmetric=sides)
     return engine.explain(call, first)

@@ -13,13 +13,17 @@ from typing import NamedTuple
 
 import torch
 
+from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec, as_codec
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, as_epilogue, bind
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Operands
+from graphar.runtime.engine import Engine
 
 EPILOGUE = "str epilogue, Tensor[] tensors, float[] scalars"
 CODEC = "str codec"
+ORDER = "str order, ScalarType? out_dtype"
 PREFETCH = "Tensor[] prefetch"
 AFTER = "Tensor[] after"
 
@@ -42,6 +46,39 @@ def check_together(op: str, codec: object, epilogue: object, residual: object = 
         raise ValueError(f"{op}: residual= holds the rounding errors of a codec, and needs codec=")
     if epilogue is not None and (codec is not None or residual is not None):
         raise ValueError(f"{op}: takes a codec or an epilogue, not both")
+
+
+def order_option(op: str, order: object, out_dtype: object, x: torch.Tensor, codec: object) -> torch.dtype | None:
+    """Returns the dtype of sums of tensors like ``x`` that are added in an order; None: that of ``x``.
+
+    Raises:
+        ValueError: there is no such order, or it excludes the codec, the dtype of ``x`` or that of the result.
+    """
+    if order == "rank" and out_dtype is None:
+        return None
+    if order not in ("rank", "tree"):
+        raise ValueError(f"{op}: order must be 'rank' or 'tree', got {order!r}")
+    if order == "rank":
+        raise ValueError(f"{op}: out_dtype needs order='tree'; in the order of ranks the result has the dtype of x")
+    if codec:
+        raise ValueError(f"{op}: takes a codec or order='tree', not both")
+    if x.dtype != torch.float32:
+        raise ValueError(f"{op}: order='tree' adds partials in float32, got {x.dtype}")
+    if out_dtype is not None and out_dtype not in TYPE_NAMES:
+        raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    return None if out_dtype == x.dtype else out_dtype
+
+
+def check_order(op: str, engine: Engine, xs: Sequence[torch.Tensor], given) -> None:
+    """Raises ValueError if a call cannot add in its order, or the ranks of ``engine`` have no tree."""
+    if given.order != "rank" or given.out_dtype is not None:
+        order_option(op, given.order, given.out_dtype, xs[0], given.codec)
+        leaf_tree.check_ranks(op, engine.world_size)
+
+
+def gradients_in_order(order: str, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns the gradients of sums that were added in an order, in the dtype of what was added."""
+    return [one.float() for one in gradients] if order == "tree" else gradients
 
 
 def codec_option(op: str, codec: Codec | str | None, residual: object = None) -> str:

@@ -59,9 +59,9 @@ def own_sizes(given) -> list[int]:
     return list(given.sizes) if given.rank < 0 else [given.sizes[given.rank]]
 
 
-def with_length(x: torch.Tensor, axis: int, length: int) -> torch.Tensor:
-    """Returns a new tensor like ``x`` with another length along ``axis``."""
-    return x.new_empty((*x.shape[:axis], length, *x.shape[axis + 1 :]))
+def with_length(x: torch.Tensor, axis: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns a new tensor like ``x`` with another length along ``axis``, and another ``dtype`` if one is given."""
+    return x.new_empty((*x.shape[:axis], length, *x.shape[axis + 1 :]), dtype=dtype)
 
 
 # The public functions ensure this, but compiled graphs and torch.ops do not. Kernels compute addresses from it.

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from graphar.matmul.fused import load_tile
+from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
@@ -30,6 +31,8 @@ def prepare(
 
     It takes the arguments of graphar.Communicator.prepare, checked.
     """
+    if any(op in select.PREPARED_TREES for op in ops):
+        leaf_tree.check_ranks("prepare", engine.world_size)
     added = [dtype for dtype in dtypes if dtype in TYPE_NAMES]
     named = f", codecs {[codec.text for codec in codecs]}" if codecs else ""
     named += f", epilogues {[one.text for one in epilogues]}" if epilogues else ""

@@ -34,6 +34,8 @@ def reducescatter(
     codec: Codec | str | None = None,
     residual: torch.Tensor | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    order: str = "rank",
+    out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor: ...
 @overload
@@ -45,9 +47,22 @@ def reducescatter(
     codec: Codec | str | None = None,
     residual: Sequence[torch.Tensor] | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    order: str = "rank",
+    out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
-def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=None, timeout_s=None):
+def reducescatter(
+    x,
+    group=None,
+    *,
+    axis=0,
+    codec=None,
+    residual=None,
+    epilogue=None,
+    order="rank",
+    out_dtype=None,
+    timeout_s=None,
+):
     """Returns this rank's part of the sum over all ranks: the bits of :func:`allreduce`, split along ``axis``.
 
     The split is that by torch.tensor_split: lengths differ by at most one, and earlier ranks have the longer parts.
@@ -73,6 +88,9 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "-v". row, col and
             index are positions in that part, and tensors have its shape. If ``axis`` is not the first dimension, an
             expression may use only col; if it is the last, none of them. Not with a codec. For bf16, fp16 and fp32.
+        order: "rank", or "tree" for fp32 between 1, 2, 4 or 8 ranks, as in :func:`allreduce`. Not with a codec.
+        out_dtype: with ``order="tree"``, the dtype of the result, to which the fp32 sum is rounded once: bf16, fp16 or
+            fp32. None: fp32. The gradient of ``x`` is fp32.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
@@ -83,13 +101,13 @@ def reducescatter(x, group=None, *, axis=0, codec=None, residual=None, epilogue=
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    asked = (x,) if residual is None else (x, residual), (axis, codec, timeout_s), epilogue
+    asked = (x,) if residual is None else (x, residual), (axis, codec, timeout_s, order, out_dtype), epilogue
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return _reducescatter(x, group, axis, codec, residual, epilogue, timeout_s, asked)
+    return _reducescatter(x, group, axis, codec, residual, epilogue, order, out_dtype, timeout_s, asked)
 
 
-def _reducescatter(x, group: Group, axis, codec, residual, epilogue, timeout_s, asked: Asked):
+def _reducescatter(x, group: Group, axis, codec, residual, epilogue, order, out_dtype, timeout_s, asked: Asked):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     options.check_together(NAME, codec, epilogue, residual)
     if timeout_s is not None:
@@ -97,13 +115,14 @@ def _reducescatter(x, group: Group, axis, codec, residual, epilogue, timeout_s, 
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     first = x[0] if in_list else x
+    out_dtype = options.order_option(NAME, order, out_dtype, first, codec)
     axis = call_checks.check_axis(NAME, first, axis)
     rank, world_size = (-1, len(x)) if in_list else parts.place(group)
     sizes = split(first.shape[axis], world_size)
     part = first.narrow(axis, 0, sizes[max(rank, 0)]) if epilogue is not None else first
     followed = options.epilogue_option(NAME, epilogue, part, world_size if in_list else None, axis)
     text = options.codec_option(NAME, codec, residual)
-    arguments = (name, rank, axis, sizes, timeout_s, text, *followed, [])
+    arguments = (name, rank, axis, sizes, timeout_s, text, *followed, order, out_dtype, [])
     if residual is None:
         return OP(x, *arguments, plain=is_plain(x) and not followed.needs_gradient, asked=asked)
     check_output(NAME, x, residual, "residual")
@@ -116,7 +135,8 @@ def _reducescatter(x, group: Group, axis, codec, residual, epilogue, timeout_s, 
 
 
 def _fake(xs, given) -> list[torch.Tensor]:
-    return [parts.with_length(x, given.axis, size) for x, size in zip(xs, parts.own_sizes(given), strict=True)]
+    sizes = parts.own_sizes(given)
+    return [parts.with_length(x, given.axis, size, given.out_dtype) for x, size in zip(xs, sizes, strict=True)]
 
 
 def _run(engine: Engine, xs, outs, given):
@@ -127,7 +147,7 @@ def _run(engine: Engine, xs, outs, given):
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
     followed = _applied(given, rooms)
     counts, row = parts.counts_of(rows[0], given.sizes), tuple(rows[0].shape[1:])
-    work = Parts(NAME, counts, codec, followed and followed.form, axis, row=row)
+    work = Parts(NAME, counts, codec, followed and followed.form, axis, "", row, given.order, given.out_dtype)
     call, ranks = Call.of(work, rows[0], timeout_s=given.timeout_s), options.operands_of_sum(rows, rooms, followed)
     plan = engine.run(call, ranks)
     for room, out in zip(rooms, outs, strict=True):
@@ -141,6 +161,7 @@ def _run(engine: Engine, xs, outs, given):
 def _check(engine: Engine, xs, given) -> None:
     parts.check_lengths(NAME, given.sizes, [x.shape[given.axis] for x in xs], [sum(given.sizes)] * len(xs))
     parts.check_place(NAME, engine, given)
+    options.check_order(NAME, engine, xs, given)
 
 
 def _applied(given, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
@@ -173,14 +194,15 @@ def _backward(ctx, gradients):
     """Returns the gradients. Rounding is treated as the identity."""
     where = {name: ctx.given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
     (xs,), tensors = OP.saved(ctx)
-    of_sums, rest = of_sums_before_epilogue(ctx, NAME, where, gradients, xs, tensors)
-    return for_ranks(ctx, "allgather", of_sums, **where), rest
+    order = ctx.given["order"]
+    of_sums, rest = of_sums_before_epilogue(ctx, NAME, where | {"order": order}, gradients, xs, tensors)
+    return options.gradients_in_order(order, for_ranks(ctx, "allgather", of_sums, **where)), rest
 
 
 OP = Op(
     NAME,
     ["x"],
-    f"{parts.ARGUMENTS}, {options.CODEC}, {options.EPILOGUE}, {options.AFTER}",
+    f"{parts.ARGUMENTS}, {options.CODEC}, {options.EPILOGUE}, {options.ORDER}, {options.AFTER}",
     _run,
     _fake,
     check=_check,

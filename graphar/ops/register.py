@@ -45,8 +45,15 @@ when_traced: list[Callable[[], None]] = []  # functions to call when an op is gi
 
 Asked = tuple[Tensors, tuple, object]  # the tensors, options and epilogue of a call, as repeats.repeated takes them
 
-_DEFAULTS = {"str": "", "Tensor[]": [], "float[]": [], "float?": None, "int?": None, "bool": False}
-_NAMED_DEFAULTS = {"algorithm": "auto", "partition": "auto", "rank": -1, "axis": 0, "output": "like_input"}
+_DEFAULTS = {"str": "", "Tensor[]": [], "float[]": [], "float?": None, "int?": None, "ScalarType?": None, "bool": False}
+_NAMED_DEFAULTS = {
+    "algorithm": "auto",
+    "order": "rank",
+    "partition": "auto",
+    "rank": -1,
+    "axis": 0,
+    "output": "like_input",
+}
 
 # Looked up once: each look-up in a module costs a call 30 ns.
 _is_compiling = torch.compiler.is_compiling
@@ -381,14 +388,17 @@ def check_input(op: str, x: object) -> None:
         tensor_checks.check_tensor(op, "x", x)
 
 
-def check_output(op: str, xs, outs: object, name: str = "out") -> None:
-    """Raises unless ``outs`` can take a result like the input, or is a list with a destination for each input."""
+def check_output(op: str, xs, outs: object, name: str = "out", dtype: torch.dtype | None = None) -> None:
+    """Raises unless ``outs`` can take a result like the input, or is a list with a destination for each input.
+
+    ``dtype`` is that of the result; None: that of the input.
+    """
     if not isinstance(xs, (list, tuple)):
-        tensor_checks.check_out(op, xs, outs, name)
+        tensor_checks.check_out(op, xs, outs, name, dtype)
         return
     tensor_checks.check_one_each(op, name, outs, xs)
     for x, out in zip(xs, outs, strict=True):
-        tensor_checks.check_out(op, x, out, name)
+        tensor_checks.check_out(op, x, out, name, dtype)
 
 
 def _no_gradient(argument: object) -> list | None:

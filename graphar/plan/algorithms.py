@@ -135,6 +135,7 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             pushed,
             prefetches=True,
             takes_epilogue=True,
+            adds_tree=True,
             candidates=grids.in_filled_blocks,
             tells=True,
         ),
@@ -172,6 +173,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             limit,
             prefetches=True,
             takes_epilogue=True,
+            adds_tree=True,
             candidates=grids.in_groups,
             smallest_nbytes=64 * KB,
             in_groups=True,
@@ -183,6 +185,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             chunked=True,
             direct="output",
             takes_epilogue=True,
+            adds_tree=True,
             variants=(None, "direct"),
             candidates=grids.each_of((512, 1024), (512, 2048)),
             smallest_nbytes=16 * MB,
@@ -241,6 +244,7 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             slicing=Slicing.CAPACITY,
             half_sm_threads=MAX_THREADS,
             takes_epilogue=True,
+            adds_tree=True,
             candidates=_NARROW_TO_WIDE,
             tells=True,
         ),
@@ -383,6 +387,11 @@ def with_kernels(op: str, codec: bool = False) -> tuple[Algorithm, ...]:
 def with_epilogue(op: str = "allreduce") -> tuple[Algorithm, ...]:
     """Returns the algorithms of ``op`` that have kernels with an epilogue."""
     return kernels_that(lambda row: row.op == op and row.takes_epilogue)
+
+
+def with_tree(op: str = "allreduce") -> tuple[Algorithm, ...]:
+    """Returns the algorithms of ``op`` that have kernels that add as a tree."""
+    return kernels_that(lambda row: row.op == op and row.adds_tree)
 
 
 def in_tables(op: str) -> tuple[Algorithm, ...]:

@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
     direct: bool = False  # whether it is the direct variant, for symmetric tensors
     codec: Codec | None = None  # the codec on the wire
     epilogue: Pointwise | None = None
-    template: str | None = None  # the template argument by the call's work
+    template: str | None = None  # the template arguments by the call's work
 
     @property
     def key(self) -> tuple:

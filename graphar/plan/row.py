@@ -72,6 +72,7 @@ class Row:
     direct: str = ""
     prefetches: bool = False  # whether it can bring memory into L2 while it waits
     takes_epilogue: bool = False  # whether it has kernels with an epilogue
+    adds_tree: bool = False  # whether it has kernels that add fp32 as a binary tree over 2, 4 or 8 ranks
     takes_codec: bool = False  # whether it has a codec on the wire; it then has no kernel without one
     compresses: bool = False  # whether it compresses elements without loss, in tiles
     # Whether its codecs must leave one 32-bit word unused, as the sentinel for data not yet arrived.

@@ -25,6 +25,7 @@ from graphar.plan.algorithms import (
     kernels_that,
     with_epilogue,
     with_kernels,
+    with_tree,
 )
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
@@ -32,6 +33,7 @@ from graphar.plan.entries import by_entries, measured_config, serving
 from graphar.plan.explanation import Explanation
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip
+from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
 from graphar.plan.tables import DEFAULT, Table
 from graphar.plan.times import expected_quantized_us, expected_us
@@ -100,14 +102,14 @@ def select(call: Call, facts: Facts) -> Choice:
 
 def _sum(call: Call, facts: Facts) -> Choice:
     asked = None if call.algorithm == "auto" else Algorithm(call.algorithm)
-    codec, epilogue = call.wire, call.work.epilogue
+    codec, lacks = call.wire, asked and _lacks(asked.row, call.work)
     if asked is FALLBACK.algorithm:
         return _fallback(call, "asked for")
-    if asked is HIERARCHICAL.algorithm and not epilogue:
+    if asked is HIERARCHICAL.algorithm and not lacks:
         return _hierarchical(facts, codec)
-    if epilogue and asked and not asked.row.takes_epilogue:
-        takers = ", ".join(one.value for one in with_epilogue())
-        raise UnsupportedError(f"allreduce: {asked.value} has no kernel with an epilogue; {takers} have")
+    if lacks:
+        takers = ", ".join(one.value for one in (with_epilogue() if call.work.epilogue else with_tree()))
+        raise UnsupportedError(f"allreduce: {asked.value} {lacks}; {takers} have")
     if problem := facts.problem or (asked and _why_not(asked, call, facts)):
         if asked:
             raise UnsupportedError(f"allreduce: {asked.value} cannot serve this call: {problem}")
@@ -115,9 +117,24 @@ def _sum(call: Call, facts: Facts) -> Choice:
     return _encoded_sum(call, facts, codec, asked) if codec else _measured_sum(call, facts, asked)
 
 
+def _lacks(row: Row, work: Sum) -> str:
+    """Returns in words what a sum needs and an algorithm's kernels do not have, or an empty string."""
+    if work.epilogue and not row.takes_epilogue:
+        return "has no kernel with an epilogue"
+    return "has no kernel that adds as a tree" if work.order == "tree" and not row.adds_tree else ""
+
+
 def _fallback(call: Call, reason: str) -> Choice:
-    epilogue = call.work.epilogue
-    return Choice(FALLBACK, f"{reason}; with the epilogue {epilogue.text}" if epilogue else reason)
+    return Choice(FALLBACK, f"{reason}{_what_is_added(call.work)}")
+
+
+def _what_is_added(work: Sum) -> str:
+    tree = _as_tree(work)
+    return f"{tree}; with the epilogue {work.epilogue.text}" if work.epilogue else tree
+
+
+def _as_tree(work: Sum | Parts | TensorTuple) -> str:
+    return "; added as a tree" if work.order == "tree" else ""
 
 
 def _hierarchical(facts: Facts, codec: Codec | None) -> Choice:
@@ -142,8 +159,8 @@ def _measured_sum(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
     reason = f"{why} by table {table!r} for {facts.world_size} ranks and {call.nbytes} bytes"
     if suits and not compressing:
         reason = f"{reason}{_NOT_COMPRESSED}"
-    if call.work.epilogue and not config.algorithm.row.takes_epilogue:  # by a table
-        reason = f"{config.algorithm.value}, {reason}, has no kernel with an epilogue"
+    if lacks := _lacks(config.algorithm.row, call.work):  # by a table
+        reason = f"{config.algorithm.value}, {reason}, {lacks}"
         config, _ = measured_config(facts.table, facts.world_size, call.nbytes, GENERAL)
     return _with_options(Choice(config, reason), call, facts)
 
@@ -154,8 +171,7 @@ def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
     can, epilogue = config.algorithm.row, call.work.epilogue
     if can.direct and can.direct in call.symmetric:
         config, reason = replace(config, direct=True), f"{reason}, {_DIRECTLY[can.direct]}"
-    if epilogue:
-        reason = f"{reason}; with the epilogue {epilogue.text}"
+    reason = f"{reason}{_what_is_added(call.work)}"
     small = call.nbytes <= facts.table.prefetch.largest_nbytes
     if call.prefetches and can.prefetches and not epilogue and small and facts.chip.can_prefetch:
         # The additional blocks only prefetch.
@@ -176,9 +192,11 @@ def _encoded_sum(call: Call, facts: Facts, codec: Codec, asked: Algorithm | None
 
 
 def _parts(call: Call, facts: Facts) -> Choice:
+    tree = _as_tree(call.work)
     if facts.problem:
-        return Choice(FALLBACK, facts.problem)
-    reason = f"by table {facts.table.name!r} for {facts.world_size} ranks and a largest part of {call.nbytes} bytes"
+        return Choice(FALLBACK, f"{facts.problem}{tree}")
+    sizes = f"{facts.world_size} ranks and a largest part of {call.nbytes} bytes"
+    reason = f"by table {facts.table.name!r} for {sizes}{tree}"
     if call.work.codec:
         if not any(call.work.parts):
             return Choice(FALLBACK, "an empty tensor has no tile")
@@ -268,8 +286,11 @@ def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:
 # ---- what calls may need --------------------------------------------------------------------------------------------
 
 PREPARED_TUPLE = "allgather_tuple"  # the name under which the kernels of all-gathers of several tensors are prepared
+# The op by the name under which its kernels that add as a tree are prepared.
+PREPARED_TREES = {f"{one.op}_tree": one.op for one in kernels_that(lambda row: row.adds_tree)}
+_OF_KERNELS = [one.op for one in kernels_that(lambda row: True)]
 # The names under which kernels are prepared.
-PREPARED = tuple(dict.fromkeys([*(one.op for one in kernels_that(lambda row: True)), PREPARED_TUPLE, *norms.PREPARED]))
+PREPARED = tuple(dict.fromkeys([*_OF_KERNELS, PREPARED_TUPLE, *PREPARED_TREES, *norms.PREPARED]))
 
 
 def needed_kernels(
@@ -284,7 +305,7 @@ def needed_kernels(
     """Yields every kernel that calls of ``ops``, which are in PREPARED, may need, apart from those of matmuls.
 
     Tensors have at most ``max_nbytes`` (None: any size). Calls may have one of ``codecs`` or of ``epilogues``, or
-    neither; with ``symmetric`` also symmetric tensors.
+    neither; with ``symmetric`` also symmetric tensors. Of sums as a tree ``dtypes`` are those of the results.
     """
     for op in ops:
         if any(one.row.tiles for one in with_kernels(op)):
@@ -296,6 +317,13 @@ def needed_kernels(
         if op in norms.PREPARED:
             yield from _needed_norms(facts, dtypes, *norms.PREPARED[op])
             continue
+        if op in PREPARED_TREES:
+            fitting = _fitting(with_tree(PREPARED_TREES[op]), _up_to(facts, max_nbytes, PREPARED_TREES[op]))
+            for dtype, epilogue in itertools.product(dtypes, (None, *epilogues)):
+                tree = Sum(0, order="tree", out_dtype=dtype).template(1)
+                for kernel in _variants(fitting, [torch.float32], symmetric, epilogue):
+                    yield kernel._replace(template=tree)
+            continue
         plain = _up_to(facts, max_nbytes, op)
         yield from _variants(plain, dtypes, symmetric)
         if _may_compress(facts, max_nbytes, op):
@@ -304,9 +332,13 @@ def needed_kernels(
             for dtype, algorithm in itertools.product(dtypes, algorithms_of(codec, op)):
                 yield Kernel(algorithm, dtype, codec=codec)
         if takers := with_epilogue(op):
-            fitting = list(dict.fromkeys(one if one in takers else GENERAL for one in plain))
             for epilogue in epilogues:
-                yield from _variants(fitting, dtypes, symmetric, epilogue)
+                yield from _variants(_fitting(takers, plain), dtypes, symmetric, epilogue)
+
+
+def _fitting(takers: Sequence[Algorithm], plain: Sequence[Algorithm]) -> list[Algorithm]:
+    """Returns the algorithms that calls of ``takers`` alone take where others may take ``plain``."""
+    return list(dict.fromkeys(one if one in takers else GENERAL for one in plain))
 
 
 def _needed_norms(facts: Facts, dtypes: Sequence[torch.dtype], op: str, output: str) -> Iterator[Kernel]:
@@ -352,7 +384,7 @@ def explain(call: Call, facts: Facts) -> Explanation:
     algorithm, work = config.algorithm, call.work
     stand_in = "stand-in for " if facts.stand_in and not algorithm.exact else ""
     expected = exact = None
-    was_measured = config.blocks and not algorithm.row.compresses and isinstance(work, Sum)
+    was_measured = config.blocks and not algorithm.row.compresses and isinstance(work, Sum) and work.order == "rank"
     if call.algorithm == "auto" and was_measured and not config.direct and not work.epilogue:
         expected = expected_us(facts.table, facts.world_size, call.nbytes)
         if work.codec:

@@ -112,16 +112,16 @@ def check_devices(op: str, devices: Sequence[torch.device]) -> None:
             raise ValueError(f"{op}: tensors must be on distinct devices, got {device} twice")
 
 
-def check_out(op: str, x: torch.Tensor, out: object, name: str = "out") -> None:
-    """Raises unless ``out`` can take a result like ``x``.
+def check_out(op: str, x: torch.Tensor, out: object, name: str = "out", dtype: torch.dtype | None = None) -> None:
+    """Raises unless ``out`` can take a result like ``x``, of another ``dtype`` if one is given.
 
     Raises:
         TypeError: it is no dense tensor of a dtype that graphar sums.
         ValueError: its shape, dtype or device differs, it is a negated view, or the result needs a gradient.
     """
     check_tensor(op, name, out)
-    wanted = {"shape": x.shape, "dtype": x.dtype, "device": x.device}
-    check_destination(op, name, out, wanted, "input", (x,))
+    wanted = {"shape": x.shape, "dtype": dtype or x.dtype, "device": x.device}
+    check_destination(op, name, out, wanted, "result" if dtype else "input", (x,))
 
 
 def check_destination(op: str, name: str, out: torch.Tensor, wanted: dict, of: str, sources: Sequence) -> None:

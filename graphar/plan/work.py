@@ -13,7 +13,7 @@ All have these attributes. They are tuples, so that a call is hashed and compare
     parts     the units of each rank's part, in rank order; one number for work without parts
     codec     the text of the codec on the wire, or an empty string
     epilogue  the epilogue of the sum or product, or None
-    template  a function from the blocks of a cluster to the work's template argument of its kernels, or None
+    template  a function from the blocks of a cluster to the work's template arguments of its kernels, or None
     amount    a function from the dtype to the work's size in words
     amount_of a function from the first tensor to the same, with the shape if that must be equal on all ranks
     options   what else ranks must agree on, in words
@@ -27,6 +27,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan.scratch import PACK_NBYTES
 
@@ -67,6 +68,16 @@ def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
     return codec + ([f"epilogue {work.epilogue.text}"] if work.epilogue else [])
 
 
+def _order(work: Sum | Parts) -> list[str]:
+    result = [f"result {work.out_dtype}"] if work.out_dtype else []
+    return ["added as a tree", *result] if work.order == "tree" else []
+
+
+def _order_in_template(work: Sum | Parts) -> str | None:
+    """Returns the template arguments of a kernel that adds in another order than that of the ranks, or None."""
+    return f"TreeOrder, {TYPE_NAMES[work.out_dtype or torch.float32]}" if work.order == "tree" else None
+
+
 class Sum(NamedTuple):
     """An all-reduce: the sum over all ranks of one tensor."""
 
@@ -74,6 +85,8 @@ class Sum(NamedTuple):
     codec: str = ""
     epilogue: Pointwise | None = None
     shape: tuple[int, ...] = ()  # of the user's tensor, if the ranks must have the same
+    order: str = "rank"  # in which the ranks' elements are added: "rank", or "tree" for a binary tree of fp32
+    out_dtype: torch.dtype | None = None  # the dtype of the result; None: that of the tensor
 
     op = "allreduce"
     unit = "elements"
@@ -83,7 +96,7 @@ class Sum(NamedTuple):
         return (self.numel,)
 
     def template(self, cluster: int) -> str | None:
-        return None
+        return _order_in_template(self)
 
     def amount(self, dtype: torch.dtype) -> str:
         return f"{list(self.shape)} {dtype}" if self.shape else f"{self.numel} elements of {dtype}"
@@ -91,7 +104,9 @@ class Sum(NamedTuple):
     def amount_of(self, x: torch.Tensor) -> str:
         return f"{list(x.shape)} {x.dtype}"
 
-    options = property(_wire_and_epilogue)
+    @property
+    def options(self) -> list[str]:
+        return _wire_and_epilogue(self) + _order(self)
 
 
 class Parts(NamedTuple):
@@ -104,11 +119,13 @@ class Parts(NamedTuple):
     axis: int = 0  # the dimension of the user's tensor that is the first dimension of the call's tensors
     followed_by: str = ""  # what every rank does with its result, in words, or an empty string
     row: tuple[int, ...] = ()  # the shape of the user's tensor without the axis, if the ranks must have the same
+    order: str = "rank"  # of a reduce-scatter, in which the ranks' elements are added: "rank" or "tree"
+    out_dtype: torch.dtype | None = None  # the dtype of the result; None: that of the tensor
 
     unit = "elements"
 
     def template(self, cluster: int) -> str | None:
-        return None
+        return _order_in_template(self)
 
     def amount(self, dtype: torch.dtype) -> str:
         axis = f" along axis {self.axis}" if self.axis else ""
@@ -119,7 +136,8 @@ class Parts(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        return _wire_and_epilogue(self) + ([f"followed by {self.followed_by}"] if self.followed_by else [])
+        followed = [f"followed by {self.followed_by}"] if self.followed_by else []
+        return _wire_and_epilogue(self) + _order(self) + followed
 
 
 class Norm(NamedTuple):
@@ -166,6 +184,7 @@ class TensorTuple(NamedTuple):
     unit = "bytes"
     codec = ""
     epilogue = None
+    order = "rank"
 
     def template(self, cluster: int) -> str | None:
         return "TupleArguments"

@@ -22,8 +22,9 @@ from graphar import reference
 from graphar.errors import UnsupportedError
 from graphar.numerics.codec_reference import SUM, Noise, encode
 from graphar.numerics.codecs import TILE_NUMEL, Codec
-from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
+from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.plan.call import Call, Operands
+from graphar.plan.work import Parts, Sum, Work
 from graphar.ranks.messages import GroupFailed, Messages
 
 _SMALL_NBYTES = 32 << 10  # of an all-reduce whose messages take no longer than empty ones
@@ -42,15 +43,13 @@ def over_group(call: Call, group: dist.ProcessGroup | Messages, timeout_s: float
     with a codec, equally on all ranks.
     """
     work, options = call.work, _options(call, calls)
+    adds = _adds(work)
     compute = partial(_FUNCTIONS[work.op, bool(work.codec)][0], group=group, timeout_s=timeout_s, **options)
 
     def run(ranks: Sequence[Operands]) -> None:
         (own,) = ranks
         x, out = own.inputs[0], own.outputs[0]
-        if work.epilogue:
-            compute(x, out, sum_of=_sum_with(work.epilogue, epilogue_inputs(own), out.numel()))
-        else:
-            compute(x, out)
+        compute(x, out, **({"sum_of": sum_of(work, own)} if adds else {}))
 
     return run
 
@@ -61,21 +60,33 @@ def in_process(call: Call, calls: Iterator[int]) -> Run:
     ``calls`` counts the calls with a codec.
     """
     work = call.work
+    adds = _adds(work)
     compute = partial(_FUNCTIONS[work.op, bool(work.codec)][1], **_options(call, calls))
 
     def run(ranks: Sequence[Operands]) -> None:
         lists = [one.inputs[0] for one in ranks], [one.outputs[0] for one in ranks]
-        if work.epilogue:
-            compute(*lists, [epilogue_inputs(one) for one in ranks], form=work.epilogue)
-        else:
+        if not adds:
             compute(*lists)
+        elif work.epilogue:
+            compute(*lists, [sum_of(work, one) for one in ranks])
+        else:
+            compute(*lists, [sum_of(work, ranks[0])] * len(ranks))
 
     return run
 
 
-def epilogue_inputs(own: Operands) -> EpilogueInputs:
-    """Returns the inputs of the epilogue in one rank's operands of a sum."""
-    return EpilogueInputs(list(own.inputs[1:]), list(own.numbers), own.corner)
+def _adds(work: Work) -> bool:
+    """Whether a work adds elements as they are."""
+    return not work.codec and work.op != "allgather"
+
+
+def sum_of(work: Sum | Parts, own: Operands) -> SumOf:
+    """Returns the function that adds the parts of one rank, whose operands are ``own``."""
+    form, order, out_dtype = work.epilogue, work.order, work.out_dtype
+    if not form:
+        return lambda parts, first: reference.allreduce(parts, order=order, out_dtype=out_dtype)
+    inputs, numel = EpilogueInputs(list(own.inputs[1:]), list(own.numbers), own.corner), own.outputs[0].numel()
+    return lambda parts, first: reference.sum_with_epilogue(parts, form, inputs, first, numel, order, out_dtype)
 
 
 def _options(call: Call, calls: Iterator[int]) -> dict[str, object]:
@@ -89,10 +100,6 @@ def _options(call: Call, calls: Iterator[int]) -> dict[str, object]:
 
 def _plain_sum(parts: Sequence[torch.Tensor], first: int) -> torch.Tensor:
     return reference.allreduce(parts)
-
-
-def _sum_with(form: Pointwise, inputs: EpilogueInputs, numel: int) -> SumOf:
-    return lambda parts, first: reference.sum_with_epilogue(parts, form, inputs, first, numel)
 
 
 def allreduce(
@@ -119,7 +126,7 @@ def allreduce(
         received = torch.empty_like(padded)
         _exchange(x, timeout_s, received, padded, group)
         total = sum_of(received.view(world_size, shard).unbind(), start + group.rank() * shard)
-        gathered = torch.empty_like(padded)
+        gathered = torch.empty_like(padded, dtype=out.dtype)
         _collect(x, timeout_s, list(_bytes(gathered).chunk(world_size)), _bytes(total), group)
         target[start : start + step].copy_(gathered[: chunk.numel()])
 
@@ -276,37 +283,25 @@ def wait(work: dist.Work, timeout_s: float) -> None:
 
 
 def _allreduce_local(
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    of_ranks: Sequence[EpilogueInputs] = (),
-    form: Pointwise | None = None,
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], of_ranks: Sequence[SumOf]
 ) -> None:
-    totals = []  # compute all sums before writing: an output may be an input
-    if form:
-        for out, own in zip(outputs, of_ranks, strict=True):
-            parts = [part.to(out.device).view(-1) for part in inputs]
-            totals.append(reference.sum_with_epilogue(parts, form, own, 0, out.numel()).view(out.shape))
-    else:
-        devices = dict.fromkeys(out.device for out in outputs)
-        on = {device: reference.allreduce([part.to(device) for part in inputs]) for device in devices}
-        totals = [on[out.device] for out in outputs]
-    for out, total in zip(outputs, totals, strict=True):
-        out.copy_(total)
+    made = {(out.device, sum_of): None for out, sum_of in zip(outputs, of_ranks, strict=True)}
+    for device, sum_of in made:  # compute all sums before writing: an output may be an input
+        made[device, sum_of] = sum_of([part.to(device).view(-1) for part in inputs], 0)
+    for out, sum_of in zip(outputs, of_ranks, strict=True):
+        out.view(-1).copy_(made[out.device, sum_of])
 
 
 def _reducescatter_local(
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
-    of_ranks: Sequence[EpilogueInputs] = (),
+    of_ranks: Sequence[SumOf],
     *,
     counts: Sequence[int],
-    form: Pointwise | None = None,
 ) -> None:
     columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
-    for rank, (out, parts) in enumerate(zip(outputs, columns, strict=True)):
-        parts = [part.to(out.device) for part in parts]
-        sum_of = _sum_with(form, of_ranks[rank], out.numel()) if form else _plain_sum
-        out.view(-1).copy_(sum_of(parts, 0))
+    for out, parts, sum_of in zip(outputs, columns, of_ranks, strict=True):
+        out.view(-1).copy_(sum_of([part.to(out.device) for part in parts], 0))
 
 
 def _allgather_local(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
@@ -366,7 +361,7 @@ _FUNCTIONS: dict[tuple[str, bool], tuple[Callable, Callable]] = {
 
 def alone(call: Call) -> Run:
     """Returns the function of a call between one rank."""
-    if call.work.epilogue:
+    if call.work.epilogue or call.work.out_dtype:
         return in_process(call, repeat(0))
     feeds_back = bool(call.wire and call.wire.feedback)
 

@@ -13,12 +13,11 @@ from functools import partial
 
 import torch
 
-from graphar import reference
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
-from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.call import Call, Operands
-from graphar.ranks.fallback import Run, epilogue_inputs
+from graphar.plan.work import Sum
+from graphar.ranks.fallback import Run, sum_of
 from graphar.ranks.messages import SMALL_NBYTES, Messages
 
 _CHUNK_NBYTES = 8 << 20  # of which a communicator keeps memory for this rank's shard of each other rank
@@ -30,23 +29,28 @@ def bind(call: Call, messages: Messages, timeout_s: float) -> Run | None:
     """Returns the function of an all-reduce without a codec; None for other calls. It raises what the fallback does."""
     if call.op != "allreduce" or call.work.codec:
         return None
-    form: Pointwise | None = call.work.epilogue
+    work: Sum = call.work
     if call.nbytes > SMALL_NBYTES:
-        return partial(_run_large, form, messages, timeout_s)
+        return partial(_run_large, work, messages, timeout_s)
     everyones, nbytes = messages.behind_headers(call.dtype, call.work.numel), call.nbytes
-    mine = everyones[messages.rank()]
+    mine, is_plain = everyones[messages.rank()], _is_plain(work)
 
     def run(ranks: Sequence[Operands]) -> None:
         (own,) = ranks
         mine.copy_(own.inputs[0].view(-1))
         messages.agree(timeout_s, nbytes)
         target = own.outputs[0].view(-1)
-        if form:
-            target.copy_(reference.sum_with_epilogue(everyones, form, epilogue_inputs(own), 0, target.numel()))
-        else:
+        if is_plain:
             sum_into(target, everyones)
+        else:
+            target.copy_(sum_of(work, own)(everyones, 0))
 
     return run
+
+
+def _is_plain(work: Sum) -> bool:
+    """Whether :func:`sum_into` has the sum."""
+    return work.epilogue is None and work.order == "rank"
 
 
 def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -85,19 +89,19 @@ def _sum_in_pieces(target: torch.Tensor, parts: Sequence[torch.Tensor], wide: to
         piece.copy_(total)
 
 
-def _run_large(form: Pointwise | None, messages: Messages, timeout_s: float, ranks: Sequence[Operands]) -> None:
+def _run_large(work: Sum, messages: Messages, timeout_s: float, ranks: Sequence[Operands]) -> None:
     (own,) = ranks
     deadline = time.monotonic() + timeout_s
     messages.announce()
     source, target = own.inputs[0].view(-1), own.outputs[0].view(-1)
     numel, step = source.numel(), max(1, _CHUNK_NBYTES // source.element_size())
-    inputs = epilogue_inputs(own) if form else None
+    is_plain, add = _is_plain(work), sum_of(work, own)
 
     def sum_shard(total: torch.Tensor, parts: Sequence[torch.Tensor], first: int) -> None:
-        if form:
-            total.copy_(reference.sum_with_epilogue(parts, form, inputs, first, numel))
-        else:
+        if is_plain:
             sum_into(total, parts)
+        else:
+            total.copy_(add(parts, first))
 
     for start in range(0, numel, step):
         window = slice(start, start + step)

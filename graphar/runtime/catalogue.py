@@ -45,6 +45,7 @@ def kernel_source(
     world_size: int,
     variant: str | None = None,
     generated: Generated | None = None,
+    order: str | None = None,
 ) -> KernelSource:
     """Returns the kernel of an algorithm; the C++ function has the algorithm's name.
 
@@ -52,13 +53,17 @@ def kernel_source(
         algorithm: one of KERNELS or NORM_KERNELS, whose kernels take a dtype and a world size.
         dtype: the dtype of the tensors; BYTE for kernels that only move data.
         variant: one of the algorithm's variants, or the ``type_name`` of a codec; None: the algorithm's first variant.
+        generated: the code of an epilogue.
+        order: the order of the sum and the type of its result, as in "TreeOrder, bf16"; None: the order of the ranks.
     """
     can = algorithm.row
     variant = variant or can.variants[0]
     element = "byte" if dtype == BYTE else TYPE_NAMES[dtype]
     arguments = [element, str(world_size), *([variant] if variant else [])]
-    if generated:
-        arguments += ["false", generated.name] if can.direct and not variant else [generated.name]
+    if generated or order:
+        expression = generated.name if generated else "Identity"
+        arguments += ["false", expression] if can.direct and not variant else [expression]
+    arguments += [order] if order else []
     on_clusters = algorithm in NORM_KERNELS and not variant.startswith("1,")
     minimum_arch = 90 if variant == "Hardware" or on_clusters else can.minimum_arch
     name = f"{algorithm.value}<{', '.join(arguments)}>"
@@ -70,9 +75,10 @@ def source_of(kernel: Kernel, world_size: int, variant: str | None = None) -> Ke
 
     A codec or the call's work determines the variant; otherwise ``variant`` does.
     """
-    variant = kernel.codec.type_name if kernel.codec else kernel.template or variant
+    order = kernel.template if kernel.algorithm.row.adds_tree else None
+    variant = kernel.codec.type_name if kernel.codec else (not order and kernel.template) or variant
     generated = kernel.epilogue.generated if kernel.epilogue else None
-    return kernel_source(kernel.algorithm, kernel.dtype, world_size, variant, generated)
+    return kernel_source(kernel.algorithm, kernel.dtype, world_size, variant, generated, order)
 
 
 def residual_norm_source(dtype: torch.dtype) -> KernelSource:

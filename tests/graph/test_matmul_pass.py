@@ -88,6 +88,17 @@ def test_a_layer_of_three_dimensions_takes_its_input_as_it_is(make_pass, pays):
     assert fused.meta["val"].shape == (2, ROWS, COLUMNS)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("op", ["allreduce", "reducescatter"])
+def test_partials_that_are_added_as_a_tree_stay_apart_from_their_matmul(make_pass, pays, op, dtype):
+    def partials(a, w):
+        return getattr(graphar, op)(functional.linear(a, w).float(), order="tree", out_dtype=torch.bfloat16)
+
+    graph = rewritten(make_pass(), traced(partials, dtype=dtype)).graph
+
+    assert [node.target for node in graph.nodes if op_of(node.target)] == [getattr(ops, op).default]
+
+
 def test_a_weight_that_is_not_seen_transposed_is_given_so(make_pass, pays):
     compile_pass = make_pass()
 

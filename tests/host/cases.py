@@ -191,13 +191,13 @@ def draw(algorithm: Algorithm, world_size: int, dtype: torch.dtype, seed: int, c
     if not algorithm.exact:
         variants = [choices.choice(variants)]  # a communicator has the switch, or the stand-in
     made = [
-        _draw_call(algorithm, world_size, dtype, choices.choice(variants), choices, first_epoch(seed) + at)
+        draw_call(algorithm, world_size, dtype, choices.choice(variants), choices, first_epoch(seed) + at)
         for at in range(calls)
     ]
     return Drawn([call for call, _ in made], [results for _, results in made])
 
 
-def _draw_call(
+def draw_call(
     algorithm: Algorithm, world_size: int, dtype: torch.dtype, variant: int, choices: random.Random, epoch: int
 ):
     way = WAYS[algorithm]

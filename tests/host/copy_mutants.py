@@ -142,8 +142,8 @@ COPY_MUTANTS = (
     mutant(
         "a pack read past the end",
         PACK,
-        "whole(reinterpret_cast<u64>(p) % 16 ? 0 : n / E)",
-        "whole(reinterpret_cast<u64>(p) % 16 ? 0 : (n + E - 1) / E)",
+        "whole(reinterpret_cast<u64>(p) % sizeof(P) ? 0 : n / E)",
+        "whole(reinterpret_cast<u64>(p) % sizeof(P) ? 0 : (n + E - 1) / E)",
         "one_shot_push",
         "address",
     ),

@@ -17,7 +17,7 @@ LOADED = "    __syncwarp();  // (24)\n"
 SET = "store_release_sys_if(sends, &signal_pad(a, sends ? peer : 0)->flag[row][a.rank], flag_of(a, call, step));"
 NOT_RELEASED = "if (sends) store_relaxed_sys(&signal_pad(a, peer)->flag[row][a.rank], flag_of(a, call, step));"
 POLL = "for (u64 seen; (seen = load_acquire_sys(flag)) != own;) {"
-ARM = "store_relaxed_sys(slot(a, 0, at[i] + r * a.capacity), Pack{{not_yet, not_yet, not_yet, not_yet}});"
+ARM = "arm(slot<P>(a, 0, at[i] + r * a.capacity));"
 REDUCE_AND_SEND = "    if (k >= 1 && k <= chunks) body.reduce(k - 1);\n    signals.send<N>(a, call, k + 1);\n"
 SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;"
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphar
 from graphar import Codec, Communicator, Epilogue, UnsupportedError
 from graphar.ops import allgather as gather
+from graphar.ops import allreduce as reduce
 from graphar.ops import reducescatter as scatter
 from graphar.plan.algorithms import with_kernels
 from tests.ops.refusal import (
@@ -102,6 +103,7 @@ def refusals(alone: Communicator, pair: Communicator) -> list[Refusal]:
         of_algorithms(alone, pair),
         of_timeouts(alone, pair),
         of_codecs(alone, pair),
+        of_trees(alone, pair),
         of_residuals(alone, pair),
         of_epilogues(pair),
         of_prefetches(),
@@ -255,6 +257,32 @@ def of_codecs(alone, pair):
     yield row("reducescatter codec axis", "axis", ValueError, SCATTER, [X, Y], pair, codec="int4", axis=1)
 
 
+def of_trees(alone, pair):
+    for op, in_list in ((REDUCE, False), (REDUCE, True), (SCATTER, False), (SCATTER, True), (graphar.explain, True)):
+        x, name = ([X, Y], pair) if in_list else (X, alone), f"{op.__name__}{' list' if in_list else ''}"
+        for what, argument, given in (
+            ("order ring", "order", {"order": "ring"}),
+            ("order None", "order", {"order": None}),
+            ("out_dtype without a tree", "out_dtype", {"out_dtype": FP8}),
+            ("tree of FP8", "out_dtype", {"order": "tree", "out_dtype": FP8}),
+            ("tree of a name", "out_dtype", {"order": "tree", "out_dtype": "bfloat16"}),
+            ("tree with a codec", "codec", {"order": "tree", "codec": "int8"}),
+        ):
+            yield row(f"{name} {what}", argument, ValueError, op, *x, **given)
+    for op in (REDUCE, SCATTER, graphar.explain):
+        for dtype in (torch.bfloat16, torch.float64, torch.int32):
+            yield row(f"{op.__name__} tree {dtype}", "float32", ValueError, op, X.to(dtype), alone, order="tree")
+        for ranks in (3, 5, 6, 7):
+            yield row(f"{op.__name__} tree between {ranks}", "ranks", ValueError, op, [X] * ranks, order="tree")
+    for algorithm in ("hierarchical", "multimem_one_shot", "two_shot_tma", "one_shot"):
+        given = {"order": "tree", "algorithm": algorithm}
+        yield row(f"allreduce tree {algorithm}", algorithm, UnsupportedError, REDUCE, [X, Y], pair, **given)
+    narrow = {"order": "tree", "out_dtype": torch.bfloat16}
+    yield row("allreduce tree out dtype", "out", ValueError, REDUCE, X, alone, out=full(X), **narrow)
+    inside = ROOM.view(torch.bfloat16)[:8]
+    yield row("allreduce tree out memory", "out", ValueError, REDUCE, ROOM[:8], alone, out=inside, **narrow)
+
+
 def of_residuals(alone, pair):
     xs = [torch.ones(8), torch.ones(8)]
     bad = {
@@ -360,6 +388,9 @@ def of_raw_ops():
         for rank, sizes in ((1, [4]), (0, [4, 0]), (1, [0, 4])):
             given = op.arguments(rank=rank, sizes=sizes)
             yield row(f"op {op.name} rank {rank} sizes {sizes}", f"rank {rank}", ValueError, op.one, x, *given)
+    for order, out_dtype in (("ring", None), ("rank", torch.bfloat16), ("tree", FP8)):
+        given = reduce.OP.arguments(order=order, out_dtype=out_dtype)
+        yield row(f"op allreduce {order} {out_dtype}", "or", ValueError, reduce.OP.one, x, *given)
     given = scatter.OP.arguments(sizes=[2, 3])
     yield row("op reducescatter_list sizes", "sizes", ValueError, scatter.OP.list, [x, x], *given)
 

@@ -123,9 +123,11 @@ def each(xs: Sequence[torch.Tensor]) -> Results:
     return [(x,) for x in xs]
 
 
-def allreduced(x, codec=None, residual=None, epilogue=None, prefetch=None, **choices) -> Results:
+def allreduced(
+    x, codec=None, residual=None, epilogue=None, prefetch=None, order="rank", out_dtype=None, **choices
+) -> Results:
     if codec is None:
-        return everyone(reference.allreduce(x, epilogue and epilogue.of_rank(0)), len(x))
+        return everyone(reference.allreduce(x, epilogue and epilogue.of_rank(0), order, out_dtype), len(x))
     codec = as_codec("allreduce", codec)
     if residual is None:
         return everyone(reference.quantized_allreduce(x, codec, codec.seed or 0), len(x))
@@ -136,9 +138,9 @@ def allreduced(x, codec=None, residual=None, epilogue=None, prefetch=None, **cho
     return [(total, reference.error_of_wire(*pair, codec)) for pair in zip(parts, wires, strict=True)]
 
 
-def reducescattered(x, axis=0, codec=None, residual=None, epilogue=None) -> Results:
+def reducescattered(x, axis=0, codec=None, residual=None, epilogue=None, order="rank", out_dtype=None) -> Results:
     if codec is None:
-        return each(reference.reducescatter(x, axis, epilogue))
+        return each(reference.reducescatter(x, axis, epilogue, order, out_dtype))
     codec = as_codec("reducescatter", codec)
     if residual is None:
         return each(reference.quantized_reducescatter(x, codec, codec.seed or 0, axis=axis))
@@ -216,6 +218,14 @@ def joined(axis: int, gradients: Sequence[torch.Tensor], tensors: Tensors) -> li
 
 def summed(gradients: Sequence[torch.Tensor], tensors: Tensors, **options) -> list[torch.Tensor]:
     return [y for (y,) in allreduced(gradients, **options)]
+
+
+def summed_as_tree(gradients: Sequence[torch.Tensor], tensors: Tensors) -> list[torch.Tensor]:
+    return summed([one.float() for one in gradients], tensors, order="tree")
+
+
+def joined_in_fp32(axis: int, gradients: Sequence[torch.Tensor], tensors: Tensors) -> list[torch.Tensor]:
+    return joined(axis, [one.float() for one in gradients], tensors)
 
 
 def summed_parts(axis: int, gradients: Sequence[torch.Tensor], tensors: Tensors) -> list[torch.Tensor]:

@@ -129,10 +129,11 @@ def test_a_row_claims_the_threads_of_the_kernels_launch_bounds(algorithm):
 
 
 @every_kernel
-def test_a_row_claims_an_epilogue_a_codec_and_direct_access_where_the_template_has_them(algorithm):
+def test_a_row_claims_an_epilogue_a_tree_a_codec_and_direct_access_where_the_template_has_them(algorithm):
     row, has = algorithm.row, parameters(algorithm)
 
     assert row.takes_epilogue == ("Expression" in has)
+    assert row.adds_tree == ("Order" in has) == ("Out" in has)
     assert row.takes_codec == (has.get("C") == "class")
     assert bool(row.direct) == ("Direct" in has) == ("direct" in row.variants)
     assert row.direct in ("", "input", "output")
@@ -157,7 +158,7 @@ def test_a_kernel_that_takes_no_floats_is_told_bytes(algorithm):
 
 def missing_defaults(algorithm):
     """How many template parameters the plain kernel leaves at their defaults."""
-    return len({"Direct", "Expression"} & parameters(algorithm).keys())
+    return len({"Direct", "Expression", "Order", "Out"} & parameters(algorithm).keys())
 
 
 # ---- one file a chip ------------------------------------------------------------------------------------------------

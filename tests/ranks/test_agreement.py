@@ -29,6 +29,8 @@ DIFFERENCES = {
         Sum(8, "int8", shape=(2, 4)),
         Sum(8, epilogue=NEGATED, shape=(2, 4)),
         Sum(8, epilogue=DOUBLED, shape=(2, 4)),
+        Sum(8, shape=(2, 4), order="tree"),
+        Sum(8, shape=(2, 4), order="tree", out_dtype=BF16),
     ],
     Parts("reducescatter", (8, 8)): [
         Parts("allgather", (8, 8)),
@@ -38,6 +40,8 @@ DIFFERENCES = {
         Parts("reducescatter", (8, 8), followed_by="a gather"),
         Parts("reducescatter", (8, 8), row=(4,)),
         Parts("reducescatter", (8, 8), axis=1),
+        Parts("reducescatter", (8, 8), order="tree"),
+        Parts("reducescatter", (8, 8), order="tree", out_dtype=BF16),
     ],
     Norm("allreduce_residual_rmsnorm", (16,), 8): [
         Norm("reducescatter_residual_rmsnorm", (16,), 8),

@@ -258,7 +258,7 @@ def test_an_error_in_a_kernel_is_reported_with_file_line_and_log(sources):
 
 def test_an_error_in_a_header_is_reported_with_the_header(sources):
     path = sources / "device" / "pack.cuh"
-    edit(path, "Pack result;", "Packs result;")
+    edit(path, "PackOf<T, Out> result;", "Packs result;")
     with pytest.raises(CompileError) as raised:
         compile_kernel(SOURCE, "sm_90a")
     assert (raised.value.file, raised.value.line) == (str(path), line_of(path, "Packs result;"))

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu(1)
 
 ALLREDUCES, REDUCESCATTERS, ALLGATHERS = map(with_kernels, ("allreduce", "reducescatter", "allgather"))
 QUANTIZED = with_kernels("allreduce", codec=True)
+TREES = kernels_that(lambda row: row.adds_tree)
 SMALL = (1, 7, 8, 64, 8199)
 MEDIUM = (8192, 8193, 8216, 131072)
 EVERY_EPOCH = 3  # calls in a row: buffers take turns
@@ -69,6 +70,24 @@ def test_every_allreduce_gives_the_specification(ranks, algorithm):
 def test_every_direct_allreduce_gives_the_specification(ranks, algorithm):
     for numel in (8, 8199):
         check_allreduce(ranks, parts_of(ranks, bit_patterns, numel), algorithm, direct=True)
+
+
+@pytest.mark.promise("No kernel accesses memory out of bounds or races in shared memory (`nox -s sanitize`).")
+@pytest.mark.sanitize
+@pytest.mark.parametrize("algorithm", TREES)
+@pytest.mark.parametrize("out_dtype", KERNEL_DTYPES, ids=str)
+def test_every_sum_as_a_tree_gives_the_specification(ranks, algorithm, out_dtype):
+    if ranks.world_size == 3:
+        pytest.skip("a tree has 2, 4 or 8 ranks")
+    for numel in SMALL:
+        for fill in (normal, bit_patterns):
+            parts = parts_of(ranks, fill, numel, torch.float32)
+            total = reference.allreduce(parts, order="tree", out_dtype=out_dtype)
+            expected = [total] * ranks.world_size
+            if algorithm in REDUCESCATTERS:
+                expected = total.tensor_split(ranks.world_size)
+            for _ in range(EVERY_EPOCH):
+                assert_bits(ranks.tree_sum(parts, algorithm, out_dtype), expected)
 
 
 @pytest.mark.promise("No kernel accesses memory out of bounds or races in shared memory (`nox -s sanitize`).")

@@ -1,41 +1,6 @@
-// PTX instructions that codecs use: words that move as one access, the larger of two values, conversions.
+// PTX instructions that codecs use: the larger of two values, conversions.
 #pragma once
 #include "device/pack.cuh"
-
-// 4, 8 or 16 bytes that move as one access.
-template <int Count>
-struct alignas(4 * Count) Words {
-  u32 word[Count];
-};
-
-__device__ __forceinline__ Words<1> load_relaxed_sys(const Words<1>* address) {
-  Words<1> v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v.word[0]) : "l"(address));
-  return v;
-}
-
-__device__ __forceinline__ Words<2> load_relaxed_sys(const Words<2>* address) {
-  Words<2> v;
-  asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.word[0]), "=r"(v.word[1]) : "l"(address));
-  return v;
-}
-
-__device__ __forceinline__ Words<4> load_relaxed_sys(const Words<4>* address) {
-  const Pack p = load_relaxed_sys(reinterpret_cast<const Pack*>(address));
-  return {{p.word[0], p.word[1], p.word[2], p.word[3]}};
-}
-
-__device__ __forceinline__ void store_relaxed_sys(Words<1>* address, const Words<1>& v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v.word[0]));
-}
-
-__device__ __forceinline__ void store_relaxed_sys(Words<2>* address, const Words<2>& v) {
-  asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(v.word[0]), "r"(v.word[1]));
-}
-
-__device__ __forceinline__ void store_relaxed_sys(Words<4>* address, const Words<4>& v) {
-  store_relaxed_sys(reinterpret_cast<Pack*>(address), Pack{{v.word[0], v.word[1], v.word[2], v.word[3]}});
-}
 
 // ---- the larger of two values or magnitudes, in each half of a word or in the word; NaN if either is NaN ------------
 

@@ -1,8 +1,9 @@
 // Readiness in the data: a word of all ones means 'not yet'.
 //
 // All ones is a NaN (two NaNs in 16-bit types). A sender turns a word of all ones into another NaN. A sum with a NaN in
-// it is the canonical NaN whatever the payload, so no bit of a result depends on this. Each of a pack's four words is
-// checked, since a 16-byte store may arrive torn.
+// it is the canonical NaN whatever the payload, so no bit of a result depends on this. Each of a pack's words is
+// checked, since a store of several may arrive torn. Sums of a narrower type travel as half packs. A slot takes packs in
+// one call and half packs in another: what is said here holds for each word by itself.
 //
 // (3) Two slots alternate by the epoch's parity. The receiver arms a word again (all ones) right after reading it. The
 //     sender's next store to that word comes in its call e + 2, after its call e + 1 ended. No rank ends a call before
@@ -21,16 +22,19 @@
 
 constexpr u32 not_yet = 0xffffffffu;
 
-// The pack at offset `at` of the scratch on the rank that comes `hop` after this one.
-__device__ __forceinline__ Pack* slot(const Arguments& a, int hop, u32 at) {
-  return reinterpret_cast<Pack*>(a.ring[hop]) + at;
+// The pack, or half pack, at offset `at` of the scratch on the rank that comes `hop` after this one. Offsets count what
+// is there: one pack is two half packs.
+template <class P = Pack>
+__device__ __forceinline__ P* slot(const Arguments& a, int hop, u32 at) {
+  return reinterpret_cast<P*>(a.ring[hop]) + at;
 }
 
-__device__ __forceinline__ void push(const Arguments& a, int hop, u32 at, Pack p) {
+template <class P>
+__device__ __forceinline__ void push(const Arguments& a, int hop, u32 at, P p) {
 #pragma unroll
-  for (int w = 0; w < 4; ++w)
+  for (int w = 0; w < int(sizeof(P) / 4); ++w)
     if (p.word[w] == not_yet) p.word[w] = 0x7fff7fffu;
-  store_relaxed_sys(slot(a, hop, at), p);
+  store_relaxed_sys(slot<P>(a, hop, at), p);
 }
 
 // To every rank, including this one, so that all packs arrive in the same way. Each rank begins with its next peer.
@@ -44,20 +48,29 @@ __device__ __forceinline__ bool arrived(const Pack& p) {
   return p.word[0] != not_yet && p.word[1] != not_yet && p.word[2] != not_yet && p.word[3] != not_yet;
 }
 
+__device__ __forceinline__ bool arrived(const HalfPack& p) { return p.word[0] != not_yet && p.word[1] != not_yet; }
+
+// Makes a place wait for data again.
+__device__ __forceinline__ void arm(Pack* place) {
+  store_relaxed_sys(place, Pack{{not_yet, not_yet, not_yet, not_yet}});
+}
+__device__ __forceinline__ void arm(HalfPack* place) { store_relaxed_sys(place, HalfPack{{not_yet, not_yet}}); }
+
 // Receives one pack from each of N ranks at each of `Count` places, polled in one loop, and arms the slots again:
 // `part[i][r]` from rank `source` + r, at offset `at[i]` + r * capacity of this rank's scratch. Places may be equal.
 // False when the wait expired. With N = 1 the pack is a sum, for which its sender waits too. The wait for it has a
 // longer deadline, so that the record names the rank that did not come.
-template <int Count, int N>
+template <int Count, int N, class P>
 __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, const u32 (&at)[Count],
-                                        Pack (&part)[Count][N]) {
+                                        P (&part)[Count][N]) {
+  static_assert(N == 1 || in_a_pack<P> == 1, "half packs come from one rank at a time");
   Deadline deadline;
   while (true) {
     bool all = true;
 #pragma unroll
     for (int i = 0; i < Count; ++i)
 #pragma unroll
-      for (int r = 0; r < N; ++r) part[i][r] = load_relaxed_sys(slot(a, 0, at[i] + r * a.capacity));
+      for (int r = 0; r < N; ++r) part[i][r] = load_relaxed_sys(slot<P>(a, 0, at[i] + r * a.capacity));
 #pragma unroll
     for (int i = 0; i < Count; ++i)
 #pragma unroll
@@ -78,33 +91,32 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, in
 #pragma unroll
   for (int i = 0; i < Count; ++i)
 #pragma unroll
-    for (int r = 0; r < N; ++r)
-      store_relaxed_sys(slot(a, 0, at[i] + r * a.capacity), Pack{{not_yet, not_yet, not_yet, not_yet}});
+    for (int r = 0; r < N; ++r) arm(slot<P>(a, 0, at[i] + r * a.capacity));
   return true;
 }
 
 // The same at one place.
-template <int N>
-__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, u32 at, Pack (&part)[N]) {
+template <int N, class P>
+__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, u32 at, P (&part)[N]) {
   const u32 place[1] = {at};
-  return receive(a, call, source, place, reinterpret_cast<Pack(&)[1][N]>(part));
+  return receive(a, call, source, place, reinterpret_cast<P(&)[1][N]>(part));
 }
 
 // Receives from each of N ranks at every `stride`-th place from `first` up to `end`, counted from offset `base`, and
 // hands each place with its packs to `use`. A thread has the packs of several places in flight, as many as half an SM's
 // registers hold. If fewer places are left, it receives the packs of the first of them twice.
-template <int N, class Use>
+template <int N, class P = Pack, class Use>
 __device__ __forceinline__ void receive_each(const Arguments& a, const Call& call, int source, u32 base, u32 first,
                                              u32 end, u32 stride, const Use& use) {
   constexpr int count = N == 1 ? 4 : N <= 4 ? 2 : 1;
   for (u32 i = first; i < end; i += count * stride) {
     if (count > 1 && i + stride >= end) {  // as in a small call, whose latency counts
-      Pack last[N];
+      P last[N];
       if (receive(a, call, source, base + i, last)) use(i, last);
       return;
     }
     u32 at[count];
-    Pack part[count][N];
+    P part[count][N];
 #pragma unroll
     for (int k = 0; k < count; ++k) at[k] = base + (i + k * stride < end ? i + k * stride : i);
     if (!receive(a, call, source, at, part)) return;

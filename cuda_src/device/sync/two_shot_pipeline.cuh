@@ -28,11 +28,13 @@ constexpr u32 pipeline_depth = 3;  // PIPELINE_DEPTH in graphar/plan/scratch.py
 
 enum Shot { scattered, reduced };
 
-// The slot, on the rank that comes `hop` after this one, for what rank `from` sends of chunk k: its pack `at`.
-template <int N>
-__device__ __forceinline__ Pack* pipeline_slot(const Arguments& a, Shot shot, int hop, u32 k, int from, u32 at = 0) {
+// The slot, on the rank that comes `hop` after this one, for what rank `from` sends of chunk k: its pack, or half pack,
+// `at`.
+template <int N, class P = Pack>
+__device__ __forceinline__ P* pipeline_slot(const Arguments& a, Shot shot, int hop, u32 k, int from, u32 at = 0) {
   const u64 index = ((u64(blockIdx.x) * 2 + shot) * pipeline_depth + k % pipeline_depth) * N;
-  return after_signal_pad(a.ring[hop]) + index * a.capacity + (from * a.capacity + at);
+  Pack* const slots = after_signal_pad(a.ring[hop]) + index * a.capacity;
+  return reinterpret_cast<P*>(slots) + (in_a_pack<P> * from * a.capacity + at);
 }
 
 // How ranks, blocks and chunks share `total` units. Shards, shares and chunks are whole multiples of `Line` units, and

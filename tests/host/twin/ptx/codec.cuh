@@ -2,31 +2,6 @@
 #pragma once
 #include "device/pack.cuh"
 
-template <int Count>
-struct alignas(4 * Count) Words {
-  u32 word[Count];
-};
-
-template <int Count>
-Words<Count> load_relaxed_sys(const Words<Count>* address) {
-  Words<Count> v;
-  if constexpr (Count == 1)
-    v.word[0] = load_word(&address->word[0]);
-  else
-    visit_words<Count>([&](int w) { v.word[w] = load_word(&address->word[w]); });
-  after_load();
-  return v;
-}
-
-template <int Count>
-void store_relaxed_sys(Words<Count>* address, const Words<Count>& v) {
-  if constexpr (Count == 1)
-    simulator::post(&address->word[0], v.word[0], 4);
-  else
-    visit_words<Count>([&](int w) { simulator::post(&address->word[w], v.word[w], 4); });
-  after_access();
-}
-
 // ---- between the lanes of a warp ------------------------------------------------------------------------------------
 
 inline u32 __reduce_max_sync(u32 lanes, u32 v) {

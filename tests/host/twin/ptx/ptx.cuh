@@ -31,6 +31,11 @@ struct alignas(16) Pack {
   u32 word[4];
 };
 
+template <int Count>
+struct alignas(4 * Count) Words {
+  u32 word[Count];
+};
+
 struct alignas(16) Pair {
   u64 half[2];
 };
@@ -260,6 +265,26 @@ inline Pack load_relaxed_sys(const Pack* address) {
 
 inline void store_relaxed_sys(Pack* address, const Pack& p) {
   visit_words<4>([&](int w) { simulator::post(&address->word[w], p.word[w], 4); });
+  after_access();
+}
+
+template <int Count>
+Words<Count> load_relaxed_sys(const Words<Count>* address) {
+  Words<Count> v;
+  if constexpr (Count == 1)
+    v.word[0] = load_word(&address->word[0]);
+  else
+    visit_words<Count>([&](int w) { v.word[w] = load_word(&address->word[w]); });
+  after_load();
+  return v;
+}
+
+template <int Count>
+void store_relaxed_sys(Words<Count>* address, const Words<Count>& v) {
+  if constexpr (Count == 1)
+    simulator::post(&address->word[0], v.word[0], 4);
+  else
+    visit_words<Count>([&](int w) { simulator::post(&address->word[w], v.word[w], 4); });
   after_access();
 }
 
