@@ -14,7 +14,7 @@ from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import MATMUL_TYPES, kernels_that
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.scratch import WORLD_SIZES
-from graphar.plan.tiles import LAYOUTS, MATMUL_TILES, for_wire
+from graphar.plan.tiles import LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, for_wire
 from graphar.plan.work import Sum
 from graphar.runtime.catalogue import (
     GATHERING_KERNELS,
@@ -66,8 +66,19 @@ def catalogue() -> Iterator[KernelSource]:
     for dtype, tile in itertools.product(MATMUL_TYPES, MATMUL_TILES):
         for layout in tile.layouts:
             yield matmul_source(dtype, tile, layout)
+    yield from _partial_matmul_kernels()
     yield from _fused_matmul_kernels(epilogues)
     yield from _gathered_matmul_kernels(epilogues)
+
+
+def _partial_matmul_kernels() -> Iterator[KernelSource]:
+    """Yields the matmuls in leaves, which store partials in fp32. With all leaves of all ranks they also round them."""
+    types = itertools.cycle(MATMUL_TYPES)
+    for tile in itertools.chain(*LEAF_TILES.values()):
+        for layout, dtype in zip(tile.layouts, types, strict=False):
+            yield matmul_source(dtype, tile, layout, torch.float32)
+            if tile.leaves == LEAF_COUNTS[-1]:
+                yield matmul_source(dtype, tile, layout)
 
 
 def _plain_kernels() -> Iterator[KernelSource]:

@@ -10,10 +10,11 @@ import torch
 
 from graphar.errors import UnsupportedError
 from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
+from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
 from graphar.plan.matmuls import fastest_tile
 from graphar.plan.policy import MatmulPolicy
-from graphar.plan.tiles import MatmulTile
+from graphar.plan.tiles import LEAF_COUNTS, MatmulTile
 from graphar.runtime import launcher
 from graphar.runtime.arguments import MatmulArguments
 from graphar.runtime.catalogue import matmul_source
@@ -49,39 +50,51 @@ def matmul(
     sms: int | None = None,
     tile: MatmulTile | None = None,
     order: Order | None = None,
+    leaves: int = 1,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Returns ``a @ w.T + bias``: accumulated in fp32 in the order of K, and rounded once.
 
-    It is queued on torch's current stream.
+    With several leaves K is cut into as many, of equal length. Each is accumulated in the order of K, and they are
+    added in fp32 as a binary tree: a node of the tree of :mod:`graphar.numerics.leaf_tree`. It is queued on torch's
+    current stream.
 
     Args:
         a: [M, K], bf16 or fp16, on a device of sm_90a.
         w: [N, K], of the same dtype and device. Its rows are contiguous, as in ``torch.nn.Linear``, or its columns, as
             in the transpose of a [K, N] tensor.
-        out: [M, N], takes the result; overlaps no operand. None: a new tensor.
-        bias: [N], of the same dtype and device.
+        out: [M, N] of ``out_dtype``, takes the result; overlaps no operand. None: a new tensor.
+        bias: [N], of the dtype and device of ``a``. Not with fp32 results.
         sms: how many SMs to take; None: all.
-        tile: one of MATMUL_TILES, or another; None: the one with the least estimated time.
+        tile: one of LEAF_TILES, or another; None: the one with the least estimated time.
         order: the order of the tiles of C.
+        leaves: 1, 2, 4 or 8: all leaves of one of 8, 4, 2 or 1 ranks. Of several, each must be a multiple of 64 columns
+            of ``a``.
+        out_dtype: the dtype of the result: that of ``a``, or torch.float32 for the sum that is not rounded, such as a
+            rank's partial. None: that of ``a``.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes that do not fit together; less than one SM; a tile that does
-            not serve the layout of ``w``.
+        TypeError, ValueError: dtypes, devices or shapes that do not fit together; less than one SM; leaves that are not
+            those of ``tile``; a tile that does not serve the layout of ``w``.
         UnsupportedError: :func:`why_not` has a reason, or the kernel is not loaded yet while a graph is captured.
     """
-    _check(a, w, out, bias)
+    _check(a, w, out, bias, out_dtype)
+    if leaves not in LEAF_COUNTS:
+        raise ValueError(f"matmul: leaves must be one of {LEAF_COUNTS}, got {leaves}")
+    if tile and tile.leaves != leaves:
+        raise ValueError(f"matmul: {tile} adds {tile.leaves} leaves, got leaves={leaves}")
     if sms is not None and sms < 1:
         raise ValueError(f"matmul: sms must be 1 or more, got {sms}")
-    out = a.new_empty(a.shape[0], w.shape[0]) if out is None else out
+    out = a.new_empty(a.shape[0], w.shape[0], dtype=out_dtype) if out is None else out
     if out.numel() == 0:
         return out
     if a.shape[1] == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-    if reason := why_not(a, w, out):
+    if reason := why_not(a, w, out, leaves):
         raise UnsupportedError(f"matmul: {reason}")
     if tile and (layout := layout_of(w)) not in tile.layouts:
         raise ValueError(f"matmul: {tile} serves weights {' or '.join(tile.layouts)}, got one {layout}")
-    enqueue = bind(a, w, out, bias, sms, tile, order)
+    enqueue = bind(a, w, out, bias, sms, tile, order, leaves)
     with torch.cuda.device(a.device):
         enqueue(torch.cuda.current_stream().cuda_stream)
     return out
@@ -95,23 +108,24 @@ def bind(
     sms: int | None = None,
     tile: MatmulTile | None = None,
     order: Order | None = None,
+    leaves: int = 1,
 ) -> Callable[[int], None]:
     """Returns a function of a stream's handle that launches ``out = a @ w.T + bias``; its device must be current.
 
     It loads the kernel. The caller has checked the arguments of :func:`matmul`: K and ``out`` are not empty, and
-    :func:`why_not` has no reason.
+    :func:`why_not` has no reason. The dtype of ``out`` is ``out_dtype``.
     """
     device, layout = a.device.index, layout_of(w)
     sms = sms or launcher.sm_count(device)
-    tile = tile or default_tile(device, *out.shape, a.shape[1], sms, layout)
+    tile = tile or default_tile(device, *out.shape, a.shape[1], sms, layout, leaves)
     weights = matrix_of(w if layout == "by_rows" else w.t())
     pointer = 0 if bias is None else bias.data_ptr()
     with torch.cuda.device(device):
         return _bind(device, tile, layout, sms, order or Order(), matrix_of(a), weights, matrix_of(out), pointer)
 
 
-def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
-    """Returns why the kernel cannot compute ``out`` from ``a`` and ``w``, or an empty string."""
+def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> str:
+    """Returns why the kernel cannot compute ``out`` from ``a`` and ``w`` in ``leaves``, or an empty string."""
     if a.dtype not in MATMUL_TYPES:
         return f"the kernel has no {a.dtype}"
     if a.device.type != "cuda" or launcher.architecture(a.device.index) != MATMUL_ARCH:
@@ -123,15 +137,17 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
         return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
     if layout_of(w) is None:
         return "the rows or the columns of w must be contiguous and begin at multiples of 16 bytes"
+    if leaves > 1 and a.shape[1] % (leaves * LEAF_UNIT):
+        return f"the columns of a must be a multiple of {leaves * LEAF_UNIT} for {leaves} leaves, got {a.shape[1]}"
     return ""
 
 
-def default_tile(device: int, m: int, n: int, k: int, sms: int, layout: str = "by_rows") -> MatmulTile:
+def default_tile(device: int, m: int, n: int, k: int, sms: int, layout: str = "by_rows", leaves: int = 1) -> MatmulTile:
     """Returns the tile that :func:`matmul` takes by default for [m, k] times [k, n] on ``sms`` SMs of a device.
 
-    ``layout`` is the layout of the weight, one of LAYOUTS.
+    ``layout`` is the layout of the weight, one of LAYOUTS, and ``leaves`` one of LEAF_COUNTS.
     """
-    return fastest_tile(_policy(device).cost, m, n, k, sms, layout)
+    return fastest_tile(_policy(device).cost, m, n, k, sms, layout, leaves)
 
 
 @functools.cache
@@ -139,25 +155,33 @@ def _policy(device: int) -> MatmulPolicy:
     return find_table(torch.cuda.get_device_name(device)).matmul
 
 
-def _check(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+def _check(
+    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype | None
+) -> None:
     tensors = {"a": a, "w": w, "out": out, "bias": bias}
     for name, x in tensors.items():
         if x is None:
             continue
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"matmul: {name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype != a.dtype:
-            raise TypeError(f"matmul: {name} must have the dtype of a, {a.dtype}, got {x.dtype}")
+        wanted = (name == "out" and out_dtype) or a.dtype
+        if x.dtype != wanted:
+            whose = "the dtype of a" if wanted == a.dtype else "out_dtype"
+            raise TypeError(f"matmul: {name} must have {whose}, {wanted}, got {x.dtype}")
         if x.device != a.device:
             raise ValueError(f"matmul: {name} must be on the device of a, {a.device}, got {x.device}")
         if x.ndim != (1 if name == "bias" else 2):
             raise ValueError(f"matmul: {name} must have {1 if name == 'bias' else 2} dimensions, got {list(x.shape)}")
+    if out_dtype not in (None, a.dtype, torch.float32):
+        raise TypeError(f"matmul: out_dtype must be torch.float32 or the dtype of a, {a.dtype}, got {out_dtype}")
     if a.shape[1] != w.shape[1]:
         raise ValueError(f"matmul: a and w must have equally many columns, got {list(a.shape)} and {list(w.shape)}")
     if out is not None and out.shape != (a.shape[0], w.shape[0]):
         raise ValueError(f"matmul: out must be {[a.shape[0], w.shape[0]]}, got {list(out.shape)}")
     if bias is not None and (bias.shape[0] != w.shape[0] or not bias.is_contiguous()):
         raise ValueError(f"matmul: bias must be {[w.shape[0]]} and contiguous, got {list(bias.shape)}")
+    if bias is not None and out_dtype == torch.float32:
+        raise ValueError("matmul: a bias is added to rounded results only, got out_dtype=torch.float32")
 
 
 def layout_of(w: torch.Tensor) -> str | None:
@@ -179,8 +203,8 @@ def weight_map(tile: MatmulTile, layout: str, w: Matrix) -> TensorMap:
 
 
 @functools.cache
-def _function(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str):
-    source = matmul_source(dtype, tile, layout)
+def _function(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype):
+    source = matmul_source(dtype, tile, layout, out_dtype)
     return launcher.load(source, device, tile.shared_nbytes, f"matmul: {tile} for {dtype}")
 
 
@@ -196,4 +220,4 @@ def _bind(
     # overlaps=False: a launch that overlaps an all-reduce or a norm made both up to 9 % slower on 2 H200s.
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
     maps = [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS)]
-    return Launch(_function(device, a.dtype, tile, layout), [*maps, arguments], grid).enqueue
+    return Launch(_function(device, a.dtype, tile, layout, c.dtype), [*maps, arguments], grid).enqueue

@@ -10,10 +10,11 @@ import torch
 
 from graphar.runtime.driver import check, driver
 
-BOX_COLUMNS = 64  # 128 bytes of a 16-bit type: a swizzled row, as in cuda_src/device/ptx/tensor_map.cuh
+_ROW_NBYTES = 128  # of a box: a swizzled row, as in cuda_src/device/ptx/tensor_map.cuh
+BOX_COLUMNS = _ROW_NBYTES // 2  # of a 16-bit type
 # The alignment, in bytes, of the buffer that the driver writes a map to. Objects of cuda.bindings are aligned to less.
 _ALIGNMENT = 128
-_TYPES = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}  # as the driver names them
+_TYPES = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT32"}  # as the driver names them
 
 
 class TensorMap(ctypes.Structure):
@@ -27,7 +28,7 @@ class Matrix:
     """A matrix whose rows are contiguous, in device memory."""
 
     pointer: int  # the address of its first element
-    dtype: torch.dtype  # torch.bfloat16 or torch.float16
+    dtype: torch.dtype  # torch.bfloat16, torch.float16 or torch.float32
     rows: int  # the number of rows
     columns: int  # the elements of a row
     leading: int  # the elements from the begin of one row to the begin of the next
@@ -36,16 +37,17 @@ class Matrix:
 def matrix_of(x: torch.Tensor) -> Matrix | None:
     """Returns a 2-D tensor as a matrix for a tensor map; None if it cannot have one.
 
-    It can have one if its rows are contiguous and begin at multiples of 16 bytes, its dtype is bf16 or fp16, and it is
-    not empty.
+    It can have one if its rows are contiguous and begin at multiples of 16 bytes, its dtype is bf16, fp16 or fp32, and
+    it is not empty.
     """
     if x.dtype not in _TYPES or x.numel() == 0 or max(x.shape) >= 1 << 31:
         return None
     rows, columns = x.shape
     # With one row or one column, torch's stride may have any value.
-    leading = x.stride(0) if rows > 1 else -(-columns // 8) * 8
+    unit = 16 // x.dtype.itemsize
+    leading = x.stride(0) if rows > 1 else -(-columns // unit) * unit
     contiguous = columns == 1 or x.stride(1) == 1
-    if not contiguous or leading < columns or leading % 8 or x.data_ptr() % 16:
+    if not contiguous or leading < columns or leading % unit or x.data_ptr() % 16:
         return None
     return Matrix(x.data_ptr(), x.dtype, rows, columns, leading)
 
@@ -63,7 +65,7 @@ def aligned_copy(x: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def tensor_map(matrix: Matrix, box_rows: int) -> TensorMap:
-    """Returns the tensor map of a matrix that is moved in boxes of ``box_rows``, at most 256, by BOX_COLUMNS.
+    """Returns the tensor map of a matrix that is moved in boxes of ``box_rows``, at most 256, by 128 bytes.
 
     Maps are cached by address and shape. A cached map stays valid when the memory is reused: it holds no data.
     """
@@ -80,7 +82,7 @@ def tensor_map(matrix: Matrix, box_rows: int) -> TensorMap:
         matrix.pointer,
         (ctypes.c_uint64 * 2)(matrix.columns, matrix.rows),
         (ctypes.c_uint64 * 1)(matrix.leading * matrix.dtype.itemsize),
-        (ctypes.c_uint32 * 2)(BOX_COLUMNS, box_rows),
+        (ctypes.c_uint32 * 2)(_ROW_NBYTES // matrix.dtype.itemsize, box_rows),
         (ctypes.c_uint32 * 2)(1, 1),
         *map(int, (interleave, swizzle, promotion, outside)),
     )

@@ -13,7 +13,7 @@ from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
 from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
 from graphar.plan.tables import Table
-from graphar.plan.tiles import GATHERED_TILES, MATMUL_TILES, MatmulTile, SkinnyTile, for_wire
+from graphar.plan.tiles import GATHERED_TILES, LEAF_TILES, MatmulTile, SkinnyTile, for_wire
 from graphar.plan.work import Product
 
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
@@ -116,12 +116,14 @@ def _fills_waves(policy: MatmulPolicy, columns: int, chip: Chip) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def fastest_tile(cost: TileCost, m: int, n: int, k: int, sms: int, layout: str = "by_rows") -> MatmulTile:
+def fastest_tile(
+    cost: TileCost, m: int, n: int, k: int, sms: int, layout: str = "by_rows", leaves: int = 1
+) -> MatmulTile:
     """Returns the tile of a plain matmul that is estimated to multiply [m, k] by [k, n] fastest on ``sms`` SMs.
 
-    ``layout`` is the layout of the weight, one of LAYOUTS.
+    ``layout`` is the layout of the weight, one of LAYOUTS, and ``leaves`` one of LEAF_COUNTS.
     """
-    fitting = [tile for tile in MATMUL_TILES if layout in tile.layouts]
+    fitting = [tile for tile in LEAF_TILES[leaves] if layout in tile.layouts]
     return min(fitting, key=lambda tile: clocks(cost, tile, [m], n, k, sms))
 
 

@@ -237,7 +237,8 @@ def _is_positive(value: Any) -> bool:
 
 def _written(policy: Any) -> dict[str, Any]:
     """Returns the JSON of a dataclass, which ``_read`` reads."""
-    return {name: one for name, one in dataclasses.asdict(policy).items() if name in _types_of(type(policy))}
+    values = {name: getattr(policy, name) for name in _types_of(type(policy))}
+    return {name: _written(one) if dataclasses.is_dataclass(one) else one for name, one in values.items()}
 
 
 def _read(kind: type, content: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from graphar.numerics.codecs import Codec
 
 LAYOUTS = ("by_rows", "by_columns")  # layouts of the weight: OperandLayout in cuda_src/device/matmul/tiles.cuh
+
+LEAF_COUNTS = (1, 2, 4, 8)  # leaves of a rank: of all 8 ranks, of 4, of 2 and of one (graphar.numerics.leaf_tree)
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,14 @@ class MatmulTile:
     # Otherwise each warpgroup computes 64 rows of the same tile.
     alternating: bool = False
     recorded: bool = False  # whether the kernel writes a timeline of its warps
+    # Leaves into which K is cut, added as a binary tree: 1, 2, 4 or 8. A caller asks for them: no part of tables.
+    leaves: int = field(default=1, metadata={"measured": False})
+
+    def __post_init__(self) -> None:
+        if self.leaves not in LEAF_COUNTS:
+            raise ValueError(f"a tile must have {LEAF_COUNTS} leaves, got {self.leaves}")
+        if self.leaves > 1 and (self.alternating or self.consumers > 2):
+            raise ValueError("consumers that alternate, and three consumers, have too few registers to add leaves")
 
     @property
     def threads(self) -> int:
@@ -41,8 +51,16 @@ class MatmulTile:
         """Dynamic shared memory of a block, as the kernels' ring of stages lays it out."""
         loaded = self.stages * (self.rows + self.columns) * 128
         boxes = -(-self.columns // 64)
-        staged = self.consumers * (boxes if self.whole else min(boxes, 2 if self.consumers <= 2 else 1)) * 8192
-        return loaded + staged + self.stages * 16
+        staged = boxes if self.whole else min(boxes, 2 if self.consumers <= 2 else 1)
+        if self.spills:
+            staged = self.columns // 32
+        return loaded + self.consumers * staged * 8192 + self.stages * 16
+
+    @property
+    def spills(self) -> bool:
+        """Whether the sum of the first half of the leaves waits in shared memory: registers do not hold all nodes."""
+        nodes = self.leaves.bit_length()  # at the same time, of which a thread has half as many sums as columns
+        return nodes * self.columns // 2 > 192
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -51,7 +69,8 @@ class MatmulTile:
 
     def __str__(self) -> str:
         flags = [str(flag).lower() for flag in (self.whole, self.alternating, self.recorded)]
-        return f"MatmulTile<{', '.join(map(str, [self.rows, self.columns, self.stages, self.cluster, *flags]))}>"
+        arguments = [self.rows, self.columns, self.stages, self.cluster, *flags, self.leaves]
+        return f"MatmulTile<{', '.join(map(str, arguments))}>"
 
 
 @dataclass(frozen=True)
@@ -95,6 +114,27 @@ MATMUL_TILES = (
     MatmulTile(192, 160, stages=4),
     MatmulTile(192, 192, stages=4),
 )
+# The tiles of the plain matmul, by the leaves of K. More leaves need more registers, or shared memory.
+LEAF_TILES = {
+    1: MATMUL_TILES,
+    2: (
+        MatmulTile(64, 64, stages=12, leaves=2),
+        MatmulTile(64, 128, stages=8, leaves=2),
+        MatmulTile(64, 192, stages=6, leaves=2),
+        MatmulTile(128, 128, stages=6, leaves=2),
+        MatmulTile(128, 192, stages=4, leaves=2),
+    ),
+    4: (
+        MatmulTile(64, 64, stages=12, leaves=4),
+        MatmulTile(64, 128, stages=8, leaves=4),
+        MatmulTile(128, 128, stages=6, leaves=4),
+    ),
+    8: (
+        MatmulTile(64, 64, stages=12, leaves=8),
+        MatmulTile(64, 128, stages=8, leaves=8),
+        MatmulTile(128, 128, stages=5, leaves=8),
+    ),
+}
 # The tiles of matmuls that gather rows. All are loaded together, since ranks may choose different ones.
 GATHERED_TILES = (
     MatmulTile(64, 64, stages=12),

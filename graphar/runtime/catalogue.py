@@ -96,9 +96,14 @@ def residual_norm_backward_sources(dtype: torch.dtype, packs: int, stages: int) 
     return rows, KernelSource(file, f"residual_rmsnorm_backward_weight<{name}>")
 
 
-def matmul_source(dtype: torch.dtype, tile: MatmulTile, layout: str) -> KernelSource:
-    """Returns the kernel of a plain matmul, for one of MATMUL_TYPES, a tile, and one of LAYOUTS for the weight."""
-    name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}>"
+def matmul_source(
+    dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype | None = None
+) -> KernelSource:
+    """Returns the kernel of a plain matmul, for one of MATMUL_TYPES, a tile, and one of LAYOUTS for the weight.
+
+    ``out_dtype`` is ``dtype`` or torch.float32; None: ``dtype``.
+    """
+    name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}, {TYPE_NAMES[out_dtype or dtype]}>"
     return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
 
 

@@ -6,13 +6,14 @@ decoded. tests/matmul/test_matmul_gpu.py tests what needs a GPU.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
 
-from graphar import reference
 from graphar.matmul.gemm import STORE_COLUMNS
+from graphar.numerics import leaf_tree
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.config import Config
@@ -35,65 +36,86 @@ TILES = (
     MatmulTile(192, 160, 2),
     MatmulTile(128, 64, 3, alternating=True),
 )
-KINDS = tuple([(dtype, tile, layout) for dtype in MATMUL_TYPES for tile in TILES for layout in tile.layouts])
+# K in several leaves. The sum of the first half waits in shared memory in the last two.
+LEAF_TILES = (
+    MatmulTile(64, 64, 2, leaves=2),
+    MatmulTile(128, 64, 3, cluster=2, leaves=4),
+    MatmulTile(64, 64, 2, leaves=8),
+    MatmulTile(64, 160, 2, leaves=4),
+    MatmulTile(128, 128, 2, leaves=8),
+)
+# Dtype, tile, layout of the weight, dtype of the result.
+ROUNDED = [(dtype, tile, layout, dtype) for dtype in MATMUL_TYPES for tile in TILES for layout in tile.layouts]
+OF_LEAVES = [
+    (dtype, tile, layout, result)
+    for dtype, tile in itertools.product(MATMUL_TYPES, LEAF_TILES)
+    for layout, result in itertools.product(tile.layouts, (dtype, torch.float32))
+]
+IN_FP32 = [(torch.bfloat16, tile, "by_rows", torch.float32) for tile in TILES]
+KINDS = (*ROUNDED, *OF_LEAVES, *IN_FP32)
 SEEDS = {"plain": 6, "thread": 1, "address": 2}
 OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # any: Simulation requires one
 MOST_SEEDS = 30  # until a mistake is noticed
 
 
 def program_of(kinds, sanitizer, mutation=None):
-    names = [f"one_matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}>" for dtype, tile, layout in kinds]
-    return build(tuple(KernelSource("one_matmul.cu", name) for name in names), sanitizer, mutation)
+    names = [", ".join([TYPE_NAMES[kind[0]], str(kind[1]), kind[2], TYPE_NAMES[kind[3]]]) for kind in kinds]
+    return build(tuple(KernelSource("one_matmul.cu", f"one_matmul<{name}>") for name in names), sanitizer, mutation)
 
 
 class Integers:
-    """Operands whose product is exact, in whatever order it is added."""
+    """Operands whose product is exact, in whatever order it is added. It is not rounded yet, and so are those below."""
 
     @staticmethod
     def operand(shape, generator):
         return torch.randint(-8, 9, shape, generator=generator)
 
     @staticmethod
-    def product(a, w, bias):
-        return (a.double() @ w.double().t() + bias.double()).to(a.dtype)
+    def product(a, w, bias, leaves):
+        return a.double() @ w.double().t() + bias.double()
 
 
 class RandomData:
-    """Operands whose product has the bits of its order."""
+    """Operands whose product has the bits of its order: of K, or of the tree of its leaves."""
 
     @staticmethod
     def operand(shape, generator):
         return torch.randn(shape, generator=generator)
 
     @staticmethod
-    def product(a, w, bias):
-        return reference.linear(a, w, bias[0], tp_invariant=True)
+    def product(a, w, bias, leaves):
+        return leaf_tree.partial(a, w, leaf_tree.LEAVES // leaves) + bias
 
 
 def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0, data=Integers, **of_call) -> int:
     """How many elements and guards are wrong after one matmul. The seed decides its size; ``largest`` scales it."""
-    dtype, tile, layout = kind
+    dtype, tile, layout, result = kind
     choices = random.Random(f"{kind} {seed}")
     height = tile.rows * tile.cluster
     m, n = (choices.randint(1, int(most * largest)) for most in (2.5 * height, 2 * tile.columns + 70))
     n = -(-n // STORE_COLUMNS) * STORE_COLUMNS
     k, rows = choices.randint(1, int(300 * largest)), -(-m // height)
+    if tile.leaves > 1:
+        k = leaf_tree.LEAF_UNIT * tile.leaves * choices.randint(1, 2)
     generator = torch.Generator().manual_seed(seed)
     a, w, bias = (data.operand(shape, generator).to(dtype) for shape in ((m, k), (n, k), (1, n)))
-    with_bias = choices.random() < 0.5
+    with_bias = result == dtype and choices.random() < 0.5
     x = packed([m, n, k, choices.randrange(rows), choices.randint(1, rows), with_bias], a, w, bias, layout)
-    nbytes = m * n * dtype.itemsize
+    nbytes = m * n * result.itemsize
     shape = Config(OF_ANY_KIND, tile.cluster * choices.randint(1, 3), tile.threads)
     simulation = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, tile.shared_nbytes + 2048), index, seed)
 
     (outcome,) = simulation.run([Call(0, shape, [x], (len(x),), (nbytes,), cluster=tile.cluster, **of_call)])
 
-    expected = data.product(a, w, bias if with_bias else torch.zeros_like(bias))
+    expected = data.product(a, w, bias if with_bias else torch.zeros_like(bias), tile.leaves).to(result)
     return wrong_elements(outcome.results[0], expected) + outcome.broken_guards
 
 
+every_tile = pytest.mark.parametrize("tile", [*TILES, *LEAF_TILES], ids=str)
+
+
 @pytest.mark.parametrize("sanitizer", SEEDS)
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@every_tile
 def test_integers_give_the_exact_result(tile, sanitizer):
     kinds = [kind for kind in KINDS if kind[1] == tile and (sanitizer == "plain" or kind[0] is torch.bfloat16)]
     program = program_of(kinds, sanitizer)
@@ -103,7 +125,7 @@ def test_integers_give_the_exact_result(tile, sanitizer):
             assert wrong_bytes(program, index, kind, seed, 1.0 if sanitizer == "plain" else 0.5) == 0, (kind, seed)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@every_tile
 def test_random_data_are_added_in_the_order_of_the_specification(tile):
     kinds = [kind for kind in KINDS if kind[1] == tile]
     program = program_of(kinds, "plain")
@@ -121,7 +143,7 @@ def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
-FILES = ("device/matmul/ring.cuh", "device/matmul/pipeline.cuh", "device/matmul/tile_store.cuh")
+FILES = tuple([f"device/matmul/{name}.cuh" for name in ("ring", "pipeline", "tile_store", "leaf_tree")])
 WAIT_AND_RELEASE = "wait_for_all_but_last_products();\n      if (k > 0) release(before);"
 LAST_WAIT_AND_RELEASE = "wait_for_products(sums);\n    release(last);"
 MUTANTS = {
@@ -146,7 +168,7 @@ MUTANTS = {
         "",
         "plain",
     ),
-    "sums that go on from the tile before": ("k + step == 0", "at.use + at.place + step == 0", "plain"),
+    "sums that go on from the tile before": ("k + step == 0", "0 * k + at.use + at.place + step == 0", "plain"),
     "a staged box written before the one before was read": (
         "if (leader && box > 0) wait_for_bulk_sources<Tile::staged - 1>();",
         "",
@@ -164,7 +186,7 @@ MUTANTS = {
     ),
     "a box sent without a fence": ("      fence_async_proxy_shared();\n      sync", "      sync", "thread"),
     "mbarriers made without a fence": ("    }\n    fence_async_proxy_shared();", "    }", "thread"),
-    "products that follow an access to their sums without a fence": ("      fence_sums();\n", "", "plain"),
+    "products that follow an access to their sums without a fence": ("    fence_sums();\n", "", "plain"),
     "a kernel that ends before its stores": ("    if (leader) wait_for_bulk_stores();\n", "", "thread"),
 }
 
@@ -175,9 +197,9 @@ def _file_of(text: str) -> str:
     return file
 
 
-def is_noticed(program, kind, seed: int, largest: float) -> bool:
+def is_noticed(program, kind, seed: int, largest: float, data=Integers) -> bool:
     try:
-        return wrong_bytes(program, 0, kind, seed, largest) > 0
+        return wrong_bytes(program, 0, kind, seed, largest, data) > 0
     except KernelFailure:
         return True
 
@@ -210,7 +232,7 @@ MUTANTS_OF_OTHER_TILES = {
 @pytest.mark.parametrize("mistake", MUTANTS_OF_OTHER_TILES)
 def test_a_mistake_of_other_tiles_is_noticed(mistake):
     tile, old, new = MUTANTS_OF_OTHER_TILES[mistake]
-    kind = (torch.bfloat16, tile, "by_rows")
+    kind = (torch.bfloat16, tile, "by_rows", torch.bfloat16)
     program = program_of([kind], "plain", Mutation(_file_of(old), old, new))
 
     assert any(is_noticed(program, kind, seed, 1.0) for seed in range(MOST_SEEDS))
@@ -219,7 +241,101 @@ def test_a_mistake_of_other_tiles_is_noticed(mistake):
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_a_mistake_is_noticed(mistake):
     old, new, sanitizer = MUTANTS[mistake]
-    kind = (torch.bfloat16, MatmulTile(64, 192, 2, cluster=2), "by_rows")
+    kind = (torch.bfloat16, MatmulTile(64, 192, 2, cluster=2), "by_rows", torch.bfloat16)
     program = program_of([kind], sanitizer, Mutation(_file_of(old), old, new))
 
     assert any(is_noticed(program, kind, seed, 1.0 if sanitizer == "plain" else 0.5) for seed in range(MOST_SEEDS))
+
+
+# ---- leaves ----
+
+TREE, SPILLING = MatmulTile(64, 64, 2, leaves=8), MatmulTile(64, 128, 2, leaves=8)
+SOON_SAVED = MatmulTile(64, 256, 2, leaves=2)  # the boxes of the tile before may still be on their way
+FIRST_PRODUCTS = "multiplier.queue_place(operands, at, nodes[leaf], 0);"
+SAVED_SUM = "sums[i + w] = __uint_as_float(pack.word[w]) + sums[i + w];"
+# Random data tell an order of additions. Integers tell everything else.
+MUTANTS_OF_ORDER = {
+    "leaves added one after another": (TREE, "width & leaf;", "width == 1 && leaf > 0;"),
+    "the halves of the leaves interleaved": (
+        TREE,
+        "int width = 1; width & leaf; width *= 2",
+        "int width = leaves / 2; width & leaf; width /= 2",
+    ),
+    "a first leaf that is a step too long": (
+        TREE,
+        "k < multiplier.a.k / leaves;",
+        "k < multiplier.a.k / leaves + (leaf == 0) * tile_depth - (leaf == 1) * tile_depth;",
+    ),
+    "a leaf that goes on from the one before": (
+        TREE,
+        FIRST_PRODUCTS,
+        """if (leaf > 0) {
+          wait_for_products(nodes[leaf - 1]);
+          for (int i = 0; i < count; ++i) nodes[leaf][i] = nodes[leaf - 1][i], nodes[leaf - 1][i] = 0;
+        }
+        multiplier.queue_place(operands, at, nodes[leaf], leaf);""",
+    ),
+    "a sum that waits in shared memory rounded to bf16": (
+        SPILLING,
+        SAVED_SUM,
+        "sums[i + w] = __uint_as_float(pack.word[w] & 0xffff0000u) + sums[i + w];",
+    ),
+}
+MUTANTS_OF_LEAVES = {
+    "a leaf added before its products are complete": (TREE, "wait_for_all_but_last_products(nodes[leaf - 1]);", ""),
+    "a place given back before the products of a leaf are complete": (
+        TREE,
+        "wait_for_all_but_last_products(nodes[leaf - 1]);\n        multiplier.release(before);",
+        "multiplier.release(before);\n        wait_for_all_but_last_products(nodes[leaf - 1]);",
+    ),
+    "a leaf that begins with the sums of the tile before": (TREE, FIRST_PRODUCTS, FIRST_PRODUCTS.replace("0", "1")),
+    "a sum saved before its products are complete": (
+        SPILLING,
+        "multiplier.finish(nodes[leaf - 1], before);",
+        "multiplier.release(before);",
+    ),
+    "a sum saved over boxes that were not read": (
+        SOON_SAVED,
+        "if (threadIdx.x % 128 == 0) wait_for_bulk_sources<0>();",
+        "",
+    ),
+    "a sum saved before the first thread has waited for the boxes": (
+        SOON_SAVED,
+        "    sync_warpgroup(1 + multiplier.index);\n",
+        "",
+    ),
+    "a box over a saved sum that was not read": (
+        SPILLING,
+        "if (box == 0 || box >= Tile::staged) {",
+        "if (box >= Tile::staged) {",
+    ),
+    "a saved sum that is not added": (SPILLING, SAVED_SUM, "sums[i + w] += 0 * pack.word[w];"),
+    "the sum of one consumer saved over that of another": (
+        MatmulTile(128, 128, 2, leaves=8),
+        "multiplier.ring.staging + multiplier.index * Tile::staged * box_nbytes",
+        "multiplier.ring.staging",
+    ),
+    "boxes of the next consumer over a saved sum": (
+        MatmulTile(128, 128, 2, leaves=8),
+        "(index * Tile::staged + box % Tile::staged) * box_nbytes",
+        "(index + box % Tile::staged) * box_nbytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MUTANTS_OF_ORDER)
+def test_another_order_of_additions_is_noticed(mistake):
+    tile, old, new = MUTANTS_OF_ORDER[mistake]
+    kind = (torch.bfloat16, tile, "by_rows", torch.float32)
+    program = program_of([kind], "plain", Mutation(_file_of(old), old, new))
+
+    assert any(is_noticed(program, kind, seed, 0.5, RandomData) for seed in range(3))
+
+
+@pytest.mark.parametrize("mistake", MUTANTS_OF_LEAVES)
+def test_a_mistake_in_leaves_is_noticed(mistake):
+    tile, old, new = MUTANTS_OF_LEAVES[mistake]
+    kind = (torch.bfloat16, tile, "by_rows", torch.bfloat16)
+    program = program_of([kind], "plain", Mutation(_file_of(old), old, new))
+
+    assert any(is_noticed(program, kind, seed, 1.0) for seed in range(MOST_SEEDS))

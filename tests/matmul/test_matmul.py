@@ -1,6 +1,7 @@
 """graphar's matmul without a GPU: what its kernels compile to, what it launches, and the arguments it refuses."""
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -18,16 +19,23 @@ from graphar.matmul.tensor_maps import Matrix, matrix_of
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.matmuls import fastest_tile
 from graphar.plan.tables import shipped_table
-from graphar.plan.tiles import LAYOUTS, MATMUL_TILES, MatmulTile
+from graphar.plan.tiles import LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
 from graphar.runtime import compiler
 from graphar.runtime.catalogue import fused_matmul_source, matmul_source
 from perf.cubin import resources
 
 POLICY = shipped_table("nvidia_h200").matmul
 SHARED_NBYTES_OF_A_BLOCK = 227 * 1024  # on sm_90
-every_tile = pytest.mark.parametrize("tile", MATMUL_TILES, ids=str)
+EVERY_TILE = tuple(itertools.chain(*LEAF_TILES.values()))
+every_tile = pytest.mark.parametrize("tile", EVERY_TILE, ids=str)
 every_kind = pytest.mark.parametrize(
-    ("tile", "layout"), [(tile, layout) for tile in MATMUL_TILES for layout in tile.layouts], ids=str
+    ("tile", "layout", "out_dtype"),
+    [
+        (tile, layout, out_dtype)
+        for tile in EVERY_TILE
+        for layout, out_dtype in itertools.product(tile.layouts, (torch.bfloat16, torch.float32))
+    ],
+    ids=str,
 )
 SIZES = [1, 16, 64, 129, 256, 1000, 4096, 16384]
 
@@ -54,8 +62,8 @@ def columns_of(rows, columns, leading, dtype=torch.bfloat16):
 
 
 @every_kind
-def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers(tile, layout):
-    image, symbol, log = compile_with_log(matmul_source(torch.bfloat16, tile, layout))
+def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers(tile, layout, out_dtype):
+    image, symbol, log = compile_with_log(matmul_source(torch.bfloat16, tile, layout, out_dtype))
     needed = resources(image, symbol)
 
     assert log.strip() == ""  # it would say that it serializes wgmma, or ignores setmaxnreg
@@ -93,10 +101,33 @@ def test_a_block_fits_into_an_sm(tile):
 # ---- which tile -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("leaves", LEAF_COUNTS)
 @pytest.mark.parametrize("m", SIZES)
 @pytest.mark.parametrize("sms", [1, 2, 7, 108, 120, 132])
-def test_every_matrix_has_a_tile(m, sms):
-    assert all(fastest_tile(POLICY.cost, m, n, 1024, sms) in MATMUL_TILES for n in SIZES)
+def test_every_matrix_has_a_tile(m, sms, leaves):
+    for layout, n in itertools.product(LAYOUTS, SIZES):
+        tile = fastest_tile(POLICY.cost, m, n, 1024, sms, layout, leaves)
+        assert tile in LEAF_TILES[leaves]
+        assert layout in tile.layouts
+
+
+def test_tiles_have_the_leaves_under_which_they_are_listed():
+    assert {leaves: {tile.leaves for tile in tiles} for leaves, tiles in LEAF_TILES.items()} == {
+        leaves: {leaves} for leaves in LEAF_COUNTS
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"leaves": 3}, "a tile must have (1, 2, 4, 8) leaves, got 3"),
+        ({"leaves": 2, "alternating": True}, "consumers that alternate, and three consumers, have too few registers"),
+        ({"leaves": 2, "rows": 192}, "consumers that alternate, and three consumers, have too few registers"),
+    ],
+)
+def test_a_tile_that_no_kernel_can_compute_is_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MatmulTile(**{"rows": 64, "columns": 64, "stages": 2} | options)
 
 
 def name_of(tile):
@@ -200,6 +231,22 @@ def test_the_blocks_of_a_cluster_share_the_boxes_of_w(launches, layout, cluster,
     assert (a, w, c) == (128, rows, 64)
 
 
+def test_a_result_in_fp32_takes_the_kernel_that_does_not_round(launches, monkeypatch):
+    asked, tile = [], MatmulTile(64, 64, 12, leaves=8)
+    monkeypatch.setattr(gemm, "_function", lambda *arguments: asked.append(arguments))
+    a, w = (Matrix(0, torch.bfloat16, rows, 512, 512) for rows in (100, 72))
+
+    gemm._bind(0, tile, "by_rows", 132, gemm.Order(), a, w, Matrix(0, torch.float32, 100, 72, 72), 0)
+
+    assert asked == [(0, torch.bfloat16, tile, "by_rows", torch.float32)]
+
+
+def test_the_default_tile_has_the_leaves(monkeypatch):
+    monkeypatch.setattr(gemm, "_policy", lambda device: POLICY)
+
+    assert [gemm.default_tile(0, 64, 1024, 1024, 132, leaves=count).leaves for count in LEAF_COUNTS] == [*LEAF_COUNTS]
+
+
 # ---- operands -------------------------------------------------------------------------------------------------------
 
 
@@ -222,9 +269,10 @@ def test_one_row_or_one_column_may_have_any_stride():
         columns_of(5, 8, 16)[:, 1:],
         columns_of(1, 8, 8).expand(5, 8),
         columns_of(0, 8, 8),
-        columns_of(5, 8, 8, torch.float32),
+        columns_of(5, 8, 8, torch.float64),
+        columns_of(5, 6, 6, torch.float32),
     ],
-    ids=["rows of 14 bytes", "columns", "misaligned", "one row repeated", "nothing", "fp32"],
+    ids=["rows of 14 bytes", "columns", "misaligned", "one row repeated", "nothing", "fp64", "rows of 24 bytes"],
 )
 def test_what_the_copy_engine_cannot_read_is_no_matrix(x):
     assert matrix_of(x) is None
@@ -246,6 +294,18 @@ def test_a_map_is_made_once(monkeypatch):
     tensor_maps.tensor_map.cache_clear()
 
 
+def test_boxes_of_fp32_are_as_many_bytes_wide(monkeypatch):
+    made = []
+    monkeypatch.setattr(tensor_maps, "_encode_tiled", lambda: lambda place, *rest: made.append(rest) or 0)
+    tensor_maps.tensor_map.cache_clear()
+
+    tensor_maps.tensor_map(Matrix(4096, torch.float32, 5, 7, 12), 64)
+
+    ((dtype, _, _, _, strides, box, *_),) = made
+    assert (dtype, [*strides], [*box]) == (7, [48], [32, 64])
+    tensor_maps.tensor_map.cache_clear()
+
+
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 A, W = columns_of(4, 16, 16), columns_of(8, 16, 16)
@@ -264,6 +324,14 @@ A, W = columns_of(4, 16, 16), columns_of(8, 16, 16)
         ({"out": A}, "out must be [4, 8], got [4, 16]"),
         ({"bias": A[0]}, "bias must be [8] and contiguous, got [16]"),
         ({"sms": 0}, "sms must be 1 or more, got 0"),
+        ({"leaves": 3}, "leaves must be one of (1, 2, 4, 8), got 3"),
+        ({"leaves": 2, "tile": MatmulTile(64, 64, 2)}, "false, 1> adds 1 leaves, got leaves=2"),
+        (
+            {"out_dtype": torch.float16},
+            "out_dtype must be torch.float32 or the dtype of a, torch.bfloat16, got torch.f",
+        ),
+        ({"out_dtype": torch.float32, "out": W}, "out must have out_dtype, torch.float32, got torch.bfloat16"),
+        ({"out_dtype": torch.float32, "bias": W[0, :8]}, "a bias is added to rounded results only"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_by_name(arguments, message):
@@ -280,6 +348,21 @@ def test_an_order_that_is_none_is_refused(first_row, group_rows):
 def test_a_matmul_on_the_cpu_is_refused_with_the_reason():
     with pytest.raises(UnsupportedError, match="needs a device of sm_90a, got tensors on cpu"):
         gemm.matmul(A, W)
+
+
+@pytest.mark.parametrize(("leaves", "k"), [(2, 64), (4, 128), (8, 256), (8, 576), (2, 100)])
+def test_columns_that_are_no_whole_leaves_are_refused_by_name(monkeypatch, leaves, k):
+    monkeypatch.setattr(gemm.launcher, "architecture", lambda _: "sm_90a")
+    a, w, out = (
+        SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=shape, numel=lambda: 1)
+        for shape in ((4, k), (8, k), (4, 8))
+    )
+    monkeypatch.setattr(gemm, "matrix_of", lambda _: True)
+
+    reason = gemm.why_not(a, w, out, leaves)
+
+    assert reason == f"the columns of a must be a multiple of {64 * leaves} for {leaves} leaves, got {k}"
+    assert gemm.why_not(a, w, out) == ""
 
 
 def test_no_rows_or_no_columns_give_an_empty_result():

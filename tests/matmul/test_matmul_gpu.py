@@ -7,10 +7,11 @@ import torch
 
 from graphar.errors import UnsupportedError
 from graphar.matmul.gemm import Order, matmul
+from graphar.numerics.leaf_tree import LEAVES, tree_sum
 from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.matmuls import fastest_tile
 from graphar.plan.tables import shipped_table
-from graphar.plan.tiles import LAYOUTS, MATMUL_TILES, MatmulTile
+from graphar.plan.tiles import LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
 from graphar.runtime.launcher import sm_count
 from tests.cases import same_bits
 
@@ -213,6 +214,120 @@ def test_calls_in_a_row_each_see_the_one_before():
         graph.replay()
 
     assert x.equal(first.roll(5 * 64, dims=1))
+
+
+# ---- leaves of K -----------------------------------------------------------------------------------------------------
+
+every_count = pytest.mark.parametrize("leaves", LEAF_COUNTS)
+every_tile_of_leaves = pytest.mark.parametrize("tile", list(itertools.chain(*LEAF_TILES.values())), ids=str)
+
+
+def partials(a: torch.Tensor, w: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """What each rank computes of a row-parallel layer, in fp32."""
+    leaves = LEAVES // world_size
+    shares = zip(a.chunk(world_size, 1), w.chunk(world_size, 1), strict=True)
+    return [matmul(*share, leaves=leaves, out_dtype=torch.float32) for share in shares]
+
+
+@every_tile_of_leaves
+@every_dtype
+def test_integers_give_the_exact_sum_of_leaves(tile, dtype):
+    for m, n, steps, layout in itertools.product(TAILS, COLUMNS, (1, 3), tile.layouts):
+        k = 64 * tile.leaves * steps
+        a, w = integers(m, k, dtype, seed=1), integers(n, k, dtype, seed=2)
+        for out_dtype in (dtype, torch.float32):
+            out = Framed(torch.zeros(m, n, dtype=out_dtype, device="cuda"))
+            matmul(operand(a), operand(w, layout), out.inside, tile=tile, leaves=tile.leaves, out_dtype=out_dtype)
+            assert out.inside.equal(exact(a.float(), w.float()).to(out_dtype)), (m, n, k, layout, out_dtype)
+            assert out.frame_is_untouched(), (m, n, k, layout, out_dtype)
+
+
+@every_tile_of_leaves
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_more_tiles_than_sms_give_the_exact_sum_of_leaves(tile, out_dtype):
+    a, w = integers(4095, 1536, torch.bfloat16, seed=1), integers(2056, 1536, torch.bfloat16, seed=2)
+
+    for sms in (None, 7):
+        out = matmul(a, w, tile=tile, leaves=tile.leaves, out_dtype=out_dtype, sms=sms)
+        assert out.equal(exact(a.float(), w.float()).to(out_dtype))
+
+
+@every_dtype
+@every_layout
+def test_the_partials_of_every_number_of_ranks_have_one_sum(dtype, layout):
+    a, w = normal(300, 4096, dtype, seed=5), normal(520, 4096, dtype, seed=6)
+    bias = normal(1, 520, dtype, seed=7)[0]
+    w = operand(w, layout)
+
+    (whole,) = partials(a, w, 1)
+
+    assert same_bits(matmul(a, w, leaves=LEAVES), whole.to(dtype)) == 0
+    assert same_bits(matmul(a, w, bias=bias, leaves=LEAVES), (whole + bias.float()).to(dtype)) == 0
+    for world_size in (2, 4, 8):
+        assert same_bits(tree_sum(partials(a, w, world_size)), whole) == 0, world_size
+
+
+def test_a_sum_in_the_order_of_k_has_other_bits_than_the_tree():
+    a, w = normal(300, 4096, torch.bfloat16, seed=5), normal(520, 4096, torch.bfloat16, seed=6)
+    (whole,) = partials(a, w, 1)
+    first, *others = partials(a, w, 8)
+
+    assert same_bits(sum(others, first), whole) > 0
+    assert same_bits(matmul(a, w, out_dtype=torch.float32), whole) > 0
+
+
+@every_count
+def test_every_tile_grid_and_order_gives_the_same_bits_of_leaves(leaves):
+    a, w = normal(1000, 2048, torch.bfloat16, seed=5), normal(1000, 2048, torch.bfloat16, seed=6)
+    first = matmul(a, w, leaves=leaves, out_dtype=torch.float32)
+
+    for tile, sms, order in itertools.product(LEAF_TILES[leaves], (None, 5), (Order(), Order(3, 2))):
+        out = torch.full_like(first, torch.nan)
+        matmul(a, w, out, tile=tile, sms=sms, order=order, leaves=leaves, out_dtype=torch.float32)
+        assert same_bits(out, first) == 0, (tile, sms, order)
+        assert same_bits(matmul(a, w, tile=tile, leaves=leaves), first.bfloat16()) == 0, tile
+        if "by_columns" in tile.layouts:
+            assert same_bits(matmul(a, operand(w, "by_columns"), tile=tile, leaves=leaves), first.bfloat16()) == 0, tile
+
+
+@every_count
+@every_layout
+def test_an_element_has_the_same_bits_beside_any_rows_and_columns(leaves, layout):
+    a, w = normal(4096, 2048, torch.bfloat16, seed=5), normal(1032, 2048, torch.bfloat16, seed=6)
+    how = {"leaves": leaves, "out_dtype": torch.float32}
+    whole = matmul(a, operand(w, layout), **how)
+
+    for rows, columns in itertools.product((1, 16, 65, 300, 2048), (8, 136, 1032)):
+        part = matmul(a[4096 - rows :], operand(w[1032 - columns :], layout), **how)
+        assert same_bits(part, whole[4096 - rows :, 1032 - columns :].contiguous()) == 0, (rows, columns)
+
+
+@every_count
+def test_a_sum_of_leaves_is_as_close_to_float64_as_fp32_sums_can_be(leaves):
+    a, w = normal(300, 7168, torch.bfloat16, seed=3), normal(520, 7168, torch.bfloat16, seed=4)
+
+    out = matmul(a, w, leaves=leaves, out_dtype=torch.float32)
+
+    expected = a.double() @ w.double().t()
+    of_sums = 7168 / 16 * 2**-22 * (a.double().abs() @ w.double().abs().t())  # as above
+    assert ((out.double() - expected).abs() <= of_sums).all()
+
+
+@every_tile_of_leaves
+def test_a_call_gives_the_same_bits_of_leaves_again(tile):
+    a, w = normal(2000, 2048, torch.bfloat16, seed=7), normal(2048, 2048, torch.bfloat16, seed=8)
+    first = matmul(a, w, tile=tile, leaves=tile.leaves)
+
+    for _ in range(20):
+        out = torch.full_like(first, torch.nan)
+        assert same_bits(matmul(a, w, out, tile=tile, leaves=tile.leaves), first) == 0
+
+
+def test_columns_that_are_no_whole_leaves_are_refused():
+    a, w = integers(8, 576, torch.bfloat16, 1), integers(16, 576, torch.bfloat16, 2)
+
+    with pytest.raises(UnsupportedError, match="the columns of a must be a multiple of 512 for 8 leaves, got 576"):
+        matmul(a, w, leaves=8)
 
 
 def test_the_device_has_the_sms_that_are_counted():

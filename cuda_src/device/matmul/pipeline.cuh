@@ -94,27 +94,42 @@ struct Multiplier {
 
   // All of K, for one tile. One group of products is always queued behind the running one. Returns the last place.
   __device__ u32 queue(Position<Tile>& at, Sums& sums) const {
-    const char* const mine = ring.a(0) + Tile::warpgroup(index) * box_nbytes;
-    const u64 rows = A == by_rows ? operand_by_rows(mine) : operand_by_columns(mine);
-    const u64 columns = W == by_rows ? operand_by_rows(ring.w(0)) : operand_by_columns(ring.w(0));
+    const Operands operands = first_operands();
     u32 before = 0;
     for (u32 k = 0; k < a.k; k += tile_depth, at.next()) {
-      while (!ring.filled[at.place].try_wait(at.use)) continue;
-      const u32 place = at.place * Tile::place_nbytes;
-      fence_sums();
-#pragma unroll
-      for (u32 step = 0; step < tile_depth / k_step; ++step)
-#pragma unroll
-        for (int block = 0; block < Tile::row_blocks; ++block)
-          Product<Tile::columns, A == by_columns, W == by_columns>::add(
-              T{}, sums_of_block<Tile>(sums, block), advance(rows, place + block * box_nbytes + step * a_step),
-              advance(columns, place + step * w_step), k + step == 0);
-      commit_products();
+      queue_place(operands, at, sums, k);
       wait_for_all_but_last_products();
       if (k > 0) release(before);
       before = at.place;
     }
     return before;
+  }
+
+  // In place 0 of the ring.
+  struct Operands {
+    u64 rows, columns;
+  };
+  __device__ __forceinline__ Operands first_operands() const {
+    const char* const mine = ring.a(0) + Tile::warpgroup(index) * box_nbytes;
+    return {A == by_rows ? operand_by_rows(mine) : operand_by_columns(mine),
+            W == by_rows ? operand_by_rows(ring.w(0)) : operand_by_columns(ring.w(0))};
+  }
+
+  // Queues a group: the products of a place whose first column of K is `k`. Sums begin at zero where `k` is 0.
+  __device__ __forceinline__ void queue_place(const Operands& operands, const Position<Tile>& at, Sums& sums,
+                                              u32 k) const {
+    const auto [rows, columns] = operands;
+    while (!ring.filled[at.place].try_wait(at.use)) continue;
+    const u32 place = at.place * Tile::place_nbytes;
+    fence_sums();
+#pragma unroll
+    for (u32 step = 0; step < tile_depth / k_step; ++step)
+#pragma unroll
+      for (int block = 0; block < Tile::row_blocks; ++block)
+        Product<Tile::columns, A == by_columns, W == by_columns>::add(
+            T{}, sums_of_block<Tile>(sums, block), advance(rows, place + block * box_nbytes + step * a_step),
+            advance(columns, place + step * w_step), k + step == 0);
+    commit_products();
   }
 
   // Waits until the sums are complete.
@@ -162,6 +177,19 @@ __device__ __forceinline__ void round_box(const float (&sums)[Count], int column
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = T::round(sums + (column / 8 + chunk) * 4 + i * 2);
     store_matrices(to + row * row_nbytes + ((chunk + lane / 16) ^ row % 8) * 16, words);
+  }
+}
+
+// Writes 64 x 32 sums, from `column` of the tile on, into a swizzled box of fp32.
+template <int Count>
+__device__ __forceinline__ void write_box(const float (&sums)[Count], int column, char* to) {
+  const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair) {
+    const int i = column / 2 + pair * 2;
+    const u32 at = row + pair % 2 * 8, chunk = pair / 2 * 2 + lane % 4 / 2;
+    *reinterpret_cast<u64*>(to + at * row_nbytes + (chunk ^ at % 8) * 16 + lane % 2 * 8) =
+        u64(__float_as_uint(sums[i + 1])) << 32 | __float_as_uint(sums[i]);
   }
 }
 

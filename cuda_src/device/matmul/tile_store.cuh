@@ -2,7 +2,7 @@
 #pragma once
 #include "device/matmul/pipeline.cuh"
 
-// By a consumer warpgroup: its rows of a tile, rounded, through boxes in shared memory.
+// By a consumer warpgroup: its rows of a tile, as elements of type T, through boxes in shared memory.
 template <class T, class Tile>
 struct TileStore {
   const MatmulArguments& a;
@@ -23,20 +23,27 @@ struct TileStore {
   }
 
  private:
-  // Stores 64 rows box by box. A place of the staging is overwritten once its last box has been read.
+  static constexpr int box_columns = row_nbytes / sizeof(typename T::Storage);
+  static constexpr int boxes = (Tile::columns + box_columns - 1) / box_columns;
+
+  // Stores 64 rows box by box. A place of the staging is overwritten once its last box has been read. The barrier before
+  // the first box also follows all reads of a sum that waited there (leaf_tree.cuh).
   __device__ void store_block(const TensorMap& c, const float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
     const u32 barrier = 1 + index;
 #pragma unroll
-    for (int box = 0; box < Tile::boxes; ++box) {
-      // The last box of a tile that is no multiple of 64 columns wide repeats columns of the box before.
-      const int first = min(64 * box, max(Tile::columns - 64, 0));
+    for (int box = 0; box < boxes; ++box) {
+      // The last box of a tile that is not a whole number of boxes wide repeats columns of the box before.
+      const int first = min(box_columns * box, max(Tile::columns - box_columns, 0));
       char* const place = ring.staging + (index * Tile::staged + box % Tile::staged) * box_nbytes;
       if (box == 0 || box >= Tile::staged) {
         if (leader && box == 0) wait_for_bulk_sources<0>();
         if (leader && box > 0) wait_for_bulk_sources<Tile::staged - 1>();
         sync_warpgroup(barrier);
       }
-      round_box<T>(sums, first, place);
+      if constexpr (box_columns == 64)
+        round_box<T>(sums, first, place);
+      else
+        write_box(sums, first, place);
       fence_async_proxy_shared();
       sync_warpgroup(barrier);
       if (!leader) continue;

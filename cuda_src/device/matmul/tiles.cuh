@@ -14,13 +14,19 @@ enum OperandLayout { by_rows, by_columns };  // of W: [N, K], [K, N]
 // between consumer warpgroups, 64 rows each: a warpgroup tile. With `Alternating` two consumers compute separate tiles,
 // all rows in blocks of 64, so that one multiplies while the other finishes a tile. Shared memory holds two finished
 // boxes of each consumer, one of each of three consumers, or with `Whole` the whole tile. With `Recorded` the kernel
-// writes a timeline (timeline.cuh).
-template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, bool Recorded = false>
+// writes a timeline (timeline.cuh). K is added in `Leaves` leaves (leaf_tree.cuh); 1: in its order.
+template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, bool Recorded = false,
+          int Leaves = 1>
 struct MatmulTile {
   static constexpr int rows = M, columns = N, stages = Stages, cluster = Cluster;
   static constexpr int row_blocks = Alternating ? M / 64 : 1;  // of a consumer, 64 rows each
   static constexpr int warpgroups = M / 64 / row_blocks, turns = Alternating ? 2 : 1, consumers = warpgroups * turns;
-  static constexpr int boxes = (N + 63) / 64, staged = Whole || boxes < 2 ? boxes : consumers > 2 ? 1 : 2;
+  static constexpr int leaves = Leaves, nodes = 1 + (Leaves > 1) + (Leaves > 2) + (Leaves > 4);  // at the same time
+  // Whether one of the nodes waits in shared memory: at most so many sums of a thread fit in its registers.
+  static constexpr bool spills = nodes * N / 2 > 192;
+  static_assert(Leaves == 1 || consumers <= 2);
+  static constexpr int boxes = (N + 63) / 64;
+  static constexpr int staged = spills ? N / 32 : Whole || boxes < 2 ? boxes : consumers > 2 ? 1 : 2;
   static constexpr bool recorded = Recorded;
   static constexpr u32 a_nbytes = M * row_nbytes, w_nbytes = N * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
 

@@ -72,6 +72,14 @@ __device__ __forceinline__ void wait_for_all_but_last_products() {
   asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
+// The same, and tells the compiler that the sums of earlier groups may be accessed from here on.
+template <int Count>
+__device__ __forceinline__ void wait_for_all_but_last_products(float (&sums)[Count]) {
+  wait_for_all_but_last_products();
+#pragma unroll
+  for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
 // Waits until all products are complete, and tells the compiler that the sums may be accessed from here on.
 template <int Count>
 __device__ __forceinline__ void wait_for_products(float (&sums)[Count]) {

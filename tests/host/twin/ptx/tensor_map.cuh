@@ -4,9 +4,10 @@
 
 template const bool has_async_proxy<>;
 
+// Columns are counted in 16 bits, whatever an element has.
 struct TensorMap {
   u16* base;
-  u64 columns, rows, leading, box_rows;
+  u64 columns, rows, leading, box_rows, element_columns = 1;
 };
 
 // The hardware may not be given a map that nobody has filled.
@@ -58,7 +59,7 @@ inline void add_pieces(const TensorMap& map, u32 x, u32 y, const void* shared, A
   char* const box = static_cast<char*>(const_cast<void*>(shared));
   if (shared_address(box) % 1024) std::abort();
   for (u32 r = 0; r < map.box_rows; r += 8)
-    add(new (simulator::make_memory(sizeof(Piece))) Piece{map, x, y + r, box + r * 128});
+    add(new (simulator::make_memory(sizeof(Piece))) Piece{map, u32(x * map.element_columns), y + r, box + r * 128});
 }
 
 inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded, u32 blocks) {

@@ -116,6 +116,12 @@ inline void wait_for_all_but_last_products() {
 }
 
 template <int Count>
+inline void wait_for_all_but_last_products(float (&)[Count]) {
+  products().fenced = false;
+  wait_for_all_but_last_products();
+}
+
+template <int Count>
 inline void wait_for_products(float (&)[Count]) {
   while (simulator::random(16)) simulator::step();  // products take their time
   products().carry_out_but(0);
