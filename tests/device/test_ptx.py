@@ -78,6 +78,7 @@ ORDERED = {
     "fence_sums()": "wgmma.fence.sync.aligned",
     "commit_products()": "wgmma.commit_group.sync.aligned",
     "wait_for_all_but_last_products()": "wgmma.wait_group.sync.aligned 1",
+    "wait_for_all_but_last_products(sums)": "wgmma.wait_group.sync.aligned 1",
     "wait_for_products(sums)": "wgmma.wait_group.sync.aligned 0",
     "sync_warpgroup(v)": "barrier.sync.aligned v 128",
     "store_matrices(out, four_words)": "stmatrix.sync.aligned.m8n8.x4.shared.b16 v w v w",
