@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
 from graphar import reference
 from graphar.numerics.codec_reference import Noise, encode
 from graphar.numerics.codecs import Codec
+from graphar.plan.tiles import MatmulTile
 
 HALVES = (torch.bfloat16, torch.float16)
 KERNEL_DTYPES = (*HALVES, torch.float32)  # what graphar's kernels add
@@ -133,3 +135,8 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
         case _:
             y = torch.empty_like(x)
     return y.copy_(x)
+
+
+def of_table(tile: MatmulTile) -> dict[str, object]:
+    """A tile as tables name it: leaves are asked for by callers."""
+    return {name: one for name, one in asdict(tile).items() if name != "leaves"}

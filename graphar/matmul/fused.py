@@ -198,16 +198,16 @@ class FusedMatmul:
         # The gathered rows are bound whole, and may be empty on this rank.
         rows, k = own.a.shape
         a = Matrix(own.a.data_ptr(), own.a.dtype, rows, k, -(-k // 8) * 8) if self._gathers else matrix_of(own.a)
-        matrices, tile = Matrices(a, w, layout, own.out, *pointers, own.constant_weight), self._tile_of(own, one)
+        matrices = Matrices(a, w, layout, own.out, *pointers, own.constant_weight)
+        tile = self._tile_of(own, one, layout)
         key = (member.rank, one, tile, matrices.key)
         launch = self._launches.get(key)
         return self._launches.keep(key, self._bind(at, member, tile, matrices, own, one)) if launch is None else launch
 
-    def _tile_of(self, own: MatmulOperands, one: Slice) -> Tile:
+    def _tile_of(self, own: MatmulOperands, one: Slice, layout: str) -> Tile:
         table = self._engine.table.matmul
         if self._gathers:  # each rank takes the one with the least estimated time for its weight
-            n, k, layout = *own.w.shape, layout_of(own.w)
-            return self._tile or gathered_tile(table.cost, one.count, n, k, self._runner.chip, layout)
+            return self._tile or gathered_tile(table.cost, one.count, *own.w.shape, self._runner.chip, layout)
         return tile_for(table, self.tiles, own.a.shape[1])
 
     def _bind(self, at: int, member: Member, tile: Tile, matrices: Matrices, own: MatmulOperands, one: Slice) -> Launch:

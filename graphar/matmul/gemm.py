@@ -193,7 +193,12 @@ def layout_of(w: torch.Tensor) -> str | None:
 
 def operand_maps(tile: MatmulTile, layout: str, a: Matrix, w: Matrix) -> list[TensorMap]:
     """Returns the tensor maps of A and W for the boxes that the kernels load; ``w`` is as it lies in memory."""
-    return [tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8)), weight_map(tile, layout, w)]
+    return [rows_map(tile, a), weight_map(tile, layout, w)]
+
+
+def rows_map(tile: MatmulTile, a: Matrix) -> TensorMap:
+    """Returns the tensor map of rows of A for the boxes that the kernels load: no higher than the rows need."""
+    return tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8))
 
 
 def weight_map(tile: MatmulTile, layout: str, w: Matrix) -> TensorMap:

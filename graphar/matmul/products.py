@@ -224,17 +224,15 @@ def _summed_and_normed(engine: Engine, call: Call, op: str, ranks: Sequence[Oper
     def run(ranks: Sequence[Operands]) -> None:
         products = [_empty_product(own) for own in ranks]
         if products[0].numel():
-            members = [MatmulOperands(flat(own.inputs[0]), own.inputs[1], None, own.outputs[0]) for own in ranks]
-            made = overlap.products(engine, members, only_own)
+            made = overlap.products(engine, list(map(_of_product, ranks)), only_own)
             products = [one.view(product.shape) for one, product in zip(made, products, strict=True)]
         plan.run([_of_norm(own, product) for own, product in zip(ranks, products, strict=True)])
 
     def launch_like(own: Operands) -> Launch | None:
-        given = MatmulOperands(flat(own.inputs[0]), own.inputs[1], None, own.outputs[0])
         launch = plan.launch_like(_of_norm(own, _empty_product(own)))
         if launch is None or not all(one.is_contiguous() for one in own.inputs[::2]):
             return None
-        multiply = overlap.product_like(engine, given, only_own)
+        multiply = overlap.product_like(engine, _of_product(own), only_own)
 
         def multiply_and_norm(inputs, outputs, numbers, corner=None) -> None:
             a, w, residual, weight = inputs
@@ -243,7 +241,7 @@ def _summed_and_normed(engine: Engine, call: Call, op: str, ranks: Sequence[Oper
         return multiply_and_norm
 
     def matmul(own: Operands) -> str:
-        given = MatmulOperands(flat(own.inputs[0]), own.inputs[1], None, own.outputs[0])
+        given = _of_product(own)
         return overlap.choose(engine, given, [overlap.single_panel(given)], only_own).reason if given.a.is_cuda else ""
 
     return plan._replace(run=run, launch_like=launch_like, matmul=matmul)
@@ -252,6 +250,11 @@ def _summed_and_normed(engine: Engine, call: Call, op: str, ranks: Sequence[Oper
 def _empty_product(own: Operands) -> torch.Tensor:
     a, w = own.inputs[:2]
     return a.new_empty((*a.shape[:-1], len(w)))
+
+
+def _of_product(own: Operands) -> MatmulOperands:
+    """Returns the operands of the product of a call that norms it."""
+    return MatmulOperands(flat(own.inputs[0]), own.inputs[1], None, own.outputs[0])
 
 
 def _of_norm(own: Operands, product: torch.Tensor) -> Operands:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphar.matmul.gemm import STORE_ROWS, Order, operand_maps, weight_map
+from graphar.matmul.gemm import STORE_ROWS, Order, operand_maps, rows_map, weight_map
 from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import gathered_slot_offset
@@ -93,8 +93,7 @@ def gathered_tiles(
         else:
             hops = (source - rank) % world_size
             pointer = arguments.scratch[rank] + gathered_slot_offset(world_size, arguments.capacity, hops)
-        rows_of_source = Matrix(pointer, own.a.dtype, count, k, own.a.leading)
-        a_maps[source] = operand_maps(tile, own.layout, rows_of_source, own.w)[0]
+        a_maps[source] = rows_map(tile, Matrix(pointer, own.a.dtype, count, k, own.a.leading))
         c_maps[source] = tensor_map(matrix_of(own.out[begin : begin + count]), STORE_ROWS)
     sizes = MatmulArguments(own.bias, m, n, k, 0, Order.group_rows)
     of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count)

@@ -229,22 +229,24 @@ MUTANTS_OF_OTHER_TILES = {
 }
 
 
+def notices(tile, old, new, sanitizer="plain", result=torch.bfloat16, seeds=MOST_SEEDS, largest=1.0, data=Integers):
+    """Whether a run with one of the seeds is wrong once ``new`` stands in place of ``old``."""
+    kind = (torch.bfloat16, tile, "by_rows", result)
+    program = program_of([kind], sanitizer, Mutation(_file_of(old), old, new))
+    return any(is_noticed(program, kind, seed, largest, data) for seed in range(seeds))
+
+
 @pytest.mark.parametrize("mistake", MUTANTS_OF_OTHER_TILES)
 def test_a_mistake_of_other_tiles_is_noticed(mistake):
-    tile, old, new = MUTANTS_OF_OTHER_TILES[mistake]
-    kind = (torch.bfloat16, tile, "by_rows", torch.bfloat16)
-    program = program_of([kind], "plain", Mutation(_file_of(old), old, new))
-
-    assert any(is_noticed(program, kind, seed, 1.0) for seed in range(MOST_SEEDS))
+    assert notices(*MUTANTS_OF_OTHER_TILES[mistake])
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_a_mistake_is_noticed(mistake):
-    old, new, sanitizer = MUTANTS[mistake]
-    kind = (torch.bfloat16, MatmulTile(64, 192, 2, cluster=2), "by_rows", torch.bfloat16)
-    program = program_of([kind], sanitizer, Mutation(_file_of(old), old, new))
+    *texts, sanitizer = MUTANTS[mistake]
+    tile, largest = MatmulTile(64, 192, 2, cluster=2), 1.0 if sanitizer == "plain" else 0.5
 
-    assert any(is_noticed(program, kind, seed, 1.0 if sanitizer == "plain" else 0.5) for seed in range(MOST_SEEDS))
+    assert notices(tile, *texts, sanitizer, largest=largest)
 
 
 # ---- leaves ----
@@ -325,17 +327,9 @@ MUTANTS_OF_LEAVES = {
 
 @pytest.mark.parametrize("mistake", MUTANTS_OF_ORDER)
 def test_another_order_of_additions_is_noticed(mistake):
-    tile, old, new = MUTANTS_OF_ORDER[mistake]
-    kind = (torch.bfloat16, tile, "by_rows", torch.float32)
-    program = program_of([kind], "plain", Mutation(_file_of(old), old, new))
-
-    assert any(is_noticed(program, kind, seed, 0.5, RandomData) for seed in range(3))
+    assert notices(*MUTANTS_OF_ORDER[mistake], result=torch.float32, seeds=3, largest=0.5, data=RandomData)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS_OF_LEAVES)
 def test_a_mistake_in_leaves_is_noticed(mistake):
-    tile, old, new = MUTANTS_OF_LEAVES[mistake]
-    kind = (torch.bfloat16, tile, "by_rows", torch.bfloat16)
-    program = program_of([kind], "plain", Mutation(_file_of(old), old, new))
-
-    assert any(is_noticed(program, kind, seed, 1.0) for seed in range(MOST_SEEDS))
+    assert notices(*MUTANTS_OF_LEAVES[mistake])

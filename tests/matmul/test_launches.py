@@ -108,7 +108,6 @@ def test_boxes_of_rows_are_no_higher_than_their_owners_part(monkeypatch, tile):
 
     for module in (gemm, tile_launches):
         monkeypatch.setattr(module, "tensor_map", tensor_map)
-    monkeypatch.setattr(gemm, "weight_map", lambda *given: None)
     monkeypatch.setattr(tile_launches, "weight_map", lambda *given: None)
     a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((40, k), (456, k), (sum(counts), 456)))
     arguments = SimpleNamespace(world_size=len(counts), rank=1, scratch=[0] * len(counts), capacity=1 << 20)
@@ -139,6 +138,7 @@ def grid_of(monkeypatch, kind, tile, sms, columns):
     """The grid of a launch whose result has so many columns."""
     monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: tile_launches.TensorMap())
     monkeypatch.setattr(tile_launches, "operand_maps", lambda *given: [tile_launches.TensorMap()])
+    monkeypatch.setattr(tile_launches, "rows_map", lambda *given: tile_launches.TensorMap())
     monkeypatch.setattr(tile_launches, "weight_map", lambda *given: None)
     rows = tile.rows if kind is skinny else 64 * tile.rows
     a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 8), (columns, 8), (rows, columns)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from graphar.plan.work import Norm, Parts, Product, Sum
 from graphar.runtime import cache, compiler
 from graphar.runtime.catalogue import NORM_KERNELS, SKINNY_KERNELS, SUMMED_TILE_KERNELS, file_of, kernel_source
 from graphar.runtime.user_tables import FOLDER, find_table
+from tests.cases import of_table
 
 PACKAGE = Path(graphar.__file__).parent
 WITH_KERNELS = kernels_that(lambda row: True)
@@ -192,11 +193,6 @@ def test_no_module_names_a_chip_that_has_a_table():
 
 DEVICE, SMS = "NVIDIA B999", 40
 CHIP = Chip(SMS, "sm_90a")
-
-
-def of_table(tile):
-    """A tile as tables name it: leaves are asked for by callers."""
-    return {name: one for name, one in asdict(tile).items() if name != "leaves"}
 
 
 def made_up(content):

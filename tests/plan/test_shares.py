@@ -58,6 +58,7 @@ def grids_of_tiles(chip, monkeypatch):
     """The grids of matmuls of many rows and columns, with whether the tile's blocks lie in clusters."""
     monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: tile_launches.TensorMap())
     monkeypatch.setattr(tile_launches, "operand_maps", lambda *given: [tile_launches.TensorMap()])
+    monkeypatch.setattr(tile_launches, "rows_map", lambda *given: tile_launches.TensorMap())
     monkeypatch.setattr(tile_launches, "weight_map", lambda *given: None)
     rows, columns, k = 8192, 16384, 64
     a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, k), (columns, k), (rows, columns)))

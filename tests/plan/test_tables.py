@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +25,7 @@ from graphar.plan.times import expected_quantized_us, expected_us
 from graphar.plan.work import Sum
 from graphar.runtime import cache, engine, launcher, setup
 from graphar.runtime.user_tables import find_table
+from tests.cases import of_table
 from tests.processes import run_ranks
 
 DEVICE = "NVIDIA B999"
@@ -83,11 +84,6 @@ def with_entry(**changes):
 
 def with_part(op, **changes):
     return lambda content: content["parts"][op][0].update(changes)
-
-
-def of_table(tile):
-    """A tile as tables name it: leaves are asked for by callers."""
-    return {name: one for name, one in asdict(tile).items() if name != "leaves"}
 
 
 def with_policy(name, **changes):
