@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 # "auto", by graphar's matmul kernels alone: a row of the result has the same bits for every number of rows.
 BATCH_INVARIANT = "batch_invariant"
-PARTITIONS = ("auto", "split_m", "split_n", "tiles", "none", BATCH_INVARIANT)
+# The sum of products as a tree of leaves of K: the same bits on 1, 2, 4 and 8 ranks (numerics.leaf_tree).
+TP_INVARIANT = "tp_invariant"
+PARTITIONS = ("auto", "split_m", "split_n", "tiles", "none", BATCH_INVARIANT, TP_INVARIANT)
 _COUNT = 4  # default number of panels
 _WIDTH = 8  # 16-bit elements in 16 bytes: kernels need rows that begin at a multiple of 16 bytes
 
@@ -63,7 +65,7 @@ def panels(op: str, partition: str, count: int | None, parts: Sequence[int], col
 
 def in_backward(partition: str) -> str:
     """Returns the partition of the fused op in a backward pass: reduce-scatters and all-gathers share only some."""
-    return partition if partition in ("tiles", "none") else "auto"
+    return partition if partition in ("tiles", "none", TP_INVARIANT) else "auto"
 
 
 def _cut(begin: int, total: int, count: int, unit: int) -> list[slice]:
@@ -86,7 +88,7 @@ def _check(op: str, partition: object, count: object) -> None:
         raise TypeError(f"{op}: num_partitions must be an int, got {type(count).__name__}")
     if count < 1:
         raise ValueError(f"{op}: num_partitions must be 1 or more, got {count}")
-    if partition in ("auto", "tiles", BATCH_INVARIANT) or (partition == "none" and count > 1):
+    if partition in ("auto", "tiles", BATCH_INVARIANT, TP_INVARIANT) or (partition == "none" and count > 1):
         raise ValueError(f"{op}: num_partitions goes with split_m or split_n, got {count} with {partition!r}")
 
 

@@ -29,6 +29,7 @@ import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.numerics.partitions import TP_INVARIANT
 from graphar.plan.scratch import PACK_NBYTES
 
 MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER = "fused_matmul_allreduce", "fused_matmul_reducescatter"
@@ -236,6 +237,11 @@ class Product(NamedTuple):
         """Whether each rank gets its own rows of the sum only."""
         return self.op in (MATMUL_REDUCESCATTER, f"{MATMUL_REDUCESCATTER}_residual_rmsnorm")
 
+    @property
+    def order(self) -> str:
+        """In which the ranks' products are added: "rank", or "tree" for leaves of K in fp32."""
+        return "tree" if self.partition == TP_INVARIANT else "rank"
+
     def template(self, cluster: int) -> str | None:
         return None
 
@@ -248,8 +254,9 @@ class Product(NamedTuple):
 
     @property
     def options(self) -> list[str]:
+        tree = ["added as a tree"] if self.order == "tree" else []
         norm = [_numbers_of_norm(*self.norm)] if self.norm else []
-        return _wire_and_epilogue(self) + norm
+        return _wire_and_epilogue(self) + tree + norm
 
 
 Work: TypeAlias = Sum | Parts | Norm | TensorTuple | Product
