@@ -37,6 +37,7 @@ from graphar.ops.allreduce import allreduce
 from graphar.ops.allreduce_rmsnorm import allreduce_residual_rmsnorm
 from graphar.ops.empty import empty
 from graphar.ops.explain import explain
+from graphar.ops.linear import linear
 from graphar.ops.matmul_allreduce import fused_matmul_allreduce
 from graphar.ops.matmul_allreduce_rmsnorm import fused_matmul_allreduce_residual_rmsnorm
 from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
@@ -90,6 +91,7 @@ __all__ = [
     "fused_matmul_reducescatter",
     "fused_matmul_reducescatter_residual_rmsnorm",
     "is_available",
+    "linear",
     "nn",
     "profile",
     "reducescatter",
@@ -107,6 +109,7 @@ for _op in (
     "fused_matmul_allreduce_residual_rmsnorm",
     "fused_matmul_reducescatter",
     "fused_matmul_reducescatter_residual_rmsnorm",
+    "linear",
     "reducescatter",
     "reducescatter_residual_rmsnorm",
 ):

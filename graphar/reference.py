@@ -357,7 +357,7 @@ def fused_matmul_allreduce(
 
     Raises:
         ValueError: ``tp_invariant`` with 3, 5, 6 or 7 ranks, with columns of unequal number, with K over all ranks
-            that is no multiple of 512, 8 leaves of 64, or with a codec.
+            that is no multiple of 8, or with a codec.
     """
     (products, order), dtype = _products(a, w, tp_invariant, codec), a[0].dtype
     m, n = products[0].shape

@@ -126,10 +126,8 @@ def bind(
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> str:
     """Returns why the kernel cannot compute ``out`` from ``a`` and ``w`` in ``leaves``, or an empty string."""
-    if a.dtype not in MATMUL_TYPES:
-        return f"the kernel has no {a.dtype}"
-    if a.device.type != "cuda" or launcher.architecture(a.device.index) != MATMUL_ARCH:
-        return f"the kernel needs a device of {MATMUL_ARCH}, got tensors on {a.device}"
+    if reason := why_none_like(a):
+        return reason
     for name, x in (("a", a), ("out", out)):
         if x.numel() and matrix_of(x) is None:
             return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
@@ -139,6 +137,15 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1
         return "the rows or the columns of w must be contiguous and begin at multiples of 16 bytes"
     if leaves > 1 and a.shape[1] % (leaves * LEAF_UNIT):
         return f"the columns of a must be a multiple of {leaves * LEAF_UNIT} for {leaves} leaves, got {a.shape[1]}"
+    return ""
+
+
+def why_none_like(a: torch.Tensor) -> str:
+    """Returns why the kernel has no products of ``a``, whatever its layout, or an empty string."""
+    if a.dtype not in MATMUL_TYPES:
+        return f"the kernel has no {a.dtype}"
+    if a.device.type != "cuda" or launcher.architecture(a.device.index) != MATMUL_ARCH:
+        return f"the kernel needs a device of {MATMUL_ARCH}, got tensors on {a.device}"
     return ""
 
 

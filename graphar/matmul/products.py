@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from graphar import reference
-from graphar.matmul import overlap
+from graphar.matmul import leaf_products, overlap, tree_sums
 from graphar.matmul.fused import FusedMatmul, why_not_columns
 from graphar.matmul.gathered_chunks import GatheredChunks
 from graphar.matmul.operands import MatmulOperands, flat, operands_of
@@ -39,10 +39,12 @@ _NORMS = {MATMUL_ALLREDUCE: ALLREDUCE_NORM, MATMUL_REDUCESCATTER: REDUCESCATTER_
 
 def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of a product. Collective."""
-    if call.work.norm:
-        return _with_norm(engine, call, ranks)
     if call.work.op == ALLGATHER_MATMUL:
         return _gathered(engine, call, ranks)
+    if call.work.order == "tree":
+        return tree_sums.bind(engine, call, ranks)
+    if call.work.norm:
+        return _with_norm(engine, call, ranks)
     return _summed(engine, call, ranks)
 
 
@@ -293,7 +295,7 @@ def gathering_method(engine: Engine, call: Call, a: torch.Tensor) -> str:
     if not k or not gathered_rows_a_launch(algorithm, engine.world_size, k):
         return "none"
     by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, engine.runner.chip)
-    method = by_table if work.partition == "auto" else work.partition
+    method = "tiles" if work.order == "tree" else by_table if work.partition == "auto" else work.partition
     served = has_tiles if method == "tiles" else not work.epilogue
     return method if served else "none"
 
@@ -301,8 +303,8 @@ def gathering_method(engine: Engine, call: Call, a: torch.Tensor) -> str:
 def _gathered_then_multiplied(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     work = call.work
     counts = tuple([rows * work.columns for rows in work.parts])
-    follow = f"epilogue {work.epilogue.text}" if work.epilogue else ""
-    inner = Call(Parts("allgather", counts, followed_by=follow), call.dtype, call.device, timeout_s=call.timeout_s)
+    follow = f"followed by epilogue {work.epilogue.text}" if work.epilogue else ""
+    inner = Call(Parts("allgather", counts, beside=follow), call.dtype, call.device, timeout_s=call.timeout_s)
     plan = engine.plan(inner, [_of_gather(operands_of(work, own)) for own in ranks])
 
     def run(ranks: Sequence[Operands]) -> None:
@@ -323,7 +325,7 @@ def _gathered_then_multiplied(engine: Engine, call: Call, ranks: Sequence[Operan
         def gather_and_multiply(inputs, outputs, numbers, corner=None) -> None:
             rows = outputs[1].view(shape) if has_rows else inputs[0].new_empty(shape)
             launch(inputs[:1], (rows,))
-            if work.epilogue:
+            if work.epilogue or work.order == "tree":
                 _multiply(work, operands_of(work, Operands(inputs, outputs, numbers)), rows)
             else:
                 _multiply_by_torch(rows, inputs[1], inputs[2] if work.bias else None, flat(outputs[0]))
@@ -342,9 +344,14 @@ def _of_gather(one: MatmulOperands) -> Operands:
 
 
 def _multiply(work: Product, one: MatmulOperands, rows: torch.Tensor) -> None:
-    """Writes the product of gathered rows into a result: on the CPU as the specification does, else by torch."""
+    """Writes the product of gathered rows into a result.
+
+    On the CPU as the specification does, else by torch, or if it is one with an order by graphar's matmul.
+    """
     if work.epilogue:
-        one.out.copy_(_with_epilogue(replace(work.epilogue, columns=max(1, len(one.w))), one, rows))
+        one.out.copy_(_with_epilogue(work, replace(work.epilogue, columns=max(1, len(one.w))), one, rows))
+    elif work.order == "tree":
+        one.out.copy_(leaf_products.product(work.op, rows, one.w, bias=one.bias))
     elif not rows.is_cuda:
         one.out.copy_(reference.linear(rows, one.w, one.bias))
     else:
@@ -358,8 +365,11 @@ def _multiply_by_torch(rows: torch.Tensor, w: torch.Tensor, bias: torch.Tensor |
         torch.addmm(bias, rows, w.t(), out=out)
 
 
-def _with_epilogue(epilogue: Pointwise, one: MatmulOperands, rows: torch.Tensor) -> torch.Tensor:
+def _with_epilogue(work: Product, epilogue: Pointwise, one: MatmulOperands, rows: torch.Tensor) -> torch.Tensor:
     inputs = EpilogueInputs(list(one.tensors), list(one.numbers))
+    if work.order == "tree":
+        product = leaf_products.product(work.op, rows, one.w, out_dtype=torch.float32)
+        return reference.rounded_after(epilogue, inputs, product, rows.dtype)
     if not rows.is_cuda:
         return reference.linear_with_epilogue(rows, one.w, epilogue, inputs)
     unrounded = {} if rows.dtype == torch.float32 else {"out_dtype": torch.float32}

@@ -19,7 +19,7 @@ import torch
 from graphar.numerics.dtypes import TYPE_NAMES
 
 LEAVES = 8
-LEAF_UNIT = 64  # the columns of a leaf are a multiple: kernels load 64 at a time
+LEAF_UNIT = 64  # the columns that kernels load at a time: leaves of other lengths are copied, and padded with zeros
 STEP = 16  # columns that a wgmma instruction multiplies
 
 
@@ -64,7 +64,11 @@ def partial(a: torch.Tensor, w: torch.Tensor, world_size: int) -> torch.Tensor:
     Returns:
         A new tensor [M, N], which :func:`tree_sum` adds to the partials of other ranks.
     """
-    leaves = LEAVES // world_size
+    return in_leaves(a, w, LEAVES // world_size)
+
+
+def in_leaves(a: torch.Tensor, w: torch.Tensor, leaves: int) -> torch.Tensor:
+    """Returns ``a @ w.T`` in fp32, with K in leaves as torch.tensor_split cuts it, each added by :func:`product`."""
     return tree_sum([product(*leaf) for leaf in zip(a.tensor_split(leaves, 1), w.tensor_split(leaves, 1), strict=True)])
 
 
@@ -96,10 +100,14 @@ def check_operands(op: str, operands: Sequence[torch.Tensor]) -> None:
         raise ValueError(f"{op}: leaves are of bfloat16, float16 or float32, got {operands[0].dtype}")
     if len(set(columns)) > 1:
         raise ValueError(f"{op}: a tree of {LEAVES} leaves needs equally many columns on all ranks, got {columns}")
-    if sum(columns) % (LEAVES * LEAF_UNIT):
+    check_columns(op, columns[0], len(columns))
+
+
+def check_columns(op: str, columns: int, world_size: int) -> None:
+    """Raises ValueError, which names ``op``, unless each rank's ``columns`` are whole leaves."""
+    if columns % (leaves := LEAVES // world_size):
         raise ValueError(
-            f"{op}: the columns of all ranks must be a multiple of {LEAVES * LEAF_UNIT}, {LEAVES} leaves of a multiple "
-            f"of {LEAF_UNIT}, got {sum(columns)}"
+            f"{op}: the columns of each of {world_size} ranks must be {leaves} leaves of equal length, got {columns}"
         )
 
 

@@ -55,7 +55,7 @@ def column_parallel(
         The gradients of ``x``, of each rank's ``w``, and of each rank's bias [N / ranks].
 
     Raises:
-        ValueError: 3, 5, 6 or 7 ranks, features of unequal number, or N that is no multiple of 8 leaves of 64.
+        ValueError: 3, 5, 6 or 7 ranks, features of unequal number, or N that is no multiple of 8.
     """
     leaf_tree.check_operands("column_parallel", dy)
     of_x = tree_sum([partial(of_rank, one.t(), len(dy)) for of_rank, one in zip(dy, w, strict=True)])

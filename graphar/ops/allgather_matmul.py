@@ -10,8 +10,10 @@ import torch
 
 from graphar.matmul import operands
 from graphar.numerics import partitions
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Epilogue
-from graphar.ops import options, parts
+from graphar.numerics.partitions import TP_INVARIANT
+from graphar.ops import matmul_gradients, options, parts
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
 from graphar.ops.register import Asked, Op, for_ranks, is_plain
 from graphar.ops.repeats import repeated
@@ -22,7 +24,7 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "fused_allgather_matmul"
-PARTITIONS = ("auto", "tiles", "chunks", "none")
+PARTITIONS = ("auto", "tiles", "chunks", "none", TP_INVARIANT)
 
 
 @overload
@@ -136,9 +138,11 @@ def _gather(a, w, bias, gathered, sizes, partition, epilogue, group: Group, time
         call_checks.check_timeout(NAME, timeout_s)
     if partition not in PARTITIONS:
         raise ValueError(f"{NAME}: partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
-    name, in_list = engine_name(group, NAME), isinstance(a, (list, tuple))
+    in_list, alone = isinstance(a, (list, tuple)), partition == TP_INVARIANT
+    name = engine_name(group, NAME, alone and not in_list)
     _check_operands(a, w, bias)
-    rank, sizes = _place(a, sizes, group)
+    _check_invariant(a, partition, gathered)
+    rank, sizes = _place(a, sizes, group, alone)
     followed = _epilogue_option(a, w, bias, epilogue, sizes)
     biases = [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
     plain = not in_list and all(map(is_plain, (a, w, *biases))) and not followed.needs_gradient
@@ -149,13 +153,29 @@ def _gather(a, w, bias, gathered, sizes, partition, epilogue, group: Group, time
     return (products, rows) if gathered else products
 
 
-def _place(a, sizes: Sequence[int] | None, group: Group) -> tuple[int, Sequence[int]]:
+def _check_invariant(a, partition: str, gathered: bool) -> None:
+    """Raises ValueError if a call has no tensor-parallel invariant result or gradient."""
+    ones = a if isinstance(a, (list, tuple)) else [a]
+    if partition != TP_INVARIANT:
+        return
+    if ones[0].dtype not in TYPE_NAMES:
+        raise ValueError(
+            f"{NAME}: with partition={partition!r} a must be bfloat16, float16 or float32, got {ones[0].dtype}"
+        )
+    if gathered and torch.is_grad_enabled() and any(one.requires_grad for one in ones):
+        raise ValueError(
+            f"{NAME}: with partition={partition!r} and gathered=True it cannot be differentiated: the gradients of the "
+            "gathered rows are rounded before they are summed; gather once for each weight"
+        )
+
+
+def _place(a, sizes: Sequence[int] | None, group: Group, alone: bool) -> tuple[int, Sequence[int]]:
     """Returns this process's rank, or -1 for a list, and the rows of every rank."""
     if isinstance(a, (list, tuple)):
         if sizes is not None:
             raise ValueError(f"{NAME}: sizes is for calls with one tensor; omit it for a list")
         return -1, [len(x) for x in a]
-    rank, world_size = parts.place(group)
+    rank, world_size = parts.place(group, alone)
     if sizes is None:
         return rank, [len(a)] * world_size
     return rank, call_checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
@@ -230,12 +250,11 @@ def _backward(ctx, gradients):
         of_products, rest = before_epilogue(ctx, products, of_products, tensors, a[0].dtype)
     if needs_a:
         of_a = _of_rows(ctx, of_products, of_rows, w, where)
-    of_products = [operands.flat(one) for one in of_products]
     if needs_w:
-        wholes = map(operands.flat, wholes or for_ranks(ctx, "allgather", a, **where))
-        of_w = [of_one.t() @ whole for of_one, whole in zip(of_products, wholes, strict=True)]
-    wanted = ctx.needs_input_grad[2]
-    of_biases = [of_one.sum(0) if need else None for of_one, need in zip(of_products, wanted, strict=False)]
+        wholes = wholes or for_ranks(ctx, "allgather", a, **where)
+        of_w = [matmul_gradients.of_weight(ctx, *pair) for pair in zip(of_products, wholes, strict=True)]
+    wanted = zip(of_products, ctx.needs_input_grad[2], strict=False)
+    of_biases = [matmul_gradients.of_bias(ctx, of_one) if need else None for of_one, need in wanted]
     return of_a, of_w, {"bias": of_biases} | rest
 
 

@@ -48,7 +48,7 @@ def of_sums_before_epilogue(
     if not ctx.given["epilogue"]:
         return gradients, {}
     vs = for_ranks(ctx, summing, [one.float() for one in summands], after=in_backward(gradients), **call)
-    return before_epilogue(ctx, vs, gradients, tensors, summands[0].dtype)
+    return before_epilogue(ctx, vs, gradients, tensors, gradients[0].dtype)
 
 
 def in_backward(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import overload
 
 import torch
@@ -11,8 +12,8 @@ from graphar.matmul import operands
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
-from graphar.ops import matmul_sums, options
-from graphar.ops.register import Asked, Op, for_ranks, is_plain
+from graphar.ops import matmul_gradients, matmul_sums, options
+from graphar.ops.register import Asked, Op, is_plain
 from graphar.ops.repeats import repeated
 from graphar.plan import tensor_checks
 from graphar.plan.matmuls import owned_rows
@@ -157,10 +158,8 @@ def _check_out(a, w, outs, given) -> None:
 def _backward(ctx, gradients):
     call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
     (a, w), tensors = OP.saved(ctx)
-    of_sums, rest = matmul_sums.gradients_of_sums(ctx, "allreduce", call, gradients, a, w, tensors)
-    if ctx.in_list:
-        of_sums = for_ranks(ctx, "allreduce", of_sums, **call)
-    return *matmul_sums.gradients_of_products(ctx, of_sums, a, w), rest
+    of_sums, rest = matmul_gradients.of_sums(ctx, "allreduce", call, gradients, a, w, tensors)
+    return *matmul_gradients.of_products(ctx, matmul_gradients.of_equal_sums(ctx, of_sums, call), a, w), rest
 
 
 OP = Op(
@@ -170,6 +169,7 @@ OP = Op(
     f"{options.CODEC}, {options.EPILOGUE}, {options.PREFETCH}, bool constant_weight, {options.AFTER}",
     _run,
     _fake,
+    check=partial(matmul_sums.check_leaves, NAME),
     check_out=_check_out,
     backward=_backward,
 )

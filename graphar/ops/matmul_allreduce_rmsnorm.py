@@ -8,9 +8,8 @@ from typing import overload
 
 import torch
 
-from graphar.ops import matmul_norms, matmul_sums, options
-from graphar.ops.norm_gradients import of_rows_and_weights
-from graphar.ops.register import Op, for_ranks
+from graphar.ops import matmul_gradients, matmul_norms, options
+from graphar.ops.register import Op
 from graphar.ops.repeats import repeated
 from graphar.runtime.registry import Group
 
@@ -111,9 +110,9 @@ def _backward(ctx, gradients):
     """Returns the gradients. Rounding is treated as the identity."""
     call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
     saved, _ = OP.saved(ctx)
-    of_rows, of_weights = of_rows_and_weights(ctx, saved, gradients)
-    of_products = for_ranks(ctx, "allreduce", of_rows, **call) if ctx.in_list else of_rows
-    return *matmul_sums.gradients_of_products(ctx, of_products, *saved[:2]), of_rows, of_weights, {}
+    of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients, own_rows=False)
+    of_products = matmul_gradients.of_equal_sums(ctx, of_rows, call)
+    return *matmul_gradients.of_products(ctx, of_products, *saved[:2]), of_rows, of_weights, {}
 
 
 OP = Op(
@@ -123,6 +122,7 @@ OP = Op(
     f"{options.AFTER}",
     partial(matmul_norms.run, NAME),
     matmul_norms.fake,
+    check=partial(matmul_norms.check_leaves, NAME),
     backward=_backward,
     saved=matmul_norms.saved,
     saved_result=1,

@@ -8,8 +8,8 @@ import torch
 
 from graphar.matmul import operands
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.partitions import BATCH_INVARIANT
-from graphar.ops import norms
+from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
+from graphar.ops import matmul_sums, norms
 from graphar.ops.register import Asked, Op
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call, Operands
@@ -18,7 +18,7 @@ from graphar.plan.work import Product
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 
-PARTITIONS = ("auto", "tiles", "none", BATCH_INVARIANT)
+PARTITIONS = ("auto", "tiles", "none", BATCH_INVARIANT, TP_INVARIANT)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -58,6 +58,17 @@ def check_residuals(op: str, ranks: Sequence[tuple], lengths: Sequence[int] | No
         norms.check_beside(op, "residual", residual, (*rows, w.shape[0]), a)
 
 
+def check_leaves(op: str, engine: Engine, a, w, residual, weight, given) -> None:
+    """Raises ValueError if a call is to be tensor-parallel invariant, and its ranks have no whole leaves of K."""
+    matmul_sums.check_leaves(op, engine, a, w, given)
+
+
+def check_parts(op: str, engine: Engine, *lists_and_given) -> None:
+    """Checks the call of an op that splits rows."""
+    norms.check_parts(op, engine, *lists_and_given)
+    check_leaves(op, engine, *lists_and_given)
+
+
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
@@ -68,7 +79,7 @@ def call(op: Op, asked: Asked, group: Group, **more):
     """
     (a, w, residual, weight), (eps, weight_offset, partition, timeout_s, *_), _ = asked
     ranks, numbers = check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s)
-    where, lengths = norms.place(op, "a", a, group)
+    where, lengths = norms.place(op, "a", a, group, partition == TP_INVARIANT)
     check_residuals(op.name, ranks, lengths)
     norms.prepare_gradients(op.name, ranks)
     how = where | {"partition": partition, "timeout_s": timeout_s} | more

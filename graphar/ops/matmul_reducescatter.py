@@ -12,7 +12,7 @@ from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import split
-from graphar.ops import matmul_sums, options, parts
+from graphar.ops import matmul_gradients, matmul_sums, options, parts
 from graphar.ops.register import Asked, Op
 from graphar.ops.repeats import repeated
 from graphar.runtime.engine import Engine
@@ -107,7 +107,7 @@ def _fused(a, w, bias, cut: tuple, codec, epilogue, group: Group, timeout_s: flo
     name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s)
     first = a[0] if in_list else a
     operands.check_has_rows(NAME, first)
-    rank, world_size = (-1, len(a)) if in_list else parts.place(group)
+    rank, world_size = (-1, len(a)) if in_list else parts.place(group, cut[0] == partitions.TP_INVARIANT)
     sizes = split(first.shape[0], world_size)
     followed = _epilogue_option(first, w, bias, epilogue, sizes, rank)
     how = *cut, timeout_s, options.codec_option(NAME, codec)
@@ -139,14 +139,15 @@ def _run(engine: Engine, a, w, outs, given):
 def _check(engine: Engine, a, w, given) -> None:
     parts.check_lengths(NAME, given.sizes, [x.shape[0] for x in a], [sum(given.sizes)] * len(a))
     parts.check_place(NAME, engine, given)
+    matmul_sums.check_leaves(NAME, engine, a, w, given)
 
 
 def _backward(ctx, gradients):
     """Returns the gradients. The rounding of a codec is treated as the identity."""
     where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
     (a, w), tensors = OP.saved(ctx)
-    of_sums, rest = matmul_sums.gradients_of_sums(ctx, "reducescatter", where, gradients, a, w, tensors)
-    return *matmul_sums.gradients_of_parts(ctx, of_sums, a, w, where), rest
+    of_sums, rest = matmul_gradients.of_sums(ctx, "reducescatter", where, gradients, a, w, tensors)
+    return *matmul_gradients.of_parts(ctx, of_sums, a, w, where), rest
 
 
 OP = Op(

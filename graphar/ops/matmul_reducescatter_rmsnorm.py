@@ -8,8 +8,7 @@ from typing import overload
 
 import torch
 
-from graphar.ops import matmul_norms, matmul_sums, norms, options
-from graphar.ops.norm_gradients import of_rows_and_weights
+from graphar.ops import matmul_gradients, matmul_norms, options
 from graphar.ops.register import Op
 from graphar.ops.repeats import repeated
 from graphar.runtime.registry import Group
@@ -95,8 +94,8 @@ def _backward(ctx, gradients):
     """Returns the gradients. Rounding is treated as the identity."""
     where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
     saved, _ = OP.saved(ctx)
-    of_rows, of_weights = of_rows_and_weights(ctx, saved, gradients)
-    return *matmul_sums.gradients_of_parts(ctx, of_rows, *saved[:2], where), of_rows, of_weights, {}
+    of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients, own_rows=True)
+    return *matmul_gradients.of_parts(ctx, of_rows, *saved[:2], where), of_rows, of_weights, {}
 
 
 OP = Op(
@@ -106,7 +105,7 @@ OP = Op(
     f"{options.AFTER}",
     partial(matmul_norms.run, NAME),
     matmul_norms.fake,
-    check=partial(norms.check_parts, NAME),
+    check=partial(matmul_norms.check_parts, NAME),
     backward=_backward,
     saved=matmul_norms.saved,
     saved_result=1,

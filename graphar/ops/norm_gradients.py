@@ -10,21 +10,24 @@ from graphar.numerics import norm_gradients
 from graphar.ops.register import library
 from graphar.runtime import residual_norm
 
+library.define("norm_weight_partial(Tensor of_normed, Tensor summed, float eps, int ranks) -> Tensor")
 library.define(
     "residual_rmsnorm_backward(Tensor of_normed, Tensor? of_summed, Tensor summed, Tensor weight, float eps, "
     "float weight_offset, bool of_weight) -> (Tensor, Tensor)"
 )
 
 
-def of_rows_and_weights(ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None]) -> tuple[list, list]:
+def of_rows_and_weights(
+    ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None], of_weights: bool = True
+) -> tuple[list, list]:
     """Returns the gradients of each rank's rows that were normed, and of its weight; None for one that is not needed.
 
     ``saved`` are the op's tensors, the weight last, and the rows, as lists of ranks. ``gradients`` are those of normed
-    rows and of the rows, rank by rank. None: zeros.
+    rows and of the rows, rank by rank. None: zeros. Without ``of_weights`` those of weights are None.
     """
     *tensors, weights, summed = saved
     wanted = ctx.needs_input_grad[len(tensors)]
-    wanted = wanted if ctx.in_list else [wanted]
+    wanted = [of_weights and one for one in (wanted if ctx.in_list else [wanted])]
     numbers = ctx.given["eps"], ctx.given["weight_offset"]
     ranks = zip(gradients[::2], gradients[1::2], summed, weights, wanted, strict=True)
     return tuple(map(list, zip(*[_of_rank(*of_rank, numbers) for of_rank in ranks], strict=True)))
@@ -54,13 +57,24 @@ def _residual_rmsnorm_backward(of_normed, of_summed, summed, weight, eps, weight
     return found if of_weight else (found[0], weight.new_empty(0))
 
 
+def _norm_weight_partial(of_normed, summed, eps, ranks):
+    columns = summed.shape[-1]
+    return norm_gradients.weight_partial(of_normed.reshape(-1, columns), summed.reshape(-1, columns), eps, ranks)
+
+
 for _key in ("CPU", "CUDA"):
+    library.impl("norm_weight_partial", _norm_weight_partial, _key)
     library.impl("residual_rmsnorm_backward", _residual_rmsnorm_backward, _key)
 
 
 @torch.library.register_fake("graphar::residual_rmsnorm_backward", lib=library)
 def _(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight):
     return summed.new_empty(summed.shape), weight.new_empty(weight.shape if of_weight else 0)
+
+
+@torch.library.register_fake("graphar::norm_weight_partial", lib=library)
+def _(of_normed, summed, eps, ranks):
+    return summed.new_empty(summed.shape[-1:], dtype=torch.float32)
 
 
 def _keep(ctx, inputs, output) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.norms import FP8, output_of, scales_of
-from graphar.numerics.partitions import split
+from graphar.numerics.partitions import TP_INVARIANT, split
 from graphar.ops import norm_gradients, parts
 from graphar.ops.register import Asked, Op, by_result, is_plain
 from graphar.plan import call_checks, tensor_checks
@@ -128,10 +128,11 @@ def call(op: Op, asked: Asked, group: Group):
     return make(op, (x, residual, weight), ranks, numbers, how, asked, group)
 
 
-def place(op: Op, name: str, x, group: Group) -> tuple[dict[str, object], list[int] | None]:
+def place(op: Op, name: str, x, group: Group, alone: bool = False) -> tuple[dict[str, object], list[int] | None]:
     """Returns the arguments ``rank`` and ``sizes`` of an op that splits the rows of ``x``, named ``name`` in errors.
 
-    Also returns the lengths of this process's parts. For other ops there is nothing to return: ({}, None).
+    With ``alone``, a process without a group is the only rank. Also returns the lengths of this process's parts. For
+    other ops there is nothing to return: ({}, None).
     """
     if not op.takes("sizes"):
         return {}, None
@@ -139,7 +140,7 @@ def place(op: Op, name: str, x, group: Group) -> tuple[dict[str, object], list[i
     shape = list(x[0].shape if in_list else x.shape)
     if len(shape) < 2:
         raise ValueError(f"{op.name}: {name} must have 2 dimensions or more, since its rows are split, got {shape}")
-    rank, world_size = (-1, len(x)) if in_list else parts.place(group)
+    rank, world_size = (-1, len(x)) if in_list else parts.place(group, alone)
     sizes = split(shape[0], world_size)
     return {"rank": rank, "sizes": sizes}, sizes if in_list else [sizes[rank]]
 
@@ -149,8 +150,9 @@ def make(op: Op, tensors: tuple, ranks: Sequence[tuple], numbers: tuple[float, f
 
     ``tensors`` are the op's, as the user gave them, and ``ranks`` those of each rank. ``numbers`` are eps and offset.
     """
-    how |= {"eps": numbers[0], "weight_offset": numbers[1], "communicator": engine_name(group, op.name)}
     in_list = isinstance(tensors[0], (list, tuple))
+    name = engine_name(group, op.name, alone=how.get("partition") == TP_INVARIANT and not in_list)
+    how |= {"eps": numbers[0], "weight_offset": numbers[1], "communicator": name}
     plain = not in_list and all(map(is_plain, ranks[0]))
     found = op(*tensors, *op.arguments(**how), plain=plain, asked=asked)
     return by_result(found, len(ranks) if in_list else None)

@@ -16,13 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.ranks.groups import group_of_mesh
 from graphar.runtime.engine import Engine
-from graphar.runtime.registry import Group, check_takes_tensors, engine_of_either
+from graphar.runtime.registry import ALONE, Group, check_takes_tensors, engine_name, engine_of_either
 
 ARGUMENTS = "str communicator, int rank, int axis, SymInt[] sizes, float? timeout_s"
 
 
-def place(group: Group) -> tuple[int, int]:
-    """Returns this process's rank and the number of ranks. A compiler gets constants, and no engine is made."""
+def place(group: Group, alone: bool = False) -> tuple[int, int]:
+    """Returns this process's rank and the number of ranks. A compiler gets constants, and no engine is made.
+
+    With ``alone``, a process without a group is the only rank.
+    """
+    if alone and engine_name(group, alone=True) == ALONE:
+        return -1, 1
     if isinstance(group, DeviceMesh):
         group = group_of_mesh(group)
     if torch.compiler.is_compiling() and (group is None or isinstance(group, dist.ProcessGroup)):

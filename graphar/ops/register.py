@@ -354,6 +354,11 @@ def op_of(target: object) -> Op | None:
     return next((op for op in _ops.values() if op.one is target), None)
 
 
+def op_named(name: str) -> Op:
+    """Returns the op of that name."""
+    return _ops[name]
+
+
 def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **given) -> list[torch.Tensor]:
     """Calls an op in a backward pass, in the same form as the forward op.
 

@@ -69,6 +69,10 @@ def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
     return codec + ([f"epilogue {work.epilogue.text}"] if work.epilogue else [])
 
 
+def _beside(work: Sum | Parts) -> list[str]:
+    return [work.beside] if work.beside else []
+
+
 def _order(work: Sum | Parts) -> list[str]:
     result = [f"result {work.out_dtype}"] if work.out_dtype else []
     return ["added as a tree", *result] if work.order == "tree" else []
@@ -88,6 +92,7 @@ class Sum(NamedTuple):
     shape: tuple[int, ...] = ()  # of the user's tensor, if the ranks must have the same
     order: str = "rank"  # in which the ranks' elements are added: "rank", or "tree" for a binary tree of fp32
     out_dtype: torch.dtype | None = None  # the dtype of the result; None: that of the tensor
+    beside: str = ""  # what every rank does beside it, in words, or an empty string
 
     op = "allreduce"
     unit = "elements"
@@ -107,7 +112,7 @@ class Sum(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        return _wire_and_epilogue(self) + _order(self)
+        return _wire_and_epilogue(self) + _order(self) + _beside(self)
 
 
 class Parts(NamedTuple):
@@ -118,7 +123,7 @@ class Parts(NamedTuple):
     codec: str = ""
     epilogue: Pointwise | None = None
     axis: int = 0  # the dimension of the user's tensor that is the first dimension of the call's tensors
-    followed_by: str = ""  # what every rank does with its result, in words, or an empty string
+    beside: str = ""  # what every rank does beside it, in words, or an empty string
     row: tuple[int, ...] = ()  # the shape of the user's tensor without the axis, if the ranks must have the same
     order: str = "rank"  # of a reduce-scatter, in which the ranks' elements are added: "rank" or "tree"
     out_dtype: torch.dtype | None = None  # the dtype of the result; None: that of the tensor
@@ -137,8 +142,7 @@ class Parts(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        followed = [f"followed by {self.followed_by}"] if self.followed_by else []
-        return _wire_and_epilogue(self) + _order(self) + followed
+        return _wire_and_epilogue(self) + _order(self) + _beside(self)
 
 
 class Norm(NamedTuple):

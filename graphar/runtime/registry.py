@@ -16,6 +16,7 @@ from graphar.runtime.engine import NAME_PREFIX, Engine, closed, open_engines
 from graphar.runtime.stats import Stats
 
 DEFAULT_TIMEOUT_S = 60.0
+ALONE = "alone"  # in a schema, the name of the only rank of a call without a group
 _LIST_INSTEAD = "pass a list with one tensor a device"
 
 
@@ -33,14 +34,14 @@ _by_group: dict[str, Engine] = {}
 _by_devices: dict[tuple[torch.device, ...], Engine] = {}
 
 
-def engine_name(group: Group, op: str = "graphar") -> str:
+def engine_name(group: Group, op: str = "graphar", alone: bool = False) -> str:
     """Returns the name of a process group, mesh or communicator in an op's schema; "" for the default group.
 
     ``op`` is named in errors: TypeError or ValueError if ``group`` is none of them, and CommunicatorError if it is a
-    closed communicator.
+    closed communicator. With ``alone``, a call without any group has a single rank: its name is ALONE.
     """
     if group is None:
-        return ""
+        return ALONE if alone and not (dist.is_available() and dist.is_initialized()) else ""
     if isinstance(group, dist.ProcessGroup):
         return group.group_name
     if isinstance(group, DeviceMesh):  # before getattr(), which torch.compile does not trace for a mesh
@@ -80,6 +81,8 @@ def engine_of_group(name: str, op: str = "graphar", instead: str = _LIST_INSTEAD
     if name in open_engines:
         check_takes_tensors(open_engines[name])
         return open_engines[name]
+    if name == ALONE:
+        return engine_of_devices("", (torch.device("cpu"),), op)
     _check_not_closed(name, op)
     group = _group_of(name, op) if name else process_group(None, instead)
     name = "" if group is dist.group.WORLD else name  # the default group has one engine, whether it is named or not

@@ -154,8 +154,8 @@ def test_ranks_without_whole_leaves_are_refused(ranks):
 @pytest.mark.parametrize(
     ("columns", "dtype", "message"),
     [
-        ((64, 64), torch.bfloat16, "op: the columns of all ranks must be a multiple of 512, 8 leaves of a multiple of"),
-        ((600,), torch.bfloat16, "of 64, got 600"),
+        ((66, 66), torch.bfloat16, "op: the columns of each of 2 ranks must be 4 leaves of equal length, got 66"),
+        ((601,), torch.bfloat16, "op: the columns of each of 1 ranks must be 8 leaves of equal length, got 601"),
         ((256, 768), torch.bfloat16, "op: a tree of 8 leaves needs equally many columns on all ranks, got [256, 768]"),
         ((512,), torch.float64, "op: leaves are of bfloat16, float16 or float32, got torch.float64"),
         ((512,) * 3, torch.bfloat16, "op: a tree of 8 leaves is for 1, 2, 4 or 8 ranks, got 3"),
@@ -166,6 +166,6 @@ def test_operands_without_whole_leaves_are_refused(columns, dtype, message):
         check_operands("op", [torch.ones(2, length, dtype=dtype) for length in columns])
 
 
-@pytest.mark.parametrize("columns", [(0,), (512,), (256, 256), (128,) * 4, (64,) * 8, (448,) * 8])
+@pytest.mark.parametrize("columns", [(0,), (512,), (256, 256), (128,) * 4, (64,) * 8, (448,) * 8, (600,), (3,) * 8])
 def test_operands_of_whole_leaves_are_taken(columns):
     check_operands("op", [torch.ones(2, 3, length) for length in columns])
