@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar import Codec, Epilogue
+from graphar.numerics.partitions import TP_INVARIANT
 from tests.cases import ALL_DTYPES, INTEGERS, KERNEL_DTYPES, bit_patterns, integers, normal, raw
 from tests.ops import specified as by
 from tests.ops.specified import Results, Tensors
@@ -69,7 +70,8 @@ class Form:
 
     def ranks(self, asked: int) -> int:
         """How many ranks a test has that asks for so many: a tree has 4 in place of 3."""
-        return 4 if asked == 3 and self.options.get("order") == "tree" else asked
+        is_tree = self.options.get("order") == "tree" or self.options.get("partition") == TP_INVARIANT
+        return 4 if asked == 3 and is_tree else asked
 
     @property
     def takes_out(self) -> bool:
@@ -87,10 +89,12 @@ class Form:
 
     @property
     def small(self) -> tuple[int, ...]:
-        """A shape for tests that do not ask for bits: 6 rows and 8 columns, of matmuls of 5 products each.
+        """A shape for tests that do not ask for bits: 6 rows and 8 columns, of matmuls of 5 products each, or of leaves.
 
         With scales for groups of columns, a group in place of 8 columns.
         """
+        if self.options.get("partition") == TP_INVARIANT:
+            return (6, 8, 16)
         return (6, 8, 5) if "w" in PARAMETERS[self.op] else (6, self.options.get("group_size", 8))
 
     def tensors(self, ranks: int, shape=None, dtype=None, fill=None) -> Tensors:
@@ -137,6 +141,7 @@ ROWS = ((1, 8), (3, 5, 40), (2, 8200), (0, 16), (7,), (5, 24))
 SPLIT_ROWS = tuple(shape for shape in ROWS if len(shape) > 1)
 GROUPED_ROWS = ((1, 128), (3, 2, 256), (0, 384), (5, 384))
 PRODUCTS = ((1, 1, 1), (0, 5, 4), (5, 0, 4), (6, 8, 0), (6, 5, 8, 7), (33, 40, 130), (7, 129, 65))  # [..., N, K]
+TREE_PRODUCTS = ((1, 1, 8), (0, 5, 8), (5, 0, 8), (6, 8, 0), (6, 5, 8, 8), (7, 9, 136))  # of whole leaves of K
 LARGE_PRODUCTS = ((33, 40, 130), (19, 24, 33))
 NORMED_PRODUCTS = ((2, 5, 16, 1), (0, 8, 4), (3, 9, 0), (24, 12), (7, 40, 33))
 SPLIT_NORMED_PRODUCTS = tuple(shape for shape in NORMED_PRODUCTS if len(shape) > 2)
@@ -290,6 +295,7 @@ SCATTERED_NORM = (
 
 OPERANDS = {"shapes": PRODUCTS, "fill": normal, "leaves": ("a", "w")}
 BIASED = {"make": by.with_bias, "leaves": ("a", "w", "bias")}
+INVARIANT = {"options": {"partition": TP_INVARIANT}, "shapes": TREE_PRODUCTS}
 UNEVEN = BIASED | {"make": by.uneven_products}
 
 
@@ -317,6 +323,9 @@ def matmuls(op: Callable, specify: Callable, **shared) -> tuple[Form, ...]:
         form("epilogue split_m", **followed, leaves=leaves, options={"partition": "split_m"}),
         form("epilogue fifths", **followed, leaves=leaves, shapes=LARGE_PRODUCTS, options=fifths),
         form("function", make=placed(by.products, specify, b="col"), **FUNCTION, leaves=("a", "w", "b")),
+        form("invariant", **INVARIANT, twice=True),
+        form("bias invariant", **BIASED, **INVARIANT, twice=True),
+        form("epilogue invariant", **followed, **INVARIANT, leaves=leaves),
     )
 
 
@@ -368,6 +377,7 @@ FUSED_ALLGATHER = (
     fused_allgather("gathered", options={"gathered": True}),
     fused_allgather("none", options={"partition": "none"}),
     fused_allgather("tiles", options={"partition": "tiles"}),
+    fused_allgather("bias invariant", **BIASED, **INVARIANT),
     fused_allgather("epilogue", **FOLLOWED_GATHER),
     fused_allgather("epilogue gathered", **FOLLOWED_GATHER, options={"gathered": True}),
     fused_allgather("epilogue tiles", **FOLLOWED_GATHER, options={"partition": "tiles"}),

@@ -104,6 +104,7 @@ def refusals(alone: Communicator, pair: Communicator) -> list[Refusal]:
         of_timeouts(alone, pair),
         of_codecs(alone, pair),
         of_trees(alone, pair),
+        of_trees_of_leaves(alone),
         of_residuals(alone, pair),
         of_epilogues(pair),
         of_prefetches(),
@@ -281,6 +282,31 @@ def of_trees(alone, pair):
     yield row("allreduce tree out dtype", "out", ValueError, REDUCE, X, alone, out=full(X), **narrow)
     inside = ROOM.view(torch.bfloat16)[:8]
     yield row("allreduce tree out memory", "out", ValueError, REDUCE, ROOM[:8], alone, out=inside, **narrow)
+
+
+def of_trees_of_leaves(alone):
+    """Matmuls that are to be tensor-parallel invariant, but have no whole leaves, or an option that rounds twice."""
+    invariant, leaves = {"partition": "tp_invariant"}, torch.ones(8, 16)
+    for op in (FUSED, FUSED_SCATTER):
+        name = f"{op.__name__} invariant"
+        for ranks in (3, 5, 6, 7):
+            given = [leaves] * ranks, [leaves] * ranks
+            yield row(f"{name} between {ranks}", "ranks", ValueError, op, *given, **invariant)
+        uneven = [leaves, torch.ones(8, 8)]
+        yield row(f"{name} columns", "columns", ValueError, op, leaves[:, :12], leaves[:, :12], group=alone, **invariant)
+        yield row(f"{name} uneven columns", "columns", ValueError, op, uneven, uneven, **invariant)
+        yield row(f"{name} fp64", "float64", ValueError, op, *[leaves.double()] * 2, group=alone, **invariant)
+        yield row(f"{name} codec", "codec", ValueError, op, leaves, leaves, group=alone, codec="int8", **invariant)
+        yield row(f"{name} count", "num_partitions", ValueError, op, leaves, leaves, num_partitions=2, **invariant)
+    yield row("gathered invariant fp64", "float64", ValueError, FUSED_GATHER, *[leaves.double()] * 2, **invariant)
+    x = torch.ones(8, 16, requires_grad=True)
+    yield row("gathered invariant gradient", "gathered", ValueError, FUSED_GATHER, x, leaves, gathered=True, **invariant)
+    linear = graphar.linear
+    yield row("linear no tensor", "x", TypeError, linear, 3, leaves)
+    yield row("linear shapes", "x", ValueError, linear, leaves, torch.ones(8, 15))
+    yield row("linear fp64", "float64", ValueError, linear, leaves.double(), leaves.double())
+    yield row("linear features", "columns", ValueError, linear, x, leaves[:7])
+    yield row("linear group", "group", TypeError, linear, leaves, leaves, group=3)
 
 
 def of_residuals(alone, pair):

@@ -10,6 +10,7 @@ import torch
 from graphar import reference
 from graphar.numerics.codec_reference import Noise, encode
 from graphar.numerics.codecs import as_codec
+from graphar.numerics.partitions import TP_INVARIANT
 from tests.cases import left_after_scatter, normal
 
 Tensors = dict[str, list[torch.Tensor]]  # by argument, a tensor a rank
@@ -178,10 +179,17 @@ def _seeded(codec) -> dict:
     return {} if codec is None else {"codec": codec, "seed": as_codec("fused", codec).seed or 0}
 
 
+def _cut(partition: str = "auto", num_partitions: int | None = None) -> dict:
+    """How the specification takes a partition."""
+    if partition == TP_INVARIANT:
+        return {"tp_invariant": True}
+    return {"partition": partition, "num_partitions": num_partitions}
+
+
 def fused_allreduced(
     a, w, bias=None, epilogue=None, codec=None, prefetch=None, constant_weight=False, **cut
 ) -> Results:
-    call = functools.partial(reference.fused_matmul_allreduce, a, w, **cut, **_seeded(codec))
+    call = functools.partial(reference.fused_matmul_allreduce, a, w, **_cut(**cut), **_seeded(codec))
     follow = [(bias and bias[rank], epilogue and epilogue.of_rank(rank)) for rank in range(len(a))]
     own = [bias, *(epilogue.tensors.values() if epilogue else ())]
     if not any(one.requires_grad for ones in own for one in ones or ()):  # equal, and without gradients of their own
@@ -189,8 +197,9 @@ def fused_allreduced(
     return each([call(one, epilogue=followed) for one, followed in follow])
 
 
-def fused_reducescattered(a, w, bias=None, codec=None, **options) -> Results:
-    call = functools.partial(reference.fused_matmul_reducescatter, a, w, **options, **_seeded(codec))
+def fused_reducescattered(a, w, bias=None, codec=None, epilogue=None, **cut) -> Results:
+    how = _cut(**cut) | _seeded(codec)
+    call = functools.partial(reference.fused_matmul_reducescatter, a, w, epilogue=epilogue, **how)
     if not bias or not bias[0].requires_grad:
         return each(call(bias and bias[0]))
     return each([call(one)[rank] for rank, one in enumerate(bias)])
@@ -198,16 +207,19 @@ def fused_reducescattered(a, w, bias=None, codec=None, **options) -> Results:
 
 def fused_allgathered(a, w, bias=None, gathered=False, partition="auto", epilogue=None) -> Results:
     follow = [(bias and bias[rank], epilogue and epilogue.of_rank(rank)) for rank in range(len(w))]
-    products = [reference.fused_allgather_matmul(a, one, *more) for one, more in zip(w, follow, strict=True)]
+    how = {"tp_invariant": partition == TP_INVARIANT}
+    products = [reference.fused_allgather_matmul(a, one, *more, **how) for one, more in zip(w, follow, strict=True)]
     return [(product, reference.allgather(a)) for product in products] if gathered else each(products)
 
 
 def fused_normed(a, w, residual, weight, partition="auto", constant_weight=False, **numbers) -> Results:
+    numbers |= {"tp_invariant": partition == TP_INVARIANT}
     call = functools.partial(reference.fused_matmul_allreduce_residual_rmsnorm, a, w, **numbers)
     return [call(*pair) for pair in zip(residual, weight, strict=True)]
 
 
 def fused_scattered_and_normed(a, w, residual, weight, partition="auto", **numbers) -> Results:
+    numbers |= {"tp_invariant": partition == TP_INVARIANT}
     call = functools.partial(reference.fused_matmul_reducescatter_residual_rmsnorm, a, w, residual, **numbers)
     return [call(one)[rank] for rank, one in enumerate(weight)]
 
