@@ -362,7 +362,7 @@ def test_the_gradient_of_a_norms_weight_whose_rows_ranks_divide_has_the_same_bit
     ("columns", "message"),
     [
         ([512] * 3, "1, 2, 4 or 8 ranks, got 3"),
-        ([66, 66], "the columns of each of 2 ranks must be 4 leaves of equal length, got 66"),
+        ([66, 66], "the columns of a rank must be 4 leaves of equal length with a group of 2, got 66"),
         ([192, 320], "equally many columns on all ranks, got [192, 320]"),
     ],
 )
@@ -413,5 +413,5 @@ def test_rows_without_whole_leaves_are_refused(rows, ranks, message):
 def test_a_column_parallel_layer_without_whole_leaves_of_features_is_refused():
     dy, x = drawn(0, 4, 90), drawn(1, 4, 16)
 
-    with pytest.raises(ValueError, match="4 leaves of equal length, got 45"):
+    with pytest.raises(ValueError, match="4 leaves of equal length with a group of 2, got 45"):
         linear_gradients.column_parallel(dy.chunk(2, 1), x, drawn(2, 90, 16).chunk(2))

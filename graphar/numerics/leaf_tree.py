@@ -103,11 +103,12 @@ def check_operands(op: str, operands: Sequence[torch.Tensor]) -> None:
     check_columns(op, columns[0], len(columns))
 
 
-def check_columns(op: str, columns: int, world_size: int) -> None:
-    """Raises ValueError, which names ``op``, unless each rank's ``columns`` are whole leaves."""
+def check_columns(op: str, columns: int, world_size: int, what: str = "columns") -> None:
+    """Raises ValueError, which names ``op``, unless each rank's ``columns`` are whole leaves; errors say ``what``."""
     if columns % (leaves := LEAVES // world_size):
         raise ValueError(
-            f"{op}: the columns of each of {world_size} ranks must be {leaves} leaves of equal length, got {columns}"
+            f"{op}: the {what} of a rank must be {leaves} leaves of equal length with a group of {world_size}, got "
+            f"{columns}"
         )
 
 

@@ -19,53 +19,53 @@ NAME = "linear"
 # ``leaves`` and ``out_dtype`` are those of leaf_products.product. ``communicator`` is of the ranks between which the
 # rows of ``w`` are divided, or an empty string.
 library.define(
-    "linear(Tensor x, Tensor w, Tensor? bias, int leaves, ScalarType? out_dtype, str communicator) -> Tensor"
+    "linear(Tensor a, Tensor w, Tensor? bias, int leaves, ScalarType? out_dtype, str communicator) -> Tensor"
 )
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, group: Group = None) -> torch.Tensor:
-    """Returns ``x @ w.T + bias``: the same bits for every number of rows, of features, and of ranks that divide them.
+def linear(a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, group: Group = None) -> torch.Tensor:
+    """Returns ``a @ w.T + bias``: the same bits for every number of rows, of features, and of ranks that divide them.
 
     The product is accumulated in fp32 in the order of K, 16 columns at a time, and rounded once after the bias was
-    added. An element depends on its row of ``x`` and its row of ``w`` alone. ``graphar.reference.linear`` with
+    added. An element depends on its row of ``a`` and its row of ``w`` alone. ``graphar.reference.linear`` with
     ``tp_invariant=True`` is the specification; a GPU rounds products of 16 columns in another way than a CPU.
 
     It is the column-parallel layer of tensor-parallel invariance: with a ``group``, each rank has its own features. The
     forward pass does not communicate.
 
-    Differentiable. The gradient of ``x`` is a sum over features, of which the whole layer has 8 leaves of equal length:
+    Differentiable. The gradient of ``a`` is a sum over features, of which the whole layer has 8 leaves of equal length:
     they are added in fp32 as a binary tree, with a ``group`` by :func:`graphar.fused_matmul_allreduce` with
     ``partition="tp_invariant"``, and rounded once. That of ``w`` is added in the order of rows, and that of ``bias`` as
-    8 leaves of rows. The backward pass assumes that all ranks of the group have the same ``x``.
+    8 leaves of rows. The backward pass assumes that all ranks of the group have the same ``a``.
 
     Args:
-        x: [..., K], bf16, fp16 or fp32; on a GPU bf16 or fp16. Equal on all ranks of the group.
-        w: this rank's [N, K], as torch.nn.Linear stores its weight. For a gradient of ``x``, the features of all ranks
+        a: [..., K], bf16, fp16 or fp32; on a GPU bf16 or fp16. Equal on all ranks of the group.
+        w: this rank's [N, K], as torch.nn.Linear stores its weight. For a gradient of ``a``, the features of all ranks
             must be a multiple of 8, equally many on each.
         bias: this rank's [N]. None: no bias.
         group: the ranks between which the features are divided: a process group, 1-D DeviceMesh or Communicator.
             None: this rank has all features.
 
     Returns:
-        A new tensor [..., N] with the dtype of ``x``.
+        A new tensor [..., N] with the dtype of ``a``.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule, or the group has 3, 5, 6 or 7 ranks.
         UnsupportedError: the tensors are on a GPU, and graphar's matmul kernel does not serve them.
     """
-    operands.check_operands(NAME, x, w, bias)
-    if x.dtype not in TYPE_NAMES:
-        raise ValueError(f"{NAME}: x must be bfloat16, float16 or float32, got {x.dtype}")
+    operands.check_operands(NAME, a, w, bias)
+    if a.dtype not in TYPE_NAMES:
+        raise ValueError(f"{NAME}: a must be bfloat16, float16 or float32, got {a.dtype}")
     ranks = 1 if group is None else parts.place(group)[1]
     leaf_tree.check_ranks(NAME, ranks)
-    if x.requires_grad and torch.is_grad_enabled():
-        leaf_tree.check_columns(NAME, len(w), ranks)
-    return torch.ops.graphar.linear(x, w, bias, 1, None, "" if group is None else engine_name(group, NAME))
+    if a.requires_grad and torch.is_grad_enabled():
+        leaf_tree.check_columns(NAME, len(w), ranks, "features")
+    return torch.ops.graphar.linear(a, w, bias, 1, None, "" if group is None else engine_name(group, NAME))
 
 
-def _linear(x, w, bias, leaves: int, out_dtype: torch.dtype | None, communicator: str) -> torch.Tensor:
-    found = leaf_products.product(NAME, operands.flat(x), w, leaves, bias=bias, out_dtype=out_dtype)
-    return found.view(*x.shape[:-1], len(w))
+def _linear(a, w, bias, leaves: int, out_dtype: torch.dtype | None, communicator: str) -> torch.Tensor:
+    found = leaf_products.product(NAME, operands.flat(a), w, leaves, bias=bias, out_dtype=out_dtype)
+    return found.view(*a.shape[:-1], len(w))
 
 
 for _key in ("CPU", "CUDA"):
@@ -73,8 +73,8 @@ for _key in ("CPU", "CUDA"):
 
 
 @torch.library.register_fake("graphar::linear", lib=library)
-def _(x, w, bias, leaves, out_dtype, communicator):
-    return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)
+def _(a, w, bias, leaves, out_dtype, communicator):
+    return a.new_empty((*a.shape[:-1], w.shape[0]), dtype=out_dtype)
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ def of_input(dy: torch.Tensor, w: torch.Tensor, leaves: int = 1) -> torch.Tensor
     return torch.ops.graphar.linear(dy, w.t(), None, leaves, None, "")
 
 
-def of_weight(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def of_weight(dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of a weight: the sum over rows of their outer products, in the order of the rows."""
-    return torch.ops.graphar.linear(operands.flat(dy).t(), operands.flat(x).t(), None, 1, None, "")
+    return torch.ops.graphar.linear(operands.flat(dy).t(), operands.flat(a).t(), None, 1, None, "")
 
 
 def of_bias(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
@@ -102,23 +102,23 @@ def of_bias(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
 
 
 def _keep(ctx, inputs, output) -> None:
-    x, w, bias, _, _, ctx.communicator = inputs
-    ctx.save_for_backward(x, w)
+    a, w, bias, _, _, ctx.communicator = inputs
+    ctx.save_for_backward(a, w)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx, dy):
-    (x, w), (needs_x, needs_w, needs_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
-    dy = dy.to(x.dtype)
-    of_x = None
-    if needs_x and ctx.communicator:
+    (a, w), (needs_a, needs_w, needs_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
+    dy = dy.to(a.dtype)
+    of_a = None
+    if needs_a and ctx.communicator:
         summed = op_named(MATMUL_ALLREDUCE)
         given = {"a": dy, "w": w.t(), "communicator": ctx.communicator, "partition": TP_INVARIANT}
-        of_x = summed.one(*summed.write(given))
-    elif needs_x:
-        of_x = of_input(dy, w, LEAVES)
-    of_w = of_weight(dy, x) if needs_w else None
-    return of_x, of_w, of_bias(dy).to(ctx.bias_dtype) if needs_bias else None, None, None, None
+        of_a = summed.one(*summed.write(given))
+    elif needs_a:
+        of_a = of_input(dy, w, LEAVES)
+    of_w = of_weight(dy, a) if needs_w else None
+    return of_a, of_w, of_bias(dy).to(ctx.bias_dtype) if needs_bias else None, None, None, None
 
 
 torch.library.register_autograd("graphar::linear", _backward, setup_context=_keep, lib=library)

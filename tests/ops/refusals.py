@@ -302,10 +302,10 @@ def of_trees_of_leaves(alone):
     x = torch.ones(8, 16, requires_grad=True)
     yield row("gathered invariant gradient", "gathered", ValueError, FUSED_GATHER, x, leaves, gathered=True, **invariant)
     linear = graphar.linear
-    yield row("linear no tensor", "x", TypeError, linear, 3, leaves)
-    yield row("linear shapes", "x", ValueError, linear, leaves, torch.ones(8, 15))
+    yield row("linear no tensor", "a", TypeError, linear, 3, leaves)
+    yield row("linear shapes", "a", ValueError, linear, leaves, torch.ones(8, 15))
     yield row("linear fp64", "float64", ValueError, linear, leaves.double(), leaves.double())
-    yield row("linear features", "columns", ValueError, linear, x, leaves[:7])
+    yield row("linear features", "features", ValueError, linear, x, leaves[:7])
     yield row("linear group", "group", TypeError, linear, leaves, leaves, group=3)
 
 
