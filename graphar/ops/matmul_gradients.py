@@ -141,14 +141,8 @@ def of_norms(ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None], own
     """
     if not is_invariant(ctx):
         return norm_gradients.of_rows_and_weights(ctx, saved, gradients)
-    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, saved, gradients, of_weights=False)
-    wanted = ctx.needs_input_grad[3] if ctx.in_list else [ctx.needs_input_grad[3]]
     ranks = _ranks(ctx) if own_rows else 1
-    for at, (of_normed, summed, needed) in enumerate(zip(gradients[::2], saved[-1], wanted, strict=True)):
-        if needed and of_normed is None:
-            of_weights[at] = summed.new_zeros(summed.shape[-1:])
-        elif needed:
-            of_weights[at] = torch.ops.graphar.norm_weight_partial(of_normed, summed, ctx.given["eps"], ranks)
+    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, saved, gradients, ranks)
     if own_rows and not ctx.in_list and of_weights[0] is not None:
         of_weights = _sums_of_rows(ctx, of_weights, saved[-1][0].dtype)
     return of_rows, [None if one is None else one.to(saved[-1][0].dtype) for one in of_weights]

@@ -10,27 +10,27 @@ from graphar.numerics import norm_gradients
 from graphar.ops.register import library
 from graphar.runtime import residual_norm
 
-library.define("norm_weight_partial(Tensor of_normed, Tensor summed, float eps, int ranks) -> Tensor")
 library.define(
     "residual_rmsnorm_backward(Tensor of_normed, Tensor? of_summed, Tensor summed, Tensor weight, float eps, "
-    "float weight_offset, bool of_weight) -> (Tensor, Tensor)"
+    "float weight_offset, bool of_weight, int ranks) -> (Tensor, Tensor)"
 )
 
 
 def of_rows_and_weights(
-    ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None], of_weights: bool = True
+    ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None], ranks: int = 0
 ) -> tuple[list, list]:
     """Returns the gradients of each rank's rows that were normed, and of its weight; None for one that is not needed.
 
     ``saved`` are the op's tensors, the weight last, and the rows, as lists of ranks. ``gradients`` are those of normed
-    rows and of the rows, rank by rank. None: zeros. Without ``of_weights`` those of weights are None.
+    rows and of the rows, rank by rank. None: zeros. With ``ranks`` the weights' gradients are the fp32 partials of
+    :func:`graphar.numerics.norm_gradients.weight_partial`.
     """
     *tensors, weights, summed = saved
     wanted = ctx.needs_input_grad[len(tensors)]
-    wanted = [of_weights and one for one in (wanted if ctx.in_list else [wanted])]
+    wanted = wanted if ctx.in_list else [wanted]
     numbers = ctx.given["eps"], ctx.given["weight_offset"]
-    ranks = zip(gradients[::2], gradients[1::2], summed, weights, wanted, strict=True)
-    return tuple(map(list, zip(*[_of_rank(*of_rank, numbers) for of_rank in ranks], strict=True)))
+    of_ranks = zip(gradients[::2], gradients[1::2], summed, weights, wanted, strict=True)
+    return tuple(map(list, zip(*[_of_rank(*of_rank, numbers, ranks) for of_rank in of_ranks], strict=True)))
 
 
 def load(weight: torch.Tensor) -> None:
@@ -39,46 +39,41 @@ def load(weight: torch.Tensor) -> None:
         residual_norm.load_backward(weight.device.index, weight.dtype, weight.numel())
 
 
-def _of_rank(of_normed, of_summed, summed, weight, wanted: bool, numbers: tuple[float, float]):
+def _of_rank(of_normed, of_summed, summed, weight, wanted: bool, numbers: tuple[float, float], ranks: int):
     if of_normed is None:
         of_rows = torch.zeros_like(summed) if of_summed is None else of_summed
         return of_rows, torch.zeros_like(weight) if wanted else None
     backward = torch.ops.graphar.residual_rmsnorm_backward
-    of_rows, of_weight = backward(of_normed, of_summed, summed, weight, *numbers, wanted)
+    of_rows, of_weight = backward(of_normed, of_summed, summed, weight, *numbers, wanted, ranks)
     return of_rows, of_weight if wanted else None
 
 
-def _residual_rmsnorm_backward(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight):
+def _residual_rmsnorm_backward(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight, ranks):
     of_normed, summed, weight = (one.contiguous() for one in (of_normed, summed, weight))
     of_summed = None if of_summed is None else of_summed.contiguous()
+    whole, columns = of_weight and not ranks, weight.numel()
     if residual_norm.serves_backward(summed):
-        return residual_norm.backward(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight)
-    found = norm_gradients.specification(of_normed, of_summed, summed, weight, eps, weight_offset)
-    return found if of_weight else (found[0], weight.new_empty(0))
-
-
-def _norm_weight_partial(of_normed, summed, eps, ranks):
-    columns = summed.shape[-1]
-    return norm_gradients.weight_partial(of_normed.reshape(-1, columns), summed.reshape(-1, columns), eps, ranks)
+        of_rows, found = residual_norm.backward(of_normed, of_summed, summed, weight, eps, weight_offset, whole)
+    else:
+        of_rows, found = norm_gradients.specification(of_normed, of_summed, summed, weight, eps, weight_offset)
+    if of_weight and ranks:
+        rows = of_normed.view(-1, columns), summed.view(-1, columns)
+        return of_rows, norm_gradients.weight_partial(*rows, eps, ranks)
+    return of_rows, found if of_weight else weight.new_empty(0)
 
 
 for _key in ("CPU", "CUDA"):
-    library.impl("norm_weight_partial", _norm_weight_partial, _key)
     library.impl("residual_rmsnorm_backward", _residual_rmsnorm_backward, _key)
 
 
 @torch.library.register_fake("graphar::residual_rmsnorm_backward", lib=library)
-def _(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight):
-    return summed.new_empty(summed.shape), weight.new_empty(weight.shape if of_weight else 0)
-
-
-@torch.library.register_fake("graphar::norm_weight_partial", lib=library)
-def _(of_normed, summed, eps, ranks):
-    return summed.new_empty(summed.shape[-1:], dtype=torch.float32)
+def _(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight, ranks):
+    of_weights = weight.new_empty(weight.shape if of_weight else 0, dtype=torch.float32 if ranks else None)
+    return summed.new_empty(summed.shape), of_weights
 
 
 def _keep(ctx, inputs, output) -> None:
-    *tensors, ctx.eps, ctx.offset, ctx.of_weight = inputs
+    *tensors, ctx.eps, ctx.offset, ctx.of_weight, _ = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -91,7 +86,7 @@ def _second_derivatives(ctx, gradient_of_rows, gradient_of_weight):
     count = 2 if ctx.of_weight else 1
     needed = [one for one in leaves if one is not None]
     found = iter(torch.autograd.grad(results[:count], needed, (gradient_of_rows, gradient_of_weight)[:count]))
-    return *(None if one is None else next(found) for one in leaves), None, None, None
+    return *(None if one is None else next(found) for one in leaves), None, None, None, None
 
 
 torch.library.register_autograd(

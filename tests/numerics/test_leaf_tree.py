@@ -154,8 +154,16 @@ def test_ranks_without_whole_leaves_are_refused(ranks):
 @pytest.mark.parametrize(
     ("columns", "dtype", "message"),
     [
-        ((66, 66), torch.bfloat16, "op: the columns of a rank must be 4 leaves of equal length with a group of 2, got 66"),
-        ((601,), torch.bfloat16, "op: the columns of a rank must be 8 leaves of equal length with a group of 1, got 601"),
+        (
+            (66, 66),
+            torch.bfloat16,
+            "op: the columns of a rank must be 4 leaves of equal length with a group of 2, got 66",
+        ),
+        (
+            (601,),
+            torch.bfloat16,
+            "op: the columns of a rank must be 8 leaves of equal length with a group of 1, got 601",
+        ),
         ((256, 768), torch.bfloat16, "op: a tree of 8 leaves needs equally many columns on all ranks, got [256, 768]"),
         ((512,), torch.float64, "op: leaves are of bfloat16, float16 or float32, got torch.float64"),
         ((512,) * 3, torch.bfloat16, "op: a tree of 8 leaves is for 1, 2, 4 or 8 ranks, got 3"),

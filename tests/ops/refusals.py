@@ -293,14 +293,18 @@ def of_trees_of_leaves(alone):
             given = [leaves] * ranks, [leaves] * ranks
             yield row(f"{name} between {ranks}", "ranks", ValueError, op, *given, **invariant)
         uneven = [leaves, torch.ones(8, 8)]
-        yield row(f"{name} columns", "columns", ValueError, op, leaves[:, :12], leaves[:, :12], group=alone, **invariant)
+        yield row(
+            f"{name} columns", "columns", ValueError, op, leaves[:, :12], leaves[:, :12], group=alone, **invariant
+        )
         yield row(f"{name} uneven columns", "columns", ValueError, op, uneven, uneven, **invariant)
         yield row(f"{name} fp64", "float64", ValueError, op, *[leaves.double()] * 2, group=alone, **invariant)
         yield row(f"{name} codec", "codec", ValueError, op, leaves, leaves, group=alone, codec="int8", **invariant)
         yield row(f"{name} count", "num_partitions", ValueError, op, leaves, leaves, num_partitions=2, **invariant)
     yield row("gathered invariant fp64", "float64", ValueError, FUSED_GATHER, *[leaves.double()] * 2, **invariant)
     x = torch.ones(8, 16, requires_grad=True)
-    yield row("gathered invariant gradient", "gathered", ValueError, FUSED_GATHER, x, leaves, gathered=True, **invariant)
+    yield row(
+        "gathered invariant gradient", "gathered", ValueError, FUSED_GATHER, x, leaves, gathered=True, **invariant
+    )
     linear = graphar.linear
     yield row("linear no tensor", "a", TypeError, linear, 3, leaves)
     yield row("linear shapes", "a", ValueError, linear, leaves, torch.ones(8, 15))

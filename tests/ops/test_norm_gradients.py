@@ -29,7 +29,7 @@ def drawn(shape, dtype, device="cpu", fill=normal):
 
 
 def backward(of_normed, of_summed, summed, weight, of_weight=True):
-    return torch.ops.graphar.residual_rmsnorm_backward(of_normed, of_summed, summed, weight, *NUMBERS, of_weight)
+    return torch.ops.graphar.residual_rmsnorm_backward(of_normed, of_summed, summed, weight, *NUMBERS, of_weight, 0)
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------

@@ -142,9 +142,7 @@ def test_without_it_the_same_layer_has_other_bits_on_two_ranks():
     x = Whole(torch.bfloat16)
     parts = [list(one.chunk(2, 1)) for one in (x.a, x.w)]
 
-    plain, invariant = (
-        graphar.fused_matmul_allreduce(*parts, **how)[0] for how in ({}, INVARIANT)
-    )
+    plain, invariant = (graphar.fused_matmul_allreduce(*parts, **how)[0] for how in ({}, INVARIANT))
 
     assert 0.2 < same_bits(plain, invariant) / plain.numel() < 0.6
 

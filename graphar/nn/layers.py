@@ -1,11 +1,4 @@
-"""Tensor-parallel layers that sum with graphar.allreduce; ``import graphar.nn``.
-
-As in torch's tensor parallelism, every rank computes the same loss from the same replicated activations. The gradient
-of a replicated tensor is therefore equal on all ranks, and is not summed again.
-
-    x, on all ranks --+-- ColumnParallelLinear --> this rank's features -- RowParallelLinear --+--> y, on all ranks
-          gradients: summed                                                     outputs: summed
-"""
+"""Tensor-parallel layers that sum with graphar.allreduce."""
 
 from __future__ import annotations
 
@@ -19,9 +12,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 from torch.nn import functional
 
+from graphar.nn.invariant import in_dtype_of_autocast
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
+from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.allreduce import OP as ALLREDUCE
 from graphar.ops.allreduce import allreduce
+from graphar.ops.linear import linear as invariant_linear
 from graphar.ops.matmul_allreduce import fused_matmul_allreduce
 from graphar.ops.reducescatter import reducescatter
 from graphar.ranks.groups import process_group
@@ -33,9 +29,10 @@ class _OfGroup(torch.nn.Module):
 
     _divided: ClassVar[dict[str, int]]  # the axis along which each parameter is divided over the ranks, by name
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, tp_invariant: bool) -> None:
         super().__init__()
-        self.group, self._world_size = group, _place(group)[1]
+        self.tp_invariant, self.group = tp_invariant, group
+        self._rank, self._world_size = _place(group, tp_invariant)
 
     def extra_repr(self) -> str:
         """Returns this rank's features, whether there is a bias, and the number of ranks, for ``print(model)``."""
@@ -60,8 +57,16 @@ class _OfGroup(torch.nn.Module):
                 continue
             whole = (*own.shape[:axis], own.shape[axis] * self._world_size, *own.shape[axis + 1 :])
             if given.shape == whole != own.shape:
-                found[prefix + name] = _part(given, axis, self.group)
+                found[prefix + name] = self._part(given, axis)
         super()._load_from_state_dict(found, prefix, *more)
+
+    def _part(self, whole: torch.Tensor, axis: int) -> torch.nn.Parameter:
+        """Returns a copy of this rank's part of a parameter of the whole layer."""
+        if whole.shape[axis] % self._world_size:
+            ranks = self._world_size
+            raise ValueError(f"graphar.nn: {ranks} ranks cannot divide {whole.shape[axis]} features evenly")
+        part = whole.detach().chunk(self._world_size, axis)[self._rank].clone(memory_format=torch.contiguous_format)
+        return torch.nn.Parameter(part, requires_grad=whole.requires_grad)
 
     def __deepcopy__(self, memo: dict) -> _OfGroup:
         copied = memo[id(self)] = self.__new__(type(self))
@@ -89,6 +94,9 @@ class RowParallelLinear(_OfGroup):
             stay in place, not for FSDP, which gathers them just before the layer. Ignored while gradients of the weight
             are recorded, and under autocast, which casts it. In compiled models prefer
             ``graphar.enable(constant_weights=True)``, which also fuses norms.
+        tp_invariant: sum by :func:`graphar.fused_matmul_allreduce` with ``partition="tp_invariant"``: output and
+            gradients have the same bits on 1, 2, 4 and 8 ranks. The bias is added before the sum is rounded. Without
+            torch.distributed the layer has a single rank.
 
     Shape:
         Input ``(*, in_features / ranks)``, output ``(*, out_features)``.
@@ -99,18 +107,30 @@ class RowParallelLinear(_OfGroup):
 
     _divided: ClassVar = {"weight": 1}
 
-    def __init__(self, linear: torch.nn.Linear, group: Group = None, *, constant_weight: bool = False) -> None:
+    def __init__(
+        self,
+        linear: torch.nn.Linear,
+        group: Group = None,
+        *,
+        constant_weight: bool = False,
+        tp_invariant: bool = False,
+    ) -> None:
         _check_linear("RowParallelLinear", linear)
-        super().__init__(group)
+        super().__init__(group, tp_invariant)
         self.constant_weight = constant_weight
-        self.weight = _part(linear.weight, 1, group)
+        self.weight = self._part(linear.weight, 1)
         self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the whole layer's output, from this rank's features of the input. Collective."""
         self._check_features(x)
         learns = self.weight.requires_grad and torch.is_grad_enabled()
-        if self.constant_weight and not learns and not torch.is_autocast_enabled(x.device.type):
+        constant = self.constant_weight and not learns and not torch.is_autocast_enabled(x.device.type)
+        if self.tp_invariant:
+            a, w, bias = in_dtype_of_autocast(x, self.weight, self.bias)
+            how = {"partition": TP_INVARIANT, "constant_weight": constant}
+            return fused_matmul_allreduce(a, w, bias=bias, group=self.group, **how)
+        if constant:
             y = fused_matmul_allreduce(x, self.weight, group=self.group, constant_weight=True)
         else:
             y = _sum_outputs(functional.linear(x, self.weight), self.group)
@@ -130,6 +150,8 @@ class ColumnParallelLinear(_OfGroup):
         linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied. Its
             ``out_features`` must be a multiple of the number of ranks.
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
+        tp_invariant: multiply by :func:`graphar.linear`: output and gradients have the same bits on 1, 2, 4 and 8
+            ranks. Without torch.distributed the layer has a single rank.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features / ranks)``.
@@ -140,15 +162,18 @@ class ColumnParallelLinear(_OfGroup):
 
     _divided: ClassVar = {"weight": 0, "bias": 0}
 
-    def __init__(self, linear: torch.nn.Linear, group: Group = None) -> None:
+    def __init__(self, linear: torch.nn.Linear, group: Group = None, *, tp_invariant: bool = False) -> None:
         _check_linear("ColumnParallelLinear", linear)
-        super().__init__(group)
-        self.weight = _part(linear.weight, 0, group)
-        self.bias = None if linear.bias is None else _part(linear.bias, 0, group)
+        super().__init__(group, tp_invariant)
+        self.weight = self._part(linear.weight, 0)
+        self.bias = None if linear.bias is None else self._part(linear.bias, 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's features of the output. The backward pass is collective."""
         self._check_features(x)
+        if self.tp_invariant:
+            group = dist.group.WORLD if self.group is None and dist.is_initialized() else self.group
+            return invariant_linear(*in_dtype_of_autocast(x, self.weight, self.bias), group=group)
         return functional.linear(_SumGradients.apply(x, engine_name(self.group)), self.weight, self.bias)
 
 
@@ -216,8 +241,10 @@ def _check_linear(layer: str, linear: object) -> None:
         raise TypeError(f"graphar.nn.{layer}: linear must be a torch.nn.Linear, got {type(linear).__name__}")
 
 
-def _place(group: Group) -> tuple[int, int]:
-    """Returns this rank, and the number of ranks."""
+def _place(group: Group, alone: bool = False) -> tuple[int, int]:
+    """Returns this rank, and the number of ranks: with ``alone``, a single one without a group."""
+    if alone and group is None and not dist.is_initialized():
+        return 0, 1
     if group is None or isinstance(group, (dist.ProcessGroup, DeviceMesh)):
         ranks = process_group(group)
         return ranks.rank(), ranks.size()
@@ -225,12 +252,3 @@ def _place(group: Group) -> tuple[int, int]:
     if engine.rank is None:
         raise ValueError("graphar.nn: layers take a process group, or a Communicator of one, not one with devices")
     return engine.rank, engine.world_size
-
-
-def _part(whole: torch.Tensor, axis: int, group: Group) -> torch.nn.Parameter:
-    """Returns a copy of this rank's part of a parameter of the whole layer."""
-    rank, world_size = _place(group)
-    if whole.shape[axis] % world_size:
-        raise ValueError(f"graphar.nn: {world_size} ranks cannot divide {whole.shape[axis]} features evenly")
-    part = whole.detach().chunk(world_size, axis)[rank].clone(memory_format=torch.contiguous_format)
-    return torch.nn.Parameter(part, requires_grad=whole.requires_grad)

@@ -1,0 +1,175 @@
+"""The linear layers of a whole model made tensor-parallel invariant: graphar.nn.make_tp_invariant.
+
+It changes the class of each layer. Weights stay where torch's ``parallelize_module`` or a plan of transformers
+has put them, as DTensors. Hooks of torch's styles give and take DTensors, those of transformers plain tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel
+
+from graphar.numerics.partitions import TP_INVARIANT
+from graphar.ops.linear import linear
+from graphar.ops.matmul_allreduce import OP as MATMUL_ALLREDUCE
+from graphar.runtime.registry import ALONE
+
+# The styles of linear layers in plans of transformers.
+_ROWWISE = ("rowwise", "rowwise_rep", "rowwise_split_input")
+_COLWISE = ("colwise", "colwise_rep", "colwise_gather_output")
+_ONLY_MOVING = ("embedding_rowwise", "embedding_colwise", "sequence_parallel", "replicate")
+
+
+@dataclass
+class Layers:
+    """Which layers of a model are invariant. ``print(layers)`` counts them, and has a line for each that is not.
+
+    Attributes:
+        row_parallel: the names of layers whose products are added as a tree of 8 leaves of K.
+        column_parallel: the names of the other linear layers, whose products are added in the order of K.
+        left: by name, modules that may give other bits on another number of ranks, and why.
+    """
+
+    row_parallel: list[str] = field(default_factory=list)
+    column_parallel: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        count = len(self.row_parallel), len(self.column_parallel), len(self.left)
+        first = "{} row-parallel and {} other linear layers are invariant, {} modules may not be".format(*count)
+        return "\n".join([first, *(f"{name}: {why}" for name, why in self.left.items())])
+
+
+def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None = None) -> Layers:
+    """Gives a model's linear layers one set of bits on 1, 2, 4 and 8 ranks, in results and gradients. Works in place.
+
+    Call it after torch's ``parallelize_module``, or transformers' ``DistributedConfig(tp_plan="auto")``, has sharded
+    the model; and on the whole model of a single rank, where the plan says which layers are row-parallel. Call it
+    before ``fully_shard`` and torch.compile.
+
+    Every torch.nn.Linear becomes one of a subclass. Row-parallel layers sum their products as
+    :func:`graphar.fused_matmul_allreduce` does with ``partition="tp_invariant"``, all others as :func:`graphar.linear`.
+    So the bits of a layer depend neither on the number of ranks nor on the number of tokens. Other modules stay as they
+    are: the result says which of them may change bits. Attention is not a module that can be judged: its kernel has to
+    give a head the same bits whatever the number of heads.
+
+    Args:
+        model: the model. Each layer's weight is a DTensor on a mesh of one dimension, or whole.
+        plan: the style of each layer by its name, in which ``*`` stands for a number: a text of transformers, such as
+            "rowwise", or a ParallelStyle of torch. None: ``model.tp_plan``, which models of transformers have; without
+            it, whole layers are taken as column-parallel.
+
+    Returns:
+        The names of the layers, and of modules that may give other bits.
+
+    Raises:
+        ValueError: a layer's weight is sharded over several dimensions of a mesh, or in another way than by rows or
+            columns. The model is unchanged.
+    """
+    given, found, layers = plan if plan is not None else getattr(model, "tp_plan", None) or {}, Layers(), []
+    for name, module in model.named_modules():
+        style = _style(given, name)
+        if not isinstance(module, torch.nn.Linear):
+            if why := _why_left(module, style):
+                found.left[name] = why
+            continue
+        is_row = _is_row_parallel(name, module, style)
+        (found.row_parallel if is_row else found.column_parallel).append(name)
+        layers.append((module, InvariantRowParallelLinear if is_row else InvariantLinear, style))
+    for module, kind, style in layers:
+        vars(module).pop("forward", None)  # that of a plan of transformers
+        module.__class__, module.style = kind, style
+    return found
+
+
+def in_dtype_of_autocast(x: torch.Tensor, *more: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Returns operands of a linear layer as torch.autocast wants them: cast, if it is enabled."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, *more
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple([None if one is None else one.to(dtype) for one in (x, *more)])
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def _style(plan: Mapping[str, object], name: str) -> object:
+    """Returns what the plan calls a module, or None."""
+    return plan.get(name, plan.get(re.sub(r"\b\d+\b", "*", name)))
+
+
+def _is_row_parallel(name: str, layer: torch.nn.Linear, style: object) -> bool:
+    weight = layer.weight
+    if not isinstance(weight, DTensor):
+        return style in _ROWWISE or isinstance(style, RowwiseParallel)
+    if len(weight.placements) == 1:
+        (placement,), ranks = weight.placements, weight.device_mesh.size()
+        if placement.is_replicate() or (type(placement) is Shard and weight.shape[placement.dim] % ranks == 0):
+            return placement.is_shard(1)
+    raise ValueError(
+        f"make_tp_invariant: the weight of {name} must be whole, or evenly sharded by rows or columns over a mesh "
+        f"of one dimension, got {list(weight.shape)} with {weight.placements}"
+    )
+
+
+def _why_left(module: torch.nn.Module, style: object) -> str:
+    """Returns why a module that is no linear layer may change bits with the number of ranks, or an empty string."""
+    if style == "replicated_with_grad_allreduce":
+        return "the gradients of its parameters are summed in the order of ranks"
+    if isinstance(style, str) and style not in (*_ONLY_MOVING, *_ROWWISE, *_COLWISE):
+        return f"its style {style!r} has no invariant form"
+    if isinstance(module, torch.nn.Embedding):
+        return ""
+    own = [one for one in module.parameters(recurse=False) if one.ndim > 1]
+    return "it multiplies by parameters, and is no torch.nn.Linear" if own else ""
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+class InvariantLinear(torch.nn.Linear):
+    """A torch.nn.Linear that adds products in the order of K. Its output features may be divided between ranks."""
+
+    style: object = None  # what the plan calls it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own, weight, bias = self._operands(x, Replicate())
+        group = self.weight.device_mesh.get_group() if self._is_divided else None
+        y = linear(own, weight, bias, group=group)
+        gathers = self.style in _COLWISE[1:] and self._is_divided
+        if not (gathers or isinstance(x, DTensor)):
+            return y
+        y = self._with_mesh(y, Shard(-1) if self._is_divided else Replicate())
+        return y.redistribute(placements=[Replicate()]).to_local() if gathers else y
+
+    @property
+    def _is_divided(self) -> bool:
+        return isinstance(self.weight, DTensor) and self.weight.placements[0].is_shard()
+
+    def _operands(self, x: torch.Tensor, placement: Placement) -> tuple[torch.Tensor, ...]:
+        """Returns this rank's part of the input, of the weight and of the bias."""
+        own = [x.redistribute(placements=[placement]) if isinstance(x, DTensor) else x, self.weight, self.bias]
+        return in_dtype_of_autocast(*[one.to_local() if isinstance(one, DTensor) else one for one in own])
+
+    def _with_mesh(self, y: torch.Tensor, placement: Placement) -> DTensor:
+        return DTensor.from_local(y, self.weight.device_mesh, [placement], run_check=False)
+
+
+class InvariantRowParallelLinear(InvariantLinear):
+    """A torch.nn.Linear that adds products as a tree of 8 leaves of K. Its input features may be divided."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        has_mesh = isinstance(x, DTensor)
+        if self._is_divided and self.style in _ROWWISE[1:] and not has_mesh:
+            x = self._with_mesh(x, Replicate())
+        own, weight, bias = self._operands(x, Shard(-1) if self._is_divided else Replicate())
+        name = self.weight.device_mesh.get_group().group_name if self._is_divided else ALONE
+        given = {"a": own, "w": weight, "bias": [] if bias is None else [bias]}
+        how = {"communicator": name, "partition": TP_INVARIANT}
+        y = MATMUL_ALLREDUCE.one(*MATMUL_ALLREDUCE.write(given | how))
+        return self._with_mesh(y, Replicate()) if has_mesh else y
