@@ -119,10 +119,11 @@ def test_under_autocast_outputs_have_the_dtype_of_the_whole_layers(group_of):
 @pytest.mark.parametrize("constant_weight", [False, True])
 def test_a_constant_weight_is_multiplied_by_the_fused_op_in_inference(group_of, monkeypatch, constant_weight):
     from graphar import nn
+    from graphar.nn import layers
 
     group_of(1)
     called, x = [], torch.ones(2, 4)
-    monkeypatch.setattr(nn, "fused_matmul_allreduce", lambda a, w, **how: called.append(how) or a @ w.t())
+    monkeypatch.setattr(layers, "fused_matmul_allreduce", lambda a, w, **how: called.append(how) or a @ w.t())
     layer = nn.RowParallelLinear(torch.nn.Linear(4, 6), constant_weight=constant_weight)
 
     layer(x)
