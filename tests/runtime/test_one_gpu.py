@@ -10,7 +10,7 @@ import torch
 
 from graphar import reference
 from graphar.numerics.codecs import codec
-from graphar.plan.algorithms import COMPRESSING, Algorithm, kernels_that, with_kernels
+from graphar.plan.algorithms import COMPRESSING, Algorithm, kernels_that, with_kernels, with_tree
 from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, far_apart, in_turns, normal, raw, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu(1)
 
 ALLREDUCES, REDUCESCATTERS, ALLGATHERS = map(with_kernels, ("allreduce", "reducescatter", "allgather"))
 QUANTIZED = with_kernels("allreduce", codec=True)
-TREES = kernels_that(lambda row: row.adds_tree)
+TREES = tuple(one for op in ("allreduce", "reducescatter") for one in with_tree(op))
 SMALL = (1, 7, 8, 64, 8199)
 MEDIUM = (8192, 8193, 8216, 131072)
 EVERY_EPOCH = 3  # calls in a row: buffers take turns
