@@ -11,7 +11,7 @@ from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.code import Generated, generate
 from graphar.numerics.norms import NORM_OUTPUTS
-from graphar.plan.algorithms import MATMUL_TYPES, kernels_that
+from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.tiles import LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, for_wire
@@ -61,6 +61,7 @@ def catalogue() -> Iterator[KernelSource]:
     yield from _tree_kernels(epilogues)
     yield from _norm_kernels()
     yield from map(residual_norm_source, TYPE_NAMES)
+    yield from (residual_norm_source(dtype, torch.float32) for dtype in TYPE_NAMES if dtype != torch.float32)
     for dtype, staging in itertools.product(TYPE_NAMES, ((1, 4), (2, 2), (4, 1))):
         yield from residual_norm_backward_sources(dtype, *staging)
     for dtype, tile in itertools.product(MATMUL_TYPES, MATMUL_TILES):
@@ -108,7 +109,7 @@ def _epilogue_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
 
 def _tree_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
     world_sizes = itertools.cycle(TREE_WORLD_SIZES)
-    for algorithm in kernels_that(lambda row: row.adds_tree):
+    for algorithm in [one for one in KERNELS if one.row.adds_tree]:
         for variant, order in itertools.product(algorithm.row.variants, TREES):
             yield kernel_source(algorithm, torch.float32, next(world_sizes), variant, order=order)
         yield kernel_source(algorithm, torch.float32, 4, generated=epilogues[0], order=TREES[0])
@@ -121,6 +122,9 @@ def _norm_kernels() -> Iterator[KernelSource]:
         every, types, itertools.cycle(WORLD_SIZES), strict=False
     ):
         yield kernel_source(algorithm, dtype, world_size, f"{cluster}, {output}")
+    trees, world_sizes = itertools.cycle(TREES), itertools.cycle(TREE_WORLD_SIZES)
+    for algorithm, cluster in itertools.product(NORM_KERNELS, (*CLUSTERS[:1] * len(TREES), *CLUSTERS[1:])):
+        yield kernel_source(algorithm, torch.float32, next(world_sizes), f"{cluster}, like_input, {next(trees)}")
 
 
 def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:

@@ -17,6 +17,7 @@ from graphar.plan.grids import CLUSTERS
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.tables import Table, shipped_table
 from graphar.plan.tiles import LAYOUTS
+from graphar.plan.work import Norm
 from graphar.runtime.catalogue import (
     NORM_KERNELS,
     SKINNY_KERNELS,
@@ -135,6 +136,9 @@ def _norms_at(world_size: int) -> Iterator[KernelSource]:
             dtypes = dtypes[: world_size in _LIKELIEST]
         for dtype in dtypes:
             yield kernel_source(algorithm, dtype, world_size, f"{cluster}, {output}")
+            if world_size in TREE_WORLD_SIZES and output == "like_input":
+                tree = Norm(algorithm.op, (), 1, order="tree", out_dtype=dtype).template(cluster)
+                yield kernel_source(algorithm, torch.float32, world_size, tree)
 
 
 def _matmuls_at(table: Table, world_size: int) -> Iterator[KernelSource]:

@@ -19,7 +19,7 @@ from graphar.matmul.operands import operands_of
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
-from graphar.numerics.norms import REDUCESCATTER_NORM
+from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.ops import norms
 from graphar.ops.allgather_tuple import work_of
 from graphar.plan.algorithms import Algorithm, with_kernels
@@ -123,15 +123,32 @@ class RanksOfOneGpu:
     ) -> list[tuple[torch.Tensor, ...]]:
         """What each rank receives of matrices, in one of the formats of NORM_OUTPUTS that need no scale."""
         counts = tuple(one.numel() for one in residuals)
-        work = Norm(REDUCESCATTER_NORM, counts, len(weight), output, *numbers)
         (algorithm,) = with_kernels(REDUCESCATTER_NORM)
-        config = self._by_policy(algorithm, work, parts[0].dtype, self._chip)
-        results = [norms.empty(output, residual.cuda(0)) for residual in residuals]
+        work = Norm(algorithm.op, counts, len(weight), output, *numbers)
+        return self._norm(work, algorithm, parts, residuals, weight)
+
+    def tree_norm(
+        self,
+        parts: Sequence[torch.Tensor],
+        residuals: Sequence[torch.Tensor],
+        weight: torch.Tensor,
+        numbers: tuple[float, float],
+        algorithm: Algorithm,
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """What each rank receives of fp32 matrices that are added as a tree, with results like its residual."""
+        counts = (parts[0].numel(),) if algorithm.op == ALLREDUCE_NORM else tuple(one.numel() for one in residuals)
+        work = Norm(algorithm.op, counts, len(weight), "like_input", *numbers, order="tree", out_dtype=weight.dtype)
+        return self._norm(work, algorithm, parts, residuals, weight)
+
+    def _norm(self, work: Norm, algorithm: Algorithm, parts, residuals, weight) -> list[tuple[torch.Tensor, ...]]:
+        most = max(MOST_BLOCKS, self.world_size)  # a two-shot has a team for each rank at least
+        config = self._by_policy(algorithm, work, parts[0].dtype, replace(self._chip, sms=most + 1))
+        results = [norms.empty(work.output, residual.cuda(0)) for residual in residuals]
         for made in results:
             for one in made:
                 one.view(torch.uint8).fill_(7)
         given = [(x.cuda(0), residual.cuda(0), weight.cuda(0)) for x, residual in zip(parts, residuals, strict=True)]
-        self._launch_in_turn(work, config, [[Operands(*pair) for pair in zip(given, results, strict=True)]])
+        self._launch_in_turn(work, config, [[Operands(*pair) for pair in zip(given, results, strict=True)]], most)
         return results
 
     def allgather(self, parts: Sequence[torch.Tensor], algorithm: Algorithm) -> list:
@@ -253,9 +270,11 @@ class RanksOfOneGpu:
     def _launch(self, work: Work, config: Config, xs, outs) -> None:
         self._launch_in_turn(work, config, [_ranks(xs, outs)])
 
-    def _launch_in_turn(self, work: Work, config: Config, calls: Sequence[Sequence[Operands]]) -> None:
-        """Makes calls with the operands of each rank, and waits for them."""
-        config = replace(config, blocks=min(config.blocks, MOST_BLOCKS))
+    def _launch_in_turn(
+        self, work: Work, config: Config, calls: Sequence[Sequence[Operands]], most: int = MOST_BLOCKS
+    ) -> None:
+        """Makes calls with the operands of each rank, in at most so many blocks each, and waits for them."""
+        config = replace(config, blocks=min(config.blocks, most))
         dtype = BYTE if isinstance(work, TensorTuple) else calls[0][0].inputs[0].dtype
         call, columns = Call(work, dtype, 0), work.columns if isinstance(work, Norm) else 1
         (only,) = slices(config.algorithm, self.world_size, work.parts, dtype.itemsize, columns)

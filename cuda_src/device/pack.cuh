@@ -104,6 +104,11 @@ struct TreeOrder {
   }
 };
 
+template <class Order>
+constexpr bool is_tree = false;
+template <>
+constexpr bool is_tree<TreeOrder> = true;
+
 // The sum, then the epilogue, rounded once to Out.
 template <class T, int N, class Order, class Out, class Epilogue = Identity>
 __device__ __forceinline__ PackOf<T, Out> sum_in_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {

@@ -32,10 +32,17 @@ struct NumbersOfWarps {
   float of[2][norm_slots / 32];
 };
 
-template <class T, int C, NormOutput O>
+struct Nothing {
+  __device__ __forceinline__ void operator()(u32, const Pack&) const {}
+};
+
+// T is the type of residual, weight and results. Sum is that of the sums: T, or fp32, so that only r is rounded.
+template <class T, int C, NormOutput O, class Sum = T>
 struct RmsNorm {
   static constexpr int E = elements_per_pack<T>, W = elements_per_word<T>;
-  static constexpr int own_slots = C == 1 ? 2 : 1;  // of a thread: `thread`, and norm_slots / 2 after it
+  static constexpr int sums = E / elements_per_pack<Sum>;  // packs of sums for one pack of T
+  static constexpr int together = C >= 4 ? sums : 1;  // of these, as many as registers hold while a thread waits
+  static constexpr int own_slots = C == 1 ? 2 : 1;    // of a thread: `thread`, and norm_slots / 2 after it
   const u32 columns, packs, rows;  // packs of a row
   const u32 team, teams;
   const u32 thread, threads;  // of the team
@@ -76,26 +83,38 @@ struct RmsNorm {
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
 
-  // By all threads of the team: norms a row. `next(i, sum)` gives its sums pack by pack; false where a sum does not
-  // come.
-  template <class Next>
-  __device__ __forceinline__ void take(u32 row, Next next) {
+  // By all threads of the team: norms a row. `next(i, sum)` gives the row's sums from pack i on; false where one does
+  // not come. `then(i, r)` gets each pack of r. With `has_residual` it is `next` that gives packs of r.
+  template <bool has_residual = false, class Next, class Then = Nothing>
+  __device__ __forceinline__ void take(u32 row, Next next, Then then = {}) {
     const u64 begin = u64(row) * packs;
     float squares[own_slots] = {};
     Pack mine{}, by{};
     if (thread < packs) by = weight.load(thread);
     for (u32 i = thread; i < packs; i += threads) {
-      const Pack from = residual.load(begin + i);
-      Pack sum = {};
-      if (!(comes = comes && next(i, sum))) continue;
+      Pack from = {};
+      if constexpr (!has_residual) from = residual.load(begin + i);
+      Pack sum[has_residual ? 1 : together] = {};
+      if (!(comes = comes && next(has_residual ? i : sums * i, sum))) continue;
       // Chosen by value: an index known at run time only would put `squares` into local memory.
       const bool second = has_two_slots() && i & norm_slots / 2;
       float of_slot = squares[0];
       if (second) of_slot = squares[own_slots - 1];
-      const Pack one = add(sum, from, of_slot);
+      Pack one;
+      if constexpr (has_residual) {
+        add_squares(one = sum[0], of_slot);
+      } else if constexpr (sums == 1) {
+        one = add(sum[0], from, of_slot);
+      } else {
+        const HalfPack left = add(sum[0], {from.word[0], from.word[1]}, of_slot);
+        if (together == 1 && !(comes = next(sums * i + 1, sum))) continue;
+        const HalfPack right = add(sum[together - 1], {from.word[2], from.word[3]}, of_slot);
+        one = {left.word[0], left.word[1], right.word[0], right.word[1]};
+      }
       if (!second) squares[0] = of_slot;
       if (second) squares[own_slots - 1] = of_slot;
       summed.store(begin + i, one);
+      then(i, one);
       if (i == thread) mine = one;
     }
     const float inverse = inverse_root(squares);
@@ -193,12 +212,14 @@ struct RmsNorm {
   }
 
   // round(sum + residual). Adds its squares to `squares`.
-  __device__ __forceinline__ Pack add(const Pack& sum, const Pack& from, float& squares) const {
-    Pack result;
+  __device__ __forceinline__ PackOf<Sum, T> add(const Pack& sum, const PackOf<Sum, T>& from, float& squares) const {
+    constexpr int S = elements_per_word<Sum>;
+    PackOf<Sum, T> result;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < 4 / sums; ++w) {
       float v[W], more[W];
-      T::unpack(sum.word[w], v);
+#pragma unroll
+      for (int e = 0; e < W; e += S) Sum::unpack(sum.word[(w * W + e) / S], v + e);
       T::unpack(from.word[w], more);
 #pragma unroll
       for (int e = 0; e < W; ++e) v[e] = __fadd_rn(v[e], more[e]);
@@ -208,6 +229,16 @@ struct RmsNorm {
       for (int e = 0; e < W; ++e) squares = __fadd_rn(squares, __fmul_rn(v[e], v[e]));
     }
     return result;
+  }
+
+  static __device__ __forceinline__ void add_squares(const Pack& pack, float& squares) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      float v[W];
+      T::unpack(pack.word[w], v);
+#pragma unroll
+      for (int e = 0; e < W; ++e) squares = __fadd_rn(squares, __fmul_rn(v[e], v[e]));
+    }
   }
 
   // One over the root of the row's mean square, from all threads' squares.

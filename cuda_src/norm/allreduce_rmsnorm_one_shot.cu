@@ -7,7 +7,7 @@
 #include "device/rms_norm.cuh"
 #include "device/sync/sentinel.cuh"
 
-template <class T, int N, int C, NormOutput O>
+template <class T, int N, int C, NormOutput O, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
     allreduce_rmsnorm_one_shot(const __grid_constant__ NormArguments a) {
   wait_for_previous_kernel(a);
@@ -15,19 +15,17 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
   Call call = begin_call(a);
   const WholePacks<T> input(a.input);
   read_epoch(a, call);
-  RmsNorm<T, C, O> norm(a, call, a.numel);
-  const u32 packs = norm.packs, slot = (call.epoch & 1) * N * a.capacity;
+  using Norm = RmsNorm<Out, C, O, T>;
+  Norm norm(a, call, a.numel);
+  const u32 packs = Norm::sums * norm.packs, slot = (call.epoch & 1) * N * a.capacity;
   for (u32 row = norm.team; row < norm.rows && norm.comes; row += norm.teams)
     for (u32 i = norm.thread; i < packs; i += norm.threads)
       push_to_all<N>(a, slot + a.rank * a.capacity + row * packs + i, input.load(u64(row) * packs + i));
   advance_epoch(a, call);
   norm.begin();
   for (u32 row = norm.team; row < norm.rows; row += norm.teams)
-    norm.take(row, [&](u32 i, Pack& sum) {
-      Pack part[N];
-      if (!receive(a, call, 0, slot + row * packs + i, part)) return false;
-      sum = sum_in_rank_order<T, N>(part);
-      return true;
+    norm.take(row, [&](u32 i, Pack(&sum)[Norm::together]) {
+      return receive_sums<T, N, Order>(a, call, slot + row * packs + i, sum);
     });
   end_call(a, call);
 }

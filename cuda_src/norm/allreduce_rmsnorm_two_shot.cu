@@ -4,19 +4,22 @@
 //           scratch[r].scatter[parity][0 .. N-1] -> sums of r's rows  -> scratch[p].gather[parity][r] on every peer p
 //           sums, its own or from scratch[r].gather[parity][p], + residual -> summed -> norm -> output
 //
-// Only sums are sent: sending normed rows as well would take twice the bytes, or one and a half times in e4m3. Team b
+// Only sums are sent: sending normed rows as well would take twice the bytes, or one and a half times in e4m3. Added as
+// a tree, sums are fp32. Their owner then adds the residual, and sends `summed` in Out. Ranks have one residual. Team b
 // has the rows b, b + teams, .... N neighbouring rows have different owners. N consecutive rows of a team, a group,
 // also have different owners: `teams` is a multiple of N, or no team has two rows. In one step a team sends group
 // g + 1, sums group g, and norms the sums of group g - 1. Wins for more rows, as in prefill. Its scratch is 4 x nbytes.
 #include "device/rms_norm.cuh"
 #include "device/sync/sentinel.cuh"
 
-template <class T, int N, int C, NormOutput O>
+template <class T, int N, int C, NormOutput O, class Order = RankOrder, class Out = T>
 struct Rows {
   const NormArguments& a;
   const Call& call;
+  using Norm = RmsNorm<Out, C, O, T>;
+  static constexpr int sums = Norm::sums;
   const WholePacks<T> input;
-  RmsNorm<T, C, O> norm;
+  Norm norm;
   const u32 packs, scatter, gather;
 
   __device__ Rows(const NormArguments& arguments, const Call& this_call)
@@ -40,27 +43,40 @@ struct Rows {
     }
   }
 
-  // The place of pack i of a row in its owner's part of a slot.
-  __device__ __forceinline__ u32 place(u32 row, u32 i) const { return row / N * packs + i; }
+  // The place of pack i of a row in its owner's part of a slot: of what is gathered, or with `sums` packs for one of it.
+  template <int Count = 1>
+  __device__ __forceinline__ u32 place(u32 row, u32 i) const {
+    return row / N * (Count * packs) + i;
+  }
 
   __device__ __forceinline__ void send(u32 g) {
     visit_group(g, [&](u32 row, u32 hop) {
-      for (u32 i = norm.thread; norm.comes && i < packs; i += norm.threads)
-        push(a, hop, scatter + a.rank * a.capacity + place(row, i), input.load(u64(row) * packs + i));
+      for (u32 i = norm.thread; norm.comes && i < sums * packs; i += norm.threads)
+        push(a, hop, scatter + a.rank * a.capacity + place<sums>(row, i), input.load(u64(row) * (sums * packs) + i));
     });
   }
 
   __device__ __forceinline__ void sum(u32 g) {
     visit_group(g, [&](u32 row, u32 hop) {
       if (hop != 0) return;
-      norm.take(row, [&](u32 i, Pack& total) {
-        Pack part[N];
-        if (!receive(a, call, 0, scatter + place(row, i), part)) return false;
-        total = sum_in_rank_order<T, N>(part);
+      const auto push_to_peers = [&](u32 i, const Pack& pack) {
 #pragma unroll
-        for (int peer = 1; peer < N; ++peer) push(a, peer, gather + a.rank * a.capacity + place(row, i), total);
-        return true;
-      });
+        for (int peer = 1; peer < N; ++peer) push(a, peer, gather + a.rank * a.capacity + place(row, i), pack);
+      };
+      if constexpr (is_tree<Order>)
+        norm.take(
+            row,
+            [&](u32 i, Pack(&total)[Norm::together]) {
+              return receive_sums<T, N, Order>(a, call, scatter + place<sums>(row, i), total);
+            },
+            push_to_peers);
+      else
+        norm.take(row, [&](u32 i, Pack(&total)[1]) {
+          Pack part[N];
+          if (!receive(a, call, 0, scatter + place(row, i), part)) return false;
+          push_to_peers(i, total[0] = sum_in_rank_order<T, N>(part));
+          return true;
+        });
     });
   }
 
@@ -68,24 +84,24 @@ struct Rows {
     visit_group(g, [&](u32 row, u32 hop) {
       if (hop == 0) return;
       const u32 owner = (a.rank + hop) % N;
-      norm.take(row, [&](u32 i, Pack& total) {
+      norm.template take<is_tree<Order>>(row, [&](u32 i, Pack(&total)[1]) {
         Pack received[1];
         if (!receive(a, call, owner, gather + owner * a.capacity + place(row, i), received)) return false;
-        total = received[0];
+        total[0] = received[0];
         return true;
       });
     });
   }
 };
 
-template <class T, int N, int C, NormOutput O>
+template <class T, int N, int C, NormOutput O, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
     allreduce_rmsnorm_two_shot(const __grid_constant__ NormArguments a) {
   wait_for_previous_kernel(a);
   if constexpr (C == 1) release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  Rows<T, N, C, O> rows(a, call);
+  Rows<T, N, C, O, Order, Out> rows(a, call);
   rows.send(0);
   advance_epoch(a, call);
   rows.norm.begin();

@@ -10,19 +10,20 @@
 #include "device/rms_norm.cuh"
 #include "device/sync/sentinel.cuh"
 
-template <class T, int N, int C, NormOutput O>
+template <class T, int N, int C, NormOutput O, class Order = RankOrder, class Out = T>
 struct RowsOfParts {
   static constexpr int in_flight = N > 4 ? 2 : 4;  // packs that a thread loads before it sends them
   const NormArguments& a;
   const Call& call;
-  RmsNorm<T, C, O> norm;
-  const u32 packs, slots_of_call;
+  using Norm = RmsNorm<Out, C, O, T>;
+  Norm norm;
+  const u32 packs, slots_of_call;  // packs of sums in a row
 
   __device__ RowsOfParts(const NormArguments& arguments, const Call& this_call)
       : a(arguments),
         call(this_call),
         norm(a, call, a.count[a.rank], a.skipped),
-        packs(norm.packs),
+        packs(Norm::sums * norm.packs),
         slots_of_call((call.epoch & 1) * N * a.capacity) {}
 
   // Of the part of a rank. A launch has fewer than 2^32 elements.
@@ -60,30 +61,28 @@ struct RowsOfParts {
     }
   }
 
-  __device__ __forceinline__ bool sum(u32 at, Pack& total) const {
-    Pack part[N];
-    if (!receive(a, call, 0, slots_of_call + at, part)) return false;
-    total = sum_in_rank_order<T, N>(part);
-    return true;
+  template <int Count>
+  __device__ __forceinline__ bool sum(u32 at, Pack (&total)[Count]) const {
+    return receive_sums<T, N, Order>(a, call, slots_of_call + at, total);
   }
 
   __device__ __forceinline__ void take(u32 row) {
-    Pack zeros;
+    Pack zeros[1];
     if (row < norm.rows)
-      norm.take(row, [&](u32 i, Pack& total) { return sum(row * packs + i, total); });
+      norm.take(row, [&](u32 i, Pack(&total)[Norm::together]) { return sum(row * packs + i, total); });
     else if (norm.rows == 0 && row == 0 && norm.thread == 0 && norm.comes)
       sum(0, zeros);  // of an empty part
   }
 };
 
-template <class T, int N, int C, NormOutput O>
+template <class T, int N, int C, NormOutput O, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
     reducescatter_rmsnorm(const __grid_constant__ NormArguments a) {
   wait_for_previous_kernel(a);
   if constexpr (C == 1) release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  RowsOfParts<T, N, C, O> parts(a, call);
+  RowsOfParts<T, N, C, O, Order, Out> parts(a, call);
   const u32 rows = parts.rows_of_largest_part();
   for (u32 row = parts.norm.team; row < rows + parts.norm.teams; row += parts.norm.teams) {
     parts.send(row);

@@ -5,16 +5,16 @@
 // Block b has the rows b, b + blocks, ... (rms_norm.cuh). It sends nothing and waits for no rank.
 #include "device/rms_norm.cuh"
 
-template <class T>
+template <class T, class Sum = T>
 __global__ void __launch_bounds__(1024, 2) residual_rmsnorm(const __grid_constant__ NormArguments a) {
   wait_for_previous_kernel();
   release_next_kernel();
-  const WholePacks<T> input(a.input);
-  RmsNorm<T, 1, like_input> norm(a, Call{}, a.numel);
+  const WholePacks<Sum> input(a.input);
+  RmsNorm<T, 1, like_input, Sum> norm(a, Call{}, a.numel);
   norm.begin();
   for (u32 row = norm.team; row < norm.rows; row += norm.teams)
-    norm.take(row, [&](u32 i, Pack& sum) {
-      sum = input.load(u64(row) * norm.packs + i);
+    norm.take(row, [&](u32 i, Pack(&sum)[1]) {
+      sum[0] = input.load(u64(row) * norm.sums * norm.packs + i);
       return true;
     });
 }

@@ -87,7 +87,7 @@ _NARROW_TO_WIDE = grids.each_of((128, 0), (256, 0), (512, 0))
 _allreduce = partial(Row, "allreduce", "allreduce", half_sm_threads=MAX_THREADS)
 _allgather = partial(Row, "allgather", "scatter_gather", half_sm_threads=MAX_THREADS)
 _quantized_allreduce = partial(Row, "allreduce", "quantized", takes_codec=True, half_sm_threads=MAX_THREADS // 2)
-_norm = partial(Row, folder="norm", variants=_NORM_VARIANTS, half_sm_threads=MAX_THREADS)
+_norm = partial(Row, folder="norm", variants=_NORM_VARIANTS, half_sm_threads=MAX_THREADS, adds_tree=True)
 
 
 def rows(sizes: Sizes) -> dict[Algorithm, Row]:

@@ -91,7 +91,8 @@ def teams_of_rows(
     ``of_each_rank`` the grid handles equally many rows of each rank at a time.
     """
     columns = call.work.columns
-    rows, packs = max(call.work.parts) // columns, columns * call.dtype.itemsize // PACK_NBYTES
+    dtype = call.work.out_dtype or call.dtype
+    rows, packs = max(call.work.parts) // columns, columns * dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
     clusters = CLUSTERS if chip.has_clusters else ()
     room = {one: chip.shared_blocks(halves=True, cluster=one) for one in CLUSTERS}

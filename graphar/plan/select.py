@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.numerics import norms
+from graphar.numerics import leaf_tree, norms
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
@@ -133,7 +133,7 @@ def _what_is_added(work: Sum) -> str:
     return f"{tree}; with the epilogue {work.epilogue.text}" if work.epilogue else tree
 
 
-def _as_tree(work: Sum | Parts | TensorTuple) -> str:
+def _as_tree(work: Sum | Parts | Norm | TensorTuple) -> str:
     return "; added as a tree" if work.order == "tree" else ""
 
 
@@ -208,11 +208,25 @@ def _parts(call: Call, facts: Facts) -> Choice:
 
 
 def _norm(call: Call, facts: Facts) -> Choice:
+    check_norm(call, facts.world_size)
+    tree = _as_tree(call.work)
     if facts.problem:
-        return Choice(FALLBACK, facts.problem)
+        return Choice(FALLBACK, f"{facts.problem}{tree}")
     what = "add_and_norm" if call.work.output == "like_input" else f"add_and_norm, {call.work.output}"
     config = by_policy(_first_that_suits(call, facts), call, facts)
-    return Choice(config, f"{what}, by table {facts.table.name!r} for {facts.world_size} ranks")
+    return Choice(config, f"{what}, by table {facts.table.name!r} for {facts.world_size} ranks{tree}")
+
+
+def check_norm(call: Call, world_size: int) -> None:
+    """Raises ValueError unless a norm is added in the order of ranks, or its fp32 can be added as a tree."""
+    op, work = call.op, call.work
+    if work.order == "rank":
+        return
+    leaf_tree.check_ranks(op, world_size)
+    if call.dtype != torch.float32:
+        raise ValueError(f"{op}: a tree adds partials in float32, got {call.dtype}")
+    if work.output != "like_input":
+        raise ValueError(f"{op}: a sum as a tree has no FP8 result, got {work.output}")
 
 
 _CHOOSERS: dict[type, Callable[[Call, Facts], Choice]] = {
@@ -226,6 +240,11 @@ _CHOOSERS: dict[type, Callable[[Call, Facts], Choice]] = {
 def has_norm_kernel(row_nbytes: int) -> bool:
     """Returns whether kernels can normalise rows of ``row_nbytes``."""
     return row_nbytes % PACK_NBYTES == 0 and row_nbytes <= NORM_ROW_PACKS * PACK_NBYTES
+
+
+def has_kernel_for_rows(work: Norm, dtype: torch.dtype) -> bool:
+    """Returns whether kernels can add the rows of a norm, which are of ``dtype``, and normalise their sum."""
+    return all(has_norm_kernel(work.columns * one.itemsize) for one in (dtype, work.out_dtype or dtype))
 
 
 def norm_rows(world_size: int, row_nbytes: int) -> int:
@@ -317,6 +336,9 @@ def needed_kernels(
         if op in norms.PREPARED:
             yield from _needed_norms(facts, dtypes, *norms.PREPARED[op])
             continue
+        if PREPARED_TREES.get(op) in norms.PREPARED:
+            yield from _needed_norms(facts, dtypes, PREPARED_TREES[op], "like_input", "tree")
+            continue
         if op in PREPARED_TREES:
             fitting = _fitting(with_tree(PREPARED_TREES[op]), _up_to(facts, max_nbytes, PREPARED_TREES[op]))
             for dtype, epilogue in itertools.product(dtypes, (None, *epilogues)):
@@ -341,10 +363,13 @@ def _fitting(takers: Sequence[Algorithm], plain: Sequence[Algorithm]) -> list[Al
     return list(dict.fromkeys(one if one in takers else GENERAL for one in plain))
 
 
-def _needed_norms(facts: Facts, dtypes: Sequence[torch.dtype], op: str, output: str) -> Iterator[Kernel]:
+def _needed_norms(
+    facts: Facts, dtypes: Sequence[torch.dtype], op: str, output: str, order: str = "rank"
+) -> Iterator[Kernel]:
     clusters = CLUSTERS if facts.chip.has_clusters else CLUSTERS[:1]
     for algorithm, dtype, cluster in itertools.product(with_kernels(op), dtypes, clusters):
-        yield Kernel(algorithm, dtype, template=Norm(op, (), 1, output).template(cluster))
+        template = Norm(op, (), 1, output, order=order, out_dtype=dtype).template(cluster)
+        yield Kernel(algorithm, torch.float32 if order == "tree" else dtype, template=template)
 
 
 def _variants(

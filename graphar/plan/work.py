@@ -69,16 +69,16 @@ def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
     return codec + ([f"epilogue {work.epilogue.text}"] if work.epilogue else [])
 
 
-def _beside(work: Sum | Parts) -> list[str]:
+def _beside(work: Sum | Parts | Norm) -> list[str]:
     return [work.beside] if work.beside else []
 
 
-def _order(work: Sum | Parts) -> list[str]:
+def _order(work: Sum | Parts | Norm) -> list[str]:
     result = [f"result {work.out_dtype}"] if work.out_dtype else []
     return ["added as a tree", *result] if work.order == "tree" else []
 
 
-def _order_in_template(work: Sum | Parts) -> str | None:
+def _order_in_template(work: Sum | Parts | Norm) -> str | None:
     """Returns the template arguments of a kernel that adds in another order than that of the ranks, or None."""
     return f"TreeOrder, {TYPE_NAMES[work.out_dtype or torch.float32]}" if work.order == "tree" else None
 
@@ -146,7 +146,10 @@ class Parts(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """An all-reduce or a reduce-scatter, whose rounded sum is added to a residual and normed by rows (RMSNorm)."""
+    """An all-reduce or a reduce-scatter, whose sum is added to a residual and normed by rows (RMSNorm).
+
+    Added in the order of ranks, the sum is rounded before the residual is added. As a tree it stays in fp32.
+    """
 
     op: str  # numerics.norms.ALLREDUCE_NORM or REDUCESCATTER_NORM
     parts: tuple[int, ...]  # the elements of the tensor, one number; for a reduce-scatter, of each rank's part
@@ -155,13 +158,17 @@ class Norm(NamedTuple):
     eps: float = 1e-6  # is added to the mean square
     weight_offset: float = 0.0  # is added to the weight
     row: tuple[int, ...] = ()  # the shape of the user's tensor without its first dimension, if ranks must have the same
+    order: str = "rank"  # in which the ranks' elements are added: "rank", or "tree" for a binary tree of fp32
+    out_dtype: torch.dtype | None = None  # the dtype of residual, weight and results; None: that of the tensor
+    beside: str = ""  # what every rank does beside it, in words, or an empty string
 
     unit = "elements"
     codec = ""
     epilogue = None
 
     def template(self, cluster: int) -> str | None:
-        return f"{cluster}, {self.output}"
+        order = _order_in_template(self)
+        return f"{cluster}, {self.output}{f', {order}' if order else ''}"
 
     def amount(self, dtype: torch.dtype) -> str:
         numbers = self.parts[0] if len(self.parts) == 1 else f"parts of {list(self.parts)}"
@@ -175,7 +182,8 @@ class Norm(NamedTuple):
     @property
     def options(self) -> list[str]:
         how = [] if self.output == "like_input" else [self.output]
-        return [f"{self.columns} columns", *how, _numbers_of_norm(self.eps, self.weight_offset)]
+        numbers = _numbers_of_norm(self.eps, self.weight_offset)
+        return [f"{self.columns} columns", *how, numbers, *_order(self), *_beside(self)]
 
 
 class TensorTuple(NamedTuple):

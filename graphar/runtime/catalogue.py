@@ -52,7 +52,8 @@ def kernel_source(
     Args:
         algorithm: one of KERNELS or NORM_KERNELS, whose kernels take a dtype and a world size.
         dtype: the dtype of the tensors; BYTE for kernels that only move data.
-        variant: one of the algorithm's variants, or the ``type_name`` of a codec; None: the algorithm's first variant.
+        variant: one of the algorithm's variants, the ``type_name`` of a codec, or the template arguments of a norm's
+            work; None: the algorithm's first variant.
         generated: the code of an epilogue.
         order: the order of the sum and the type of its result, as in "TreeOrder, bf16"; None: the order of the ranks.
     """
@@ -75,15 +76,19 @@ def source_of(kernel: Kernel, world_size: int, variant: str | None = None) -> Ke
 
     A codec or the call's work determines the variant; otherwise ``variant`` does.
     """
-    order = kernel.template if kernel.algorithm.row.adds_tree else None
+    order = kernel.template if kernel.algorithm.row.adds_tree and kernel.algorithm not in NORM_KERNELS else None
     variant = kernel.codec.type_name if kernel.codec else (not order and kernel.template) or variant
     generated = kernel.epilogue.generated if kernel.epilogue else None
     return kernel_source(kernel.algorithm, kernel.dtype, world_size, variant, generated, order)
 
 
-def residual_norm_source(dtype: torch.dtype) -> KernelSource:
-    """Returns the kernel that adds a residual to a sum and computes its RMSNorm, for one of TYPE_NAMES."""
-    return KernelSource("norm/residual_rmsnorm.cu", f"residual_rmsnorm<{TYPE_NAMES[dtype]}>")
+def residual_norm_source(dtype: torch.dtype, total_dtype: torch.dtype | None = None) -> KernelSource:
+    """Returns the kernel that adds a residual of ``dtype``, one of TYPE_NAMES, to a sum and computes its RMSNorm.
+
+    ``total_dtype`` is that of the sum: ``dtype`` or torch.float32; None: ``dtype``.
+    """
+    wider = f", {TYPE_NAMES[total_dtype]}" if total_dtype not in (None, dtype) else ""
+    return KernelSource("norm/residual_rmsnorm.cu", f"residual_rmsnorm<{TYPE_NAMES[dtype]}{wider}>")
 
 
 def residual_norm_backward_sources(dtype: torch.dtype, packs: int, stages: int) -> tuple[KernelSource, KernelSource]:

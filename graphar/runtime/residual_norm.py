@@ -29,11 +29,13 @@ COLUMNS_ADDED = 32
 _MOST_STAGES = 4  # rows that a block has in shared memory; more are not faster (H100)
 
 
-def serves(total: torch.Tensor) -> bool:
-    """Whether the kernel can norm the rows of ``total``."""
-    if not total.is_cuda or not total.numel() or total.dtype not in TYPE_NAMES:
+def serves(residual: torch.Tensor, total_dtype: torch.dtype | None = None) -> bool:
+    """Whether the kernel can norm the rows of ``residual`` and of a sum in ``total_dtype``; None: in the same dtype."""
+    if not residual.is_cuda or not residual.numel() or residual.dtype not in TYPE_NAMES:
         return False
-    return has_norm_kernel(total.shape[-1] * total.element_size()) and _runs_on(total.device.index)
+    if total_dtype not in (None, residual.dtype, torch.float32):
+        return False
+    return has_norm_kernel(residual.shape[-1] * residual.element_size()) and _runs_on(residual.device.index)
 
 
 @functools.cache
@@ -53,28 +55,43 @@ def norm(
     """Writes the normed tensor into ``normed``, which may be ``total``, and the sum with the residual into ``summed``.
 
     The specification is graphar.numerics.norms.specification. The kernel is queued on torch's current stream. All
-    tensors are contiguous, and of one dtype. ``total``, which :func:`serves` approves, ``residual``, ``normed`` and
-    ``summed`` have the same shape [..., columns]; ``weight`` is [columns].
+    tensors are contiguous. ``total``, ``residual``, which :func:`serves` approves, ``normed`` and ``summed`` have the
+    same shape [..., columns]; ``weight`` is [columns]. All have one dtype, or ``total`` is fp32 and the others have one
+    dtype. A ``total`` of another dtype shares no memory with ``normed``.
 
     Raises:
         UnsupportedError: the kernel is not loaded yet while a graph is captured.
     """
     device = total.device.index
-    launch = _bind(device, total.dtype, total.numel(), weight.numel(), eps, offset)
+    launch = _bind(device, weight.dtype, total.dtype, total.numel(), weight.numel(), eps, offset)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
         launch((total, residual, weight), (normed, summed), stream)
 
 
+def load(device: int, dtype: torch.dtype, total_dtype: torch.dtype | None = None):
+    """Loads and returns the kernel for a residual of ``dtype`` and a sum in ``total_dtype``; None: in ``dtype``.
+
+    Do so before a kernel that waits for other ranks runs: loading could hang.
+    """
+    return _load(device, dtype, total_dtype or dtype)
+
+
 @functools.cache
-def load(device: int, dtype: torch.dtype):
-    """Loads and returns the kernel. Do so before a kernel that waits for other ranks runs: loading could hang."""
-    return launcher.load(residual_norm_source(dtype), device, NORM_SHARED_NBYTES, f"residual_rmsnorm for {dtype}")
+def _load(device: int, dtype: torch.dtype, total_dtype: torch.dtype):
+    source = residual_norm_source(dtype, total_dtype)
+    return launcher.load(source, device, NORM_SHARED_NBYTES, f"residual_rmsnorm for {dtype}")
 
 
 @functools.lru_cache(maxsize=1024)
 def _bind(
-    device: int, dtype: torch.dtype, numel: int, columns: int, eps: float, offset: float
+    device: int,
+    dtype: torch.dtype,
+    total_dtype: torch.dtype,
+    numel: int,
+    columns: int,
+    eps: float,
+    offset: float,
 ) -> Callable[[Tensors, Tensors, int], None]:
     """Returns a function that launches one norm.
 
@@ -87,7 +104,7 @@ def _bind(
     # By its launch bounds a block takes half an SM at most.
     is_early = launcher.can_overlap(device) and launcher.chip(device).may_overlap(blocks, halves=True)
     grid = Grid(blocks, threads, NORM_SHARED_NBYTES, is_early)
-    bound, lock = Launch(load(device, dtype), [arguments], grid), threading.Lock()
+    bound, lock = Launch(load(device, dtype, total_dtype), [arguments], grid), threading.Lock()
 
     def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
         with lock:  # all threads share the launch's arguments

@@ -15,7 +15,7 @@ from graphar.plan.config import Config
 from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, Scratch
 from graphar.runtime.catalogue import residual_norm_backward_sources, residual_norm_source
 from graphar.runtime.residual_norm import COLUMNS_ADDED, PAIRS_NBYTES, STAGED_TENSORS, threads_of_sums
-from tests.cases import bit_patterns, normal, same_bits
+from tests.cases import HALVES, bit_patterns, normal, same_bits
 from tests.host.build import GROUP_LANES, NORM_SLOTS, Mutation, build
 from tests.host.simulate import Call, KernelFailure, Simulation
 
@@ -70,6 +70,50 @@ def test_a_row_left_out_is_noticed():
 
 def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():
     assert any(wrong_elements("plain", seed, waits=False) for seed in range(4))
+
+
+# ---- fp32 sums of narrower residuals --------------------------------------------------------------------------------
+
+WIDER = tuple(residual_norm_source(dtype, torch.float32) for dtype in HALVES)
+
+
+def wrong_bytes_of_fp32(sanitizer: str, seed: int, mutation: Mutation | None = None) -> int:
+    """How many bytes of normed rows and sums, and guards, are wrong after one call."""
+    choices = random.Random(seed)
+    index, packs, rows = choices.randrange(len(HALVES)), choices.choice(ROW_PACKS), choices.randint(1, 9)
+    dtype, columns, fill = HALVES[index], packs * 8, choices.choice([normal, bit_patterns])
+    total = with_canonical_nan(fill(0, rows * columns, torch.float32).view(rows, columns))
+    residual, weight = normal(20, total.numel(), dtype).view_as(total), normal(21, columns, dtype)
+    numbers = choices.choice([(1e-6, 0.0), (1e-5, 1.0)])
+    call = Call(
+        0,
+        Config(OF_ANY_KIND, choices.randint(1, min(3, rows)), 32 if packs <= 32 else NORM_SLOTS),
+        [total.view(-1)],
+        (total.numel(),),
+        (2 * residual.nbytes,),
+        offset=choices.choice([0, 4]),
+        operands=(residual, weight, residual.nbytes),
+        scalars=numbers,
+        columns=columns,
+    )
+    program = build(WIDER, sanitizer, mutation)
+    simulation = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, NORM_SHARED_NBYTES), index, seed)
+
+    (outcome,) = simulation.run([call])
+
+    expected = torch.cat(norms.specification(total, residual, weight, *numbers)).view(-1)
+    return same_bits(outcome.results[0].view(dtype), expected) + outcome.broken_guards
+
+
+@pytest.mark.parametrize(("sanitizer", "seeds"), [("plain", 24), ("thread", 3), ("address", 6)])
+def test_fp32_sums_give_the_specifications_bits(sanitizer, seeds):
+    for seed in range(seeds):
+        assert wrong_bytes_of_fp32(sanitizer, seed) == 0, seed
+
+
+def test_a_row_that_begins_where_one_of_narrower_sums_would_is_noticed():
+    mistake = Mutation("norm/residual_rmsnorm.cu", "u64(row) * norm.sums * norm.packs", "u64(row) * norm.packs")
+    assert any(wrong_bytes_of_fp32("plain", seed, mistake) for seed in range(8))
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------

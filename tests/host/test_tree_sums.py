@@ -16,9 +16,9 @@ from graphar import reference
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.code import generate
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
-from graphar.plan.algorithms import Algorithm, kernels_that
+from graphar.plan.algorithms import Algorithm
 from graphar.plan.work import Sum
-from graphar.runtime.catalogue import kernel_source
+from graphar.runtime.catalogue import KERNELS, kernel_source
 from tests.cases import FLOAT_FILLS, normal
 from tests.host import cases
 from tests.host.build import Mutation, build
@@ -27,7 +27,7 @@ from tests.host.simulate import Call, KernelFailure, Simulation
 
 pytestmark = pytest.mark.host
 
-ALGORITHMS = kernels_that(lambda row: row.adds_tree)
+ALGORITHMS = tuple(one for one in KERNELS if one.row.adds_tree)
 WORLD_SIZES = (2, 4, 8)
 MOST_RANKS = {"plain": 8, "thread": 4, "address": 8}
 SEEDS = {"plain": 6, "thread": 3, "address": 2}

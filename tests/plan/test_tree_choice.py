@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +11,17 @@ import torch
 import graphar
 from graphar import UnsupportedError
 from graphar.numerics.epilogues.epilogue import form_to_prepare
+from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.plan import select
-from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels, with_tree
+from graphar.plan.algorithms import Algorithm, with_kernels, with_tree
 from graphar.plan.call import Call
 from graphar.plan.config import kernel_of
+from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip
 from graphar.plan.select import Facts
+from graphar.plan.slices import slices
 from graphar.plan.tables import shipped_table
-from graphar.plan.work import Parts, Sum
+from graphar.plan.work import Norm, Parts, Sum
 from graphar.runtime.catalogue import source_of
 from tests.cases import KERNEL_DTYPES
 
@@ -66,7 +70,7 @@ def test_algorithms_by_name_add_as_a_tree_or_refuse(algorithm):
             choose(work, algorithm=algorithm.value)
 
 
-@pytest.mark.parametrize("algorithm", kernels_that(lambda row: row.adds_tree))
+@pytest.mark.parametrize("algorithm", [*with_tree(), *with_tree("reducescatter")])
 def test_the_kernel_of_a_tree_differs_by_the_results_dtype_and_has_the_epilogue(algorithm):
     names = set()
     for epilogue in (None, NEGATED):
@@ -110,6 +114,72 @@ def test_what_sums_as_a_tree_take_is_prepared_and_no_more(op, max_nbytes, symmet
 
     assert set(found) == taken
     assert len(set(found)) == len(found)
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------------
+
+
+def normed(op, rows, columns, out_dtype, world_size=4):
+    parts = (rows * columns,) if op == ALLREDUCE_NORM else (rows * columns,) * world_size
+    return Norm(op, parts, columns, order="tree", out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("op", [ALLREDUCE_NORM, REDUCESCATTER_NORM])
+def test_the_sums_of_normed_rows_fit_their_slots_and_a_team_has_a_thread_for_each_pack_of_results(op, world_size):
+    for out_dtype, columns in itertools.product(KERNEL_DTYPES, (8, 1024, 7168, 16384)):
+        for rows in (1, 31, 132, 257, (64 << 20) // (4 * columns)):
+            work = normed(op, rows, columns, out_dtype, world_size)
+            assert select.has_kernel_for_rows(work, FP32)
+            _, (config, reason) = choose(work, TABLES[1], world_size)
+            packs, row = columns * out_dtype.itemsize // 16, config.algorithm.row
+            step = slices(config.algorithm, world_size, work.parts, 4, columns)[0].count or (rows * columns,)
+            owners = world_size if config.algorithm is Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT else 1
+            threads, teams = config.threads * config.cluster, config.blocks // config.cluster
+            assert -(-max(step) // columns // owners) * columns // 4 <= row.scratch(world_size).capacity
+            assert threads >= min(packs, 1024 if config.cluster > 1 else 512)
+            assert threads & (threads - 1) == 0
+            assert owners == 1 or teams == rows or teams % owners == 0
+            assert reason.endswith("; added as a tree")
+
+
+def test_rows_of_whole_packs_in_both_dtypes_have_a_kernel():
+    def have_kernel(columns, out_dtype):
+        return select.has_kernel_for_rows(normed(ALLREDUCE_NORM, 1, columns, out_dtype), FP32)
+
+    assert [have_kernel(columns, torch.bfloat16) for columns in (8, 12, 16384, 16392)] == [True, False, True, False]
+    assert [have_kernel(columns, FP32) for columns in (8, 12, 16384, 16392)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("op", [ALLREDUCE_NORM, REDUCESCATTER_NORM])
+def test_the_kernel_of_a_norm_differs_by_the_results_dtype(op):
+    call, (config, _) = choose(normed(op, 1, 1024, torch.bfloat16))
+    plain, (config_in_order, _) = choose(normed(op, 1, 1024, None)._replace(order="rank"))
+
+    name = f"{config.algorithm.value}<fp32, 4, {config.cluster}, like_input, TreeOrder, bf16>"
+    assert source_of(kernel_of(config, call), 4).name == name
+    in_order = f"{config.algorithm.value}<fp32, 4, {config_in_order.cluster}, like_input>"
+    assert source_of(kernel_of(config_in_order, plain), 4).name == in_order
+    assert source_of(kernel_of(replace(config, cluster=1), call), 4).minimum_arch == 80
+    assert source_of(kernel_of(replace(config, cluster=2), call), 4).minimum_arch == 90
+
+
+@pytest.mark.parametrize("op", [ALLREDUCE_NORM, REDUCESCATTER_NORM])
+def test_what_norms_as_a_tree_take_is_prepared(op):
+    facts, dtypes = Facts(4, TABLES[1], Chip(132, "sm_90a")), (torch.bfloat16, FP32)
+    found = list(select.needed_kernels(facts, [f"{op}_tree"], dtypes, None))
+    taken = set()
+    for rows, columns, out_dtype in itertools.product((1, 8, 64, 4096), (64, 1024, 8192), dtypes):
+        call, (config, _) = choose(normed(op, rows, columns, out_dtype))
+        taken.add(source_of(kernel_of(config, call), 4))
+
+    made = {source_of(kernel, 4) for kernel in found}
+    assert taken <= made
+    assert len(made) == len(found) == len(with_kernels(op)) * len(CLUSTERS) * len(dtypes)
+    assert all("TreeOrder" in source.name for source in made)
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
 
 
 def test_trees_of_other_numbers_of_ranks_are_not_prepared():

@@ -53,6 +53,8 @@ DIFFERENCES = {
         Norm("allreduce_residual_rmsnorm", (16,), 8, weight_offset=1.0),
         Norm("allreduce_residual_rmsnorm", (16,), 8, eps=1.00000001e-6),
         Norm("allreduce_residual_rmsnorm", (16,), 8, row=(2, 8)),
+        Norm("allreduce_residual_rmsnorm", (16,), 8, order="tree"),
+        Norm("allreduce_residual_rmsnorm", (16,), 8, order="tree", out_dtype=BF16),
     ],
     TensorTuple((BF16, torch.float32), ((4,), ()), ROWS): [
         TensorTuple((BF16, BF16), ((4,), ()), ROWS),

@@ -69,11 +69,11 @@ def test_a_norm_of_one_rank_is_launched_early_if_it_leaves_room_behind_a_sum_tha
     monkeypatch.setenv("GRAPHAR_CONCURRENT_COMMUNICATORS", declared)
     for name, found in {"sm_count": SMS, "can_overlap": True, "architecture": "sm_90a"}.items():
         monkeypatch.setattr(launcher, name, lambda device, found=found: found)
-    monkeypatch.setattr(residual_norm, "load", lambda device, dtype: None)
+    monkeypatch.setattr(residual_norm, "load", lambda device, dtype, total_dtype: None)
     grids = []
     monkeypatch.setattr(residual_norm, "Launch", lambda function, parameters, grid: grids.append(grid))
 
     for rows in (1, most, most + 1, 2 * SMS, 4 * SMS):
-        residual_norm._bind.__wrapped__(0, torch.bfloat16, rows * 8192, 8192, 1e-5, 0.0)
+        residual_norm._bind.__wrapped__(0, torch.bfloat16, torch.bfloat16, rows * 8192, 8192, 1e-5, 0.0)
 
     assert [grid.overlaps for grid in grids] == [True, True, False, False, False]

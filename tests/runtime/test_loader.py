@@ -29,7 +29,9 @@ def load_for_a_communicator():
 # By the kernel's name in errors: a load that bypasses its caller's cache.
 LOADS = {
     "allreduce: two_shot_tma": load_for_a_communicator,
-    "residual_rmsnorm for torch.bfloat16": lambda: residual_norm.load.__wrapped__(DEVICE, torch.bfloat16),
+    "residual_rmsnorm for torch.bfloat16": lambda: residual_norm._load.__wrapped__(
+        DEVICE, torch.bfloat16, torch.bfloat16
+    ),
     f"matmul: {MATMUL_TILES[0]} for torch.bfloat16": lambda: gemm._function.__wrapped__(
         DEVICE, torch.bfloat16, MATMUL_TILES[0], "by_rows", torch.bfloat16
     ),

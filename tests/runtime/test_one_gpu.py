@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from graphar import reference
+from graphar.numerics import norms
 from graphar.numerics.codecs import codec
-from graphar.plan.algorithms import COMPRESSING, Algorithm, kernels_that, with_kernels
+from graphar.numerics.norms import REDUCESCATTER_NORM
+from graphar.plan.algorithms import COMPRESSING, Algorithm, kernels_that, with_kernels, with_tree
+from graphar.runtime.catalogue import NORM_KERNELS
 from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, far_apart, in_turns, normal, raw, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.gpu(1)
 
 ALLREDUCES, REDUCESCATTERS, ALLGATHERS = map(with_kernels, ("allreduce", "reducescatter", "allgather"))
 QUANTIZED = with_kernels("allreduce", codec=True)
-TREES = kernels_that(lambda row: row.adds_tree)
+TREES = tuple(one for op in ("allreduce", "reducescatter") for one in with_tree(op))
 SMALL = (1, 7, 8, 64, 8199)
 MEDIUM = (8192, 8193, 8216, 131072)
 EVERY_EPOCH = 3  # calls in a row: buffers take turns
@@ -167,6 +170,29 @@ def test_reducescatter_with_a_norm_gives_the_specification(ranks, output, fp8):
         for _ in range(EVERY_EPOCH):
             found = ranks.reducescatter_norm(parts, residuals, weight, (1e-5, 1.0), output)
             assert_bits(*([one for of_rank in ones for one in of_rank] for ones in (found, expected)))
+
+
+@pytest.mark.promise("No kernel accesses memory out of bounds or races in shared memory (`nox -s sanitize`).")
+@pytest.mark.sanitize
+@pytest.mark.parametrize("algorithm", NORM_KERNELS)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_every_norm_of_a_sum_as_a_tree_gives_the_specification(ranks, algorithm, dtype):
+    if ranks.world_size == 3:
+        pytest.skip("a tree has 2, 4 or 8 ranks")
+    shapes = ((1, 128), (1, 8192), (ranks.world_size + 1, 384), (9 * ranks.world_size - 1, 4224))
+    for rows, columns in shapes:
+        fill = bit_patterns if rows == 1 else normal
+        parts = [part.view(rows, columns) for part in parts_of(ranks, fill, rows * columns, torch.float32)]
+        residual, weight = normal(20, rows * columns, dtype).view(rows, columns), normal(21, columns, dtype)
+        whole = norms.specification(reference.allreduce(parts, order="tree"), residual, weight, 1e-5, 1.0)
+        residuals, expected = [residual] * ranks.world_size, list(whole) * ranks.world_size
+        if algorithm.op == REDUCESCATTER_NORM:
+            residuals = residual.tensor_split(ranks.world_size)
+            split = zip(*(one.tensor_split(ranks.world_size) for one in whole), strict=True)
+            expected = [one for of_rank in split for one in of_rank]
+        for _ in range(EVERY_EPOCH):
+            found = ranks.tree_norm(parts, residuals, weight, (1e-5, 1.0), algorithm)
+            assert_bits([one for of_rank in found for one in of_rank], expected)
 
 
 # ---- more of them ---------------------------------------------------------------------------------------------------

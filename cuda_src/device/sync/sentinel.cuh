@@ -102,6 +102,20 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, in
   return receive(a, call, source, place, reinterpret_cast<P(&)[1][N]>(part));
 }
 
+// Receives one pack of T from each of N ranks at each of `Count` neighbouring places, and adds them: `sum[i]`, at offset
+// `at` + i. False when the wait expired.
+template <class T, int N, class Order, int Count>
+__device__ __forceinline__ bool receive_sums(const Arguments& a, const Call& call, u32 at, Pack (&sum)[Count]) {
+  u32 place[Count];
+  Pack part[Count][N];
+#pragma unroll
+  for (int i = 0; i < Count; ++i) place[i] = at + i;
+  if (!receive(a, call, 0, place, part)) return false;
+#pragma unroll
+  for (int i = 0; i < Count; ++i) sum[i] = sum_in_order<T, N, Order, T>(part[i]);
+  return true;
+}
+
 // Receives from each of N ranks at every `stride`-th place from `first` up to `end`, counted from offset `base`, and
 // hands each place with its packs to `use`. A thread has the packs of several places in flight, as many as half an SM's
 // registers hold. If fewer places are left, it receives the packs of the first of them twice.

@@ -13,6 +13,7 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
 from graphar.plan.slices import Slice, slices
 from graphar.plan.work import Norm, Parts, Sum
+from graphar.runtime import residual_norm
 from graphar.runtime.arguments import NormArguments
 from graphar.runtime.bind.collective import bind_slice, plan_of_slices
 from graphar.runtime.bind.launches import Put
@@ -22,13 +23,13 @@ from graphar.runtime.plan import Plan
 
 def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of a norm. Collective."""
+    select.check_norm(call, engine.world_size)
     work, x = call.work, ranks[0].inputs[0]
-    row_nbytes = work.columns * call.dtype.itemsize
-    if not select.has_norm_kernel(row_nbytes) or engine.why_no_kernel(work.op, x) or not any(work.parts):
+    if not select.has_kernel_for_rows(work, call.dtype) or engine.why_no_kernel(work.op, x) or not any(work.parts):
         return _in_steps(engine, call, ranks)
     if work.op != ALLREDUCE_NORM:
         return _bind_kernel(engine, call, x)
-    return _in_pieces(engine, call, x, select.norm_rows(engine.world_size, row_nbytes))
+    return _in_pieces(engine, call, x, select.norm_rows(engine.world_size, work.columns * call.dtype.itemsize))
 
 
 def _in_pieces(engine: Engine, call: Call, x: torch.Tensor, step: int) -> Plan:
@@ -72,18 +73,38 @@ def _put_of(work: Norm, arguments: NormArguments, config: Config, one: Slice) ->
 
 
 def _in_steps(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
-    """Returns the plan of a norm without a kernel: a sum, and then the specification in torch."""
-    work = call.work
+    """Returns the plan of a norm without a kernel between ranks: a sum, and then each rank's norm of its rows."""
+    work, dtype = call.work, call.dtype
     sums = Sum(work.parts[0]) if work.op == ALLREDUCE_NORM else Parts("reducescatter", work.parts)
-    plan = engine.plan(Call(sums, call.dtype, call.device, timeout_s=call.timeout_s), ranks)
+    sums = sums._replace(order=work.order, beside=work.beside)
+    plan = engine.plan(Call(sums, dtype, call.device, timeout_s=call.timeout_s), ranks)
+    for own in ranks:  # loading beside a kernel that waits for other ranks could hang
+        residual = own.inputs[1]
+        if _is_served(work, residual, dtype):
+            residual_norm.load(residual.device.index, residual.dtype, dtype)
 
     def run(ranks: Sequence[Operands]) -> None:
-        totals = [torch.empty_like(own.inputs[1]) for own in ranks]  # like the residual
-        plan.run([Operands(own.inputs[:1], (total,)) for own, total in zip(ranks, totals, strict=True)])
-        for (inputs, outputs, *_), total in zip(ranks, totals, strict=True):
-            residual, weight, *scale = inputs[1:]
-            results = specification(total, residual, weight, work.eps, work.weight_offset, work.output, *scale)
-            for out, result in zip(outputs, results, strict=True):
-                out.copy_(result)
+        if engine.world_size == 1:
+            totals = [own.inputs[0].view_as(own.inputs[1]) for own in ranks]
+        else:
+            totals = [torch.empty_like(own.inputs[1], dtype=dtype) for own in ranks]
+            plan.run([Operands(own.inputs[:1], (total,)) for own, total in zip(ranks, totals, strict=True)])
+        for own, total in zip(ranks, totals, strict=True):
+            _norm_own(work, own, total)
 
     return Plan(run, plan.config, plan.reason)
+
+
+def _is_served(work: Norm, residual: torch.Tensor, total_dtype: torch.dtype) -> bool:
+    return work.output == "like_input" and residual_norm.serves(residual, total_dtype)
+
+
+def _norm_own(work: Norm, own: Operands, total: torch.Tensor) -> None:
+    """Writes the results of one rank, whose sum is ``total``."""
+    residual, weight, *scale = own.inputs[1:]
+    if _is_served(work, residual, total.dtype):
+        residual_norm.norm(total, residual, weight, *own.outputs, work.eps, work.weight_offset)
+        return
+    results = specification(total, residual, weight, work.eps, work.weight_offset, work.output, *scale)
+    for out, result in zip(own.outputs, results, strict=True):
+        out.copy_(result)
