@@ -12,7 +12,7 @@ from graphar.errors import UnsupportedError
 from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
-from graphar.plan.matmuls import fastest_tile
+from graphar.plan.matmuls import clusters_at_once, fastest_tile
 from graphar.plan.policy import MatmulPolicy
 from graphar.plan.tiles import LEAF_COUNTS, MatmulTile
 from graphar.runtime import launcher
@@ -221,8 +221,9 @@ def _bind(
     n = w.rows if layout == "by_rows" else w.columns
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
     arguments = MatmulArguments(bias, a.rows, n, a.columns, order.first_row % rows, min(order.group_rows, rows))
-    blocks = min(max(sms // tile.cluster, 1), rows * columns) * tile.cluster
+    arguments.c, arguments.c_leading = c.pointer, c.leading
+    blocks = min(clusters_at_once(sms, tile.blocks), rows * columns) * tile.blocks
     # overlaps=False: a launch that overlaps an all-reduce or a norm made both up to 9 % slower on 2 H200s.
-    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
+    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.blocks)
     maps = [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS)]
     return Launch(_function(device, a.dtype, tile, layout, c.dtype), [*maps, arguments], grid).enqueue

@@ -19,6 +19,7 @@ from graphar.plan.work import Product
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
 _ROWS = 128  # rows of the tallest MatmulTile of a sum
 _TYPICAL_K = 4096  # of estimates on which ranks with different K agree
+_SMS_OF_A_GPC = 16  # at least
 WAVE_TILE = 128  # rows and columns of the tile by which waves are counted
 _SKINNY = kernels_that(lambda row: row.is_skinny)
 
@@ -142,17 +143,28 @@ def gathered_tile(
 def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int, sms: int) -> float:
     """Returns the estimated clocks of the busiest SM for 64 of K, over all its tiles.
 
+    Blocks that split the leaves of a tile each compute a part of K, and then exchange what they have.
+
     A tile is limited by the tensor cores or by L2, whichever takes longer, and waits a little for each line that its
     block loads. The tensor cores wait while a tile is stored, unless consumers alternate: then for the last one alone.
     ``rows`` are the rows of each part of C, which has ``n`` columns; no tile spans two parts.
     """
     clusters = sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
-    rounds = -(-clusters // max(sms // tile.cluster, 1))
+    rounds = -(-clusters // clusters_at_once(sms, tile.blocks))
     step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
     step += (tile.rows + tile.columns / tile.cluster) * cost.wait_a_line
     step *= cost.clustered if tile.cluster > 1 else 1
     stored = (1 if tile.alternating else rounds) * tile.rows * tile.columns * cost.clocks_a_result
-    return rounds * step + stored * 64 / k
+    exchanged = rounds * cost.clocks_an_exchange if tile.split > 1 else 0
+    return rounds * step / tile.split + (stored / tile.split + exchanged) * 64 / k
+
+
+def clusters_at_once(sms: int, blocks: int) -> int:
+    """Returns how many clusters of so many ``blocks``, each of a whole SM, run on ``sms`` SMs at once.
+
+    The SMs of a cluster lie in one GPC, which has an even number of them, 16 or 18 on most chips.
+    """
+    return max((sms if blocks <= 2 else sms // _SMS_OF_A_GPC * _SMS_OF_A_GPC or sms) // blocks, 1)
 
 
 def tiles_of_sum(
