@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     prefetch(w_map);
     prefetch(c_map);
     turns.init();
-    ring.init();
     NodeExchange<T, Tile, Result>::init(ring);
+    ring.init();
   }
   ring.share();
   wait_for_previous_kernel();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,9 +12,9 @@ from graphar.errors import UnsupportedError
 from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
-from graphar.plan.matmuls import clusters_at_once, fastest_tile
+from graphar.plan.matmuls import fastest_tile
 from graphar.plan.policy import MatmulPolicy
-from graphar.plan.tiles import LEAF_COUNTS, MatmulTile
+from graphar.plan.tiles import LEAF_COUNTS, LEAF_TILES, MatmulTile
 from graphar.runtime import launcher
 from graphar.runtime.arguments import MatmulArguments
 from graphar.runtime.catalogue import matmul_source
@@ -147,7 +147,18 @@ def default_tile(device: int, m: int, n: int, k: int, sms: int, layout: str = "b
 
     ``layout`` is the layout of the weight, one of LAYOUTS, and ``leaves`` one of LEAF_COUNTS.
     """
-    return fastest_tile(_policy(device).cost, m, n, k, sms, layout, leaves)
+    in_clusters = _sms_in_clusters(device) if leaves > 2 else 0
+    return fastest_tile(_policy(device).cost, m, n, k, sms, layout, leaves, in_clusters)
+
+
+@functools.cache
+def _sms_in_clusters(device: int) -> int:
+    """Returns how many SMs of a device the largest clusters find: 120 of 132 on some. It loads a kernel."""
+    tile = next(tile for tile in LEAF_TILES[LEAF_COUNTS[-1]] if tile.blocks == LEAF_COUNTS[-1])
+    grid = Grid(tile.blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.blocks)
+    with torch.cuda.device(device):
+        function = _function(device, MATMUL_TYPES[0], tile, "by_rows", MATMUL_TYPES[0])
+        return tile.blocks * launcher.clusters_at_once(function, grid)
 
 
 @functools.cache
@@ -222,8 +233,12 @@ def _bind(
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
     arguments = MatmulArguments(bias, a.rows, n, a.columns, order.first_row % rows, min(order.group_rows, rows))
     arguments.c, arguments.c_leading = c.pointer, c.leading
-    blocks = min(clusters_at_once(sms, tile.blocks), rows * columns) * tile.blocks
+    function = _function(device, a.dtype, tile, layout, c.dtype)
+    clusters = min(max(sms // tile.blocks, 1), rows * columns)
     # overlaps=False: a launch that overlaps an all-reduce or a norm made both up to 9 % slower on 2 H200s.
-    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.blocks)
+    grid = Grid(clusters * tile.blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.blocks)
+    if tile.split > 1:
+        # Clusters that find no room begin when others end, and would then compute all their tiles.
+        grid = replace(grid, blocks=min(clusters, launcher.clusters_at_once(function, grid)) * tile.blocks)
     maps = [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS)]
-    return Launch(_function(device, a.dtype, tile, layout, c.dtype), [*maps, arguments], grid).enqueue
+    return Launch(function, [*maps, arguments], grid).enqueue

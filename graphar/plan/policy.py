@@ -149,6 +149,8 @@ class TileCost:
     clocks_a_result: float  # clocks of storing one element of a tile, for all of K
     # Clocks, for all of K, in which blocks that split the leaves of a tile exchange their sums: 2 us, not measured yet.
     clocks_an_exchange: float
+    # Clocks of memory for one line of a weight, which all SMs load together: what 128 blocks with 64 rows took.
+    clocks_a_line_of_memory: float
 
 
 class MeasuredMatmul(NamedTuple):

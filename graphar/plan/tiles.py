@@ -42,7 +42,6 @@ class MatmulTile:
         if self.split > 1 and (self.cluster > 1 or self.spills):
             raise ValueError("blocks that split leaves share no loads, and have no shared memory for another sum")
 
-
     @property
     def threads(self) -> int:
         """Threads of a block: one warpgroup that loads, and the consumer warpgroups."""
@@ -72,7 +71,9 @@ class MatmulTile:
     @property
     def spills(self) -> bool:
         """Whether the sum of the first half of the leaves waits in shared memory: registers do not hold all nodes."""
-        nodes = (self.leaves // self.split).bit_length()  # at the same time, of which a thread has half as many sums as columns
+        nodes = (
+            self.leaves // self.split
+        ).bit_length()  # at the same time, of which a thread has half as many sums as columns
         return nodes * self.columns // 2 > 192
 
     @property
@@ -82,7 +83,15 @@ class MatmulTile:
 
     def __str__(self) -> str:
         flags = [str(flag).lower() for flag in (self.whole, self.alternating, self.recorded)]
-        arguments = [self.rows, self.columns, self.stages, self.cluster, *flags, self.leaves, *([self.split] if self.split > 1 else [])]
+        arguments = [
+            self.rows,
+            self.columns,
+            self.stages,
+            self.cluster,
+            *flags,
+            self.leaves,
+            *([self.split] if self.split > 1 else []),
+        ]
         return f"MatmulTile<{', '.join(map(str, arguments))}>"
 
 

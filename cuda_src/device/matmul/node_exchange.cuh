@@ -30,15 +30,13 @@ struct NodeExchange {
   const u32 index;  // of the warpgroup among the consumers
   const u32 block = split > 1 ? block_in_cluster() : 0;
 
-  // By one thread, with the ring's own mbarriers.
+  // By one thread, before Ring::init, whose fence tells copies of these mbarriers, too.
   __device__ static void init(const Ring<Tile>& ring) {
-    if constexpr (split > 1) {
+    if constexpr (split > 1)
       for (int i = 0; i < Tile::consumers; ++i) {
         received(ring, i).init(1);
         freed(ring, i).init(4 * split);
       }
-      fence_async_proxy_shared();
-    }
   }
 
   // Before the products of tile `number`: the places of the tile before may be overwritten.

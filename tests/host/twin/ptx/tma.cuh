@@ -87,12 +87,15 @@ class Mbarrier {
  private:
   void end(const simulator::Copy& copy, std::atomic<u32>& order) {
     simulator::release_views(&order);
-    for (simulator::View through : {copy.read, copy.written}) {
-      const simulator::As as(simulator::view(through));
+    const u32 nbytes = copy.nbytes;
+    const simulator::Observer reader = simulator::view(copy.read), writer = simulator::view(copy.written);
+    {
+      const simulator::As as(reader);
       order.fetch_add(1, std::memory_order_release);
     }
-    const simulator::As as(simulator::view(copy.written));
-    count(0, -copy.nbytes);
+    const simulator::As as(writer);
+    order.fetch_add(1, std::memory_order_release);
+    count(0, -nbytes);
   }
 
   // Between two steps a thread runs alone, so the members need no order among themselves.
