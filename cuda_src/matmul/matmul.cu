@@ -61,7 +61,10 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     NodeExchange<T, Tile, Result>::init(ring);
     ring.init();
   }
-  ring.share();
+  if constexpr (Tile::split > 1)
+    sync_cluster_mbarriers();
+  else
+    ring.share();
   wait_for_previous_kernel();
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup == 0) {

@@ -56,7 +56,7 @@ struct Ring {
   // By all threads, after init: makes the mbarriers known to all users of the ring, in every block of the cluster. In a
   // cluster it publishes nothing else: (23) in ptx.cuh.
   __device__ void share() const {
-    if constexpr (Tile::blocks == 1)
+    if constexpr (Tile::cluster == 1)
       __syncthreads();
     else
       sync_cluster_mbarriers();
