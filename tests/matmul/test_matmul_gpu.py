@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul.gemm import Order, matmul
+from graphar.matmul.gemm import Order, _sms_in_clusters, matmul
 from graphar.numerics.leaf_tree import LEAVES, tree_sum
 from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.matmuls import fastest_tile
@@ -306,6 +306,13 @@ def test_leaves_that_blocks_split_have_the_bits_of_one_block(tile, layout):
                 matmul(a, w, out.inside, tile=tile, sms=sms, leaves=tile.leaves, **options)
                 assert same_bits(out.inside.contiguous(), first) == 0, (m, n, k, sms, options.keys())
                 assert out.frame_is_untouched(), (m, n, k, sms)
+
+
+def test_the_largest_clusters_find_most_sms():
+    found, sms = _sms_in_clusters(0), sm_count(0)
+
+    assert found % 8 == 0
+    assert sms // 2 < found <= sms
 
 
 @every_split_tile
