@@ -277,8 +277,8 @@ MUTANTS_OF_ORDER = {
     ),
     "a first leaf that is a step too long": (
         TREE,
-        "k < multiplier.a.k / leaves;",
-        "k < multiplier.a.k / leaves + (leaf == 0) * tile_depth - (leaf == 1) * tile_depth;",
+        "k < multiplier.a.k / Tile::leaves;",
+        "k < multiplier.a.k / Tile::leaves + (leaf == 0) * tile_depth - (leaf == 1) * tile_depth;",
     ),
     "a leaf that goes on from the one before": (
         TREE,
