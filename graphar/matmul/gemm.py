@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -155,10 +155,8 @@ def default_tile(device: int, m: int, n: int, k: int, sms: int, layout: str = "b
 def _sms_in_clusters(device: int) -> int:
     """Returns how many SMs of a device the largest clusters find: 120 of 132 on some. It loads a kernel."""
     tile = next(tile for tile in LEAF_TILES[LEAF_COUNTS[-1]] if tile.blocks == LEAF_COUNTS[-1])
-    grid = Grid(tile.blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.blocks)
     with torch.cuda.device(device):
-        function = _function(device, MATMUL_TYPES[0], tile, "by_rows", MATMUL_TYPES[0])
-        return tile.blocks * launcher.clusters_at_once(function, grid)
+        return tile.blocks * _clusters_at_once(device, MATMUL_TYPES[0], tile, "by_rows", MATMUL_TYPES[0])
 
 
 @functools.cache
@@ -224,6 +222,17 @@ def _function(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, ou
     return launcher.load(source, device, tile.shared_nbytes, f"matmul: {tile} for {dtype}")
 
 
+@functools.cache
+def _clusters_at_once(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype) -> int:
+    """Returns how many clusters of a kernel run on a device at once; it must be current."""
+    return launcher.clusters_at_once(_function(device, dtype, tile, layout, out_dtype), _grid(tile, 1))
+
+
+def _grid(tile: MatmulTile, clusters: int) -> Grid:
+    # overlaps=False: a launch that overlaps an all-reduce or a norm made both up to 9 % slower on 2 H200s.
+    return Grid(clusters * tile.blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.blocks)
+
+
 @functools.lru_cache(maxsize=1024)
 def _bind(
     device: int, tile: MatmulTile, layout: str, sms: int, order: Order, a: Matrix, w: Matrix, c: Matrix, bias: int
@@ -233,12 +242,10 @@ def _bind(
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
     arguments = MatmulArguments(bias, a.rows, n, a.columns, order.first_row % rows, min(order.group_rows, rows))
     arguments.c, arguments.c_leading = c.pointer, c.leading
-    function = _function(device, a.dtype, tile, layout, c.dtype)
     clusters = min(max(sms // tile.blocks, 1), rows * columns)
-    # overlaps=False: a launch that overlaps an all-reduce or a norm made both up to 9 % slower on 2 H200s.
-    grid = Grid(clusters * tile.blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.blocks)
     if tile.split > 1:
         # Clusters that find no room begin when others end, and would then compute all their tiles.
-        grid = replace(grid, blocks=min(clusters, launcher.clusters_at_once(function, grid)) * tile.blocks)
+        clusters = min(clusters, _clusters_at_once(device, a.dtype, tile, layout, c.dtype))
     maps = [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS)]
-    return Launch(function, [*maps, arguments], grid).enqueue
+    function = _function(device, a.dtype, tile, layout, c.dtype)
+    return Launch(function, [*maps, arguments], _grid(tile, clusters)).enqueue

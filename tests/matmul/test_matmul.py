@@ -200,6 +200,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(gemm, "tensor_map", lambda matrix, box_rows: (matrix, box_rows))
 
     monkeypatch.setattr(gemm.launcher, "clusters_at_once", lambda function, grid: 120 // grid.cluster)
+    gemm._clusters_at_once.cache_clear()
 
     def launch(function, parameters, grid):
         given.append((parameters, grid.blocks, grid.threads, grid.cluster))
@@ -209,6 +210,7 @@ def launches(monkeypatch):
     gemm._bind.cache_clear()
     yield given
     gemm._bind.cache_clear()
+    gemm._clusters_at_once.cache_clear()
 
 
 def bind(tile, layout="by_rows", m=1000, n=520, k=200, sms=132, order=None):
