@@ -125,6 +125,9 @@ struct MatmulArguments {
   void* timeline = nullptr;  // of a kernel whose tile is `recorded` (timeline.cuh); else null
   // Whether the caller promises that W is constant: (26) in kernel_order.cuh. Only skinny kernels read it.
   u32 constant_weight = 0;
+  // C's first element, and the elements from the begin of a row to the next. Only split tiles read them.
+  u32 c_leading = 0;
+  void* c = nullptr;
 };
 
 // Template argument of kernels whose peers access a rank's symmetric tensor in place, without scratch.

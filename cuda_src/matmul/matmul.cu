@@ -8,9 +8,11 @@
 //
 // The producer runs ahead across tiles, so the next tile's operands are loaded while one is stored. A grid of any size
 // walks all tiles: the caller chooses how many SMs it takes. Products are added in the order of K, so the bits of C
-// depend on A and W alone. Or K is cut into leaves: the tree of leaf_tree.cuh. Results in fp32 are the sums as they are,
-// without a bias: a rank's partial. Ordering of the ring: (9) in ring.cuh.
+// depend on A and W alone. Or K is cut into leaves: the tree of leaf_tree.cuh. The blocks of a cluster may split the
+// leaves of a tile: node_exchange.cuh. Results in fp32 are the sums as they are, without a bias: a rank's partial.
+// Ordering of the ring: (9) in ring.cuh.
 #include "device/matmul/leaf_tree.cuh"
+#include "device/matmul/node_exchange.cuh"
 #include "device/matmul/tile_store.cuh"
 
 // A warpgroup that computes 64 rows of each tile, or with consumers that alternate all of every second tile.
@@ -19,22 +21,28 @@ __device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring
                         u32 index) {
   const Multiplier<T, Tile, W> multiplier{a, ring, index};
   const TileStore<Result, Tile> tiles{a, ring, index};
+  const NodeExchange<T, Tile, Result> exchange{a, ring, index};
   Position<Tile> at;
   Walk<Tile> walk{a};
   u32 number = 0;
   for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
     SumsOf<Tile> sums;
+    if constexpr (Tile::split > 1) exchange.begin(number);
     if constexpr (Tile::leaves > 1)
       LeafTree<Multiplier<T, Tile, W>, Tile>{multiplier}.multiply(at, sums);
     else
       turns.multiply(multiplier, at, sums, number++);
     u32 row, column;
     walk.locate(row, column);
-    if constexpr (sizeof(typename Result::Storage) < sizeof(float)) {
+    if constexpr (Tile::split > 1) {
+      exchange.store(sums, row, column, number++);
+    } else {
+      if constexpr (sizeof(typename Result::Storage) < sizeof(float)) {
 #pragma unroll
-      for (int block = 0; block < Tile::row_blocks; ++block) add_bias<T>(a, column, sums_of_block<Tile>(sums, block));
+        for (int block = 0; block < Tile::row_blocks; ++block) add_bias<T>(a, column, sums_of_block<Tile>(sums, block));
+      }
+      tiles.store(c, sums, row, column);
     }
-    tiles.store(c, sums, row, column);
   }
   tiles.wait();
 }
@@ -50,9 +58,13 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     prefetch(w_map);
     prefetch(c_map);
     turns.init();
+    NodeExchange<T, Tile, Result>::init(ring);
     ring.init();
   }
-  ring.share();
+  if constexpr (Tile::split > 1)
+    sync_cluster_mbarriers();
+  else
+    ring.share();
   wait_for_previous_kernel();
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup == 0) {

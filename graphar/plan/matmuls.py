@@ -117,14 +117,30 @@ def _fills_waves(policy: MatmulPolicy, columns: int, chip: Chip) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def fastest_tile(
-    cost: TileCost, m: int, n: int, k: int, sms: int, layout: str = "by_rows", leaves: int = 1
+    cost: TileCost, m: int, n: int, k: int, sms: int, layout: str = "by_rows", leaves: int = 1, in_clusters: int = 0
 ) -> MatmulTile:
     """Returns the tile of a plain matmul that is estimated to multiply [m, k] by [k, n] fastest on ``sms`` SMs.
 
-    ``layout`` is the layout of the weight, one of LAYOUTS, and ``leaves`` one of LEAF_COUNTS.
+    ``layout`` is the layout of the weight, one of LAYOUTS, and ``leaves`` one of LEAF_COUNTS. Clusters of 4 or 8 blocks
+    find at most ``in_clusters`` SMs of the device, since those of a cluster lie in one GPC.
     """
     fitting = [tile for tile in LEAF_TILES[leaves] if layout in tile.layouts]
-    return min(fitting, key=lambda tile: clocks(cost, tile, [m], n, k, sms))
+    rooms = {tile: min(sms, in_clusters) if tile.blocks > 2 else sms for tile in fitting}
+    return min(
+        (tile for tile in fitting if tile.blocks <= max(rooms[tile], 2)),
+        key=lambda tile: _estimate(cost, tile, m, n, k, rooms[tile]),
+    )
+
+
+def _estimate(cost: TileCost, tile: MatmulTile, m: int, n: int, k: int, sms: int) -> tuple[float, float]:
+    """Returns the estimated clocks of a plain matmul for 64 of K, and those of the busiest SM alone.
+
+    The weight comes from memory. That limits matmuls with few rows whether their leaves are split or not, while an
+    exchange of sums comes on top.
+    """
+    busiest = clocks(cost, tile, [m], n, k, sms)
+    exchanges = _rounds(tile, [m], n, sms) if tile.split > 1 else 0
+    return max(busiest, n * cost.clocks_a_line_of_memory) + exchanges * cost.clocks_an_exchange * 64 / k, busiest
 
 
 @functools.lru_cache(maxsize=1024)
@@ -144,15 +160,21 @@ def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int
 
     A tile is limited by the tensor cores or by L2, whichever takes longer, and waits a little for each line that its
     block loads. The tensor cores wait while a tile is stored, unless consumers alternate: then for the last one alone.
-    ``rows`` are the rows of each part of C, which has ``n`` columns; no tile spans two parts.
+    Blocks that split the leaves of a tile each compute a part of it, not counting what they exchange. ``rows`` are the
+    rows of each part of C, which has ``n`` columns; no tile spans two parts.
     """
-    clusters = sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
-    rounds = -(-clusters // max(sms // tile.cluster, 1))
+    rounds = _rounds(tile, rows, n, sms)
     step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
     step += (tile.rows + tile.columns / tile.cluster) * cost.wait_a_line
     step *= cost.clustered if tile.cluster > 1 else 1
     stored = (1 if tile.alternating else rounds) * tile.rows * tile.columns * cost.clocks_a_result
-    return rounds * step + stored * 64 / k
+    return (rounds * step + stored * 64 / k) / tile.split
+
+
+def _rounds(tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> int:
+    """Returns how many tiles the busiest cluster computes."""
+    clusters = sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
+    return -(-clusters // max(sms // tile.blocks, 1))
 
 
 def tiles_of_sum(

@@ -29,17 +29,28 @@ class MatmulTile:
     recorded: bool = False  # whether the kernel writes a timeline of its warps
     # Leaves into which K is cut, added as a binary tree: 1, 2, 4 or 8. A caller asks for them: no part of tables.
     leaves: int = field(default=1, metadata={"measured": False})
+    # Thread blocks of a cluster that compute the leaves of one tile together, each equally many: 1, 2, 4 or 8.
+    split: int = field(default=1, metadata={"measured": False})
 
     def __post_init__(self) -> None:
         if self.leaves not in LEAF_COUNTS:
             raise ValueError(f"a tile must have {LEAF_COUNTS} leaves, got {self.leaves}")
         if self.leaves > 1 and (self.alternating or self.consumers > 2):
             raise ValueError("consumers that alternate, and three consumers, have too few registers to add leaves")
+        if self.split not in LEAF_COUNTS or self.leaves % self.split:
+            raise ValueError(f"{self.leaves} leaves cannot be split between {self.split} thread blocks")
+        if self.split > 1 and (self.cluster > 1 or self.spills):
+            raise ValueError("blocks that split leaves share no loads, and have no shared memory for another sum")
 
     @property
     def threads(self) -> int:
         """Threads of a block: one warpgroup that loads, and the consumer warpgroups."""
         return 128 + 128 * self.consumers
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks of a cluster."""
+        return self.cluster * self.split
 
     @property
     def consumers(self) -> int:
@@ -52,14 +63,17 @@ class MatmulTile:
         loaded = self.stages * (self.rows + self.columns) * 128
         boxes = -(-self.columns // 64)
         staged = boxes if self.whole else min(boxes, 2 if self.consumers <= 2 else 1)
-        if self.spills:
+        if self.spills or self.split > 1:
             staged = self.columns // 32
-        return loaded + self.consumers * staged * 8192 + self.stages * 16
+        mbarriers = 2 * (self.stages + (self.consumers if self.split > 1 else 0))
+        return loaded + self.consumers * staged * 8192 + mbarriers * 8
 
     @property
     def spills(self) -> bool:
         """Whether the sum of the first half of the leaves waits in shared memory: registers do not hold all nodes."""
-        nodes = self.leaves.bit_length()  # at the same time, of which a thread has half as many sums as columns
+        nodes = (
+            self.leaves // self.split
+        ).bit_length()  # at the same time, of which a thread has half as many sums as columns
         return nodes * self.columns // 2 > 192
 
     @property
@@ -69,7 +83,15 @@ class MatmulTile:
 
     def __str__(self) -> str:
         flags = [str(flag).lower() for flag in (self.whole, self.alternating, self.recorded)]
-        arguments = [self.rows, self.columns, self.stages, self.cluster, *flags, self.leaves]
+        arguments = [
+            self.rows,
+            self.columns,
+            self.stages,
+            self.cluster,
+            *flags,
+            self.leaves,
+            *([self.split] if self.split > 1 else []),
+        ]
         return f"MatmulTile<{', '.join(map(str, arguments))}>"
 
 
@@ -114,6 +136,15 @@ MATMUL_TILES = (
     MatmulTile(192, 160, stages=4),
     MatmulTile(192, 192, stages=4),
 )
+
+
+def _split_tiles(leaves: int) -> tuple[MatmulTile, ...]:
+    """Returns the tiles whose leaves are split, for results with few tiles and a long K."""
+    splits = [count for count in LEAF_COUNTS if 1 < count <= leaves]
+    sizes = ((64, 64, 13), (64, 128, 8), (128, 128, 5))
+    return tuple(MatmulTile(*size, leaves=leaves, split=split) for size in sizes for split in splits)
+
+
 # The tiles of the plain matmul, by the leaves of K. More leaves need more registers, or shared memory.
 LEAF_TILES = {
     1: MATMUL_TILES,
@@ -123,16 +154,19 @@ LEAF_TILES = {
         MatmulTile(64, 192, stages=6, leaves=2),
         MatmulTile(128, 128, stages=6, leaves=2),
         MatmulTile(128, 192, stages=4, leaves=2),
+        *_split_tiles(2),
     ),
     4: (
         MatmulTile(64, 64, stages=12, leaves=4),
         MatmulTile(64, 128, stages=8, leaves=4),
         MatmulTile(128, 128, stages=6, leaves=4),
+        *_split_tiles(4),
     ),
     8: (
         MatmulTile(64, 64, stages=12, leaves=8),
         MatmulTile(64, 128, stages=8, leaves=8),
         MatmulTile(128, 128, stages=5, leaves=8),
+        *_split_tiles(8),
     ),
 }
 # The tiles of matmuls that gather rows. All are loaded together, since ranks may choose different ones.

@@ -141,7 +141,8 @@ class MatmulArguments(ctypes.Structure):
         ("bias", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("m", "n", "k", "first_row", "group_rows")),
         ("timeline", ctypes.c_uint64),
-        ("constant_weight", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("constant_weight", "c_leading")),
+        ("c", ctypes.c_uint64),
     ]
 
 

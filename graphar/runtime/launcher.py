@@ -123,14 +123,7 @@ class Launch:
     """
 
     def __init__(self, function, parameters: Sequence[ctypes.Structure], grid: Grid) -> None:
-        self._config = config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid.blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
-        config.sharedMemBytes = grid.shared_nbytes
-        attributes = [_cluster(grid.cluster)] if grid.cluster > 1 else []
-        attributes += [_programmatic()] if grid.overlaps else []
-        if attributes:
-            config.attrs, config.numAttrs = attributes, len(attributes)
+        self._config = config = _configuration(grid)
         self._parameters = parameters  # `addresses` hold no references
         addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
         self.arguments = (_pointer(config.getPtr()), _pointer(int(function)), ctypes.byref(addresses), None)
@@ -147,6 +140,23 @@ class Launch:
             self.on(stream)
         if status := launch_kernel()(*self.arguments):
             fail(status)
+
+
+def clusters_at_once(function, grid: Grid) -> int:
+    """Returns how many clusters of a kernel run on an idle device at once: those of a large cluster lie in one GPC."""
+    return call(driver.cuOccupancyMaxActiveClusters, function, _configuration(grid))
+
+
+def _configuration(grid: Grid):
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid.blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
+    config.sharedMemBytes = grid.shared_nbytes
+    attributes = [_cluster(grid.cluster)] if grid.cluster > 1 else []
+    attributes += [_programmatic()] if grid.overlaps else []
+    if attributes:
+        config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
 
 
 def _pointer(address: int):

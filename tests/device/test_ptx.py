@@ -56,8 +56,14 @@ ORDERED = {
     "mbarrier->init(v)": "mbarrier.init.shared::cta.b64 v",
     "mbarrier->arrive()": "mbarrier.arrive.shared::cta.b64",
     "mbarrier->arrive_at(v)": "mapa.shared::cluster.u32 v; mbarrier.arrive.relaxed.cluster.shared::cluster.b64",
+    "mbarrier->release_to(v)": "mapa.shared::cluster.u32 v; mbarrier.arrive.release.cluster.shared::cluster.b64",
     "mbarrier->arrive_and_expect(v)": "mbarrier.arrive.expect_tx.shared::cta.b64 v",
     "mbarrier->try_wait(v)": "mbarrier.try_wait.parity.shared::cta.b64; selp.u32 1 0",
+    "mbarrier->try_wait_for_cluster(v)": "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64; selp.u32 1 0",
+    "store_async_in_cluster(pack, v, Pack{v, w, v, w}, *mbarrier)": (
+        "mapa.shared::cluster.u32 v; mapa.shared::cluster.u32 v; "
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 v w v w"
+    ),
     "bulk_load(out, pack, v, *mbarrier)": "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes pack v",
     "bulk_store(out, pack, v)": "cp.async.bulk.global.shared::cta.bulk_group out v",
     "wait_for_bulk_stores()": "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0",

@@ -44,11 +44,19 @@ LEAF_TILES = (
     MatmulTile(64, 160, 2, leaves=4),
     MatmulTile(128, 128, 2, leaves=8),
 )
+# Leaves that the blocks of a cluster split: one or several a block.
+SPLIT_TILES = (
+    MatmulTile(64, 64, 2, leaves=2, split=2),
+    MatmulTile(128, 64, 3, leaves=4, split=4),
+    MatmulTile(64, 64, 2, leaves=8, split=8),
+    MatmulTile(64, 128, 2, leaves=8, split=4),
+    MatmulTile(128, 128, 2, leaves=8, split=2),
+)
 # Dtype, tile, layout of the weight, dtype of the result.
 ROUNDED = [(dtype, tile, layout, dtype) for dtype in MATMUL_TYPES for tile in TILES for layout in tile.layouts]
 OF_LEAVES = [
     (dtype, tile, layout, result)
-    for dtype, tile in itertools.product(MATMUL_TYPES, LEAF_TILES)
+    for dtype, tile in itertools.product(MATMUL_TYPES, (*LEAF_TILES, *SPLIT_TILES))
     for layout, result in itertools.product(tile.layouts, (dtype, torch.float32))
 ]
 IN_FP32 = [(torch.bfloat16, tile, "by_rows", torch.float32) for tile in TILES]
@@ -102,16 +110,18 @@ def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0, data
     with_bias = result == dtype and choices.random() < 0.5
     x = packed([m, n, k, choices.randrange(rows), choices.randint(1, rows), with_bias], a, w, bias, layout)
     nbytes = m * n * result.itemsize
-    shape = Config(OF_ANY_KIND, tile.cluster * choices.randint(1, 3), tile.threads)
+    # ThreadSanitizer has room for so many threads.
+    most = 3 if tile.split == 1 else max(1, 2048 // (tile.blocks * tile.threads))
+    shape = Config(OF_ANY_KIND, tile.blocks * choices.randint(1, most), tile.threads)
     simulation = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, tile.shared_nbytes + 2048), index, seed)
 
-    (outcome,) = simulation.run([Call(0, shape, [x], (len(x),), (nbytes,), cluster=tile.cluster, **of_call)])
+    (outcome,) = simulation.run([Call(0, shape, [x], (len(x),), (nbytes,), cluster=tile.blocks, **of_call)])
 
     expected = data.product(a, w, bias if with_bias else torch.zeros_like(bias), tile.leaves).to(result)
     return wrong_elements(outcome.results[0], expected) + outcome.broken_guards
 
 
-every_tile = pytest.mark.parametrize("tile", [*TILES, *LEAF_TILES], ids=str)
+every_tile = pytest.mark.parametrize("tile", [*TILES, *LEAF_TILES, *SPLIT_TILES], ids=str)
 
 
 @pytest.mark.parametrize("sanitizer", SEEDS)
@@ -143,7 +153,9 @@ def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():
 
 # ---- negative controls: what is wrong, the text that makes it so, and the sanitizer that notices ---------------------
 
-FILES = tuple([f"device/matmul/{name}.cuh" for name in ("ring", "pipeline", "tile_store", "leaf_tree")])
+FILES = tuple(
+    [f"device/matmul/{name}.cuh" for name in ("ring", "pipeline", "tile_store", "leaf_tree", "node_exchange")]
+)
 WAIT_AND_RELEASE = "wait_for_all_but_last_products();\n      if (k > 0) release(before);"
 LAST_WAIT_AND_RELEASE = "wait_for_products(sums);\n    release(last);"
 MUTANTS = {
@@ -265,8 +277,8 @@ MUTANTS_OF_ORDER = {
     ),
     "a first leaf that is a step too long": (
         TREE,
-        "k < multiplier.a.k / leaves;",
-        "k < multiplier.a.k / leaves + (leaf == 0) * tile_depth - (leaf == 1) * tile_depth;",
+        "k < multiplier.a.k / Tile::leaves;",
+        "k < multiplier.a.k / Tile::leaves + (leaf == 0) * tile_depth - (leaf == 1) * tile_depth;",
     ),
     "a leaf that goes on from the one before": (
         TREE,

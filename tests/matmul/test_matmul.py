@@ -105,10 +105,11 @@ def test_a_block_fits_into_an_sm(tile):
 @pytest.mark.parametrize("m", SIZES)
 @pytest.mark.parametrize("sms", [1, 2, 7, 108, 120, 132])
 def test_every_matrix_has_a_tile(m, sms, leaves):
-    for layout, n in itertools.product(LAYOUTS, SIZES):
-        tile = fastest_tile(POLICY.cost, m, n, 1024, sms, layout, leaves)
+    for layout, n, in_clusters in itertools.product(LAYOUTS, SIZES, (0, 4, 120)):
+        tile = fastest_tile(POLICY.cost, m, n, 1024, sms, layout, leaves, in_clusters)
         assert tile in LEAF_TILES[leaves]
         assert layout in tile.layouts
+        assert tile.blocks <= max(2, min(sms, in_clusters))
 
 
 def test_tiles_have_the_leaves_under_which_they_are_listed():
@@ -123,6 +124,13 @@ def test_tiles_have_the_leaves_under_which_they_are_listed():
         ({"leaves": 3}, "a tile must have (1, 2, 4, 8) leaves, got 3"),
         ({"leaves": 2, "alternating": True}, "consumers that alternate, and three consumers, have too few registers"),
         ({"leaves": 2, "rows": 192}, "consumers that alternate, and three consumers, have too few registers"),
+        ({"leaves": 2, "split": 4}, "2 leaves cannot be split between 4 thread blocks"),
+        ({"leaves": 8, "split": 3}, "8 leaves cannot be split between 3 thread blocks"),
+        ({"leaves": 2, "split": 2, "cluster": 2}, "blocks that split leaves share no loads, and have no shared memory"),
+        (
+            {"leaves": 8, "split": 2, "columns": 160},
+            "blocks that split leaves share no loads, and have no shared memory",
+        ),
     ],
 )
 def test_a_tile_that_no_kernel_can_compute_is_refused(options, message):
@@ -156,6 +164,23 @@ def test_few_rows_take_low_tiles():
     assert fastest_tile(POLICY.cost, 16, 8192, 4096, 132).rows == 64
 
 
+@pytest.mark.parametrize(
+    ("leaves", "in_clusters", "busy"), [(2, 0, 32), (4, 120, 64), (4, 128, 64), (8, 120, 64), (8, 128, 128)]
+)
+@pytest.mark.parametrize("m", [1, 16, 64, 128, 256])
+def test_leaves_of_few_tiles_are_split_so_that_more_sms_work(m, leaves, in_clusters, busy):
+    tile = fastest_tile(POLICY.cost, m, 1024, 8192, 132, leaves=leaves, in_clusters=in_clusters)
+
+    tiles = -(-m // tile.rows) * -(-1024 // tile.columns)
+    assert tile.split > 1
+    assert busy <= tiles * tile.split <= 132
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 8192, 8192), (64, 4096, 14336), (2048, 8192, 4096), (64, 1024, 512)])
+def test_leaves_are_not_split_where_memory_or_tiles_are_the_limit_or_k_is_short(m, n, k):
+    assert fastest_tile(POLICY.cost, m, n, k, 132, leaves=8, in_clusters=128).split == 1
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_tile_serves_the_layout_of_the_weight(layout):
     chosen = {fastest_tile(POLICY.cost, m, n, 4096, 132, layout) for m in SIZES for n in (1024, 5120, 7168)}
@@ -174,6 +199,9 @@ def launches(monkeypatch):
     monkeypatch.setattr(gemm, "_function", lambda *arguments: None)
     monkeypatch.setattr(gemm, "tensor_map", lambda matrix, box_rows: (matrix, box_rows))
 
+    monkeypatch.setattr(gemm.launcher, "clusters_at_once", lambda function, grid: 120 // grid.cluster)
+    gemm._clusters_at_once.cache_clear()
+
     def launch(function, parameters, grid):
         given.append((parameters, grid.blocks, grid.threads, grid.cluster))
         return SimpleNamespace(enqueue=None)
@@ -182,11 +210,12 @@ def launches(monkeypatch):
     gemm._bind.cache_clear()
     yield given
     gemm._bind.cache_clear()
+    gemm._clusters_at_once.cache_clear()
 
 
 def bind(tile, layout="by_rows", m=1000, n=520, k=200, sms=132, order=None):
     w = (n, k) if layout == "by_rows" else (k, n)
-    a, w, c = (Matrix(0, torch.bfloat16, *shape, shape[1]) for shape in ((m, k), w, (m, n)))
+    a, w, c = (Matrix(4096, torch.bfloat16, *shape, shape[1]) for shape in ((m, k), w, (m, n)))
     gemm._bind(0, tile, layout, sms, order or gemm.Order(), a, w, c, 0)
 
 
@@ -202,6 +231,15 @@ def test_a_grid_is_whole_clusters(launches):
         bind(MatmulTile(128, 256, 4, cluster=2), sms=sms)
 
     assert [blocks for _, blocks, _, _ in launches] == [2, 6, 24]
+
+
+@pytest.mark.parametrize(("split", "blocks"), [(2, 80), (4, 120), (8, 120)])
+def test_blocks_that_split_leaves_are_no_more_than_run_at_once(launches, split, blocks):
+    bind(MatmulTile(128, 128, 5, leaves=8, split=split), k=512)
+
+    ((parameters, found, _, cluster),) = launches
+    assert (found, cluster) == (blocks, split)
+    assert (parameters[3].c, parameters[3].c_leading) == (4096, 520)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -243,6 +281,7 @@ def test_a_result_in_fp32_takes_the_kernel_that_does_not_round(launches, monkeyp
 
 def test_the_default_tile_has_the_leaves(monkeypatch):
     monkeypatch.setattr(gemm, "_policy", lambda device: POLICY)
+    monkeypatch.setattr(gemm, "_sms_in_clusters", lambda device: 120)
 
     assert [gemm.default_tile(0, 64, 1024, 1024, 132, leaves=count).leaves for count in LEAF_COUNTS] == [*LEAF_COUNTS]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul.gemm import Order, matmul
+from graphar.matmul.gemm import Order, _sms_in_clusters, matmul
 from graphar.numerics.leaf_tree import LEAVES, tree_sum
 from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.matmuls import fastest_tile
@@ -220,6 +220,8 @@ def test_calls_in_a_row_each_see_the_one_before():
 
 every_count = pytest.mark.parametrize("leaves", LEAF_COUNTS)
 every_tile_of_leaves = pytest.mark.parametrize("tile", list(itertools.chain(*LEAF_TILES.values())), ids=str)
+SPLIT_TILES = [tile for tile in itertools.chain(*LEAF_TILES.values()) if tile.split > 1]
+every_split_tile = pytest.mark.parametrize("tile", SPLIT_TILES, ids=str)
 
 
 def partials(a: torch.Tensor, w: torch.Tensor, world_size: int) -> list[torch.Tensor]:
@@ -288,6 +290,46 @@ def test_every_tile_grid_and_order_gives_the_same_bits_of_leaves(leaves):
         assert same_bits(matmul(a, w, tile=tile, leaves=leaves), first.bfloat16()) == 0, tile
         if "by_columns" in tile.layouts:
             assert same_bits(matmul(a, operand(w, "by_columns"), tile=tile, leaves=leaves), first.bfloat16()) == 0, tile
+
+
+@every_split_tile
+@every_layout
+def test_leaves_that_blocks_split_have_the_bits_of_one_block(tile, layout):
+    whole = MatmulTile(64, 64, stages=12, leaves=tile.leaves)
+    for m, n, k in ((1, 1024, 8192), (16, 2056, 1024), (65, 520, 4096), (256, 1024, 8192), (1000, 1032, 512)):
+        a, w = normal(m, k, torch.bfloat16, seed=5), operand(normal(n, k, torch.bfloat16, seed=6), layout)
+        bias = normal(1, n, torch.bfloat16, seed=7)[0]
+        for options in ({"bias": bias}, {"out_dtype": torch.float32}):
+            first = matmul(a, w, tile=whole, leaves=tile.leaves, **options)
+            for sms in (None, 7):
+                out = Framed(torch.full_like(first, torch.nan))
+                matmul(a, w, out.inside, tile=tile, sms=sms, leaves=tile.leaves, **options)
+                assert same_bits(out.inside.contiguous(), first) == 0, (m, n, k, sms, options.keys())
+                assert out.frame_is_untouched(), (m, n, k, sms)
+
+
+def test_the_largest_clusters_find_most_sms():
+    found, sms = _sms_in_clusters(0), sm_count(0)
+
+    assert found % 8 == 0
+    assert sms // 2 < found <= sms
+
+
+@every_split_tile
+def test_leaves_that_blocks_split_have_the_same_bits_beside_other_work(tile):
+    a, w = normal(500, 4096, torch.bfloat16, seed=7), normal(1024, 4096, torch.bfloat16, seed=8)
+    first, other = matmul(a, w, tile=tile, leaves=tile.leaves), torch.cuda.Stream()
+    outs = [torch.full_like(first, torch.nan) for _ in range(200)]
+    torch.cuda.synchronize()
+
+    with torch.cuda.stream(other):
+        for _ in range(100):
+            w.t().contiguous()
+    for out in outs:
+        matmul(a, w, out, tile=tile, leaves=tile.leaves)
+
+    torch.cuda.synchronize()
+    assert [same_bits(out, first) for out in outs] == [0] * len(outs)
 
 
 @every_count

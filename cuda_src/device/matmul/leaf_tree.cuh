@@ -4,6 +4,8 @@
 //   leaf      0    1    2    3    4    5    6    7
 //   adds           0    -    2,1  -    4    -    6,5,3     to its own sums: the nodes whose last leaf is the one named
 //
+// If the blocks of a cluster split the leaves, each adds its adjacent ones in this way (node_exchange.cuh).
+//
 // The next leaf's first products run while nodes are added. At most log2(leaves) nodes wait beside the running leaf. If
 // registers do not hold them, the sum of the first half of the leaves waits in the consumer's staging.
 #pragma once
@@ -12,7 +14,7 @@
 // By a consumer warpgroup.
 template <class Multiplier, class Tile>
 struct LeafTree {
-  static constexpr int leaves = Tile::leaves, count = Tile::columns / 2;
+  static constexpr int leaves = Tile::own_leaves, count = Tile::columns / 2;
   static_assert((leaves & (leaves - 1)) == 0 && Tile::turns == 1);
   using Sums = SumsOf<Tile>;
   using Nodes = Sums[leaves];  // by their last leaf
@@ -21,7 +23,7 @@ struct LeafTree {
       reinterpret_cast<Pack*>(multiplier.ring.staging + multiplier.index * Tile::staged * box_nbytes) +
       threadIdx.x % 128;
 
-  // All of K, for one tile.
+  // All of this block's leaves, for one tile.
   __device__ __forceinline__ void multiply(Position<Tile>& at, Sums& sums) const {
     const auto operands = multiplier.first_operands();
     Nodes nodes;
@@ -42,7 +44,7 @@ struct LeafTree {
       }
       before = at.place;
       at.next();
-      for (u32 k = tile_depth; k < multiplier.a.k / leaves; k += tile_depth, at.next()) {
+      for (u32 k = tile_depth; k < multiplier.a.k / Tile::leaves; k += tile_depth, at.next()) {
         multiplier.queue_place(operands, at, nodes[leaf], k);
         wait_for_all_but_last_products();
         multiplier.release(before);

@@ -34,9 +34,11 @@ struct Producer {
       tensor_load(to, w_map, x, y, filled, (1 << Tile::cluster) - 1);
   }
 
-  // Loads all of K for the tile at a row of the matrix that `rows_map` describes, `a_nbytes` of it in a box.
+  // Loads all of K for the tile at a row of the matrix that `rows_map` describes, `a_nbytes` of it in a box. If the
+  // leaves are split, this block's part of K.
   __device__ void load_tile(Position<Tile>& at, const TensorMap& rows_map, u32 a_nbytes, u32 row, u32 column) const {
-    for (u32 k = 0; k < a.k; k += tile_depth, at.next()) {
+    const u32 first = Tile::split > 1 ? block_in_cluster() * (a.k / Tile::split) : 0;
+    for (u32 k = first; k < first + a.k / Tile::split; k += tile_depth, at.next()) {
       ring.wait_for_emptied(at);
       ring.filled[at.place].arrive_and_expect(a_nbytes + Tile::w_nbytes);
       tensor_load(ring.a(at.place), rows_map, k, row, ring.filled[at.place]);

@@ -14,19 +14,24 @@ enum OperandLayout { by_rows, by_columns };  // of W: [N, K], [K, N]
 // between consumer warpgroups, 64 rows each: a warpgroup tile. With `Alternating` two consumers compute separate tiles,
 // all rows in blocks of 64, so that one multiplies while the other finishes a tile. Shared memory holds two finished
 // boxes of each consumer, one of each of three consumers, or with `Whole` the whole tile. With `Recorded` the kernel
-// writes a timeline (timeline.cuh). K is added in `Leaves` leaves (leaf_tree.cuh); 1: in its order.
+// writes a timeline (timeline.cuh). K is added in `Leaves` leaves (leaf_tree.cuh); 1: in its order. The `Split` blocks of
+// a cluster compute the leaves of one tile together (node_exchange.cuh).
 template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, bool Recorded = false,
-          int Leaves = 1>
+          int Leaves = 1, int Split = 1>
 struct MatmulTile {
   static constexpr int rows = M, columns = N, stages = Stages, cluster = Cluster;
   static constexpr int row_blocks = Alternating ? M / 64 : 1;  // of a consumer, 64 rows each
   static constexpr int warpgroups = M / 64 / row_blocks, turns = Alternating ? 2 : 1, consumers = warpgroups * turns;
-  static constexpr int leaves = Leaves, nodes = 1 + (Leaves > 1) + (Leaves > 2) + (Leaves > 4);  // at the same time
+  static constexpr int split = Split, blocks = Cluster * Split;  // of a cluster
+  static_assert(Split == 1 || (Cluster == 1 && !Alternating));
+  static constexpr int leaves = Leaves, own_leaves = Leaves / Split;  // of the tile, and of one block
+  static constexpr int nodes = 1 + (own_leaves > 1) + (own_leaves > 2) + (own_leaves > 4);  // at the same time
   // Whether one of the nodes waits in shared memory: at most so many sums of a thread fit in its registers.
   static constexpr bool spills = nodes * N / 2 > 192;
   static_assert(Leaves == 1 || consumers <= 2);
+  static_assert(Split == 1 || (Leaves % Split == 0 && !spills));
   static constexpr int boxes = (N + 63) / 64;
-  static constexpr int staged = spills ? N / 32 : Whole || boxes < 2 ? boxes : consumers > 2 ? 1 : 2;
+  static constexpr int staged = spills || Split > 1 ? N / 32 : Whole || boxes < 2 ? boxes : consumers > 2 ? 1 : 2;
   static constexpr bool recorded = Recorded;
   static constexpr u32 a_nbytes = M * row_nbytes, w_nbytes = N * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
 
@@ -44,7 +49,7 @@ struct Walk {
   static constexpr u32 height = Tile::rows * Tile::cluster;
   const u32 rows = (a.m + height - 1) / height, border = rows;
   const u32 columns = (a.n + Tile::columns - 1) / Tile::columns;
-  u32 group = 0, within = blockIdx.x / Tile::cluster;  // the first row of the group, and the tile in it
+  u32 group = 0, within = blockIdx.x / Tile::blocks;  // the first row of the group, and the tile in it
 
   __device__ u32 rows_of_group() const { return min(a.group_rows, (group < border ? border : rows) - group); }
 
@@ -56,7 +61,7 @@ struct Walk {
     }
     return group < rows;
   }
-  __device__ void next(u32 tiles = 1) { within += tiles * (gridDim.x / Tile::cluster); }
+  __device__ void next(u32 tiles = 1) { within += tiles * (gridDim.x / Tile::blocks); }
 
   // The first row and column of this block's tile.
   __device__ void locate(u32& row, u32& column) const {

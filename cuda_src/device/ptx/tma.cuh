@@ -37,6 +37,15 @@ class Mbarrier {
         : "memory");
   }
 
+  // The same, and releases as `arrive` does, to threads of that block that wait for the cluster.
+  __device__ __forceinline__ void release_to(u32 block) {
+    asm volatile(
+        "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(this)),
+        "r"(block)
+        : "memory");
+  }
+
   // Arrives, and makes the phase wait for `nbytes` of bulk loads.
   __device__ __forceinline__ void arrive_and_expect(u32 nbytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(nbytes)
@@ -48,6 +57,18 @@ class Mbarrier {
     u32 ended;
     asm volatile(
         "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(ended)
+        : "r"(shared_address(this)), "r"(phase & 1)
+        : "memory");
+    return ended;
+  }
+
+  // The same, and acquires what threads of other blocks have released or stored asynchronously.
+  __device__ __forceinline__ bool try_wait_for_cluster(u32 phase) const {
+    u32 ended;
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, p;\n\t}"
         : "=r"(ended)
         : "r"(shared_address(this)), "r"(phase & 1)
         : "memory");
@@ -69,6 +90,19 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, u32
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
                "r"(nbytes)
                : "memory");
+}
+
+// Stores a pack later, at the address of `here` in a block of the cluster, whose mbarrier at the address of `stored`
+// counts the bytes. The store is ordered as a copy is: it may overwrite what ordinary accesses have touched only after a
+// fence, and is visible after a wait for the cluster at the mbarrier. It releases no other access.
+__device__ __forceinline__ void store_async_in_cluster(Pack* here, u32 block, const Pack& p, Mbarrier& stored) {
+  asm volatile(
+      "{\n\t.reg .b32 there, counts;\n\tmapa.shared::cluster.u32 there, %0, %2;\n\t"
+      "mapa.shared::cluster.u32 counts, %1, %2;\n\t"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [counts];\n\t}" ::
+          "r"(shared_address(here)),
+      "r"(shared_address(&stored)), "r"(block), "r"(p.word[0]), "r"(p.word[1]), "r"(p.word[2]), "r"(p.word[3])
+      : "memory");
 }
 
 // Waits until every bulk store of this thread is complete.

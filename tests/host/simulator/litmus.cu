@@ -52,6 +52,19 @@ struct RelaxedArrival {
     while (!mbarrier.try_wait(0)) continue;
   }
 };
+struct ClusterWait {
+  static bool ended(const Mbarrier& mbarrier) { return mbarrier.try_wait_for_cluster(0); }
+};
+struct BlockWait {
+  static bool ended(const Mbarrier& mbarrier) { return mbarrier.try_wait(0); }
+};
+template <class Wait>
+struct ReleaseTo {
+  static void pass(Mbarrier& mbarrier) {
+    if (threadIdx.x == 0) mbarrier.release_to(block_in_cluster());
+    while (!Wait::ended(mbarrier)) continue;
+  }
+};
 
 inline LitmusStorage& begin_litmus() {
   auto& shared = *reinterpret_cast<LitmusStorage*>(dynamic_shared_boxes());
@@ -79,6 +92,41 @@ void matrices_then_load(Arguments a) {
   store_matrices(shared.words + 4 * threadIdx.x, ones);
   Between::pass(shared.mbarrier);
   give(a, shared.words[4 * threadIdx.x]);
+}
+
+// A pack that the other block of the cluster stores asynchronously.
+template <class Wait>
+void store_async_then_load(Arguments a) {
+  auto& shared = begin_litmus();
+  sync_cluster_mbarriers();
+  const u32 other = 1 - block_in_cluster();
+  if (threadIdx.x == 0) {
+    shared.mbarrier.arrive_and_expect(sizeof(Pack));
+    store_async_in_cluster(reinterpret_cast<Pack*>(shared.words), other, {{1, 1, 1, 1}}, shared.mbarrier);
+  }
+  while (!Wait::ended(shared.mbarrier)) continue;
+  give(a, shared.words[threadIdx.x % 4]);
+}
+
+// A word that is loaded, and the pack around it that is stored asynchronously afterwards.
+struct Fenced {
+  static void pass() { fence_async_proxy_shared(); }
+};
+struct Unfenced {
+  static void pass() {}
+};
+template <class Fence>
+void load_then_store_async(Arguments a) {
+  auto& shared = begin_litmus();
+  if (threadIdx.x == 0) {
+    give(a, shared.words[0] == 2 ? 2 : 1);
+    Fence::pass();
+    shared.mbarrier.arrive_and_expect(sizeof(Pack));
+    store_async_in_cluster(reinterpret_cast<Pack*>(shared.words), block_in_cluster(), {{2, 2, 2, 2}}, shared.mbarrier);
+  } else {
+    give(a, 1);
+  }
+  while (!shared.mbarrier.try_wait_for_cluster(0)) continue;
 }
 
 // An mbarrier that is new, used by another thread.

@@ -16,5 +16,10 @@ void one_matmul(Arguments a) {
   const u64 wide = sizeof(typename Result::Storage) / sizeof(u16);
   const TensorMap c_map{static_cast<u16*>(a.output), wide * n, m, wide * up_to_8(n), 64, wide};
   const void* bias = sizes[5] ? second + w_rows * up_to_8(w_columns) : nullptr;
-  matmul<T, Tile, W, Result>(a_map, w_map, c_map, {bias, u32(m), u32(n), u32(k), u32(sizes[3]), u32(sizes[4])});
+  MatmulArguments arguments{bias, u32(m), u32(n), u32(k), u32(sizes[3]), u32(sizes[4])};
+  if (Tile::split > 1) {
+    arguments.c = a.output;
+    arguments.c_leading = up_to_8(n);
+  }
+  matmul<T, Tile, W, Result>(a_map, w_map, c_map, arguments);
 }

@@ -53,6 +53,20 @@ class Mbarrier {
     after_access();
   }
 
+  void release_to(u32 block) {
+    Mbarrier& there = *reinterpret_cast<Mbarrier*>(shared_of_block(block, this));
+    release(there.order_of_cluster_[there.ended_ % 2]);
+    there.count(1, 0);
+    after_access();
+  }
+
+  bool try_wait_for_cluster(u32 phase) const {
+    const bool has_ended = try_wait(phase);
+    if (has_ended) acquire(order_of_cluster_[phase % 2]);
+    return has_ended;
+  }
+
+  // Acquires no release by a thread of another block. The bytes of copies it sees nevertheless.
   bool try_wait(u32 phase) const {
     const bool has_ended = arrivals_ && (ended_ & 1) != (phase & 1);
     if (has_ended) acquire(order_[phase % 2]);
@@ -63,17 +77,27 @@ class Mbarrier {
   // A copy has brought its bytes. Its end implies a fence: threads that wait see them through the generic view, too.
   static void complete(const simulator::Copy& copy) {
     Mbarrier& me = *static_cast<Mbarrier*>(copy.mbarrier);
-    auto& order = me.order_[me.ended_ % 2];
-    simulator::release_views(&order);
-    for (simulator::View through : {copy.read, copy.written}) {
-      const simulator::As as(simulator::view(through));
-      order.fetch_add(1, std::memory_order_release);
-    }
-    const simulator::As as(simulator::view(copy.written));
-    me.count(0, -copy.nbytes);
+    me.end(copy, me.order_[me.ended_ % 2]);
+  }
+  static void complete_in_cluster(const simulator::Copy& copy) {
+    Mbarrier& me = *static_cast<Mbarrier*>(copy.mbarrier);
+    me.end(copy, me.order_of_cluster_[me.ended_ % 2]);
   }
 
  private:
+  void end(const simulator::Copy& copy, std::atomic<u32>& order) {
+    simulator::release_views(&order);
+    const u32 nbytes = copy.nbytes;
+    const simulator::Observer reader = simulator::view(copy.read), writer = simulator::view(copy.written);
+    {
+      const simulator::As as(reader);
+      order.fetch_add(1, std::memory_order_release);
+    }
+    const simulator::As as(writer);
+    order.fetch_add(1, std::memory_order_release);
+    count(0, -nbytes);
+  }
+
   // Between two steps a thread runs alone, so the members need no order among themselves.
   void count(u32 arrivals, u32 nbytes) {
     transactions_ += nbytes;
@@ -94,7 +118,7 @@ class Mbarrier {
   };
   u32 arrivals_;  // no atomic: a race where the barrier, or a copy's fence, after init is missing
   Relaxed pending_, transactions_, ended_;
-  std::atomic<u32> order_[2];  // by phase
+  std::atomic<u32> order_[2], order_of_cluster_[2];  // by phase
 };
 
 template <class Program = void>
@@ -121,6 +145,21 @@ void bulk_store(void* global, const void* shared, u32 nbytes) {
                                       .read = simulator::async_shared,
                                       .written = simulator::async_global,
                                       .group = simulator::self().copy_groups});
+  after_access();
+}
+
+// A copy of a pack that nobody else sees. Its end releases what the copy does, but only to a wait for the cluster.
+inline void store_async_in_cluster(Pack* here, u32 block, const Pack& p, Mbarrier& stored) {
+  u32* const kept = reinterpret_cast<u32*>(simulator::make_memory(sizeof(Pack)));
+  for (u32 w = 0; w < 4; ++w) store_as(simulator::view(simulator::async_shared), kept + w, p.word[w]);
+  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
+                                      .to = shared_of_block(block, here),
+                                      .from = kept,
+                                      .nbytes = sizeof(Pack),
+                                      .read = simulator::async_shared,
+                                      .written = simulator::async_shared,
+                                      .mbarrier = shared_of_block(block, &stored),
+                                      .complete = Mbarrier::complete_in_cluster});
   after_access();
 }
 
