@@ -1,7 +1,7 @@
 """The binder of products that are summed as a tree of leaves of K: the same bits on 1, 2, 4 and 8 ranks.
 
 Each rank adds its leaves in fp32, and a sum of fp32 partials adds the ranks' as the rest of the tree. Bias, epilogue or
-residual follow in fp32, and one rounding: graphar.numerics.leaf_tree.
+residual follow in fp32, then one rounding, and perhaps a norm: graphar.numerics.leaf_tree.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from graphar.matmul import leaf_products
-from graphar.matmul.operands import MatmulOperands, operands_of
+from graphar.matmul.operands import MatmulOperands, flat, operands_of
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.leaf_tree import LEAVES
+from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import FALLBACK
-from graphar.plan.work import MATMUL_ALLREDUCE, Parts, Product, Sum
+from graphar.plan.work import Norm, Parts, Product, Sum
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Launch, Plan
 
@@ -24,12 +25,12 @@ from graphar.runtime.plan import Launch, Plan
 def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of products that are summed as a tree. Collective."""
     work = call.work
-    if engine.world_size == 1 and not work.epilogue:
+    if engine.world_size == 1 and not (work.epilogue or work.norm):
         return _of_one_rank(work)
     if work.bias:
         bias = Pointwise("v + bias[col]", (call.dtype,), work.columns)
         work = work._replace(bias=False, epilogue=bias)
-    return _Steps(engine, call._replace(work=work), operands_of(work, ranks[0])).plan(ranks)
+    return _Steps(engine, call._replace(work=work), ranks[0]).plan(ranks)
 
 
 def _of_one_rank(work: Product) -> Plan:
@@ -43,63 +44,71 @@ def _of_one_rank(work: Product) -> Plan:
     return Plan(run, FALLBACK, f"a single rank multiplies in {LEAVES} leaves")
 
 
-class _Steps:
-    """A matmul into fp32 partials, and then their sum.
+def _summed(call: Call, numel: int, columns: int) -> Sum | Parts | Norm:
+    """Returns what a call does with partials of ``numel`` elements, after products of so many ``columns``."""
+    work = call.work
+    how = {"order": "tree", "out_dtype": call.dtype, "beside": f"after products of {columns} columns"}
+    counts = tuple([rows * work.columns for rows in work.parts]) if work.scattered else (numel,)
+    if work.norm:
+        op = REDUCESCATTER_NORM if work.scattered else ALLREDUCE_NORM
+        return Norm(op, counts, work.columns, "like_input", *work.norm, **how)
+    if work.scattered:
+        return Parts("reducescatter", counts, epilogue=work.epilogue, **how)
+    return Sum(numel, epilogue=work.epilogue, **how)
 
-    Args:
-        engine: the engine of the call.
-        call: a call whose product has no bias: its epilogue adds it.
-        one: the operands of one rank of this process.
+
+class _Steps:
+    """A matmul into fp32 partials, and then their sum, or their sum and its norm.
+
+    ``call`` is of a product without a bias: its epilogue adds it. ``own`` are the operands of one rank of this process.
     """
 
-    def __init__(self, engine: Engine, call: Call, one: MatmulOperands) -> None:
+    def __init__(self, engine: Engine, call: Call, own: Operands) -> None:
         self._engine, self._call = engine, call
         self._leaves = LEAVES // engine.world_size
-        work, self._prefetches = call.work, one.prefetch is not None and not call.work.epilogue
-        how = {
-            "epilogue": work.epilogue,
-            "order": "tree",
-            "out_dtype": call.dtype,
-            "beside": f"after products of {one.a.shape[1]} columns",
-        }
-        if work.op == MATMUL_ALLREDUCE:
-            summed = Sum(one.out.numel(), **how)
-        else:
-            summed = Parts("reducescatter", tuple([rows * work.columns for rows in work.parts]), **how)
-        self._sum = Call(summed, torch.float32, call.device, timeout_s=call.timeout_s, prefetches=self._prefetches)
+        one = self._given(own)
+        self._prefetches = one.prefetch is not None and not call.work.epilogue
+        summed = _summed(call, len(one.a) * len(one.w), one.a.shape[1])
+        how = {"timeout_s": call.timeout_s, "prefetches": self._prefetches}
+        self._sum = Call(summed, torch.float32, call.device, **how)
 
     def plan(self, ranks: Sequence[Operands]) -> Plan:
-        work, engine = self._call.work, self._engine
-        given = [operands_of(work, own) for own in ranks]
-        plan = engine.plan(self._sum, [self._to_sum(one, self._room(one)) for one in given])
+        plan = self._engine.plan(self._sum, [self._to_sum(own, self._room(self._given(own))) for own in ranks])
 
         def run(ranks: Sequence[Operands]) -> None:
-            given = [operands_of(work, own) for own in ranks]
-            plan.run([self._to_sum(one, self._partial(one)) for one in given])
+            plan.run([self._to_sum(own, self._partial(self._given(own))) for own in ranks])
 
         reason = f"multiplied in {self._leaves} leaves a rank, then summed: {plan.reason}"
         return Plan(run, plan.config, reason, self._launch_like)
 
     def _launch_like(self, own: Operands) -> Launch | None:
-        given = operands_of(self._call.work, own)
+        given = self._given(own)
         is_view = given.a.data_ptr() == own.inputs[0].data_ptr()
-        if not given.a.is_cuda or not is_view:
+        if not given.a.is_cuda or not is_view or not all(one.is_contiguous() for one in own.inputs[2:]):
             return None
-        example = self._to_sum(given, self._room(given))
+        example = self._to_sum(own, self._room(given))
         launch = self._engine.plan(self._sum, [example]).launch_like(example)
         if launch is None:
             return None
         multiply = leaf_products.product_like(self._call.op, given.a, given.w, self._leaves, torch.float32)
 
         def multiply_and_sum(inputs, outputs, numbers, _=None) -> None:
-            partial = multiply(inputs[0], inputs[1])
+            partial = multiply(flat(inputs[0]), inputs[1])
             launch((partial, *inputs[2:]), outputs, numbers, example.corner)
 
         return multiply_and_sum
 
-    def _to_sum(self, one: MatmulOperands, partial: torch.Tensor) -> Operands:
-        """Returns the operands of the sum of one rank's partial."""
-        epilogue = self._call.work.epilogue
+    def _given(self, own: Operands) -> MatmulOperands:
+        """Returns the operands of one rank's product."""
+        if self._call.work.norm:
+            return MatmulOperands(flat(own.inputs[0]), own.inputs[1], None, flat(own.outputs[0]))
+        return operands_of(self._call.work, own)
+
+    def _to_sum(self, own: Operands, partial: torch.Tensor) -> Operands:
+        """Returns the operands of what follows one rank's partial."""
+        if self._call.work.norm:
+            return Operands((partial, *[one.contiguous() for one in own.inputs[2:]]), own.outputs)
+        one, epilogue = self._given(own), self._call.work.epilogue
         more = (one.prefetch,) if self._prefetches else one.tensors
         return Operands((partial, *more), (one.out,), one.numbers, epilogue and (0, 0, epilogue.columns))
 

@@ -89,7 +89,7 @@ class Form:
 
     @property
     def small(self) -> tuple[int, ...]:
-        """A shape for tests that do not ask for bits: 6 rows and 8 columns, of matmuls of 5 products each, or of leaves.
+        """A shape for tests that do not ask for bits: 6 rows and 8 columns, of matmuls of 5 products each.
 
         With scales for groups of columns, a group in place of 8 columns.
         """
@@ -395,6 +395,7 @@ FUSED_ALLGATHER = (
 )
 FUSED_NORM = (
     fused_normed_form(""),
+    fused_normed_form("invariant", **INVARIANT | {"shapes": ((2, 5, 16, 8), (0, 8, 8), (7, 40, 136))}),
     fused_normed_form("offset none", options={"eps": 1e-5, "weight_offset": 1.0, "partition": "none"}),
     fused_normed_form("tiles", options={"partition": "tiles"}),
     fused_normed_form("constant", options={"constant_weight": True}),
@@ -411,6 +412,7 @@ fused_scattered_norm = partial(
 )
 FUSED_SCATTERED_NORM = (
     fused_scattered_norm(""),
+    fused_scattered_norm("invariant", options={"partition": TP_INVARIANT}, shapes=((4, 5, 16, 8), (8, 40, 136))),
     fused_scattered_norm("offset none", options={"eps": 1e-5, "weight_offset": 1.0, "partition": "none"}),
     fused_scattered_norm("tiles", options={"partition": "tiles"}),
 )

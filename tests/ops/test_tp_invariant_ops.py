@@ -30,6 +30,10 @@ def own(whole, axis, rank, ranks):
     return whole.chunk(ranks, axis)[rank].clone(memory_format=torch.contiguous_format).requires_grad_()
 
 
+def whole_leaf(x):
+    return own(x, 0, 0, 1)
+
+
 class Whole:
     """The tensors of a layer on one rank, by name."""
 
@@ -50,21 +54,21 @@ def gradients_of(results, wanted, given):
 
 def summed(rank, ranks, dtype):
     x = Whole(dtype)
-    a, w, bias = own(x.a, 1, rank, ranks), own(x.w, 1, rank, ranks), own(x.bias, 0, 0, 1)
+    a, w, bias = own(x.a, 1, rank, ranks), own(x.w, 1, rank, ranks), whole_leaf(x.bias)
     y = graphar.fused_matmul_allreduce(a, w, bias=bias, **INVARIANT)
     return gradients_of([y], [a, w, bias], [x.dy])
 
 
 def summed_with_epilogue(rank, ranks, dtype):
     x = Whole(dtype)
-    a, w, bias = own(x.a, 1, rank, ranks), own(x.w, 1, rank, ranks), own(x.bias, 0, 0, 1)
+    a, w, bias = own(x.a, 1, rank, ranks), own(x.w, 1, rank, ranks), whole_leaf(x.bias)
     y = graphar.fused_matmul_allreduce(a, w, bias=bias, epilogue="v * tanh(v)", **INVARIANT)
     return gradients_of([y], [a, w, bias], [x.dy])
 
 
 def scattered(rank, ranks, dtype):
     x = Whole(dtype)
-    a, w, bias = own(x.a, 1, rank, ranks), own(x.w, 1, rank, ranks), own(x.bias, 0, 0, 1)
+    a, w, bias = own(x.a, 1, rank, ranks), own(x.w, 1, rank, ranks), whole_leaf(x.bias)
     y = graphar.fused_matmul_reducescatter(a, w, bias=bias, **INVARIANT)
     return gradients_of([y], [a, w, bias], [x.dy.chunk(ranks)[rank]])
 
@@ -83,12 +87,34 @@ def column_parallel(rank, ranks, dtype):
     return gradients_of([y], [a, w, bias], [x.dy.chunk(ranks, 1)[rank]])
 
 
+def normed(rank, ranks, dtype):
+    x = Whole(dtype)
+    a, w, residual, weight = (
+        own(x.a, 1, rank, ranks),
+        own(x.w, 1, rank, ranks),
+        *map(whole_leaf, (x.residual, x.weight)),
+    )
+    found = graphar.fused_matmul_allreduce_residual_rmsnorm(a, w, residual, weight, EPS, **INVARIANT)
+    return gradients_of(list(found), [a, w, residual, weight], [x.dy, x.dr])
+
+
+def normed_parts(rank, ranks, dtype):
+    x = Whole(dtype)
+    a, w, residual = own(x.a, 1, rank, ranks), own(x.w, 1, rank, ranks), own(x.residual, 0, rank, ranks)
+    weight = whole_leaf(x.weight)
+    found = graphar.fused_matmul_reducescatter_residual_rmsnorm(a, w, residual, weight, EPS, **INVARIANT)
+    given = [one.chunk(ranks)[rank] for one in (x.dy, x.dr)]
+    return gradients_of(list(found), [a, w, residual, weight], given)
+
+
 OPS = {
     summed: (None, 1, 1, None),
     summed_with_epilogue: (None, 1, 1, None),
     scattered: (0, 1, 1, None),
     gathered: (1, 0, 0, 0),
     column_parallel: (1, None, 0, 0),
+    normed: (None, None, 1, 1, None, None),
+    normed_parts: (0, 0, 1, 1, 0, None),
 }
 
 
@@ -136,6 +162,12 @@ def test_one_rank_has_the_specifications_bits(dtype, on_one_rank):
         for results, gradients in on_one_rank[dtype][at] if expected else ():
             pairs = zip([*results, *gradients], expected, strict=True)
             assert [same_bits(*pair) for pair in pairs] == [0, 0, 0, 0]
+    pair = reference.fused_matmul_allreduce_residual_rmsnorm([x.a], [x.w], x.residual, x.weight, EPS, tp_invariant=True)
+    for at in (5, 6):  # both norms: on one rank, its part is the whole
+        for results, gradients in on_one_rank[dtype][at]:
+            assert [same_bits(*both) for both in zip(results, pair, strict=True)] == [0, 0]
+            weight = norm_gradients.weight_partial(x.dy, pair[1], EPS, 1).to(dtype)
+            assert same_bits(gradients[3], weight) == 0
 
 
 def test_without_it_the_same_layer_has_other_bits_on_two_ranks():
