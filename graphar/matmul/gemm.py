@@ -232,8 +232,7 @@ def _function(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, ou
 @functools.cache
 def _clusters_at_once(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype) -> int:
     """Returns how many clusters of a kernel run on a device at once; it must be current."""
-    with torch.cuda.device(device):
-        return launcher.clusters_at_once(_function(device, dtype, tile, layout, out_dtype), _grid(tile, 1))
+    return launcher.clusters_at_once(_function(device, dtype, tile, layout, out_dtype), _grid(tile, 1))
 
 
 def _grid(tile: MatmulTile, clusters: int) -> Grid:

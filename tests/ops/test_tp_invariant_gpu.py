@@ -10,7 +10,7 @@ from graphar.matmul.leaf_products import product
 from graphar.numerics.leaf_tree import LEAVES, tree_sum
 from tests.cases import normal, same_bits
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(1)
 
 SHAPES = ((1, 64, 512), (33, 120, 1024), (64, 5120, 1024), (130, 264, 3584), (512, 1024, 8192), (7, 12, 600))
 INVARIANT = {"partition": "tp_invariant"}
