@@ -52,11 +52,11 @@ def product(
     if reason := missing_software() or gemm.why_none_like(a):
         raise UnsupportedError(f"{op}: no kernel adds in this order: {reason}")
     rows, columns = _in_whole_loads(a, leaves), _in_whole_loads(w, leaves)
-    rows = rows if matrix_of(rows) else aligned_copy(rows)
-    columns = columns if gemm.layout_of(columns) else aligned_copy(columns)
     short = -len(w) % gemm.STORE_COLUMNS
     if short:
         columns, bias = pad(columns, (0, 0, 0, short)), None if bias is None else pad(bias, (0, short))
+    rows = rows if matrix_of(rows) else aligned_copy(rows)
+    columns = columns if gemm.layout_of(columns) else aligned_copy(columns)
     bias = None if bias is None else bias.contiguous()
     found = gemm.matmul(rows, columns, bias=bias, leaves=leaves, out_dtype=out_dtype)
     return found[:, : len(w)].contiguous() if short else found

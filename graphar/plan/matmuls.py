@@ -127,20 +127,28 @@ def fastest_tile(
     fitting = [tile for tile in LEAF_TILES[leaves] if layout in tile.layouts]
     rooms = {tile: min(sms, in_clusters) if tile.blocks > 2 else sms for tile in fitting}
     return min(
-        (tile for tile in fitting if tile.blocks <= max(rooms[tile], 2)),
+        (tile for tile in fitting if tile.split == 1 or _is_one_round(tile, m, n, rooms[tile])),
         key=lambda tile: _estimate(cost, tile, m, n, k, rooms[tile]),
     )
+
+
+def _is_one_round(tile: MatmulTile, m: int, n: int, sms: int) -> bool:
+    """Whether each cluster computes one tile: split leaves gain nothing where SMs have several (H100)."""
+    return tile.blocks <= sms and _rounds(tile, [m], n, sms) == 1
 
 
 def _estimate(cost: TileCost, tile: MatmulTile, m: int, n: int, k: int, sms: int) -> tuple[float, float]:
     """Returns the estimated clocks of a plain matmul for 64 of K, and those of the busiest SM alone.
 
-    The weight comes from memory. That limits matmuls with few rows whether their leaves are split or not, while an
-    exchange of sums comes on top.
+    The weight comes from memory. That limits matmuls with few rows whether their leaves are split or not. Blocks that
+    split leaves load as many lines through L2 as fewer blocks do, and exchange their sums.
     """
     busiest = clocks(cost, tile, [m], n, k, sms)
-    exchanges = _rounds(tile, [m], n, sms) if tile.split > 1 else 0
-    return max(busiest, n * cost.clocks_a_line_of_memory) + exchanges * cost.clocks_an_exchange * 64 / k, busiest
+    limit = max(busiest, n * cost.clocks_a_line_of_memory)
+    if tile.split == 1:
+        return limit, busiest
+    lines = -(-m // tile.rows) * -(-n // tile.columns) * (min(m, tile.rows) + tile.columns)
+    return max(limit, lines * cost.clocks_a_line_of_l2) + cost.clocks_an_exchange * 64 / k, busiest
 
 
 @functools.lru_cache(maxsize=1024)
