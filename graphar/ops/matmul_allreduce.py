@@ -85,9 +85,10 @@ def fused_matmul_allreduce(
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
         partition: "none": multiply, then sum. "tiles": one kernel does both, for bf16 and fp16 on sm_90 and N a
-            multiple of 8; other calls run as "none". "split_m", "split_n": the rows of ``a`` or of ``w`` are split;
-            while one partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
-            "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on M.
+            multiple of 8; else as "none". "split_m", "split_n": rows of ``a`` or ``w`` are split; while one is summed,
+            the next is multiplied. "auto": "tiles" or "none", by the tuning table. "batch_invariant": as "auto", only
+            with graphar's matmul: a row's bits do not depend on M. "tp_invariant": K in leaves, as a tree: the same
+            bits, also of gradients, on 1, 2, 4 and 8 ranks of equal K.
         num_partitions: of "split_m" and "split_n". None: 4, if there are as many rows.
         codec: the format on the wire, a :class:`graphar.Codec` or its name, such as "int8", partition by partition, as
             by ``graphar.reference.quantized_allreduce``. For bf16, fp16 and fp32; not with "batch_invariant".
@@ -107,7 +108,7 @@ def fused_matmul_allreduce(
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
-        UnsupportedError: partition is "batch_invariant", and the call is not one that "tiles" serves.
+        UnsupportedError: partition is "batch_invariant" or "tp_invariant", and graphar's matmul cannot serve it.
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """

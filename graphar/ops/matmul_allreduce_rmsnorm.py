@@ -68,9 +68,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
     product is accumulated, which depends on the device.
 
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
-    makes the same calls in the same order.
-
-    Differentiable.
+    makes the same calls in the same order. Differentiable.
 
     Args:
         a: this rank's [..., K], bf16, fp16 or fp32, or a list with one for each device of this process. Shapes are
@@ -83,7 +81,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
         partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for bf16
             and fp16 on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
             "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
-            number of rows.
+            number of rows. "tp_invariant": leaves of K and then the residual added in fp32, and rounded once: the same
+            bits, also of gradients, on 1, 2, 4 and 8 ranks of equal K.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         constant_weight: True promises that whatever wrote ``w`` has ended when the call is made, or a graph with it is
             replayed. The kernel for at most 64 rows then loads ``w`` while the kernel before it may still run. Not for
@@ -95,7 +94,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
-        UnsupportedError: partition is "batch_invariant", and the call is not one that "tiles" serves.
+        UnsupportedError: partition is "batch_invariant" or "tp_invariant", and graphar's matmul cannot serve it.
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """

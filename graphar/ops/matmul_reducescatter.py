@@ -75,6 +75,8 @@ def fused_matmul_reducescatter(
             partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
             "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
             number of rows; not with a codec.
+            "tp_invariant": leaves of K added in fp32 as a tree and rounded once, as by :func:`fused_matmul_allreduce`;
+            ``bias`` then gets the gradient of all ranks' rows, whose number must be a multiple of 8.
         num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
         codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
             precision. Each rank's product is rounded once, part by part; the sum is rounded only to the
@@ -91,7 +93,7 @@ def fused_matmul_reducescatter(
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
-        UnsupportedError: partition is "batch_invariant", and the call is not one that "tiles" serves.
+        UnsupportedError: partition is "batch_invariant" or "tp_invariant", and graphar's matmul cannot serve it.
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """

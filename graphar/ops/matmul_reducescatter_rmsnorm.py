@@ -71,7 +71,8 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for bf16
             and fp16 on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
             "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
-            number of rows.
+            number of rows. "tp_invariant": leaves of K added in fp32 as a tree, and the residual to that sum, rounded
+            once: the same bits, also of gradients, on 1, 2, 4 and 8 ranks, with equal K.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
@@ -80,7 +81,7 @@ def fused_matmul_reducescatter_residual_rmsnorm(
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
-        UnsupportedError: partition is "batch_invariant", and the call is not one that "tiles" serves.
+        UnsupportedError: partition is "batch_invariant" or "tp_invariant", and graphar's matmul cannot serve it.
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
