@@ -74,11 +74,10 @@ def fused_matmul_allreduce(
 
     Each rank's product is accumulated in fp32 (fp64 for fp64), in an order of the device's, and rounded to its dtype.
     Products and bias are added in fp32 in rank order and rounded once: ``graphar.reference.fused_matmul_allreduce``.
-
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
-    makes the same calls in the same order. Differentiable. If ``a`` is a tensor, the backward pass assumes that all
-    ranks compute the same loss, as in tensor parallelism, and does not communicate. A matmul and an :func:`allreduce`
-    give such a loss's gradient times the number of ranks. If ``a`` is a list, the ranks' gradients are summed.
+    makes the same calls in order. Differentiable: for a tensor, the backward pass assumes that all ranks compute the
+    same loss, as in tensor parallelism, and does not communicate. A matmul and an :func:`allreduce` give such a loss's
+    gradient times the number of ranks. For a list gradients are summed.
 
     Args:
         a: this rank's [..., K], bf16, fp16, fp32 or fp64; for a list one per device. Ranks may differ in K only.
@@ -97,8 +96,8 @@ def fused_matmul_allreduce(
             result. With a bias, an epilogue has at most three tensors. Not with a codec, and not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: a tensor for the result, which shares no memory with the operands. Not differentiable.
-        prefetch: memory that is read next, such as the next weight, on the device of ``a``. The last all-reduce may
-            bring up to 4 MB of it into L2. Ignored in tiles, and with a codec, a bias or an epilogue.
+        prefetch: memory that is read next, on the device of ``a``. The last all-reduce may bring 4 MB of it into L2.
+            Ignored in tiles, and with a codec, a bias or an epilogue.
         constant_weight: True promises that whatever wrote ``w`` has ended when the call is made, or a graph with it is
             replayed (not just after an FSDP gather, an update, a cast or a copy). Skinny kernels then load it early.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
