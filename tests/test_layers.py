@@ -36,7 +36,7 @@ LAYERS = (
 FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}
 MAX_ROOT_ENTRIES = 19  # 16 packages and modules, and `__init__.py`, `__main__.py` and `py.typed`
 MAX_INNER_IMPORTS = 8
-MAX_SCHEMAS = 30
+MAX_SCHEMAS = 31
 
 # What functions may import besides graphar's own modules: optional packages, perf in a checkout, and parts of torch
 # that are slow to import or not in every build.

@@ -7,7 +7,35 @@ from collections.abc import Sequence
 import torch
 
 from graphar.numerics.epilogues.epilogue import bind
-from graphar.ops.register import for_ranks
+from graphar.ops.register import for_ranks, library
+
+library.define(
+    "epilogue_backward(Tensor v, Tensor gradient, Tensor[] tensors, float[] scalars, str epilogue, bool[] wanted)"
+    " -> Tensor[]"
+)
+
+
+def _epilogue_backward(v, gradient, tensors, scalars, epilogue, wanted) -> list[torch.Tensor]:
+    form, inputs = bind("epilogue", epilogue, v, tensors, scalars)
+    leaves = [one.detach().requires_grad_(one_wanted) for one, one_wanted in zip([v, *tensors], wanted, strict=True)]
+    with torch.enable_grad():
+        result = form.apply_whole(leaves[0], inputs._replace(tensors=leaves[1:]))
+    needed = [leaf for leaf in leaves if leaf.requires_grad]
+    found = [None] * len(needed)
+    if result.requires_grad:
+        found = torch.autograd.grad(result, needed, gradient.to(torch.float32), allow_unused=True)
+    gradients = [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(needed, found, strict=True)]
+    return [one.contiguous() for one in gradients]
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("epilogue_backward", _epilogue_backward, _key)
+
+
+@torch.library.register_fake("graphar::epilogue_backward", lib=library)
+def _(v, gradient, tensors, scalars, epilogue, wanted):
+    leaves = [one for one, one_wanted in zip([v, *tensors], wanted, strict=True) if one_wanted]
+    return [torch.empty_like(one.contiguous()) for one in leaves]
 
 
 def of_sums_before_epilogue(
@@ -50,25 +78,20 @@ def before_epilogue(
 def _of_rank(
     given: dict, v: torch.Tensor, gradient: torch.Tensor, tensors: list[torch.Tensor], wanted: list[bool]
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    found = iter(_EpilogueBackward.apply(given, (True, *wanted), gradient, v, *tensors))
-    return next(found), [next(found) if one else None for one in wanted]
+    backward = torch.ops.graphar.epilogue_backward
+    found = backward(v, gradient, tensors, given["scalars"], given["epilogue"], [True, *wanted])
+    if torch.is_grad_enabled():  # the gradient itself may be differentiated
+        found = _WithoutDerivative.apply(*found)
+    rest = iter(found[1:])
+    return found[0], [next(rest) if one else None for one in wanted]
 
 
-class _EpilogueBackward(torch.autograd.Function):
-    """The wanted gradients of an epilogue's value and tensors. Without this, torch would take derivatives for zeros."""
+class _WithoutDerivative(torch.autograd.Function):
+    """The identity, whose derivative raises an error. torch would only warn that second derivatives become zeros."""
 
     @staticmethod
-    def forward(ctx, given, wanted, gradient, v, *tensors):
-        form, inputs = bind("epilogue", given["epilogue"], v, list(tensors), given["scalars"])
-        leaves = [one.detach().requires_grad_(need) for one, need in zip((v, *tensors), wanted, strict=True)]
-        with torch.enable_grad():
-            result = form.apply_whole(leaves[0], inputs._replace(tensors=leaves[1:]))
-        needed = [leaf for leaf in leaves if leaf.requires_grad]
-        found = [None] * len(needed)
-        if result.requires_grad:
-            found = torch.autograd.grad(result, needed, gradient.to(torch.float32), allow_unused=True)
-        gradients = [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(needed, found, strict=True)]
-        return tuple([one.contiguous() for one in gradients])
+    def forward(ctx, *gradients):
+        return tuple([one.view_as(one) for one in gradients])
 
     @staticmethod
     def backward(ctx, *gradients):

@@ -141,7 +141,7 @@ def of_norms(ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None], own
     """
     if not is_invariant(ctx):
         return norm_gradients.of_rows_and_weights(ctx, saved, gradients)
-    ranks = _ranks(ctx) if own_rows else 1
+    ranks = _ranks(ctx) if own_rows and not ctx.in_list else 1
     of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, saved, gradients, ranks)
     if own_rows and not ctx.in_list and of_weights[0] is not None:
         of_weights = _sums_of_rows(ctx, of_weights, saved[-1][0].dtype)

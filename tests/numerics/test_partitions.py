@@ -57,7 +57,7 @@ def test_one_panel_has_all(partition):
     assert cut(partition, None, [4, 3], 9) == [Panel((slice(0, 4), slice(4, 7)), slice(0, 9))]
 
 
-NAMES = "auto, split_m, split_n, tiles, none, batch_invariant"
+NAMES = "auto, split_m, split_n, tiles, none, batch_invariant, tp_invariant"
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_only_the_new_residual_and_the_weight_are_kept_for_the_backward_pass():
 def test_torch_finds_the_op_well_formed():
     tensors = [one.requires_grad_() for one in drawn((4, 16), torch.float32)]
 
-    torch.library.opcheck(torch.ops.graphar.residual_rmsnorm_backward.default, (*tensors, *NUMBERS, True))
+    torch.library.opcheck(torch.ops.graphar.residual_rmsnorm_backward.default, (*tensors, *NUMBERS, True, 0))
 
 
 def test_the_groups_of_rows_depend_on_the_shape_alone():
