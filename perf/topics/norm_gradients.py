@@ -178,7 +178,7 @@ def own_backward(normed: Tensor, summed: Tensor, given: Operands, retain: bool) 
     if summed.is_cuda and not residual_norm.serves_backward(summed):  # the op would take its specification
         raise UnsupportedError(missing_software() or NO_KERNEL)
     op = torch.ops.graphar.residual_rmsnorm_backward
-    of_rows, of_weight = op(given.of_normed, given.of_summed, summed, given.weight, EPS, OFFSET, True)
+    of_rows, of_weight = op(given.of_normed, given.of_summed, summed, given.weight, EPS, OFFSET, True, 0)
     return of_rows, of_rows, of_weight
 
 
