@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from graphar.plan.call import Operands
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.plan.call import Call, Operands
 from graphar.plan.tensor_checks import check_apart, check_destination, check_devices, check_one_each, check_strided
 from graphar.plan.work import Product
 
@@ -39,6 +41,18 @@ def operands_of(work: Product, own: Operands) -> MatmulOperands:
     rows = flat(gathered[0]) if work.gathered else None
     more = tuple(rest[:count]), own.numbers, prefetch, work.constant_weight
     return MatmulOperands(flat(a), w, bias, flat(out), rows, *more)
+
+
+def with_bias_in_epilogue(call: Call) -> Call:
+    """Returns the call with its bias as an epilogue of the sum, where sums take one.
+
+    It has the same bits, half the bytes on the wire, since products stay rounded there, and one kernel.
+    """
+    work = call.work
+    if not work.bias or work.codec or call.dtype not in TYPE_NAMES:
+        return call
+    epilogue = Pointwise("v + bias[col]", (call.dtype,), work.columns)
+    return call._replace(work=work._replace(bias=False, epilogue=epilogue))
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,10 @@ from graphar import reference
 from graphar.matmul import leaf_products, overlap, tree_sums
 from graphar.matmul.fused import FusedMatmul, why_not_columns
 from graphar.matmul.gathered_chunks import GatheredChunks
-from graphar.matmul.operands import MatmulOperands, flat, operands_of
+from graphar.matmul.operands import MatmulOperands, flat, operands_of, with_bias_in_epilogue
 from graphar.matmul.overlap import Panels
 from graphar.numerics import partitions
 from graphar.numerics.codecs import codec as codec_of_text
-from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import BATCH_INVARIANT
@@ -54,7 +53,7 @@ def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
 def _summed(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     if takes_tiles(engine, call, ranks[0].inputs[0]):
         return _fused(engine, call)
-    call = _with_bias_in_epilogue(call)
+    call = with_bias_in_epilogue(call)
     work, cut = call.work, _panels(call)
     sum_up = cut.allreduce if work.op == MATMUL_ALLREDUCE else cut.reducescatter
 
@@ -68,18 +67,6 @@ def _summed(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     one = _OnePanel(engine, call, cut)
     config, reason = one.choice_of_sum(operands_of(work, ranks[0]))
     return Plan(run, config, f"multiplied, then summed: {reason}", one.launch_like, matmul)
-
-
-def _with_bias_in_epilogue(call: Call) -> Call:
-    """Returns the call with its bias as an epilogue of the sum, where sums take one.
-
-    It has the same bits, half the bytes on the wire, since products stay rounded there, and one kernel.
-    """
-    work = call.work
-    if not work.bias or work.codec or call.dtype not in TYPE_NAMES:
-        return call
-    epilogue = Pointwise("v + bias[col]", (call.dtype,), work.columns)
-    return call._replace(work=work._replace(bias=False, epilogue=epilogue))
 
 
 def takes_tiles(engine: Engine, call: Call, a: torch.Tensor) -> bool:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from graphar.matmul import leaf_products
-from graphar.matmul.operands import MatmulOperands, flat, operands_of
-from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.matmul.operands import MatmulOperands, flat, operands_of, with_bias_in_epilogue
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.plan.call import Call, Operands
@@ -27,10 +26,7 @@ def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     work = call.work
     if engine.world_size == 1 and not (work.epilogue or work.norm):
         return _of_one_rank(work)
-    if work.bias:
-        bias = Pointwise("v + bias[col]", (call.dtype,), work.columns)
-        work = work._replace(bias=False, epilogue=bias)
-    return _Steps(engine, call._replace(work=work), ranks[0]).plan(ranks)
+    return _Steps(engine, with_bias_in_epilogue(call), ranks[0]).plan(ranks)
 
 
 def _of_one_rank(work: Product) -> Plan:

@@ -365,7 +365,7 @@ def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **given) -> list[t
     ``lists`` has a list of this process's ranks for each of the op's tensors. Returns the results of this process's
     ranks, rank by rank: of an op with two results first both of one rank, then both of the next.
     """
-    op = _ops[name]
+    op = op_named(name)
     arguments = op.arguments(**given)
     if ctx.in_list:
         return op.list(*map(list, lists), *arguments)

@@ -8,7 +8,7 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -35,6 +35,14 @@ ENVIRONMENT = {
 
 class KernelFailure(AssertionError):
     """A sanitizer reported an error, or the threads waited for one another for ever."""
+
+
+def notices(run: Callable[[], object]) -> bool:
+    """Whether a run of kernels that have a mistake finds something wrong, or fails."""
+    try:
+        return bool(run())
+    except KernelFailure:
+        return True
 
 
 @dataclass(frozen=True)
