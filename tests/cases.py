@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import fields
 
 import torch
 
@@ -139,4 +139,4 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 def of_table(tile: MatmulTile) -> dict[str, object]:
     """A tile as tables name it: leaves are asked for by callers, and may be split."""
-    return {name: one for name, one in asdict(tile).items() if name not in ("leaves", "split")}
+    return {one.name: getattr(tile, one.name) for one in fields(tile) if one.metadata.get("measured", True)}

@@ -128,6 +128,7 @@ struct MatmulArguments {
   // C's first element, and the elements from the begin of a row to the next. Only split tiles read them.
   u32 c_leading = 0;
   void* c = nullptr;
+  u32 first_tile = 0, end_tile = 0;  // which tiles the grid computes, of a kernel with several leaves
 };
 
 // Template argument of kernels whose peers access a rank's symmetric tensor in place, without scratch.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,7 +66,8 @@ def matmul(
         out: [M, N] of ``out_dtype``, takes the result; overlaps no operand. None: a new tensor.
         bias: [N], of the dtype and device of ``a``. Not with fp32 results.
         sms: how many SMs to take; None: all.
-        tile: one of LEAF_TILES, or another; None: the one with the least estimated time.
+        tile: one of LEAF_TILES, or another; None: the one with the least estimated time. With a ``tail_split`` two
+            kernels are launched, the second for the last round.
         order: the order of the tiles of C.
         leaves: 1, 2, 4 or 8: all leaves of one of 8, 4, 2 or 1 ranks. Of several, each must be a multiple of 64 columns
             of ``a``.
@@ -249,10 +250,27 @@ def _bind(
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
     arguments = MatmulArguments(bias, a.rows, n, a.columns, order.first_row % rows, min(order.group_rows, rows))
     arguments.c, arguments.c_leading = c.pointer, c.leading
-    clusters = min(max(sms // tile.blocks, 1), rows * columns)
-    if tile.split > 1:
-        # Clusters that find no room begin when others end, and would then compute all their tiles.
-        clusters = min(clusters, _clusters_at_once(device, a.dtype, tile, layout, c.dtype))
     maps = [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS)]
-    function = _function(device, a.dtype, tile, layout, c.dtype)
-    return Launch(function, [*maps, arguments], _grid(tile, clusters)).enqueue
+    dtypes = a.dtype, c.dtype
+
+    def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:
+        """Returns the launch of some of the tiles, numbered in their order."""
+        given = MatmulArguments.from_buffer_copy(arguments)
+        given.first_tile, given.end_tile = first, end
+        clusters = min(max(sms // tile.blocks, 1), end - first)
+        if tile.split > 1:
+            # Clusters that find no room begin when others end, and would then compute all their tiles.
+            clusters = min(clusters, _clusters_at_once(device, dtypes[0], tile, layout, dtypes[1]))
+        function = _function(device, dtypes[0], tile, layout, dtypes[1])
+        return Launch(function, [*maps, given], _grid(tile, clusters))
+
+    tiles, tail = rows * columns, tile.of_tail
+    whole = tiles // sms * sms if tail else tiles
+    steps = [launch_of(replace(tile, tail_split=1), 0, whole)] if whole else []
+    steps += [launch_of(tail, whole, tiles)] if whole < tiles else []
+    return steps[0].enqueue if len(steps) == 1 else functools.partial(_enqueue_all, steps)
+
+
+def _enqueue_all(steps: Sequence[Launch], stream: int) -> None:
+    for step in steps:
+        step.enqueue(stream)

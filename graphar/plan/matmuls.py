@@ -125,30 +125,51 @@ def fastest_tile(
     find at most ``in_clusters`` SMs of the device, since those of a cluster lie in one GPC.
     """
     fitting = [tile for tile in LEAF_TILES[leaves] if layout in tile.layouts]
-    rooms = {tile: min(sms, in_clusters) if tile.blocks > 2 else sms for tile in fitting}
+
+    def room(tile: MatmulTile) -> int:
+        return min(sms, in_clusters) if max(tile.blocks, tile.tail_split) > 2 else sms
+
     return min(
-        (tile for tile in fitting if tile.split == 1 or _is_one_round(tile, m, n, rooms[tile])),
-        key=lambda tile: _estimate(cost, tile, m, n, k, rooms[tile]),
+        (tile for tile in fitting if _is_useful(tile, m, n, sms, room(tile))),
+        key=lambda tile: _estimate(cost, tile, m, n, k, sms, room(tile)),
     )
 
 
-def _is_one_round(tile: MatmulTile, m: int, n: int, sms: int) -> bool:
-    """Whether each cluster computes one tile: split leaves gain nothing where SMs have several (H100)."""
-    return tile.blocks <= sms and _rounds(tile, [m], n, sms) == 1
+def _is_useful(tile: MatmulTile, m: int, n: int, sms: int, room: int) -> bool:
+    """Whether a tile is one for this result: clusters find ``room`` on so many SMs.
+
+    Leaves are split, in all rounds or in the last one, for one round of clusters: they gain nothing where SMs have
+    several (H100). A tile of 96 columns loads its rows for few products, and is for one round, too.
+    """
+    tiles = _tiles(tile, [m], n)
+    if tile.tail_split > 1:
+        return tiles >= sms and 0 < tiles % sms <= room // tile.tail_split
+    return (tile.split == 1 and tile.columns != 96) or tiles <= room // tile.split
 
 
-def _estimate(cost: TileCost, tile: MatmulTile, m: int, n: int, k: int, sms: int) -> tuple[float, float]:
+def _estimate(cost: TileCost, tile: MatmulTile, m: int, n: int, k: int, sms: int, room: int) -> tuple[float, float]:
     """Returns the estimated clocks of a plain matmul for 64 of K, and those of the busiest SM alone.
 
-    The weight comes from memory. That limits matmuls with few rows whether their leaves are split or not. Blocks that
-    split leaves load as many lines through L2 as fewer blocks do, and exchange their sums.
+    The weight comes from memory. That limits matmuls with few rows whether their leaves are split or not.
     """
-    busiest = clocks(cost, tile, [m], n, k, sms)
+    tiles, rows = _tiles(tile, [m], n), min(m, tile.rows)
+    if tail := tile.of_tail:
+        busiest = tiles // sms * clocks(cost, tile, [rows], tile.columns, k, 1)
+        busiest += _split_clocks(cost, tail, rows, tiles % sms, k) + cost.clocks_a_tail * 64 / k
+    else:
+        busiest = clocks(cost, tile, [m], n, k, room)
     limit = max(busiest, n * cost.clocks_a_line_of_memory)
-    if tile.split == 1:
-        return limit, busiest
-    lines = -(-m // tile.rows) * -(-n // tile.columns) * (min(m, tile.rows) + tile.columns)
-    return max(limit, lines * cost.clocks_a_line_of_l2) + cost.clocks_an_exchange * 64 / k, busiest
+    return (limit if tile.split == 1 else _split_clocks(cost, tile, rows, tiles, k, limit)), busiest
+
+
+def _split_clocks(cost: TileCost, tile: MatmulTile, rows: int, tiles: int, k: int, limit: float = 0) -> float:
+    """Returns the estimated clocks, for 64 of K, of a round of tiles of ``rows`` whose leaves are split.
+
+    Blocks that split leaves load as many lines through L2 as fewer blocks do, and exchange their sums. Something else
+    takes ``limit`` clocks or more.
+    """
+    alone, lines = clocks(cost, tile, [rows], tile.columns, k, tile.blocks), tiles * (rows + tile.columns)
+    return max(alone, limit, lines * cost.clocks_a_line_of_l2) + cost.clocks_an_exchange * 64 / k
 
 
 @functools.lru_cache(maxsize=1024)
@@ -175,14 +196,19 @@ def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int
     step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
     step += (tile.rows + tile.columns / tile.cluster) * cost.wait_a_line
     step *= cost.clustered if tile.cluster > 1 else 1
+    step *= cost.alone_with_leaves if tile.leaves > 1 and tile.consumers == 1 else 1
     stored = (1 if tile.alternating else rounds) * tile.rows * tile.columns * cost.clocks_a_result
     return (rounds * step + stored * 64 / k) / tile.split
 
 
 def _rounds(tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> int:
     """Returns how many tiles the busiest cluster computes."""
-    clusters = sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
-    return -(-clusters // max(sms // tile.blocks, 1))
+    return -(-_tiles(tile, rows, n) // max(sms // tile.blocks, 1))
+
+
+def _tiles(tile: MatmulTile, rows: Sequence[int], n: int) -> int:
+    """Returns how many tiles clusters compute: a cluster that loads W together has tiles below each other."""
+    return sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
 
 
 def tiles_of_sum(

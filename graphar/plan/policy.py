@@ -147,8 +147,11 @@ class TileCost:
     clustered: float  # the factor for tiles of a cluster, whose blocks wait for each other
     wait_a_line: float  # clocks that the tensor cores wait for one line that the block loads itself
     clocks_a_result: float  # clocks of storing one element of a tile, for all of K
+    # The factor for a tile with leaves and one consumer: nothing is multiplied while it adds them (H100).
+    alone_with_leaves: float
     # Clocks, for all of K, in which blocks that split the leaves of a tile exchange their sums: 3 to 5 us (H100).
     clocks_an_exchange: float
+    clocks_a_tail: float  # clocks, for all of K, until the kernel of the last round computes (H100)
     # Clocks of memory for one line of a weight, which all SMs load together: what 128 blocks with 64 rows took.
     clocks_a_line_of_memory: float
     clocks_a_line_of_l2: float  # clocks of L2 for one line of an operand, which all SMs load together (H100)

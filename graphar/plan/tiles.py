@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from graphar.numerics.codecs import Codec
@@ -31,6 +32,8 @@ class MatmulTile:
     leaves: int = field(default=1, metadata={"measured": False})
     # Thread blocks of a cluster that compute the leaves of one tile together, each equally many: 1, 2, 4 or 8.
     split: int = field(default=1, metadata={"measured": False})
+    # Thread blocks that so compute a tile of the last round, where that leaves SMs idle; 1: there all rounds are alike.
+    tail_split: int = field(default=1, metadata={"measured": False})
 
     def __post_init__(self) -> None:
         if self.leaves not in LEAF_COUNTS:
@@ -41,6 +44,15 @@ class MatmulTile:
             raise ValueError(f"{self.leaves} leaves cannot be split between {self.split} thread blocks")
         if self.split > 1 and (self.cluster > 1 or self.spills):
             raise ValueError("blocks that split leaves share no loads, and have no shared memory for another sum")
+        if self.columns % (8 * self.split):
+            raise ValueError(f"{self.split} thread blocks exchange whole packs: of {self.columns} columns they cannot")
+        if self.tail_split > 1 and self.split > 1:
+            raise ValueError("leaves are split in all rounds, or in the last one alone")
+
+    @property
+    def of_tail(self) -> MatmulTile | None:
+        """The tile of the last round, as large as this one; None if it is like the others."""
+        return split_tile(self.rows, self.columns, self.leaves, self.tail_split) if self.tail_split > 1 else None
 
     @property
     def threads(self) -> int:
@@ -138,35 +150,58 @@ MATMUL_TILES = (
 )
 
 
-def _split_tiles(leaves: int) -> tuple[MatmulTile, ...]:
-    """Returns the tiles whose leaves are split, for results with few tiles and a long K."""
+# Rows and columns of tiles whose leaves are split, and their stages.
+_SPLIT_STAGES = {(64, 64): 13, (64, 128): 8, (128, 96): 6, (128, 128): 5}
+
+
+def split_tile(rows: int, columns: int, leaves: int, split: int) -> MatmulTile:
+    """Returns a tile whose leaves ``split`` thread blocks compute. It is as large as one of those above."""
+    return MatmulTile(rows, columns, _SPLIT_STAGES[rows, columns], leaves=leaves, split=split)
+
+
+def _with_splits(leaves: int, *tiles: MatmulTile) -> tuple[MatmulTile, ...]:
+    """Returns ``tiles``, those that split their leaves in the last round, and tiles that always do.
+
+    A few tiles with a long K, of a whole result or of its last round, keep more SMs busy so.
+    """
     splits = [count for count in LEAF_COUNTS if 1 < count <= leaves]
-    sizes = ((64, 64, 13), (64, 128, 8), (128, 128, 5))
-    return tuple(MatmulTile(*size, leaves=leaves, split=split) for size in sizes for split in splits)
+    large = next(tile for tile in tiles if (tile.rows, tile.columns) == (128, 128))
+    tails = [replace(large, tail_split=split) for split in splits]
+    sizes = itertools.product(_SPLIT_STAGES, splits)
+    always = [split_tile(*size, leaves, split) for size, split in sizes if size[1] % (8 * split) == 0]
+    return *tiles, *tails, *always
 
 
 # The tiles of the plain matmul, by the leaves of K. More leaves need more registers, or shared memory.
 LEAF_TILES = {
     1: MATMUL_TILES,
-    2: (
+    2: _with_splits(
+        2,
         MatmulTile(64, 64, stages=12, leaves=2),
         MatmulTile(64, 128, stages=8, leaves=2),
+        MatmulTile(64, 160, stages=7, leaves=2),
         MatmulTile(64, 192, stages=6, leaves=2),
+        MatmulTile(128, 96, stages=6, leaves=2),
         MatmulTile(128, 128, stages=6, leaves=2),
+        MatmulTile(128, 160, stages=5, leaves=2),
         MatmulTile(128, 192, stages=4, leaves=2),
-        *_split_tiles(2),
     ),
-    4: (
+    4: _with_splits(
+        4,
         MatmulTile(64, 64, stages=12, leaves=4),
         MatmulTile(64, 128, stages=8, leaves=4),
+        MatmulTile(64, 160, stages=6, leaves=4),
+        MatmulTile(128, 96, stages=6, leaves=4),
         MatmulTile(128, 128, stages=6, leaves=4),
-        *_split_tiles(4),
+        MatmulTile(128, 160, stages=4, leaves=4),
+        MatmulTile(128, 192, stages=3, leaves=4),
     ),
-    8: (
+    8: _with_splits(
+        8,
         MatmulTile(64, 64, stages=12, leaves=8),
         MatmulTile(64, 128, stages=8, leaves=8),
+        MatmulTile(128, 96, stages=6, leaves=8),
         MatmulTile(128, 128, stages=5, leaves=8),
-        *_split_tiles(8),
     ),
 }
 # The tiles of matmuls that gather rows. All are loaded together, since ranks may choose different ones.

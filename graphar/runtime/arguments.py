@@ -143,6 +143,7 @@ class MatmulArguments(ctypes.Structure):
         ("timeline", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("constant_weight", "c_leading")),
         ("c", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("first_tile", "end_tile")),
     ]
 
 

@@ -14,7 +14,7 @@ def aligned_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def packed(sizes: list[int], a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, layout: str) -> torch.Tensor:
-    """The bytes of six ``sizes`` and of the operands: A [M, K], W [N, K] and bias [1, N]."""
+    """The bytes of the ``sizes`` and of the operands: A [M, K], W [N, K] and bias [1, N]."""
     parts = [aligned_rows(x).view(torch.uint8) for x in (a, w if layout == "by_rows" else w.t(), bias)]
     return torch.cat([torch.tensor(sizes).view(torch.uint8), *parts])
 

@@ -36,12 +36,13 @@ TILES = (
     MatmulTile(192, 160, 2),
     MatmulTile(128, 64, 3, alternating=True),
 )
-# K in several leaves. The sum of the first half waits in shared memory in the last two.
+# K in several leaves. The sum of the first half waits in shared memory in the one of 160 columns and in the last one.
 LEAF_TILES = (
     MatmulTile(64, 64, 2, leaves=2),
     MatmulTile(128, 64, 3, cluster=2, leaves=4),
     MatmulTile(64, 64, 2, leaves=8),
     MatmulTile(64, 160, 2, leaves=4),
+    MatmulTile(128, 96, 2, leaves=8),
     MatmulTile(128, 128, 2, leaves=8),
 )
 # Leaves that the blocks of a cluster split: one or several a block.
@@ -50,6 +51,7 @@ SPLIT_TILES = (
     MatmulTile(128, 64, 3, leaves=4, split=4),
     MatmulTile(64, 64, 2, leaves=8, split=8),
     MatmulTile(64, 128, 2, leaves=8, split=4),
+    MatmulTile(128, 96, 2, leaves=8, split=4),
     MatmulTile(128, 128, 2, leaves=8, split=2),
 )
 # Dtype, tile, layout of the weight, dtype of the result.
@@ -108,7 +110,8 @@ def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0, data
     generator = torch.Generator().manual_seed(seed)
     a, w, bias = (data.operand(shape, generator).to(dtype) for shape in ((m, k), (n, k), (1, n)))
     with_bias = result == dtype and choices.random() < 0.5
-    x = packed([m, n, k, choices.randrange(rows), choices.randint(1, rows), with_bias], a, w, bias, layout)
+    every_tile = (0, rows * -(-n // tile.columns))
+    x = packed([m, n, k, choices.randrange(rows), choices.randint(1, rows), with_bias, *every_tile], a, w, bias, layout)
     nbytes = m * n * result.itemsize
     # ThreadSanitizer has room for so many threads.
     most = 3 if tile.split == 1 else max(1, 2048 // (tile.blocks * tile.threads))
@@ -142,6 +145,54 @@ def test_random_data_are_added_in_the_order_of_the_specification(tile):
 
     for index, kind in enumerate(kinds):
         assert wrong_bytes(program, index, kind, 0, data=RandomData) == 0, kind
+
+
+def tiles_of_two_grids(tile, mutation=None) -> list:
+    """Which of 2 x 3 tiles are right after a grid has computed the first four, and one the last two."""
+    m, n, k = 2 * tile.rows, 3 * tile.columns, leaf_tree.LEAF_UNIT * tile.leaves
+    generator = torch.Generator().manual_seed(3)
+    a, w = (Integers.operand((length, k), generator).bfloat16() for length in (m, n))
+    bias = torch.zeros(1, n, dtype=a.dtype)
+    expected = Integers.product(a, w, bias, tile.leaves).float()
+    program = program_of([(torch.bfloat16, tile, "by_rows", torch.float32)], "plain", mutation)
+    simulation = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, tile.shared_nbytes + 2048), 0, 0)
+    shape, right = Config(OF_ANY_KIND, 2 * tile.blocks, tile.threads), []
+    for first, end in ((0, 4), (4, 6)):
+        x = packed([m, n, k, 1, 1, False, first, end], a, w, bias, "by_rows")
+
+        (outcome,) = simulation.run([Call(0, shape, [x], (len(x),), (4 * m * n,), cluster=tile.blocks)])
+
+        is_right = outcome.results[0].view(torch.float32).view(m, n) == expected
+        right.append(is_right.view(2, tile.rows, 3, tile.columns).all(dim=3).all(dim=1).tolist())
+    return right
+
+
+# The walk begins at the second row.
+OF_TWO_GRIDS = [[[True, False, False], [True, True, True]], [[False, True, True], [False, False, False]]]
+
+
+@pytest.mark.parametrize("tile", [LEAF_TILES[0], SPLIT_TILES[0]], ids=str)
+def test_a_grid_computes_a_part_of_the_tiles(tile):
+    assert tiles_of_two_grids(tile) == OF_TWO_GRIDS
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(Tile::leaves > 1 ? a.first_tile : 0) + ", ""),
+        ("if (Tile::leaves > 1 && number >= a.end_tile) return false;", ""),
+        ("    number += tiles * (gridDim.x / Tile::blocks);\n", ""),
+    ],
+    ids=[
+        "a grid that begins with the first tile",
+        "a grid that goes on to the last tile",
+        "tiles that are not counted",
+    ],
+)
+def test_a_grid_that_computes_other_tiles_is_noticed(old, new):
+    mutation = Mutation("device/matmul/tiles.cuh", old, new)
+
+    assert tiles_of_two_grids(LEAF_TILES[0], mutation) != OF_TWO_GRIDS
 
 
 def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():

@@ -131,6 +131,8 @@ def test_tiles_have_the_leaves_under_which_they_are_listed():
             {"leaves": 8, "split": 2, "columns": 160},
             "blocks that split leaves share no loads, and have no shared memory",
         ),
+        ({"leaves": 8, "split": 8, "columns": 96}, "8 thread blocks exchange whole packs: of 96 columns they cannot"),
+        ({"leaves": 8, "split": 2, "tail_split": 2}, "leaves are split in all rounds, or in the last one alone"),
     ],
 )
 def test_a_tile_that_no_kernel_can_compute_is_refused(options, message):
@@ -182,6 +184,19 @@ def test_leaves_of_few_tiles_are_split_so_that_more_sms_work(m, leaves, in_clust
 )
 def test_leaves_are_not_split_where_memory_or_tiles_are_the_limit_or_k_is_short(m, n, k):
     assert fastest_tile(POLICY.cost, m, n, k, 132, leaves=8, in_clusters=128).split == 1
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "split"),
+    [
+        (512, 5120, 4),  # 160 tiles: 28 beyond a round
+        (1024, 5120, 2),  # 320 tiles: 56 beyond two rounds
+        (1536, 4096, 1),  # 384 tiles: too many beyond two rounds to be split
+        (256, 5120, 1),  # less than a round
+    ],
+)
+def test_leaves_of_few_tiles_beyond_whole_rounds_are_split(m, n, split):
+    assert fastest_tile(POLICY.cost, m, n, 8192, 132, leaves=8, in_clusters=120).tail_split == split
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -243,6 +258,22 @@ def test_blocks_that_split_leaves_are_no_more_than_run_at_once(launches, split, 
     ((parameters, found, _, cluster),) = launches
     assert (found, cluster) == (blocks, split)
     assert (parameters[3].c, parameters[3].c_leading) == (4096, 520)
+
+
+@pytest.mark.parametrize(("split", "sms", "blocks"), [(2, 30, 20), (4, 36, 16)])
+def test_the_last_round_of_tiles_has_a_launch_of_its_own_if_its_leaves_are_split(launches, split, sms, blocks):
+    bind(MatmulTile(128, 128, 5, leaves=8, tail_split=split), k=512, sms=sms)
+
+    found = [(one[0][3].first_tile, one[0][3].end_tile, one[1], one[3]) for one in launches]
+    assert found == [(0, sms, sms, 1), (sms, 40, blocks, split)]
+
+
+@pytest.mark.parametrize(("sms", "blocks", "cluster"), [(40, 40, 1), (20, 20, 1), (41, 40, 2)])
+def test_rounds_that_are_all_full_or_a_last_one_alone_take_one_launch(launches, sms, blocks, cluster):
+    bind(MatmulTile(128, 128, 5, leaves=8, tail_split=2), k=512, sms=sms)
+
+    ((parameters, *found),) = launches
+    assert (parameters[3].first_tile, parameters[3].end_tile, found[0], found[2]) == (0, 40, blocks, cluster)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -25,6 +25,7 @@ template <class T, class Tile, class Result>
 struct NodeExchange {
   static constexpr int split = Tile::split, count = Tile::columns / 2 / split;  // sums of a thread in a part
   static constexpr int packs = count / 4;
+  static_assert(count % 4 == 0);
   const MatmulArguments& a;
   const Ring<Tile>& ring;
   const u32 index;  // of the warpgroup among the consumers

@@ -42,26 +42,32 @@ struct MatmulTile {
 
 // The tiles of a block, in the order of the whole grid. `group_rows` rows of tiles are walked at a time, column by
 // column, so that tiles computed at the same time share operands in L2. The walk begins at row `first_row` and wraps to
-// row 0. A row of tiles is as high as a cluster. No group crosses row `border`.
+// row 0. A row of tiles is as high as a cluster. No group crosses row `border`. With leaves a grid computes a part of the
+// tiles: those of the walk from `first_tile` on, before `end_tile`.
 template <class Tile>
 struct Walk {
   const MatmulArguments& a;
   static constexpr u32 height = Tile::rows * Tile::cluster;
   const u32 rows = (a.m + height - 1) / height, border = rows;
   const u32 columns = (a.n + Tile::columns - 1) / Tile::columns;
-  u32 group = 0, within = blockIdx.x / Tile::blocks;  // the first row of the group, and the tile in it
+  u32 number = (Tile::leaves > 1 ? a.first_tile : 0) + blockIdx.x / Tile::blocks;
+  u32 group = 0, within = number;  // the first row of the group, and the tile in it
 
   __device__ u32 rows_of_group() const { return min(a.group_rows, (group < border ? border : rows) - group); }
 
   // Whether a tile is left. Finds its group.
   __device__ bool more() {
+    if (Tile::leaves > 1 && number >= a.end_tile) return false;
     while (group < rows && within >= rows_of_group() * columns) {
       within -= rows_of_group() * columns;
       group += rows_of_group();
     }
     return group < rows;
   }
-  __device__ void next(u32 tiles = 1) { within += tiles * (gridDim.x / Tile::blocks); }
+  __device__ void next(u32 tiles = 1) {
+    number += tiles * (gridDim.x / Tile::blocks);
+    within += tiles * (gridDim.x / Tile::blocks);
+  }
 
   // The first row and column of this block's tile.
   __device__ void locate(u32& row, u32& column) const {
