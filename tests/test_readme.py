@@ -132,6 +132,7 @@ MARKS = {
     "norm_gradients": {"rows": lambda row: row["wrong"]},
     "prefetch": {"rows": lambda row: row["wrong"]},
     "matmul": {"rows": lambda row: row["wrong"]},
+    "leaves": {"rows": lambda row: row["wrong"]},
     "fused": {"rows": lambda row: row["wrong"], "timelines": lambda timeline: timeline["wrong"]},
     "gathered": {"rows": lambda row: row["wrong"]},
     "model": dict.fromkeys(("rows", "generations", "calls", "sequences"), lambda row: row["wrong"]),

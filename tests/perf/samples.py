@@ -17,6 +17,8 @@ from perf.topics.fsdp import Fsdp, FsdpRow
 from perf.topics.fused import Fused, FusedRow
 from perf.topics.gathered import Gathered, GatheredRow
 from perf.topics.host import Host
+from perf.topics.leaves import METHODS as LEAF_METHODS
+from perf.topics.leaves import Leaves, LeavesRow
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.matmul import TORCH, Matmul, MatmulRow
 from perf.topics.model import Model, ModelRow
@@ -106,6 +108,10 @@ def matmul_row(method, time_us, shape=(4096, 8192, 2048), is_taken=False, is_aut
     return MatmulRow(method, *shape, is_taken, is_auto, 132, spread(time_us, "p90"), wrong)
 
 
+def leaves_row(method, median, shape=(64, 8192, 7168), wrong=0):
+    return LeavesRow(method, *shape, spread(median, "p90"), wrong)
+
+
 def prefetch_rows(*times, wrong=0, m=16):
     return [
         PrefetchRow(method, 4, m, 7168, 8192, spread(time_us, "p90"), wrong)
@@ -158,6 +164,7 @@ REPORTS = [
         ],
         skipped=["4 x 4 x 4: misaligned"],
     ),
+    Leaves([leaves_row(method, 200.0) for method in LEAF_METHODS], skipped=["4 x 4 x 4: misaligned"]),
     Fused([fused_row("graphar", 400.0), fused_row("matmul+nccl", 500.0)], [TIMELINE]),
     Gathered([gathered_row("graphar", 400.0), gathered_row("nccl+matmul", 500.0)]),
     Model(
