@@ -170,11 +170,11 @@ LEAF_TILES = {
     ),
 }
 # The tiles of the plain matmul of e4m3 operands. A thread has the totals of its part of the tile in registers, and the
-# sums of two blocks of K besides, or of one in tiles of 192 columns. Wider tiles do not fit.
+# sums of two blocks of K besides, or of one in tiles of 192 columns: those need two warpgroups, so that one multiplies
+# while the other adds. Wider tiles do not fit.
 FP8_TILES = (
     MatmulTile(64, 64, stages=12),
     MatmulTile(64, 128, stages=8),
-    MatmulTile(64, 192, stages=6),
     MatmulTile(128, 128, stages=6),
     MatmulTile(128, 128, stages=6, cluster=2),
     MatmulTile(128, 192, stages=4),

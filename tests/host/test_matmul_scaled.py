@@ -31,8 +31,8 @@ TILES = (
     MatmulTile(64, 64, 2),
     MatmulTile(64, 128, 3, cluster=2),
     MatmulTile(128, 128, 2),
-    MatmulTile(64, 192, 2),
-    MatmulTile(128, 192, 2, cluster=2),
+    MatmulTile(128, 192, 2),
+    MatmulTile(128, 192, 3, cluster=2),
 )
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 SEEDS = {"plain": 5, "thread": 1, "address": 2}
@@ -71,7 +71,7 @@ class Integers:
 
 
 class RandomData:
-    """Operands and scales whose product has the bits of its order."""
+    """Operands and scales whose product has the bits of its order, and which are near one."""
 
     @staticmethod
     def operand(shape, generator):
@@ -82,6 +82,16 @@ class RandomData:
         return torch.rand(shape, generator=generator) + 0.5
 
     product = staticmethod(product)
+
+
+class EveryNumber(RandomData):
+    """The same with operands that are any number of e4m3, subnormal ones included."""
+
+    @staticmethod
+    def operand(shape, generator):
+        numbers = [bits for bits in range(256) if bits & 0x7F != 0x7F]  # all but NaN
+        drawn = torch.randint(len(numbers), shape, generator=generator)
+        return torch.tensor(numbers, dtype=torch.uint8)[drawn].view(FP8)
 
 
 def scales_of(form, m, n, k, data, choices, generator):
@@ -153,6 +163,13 @@ def test_random_data_have_the_bits_of_the_specification(tile):
 
     for index, kind in enumerate(kinds):
         assert wrong_bytes(program, index, kind, 0, data=RandomData) == 0, kind
+
+
+@pytest.mark.parametrize("form", SCALE_FORMATS)
+def test_every_number_of_e4m3_has_the_bits_of_the_specification(form):
+    kind = (TILES[0], torch.float32, form)
+
+    assert wrong_bytes(program_of([kind], "plain"), 0, kind, 0, data=EveryNumber) == 0
 
 
 def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():

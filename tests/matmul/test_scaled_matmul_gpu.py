@@ -257,7 +257,7 @@ def test_random_data_are_close_to_float64(tile, form):
 
 def test_calls_in_a_row_each_see_the_one_before():
     """The scales of a call are the result of the one before."""
-    tile = FP8_TILES[4]
+    tile = FP8_TILES[3]
     a, w = operand(torch.eye(256, device="cuda")), operand(torch.eye(256, device="cuda"))
     a_scale = torch.full((256, 256), 1.0, device="cuda")
     two = torch.full((1,), 2.0, device="cuda")
