@@ -19,7 +19,7 @@ from graphar.plan.tiles import FP8_TILES, MatmulTile
 from graphar.runtime import launcher
 from graphar.runtime.arguments import ScaledMatmulArguments
 from graphar.runtime.catalogue import SCALE_FORMATS, scaled_matmul_source
-from graphar.runtime.launcher import Launch
+from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.user_tables import find_table
 
 
@@ -174,11 +174,15 @@ def _bind(
     scales: _PlacedScales,
 ) -> Callable[[int], None]:
     """Returns a function that launches the matmul on a stream, at each call."""
-    arguments = ScaledMatmulArguments(bias, a.rows, w.rows, a.columns, *order.of_rows(tile, a.rows))
+    rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-w.rows // tile.columns)
+    first_row, group_rows = order.first_row % rows, min(order.group_rows, rows)
+    arguments = ScaledMatmulArguments(bias, a.rows, w.rows, a.columns, first_row, group_rows)
     for name, value in scales._asdict().items():
         if name != "in_blocks":
             setattr(arguments, name, value)
     maps = [*gemm.operand_maps(tile, "by_rows", a, w), tensor_map(c, STORE_ROWS)]
     function = _function(device, tile, c.dtype, SCALE_FORMATS[scales.in_blocks])
-    grid = gemm.grid_of(tile, gemm.clusters_for(tile, a.rows, w.rows, sms))
+    blocks = tile.cluster * min(max(sms // tile.cluster, 1), rows * columns)
+    # overlaps=False: as in gemm.py.
+    grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
     return Launch(function, [*maps, arguments], grid).enqueue

@@ -132,22 +132,12 @@ def fastest_tile(
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def fastest_scaled_tile(cost: TileCost, m: int, n: int, k: int, sms: int) -> MatmulTile:
-    """Returns the tile of FP8_TILES that is estimated to multiply e4m3 operands [m, k] and [n, k] fastest.
-
-    The costs are those of 16-bit operands, until others are measured: 128 of K have the bytes of 64 of 16 bits, and the
-    tensor cores multiply them in the same time. Adding the sums of blocks is not counted.
-    """
-    return min(FP8_TILES, key=lambda tile: _estimate(cost, tile, m, n, max(k, 1) / 2, sms))
-
-
 def _is_one_round(tile: MatmulTile, m: int, n: int, sms: int) -> bool:
     """Whether each cluster computes one tile: split leaves gain nothing where SMs have several (H100)."""
     return tile.blocks <= sms and _rounds(tile, [m], n, sms) == 1
 
 
-def _estimate(cost: TileCost, tile: MatmulTile, m: int, n: int, k: float, sms: int) -> tuple[float, float]:
+def _estimate(cost: TileCost, tile: MatmulTile, m: int, n: int, k: int, sms: int) -> tuple[float, float]:
     """Returns the estimated clocks of a plain matmul for 64 of K, and those of the busiest SM alone.
 
     The weight comes from memory. That limits matmuls with few rows whether their leaves are split or not. Blocks that
@@ -173,7 +163,23 @@ def gathered_tile(
     return min(fitting, key=lambda tile: clocks(cost, tile, counts, n, k, chip.shared_blocks(cluster=tile.cluster)))
 
 
-def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: float, sms: int) -> float:
+@functools.lru_cache(maxsize=1024)
+def fastest_scaled_tile(cost: TileCost, m: int, n: int, k: int, sms: int) -> MatmulTile:
+    """Returns the tile of FP8_TILES that is estimated to multiply e4m3 operands [m, k] and [n, k] fastest.
+
+    The costs are those of 16-bit operands, until others are measured: 128 of K have the bytes of 64 of 16 bits, and the
+    tensor cores multiply them in the same time. Adding the sums of blocks is not counted. The weight comes from memory,
+    which limits matmuls with few rows.
+    """
+
+    def estimate(tile: MatmulTile) -> tuple[float, float]:
+        busiest = clocks(cost, tile, [m], n, max(k // 2, 1), sms)
+        return max(busiest, n * cost.clocks_a_line_of_memory), busiest
+
+    return min(FP8_TILES, key=estimate)
+
+
+def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int, sms: int) -> float:
     """Returns the estimated clocks of the busiest SM for 64 of K, over all its tiles.
 
     A tile is limited by the tensor cores or by L2, whichever takes longer, and waits a little for each line that its

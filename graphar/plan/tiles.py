@@ -169,6 +169,16 @@ LEAF_TILES = {
         *_split_tiles(8),
     ),
 }
+# The tiles of matmuls that gather rows. All are loaded together, since ranks may choose different ones.
+GATHERED_TILES = (
+    MatmulTile(64, 64, stages=12),
+    MatmulTile(64, 128, stages=8),
+    MatmulTile(64, 160, stages=7),
+    MatmulTile(128, 128, stages=6),
+    MatmulTile(128, 160, stages=5),
+    MatmulTile(128, 192, stages=4),
+    MatmulTile(128, 256, stages=4, cluster=2),
+)
 # The tiles of the plain matmul of e4m3 operands. A thread has the totals of its part of the tile in registers, and the
 # sums of two blocks of K besides, or of one in tiles of 192 columns: those need two warpgroups, so that one multiplies
 # while the other adds. Wider tiles do not fit.
@@ -179,16 +189,6 @@ FP8_TILES = (
     MatmulTile(128, 128, stages=6, cluster=2),
     MatmulTile(128, 192, stages=4),
     MatmulTile(128, 192, stages=4, cluster=2),
-)
-# The tiles of matmuls that gather rows. All are loaded together, since ranks may choose different ones.
-GATHERED_TILES = (
-    MatmulTile(64, 64, stages=12),
-    MatmulTile(64, 128, stages=8),
-    MatmulTile(64, 160, stages=7),
-    MatmulTile(128, 128, stages=6),
-    MatmulTile(128, 160, stages=5),
-    MatmulTile(128, 192, stages=4),
-    MatmulTile(128, 256, stages=4, cluster=2),
 )
 # The tiles of matmuls that send finished tiles to other ranks.
 SUMMED_TILES = (
