@@ -1,6 +1,6 @@
 // matmul: C[M, N] = A[M, K] * W^T + bias, where W is [N, K] as torch.nn.Linear stores it, or its transpose, [K, N].
 //
-//   a block walks tiles of C; a ring of places in its shared memory holds the next 64 of K of both operands:
+//   a block walks tiles of C; a ring of places in its shared memory holds the next 128 bytes of K of both operands:
 //     producer, one thread     A, W --TMA--> ring[i % stages]
 //     consumer, a warpgroup    ring[i % stages] --wgmma--> fp32 sums in registers
 //                              sums --round--> boxes of 64 x 64 in shared memory --TMA--> C

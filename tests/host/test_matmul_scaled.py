@@ -193,10 +193,11 @@ MUTANTS_OF_INTEGERS = {
     "scales of the columns of another thread": (
         TWO,
         "RowScales",
-        "threadIdx.x % 4 * 2 + j,",
-        "threadIdx.x % 2 * 2 + j,",
+        "threadIdx.x % 4 * 2 + pair",
+        "threadIdx.x % 2 * 2 + pair",
     ),
-    "scales of the first tile's columns": (TWO, "RowScales", "min(column + 2 * i", "min(0 * column + 2 * i"),
+    "the first 32 columns' scales for all": (ONE, "RowScales", "of_column[pair / 8]", "of_column[0]"),
+    "scales of the first tile's columns": (TWO, "RowScales", "min(column + 32 * i", "min(0 * column + 32 * i"),
     "scales of weights a block of columns off": (
         ONE,
         "BlockScales",
@@ -268,8 +269,8 @@ MUTANTS_OF_ORDER = {
     "scales of rows multiplied with each other first": (
         TWO,
         "RowScales",
-        "__fmul_rn(__fmul_rn(total, of_row[half]), of_column)",
-        "__fmul_rn(total, __fmul_rn(of_row[half], of_column))",
+        "__fmul_rn(__fmul_rn(total, of_row[half]), scale)",
+        "__fmul_rn(total, __fmul_rn(of_row[half], scale))",
     ),
     "a block rounded before it is added": (
         TWO,

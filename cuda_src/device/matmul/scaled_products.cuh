@@ -1,14 +1,15 @@
-// Products of e4m3 operands with fp32 scales (sm_90a only). graphar/numerics/fp8_products.py specifies the order.
+// Products of e4m3 operands with fp32 scales (sm_90a only), batch-invariant: graphar/numerics/fp8_products.py specifies
+// their order, which depends neither on the tile nor on the grid.
 //
 //   a place of the ring: 128 of K   --4 wgmma, from zero--> the sums of a block   --add in fp32--> totals
 //
-// The accumulator of 8-bit products keeps about 14 bits, so the totals are added outside of the tensor core. With two
-// accumulators of blocks one is added while the products of the next block run. Registers hold two up to 128 columns.
-// With one accumulator the products of the other consumer run meanwhile.
+// The accumulator of 8-bit products keeps about 14 bits, so the totals are added outside of the tensor core. A consumer
+// with up to 128 columns has registers for the sums of two blocks: one is added while the products of the next run. With
+// more columns it has one, and the products of the other consumer run meanwhile.
 #pragma once
 #include "device/matmul/pipeline.cuh"
 
-// Rows of a consumer's 64 that this thread's sums lie in: i / 2 % 2 says which one sum i lies in.
+// The two rows of C that this thread's sums lie in: sum i in that of `half` i / 2 % 2. `row` is the tile's first one.
 template <class Tile>
 __device__ __forceinline__ u32 scaled_row(const ScaledMatmulArguments& a, u32 row, u32 index, int half) {
   const u32 at = row + 64 * Tile::warpgroup(index) + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * half;
@@ -26,27 +27,35 @@ struct RowScales {
     __device__ __forceinline__ float add(int, float sum, float total) const { return total + sum; }
   };
 
-  // `row` and `column` are the tile's first ones in C.
+  // Those of a tile, loaded before its products, of which each lane keeps every 32nd column's. `row` and `column` are the
+  // tile's first ones in C.
   template <class Tile>
-  static __device__ __forceinline__ void finish(const Arguments& a, u32 row, u32 column, u32 index,
-                                                SumsOf<Tile>& totals) {
-    float of_row[2];
+  struct OfTile {
+    static_assert(Tile::columns % 32 == 0);
+    float of_row[2], of_column[Tile::columns / 32];
+
+    __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column, u32 index) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) of_row[half] = a.a_scale[scaled_row<Tile>(a, row, index, half) * a.a_scale_row];
+      for (int half = 0; half < 2; ++half)
+        of_row[half] = a.a_scale[scaled_row<Tile>(a, row, index, half) * a.a_scale_row];
 #pragma unroll
-    for (int i = 0; i < Tile::columns / 2; i += 4) {
+      for (int i = 0; i < Tile::columns / 32; ++i)
+        of_column[i] = a.w_scale[min(column + 32 * i + threadIdx.x % 32, a.n - 1) * a.w_scale_row];
+    }
+
+    __device__ __forceinline__ void multiply(SumsOf<Tile>& totals) const {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const u32 at = min(column + 2 * i + threadIdx.x % 4 * 2 + j, a.n - 1);
-        const float of_column = a.w_scale[at * a.w_scale_row];
+      for (int pair = 0; pair < Tile::columns / 4; ++pair) {
+        const u32 at = pair / 2 % 4 * 8 + threadIdx.x % 4 * 2 + pair % 2;
+        const float scale = __shfl_sync(0xffffffff, of_column[pair / 8], at);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float& total = totals[i + 2 * half + j];
-          total = __fmul_rn(__fmul_rn(total, of_row[half]), of_column);
+          float& total = totals[pair / 2 * 4 + 2 * half + pair % 2];
+          total = __fmul_rn(__fmul_rn(total, of_row[half]), scale);
         }
       }
     }
-  }
+  };
 };
 
 // A scale for 128 columns of each row of A, and for 128 columns of 128 rows of W: they multiply the sums of a block.
@@ -76,7 +85,10 @@ struct BlockScales {
   };
 
   template <class Tile>
-  static __device__ __forceinline__ void finish(const Arguments&, u32, u32, u32, SumsOf<Tile>&) {}
+  struct OfTile {
+    __device__ __forceinline__ void load(const Arguments&, u32, u32, u32) {}
+    __device__ __forceinline__ void multiply(SumsOf<Tile>&) const {}
+  };
 };
 
 // By a consumer warpgroup.
@@ -102,6 +114,8 @@ struct ScaledProducts {
 #pragma unroll
     for (int i = 0; i < Tile::columns / 2; ++i) totals[i] = 0;
     const u32 blocks = (a.k + Multiplier::depth - 1) / Multiplier::depth;
+    typename Scales::template OfTile<Tile> scales;
+    scales.load(a, row, column, multiplier.index);
     if constexpr (Tile::columns <= 128) {
       Block even, odd;
       queue(operands, at, even, 0);
@@ -126,7 +140,7 @@ struct ScaledProducts {
         add_last(only, totals);
       }
     }
-    Scales::template finish<Tile>(a, row, column, multiplier.index, totals);
+    scales.multiply(totals);
   }
 
  private:
