@@ -12,6 +12,7 @@ from graphar.numerics.codec_reference import SUM, Noise, decode, encode
 from graphar.numerics.codecs import TILE_NUMEL, Codec, as_codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, Pointwise, as_epilogue, bind
+from graphar.numerics.fp8_products import scaled_linear as scaled_linear
 from graphar.numerics.nan import with_canonical_nan
 
 

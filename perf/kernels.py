@@ -14,12 +14,13 @@ from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.scratch import WORLD_SIZES
-from graphar.plan.tiles import LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, for_wire
+from graphar.plan.tiles import FP8_TILES, LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, for_wire
 from graphar.plan.work import Sum
 from graphar.runtime.catalogue import (
     GATHERING_KERNELS,
     KERNELS,
     NORM_KERNELS,
+    SCALE_FORMATS,
     SKINNY_KERNELS,
     SUMMED_TILE_KERNELS,
     KernelSource,
@@ -28,6 +29,7 @@ from graphar.runtime.catalogue import (
     matmul_source,
     residual_norm_backward_sources,
     residual_norm_source,
+    scaled_matmul_source,
 )
 
 # Ranks between which sums are added as a tree, and the template arguments of such kernels for each result's dtype.
@@ -68,6 +70,7 @@ def catalogue() -> Iterator[KernelSource]:
         for layout in tile.layouts:
             yield matmul_source(dtype, tile, layout)
     yield from _partial_matmul_kernels()
+    yield from _scaled_matmul_kernels()
     yield from _fused_matmul_kernels(epilogues)
     yield from _gathered_matmul_kernels(epilogues)
 
@@ -80,6 +83,12 @@ def _partial_matmul_kernels() -> Iterator[KernelSource]:
             yield matmul_source(dtype, tile, layout, torch.float32)
             if tile.leaves == LEAF_COUNTS[-1]:
                 yield matmul_source(dtype, tile, layout)
+
+
+def _scaled_matmul_kernels() -> Iterator[KernelSource]:
+    kinds = itertools.product(FP8_TILES, SCALE_FORMATS)
+    for (tile, scales), dtype in zip(kinds, itertools.cycle(TYPE_NAMES), strict=False):
+        yield scaled_matmul_source(tile, dtype, scales)
 
 
 def _plain_kernels() -> Iterator[KernelSource]:

@@ -131,5 +131,13 @@ struct MatmulArguments {
   u32 first_tile = 0, end_tile = 0;  // which tiles the grid computes, of a kernel with several leaves
 };
 
+// The arguments of a matmul of e4m3 operands. A scale's strides are in elements: from the scale of a row, or of a block
+// of rows, to the next, and of a block of K to the next. 0: one serves all.
+struct ScaledMatmulArguments : MatmulArguments {
+  const float* a_scale;
+  const float* w_scale;
+  u64 a_scale_row, a_scale_block, w_scale_row, w_scale_block;
+};
+
 // Template argument of kernels whose peers access a rank's symmetric tensor in place, without scratch.
 constexpr bool direct = true;

@@ -26,6 +26,11 @@ struct fp32 {
   static __device__ __forceinline__ u32 round(const float* v) { return __float_as_uint(v[0]); }
 };
 
+// For operands of products: a sign, four bits of exponent and three of mantissa.
+struct e4m3 {
+  using Storage = unsigned char;
+};
+
 // For kernels that move and do not add.
 struct byte {
   using Storage = unsigned char;

@@ -1,6 +1,6 @@
 // matmul: C[M, N] = A[M, K] * W^T + bias, where W is [N, K] as torch.nn.Linear stores it, or its transpose, [K, N].
 //
-//   a block walks tiles of C; a ring of places in its shared memory holds the next 64 of K of both operands:
+//   a block walks tiles of C; a ring of places in its shared memory holds the next 128 bytes of K of both operands:
 //     producer, one thread     A, W --TMA--> ring[i % stages]
 //     consumer, a warpgroup    ring[i % stages] --wgmma--> fp32 sums in registers
 //                              sums --round--> boxes of 64 x 64 in shared memory --TMA--> C
@@ -9,16 +9,28 @@
 // The producer runs ahead across tiles, so the next tile's operands are loaded while one is stored. A grid of any size
 // walks all tiles: the caller chooses how many SMs it takes. Products are added in the order of K, so the bits of C
 // depend on A and W alone. Or K is cut into leaves: the tree of leaf_tree.cuh. The blocks of a cluster may split the
-// leaves of a tile: node_exchange.cuh. Results in fp32 are the sums as they are, without a bias: a rank's partial.
+// leaves of a tile: node_exchange.cuh. Operands in e4m3 have scales: scaled_products.cuh. Results in fp32 are the sums as
+// they are, without a bias: a rank's partial.
 // Ordering of the ring: (9) in ring.cuh.
 #include "device/matmul/leaf_tree.cuh"
 #include "device/matmul/node_exchange.cuh"
+#include "device/matmul/scaled_products.cuh"
 #include "device/matmul/tile_store.cuh"
 
+// In place of the scales of e4m3 operands.
+struct Unscaled {
+  using Arguments = MatmulArguments;
+};
+
+template <class Scales>
+constexpr bool is_scaled = true;
+template <>
+constexpr bool is_scaled<Unscaled> = false;
+
 // A warpgroup that computes 64 rows of each tile, or with consumers that alternate all of every second tile.
-template <class T, class Tile, OperandLayout W, class Result>
-__device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring<Tile>& ring, Turns<Tile>& turns,
-                        u32 index) {
+template <class T, class Tile, OperandLayout W, class Result, class Scales>
+__device__ void consume(const typename Scales::Arguments& a, const TensorMap& c, const Ring<Tile>& ring,
+                        Turns<Tile>& turns, u32 index) {
   const Multiplier<T, Tile, W> multiplier{a, ring, index};
   const TileStore<Result, Tile> tiles{a, ring, index};
   const NodeExchange<T, Tile, Result> exchange{a, ring, index};
@@ -27,19 +39,22 @@ __device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring
   u32 number = 0;
   for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
     SumsOf<Tile> sums;
+    u32 row, column;
     if constexpr (Tile::split > 1) exchange.begin(number);
-    if constexpr (Tile::leaves > 1)
+    if constexpr (is_scaled<Scales>) {
+      walk.locate(row, column);
+      ScaledProducts<Multiplier<T, Tile, W>, Tile, Scales>{multiplier, a, row, column}.multiply(at, sums);
+    } else if constexpr (Tile::leaves > 1)
       LeafTree<Multiplier<T, Tile, W>, Tile>{multiplier}.multiply(at, sums);
     else
       turns.multiply(multiplier, at, sums, number++);
-    u32 row, column;
     walk.locate(row, column);
     if constexpr (Tile::split > 1) {
       exchange.store(sums, row, column, number++);
     } else {
       if constexpr (sizeof(typename Result::Storage) < sizeof(float)) {
 #pragma unroll
-        for (int block = 0; block < Tile::row_blocks; ++block) add_bias<T>(a, column, sums_of_block<Tile>(sums, block));
+        for (int block = 0; block < Tile::row_blocks; ++block) add_bias<Result>(a, column, sums_of_block<Tile>(sums, block));
       }
       tiles.store(c, sums, row, column);
     }
@@ -47,10 +62,10 @@ __device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring
   tiles.wait();
 }
 
-template <class T, class Tile, OperandLayout W, class Result>
+template <class T, class Tile, OperandLayout W, class Result, class Scales = Unscaled>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     matmul(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
-           const __grid_constant__ TensorMap c_map, const __grid_constant__ MatmulArguments a) {
+           const __grid_constant__ TensorMap c_map, const __grid_constant__ typename Scales::Arguments a) {
   const Ring<Tile> ring;
   auto& turns = static_shared<Turns<Tile>>();
   if (threadIdx.x == 0) {
@@ -71,11 +86,11 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     if constexpr (Tile::consumers == 2) shrink_registers<40>();
     if (threadIdx.x < 32 && elected()) {
       fence_async_proxy_global();  // the kernel before may have written A
-      Producer<Tile, W>{a, a_map, w_map, ring}.run(Walk<Tile>{a});
+      Producer<Tile, W, T>{a, a_map, w_map, ring}.run(Walk<Tile>{a});
       release_next_kernel();
     }
   } else {
     if constexpr (Tile::consumers == 2) grow_registers<232>();
-    consume<T, Tile, W, Result>(a, c_map, ring, turns, warpgroup - 1);
+    consume<T, Tile, W, Result, Scales>(a, c_map, ring, turns, warpgroup - 1);
   }
 }

@@ -145,8 +145,13 @@ def why_none_like(a: torch.Tensor) -> str:
     """Returns why the kernel has no products of ``a``, whatever its layout, or an empty string."""
     if a.dtype not in MATMUL_TYPES:
         return f"the kernel has no {a.dtype}"
-    if a.device.type != "cuda" or launcher.architecture(a.device.index) != MATMUL_ARCH:
-        return f"the kernel needs a device of {MATMUL_ARCH}, got tensors on {a.device}"
+    return why_not_on(a.device)
+
+
+def why_not_on(device: torch.device) -> str:
+    """Returns why the kernel cannot run on a device, or an empty string."""
+    if device.type != "cuda" or launcher.architecture(device.index) != MATMUL_ARCH:
+        return f"the kernel needs a device of {MATMUL_ARCH}, got tensors on {device}"
     return ""
 
 

@@ -14,7 +14,12 @@ _ROW_NBYTES = 128  # of a box: a swizzled row, as in cuda_src/device/ptx/tensor_
 BOX_COLUMNS = _ROW_NBYTES // 2  # of a 16-bit type
 # The alignment, in bytes, of the buffer that the driver writes a map to. Objects of cuda.bindings are aligned to less.
 _ALIGNMENT = 128
-_TYPES = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT32"}  # as the driver names them
+_TYPES = {  # as the driver names them; it copies e4m3 as bytes
+    torch.float16: "FLOAT16",
+    torch.bfloat16: "BFLOAT16",
+    torch.float32: "FLOAT32",
+    torch.float8_e4m3fn: "UINT8",
+}
 
 
 class TensorMap(ctypes.Structure):
@@ -28,7 +33,7 @@ class Matrix:
     """A matrix whose rows are contiguous, in device memory."""
 
     pointer: int  # the address of its first element
-    dtype: torch.dtype  # torch.bfloat16, torch.float16 or torch.float32
+    dtype: torch.dtype  # torch.bfloat16, torch.float16, torch.float32 or torch.float8_e4m3fn
     rows: int  # the number of rows
     columns: int  # the elements of a row
     leading: int  # the elements from the begin of one row to the begin of the next
@@ -37,8 +42,8 @@ class Matrix:
 def matrix_of(x: torch.Tensor) -> Matrix | None:
     """Returns a 2-D tensor as a matrix for a tensor map; None if it cannot have one.
 
-    It can have one if its rows are contiguous and begin at multiples of 16 bytes, its dtype is bf16, fp16 or fp32, and
-    it is not empty.
+    It can have one if its rows are contiguous and begin at multiples of 16 bytes, its dtype is bf16, fp16, fp32 or
+    e4m3, and it is not empty.
     """
     if x.dtype not in _TYPES or x.numel() == 0 or max(x.shape) >= 1 << 31:
         return None

@@ -23,33 +23,34 @@ LEAF_UNIT = 64  # the columns that kernels load at a time: leaves of other lengt
 STEP = 16  # columns that a wgmma instruction multiplies
 
 
-def product(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Returns ``a @ w.T`` in fp32, added in the order of K, 16 columns at a time.
+def product(a: torch.Tensor, w: torch.Tensor, step: int = STEP) -> torch.Tensor:
+    """Returns ``a @ w.T`` in fp32, added in the order of K, ``step`` columns at a time.
 
-    An element begins as zero. The products of 16 columns are added to each other, from zero and in order. Their sum is
-    added to the element. Each product and each sum is rounded to nearest in fp32. The products of bf16 and fp16 are
-    exact, unless they leave the range of normal fp32 numbers. The bits of an element therefore depend on its row of
+    An element begins as zero. The products of ``step`` columns are added to each other, from zero and in order. Their
+    sum is added to the element. Each product and each sum is rounded to nearest in fp32. The products of bf16 and fp16
+    are exact, unless they leave the range of normal fp32 numbers. The bits of an element therefore depend on its row of
     ``a`` and its row of ``w`` alone. torch's matmul on the CPU does not promise that: its order depends on the shape.
 
     Kernels executed on the host (tests/host) give the bits of this function. A tensor core does not: it adds the
-    products of 16 columns and the element in one operation, whose intermediate results have other roundings. So
+    products of a step and the element in one operation, whose intermediate results have other roundings. So
     products have one set of bits on all CPUs, and another on all GPUs with the same tensor cores. What is added to
     equal products, such as partials and biases, has the same bits on both.
 
     Args:
         a: [M, K], bf16, fp16 or fp32.
         w: [N, K], of the same dtype.
+        step: columns whose products are added before they meet the element: those of one instruction.
 
     Returns:
         A new tensor [M, N].
     """
     a, w = a.float().t().contiguous(), w.float().t().contiguous()
     total = a.new_zeros(a.shape[1], w.shape[1])
-    for columns in zip(a.split(STEP), w.split(STEP), strict=True):
-        step = torch.zeros_like(total)
+    for columns in zip(a.split(step), w.split(step), strict=True):
+        added = torch.zeros_like(total)
         for of_a, of_w in zip(*columns, strict=True):
-            step += of_a[:, None] * of_w  # not addcmul, which may round once
-        total += step
+            added += of_a[:, None] * of_w  # not addcmul, which may round once
+        total += added
     return total
 
 

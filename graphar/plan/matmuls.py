@@ -13,7 +13,7 @@ from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
 from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
 from graphar.plan.tables import Table
-from graphar.plan.tiles import GATHERED_TILES, LEAF_TILES, MatmulTile, SkinnyTile, for_wire
+from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LEAF_TILES, MatmulTile, SkinnyTile, for_wire
 from graphar.plan.work import Product
 
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
@@ -182,6 +182,22 @@ def gathered_tile(
     """
     fitting = [tile for tile in GATHERED_TILES if layout in tile.layouts]
     return min(fitting, key=lambda tile: clocks(cost, tile, counts, n, k, chip.shared_blocks(cluster=tile.cluster)))
+
+
+@functools.lru_cache(maxsize=1024)
+def fastest_scaled_tile(cost: TileCost, m: int, n: int, k: int, sms: int) -> MatmulTile:
+    """Returns the tile of FP8_TILES that is estimated to multiply e4m3 operands [m, k] and [n, k] fastest.
+
+    The costs are those of 16-bit operands, until others are measured: 128 of K have the bytes of 64 of 16 bits, and the
+    tensor cores multiply them in the same time. Adding the sums of blocks is not counted. The weight comes from memory,
+    which limits matmuls with few rows.
+    """
+
+    def estimate(tile: MatmulTile) -> tuple[float, float]:
+        busiest = clocks(cost, tile, [m], n, max(k // 2, 1), sms)
+        return max(busiest, n * cost.clocks_a_line_of_memory), busiest
+
+    return min(FP8_TILES, key=estimate)
 
 
 def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int, sms: int) -> float:

@@ -19,7 +19,7 @@ class MatmulTile:
 
     rows: int  # rows of C: 64, 128 or 192
     columns: int  # columns of C: 64, 128, 160, 192, 224 or 256
-    stages: int  # pipeline stages in shared memory, of 64 of K each
+    stages: int  # pipeline stages in shared memory, of 128 bytes of K each: 64 elements of 16 bits, 128 of 8
     cluster: int = 1  # thread blocks of a cluster: their tiles lie below each other in C, and they load W together
     # Whether shared memory holds a whole finished tile, which kernels need that send it to other ranks. Otherwise it
     # holds two boxes of each warpgroup, or one of each of three.
@@ -213,6 +213,17 @@ GATHERED_TILES = (
     MatmulTile(128, 160, stages=5),
     MatmulTile(128, 192, stages=4),
     MatmulTile(128, 256, stages=4, cluster=2),
+)
+# The tiles of the plain matmul of e4m3 operands. A thread has the totals of its part of the tile in registers, and the
+# sums of two blocks of K besides, or of one in tiles of 192 columns: those need two warpgroups, so that one multiplies
+# while the other adds. Wider tiles do not fit.
+FP8_TILES = (
+    MatmulTile(64, 64, stages=12),
+    MatmulTile(64, 128, stages=8),
+    MatmulTile(128, 128, stages=6),
+    MatmulTile(128, 128, stages=6, cluster=2),
+    MatmulTile(128, 192, stages=4),
+    MatmulTile(128, 192, stages=4, cluster=2),
 )
 # The tiles of matmuls that send finished tiles to other ranks.
 SUMMED_TILES = (

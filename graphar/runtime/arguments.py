@@ -147,10 +147,24 @@ class MatmulArguments(ctypes.Structure):
     ]
 
 
+class ScaledMatmulArguments(MatmulArguments):
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in ("a_scale", "w_scale", "a_scale_row", "a_scale_block", "w_scale_row", "w_scale_block")
+    ]
+
+
 def layout_check() -> str:
     """Returns C++ that compiles only if the structs above match the sources byte for byte."""
     lines = []
-    by_kernel = (Arguments, TupleArguments, NormArguments, NormGradientArguments, MatmulArguments)
+    by_kernel = (
+        Arguments,
+        TupleArguments,
+        NormArguments,
+        NormGradientArguments,
+        MatmulArguments,
+        ScaledMatmulArguments,
+    )
     for struct in (Record, EpochState, Counters, EpilogueArguments, *by_kernel):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]

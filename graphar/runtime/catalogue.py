@@ -14,6 +14,9 @@ from graphar.plan.algorithms import MATMUL_ARCH, Algorithm, kernels_that
 from graphar.plan.config import Kernel
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 
+# Formats of the scales of e4m3 operands: classes of cuda_src/device/matmul/scaled_products.cuh.
+SCALE_FORMATS = ("RowScales", "BlockScales")
+
 
 @dataclass(frozen=True)
 class KernelSource:
@@ -109,6 +112,15 @@ def matmul_source(
     ``out_dtype`` is ``dtype`` or torch.float32; None: ``dtype``.
     """
     name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}, {TYPE_NAMES[out_dtype or dtype]}>"
+    return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
+
+
+def scaled_matmul_source(tile: MatmulTile, out_dtype: torch.dtype, scales: str) -> KernelSource:
+    """Returns the kernel of a matmul of e4m3 operands, whose weight is by rows.
+
+    ``out_dtype`` is one of TYPE_NAMES, and ``scales`` one of SCALE_FORMATS.
+    """
+    name = f"matmul<e4m3, {tile}, by_rows, {TYPE_NAMES[out_dtype]}, {scales}>"
     return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
 
 

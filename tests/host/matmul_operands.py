@@ -6,9 +6,9 @@ import torch
 
 
 def aligned_rows(values: torch.Tensor) -> torch.Tensor:
-    """The rows, padded with NaN to a multiple of 8 elements as the kernels require."""
-    rows, columns = values.shape
-    padded = torch.full((rows, -(-columns // 8) * 8), float("nan"), dtype=values.dtype)
+    """The rows, padded with NaN to a multiple of 16 bytes as the kernels require."""
+    (rows, columns), unit = values.shape, 16 // values.dtype.itemsize
+    padded = torch.full((rows, -(-columns // unit) * unit), float("nan"), dtype=values.dtype)
     padded[:, :columns] = values
     return padded.view(-1)
 

@@ -3,7 +3,8 @@
 #include "device/matmul/ring.cuh"
 #include "device/pack.cuh"
 
-template <class Tile, OperandLayout W>
+// Operands have elements of type T.
+template <class Tile, OperandLayout W, class T = bf16>
 struct Producer {
   const MatmulArguments& a;
   const TensorMap& a_map;
@@ -38,7 +39,7 @@ struct Producer {
   // leaves are split, this block's part of K.
   __device__ void load_tile(Position<Tile>& at, const TensorMap& rows_map, u32 a_nbytes, u32 row, u32 column) const {
     const u32 first = Tile::split > 1 ? block_in_cluster() * (a.k / Tile::split) : 0;
-    for (u32 k = first; k < first + a.k / Tile::split; k += tile_depth, at.next()) {
+    for (u32 k = first; k < first + a.k / Tile::split; k += depth_of<T>, at.next()) {
       ring.wait_for_emptied(at);
       ring.filled[at.place].arrive_and_expect(a_nbytes + Tile::w_nbytes);
       tensor_load(ring.a(at.place), rows_map, k, row, ring.filled[at.place]);
@@ -75,8 +76,10 @@ __device__ __forceinline__ auto& sums_of_block(SumsOf<Tile>& sums, int block) {
 // A warpgroup that multiplies its rows of each tile. Operands lie in boxes, as in the matrices they come from.
 template <class T, class Tile, OperandLayout W, OperandLayout A = by_rows>
 struct Multiplier {
-  static constexpr u32 k_step = 16, a_step = A == by_rows ? k_step * 2 : k_step * row_nbytes;
-  static constexpr u32 w_step = W == by_rows ? k_step * 2 : k_step * row_nbytes;
+  static constexpr u32 depth = depth_of<T>, k_step = depth / 4;
+  static_assert(sizeof(typename T::Storage) == 2 || (A == by_rows && W == by_rows), "wgmma transposes 16 bits");
+  static constexpr u32 a_step = A == by_rows ? row_nbytes / 4 : k_step * row_nbytes;
+  static constexpr u32 w_step = W == by_rows ? row_nbytes / 4 : k_step * row_nbytes;
   const MatmulArguments& a;
   const Ring<Tile>& ring;
   const u32 index;  // of the warpgroup among the consumers
@@ -98,7 +101,7 @@ struct Multiplier {
   __device__ u32 queue(Position<Tile>& at, Sums& sums) const {
     const Operands operands = first_operands();
     u32 before = 0;
-    for (u32 k = 0; k < a.k; k += tile_depth, at.next()) {
+    for (u32 k = 0; k < a.k; k += depth, at.next()) {
       queue_place(operands, at, sums, k);
       wait_for_all_but_last_products();
       if (k > 0) release(before);
@@ -125,7 +128,7 @@ struct Multiplier {
     const u32 place = at.place * Tile::place_nbytes;
     fence_sums();
 #pragma unroll
-    for (u32 step = 0; step < tile_depth / k_step; ++step)
+    for (u32 step = 0; step < depth / k_step; ++step)
 #pragma unroll
       for (int block = 0; block < Tile::row_blocks; ++block)
         Product<Tile::columns, A == by_columns, W == by_columns>::add(
@@ -160,7 +163,7 @@ struct Turns {
       multiplier.multiply(at, sums);
     } else {
       const u32 index = multiplier.index;
-      if (index + number > 0) at.skip((multiplier.a.k + tile_depth - 1) / tile_depth);
+      if (index + number > 0) at.skip((multiplier.a.k + Multiplier::depth - 1) / Multiplier::depth);
       while (!queued[1 - index].try_wait(index + number - 1)) continue;
       const u32 last = multiplier.queue(at, sums);
       if (multiplier.lane == 0) queued[index].arrive();

@@ -4,8 +4,10 @@
 #include "device/matmul/operands.cuh"
 #include "device/ptx/tensor_map.cuh"
 
-constexpr u32 tile_depth = 64;   // of K in a place: 128 bytes, the width of a box
 constexpr u32 row_nbytes = 128;  // of a box
+template <class T>
+constexpr u32 depth_of = row_nbytes / sizeof(typename T::Storage);  // of K in a place, whose elements are of type T
+constexpr u32 tile_depth = 64;                                      // the same of 16-bit elements
 constexpr u32 box_nbytes = 64 * row_nbytes;
 
 enum OperandLayout { by_rows, by_columns };  // of W: [N, K], [K, N]

@@ -7,7 +7,7 @@
 // ---- products -------------------------------------------------------------------------------------------------------
 
 // sums[64, N] += A[64, 16] * B[16, N], or = with `first`. Each operand is one of operand_by_rows or operand_by_columns
-// (operands.cuh). Row r of a warp's 16, columns 8 j + 2 c and 8 j + 2 c + 1, are sums[4 j + r / 8 * 2 + {0, 1}] of
+// (operands.cuh). Of e4m3, A is [64, 32] and B [32, N], both by rows, and the sums have fewer bits than fp32. Row r of a warp's 16, columns 8 j + 2 c and 8 j + 2 c + 1, are sums[4 j + r / 8 * 2 + {0, 1}] of
 // thread 4 (r % 8) + c.
 template <int N, bool a_by_columns, bool b_by_columns>
 struct Product;
@@ -35,19 +35,19 @@ struct Product;
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, "   \
   "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define PRODUCT_OF(TYPE, PTX_TYPE, N, NAMES, A, B, A_BY_COLUMNS, B_BY_COLUMNS, FIRST, ...)                            \
-  static __device__ __forceinline__ void add(TYPE, float(&sums)[N / 2], u64 a, u64 b, bool first) {                  \
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.u32 p, " FIRST ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #N       \
-                 "k16.f32." PTX_TYPE "." PTX_TYPE " {" NAMES "}, " A ", " B ", p, 1, 1, " A_BY_COLUMNS               \
-                 ", " B_BY_COLUMNS ";\n\t}"                                                                          \
-                 : __VA_ARGS__                                                                                       \
-                 : "l"(a), "l"(b), "n"(int(a_by_columns)), "n"(int(b_by_columns)), "r"(u32(first)));                 \
+#define PRODUCT_OF(TYPE, K_AND_TYPES, LAYOUTS, N, NAMES, A, B, FIRST, ...)                                           \
+  static __device__ __forceinline__ void add(TYPE, float(&sums)[N / 2], u64 a, u64 b, bool first) {                 \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.u32 p, " FIRST ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #N      \
+                 K_AND_TYPES " {" NAMES "}, " A ", " B ", p, 1, 1" LAYOUTS ";\n\t}"                                 \
+                 : __VA_ARGS__                                                                                      \
+                 : "l"(a), "l"(b), "n"(int(a_by_columns)), "n"(int(b_by_columns)), "r"(u32(first)));                \
   }
-#define PRODUCT(N, ...)                           \
-  template <bool a_by_columns, bool b_by_columns> \
-  struct Product<N, a_by_columns, b_by_columns> { \
-    PRODUCT_OF(bf16, "bf16", N, __VA_ARGS__)      \
-    PRODUCT_OF(fp16, "f16", N, __VA_ARGS__)       \
+#define PRODUCT(N, NAMES, A, B, A_BY_COLUMNS, B_BY_COLUMNS, FIRST, ...)                                              \
+  template <bool a_by_columns, bool b_by_columns>                                                                   \
+  struct Product<N, a_by_columns, b_by_columns> {                                                                   \
+    PRODUCT_OF(bf16, "k16.f32.bf16.bf16", ", " A_BY_COLUMNS ", " B_BY_COLUMNS, N, NAMES, A, B, FIRST, __VA_ARGS__)  \
+    PRODUCT_OF(fp16, "k16.f32.f16.f16", ", " A_BY_COLUMNS ", " B_BY_COLUMNS, N, NAMES, A, B, FIRST, __VA_ARGS__)    \
+    PRODUCT_OF(e4m3, "k32.f32.e4m3.e4m3", "", N, NAMES, A, B, FIRST, __VA_ARGS__)                                   \
   };
 
 PRODUCT(8, NAMES_0_3, "%4", "%5", "%6", "%7", "%8", SUMS_4(0))

@@ -14,7 +14,7 @@ void one_matmul(Arguments a) {
   const u64 a_box_rows = up_to_8(m) < Tile::rows ? up_to_8(m) : Tile::rows;
   const TensorMap a_map{first, k, m, up_to_8(k), a_box_rows}, w_map{second, w_columns, w_rows, up_to_8(w_columns), w_box_rows};
   const u64 wide = sizeof(typename Result::Storage) / sizeof(u16);
-  const TensorMap c_map{static_cast<u16*>(a.output), wide * n, m, wide * up_to_8(n), 64, wide};
+  const TensorMap c_map{static_cast<u16*>(a.output), wide * n, m, wide * up_to_8(n), 64, 2 * wide};
   const void* bias = sizes[5] ? second + w_rows * up_to_8(w_columns) : nullptr;
   MatmulArguments arguments{bias, u32(m), u32(n), u32(k), u32(sizes[3]), u32(sizes[4])};
   if (Tile::split > 1) {

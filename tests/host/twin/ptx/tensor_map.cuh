@@ -4,10 +4,12 @@
 
 template const bool has_async_proxy<>;
 
-// Columns are counted in 16 bits, whatever an element has.
+// Columns are counted in 16 bits, whatever an element has. Of the last one only a byte lies in a matrix with an odd
+// number of bytes in a row.
 struct TensorMap {
   u16* base;
-  u64 columns, rows, leading, box_rows, element_columns = 1;
+  u64 columns, rows, leading, box_rows, element_nbytes = 2;
+  bool is_odd = false;
 };
 
 // The hardware may not be given a map that nobody has filled.
@@ -33,11 +35,16 @@ struct Piece {
       }
   }
 
+  // Whether the row of an element ends after its first byte.
+  bool ends_within(const u16* global) const {
+    return map.is_odd && global && u64(global - map.base) % map.leading + 1 == map.columns;
+  }
+
   static void load(const simulator::Copy& copy) {
     const Piece& piece = *static_cast<const Piece*>(copy.from);
     piece.visit(piece.map.columns, [&](u16* there, const u16* global) {
       const u16 v = global ? load_as(simulator::view(copy.read), global) : 0;
-      store_as(simulator::view(copy.written), there, v);
+      store_as(simulator::view(copy.written), there, piece.ends_within(global) ? u16(v & 0xff) : v);
     });
     simulator::Copy done = copy;
     done.nbytes = 1024;
@@ -59,7 +66,7 @@ inline void add_pieces(const TensorMap& map, u32 x, u32 y, const void* shared, A
   char* const box = static_cast<char*>(const_cast<void*>(shared));
   if (shared_address(box) % 1024) std::abort();
   for (u32 r = 0; r < map.box_rows; r += 8)
-    add(new (simulator::make_memory(sizeof(Piece))) Piece{map, u32(x * map.element_columns), y + r, box + r * 128});
+    add(new (simulator::make_memory(sizeof(Piece))) Piece{map, u32(x * map.element_nbytes / 2), y + r, box + r * 128});
 }
 
 inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded, u32 blocks) {

@@ -37,7 +37,23 @@ inline Products& products() {
   return of_threads[block_of_all()][threadIdx.x];
 }
 
-// Element k of row (or column) i of an operand of 16-bit elements, by the bits of its descriptor.
+inline float decoded(bf16, u16 bits) {
+  float v[2];
+  return bf16::unpack(bits, v), v[0];
+}
+inline float decoded(fp16, u16 bits) {
+  float v[2];
+  return fp16::unpack(bits, v), v[0];
+}
+inline float decoded(e4m3, unsigned char bits) {
+  const u32 magnitude = bits & 0x7f;
+  float v = std::bit_cast<float>((magnitude << 20) + (120u << 23));
+  if (magnitude < 8) v = magnitude * 0x1p-9f;
+  if (magnitude == 0x7f) v = NAN;
+  return bits & 0x80 ? -v : v;
+}
+
+// Element k of row (or column) i of an operand, by the bits of its descriptor.
 template <class T>
 struct Operand {
   u32 begin, leading, stride;
@@ -52,11 +68,9 @@ struct Operand {
   template <bool by_columns>
   __forceinline__ float element(u32 i, u32 k) const {
     u32 at = begin + (by_columns ? i / 64 * leading + i % 64 * 2 + k / 8 * stride + k % 8 * 128
-                                 : i / 8 * stride + i % 8 * 128 + k * 2);
+                                 : i / 8 * stride + i % 8 * 128 + k * sizeof(typename T::Storage));
     at ^= at / 128 % 8 * 16;
-    float v[2];
-    T::unpack(load_as(observer, reinterpret_cast<const u16*>(boxes + at)), v);
-    return v[0];
+    return decoded(T{}, load_as(observer, reinterpret_cast<const typename T::Storage*>(boxes + at)));
   }
 };
 
@@ -70,18 +84,19 @@ struct Product {
     mine.perhaps_carry_out_one();
   }
 
-  // Adds in the order of graphar.numerics.leaf_tree.product.
+  // Adds in the order of graphar.numerics.leaf_tree.product: the products of one instruction are a step.
   template <class T>
   static void carry_out(float* sums, u64 a, u64 b, bool first) {
     const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     simulator::fence(simulator::async_shared, simulator::products);
+    constexpr u32 step = 32 / sizeof(typename T::Storage);
     const Operand<T> rows(a), columns(b);
-    float row[2][16];
-    for (u32 k = 0; k < 32; ++k)
-      row[k / 16][k % 16] = rows.template element<a_by_columns>(warp * 16 + lane / 4 + k / 16 * 8, k % 16);
+    float row[2][step];
+    for (u32 k = 0; k < 2 * step; ++k)
+      row[k / step][k % step] = rows.template element<a_by_columns>(warp * 16 + lane / 4 + k / step * 8, k % step);
     for (u32 c = 0; c < N / 4; ++c) {
       float sum[2] = {};
-      for (u32 k = 0; k < 16; ++k) {
+      for (u32 k = 0; k < step; ++k) {
         const float v = columns.template element<b_by_columns>(c / 2 * 8 + lane % 4 * 2 + c % 2, k);
         for (int r = 0; r < 2; ++r) sum[r] += row[r][k] * v;
       }

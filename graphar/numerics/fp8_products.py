@@ -1,0 +1,183 @@
+"""Products of e4m3 operands with fp32 scales, added in an order that does not depend on their shapes.
+
+    block     0      1      2    ...   of 128 columns of K, each added from zero
+    total   0 + 0  + 1    + 2    ...   in fp32, in the order of K
+
+There are two formats. Scales of rows multiply the total, once all blocks are added. Scales of blocks multiply the sum
+of each block before it is added. A tensor core of Hopper keeps about 14 bits of a sum of 8-bit products, so no block is
+longer. An element depends on its row of ``a``, its row of ``w`` and their scales alone: products are batch-invariant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from graphar.numerics import leaf_tree
+from graphar.numerics.nan import with_canonical_nan
+
+FP8 = torch.float8_e4m3fn
+BLOCK = 128  # columns of K whose products are added from zero; and columns, and rows of ``w``, that share a scale
+STEP = 32  # columns that a wgmma instruction multiplies
+RESULT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of a product, as :func:`checked_scales` returns them: views of the caller's tensors, with any strides.
+
+    Attributes:
+        in_blocks: whether they are of blocks; else they are of rows.
+        a: fp32: [M, 1] of rows; [M, K / 128] of blocks: one for 128 columns of a row.
+        w: fp32: [N, 1] of rows; [N / 128, K / 128] of blocks: one for 128 columns of 128 rows.
+    """
+
+    in_blocks: bool
+    a: torch.Tensor
+    w: torch.Tensor
+
+
+def scaled_linear(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    a_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Returns ``(a * a_scale) @ (w * w_scale).T + bias`` of e4m3 operands, accumulated in fp32 and rounded once.
+
+    K is cut in blocks of 128 columns. The last one may be shorter, as if it were padded with zeros. The products of a
+    block are added in the order of K, 32 columns at a time. The sums of the blocks are added in fp32, in the order of
+    K, to a total that begins as zero.
+
+    Scales of rows multiply the total: ``(total * a_scale) * w_scale``, with a rounding to fp32 each. Scales of blocks
+    multiply each block: ``total + block * (a_scale * w_scale)``, where the product of the scales is rounded, and the
+    multiplication and the addition together are rounded once, as fused multiply-add does. The bias is then added in
+    fp32.
+
+    Each element depends on its row of ``a``, its row of ``w`` and their scales alone. A tensor core adds the products
+    of a block with other intermediate roundings, so CPUs and GPUs may differ there. All else has the same bits on both.
+
+    Args:
+        a: [M, K], torch.float8_e4m3fn.
+        w: [N, K], torch.float8_e4m3fn, as torch.nn.Linear stores it.
+        a_scale: fp32, with any strides. Of rows: [M, 1], or one number. Of blocks: [M, ceil(K / 128)].
+        w_scale: fp32, with any strides. Of rows: [N, 1], [1, N], or one number. Of blocks: [ceil(N / 128), ceil(K /
+            128)]. Scales that could be of either format are of rows.
+        bias: [N], with the dtype of the result. Not for results in fp32.
+        out_dtype: the dtype of the result: torch.bfloat16, torch.float16, or torch.float32 for the sum that is not
+            rounded, such as a rank's partial.
+
+    Returns:
+        A new tensor [M, N]. Every NaN is the canonical one.
+
+    Raises:
+        TypeError, ValueError: see :func:`check_operands` and :func:`checked_scales`.
+    """
+    check_operands("scaled_linear", a, w, bias, out_dtype)
+    total = product(a, w, checked_scales("scaled_linear", a, w, a_scale, w_scale))
+    return with_canonical_nan((total if bias is None else total + bias.float()).to(out_dtype))
+
+
+def product(a: torch.Tensor, w: torch.Tensor, scales: Scales) -> torch.Tensor:
+    """Returns the scaled product in fp32, before a bias: [M, N]. See :func:`scaled_linear`."""
+    (m, k), n = a.shape, len(w)
+    a, w = a.float(), w.float()
+    total = a.new_zeros(m, n)
+    for block, first in enumerate(range(0, k, BLOCK)):
+        columns = slice(first, first + BLOCK)
+        added = leaf_tree.product(a[:, columns], w[:, columns], STEP)
+        if scales.in_blocks:
+            of_rows = scales.w[:, block].repeat_interleave(BLOCK)[:n]
+            total = fused_multiply_add(added, scales.a[:, block, None] * of_rows, total)
+        else:
+            total = total + added
+    return total if scales.in_blocks else total * scales.a * scales.w.t()
+
+
+def fused_multiply_add(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """Returns ``x * y + z`` of fp32 tensors, rounded once.
+
+    In fp64 the product is exact, and the sum has 53 bits. If the sum is not exact, its last bit is made odd, away from
+    what fp32 could take for a tie: so the second rounding gives what a single one would give.
+    """
+    of_x_y = x.double() * y.double()
+    total = of_x_y + z
+    of_z = total - of_x_y
+    rest = (of_x_y - (total - of_z)) + (z - of_z)  # what the addition has lost
+    bits = total.view(torch.int64)
+    is_even = (bits & 1 == 0) & (rest != 0) & rest.isfinite()
+    nearest_odd = bits + torch.where((rest > 0) == (total > 0), 1, -1)
+    return torch.where(is_even, nearest_odd, bits).view(torch.float64).float()
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def check_operands(
+    op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> None:
+    """Raises TypeError or ValueError, which name ``op``, unless the operands of a scaled product fit together.
+
+    ``a`` is [M, K] and ``w`` [N, K], both torch.float8_e4m3fn, on one device. ``bias`` is [N] or None. ``out_dtype`` is
+    one of RESULT_DTYPES, and the dtype of the bias.
+    """
+    for name, x in (("a", a), ("w", w)):
+        _check_tensor(op, name, x, FP8, a)
+        if x.ndim != 2:
+            raise ValueError(f"{op}: {name} must have 2 dimensions, got {list(x.shape)}")
+    if a.shape[1] != w.shape[1]:
+        raise ValueError(f"{op}: a and w must have equally many columns, got {list(a.shape)} and {list(w.shape)}")
+    if out_dtype not in RESULT_DTYPES:
+        raise TypeError(f"{op}: out_dtype must be one of {RESULT_DTYPES}, got {out_dtype}")
+    if bias is None:
+        return
+    if out_dtype == torch.float32:
+        raise ValueError(f"{op}: a bias is added to rounded results only, got out_dtype=torch.float32")
+    _check_tensor(op, "bias", bias, out_dtype, a)
+    if bias.shape != (len(w),):
+        raise ValueError(f"{op}: bias must be {[len(w)]}, got {list(bias.shape)}")
+
+
+def checked_scales(op: str, a: torch.Tensor, w: torch.Tensor, a_scale: torch.Tensor, w_scale: torch.Tensor) -> Scales:
+    """Returns the scales of operands that :func:`check_operands` has checked, in the format that their shapes have.
+
+    Raises:
+        TypeError: a scale is no fp32 tensor.
+        ValueError: a scale is on another device than ``a``, or the shapes are of neither format. The error names the
+            shapes that both formats need.
+    """
+    _check_tensor(op, "a_scale", a_scale, torch.float32, a)
+    _check_tensor(op, "w_scale", w_scale, torch.float32, a)
+    (m, k), n = a.shape, len(w)
+    of_a, of_w = _of_rows(a_scale, m), _of_rows(w_scale, n)
+    if of_w is None and w_scale.shape == (1, n):
+        of_w = w_scale.t()
+    if of_a is not None and of_w is not None:
+        return Scales(False, of_a, of_w)
+    a_blocks, w_blocks = [m, -(-k // BLOCK)], [-(-n // BLOCK), -(-k // BLOCK)]
+    if [*a_scale.shape] == a_blocks and [*w_scale.shape] == w_blocks:
+        return Scales(True, a_scale, w_scale)
+    raise ValueError(
+        f"{op}: a_scale must be {[m, 1]} or one number and w_scale {[n, 1]}, {[1, n]} or one number, for scales of "
+        f"rows; or {a_blocks} and {w_blocks}, for scales of blocks of {BLOCK}; got {list(a_scale.shape)} and "
+        f"{list(w_scale.shape)}"
+    )
+
+
+def _of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor | None:
+    """Returns scales of rows as [rows, 1]; None if there are not as many, or a single one for all."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(rows, 1)
+    return scale if scale.shape == (rows, 1) else None
+
+
+def _check_tensor(op: str, name: str, x: torch.Tensor, dtype: torch.dtype, beside: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype != dtype:
+        raise TypeError(f"{op}: {name} must be {dtype}, got {x.dtype}")
+    if x.device != beside.device:
+        raise ValueError(f"{op}: {name} must be on the device of a, {beside.device}, got {x.device}")

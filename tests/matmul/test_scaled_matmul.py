@@ -1,0 +1,218 @@
+"""The matmul of e4m3 operands without a GPU: what its kernels compile to, what it launches, and what it refuses."""
+
+import itertools
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graphar.errors import UnsupportedError
+from graphar.matmul import gemm, scaled_gemm
+from graphar.matmul.tensor_maps import Matrix, matrix_of
+from graphar.numerics.fp8_products import FP8, checked_scales
+from graphar.plan.matmuls import fastest_scaled_tile
+from graphar.plan.tables import shipped_table
+from graphar.plan.tiles import FP8_TILES, MatmulTile
+from graphar.runtime.catalogue import SCALE_FORMATS, scaled_matmul_source
+from perf.cubin import resources
+from tests.matmul.test_matmul import SHARED_NBYTES_OF_A_BLOCK, compile_with_log
+
+COST = shipped_table("nvidia_h200").matmul.cost
+every_tile = pytest.mark.parametrize("tile", FP8_TILES, ids=str)
+
+
+def operand(rows, columns):
+    return torch.zeros(rows, columns).to(FP8)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+@every_tile
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scales", SCALE_FORMATS)
+def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers(tile, out_dtype, scales):
+    image, symbol, log = compile_with_log(scaled_matmul_source(tile, out_dtype, scales))
+    needed = resources(image, symbol)
+
+    assert log.strip() == ""  # it would say that it serializes wgmma, or ignores setmaxnreg
+    assert needed.stack_nbytes == 0
+    assert needed.registers <= 65536 // tile.threads // 8 * 8
+
+
+@every_tile
+def test_a_block_fits_into_an_sm(tile):
+    assert tile.shared_nbytes <= SHARED_NBYTES_OF_A_BLOCK
+
+
+# ---- which tile -----------------------------------------------------------------------------------------------------
+
+
+def test_every_matrix_has_a_tile():
+    for m, n, k, sms in itertools.product((1, 64, 1000, 16384), (8, 1024, 7168), (1, 128, 8192), (1, 2, 132)):
+        tile = fastest_scaled_tile(COST, m, n, k, sms)
+        assert tile in FP8_TILES
+        assert tile.cluster <= max(2, sms)
+
+
+def test_few_rows_take_low_tiles_and_many_rows_high_ones():
+    assert {fastest_scaled_tile(COST, m, 8192, 4096, 132).rows for m in (1, 16, 64)} == {64}
+    assert fastest_scaled_tile(COST, 4096, 8192, 4096, 132).rows == 128
+
+
+# ---- what is launched -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What would be launched, as a list of (kernel, parameters, grid)."""
+    given = []
+    monkeypatch.setattr(scaled_gemm, "_function", lambda device, *kernel: kernel)
+    for module in (gemm, scaled_gemm):
+        monkeypatch.setattr(module, "tensor_map", lambda matrix, box_rows: (matrix, box_rows))
+
+    def launch(function, parameters, grid):
+        given.append((function, parameters, grid))
+        return SimpleNamespace(enqueue=None)
+
+    monkeypatch.setattr(scaled_gemm, "Launch", launch)
+    scaled_gemm._bind.cache_clear()
+    yield given
+    scaled_gemm._bind.cache_clear()
+
+
+def bind(tile, scales, m=1000, n=520, k=300, sms=132, order=None, result=torch.bfloat16):
+    a, w, c = (
+        Matrix(4096, dtype, *shape, shape[1]) for dtype, shape in ((FP8, (m, k)), (FP8, (n, k)), (result, (m, n)))
+    )
+    scaled_gemm._bind(0, tile, sms, order or gemm.Order(), a, w, c, 8192, scaled_gemm._placed(scales))
+
+
+def scales_of(m=1000, n=520, k=300, in_blocks=False):
+    shapes = ((m, -(-k // 128)), (-(-n // 128), -(-k // 128))) if in_blocks else ((m, 1), (n, 1))
+    return checked_scales("op", operand(m, k), operand(n, k), *map(torch.ones, shapes))
+
+
+def told(arguments):
+    return [
+        getattr(arguments, name)
+        for name in ("a_scale", "w_scale", "a_scale_row", "a_scale_block", "w_scale_row", "w_scale_block")
+    ]
+
+
+@pytest.mark.parametrize("result", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_the_kernel_is_that_of_the_result_and_of_the_format_of_the_scales(launches, result, in_blocks):
+    tile = FP8_TILES[0]
+
+    bind(tile, scales_of(in_blocks=in_blocks), result=result)
+
+    assert launches[0][0] == (tile, result, "BlockScales" if in_blocks else "RowScales")
+
+
+def test_a_launch_is_told_sizes_scales_and_an_order(launches):
+    scales = scales_of(in_blocks=True)
+
+    bind(MatmulTile(64, 64, 12), scales, order=gemm.Order(first_row=18, group_rows=20))
+
+    arguments = launches[0][1][3]
+    sizes = [getattr(arguments, name) for name in ("bias", "m", "n", "k", "first_row", "group_rows")]
+    assert sizes == [8192, 1000, 520, 300, 2, 16]
+    assert told(arguments) == [scales.a.data_ptr(), scales.w.data_ptr(), 3, 1, 3, 1]
+
+
+def test_strides_of_scales_are_those_of_the_callers_tensors(launches):
+    a, w = operand(1000, 300), operand(520, 300)
+    by_columns = checked_scales("op", a, w, torch.ones(3, 1000).t(), torch.ones(3, 5).t())
+    in_a_row = checked_scales("op", a, w, torch.ones(1), torch.ones(1, 520))
+
+    for scales in (by_columns, in_a_row):
+        bind(FP8_TILES[0], scales)
+
+    assert told(launches[0][1][3])[2:] == [1, 1000, 1, 5]
+    assert told(launches[1][1][3])[2] == 0  # one number serves all rows
+    assert told(launches[1][1][3])[4] == 1
+
+
+@pytest.mark.parametrize(("tile", "boxes"), [(MatmulTile(64, 64, 12), (64, 64)), (FP8_TILES[-1], (128, 96))])
+def test_boxes_are_those_of_the_tile_and_the_cluster(launches, tile, boxes):
+    bind(tile, scales_of())
+
+    assert tuple(rows for _, rows in launches[0][1][:3]) == (*boxes, 64)
+    assert launches[0][2].blocks % tile.cluster == 0
+
+
+# ---- operands -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_e4m3_begin_at_multiples_of_16_bytes():
+    x = operand(5, 48)
+
+    assert matrix_of(x[:, :33]) == Matrix(x.data_ptr(), FP8, 5, 33, 48)
+    assert matrix_of(operand(5, 33)) is None
+    assert matrix_of(x[:, 8:]) is None
+    assert matrix_of(operand(1, 33)).leading == 48
+
+
+A, W = operand(4, 256), operand(16, 256)
+SCALES = {"a_scale": torch.ones(4, 1), "w_scale": torch.ones(16, 1)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"a": A.float()}, "scaled_matmul: a must be torch.float8_e4m3fn, got torch.float32"),
+        ({"a_scale": torch.ones(3, 1)}, "scaled_matmul: a_scale must be [4, 1] or one number and w_scale [16, 1]"),
+        ({"out": torch.zeros(4, 16)}, "out must have out_dtype, torch.bfloat16, got torch.float32"),
+        ({"out": torch.zeros(16, 4).bfloat16()}, "out must be [4, 16], got [16, 4]"),
+        ({"out": torch.zeros(4, 16, device="meta").bfloat16()}, "out must be on the device of a, cpu, got meta"),
+        ({"bias": torch.zeros(32).bfloat16()[::2]}, "bias must be contiguous"),
+        ({"bias": torch.zeros(8).bfloat16()}, "bias must be [16], got [8]"),
+        ({"bias": torch.zeros(16), "out_dtype": torch.float32}, "a bias is added to rounded results only"),
+        ({"sms": 0}, "sms must be 1 or more, got 0"),
+        ({"tile": MatmulTile(128, 256, 4)}, "tile must be one of FP8_TILES, got MatmulTile<128, 256, 4"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_by_name(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        scaled_gemm.scaled_matmul(**{"a": A, "w": W} | SCALES | arguments)
+
+
+def test_a_matmul_on_the_cpu_is_refused_with_the_reason():
+    with pytest.raises(
+        UnsupportedError, match="scaled_matmul: the kernel needs a device of sm_90a, got tensors on cpu"
+    ):
+        scaled_gemm.scaled_matmul(A, W, **SCALES)
+
+
+@pytest.mark.parametrize(
+    ("a", "w", "out", "reason"),
+    [
+        (operand(4, 40), operand(16, 40), (4, 16), "the rows of a must be contiguous and begin at multiples of 16"),
+        (A, operand(256, 16).t(), (4, 16), "the rows of w must be contiguous and begin at multiples of 16 bytes"),
+        (A, operand(12, 256), (4, 16), ""),
+        (A, operand(12, 256), (4, 12), "the columns of out must be a multiple of 8, got 12"),
+    ],
+)
+def test_what_the_kernel_cannot_read_or_write_is_told(monkeypatch, a, w, out, reason):
+    monkeypatch.setattr(gemm, "why_not_on", lambda device: "")
+    rows, columns = out
+    result = torch.zeros(rows, -(-columns // 8) * 8).bfloat16()[:, :columns]
+
+    found = scaled_gemm.why_not(a, w, result)
+
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
+def test_no_rows_or_no_columns_give_an_empty_result():
+    assert scaled_gemm.scaled_matmul(A[:0], W, a_scale=torch.ones(0, 1), w_scale=torch.ones(1)).shape == (0, 16)
+    assert scaled_gemm.scaled_matmul(A, W[:0], a_scale=torch.ones(1), w_scale=torch.ones(0, 1)).shape == (4, 0)
+
+
+def test_a_sum_of_no_products_is_zero_or_the_bias():
+    bias, out = torch.arange(16).bfloat16(), torch.full((4, 16), 7.0).bfloat16()
+
+    assert not scaled_gemm.scaled_matmul(A[:, :0], W[:, :0], out, **SCALES).any()
+    assert scaled_gemm.scaled_matmul(A[:, :0], W[:, :0], bias=bias, **SCALES).equal(bias.expand(4, 16))
