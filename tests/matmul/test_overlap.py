@@ -206,7 +206,7 @@ def test_one_panel_of_a_wave_of_tiles_takes_graphars_matmul(own):
 
 
 def test_tiles_are_those_of_the_engines_table(own):
-    costs = [ENGINE.table.matmul.cost, TileCost(0.001, 99.0, 1.0, 0.001, 0.001, 0.001, 0.001, 0.001)]
+    costs = [ENGINE.table.matmul.cost, TileCost(0.001, 99.0, 1.0, *[0.001] * 7)]
     for cost in costs:
         multiply(on_gpu(8192, 8), on_gpu(1536, 8), "split_m", 2, [8192], engine=with_matmul(cost=cost))
 
