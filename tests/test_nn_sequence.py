@@ -1,0 +1,310 @@
+"""Sequence parallelism of graphar.nn: results, gradients and steps of AdamW have the bits of one rank with all tokens.
+
+Sequence shards of a [batch, sequence, hidden] input interleave with the batch, which shows what is summed in the order
+of ranks.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from graphar import nn
+from tests.cases import normal, same_bits
+from tests.processes import run_ranks
+
+BATCH, SEQUENCE, HIDDEN, INNER = 4, 16, 16, 64
+DTYPES = (torch.bfloat16, torch.float32)  # of bf16, rounding hides some wrong additions
+SEVERAL = (2, 4, 8)
+
+
+def drawn(seed, *shape, dtype=torch.bfloat16):
+    return normal(seed, torch.Size(shape).numel(), dtype).view(shape)
+
+
+def part(whole, axis, rank, ranks):
+    """A rank's part of a tensor; all of it for the axis None."""
+    own = whole if axis is None else whole.chunk(ranks, axis)[rank]
+    return own.clone(memory_format=torch.contiguous_format)
+
+
+def whole_linears(dtype):
+    """A layer up and a layer down, with biases, the same on every rank."""
+    up, down = (torch.nn.Linear(*sizes, dtype=dtype) for sizes in ((HIDDEN, INNER), (INNER, HIDDEN)))
+    with torch.no_grad():
+        for seed, one in enumerate([*up.parameters(), *down.parameters()]):
+            one.copy_(drawn(seed, *one.shape, dtype=dtype) / 4)
+    return up, down
+
+
+def step(parameters):
+    """Copies of the parameters after a step of AdamW with their gradients."""
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, foreach=False)
+    optimizer.step()
+    return [one.detach().clone() for one in parameters]
+
+
+def trained(x, up, down, of_y):
+    """The output, all gradients and the parameters after a step, of a residual block of two layers."""
+    x = x.clone().requires_grad_()
+    y = x + down(torch.relu(up(x)))
+    y.backward(of_y)
+    parameters = [*up.parameters(), *down.parameters()]
+    return [y.detach(), x.grad, *[one.grad for one in parameters], *step(parameters)]
+
+
+def given(dtype):
+    return [drawn(seed, BATCH, SEQUENCE, HIDDEN, dtype=dtype) for seed in (7, 8)]
+
+
+def on_one_rank(dtype, **more):
+    up, down = whole_linears(dtype)
+    x, of_y = given(dtype)
+    up = nn.ColumnParallelLinear(up, tp_invariant=True, **more)
+    return trained(x, up, nn.RowParallelLinear(down, tp_invariant=True, **more), of_y)
+
+
+def in_parts(found, rank, ranks, axis):
+    """The parts of :func:`trained` that a rank of sequence parallelism has."""
+    axes = [axis, axis] + [0, 0, 1, None] * 2
+    return [part(*pair, rank, ranks) for pair in zip(found, axes, strict=True)]
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+def layers_on_ranks(rank, ranks, tp_invariant):
+    """What each rank gets, by dtype and dimension of tokens."""
+    found = {}
+    for dtype in DTYPES:
+        for axis in (1, -2) if BATCH % ranks else (0, 1, -2):
+            how = {"tp_invariant": tp_invariant, "sequence_dim": axis}
+            up, down = whole_linears(dtype)
+            up, down = nn.ColumnParallelLinear(up, **how), nn.RowParallelLinear(down, **how)
+            x, of_y = (part(one, axis, rank, ranks) for one in given(dtype))
+            found[dtype, axis] = trained(x, up, down, of_y)
+    return found
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+def test_layers_with_divided_tokens_have_the_bits_of_one_rank_with_all(ranks):
+    for rank, by_case in enumerate(run_ranks(layers_on_ranks, ranks, True)):
+        for (dtype, axis), found in by_case.items():
+            expected = in_parts(on_one_rank(dtype), rank, ranks, axis)
+            assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 10, (dtype, axis)
+
+
+def test_otherwise_layers_are_as_close_as_sums_can_be():
+    for rank, by_case in enumerate(run_ranks(layers_on_ranks, 2, False)):
+        for axis in (1, -2):
+            expected = in_parts(on_one_rank(torch.float32), rank, 2, axis)
+            torch.testing.assert_close(by_case[torch.float32, axis][:6], expected[:6])
+
+
+def compiled_layers(rank, ranks):
+    """What a rank gets from layers that torch.compile has traced in one graph."""
+    up, down = whole_linears(torch.bfloat16)
+    how = {"tp_invariant": True, "sequence_dim": 1}
+    layers = nn.ColumnParallelLinear(up, **how), nn.RowParallelLinear(down, **how)
+    x, of_y = (part(one, 1, rank, ranks) for one in given(torch.bfloat16))
+    return trained(x, *[torch.compile(one, fullgraph=True, backend="aot_eager") for one in layers], of_y)
+
+
+def test_compiled_layers_have_the_same_bits():
+    for rank, found in enumerate(run_ranks(compiled_layers, 2)):
+        expected = in_parts(on_one_rank(torch.bfloat16), rank, 2, 1)
+        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 10
+
+
+@pytest.mark.parametrize("layer", ["ColumnParallelLinear", "RowParallelLinear"])
+@pytest.mark.parametrize("axis", [-1, 2, 3, -4])
+def test_only_a_dimension_of_tokens_can_be_divided(layer, axis):
+    made = getattr(nn, layer)(torch.nn.Linear(8, 8), tp_invariant=True, sequence_dim=axis)
+
+    with pytest.raises(ValueError, match=f"^{layer}: sequence_dim must be a dimension before the last"):
+        made(torch.ones(2, 8, 8))
+
+
+def uneven_tokens(rank, ranks):
+    layer = nn.RowParallelLinear(torch.nn.Linear(16, 8), sequence_dim=0)
+    with pytest.raises(ValueError, match=r"^RowParallelLinear: 2 ranks cannot divide 7 tokens evenly$"):
+        layer(torch.ones(7, 8))
+
+
+def test_tokens_that_cannot_be_divided_evenly_are_refused():
+    run_ranks(uneven_tokens, 2)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_single_process_needs_no_group(axis):
+    for dtype in DTYPES:
+        pairs = zip(on_one_rank(dtype, sequence_dim=axis), on_one_rank(dtype), strict=True)
+        assert [same_bits(*pair) for pair in pairs] == [0] * 10
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+HEADS, WORDS = 8, 32
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(HIDDEN, INNER) for _ in range(3))
+        self.out = torch.nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x):
+        q, k, v = (one(x).unflatten(-1, (-1, INNER // HEADS)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Feed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.between = torch.nn.RMSNorm(HIDDEN, eps=1e-5), torch.nn.LayerNorm(HIDDEN)
+        self.attention, self.feed = Attention(), Feed()
+
+    def forward(self, x):
+        x = x + self.attention(self.before(x))
+        return x + self.feed(self.between(x))
+
+
+class Model(torch.nn.Module):
+    """A small transformer, the same on every rank."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.words = torch.nn.Embedding(WORDS, HIDDEN)
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.norm, self.head = torch.nn.RMSNorm(HIDDEN, eps=1e-5), torch.nn.Linear(HIDDEN, WORDS, bias=False)
+        with torch.no_grad():
+            for seed, one in enumerate(self.parameters()):
+                one.copy_(normal(seed, one.numel(), torch.float32).view(one.shape) / 4 + (one.ndim == 1))
+        self.to(dtype)
+
+    def forward(self, words):
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def plan():
+    """A plan of torch with sequence parallelism: tokens are divided between the linear layers of a block."""
+    from torch.distributed.tensor import Replicate, Shard, parallel
+
+    joins = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    found = {
+        "words": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": parallel.SequenceParallel(),
+        "head": parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for name in ("before", "between"):
+        found[f"blocks.*.{name}"] = parallel.SequenceParallel()
+    for name in ("attention", "feed"):
+        found[f"blocks.*.{name}"] = parallel.PrepareModuleInput(**joins)
+    for name in ("attention.q", "attention.k", "attention.v", "feed.gate", "feed.up"):
+        found[f"blocks.*.{name}"] = parallel.ColwiseParallel()
+    for name in ("attention.out", "feed.down"):
+        found[f"blocks.*.{name}"] = parallel.RowwiseParallel(output_layouts=Shard(1))
+    return found
+
+
+CASES = {"bf16": (torch.bfloat16, False), "fp32": (torch.float32, False), "autocast": (torch.float32, True)}
+
+
+def learned(model, autocast):
+    """Logits without and with gradients, loss, all gradients and the parameters after a step of AdamW, all whole."""
+    words = torch.arange(BATCH * SEQUENCE).mul(7).remainder(WORDS).view(BATCH, SEQUENCE)
+    with torch.no_grad():
+        served = model(words)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(words)
+    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), words.roll(-1, 1).flatten())
+    loss.backward()
+    gradients = [whole(one.grad) for one in model.parameters()]
+    step(list(model.parameters()))
+    return [whole(served), whole(logits), whole(loss), *gradients, *[whole(one) for one in model.parameters()]]
+
+
+def whole(x):
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
+
+
+def sharded(ranks, dtype):
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    return parallelize_module(Model(dtype), mesh, plan())
+
+
+def models_on_ranks(rank, ranks):
+    """What a rank gets from models that were made invariant with the plan and without it, and from one that was not."""
+    found = {}
+    for name, (dtype, autocast) in CASES.items():
+        for has_plan in (True, False):
+            model = sharded(ranks, dtype)
+            layers = nn.make_tp_invariant(model, plan() if has_plan else None)
+            found[name, has_plan] = layers, learned(model, autocast)
+    return found, learned(sharded(ranks, torch.bfloat16), False)
+
+
+@pytest.fixture(scope="module")
+def of_whole_models():
+    """By case the layers of the model of one process, and what it learns."""
+    found = {}
+    for name, (dtype, autocast) in CASES.items():
+        model = Model(dtype)
+        found[name] = nn.make_tp_invariant(model, plan()), learned(model, autocast)
+    return found
+
+
+def differing(found, expected):
+    return [same_bits(*pair) for pair in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+def test_a_plan_that_divides_tokens_has_the_bits_of_the_whole_model(ranks, of_whole_models):
+    for by_case, plain in run_ranks(models_on_ranks, ranks, timeout_s=300):
+        for (case, has_plan), (layers, found) in by_case.items():
+            expected_layers, expected = of_whole_models[case]
+            assert not any(differing(found, expected)), (case, has_plan)
+            assert layers == expected_layers
+            assert layers.left == {}
+        wrong = differing(plain, of_whole_models["bf16"][1])
+        assert sum(map(bool, wrong)) > len(wrong) / 2
+
+
+class ScaledNorm(torch.nn.Module):
+    """A norm that graphar does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+def test_a_norm_of_another_class_that_sees_a_ranks_tokens_is_named():
+    from torch.distributed.tensor.parallel import SequenceParallel
+
+    model = torch.nn.Sequential(ScaledNorm(), torch.nn.RMSNorm(HIDDEN), torch.nn.Dropout())
+    styles = {str(at): SequenceParallel() for at in range(3)}
+
+    layers = nn.make_tp_invariant(model, styles)
+
+    assert list(layers.left) == ["0"]
+    assert "the gradients of its parameters are summed in the order of ranks" in layers.left["0"]
