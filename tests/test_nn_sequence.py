@@ -13,6 +13,7 @@ import torch.distributed as dist
 from graphar import nn
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
+from tests.transformer import Transformer, plan, words
 
 BATCH, SEQUENCE, HIDDEN, INNER = 4, 16, 16, 64
 DTYPES = (torch.bfloat16, torch.float32)  # of bf16, rounding hides some wrong additions
@@ -145,94 +146,17 @@ def test_a_single_process_needs_no_group(axis):
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 
-HEADS, WORDS = 8, 32
-
-
-class Attention(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (torch.nn.Linear(HIDDEN, INNER) for _ in range(3))
-        self.out = torch.nn.Linear(INNER, HIDDEN)
-
-    def forward(self, x):
-        q, k, v = (one(x).unflatten(-1, (-1, INNER // HEADS)).transpose(1, 2) for one in (self.q, self.k, self.v))
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Feed(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = (torch.nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
-        self.down = torch.nn.Linear(INNER, HIDDEN)
-
-    def forward(self, x):
-        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.before, self.between = torch.nn.RMSNorm(HIDDEN, eps=1e-5), torch.nn.LayerNorm(HIDDEN)
-        self.attention, self.feed = Attention(), Feed()
-
-    def forward(self, x):
-        x = x + self.attention(self.before(x))
-        return x + self.feed(self.between(x))
-
-
-class Model(torch.nn.Module):
-    """A small transformer, the same on every rank."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        self.words = torch.nn.Embedding(WORDS, HIDDEN)
-        self.blocks = torch.nn.ModuleList([Block(), Block()])
-        self.norm, self.head = torch.nn.RMSNorm(HIDDEN, eps=1e-5), torch.nn.Linear(HIDDEN, WORDS, bias=False)
-        with torch.no_grad():
-            for seed, one in enumerate(self.parameters()):
-                one.copy_(normal(seed, one.numel(), torch.float32).view(one.shape) / 4 + (one.ndim == 1))
-        self.to(dtype)
-
-    def forward(self, words):
-        x = self.words(words)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def plan():
-    """A plan of torch with sequence parallelism: tokens are divided between the linear layers of a block."""
-    from torch.distributed.tensor import Replicate, Shard, parallel
-
-    joins = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-    found = {
-        "words": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": parallel.SequenceParallel(),
-        "head": parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    for name in ("before", "between"):
-        found[f"blocks.*.{name}"] = parallel.SequenceParallel()
-    for name in ("attention", "feed"):
-        found[f"blocks.*.{name}"] = parallel.PrepareModuleInput(**joins)
-    for name in ("attention.q", "attention.k", "attention.v", "feed.gate", "feed.up"):
-        found[f"blocks.*.{name}"] = parallel.ColwiseParallel()
-    for name in ("attention.out", "feed.down"):
-        found[f"blocks.*.{name}"] = parallel.RowwiseParallel(output_layouts=Shard(1))
-    return found
-
-
 CASES = {"bf16": (torch.bfloat16, False), "fp32": (torch.float32, False), "autocast": (torch.float32, True)}
 
 
 def learned(model, autocast):
     """Logits without and with gradients, loss, all gradients and the parameters after a step of AdamW, all whole."""
-    words = torch.arange(BATCH * SEQUENCE).mul(7).remainder(WORDS).view(BATCH, SEQUENCE)
+    given = words(BATCH, SEQUENCE)
     with torch.no_grad():
-        served = model(words)
+        served = model(given)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        logits = model(words)
-    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), words.roll(-1, 1).flatten())
+        logits = model(given)
+    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), given.roll(-1, 1).flatten())
     loss.backward()
     gradients = [whole(one.grad) for one in model.parameters()]
     step(list(model.parameters()))
@@ -247,7 +171,7 @@ def sharded(ranks, dtype):
     from torch.distributed.tensor.parallel import parallelize_module
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
-    return parallelize_module(Model(dtype), mesh, plan())
+    return parallelize_module(Transformer(dtype), mesh, plan())
 
 
 def models_on_ranks(rank, ranks):
@@ -266,7 +190,7 @@ def of_whole_models():
     """By case the layers of the model of one process, and what it learns."""
     found = {}
     for name, (dtype, autocast) in CASES.items():
-        model = Model(dtype)
+        model = Transformer(dtype)
         found[name] = nn.make_tp_invariant(model, plan()), learned(model, autocast)
     return found
 

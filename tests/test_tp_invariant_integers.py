@@ -10,20 +10,13 @@ import torch
 import torch.distributed as dist
 
 from graphar import nn
+from tests.cases import by_position
 from tests.processes import run_ranks
 
 BATCH, SEQUENCE, HIDDEN, INNER = 2, 16, 32, 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RANKS = (1, 2, 4, 8)
 NAMES = ("output", "gradient of the input", "up", "up's bias", "down", "down's bias")
-
-
-def numbers(seed, *shape, mostly=0):
-    """Numbers from -1 to 1, by position. ``mostly`` zeros: so many of each one that is not."""
-    at = torch.arange(torch.Size(shape).numel(), dtype=torch.int64) + 7919 * seed
-    mixed = (at * 2654435761 % 2**32).bitwise_xor(at * 40503 // 7)
-    found = mixed.bitwise_right_shift(9) % 3 - 1
-    return (found * (mixed.bitwise_right_shift(13) % (mostly + 1) == 0)).double().view(shape)
 
 
 def places(found, expected):
@@ -43,7 +36,7 @@ class Pair(torch.nn.Module):
         self.up, self.down = torch.nn.Linear(HIDDEN, INNER), torch.nn.Linear(INNER, HIDDEN)
         with torch.no_grad():
             for at, one in enumerate(self.parameters(), seed):
-                one.copy_(numbers(at, *one.shape, mostly=3))
+                one.copy_(by_position(at, *one.shape, mostly=3))
         self.to(dtype)
 
     def forward(self, x):
@@ -60,7 +53,7 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(HIDDEN, 16, bias=False)
         with torch.no_grad():
             for at, one in enumerate((self.words.weight, self.head.weight), 20):
-                one.copy_(numbers(at, *one.shape, mostly=3))
+                one.copy_(by_position(at, *one.shape, mostly=3))
         self.to(dtype)
 
     def forward(self, words):
@@ -69,7 +62,7 @@ class Model(torch.nn.Module):
 
 def given(dtype):
     """The input and the gradient of the output."""
-    return [numbers(seed, BATCH, SEQUENCE, HIDDEN, mostly=2).to(dtype) for seed in (5, 6)]
+    return [by_position(seed, BATCH, SEQUENCE, HIDDEN, mostly=2).to(dtype) for seed in (5, 6)]
 
 
 def both_ways(pair, x, of_y):
@@ -143,7 +136,7 @@ def learned(model):
     """The logits and all gradients, of whole tensors."""
     words = torch.arange(BATCH * SEQUENCE).mul(5).remainder(16).view(BATCH, SEQUENCE)
     logits = model(words)
-    logits.backward(numbers(30, *logits.shape, mostly=7).to(logits.dtype))
+    logits.backward(by_position(30, *logits.shape, mostly=7).to(logits.dtype))
     return [whole(logits), *[whole(one.grad) for one in model.parameters()]]
 
 
