@@ -211,6 +211,60 @@ def test_a_plan_that_divides_tokens_has_the_bits_of_the_whole_model(ranks, of_wh
         assert sum(map(bool, wrong)) > len(wrong) / 2
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile reads it where a graph breaks
+def test_a_compiled_model_has_the_same_bits(of_whole_models):
+    model = Transformer(torch.bfloat16)
+    nn.make_tp_invariant(model, plan())
+    torch._dynamo.reset()
+
+    model.forward = torch.compile(model.forward, backend="aot_eager")
+
+    assert not any(differing(learned(model, False), of_whole_models["bf16"][1]))
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------------
+
+NORMS = (torch.nn.RMSNorm, torch.nn.LayerNorm)
+
+
+def norms_on_ranks(rank, ranks, length, axis=1, norms=NORMS):
+    """What norms of tokens divided along an axis give: results and gradients, whole."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    mesh, found = dist.device_mesh.init_device_mesh("cpu", (ranks,)), []
+    x, of_y = (drawn(seed, 2, length, HIDDEN) for seed in (0, 1))
+    for kind in norms:
+        norm = torch.nn.Sequential(kind(HIDDEN, eps=1e-5, dtype=torch.bfloat16))
+        if ranks > 1:
+            parallelize_module(norm, mesh, {"0": SequenceParallel(sequence_dim=axis % 3)})
+            norm[0]._forward_pre_hooks.clear()  # the input is divided as the case wants it
+            x, of_y = (distribute_tensor(whole(one), mesh, [Shard(axis)]) for one in (x, of_y))
+        nn.make_tp_invariant(norm, {"0": SequenceParallel()})
+        own = x.detach().clone().requires_grad_()
+        y = norm(own)
+        y.backward(of_y)
+        found.append([whole(one) for one in (y, own.grad, *[one.grad for one in norm.parameters()])])
+    return found
+
+
+@pytest.mark.parametrize("length", [16, 7, 3])
+def test_norms_of_tokens_that_ranks_divide_unevenly_have_the_bits_of_one_rank(length):
+    (expected,) = run_ranks(norms_on_ranks, 1, length)
+
+    for found in run_ranks(norms_on_ranks, 4, length):
+        for kind, *pair in zip(NORMS, found, expected, strict=True):
+            assert not any(differing(*pair)), kind
+
+
+def test_rows_that_ranks_divide_are_normed_by_torch():
+    kinds = (torch.nn.LayerNorm,)  # torch cannot divide the rows of its RMSNorm on CPUs
+    (expected,) = run_ranks(norms_on_ranks, 1, 16, 1, kinds)
+
+    for found in run_ranks(norms_on_ranks, 2, 16, -1, kinds):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.05)
+
+
 class ScaledNorm(torch.nn.Module):
     """A norm that graphar does not know."""
 

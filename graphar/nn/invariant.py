@@ -64,8 +64,9 @@ def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None 
 
     Sequence parallelism: torch.nn.LayerNorm and torch.nn.RMSNorm become subclasses too. If their input is a DTensor
     whose tokens are divided, as ``SequenceParallel`` makes it, the backward pass gathers the tokens, and every rank
-    computes the gradients of all. Other modules with parameters that see only a rank's tokens are in
-    :attr:`Layers.left`.
+    computes the gradients of all; torch.compile breaks its graph there. Other modules with parameters that may see only
+    a rank's tokens are in :attr:`Layers.left`. With a ``plan`` that names ``RowwiseParallel(output_layouts=Shard(1))``
+    a layer sums by a reduce-scatter, and otherwise by an all-reduce.
 
     Args:
         model: the model. Each layer's weight is a DTensor on a mesh of one dimension, or whole.

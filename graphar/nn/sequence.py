@@ -134,6 +134,7 @@ def _of_bias(dy: torch.Tensor, partition: str) -> torch.Tensor:
 # ---- norms ----------------------------------------------------------------------------------------------------------
 
 
+@torch._disable_dynamo  # torch.compile traces no backward pass that differentiates; torch.compiler.disable imports it
 def of_own_tokens(
     function: Callable[..., torch.Tensor],
     x: torch.Tensor,
