@@ -60,6 +60,9 @@ def sums(ranks, partials):
     """By algorithm, the sum that each rank has of all ranks' partials, or all ranks' parts of it."""
     flat = [one.flatten() for one in partials]
     for algorithm in ALLREDUCES:
+        limit = algorithm.row.limit(ranks.world_size)
+        if limit is not None and flat[0].nbytes > limit:
+            continue
         for rank, one in enumerate(ranks.tree_sum(flat, algorithm, BF16)):
             yield f"{algorithm}, rank {rank}", one.view(partials[0].shape)
     for algorithm in REDUCESCATTERS:
