@@ -39,6 +39,14 @@ def normal(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
+def by_position(seed: int, *shape: int, mostly: int = 0, device: str = "cpu") -> torch.Tensor:
+    """Integers from -1 to 1 in float64 that depend on their position. ``mostly``: zeros for each other number."""
+    at = torch.arange(torch.Size(shape).numel(), device=device) + 7919 * seed
+    mixed = (at * 2654435761 % 2**32).bitwise_xor(at * 40503 // 7)
+    found = mixed.bitwise_right_shift(9) % 3 - 1
+    return (found * (mixed.bitwise_right_shift(13) % (mostly + 1) == 0)).double().view(shape)
+
+
 def bit_patterns(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Arbitrary bits: every 16-bit pattern, or random patterns of wider types. They differ by rank.
 

@@ -8,6 +8,7 @@ import io
 import os
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import graphar
 from graphar.cli.main import main
 from perf import __main__ as perf_command
-from tests.pages import NEEDS_GPU, PAGES, ROOT, Block, blocks_of
+from tests.pages import FOLDER, NEEDS_GPU, PAGES, ROOT, Block, blocks_of
 from tests.processes import run_ranks
 
 BLOCKS = {path: found for path in PAGES if (found := blocks_of(path, "python"))}
@@ -51,6 +52,33 @@ def run_page(rank: int, world_size: int, blocks: list[Block], folder: str, port:
             if torch.cuda.is_available() or not block.text.startswith(NEEDS_GPU):
                 exec(block.compiled(), names)
     graphar.disable()
+
+
+def printed(rank: int, world_size: int, block: Block, port: int) -> str:
+    """What a program that ``torchrun`` starts prints on this rank."""
+    dist.destroy_process_group()
+    os.environ.update(torchruns(rank, world_size, port))
+    with contextlib.redirect_stdout(io.StringIO()) as found:
+        exec(block.compiled(), {"__name__": "__main__"})
+    return found.getvalue()
+
+
+def test_the_program_of_tensor_parallel_invariance_prints_one_line_on_any_number_of_ranks_and_without_it_others():
+    program = BLOCKS[FOLDER / "tp_invariance.md"][0]
+    plain = re.sub(r"^(layers = |assert layers).*\n", "", program.text, flags=re.MULTILINE)
+    lines = {program: [], replace(program, text=plain): []}
+
+    for block, found in lines.items():
+        for ranks in (1, 2, 4):
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            first, *others = run_ranks(printed, ranks, block, store.port)
+            assert not any(others)
+            found.append(first)
+
+    invariant, others = lines.values()
+    assert len(invariant[0].split()[0]) == 64
+    assert len(set(invariant)) == 1
+    assert len(set(others)) == 3
 
 
 def torchruns(rank: int, world_size: int, port: int) -> dict[str, str]:

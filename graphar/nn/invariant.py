@@ -6,14 +6,18 @@ has put them, as DTensors. Hooks of torch's styles give and take DTensors, those
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
+from torch.nn import functional
 
+from graphar.nn import sequence
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.linear import linear
 from graphar.ops.matmul_allreduce import OP as MATMUL_ALLREDUCE
@@ -22,7 +26,7 @@ from graphar.runtime.registry import ALONE
 # The styles of linear layers in plans of transformers.
 _ROWWISE = ("rowwise", "rowwise_rep", "rowwise_split_input")
 _COLWISE = ("colwise", "colwise_rep", "colwise_gather_output")
-_ONLY_MOVING = ("embedding_rowwise", "embedding_colwise", "sequence_parallel", "replicate")
+_ONLY_MOVING = ("embedding_rowwise", "embedding_colwise", "replicate")
 
 
 @dataclass
@@ -58,6 +62,12 @@ def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None 
     are: the result says which of them may change bits. Attention is not a module that can be judged: its kernel has to
     give a head the same bits whatever the number of heads.
 
+    Sequence parallelism: torch.nn.LayerNorm and torch.nn.RMSNorm become subclasses too. If their input is a DTensor
+    whose tokens are divided, as ``SequenceParallel`` makes it, the backward pass gathers the tokens, and every rank
+    computes the gradients of all; torch.compile breaks its graph there. Other modules with parameters that may see only
+    a rank's tokens are in :attr:`Layers.left`. With a ``plan`` that names ``RowwiseParallel(output_layouts=Shard(1))``
+    a layer sums by a reduce-scatter, and otherwise by an all-reduce.
+
     Args:
         model: the model. Each layer's weight is a DTensor on a mesh of one dimension, or whole.
         plan: the style of each layer by its name, in which ``*`` stands for a number: a text of transformers, such as
@@ -81,6 +91,9 @@ def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None 
         is_row = _is_row_parallel(name, module, style)
         (found.row_parallel if is_row else found.column_parallel).append(name)
         layers.append((module, InvariantRowParallelLinear if is_row else InvariantLinear, style))
+    for name, module in model.named_modules():
+        if (kind := _NORMS.get(type(module))) and _may_have_own_tokens(module, _style(given, name)):
+            module.__class__ = kind
     for module, kind, style in layers:
         vars(module).pop("forward", None)  # that of a plan of transformers
         module.__class__, module.style = kind, style
@@ -121,12 +134,22 @@ def _why_left(module: torch.nn.Module, style: object) -> str:
     """Returns why a module that is no linear layer may change bits with the number of ranks, or an empty string."""
     if style == "replicated_with_grad_allreduce":
         return "the gradients of its parameters are summed in the order of ranks"
-    if isinstance(style, str) and style not in (*_ONLY_MOVING, *_ROWWISE, *_COLWISE):
-        return f"its style {style!r} has no invariant form"
-    if isinstance(module, torch.nn.Embedding):
+    if isinstance(module, torch.nn.Embedding) or type(module) in _NORMS:
         return ""
+    if _may_have_own_tokens(module, style):
+        return "if it sees only a rank's tokens, the gradients of its parameters are summed in the order of ranks"
+    if isinstance(style, str) and style not in (*_ONLY_MOVING, *_ROWWISE, *_COLWISE, "sequence_parallel"):
+        return f"its style {style!r} has no invariant form"
     own = [one for one in module.parameters(recurse=False) if one.ndim > 1]
     return "it multiplies by parameters, and is no torch.nn.Linear" if own else ""
+
+
+def _may_have_own_tokens(module: torch.nn.Module, style: object) -> bool:
+    """Whether a module has parameters, and may be given a rank's tokens: a plan says so, or they are DTensors."""
+    own = list(module.parameters(recurse=False))
+    is_planned = style == "sequence_parallel" or isinstance(style, SequenceParallel)
+    are_whole = all(isinstance(one, DTensor) and one.placements == (Replicate(),) for one in own)
+    return bool(own) and (is_planned or are_whole)
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
@@ -168,8 +191,77 @@ class InvariantRowParallelLinear(InvariantLinear):
         if self._is_divided and self.style in _ROWWISE[1:] and not has_mesh:
             x = self._with_mesh(x, Replicate())
         own, weight, bias = self._operands(x, Shard(-1) if self._is_divided else Replicate())
+        if has_mesh and (axis := self._axis_of_tokens(own)) is not None:
+            y = sequence.row_parallel(own, weight, bias, _tokens(self.weight.device_mesh, axis), TP_INVARIANT)
+            return self._with_mesh(y, Shard(axis))
         name = self.weight.device_mesh.get_group().group_name if self._is_divided else ALONE
         given = {"a": own, "w": weight, "bias": [] if bias is None else [bias]}
         how = {"communicator": name, "partition": TP_INVARIANT}
         y = MATMUL_ALLREDUCE.one(*MATMUL_ALLREDUCE.write(given | how))
         return self._with_mesh(y, Replicate()) if has_mesh else y
+
+    def _axis_of_tokens(self, own: torch.Tensor) -> int | None:
+        """Returns the dimension of tokens that the plan divides after the sum; None if it does not, or not evenly."""
+        (layout,) = self.style.output_layouts if isinstance(self.style, RowwiseParallel) else (None,)
+        if not (self._is_divided and type(layout) is Shard):
+            return None
+        axis = layout.dim % own.ndim
+        return axis if axis < own.ndim - 1 and own.shape[axis] % self.weight.device_mesh.size() == 0 else None
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------------
+
+
+class _InvariantNorm(torch.nn.Module):
+    """A norm whose parameters get the gradients of one rank, if ranks divide the tokens of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        learns = torch.is_grad_enabled() and any(one.requires_grad for one in self.parameters())
+        if not (learns and self._has_whole_rows(x)):
+            return super().forward(x)
+        own, *local = [one.to_local() if isinstance(one, DTensor) else one for one in (x, *self.parameters())]
+        function, tokens, length = self._function(own.device.type), None, 0
+        if not isinstance(x, DTensor):
+            return sequence.of_own_tokens(function, own, local, tokens, length)
+        (placement,), mesh = x.placements, x.device_mesh
+        if placement.is_shard():
+            tokens, length = _tokens(mesh, placement.dim % x.ndim), x.shape[placement.dim]
+        y = sequence.of_own_tokens(function, own, local, tokens, length)
+        return DTensor.from_local(y, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+    def _has_whole_rows(self, x: torch.Tensor) -> bool:
+        """Whether each token that this rank has is whole."""
+        placement, *more = x.placements if isinstance(x, DTensor) else [Replicate()]
+        is_of_tokens = type(placement) is Shard and placement.dim % x.ndim < x.ndim - len(self.normalized_shape)
+        return not more and (is_of_tokens or placement.is_replicate())
+
+    def _function(self, device: str) -> functools.partial:
+        """Returns the norm as a function of tokens and parameters, under the autocast of now."""
+        autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
+        return functools.partial(self._normed, self.normalized_shape, self.eps, torch.autocast(device, **autocast))
+
+
+class InvariantLayerNorm(_InvariantNorm, torch.nn.LayerNorm):
+    """A torch.nn.LayerNorm that may have its part of the tokens."""
+
+    @staticmethod
+    def _normed(shape, eps: float, autocast: torch.autocast, x, weight, bias=None) -> torch.Tensor:
+        with autocast:
+            return functional.layer_norm(x, shape, weight, bias, eps)
+
+
+class InvariantRMSNorm(_InvariantNorm, torch.nn.RMSNorm):
+    """A torch.nn.RMSNorm that may have its part of the tokens."""
+
+    @staticmethod
+    def _normed(shape, eps: float | None, autocast: torch.autocast, x, weight) -> torch.Tensor:
+        with autocast:
+            return functional.rms_norm(x, shape, weight, eps)
+
+
+_NORMS = {torch.nn.LayerNorm: InvariantLayerNorm, torch.nn.RMSNorm: InvariantRMSNorm}
+
+
+def _tokens(mesh: DeviceMesh, axis: int) -> sequence.Tokens:
+    """Returns how the ranks of a mesh of one dimension divide tokens."""
+    return sequence.Tokens(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), axis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 from torch.nn import functional
 
+from graphar.nn import sequence
 from graphar.nn.invariant import in_dtype_of_autocast
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.partitions import TP_INVARIANT
@@ -29,9 +31,9 @@ class _OfGroup(torch.nn.Module):
 
     _divided: ClassVar[dict[str, int]]  # the axis along which each parameter is divided over the ranks, by name
 
-    def __init__(self, group: Group, tp_invariant: bool) -> None:
+    def __init__(self, group: Group, tp_invariant: bool, sequence_dim: int | None) -> None:
         super().__init__()
-        self.tp_invariant, self.group = tp_invariant, group
+        self.tp_invariant, self.group, self.sequence_dim = tp_invariant, group, sequence_dim
         self._rank, self._world_size = _place(group, tp_invariant)
 
     def extra_repr(self) -> str:
@@ -47,6 +49,18 @@ class _OfGroup(torch.nn.Module):
             whole = self._divided["weight"] == 1 and given == own * self._world_size
             parts = f"; pass this rank's part, x.chunk({self._world_size}, -1)[rank]" if whole else ""
             raise ValueError(f"{type(self).__name__}: takes {own} features on each rank, got {given}{parts}")
+
+    def _of_tokens(self, function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Returns what a function of graphar.nn.sequence makes of the input and this layer's parameters."""
+        if not -x.ndim <= self.sequence_dim < x.ndim - 1 or self.sequence_dim == -1:
+            raise ValueError(
+                f"{type(self).__name__}: sequence_dim must be a dimension before the last one of an input of shape "
+                f"{list(x.shape)}, got {self.sequence_dim}"
+            )
+        name = engine_name(self.group, alone=self.tp_invariant)
+        tokens = sequence.Tokens(name, self._rank, self._world_size, self.sequence_dim % x.ndim)
+        partition = TP_INVARIANT if self.tp_invariant else "auto"
+        return function(*in_dtype_of_autocast(x, self.weight, self.bias), tokens, partition)
 
     def _load_from_state_dict(self, state_dict, prefix, *more):
         # Each rank takes its part of a checkpoint of the whole layer.
@@ -97,9 +111,14 @@ class RowParallelLinear(_OfGroup):
         tp_invariant: sum by :func:`graphar.fused_matmul_allreduce` with ``partition="tp_invariant"``: output and
             gradients have the same bits on 1, 2, 4 and 8 ranks. The bias is added before the sum is rounded. Without
             torch.distributed the layer has a single rank.
+        sequence_dim: sequence parallelism: the dimension of tokens, of which each rank gets its part of the output, by
+            :func:`graphar.fused_matmul_reducescatter`. The gradients of weight and bias are those of all tokens, on
+            every rank. The bias is added before the sum is rounded; ``constant_weight`` is ignored. None: every rank
+            gets all tokens.
 
     Shape:
-        Input ``(*, in_features / ranks)``, output ``(*, out_features)``.
+        Input ``(*, in_features / ranks)``, output ``(*, out_features)``. With ``sequence_dim`` the output has
+        1 / ranks of the input's tokens, whose number must be a multiple of the ranks.
 
     Raises:
         ValueError: the features cannot be divided evenly, or torch.distributed is not initialised.
@@ -114,9 +133,10 @@ class RowParallelLinear(_OfGroup):
         *,
         constant_weight: bool = False,
         tp_invariant: bool = False,
+        sequence_dim: int | None = None,
     ) -> None:
         _check_linear("RowParallelLinear", linear)
-        super().__init__(group, tp_invariant)
+        super().__init__(group, tp_invariant, sequence_dim)
         self.constant_weight = constant_weight
         self.weight = self._part(linear.weight, 1)
         self.bias = linear.bias
@@ -124,6 +144,8 @@ class RowParallelLinear(_OfGroup):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the whole layer's output, from this rank's features of the input. Collective."""
         self._check_features(x)
+        if self.sequence_dim is not None:
+            return self._of_tokens(sequence.row_parallel, x)
         learns = self.weight.requires_grad and torch.is_grad_enabled()
         constant = self.constant_weight and not learns and not torch.is_autocast_enabled(x.device.type)
         if self.tp_invariant:
@@ -152,9 +174,13 @@ class ColumnParallelLinear(_OfGroup):
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
         tp_invariant: multiply by :func:`graphar.linear`: output and gradients have the same bits on 1, 2, 4 and 8
             ranks. Without torch.distributed the layer has a single rank.
+        sequence_dim: sequence parallelism: the dimension of tokens, of which each rank has its part of the input.
+            :func:`graphar.fused_allgather_matmul` gathers them. The gradients of weight and bias are those of all
+            tokens. None: every rank has all tokens.
 
     Shape:
-        Input ``(*, in_features)``, output ``(*, out_features / ranks)``.
+        Input ``(*, in_features)``, output ``(*, out_features / ranks)``. With ``sequence_dim`` all ranks have equally
+        many tokens, and the output has those of all.
 
     Raises:
         ValueError: the features cannot be divided evenly, or torch.distributed is not initialised.
@@ -162,15 +188,24 @@ class ColumnParallelLinear(_OfGroup):
 
     _divided: ClassVar = {"weight": 0, "bias": 0}
 
-    def __init__(self, linear: torch.nn.Linear, group: Group = None, *, tp_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        linear: torch.nn.Linear,
+        group: Group = None,
+        *,
+        tp_invariant: bool = False,
+        sequence_dim: int | None = None,
+    ) -> None:
         _check_linear("ColumnParallelLinear", linear)
-        super().__init__(group, tp_invariant)
+        super().__init__(group, tp_invariant, sequence_dim)
         self.weight = self._part(linear.weight, 0)
         self.bias = None if linear.bias is None else self._part(linear.bias, 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's features of the output. The backward pass is collective."""
         self._check_features(x)
+        if self.sequence_dim is not None:
+            return self._of_tokens(sequence.column_parallel, x)
         if self.tp_invariant:
             group = dist.group.WORLD if self.group is None and dist.is_initialized() else self.group
             return invariant_linear(*in_dtype_of_autocast(x, self.weight, self.bias), group=group)

@@ -1,0 +1,185 @@
+"""Sequence parallelism of graphar.nn: layers between which each rank has its part of the tokens.
+
+A weight's gradient sums over all tokens. Parts of a [batch, sequence, features] input interleave with the batch, so
+tokens are joined along the sequence again before they are summed: the order is that of one rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from graphar.matmul import operands
+from graphar.numerics import leaf_tree, partitions
+from graphar.numerics.partitions import TP_INVARIANT
+from graphar.ops import linear
+from graphar.ops.allgather import OP as ALLGATHER
+from graphar.ops.allgather_matmul import OP as ALLGATHER_MATMUL
+from graphar.ops.matmul_reducescatter import OP as MATMUL_REDUCESCATTER
+from graphar.runtime.registry import ALONE
+
+
+class Tokens(NamedTuple):
+    """How ranks divide tokens."""
+
+    communicator: str  # its name in an op's schema
+    rank: int
+    ranks: int
+    axis: int  # of the tokens, counted from the first
+
+    def where(self, lengths: Sequence[int]) -> dict[str, object]:
+        """Returns the arguments of a collective that say who has which tokens, from the length of each rank's part."""
+        rank = -1 if self.communicator == ALONE else self.rank
+        return {"communicator": self.communicator, "rank": rank, "sizes": list(lengths)}
+
+    def joined(self, own: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
+        """Returns the tokens of all ranks. ``lengths`` are those of the ranks' parts; None: all have this rank's."""
+        given = {"x": own.contiguous(), "axis": self.axis} | self.where(lengths or self._equal(own.shape[self.axis]))
+        return ALLGATHER.one(*ALLGATHER.write(given))
+
+    def gathered_product(self, own: torch.Tensor, w: torch.Tensor, bias: Sequence[torch.Tensor], partition: str):
+        """Returns the products of all ranks' tokens with this rank's weight, and these tokens, both as of one rank."""
+        given = {"a": self._first(own), "w": w, "bias": bias, "partition": partition, "gathered": True}
+        found = ALLGATHER_MATMUL.one(*ALLGATHER_MATMUL.write(given | self.where(self._equal(own.shape[self.axis]))))
+        return [self._back(one) for one in found]
+
+    def own_sums(self, x: torch.Tensor, w: torch.Tensor, bias: Sequence[torch.Tensor], partition: str) -> torch.Tensor:
+        """Returns this rank's tokens of the sum of all ranks' products."""
+        given = {"a": self._first(x), "w": w, "bias": bias, "partition": partition}
+        lengths = self._equal(x.shape[self.axis] // self.ranks)
+        return self._back(MATMUL_REDUCESCATTER.one(*MATMUL_REDUCESCATTER.write(given | self.where(lengths))))
+
+    def _equal(self, length: int) -> list[int]:
+        return [length] * self.ranks
+
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        return x.movedim(self.axis, 0).contiguous()
+
+    def _back(self, x: torch.Tensor) -> torch.Tensor:
+        return x.movedim(0, self.axis).contiguous()
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+def column_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens, partition: str):
+    """Returns this rank's features of all tokens, from this rank's tokens."""
+    if partition == TP_INVARIANT and x.requires_grad and torch.is_grad_enabled():
+        leaf_tree.check_columns("ColumnParallelLinear", len(w), tokens.ranks, "features")
+    return _ColumnParallel.apply(x, w, bias, tokens, partition)
+
+
+def row_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens, partition: str):
+    """Returns this rank's tokens of the sum over all features, from this rank's features of all tokens."""
+    if x.shape[tokens.axis] % tokens.ranks:
+        raise ValueError(f"RowParallelLinear: {tokens.ranks} ranks cannot divide {x.shape[tokens.axis]} tokens evenly")
+    return _RowParallel.apply(x, w, bias, tokens, partition)
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """Gathers tokens and multiplies. No rank keeps the gathered tokens."""
+
+    @staticmethod
+    def forward(ctx, x, w, bias, tokens, partition):
+        ctx.save_for_backward(x, w)
+        ctx.tokens, ctx.partition = tokens, partition
+        return tokens.gathered_product(x, w, _listed(bias), partition)[0]
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, w), tokens, partition = ctx.saved_tensors, ctx.tokens, partitions.in_backward(ctx.partition)
+        needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
+        of_x = tokens.own_sums(dy, w.t(), [], partition) if needs_x else None
+        of_w = _of_weight(dy, tokens.joined(x), partition) if needs_w else None
+        return of_x, of_w, _of_bias(dy, partition) if needs_bias else None, None, None
+
+
+class _RowParallel(torch.autograd.Function):
+    """Multiplies, and sums each rank's tokens. The bias's gradient is that of all tokens, as the weight's is."""
+
+    @staticmethod
+    def forward(ctx, x, w, bias, tokens, partition):
+        ctx.save_for_backward(x, w)
+        ctx.tokens, ctx.partition = tokens, partition
+        return tokens.own_sums(x, w, _listed(bias), partition)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, w), partition = ctx.saved_tensors, partitions.in_backward(ctx.partition)
+        _, needs_w, needs_bias, *_ = ctx.needs_input_grad
+        of_x, whole = ctx.tokens.gathered_product(dy, w.t(), [], partition)
+        of_w = _of_weight(whole, x, partition) if needs_w else None
+        return of_x, of_w, _of_bias(whole, partition) if needs_bias else None, None, None
+
+
+def _listed(bias: torch.Tensor | None) -> list[torch.Tensor]:
+    return [] if bias is None else [bias]
+
+
+def _of_weight(dy: torch.Tensor, x: torch.Tensor, partition: str) -> torch.Tensor:
+    if partition == TP_INVARIANT:
+        return linear.of_weight(dy, x)
+    return operands.flat(dy).t() @ operands.flat(x)
+
+
+def _of_bias(dy: torch.Tensor, partition: str) -> torch.Tensor:
+    if partition == TP_INVARIANT:
+        return linear.of_bias(dy).to(dy.dtype)
+    return operands.flat(dy).sum(0)
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------------
+
+
+@torch._disable_dynamo  # torch.compile traces no backward pass that differentiates; torch.compiler.disable imports it
+def of_own_tokens(
+    function: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    tokens: Tokens | None,
+    length: int,
+) -> torch.Tensor:
+    """Returns ``function(x, *parameters)`` of this rank's tokens, whose gradients are those of one rank with all.
+
+    The backward pass gathers ``x`` and the result's gradient, and differentiates ``function`` of all tokens on every
+    rank. So whatever order torch sums in, it is the order of one rank.
+
+    Args:
+        function: of each token alone, as norms are.
+        x: this rank's tokens.
+        parameters: equal on all ranks.
+        tokens: how ranks divide them. None: this rank has all. Torch may differentiate ``function`` in several steps,
+            whose gradients of ``x`` are added to others in another order than one gradient. So one rank needs this too.
+        length: the number of tokens of all ranks along their axis. They are divided as by torch.chunk.
+    """
+    return _OfOwnTokens.apply(function, tokens, length, x, *parameters)
+
+
+class _OfOwnTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, tokens, length, x, *parameters):
+        ctx.save_for_backward(x, *parameters)
+        ctx.function, ctx.tokens, ctx.length = function, tokens, length
+        return function(x, *parameters)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, *parameters), tokens = ctx.saved_tensors, ctx.tokens
+        if tokens is None:
+            return None, None, None, *_gradients(ctx.function, x, parameters, dy)
+        each = -(-ctx.length // tokens.ranks)
+        begins = [min(each * rank, ctx.length) for rank in range(tokens.ranks + 1)]
+        lengths = [end - begin for begin, end in itertools.pairwise(begins)]
+        joined = [tokens.joined(one, lengths) for one in (x, dy)]
+        of_x, *rest = _gradients(ctx.function, joined[0], parameters, joined[1])
+        return None, None, None, of_x.narrow(tokens.axis, begins[tokens.rank], lengths[tokens.rank]), *rest
+
+
+def _gradients(function: Callable, x: torch.Tensor, parameters: Sequence[torch.Tensor], dy: torch.Tensor) -> tuple:
+    with torch.enable_grad():
+        given = [one.detach().requires_grad_() for one in (x, *parameters)]
+        y = function(*given)
+    return torch.autograd.grad(y, given, dy)
