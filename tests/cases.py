@@ -139,4 +139,4 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 def of_table(tile: MatmulTile) -> dict[str, object]:
     """A tile as tables name it: leaves are asked for by callers, and may be split."""
-    return {name: one for name, one in asdict(tile).items() if name not in ("leaves", "split")}
+    return {name: one for name, one in asdict(tile).items() if name not in ("leaves", "split", "partials")}

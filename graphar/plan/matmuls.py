@@ -13,7 +13,7 @@ from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
 from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
 from graphar.plan.tables import Table
-from graphar.plan.tiles import GATHERED_TILES, LEAF_TILES, MatmulTile, SkinnyTile, for_wire
+from graphar.plan.tiles import GATHERED_TILES, LEAF_TILES, PARTIAL_TILES, MatmulTile, SkinnyTile, for_wire
 from graphar.plan.work import Product
 
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
@@ -209,6 +209,18 @@ def _estimated_tile(cost: TileCost, measured, algorithm, counts, n: int, chip: C
     others = [tile for tile in for_wire(algorithm.row.tiles, codec) if tile not in measured]
     return min(
         others, key=lambda tile: clocks(cost, tile, counts, n, _TYPICAL_K, chip.shared_blocks(cluster=tile.cluster))
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_of_partials(cost: TileCost, counts: tuple[int, ...], n: int, chip: Chip, leaves: int) -> MatmulTile:
+    """Returns the tile that is estimated to multiply, and send partials of so many ``leaves``, fastest.
+
+    All ranks take the same one. ``counts`` are the rows that each rank sums, and the result has ``n`` columns.
+    """
+    return min(
+        PARTIAL_TILES[leaves],
+        key=lambda tile: clocks(cost, tile, counts, n, _TYPICAL_K, chip.shared_blocks(cluster=tile.cluster)),
     )
 
 
