@@ -106,8 +106,8 @@ class FusedMatmul:
         self._engine, self._runner, self._call, self.algorithm = engine, engine.runner, call, algorithm
         work, world_size = call.work, engine.world_size
         self._skinny, self._gathers = algorithm.row.is_skinny, work.op == ALLGATHER_MATMUL
-        # The leaves of a rank whose products are added as a tree; else 1.
-        self._leaves = LEAVES // world_size if work.order == "tree" and not self._gathers else 1
+        self._adds_tree = work.order == "tree" and not self._gathers
+        self._leaves = LEAVES // world_size if self._adds_tree else 1  # of a rank
         # Skinny algorithms are chosen only for results that fit their scratch (plan.matmuls.is_skinny).
         if not (self._gathers or self._skinny) and (reason := why_not_columns(engine, work)):
             raise UnsupportedError(f"{work.op}: {reason}")
@@ -132,7 +132,7 @@ class FusedMatmul:
         if self._skinny:
             return (skinny_tile(rows),)
         policy, chip, call = self._engine.table.matmul, self._runner.chip, self._call
-        if call.work.order == "tree":
+        if self._adds_tree:
             return (tile_of_partials(policy.cost, call.work.parts, call.work.columns, chip, self._leaves),)
         return tiles_of_sum(policy, self.algorithm, call.work.parts, call.work.columns, chip, call.wire)
 
@@ -217,7 +217,7 @@ class FusedMatmul:
         a = Matrix(own.a.data_ptr(), own.a.dtype, rows, k, -(-k // 8) * 8) if self._gathers else matrix_of(own.a)
         matrices = Matrices(a, w, layout, own.out, *pointers, own.constant_weight)
         tile = self._tile_of(own, one, layout)
-        key = (member.rank, one, tile, matrices.key)
+        key = (member.rank, one, tile, matrices.key, own.given_k)
         launch = self._launches.get(key)
         return self._launches.keep(key, self._bind(at, member, tile, matrices, own, one)) if launch is None else launch
 
@@ -228,8 +228,8 @@ class FusedMatmul:
         return tile_for(table, self.tiles, own.a.shape[1])
 
     def _bind(self, at: int, member: Member, tile: Tile, matrices: Matrices, own: MatmulOperands, one: Slice) -> Launch:
-        leaf = own.a.shape[1] // self._leaves if self._call.work.order == "tree" and not self._gathers else None
-        words = agreement.words_of_matmul_launch(self._call, self.algorithm, one, leaf)
+        k = own.a.shape[1] if own.given_k is None else own.given_k
+        words = agreement.words_of_matmul_launch(self._call, self.algorithm, one, k if self._adds_tree else None)
         seconds, chip = self._engine.deadline(self._call), self._runner.chip
         arguments = self._runner.arguments(member, self.algorithm, one, seconds, words)
         if self._gathers:
@@ -258,6 +258,7 @@ class FusedMatmul:
         if a.shape[1] == 0:
             a, w = a.new_zeros(len(a), COLUMNS), w.new_zeros(len(w), COLUMNS)
         a, w = in_whole_loads(a, self._leaves), in_whole_loads(w, self._leaves)
+        given_k = None if a.shape[1] == own.a.shape[1] else own.a.shape[1]
         if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
             out = torch.empty_like(out)
         w = w if layout_of(w) else aligned_copy(w)
@@ -268,6 +269,7 @@ class FusedMatmul:
             bias=None if own.bias is None else own.bias.contiguous(),
             out=out,
             constant_weight=own.constant_weight and w is own.w,  # the kernel before writes a copy
+            given_k=given_k,
         )
 
     @staticmethod
