@@ -15,6 +15,7 @@ from graphar.matmul.operands import MatmulOperands
 from graphar.matmul.tree_sums import takes_tiles
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.leaf_tree import LEAF_UNIT, LEAVES
+from graphar.ops import preparation
 from graphar.plan import matmuls
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
@@ -199,3 +200,30 @@ def test_ranks_with_another_k_are_told(bound, monkeypatch):
     assert ["products of 128 columns" in said[0], "126" in said[1], "256" in said[2]] == [True] * 3
     plain = agreement.words_of_matmul_launch(call_of(), Algorithm.MATMUL_ALLREDUCE, launches._slices[0])
     assert "products of" not in plain
+
+
+# ---- what is prepared -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ops", "prepared"),
+    [
+        (4, ["fused_matmul_allreduce", "allreduce_tree"], True),
+        (2, ["fused_matmul_reducescatter", "reducescatter_tree"], True),
+        (4, ["fused_matmul_allreduce"], False),
+        (4, ["allreduce_tree"], False),
+        (8, ["fused_matmul_allreduce", "allreduce_tree"], False),  # no call takes them
+    ],
+)
+def test_what_calls_take_is_prepared_with_the_sums_that_add_as_a_tree(monkeypatch, world_size, ops, prepared):
+    loaded, epilogue = [], form_to_prepare("-v")
+    monkeypatch.setattr(preparation, "load_tile", lambda *given: loaded.append(given[1:]))
+
+    preparation._prepare_matmuls(Ranks(world_size), ops, [torch.bfloat16], [], [epilogue])
+
+    of_tree = [
+        (algorithm, tile, work.epilogue) for algorithm, _, tile, work in loaded if work.partition == "tp_invariant"
+    ]
+    tiles = PARTIAL_TILES[LEAVES // world_size] if prepared else ()
+    wanted = itertools.product([OPS[op] for op in ops if op in OPS], (None, epilogue), tiles)
+    assert of_tree == [(algorithm, tile, one) for algorithm, one, tile in wanted]
