@@ -133,7 +133,7 @@ class FusedMatmul:
             return (skinny_tile(rows),)
         policy, chip, call = self._engine.table.matmul, self._runner.chip, self._call
         if self._adds_tree:
-            return (tile_of_partials(policy.cost, call.work.parts, call.work.columns, chip, self._leaves),)
+            return (tile_of_partials(policy, call.work.parts, call.work.columns, chip, self._leaves),)
         return tiles_of_sum(policy, self.algorithm, call.work.parts, call.work.columns, chip, call.wire)
 
     def _load(self) -> list[dict]:

@@ -212,12 +212,26 @@ def _estimated_tile(cost: TileCost, measured, algorithm, counts, n: int, chip: C
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def tile_of_partials(cost: TileCost, counts: tuple[int, ...], n: int, chip: Chip, leaves: int) -> MatmulTile:
-    """Returns the tile that is estimated to multiply, and send partials of so many ``leaves``, fastest.
+def tile_of_partials(policy: MatmulPolicy, counts: tuple[int, ...], n: int, chip: Chip, leaves: int) -> MatmulTile:
+    """Returns the tile of a matmul that sends partials of so many ``leaves``; all ranks take the same one.
 
-    All ranks take the same one. ``counts`` are the rows that each rank sums, and the result has ``n`` columns.
+    Large results take one with the shape that was measured to be the fastest for rounded tiles, and small ones a tile
+    by an estimate. ``counts`` are the rows that each rank sums, and the result has ``n`` columns.
     """
+    numel = sum(counts) * n
+    measured = policy.large_tile if numel >= policy.large_from_numel else policy.small_tile
+    alike = [tile for tile in PARTIAL_TILES[leaves] if _shape(tile) == _shape(measured)]
+    if alike and numel >= policy.estimated_below_numel:
+        return alike[0]
+    return _estimated_tile_of_partials(policy.cost, counts, n, chip, leaves)
+
+
+def _shape(tile: MatmulTile) -> tuple[int, int, int]:
+    return tile.rows, tile.columns, tile.cluster
+
+
+@functools.lru_cache(maxsize=1024)
+def _estimated_tile_of_partials(cost: TileCost, counts, n: int, chip: Chip, leaves: int) -> MatmulTile:
     return min(
         PARTIAL_TILES[leaves],
         key=lambda tile: clocks(cost, tile, counts, n, _TYPICAL_K, chip.shared_blocks(cluster=tile.cluster)),

@@ -9,16 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.matmul import fused
+from graphar.matmul import fused, tree_sums
 from graphar.matmul.fused import FusedMatmul
 from graphar.matmul.operands import MatmulOperands
-from graphar.matmul.tree_sums import takes_tiles
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.leaf_tree import LEAF_UNIT, LEAVES
 from graphar.ops import preparation
 from graphar.plan import matmuls
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES
 from graphar.plan.slices import rows_a_launch
 from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, MatmulTile
@@ -41,7 +40,7 @@ def call_of(op=MATMUL_ALLREDUCE, rows=4096, columns=8192, world_size=4, **option
 
 def takes(ranks=None, a=None, **options):
     ranks = ranks or Ranks()
-    return takes_tiles(ranks, call_of(world_size=ranks.world_size, **options), a or operand())
+    return tree_sums.takes_tiles(ranks, call_of(world_size=ranks.world_size, **options), a or operand())
 
 
 # ---- which calls ----------------------------------------------------------------------------------------------------
@@ -85,6 +84,16 @@ def test_communicators_that_share_a_gpu_multiply_and_then_sum():
     assert not takes(ranks)
 
 
+@every_op
+def test_the_plan_says_that_one_kernel_does_it(op):
+    given = [Operands((operand(), operand()), (None,))]
+
+    plan = tree_sums.bind(Ranks(), call_of(op, bias=True), given)
+
+    assert plan.config.algorithm is OPS[op]
+    assert plan.reason == "multiplied in 2 leaves a rank and summed as a tree in one kernel"
+
+
 # ---- tiles and scratch ----------------------------------------------------------------------------------------------
 
 
@@ -113,8 +122,17 @@ def test_a_tile_without_room_for_its_partials_is_refused(options):
 def test_every_size_has_a_tile_with_the_leaves_of_a_rank(world_size):
     for rows, columns in itertools.product((64, 1000, 4096, 16384), (512, 4096, 16384)):
         counts = tuple(matmuls.owned_rows(rows, world_size))
-        tile = matmuls.tile_of_partials(H200.matmul.cost, counts, columns, CHIP, LEAVES // world_size)
+        tile = matmuls.tile_of_partials(H200.matmul, counts, columns, CHIP, LEAVES // world_size)
         assert tile in PARTIAL_TILES[LEAVES // world_size]
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(128, (64, 128, 1)), (1000, (128, 128, 1)), (1024, (128, 128, 2)), (8192, (128, 128, 2))]
+)
+def test_large_results_take_the_shape_that_was_measured_for_rounded_tiles(rows, shape):
+    tile = matmuls.tile_of_partials(H200.matmul, tuple(matmuls.owned_rows(rows, 4)), 8192, CHIP, 2)
+
+    assert (tile.rows, tile.columns, tile.cluster) == shape
 
 
 @every_world_size
