@@ -209,7 +209,8 @@ class Communicator:
                 append "_static_fp8" for calls with a scale, "_grouped_fp8" for calls with a group_size, and
                 "_dynamic_fp8" for other calls. "allreduce_tree" and "reducescatter_tree" are calls with
                 ``order="tree"``, with ``dtypes`` as ``out_dtype``. "allreduce_residual_rmsnorm_tree" and
-                "reducescatter_residual_rmsnorm_tree" are such sums with a norm, of results of ``dtypes``.
+                "reducescatter_residual_rmsnorm_tree" are such sums with a norm, of results of ``dtypes``. A fused
+                matmul together with such a sum is prepared with ``partition="tp_invariant"``, too.
             codecs: the codecs of later calls. Calls without a codec are prepared too.
             epilogues: the epilogues of later calls. Calls without an epilogue are prepared too. Give expressions,
                 with arguments of the later dtypes. For a function, give its ``traced(x)``.

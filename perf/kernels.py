@@ -10,11 +10,20 @@ import torch
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.code import Generated, generate
+from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import NORM_OUTPUTS
-from graphar.plan.algorithms import MATMUL_TYPES
+from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.scratch import WORLD_SIZES
-from graphar.plan.tiles import FP8_TILES, LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, for_wire
+from graphar.plan.tiles import (
+    FP8_TILES,
+    LAYOUTS,
+    LEAF_COUNTS,
+    LEAF_TILES,
+    MATMUL_TILES,
+    PARTIAL_TILES,
+    for_wire,
+)
 from graphar.plan.work import Sum
 from graphar.runtime.catalogue import (
     GATHERING_KERNELS,
@@ -148,10 +157,19 @@ def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
         # Pair the longest epilogue with the smallest tile: with a large tile NVRTC takes four times as long.
         for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), (tiles[0], *tiles[3:]), strict=False):
             yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
+        yield from _kernels_of_partials(algorithm, epilogues[0])
         encoded = itertools.cycle(for_wire(tiles, codec(NAMES[1])))
         for name, tile in zip(NAMES[1:], encoded, strict=False):
             world_size, dtype = next(ways)
             yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", codec=codec(name))
+
+
+def _kernels_of_partials(algorithm: Algorithm, epilogue: Generated) -> Iterator[KernelSource]:
+    dtypes = itertools.cycle(MATMUL_TYPES)
+    for leaves, tiles in PARTIAL_TILES.items():
+        for tile, layout in itertools.product(tiles, LAYOUTS):
+            yield fused_matmul_source(algorithm, next(dtypes), LEAVES // leaves, tile, layout)
+        yield fused_matmul_source(algorithm, torch.bfloat16, LEAVES // leaves, tiles[0], "by_rows", epilogue)
 
 
 def _gathered_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:

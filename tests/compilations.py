@@ -11,12 +11,13 @@ from importlib import resources
 import torch
 
 from graphar.numerics.codecs import NAMES, codec
+from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import COMPRESSING, MATMUL_TYPES, Algorithm, kernels_that
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.tables import Table, shipped_table
-from graphar.plan.tiles import LAYOUTS
+from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES
 from graphar.plan.work import Norm
 from graphar.runtime.catalogue import (
     NORM_KERNELS,
@@ -151,4 +152,7 @@ def _matmuls_at(table: Table, world_size: int) -> Iterator[KernelSource]:
         for algorithm in SUMMED_TILE_KERNELS:
             for tile in (policy.small_tile, policy.large_tile, policy.alternating_tile):
                 if tile in algorithm.row.tiles:
+                    yield fused_matmul_source(algorithm, dtype, world_size, tile, LAYOUTS[0])
+            if world_size in TREE_WORLD_SIZES:
+                for tile in PARTIAL_TILES[LEAVES // world_size]:
                     yield fused_matmul_source(algorithm, dtype, world_size, tile, LAYOUTS[0])

@@ -20,6 +20,7 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
+from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import norms
 from graphar.ops.allgather_tuple import work_of
 from graphar.plan.algorithms import Algorithm, with_kernels
@@ -181,6 +182,29 @@ class RanksOfOneGpu:
         outs = [torch.full((rows, columns), 7, dtype=a.dtype, device="cuda:0") for a, _ in pairs]
         ranks = [Operands((a.cuda(0), w.cuda(0)), (out,)) for (a, w), out in zip(pairs, outs, strict=True)]
         self._launch_matmul(Product(MATMUL_ALLREDUCE, counts, columns), Algorithm.MATMUL_ALLREDUCE, ranks, tile, beside)
+        return outs
+
+    def matmul_in_leaves(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        algorithm: Algorithm,
+        tile: MatmulTile,
+        bias: torch.Tensor | None = None,
+        epilogue: str = "",
+    ) -> list:
+        """What every rank receives of ``a @ w.t()`` of all ranks, added as a tree by a fused kernel with ``tile``.
+
+        ``epilogue`` is an expression without tensors.
+        """
+        rows, columns = len(pairs[0][0]), len(pairs[0][1])
+        counts = tuple(len(part) for part in torch.empty(rows).tensor_split(self.world_size))
+        received = [rows] * self.world_size if algorithm.op == MATMUL_ALLREDUCE else counts
+        outs = [pairs[0][0].new_full((own, columns), 7) for own in received]
+        more = () if bias is None else (bias,)
+        ranks = [Operands((*pair, *more), (out,)) for pair, out in zip(pairs, outs, strict=True)]
+        form = Pointwise(epilogue, (), columns) if epilogue else None
+        work = Product(algorithm.op, counts, columns, bool(more), epilogue=form, partition=TP_INVARIANT)
+        self._launch_matmul(work, algorithm, ranks, tile)
         return outs
 
     def skinny_allreduce(

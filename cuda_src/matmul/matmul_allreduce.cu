@@ -8,10 +8,12 @@
 //   other warps        finished tiles of every peer -> output
 //
 // matmul_reducescatter and an all-gather in one: while own rows are computed the links carry finished tiles. Gives the
-// bits of a matmul followed by an all-reduce. With a codec, tiles travel as codes (tile_as_codes.cuh). Ordering between
-// ranks: (10) in warpgroup_tile.cuh.
+// bits of a matmul followed by an all-reduce. With a codec, tiles travel as codes (tile_as_codes.cuh). Partial tiles may
+// travel unrounded, of K in leaves, and be added as a tree (tile_as_partials.cuh). Ordering between ranks: (10) in
+// warpgroup_tile.cuh.
 #include "device/matmul/fused_tiles.cuh"
 #include "device/matmul/tile_as_codes.cuh"
+#include "device/matmul/tile_as_partials.cuh"
 
 template <class T, int N, class Tile, OperandLayout W, class Expression = Identity, class Travel = AsElements<T>>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)

@@ -7,9 +7,11 @@
 //
 // No SM is spent on the links: a warp beside the consumers sends a tile while they compute the next, and waits for the
 // peers' partial tiles while they compute theirs. Gives the bits of a matmul followed by a reduce-scatter. With a
-// codec, tiles travel as codes (tile_as_codes.cuh). Ordering between ranks: (10) in warpgroup_tile.cuh.
+// codec, tiles travel as codes (tile_as_codes.cuh). Partial tiles may travel unrounded, of K in leaves, and be added as
+// a tree (tile_as_partials.cuh). Ordering between ranks: (10) in warpgroup_tile.cuh.
 #include "device/matmul/fused_tiles.cuh"
 #include "device/matmul/tile_as_codes.cuh"
+#include "device/matmul/tile_as_partials.cuh"
 
 template <class T, int N, class Tile, OperandLayout W, class Expression = Identity, class Travel = AsElements<T>>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)

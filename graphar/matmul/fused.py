@@ -16,15 +16,18 @@ import torch
 
 from graphar.errors import UnsupportedError
 from graphar.matmul.gemm import STORE_COLUMNS, layout_of, why_not
+from graphar.matmul.leaf_products import in_whole_loads
 from graphar.matmul.operands import MatmulOperands, operands_of
 from graphar.matmul.tensor_maps import Matrix, aligned_copy, aligned_like, matrix_of
 from graphar.matmul.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
+from graphar.numerics.leaf_tree import LEAVES
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.matmuls import COLUMNS, gathered_tile, tile_for, tiles_of_sum
-from graphar.plan.scratch import MATMUL_BOX_ROWS, PACK_NBYTES
+from graphar.plan.config import Config
+from graphar.plan.matmuls import COLUMNS, gathered_tile, tile_for, tile_of_partials, tiles_of_sum
+from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES, PACK_NBYTES
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices, rows_a_launch
 from graphar.plan.tiles import skinny_tile
 from graphar.plan.work import ALLGATHER_MATMUL, Product
@@ -36,17 +39,23 @@ from graphar.runtime.catalogue import fused_matmul_source
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
-from graphar.runtime.plan import Launch
+from graphar.runtime.plan import Launch, Plan
 from graphar.runtime.runner import Runner
 
 
-def why_not_columns(engine: Engine, columns: int) -> str:
-    """Returns why no kernel sums tiles of so many columns, or an empty string; the same on every rank."""
+def why_not_columns(engine: Engine, work: Product) -> str:
+    """Returns why no kernel sums tiles of such columns, or an empty string; the same on every rank."""
+    columns = work.columns
     if engine.runner.chip.arch != MATMUL_ARCH:
         return f"a rank's device is not of {MATMUL_ARCH}"
-    if rows_a_launch(engine.world_size, columns) < 4 * MATMUL_BOX_ROWS:
+    if rows_a_launch(engine.world_size, columns, _places(work)) < 4 * MATMUL_BOX_ROWS:
         return f"{columns} columns are too many for its scratch"
     return ""
+
+
+def _places(work: Product) -> int:
+    """Returns how many places in the scratch a box of a rank's product takes on its way."""
+    return MATMUL_PARTIAL_PLACES if work.order == "tree" else 1
 
 
 def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Tile, work: Product) -> list[dict]:
@@ -97,15 +106,17 @@ class FusedMatmul:
         self._engine, self._runner, self._call, self.algorithm = engine, engine.runner, call, algorithm
         work, world_size = call.work, engine.world_size
         self._skinny, self._gathers = algorithm.row.is_skinny, work.op == ALLGATHER_MATMUL
+        self._adds_tree = work.order == "tree" and not self._gathers
+        self._leaves = LEAVES // world_size if self._adds_tree else 1  # of a rank
         # Skinny algorithms are chosen only for results that fit their scratch (plan.matmuls.is_skinny).
-        if not (self._gathers or self._skinny) and (reason := why_not_columns(engine, work.columns)):
+        if not (self._gathers or self._skinny) and (reason := why_not_columns(engine, work)):
             raise UnsupportedError(f"{work.op}: {reason}")
         self._tile, self._timelines = tile, timelines
         self.tiles = tuple(replace(one, recorded=True) if timelines else one for one in self._tiles_to_load(rows))
         if self._skinny:  # rows are not divided between ranks
             self._slices = [Slice(rows * work.columns)]
         else:
-            step = rows_a_launch(world_size, work.columns)
+            step = rows_a_launch(world_size, work.columns, _places(work))
             if self._gathers:
                 step = gathered_rows_a_launch(algorithm, world_size, work.columns)
             self._slices = row_slices(work.parts, step)
@@ -121,6 +132,8 @@ class FusedMatmul:
         if self._skinny:
             return (skinny_tile(rows),)
         policy, chip, call = self._engine.table.matmul, self._runner.chip, self._call
+        if self._adds_tree:
+            return (tile_of_partials(policy, call.work.parts, call.work.columns, chip, self._leaves),)
         return tiles_of_sum(policy, self.algorithm, call.work.parts, call.work.columns, chip, call.wire)
 
     def _load(self) -> list[dict]:
@@ -130,6 +143,10 @@ class FusedMatmul:
         return [
             {kind: one for of_tile in of_tiles for kind, one in of_tile[at].items()} for at in range(len(of_tiles[0]))
         ]
+
+    def plan(self, reason: str) -> Plan:
+        """Returns the plan of a call by these launches, with the ``reason`` for them."""
+        return Plan(self.run, Config(self.algorithm, 0, self.tiles[0].threads), reason, self.launch_like)
 
     # ---- launching --------------------------------------------------------------------------------------------------
 
@@ -200,7 +217,7 @@ class FusedMatmul:
         a = Matrix(own.a.data_ptr(), own.a.dtype, rows, k, -(-k // 8) * 8) if self._gathers else matrix_of(own.a)
         matrices = Matrices(a, w, layout, own.out, *pointers, own.constant_weight)
         tile = self._tile_of(own, one, layout)
-        key = (member.rank, one, tile, matrices.key)
+        key = (member.rank, one, tile, matrices.key, own.given_k)
         launch = self._launches.get(key)
         return self._launches.keep(key, self._bind(at, member, tile, matrices, own, one)) if launch is None else launch
 
@@ -211,7 +228,8 @@ class FusedMatmul:
         return tile_for(table, self.tiles, own.a.shape[1])
 
     def _bind(self, at: int, member: Member, tile: Tile, matrices: Matrices, own: MatmulOperands, one: Slice) -> Launch:
-        words = agreement.words_of_matmul_launch(self._call, self.algorithm, one)
+        k = own.a.shape[1] if own.given_k is None else own.given_k
+        words = agreement.words_of_matmul_launch(self._call, self.algorithm, one, k if self._adds_tree else None)
         seconds, chip = self._engine.deadline(self._call), self._runner.chip
         arguments = self._runner.arguments(member, self.algorithm, one, seconds, words)
         if self._gathers:
@@ -239,6 +257,8 @@ class FusedMatmul:
         a, w, out = own.a, own.w, own.out
         if a.shape[1] == 0:
             a, w = a.new_zeros(len(a), COLUMNS), w.new_zeros(len(w), COLUMNS)
+        a, w = in_whole_loads(a, self._leaves), in_whole_loads(w, self._leaves)
+        given_k = None if a.shape[1] == own.a.shape[1] else own.a.shape[1]
         if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
             out = torch.empty_like(out)
         w = w if layout_of(w) else aligned_copy(w)
@@ -249,6 +269,7 @@ class FusedMatmul:
             bias=None if own.bias is None else own.bias.contiguous(),
             out=out,
             constant_weight=own.constant_weight and w is own.w,  # the kernel before writes a copy
+            given_k=given_k,
         )
 
     @staticmethod

@@ -51,7 +51,7 @@ def product(
         return with_canonical_nan((total if bias is None else total + bias.float()).to(out_dtype))
     if reason := missing_software() or gemm.why_none_like(a):
         raise UnsupportedError(f"{op}: no kernel adds in this order: {reason}")
-    rows, columns = _in_whole_loads(a, leaves), _in_whole_loads(w, leaves)
+    rows, columns = in_whole_loads(a, leaves), in_whole_loads(w, leaves)
     short = -len(w) % gemm.STORE_COLUMNS
     if short:
         columns, bias = pad(columns, (0, 0, 0, short)), None if bias is None else pad(bias, (0, short))
@@ -62,7 +62,7 @@ def product(
     return found[:, : len(w)].contiguous() if short else found
 
 
-def _in_whole_loads(x: torch.Tensor, leaves: int) -> torch.Tensor:
+def in_whole_loads(x: torch.Tensor, leaves: int) -> torch.Tensor:
     """Returns a matrix whose leaves are whole loads of the kernel: the same one, or a copy with zeros after each leaf.
 
     A zero changes no sum that began as zero.

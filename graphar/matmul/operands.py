@@ -29,6 +29,7 @@ class MatmulOperands:
     numbers: tuple[float, ...] = ()  # of the epilogue
     prefetch: torch.Tensor | None = None  # the tensor that the last all-reduce may prefetch into L2, or None
     constant_weight: bool = False  # whether ``w`` may be loaded while the kernel before still runs
+    given_k: int | None = None  # the K of the caller's operands, if ``a`` and ``w`` are copies with zeros in between
 
 
 def operands_of(work: Product, own: Operands) -> MatmulOperands:

@@ -82,7 +82,7 @@ def takes_tiles(engine: Engine, call: Call, a: torch.Tensor) -> bool:
     if a.dtype not in MATMUL_TYPES:
         return False
     with engine.keeping_failure():
-        if engine.why_no_kernel(work.op, a) or why_not_columns(engine, work.columns):
+        if engine.why_no_kernel(work.op, a) or why_not_columns(engine, work):
             return False
     if work.partition == "tiles":
         return True
@@ -95,13 +95,7 @@ def _fused(engine: Engine, call: Call) -> Plan:
     algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
     early = ", which loads its constant weight early" if call.work.constant_weight and algorithm.row.is_skinny else ""
     launches = FusedMatmul(engine, call, algorithm, sum(call.work.parts))
-    return plan_of(launches, f"multiplied and summed in one kernel{early}")
-
-
-def plan_of(launches: FusedMatmul, reason: str) -> Plan:
-    """Returns the plan of a call by a fused kernel."""
-    threads = launches.tiles[0].threads
-    return Plan(launches.run, Config(launches.algorithm, 0, threads), reason, launches.launch_like)
+    return launches.plan(f"multiplied and summed in one kernel{early}")
 
 
 def _panels(call: Call) -> Panels:
@@ -259,7 +253,7 @@ def _gathered(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
     if method == "tiles":
         launches = FusedMatmul(engine, call, algorithm, sum(call.work.parts))
-        return plan_of(launches, "gathered and multiplied in one kernel")
+        return launches.plan("gathered and multiplied in one kernel")
     if method == "chunks":
         run = GatheredChunks(engine, call, algorithm).run
         return Plan(run, Config(algorithm, 0, 0), "gathered in chunks by copy engines")

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 import torch
 
 from graphar.matmul import leaf_products
+from graphar.matmul.fused import FusedMatmul, why_not_columns
 from graphar.matmul.operands import MatmulOperands, flat, operands_of, with_bias_in_epilogue
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
+from graphar.plan.algorithms import MATMUL_TYPES, with_kernels
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import FALLBACK
+from graphar.plan.matmuls import COLUMNS, prefers_tiles
 from graphar.plan.work import Norm, Parts, Product, Sum
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Launch, Plan
@@ -26,7 +29,32 @@ def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     work = call.work
     if engine.world_size == 1 and not (work.epilogue or work.norm):
         return _of_one_rank(work)
+    if takes_tiles(engine, call, ranks[0].inputs[0]):
+        return _in_tiles(engine, call)
     return _Steps(engine, with_bias_in_epilogue(call), ranks[0]).plan(ranks)
+
+
+def takes_tiles(engine: Engine, call: Call, a: torch.Tensor) -> bool:
+    """Whether one kernel multiplies and sums tile by tile. The first call is collective; equal on all ranks.
+
+    It does from the number of elements on from which a sum in the order of ranks does.
+    """
+    work = call.work
+    if work.norm or not a.is_cuda or a.dtype not in MATMUL_TYPES or work.columns % COLUMNS:
+        return False
+    with engine.keeping_failure():
+        if engine.why_no_kernel(work.op, a) or why_not_columns(engine, work):
+            return False
+    shape = sum(work.parts), work.columns
+    return prefers_tiles(engine.table.matmul, engine.runner.chip, engine.world_size, *shape, scattered=True)
+
+
+def _in_tiles(engine: Engine, call: Call) -> Plan:
+    (algorithm,) = [one for one in with_kernels(call.work.op) if one.row.sends_tiles]
+    launches = FusedMatmul(engine, call, algorithm, sum(call.work.parts))
+    return launches.plan(
+        f"multiplied in {LEAVES // engine.world_size} leaves a rank and summed as a tree in one kernel"
+    )
 
 
 def _of_one_rank(work: Product) -> Plan:

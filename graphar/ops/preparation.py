@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,9 +13,10 @@ from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.numerics.partitions import TP_INVARIANT
 from graphar.plan import select
-from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, with_kernels
-from graphar.plan.tiles import for_wire
+from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
+from graphar.plan.tiles import PARTIAL_TILES, for_wire
 from graphar.plan.work import Product
 from graphar.runtime.engine import Engine
 
@@ -59,3 +61,15 @@ def _prepare_matmuls(
         takes = row.sends_tiles if codec else row.takes_epilogue if epilogue else True
         for tile, dtype in itertools.product(for_wire(row.tiles, codec) if takes else (), dtypes):
             load_tile(engine.runner, algorithm, dtype, tile, Product(row.op, (), 1, codec=text, epilogue=epilogue))
+    if any(op in select.PREPARED_TREES for op in ops):
+        _prepare_trees(engine, [one for one in algorithms if one.row.sends_tiles], dtypes, epilogues)
+
+
+def _prepare_trees(engine: Engine, algorithms: Sequence[Algorithm], dtypes: Sequence[torch.dtype], epilogues) -> None:
+    """Loads the fused kernels that add as a tree, where calls take them."""
+    if engine.table.matmul.tiles_from(engine.world_size, codec=False) == math.inf:
+        return
+    tiles = PARTIAL_TILES[leaf_tree.LEAVES // engine.world_size]
+    for algorithm, epilogue, tile, dtype in itertools.product(algorithms, (None, *epilogues), tiles, dtypes):
+        work = Product(algorithm.op, (), 1, epilogue=epilogue, partition=TP_INVARIANT)
+        load_tile(engine.runner, algorithm, dtype, tile, work)

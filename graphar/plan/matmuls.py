@@ -13,7 +13,15 @@ from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
 from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
 from graphar.plan.tables import Table
-from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LEAF_TILES, MatmulTile, SkinnyTile, for_wire
+from graphar.plan.tiles import (
+    FP8_TILES,
+    GATHERED_TILES,
+    LEAF_TILES,
+    PARTIAL_TILES,
+    MatmulTile,
+    SkinnyTile,
+    for_wire,
+)
 from graphar.plan.work import Product
 
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
@@ -251,6 +259,32 @@ def _estimated_tile(cost: TileCost, measured, algorithm, counts, n: int, chip: C
     others = [tile for tile in for_wire(algorithm.row.tiles, codec) if tile not in measured]
     return min(
         others, key=lambda tile: clocks(cost, tile, counts, n, _TYPICAL_K, chip.shared_blocks(cluster=tile.cluster))
+    )
+
+
+def tile_of_partials(policy: MatmulPolicy, counts: tuple[int, ...], n: int, chip: Chip, leaves: int) -> MatmulTile:
+    """Returns the tile of a matmul that sends partials of so many ``leaves``; all ranks take the same one.
+
+    Large results take one with the shape that was measured to be the fastest for rounded tiles, and small ones a tile
+    by an estimate. ``counts`` are the rows that each rank sums, and the result has ``n`` columns.
+    """
+    numel = sum(counts) * n
+    measured = policy.large_tile if numel >= policy.large_from_numel else policy.small_tile
+    alike = [tile for tile in PARTIAL_TILES[leaves] if _shape(tile) == _shape(measured)]
+    if alike and numel >= policy.estimated_below_numel:
+        return alike[0]
+    return _estimated_tile_of_partials(policy.cost, counts, n, chip, leaves)
+
+
+def _shape(tile: MatmulTile) -> tuple[int, int, int]:
+    return tile.rows, tile.columns, tile.cluster
+
+
+@functools.lru_cache(maxsize=1024)
+def _estimated_tile_of_partials(cost: TileCost, counts, n: int, chip: Chip, leaves: int) -> MatmulTile:
+    return min(
+        PARTIAL_TILES[leaves],
+        key=lambda tile: clocks(cost, tile, counts, n, _TYPICAL_K, chip.shared_blocks(cluster=tile.cluster)),
     )
 
 

@@ -70,9 +70,12 @@ def _up_to(step: int, counts: Sequence[int], offset: int) -> tuple[int, ...]:
     return tuple(min(max(count - offset, 0), step) for count in counts)
 
 
-def rows_a_launch(world_size: int, columns: int) -> int:
-    """Returns how many rows of each rank's part one launch of a fused matmul handles; the result has ``columns``."""
-    return boxes_a_slot(world_size) // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
+def rows_a_launch(world_size: int, columns: int, places: int = 1) -> int:
+    """Returns how many rows of each rank's part one launch of a fused matmul handles.
+
+    The result has ``columns``. A box of it takes so many ``places`` in the scratch on its way to its rank.
+    """
+    return boxes_a_slot(world_size) // places // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
 
 
 def gathered_rows_a_launch(algorithm: Algorithm, world_size: int, k: int) -> int:

@@ -34,6 +34,8 @@ class MatmulTile:
     split: int = field(default=1, metadata={"measured": False})
     # Thread blocks that so compute a tile of the last round, where that leaves SMs idle; 1: there all rounds are alike.
     tail_split: int = field(default=1, metadata={"measured": False})
+    # Whether shared memory has room for the whole tile in fp32, in which other ranks add it to theirs as a tree.
+    partials: bool = field(default=False, metadata={"measured": False})
 
     def __post_init__(self) -> None:
         if self.leaves not in LEAF_COUNTS:
@@ -48,6 +50,8 @@ class MatmulTile:
             raise ValueError(f"{self.split} thread blocks exchange whole packs: of {self.columns} columns they cannot")
         if self.tail_split > 1 and self.split > 1:
             raise ValueError("leaves are split in all rounds, or in the last one alone")
+        if self.partials and (not self.whole or self.split > 1 or self.spills):
+            raise ValueError("shared memory that holds a whole tile in fp32 has no room for other sums")
 
     @property
     def of_tail(self) -> MatmulTile | None:
@@ -75,7 +79,7 @@ class MatmulTile:
         loaded = self.stages * (self.rows + self.columns) * 128
         boxes = -(-self.columns // 64)
         staged = boxes if self.whole else min(boxes, 2 if self.consumers <= 2 else 1)
-        if self.spills or self.split > 1:
+        if self.spills or self.split > 1 or self.partials:
             staged = self.columns // 32
         mbarriers = 2 * (self.stages + (self.consumers if self.split > 1 else 0))
         return loaded + self.consumers * staged * 8192 + mbarriers * 8
@@ -102,7 +106,8 @@ class MatmulTile:
             self.cluster,
             *flags,
             self.leaves,
-            *([self.split] if self.split > 1 else []),
+            *([self.split] if self.split > 1 or self.partials else []),
+            *(["true"] if self.partials else []),
         ]
         return f"MatmulTile<{', '.join(map(str, arguments))}>"
 
@@ -237,6 +242,14 @@ SUMMED_TILES = (
     MatmulTile(128, 256, stages=3, whole=True),
     MatmulTile(128, 256, stages=3, cluster=2, whole=True),
 )
+# The tiles of matmuls that send partials, added as a tree, by the leaves of a rank: of 8 ranks, of 4 and of 2.
+PARTIAL_TILES = {
+    leaves: tuple(
+        MatmulTile(*size, whole=True, leaves=leaves, partials=True)
+        for size in ((64, 64, 12), (64, 128, 8), (128, 128, 5), (128, 128, 5, 2))
+    )
+    for leaves in (1, 2, 4)
+}
 # Those that a tuning table may name: ranks with different K take different ones, so they have equally many columns.
 NAMED_TILES = tuple(tile for tile in SUMMED_TILES if tile.columns == 128)
 # Each tile takes most of an SM's shared memory: loads in flight are worth more than room for the next kernel's block.

@@ -66,10 +66,14 @@ def words_of_tile(algorithm: Algorithm, dtype: torch.dtype, tile: object, work: 
     return f"{algorithm.value} for {dtype}, {tile}{epilogue}{codec}"
 
 
-def words_of_matmul_launch(call: Call, algorithm: Algorithm, one: Slice) -> str:
-    """Returns in words what one launch of a fused matmul must have alike on all ranks."""
+def words_of_matmul_launch(call: Call, algorithm: Algorithm, one: Slice, k: int | None = None) -> str:
+    """Returns in words what one launch of a fused matmul must have alike on all ranks.
+
+    ``k`` are the columns of each rank's operands; None if ranks may differ in them.
+    """
     offset = f", from row {one.offset} of each part on" if one.offset else ""
-    return f"{words(call)} by {algorithm.value}{offset}"
+    products = "" if k is None else f", products of {k} columns"
+    return f"{words(call)} by {algorithm.value}{products}{offset}"
 
 
 def words_with_numbers(words: str, numbers: Sequence[float]) -> str:

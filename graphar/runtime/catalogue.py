@@ -137,14 +137,17 @@ def fused_matmul_source(
 
     Args:
         algorithm: one of SKINNY_KERNELS, SUMMED_TILE_KERNELS or GATHERING_KERNELS.
-        tile: one of the algorithm's.
+        tile: one of the algorithm's, or of PARTIAL_TILES.
         layout: the layout of the weight, one of LAYOUTS.
         generated: the code of an epilogue; not for SKINNY_KERNELS.
         codec: a codec on the wire; for SUMMED_TILE_KERNELS.
     """
     arguments = [TYPE_NAMES[dtype], world_size, tile, layout, *([generated.name] if generated else [])]
-    if codec:
-        arguments += ["Identity", f"AsCodes<{TYPE_NAMES[dtype]}, {codec.type_name}>"]
+    travel = f"AsCodes<{TYPE_NAMES[dtype]}, {codec.type_name}>" if codec else ""
+    if isinstance(tile, MatmulTile) and tile.partials:
+        travel = f"AsPartials<{TYPE_NAMES[dtype]}>"
+    if travel:
+        arguments += [*([] if generated else ["Identity"]), travel]
     name = f"{algorithm.value}<{', '.join(map(str, arguments))}>"
     code = generated.text if generated else ""
     return KernelSource(file_of(algorithm), name, only_arch=MATMUL_ARCH, generated=code)

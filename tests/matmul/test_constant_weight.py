@@ -103,8 +103,7 @@ def test_launches_at_equal_addresses_are_apart(launches_of):
 
 @pytest.mark.parametrize(("rows", "says"), [(ROWS, True), (8192, False)])
 def test_the_reason_names_it_where_the_kernel_heeds_it(monkeypatch, rows, says):
-    monkeypatch.setattr(products, "FusedMatmul", lambda *given: None)
-    monkeypatch.setattr(products, "plan_of", lambda launches, reason: reason)
+    monkeypatch.setattr(products, "FusedMatmul", lambda *given: SimpleNamespace(plan=lambda reason: reason))
     engine = SimpleNamespace(table=shipped_table("nvidia_h200"), world_size=2)
 
     reasons = [

@@ -21,6 +21,7 @@
 // ring.cuh. What travels between ranks, and in which order, is in warpgroup_tile.cuh, (10).
 #pragma once
 #include "device/epilogue.cuh"
+#include "device/matmul/leaf_tree.cuh"
 #include "device/matmul/tile_as_elements.cuh"
 #include "device/matmul/timeline.cuh"
 
@@ -48,16 +49,16 @@ struct SummedSharedStorage {
   u32 first[max_ranks];  // of each owner's tiles, the first that is this block's
 };
 
-template <class Tile>
+template <class Travel, class Tile>
 __device__ __forceinline__ char* staged_box(const Ring<Tile>& ring, u32 consumer, int box) {
-  static_assert(Tile::staged == Tile::boxes);
-  return ring.staging + (consumer * Tile::boxes + box) * box_nbytes;
+  static_assert(Tile::staged == Tile::boxes * Travel::places && !Tile::spills);
+  return ring.staging + (consumer * Tile::boxes + box) * Travel::places * box_nbytes;
 }
 
 // With all_reduce each rank also sends its sums to all others.
 enum Collective { reduce_scatter, all_reduce };
 
-// `Travel`: the form in which warpgroup tiles travel, AsElements or AsCodes.
+// `Travel`: the form in which warpgroup tiles travel, AsElements, AsPartials or AsCodes.
 template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel>
 struct Consumer {
   static constexpr bool sum_is_coded = Op == all_reduce && Travel::coded;
@@ -83,7 +84,7 @@ struct Consumer {
 
   // Hands a warpgroup tile to the sender, box by box.
   __device__ void stage(const Sums& sums, const WarpgroupTile& tile, bool own) const {
-    const auto place = [&](int box) { return staged_box(ring, index, box); };
+    const auto place = [&](int box) { return staged_box<Travel>(ring, index, box); };
     const auto staged = [&](int box) {
       fence_async_proxy_shared();
       __syncwarp();
@@ -110,7 +111,10 @@ struct Consumer {
     WalkByOwner<Tile, N> walk{m, a, first};
     for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
       Sums sums;
-      turns.multiply(multiplier, at, sums, tiles++);
+      if constexpr (Tile::leaves > 1)
+        LeafTree<Multiplier<T, Tile, W>, Tile>{multiplier}.multiply(at, sums);
+      else
+        turns.multiply(multiplier, at, sums, tiles++);
       track.mark(multiplying);
       WarpgroupTile tile;
       if (!walk.find(Tile::warpgroup(index), tile)) continue;
@@ -134,7 +138,7 @@ struct Consumer {
 // The bytes a sender has in flight to each peer. Elements are sent in parts of a box: a queue before the links would
 // also delay the loads of operands. Codes do not fill the links, so a whole box of them is sent at once.
 template <class Travel>
-constexpr u32 piece_nbytes = Travel::coded ? Travel::nbytes : 2048;
+constexpr u32 piece_nbytes = Travel::coded ? Travel::partial_nbytes : 2048;
 
 // A warp that sends the boxes of one consumer.
 template <int N, class Tile, Collective Op, class Travel>
@@ -150,13 +154,15 @@ struct Sender {
 
   // Returns once the box has arrived everywhere.
   __device__ void send_box(const WarpgroupTile& tile, int box, int owner) const {
-    const char* const from = staged_box(ring, index, box);
+    const u32 nbytes = owner == a.rank ? Travel::finished_nbytes : Travel::partial_nbytes;
+    const char* const from = staged_box<Travel>(ring, index, box);
     if (owner == a.rank && !(Op == all_reduce && Travel::coded))
       tensor_store(output, tile.column + 64 * box, tile.row, from);
 #pragma unroll 1
-    for (u32 at = 0; at < Travel::nbytes; at += piece_nbytes<Travel>) {
+    for (u32 at = 0; at < nbytes; at += piece_nbytes<Travel>) {
       if (owner != a.rank)
-        bulk_store(TileExchange<N>{a}.place(owner, a.rank, tile.box + box) + at, from + at, piece_nbytes<Travel>);
+        bulk_store(TileExchange<N>{a}.place(owner, a.rank, (tile.box + box) * Travel::places) + at, from + at,
+                   piece_nbytes<Travel>);
       else if constexpr (Op == all_reduce)
 #pragma unroll
         for (int hop = 1; hop < N; ++hop)
@@ -292,6 +298,12 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, SummedSharedS
   if (Op == all_reduce) Gatherer<N, Tile, Travel>{m, a, shared.first}.run(shared.call, shared.taken, track);
 }
 
+// Registers of a thread of two consumers. Gatherers leave fewer of them, unless nodes of a tree need more.
+template <Collective Op, class Tile>
+constexpr int consumer_registers = Op == reduce_scatter                                       ? 232
+                                   : Tile::leaves > 1 && Tile::nodes * Tile::columns > 256 ? 224
+                                                                                           : 208;
+
 // The body of the kernels.
 template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel>
 __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map,
@@ -315,13 +327,13 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
   wait_for_previous_kernel(a);
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup > 0) {
-    if constexpr (Tile::consumers == 2) grow_registers<Op == all_reduce ? 208 : 232>();
+    if constexpr (Tile::consumers == 2) grow_registers<consumer_registers<Op, Tile>>();
     Track<Tile::recorded> track(m, warpgroup - 1, threadIdx.x % 128 == 0);
     const u32 index = warpgroup - 1;
     Consumer<T, N, Tile, W, Op, Expression, Travel>{m, a, ring, shared.first, shared.handover[index], shared.turns, index}
         .run(track);
   } else {
-    if constexpr (Tile::consumers == 2) shrink_registers<Op == all_reduce ? 88 : 40>();
+    if constexpr (Tile::consumers == 2) shrink_registers<504 - 2 * consumer_registers<Op, Tile>>();
     run_helper<N, Tile, W, Op, Travel>(ring, shared, a_map, w_map, output_map, m, a);
   }
   end_call(a, shared.call);

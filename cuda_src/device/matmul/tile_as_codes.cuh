@@ -37,7 +37,9 @@ struct AsCodes {
   using Scale = typename C::Scale;
   static constexpr bool coded = true;
   static constexpr u32 codes_nbytes = 128 * sizeof(u32) * C::bits;
-  static constexpr u32 nbytes = codes_nbytes + 128 * sizeof(typename Scale::Storage);
+  static constexpr u32 places = 1;  // of a partial box
+  static constexpr u32 partial_nbytes = codes_nbytes + 128 * sizeof(typename Scale::Storage);  // of a box on its way
+  static constexpr u32 finished_nbytes = partial_nbytes;
 
   // The index of element e of run j among a thread's sums.
   __device__ static constexpr int place_of(int box, int j, int e) {

@@ -9,7 +9,8 @@
 template <class T>
 struct AsElements {
   static constexpr bool coded = false;
-  static constexpr u32 nbytes = box_nbytes;  // of a box on its way
+  static constexpr u32 places = 1;  // of a partial box
+  static constexpr u32 partial_nbytes = box_nbytes, finished_nbytes = box_nbytes;  // of a box on its way
 
   // Sums 8 * i .. 8 * i + 7 of a thread, a quarter of its sums in a box.
   template <int Count>
@@ -61,9 +62,10 @@ struct AsElements {
     }
   }
 
-  // By a warp: copies a finished box from `place` into the output. A thread moves one chunk of every fourth row.
+  // By a warp: copies a finished box from `place` into the output. A thread moves one chunk of every fourth row, and
+  // has U of them in flight.
+  template <int U = 8>
   __device__ static void write(const MatmulArguments& m, const Box& box, const char* place) {
-    constexpr int U = 8;  // chunks that a thread has in flight
     const u32 lane = threadIdx.x % 32, column = lane % 8 * 8, pitch = m.n / 8;
     const Pack* const from = reinterpret_cast<const Pack*>(place);
     Pack* const to = reinterpret_cast<Pack*>(box.output) + column / 8;

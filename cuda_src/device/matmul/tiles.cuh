@@ -17,9 +17,10 @@ enum OperandLayout { by_rows, by_columns };  // of W: [N, K], [K, N]
 // all rows in blocks of 64, so that one multiplies while the other finishes a tile. Shared memory holds two finished
 // boxes of each consumer, one of each of three consumers, or with `Whole` the whole tile. With `Recorded` the kernel
 // writes a timeline (timeline.cuh). K is added in `Leaves` leaves (leaf_tree.cuh); 1: in its order. The `Split` blocks of
-// a cluster compute the leaves of one tile together (node_exchange.cuh).
+// a cluster compute the leaves of one tile together (node_exchange.cuh). With `Partials` shared memory has room for the
+// whole tile in fp32 (tile_as_partials.cuh).
 template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, bool Recorded = false,
-          int Leaves = 1, int Split = 1>
+          int Leaves = 1, int Split = 1, bool Partials = false>
 struct MatmulTile {
   static constexpr int rows = M, columns = N, stages = Stages, cluster = Cluster;
   static constexpr int row_blocks = Alternating ? M / 64 : 1;  // of a consumer, 64 rows each
@@ -33,7 +34,11 @@ struct MatmulTile {
   static_assert(Leaves == 1 || consumers <= 2);
   static_assert(Split == 1 || (Leaves % Split == 0 && !spills));
   static constexpr int boxes = (N + 63) / 64;
-  static constexpr int staged = spills || Split > 1 ? N / 32 : Whole || boxes < 2 ? boxes : consumers > 2 ? 1 : 2;
+  static constexpr int staged = Partials              ? 2 * boxes
+                                : spills || Split > 1 ? N / 32
+                                : Whole || boxes < 2  ? boxes
+                                : consumers > 2       ? 1
+                                                      : 2;
   static constexpr bool recorded = Recorded;
   static constexpr u32 a_nbytes = M * row_nbytes, w_nbytes = N * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
 

@@ -1,11 +1,13 @@
 // Warpgroup tiles on their way between ranks: the 64 rows of a tile that one warpgroup computes (sm_90 and newer). A
-// warpgroup tile is boxes of 64 x 64 elements, 8 KB each. A slot has a place for every box of a rank's rows. The bytes
-// in a place are described in tile_as_elements.cuh and tile_as_codes.cuh.
+// warpgroup tile is boxes of 64 x 64 elements. A slot has a place of 8 KB for every box of a rank's rows. With partials
+// in fp32 a box takes two places, so a slot has room for half as many of them. Flags stay where they are, and there are
+// more of them than boxes. The bytes in a place are described in tile_as_elements.cuh, tile_as_codes.cuh and
+// tile_as_partials.cuh.
 //
 //   scratch: the signal pad, whose row 0 holds the call that each rank has entered
 //            partial, for this rank's rows:
 //              flags[N - 1][capacity]   by source, the next rank first: at a warpgroup tile's first box, 1 once sent
-//              boxes[N - 1][capacity]   the source's products
+//              boxes[N - 1][capacity]   the source's products, from place `box * Travel::places` of a slot on
 //            finished, for the sources' rows, where ranks gather the sums: flags and boxes again
 //
 // (10) A warpgroup tile travels by bulk stores of one thread, which then sets its flag to 1. The reader clears it.
@@ -125,12 +127,13 @@ struct TileExchange {
   const Arguments& a;
   const Area area = partial;
 
-  // The flag and the place on rank `to` of a box from rank `from`.
+  // The flag on rank `to` of a box from rank `from`.
   __device__ u32* flag(int to, int from, u32 box) const {
     return reinterpret_cast<u32*>(begin(to)) + slot(to, from) + box;
   }
-  __device__ char* place(int to, int from, u32 box) const {
-    return begin(to) + (N - 1) * a.capacity * sizeof(u32) + (slot(to, from) + box) * box_nbytes;
+  // A place on rank `to` of the slot of rank `from`; a box may take several.
+  __device__ char* place(int to, int from, u32 number) const {
+    return begin(to) + (N - 1) * a.capacity * sizeof(u32) + (slot(to, from) + number) * box_nbytes;
   }
 
   // By one warp, whose first thread stores later: waits until every peer has entered this call. False if a peer did not

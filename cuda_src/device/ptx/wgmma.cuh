@@ -90,6 +90,14 @@ __device__ __forceinline__ void wait_for_products(float (&sums)[Count]) {
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
+// The bits of a sum. With __float_as_uint in its place the compiler would keep sums as words in other registers, and copy
+// them from and to those of the products, which then wait for each other.
+__device__ __forceinline__ u32 word_of_sum(float sum) {
+  u32 word;
+  asm("mov.b32 %0, %1;" : "=r"(word) : "f"(sum));
+  return word;
+}
+
 // ---- warpgroups -----------------------------------------------------------------------------------------------------
 
 // Sets the registers of each thread of this warpgroup: the first function returns some to the block, the second takes

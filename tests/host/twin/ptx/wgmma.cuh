@@ -144,6 +144,8 @@ inline void wait_for_products(float (&)[Count]) {
   end_wait_of_warp();
 }
 
+inline u32 word_of_sum(float sum) { return __float_as_uint(sum); }
+
 template <int Registers>
 inline void shrink_registers() {}
 template <int Registers>

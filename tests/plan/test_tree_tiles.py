@@ -1,0 +1,247 @@
+"""Which calls one kernel multiplies and adds as a tree tile by tile, and what it is given."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graphar.matmul import fused, tree_sums
+from graphar.matmul.fused import FusedMatmul
+from graphar.matmul.operands import MatmulOperands
+from graphar.numerics.epilogues.epilogue import form_to_prepare
+from graphar.numerics.leaf_tree import LEAF_UNIT, LEAVES
+from graphar.ops import preparation
+from graphar.plan import matmuls
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call, Operands
+from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES
+from graphar.plan.slices import rows_a_launch
+from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, MatmulTile
+from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
+from graphar.ranks import agreement
+from tests.plan.test_algorithms import MOST_SHARED_NBYTES, constant
+from tests.plan.test_tiles import CHIP, H200, Ranks, operand
+
+OPS = {MATMUL_ALLREDUCE: Algorithm.MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER: Algorithm.MATMUL_REDUCESCATTER}
+INVARIANT = {"partition": "tp_invariant"}
+STATIC_NBYTES = 2048  # of shared memory
+every_op = pytest.mark.parametrize("op", OPS)
+every_world_size = pytest.mark.parametrize("world_size", [2, 4, 8])
+
+
+def call_of(op=MATMUL_ALLREDUCE, rows=4096, columns=8192, world_size=4, **options):
+    counts = tuple(matmuls.owned_rows(rows, world_size))
+    return Call(Product(op, counts, columns, **INVARIANT, **options), torch.bfloat16, 0)
+
+
+def takes(ranks=None, a=None, **options):
+    ranks = ranks or Ranks()
+    return tree_sums.takes_tiles(ranks, call_of(world_size=ranks.world_size, **options), a or operand())
+
+
+# ---- which calls ----------------------------------------------------------------------------------------------------
+
+
+@every_op
+@pytest.mark.parametrize(
+    ("world_size", "rows", "taken"),
+    [(2, 1024, True), (2, 1023, False), (4, 1024, True), (4, 64, False), (8, 1 << 20, False)],
+)
+def test_large_results_take_it_where_it_was_measured_to_be_faster_in_the_order_of_ranks(op, world_size, rows, taken):
+    assert takes(Ranks(world_size), op=op, rows=rows) == taken
+
+
+def test_a_bias_and_an_epilogue_are_added_in_it():
+    assert takes(bias=True)
+    assert takes(epilogue=form_to_prepare("-v"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"a": operand(torch.float32)},
+        {"a": operand(is_cuda=False)},
+        {"columns": 8196},
+        {"norm": (1e-6, 0.0)},
+        {"columns": 1 << 19},
+        {"ranks": Ranks(no_kernel="kernels serve 2 to 8 ranks, not 1")},
+        {"ranks": Ranks(arch="sm_90")},
+    ],
+    ids=["fp32", "cpu", "columns", "norm", "scratch", "ranks", "device"],
+)
+def test_what_it_cannot_serve_is_multiplied_and_then_summed(call):
+    assert not takes(**call)
+
+
+def test_communicators_that_share_a_gpu_multiply_and_then_sum():
+    ranks = Ranks()
+    ranks.runner.chip = replace(CHIP, communicators=3)
+
+    assert not takes(ranks)
+
+
+@every_op
+def test_the_plan_says_that_one_kernel_does_it(op):
+    given = [Operands((operand(), operand()), (None,))]
+
+    plan = tree_sums.bind(Ranks(), call_of(op, bias=True), given)
+
+    assert plan.config.algorithm is OPS[op]
+    assert plan.reason == "multiplied in 2 leaves a rank and summed as a tree in one kernel"
+
+
+# ---- tiles and scratch ----------------------------------------------------------------------------------------------
+
+
+def test_tiles_have_the_leaves_under_which_they_are_listed_and_serve_every_weight():
+    for leaves, tiles in PARTIAL_TILES.items():
+        assert {(tile.leaves, tile.partials, tile.whole, tile.layouts) for tile in tiles} == {
+            (leaves, True, True, LAYOUTS)
+        }
+    assert sorted(LEAVES // leaves for leaves in PARTIAL_TILES) == [2, 4, 8]
+
+
+def test_shared_memory_holds_operands_and_a_whole_tile_in_fp32():
+    for tile in itertools.chain(*PARTIAL_TILES.values()):
+        loaded = tile.stages * (tile.rows + tile.columns) * 128
+        assert tile.shared_nbytes == loaded + tile.rows * tile.columns * 4 + 2 * tile.stages * 8
+        assert tile.shared_nbytes + STATIC_NBYTES <= MOST_SHARED_NBYTES
+
+
+@pytest.mark.parametrize("options", [{"leaves": 8, "columns": 128}, {"leaves": 2, "split": 2}, {"whole": False}])
+def test_a_tile_without_room_for_its_partials_is_refused(options):
+    with pytest.raises(ValueError, match="a whole tile in fp32"):
+        MatmulTile(**{"rows": 64, "columns": 64, "stages": 2, "whole": True, "partials": True} | options)
+
+
+@every_world_size
+def test_every_size_has_a_tile_with_the_leaves_of_a_rank(world_size):
+    for rows, columns in itertools.product((64, 1000, 4096, 16384), (512, 4096, 16384)):
+        counts = tuple(matmuls.owned_rows(rows, world_size))
+        tile = matmuls.tile_of_partials(H200.matmul, counts, columns, CHIP, LEAVES // world_size)
+        assert tile in PARTIAL_TILES[LEAVES // world_size]
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(128, (64, 128, 1)), (1000, (128, 128, 1)), (1024, (128, 128, 2)), (8192, (128, 128, 2))]
+)
+def test_large_results_take_the_shape_that_was_measured_for_rounded_tiles(rows, shape):
+    tile = matmuls.tile_of_partials(H200.matmul, tuple(matmuls.owned_rows(rows, 4)), 8192, CHIP, 2)
+
+    assert (tile.rows, tile.columns, tile.cluster) == shape
+
+
+@every_world_size
+@pytest.mark.parametrize("columns", [8, 64, 1000, 8192, 16384])
+def test_the_partial_boxes_of_a_launch_have_places_in_a_slot(world_size, columns):
+    rows = rows_a_launch(world_size, columns, MATMUL_PARTIAL_PLACES)
+    boxes = -(-rows // MATMUL_BOX_ROWS) * -(-columns // MATMUL_BOX_COLUMNS)
+
+    for algorithm in OPS.values():
+        assert MATMUL_PARTIAL_PLACES * boxes <= algorithm.row.scratch(world_size).capacity
+    assert constant("device/matmul/tile_as_partials.cuh", "places") == MATMUL_PARTIAL_PLACES
+
+
+# ---- what the kernel is given ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Returns the launches of a call. Their operands are on the CPU."""
+    monkeypatch.setattr(fused, "why_not", lambda a, w, out: "")
+
+    def bind(op=MATMUL_ALLREDUCE, **options):
+        ranks = Ranks(options.get("world_size", 4))
+        call = call_of(op, **options)
+        return FusedMatmul(ranks, call, OPS[op], sum(call.work.parts))
+
+    return bind
+
+
+@every_op
+def test_all_ranks_load_one_tile_whatever_their_k_and_take_it(bound, op):
+    launches = bound(op)
+    (tile,) = launches.tiles
+
+    assert tile.leaves == 2
+    for k in (128, 4096, 65536):
+        own = MatmulOperands(torch.empty(1, k, device="meta"), None, None, None)
+        assert launches._tile_of(own, None, "by_rows") == tile
+
+
+def test_a_result_takes_twice_the_launches_of_one_that_travels_rounded(bound):
+    columns, rows = 8192, 4 * rows_a_launch(4, 8192)
+    launches = bound(rows=rows, columns=columns)
+
+    assert len(launches._slices) == 2
+    assert sum(sum(one.count) for one in launches._slices) == rows
+
+
+@pytest.mark.parametrize("k", [2, 100, 128, 130, 512])
+def test_leaves_are_filled_up_with_zeros_to_whole_loads(bound, k):
+    a, w, out = (torch.randn(shape).bfloat16() for shape in ((6, k), (8, k), (6, 8)))
+    launches, given = bound(rows=6, columns=8), MatmulOperands(a, w, None, out)
+
+    found = launches._place(given)
+
+    assert found.a.shape[1] % (2 * LEAF_UNIT) == 0
+    assert found.given_k == (None if k % 128 == 0 else k)
+    for x, whole in ((a, found.a), (w, found.w)):
+        for leaf, part in zip(x.tensor_split(2, 1), whole.chunk(2, 1), strict=True):
+            assert torch.equal(part[:, : leaf.shape[1]], leaf)
+            assert part[:, leaf.shape[1] :].count_nonzero() == 0
+    if k % 128 == 0:
+        assert found is given
+
+
+def test_ranks_with_another_k_are_told(bound, monkeypatch):
+    said = []
+
+    def arguments(member, algorithm, one, seconds, words):
+        said.append(words)
+        return SimpleNamespace(epilogue=SimpleNamespace(put=None))
+
+    launches = bound(rows=6, columns=8)
+    launches._runner.arguments = arguments
+    launches._engine.deadline = lambda call: 1.0
+    for name in ("summed_tiles", "KernelLaunch", "bind_launch"):
+        monkeypatch.setattr(fused, name, lambda *given: ([], None))
+    launches._functions = [{(launches.tiles[0], "by_rows"): None}]
+    for k in (128, 126, 256):
+        own = MatmulOperands(*(torch.zeros(shape).bfloat16() for shape in ((6, k), (8, k))), None, torch.empty(6, 8))
+        launches._launch(launches._runner.members[0], launches._place(own), launches._slices[0])
+
+    assert ["products of 128 columns" in said[0], "126" in said[1], "256" in said[2]] == [True] * 3
+    plain = agreement.words_of_matmul_launch(call_of(), Algorithm.MATMUL_ALLREDUCE, launches._slices[0])
+    assert "products of" not in plain
+
+
+# ---- what is prepared -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ops", "prepared"),
+    [
+        (4, ["fused_matmul_allreduce", "allreduce_tree"], True),
+        (2, ["fused_matmul_reducescatter", "reducescatter_tree"], True),
+        (4, ["fused_matmul_allreduce"], False),
+        (4, ["allreduce_tree"], False),
+        (8, ["fused_matmul_allreduce", "allreduce_tree"], False),  # no call takes them
+    ],
+)
+def test_what_calls_take_is_prepared_with_the_sums_that_add_as_a_tree(monkeypatch, world_size, ops, prepared):
+    loaded, epilogue = [], form_to_prepare("-v")
+    monkeypatch.setattr(preparation, "load_tile", lambda *given: loaded.append(given[1:]))
+
+    preparation._prepare_matmuls(Ranks(world_size), ops, [torch.bfloat16], [], [epilogue])
+
+    of_tree = [
+        (algorithm, tile, work.epilogue) for algorithm, _, tile, work in loaded if work.partition == "tp_invariant"
+    ]
+    tiles = PARTIAL_TILES[LEAVES // world_size] if prepared else ()
+    wanted = itertools.product([OPS[op] for op in ops if op in OPS], (None, epilogue), tiles)
+    assert of_tree == [(algorithm, tile, one) for algorithm, one, tile in wanted]
