@@ -7,37 +7,36 @@
 //
 // Sends 2 / N of the bytes of matmul_one_shot, and wins for larger results. A pack's owner and its place in a slot
 // depend only on its place in the result, so results are right if ranks differ in tiles and grids, and sums and packs
-// have different places. A block sends all of its packs before it waits for any, and all of its sums before it waits
+// have different places. That holds as well if packs on their way to an owner have 4 columns in fp32 (skinny.cuh): a sum
+// of 8 columns takes the place of the first of two such packs. A block sends all of its packs before it waits for any, and all of its sums before it waits
 // for a peer's, so there is no cycle of waits. Ordering between ranks: (3) and (4) in sentinel.cuh.
 #include "device/matmul/skinny.cuh"
-#include "device/sync/sentinel.cuh"
 
 template <class T, int N, class Tile, OperandLayout W>
 __global__ void __launch_bounds__(512, 1)
     matmul_two_shot(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap a_map,
                     const __grid_constant__ MatmulArguments m, const __grid_constant__ Arguments a) {
-  const auto send = [&](u32 parity, const ResultPack& at, const Pack& p) {
-    push(a, (at.owner<N>() + N - a.rank) % N, (parity * N + a.rank) * a.capacity + at.in_result(m), p);
+  const auto send = [&](u32 parity, const ResultPack<Tile::pack_columns>& at, const Pack& p) {
+    push(a, (at.template owner<N>() + N - a.rank) % N, (parity * N + a.rank) * a.capacity + at.in_result(m), p);
   };
   const Call& call = multiply_skinny<T, Tile, W>(w_map, a_map, m, a, send);
   const Tensor<T> output(a.output, u64(m.m) * m.n);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
-  const auto sum_and_send = [&](const ResultPack& at) {
+  const auto sum_and_send = [&](const ResultPack<8>& at) {
     if (at.owner<N>() != a.rank) return true;
-    const PackBias<T> bias(m, at.column);
-    Pack part[N];
-    if (!receive(a, call, 0, slots + at.in_result(m), part)) return false;
-    const Pack sum = sum_in_rank_order<T, N>(part, bias);
+    Pack sum;
+    if (!receive_sum<T, N, Tile>(m, a, call, slots, at, sum)) return false;
+    const u32 place = slots + a.rank * a.capacity + at.in_result<Tile::pack_columns>(m);
 #pragma unroll
-    for (int peer = 1; peer < N; ++peer) push(a, peer, slots + a.rank * a.capacity + at.in_result(m), sum);
+    for (int peer = 1; peer < N; ++peer) push(a, peer, place, sum);
     output.store(at.in_result(m), sum);
     return true;
   };
-  const auto take_sum = [&](const ResultPack& at) {
+  const auto take_sum = [&](const ResultPack<8>& at) {
     const u32 owner = at.owner<N>();
     if (owner == a.rank) return true;
     Pack sum[1];
-    if (!receive(a, call, owner, slots + owner * a.capacity + at.in_result(m), sum)) return false;
+    if (!receive(a, call, owner, slots + owner * a.capacity + at.in_result<Tile::pack_columns>(m), sum)) return false;
     output.store(at.in_result(m), sum[0]);
     return true;
   };

@@ -130,7 +130,7 @@ class FusedMatmul:
         if self._tile:
             return (self._tile,)
         if self._skinny:
-            return (skinny_tile(rows),)
+            return (skinny_tile(rows, self._leaves if self._adds_tree else None),)
         policy, chip, call = self._engine.table.matmul, self._runner.chip, self._call
         if self._adds_tree:
             return (tile_of_partials(policy, call.work.parts, call.work.columns, chip, self._leaves),)

@@ -15,10 +15,10 @@ from graphar.matmul.fused import FusedMatmul, why_not_columns
 from graphar.matmul.operands import MatmulOperands, flat, operands_of, with_bias_in_epilogue
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
-from graphar.plan.algorithms import MATMUL_TYPES, with_kernels
+from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import FALLBACK
-from graphar.plan.matmuls import COLUMNS, prefers_tiles
+from graphar.plan.matmuls import COLUMNS, fused_algorithm, prefers_tiles, sent_itemsize
 from graphar.plan.work import Norm, Parts, Product, Sum
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Launch, Plan
@@ -29,15 +29,15 @@ def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     work = call.work
     if engine.world_size == 1 and not (work.epilogue or work.norm):
         return _of_one_rank(work)
-    if takes_tiles(engine, call, ranks[0].inputs[0]):
-        return _in_tiles(engine, call)
+    if takes_one_kernel(engine, call, ranks[0].inputs[0]):
+        return _in_one_kernel(engine, call)
     return _Steps(engine, with_bias_in_epilogue(call), ranks[0]).plan(ranks)
 
 
-def takes_tiles(engine: Engine, call: Call, a: torch.Tensor) -> bool:
-    """Whether one kernel multiplies and sums tile by tile. The first call is collective; equal on all ranks.
+def takes_one_kernel(engine: Engine, call: Call, a: torch.Tensor) -> bool:
+    """Whether one kernel multiplies and sums. The first call is collective; equal on all ranks.
 
-    It does from the number of elements on from which a sum in the order of ranks does.
+    It does where one in the order of ranks was measured to be faster: for few rows, and from a number of elements on.
     """
     work = call.work
     if work.norm or not a.is_cuda or a.dtype not in MATMUL_TYPES or work.columns % COLUMNS:
@@ -45,16 +45,17 @@ def takes_tiles(engine: Engine, call: Call, a: torch.Tensor) -> bool:
     with engine.keeping_failure():
         if engine.why_no_kernel(work.op, a) or why_not_columns(engine, work):
             return False
-    shape = sum(work.parts), work.columns
-    return prefers_tiles(engine.table.matmul, engine.runner.chip, engine.world_size, *shape, scattered=True)
+    shape, scattered = (sum(work.parts), work.columns), work.scattered or bool(work.epilogue)
+    chosen_for = engine.table.matmul, engine.runner.chip, engine.world_size
+    return prefers_tiles(*chosen_for, *shape, scattered, itemsize=sent_itemsize(work))
 
 
-def _in_tiles(engine: Engine, call: Call) -> Plan:
-    (algorithm,) = [one for one in with_kernels(call.work.op) if one.row.sends_tiles]
+def _in_one_kernel(engine: Engine, call: Call) -> Plan:
+    algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
     launches = FusedMatmul(engine, call, algorithm, sum(call.work.parts))
-    return launches.plan(
-        f"multiplied in {LEAVES // engine.world_size} leaves a rank and summed as a tree in one kernel"
-    )
+    early = ", which loads its constant weight early" if call.work.constant_weight and algorithm.row.is_skinny else ""
+    leaves = LEAVES // engine.world_size
+    return launches.plan(f"multiplied in {leaves} leaves a rank and summed as a tree in one kernel{early}")
 
 
 def _of_one_rank(work: Product) -> Plan:

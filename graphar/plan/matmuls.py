@@ -38,9 +38,18 @@ def owned_rows(rows: int, world_size: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def is_skinny(world_size: int, rows: int, columns: int) -> bool:
-    """Returns whether the skinny kernels, for at most 64 rows, can compute a result of 16-bit elements."""
-    return any(rows <= one.row.tiles[-1].rows and 2 * rows * columns <= one.row.limit(world_size) for one in _SKINNY)
+def is_skinny(world_size: int, rows: int, columns: int, itemsize: int = 2) -> bool:
+    """Returns whether the skinny kernels, for at most 64 rows, can compute a result of 16-bit elements.
+
+    Ranks send elements of ``itemsize`` bytes: rounded ones, or partials in fp32.
+    """
+    nbytes = itemsize * rows * columns
+    return any(rows <= one.row.tiles[-1].rows and nbytes <= one.row.limit(world_size) for one in _SKINNY)
+
+
+def sent_itemsize(work: Product) -> int:
+    """Returns the bytes of an element that a rank sends to be summed in a product of 16-bit elements."""
+    return 4 if work.order == "tree" else 2
 
 
 def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
@@ -48,9 +57,10 @@ def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
     rows, columns = sum(work.parts), work.columns
     takers = with_kernels(work.op.removesuffix("_residual_rmsnorm"))
     # With a codec or an epilogue each rank sums its own rows, which no skinny kernel does.
-    skinny = not work.codec and not work.epilogue and is_skinny(world_size, rows, columns)
+    itemsize = sent_itemsize(work)
+    skinny = not work.codec and not work.epilogue and is_skinny(world_size, rows, columns, itemsize)
     fitting = [one for one in takers if one.row.is_skinny == skinny] or takers  # not every op has skinny kernels
-    return next(one for one in fitting if one.row.suits(table, world_size, 2 * rows * columns))
+    return next(one for one in fitting if one.row.suits(table, world_size, itemsize * rows * columns))
 
 
 class MatmulChoice(NamedTuple):
@@ -99,17 +109,24 @@ def _nearest(measured: tuple[MeasuredMatmul, ...], m: int, n: int, k: int) -> Me
 
 
 def prefers_tiles(
-    policy: MatmulPolicy, chip: Chip, world_size: int, rows: int, columns: int, scattered: bool = False, codec: str = ""
+    policy: MatmulPolicy,
+    chip: Chip,
+    world_size: int,
+    rows: int,
+    columns: int,
+    scattered: bool = False,
+    codec: str = "",
+    itemsize: int = 2,
 ) -> bool:
     """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum.
 
     The result is [rows, columns]. ``scattered`` says whether each rank sums its own rows even of a skinny result, which
-    no skinny kernel does: in a reduce-scatter, or with an epilogue. ``codec`` is the text of the codec on the wire.
-    Nothing was measured where more than two communicators share a GPU: a fused kernel has only a share of its SMs.
+    no skinny kernel does: in a reduce-scatter, or with an epilogue. ``codec`` is the text of the codec on the wire, and
+    ``itemsize`` the bytes of an element that a rank sends without one: :func:`sent_itemsize`. Nothing was measured where more than two communicators share a GPU: a fused kernel has only a share of its SMs.
     """
     if chip.communicators > 2:
         return False
-    if not scattered and not codec and is_skinny(world_size, rows, columns):
+    if not scattered and not codec and is_skinny(world_size, rows, columns, itemsize):
         return columns >= policy.skinny_from_columns.get(world_size, math.inf) and _fills_waves(policy, columns, chip)
     if codec and scattered:
         return False

@@ -122,6 +122,8 @@ class SkinnyTile:
     rows: int  # the most rows that the result may have: 8, 16, 32 or 64
     stages: int  # pipeline stages in shared memory, of 64 of K each
     cluster: int = 1  # thread blocks of a cluster: their tiles lie side by side in the result, and they load A together
+    leaves: int = 1  # leaves into which K is cut, added as a binary tree: 1, 2 or 4
+    partials: bool = False  # whether other ranks get the sums in fp32, and add them to theirs as a tree
 
     @property
     def threads(self) -> int:
@@ -131,10 +133,11 @@ class SkinnyTile:
     @property
     def shared_nbytes(self) -> int:
         """Dynamic shared memory of a block, as the kernels' ring of stages lays it out."""
-        return self.stages * ((self.columns + self.rows) * 128 + 16) + 8192
+        return self.stages * ((self.columns + self.rows) * 128 + 16) + (16384 if self.partials else 8192)
 
     def __str__(self) -> str:
-        return f"SkinnyTile<{self.rows}, {self.stages}, {self.cluster}>"
+        arguments = [self.rows, self.stages, self.cluster, *([self.leaves, "true"] if self.partials else [])]
+        return f"SkinnyTile<{', '.join(map(str, arguments))}>"
 
 
 # The tiles of the plain matmul. Their areas lie close together, so that for most shapes of C one of them leaves few SMs
@@ -262,9 +265,13 @@ def for_wire(tiles: tuple[MatmulTile, ...], codec: Codec | None) -> tuple[Matmul
     return tuple(tile for tile in tiles if codec is None or tile.columns <= 128)
 
 
-def skinny_tile(rows: int) -> SkinnyTile:
-    """Returns the smallest tile for a result of ``rows``, at most 64."""
-    return next(tile for tile in SKINNY_TILES if tile.rows >= rows)
+def skinny_tile(rows: int, leaves: int | None = None) -> SkinnyTile:
+    """Returns the smallest tile for a result of ``rows``, at most 64.
+
+    ``leaves`` are those of a rank whose sums are added to other ranks' as a tree; None: they are rounded.
+    """
+    tile = next(tile for tile in SKINNY_TILES if tile.rows >= rows)
+    return tile if leaves is None else replace(tile, leaves=leaves, partials=True)
 
 
 def travels_in_tiles(codec: Codec, columns: int) -> bool:

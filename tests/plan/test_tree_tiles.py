@@ -40,7 +40,7 @@ def call_of(op=MATMUL_ALLREDUCE, rows=4096, columns=8192, world_size=4, **option
 
 def takes(ranks=None, a=None, **options):
     ranks = ranks or Ranks()
-    return tree_sums.takes_tiles(ranks, call_of(world_size=ranks.world_size, **options), a or operand())
+    return tree_sums.takes_one_kernel(ranks, call_of(world_size=ranks.world_size, **options), a or operand())
 
 
 # ---- which calls ----------------------------------------------------------------------------------------------------

@@ -4,20 +4,27 @@
 //   warpgroup            ring --wgmma--> fp32 sums --round--> a box in shared memory -> packs of 8 columns ---> ranks
 //   then all threads     receive and sum
 //
+// Or K is cut into leaves (leaf_tree.cuh). Partials are then not rounded: a pack has 4 columns in fp32, and ranks' packs
+// are added as the rest of the tree.
+//
 // The operands are swapped: wgmma's 64 rows are 64 rows of W, which are columns of the result, and wgmma's columns are
 // the rows of A. So few products are wasted on rows outside A.
 #pragma once
-#include "device/matmul/pipeline.cuh"
+#include "device/matmul/leaf_tree.cuh"
 #include "device/sync/call.cuh"
+#include "device/sync/sentinel.cuh"
 
 // What a block computes at a time: 64 columns of the result, `rows` of W, for up to `MaxRows` rows of A. Blocks of a
 // cluster have neighbouring columns and load the rows of A together, so that these come through L2 once for the
-// cluster.
-template <int MaxRows, int Stages, int Cluster>
+// cluster. K is added in `Leaves` leaves. With `Partials` the box holds sums in fp32.
+template <int MaxRows, int Stages, int Cluster, int Leaves = 1, bool Partials = false>
 struct SkinnyTile {
   static_assert(MaxRows % (8 * Cluster) == 0, "blocks of a cluster share the rows of A in eights");
   static constexpr int rows = 64, columns = MaxRows, stages = Stages, cluster = Cluster;
-  static constexpr int warpgroups = 1, consumers = 1, row_blocks = 1, staged = 1;
+  static constexpr int warpgroups = 1, consumers = 1, row_blocks = 1, turns = 1, staged = Partials ? 2 : 1;
+  static constexpr int leaves = Leaves, own_leaves = Leaves;
+  static constexpr bool partials = Partials, spills = false;
+  static constexpr int pack_columns = Partials ? 4 : 8;  // of a pack on its way to the rank that sums it
   static constexpr u32 a_nbytes = box_nbytes, w_nbytes = MaxRows * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
 
   __device__ static constexpr u32 warpgroup(u32) { return 0; }
@@ -119,13 +126,33 @@ __device__ __forceinline__ void round_transposed(const float (&sums)[Count], cha
   }
 }
 
-// Eight columns of a row of the result, in a tile whose first column is `column`: chunk `index` of its box.
+// By a warpgroup: writes the sums into a box that has a row of 64 columns in fp32 for each row of A. Chunks of 16 bytes are
+// swizzled, so that a warp's stores, which are to four rows, take different banks.
+template <int Count>
+__device__ __forceinline__ void write_transposed(const float (&sums)[Count], char* box) {
+  const u32 lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < Count; ++i) {
+    const u32 row = i / 4 * 8 + lane % 4 * 2 + i % 2, x = column + i / 2 % 2 * 8;
+    *reinterpret_cast<float*>(box + row * 256 + (x / 4 ^ row / 2 % 4 * 2) * 16 + x % 4 * 4) = sums[i];
+  }
+}
+
+// `Columns` neighbouring columns of a row of the result, in a tile whose first column is `column`: chunk `index` of its
+// box.
+template <int Columns>
 struct ResultPack {
+  static constexpr u32 in_row = 64 / Columns;
   u32 row, chunk, column;
 
-  __device__ ResultPack(u32 index, u32 column) : row(index / 8), chunk(index % 8), column(column + chunk * 8) {}
+  __device__ ResultPack(u32 index, u32 column)
+      : row(index / in_row), chunk(index % in_row), column(column + chunk * Columns) {}
 
-  __device__ u32 in_result(const MatmulArguments& m) const { return row * (m.n / 8) + column / 8; }
+  // In a tensor or a slot whose packs have so many columns: the one that holds the first of these.
+  template <int PackColumns = Columns>
+  __device__ u32 in_result(const MatmulArguments& m) const {
+    return row * (m.n / PackColumns) + column / PackColumns;
+  }
 
   // The rank that sums it in a two-shot: every N-th row of each 64 columns.
   template <int N>
@@ -134,16 +161,17 @@ struct ResultPack {
   }
 
   __device__ const Pack& in_box(const char* box) const {
-    return *reinterpret_cast<const Pack*>(box + row * row_nbytes + (chunk ^ row % 8) * 16);
+    const u32 at = Columns == 8 ? chunk ^ row % 8 : chunk ^ row / 2 % 4 * 2;
+    return *reinterpret_cast<const Pack*>(box + (row * in_row + at) * sizeof(Pack));
   }
 };
 
-// By all threads: calls `visit` with each pack of the block's tiles that lies in the result, until it returns false.
+// By all threads: calls `visit` with each pack of 8 columns of the block's tiles that lies in the result, until it returns false.
 template <class Tile, class Visit>
 __device__ __forceinline__ bool visit_packs(const MatmulArguments& m, const Visit& visit) {
   for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next())
     for (u32 i = threadIdx.x; i < 8 * m.m; i += blockDim.x) {
-      const ResultPack pack(i, walk.column);
+      const ResultPack<8> pack(i, walk.column);
       if (pack.column < m.n && !visit(pack)) return false;
     }
   return true;
@@ -178,14 +206,21 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
   Position<Tile> at;
   for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next()) {
     float sums[Tile::columns / 2];
-    multiplier.multiply(at, sums);
+    if constexpr (Tile::leaves > 1)
+      LeafTree<decltype(multiplier), Tile>{multiplier}.multiply(at, sums);
+    else
+      multiplier.multiply(at, sums);
     sync_warpgroup(1);  // the box of the tile before has been read, and the call is known
-    round_transposed<T>(sums, ring.staging);
+    if constexpr (Tile::partials)
+      write_transposed(sums, ring.staging);
+    else
+      round_transposed<T>(sums, ring.staging);
     sync_warpgroup(1);
     if (call.aborted) continue;
     const u32 parity = call.epoch & 1;
-    for (u32 i = threadIdx.x; i < 8 * m.m; i += 128) {
-      const ResultPack pack(i, walk.column);
+    using Sent = ResultPack<Tile::pack_columns>;
+    for (u32 i = threadIdx.x; i < Sent::in_row * m.m; i += 128) {
+      const Sent pack(i, walk.column);
       if (pack.column < m.n) send(parity, pack, pack.in_box(ring.staging));
     }
   }
@@ -216,4 +251,30 @@ __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, c
   }
   __syncthreads();
   return call;
+}
+
+// Receives a pack of the result from every rank, at the places of this call's slots, and adds them: rounded packs in the
+// order of ranks, partials as a tree. Then adds the bias, and rounds. False when the wait expired.
+template <class T, int N, class Tile>
+__device__ __forceinline__ bool receive_sum(const MatmulArguments& m, const Arguments& a, const Call& call, u32 slots,
+                                            const ResultPack<8>& at, Pack& sum) {
+  const PackBias<T> bias(m, at.column);
+  const u32 first = slots + at.in_result<Tile::pack_columns>(m);
+  if constexpr (!Tile::partials) {
+    Pack part[N];
+    if (!receive(a, call, 0, first, part)) return false;
+    sum = sum_in_rank_order<T, N>(part, bias);
+  } else {
+    const u32 place[2] = {first, first + 1};
+    Pack part[2][N];
+    if (!receive(a, call, 0, place, part)) return false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto of_half = [&](int e, float v) { return bias(4 * half + e, v); };
+      const HalfPack rounded = sum_in_order<fp32, N, TreeOrder, T>(part[half], of_half);
+      sum.word[2 * half] = rounded.word[0];
+      sum.word[2 * half + 1] = rounded.word[1];
+    }
+  }
+  return true;
 }
