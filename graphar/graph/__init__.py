@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 
 
 def compile_pass(
-    *, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: bool = False, constant_weights: bool = False
+    *,
+    on: Iterable[str] = (),
+    off: Iterable[str] = (),
+    batch_invariant: bool = False,
+    constant_weights: bool = False,
+    tp_invariant: bool = False,
 ) -> CompilePass:
     """Returns an Inductor pass that replaces torch's collectives with graphar's ops: ``post_grad_custom_pre_pass``.
 
@@ -91,11 +96,16 @@ def compile_pass(
     """
     from graphar.graph.passes import CompilePass
 
-    return CompilePass(off, on, batch_invariant, constant_weights)
+    return CompilePass(off, on, batch_invariant, constant_weights, tp_invariant)
 
 
 def enable(
-    *, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: bool = False, constant_weights: bool = False
+    *,
+    on: Iterable[str] = (),
+    off: Iterable[str] = (),
+    batch_invariant: bool = False,
+    constant_weights: bool = False,
+    tp_invariant: bool = False,
 ) -> CompilePass:
     """Makes torch.compile replace torch's collectives with graphar's ops; models need no change.
 
@@ -131,7 +141,8 @@ def enable(
     """
     from graphar.graph import hook
 
-    made = compile_pass(on=on, off=off, batch_invariant=batch_invariant, constant_weights=constant_weights)
+    how = {"batch_invariant": batch_invariant, "constant_weights": constant_weights, "tp_invariant": tp_invariant}
+    made = compile_pass(on=on, off=off, **how)
     hook.install(made)
     return made
 
