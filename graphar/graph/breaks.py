@@ -27,6 +27,7 @@ _PRODUCTS = (  # torch's other ops that add products
 _LOOKUPS = (_aten.embedding.default, _aten.index.Tensor, _aten.gather.default)
 _CONSTANTS = (_aten.full.default, _aten.scalar_tensor.default, _aten.full_like.default, _aten.zeros_like.default)
 _OF_HEADS = "its kernel may add in an order that depends on the number of heads"
+_OF_TOKENS = "it adds the tokens of this rank alone, such as the gradient of a norm's weight"
 _OF_ONE_RANK = "one rank does not tell whether the layer is row-parallel: call graphar.nn.make_tp_invariant first"
 
 
@@ -34,8 +35,10 @@ def find(graph: Graph, places: Places, number: int) -> list[Break]:
     """Returns the ops of the graph, of that number in the report, that break the chain of invariance."""
     tree, found = Matmul(TP_INVARIANT), []
     biased = {node: tp_invariance.why_not_added(node.args[0], places) for node in tp_invariance.bias_gradients(graph)}
+    divided = any(op.takes("sizes") for node in graph.nodes if (op := op_of(node.target)))
     for node in [one for one in graph.nodes if one.op == "call_function"]:
-        if why := biased.get(node) or _why(node, tree, places):
+        why = biased[node] if node in biased else _why(node, tree, places)
+        if why := why or _OF_TOKENS * (divided and node not in biased and _is_sum_of_rows(node)):
             found.append(Break(number, str(node.target), _module(node), why, why == _OF_HEADS))
     return found
 
@@ -109,6 +112,10 @@ def _is_mask(node: Node) -> bool:
     while node.target in (*VIEWS, *CASTS, _aten.unsqueeze.default):
         node = node.args[0]
     return node.meta["val"].dtype == torch.bool
+
+
+def _is_sum_of_rows(node: Node) -> bool:
+    return node.target is _aten.sum.dim_IntList and tp_invariance.is_over_rows(node)
 
 
 def _is_product_in_parts(node: Node) -> bool:

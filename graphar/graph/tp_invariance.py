@@ -61,21 +61,25 @@ def bias_gradients(graph: Graph) -> list[Node]:
     """Returns the sums over rows of what matmuls multiply by weights or inputs: the gradients of biases."""
     multiplied = {_origin(one): features for node in graph.nodes for one, features in _multiplied(node)}
     sums = graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
-    return [node for node in sums if node.users and _is_over_rows(node, multiplied)]
+    return [node for node in sums if node.users and is_over_rows(node) and _is_of(node.args[0], multiplied)]
 
 
-def _is_over_rows(total: Node, multiplied: dict) -> bool:
-    x = total.args[0]
-    kind, features = x.meta["val"], multiplied.get(_origin(x))
-    over = sorted(axis % kind.ndim for axis in total.args[1] or ()) if kind.ndim else []
-    over_rows = kind.ndim > 1 and over == [*range(kind.ndim - 1)] and isinstance(kind.shape[-1], int)
-    return over_rows and features is not None and statically_known_true(kind.shape[-1] == features)
+def _is_of(x: Node, multiplied: dict[Node, int | torch.SymInt]) -> bool:
+    features = multiplied.get(_origin(x))
+    return features is not None and statically_known_true(x.meta["val"].shape[-1] == features)
+
+
+def is_over_rows(total: Node) -> bool:
+    """Whether a sum is one over all dimensions but the last."""
+    kind = total.args[0].meta["val"]
+    axes = sorted(axis % kind.ndim for axis in total.args[1] or ()) if kind.ndim else []
+    return kind.ndim > 1 and axes == [*range(kind.ndim - 1)] and isinstance(kind.shape[-1], int)
 
 
 def _multiplied(node: Node) -> list[tuple[Node, int | torch.SymInt]]:
     """Returns what a matmul has as the gradient of a layer, with the layer's features; nothing if it is none."""
     op = op_of(node.target)
-    if op and op.takes("a"):
+    if op and op.takes("a") and not op.takes("gathered"):  # which takes only the rows of this rank
         a = op.read(node.args)["a"]
     elif node.target in MATMULS:
         a, *_ = _operands(node)

@@ -13,8 +13,9 @@ import graphar
 from graphar.ops.register import op_of
 from tests.cases import same_bits
 from tests.graph.graphs import RANKS, given, rewritten
+from tests.graph.test_inductor import needs_a_compiler
 from tests.graph.test_norm_pass import Traced, llamas, scattered, summed
-from tests.parallel_models import HIDDEN, INNER, backend, tokens
+from tests.parallel_models import HIDDEN, INNER, Block, FunctionalBlock, backend, sequence_parallel, tokens
 from tests.processes import run_ranks
 
 ops, aten, torch_ops = torch.ops.graphar, torch.ops.aten, torch.ops._c10d_functional
@@ -44,7 +45,7 @@ def calls_of(graph):
 
 
 def matmuls_of_torch(graph):
-    return [node.target for node in graph.nodes if node.target in (aten.mm.default, aten.addmm.default)]
+    return [node for node in graph.nodes if node.target in (aten.mm.default, aten.addmm.default)]
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------
@@ -173,13 +174,11 @@ LINEARS = {
 def test_every_other_matmul_is_added_in_the_order_of_k(tree, name):
     function, more = LINEARS[name]
     graph = traced(function, *more)
-    before = [
-        node.meta["val"].shape for node in graph.graph.nodes if node.target in (aten.mm.default, aten.addmm.default)
-    ]
+    shapes = [node.meta["val"].shape for node in matmuls_of_torch(graph.graph)]
 
     compile_pass, graph = tree(graph)
 
-    assert [node.meta["val"].shape for node in graph.nodes if node.target is ops.linear.default] == before
+    assert [node.meta["val"].shape for node in graph.nodes if node.target is ops.linear.default] == shapes
     assert not matmuls_of_torch(graph)
     assert compile_pass.report.is_tp_invariant
 
@@ -246,6 +245,12 @@ BREAKS = {
     "rank 3 has no GPU of sm_90a": (lambda a, w: a @ w.t(), [], {"device": "cuda"}, {"arch": "sm_80"}),
     "something else than a bias is added to the product": (
         lambda a, w, c: torch.addmm(c, a, w.t()),
+        [SAME],
+        {},
+        {},
+    ),
+    "it adds the tokens of this rank alone, such as the gradient of a norm's weight": (
+        lambda a, w, g: (scattered(a @ w.t()), (g * 2).sum(0)),
         [SAME],
         {},
         {},
@@ -460,10 +465,10 @@ DTYPES = (torch.bfloat16, torch.float32)
 COUNTS = (5, 24)
 
 
-def trained(model, run, dtype, ranks=1):
+def trained(model, run, dtype, ranks=1, counts=COUNTS):
     """The results and gradients of each number of tokens; those of parameters whole."""
     found = []
-    for count in COUNTS:
+    for count in counts:
         x = tokens(count, dtype).view(1, count, HIDDEN).clone().requires_grad_()
         y = run(x)
         model.zero_grad()
@@ -564,3 +569,68 @@ def test_without_the_option_they_have_other_bits(ranks, dtype):
 
     for found, _ in (rank["plain", dtype] for rank in on_ranks(ranks)):
         assert sum(same_bits(*pair) > 0 for pair in zip(found, expected, strict=True)) > len(expected) / 2
+
+
+# ---- tokens divided between ranks -----------------------------------------------------------------------------------
+
+SEQUENCE = 24
+
+
+def run_divided(rank, ranks, kind):
+    """A rank's tokens of the result, and gradients: of its tokens, and of the weights that see all tokens."""
+    from graphar.nn import make_tp_invariant
+
+    x = tokens(SEQUENCE).view(1, SEQUENCE, HIDDEN).chunk(ranks, 1)[rank].clone().requires_grad_()
+    if ranks == 1:
+        model = Block(gated=False)
+        make_tp_invariant(model, {"mlp.up": "colwise", "mlp.down": "rowwise"})
+    elif kind == "DTensor":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+        model = sequence_parallel(Block(gated=False), mesh, 1)
+    else:
+        model = FunctionalBlock(False, rank, ranks, 1)
+    compile_pass = graphar.compile_pass(tp_invariant=True)
+    y = torch.compile(model, fullgraph=True, backend=backend(compile_pass), dynamic=False)(x)
+    y.square().sum().backward()
+    up, down = model.mlp.up, model.mlp.down
+    found = {"up.weight": up.weight.grad, "up.bias": up.bias.grad, "down.weight": down.weight.grad}
+    whole_ones = [whole(name, one, ranks) for name, one in found.items()]
+    return y.detach(), x.grad, whole_ones, compile_pass.report
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["DTensor", "functional"])
+def test_with_divided_tokens_only_the_norms_gradient_has_other_bits_and_the_report_says_so(ranks, kind):
+    ((y, of_x, of_weights, _),) = run_ranks(run_divided, 1, kind)
+
+    parts, of_parts, of_ranks, reports = zip(*run_ranks(run_divided, ranks, kind, timeout_s=180), strict=True)
+
+    assert same_bits(torch.cat(parts, 1), y) == 0
+    assert same_bits(torch.cat(of_parts, 1), of_x) == 0
+    for found in of_ranks:
+        assert [same_bits(*pair) for pair in zip(found, of_weights, strict=True)] == [0, 0, 0]
+    for report in reports:
+        assert [one.op for one in report.breaks] == ["aten.sum.dim_IntList"]
+        assert "the gradient of a norm's weight" in report.breaks[0].why
+
+
+# ---- Inductor -------------------------------------------------------------------------------------------------------
+
+
+def run_inductor(rank, ranks):
+    model = in_dtensors(torch.bfloat16, rank, ranks) if ranks > 1 else made_invariant(torch.bfloat16, rank, ranks)
+    with torch._inductor.config.patch(compile_threads=1), graphar.enable(tp_invariant=True) as compile_pass:
+        run = torch.compile(model, fullgraph=True, dynamic=False)
+        found = trained(model, run, torch.bfloat16, ranks, COUNTS[:1])
+    return found, compile_pass.report
+
+
+@needs_a_compiler
+def test_inductor_gives_compiled_models_the_bits_of_one_rank():
+    ((expected, alone),) = run_ranks(run_inductor, 1, timeout_s=180)
+
+    for found, report in run_ranks(run_inductor, 2, timeout_s=180):
+        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * len(expected)
+        assert report.is_tp_invariant
+        assert alone.is_tp_invariant
+        assert report.graphs == alone.graphs == 2
