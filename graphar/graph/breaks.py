@@ -6,6 +6,8 @@ too. tp_invariance.py then writes the matmuls in which it has found nothing wron
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch.fx import Graph, Node
 
@@ -26,6 +28,7 @@ _PRODUCTS = (  # torch's other ops that add products
 )
 _LOOKUPS = (_aten.embedding.default, _aten.index.Tensor, _aten.gather.default)
 _CONSTANTS = (_aten.full.default, _aten.scalar_tensor.default, _aten.full_like.default, _aten.zeros_like.default)
+_ROOT = re.compile(r"^L\['\w+'\](\[\d+\])?\.?")  # what torch calls the module that is compiled
 _OF_HEADS = "its kernel may add in an order that depends on the number of heads"
 _OF_TOKENS = "it adds the tokens of this rank alone, such as the gradient of a norm's weight"
 _OF_ONE_RANK = "one rank does not tell whether the layer is row-parallel: call graphar.nn.make_tp_invariant first"
@@ -134,4 +137,4 @@ def _module(node: Node) -> str:
     """Returns the name of the module that a node comes from; an empty string if torch does not tell."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = [entry[0] for entry in stack.values()]
-    return path[-1].removeprefix("L['self']").removeprefix(".") if path else ""
+    return _ROOT.sub("", path[-1]) if path else ""
