@@ -107,14 +107,14 @@ DTYPES = (torch.bfloat16, torch.float32)
 COUNTS = (5, 24)
 
 
-def trained(model, run, dtype, ranks=1, counts=COUNTS):
+def trained(model, run, dtype, ranks=1, counts=COUNTS, device="cpu"):
     """The results and gradients of each number of tokens; those of parameters whole."""
     found = []
     for count in counts:
-        x = tokens(count, dtype).view(1, count, HIDDEN).clone().requires_grad_()
+        x = tokens(count, dtype).view(1, count, HIDDEN).clone().to(device).requires_grad_()
         y = run(x)
         model.zero_grad()
-        y.backward(tokens(count + 100, dtype)[:count].view_as(y))
+        y.backward(tokens(count + 100, dtype)[:count].view(y.shape).to(device))
         found += [y.detach(), x.grad, *(whole(name, one.grad, ranks) for name, one in model.named_parameters())]
     return found
 
@@ -276,3 +276,25 @@ def test_inductor_gives_compiled_models_the_bits_of_one_rank():
         assert report.is_tp_invariant
         assert alone.is_tp_invariant
         assert report.graphs == alone.graphs == 2
+
+
+# ---- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+def run_on_gpus(rank, ranks):
+    """How many elements differ from those of the whole model on this GPU, in every result and gradient."""
+    dtype, how = torch.bfloat16, {"fullgraph": True, "dynamic": False}
+    whole_model, parts = made_invariant(dtype, 0, 1).cuda(), FunctionalMLP(dtype, rank, ranks).cuda()
+    compile_pass = graphar.compile_pass(tp_invariant=True)
+    alone = torch.compile(whole_model, backend=backend(lambda graph: None), **how)
+    together = torch.compile(parts, backend=backend(compile_pass), **how)
+    expected = trained(whole_model, alone, dtype, device="cuda")
+    found = trained(parts, together, dtype, ranks, device="cuda")
+    return [same_bits(*pair) for pair in zip(found, expected, strict=True)], compile_pass.report.is_tp_invariant
+
+
+@pytest.mark.gpu
+def test_compiled_models_have_the_bits_of_one_gpu(on_gpus):
+    for differing, is_invariant in on_gpus(run_on_gpus):
+        assert differing == [0] * len(differing)
+        assert is_invariant
