@@ -188,6 +188,25 @@ def test_a_biass_gradient_is_added_as_leaves_of_rows_and_other_sums_are_not(tree
     assert [node.target for node in graph.nodes].count(aten.sum.dim_IntList) == 2
 
 
+def test_a_sum_over_rows_of_another_width_is_no_biass_gradient(tree):
+    def gradients(a, w, dy):
+        return dy.t() @ a, dy.view(-1, 2, COLUMNS // 2).sum([0, 1])
+
+    _, graph = tree(traced(gradients, SAME))
+
+    assert [node.target for node in graph.nodes].count(aten.sum.dim_IntList) == 1
+
+
+def test_a_sum_over_the_rows_of_this_rank_is_left_although_they_are_gathered_and_multiplied(tree):
+    def gradients(a, w):
+        return gathered(a) @ w.t(), a.sum(0)
+
+    compile_pass, graph = tree(traced(gradients))
+
+    assert [node.target for node in graph.nodes].count(aten.sum.dim_IntList) == 1
+    assert ["tokens of this rank alone" in one.why for one in compile_pass.report.breaks] == [True]
+
+
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +231,12 @@ BREAKS = {
         [BIAS],
         {},
         {},
+    ),
+    "the product is scaled, or an epilogue or a norm follows its bias": (
+        lambda a, w, b, r, g: llamas(r + summed(functional.linear(a, w, b / RANKS)), g),
+        [BIAS, SAME, BIAS],
+        {},
+        {"on": ["norm"]},
     ),
     "graphar has sums, not avg": (lambda a, w: reduced(a @ w.t(), "avg"), [], {}, {}),
     "a tree of 8 leaves is for 1, 2, 4 or 8 ranks, not 3": (lambda a, w: summed(a @ w.t()), [], {}, {"ranks": 3}),
