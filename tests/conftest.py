@@ -124,10 +124,10 @@ def make_pass(group_of, monkeypatch):
     from graphar.graph import places
     from tests.graph.graphs import RANKS, Meeting, places_of
 
-    def make(ranks=RANKS, on=(), off=(), batch_invariant=False, constant_weights=False, **changes):
+    def make(ranks=RANKS, on=(), off=(), batch_invariant=False, constant_weights=False, tp_invariant=False, **changes):
         group_of(ranks)
         monkeypatch.setattr(places, "meet", lambda group, timeout_s: Meeting(places_of(ranks, **changes)))
-        how = {"batch_invariant": batch_invariant, "constant_weights": constant_weights}
+        how = {"batch_invariant": batch_invariant, "constant_weights": constant_weights, "tp_invariant": tp_invariant}
         return graphar.compile_pass(on=on, off=off, **how)
 
     return make

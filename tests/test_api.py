@@ -157,8 +157,8 @@ def one_rank():
 def test_a_compile_pass_shows_its_rewrites(one_rank):
     compile_pass = graphar.compile_pass(on=["epilogue"], off=["norm", "matmul"])
 
-    shown = "on=['epilogue'], off=['matmul', 'norm'], batch_invariant=False, constant_weights=False, graphs=0"
-    assert repr(compile_pass) == f"CompilePass({shown})"
+    shown = "on=['epilogue'], off=['matmul', 'norm'], batch_invariant=False, tp_invariant=False"
+    assert repr(compile_pass) == f"CompilePass({shown}, constant_weights=False, graphs=0)"
 
 
 @pytest.mark.parametrize("layer", ["RowParallelLinear", "ColumnParallelLinear"])

@@ -8,6 +8,7 @@
     norm.py  epilogue.py  prefetch.py    one rewrite each
     weights.py      which inputs are weights, and which of these are constant
     matmul.py  allgather_matmul.py    the rewrite "matmul": a matmul and its sum, an all-gather and its matmul
+    tp_invariance.py  breaks.py    with tp_invariant=True: the other matmuls, and what may still change bits
     rows.py         ops that move whole rows between a collective and a matmul
     order.py        keeps the collectives of a graph in order, also in graphs of programs that do not call enable()
     report.py       which collectives were rewritten, and why the others were not
@@ -33,7 +34,12 @@ if TYPE_CHECKING:
 
 
 def compile_pass(
-    *, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: bool = False, constant_weights: bool = False
+    *,
+    on: Iterable[str] = (),
+    off: Iterable[str] = (),
+    batch_invariant: bool = False,
+    constant_weights: bool = False,
+    tp_invariant: bool = False,
 ) -> CompilePass:
     """Returns an Inductor pass that replaces torch's collectives with graphar's ops: ``post_grad_custom_pre_pass``.
 
@@ -74,28 +80,28 @@ def compile_pass(
     ``torch._inductor.config.deterministic = True``, or ``torch.compile(..., options={"deterministic": True})``, makes
     all ranks take the same kernel.
 
-    Collective: every rank of the default group calls it with the same arguments, after ``init_process_group`` and, on
-    GPUs, ``torch.cuda.set_device``.
+    Collective, like :func:`enable`, which describes the arguments further.
 
     Args:
-        on: optional rewrites to switch on: "epilogue".
+        on: optional rewrites to switch on: "epilogue", with ``tp_invariant=True`` also "norm".
         off: rewrites to switch off, by the names above.
-        batch_invariant: fuse matmuls and their sums with ``partition="batch_invariant"``, at every size that graphar's
-            matmul takes: the bits of a row then do not depend on the number of rows. Other matmuls stay torch's, also
-            those of gathered rows.
-        constant_weights: as in :func:`enable`.
+        batch_invariant, constant_weights, tp_invariant: as in :func:`enable`.
 
     Raises:
-        ValueError: torch.distributed is not initialised, or there is no rewrite of that name.
-        CommunicatorError: a rank did not arrive within 60 s.
+        ValueError, CommunicatorError: as in :func:`enable`.
     """
     from graphar.graph.passes import CompilePass
 
-    return CompilePass(off, on, batch_invariant, constant_weights)
+    return CompilePass(off, on, batch_invariant, constant_weights, tp_invariant)
 
 
 def enable(
-    *, on: Iterable[str] = (), off: Iterable[str] = (), batch_invariant: bool = False, constant_weights: bool = False
+    *,
+    on: Iterable[str] = (),
+    off: Iterable[str] = (),
+    batch_invariant: bool = False,
+    constant_weights: bool = False,
+    tp_invariant: bool = False,
 ) -> CompilePass:
     """Makes torch.compile replace torch's collectives with graphar's ops; models need no change.
 
@@ -109,7 +115,7 @@ def enable(
     GPUs, ``torch.cuda.set_device``.
 
     Args:
-        on: optional rewrites to switch on: "epilogue".
+        on: optional rewrites to switch on: "epilogue", with ``tp_invariant=True`` also "norm".
         off: rewrites to switch off: "norm", "epilogue", "allreduce", "reducescatter", "allgather", "matmul" or
             "prefetch".
         batch_invariant: fuse matmuls and their sums with ``partition="batch_invariant"``, at every size that graphar's
@@ -121,17 +127,26 @@ def enable(
             replayed. So it is for inference with weights that stay in place. Not for FSDP, which gathers weights just
             before a layer, nor for weights that are updated, loaded, cast or copied between layers: results would be
             undefined.
+        tp_invariant: give results and gradients the same bits on 1, 2, 4 and 8 ranks, as layers of ``graphar.nn`` with
+            ``tp_invariant=True`` have. At every size, matmuls and their sums, and gathered rows and their matmuls, are
+            fused with ``partition="tp_invariant"``; a bias that is added to a sum is added before the sum is rounded.
+            Other matmuls become :func:`linear`, and gradients of biases sums of 8 leaves. Whatever may still change
+            bits stays as it is: the report's ``breaks`` names it, and its ``is_tp_invariant`` is False. "norm" is off,
+            since graphs of one rank and of training have no fused norm. A graph of one rank has no sums and does not
+            tell row-parallel layers: there, call ``graphar.nn.make_tp_invariant(model, plan)`` before torch.compile.
 
     Returns:
         The pass. Its ``report`` lists, for each graph, which collectives were replaced, and why the others were not.
 
     Raises:
-        ValueError: torch.distributed is not initialised, or there is no rewrite of that name.
+        ValueError: torch.distributed is not initialised, there is no rewrite of that name, or ``tp_invariant=True``
+            goes with ``batch_invariant=True`` or ``off`` of a rewrite that it needs.
         CommunicatorError: a rank did not arrive within 60 s.
     """
     from graphar.graph import hook
 
-    made = compile_pass(on=on, off=off, batch_invariant=batch_invariant, constant_weights=constant_weights)
+    how = {"batch_invariant": batch_invariant, "constant_weights": constant_weights, "tp_invariant": tp_invariant}
+    made = compile_pass(on=on, off=off, **how)
     hook.install(made)
     return made
 

@@ -19,8 +19,10 @@ from torch.fx import Graph, Node
 
 from graphar.graph import rows
 from graphar.graph.collectives import CASTS, VIEWS, Collective, call, ours, reached
-from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, stored
+from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, stored, why_no_kernel
 from graphar.graph.places import Places
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 from graphar.ops import allgather, allgather_matmul
 from graphar.ops.register import op_of
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
@@ -40,9 +42,13 @@ class Gathered(Collective):
 
 @dataclass(frozen=True)
 class AllgatherMatmul:
-    """Fuses where the tuning table says that this is faster."""
+    """Fuses where the tuning table says that this is faster.
 
-    batch_invariant: bool = False  # never fuse: no kernel promises that a row's bits are the same in every call
+    With the partition BATCH_INVARIANT nothing is fused: no kernel promises that a row's bits are the same in every
+    call. With TP_INVARIANT everything is that the op can multiply.
+    """
+
+    partition: str = "auto"
 
     def find(self, graph: Graph) -> list[Gathered]:
         by_gather: dict[Node, list[Node]] = {}
@@ -54,15 +60,17 @@ class AllgatherMatmul:
     def why_not(self, gathered: Gathered, places: Places) -> str:
         (x,) = gathered.tensors()
         given = allgather.OP.read(gathered.node.args)
-        if self.batch_invariant:
+        if self.partition == BATCH_INVARIANT:
             return "gathered rows have no batch-invariant matmul"
-        if x.dtype not in MATMUL_TYPES:
+        if x.dtype not in (TYPE_NAMES if self.partition == TP_INVARIANT else MATMUL_TYPES):
             return f"no matmul of {x.dtype} gathers its rows"
         if given["axis"] != 0:
             return "the rows are not gathered along the first axis"
         if x.device.type == "cuda" and (why := places.why_not_arch(gathered.group, MATMUL_ARCH)):
             return why
         _, why = _choose(gathered)
+        if self.partition == TP_INVARIANT:
+            return why or why_no_kernel(x, gathered.group, places)
         return why or _why_not_faster(gathered, places)
 
     def replace(self, graph: Graph, gathered: Gathered, places: Places) -> None:
@@ -76,6 +84,7 @@ class AllgatherMatmul:
             given = allgather.OP.read(node.args)
             given = {name: one for name, one in given.items() if allgather_matmul.OP.takes(name)}
             given |= {"a": gathered.inputs[0], "w": w, "bias": [bias] if bias else [], "gathered": others}
+            given["partition"] = self.partition
             results = rows.called(graph, allgather_matmul.OP.one, allgather_matmul.OP.write(given))
             results.stack_trace = matmul.stack_trace
             product = call(graph, operator.getitem, (results, 0), results.meta["val"][0])

@@ -60,10 +60,11 @@ class Collective:
 def find(graph: Graph, op: str) -> list[Collective]:
     """Returns the collectives of a graph that are ``op`` or its coalesced form, in the graph's order."""
     single, coalesced = getattr(_torch_ops, op).default, getattr(_torch_ops, f"{op}_coalesced").default
-    return [_read(node, op) for node in graph.nodes if node.target in (single, coalesced)]
+    return [read(node, op) for node in graph.nodes if node.target in (single, coalesced)]
 
 
-def _read(node: Node, op: str) -> Collective:
+def read(node: Node, op: str) -> Collective:
+    """Returns the collective that a node of torch's ``op``, or of its coalesced form, is."""
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     x = given[names[0]]

@@ -7,6 +7,11 @@ a, w -- mm -- views -- reducescatter, of rows        becomes fused_matmul_reduce
 
 The options of the sum carry over. A sum with a codec or a prefetch is not fused. Where rows are reordered before the
 sum, as in a reduce-scatter along another dimension than the first, the rows of ``a`` are reordered instead.
+
+With the partition "tp_invariant" the op also takes a bias, which it adds before it rounds:
+
+bias -- div ranks -- addmm -- views -- allreduce     as DTensor writes it
+a, w -- mm -- views -- allreduce -- add bias         as models write it
 """
 
 from __future__ import annotations
@@ -21,7 +26,9 @@ from graphar.graph import rows
 from graphar.graph.collectives import VIEWS, Collective, are_same, call, ours
 from graphar.graph.places import Places
 from graphar.graph.weights import is_constant
-from graphar.numerics.partitions import BATCH_INVARIANT
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.leaf_tree import LEAVES
+from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 from graphar.ops import (
     allreduce,
     allreduce_rmsnorm,
@@ -46,6 +53,7 @@ _FUSED = {  # by op: the op with the matmul, whose arguments have the same names
 _SCATTERED = (reducescatter.OP, reducescatter_rmsnorm.OP)
 MANY_ROWS = 1 << 14  # assumed for a number of rows that varies; the op decides again at each call
 TRANSPOSES = (_aten.t.default, _aten.permute.default)
+_QUOTIENTS = (_aten.div.Tensor, _aten.div.Scalar)
 
 
 @dataclass(frozen=True)
@@ -63,22 +71,33 @@ class Product(Collective):
 
 @dataclass(frozen=True)
 class Matmul:
-    """Fuses where the tuning table says that this is faster, or wherever graphar's matmul can multiply."""
+    """Fuses where the tuning table says that this is faster, or wherever a partition can be taken."""
 
-    batch_invariant: bool = False  # whether to fuse wherever graphar's matmul can, and never to take torch's
+    partition: str = "auto"  # BATCH_INVARIANT and TP_INVARIANT: fuse wherever graphar can, never with torch's matmul
     constant_weights: bool = False  # whether parameters that the graph only reads are constant weights
 
     def find(self, graph: Graph) -> list[Product]:
-        return [found for node in graph.nodes if (found := _product(node))]
+        return [found for node in graph.nodes if (found := self.product(node))]
+
+    def product(self, node: Node) -> Product | None:
+        """Returns the op of ``node`` with the matmul before it; None if they cannot be fused."""
+        op = op_of(node.target)
+        if op not in _FUSED or node.kwargs:
+            return None
+        given = op.read(node.args)
+        if given.get("codec") or given.get("prefetch") or given.get("output", "like_input") != "like_input":
+            return None
+        matmul = _before(node.args[0])
+        biased = self.partition == TP_INVARIANT and matmul.target is _aten.addmm.default
+        return Product(**ours(node, op), of=op, matmul=matmul) if biased or _is_product(matmul) else None
 
     def why_not(self, product: Product, places: Places) -> str:
         (x,), (total,) = product.inputs, product.tensors()
-        if total.dtype not in MATMUL_TYPES:
+        if total.dtype not in (TYPE_NAMES if self.partition == TP_INVARIANT else MATMUL_TYPES):
             return f"no matmul of {total.dtype} sums its tiles"
-        if product.matmul.target is not _aten.mm.default:
+        if product.matmul.target is _aten.add.Tensor:
             return "several products are added before the sum"
-        weight = product.matmul.args[1]
-        columns = weight.meta["val"].shape[1]
+        columns = product.matmul.args[-1].meta["val"].shape[1]
         if not isinstance(columns, int) or rows.origin(x) is not product.matmul or not rows.are_all(x):
             return "the product is summed in another shape"
         path = rows.path(x)
@@ -89,19 +108,15 @@ class Matmul:
             return "the product has further uses"
         if product.call.get("algorithm", "auto") != "auto" or product.call.get("axis", 0) != 0:
             return "the sum names an algorithm or an axis"
-        if self.batch_invariant:
+        if self.partition == BATCH_INVARIANT:
             return _why_not_own(product, places, columns)
-        count = product.matmul.meta["val"].shape[0]
-        count = count if isinstance(count, int) else MANY_ROWS
-        scattered = product.of in _SCATTERED or bool(product.call.get("epilogue"))
-        world_size, policy = places.resolve(product.group).size(), places.table.matmul
-        if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered):
-            return "not known to be faster as one op"
-        return ""
+        if self.partition == TP_INVARIANT:
+            return _why_no_tree(product, places)
+        return _why_not_faster(product, places, columns)
 
     def replace(self, graph: Graph, product: Product, places: Places) -> None:
         node, op, path = product.node, _FUSED[product.of], rows.path(product.inputs[0])
-        a, weight = product.matmul.args
+        *added, a, weight = product.matmul.args
         with graph.inserting_before(path[-1].next):
             a = _seen_as(a, path[-1]) or rows.move(graph, path[-1], a)
         for length in _lengths(product):
@@ -109,7 +124,8 @@ class Matmul:
         with graph.inserting_before(node):
             w = stored(graph, weight)
             given = {name: one for name, one in product.call.items() if op.takes(name)}
-            given |= {"a": a, "w": w} | ({"partition": BATCH_INVARIANT} if self.batch_invariant else {})
+            given |= {"a": a, "w": w, "partition": self.partition}
+            given |= {"bias": [one.args[0] for one in added]} if added else {}
             if self.constant_weights and op.takes("constant_weight") and is_constant(w):
                 given["constant_weight"] = True
             new = graph.call_function(op.one, op.write(given))
@@ -117,6 +133,18 @@ class Matmul:
         node.replace_all_uses_with(new)
         for one in reversed([*path, node]):
             graph.erase_node(one)
+        if self.partition == TP_INVARIANT:
+            _take_bias(graph, new, op)
+
+
+def _why_not_faster(product: Product, places: Places, columns: int) -> str:
+    count = product.matmul.meta["val"].shape[0]
+    count = count if isinstance(count, int) else MANY_ROWS
+    scattered = product.of in _SCATTERED or bool(product.call.get("epilogue"))
+    world_size, policy = places.resolve(product.group).size(), places.table.matmul
+    if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered):
+        return "not known to be faster as one op"
+    return ""
 
 
 def _why_not_own(product: Product, places: Places, columns: int) -> str:
@@ -128,16 +156,50 @@ def _why_not_own(product: Product, places: Places, columns: int) -> str:
     return places.why_not_arch(product.group, MATMUL_ARCH)
 
 
-def _product(node: Node) -> Product | None:
-    """Returns the op of ``node`` with the matmul before it; None if they cannot be fused."""
-    op = op_of(node.target)
-    if op not in _FUSED or node.kwargs:
-        return None
-    given = op.read(node.args)
-    if given.get("codec") or given.get("prefetch") or given.get("output", "like_input") != "like_input":
-        return None
-    matmul = _before(node.args[0])
-    return Product(**ours(node, op), of=op, matmul=matmul) if _is_product(matmul) else None
+def _why_no_tree(product: Product, places: Places) -> str:
+    """Returns why graphar cannot add the products as a tree of leaves, or an empty string; the same on every rank."""
+    *added, a, weight = product.matmul.args
+    ranks, length = places.resolve(product.group).size(), weight.meta["val"].shape[0]
+    if added and not _is_part(added[0], ranks):
+        return "each rank adds something else than its part of a bias to its product"
+    if product.matmul.kwargs or (added and (product.call.get("epilogue") or not _FUSED[product.of].takes("bias"))):
+        return "the product is scaled, or an epilogue or a norm follows its bias"
+    if ranks not in (1, 2, 4, 8):
+        return f"a tree of {LEAVES} leaves is for 1, 2, 4 or 8 ranks, not {ranks}"
+    if not isinstance(length, int) or length % (LEAVES // ranks):
+        return f"{length} columns on each of {ranks} ranks are not {LEAVES} leaves of equal length"
+    if any(one.target is _aten.constant_pad_nd.default for one in (a, weight)):
+        return "torch has padded the columns"
+    return why_no_kernel(product.tensors()[0], product.group, places)
+
+
+def why_no_kernel(x: torch.Tensor, group: object, places: Places) -> str:
+    """Returns why no kernel adds products of tensors like ``x`` in an order of their own, or an empty string."""
+    if x.device.type == "cpu":
+        return ""
+    if x.dtype not in MATMUL_TYPES:
+        return f"no kernel multiplies {x.dtype}"
+    return places.why_not_arch(group, MATMUL_ARCH)
+
+
+def _is_part(bias: Node, ranks: int) -> bool:
+    """Whether a node is a bias divided by the number of ranks, each of which adds it to its product."""
+    return bias.target in _QUOTIENTS and bias.args[1] == ranks and not bias.kwargs and bias.meta["val"].ndim == 1
+
+
+def _take_bias(graph: Graph, total: Node, op: Op) -> None:
+    """Gives a fused sum the bias that is added to it, if nothing else uses the sum."""
+    given, add = op.read(total.args), next(iter(total.users), None)
+    takes = op.takes("bias") and not given["bias"] and not given["epilogue"] and len(total.users) == 1
+    if not takes or add.target is not _aten.add.Tensor or add.kwargs:
+        return
+    value, others = total.meta["val"], [one for one in add.args if one is not total]
+    if not all(isinstance(one, Node) and one < total for one in others):
+        return
+    if [(one.meta["val"].dtype, *one.meta["val"].shape) for one in others] == [(value.dtype, value.shape[-1])]:
+        total.args = op.write(given | {"bias": others})
+        add.replace_all_uses_with(total)
+        graph.erase_node(add)
 
 
 def _before(node: Node) -> Node:

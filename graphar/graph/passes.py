@@ -9,13 +9,14 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from graphar.graph import collectives, epilogue, norm, order, prefetch
+from graphar.graph import breaks, collectives, epilogue, norm, order, prefetch, tp_invariance
 from graphar.graph.allgather_matmul import AllgatherMatmul
 from graphar.graph.collectives import Collective
 from graphar.graph.matmul import Matmul
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
 from graphar.graph.single import ALLGATHER, ALLREDUCE, REDUCESCATTER
+from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 
 REWRITES: dict[str, tuple[Any, ...]] = {  # by name
     "norm": (norm,),
@@ -28,6 +29,9 @@ REWRITES: dict[str, tuple[Any, ...]] = {  # by name
     "prefetch": (prefetch,),
 }
 OPTIONAL = {"epilogue"}  # off by default: changes the bits of a model that already uses graphar's ops
+# A norm that is fused with a sum is not rounded between them, as it is in training and in a graph of one rank.
+_OPTIONAL_IN_TREES = {"epilogue", "norm"}
+_NEEDED_BY_TREES = {"allreduce", "reducescatter", "matmul"}
 
 # A rewritten graph depends on the rewrites, and on the schemas and choices of the ops that it calls.
 _SOURCES = tuple(sorted(map(str, Path(__file__).parents[1].rglob("*.py"))))
@@ -43,6 +47,7 @@ class CompilePass(CustomGraphPass):
         on: the optional rewrites that are switched on.
         off: the rewrites that are switched off.
         batch_invariant: whether matmuls are fused so that the bits of a row do not depend on the number of rows.
+        tp_invariant: whether matmuls are written so that their bits do not depend on the number of ranks.
         constant_weights: whether parameters that a graph only reads are constant weights of fused matmuls.
         replaced: the pass of graphar's that :func:`graphar.enable` replaced, and that is installed again after this.
     """
@@ -53,12 +58,18 @@ class CompilePass(CustomGraphPass):
         on: Iterable[str] = (),
         batch_invariant: bool = False,
         constant_weights: bool = False,
+        tp_invariant: bool = False,
     ) -> None:
-        self.off, self.on = _check_names("off", off, REWRITES), _check_names("on", on, OPTIONAL)
+        self._optional = _OPTIONAL_IN_TREES if tp_invariant else OPTIONAL
+        self.off, self.on = _check_names("off", off, REWRITES), _check_names("on", on, sorted(self._optional))
         self.batch_invariant, self.constant_weights = batch_invariant, constant_weights
-        summed = Matmul(batch_invariant, constant_weights)
-        self._rewrites = REWRITES | {"matmul": (summed, AllgatherMatmul(batch_invariant))}
-        self.report = Report()
+        self.tp_invariant = tp_invariant
+        if tp_invariant:
+            _check_trees(self.off, batch_invariant)
+        partition = TP_INVARIANT if tp_invariant else BATCH_INVARIANT if batch_invariant else "auto"
+        fused = Matmul(partition, constant_weights), AllgatherMatmul(partition)
+        self._rewrites = REWRITES | {"matmul": fused}
+        self.report = Report(breaks=[] if tp_invariant else None)
         self.replaced: CompilePass | None = None
         self.uninstall: Callable[[], None] = lambda: None  # hook.install replaces it
         self._places = Places()
@@ -67,19 +78,27 @@ class CompilePass(CustomGraphPass):
         """Rewrites a graph in place; its nodes must have fake tensors in ``meta["val"]``."""
         collectives.take_results(graph)
         collectives.drop_views_of_same_shape(graph)
-        named = [(name, rewrite) for name, rewrites in self._rewrites.items() for rewrite in rewrites]
-        for name, rewrite in [one for one in named if one[0] not in OPTIONAL - self.on]:
+        for name in self._rewrites:
+            if name == "prefetch" and self.tp_invariant:  # a prefetch hides what is before a sum, and changes no bit
+                self.report.breaks += breaks.find(graph, self._places, self.report.graphs)
+                tp_invariance.add_in_order(graph, self._places)
+            if name not in self._optional - self.on:
+                self._rewrite(graph, name)
+        order.keep(graph)
+        self.report.graphs += 1
+
+    def _rewrite(self, graph: Graph, name: str) -> None:
+        for rewrite in self._rewrites[name]:
             for collective in rewrite.find(graph):
                 why_left = "turned off" if name in self.off else rewrite.why_not(collective, self._places)
                 self._note(name, collective, why_left)
                 if not why_left:
                     rewrite.replace(graph, collective, self._places)
-        order.keep(graph)
-        self.report.graphs += 1
 
     def uuid(self) -> bytes:
         """The pass's part of Inductor's cache key: its source, its options, and where the ranks are."""
         options = f"{sorted(self.off)} {sorted(self.on)} {self.batch_invariant} {self.constant_weights}"
+        options += f" {self.tp_invariant}"
         return get_hash_for_files(_SOURCES, f"{options} {self._places.describe()}")
 
     def __deepcopy__(self, memo: dict) -> CompilePass:
@@ -88,7 +107,8 @@ class CompilePass(CustomGraphPass):
 
     def __repr__(self) -> str:
         options = f"on={sorted(self.on)}, off={sorted(self.off)}, batch_invariant={self.batch_invariant}"
-        return f"CompilePass({options}, constant_weights={self.constant_weights}, graphs={self.report.graphs})"
+        options += f", tp_invariant={self.tp_invariant}, constant_weights={self.constant_weights}"
+        return f"CompilePass({options}, graphs={self.report.graphs})"
 
     def __enter__(self) -> CompilePass:
         return self
@@ -108,3 +128,10 @@ def _check_names(option: str, given: Iterable[str], known: Iterable[str]) -> fro
     if unknown := names - set(known):
         raise ValueError(f"compile_pass: {option} must name rewrites, of {', '.join(known)}, got {sorted(unknown)}")
     return names
+
+
+def _check_trees(off: frozenset[str], batch_invariant: bool) -> None:
+    if batch_invariant:
+        raise ValueError("compile_pass: take tp_invariant=True or batch_invariant=True, which are two partitions")
+    if needed := off & _NEEDED_BY_TREES:
+        raise ValueError(f"compile_pass: tp_invariant=True needs the rewrites that off={sorted(needed)} switches off")

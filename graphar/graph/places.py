@@ -40,6 +40,8 @@ class Places:
     """Where every rank of the default group is, and the tuning table of rank 0. Making one is collective.
 
     Attributes:
+        world: the name of the default group.
+        count: the number of its ranks.
         table: the tuning table that choices go by.
         chip: the table's, with the fewest streaming multiprocessors of any rank's GPU, and the most communicators.
 
@@ -49,14 +51,16 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self._world = process_group(None)
-        rank, place = dist.get_rank(), _find_place(self._world)
+        world = process_group(None)
+        self.world = world.group_name
+        rank, place = dist.get_rank(), _find_place(world)
         # Rank 0's table, as in a communicator; without a GPU the default table.
         table = find_table(torch.cuda.get_device_name()).to_json() if rank == 0 and place.gpu else ""
         mine = json.dumps({"place": asdict(place), "table": table}).encode()
-        words = meet(self._world, DEFAULT_TIMEOUT_S).exchange("graphar.compile_pass", mine)
+        words = meet(world, DEFAULT_TIMEOUT_S).exchange("graphar.compile_pass", mine)
         everyone = [json.loads(word) for word in words]
-        ranks = dist.get_process_group_ranks(self._world)
+        ranks = dist.get_process_group_ranks(world)
+        self.count = len(ranks)
         self._places = {rank: Place(**one["place"]) for rank, one in zip(ranks, everyone, strict=True)}
         found = everyone[0]["table"]
         self.table = Table.from_json(found) if found else shipped_table(DEFAULT)

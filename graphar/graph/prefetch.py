@@ -30,6 +30,7 @@ _WEIGHTS = {  # by matmul, the position of the weight among the arguments; the o
     _aten.addmm.default: 2,
     _aten.linear.default: 1,
     _aten.matmul.default: 1,
+    torch.ops.graphar.linear.default: 1,
     matmul_allreduce.OP.one: 1,
 }
 

@@ -61,6 +61,30 @@ class Entry:
         return f"graph {self.graph}: {what} in group {self.group!r}: {became}"
 
 
+@dataclass(frozen=True)
+class Break:
+    """An op that may give other bits on another number of ranks, in a graph that was to be tensor-parallel invariant.
+
+    Attributes:
+        graph: the number of the graph, counted from 0 in the order of compilation.
+        op: torch's name of the op, such as ``aten.bmm.default``.
+        module: the name of the module that called it, such as ``layers.0.mlp``; an empty string if torch does not tell.
+        why: what it does.
+        depends_on_kernel: whether it is attention or another product of batches: each element of such a product is
+            whole on one rank, and has the same bits if the kernel gives it the same whatever the number of heads.
+    """
+
+    graph: int
+    op: str
+    module: str
+    why: str
+    depends_on_kernel: bool
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return f"graph {self.graph}: {self.op}{where} may change bits: {self.why}"
+
+
 @dataclass
 class Report:
     """What a pass did with the collectives of each graph, in order. ``print(report)`` gives a line for each entry.
@@ -75,10 +99,20 @@ class Report:
             "allreduce". A sum after a matmul and an all-gather before one also have one of "matmul", and a sum before a
             matmul has one of "prefetch".
         graphs: how many graphs the pass has seen.
+        breaks: with ``tp_invariant=True``, the ops that may give other bits on another number of ranks; otherwise None.
     """
 
     entries: list[Entry] = field(default_factory=list)
     graphs: int = 0
+    breaks: list[Break] | None = None
+
+    @property
+    def is_tp_invariant(self) -> bool:
+        """Whether every graph so far has the same bits on 1, 2, 4 and 8 ranks, if kernels of attention do.
+
+        False without ``tp_invariant=True``. What Inductor generates is not looked at, such as norms and losses.
+        """
+        return self.breaks is not None and self.graphs > 0 and all(one.depends_on_kernel for one in self.breaks)
 
     @property
     def rewritten(self) -> list[Entry]:
@@ -103,7 +137,16 @@ class Report:
             f"{_count(self.graphs, 'graph')}: {_count(replaced, 'collective')} became graphar's,"
             f" {len(self.left)} stayed torch's, {_count(len(self.refused), 'fusion')} refused"
         )
-        return "\n".join([counts, *(map(str, self.entries) if self.entries else [_NO_COLLECTIVES])])
+        lines = [counts, *(map(str, self.entries) if self.entries else [_NO_COLLECTIVES])]
+        if self.breaks is not None:
+            lines += [self._invariance(), *map(str, self.breaks)]
+        return "\n".join(lines)
+
+    def _invariance(self) -> str:
+        judged = sum(one.depends_on_kernel for one in self.breaks)
+        if not self.is_tp_invariant:
+            return f"not tensor-parallel invariant: {_count(len(self.breaks) - judged, 'op')} may change bits"
+        return "tensor-parallel invariant" + f", if {_count(judged, 'kernel')} of attention are" * bool(judged)
 
 
 def _count(number: int, what: str) -> str:

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import graphar
 from tests.cases import same_bits
-from tests.parallel_models import compiled
+from tests.parallel_models import backend, compiled
 from tests.processes import run_ranks
 
 LAYERS, TOKENS = 1, (6, 9, 11)
@@ -25,11 +25,16 @@ def importable():
     pytest.importorskip("transformers", reason="transformers cannot be imported")
 
 
-def llama(hidden=32, layers=LAYERS):
+def llama(hidden=32, layers=LAYERS, vocabulary=100):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers, "vocab_size": 100}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.1, use_cache=False)).eval()
 
@@ -126,6 +131,38 @@ def test_every_collective_is_rewritten_and_the_report_says_to_what():
         assert [entry.rewrite for entry in sums_only.rewritten] == ["allreduce"] * 3 + ["allgather"]
         assert {entry.why_left for entry in sums_only.refused} == {"turned off"}
         assert sums_only.left == fused.left == []
+
+
+# ---- the same bits on every number of ranks -------------------------------------------------------------------------
+
+
+def run_invariant(rank, world_size):
+    """Logits and gradients of a model that is trained, and the report. One rank has the model whole."""
+    from graphar.nn import make_tp_invariant
+
+    model = llama(vocabulary=128).bfloat16().train()
+    if world_size == 1:
+        styles = dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], "colwise")
+        styles |= {"o_proj": "rowwise", "down_proj": "rowwise"}
+        names = {name: name.split(".")[-1] for name, _ in model.named_modules()}
+        make_tp_invariant(model, {name: styles[short] for name, short in names.items() if short in styles})
+    else:
+        parallel(model)
+    compile_pass = graphar.compile_pass(tp_invariant=True)
+    run = torch.compile(model, fullgraph=True, backend=backend(compile_pass), dynamic=False)
+    logits = run(words(TOKENS[0])).logits
+    logits.float().square().mean().backward()
+    gradients = [one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad for one in model.parameters()]
+    return [logits.detach(), *gradients], compile_pass.report
+
+
+def test_a_plan_that_is_compiled_to_be_invariant_trains_with_the_bits_of_the_whole_model():
+    ((expected, _),) = run_ranks(run_invariant, 1, timeout_s=180)
+
+    for found, report in run_ranks(run_invariant, 2, timeout_s=180):
+        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * len(expected)
+        assert report.is_tp_invariant
+        assert {one.module for one in report.breaks} == {"model.layers.0.self_attn"}
 
 
 # ---- in Inductor ----------------------------------------------------------------------------------------------------

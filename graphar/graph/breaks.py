@@ -1,0 +1,140 @@
+"""What keeps a graph from giving the same bits on 1, 2, 4 and 8 ranks.
+
+It looks at every op that is left when matmuls and sums have been fused, so that an op which no rewrite knows is found,
+too. tp_invariance.py then writes the matmuls in which it has found nothing wrong.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch.fx import Graph, Node
+
+from graphar.graph import collectives, tp_invariance
+from graphar.graph.collectives import CASTS, VIEWS, Collective, reached
+from graphar.graph.matmul import Matmul
+from graphar.graph.places import Places
+from graphar.graph.report import Break
+from graphar.numerics.partitions import TP_INVARIANT
+from graphar.ops.register import op_of
+
+_aten = torch.ops.aten
+_CALLS = ("all_reduce", "reduce_scatter_tensor")
+_BATCHED = ("bmm", "baddbmm")
+_PRODUCTS = (  # torch's other ops that add products
+    *("addbmm", "convolution", "convolution_backward", "dot", "matmul", "mkldnn_rnn_layer", "vdot"),
+    *("_grouped_mm", "_int_mm", "_scaled_grouped_mm", "_scaled_mm"),
+)
+_LOOKUPS = (_aten.embedding.default, _aten.index.Tensor, _aten.gather.default)
+_CONSTANTS = (_aten.full.default, _aten.scalar_tensor.default, _aten.full_like.default, _aten.zeros_like.default)
+_ROOT = re.compile(r"^L\['\w+'\](\[\d+\])?\.?")  # what torch calls the module that is compiled
+_OF_HEADS = "its kernel may add in an order that depends on the number of heads"
+_OF_TOKENS = "it adds the tokens of this rank alone, such as the gradient of a norm's weight"
+_OF_ONE_RANK = "one rank does not tell whether the layer is row-parallel: call graphar.nn.make_tp_invariant first"
+
+
+def find(graph: Graph, places: Places, number: int) -> list[Break]:
+    """Returns the ops of the graph, of that number in the report, that break the chain of invariance."""
+    tree, found = Matmul(TP_INVARIANT), []
+    biased = {node: tp_invariance.why_not_added(node.args[0], places) for node in tp_invariance.bias_gradients(graph)}
+    divided = any(op.takes("sizes") for node in graph.nodes if (op := op_of(node.target)))
+    for node in [one for one in graph.nodes if one.op == "call_function"]:
+        why = biased[node] if node in biased else _why(node, tree, places)
+        if why := why or _OF_TOKENS * (divided and node not in biased and _is_sum_of_rows(node)):
+            found.append(Break(number, str(node.target), _module(node), why, why == _OF_HEADS))
+    return found
+
+
+def _why(node: Node, tree: Matmul, places: Places) -> str:
+    name = _name(node)
+    if "_attention" in name or name in _BATCHED:
+        return _OF_HEADS
+    if name in _PRODUCTS:
+        return "graphar has no such product"
+    if node.target in tp_invariance.MATMULS:
+        return tp_invariance.why_not(node, places) or _OF_ONE_RANK * (places.count == 1) if node.users else ""
+    if node.target is _aten.sum.dim_IntList and _is_product_in_parts(node.args[0]):
+        return "torch has written a matmul as products and a sum"
+    if op_of(node.target):
+        return _why_ours(node, tree, places)
+    return _why_torchs(node, places)
+
+
+def _why_ours(node: Node, tree: Matmul, places: Places) -> str:
+    """Returns why a call of graphar's adds in another order, or an empty string."""
+    op = op_of(node.target)
+    given = op.read(node.args)
+    if "partition" in given:
+        return "" if given["partition"] == TP_INVARIANT else f"its partition is {given['partition']!r}"
+    if op.name.startswith("allgather") or given.get("order") == "tree" or _is_lookup(node.args[0]):
+        return ""
+    product = tree.product(node)
+    return (product and tree.why_not(product, places)) or _why_sum(node)
+
+
+def _why_torchs(node: Node, places: Places) -> str:
+    """Returns why a collective of torch's adds in another order, or an empty string: a maximum is exact."""
+    for collective in _of_torch(node):
+        if collective.reduction in ("min", "max", "band", "bor", "bxor") or all(map(_is_lookup, collective.inputs)):
+            return ""
+        return collectives.why_not(collective, places) or collectives.why_no_sum(collective) or _why_sum(node)
+    return ""
+
+
+def _of_torch(node: Node) -> list[Collective]:
+    ops = torch.ops._c10d_functional
+    names = {getattr(ops, f"{name}{end}").default: name for name in _CALLS for end in ("", "_coalesced")}
+    return [collectives.read(node, names[node.target])] if node.target in names else []
+
+
+def _why_sum(node: Node) -> str:
+    """Returns why a sum over ranks that follows no matmul adds in another order."""
+    before = reached([node], lambda one: one.all_input_nodes)
+    if any(one.reduction == "max" for other in before for one in _of_torch(other)):
+        return "it sums over features that ranks divide, such as a vocabulary"
+    return "it sums what is no product of a matmul"
+
+
+def _is_lookup(node: Node, masked: bool = False) -> bool:
+    """Whether a node holds rows of a table, and zeros where another rank has the row."""
+    if node.target in (*VIEWS, *CASTS, _aten.clone.default):
+        return _is_lookup(node.args[0], masked)
+    if node.target in (_aten.index_put.default, _aten.masked_fill.Scalar):
+        return _is_lookup(node.args[0], True)
+    if node.target is _aten.where.self:
+        rest = [one for one in node.args[1:] if one.target not in _CONSTANTS]
+        return len(rest) == 1 and _is_lookup(rest[0], True)
+    if node.target is _aten.mul.Tensor:
+        x, mask = node.args
+        return isinstance(mask, Node) and _is_mask(mask) and _is_lookup(x, True)
+    return masked and node.target in _LOOKUPS
+
+
+def _is_mask(node: Node) -> bool:
+    while node.target in (*VIEWS, *CASTS, _aten.unsqueeze.default):
+        node = node.args[0]
+    return node.meta["val"].dtype == torch.bool
+
+
+def _is_sum_of_rows(node: Node) -> bool:
+    return node.target is _aten.sum.dim_IntList and tp_invariance.is_over_rows(node)
+
+
+def _is_product_in_parts(node: Node) -> bool:
+    parts = (_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
+    return node.target is _aten.mul.Tensor and all(isinstance(one, Node) and one.target in parts for one in node.args)
+
+
+def _name(node: Node) -> str:
+    """Returns the name of a torch op or of a higher-order op."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[-1]
+    return getattr(node.target, "__name__", "") if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
+
+
+def _module(node: Node) -> str:
+    """Returns the name of the module that a node comes from; an empty string if torch does not tell."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = [entry[0] for entry in stack.values()]
+    return _ROOT.sub("", path[-1]) if path else ""

@@ -1,0 +1,131 @@
+"""Writes the matmuls of a graph so that their bits depend neither on rows nor on columns nor on the number of ranks.
+
+It runs after all other rewrites. Matmuls that are summed over ranks are fused ops by then, with the partition
+"tp_invariant" (matmul.py), and so are those of gathered rows (allgather_matmul.py). The others become graphar::linear:
+
+a, w -- mm, addmm or linear          becomes graphar::linear, in the order of K
+dy, of a matmul -- sum over rows     becomes graphar::linear of ones and dy, as 8 leaves of rows: a bias's gradient
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from graphar.graph import rows
+from graphar.graph.collectives import VIEWS, call, first_size
+from graphar.graph.matmul import TRANSPOSES, stored, why_no_kernel
+from graphar.graph.places import Places
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.leaf_tree import LEAVES
+from graphar.ops.register import op_of
+
+_aten = torch.ops.aten
+LINEAR = torch.ops.graphar.linear.default
+# By matmul, the positions of the rows, the weight and the bias. Only aten.linear takes a weight as it is stored.
+MATMULS = {
+    _aten.mm.default: (0, 1, None),
+    _aten.addmm.default: (1, 2, 0),
+    _aten.linear.default: (0, 1, 2),
+}
+
+
+def add_in_order(graph: Graph, places: Places) -> None:
+    """Rewrites every matmul and every bias's gradient of a graph that no other rewrite has taken."""
+    for total in bias_gradients(graph):
+        if not why_not_added(total.args[0], places):
+            _replace_bias_gradient(graph, total)
+    found = [node for node in graph.nodes if node.target in MATMULS and node.users and not why_not(node, places)]
+    for node in found:
+        _replace_matmul(graph, node)
+
+
+def why_not(matmul: Node, places: Places) -> str:
+    """Returns why a matmul cannot become graphar::linear, or an empty string."""
+    a, w, bias = _operands(matmul)
+    x = a.meta["val"]
+    kind = (x.dtype, 1) if bias is None else (bias.meta["val"].dtype, bias.meta["val"].ndim)
+    if matmul.kwargs or kind != (x.dtype, 1) or w.meta["val"].ndim != 2:
+        return "something else than a bias is added to the product"
+    return why_not_added(a, places)
+
+
+def why_not_added(a: Node, places: Places) -> str:
+    """Returns why graphar::linear cannot add products of ``a``, or an empty string."""
+    x = a.meta["val"]
+    return why_no_kernel(x, places.world, places) if x.dtype in TYPE_NAMES else f"no matmul of {x.dtype} adds in order"
+
+
+def bias_gradients(graph: Graph) -> list[Node]:
+    """Returns the sums over rows of what matmuls multiply by weights or inputs: the gradients of biases."""
+    multiplied = {_origin(one): features for node in graph.nodes for one, features in _multiplied(node)}
+    sums = graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
+    return [node for node in sums if node.users and is_over_rows(node) and _is_of(node.args[0], multiplied)]
+
+
+def _is_of(x: Node, multiplied: dict[Node, int | torch.SymInt]) -> bool:
+    features = multiplied.get(_origin(x))
+    return features is not None and statically_known_true(x.meta["val"].shape[-1] == features)
+
+
+def is_over_rows(total: Node) -> bool:
+    """Whether a sum is one over all dimensions but the last."""
+    kind = total.args[0].meta["val"]
+    axes = sorted(axis % kind.ndim for axis in total.args[1] or ()) if kind.ndim else []
+    return kind.ndim > 1 and axes == [*range(kind.ndim - 1)] and isinstance(kind.shape[-1], int)
+
+
+def _multiplied(node: Node) -> list[tuple[Node, int | torch.SymInt]]:
+    """Returns what a matmul has as the gradient of a layer, with the layer's features; nothing if it is none."""
+    op = op_of(node.target)
+    if op and op.takes("a") and not op.takes("gathered"):  # which takes only the rows of this rank
+        a = op.read(node.args)["a"]
+    elif node.target in MATMULS:
+        a, *_ = _operands(node)
+    else:
+        return []
+    # A weight's gradient multiplies transposed rows.
+    return [(a, a.meta["val"].shape[0 if a.target in TRANSPOSES else -1])]
+
+
+def _origin(node: Node) -> Node:
+    while node.target in (*VIEWS, *TRANSPOSES):
+        node = node.args[0]
+    return node
+
+
+def _operands(matmul: Node) -> list:
+    """Returns the nodes of a matmul's rows, weight and bias; the bias may be None."""
+    return [None if at is None or at >= len(matmul.args) else matmul.args[at] for at in MATMULS[matmul.target]]
+
+
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+
+def _replace_matmul(graph: Graph, node: Node) -> None:
+    a, w, bias = _operands(node)
+    with graph.inserting_before(node):
+        w = w if node.target is _aten.linear.default else stored(graph, w)
+        new = graph.call_function(LINEAR, (a, w, bias, 1, None, ""))
+    new.meta = node.meta
+    new.meta.pop("eager_input_vals", None)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _replace_bias_gradient(graph: Graph, total: Node) -> None:
+    x, value = total.args[0], total.meta["val"]
+    kind = x.meta["val"]
+    with graph.inserting_before(total):
+        dy = rows.called(graph, _aten.reshape.default, (x, [-1, kind.shape[-1]])) if kind.ndim > 2 else x
+        like = dy.meta["val"]
+        ones = call(graph, _aten.full.default, ([1, first_size(graph, dy)], 1), like.new_ones((1, like.shape[0])))
+        ones.kwargs = {"dtype": kind.dtype, "device": kind.device, "pin_memory": False}
+        added = rows.called(graph, LINEAR, (ones, stored(graph, dy), None, LEAVES, torch.float32, ""))
+        new = rows.called(graph, _aten.reshape.default, (added, list(value.shape)))
+        if value.dtype != torch.float32:
+            new = rows.called(graph, torch.ops.prims.convert_element_type.default, (new, value.dtype))
+    added.stack_trace = total.stack_trace
+    total.replace_all_uses_with(new)
+    graph.erase_node(total)
