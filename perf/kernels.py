@@ -23,6 +23,7 @@ from graphar.plan.tiles import (
     MATMUL_TILES,
     PARTIAL_TILES,
     for_wire,
+    skinny_tile,
 )
 from graphar.plan.work import Sum
 from graphar.runtime.catalogue import (
@@ -153,6 +154,7 @@ def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
             world_size, dtype = next(ways)
             yield fused_matmul_source(algorithm, dtype, world_size, tile, layout)
         if algorithm in SKINNY_KERNELS:
+            yield from _skinny_kernels_of_partials(algorithm)
             continue
         # Pair the longest epilogue with the smallest tile: with a large tile NVRTC takes four times as long.
         for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), (tiles[0], *tiles[3:]), strict=False):
@@ -162,6 +164,13 @@ def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
         for name, tile in zip(NAMES[1:], encoded, strict=False):
             world_size, dtype = next(ways)
             yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", codec=codec(name))
+
+
+def _skinny_kernels_of_partials(algorithm: Algorithm) -> Iterator[KernelSource]:
+    dtypes = itertools.cycle(MATMUL_TYPES)
+    for leaves, tile, layout in itertools.product(PARTIAL_TILES, algorithm.row.tiles, LAYOUTS):
+        partial = skinny_tile(tile.rows, leaves)
+        yield fused_matmul_source(algorithm, next(dtypes), LEAVES // leaves, partial, layout)
 
 
 def _kernels_of_partials(algorithm: Algorithm, epilogue: Generated) -> Iterator[KernelSource]:

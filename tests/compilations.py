@@ -17,7 +17,7 @@ from graphar.plan.algorithms import COMPRESSING, MATMUL_TYPES, Algorithm, kernel
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.tables import Table, shipped_table
-from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES
+from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, skinny_tile
 from graphar.plan.work import Norm
 from graphar.runtime.catalogue import (
     NORM_KERNELS,
@@ -148,6 +148,9 @@ def _matmuls_at(table: Table, world_size: int) -> Iterator[KernelSource]:
         for algorithm in SKINNY_KERNELS:
             for tile in algorithm.row.tiles:
                 yield fused_matmul_source(algorithm, dtype, world_size, tile, LAYOUTS[0])
+                if world_size in TREE_WORLD_SIZES:
+                    partial = skinny_tile(tile.rows, LEAVES // world_size)
+                    yield fused_matmul_source(algorithm, dtype, world_size, partial, LAYOUTS[0])
     if world_size in policy.tiles_from_numel:
         for algorithm in SUMMED_TILE_KERNELS:
             for tile in (policy.small_tile, policy.large_tile, policy.alternating_tile):

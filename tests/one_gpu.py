@@ -31,7 +31,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, by_policy
 from graphar.plan.slices import Slice, slices
 from graphar.plan.tables import shipped_table
-from graphar.plan.tiles import MatmulTile
+from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, Norm, Parts, Product, Sum, TensorTuple, Work
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime.arguments import Arguments, NormArguments, TupleArguments
@@ -188,7 +188,7 @@ class RanksOfOneGpu:
         self,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         algorithm: Algorithm,
-        tile: MatmulTile,
+        tile: MatmulTile | SkinnyTile,
         bias: torch.Tensor | None = None,
         epilogue: str = "",
     ) -> list:
@@ -260,7 +260,7 @@ class RanksOfOneGpu:
         work: Product,
         algorithm: Algorithm,
         ranks: Sequence[Operands],
-        tile: MatmulTile | None,
+        tile: MatmulTile | SkinnyTile | None,
         beside: AbstractContextManager | None = None,
         before: Callable[[int], None] = lambda rank: None,
     ) -> None:

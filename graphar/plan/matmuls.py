@@ -122,7 +122,8 @@ def prefers_tiles(
 
     The result is [rows, columns]. ``scattered`` says whether each rank sums its own rows even of a skinny result, which
     no skinny kernel does: in a reduce-scatter, or with an epilogue. ``codec`` is the text of the codec on the wire, and
-    ``itemsize`` the bytes of an element that a rank sends without one: :func:`sent_itemsize`. Nothing was measured where more than two communicators share a GPU: a fused kernel has only a share of its SMs.
+    ``itemsize`` the bytes of an element that a rank sends without one: :func:`sent_itemsize`. Nothing was measured
+    where more than two communicators share a GPU: a fused kernel has only a share of its SMs.
     """
     if chip.communicators > 2:
         return False

@@ -12,8 +12,9 @@ from graphar.matmul.leaf_products import product
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES
+from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE
+from graphar.runtime.catalogue import SKINNY_KERNELS
 from tests.cases import normal, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
@@ -41,8 +42,8 @@ def drawn(seed, *shape, dtype):
     return normal(seed, torch.Size(shape).numel(), dtype).view(shape).cuda()
 
 
-def operands(k, dtype, layout):
-    a, w = drawn(0, ROWS, k, dtype=dtype), drawn(1, COLUMNS, k, dtype=dtype)
+def operands(k, dtype, layout, rows=ROWS):
+    a, w = drawn(0, rows, k, dtype=dtype), drawn(1, COLUMNS, k, dtype=dtype)
     return a, w if layout == "by_rows" else w.t().contiguous().t()
 
 
@@ -88,3 +89,16 @@ def test_leaves_that_are_no_whole_loads_give_the_bits_of_one_rank(ranks, algorit
     found = ranks.matmul_in_leaves(of_ranks(ranks, a, w), algorithm, PARTIAL_TILES[LEAVES // ranks.world_size][0])
 
     assert_parts(found, product("op", a, w, LEAVES), algorithm)
+
+
+@pytest.mark.parametrize("algorithm", SKINNY_KERNELS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_few_rows_have_the_bits_of_one_rank(ranks, algorithm, layout):
+    for rows, dtype, k in itertools.product((1, 8, 17, 64), DTYPES, (512, 800, 3072)):
+        a, w = operands(k, dtype, layout, rows)
+        bias, tile = drawn(2, COLUMNS, dtype=dtype), skinny_tile(rows, LEAVES // ranks.world_size)
+        whole = product("op", a, w, LEAVES, bias=bias)
+
+        for _ in range(2):
+            found = ranks.matmul_in_leaves(of_ranks(ranks, a, w), algorithm, tile, bias)
+            assert_parts(found, whole, algorithm)

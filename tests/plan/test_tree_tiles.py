@@ -20,9 +20,10 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES
 from graphar.plan.slices import rows_a_launch
-from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, MatmulTile
+from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.ranks import agreement
+from graphar.runtime.catalogue import SKINNY_KERNELS
 from tests.plan.test_algorithms import MOST_SHARED_NBYTES, constant
 from tests.plan.test_tiles import CHIP, H200, Ranks, operand
 
@@ -49,10 +50,49 @@ def takes(ranks=None, a=None, **options):
 @every_op
 @pytest.mark.parametrize(
     ("world_size", "rows", "taken"),
-    [(2, 1024, True), (2, 1023, False), (4, 1024, True), (4, 64, False), (8, 1 << 20, False)],
+    [(2, 1024, True), (2, 1023, False), (4, 1024, True), (4, 65, False), (8, 1 << 20, False)],
 )
 def test_large_results_take_it_where_it_was_measured_to_be_faster_in_the_order_of_ranks(op, world_size, rows, taken):
     assert takes(Ranks(world_size), op=op, rows=rows) == taken
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "taken"),
+    [
+        (1, {}, True),
+        (64, {"bias": True}, True),
+        (64, {"columns": 1024}, False),
+        (64, {"op": MATMUL_REDUCESCATTER}, False),
+        (64, {"epilogue": form_to_prepare("-v")}, False),
+    ],
+    ids=["one row", "bias", "few columns", "scattered", "epilogue"],
+)
+def test_few_rows_take_a_skinny_kernel_where_they_do_so_in_the_order_of_ranks(rows, options, taken):
+    assert takes(rows=rows, **options) == taken
+
+
+def test_a_skinny_result_of_partials_has_half_of_the_scratch():
+    limit = max(algorithm.row.limit(4) for algorithm in SKINNY_KERNELS)
+
+    assert matmuls.is_skinny(4, 64, limit // 64 // 2)
+    assert matmuls.is_skinny(4, 64, limit // 64 // 4, itemsize=4)
+    assert not matmuls.is_skinny(4, 64, limit // 64 // 2, itemsize=4)
+
+
+@every_world_size
+def test_a_skinny_call_loads_a_tile_with_the_leaves_of_a_rank(world_size, monkeypatch):
+    monkeypatch.setattr(fused, "load_tile", lambda *given: [{}])
+
+    launches = FusedMatmul(Ranks(world_size), call_of(rows=17, world_size=world_size), Algorithm.MATMUL_ONE_SHOT, 17)
+
+    assert launches.tiles == (SkinnyTile(32, 16, 2, leaves=LEAVES // world_size, partials=True),)
+
+
+def test_shared_memory_of_a_skinny_tile_holds_its_rows_in_fp32():
+    for tile in SKINNY_TILES:
+        partial = skinny_tile(tile.rows, 4)
+        assert partial.shared_nbytes - tile.shared_nbytes == 8192
+        assert partial.shared_nbytes + STATIC_NBYTES <= MOST_SHARED_NBYTES
 
 
 def test_a_bias_and_an_epilogue_are_added_in_it():
