@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphar.runtime.driver import check, driver
+from graphar.runtime.driver import bind_context, check, driver
 
 _ROW_NBYTES = 128  # of a box: a swizzled row, as in cuda_src/device/ptx/tensor_map.cuh
 BOX_COLUMNS = _ROW_NBYTES // 2  # of a 16-bit type
@@ -74,6 +74,7 @@ def tensor_map(matrix: Matrix, box_rows: int) -> TensorMap:
 
     Maps are cached by address and shape. A cached map stays valid when the memory is reused: it holds no data.
     """
+    bind_context(torch.cuda.current_device())
     buffer = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + _ALIGNMENT)
     place = ctypes.addressof(buffer) + -ctypes.addressof(buffer) % _ALIGNMENT
     interleave = driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE

@@ -131,7 +131,7 @@ def prefers_tiles(
         return columns >= policy.skinny_from_columns.get(world_size, math.inf) and _fills_waves(policy, columns, chip)
     if codec and scattered:
         return False
-    return rows * columns >= policy.tiles_from(world_size, bool(codec))
+    return rows * columns * itemsize >= 2 * policy.tiles_from(world_size, bool(codec))  # as many bytes as measured
 
 
 def _fills_waves(policy: MatmulPolicy, columns: int, chip: Chip) -> bool:

@@ -64,3 +64,12 @@ def on_device(index: int) -> Iterator[None]:
 def primary_context(index: int):
     """Returns the primary context of device ``index``, which torch uses too; creates it if there is none."""
     return call(driver.cuDevicePrimaryCtxRetain, call(driver.cuDeviceGet, index))
+
+
+def bind_context(device: int) -> None:
+    """Makes the primary context of a device current in this thread, if it has none.
+
+    A new thread, such as one of autograd, has none until it calls the CUDA runtime, which torch need not do there.
+    """
+    if not int(call(driver.cuCtxGetCurrent)):
+        call(driver.cuCtxSetCurrent, primary_context(device))

@@ -15,7 +15,7 @@ from graphar.ranks.capture import is_capturing
 from graphar.runtime.availability import concurrent_communicators
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import Cubin, compile_kernel
-from graphar.runtime.driver import call, check, driver, on_device
+from graphar.runtime.driver import bind_context, call, check, driver, on_device
 
 # Never unloaded: a captured graph may outlive the communicator that loaded its kernels.
 _libraries: dict[bytes, object] = {}
@@ -139,7 +139,7 @@ class Launch:
         if stream != self.stream:
             self.on(stream)
         if status := launch_kernel()(*self.arguments):
-            fail(status)
+            launch_again(status, self.arguments)
 
 
 def clusters_at_once(function, grid: Grid) -> int:
@@ -164,8 +164,14 @@ def _pointer(address: int):
     return ctypes.byref(ctypes.c_char.from_address(address))
 
 
-def fail(status: int) -> None:
-    """Raises DriverError for a launch that the driver refused."""
+def launch_again(status: int, arguments: tuple) -> None:
+    """Repeats a launch that the driver refused with ``status``, if this thread had no context.
+
+    Raises DriverError if it had one, or if the driver refuses the launch again.
+    """
+    if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        bind_context(torch.cuda.current_device())
+        status = launch_kernel()(*arguments)
     check("cuLaunchKernelEx", driver.CUresult(status))
 
 

@@ -351,7 +351,16 @@ def test_what_the_copy_engine_cannot_read_is_no_matrix(x):
     assert matrix_of(x) is None
 
 
-def test_a_map_is_made_once(monkeypatch):
+@pytest.fixture
+def bound(monkeypatch):
+    """The devices whose context was made current."""
+    devices = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(tensor_maps, "bind_context", devices.append)
+    return devices
+
+
+def test_a_map_is_made_once(monkeypatch, bound):
     made = []
     monkeypatch.setattr(tensor_maps, "_encode_tiled", lambda: lambda place, *rest: made.append((place, rest)) or 0)
     tensor_maps.tensor_map.cache_clear()
@@ -364,10 +373,11 @@ def test_a_map_is_made_once(monkeypatch):
     assert place % 128 == 0
     assert (dtype, rank, pointer, *modes) == (6, 2, 4096, 0, 3, 3, 0)
     assert ([*sizes], [*strides], [*box], [*steps]) == ([7, 5], [32], [64, 64], [1, 1])
+    assert bound == [3]
     tensor_maps.tensor_map.cache_clear()
 
 
-def test_boxes_of_fp32_are_as_many_bytes_wide(monkeypatch):
+def test_boxes_of_fp32_are_as_many_bytes_wide(monkeypatch, bound):
     made = []
     monkeypatch.setattr(tensor_maps, "_encode_tiled", lambda: lambda place, *rest: made.append(rest) or 0)
     tensor_maps.tensor_map.cache_clear()

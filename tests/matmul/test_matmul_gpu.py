@@ -1,6 +1,7 @@
 """graphar's matmul on a GPU, against exact integers and against float64."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -214,6 +215,20 @@ def test_calls_in_a_row_each_see_the_one_before():
         graph.replay()
 
     assert x.equal(first.roll(5 * 64, dims=1))
+
+
+def test_a_new_thread_multiplies_before_it_calls_the_cuda_runtime():
+    a, w = integers(100, 256, torch.bfloat16, seed=1), integers(72, 256, torch.bfloat16, seed=2)
+    outs = [torch.empty(100, 72, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    torch.cuda.synchronize()
+
+    for out in outs:  # of a launch that is new, and of one that is known
+        thread = threading.Thread(target=matmul, args=(a, w, out))
+        thread.start()
+        thread.join()
+
+    torch.cuda.synchronize()
+    assert all(out.equal(exact(a.float(), w.float()).bfloat16()) for out in outs)
 
 
 # ---- leaves of K -----------------------------------------------------------------------------------------------------

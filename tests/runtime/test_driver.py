@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from cuda.bindings import driver
 
 from graphar.errors import DriverError
 from graphar.runtime import driver as drivers
+from graphar.runtime import launcher
 from graphar.runtime.availability import missing_driver
 from graphar.runtime.driver import call, check
 from graphar.runtime.peer_memory import LocalMemory
@@ -128,3 +130,40 @@ def test_a_status_from_elsewhere_is_named_as_told():
     with pytest.raises(DriverError, match=r"^cuLaunchKernelEx: CUDA_ERROR_INVALID_VALUE: invalid argument$"):
         check("cuLaunchKernelEx", driver.CUresult(1))
     check("cuLaunchKernelEx", driver.CUresult(0))
+
+
+# ---- the context of a thread ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("current", "bound"), [(0, ["cuCtxSetCurrent"]), (7, [])])
+def test_a_thread_without_a_context_gets_the_one_of_the_device(calls, monkeypatch, current, bound):
+    def set_current(context):
+        calls.append("cuCtxSetCurrent")
+        return (OK,)
+
+    monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda: (OK, current))
+    monkeypatch.setattr(driver, "cuCtxSetCurrent", set_current)
+
+    drivers.bind_context(0)
+
+    assert [one for one in calls if one == "cuCtxSetCurrent"] == bound
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_a_launch_without_a_context_is_repeated_with_one(monkeypatch, again):
+    given, devices = [], []
+    monkeypatch.setattr(launcher.torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(launcher, "bind_context", devices.append)
+    monkeypatch.setattr(launcher, "launch_kernel", lambda: lambda *arguments: given.append(arguments) or again)
+
+    with pytest.raises(DriverError) if again else contextlib.nullcontext():
+        launcher.launch_again(driver.CUresult.CUDA_ERROR_INVALID_CONTEXT.value, (1, 2))
+
+    assert (given, devices) == ([(1, 2)], [5])
+
+
+def test_a_launch_that_is_refused_for_another_reason_is_not_repeated(monkeypatch):
+    monkeypatch.setattr(launcher, "launch_kernel", lambda: pytest.fail("launched again"))
+
+    with pytest.raises(DriverError, match="cuLaunchKernelEx"):
+        launcher.launch_again(INVALID.value, ())

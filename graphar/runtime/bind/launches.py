@@ -45,7 +45,7 @@ def bind_launch(
             if stream != launch.stream:
                 launch.on(stream)
             if status := launch_kernel(*launch_arguments):
-                launcher.fail(status)
+                launcher.launch_again(status, launch_arguments)
             if follows:
                 member.leave()
         finally:
