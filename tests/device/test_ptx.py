@@ -137,6 +137,7 @@ VOLATILE = {
 # Functions of their arguments alone.
 PURE = {
     "block_in_cluster()": "mov.u32 %cluster_ctarank",
+    "word_of_sum(x)": "mov.b32 x",
     "bf16x2_from_floats(x, y)": "cvt.rn.bf16x2.f32 y x",
     "fp16x2_from_floats(x, y)": "cvt.rn.f16x2.f32 y x",
     "floats_from_fp16x2(v, x, y)": "mov.b32 v; cvt.f32.f16; cvt.f32.f16",
