@@ -78,14 +78,14 @@ def compile_pass(
     On each rank Inductor may time several kernels for a norm, a softmax or another reduction. Ranks that choose
     different kernels add in different orders, and results that should be equal on all ranks differ in their last bits.
     ``torch._inductor.config.deterministic = True``, or ``torch.compile(..., options={"deterministic": True})``, makes
-    all ranks take the same kernel.
-
-    Collective, like :func:`enable`, which describes the arguments further.
+    all ranks take the same kernel. Collective, like :func:`enable`, which describes the arguments further.
 
     Args:
         on: optional rewrites to switch on: "epilogue", with ``tp_invariant=True`` also "norm".
         off: rewrites to switch off, by the names above.
-        batch_invariant, constant_weights, tp_invariant: as in :func:`enable`.
+        batch_invariant: as in :func:`enable`.
+        constant_weights: as in :func:`enable`.
+        tp_invariant: as in :func:`enable`.
 
     Raises:
         ValueError, CommunicatorError: as in :func:`enable`.

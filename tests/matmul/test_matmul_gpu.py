@@ -306,8 +306,9 @@ def test_every_tile_grid_and_order_gives_the_same_bits_of_leaves(leaves):
             assert same_bits(matmul(a, operand(w, "by_columns"), tile=tile, leaves=leaves), first.bfloat16()) == 0, tile
 
 
-@every_split_tile
-@every_layout
+@pytest.mark.parametrize(
+    ("tile", "layout"), [(tile, layout) for tile in SPLIT_TILES for layout in tile.layouts], ids=str
+)
 def test_leaves_that_blocks_split_have_the_bits_of_one_block(tile, layout):
     whole = MatmulTile(64, 64, stages=12, leaves=tile.leaves)
     for m, n, k in ((1, 1024, 8192), (16, 2056, 1024), (65, 520, 4096), (256, 1024, 8192), (1000, 1032, 512)):
