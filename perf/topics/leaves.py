@@ -13,10 +13,7 @@ import torch
 
 from graphar.matmul import gemm
 from graphar.numerics.leaf_tree import LEAVES
-from graphar.plan.algorithms import MATMUL_ARCH
 from graphar.plan.trials import WEIGHTS
-from graphar.runtime import launcher
-from graphar.runtime.availability import missing_software
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
@@ -50,6 +47,7 @@ from perf.topics.matmul import (
     is_far,
     limit_of,
     make_operands,
+    run_rank,
     shape_of,
     words_of,
 )
@@ -107,19 +105,6 @@ def make_launch(method: str, given: Operands, calls: int) -> Callable[[], None]:
     """Returns the replay of a graph of ``calls`` calls."""
     multiply(method, given, WARM_UP)
     return capture(partial(multiply, method, given, calls))
-
-
-def run_rank(shapes: Sequence[Shape], rank: int, port: int) -> Iterator[LeavesRow | str]:
-    """Measures all shapes, in a process of its own."""
-    device = torch.device("cuda", 0)
-    if reason := missing_software() or ("" if launcher.architecture(device.index) == MATMUL_ARCH else NEEDED):
-        yield reason
-        return
-    torch.cuda.set_device(device)
-    ranks_of.raise_clocks(device)
-    for shape in shapes:
-        yield from rows_of(shape, device)
-        torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next shape cannot use it
 
 
 def rows_of(shape: Shape, device: torch.device) -> Iterator[LeavesRow | str]:
@@ -201,7 +186,7 @@ leaves must have the bits of leaves that were multiplied one by one and added as
         return options.shapes or SHAPES
 
     def measure(self, plan: Sequence[Shape]) -> Iterator[LeavesRow | str]:
-        yield from ranks_of.run(1, partial(run_rank, plan))
+        yield from ranks_of.run(1, partial(run_rank, rows_of, plan))
 
     @classmethod
     def count(cls, plan: Sequence[Shape]) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from perf.report import (
 from perf.topics.prefetch import CYCLED_NBYTES, normal
 
 Shape = tuple[int, int, int]  # M, N, K
+Row = TypeVar("Row")  # of a report
 
 ROWS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 SHAPES: tuple[Shape, ...] = tuple((m, n, k) for n, k in WEIGHTS for m in ROWS)
@@ -158,8 +159,10 @@ def make_launch(method: str, given: Operands, calls: int) -> Callable[[], None]:
     return capture(partial(multiply, method, given, calls))
 
 
-def run_rank(shapes: Sequence[Shape], rank: int, port: int) -> Iterator[MatmulRow | str]:
-    """Measures all shapes, in a process of its own."""
+def run_rank(
+    rows_of: Callable[[Shape, torch.device], Iterator[Row | str]], shapes: Sequence[Shape], rank: int, port: int
+) -> Iterator[Row | str]:
+    """Measures all shapes with ``rows_of``, in a process of its own."""
     device = torch.device("cuda", 0)
     if reason := missing_software() or ("" if launcher.architecture(device.index) == MATMUL_ARCH else NEEDED):
         yield reason
@@ -286,7 +289,7 @@ the same bits."""
         return options.shapes or SHAPES
 
     def measure(self, plan: Sequence[Shape]) -> Iterator[MatmulRow | str]:
-        yield from ranks_of.run(1, partial(run_rank, plan))
+        yield from ranks_of.run(1, partial(run_rank, rows_of, plan))
 
     @classmethod
     def count(cls, plan: Sequence[Shape]) -> int:

@@ -13,6 +13,7 @@ from perf import __main__ as program
 from perf import machine
 from perf.report import read
 from perf.topics import leaves as topic
+from perf.topics import matmul
 from perf.topics.leaves import METHODS, PLAIN, SHAPES, TORCH, TREE, Leaves, count_wrong, tree_of_leaves
 from perf.topics.matmul import NEEDED, make_operands
 from tests.perf.samples import MACHINE
@@ -48,8 +49,8 @@ def gpu(monkeypatch):
     times = iter(range(1, 10**6))
     monkeypatch.setattr(topic.gemm, "matmul", product)
     monkeypatch.setattr(topic.gemm, "why_not", lambda a, w, out, leaves: "")
-    monkeypatch.setattr(topic.launcher, "architecture", lambda device: "sm_90a")
-    monkeypatch.setattr(topic, "missing_software", lambda: "")
+    monkeypatch.setattr(matmul.launcher, "architecture", lambda device: "sm_90a")
+    monkeypatch.setattr(matmul, "missing_software", lambda: "")
     monkeypatch.setattr(topic, "capture", lambda run: run)
     monkeypatch.setattr(topic.ranks_of, "raise_clocks", lambda device: None)
     monkeypatch.setattr(topic.ranks_of, "graph_time_us", lambda launch: 20.0 * next(times))
@@ -107,7 +108,7 @@ def test_a_run_is_reported(gpu, monkeypatch, tmp_path):
     ],
 )
 def test_what_cannot_be_measured_is_told(gpu, monkeypatch, name, stand_in, told):
-    monkeypatch.setattr(f"perf.topics.leaves.{name}", stand_in)
+    monkeypatch.setattr(f"perf.topics.matmul.{name}", stand_in)
 
     assert list(Leaves().measure([SMALL])) == [told]
 
