@@ -117,6 +117,7 @@ class Outcome:
         broken_guards: how often a call wrote beside the tensors or the scratch, to its input, or prefetched wrongly.
         unmarked_polls: how often a thread looked for a peer's data while its block was not marked as busy.
         released_polls: how often a thread looked for a peer's data after it had released the next kernel.
+        sent_nbytes: bytes that the rank stored into the scratch of others, but for flags that release something.
         scratch_hashes: of the scratch after each call with an absent rank.
     """
 
@@ -126,6 +127,7 @@ class Outcome:
     broken_guards: int
     unmarked_polls: int
     released_polls: int
+    sent_nbytes: int
     scratch_hashes: tuple[int, ...]
 
 
@@ -255,7 +257,7 @@ class Simulation:
                 result = bytearray(raw[at : at + call.result_nbytes(rank)])
                 results.append(torch.frombuffer(result, dtype=torch.uint8) if result else _NONE)
                 at += len(result)
-            counts = head.broken_guards, head.unmarked_polls, head.released_polls
+            counts = head.broken_guards, head.unmarked_polls, head.released_polls, head.sent_nbytes
             outcomes.append(Outcome(results, head.record, head.seen, *counts, hashes))
         return outcomes
 
@@ -309,7 +311,7 @@ class _Outcome(ctypes.Structure):
 
     _fields_ = [
         *((name, Record) for name in ("record", "seen")),
-        *((name, ctypes.c_uint32) for name in ("broken_guards", "unmarked_polls", "released_polls")),
+        *((name, ctypes.c_uint32) for name in ("broken_guards", "unmarked_polls", "released_polls", "sent_nbytes")),
     ]
 
 

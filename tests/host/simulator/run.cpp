@@ -93,7 +93,7 @@ struct Rank {
   Counters counters{};
   Record record{}, seen{};  // seen: the record at the moment when it gets a kind
   u32 abort = 0;
-  u32 broken_guards = 0, unmarked_polls = 0, released_polls = 0;
+  u32 broken_guards = 0, unmarked_polls = 0, released_polls = 0, sent_nbytes = 0;
   std::vector<u64> scratch_hashes;  // after each call with an absent rank, once it has ended on all ranks
   std::vector<std::string> inputs, operands, results;  // by call
 };
@@ -326,6 +326,16 @@ void look_at_mark() {
   if (simulator::has_released()) __atomic_fetch_add(&rank.released_polls, 1, __ATOMIC_RELAXED);
 }
 
+// Counts what a rank stores into another rank's scratch, by relaxed stores and by copies.
+void look_at_target(const void* address, u32 nbytes) {
+  Rank& mine = ranks[simulator::self().stream % ranks.size()];
+  for (Rank& rank : ranks) {
+    const char* const first = rank.scratch.data();
+    if (&rank != &mine && first <= address && address < first + the_case.scratch_nbytes)
+      __atomic_fetch_add(&mine.sent_nbytes, nbytes, __ATOMIC_RELAXED);
+  }
+}
+
 void look_at_records() {
   for (Rank& rank : ranks)
     if (rank.seen.kind == 0 && __atomic_load_n(&rank.record.kind, __ATOMIC_ACQUIRE)) rank.seen = rank.record;
@@ -336,7 +346,7 @@ void write_results(const char* path) {
   for (const Rank& rank : ranks) {
     for (const Record& record : {rank.record, rank.seen})
       file.write(reinterpret_cast<const char*>(&record), sizeof(Record));
-    for (const u32 count : {rank.broken_guards, rank.unmarked_polls, rank.released_polls})
+    for (const u32 count : {rank.broken_guards, rank.unmarked_polls, rank.released_polls, rank.sent_nbytes})
       file.write(reinterpret_cast<const char*>(&count), sizeof count);
     file.write(reinterpret_cast<const char*>(rank.scratch_hashes.data()), rank.scratch_hashes.size() * sizeof(u64));
     for (const std::string& result : rank.results) file.write(result.data(), result.size());
@@ -350,6 +360,7 @@ int main(int, char** argv) {
   meetings = std::vector<std::atomic<u32>>(2 * the_case.calls);
   for (Rank& rank : ranks) prepare(rank);
   look_at_poll = look_at_mark;
+  simulator::look_at_store = look_at_target;
   const size_t nbytes = std::max<size_t>(the_case.scratch_nbytes, 1);
   multicast.base = static_cast<char*>(mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   for (Rank& rank : ranks) multicast.scratch.push_back(rank.scratch.data());

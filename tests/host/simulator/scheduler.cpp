@@ -351,7 +351,11 @@ void step_after_load() {
   leave_for(in_a_row < 16 ? 0 : random(std::min(in_a_row, 512u)));
 }
 
-void post(void* address, uint64_t value, uint32_t nbytes) { pending.add({current, address, value, nbytes}, random); }
+void (*look_at_store)(const void* address, uint32_t nbytes) = [](const void*, uint32_t) {};
+void post(void* address, uint64_t value, uint32_t nbytes) {
+  look_at_store(address, nbytes);
+  pending.add({current, address, value, nbytes}, random);
+}
 bool find_own(const void* address, uint64_t& value) { return pending.find(current, address, value); }
 void make_own_visible() {
   pending.perform_where([](const auto& store) { return store.owner == current; });

@@ -55,6 +55,8 @@ void step_after_load();
 // ---- relaxed stores, which become visible late and in any order -----------------------------------------------------
 
 void post(void* address, uint64_t value, uint32_t nbytes);
+// Called for each of these stores, and for each bulk copy to memory.
+extern void (*look_at_store)(const void* address, uint32_t nbytes);
 // Finds the thread's own pending store to this address.
 bool find_own(const void* address, uint64_t& value);
 void make_own_visible();

@@ -138,6 +138,7 @@ void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& loaded) {
 template <class Program = void>
 void bulk_store(void* global, const void* shared, u32 nbytes) {
   if (!has_async_proxy<Program>) std::abort();
+  simulator::look_at_store(global, nbytes);
   simulator::self().copies.push_back({.kind = simulator::Copy::bulk_store,
                                       .to = global,
                                       .from = shared,
