@@ -237,11 +237,6 @@ MUTANTS = {
         "",
         "plain",
     ),
-    "a tile staged before the one before was read": (
-        "if (leader && box == 0) wait_for_bulk_sources<0>();",
-        "",
-        "plain",
-    ),
     "a box sent before all threads have written it": (
         "      fence_async_proxy_shared();\n      sync_warpgroup(barrier);\n",
         "      fence_async_proxy_shared();\n",
@@ -268,7 +263,13 @@ def is_noticed(program, kind, seed: int, largest: float, data=Integers) -> bool:
 
 
 WIDE, ALTERNATING = MatmulTile(192, 160, 2), MatmulTile(128, 64, 3, alternating=True)
+OF_ONE_BOX = MatmulTile(128, 64, 2)
 MUTANTS_OF_OTHER_TILES = {
+    "a tile staged before the one before was read": (
+        OF_ONE_BOX,
+        "if (leader && box == 0) wait_for_bulk_sources<0>();",
+        "",
+    ),
     "a last box that is stored beyond its tile": (
         WIDE,
         "tensor_store(c, column + first,",
