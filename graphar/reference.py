@@ -8,10 +8,12 @@ from itertools import accumulate
 import torch
 
 from graphar.numerics import leaf_tree, norms, partitions
-from graphar.numerics.codec_reference import SUM, Noise, decode, encode
+from graphar.numerics.codec_reference import SUM, Noise, encode, part_of_wires, sum_of_wires
+from graphar.numerics.codec_reference import error_of_wire as error_of_wire
 from graphar.numerics.codecs import TILE_NUMEL, Codec, as_codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, Pointwise, as_epilogue, bind
+from graphar.numerics.fp8_products import rank_products
 from graphar.numerics.fp8_products import scaled_linear as scaled_linear
 from graphar.numerics.nan import with_canonical_nan
 
@@ -330,6 +332,9 @@ def fused_matmul_allreduce(
     call: int = 0,
     epilogue: object = None,
     tp_invariant: bool = False,
+    a_scale: Sequence[torch.Tensor] | None = None,
+    w_scale: Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Returns what every rank receives: the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
@@ -352,6 +357,9 @@ def fused_matmul_allreduce(
         epilogue: elementwise work on the sum and the bias before they are rounded: an Epilogue, an expression, or a
             function without arguments. Not with a codec.
         tp_invariant: whether leaves are added as a tree: bf16, fp16 or fp32, without a codec.
+        a_scale: one tensor per rank, of e4m3 operands: its product is that of :func:`scaled_linear`. None: no scales.
+        w_scale: likewise.
+        out_dtype: with scales, the dtype of products and result: torch.bfloat16, as None, or torch.float16.
 
     Returns:
         A new tensor [..., N] with the dtype of ``a``.
@@ -360,7 +368,7 @@ def fused_matmul_allreduce(
         ValueError: ``tp_invariant`` with 3, 5, 6 or 7 ranks, with columns of unequal number, with K over all ranks
             that is no multiple of 8, or with a codec.
     """
-    (products, order), dtype = _products(a, w, tp_invariant, codec), a[0].dtype
+    products, order, dtype = _products(a, w, tp_invariant, codec, a_scale, w_scale, out_dtype)
     m, n = products[0].shape
     if epilogue is not None:
         parts = [product.view(*a[0].shape[:-1], n) for product in products]
@@ -403,7 +411,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
         tp_invariant: whether leaves are added as a tree, as in :func:`fused_matmul_allreduce`.
     """
     if tp_invariant:
-        products, order = _products(a, w, tp_invariant)
+        products, order, _ = _products(a, w, tp_invariant)
         total = allreduce(products, order=order).view(residual.shape)
     else:
         total = fused_matmul_allreduce(a, w)
@@ -453,6 +461,9 @@ def fused_matmul_reducescatter(
     call: int = 0,
     epilogue: object = None,
     tp_invariant: bool = False,
+    a_scale: Sequence[torch.Tensor] | None = None,
+    w_scale: Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """Returns what each rank receives: its part of the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
@@ -473,11 +484,15 @@ def fused_matmul_reducescatter(
         epilogue: elementwise work on each part of the sum and the bias before they are rounded: an Epilogue, whose
             tensors are lists with one per rank, an expression, or a function without arguments. Not with a codec.
         tp_invariant: whether leaves are added as a tree, as in :func:`fused_matmul_allreduce`.
+        a_scale: one tensor per rank, of e4m3 operands, as in :func:`fused_matmul_allreduce`.
+        w_scale: likewise.
+        out_dtype: with scales, the dtype of products and result: torch.bfloat16, as None, or torch.float16.
 
     Returns:
         A new, contiguous tensor per rank, in rank order: [rows of its part, ..., N] with the dtype of ``a``.
     """
-    (products, order), dtype, beside = _products(a, w, tp_invariant, codec), a[0].dtype, a[0].shape[1:-1]
+    products, order, dtype = _products(a, w, tp_invariant, codec, a_scale, w_scale, out_dtype)
+    beside = a[0].shape[1:-1]
     if epilogue is not None:
         of_ranks = zip(*(one.view(*a[0].shape[:-1], len(w[0])).tensor_split(len(a)) for one in products), strict=True)
         return [
@@ -527,7 +542,7 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         tp_invariant: whether leaves are added as a tree.
     """
     if tp_invariant:
-        products, order = _products(a, w, tp_invariant)
+        products, order, _ = _products(a, w, tp_invariant)
         sums = reducescatter([one.view(*a[0].shape[:-1], len(w[0])) for one in products], order=order)
     else:
         sums = fused_matmul_reducescatter(a, w)
@@ -535,16 +550,27 @@ def fused_matmul_reducescatter_residual_rmsnorm(
 
 
 def _products(
-    a: Sequence[torch.Tensor], w: Sequence[torch.Tensor], tp_invariant: bool, codec: object = None
-) -> tuple[list[torch.Tensor], str]:
-    """Returns each rank's product [rows, N], and the order in which they are added: partials of a tree, or rounded."""
-    a = [_flat(one) for one in a]
+    a: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    tp_invariant: bool,
+    codec: object = None,
+    a_scale: Sequence[torch.Tensor] | None = None,
+    w_scale: Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[list[torch.Tensor], str, torch.dtype]:
+    """Returns each rank's product [rows, N], the order in which they are added, and the dtype of the result.
+
+    Products are partials of a tree, or rounded.
+    """
+    if a_scale is not None or w_scale is not None:
+        return rank_products(a, w, a_scale, w_scale, out_dtype), "rank", out_dtype or torch.bfloat16
+    dtype, a = a[0].dtype, [_flat(one) for one in a]
     if not tp_invariant:
-        return [matmul(*pair) for pair in zip(a, w, strict=True)], "rank"
+        return [matmul(*pair) for pair in zip(a, w, strict=True)], "rank", dtype
     if codec is not None:
         raise ValueError("reference: takes a codec or tp_invariant, not both")
     leaf_tree.check_operands("reference", a)
-    return [leaf_tree.partial(*pair, len(a)) for pair in zip(a, w, strict=True)], "tree"
+    return [leaf_tree.partial(*pair, len(a)) for pair in zip(a, w, strict=True)], "tree", dtype
 
 
 def _flat(a: torch.Tensor) -> torch.Tensor:
@@ -563,32 +589,3 @@ def widened(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 def first_elements(counts: Sequence[int]) -> list[int]:
     """Returns the index of each message's first element for random numbers: earlier messages count as whole tiles."""
     return [tiles * TILE_NUMEL for tiles in accumulate((-(-count // TILE_NUMEL) for count in counts), initial=0)][:-1]
-
-
-def sum_of_wires(wires: Sequence[torch.Tensor], codec: Codec, noise: Noise, like: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of all ranks' encoded tensors, rounded by the codec once more, as a tensor like ``like``."""
-    total = decode(encode(_total(wires, codec), codec, noise), codec)
-    return with_canonical_nan(total[: like.numel()].to(like.dtype)).view(like.shape)
-
-
-def part_of_wires(wires: Sequence[torch.Tensor], codec: Codec, like: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of the encoded messages that one rank received, as a tensor like its part, ``like``."""
-    return with_canonical_nan(_total(wires, codec)[: like.numel()].to(like.dtype)).view(like.shape)
-
-
-def _total(wires: Sequence[torch.Tensor], codec: Codec) -> torch.Tensor:
-    total = decode(wires[0], codec)
-    for wire in wires[1:]:
-        total = total + decode(wire, codec)
-    return total
-
-
-def error_of_wire(part: torch.Tensor, wire: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Returns the error of encoding ``part``, computed in fp32 and rounded to its dtype.
-
-    The error is zero where a bucket became NaN. :func:`graphar.allreduce` with a codec leaves it in ``residual``;
-    ``part`` is then the sum of the tensor and the residual.
-    """
-    decoded = decode(wire, codec)[: part.numel()]
-    error = torch.where(decoded.isnan(), 0, part.float().view(-1) - decoded)
-    return error.to(part.dtype).view(part.shape)

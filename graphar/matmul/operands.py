@@ -9,6 +9,7 @@ import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.numerics.fp8_products import Scales, checked_scales
 from graphar.plan.call import Call, Operands
 from graphar.plan.tensor_checks import check_apart, check_destination, check_devices, check_one_each, check_strided
 from graphar.plan.work import Product
@@ -30,18 +31,21 @@ class MatmulOperands:
     prefetch: torch.Tensor | None = None  # the tensor that the last all-reduce may prefetch into L2, or None
     constant_weight: bool = False  # whether ``w`` may be loaded while the kernel before still runs
     given_k: int | None = None  # the K of the caller's operands, if ``a`` and ``w`` are copies with zeros in between
+    scales: Scales | None = None  # of e4m3 operands; None: they are as they are
 
 
 def operands_of(work: Product, own: Operands) -> MatmulOperands:
     """Returns one rank's operands as matrices: leading dimensions are flattened."""
     a, w, *rest = own.inputs
+    a = flat(a)
+    scales = checked_scales(work.op, a, w, flat_scale(rest.pop(0)), rest.pop(0)) if work.scales else None
     bias = rest.pop(0) if work.bias else None
     out, *gathered = own.outputs
     count = len(work.epilogue.dtypes) if work.epilogue else 0
     prefetch = rest[count] if len(rest) > count else None
     rows = flat(gathered[0]) if work.gathered else None
-    more = tuple(rest[:count]), own.numbers, prefetch, work.constant_weight
-    return MatmulOperands(flat(a), w, bias, flat(out), rows, *more)
+    more = tuple(rest[:count]), own.numbers, prefetch, work.constant_weight, scales
+    return MatmulOperands(a, w, bias, flat(out), rows, *more)
 
 
 def with_bias_in_epilogue(call: Call) -> Call:
@@ -59,6 +63,11 @@ def with_bias_in_epilogue(call: Call) -> Call:
 def flat(x: torch.Tensor) -> torch.Tensor:
     """Returns the tensor as a matrix whose rows are its last dimension."""
     return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def flat_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Returns the scale of an ``a`` of more dimensions as that of a matrix."""
+    return flat(scale) if scale.ndim > 2 else scale
 
 
 def check_operands(op: str, a: object, w: object, bias: object, where: str = "") -> None:
@@ -115,10 +124,20 @@ def check_operand_lists(op: str, a: Sequence, w: object, bias: object, rows_diff
     check_devices(op, [x.device for x in a])
 
 
-def check_result(op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: object) -> None:
-    """Checks a destination for one rank's result; :func:`check_result_memory` checks its memory."""
+def check_result(
+    op: str,
+    a: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: object,
+    out_dtype: torch.dtype | None = None,
+) -> None:
+    """Checks a destination for one rank's result; :func:`check_result_memory` checks its memory.
+
+    ``out_dtype`` is the dtype of the result; None: that of ``a``.
+    """
     check_strided(op, "out", out)
-    wanted = {"shape": torch.Size([*a.shape[:-1], w.shape[0]]), "dtype": a.dtype, "device": a.device}
+    wanted = {"shape": torch.Size([*a.shape[:-1], w.shape[0]]), "dtype": out_dtype or a.dtype, "device": a.device}
     check_destination(op, "out", out, wanted, "result", (a, w, bias))
 
 
@@ -135,14 +154,14 @@ def check_given(op: str, a: object, w: object, bias: object) -> None:
         check_operands(op, a, w, bias)
 
 
-def check_results(op: str, a, w, bias, outs: object) -> None:
+def check_results(op: str, a, w, bias, outs: object, out_dtype: torch.dtype | None = None) -> None:
     """Checks the destination of a call: one rank's, or a list with one for each rank."""
     if not isinstance(a, (list, tuple)):
-        check_result(op, a, w, bias, outs)
+        check_result(op, a, w, bias, outs, out_dtype)
         return
     check_one_each(op, "out", outs, a, "a")
     for rank, out in enumerate(outs):
-        check_result(op, a[rank], w[rank], bias[rank] if bias else None, out)
+        check_result(op, a[rank], w[rank], bias[rank] if bias else None, out, out_dtype)
 
 
 def check_result_memory(

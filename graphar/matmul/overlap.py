@@ -22,7 +22,7 @@ import torch
 
 from graphar import reference
 from graphar.errors import UnsupportedError
-from graphar.matmul import gemm
+from graphar.matmul import gemm, scaled_sums
 from graphar.matmul.operands import MatmulOperands, flat
 from graphar.matmul.tensor_maps import aligned_copy, matrix_of
 from graphar.numerics.epilogues.epilogue import Pointwise
@@ -75,7 +75,7 @@ class Panels:
             if work.epilogue:
                 corner, prefetches = (panels[at].rows[0].start, columns.start, work.epilogue.columns), False
             call = Call.of(
-                Sum(sums[0].numel(), work.codec, self._epilogue(columns)),
+                Sum(sums[0].numel(), work.codec, self._epilogue(columns), beside=work.beside),
                 sums[0],
                 algorithm=limit.algorithm if limit else "auto",
                 timeout_s=self.timeout_s,
@@ -115,7 +115,8 @@ class Panels:
                     first = _rows_of_out(panels, panel, owner).start
                     corner = (first, panel.columns.start, work.epilogue.columns)
                 ranks.append(Operands((part, *one.tensors), (total,), one.numbers, corner))
-            summed = Parts("reducescatter", counts, work.codec, self._epilogue(panel.columns))
+            epilogue = self._epilogue(panel.columns)
+            summed = Parts("reducescatter", counts, work.codec, epilogue, beside=work.beside)
             call = Call.of(summed, parts[0], timeout_s=self.timeout_s, blocks=limit.blocks if limit else None)
             engine.plan(call, ranks).run(ranks)
             for one, owner, own in zip(members, owners, ranks, strict=True):
@@ -255,6 +256,8 @@ def _bind(
     only_own: bool,
 ) -> Callable[[int], None]:
     """Returns a function of a panel's number that multiplies the panel into its product, on the current stream."""
+    if one.scales:
+        return scaled_sums.bind(one, panels, [_joined(panel.rows) for panel in panels], products, blocks)
     if only_own:
         one = _aligned(one)
     elif not one.a.is_cuda:
@@ -315,6 +318,8 @@ def product_like(
 
 def choose(engine: Engine, one: MatmulOperands, panels: Sequence[Panel], only_own: bool) -> MatmulChoice:
     """Returns whose matmul multiplies a rank's operands, and why."""
+    if one.scales:
+        return scaled_sums.choose(one)
     if only_own:
         return MatmulChoice(True, "graphar's matmul, which is batch invariant")
     return _choose(engine, one, _steps(one, panels, [one.a.new_empty(panel.shape) for panel in panels]))

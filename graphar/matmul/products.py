@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from graphar import reference
-from graphar.matmul import leaf_products, overlap, tree_sums
+from graphar.matmul import leaf_products, overlap, scaled_sums, tree_sums
 from graphar.matmul.fused import FusedMatmul, why_not_columns
 from graphar.matmul.gathered_chunks import GatheredChunks
 from graphar.matmul.operands import MatmulOperands, flat, operands_of, with_bias_in_epilogue
@@ -75,7 +75,12 @@ def takes_tiles(engine: Engine, call: Call, a: torch.Tensor) -> bool:
     It depends only on facts that ranks share. K and the memory layout of the operands may differ between ranks.
     """
     work, world_size = call.work, engine.world_size
-    if work.partition not in ("auto", "tiles", BATCH_INVARIANT) or not a.is_cuda or work.columns % COLUMNS:
+    if (
+        work.partition not in ("auto", "tiles", BATCH_INVARIANT)
+        or not a.is_cuda
+        or work.columns % COLUMNS
+        or work.scales
+    ):
         return False
     if work.codec and not travels_in_tiles(codec_of_text(work.codec), work.columns):
         return False
@@ -122,7 +127,10 @@ class _OnePanel:
         launch = self._engine.plan(call, ranks).launch_like(ranks[0])
         if launch is None:
             return None
-        corner, multiply = ranks[0].corner, overlap.product_like(self._engine, given, self._cut.only_own)
+        corner = ranks[0].corner
+        if work.scales:
+            return scaled_sums.launch_like(work, launch, call.dtype, corner)
+        multiply = overlap.product_like(self._engine, given, self._cut.only_own)
 
         def multiply_and_sum(inputs, outputs, numbers, _=None) -> None:
             launch((multiply(inputs[0], inputs[1]), *inputs[2:]), outputs, numbers, corner)
@@ -137,7 +145,7 @@ class _OnePanel:
     def _sum(self, given: MatmulOperands) -> tuple[Call, list[Operands]]:
         """Returns the call that sums the product, and operands like its own."""
         work = self._call.work
-        product = reference.widened(given.a.new_empty(len(given.a), len(given.w)), given.bias)
+        product = reference.widened(given.out.new_empty(len(given.a), len(given.w)), given.bias)
         total = product if work.op == MATMUL_ALLREDUCE else reference.widened(torch.empty_like(given.out), given.bias)
         corner = work.epilogue and (0, 0, work.epilogue.columns)
         ranks = [Operands((product, *given.tensors), (total,), given.numbers, corner)]
@@ -145,10 +153,10 @@ class _OnePanel:
             prefetches = given.prefetch is not None and not work.codec and not work.epilogue
             if prefetches:
                 ranks = [ranks[0]._replace(inputs=(product, given.prefetch))]
-            summed = Sum(product.numel(), work.codec, work.epilogue)
+            summed = Sum(product.numel(), work.codec, work.epilogue, beside=work.beside)
             return Call.of(summed, product, timeout_s=self._call.timeout_s, prefetches=prefetches), ranks
         counts = tuple([rows * len(given.w) for rows in work.parts])
-        summed = Parts("reducescatter", counts, work.codec, work.epilogue)
+        summed = Parts("reducescatter", counts, work.codec, work.epilogue, beside=work.beside)
         return Call.of(summed, product, timeout_s=self._call.timeout_s), ranks
 
 

@@ -40,13 +40,14 @@ little-endian.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphar.numerics.codecs import TILE_NUMEL, WORD_NBYTES, Codec
-from graphar.numerics.nan import SAME_SIZE_INTEGER
+from graphar.numerics.nan import SAME_SIZE_INTEGER, with_canonical_nan
 
 ROWS, LANES, RUN = 4, 32, 8  # a tile in a warp: each lane holds a run of consecutive elements of each row
 SUM = 0xFF  # the source of random numbers for encoding a sum
@@ -273,3 +274,35 @@ def _integers(wire: Tensor, nbytes: int) -> Tensor:
 
 def _upto(end: int, like: Tensor) -> Tensor:
     return torch.arange(end, device=like.device)
+
+
+# ---- sums of wires --------------------------------------------------------------------------------------------------
+
+
+def sum_of_wires(wires: Sequence[torch.Tensor], codec: Codec, noise: Noise, like: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of all ranks' encoded tensors, rounded by the codec once more, as a tensor like ``like``."""
+    total = decode(encode(_total(wires, codec), codec, noise), codec)
+    return with_canonical_nan(total[: like.numel()].to(like.dtype)).view(like.shape)
+
+
+def part_of_wires(wires: Sequence[torch.Tensor], codec: Codec, like: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of the encoded messages that one rank received, as a tensor like its part, ``like``."""
+    return with_canonical_nan(_total(wires, codec)[: like.numel()].to(like.dtype)).view(like.shape)
+
+
+def _total(wires: Sequence[torch.Tensor], codec: Codec) -> torch.Tensor:
+    total = decode(wires[0], codec)
+    for wire in wires[1:]:
+        total = total + decode(wire, codec)
+    return total
+
+
+def error_of_wire(part: torch.Tensor, wire: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """Returns the error of encoding ``part``, computed in fp32 and rounded to its dtype.
+
+    The error is zero where a bucket became NaN. :func:`graphar.allreduce` with a codec leaves it in ``residual``;
+    ``part`` is then the sum of the tensor and the residual.
+    """
+    decoded = decode(wire, codec)[: part.numel()]
+    error = torch.where(decoded.isnan(), 0, part.float().view(-1) - decoded)
+    return error.to(part.dtype).view(part.shape)

@@ -10,6 +10,7 @@ longer. An element depends on its row of ``a``, its row of ``w`` and their scale
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,8 +78,31 @@ def scaled_linear(
         TypeError, ValueError: see :func:`check_operands` and :func:`checked_scales`.
     """
     check_operands("scaled_linear", a, w, bias, out_dtype)
-    total = product(a, w, checked_scales("scaled_linear", a, w, a_scale, w_scale))
+    scales = checked_scales("scaled_linear", a, w, a_scale, w_scale)
+    return rounded_product(a, w, scales, out_dtype, bias)
+
+
+def rounded_product(
+    a: torch.Tensor, w: torch.Tensor, scales: Scales, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns the result of :func:`scaled_linear` for operands that have been checked."""
+    total = product(a, w, scales)
     return with_canonical_nan((total if bias is None else total + bias.float()).to(out_dtype))
+
+
+def rank_products(
+    a: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    a_scale: Sequence[torch.Tensor],
+    w_scale: Sequence[torch.Tensor],
+    out_dtype: torch.dtype | None,
+) -> list[torch.Tensor]:
+    """Returns each rank's scaled product [rows, N], rounded to ``out_dtype``; None: to bf16."""
+    found = []
+    for one, weight, of_a, of_w in zip(a, w, a_scale, w_scale, strict=True):
+        rows, scale = one.reshape(-1, one.shape[-1]), of_a if of_a.ndim < 3 else of_a.reshape(-1, of_a.shape[-1])
+        found.append(scaled_linear(rows, weight, scale, of_w, out_dtype=out_dtype or torch.bfloat16))
+    return found
 
 
 def product(a: torch.Tensor, w: torch.Tensor, scales: Scales) -> torch.Tensor:

@@ -12,9 +12,11 @@ from graphar.matmul import operands
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
+from graphar.numerics.fp8_products import FP8
 from graphar.ops import matmul_gradients, matmul_sums, options
 from graphar.ops.register import Asked, Op, is_plain
 from graphar.ops.repeats import repeated
+from graphar.ops.scaled_operands import UNSCALED, Scaled, scaled_of
 from graphar.plan import tensor_checks
 from graphar.plan.matmuls import owned_rows
 from graphar.runtime.engine import Engine
@@ -37,6 +39,9 @@ def fused_matmul_allreduce(
     out: torch.Tensor | None = None,
     prefetch: torch.Tensor | None = None,
     constant_weight: bool = False,
+    a_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor: ...
 @overload
@@ -53,6 +58,9 @@ def fused_matmul_allreduce(
     out: Sequence[torch.Tensor] | None = None,
     prefetch: Sequence[torch.Tensor] | None = None,
     constant_weight: bool = False,
+    a_scale: Sequence[torch.Tensor] | None = None,
+    w_scale: Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
 def fused_matmul_allreduce(
@@ -68,6 +76,9 @@ def fused_matmul_allreduce(
     out=None,
     prefetch=None,
     constant_weight=False,
+    a_scale=None,
+    w_scale=None,
+    out_dtype=None,
     timeout_s=None,
 ):
     """Returns the sum over all ranks of ``a @ w.T``, plus ``bias``, on every rank: a row-parallel linear layer.
@@ -100,6 +111,10 @@ def fused_matmul_allreduce(
             Ignored in tiles, and with a codec, a bias or an epilogue.
         constant_weight: True promises that whatever wrote ``w`` has ended when the call is made, or a graph with it is
             replayed (not just after an FSDP gather, an update, a cast or a copy). Skinny kernels then load it early.
+        a_scale: fp32, of ``a`` and ``w`` in torch.float8_e4m3fn: [M, 1] or one number, for scales of rows; [M, ceil(K /
+            128)] for scales of blocks. Partitions are then "auto", "none", "split_m" and "split_n"; no gradients.
+        w_scale: fp32: [N, 1], [1, N] or one number; or [ceil(N / 128), ceil(K / 128)].
+        out_dtype: with scales, the dtype of products, bias and result: torch.bfloat16, as None, or torch.float16.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
@@ -111,33 +126,40 @@ def fused_matmul_allreduce(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    how = partition, num_partitions, codec, prefetch is None, bool(constant_weight), timeout_s
-    asked = (a, w, *(() if bias is None else (bias,)), *(() if prefetch is None else (prefetch,))), how, epilogue
+    how, scaled = (partition, num_partitions, codec, prefetch is None, bool(constant_weight), timeout_s), UNSCALED
+    if a_scale is not None or w_scale is not None or out_dtype is not None or getattr(a, "dtype", None) is FP8:
+        scaled = scaled_of(NAME, a, w, a_scale, w_scale, out_dtype)
+        how = *how, scaled.dtype
+    more = *(() if bias is None else (bias,)), *(() if prefetch is None else (prefetch,))
+    asked = (a, w, *scaled.scales, *more), how, epilogue
     found = repeated(NAME, group, *asked, out)
-    return found if found is not None else _fused(a, w, bias, codec, epilogue, group, out, prefetch, timeout_s, asked)
+    if found is not None:
+        return found
+    return _fused(a, w, bias, codec, epilogue, group, out, prefetch, timeout_s, asked, scaled)
 
 
-def _fused(a, w, bias, codec, epilogue, group: Group, out, prefetch, timeout_s, asked: Asked):
+def _fused(a, w, bias, codec, epilogue, group: Group, out, prefetch, timeout_s, asked: Asked, scaled: Scaled):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    *cut, _, _, constant, _ = asked[1]
-    name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s)
+    *cut, _, _, constant = asked[1][:5]
+    name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s, scaled)
     # An epilogue adds the bias itself.
     added, like = None, a[0] if in_list else a
     if epilogue is not None:
-        added, like = bias, matmul_sums.sum_like(like, w[0] if in_list else w)
+        added, like = bias, matmul_sums.sum_like(like, w[0] if in_list else w, scaled)
     followed = options.epilogue_option(NAME, epilogue, like, len(a) if in_list else None, bias=added)
     text, following = options.codec_option(NAME, codec), options.prefetch_option(NAME, a, prefetch, "a")
-    arguments = (biases, name, *cut, timeout_s, text, *followed, following, constant, [])
-    plain = not in_list and matmul_sums.is_plain_fused(a, w, biases, followed) and options.is_memory(prefetch)
+    arguments = (biases, name, *cut, timeout_s, text, *followed, following, constant, *scaled, [])
+    plain = not in_list and matmul_sums.is_plain_fused(a, w, biases, followed, scaled) and options.is_memory(prefetch)
     if out is None:
         return OP(a, w, *arguments, plain=plain, asked=asked)
-    operands.check_results(NAME, a, w, bias, out)
+    operands.check_results(NAME, a, w, bias, out, scaled.dtype)
     OP.into(a, w, out, *arguments, plain=plain and is_plain(out), asked=asked)
     return list(out) if in_list else out
 
 
 def _fake(a, w, given) -> list[torch.Tensor]:
-    return [x.new_empty((*x.shape[:-1], weight.shape[0])) for x, weight in zip(a, w, strict=True)]
+    dtype = given.scaled_dtype
+    return [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype) for x, weight in zip(a, w, strict=True)]
 
 
 def _run(engine: Engine, a, w, outs, given):
@@ -166,7 +188,7 @@ OP = Op(
     NAME,
     ["a", "w"],
     f"Tensor[] bias, str communicator, {matmul_sums.CUT}, float? timeout_s, "
-    f"{options.CODEC}, {options.EPILOGUE}, {options.PREFETCH}, bool constant_weight, {options.AFTER}",
+    f"{options.CODEC}, {options.EPILOGUE}, {options.PREFETCH}, bool constant_weight, {options.SCALES}, {options.AFTER}",
     _run,
     _fake,
     check=partial(matmul_sums.check_leaves, NAME),

@@ -11,10 +11,12 @@ from graphar.matmul import operands
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
+from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import split
 from graphar.ops import matmul_gradients, matmul_sums, options, parts
 from graphar.ops.register import Asked, Op
 from graphar.ops.repeats import repeated
+from graphar.ops.scaled_operands import UNSCALED, Scaled, scaled_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 
@@ -32,6 +34,9 @@ def fused_matmul_reducescatter(
     codec: Codec | str | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
+    a_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor: ...
 @overload
@@ -45,10 +50,25 @@ def fused_matmul_reducescatter(
     codec: Codec | str | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
+    a_scale: Sequence[torch.Tensor] | None = None,
+    w_scale: Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
 def fused_matmul_reducescatter(
-    a, w, *, bias=None, partition="auto", num_partitions=None, codec=None, epilogue=None, group=None, timeout_s=None
+    a,
+    w,
+    *,
+    bias=None,
+    partition="auto",
+    num_partitions=None,
+    codec=None,
+    epilogue=None,
+    group=None,
+    a_scale=None,
+    w_scale=None,
+    out_dtype=None,
+    timeout_s=None,
 ):
     """Returns this rank's rows of the sum over all ranks of ``a @ w.T``, plus ``bias``.
 
@@ -86,6 +106,10 @@ def fused_matmul_reducescatter(
             index are positions in that part, and tensors have its shape. With a bias, an epilogue has at most three
             tensors. Not with a codec, and not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        a_scale: fp32, of ``a`` and ``w`` in torch.float8_e4m3fn: [M, 1] or one number, for scales of rows; [M, ceil(K /
+            128)] for scales of blocks. Partitions are then "auto", "none", "split_m" and "split_n"; no gradients.
+        w_scale: fp32: [N, 1], [1, N] or one number; or [ceil(N / 128), ceil(K / 128)].
+        out_dtype: with scales, the dtype of products, bias and result: torch.bfloat16, as None, or torch.float16.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
@@ -98,37 +122,46 @@ def fused_matmul_reducescatter(
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     tensors, how = (a, w) if bias is None else (a, w, bias), (partition, num_partitions, codec, bias is None, timeout_s)
+    scaled = UNSCALED
+    if a_scale is not None or w_scale is not None or out_dtype is not None or getattr(a, "dtype", None) is FP8:
+        scaled = scaled_of(NAME, a, w, a_scale, w_scale, out_dtype)
+        tensors, how = (a, w, *scaled.scales, *tensors[2:]), (*how, scaled.dtype)
     asked = tensors, how, epilogue
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return _fused(a, w, bias, (partition, num_partitions), codec, epilogue, group, timeout_s, asked)
+    return _fused(a, w, bias, (partition, num_partitions), codec, epilogue, group, timeout_s, asked, scaled)
 
 
-def _fused(a, w, bias, cut: tuple, codec, epilogue, group: Group, timeout_s: float | None, asked: Asked):
+def _fused(
+    a, w, bias, cut: tuple, codec, epilogue, group: Group, timeout_s: float | None, asked: Asked, scaled: Scaled
+):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s)
+    name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s, scaled)
     first = a[0] if in_list else a
     operands.check_has_rows(NAME, first)
     rank, world_size = (-1, len(a)) if in_list else parts.place(group, cut[0] == partitions.TP_INVARIANT)
     sizes = split(first.shape[0], world_size)
-    followed = _epilogue_option(first, w, bias, epilogue, sizes, rank)
+    followed = _epilogue_option(first, w, bias, epilogue, sizes, rank, scaled)
     how = *cut, timeout_s, options.codec_option(NAME, codec)
-    plain = not in_list and matmul_sums.is_plain_fused(a, w, biases, followed)
-    return OP(a, w, biases, name, rank, sizes, *how, *followed, [], plain=plain, asked=asked)
+    plain = not in_list and matmul_sums.is_plain_fused(a, w, biases, followed, scaled)
+    return OP(a, w, biases, name, rank, sizes, *how, *followed, *scaled, [], plain=plain, asked=asked)
 
 
-def _epilogue_option(first: torch.Tensor, w, bias, epilogue, sizes: Sequence[int], rank: int) -> options.EpilogueOption:
+def _epilogue_option(
+    first: torch.Tensor, w, bias, epilogue, sizes: Sequence[int], rank: int, scaled: Scaled
+) -> options.EpilogueOption:
     """Returns the epilogue for each rank's rows. It also adds the bias."""
     if epilogue is None:
         return options.EpilogueOption()
     in_list = isinstance(w, (list, tuple))
-    like = matmul_sums.sum_like(first.narrow(0, 0, sizes[max(rank, 0)]), w[0] if in_list else w)
+    like = matmul_sums.sum_like(first.narrow(0, 0, sizes[max(rank, 0)]), w[0] if in_list else w, scaled)
     return options.epilogue_option(NAME, epilogue, like, len(sizes) if in_list else None, 0, bias)
 
 
 def _fake(a, w, given) -> list[torch.Tensor]:
     sizes = zip(a, w, parts.own_sizes(given), strict=True)
-    return [x.new_empty((size, *x.shape[1:-1], weight.shape[0])) for x, weight, size in sizes]
+    dtype = given.scaled_dtype
+    return [x.new_empty((size, *x.shape[1:-1], weight.shape[0]), dtype=dtype) for x, weight, size in sizes]
 
 
 def _run(engine: Engine, a, w, outs, given):
@@ -156,7 +189,7 @@ OP = Op(
     NAME,
     ["a", "w"],
     f"Tensor[] bias, str communicator, int rank, SymInt[] sizes, {matmul_sums.CUT}, float? timeout_s, "
-    f"{options.CODEC}, {options.EPILOGUE}, {options.AFTER}",
+    f"{options.CODEC}, {options.EPILOGUE}, {options.SCALES}, {options.AFTER}",
     _run,
     _fake,
     check=_check,

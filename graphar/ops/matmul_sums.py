@@ -10,8 +10,9 @@ from graphar.matmul import operands
 from graphar.numerics import leaf_tree, partitions
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import options
+from graphar.ops import options, scaled_operands
 from graphar.ops.register import is_plain
+from graphar.ops.scaled_operands import Scaled
 from graphar.plan import call_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
@@ -25,7 +26,7 @@ CUT = "str partition, int? num_partitions"
 
 
 def check_fused(
-    op: str, a, w, bias, partition, codec, epilogue, group: Group, timeout_s: float | None
+    op: str, a, w, bias, partition, codec, epilogue, group: Group, timeout_s: float | None, scaled: Scaled
 ) -> tuple[str, bool, list[torch.Tensor]]:
     """Checks a fused matmul. Returns the communicator's name, whether it has lists, and the biases.
 
@@ -38,7 +39,10 @@ def check_fused(
     options.check_together(op, codec, epilogue)
     if partition in (partitions.BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
         raise ValueError(f"{op}: takes a codec or partition={partition!r}, not both")
-    operands.check_given(op, a, w, bias)
+    if scaled.scales:
+        scaled_operands.check(op, a, w, bias, scaled, partition)
+    else:
+        operands.check_given(op, a, w, bias)
     return name, in_list, [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
 
 
@@ -51,13 +55,15 @@ def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], w, given) -
     leaf_tree.check_operands(op, a if engine.devices else list(a) * engine.world_size)
 
 
-def is_plain_fused(a: torch.Tensor, w: torch.Tensor, biases: list, followed: options.EpilogueOption) -> bool:
-    return is_plain(a) and is_plain(w) and all(map(is_plain, biases)) and not followed.needs_gradient
+def is_plain_fused(
+    a: torch.Tensor, w: torch.Tensor, biases: list, followed: options.EpilogueOption, scaled: Scaled
+) -> bool:
+    return is_plain(a) and is_plain(w) and all(map(is_plain, [*biases, *scaled.scales])) and not followed.needs_gradient
 
 
-def sum_like(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def sum_like(a: torch.Tensor, w: torch.Tensor, scaled: Scaled) -> torch.Tensor:
     """Returns a meta tensor with the shape and dtype of the sum."""
-    return torch.empty((*a.shape[:-1], w.shape[0]), dtype=a.dtype, device="meta")
+    return torch.empty((*a.shape[:-1], w.shape[0]), dtype=scaled.dtype or a.dtype, device="meta")
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
@@ -70,11 +76,14 @@ def run(op: str, engine: Engine, a, w, outs, given, parts: Sequence[int], follow
     """
     columns = w[0].shape[0]
     if given.codec:
-        call_checks.check_quantized_call(op, given.codec, "auto", a[0])
+        call_checks.check_quantized_call(op, given.codec, "auto", outs[0])
     if not sum(parts) or not columns:
         return None
     how = {"partition": given.partition, "num_partitions": given.num_partitions}
     how["constant_weight"] = getattr(given, "constant_weight", False)
+    scales = getattr(given, "scales", ())  # rank by rank: of a, of w
+    if scales:
+        how["scales"] = scaled_operands.format_of(op, a, w, scales)
     work = Product(op, tuple(parts), columns, bool(given.bias), given.codec, followed and followed.form, **how)
     prefetch = getattr(given, "prefetch", ())
     ranks = []
@@ -82,5 +91,5 @@ def run(op: str, engine: Engine, a, w, outs, given, parts: Sequence[int], follow
         more = [given.bias[rank].resolve_neg().contiguous()] if given.bias else []  # kernels read raw memory
         more += followed.inputs[rank].tensors if followed else [prefetch[rank]] if prefetch else []
         numbers = tuple(followed.inputs[rank].scalars) if followed else ()
-        ranks.append(Operands((x, weight, *more), (out,), numbers))
-    return engine.run(Call.of(work, a[0], timeout_s=given.timeout_s), ranks), ranks
+        ranks.append(Operands((x, weight, *scales[2 * rank : 2 * rank + 2], *more), (out,), numbers))
+    return engine.run(Call.of(work, outs[0], timeout_s=given.timeout_s), ranks), ranks

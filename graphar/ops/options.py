@@ -26,6 +26,7 @@ CODEC = "str codec"
 ORDER = "str order, ScalarType? out_dtype"
 PREFETCH = "Tensor[] prefetch"
 AFTER = "Tensor[] after"
+SCALES = "Tensor[] scales, ScalarType? scaled_dtype"
 
 
 class EpilogueOption(NamedTuple):

@@ -69,7 +69,7 @@ def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
     return codec + ([f"epilogue {work.epilogue.text}"] if work.epilogue else [])
 
 
-def _beside(work: Sum | Parts | Norm) -> list[str]:
+def _beside(work: Sum | Parts | Norm | Product) -> list[str]:
     return [work.beside] if work.beside else []
 
 
@@ -241,8 +241,16 @@ class Product(NamedTuple):
     gathered: bool = False  # of an all-gather, whether the gathered rows are wanted as well
     # Whether W is constant: (26) in cuda_src/device/sync/kernel_order.cuh. Ranks may differ in it.
     constant_weight: bool = False
+    scales: str = (
+        ""  # of e4m3 operands, the format of their scales: "rows" or "blocks"; the call has the result's dtype
+    )
 
     unit = "rows"
+
+    @property
+    def beside(self) -> str:
+        """What every rank does beside its sum, in words, or an empty string."""
+        return f"after products of e4m3 operands with scales of {self.scales}" if self.scales else ""
 
     @property
     def scattered(self) -> bool:
@@ -268,7 +276,7 @@ class Product(NamedTuple):
     def options(self) -> list[str]:
         tree = ["added as a tree"] if self.order == "tree" else []
         norm = [_numbers_of_norm(*self.norm)] if self.norm else []
-        return _wire_and_epilogue(self) + tree + norm
+        return _wire_and_epilogue(self) + tree + norm + _beside(self)
 
 
 Work: TypeAlias = Sum | Parts | Norm | TensorTuple | Product

@@ -1,0 +1,111 @@
+"""Products of e4m3 operands with fp32 scales, which are then summed over ranks.
+
+On sm_90a graphar's scaled matmul multiplies. Elsewhere, and for operands that it cannot load, the specification does:
+graphar.numerics.fp8_products. An element depends on its rows and their scales alone, so panels change no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from graphar.matmul import scaled_gemm
+from graphar.matmul.operands import MatmulOperands, flat, flat_scale
+from graphar.numerics.fp8_products import Scales, checked_scales, rounded_product
+from graphar.numerics.partitions import Panel, length
+from graphar.plan.matmuls import MatmulChoice
+from graphar.plan.work import Product
+from graphar.runtime import launcher
+from graphar.runtime.availability import missing_software
+from graphar.runtime.plan import Launch
+
+
+def bind(
+    one: MatmulOperands,
+    panels: Sequence[Panel],
+    rows: Sequence[Sequence[slice]],
+    products: Sequence[torch.Tensor],
+    blocks: int,
+) -> Callable[[int], None]:
+    """Returns a function of a panel's number that multiplies the panel into its product, on the current stream.
+
+    Args:
+        one: the operands of a rank, with scales.
+        panels: the panels; they do not cut ``w`` if scales are of blocks.
+        rows: the rows of each panel, in slices that follow each other in its product.
+        products: takes the product of each panel.
+        blocks: the thread blocks of a sum that runs beside all panels but the first.
+    """
+    steps = []
+    for panel, of_panel, product in zip(panels, rows, products, strict=True):
+        parts = product.split([length(part) for part in of_panel])
+        columns = panel.columns if len(one.w) != length(panel.columns) else slice(None)
+        steps.append([_Step(one, part, columns, out) for part, out in zip(of_panel, parts, strict=True) if out.numel()])
+    if not one.a.is_cuda or any(step.why_not() for mine in steps for step in mine):
+        return lambda at: [step.by_specification() for step in steps[at]] and None
+    sms = launcher.sm_count(one.a.device.index)
+    few = max(sms - blocks, 1)
+    # All kernels are loaded before the first launch: loading beside a kernel that waits for other ranks could hang.
+    bound = [[step.bind(few if at else sms) for step in mine] for at, mine in enumerate(steps)]
+
+    def multiply(at: int) -> None:
+        with torch.cuda.device(one.a.device):
+            stream = torch.cuda.current_stream().cuda_stream
+            for enqueue in bound[at]:
+                enqueue(stream)
+
+    return multiply
+
+
+class _Step:
+    """One scaled matmul, of rows of ``a`` and rows of ``w`` into ``out``."""
+
+    def __init__(self, one: MatmulOperands, rows: slice, columns: slice, out: torch.Tensor) -> None:
+        of_a, of_w = one.scales.a[rows], one.scales.w[columns]
+        self.a, self.w, self.out, self.scales = (
+            one.a[rows],
+            one.w[columns],
+            out,
+            Scales(one.scales.in_blocks, of_a, of_w),
+        )
+
+    def why_not(self) -> str:
+        return why_not(self.a, self.w, self.out)
+
+    def bind(self, sms: int) -> Callable[[int], None]:
+        return scaled_gemm.bind(self.a, self.w, self.out, self.scales, sms=sms)
+
+    def by_specification(self) -> None:
+        self.out.copy_(rounded_product(self.a, self.w, self.scales, self.out.dtype))
+
+
+def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
+    """Returns why the kernel cannot multiply, or an empty string."""
+    return missing_software() or ("K is 0" if not a.shape[1] else scaled_gemm.why_not(a, w, out))
+
+
+def choose(one: MatmulOperands) -> MatmulChoice:
+    """Returns what multiplies a rank's operands, in words."""
+    out = one.out.new_empty(len(one.a), len(one.w))
+    if reason := why_not(one.a, one.w, out):
+        return MatmulChoice(False, f"torch's operations, as the specification of scaled products: {reason}")
+    scales = "blocks" if one.scales.in_blocks else "rows"
+    return MatmulChoice(True, f"graphar's scaled matmul of e4m3 operands with scales of {scales}")
+
+
+def launch_like(work: Product, launch: Launch, dtype: torch.dtype, corner: object) -> Launch:
+    """Returns the launch of calls whose product is one panel, which ``launch`` sums. The device must be current."""
+
+    def multiply_and_sum(inputs, outputs, numbers, _=None) -> None:
+        a, w, a_scale, w_scale, *more = inputs
+        rows = flat(a)
+        product = a.new_empty((*a.shape[:-1], len(w)), dtype=dtype)
+        out, scales = flat(product), checked_scales(work.op, rows, w, flat_scale(a_scale), w_scale)
+        if why_not(rows, w, out):
+            out.copy_(rounded_product(rows, w, scales, dtype))
+        else:
+            scaled_gemm.bind(rows, w, out, scales)(torch.cuda.current_stream().cuda_stream)
+        launch((product, *more), outputs, numbers, corner)
+
+    return multiply_and_sum
