@@ -75,12 +75,7 @@ def takes_tiles(engine: Engine, call: Call, a: torch.Tensor) -> bool:
     It depends only on facts that ranks share. K and the memory layout of the operands may differ between ranks.
     """
     work, world_size = call.work, engine.world_size
-    if (
-        work.partition not in ("auto", "tiles", BATCH_INVARIANT)
-        or not a.is_cuda
-        or work.columns % COLUMNS
-        or work.scales
-    ):
+    if work.partition not in ("auto", "tiles", BATCH_INVARIANT) or not a.is_cuda or work.columns % COLUMNS:
         return False
     if work.codec and not travels_in_tiles(codec_of_text(work.codec), work.columns):
         return False

@@ -43,7 +43,12 @@ def bind(
         columns = panel.columns if len(one.w) != length(panel.columns) else slice(None)
         steps.append([_Step(one, part, columns, out) for part, out in zip(of_panel, parts, strict=True) if out.numel()])
     if not one.a.is_cuda or any(step.why_not() for mine in steps for step in mine):
-        return lambda at: [step.by_specification() for step in steps[at]] and None
+
+        def specified(at: int) -> None:
+            for step in steps[at]:
+                step.by_specification()
+
+        return specified
     sms = launcher.sm_count(one.a.device.index)
     few = max(sms - blocks, 1)
     # All kernels are loaded before the first launch: loading beside a kernel that waits for other ranks could hang.
@@ -62,13 +67,8 @@ class _Step:
     """One scaled matmul, of rows of ``a`` and rows of ``w`` into ``out``."""
 
     def __init__(self, one: MatmulOperands, rows: slice, columns: slice, out: torch.Tensor) -> None:
-        of_a, of_w = one.scales.a[rows], one.scales.w[columns]
-        self.a, self.w, self.out, self.scales = (
-            one.a[rows],
-            one.w[columns],
-            out,
-            Scales(one.scales.in_blocks, of_a, of_w),
-        )
+        self.a, self.w, self.out = one.a[rows], one.w[columns], out
+        self.scales = Scales(one.scales.in_blocks, one.scales.a[rows], one.scales.w[columns])
 
     def why_not(self) -> str:
         return why_not(self.a, self.w, self.out)

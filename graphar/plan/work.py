@@ -241,9 +241,7 @@ class Product(NamedTuple):
     gathered: bool = False  # of an all-gather, whether the gathered rows are wanted as well
     # Whether W is constant: (26) in cuda_src/device/sync/kernel_order.cuh. Ranks may differ in it.
     constant_weight: bool = False
-    scales: str = (
-        ""  # of e4m3 operands, the format of their scales: "rows" or "blocks"; the call has the result's dtype
-    )
+    scales: str = ""  # "rows" or "blocks": what each scale of e4m3 operands is of. The call has the result's dtype.
 
     unit = "rows"
 
