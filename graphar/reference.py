@@ -361,12 +361,8 @@ def fused_matmul_allreduce(
         w_scale: likewise.
         out_dtype: with scales, the dtype of products and result: torch.bfloat16, as None, or torch.float16.
 
-    Returns:
-        A new tensor [..., N] with the dtype of ``a``.
-
     Raises:
-        ValueError: ``tp_invariant`` with 3, 5, 6 or 7 ranks, with columns of unequal number, with K over all ranks
-            that is no multiple of 8, or with a codec.
+        ValueError: ``tp_invariant`` with a codec, or with ranks that have no whole leaves.
     """
     products, order, dtype = _products(a, w, tp_invariant, codec, a_scale, w_scale, out_dtype)
     m, n = products[0].shape
@@ -467,38 +463,32 @@ def fused_matmul_reducescatter(
 ) -> list[torch.Tensor]:
     """Returns what each rank receives: its part of the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
-    The sum is split along the first dimension as torch.tensor_split does. Each product is rounded to its dtype before
-    it is summed. The bias is added once, before the sum is rounded. Without a codec the result has the bits of
-    :func:`fused_matmul_allreduce`. A codec rounds the products as :func:`quantized_reducescatter` does, and
-    encodes each partition separately, in order.
+    The sum is split along the first dimension as torch.tensor_split does. Without a codec the result has the bits of
+    :func:`fused_matmul_allreduce`. A codec rounds the products as :func:`quantized_reducescatter` does, and encodes
+    each partition separately, in order.
 
     Args:
         a: one tensor per rank, in rank order: [..., K], of at least two dimensions. Shapes may differ in K only.
         w: one tensor per rank: [N, K], as torch.nn.Linear stores it.
         bias: [N], equal on all ranks. None: no bias.
-        partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others make one partition.
+        partition: as of :func:`fused_matmul_allreduce`, like the arguments that follow.
         num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
         codec: the format on the wire, or its name. None: the elements themselves.
         seed: the 64-bit seed of stochastic rounding.
         call: how many calls came before. Stochastic rounding draws other random numbers in each call.
-        epilogue: elementwise work on each part of the sum and the bias before they are rounded: an Epilogue, whose
-            tensors are lists with one per rank, an expression, or a function without arguments. Not with a codec.
-        tp_invariant: whether leaves are added as a tree, as in :func:`fused_matmul_allreduce`.
-        a_scale: one tensor per rank, of e4m3 operands, as in :func:`fused_matmul_allreduce`.
+        epilogue: elementwise work, as there. The tensors of an Epilogue are lists with one per rank.
+        tp_invariant: whether leaves are added as a tree.
+        a_scale: one tensor per rank, of e4m3 operands.
         w_scale: likewise.
-        out_dtype: with scales, the dtype of products and result: torch.bfloat16, as None, or torch.float16.
+        out_dtype: with scales, the dtype of products and result. None: torch.bfloat16.
 
     Returns:
-        A new, contiguous tensor per rank, in rank order: [rows of its part, ..., N] with the dtype of ``a``.
+        A new, contiguous tensor per rank, in rank order: [rows of its part, ..., N].
     """
     products, order, dtype = _products(a, w, tp_invariant, codec, a_scale, w_scale, out_dtype)
     beside = a[0].shape[1:-1]
     if epilogue is not None:
-        of_ranks = zip(*(one.view(*a[0].shape[:-1], len(w[0])).tensor_split(len(a)) for one in products), strict=True)
-        return [
-            allreduce(parts, _after_bias(as_epilogue(epilogue).of_rank(rank), bias, parts[0]), order, dtype)
-            for rank, parts in enumerate(of_ranks)
-        ]
+        return _parts_with_epilogue(products, a[0].shape[:-1], order, dtype, as_epilogue(epilogue), bias)
     lengths = [len(part) for part in torch.empty(len(a[0]), device="meta").tensor_split(len(a))]
     sizes = [rows * beside.numel() for rows in lengths]
     n, sum_dtype = products[0].shape[1], dtype if bias is None else None
@@ -516,6 +506,21 @@ def fused_matmul_reducescatter(
             total = share if bias is None else with_bias(share, bias[panel.columns], dtype)
             received[rank][begin : begin + len(share), panel.columns] = total
     return [one.view(rows, *beside, n) for one, rows in zip(received, lengths, strict=True)]
+
+
+def _parts_with_epilogue(
+    products: Sequence[torch.Tensor],
+    rows: torch.Size,
+    order: str,
+    dtype: torch.dtype,
+    epilogue: Epilogue,
+    bias: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    of_ranks = zip(*(one.view(*rows, one.shape[1]).tensor_split(len(products)) for one in products), strict=True)
+    return [
+        allreduce(parts, _after_bias(epilogue.of_rank(rank), bias, parts[0]), order, dtype)
+        for rank, parts in enumerate(of_ranks)
+    ]
 
 
 def fused_matmul_reducescatter_residual_rmsnorm(

@@ -11,7 +11,6 @@ from graphar.matmul import operands
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
-from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import split
 from graphar.ops import matmul_gradients, matmul_sums, options, parts
 from graphar.ops.register import Asked, Op
@@ -77,8 +76,7 @@ def fused_matmul_reducescatter(
     ``graphar.reference.fused_matmul_reducescatter`` is the specification, except for the order in which a product is
     accumulated, which depends on the device.
 
-    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
-    makes the same calls in the same order.
+    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective.
 
     Differentiable: the gradients of all parts are gathered and multiplied by a :func:`fused_allgather_matmul`, and a
     matmul gives the gradient of ``w``. The gradient of ``bias`` covers only this rank's part. If ``bias`` is one
@@ -87,55 +85,40 @@ def fused_matmul_reducescatter(
     Args:
         a: this rank's [M, ..., K], bf16, fp16, fp32 or fp64, or a list with one for each device of this process. Shapes
             are equal on all ranks but for K.
-        w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
+        w: this rank's [N, K], as torch.nn.Linear stores it. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
-        partition: "none": multiply, then sum. "tiles": one kernel does both, for bf16 and fp16 on sm_90 and N a
-            multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is split into
-            partitions, so that all ranks receive rows of each; "split_n": the rows of ``w`` are split. While one
-            partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
-            "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
-            number of rows; not with a codec.
-            "tp_invariant": leaves of K added in fp32 as a tree and rounded once, as by :func:`fused_matmul_allreduce`;
-            ``bias`` then gets the gradient of all ranks' rows, whose number must be a multiple of 8.
+        partition: as of :func:`fused_matmul_allreduce`. "split_m" splits each rank's part of the rows of ``a``. With
+            "tp_invariant", ``bias`` gets the gradient of all ranks' rows, whose number must be a multiple of 8.
         num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
-        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
-            precision. Each rank's product is rounded once, part by part; the sum is rounded only to the
-            dtype. Each partition is encoded separately, so partitions change bits. For bf16, fp16 and fp32.
+        codec: the format on the wire, a :class:`graphar.Codec` or its name, such as "int8": fewer bits, less precision.
+            Each partition is encoded separately; the sum is rounded only to the dtype. For bf16, fp16 and fp32.
         epilogue: elementwise work on this rank's part of the fp32 sum and ``bias`` before they are rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". row, col and
             index are positions in that part, and tensors have its shape. With a bias, an epilogue has at most three
             tensors. Not with a codec, and not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        a_scale: fp32, of ``a`` and ``w`` in torch.float8_e4m3fn: [M, 1] or one number, for scales of rows; [M, ceil(K /
-            128)] for scales of blocks. Partitions are then "auto", "none", "split_m" and "split_n"; no gradients.
-        w_scale: fp32: [N, 1], [1, N] or one number; or [ceil(N / 128), ceil(K / 128)].
-        out_dtype: with scales, the dtype of products, bias and result: torch.bfloat16, as None, or torch.float16.
+        a_scale: of ``a`` in torch.float8_e4m3fn: see :func:`fused_matmul_allreduce`.
+        w_scale: of ``w``, likewise.
+        out_dtype: of the result of operands with scales: torch.bfloat16, as None, or torch.float16.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
-    Returns:
-        A contiguous tensor [M_r, ..., N], where M_r is the length of this rank's part; for a list one per device.
-
     Raises:
-        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
-        UnsupportedError: partition is "batch_invariant" or "tp_invariant", and graphar's matmul cannot serve it.
-        CommunicatorError: the communicator is closed, or ranks made different calls.
-        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
+        TypeError, ValueError, UnsupportedError: an argument breaks a rule, or no kernel can. Nothing was sent.
+        CommunicatorError, CollectiveTimeout: ranks made different calls, or one did not arrive in time.
     """
-    tensors, how = (a, w) if bias is None else (a, w, bias), (partition, num_partitions, codec, bias is None, timeout_s)
-    scaled = UNSCALED
-    if a_scale is not None or w_scale is not None or out_dtype is not None or getattr(a, "dtype", None) is FP8:
-        scaled = scaled_of(NAME, a, w, a_scale, w_scale, out_dtype)
-        tensors, how = (a, w, *scaled.scales, *tensors[2:]), (*how, scaled.dtype)
-    asked = tensors, how, epilogue
+    how, scaled = (partition, num_partitions, codec, bias is None, timeout_s), UNSCALED
+    if a_scale is not None or w_scale is not None or out_dtype is not None:
+        scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
+        how = *how, scaled.dtype
+    asked = (a, w, *scaled.scales, *(() if bias is None else (bias,))), how, epilogue
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return _fused(a, w, bias, (partition, num_partitions), codec, epilogue, group, timeout_s, asked, scaled)
+    return _fused(a, w, bias, codec, epilogue, group, asked, scaled)
 
 
-def _fused(
-    a, w, bias, cut: tuple, codec, epilogue, group: Group, timeout_s: float | None, asked: Asked, scaled: Scaled
-):
+def _fused(a, w, bias, codec, epilogue, group: Group, asked: Asked, scaled: Scaled):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
+    *cut, _, _, timeout_s = asked[1][:5]
     name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s, scaled)
     first = a[0] if in_list else a
     operands.check_has_rows(NAME, first)

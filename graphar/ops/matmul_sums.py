@@ -42,6 +42,7 @@ def check_fused(
     if scaled.scales:
         scaled_operands.check(op, a, w, bias, scaled, partition)
     else:
+        scaled_operands.check_not_needed(op, a)
         operands.check_given(op, a, w, bias)
     return name, in_list, [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
 

@@ -26,11 +26,11 @@ class Scaled(NamedTuple):
 UNSCALED = Scaled()
 
 
-def scaled_of(op: str, a: object, w: object, a_scale: object, w_scale: object, out_dtype: object) -> Scaled:
-    """Returns the scales of a call that has e4m3 operands, scales, or an ``out_dtype``; :func:`check` checks them.
+def scaled_of(op: str, a: object, a_scale: object, w_scale: object, out_dtype: object) -> Scaled:
+    """Returns the scales of a call that has scales or an ``out_dtype``; :func:`check` checks them.
 
     Raises:
-        TypeError, ValueError: scales or e4m3 operands are missing, or lists do not have one scale for each rank.
+        ValueError: a scale is missing, there is no such ``out_dtype``, or lists do not have one scale for each rank.
     """
     in_list = isinstance(a, (list, tuple))
     if a_scale is None and w_scale is None and out_dtype is not None:
@@ -45,6 +45,13 @@ def scaled_of(op: str, a: object, w: object, a_scale: object, w_scale: object, o
     check_one_each(op, "a_scale", a_scale, a, "a")
     check_one_each(op, "w_scale", w_scale, a, "a")
     return Scaled([one for pair in zip(a_scale, w_scale, strict=True) for one in pair], dtype)
+
+
+def check_not_needed(op: str, a: object) -> None:
+    """Raises ValueError if the operands of a call without scales are in e4m3."""
+    first = a[0] if isinstance(a, (list, tuple)) and a else a
+    if getattr(first, "dtype", None) == FP8:
+        raise ValueError(f"{op}: operands in {FP8} need both a_scale and w_scale")
 
 
 def check(op: str, a, w, bias, scaled: Scaled, partition: object) -> None:

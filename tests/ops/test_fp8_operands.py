@@ -192,6 +192,7 @@ def refused(**changes):
 
 REFUSALS = {
     "need both a_scale and w_scale": refused(w_scale=None),
+    "operands in torch.float8_e4m3fn need both": refused(a_scale=None, w_scale=None),
     "w must be torch.float8_e4m3fn": refused(w=[torch.ones(N, k, dtype=BF16) for k in COLUMNS[:2]]),
     "a must be torch.float8_e4m3fn, got torch.float8_e5m2": refused(
         a=[torch.ones(M, k).to(torch.float8_e5m2) for k in COLUMNS[:2]]

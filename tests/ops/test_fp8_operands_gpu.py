@@ -1,0 +1,127 @@
+"""Matmuls of e4m3 operands with scales on GPUs: partials of the scaled matmul, summed in the order of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import graphar
+from graphar import reference
+from graphar.matmul.scaled_gemm import scaled_matmul
+from tests.cases import same_bits
+from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
+
+BACKEND = "cpu:gloo,cuda:nccl"
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+SHAPES = ((1, 64, 128), (33, 136, 272), (200, 1032, 1024), (1024, 2048, 4096))  # M, N, K
+FORMATS = ("rows", "numbers", "blocks")
+OPS = ("fused_matmul_allreduce", "fused_matmul_reducescatter")
+HOW = ({}, {"partition": "none"}, {"partition": "split_m", "num_partitions": 1}, {"epilogue": "max(v, 0)"})
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of sm_90")
+
+
+def drawn(seed, *shape):
+    """The same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def operands(rank, of, m, n, k):
+    """A rank's a, w and keywords with scales."""
+    blocks = -(-k // 128)
+    shapes = {"rows": ((m, 1), (1, n)), "numbers": ((), (1,)), "blocks": ((m, blocks), (-(-n // 128), blocks))}[of]
+    scales = [drawn(seed + rank, *shape).abs() + 0.1 for seed, shape in zip((20, 30), shapes, strict=True)]
+    a, w = drawn(rank, m, k).to(FP8), drawn(10 + rank, n, k).to(FP8)
+    return a, w, dict(zip(("a_scale", "w_scale"), scales, strict=True))
+
+
+def expected(op, rank, ranks, of, shape, **how):
+    """What a rank gets: the sum of the scaled matmul's partials."""
+    parts = []
+    for one in range(ranks):
+        a, w, scales = operands(one, of, *shape)
+        parts.append(scaled_matmul(a, w, **scales))
+    total = reference.allreduce(parts, **how)
+    return total if op.endswith("allreduce") else total.tensor_split(ranks)[rank]
+
+
+# ---- one rank -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("of", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_single_rank_gets_the_bits_of_the_scaled_matmul(op, of, shape):
+    a, w, scales = operands(0, of, *shape)
+    lists = {name: [one] for name, one in scales.items()}
+    for how in HOW:
+        (found,) = getattr(graphar, op)([a], [w], **lists, **how)
+        epilogue = {"epilogue": how["epilogue"]} if "epilogue" in how else {}
+        assert same_bits(found, expected(op, 0, 1, of, shape, **epilogue)) == 0, how
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("partition", ["split_m", "split_n"])
+def test_panels_change_no_bit(partition):
+    shape = (200, 1032, 1024)
+    a, w, scales = operands(0, "rows", *shape)
+    lists = {name: [one] for name, one in scales.items()}
+
+    (found,) = graphar.fused_matmul_allreduce([a], [w], **lists, partition=partition)
+
+    assert same_bits(found, expected(OPS[0], 0, 1, "rows", shape)) == 0
+
+
+@pytest.mark.gpu(1)
+def test_columns_that_the_kernel_cannot_store_are_those_of_the_specification():
+    a, w, scales = operands(0, "rows", 24, 129, 256)
+    lists = {name: [one] for name, one in scales.items()}
+
+    (found,) = graphar.fused_matmul_allreduce([a], [w], **lists)
+
+    assert same_bits(found, reference.scaled_linear(a, w, **scales)) == 0
+
+
+@pytest.mark.gpu(1)
+def test_explain_names_the_scaled_matmul():
+    a, w, scales = operands(0, "blocks", 128, 256, 512)
+    lists = {name: [one] for name, one in scales.items()}
+
+    assert "scaled matmul" in str(graphar.explain(graphar.fused_matmul_allreduce, [a], [w], **lists))
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def wrong_elements(rank, world_size):
+    """How many elements of results differ from the sums of partials, also of repeated and of captured calls."""
+    wrong = []
+    for op in OPS:
+        call = getattr(graphar, op)
+        for of in FORMATS:
+            for shape in SHAPES:
+                a, w, scales = operands(rank, of, *shape)
+                wanted = expected(op, rank, world_size, of, shape)
+                for partition in ("auto", "none", "split_m"):
+                    if shape[0] < 33 and partition == "split_m":
+                        continue
+                    found = [call(a, w, **scales, partition=partition) for _ in range(4)]
+                    wrong += [same_bits(one, wanted) for one in found]
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    captured = call(a, w, **scales)
+                graph.replay()
+                wrong.append(same_bits(captured, wanted))
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.gpu(1)), *GPU_WORLD_SIZES])
+def test_processes_get_the_sums_of_the_scaled_matmuls_partials(world_size):
+    for found in run_ranks(wrong_elements, world_size, backend=BACKEND, timeout_s=300):
+        assert set(found) == {0}
