@@ -6,6 +6,7 @@ graphar.numerics.fp8_products. An element depends on its rows and their scales a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -82,7 +83,13 @@ class _Step:
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
     """Returns why the kernel cannot multiply, or an empty string."""
-    return missing_software() or ("K is 0" if not a.shape[1] else scaled_gemm.why_not(a, w, out))
+    return _missing_software() or ("K is 0" if not a.shape[1] else scaled_gemm.why_not(a, w, out))
+
+
+@functools.cache
+def _missing_software() -> str:
+    """Returns which software graphar's matmul lacks, or an empty string."""
+    return missing_software()
 
 
 def choose(one: MatmulOperands) -> MatmulChoice:

@@ -123,6 +123,36 @@ def test_out_takes_the_result_and_has_its_dtype():
         graphar.fused_matmul_allreduce(a, w, **scales, out=[one.to(FP8) for one in out])
 
 
+@every_op
+def test_debug_mode_and_a_profiler_watch_calls(op):
+    a, w, scales = lists(2, "rows")
+    with graphar.Communicator(devices=["cpu"] * 2, debug=True) as communicator, torch.profiler.profile():
+        found = getattr(graphar, op)(a, w, **scales, group=communicator)
+
+    assert same_bits(found[1], expected(op, 2, "rows")[1]) == 0
+
+
+def test_explain_says_that_products_are_multiplied_and_then_summed():
+    a, w, scales = lists(2, "rows")
+
+    assert "multiplied, then summed" in str(graphar.explain(graphar.fused_matmul_allreduce, a, w, **scales))
+
+
+@every_op
+def test_slices_of_vmap_are_calls_of_their_own(op):
+    a, w, scales = lists(2, "rows")
+    stacked = [torch.stack([one, one.flip(0)]) for one in a]
+    given = [*scales["a_scale"], *scales["w_scale"]]
+
+    def call(first, second):
+        how = {"a_scale": given[:2], "w_scale": given[2:]}
+        return getattr(graphar, op)([first, second], w, **how)[0]
+
+    found = torch.vmap(call)(*stacked)
+
+    assert same_bits(found[0], expected(op, 2, "rows")[0]) == 0
+
+
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
