@@ -7,6 +7,8 @@ import torch
 
 import graphar
 from graphar import CommunicatorError, reference
+from graphar.matmul import scaled_sums
+from graphar.plan.work import Product
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 
@@ -153,6 +155,22 @@ def test_slices_of_vmap_are_calls_of_their_own(op):
     assert same_bits(found[0], expected(op, 2, "rows")[0]) == 0
 
 
+@every_format
+def test_a_repeated_launch_multiplies_the_operands_that_it_is_given(of):
+    work = Product(OPS[0], (M,), N, scales="blocks" if of == "blocks" else "rows")
+    given = []
+    launch = scaled_sums.launch_like(work, lambda *call: given.append(call), BF16, None)
+    out, more = torch.empty(M, N, dtype=BF16), torch.ones(3)
+    for rank in range(2):
+        a, w, scales = operands(rank, of)
+        launch((a, w, *scales.values(), more), (out,), ())
+
+        (product, beside), *rest = given[rank]
+        assert same_bits(product, reference.scaled_linear(a, w, **scales)) == 0
+        assert beside is more
+        assert rest == [(out,), (), None]
+
+
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
@@ -169,8 +187,11 @@ def answers(rank, world_size):
                 coded = call(a, w, **scales, codec="int8")
             found[op, of] = same, followed, coded
     a, w, scales = operands(rank, "blocks")
-    compiled = torch.compile(lambda a, w, s, t: graphar.fused_matmul_allreduce(a, w, a_scale=s, w_scale=t) * 2)
-    return found, compiled(a, w, scales["a_scale"], scales["w_scale"])
+    compiled = {}
+    for op in OPS:
+        call = torch.compile(lambda a, w, s, t, op=op: getattr(graphar, op)(a, w, a_scale=s, w_scale=t) * 2)
+        compiled[op] = call(a, w, scales["a_scale"], scales["w_scale"])
+    return found, compiled
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -181,7 +202,8 @@ def test_processes_get_the_specifications_bits(world_size):
             assert [same_bits(one, wanted) for one in same] == [0] * 3
             assert same_bits(followed, expected(op, world_size, of, epilogue="gelu(v)")[rank]) == 0
             assert same_bits(coded, expected(op, world_size, of, codec="int8")[rank]) == 0
-        assert same_bits(compiled, expected(OPS[0], world_size, "blocks")[rank] * 2) == 0
+        for op, result in compiled.items():
+            assert same_bits(result, expected(op, world_size, "blocks")[rank] * 2) == 0
 
 
 def of_other_formats(rank, world_size, op):
