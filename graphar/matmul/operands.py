@@ -44,8 +44,8 @@ def operands_of(work: Product, own: Operands) -> MatmulOperands:
     count = len(work.epilogue.dtypes) if work.epilogue else 0
     prefetch = rest[count] if len(rest) > count else None
     rows = flat(gathered[0]) if work.gathered else None
-    more = tuple(rest[:count]), own.numbers, prefetch, work.constant_weight, scales
-    return MatmulOperands(a, w, bias, flat(out), rows, *more)
+    more = tuple(rest[:count]), own.numbers, prefetch, work.constant_weight
+    return MatmulOperands(a, w, bias, flat(out), rows, *more, scales=scales)
 
 
 def with_bias_in_epilogue(call: Call) -> Call:
