@@ -138,6 +138,7 @@ MARKS = {
     "prefetch": {"rows": lambda row: row["wrong"]},
     "matmul": {"rows": lambda row: row["wrong"]},
     "leaves": {"rows": lambda row: row["wrong"]},
+    "fp8": {"rows": lambda row: row["wrong"]},
     "fused": {"rows": lambda row: row["wrong"], "timelines": lambda timeline: timeline["wrong"]},
     "gathered": {"rows": lambda row: row["wrong"]},
     "model": dict.fromkeys(("rows", "generations", "calls", "sequences"), lambda row: row["wrong"]),

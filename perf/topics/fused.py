@@ -181,7 +181,7 @@ class Fused(Report):
 
     name: ClassVar[str] = "fused"
     title: ClassVar[str] = "Fused matmul and all-reduce"
-    order: ClassVar[int] = 9
+    order: ClassVar[int] = 10
     help: ClassVar[str] = "time a fused matmul and all-reduce, separate ops, and other fused ops"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--rows 1 64 512 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192"

@@ -13,6 +13,8 @@ from perf.models.sequence import SequenceRow
 from perf.timeline import Event, Lane, Mean, Timeline
 from perf.topics.allreduce import AllReduce
 from perf.topics.compile import Compile, Compiled
+from perf.topics.fp8 import METHODS as SCALED_METHODS
+from perf.topics.fp8 import Scaled, ScaledRow
 from perf.topics.fsdp import Fsdp, FsdpRow
 from perf.topics.fused import Fused, FusedRow
 from perf.topics.gathered import Gathered, GatheredRow
@@ -112,6 +114,10 @@ def leaves_row(method, median, shape=(64, 8192, 7168), wrong=0):
     return LeavesRow(method, *shape, spread(median, "p90"), wrong)
 
 
+def scaled_row(method, median, shape=(64, 8192, 7168), wrong=0):
+    return ScaledRow(method, *shape, spread(median, "p90"), wrong)
+
+
 def prefetch_rows(*times, wrong=0, m=16):
     return [
         PrefetchRow(method, 4, m, 7168, 8192, spread(time_us, "p90"), wrong)
@@ -165,6 +171,7 @@ REPORTS = [
         skipped=["4 x 4 x 4: misaligned"],
     ),
     Leaves([leaves_row(method, 200.0) for method in LEAF_METHODS], skipped=["4 x 4 x 4: misaligned"]),
+    Scaled([scaled_row(method, 200.0) for method in SCALED_METHODS], skipped=["4 x 4 x 4: misaligned"]),
     Fused([fused_row("graphar", 400.0), fused_row("matmul+nccl", 500.0)], [TIMELINE]),
     Gathered([gathered_row("graphar", 400.0), gathered_row("nccl+matmul", 500.0)]),
     Model(
