@@ -14,7 +14,19 @@ from perf import machine
 from perf.report import read
 from perf.topics import fp8 as topic
 from perf.topics import matmul
-from perf.topics.fp8 import BF16, BLOCKS, METHODS, ROWS, SHAPES, TORCH, Scaled, count_wrong, make_operands, multiply
+from perf.topics.fp8 import (
+    BF16,
+    BLOCKS,
+    METHODS,
+    ROWS,
+    SHAPES,
+    TORCH,
+    TORCH_BLOCKS,
+    Scaled,
+    count_wrong,
+    make_operands,
+    multiply,
+)
 from perf.topics.matmul import NEEDED
 from tests.perf.samples import MACHINE
 from tests.perf.samples import scaled_row as row
@@ -44,7 +56,10 @@ def scaled(a, w, out, *, a_scale, w_scale):
 def scaled_by_torch(a, w, a_scale, w_scale, *, out_dtype, out):
     """Stands in for torch._scaled_mm."""
     assert out.dtype == out_dtype
-    return out.copy_((a.float() * a_scale) @ (w.float() * w_scale))
+    if w_scale.shape[0] > 1:  # of blocks
+        assert a_scale.stride(0) == 1
+        w_scale = w_scale.t()
+    return scaled(a, w.t(), out, a_scale=a_scale, w_scale=w_scale)
 
 
 @pytest.fixture
@@ -76,7 +91,7 @@ def test_every_method_is_timed_in_turn_and_right(gpu):
     assert len(found) == Scaled.count([SMALL])
 
 
-@pytest.mark.parametrize("method", [TORCH, ROWS, BLOCKS])
+@pytest.mark.parametrize("method", [TORCH, TORCH_BLOCKS, ROWS, BLOCKS])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_result_with_another_scale_is_wrong(gpu, method, which):
     given = make_operands(SMALL, torch.device("cpu"))
@@ -100,13 +115,27 @@ def test_a_launch_that_computes_nothing_leaves_nothing_right(gpu):
     assert count_wrong(BF16, lambda: None, given.in_bf16(), 1) == given.out.numel()
 
 
+def test_scales_of_blocks_that_torch_refuses_are_told(gpu, monkeypatch):
+    def refusing(a, w, a_scale, w_scale, **keywords):
+        if w_scale.shape[0] > 1:
+            raise RuntimeError("Invalid scaling configuration.\nMore.")
+        return scaled_by_torch(a, w, a_scale, w_scale, **keywords)
+
+    monkeypatch.setattr(torch, "_scaled_mm", refusing)
+
+    told, *found = Scaled().measure([SMALL])
+
+    assert told == f"24 x 16 x 512: {TORCH_BLOCKS}: Invalid scaling configuration."
+    assert [one.method for one in found] == [method for method in METHODS if method != TORCH_BLOCKS]
+
+
 def test_a_run_is_reported(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "describe", lambda: MACHINE | {"gpu_count": 1})
 
     assert program.main(["fp8", "--shapes", "24x16x512", "--out", str(tmp_path)]) == 0
 
     assert len(read(tmp_path / "h200x1", Scaled).report.rows) == len(METHODS)
-    assert "All 4 results were verified: none is wrong." in (tmp_path / "h200x1" / "fp8.md").read_text()
+    assert "All 5 results were verified: none is wrong." in (tmp_path / "h200x1" / "fp8.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +156,7 @@ def test_what_cannot_be_measured_is_told(gpu, monkeypatch, name, stand_in, told)
 
 
 def report(wrong=0):
-    times = {FEW: (20.0, 19.0, 19.0, 38.0), MANY: (200.0, 180.0, 216.0, 360.0)}
+    times = {FEW: (20.0, 19.0, 25.0, 19.0, 38.0), MANY: (200.0, 180.0, 240.0, 216.0, 360.0)}
     return Scaled(
         [
             row(method, time, shape, wrong=wrong if method == ROWS else 0)
@@ -141,8 +170,8 @@ def test_a_table_has_the_times_and_their_ratios():
     (section,) = report().sections()
 
     assert section.body[0].splitlines()[2:] == [
-        "| 16 x 8192 x 7168 | 20 | 19 | 19 | 38 | 0.95 | 1.00 | 0.50 |",
-        "| 4096 x 8192 x 7168 | 200 | 180 | 216 | 360 | 0.90 | 1.20 | 0.50 |",
+        "| 16 x 8192 x 7168 | 20 | 19 | 25 | 19 | 38 | 0.95 | 0.76 | 1.00 | 0.50 |",
+        "| 4096 x 8192 x 7168 | 200 | 180 | 240 | 216 | 360 | 0.90 | 0.90 | 1.20 | 0.50 |",
     ]
     assert [mark.value for mark in section.figures[0].marks] == [0.95, 0.9]
 
@@ -150,7 +179,7 @@ def test_a_table_has_the_times_and_their_ratios():
 def test_the_findings_are_the_means_and_the_worst_of_few_rows_and_of_more():
     found = report().findings()
 
-    assert len(found) == 6
+    assert len(found) == 8
     assert found[:2] == [
         "rows/torch over 1 shape of fewer than 64 rows: geometric mean 0.950, at worst 0.95 (16 x 8192 x 7168).",
         "rows/torch over 1 shape of 64 rows or more: geometric mean 0.900, at worst 0.90 (4096 x 8192 x 7168).",
