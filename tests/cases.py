@@ -7,8 +7,7 @@ from dataclasses import fields
 
 import torch
 
-from graphar import reference
-from graphar.numerics.codec_reference import Noise, encode
+from graphar.numerics.codec_reference import Noise, encode, error_of_wire, first_elements
 from graphar.numerics.codecs import Codec
 from graphar.plan.tiles import MatmulTile
 
@@ -121,8 +120,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
 def left_after_scatter(x: torch.Tensor, codec: Codec, noise: Noise, counts: Sequence[int]) -> torch.Tensor:
     """The rounding error of one rank's flat tensor in a reduce-scatter whose parts have these lengths."""
     left = []
-    for message, first in zip(x.split(counts), reference.first_elements(counts), strict=True):
-        left.append(reference.error_of_wire(message, encode(message, codec, noise._replace(first=first)), codec))
+    for message, first in zip(x.split(counts), first_elements(counts), strict=True):
+        left.append(error_of_wire(message, encode(message, codec, noise._replace(first=first)), codec))
     return torch.cat(left)
 
 

@@ -279,11 +279,24 @@ def test_no_python_function_is_long():
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                count = node.end_lineno - node.lineno + 1
+                count = max(parts_of(node, path))
                 if count > MAX_FUNCTION_LINES:
                     long[f"{path.relative_to(ROOT)}:{node.name}"] = count
 
     assert long == {}
+
+
+def parts_of(function, path):
+    """The lines of a function. The docstring of a public one is a page for itself, and counted apart."""
+    lines = function.end_lineno - function.lineno + 1
+    is_public = path.is_relative_to(ROOT / "graphar") and function.name in {
+        *graphar.__all__,
+        *graphar.reference.__all__,
+    }
+    if not is_public or ast.get_docstring(function) is None:
+        return [lines]
+    docstring = function.body[0].end_lineno - function.body[0].lineno + 1
+    return [lines - docstring, docstring]
 
 
 def every_source():

@@ -115,7 +115,6 @@ def test_every_public_name_has_a_place_on_an_api_page():
 INTERNAL_OF_REFERENCE = (
     "linear",
     "linear_with_epilogue",
-    "first_elements",
     "matmul",
     "rounded_after",
     "sum_with_epilogue",

@@ -41,6 +41,7 @@ little-endian.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -277,6 +278,11 @@ def _upto(end: int, like: Tensor) -> Tensor:
 
 
 # ---- sums of wires --------------------------------------------------------------------------------------------------
+
+
+def first_elements(counts: Sequence[int]) -> list[int]:
+    """Returns the index of each message's first element for random numbers: earlier messages count as whole tiles."""
+    return [tiles * TILE_NUMEL for tiles in accumulate((-(-count // TILE_NUMEL) for count in counts), initial=0)][:-1]
 
 
 def sum_of_wires(wires: Sequence[torch.Tensor], codec: Codec, noise: Noise, like: torch.Tensor) -> torch.Tensor:

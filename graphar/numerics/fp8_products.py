@@ -98,11 +98,23 @@ def rank_products(
     out_dtype: torch.dtype | None,
 ) -> list[torch.Tensor]:
     """Returns each rank's scaled product [rows, N], rounded to ``out_dtype``; None: to bf16."""
-    found = []
-    for one, weight, of_a, of_w in zip(a, w, a_scale, w_scale, strict=True):
-        rows, scale = one.reshape(-1, one.shape[-1]), of_a if of_a.ndim < 3 else of_a.reshape(-1, of_a.shape[-1])
-        found.append(scaled_linear(rows, weight, scale, of_w, out_dtype=out_dtype or torch.bfloat16))
-    return found
+    return [
+        scaled_linear(
+            one.reshape(-1, one.shape[-1]),
+            weight,
+            rows_of_scale(one, of_a),
+            of_w,
+            out_dtype=out_dtype or torch.bfloat16,
+        )
+        for one, weight, of_a, of_w in zip(a, w, a_scale, w_scale, strict=True)
+    ]
+
+
+def rows_of_scale(a: torch.Tensor, a_scale: torch.Tensor) -> torch.Tensor:
+    """Returns the scales of ``a`` [..., K] as a matrix with a row for each of its rows: [rows, 1 or blocks of K]."""
+    if a_scale.numel() == 1:
+        return a_scale.reshape(1, 1).expand(a.shape[:-1].numel(), 1)
+    return a_scale.reshape(-1, a_scale.shape[-1])
 
 
 def product(a: torch.Tensor, w: torch.Tensor, scales: Scales) -> torch.Tensor:

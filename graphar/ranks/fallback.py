@@ -20,7 +20,15 @@ import torch.distributed as dist
 
 from graphar import reference
 from graphar.errors import UnsupportedError
-from graphar.numerics.codec_reference import SUM, Noise, encode
+from graphar.numerics.codec_reference import (
+    SUM,
+    Noise,
+    encode,
+    error_of_wire,
+    first_elements,
+    part_of_wires,
+    sum_of_wires,
+)
 from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.plan.call import Call, Operands
@@ -187,7 +195,7 @@ def _quantized_allreduce(
         _collect(x, timeout_s, received, sent, group)
         first_seed = int.from_bytes(bytes(received[0][:8].tolist()), "little")  # all ranks take rank 0's seed
         wires = [one[8:].clone() for one in received]
-        total = reference.sum_of_wires(wires, codec, Noise(first_seed, call, SUM, start), part)
+        total = sum_of_wires(wires, codec, Noise(first_seed, call, SUM, start), part)
         target[start : start + _CHUNK_NUMEL].copy_(total)
 
 
@@ -203,7 +211,7 @@ def quantized_reducescatter(
     """Writes this rank's part of the sum into ``out``, with a codec on the wire and the bits of the kernels."""
     check_backend(x, group)
     parts, target, seed, call = x.view(-1).split(counts), out.view(-1), codec.seed or 0, next(calls)
-    rank, firsts = group.rank(), reference.first_elements(counts)
+    rank, firsts = group.rank(), first_elements(counts)
     step = max(1, _CHUNK_NUMEL // (len(counts) * TILE_NUMEL)) * TILE_NUMEL
     for start in range(0, max(counts), step):
         window = slice(start, start + step)
@@ -213,14 +221,14 @@ def quantized_reducescatter(
         received = torch.empty_like(padded)
         _exchange(x, timeout_s, received, padded, group)
         mine = received[:, : wires[rank].numel()].contiguous()
-        target[window].copy_(reference.part_of_wires(mine.unbind(), codec, target[window]))
+        target[window].copy_(part_of_wires(mine.unbind(), codec, target[window]))
 
 
 def _encode(part: torch.Tensor, codec: Codec, noise: Noise) -> torch.Tensor:
     """Returns the encoded part. A codec with feedback overwrites the part with its rounding errors."""
     wire = encode(part, codec, noise)
     if codec.feedback:
-        part.copy_(reference.error_of_wire(part, wire, codec))
+        part.copy_(error_of_wire(part, wire, codec))
     return wire
 
 
@@ -321,7 +329,7 @@ def _quantized_allreduce_local(
             _encode(x.view(-1)[window], codec, Noise(seed, call, rank, start)).to(target.device)
             for rank, x in enumerate(inputs)
         ]
-        total = reference.sum_of_wires(wires, codec, Noise(seed, call, SUM, start), target[window])
+        total = sum_of_wires(wires, codec, Noise(seed, call, SUM, start), target[window])
         for out in outputs:
             out.view(-1)[window].copy_(total)
 
@@ -335,7 +343,7 @@ def _quantized_reducescatter_local(
 ) -> None:
     call, seed = next(calls), codec.seed or 0
     columns = zip(*(x.view(-1).split(counts) for x in inputs), strict=True)
-    for out, parts, first in zip(outputs, columns, reference.first_elements(counts), strict=True):
+    for out, parts, first in zip(outputs, columns, first_elements(counts), strict=True):
         target = out.view(-1)
         for start in range(0, target.numel(), _CHUNK_NUMEL):
             window = slice(start, start + _CHUNK_NUMEL)
@@ -343,7 +351,7 @@ def _quantized_reducescatter_local(
                 _encode(part[window], codec, Noise(seed, call, rank, first + start)).to(out.device)
                 for rank, part in enumerate(parts)
             ]
-            target[window].copy_(reference.part_of_wires(wires, codec, target[window]))
+            target[window].copy_(part_of_wires(wires, codec, target[window]))
 
 
 # By op and whether a codec is on the wire, the functions over a group and in one process.

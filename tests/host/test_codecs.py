@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphar import reference
-from graphar.numerics.codec_reference import Noise, decode, encode
+from graphar.numerics.codec_reference import Noise, decode, encode, error_of_wire
 from graphar.numerics.codecs import BUCKET_SIZES, FP8, SCALE_DTYPES, TILE_NUMEL, Codec
 from graphar.numerics.codecs import codec as named
 from graphar.numerics.dtypes import TYPE_NAMES
@@ -99,6 +99,6 @@ def test_the_wire_what_it_decodes_to_and_the_error_are_the_specifications(codec,
     assert [int((mine != wire).sum()) for mine, wire in zip(sent, wires, strict=True)] == [0] * len(wires)
     expected = [reference.with_canonical_nan(x).view(torch.uint8) for x in values]
     assert [int((mine != x).sum()) for mine, x in zip(received, expected, strict=True)] == [0] * len(wires)
-    taken = [reference.error_of_wire(*pair, codec) for pair in zip(inputs(dtype), wires, strict=True)]
+    taken = [error_of_wire(*pair, codec) for pair in zip(inputs(dtype), wires, strict=True)]
     assert [int((mine != x.view(torch.uint8)).sum()) for mine, x in zip(errors, taken, strict=True)] == [0] * len(wires)
     assert outcome.broken_guards == 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from graphar import reference
-from graphar.numerics.codec_reference import Noise, encode
+from graphar.numerics.codec_reference import Noise, encode, error_of_wire
 from graphar.numerics.codecs import as_codec
 from graphar.numerics.partitions import TP_INVARIANT
 from tests.cases import left_after_scatter, normal
@@ -136,7 +136,7 @@ def allreduced(
     total = reference.quantized_allreduce(parts, codec, codec.seed or 0)
     noises = [Noise(codec.seed or 0, 0, rank) for rank in range(len(x))]
     wires = [encode(part.reshape(-1), codec, noise) for part, noise in zip(parts, noises, strict=True)]
-    return [(total, reference.error_of_wire(*pair, codec)) for pair in zip(parts, wires, strict=True)]
+    return [(total, error_of_wire(*pair, codec)) for pair in zip(parts, wires, strict=True)]
 
 
 def reducescattered(x, axis=0, codec=None, residual=None, epilogue=None, order="rank", out_dtype=None) -> Results:

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 import graphar
 from graphar import Codec, Communicator, UnsupportedError, reference
-from graphar.numerics.codec_reference import Noise, encode
+from graphar.numerics.codec_reference import Noise, encode, part_of_wires
 from graphar.numerics.codecs import BUCKET_SIZES, NAMES, SCALE_DTYPES, codec
 from graphar.ops.reducescatter import OP
 from graphar.plan.algorithms import Algorithm
@@ -231,7 +231,7 @@ def test_each_part_is_rounded_as_an_all_reduce_rounds_a_tensor_but_its_sum_is_no
     found = torch.cat(scattered(parts, one))
 
     wires = [encode(part.view(-1), one, Noise(one.seed or 0, 0, rank)) for rank, part in enumerate(parts)]
-    assert same_bits(found, reference.part_of_wires(wires, one, parts[0])) == 0
+    assert same_bits(found, part_of_wires(wires, one, parts[0])) == 0
     exact = reference.allreduce(parts)
     two_roundings = reference.quantized_allreduce(parts, one, one.seed or 0)
     assert 0 < (found - exact).norm() < (two_roundings - exact).norm()

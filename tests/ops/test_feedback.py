@@ -7,7 +7,7 @@ import torch
 
 import graphar
 from graphar import Codec, reference
-from graphar.numerics.codec_reference import Noise, encode
+from graphar.numerics.codec_reference import Noise, encode, error_of_wire
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 
@@ -19,7 +19,7 @@ def step(xs, residuals, codec, call=0):
     """What every rank receives, and the residuals afterwards, by the specification."""
     parts = [residual + x for x, residual in zip(xs, residuals, strict=True)]
     wires = [encode(part.view(-1), codec, Noise(codec.seed or 0, call, rank)) for rank, part in enumerate(parts)]
-    left = [reference.error_of_wire(part, wire, codec) for part, wire in zip(parts, wires, strict=True)]
+    left = [error_of_wire(part, wire, codec) for part, wire in zip(parts, wires, strict=True)]
     return reference.quantized_allreduce(parts, codec, codec.seed or 0, call), left
 
 
@@ -45,7 +45,7 @@ def test_a_bucket_that_became_nan_leaves_nothing():
     x[40] = torch.inf
     wire = encode(x, INT4)
 
-    error = reference.error_of_wire(x, wire, INT4)
+    error = error_of_wire(x, wire, INT4)
 
     assert (error[32:64] == 0).all()
     assert (error[:32] != 0).any()

@@ -10,7 +10,7 @@ import torch
 
 import graphar
 from graphar import Codec
-from graphar.numerics.codec_reference import Noise, encode
+from graphar.numerics.codec_reference import Noise, encode, error_of_wire
 from graphar.numerics.codecs import FP8, NAMES, codec
 from graphar.plan.algorithms import Algorithm, with_kernels
 from graphar.plan.call import Call
@@ -161,7 +161,7 @@ def test_residuals_are_what_the_specification_leaves(ranks: Ranks, algorithm, dt
         ranks.communicator.synchronize()
 
         wires = [encode(part, STOCHASTIC, Noise(STOCHASTIC.seed, call, rank)) for rank, part in enumerate(parts)]
-        left = [graphar.reference.error_of_wire(*pair, STOCHASTIC) for pair in zip(parts, wires, strict=True)]
+        left = [error_of_wire(*pair, STOCHASTIC) for pair in zip(parts, wires, strict=True)]
         expected = graphar.reference.quantized_allreduce(parts, STOCHASTIC, STOCHASTIC.seed, call)
         assert [same_bits(y.cpu(), expected) for y in ys] == [0] * ranks.world_size
         assert [same_bits(mine.cpu(), x) for mine, x in zip(residuals, left, strict=True)] == [0] * ranks.world_size

@@ -1,0 +1,51 @@
+"""The specification of every op in plain torch, which runs on the CPU too. Written to be read, not to be fast."""
+
+from graphar.numerics.fp8_products import scaled_linear
+from graphar.reference.products import (
+    fused_allgather_matmul,
+    fused_matmul_allreduce,
+    fused_matmul_allreduce_residual_rmsnorm,
+    fused_matmul_reducescatter,
+    fused_matmul_reducescatter_residual_rmsnorm,
+    linear,
+    linear_with_epilogue,
+    matmul,
+    rounded_after,
+    widened,
+    with_bias,
+)
+from graphar.reference.sums import (
+    allgather,
+    allreduce,
+    allreduce_residual_rmsnorm,
+    hierarchical_allreduce,
+    quantized_allreduce,
+    quantized_reducescatter,
+    reducescatter,
+    reducescatter_residual_rmsnorm,
+    sum_with_epilogue,
+)
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "allreduce_residual_rmsnorm",
+    "fused_allgather_matmul",
+    "fused_matmul_allreduce",
+    "fused_matmul_allreduce_residual_rmsnorm",
+    "fused_matmul_reducescatter",
+    "fused_matmul_reducescatter_residual_rmsnorm",
+    "hierarchical_allreduce",
+    "linear",
+    "linear_with_epilogue",
+    "matmul",
+    "quantized_allreduce",
+    "quantized_reducescatter",
+    "reducescatter",
+    "reducescatter_residual_rmsnorm",
+    "rounded_after",
+    "scaled_linear",
+    "sum_with_epilogue",
+    "widened",
+    "with_bias",
+]
