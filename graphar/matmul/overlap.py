@@ -166,7 +166,7 @@ class Panels:
 def products(engine: Engine, members: Sequence[MatmulOperands], only_own: bool = False) -> list[torch.Tensor]:
     """Returns each rank's ``a @ w.T``, [M, N], by the same kernel as a single panel. M and N are not 0."""
     panel = single_panel(members[0])
-    made = [one.a.new_empty(panel.shape) for one in members]
+    made = [one.a.new_empty(panel.shape, dtype=one.out.dtype) for one in members]
     pairs = zip(members, made, strict=True)
     multiplies = [_bind(engine, one, [panel], [product], 0, only_own) for one, product in pairs]
     for multiply in multiplies:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -122,13 +123,11 @@ class _OnePanel:
         launch = self._engine.plan(call, ranks).launch_like(ranks[0])
         if launch is None:
             return None
-        corner = ranks[0].corner
-        if work.scales:
-            return scaled_sums.launch_like(work, launch, call.dtype, corner)
-        multiply = overlap.product_like(self._engine, given, self._cut.only_own)
+        corner, count = ranks[0].corner, work.product_inputs
+        multiply = _product_like(self._engine, self._call, given, self._cut.only_own)
 
         def multiply_and_sum(inputs, outputs, numbers, _=None) -> None:
-            launch((multiply(inputs[0], inputs[1]), *inputs[2:]), outputs, numbers, corner)
+            launch((multiply(*inputs[:count]), *inputs[count:]), outputs, numbers, corner)
 
         return multiply_and_sum
 
@@ -155,6 +154,13 @@ class _OnePanel:
         return Call.of(summed, product, timeout_s=self._call.timeout_s), ranks
 
 
+def _product_like(engine: Engine, call: Call, given: MatmulOperands, only_own: bool) -> Callable[..., torch.Tensor]:
+    """Returns a function of a product's inputs that returns it, for calls with tensors like one rank's."""
+    if call.work.scales:
+        return functools.partial(scaled_sums.product, call.op, dtype=call.dtype)
+    return overlap.product_like(engine, given, only_own)
+
+
 # ---- products that are summed and normed ----------------------------------------------------------------------------
 
 
@@ -166,30 +172,31 @@ def _with_norm(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     if sum(work.parts) and has_norm_kernel(work.columns * call.dtype.itemsize) and takes_tiles(engine, product, x):
         for own in ranks:  # loading beside a kernel that waits for other ranks could hang
             residual_norm.load(own.inputs[0].device.index, call.dtype)
-        return _then_normed(_fused(engine, product), work.norm)
+        return _then_normed(_fused(engine, product), work)
     return _summed_and_normed(engine, call, op, ranks)
 
 
-def _then_normed(plan: Plan, numbers: tuple[float, float]) -> Plan:
+def _then_normed(plan: Plan, work: Product) -> Plan:
     """Returns a plan that sums by ``plan``, and then norms in a kernel of its own."""
+    count = work.product_inputs
 
     def norm(own: Operands) -> None:
-        (_, _, residual, weight), (total, summed) = own.inputs, own.outputs
+        (*_, residual, weight), (total, summed) = own.inputs, own.outputs
         if total.numel():
-            residual_norm.norm(total, residual.contiguous(), weight.contiguous(), total, summed, *numbers)
+            residual_norm.norm(total, residual.contiguous(), weight.contiguous(), total, summed, *work.norm)
 
     def run(ranks: Sequence[Operands]) -> None:
-        plan.run([Operands(own.inputs[:2], own.outputs[:1]) for own in ranks])
+        plan.run([Operands(own.inputs[:count], own.outputs[:1]) for own in ranks])
         for own in ranks:
             norm(own)
 
     def launch_like(own: Operands) -> Launch | None:
-        first = plan.launch_like(Operands(own.inputs[:2], own.outputs[:1]))
+        first = plan.launch_like(Operands(own.inputs[:count], own.outputs[:1]))
         if first is None:
             return None
 
         def launch(inputs, outputs, given, corner=None) -> None:
-            first(inputs[:2], outputs[:1], given, corner)
+            first(inputs[:count], outputs[:1], given, corner)
             norm(Operands(inputs, outputs))
 
         return launch
@@ -203,49 +210,48 @@ def _summed_and_normed(engine: Engine, call: Call, op: str, ranks: Sequence[Oper
     only_own = work.partition == BATCH_INVARIANT
     counts = tuple([rows * work.columns for rows in work.parts])
     counts = (sum(counts),) if op == MATMUL_ALLREDUCE else counts
-    normed = Norm(_NORMS[op], counts, work.columns, "like_input", *work.norm)
+    normed = Norm(_NORMS[op], counts, work.columns, "like_input", *work.norm, beside=work.beside)
     inner = Call(normed, call.dtype, call.device, timeout_s=call.timeout_s)
     plan = engine.plan(inner, [_of_norm(own, _empty_product(own)) for own in ranks])
 
     def run(ranks: Sequence[Operands]) -> None:
         products = [_empty_product(own) for own in ranks]
         if products[0].numel():
-            made = overlap.products(engine, list(map(_of_product, ranks)), only_own)
+            made = overlap.products(engine, [_of_product(work, own) for own in ranks], only_own)
             products = [one.view(product.shape) for one, product in zip(made, products, strict=True)]
         plan.run([_of_norm(own, product) for own, product in zip(ranks, products, strict=True)])
 
     def launch_like(own: Operands) -> Launch | None:
-        launch = plan.launch_like(_of_norm(own, _empty_product(own)))
-        if launch is None or not all(one.is_contiguous() for one in own.inputs[::2]):
+        launch, count = plan.launch_like(_of_norm(own, _empty_product(own))), work.product_inputs
+        if launch is None or not all(one.is_contiguous() for one in (own.inputs[0], *own.inputs[count:])):
             return None
-        multiply = overlap.product_like(engine, _of_product(own), only_own)
+        multiply = _product_like(engine, call, _of_product(work, own), only_own)
 
         def multiply_and_norm(inputs, outputs, numbers, corner=None) -> None:
-            a, w, residual, weight = inputs
-            launch((multiply(a, w), residual, weight), outputs, numbers, corner)
+            launch((multiply(*inputs[:count]), *inputs[count:]), outputs, numbers, corner)
 
         return multiply_and_norm
 
     def matmul(own: Operands) -> str:
-        given = _of_product(own)
+        given = _of_product(work, own)
         return overlap.choose(engine, given, [overlap.single_panel(given)], only_own).reason if given.a.is_cuda else ""
 
     return plan._replace(run=run, launch_like=launch_like, matmul=matmul)
 
 
 def _empty_product(own: Operands) -> torch.Tensor:
-    a, w = own.inputs[:2]
-    return a.new_empty((*a.shape[:-1], len(w)))
+    a, w, residual = own.inputs[0], own.inputs[1], own.inputs[-2]
+    return residual.new_empty((*a.shape[:-1], len(w)))
 
 
-def _of_product(own: Operands) -> MatmulOperands:
+def _of_product(work: Product, own: Operands) -> MatmulOperands:
     """Returns the operands of the product of a call that norms it."""
-    return MatmulOperands(flat(own.inputs[0]), own.inputs[1], None, own.outputs[0])
+    return operands_of(work, Operands(own.inputs[: work.product_inputs], own.outputs[:1]))
 
 
 def _of_norm(own: Operands, product: torch.Tensor) -> Operands:
     """Returns the operands of the norm of a product: a norm takes contiguous tensors."""
-    return Operands((product, *[one.contiguous() for one in own.inputs[2:]]), own.outputs)
+    return Operands((product, *[one.contiguous() for one in own.inputs[-2:]]), own.outputs)
 
 
 # ---- products of gathered rows --------------------------------------------------------------------------------------

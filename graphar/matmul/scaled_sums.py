@@ -16,10 +16,8 @@ from graphar.matmul.operands import MatmulOperands, flat, flat_scale
 from graphar.numerics.fp8_products import Scales, checked_scales, rounded_product
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.matmuls import MatmulChoice
-from graphar.plan.work import Product
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
-from graphar.runtime.plan import Launch
 
 
 def bind(
@@ -101,18 +99,14 @@ def choose(one: MatmulOperands) -> MatmulChoice:
     return MatmulChoice(True, f"graphar's scaled matmul of e4m3 operands with scales of {scales}")
 
 
-def launch_like(work: Product, launch: Launch, dtype: torch.dtype, corner: object) -> Launch:
-    """Returns the launch of calls whose product is one panel, which ``launch`` sums. The device must be current."""
-
-    def multiply_and_sum(inputs, outputs, numbers, _=None) -> None:
-        a, w, a_scale, w_scale, *more = inputs
-        rows = flat(a)
-        product = a.new_empty((*a.shape[:-1], len(w)), dtype=dtype)
-        out, scales = flat(product), checked_scales(work.op, rows, w, flat_scale(a_scale), w_scale)
-        if why_not(rows, w, out):
-            out.copy_(rounded_product(rows, w, scales, dtype))
-        else:
-            scaled_gemm.bind(rows, w, out, scales)(torch.cuda.current_stream().cuda_stream)
-        launch((product, *more), outputs, numbers, corner)
-
-    return multiply_and_sum
+def product(
+    op: str, a: torch.Tensor, w: torch.Tensor, a_scale: torch.Tensor, w_scale: torch.Tensor, *, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns the scaled product of one rank's operands of ``op``, [..., N]. The device must be current."""
+    rows, made = flat(a), a.new_empty((*a.shape[:-1], len(w)), dtype=dtype)
+    out, scales = flat(made), checked_scales(op, rows, w, flat_scale(a_scale), w_scale)
+    if why_not(rows, w, out):
+        out.copy_(rounded_product(rows, w, scales, dtype))
+    else:
+        scaled_gemm.bind(rows, w, out, scales)(torch.cuda.current_stream().cuda_stream)
+    return made

@@ -84,36 +84,50 @@ def fused_matmul_allreduce(
 
     Each rank's product is accumulated in fp32 (fp64 for fp64), in an order of the device's, and rounded to its dtype.
     Products and bias are added in fp32 in rank order and rounded once: ``graphar.reference.fused_matmul_allreduce``.
-    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective. For a
-    tensor the backward pass assumes that ranks compute the same loss, and does not communicate: a matmul and an
-    :func:`allreduce` give its gradient times the number of ranks. For a list gradients are summed.
+    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
+    makes the same calls in order. Differentiable: for a tensor, the backward pass assumes that all ranks compute the
+    same loss, as in tensor parallelism, and does not communicate. A matmul and an :func:`allreduce` give such a loss's
+    gradient times the number of ranks. For a list gradients are summed.
 
     Args:
-        a: this rank's [..., K], bf16, fp16, fp32 or fp64; for a list one per device. Ranks may differ in K only.
+        a: this rank's [..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn; for a list one per
+            device. Ranks may differ in K only.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
-        partition: "none": multiply, then sum. "tiles": one kernel does both, for 16 bits on sm_90 and N a multiple of
-            8; else as "none". "split_m", "split_n": rows of ``a`` or ``w`` are split; while one is summed, the next is
-            multiplied. "auto": "tiles" or "none", by the tuning table. "batch_invariant": as "auto", only with
-            graphar's matmul: a row's bits do not depend on M. "tp_invariant": the same bits on 1, 2, 4 and 8 ranks.
+        partition: "none": multiply, then sum. "tiles": one kernel does both, for bf16 and fp16 on sm_90 and N a
+            multiple of 8; else as "none". "split_m", "split_n": rows of ``a`` or ``w`` are split; while one is summed,
+            the next is multiplied. "auto": "tiles" or "none", by the tuning table. "batch_invariant": as "auto", only
+            with graphar's matmul: a row's bits do not depend on M. "tp_invariant": K in leaves, as a tree: the same
+            bits, also of gradients, on 1, 2, 4 and 8 ranks of equal K.
         num_partitions: of "split_m" and "split_n". None: 4, if there are as many rows.
-        codec: the format on the wire, a :class:`graphar.Codec` or its name, such as "int8". Partitions are encoded one
-            by one. For bf16, fp16 and fp32; not with "batch_invariant".
+        codec: the format on the wire, a :class:`graphar.Codec` or its name, such as "int8", partition by partition, as
+            by ``graphar.reference.quantized_allreduce``. For bf16, fp16 and fp32; not with "batch_invariant".
         epilogue: elementwise work on the fp32 sum and ``bias`` before they are rounded: a :class:`graphar.Epilogue`, or
             an expression or a function without arguments, such as "gelu(v)". row, col and index are positions in the
             result. With a bias, an epilogue has at most three tensors. Not with a codec, and not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: a tensor for the result, which shares no memory with the operands. Not differentiable.
-        prefetch: memory that the last all-reduce may bring into L2. Ignored in tiles, with a codec, bias or epilogue.
-        constant_weight: True promises that whatever wrote ``w`` has ended when the call is made, or a graph replayed.
-        a_scale: of ``a`` in torch.float8_e4m3fn: fp32 [M, 1] or a number, or [M, ceil(K / 128)] for blocks of 128.
-        w_scale: likewise [N, 1], [1, N] or a number, or [ceil(N / 128), ceil(K / 128)]. There are no gradients then.
-        out_dtype: of the result of operands with scales: torch.bfloat16, as None, or torch.float16.
+        prefetch: memory that is read next, on the device of ``a``. The last all-reduce may bring 4 MB of it into L2.
+            Ignored in tiles, and with a codec, a bias or an epilogue.
+        constant_weight: True promises that whatever wrote ``w`` has ended when the call is made, or a graph with it is
+            replayed (not just after an FSDP gather, an update, a cast or a copy). Skinny kernels then load it early.
+        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
+            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
+            ``graphar.reference.scaled_linear``, whatever the number of rows; there are no gradients. None: no scales.
+        w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
+            of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
+        out_dtype: with scales, the dtype of products and result, torch.bfloat16 or torch.float16. None: torch.bfloat16.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
+    Returns:
+        A contiguous tensor [..., N] with the dtype of ``a``, or with ``out_dtype``; for a list one per device; or
+        ``out``.
+
     Raises:
-        TypeError, ValueError, UnsupportedError: an argument breaks a rule, or no kernel can. Nothing was sent.
-        CommunicatorError, CollectiveTimeout: ranks made different calls, or one did not arrive in time.
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        UnsupportedError: partition is "batch_invariant" or "tp_invariant", and graphar's matmul cannot serve it.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     how = partition, num_partitions, codec, prefetch is None, bool(constant_weight), timeout_s, out_dtype
     is_scaled = a_scale is not None or w_scale is not None or out_dtype is not None
@@ -174,7 +188,8 @@ OP = Op(
     NAME,
     ["a", "w"],
     f"Tensor[] bias, str communicator, {matmul_sums.CUT}, float? timeout_s, "
-    f"{options.CODEC}, {options.EPILOGUE}, {options.PREFETCH}, bool constant_weight, {options.SCALES}, {options.AFTER}",
+    f"{options.CODEC}, {options.EPILOGUE}, {options.PREFETCH}, bool constant_weight, "
+    f"{options.SCALES}, {options.SCALED_DTYPE}, {options.AFTER}",
     _run,
     _fake,
     check=partial(matmul_sums.check_leaves, NAME),

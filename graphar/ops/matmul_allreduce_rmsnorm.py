@@ -11,6 +11,7 @@ import torch
 from graphar.ops import matmul_gradients, matmul_norms, options
 from graphar.ops.register import Op
 from graphar.ops.repeats import repeated
+from graphar.ops.scaled_operands import UNSCALED
 from graphar.runtime.registry import Group
 
 NAME = "fused_matmul_allreduce_residual_rmsnorm"
@@ -28,6 +29,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
     partition: str = "auto",
     group: Group = None,
     constant_weight: bool = False,
+    a_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
     timeout_s: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
@@ -42,6 +45,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
     partition: str = "auto",
     group: Group = None,
     constant_weight: bool = False,
+    a_scale: Sequence[torch.Tensor] | None = None,
+    w_scale: Sequence[torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
 def fused_matmul_allreduce_residual_rmsnorm(
@@ -55,6 +60,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
     partition="auto",
     group=None,
     constant_weight=False,
+    a_scale=None,
+    w_scale=None,
     timeout_s=None,
 ):
     """Returns the root-mean-square norm of the sum over all ranks of ``a @ w.T`` plus a residual, and that total.
@@ -71,11 +78,12 @@ def fused_matmul_allreduce_residual_rmsnorm(
     makes the same calls in the same order. Differentiable.
 
     Args:
-        a: this rank's [..., K], bf16, fp16 or fp32, or a list with one for each device of this process. Shapes are
-            equal on all ranks but for K.
+        a: this rank's [..., K], bf16, fp16 or fp32, or with scales torch.float8_e4m3fn, or a list with one for each
+            device of this process. Shapes are equal on all ranks but for K.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
-        residual: [..., N], of the dtype of ``a``, equal on every rank; it is not changed. For a list a list.
-        weight: [N], of the dtype of ``a``, equal on every rank. For a list a list.
+        residual: [..., N], of the dtype of ``a``, or with scales bf16 or fp16, equal on every rank; it is not changed.
+            For a list a list.
+        weight: [N], of the dtype of ``residual``, equal on every rank. For a list a list.
         eps: added to the mean square.
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
         partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for bf16
@@ -87,6 +95,12 @@ def fused_matmul_allreduce_residual_rmsnorm(
         constant_weight: True promises that whatever wrote ``w`` has ended when the call is made, or a graph with it is
             replayed. The kernel for at most 64 rows then loads ``w`` while the kernel before it may still run. Not for
             weights just gathered (FSDP), updated, cast or copied: results would be undefined. Ranks may differ in it.
+        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
+            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
+            ``graphar.reference.scaled_linear``, rounded to the dtype of ``residual``, which is bf16 or fp16; there are
+            no gradients. None: no scales.
+        w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
+            of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
@@ -99,10 +113,13 @@ def fused_matmul_allreduce_residual_rmsnorm(
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     constant = bool(constant_weight)
-    asked = (a, w, residual, weight), (eps, weight_offset, partition, timeout_s, constant), None
+    scaled = UNSCALED
+    if a_scale is not None or w_scale is not None:
+        scaled = matmul_norms.scaled(NAME, a, a_scale, w_scale, residual)
+    asked = (a, w, *scaled.scales, residual, weight), (eps, weight_offset, partition, timeout_s, constant), None
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return matmul_norms.call(OP, asked, group, constant_weight=constant)
+    return matmul_norms.call(OP, asked, group, scaled, constant_weight=constant)
 
 
 def _backward(ctx, gradients):
@@ -118,7 +135,7 @@ OP = Op(
     NAME,
     ["a", "w", "residual", "weight"],
     "float eps, float weight_offset, str communicator, str partition, float? timeout_s, bool constant_weight, "
-    f"{options.AFTER}",
+    f"{options.SCALES}, {options.AFTER}",
     partial(matmul_norms.run, NAME),
     matmul_norms.fake,
     check=partial(matmul_norms.check_leaves, NAME),

@@ -9,8 +9,9 @@ import torch
 from graphar.matmul import operands
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
-from graphar.ops import matmul_sums, norms
+from graphar.ops import matmul_sums, norms, scaled_operands
 from graphar.ops.register import Asked, Op
+from graphar.ops.scaled_operands import Scaled, scaled_of
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import owned_rows
@@ -25,37 +26,58 @@ PARTITIONS = ("auto", "tiles", "none", BATCH_INVARIANT, TP_INVARIANT)
 
 
 def check(
-    op: str, a, w, residual, weight, eps: object, weight_offset: object, partition: object, timeout_s: object
+    op: str, a, w, residual, weight, eps: object, weight_offset: object, partition: object, timeout_s, scaled: Scaled
 ) -> tuple[list[tuple], tuple[float, float]]:
     """Checks a call, all but the shapes of its residuals; returns the tensors of each rank, and the norm's numbers."""
     call_checks.check_call(op, "auto", timeout_s)
     if partition not in PARTITIONS:
         raise ValueError(f"{op}: partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
+    if not scaled.scales:
+        scaled_operands.check_not_needed(op, a)
     ranks = [(a, w, residual, weight)]
     if isinstance(a, (list, tuple)):
-        operands.check_operand_lists(op, a, w, None)
+        if not scaled.scales:
+            operands.check_operand_lists(op, a, w, None)
         for name, given in (("residual", residual), ("weight", weight)):
             tensor_checks.check_one_each(op, name, given, a, "a")
         ranks = list(zip(a, w, residual, weight, strict=True))
+    if scaled.scales:
+        _check_scaled(op, ranks, scaled, partition)
     for of_rank in ranks:
-        _check_rank(op, *of_rank)
+        _check_rank(op, *of_rank, bool(scaled.scales))
     return ranks, (norms.check_number(op, "eps", eps), norms.check_number(op, "weight_offset", weight_offset))
 
 
-def _check_rank(op: str, a: torch.Tensor, w: object, residual: object, weight: object) -> None:
-    operands.check_operands(op, a, w, None)
-    if a.dtype not in TYPE_NAMES:
+def _check_scaled(op: str, ranks: Sequence[tuple], scaled: Scaled, partition: str) -> None:
+    """Checks the operands of a call with scales, whose results have the dtype of the residuals."""
+    for _, _, residual, weight in ranks:
+        for name, x in (("residual", residual), ("weight", weight)):
+            tensor_checks.check_tensor(op, name, x)
+            scaled_operands.check_no_gradient(op, name, x)
+        if residual.dtype != scaled.dtype or scaled.dtype not in scaled_operands.RESULT_DTYPES:
+            raise ValueError(f"{op}: with scales residual must be bfloat16 or float16, got {residual.dtype}")
+    a, w, *_ = zip(*ranks, strict=True)
+    scaled_operands.check(op, list(a), list(w), None, scaled, partition)
+
+
+def _check_rank(op: str, a: torch.Tensor, w: object, residual: object, weight: object, has_scales: bool) -> None:
+    if not has_scales:
+        operands.check_operands(op, a, w, None)
+    if not has_scales and a.dtype not in TYPE_NAMES:
         raise ValueError(f"{op}: a must be bfloat16, float16 or float32, got {a.dtype}")
     if not w.shape[0]:
         raise ValueError(f"{op}: w must have rows, got the shape {list(w.shape)}")
-    norms.check_beside(op, "weight", weight, (w.shape[0],), a)
+    norms.check_beside(op, "weight", weight, (w.shape[0],), a, residual.dtype if has_scales else None)
 
 
-def check_residuals(op: str, ranks: Sequence[tuple], lengths: Sequence[int] | None = None) -> None:
-    """Raises unless each rank's residual fits its product, or the part of it that has one of ``lengths``."""
+def check_residuals(op: str, ranks: Sequence[tuple], lengths: Sequence[int] | None, dtype: torch.dtype | None) -> None:
+    """Raises unless each rank's residual fits its product, or the part of it that has one of ``lengths``.
+
+    Its dtype is that of ``a``, or ``dtype`` if that is not None.
+    """
     for at, (a, w, residual, _) in enumerate(ranks):
         rows = a.shape[:-1] if lengths is None else (lengths[at], *a.shape[1:-1])
-        norms.check_beside(op, "residual", residual, (*rows, w.shape[0]), a)
+        norms.check_beside(op, "residual", residual, (*rows, w.shape[0]), a, dtype)
 
 
 def check_leaves(op: str, engine: Engine, a, w, residual, weight, given) -> None:
@@ -72,17 +94,23 @@ def check_parts(op: str, engine: Engine, *lists_and_given) -> None:
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def call(op: Op, asked: Asked, group: Group, **more):
+def scaled(op: str, a, a_scale: object, w_scale: object, residual: object) -> Scaled:
+    """Returns the scales of a call that has some; its results have the dtype of the residual."""
+    first = residual[0] if isinstance(residual, (list, tuple)) and residual else residual
+    return scaled_of(op, a, a_scale, w_scale, None)._replace(dtype=getattr(first, "dtype", None))
+
+
+def call(op: Op, asked: Asked, group: Group, scaled: Scaled, **more):
     """Makes a call as the user asked for it, and returns its results as users get them.
 
     ``more`` are further arguments of the op.
     """
-    (a, w, residual, weight), (eps, weight_offset, partition, timeout_s, *_), _ = asked
-    ranks, numbers = check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s)
+    (a, w, *_, residual, weight), (eps, weight_offset, partition, timeout_s, *_), _ = asked
+    ranks, numbers = check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s, scaled)
     where, lengths = norms.place(op, "a", a, group, partition == TP_INVARIANT)
-    check_residuals(op.name, ranks, lengths)
+    check_residuals(op.name, ranks, lengths, scaled.dtype)
     norms.prepare_gradients(op.name, ranks)
-    how = where | {"partition": partition, "timeout_s": timeout_s} | more
+    how = where | {"partition": partition, "timeout_s": timeout_s, "scales": list(scaled.scales)} | more
     return norms.make(op, (a, w, residual, weight), ranks, numbers, how, asked, group)
 
 
@@ -105,9 +133,10 @@ def run(op: str, engine: Engine, a, w, residual, weight, outs, given):
     numbers = given.eps, given.weight_offset
     constant = getattr(given, "constant_weight", False)
     how = {"partition": given.partition, "norm": numbers, "constant_weight": constant}
+    if given.scales:
+        how["scales"] = scaled_operands.format_of(op, a, w, given.scales)
     work = Product(op, tuple(counts), w[0].shape[0], **how)
-    ranks = [
-        Operands(of_rank, results)
-        for of_rank, results in zip(zip(a, w, residual, weight, strict=True), outs, strict=True)
-    ]
-    return engine.run(Call.of(work, a[0], timeout_s=given.timeout_s), ranks), ranks
+    ranks = []
+    for rank, (x, matrix, *beside, results) in enumerate(zip(a, w, residual, weight, outs, strict=True)):
+        ranks.append(Operands((x, matrix, *given.scales[2 * rank : 2 * rank + 2], *beside), results))
+    return engine.run(Call.of(work, residual[0], timeout_s=given.timeout_s), ranks), ranks

@@ -76,35 +76,52 @@ def fused_matmul_reducescatter(
     ``graphar.reference.fused_matmul_reducescatter`` is the specification, except for the order in which a product is
     accumulated, which depends on the device.
 
-    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective.
+    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
+    makes the same calls in the same order.
 
     Differentiable: the gradients of all parts are gathered and multiplied by a :func:`fused_allgather_matmul`, and a
     matmul gives the gradient of ``w``. The gradient of ``bias`` covers only this rank's part. If ``bias`` is one
     parameter of all ranks, sum its gradients.
 
     Args:
-        a: this rank's [M, ..., K], bf16, fp16, fp32 or fp64, or a list with one for each device of this process. Shapes
-            are equal on all ranks but for K.
-        w: this rank's [N, K], as torch.nn.Linear stores it. The transpose of a [K, N] tensor is not copied.
+        a: this rank's [M, ..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn; or a list with one for
+            each device of this process. Shapes are equal on all ranks but for K.
+        w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
-        partition: as of :func:`fused_matmul_allreduce`. "split_m" splits each rank's part of the rows of ``a``. With
-            "tp_invariant", ``bias`` gets the gradient of all ranks' rows, whose number must be a multiple of 8.
+        partition: "none": multiply, then sum. "tiles": one kernel does both, for bf16 and fp16 on sm_90 and N a
+            multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is split into
+            partitions, so that all ranks receive rows of each; "split_n": the rows of ``w`` are split. While one
+            partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
+            "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
+            number of rows; not with a codec.
+            "tp_invariant": leaves of K added in fp32 as a tree and rounded once, as by :func:`fused_matmul_allreduce`;
+            ``bias`` then gets the gradient of all ranks' rows, whose number must be a multiple of 8.
         num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
-        codec: the format on the wire, a :class:`graphar.Codec` or its name, such as "int8": fewer bits, less precision.
-            Each partition is encoded separately; the sum is rounded only to the dtype. For bf16, fp16 and fp32.
+        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
+            precision. Each rank's product is rounded once, part by part; the sum is rounded only to the
+            dtype. Each partition is encoded separately, so partitions change bits. For bf16, fp16 and fp32.
         epilogue: elementwise work on this rank's part of the fp32 sum and ``bias`` before they are rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". row, col and
             index are positions in that part, and tensors have its shape. With a bias, an epilogue has at most three
             tensors. Not with a codec, and not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        a_scale: of ``a`` in torch.float8_e4m3fn: see :func:`fused_matmul_allreduce`.
-        w_scale: of ``w``, likewise.
-        out_dtype: of the result of operands with scales: torch.bfloat16, as None, or torch.float16.
+        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
+            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
+            ``graphar.reference.scaled_linear``, whatever the number of rows; there are no gradients. None: no scales.
+        w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
+            of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
+        out_dtype: with scales, the dtype of products and result, torch.bfloat16 or torch.float16. None: torch.bfloat16.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
+    Returns:
+        A contiguous tensor [M_r, ..., N] with the dtype of ``a``, or with ``out_dtype``, where M_r is the length of
+        this rank's part; for a list one per device.
+
     Raises:
-        TypeError, ValueError, UnsupportedError: an argument breaks a rule, or no kernel can. Nothing was sent.
-        CommunicatorError, CollectiveTimeout: ranks made different calls, or one did not arrive in time.
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        UnsupportedError: partition is "batch_invariant" or "tp_invariant", and graphar's matmul cannot serve it.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     how, scaled = (partition, num_partitions, codec, bias is None, timeout_s), UNSCALED
     if a_scale is not None or w_scale is not None or out_dtype is not None:
@@ -172,7 +189,7 @@ OP = Op(
     NAME,
     ["a", "w"],
     f"Tensor[] bias, str communicator, int rank, SymInt[] sizes, {matmul_sums.CUT}, float? timeout_s, "
-    f"{options.CODEC}, {options.EPILOGUE}, {options.SCALES}, {options.AFTER}",
+    f"{options.CODEC}, {options.EPILOGUE}, {options.SCALES}, {options.SCALED_DTYPE}, {options.AFTER}",
     _run,
     _fake,
     check=_check,

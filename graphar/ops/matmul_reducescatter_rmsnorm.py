@@ -11,6 +11,7 @@ import torch
 from graphar.ops import matmul_gradients, matmul_norms, options
 from graphar.ops.register import Op
 from graphar.ops.repeats import repeated
+from graphar.ops.scaled_operands import UNSCALED
 from graphar.runtime.registry import Group
 
 NAME = "fused_matmul_reducescatter_residual_rmsnorm"
@@ -27,6 +28,8 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     weight_offset: float = 0.0,
     partition: str = "auto",
     group: Group = None,
+    a_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
     timeout_s: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
@@ -40,10 +43,23 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     weight_offset: float = 0.0,
     partition: str = "auto",
     group: Group = None,
+    a_scale: Sequence[torch.Tensor] | None = None,
+    w_scale: Sequence[torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
 def fused_matmul_reducescatter_residual_rmsnorm(
-    a, w, residual, weight, eps=1e-6, *, weight_offset=0.0, partition="auto", group=None, timeout_s=None
+    a,
+    w,
+    residual,
+    weight,
+    eps=1e-6,
+    *,
+    weight_offset=0.0,
+    partition="auto",
+    group=None,
+    a_scale=None,
+    w_scale=None,
+    timeout_s=None,
 ):
     """Returns the root-mean-square norm of this rank's rows of the sum of ``a @ w.T`` plus a residual, and that total.
 
@@ -60,12 +76,12 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     Differentiable.
 
     Args:
-        a: this rank's [M, ..., K], bf16, fp16 or fp32, or a list with one for each device of this process. Shapes are
-            equal on all ranks but for K.
+        a: this rank's [M, ..., K], bf16, fp16 or fp32, or with scales torch.float8_e4m3fn, or a list with one for each
+            device of this process. Shapes are equal on all ranks but for K.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
-        residual: [M_r, ..., N], this rank's rows, of the dtype of ``a``; it is not changed. M_r is the length of this
-            rank's part. For a list a list.
-        weight: [N], of the dtype of ``a``. For a list a list.
+        residual: [M_r, ..., N], this rank's rows, of the dtype of ``a``, or with scales bf16 or fp16; it is not
+            changed. M_r is the length of this rank's part. For a list a list.
+        weight: [N], of the dtype of ``residual``. For a list a list.
         eps: added to the mean square.
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
         partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for bf16
@@ -74,6 +90,12 @@ def fused_matmul_reducescatter_residual_rmsnorm(
             number of rows. "tp_invariant": leaves of K added in fp32 as a tree, and the residual to that sum, rounded
             once: the same bits, also of gradients, on 1, 2, 4 and 8 ranks, with equal K.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
+            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
+            ``graphar.reference.scaled_linear``, rounded to the dtype of ``residual``, which is bf16 or fp16; there are
+            no gradients. None: no scales.
+        w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
+            of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
@@ -85,10 +107,13 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    asked = (a, w, residual, weight), (eps, weight_offset, partition, timeout_s), None
+    scaled = UNSCALED
+    if a_scale is not None or w_scale is not None:
+        scaled = matmul_norms.scaled(NAME, a, a_scale, w_scale, residual)
+    asked = (a, w, *scaled.scales, residual, weight), (eps, weight_offset, partition, timeout_s), None
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return matmul_norms.call(OP, asked, group)
+    return matmul_norms.call(OP, asked, group, scaled)
 
 
 def _backward(ctx, gradients):
@@ -103,7 +128,7 @@ OP = Op(
     NAME,
     ["a", "w", "residual", "weight"],
     "float eps, float weight_offset, str communicator, int rank, SymInt[] sizes, str partition, float? timeout_s, "
-    f"{options.AFTER}",
+    f"{options.SCALES}, {options.AFTER}",
     partial(matmul_norms.run, NAME),
     matmul_norms.fake,
     check=partial(matmul_norms.check_parts, NAME),

@@ -77,12 +77,15 @@ def check(
     return output_of(op, x.dtype, x.shape[-1], out_dtype, scale, group_size)
 
 
-def check_beside(op: str, name: str, given: object, shape: Sequence[int], x: torch.Tensor) -> None:
-    """Raises unless ``given`` is a tensor of that shape with the dtype and device of ``x``."""
+def check_beside(
+    op: str, name: str, given: object, shape: Sequence[int], x: torch.Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Raises unless ``given`` is a tensor of that shape with the device of ``x``, and ``dtype``, or that of ``x``."""
     tensor_checks.check_tensor(op, name, given)
-    if (tuple(given.shape), given.dtype, given.device) != (tuple(shape), x.dtype, x.device):
+    dtype = dtype or x.dtype
+    if (tuple(given.shape), given.dtype, given.device) != (tuple(shape), dtype, x.device):
         raise ValueError(
-            f"{op}: {name} must be {list(shape)} {x.dtype} on {x.device}, got {list(given.shape)} {given.dtype} "
+            f"{op}: {name} must be {list(shape)} {dtype} on {x.device}, got {list(given.shape)} {given.dtype} "
             f"on {given.device}"
         )
 
@@ -153,7 +156,7 @@ def make(op: Op, tensors: tuple, ranks: Sequence[tuple], numbers: tuple[float, f
     in_list = isinstance(tensors[0], (list, tuple))
     name = engine_name(group, op.name, alone=how.get("partition") == TP_INVARIANT and not in_list)
     how |= {"eps": numbers[0], "weight_offset": numbers[1], "communicator": name}
-    plain = not in_list and all(map(is_plain, ranks[0]))
+    plain = not in_list and all(map(is_plain, (*ranks[0], *how.get("scales", ()))))
     found = op(*tensors, *op.arguments(**how), plain=plain, asked=asked)
     return by_result(found, len(ranks) if in_list else None)
 

@@ -26,7 +26,8 @@ CODEC = "str codec"
 ORDER = "str order, ScalarType? out_dtype"
 PREFETCH = "Tensor[] prefetch"
 AFTER = "Tensor[] after"
-SCALES = "Tensor[] scales, ScalarType? scaled_dtype"
+SCALES = "Tensor[] scales"
+SCALED_DTYPE = "ScalarType? scaled_dtype"
 
 
 class EpilogueOption(NamedTuple):

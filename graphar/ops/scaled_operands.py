@@ -82,11 +82,15 @@ def _check_rank(op: str, a: object, w: object, bias: object, scaled: Scaled, ran
         if x is None:
             continue
         check_strided(op, name, x)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{op}: products of {FP8} have no gradients, but {name} requires one; use torch.no_grad()")
+        check_no_gradient(op, name, x)
     if a.ndim < 1:
         raise ValueError(f"{op}: a must have 1 or more dimensions, got []")
     fp8_products.check_operands(op, flat(a), w, bias, scaled.dtype)
+
+
+def check_no_gradient(op: str, name: str, x: torch.Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: products of {FP8} have no gradients, but {name} requires one; use torch.no_grad()")
 
 
 def format_of(op: str, a: Sequence[torch.Tensor], w: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> str:

@@ -251,6 +251,11 @@ class Product(NamedTuple):
         return f"after products of e4m3 operands with scales of {self.scales}" if self.scales else ""
 
     @property
+    def product_inputs(self) -> int:
+        """How many of a rank's inputs, the first ones, are of its product: ``a`` and ``w``, and their scales."""
+        return 4 if self.scales else 2
+
+    @property
     def scattered(self) -> bool:
         """Whether each rank gets its own rows of the sum only."""
         return self.op in (MATMUL_REDUCESCATTER, f"{MATMUL_REDUCESCATTER}_residual_rmsnorm")
