@@ -107,7 +107,7 @@ def _replace_matmul(graph: Graph, node: Node) -> None:
     a, w, bias = _operands(node)
     with graph.inserting_before(node):
         w = w if node.target is _aten.linear.default else stored(graph, w)
-        new = graph.call_function(LINEAR, (a, w, bias, 1, None, ""))
+        new = graph.call_function(LINEAR, (a, w, bias, 1, None, "", None, None))
     new.meta = node.meta
     new.meta.pop("eager_input_vals", None)
     node.replace_all_uses_with(new)
@@ -122,7 +122,7 @@ def _replace_bias_gradient(graph: Graph, total: Node) -> None:
         like = dy.meta["val"]
         ones = call(graph, _aten.full.default, ([1, first_size(graph, dy)], 1), like.new_ones((1, like.shape[0])))
         ones.kwargs = {"dtype": kind.dtype, "device": kind.device, "pin_memory": False}
-        added = rows.called(graph, LINEAR, (ones, stored(graph, dy), None, LEAVES, torch.float32, ""))
+        added = rows.called(graph, LINEAR, (ones, stored(graph, dy), None, LEAVES, torch.float32, "", None, None))
         new = rows.called(graph, _aten.reshape.default, (added, list(value.shape)))
         if value.dtype != torch.float32:
             new = rows.called(graph, torch.ops.prims.convert_element_type.default, (new, value.dtype))

@@ -100,13 +100,23 @@ def choose(one: MatmulOperands) -> MatmulChoice:
 
 
 def product(
-    op: str, a: torch.Tensor, w: torch.Tensor, a_scale: torch.Tensor, w_scale: torch.Tensor, *, dtype: torch.dtype
+    op: str,
+    a: torch.Tensor,
+    w: torch.Tensor,
+    a_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Returns the scaled product of one rank's operands of ``op``, [..., N]. The device must be current."""
     rows, made = flat(a), a.new_empty((*a.shape[:-1], len(w)), dtype=dtype)
     out, scales = flat(made), checked_scales(op, rows, w, flat_scale(a_scale), w_scale)
+    if not out.numel():
+        return made
     if why_not(rows, w, out):
-        out.copy_(rounded_product(rows, w, scales, dtype))
+        out.copy_(rounded_product(rows, w, scales, dtype, bias))
     else:
-        scaled_gemm.bind(rows, w, out, scales)(torch.cuda.current_stream().cuda_stream)
+        bias = None if bias is None else bias.contiguous()
+        scaled_gemm.bind(rows, w, out, scales, bias)(torch.cuda.current_stream().cuda_stream)
     return made

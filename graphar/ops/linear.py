@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import torch
 
-from graphar.matmul import leaf_products, operands
+from graphar.matmul import leaf_products, operands, scaled_sums
 from graphar.numerics import leaf_tree
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import parts
+from graphar.ops import parts, scaled_operands
 from graphar.ops.register import library, op_named
+from graphar.ops.scaled_operands import scaled_of
 from graphar.plan.work import MATMUL_ALLREDUCE
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "linear"
 
 # ``leaves`` and ``out_dtype`` are those of leaf_products.product. ``communicator`` is of the ranks between which the
-# rows of ``w`` are divided, or an empty string.
+# rows of ``w`` are divided, or an empty string. The scales are those of operands in e4m3.
 library.define(
-    "linear(Tensor a, Tensor w, Tensor? bias, int leaves, ScalarType? out_dtype, str communicator) -> Tensor"
+    "linear(Tensor a, Tensor w, Tensor? bias, int leaves, ScalarType? out_dtype, str communicator, "
+    "Tensor? a_scale, Tensor? w_scale) -> Tensor"
 )
 
 
-def linear(a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, group: Group = None) -> torch.Tensor:
+def linear(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Group = None,
+    a_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Returns ``a @ w.T + bias``: the same bits for every number of rows, of features, and of ranks that divide them.
 
     The product is accumulated in fp32 in the order of K, 16 columns at a time, and rounded once after the bias was
@@ -33,26 +44,38 @@ def linear(a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *
     It is the column-parallel layer of tensor-parallel invariance: with a ``group``, each rank has its own features. The
     forward pass does not communicate.
 
-    Differentiable. The gradient of ``a`` is a sum over features, of which the whole layer has 8 leaves of equal length:
+    With scales the product is that of ``graphar.reference.scaled_linear``, and has no gradients. Others are
+    differentiable. The gradient of ``a`` is a sum over features, of which the whole layer has 8 leaves of equal length:
     they are added in fp32 as a binary tree, with a ``group`` by :func:`graphar.fused_matmul_allreduce` with
     ``partition="tp_invariant"``, and rounded once. That of ``w`` is added in the order of rows, and that of ``bias`` as
     8 leaves of rows. The backward pass assumes that all ranks of the group have the same ``a``.
 
     Args:
-        a: [..., K], bf16, fp16 or fp32; on a GPU bf16 or fp16. Equal on all ranks of the group.
+        a: [..., K], bf16, fp16 or fp32; on a GPU bf16 or fp16. With scales torch.float8_e4m3fn. Equal on all ranks of
+            the group.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. For a gradient of ``a``, the features of all ranks
             must be a multiple of 8, equally many on each.
-        bias: this rank's [N]. None: no bias.
+        bias: this rank's [N], of the dtype of the result. None: no bias.
         group: the ranks between which the features are divided: a process group, 1-D DeviceMesh or Communicator.
             None: this rank has all features.
+        a_scale: fp32 scales of ``a``, with any strides: of rows [..., 1], or one number; of blocks of 128 columns
+            [..., ceil(K / 128)]. None: no scales.
+        w_scale: fp32 scales of ``w``, of the same format: of rows [N, 1], [1, N], or one number; of blocks of 128 x 128
+            [ceil(N / 128), ceil(K / 128)].
+        out_dtype: with scales, the dtype of the result, torch.bfloat16 or torch.float16. None: torch.bfloat16.
 
     Returns:
-        A new tensor [..., N] with the dtype of ``a``.
+        A new tensor [..., N] with the dtype of ``a``, or with ``out_dtype``.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule, or the group has 3, 5, 6 or 7 ranks.
-        UnsupportedError: the tensors are on a GPU, and graphar's matmul kernel does not serve them.
+        UnsupportedError: the tensors are on a GPU, without scales, and graphar's matmul kernel does not serve them.
     """
+    if a_scale is not None or w_scale is not None or out_dtype is not None:
+        scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
+        scaled_operands.check(NAME, a, w, bias, scaled, "auto")
+        return torch.ops.graphar.linear(a, w, bias, 1, scaled.dtype, "", *scaled.scales)
+    scaled_operands.check_not_needed(NAME, a)
     operands.check_operands(NAME, a, w, bias)
     if a.dtype not in TYPE_NAMES:
         raise ValueError(f"{NAME}: a must be bfloat16, float16 or float32, got {a.dtype}")
@@ -60,10 +83,15 @@ def linear(a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *
     leaf_tree.check_ranks(NAME, ranks)
     if a.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns(NAME, len(w), ranks, "features")
-    return torch.ops.graphar.linear(a, w, bias, 1, None, "" if group is None else engine_name(group, NAME))
+    return torch.ops.graphar.linear(a, w, bias, 1, None, "" if group is None else engine_name(group, NAME), None, None)
 
 
-def _linear(a, w, bias, leaves: int, out_dtype: torch.dtype | None, communicator: str) -> torch.Tensor:
+def _linear(
+    a, w, bias, leaves: int, out_dtype: torch.dtype | None, communicator: str, a_scale, w_scale
+) -> torch.Tensor:
+    if a_scale is not None:
+        with torch.cuda.device_of(a):
+            return scaled_sums.product(NAME, a, w, a_scale, w_scale, bias, dtype=out_dtype)
     found = leaf_products.product(NAME, operands.flat(a), w, leaves, bias=bias, out_dtype=out_dtype)
     return found.view(*a.shape[:-1], len(w))
 
@@ -73,7 +101,7 @@ for _key in ("CPU", "CUDA"):
 
 
 @torch.library.register_fake("graphar::linear", lib=library)
-def _(a, w, bias, leaves, out_dtype, communicator):
+def _(a, w, bias, leaves, out_dtype, communicator, a_scale, w_scale):
     return a.new_empty((*a.shape[:-1], w.shape[0]), dtype=out_dtype)
 
 
@@ -82,12 +110,12 @@ def _(a, w, bias, leaves, out_dtype, communicator):
 
 def of_input(dy: torch.Tensor, w: torch.Tensor, leaves: int = 1) -> torch.Tensor:
     """Returns ``dy @ w``: the gradient of a layer's input, whose sum over features has so many leaves."""
-    return torch.ops.graphar.linear(dy, w.t(), None, leaves, None, "")
+    return torch.ops.graphar.linear(dy, w.t(), None, leaves, None, "", None, None)
 
 
 def of_weight(dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of a weight: the sum over rows of their outer products, in the order of the rows."""
-    return torch.ops.graphar.linear(operands.flat(dy).t(), operands.flat(a).t(), None, 1, None, "")
+    return torch.ops.graphar.linear(operands.flat(dy).t(), operands.flat(a).t(), None, 1, None, "", None, None)
 
 
 def of_bias(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
@@ -98,11 +126,11 @@ def of_bias(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
     dy = operands.flat(dy)
     leaf_tree.check_rows(NAME, len(dy), ranks)
     ones = dy.new_ones(1, len(dy))
-    return torch.ops.graphar.linear(ones, dy.t(), None, LEAVES // ranks, torch.float32, "").squeeze(0)
+    return torch.ops.graphar.linear(ones, dy.t(), None, LEAVES // ranks, torch.float32, "", None, None).squeeze(0)
 
 
 def _keep(ctx, inputs, output) -> None:
-    a, w, bias, _, _, ctx.communicator = inputs
+    a, w, bias, _, _, ctx.communicator, *_ = inputs
     ctx.save_for_backward(a, w)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
@@ -118,7 +146,7 @@ def _backward(ctx, dy):
     elif needs_a:
         of_a = of_input(dy, w, LEAVES)
     of_w = of_weight(dy, a) if needs_w else None
-    return of_a, of_w, of_bias(dy).to(ctx.bias_dtype) if needs_bias else None, None, None, None
+    return of_a, of_w, of_bias(dy).to(ctx.bias_dtype) if needs_bias else None, *[None] * 5
 
 
 torch.library.register_autograd("graphar::linear", _backward, setup_context=_keep, lib=library)

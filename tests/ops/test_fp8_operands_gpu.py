@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -96,6 +98,48 @@ def test_explain_names_the_scaled_matmul():
     assert "scaled matmul" in str(graphar.explain(graphar.fused_matmul_allreduce, [a], [w], **lists))
 
 
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("of", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear_is_the_scaled_matmul_for_every_number_of_rows(of, shape):
+    a, w, scales = operands(0, of, *shape)
+    bias = drawn(40, shape[1]).half()
+    last = {"a_scale": scales["a_scale"][-1:] if scales["a_scale"].ndim else scales["a_scale"]}
+
+    found = graphar.linear(a, w, bias, **scales, out_dtype=torch.float16)
+
+    assert same_bits(found, scaled_matmul(a, w, bias=bias, out_dtype=torch.float16, **scales)) == 0
+    alone = graphar.linear(a[-1:], w, bias, **(scales | last), out_dtype=torch.float16)
+    assert same_bits(alone, found[-1:]) == 0
+
+
+def normed(partials, rank, op, shape):
+    """What a rank gets of an op with a norm, beside the tensors that it takes."""
+    residual, weight = drawn(50, *shape[:2]).bfloat16(), drawn(51, shape[1]).bfloat16()
+    wanted = reference.allreduce_residual_rmsnorm(partials, residual, weight)
+    if "reducescatter" in op:
+        residual = residual.tensor_split(len(partials))[rank].contiguous()
+        wanted = [one.tensor_split(len(partials))[rank] for one in wanted]
+    return wanted, (residual, weight)
+
+
+NORMED = [f"{op}_residual_rmsnorm" for op in OPS]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("op", NORMED)
+@pytest.mark.parametrize("of", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_single_rank_gets_the_norm_of_the_scaled_matmul(op, of, shape):
+    a, w, scales = operands(0, of, *shape)
+    wanted, (residual, weight) = normed([scaled_matmul(a, w, **scales)], 0, op, shape)
+    lists = {name: [one] for name, one in scales.items()}
+
+    for partition in ("auto", "none"):
+        found = getattr(graphar, op)([a], [w], [residual], [weight], partition=partition, **lists)
+        assert [same_bits(one[0], of_rank) for one, of_rank in zip(found, wanted, strict=True)] == [0, 0]
+
+
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
@@ -118,6 +162,18 @@ def wrong_elements(rank, world_size):
                     captured = call(a, w, **scales)
                 graph.replay()
                 wrong.append(same_bits(captured, wanted))
+    return wrong + wrong_elements_of_norms(rank, world_size)
+
+
+def wrong_elements_of_norms(rank, world_size):
+    wrong = []
+    for op, of, shape in itertools.product(NORMED, FORMATS, SHAPES):
+        of_ranks = [operands(one, of, *shape) for one in range(world_size)]
+        wanted, beside = normed([scaled_matmul(a, w, **scales) for a, w, scales in of_ranks], rank, op, shape)
+        a, w, scales = of_ranks[rank]
+        for _ in range(4):
+            found = getattr(graphar, op)(a, w, *beside, **scales)
+            wrong += [same_bits(*pair) for pair in zip(found, wanted, strict=True)]
     return wrong
 
 
