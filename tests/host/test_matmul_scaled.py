@@ -184,12 +184,29 @@ def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():
 SCALED, PIPELINE = "device/matmul/scaled_products.cuh", "device/matmul/pipeline.cuh"
 TWO, ONE = MatmulTile(64, 128, 2), MatmulTile(128, 192, 2)  # accumulators of blocks
 QUEUED = "multiplier.queue_place(operands, at, it.sums, 0);"
+GOES_ON = "multiplier.queue_place(operands, at, it.sums, at.use + at.place);"
 WAIT = "    wait_for_all_but_last_products(it.sums);\n    multiplier.release(it.place);\n"
-LAST = "    multiplier.finish(it.sums, it.place);\n    add(it, totals);\n"
+LAST = "    multiplier.finish(it.sums, it.place);\n    add(it, scales, totals);\n"
+TAKE = """          of[half][i] = __fmul_rn(of_row, __shfl_sync(0xffffffff, loaded[odd], 16 + i));
+      }
+      load_next(odd);
+    }
+"""
+ADD = """
+    __device__ __forceinline__ float add(int i, float sum, float total) const {
+      return __fmaf_rn(sum, of[i / 2 % 2][2 * i / width], total);
+    }
+"""
 MUTANTS_OF_INTEGERS = {
-    "scales of the row eight above": (TWO, "RowScales", "+ 8 * half;", "+ 0 * half;"),
-    "a block's scale of the row eight above": (TWO, "BlockScales", "+ 8 * half;", "+ 0 * half;"),
+    "scales of the row eight above": (TWO, "RowScales", "min(mine + 8 * half,", "min(mine + 0 * half,"),
+    "a block's scale of the row eight above": (TWO, "BlockScales", "row + 8 * half)", "row + 0 * half)"),
     "scales of the rows of another warpgroup": (ONE, "RowScales", "64 * Tile::warpgroup(index)", "64 * (index ^ 1)"),
+    "a block's scales of the rows of another warp": (
+        TWO,
+        "BlockScales",
+        "threadIdx.x / 32 % 4 * 16;",
+        "threadIdx.x / 32 % 2 * 16;",
+    ),
     "scales of the columns of another thread": (
         TWO,
         "RowScales",
@@ -201,35 +218,63 @@ MUTANTS_OF_INTEGERS = {
     "scales of weights a block of columns off": (
         ONE,
         "BlockScales",
-        "min(column + 64 * box, a.n - 1)",
-        "min(column + 128 * box, a.n - 1)",
+        "min(lane - 16, count - 1) * width",
+        "min(lane - 16, count - 1) * 128",
     ),
     "scales of weights in blocks of 64": (ONE, "BlockScales", "rows = 128;", "rows = 64;"),
+    "the first scale of weights for all columns": (ONE, "BlockScales", "16 + i)", "16)"),
+    "the scale of a row for that of weights": (TWO, "BlockScales", "16 + i)", "15 + i)"),
     "scales of the block before": (
         TWO,
         "BlockScales",
-        "it.scales.load(a, row, column, multiplier.index, block);",
-        "it.scales.load(a, row, column, multiplier.index, block ? block - 1 : 0);",
+        "      next += stride;",
+        "      if (left % 2) next += 2 * stride;",
     ),
-    "the scales of two accumulators exchanged": (
+    "the first block's scales for all": (ONE, "BlockScales", "      next += stride;", ""),
+    "weights' scales a row's stride apart": (
         TWO,
         "BlockScales",
-        "queue(operands, at, odd, block);\n        add_all_but_last(even, totals);\n        queue",
-        "queue(operands, at, odd, block);\n        even.scales = odd.scales;\n"
-        "        add_all_but_last(even, totals);\n        queue",
+        "stride = a.w_scale_block;",
+        "stride = a.a_scale_block;",
     ),
-    "the last block's scale used again": (
+    "scales of the next block but one": (
         TWO,
         "BlockScales",
-        "add_all_but_last(even, totals);\n        add_last(odd, totals);",
-        "add_all_but_last(even, totals);\n        odd.scales = even.scales;\n        add_last(odd, totals);",
+        TAKE,
+        """          (void)of_row;
+      }
+      load_next(odd);
+      for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < int(count); ++i)
+          of[half][i] = __fmul_rn(__shfl_sync(0xffffffff, loaded[odd], row + 8 * half),
+                                  __shfl_sync(0xffffffff, loaded[odd], 16 + i));
+    }
+""",
     ),
-    "a block that goes on from the sums of the one before": (TWO, "RowScales", QUEUED, QUEUED.replace("0)", "block)")),
+    "the scales of even and odd blocks exchanged": (
+        TWO,
+        "BlockScales",
+        "add_all_but_last(even, scales, 0, totals);\n        queue",
+        "add_all_but_last(even, scales, 1, totals);\n        queue",
+    ),
+    "the last block's scales used again": (
+        TWO,
+        "BlockScales",
+        "add_all_but_last(even, scales, 0, totals);\n        add_last(odd, scales, 1, totals);",
+        "add_all_but_last(even, scales, 0, totals);\n        add_last(odd, scales, 0, totals);",
+    ),
+    "an only accumulator with the scales of the block before": (
+        ONE,
+        "BlockScales",
+        "add_last(only, scales, 1, totals);",
+        "add_last(only, scales, 0, totals);",
+    ),
+    "a block that goes on from the sums of the one before": (TWO, "RowScales", QUEUED, GOES_ON),
     "an only accumulator that goes on from the block before": (
         ONE,
         "RowScales",
         QUEUED,
-        QUEUED.replace("0)", "block)"),
+        GOES_ON,
     ),
     "totals that go on from the tile before": (
         TWO,
@@ -254,7 +299,7 @@ MUTANTS_OF_INTEGERS = {
         ONE,
         "RowScales",
         LAST,
-        "    add(it, totals);\n    multiplier.finish(it.sums, it.place);\n",
+        "    add(it, scales, totals);\n    multiplier.finish(it.sums, it.place);\n",
     ),
 }
 # Random data tell an order of additions, and where a scale is multiplied.
@@ -262,9 +307,11 @@ MUTANTS_OF_ORDER = {
     "promotion left out: a single sum in the tensor core": (
         ONE,
         "RowScales",
-        "queue(operands, at, only, block);\n        add_last(only, totals);",
-        "multiplier.queue_place(operands, at, only.sums, block);\n        multiplier.finish(only.sums, at.place);\n"
-        "        at.next();\n        if (block + 1 == blocks) add(only, totals);",
+        "for (u32 block = 0; block < blocks; block += 2) {\n        queue(operands, at, only);\n",
+        "for (u32 block = 0; block < blocks; ++block) {\n"
+        "        multiplier.queue_place(operands, at, only.sums, block);\n"
+        "        multiplier.finish(only.sums, at.place);\n        at.next();\n"
+        "        if (block + 1 == blocks) add(only, scales, totals);\n        continue;\n",
     ),
     "scales of rows multiplied with each other first": (
         TWO,
@@ -275,29 +322,39 @@ MUTANTS_OF_ORDER = {
     "a block rounded before it is added": (
         TWO,
         "BlockScales",
-        "return __fmaf_rn(sum, __fmul_rn(of_row[i / 2 % 2], of_columns[i / 32]), total);",
-        "return __fadd_rn(__fmul_rn(sum, __fmul_rn(of_row[i / 2 % 2], of_columns[i / 32])), total);",
+        "return __fmaf_rn(sum, of[i / 2 % 2][2 * i / width], total);",
+        "return __fadd_rn(__fmul_rn(sum, of[i / 2 % 2][2 * i / width]), total);",
     ),
     "a block multiplied by one scale after the other": (
         ONE,
         "BlockScales",
-        "return __fmaf_rn(sum, __fmul_rn(of_row[i / 2 % 2], of_columns[i / 32]), total);",
-        "return __fmaf_rn(__fmul_rn(sum, of_row[i / 2 % 2]), of_columns[i / 32], total);",
+        TAKE + ADD,
+        """          of[half][i] = __shfl_sync(0xffffffff, loaded[odd], 16 + i);
+        of_rows[half] = of_row;
+      }
+      load_next(odd);
+    }
+    float of_rows[2];
+    __device__ __forceinline__ float add(int i, float sum, float total) const {
+      return __fmaf_rn(__fmul_rn(sum, of_rows[i / 2 % 2]), of[i / 2 % 2][2 * i / width], total);
+    }
+""",
     ),
     "blocks added from the last one on": (
         TWO,
         "RowScales",
-        "        add_all_but_last(even, totals);\n        add_last(odd, totals);",
-        "        add_last(odd, totals);\n        multiplier.release(even.place);\n        add(even, totals);",
+        "        add_all_but_last(even, scales, 0, totals);\n        add_last(odd, scales, 1, totals);",
+        "        add_last(odd, scales, 1, totals);\n        multiplier.release(even.place);\n"
+        "        add(even, scales, totals);",
     ),
 }
 
 
-def notices_of(tile, form, old, new, data=Integers, result=torch.float32):
+def notices_of(tile, form, old, new, data=Integers, result=torch.float32, sanitizer="plain"):
     """Whether a run with one of the seeds is wrong once ``new`` stands in place of ``old``."""
     kind = (tile, result, form)
     (file,) = [name for name in (SCALED, PIPELINE) if old in (source_directory() / name).read_text()]
-    program = program_of([kind], "plain", Mutation(file, old, new))
+    program = program_of([kind], sanitizer, Mutation(file, old, new))
     return any(notices(lambda seed=seed: wrong_bytes(program, 0, kind, seed, data=data)) for seed in range(MOST_SEEDS))
 
 
@@ -309,3 +366,7 @@ def test_a_mistake_is_noticed(mistake):
 @pytest.mark.parametrize("mistake", MUTANTS_OF_ORDER)
 def test_another_order_is_noticed(mistake):
     assert notices_of(*MUTANTS_OF_ORDER[mistake], data=RandomData)
+
+
+def test_loads_of_scales_of_a_block_that_is_not_there_are_noticed():
+    assert notices_of(TWO, "BlockScales", "      if (left == 0) return;\n", "", sanitizer="address")

@@ -9,39 +9,36 @@
 #pragma once
 #include "device/matmul/pipeline.cuh"
 
-// The two rows of C that this thread's sums lie in: sum i in that of `half` i / 2 % 2. `row` is the tile's first one.
+// The first of the 16 rows of C that this warp's sums lie in; `row` is the tile's first one. Sum i of a thread lies in row
+// lane / 4 + 8 * (i / 2 % 2) of them.
 template <class Tile>
-__device__ __forceinline__ u32 scaled_row(const ScaledMatmulArguments& a, u32 row, u32 index, int half) {
-  const u32 at = row + 64 * Tile::warpgroup(index) + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * half;
-  return min(at, a.m - 1);  // rows and columns outside C take any scale
+__device__ __forceinline__ u32 first_row_of_warp(u32 row, u32 index) {
+  return row + 64 * Tile::warpgroup(index) + threadIdx.x / 32 % 4 * 16;
 }
 
 // A scale for each row of A and each row of W: they multiply the totals.
 struct RowScales {
   using Arguments = ScaledMatmulArguments;
 
-  // Those of a block.
-  template <class Tile>
-  struct OfBlock {
-    __device__ __forceinline__ void load(const Arguments&, u32, u32, u32, u32) {}
-    __device__ __forceinline__ float add(int, float sum, float total) const { return total + sum; }
-  };
-
-  // Those of a tile, loaded before its products, of which each lane keeps every 32nd column's. `row` and `column` are the
-  // tile's first ones in C.
+  // Those of a tile, of which each lane keeps every 32nd column's. `row` and `column` are the tile's first ones in C.
   template <class Tile>
   struct OfTile {
     static_assert(Tile::columns % 32 == 0);
     float of_row[2], of_column[Tile::columns / 32];
 
-    __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column, u32 index) {
+    // Before the products.
+    __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column, u32 index, u32) {
+      const u32 mine = first_row_of_warp<Tile>(row, index) + threadIdx.x % 32 / 4;
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        of_row[half] = a.a_scale[scaled_row<Tile>(a, row, index, half) * a.a_scale_row];
+        of_row[half] = a.a_scale[min(mine + 8 * half, a.m - 1) * a.a_scale_row];
 #pragma unroll
       for (int i = 0; i < Tile::columns / 32; ++i)
         of_column[i] = a.w_scale[min(column + 32 * i + threadIdx.x % 32, a.n - 1) * a.w_scale_row];
     }
+
+    __device__ __forceinline__ void take_block(int) {}
+    __device__ __forceinline__ float add(int, float sum, float total) const { return total + sum; }
 
     __device__ __forceinline__ void multiply(SumsOf<Tile>& totals) const {
 #pragma unroll
@@ -63,31 +60,61 @@ struct BlockScales {
   using Arguments = ScaledMatmulArguments;
   static constexpr u32 rows = 128;  // of W, that share a scale
 
+  // Those of a tile. A warp has 16 scales of A in a block, and a few of W: each lane loads one of them, two blocks before
+  // it is used, since L2 may answer later than a block takes.
   template <class Tile>
-  struct OfBlock {
+  struct OfTile {
     static_assert(Tile::columns % 64 == 0, "no 64 columns of a tile have two scales");
-    float of_row[2], of_columns[Tile::boxes];
+    // Columns of a tile that surely share a scale: tiles begin at multiples of their columns.
+    static constexpr u32 width = Tile::columns % rows == 0 ? rows : 64, count = Tile::columns / width;
+    const float* next;     // this lane's scale of the next block to load
+    u64 stride;            // from there to that of the block after it
+    u32 left;              // blocks that are not loaded yet
+    float loaded[2] = {};  // of an even block, and of an odd one
+    float of[2][count];    // of the block that was taken last: what multiplies its sums
 
-    // `row` and `column` are the tile's first ones in C.
-    __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column, u32 index, u32 block) {
+    // Before the products. `row` and `column` are the tile's first ones in C.
+    __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column, u32 index, u32 blocks) {
+      const u32 lane = threadIdx.x % 32;
+      // Rows and columns outside C take any scale.
+      if (lane < 16) {
+        next = a.a_scale + min(first_row_of_warp<Tile>(row, index) + lane, a.m - 1) * a.a_scale_row;
+        stride = a.a_scale_block;
+      } else {
+        next = a.w_scale + min(column + min(lane - 16, count - 1) * width, a.n - 1) / rows * a.w_scale_row;
+        stride = a.w_scale_block;
+      }
+      left = blocks;
+      load_next(0);
+      load_next(1);
+    }
+
+    // By all lanes, once for each block in the order of K: takes the scales of a block, which is even or odd.
+    __device__ __forceinline__ void take_block(int odd) {
+      const u32 row = threadIdx.x % 32 / 4;
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        of_row[half] = a.a_scale[scaled_row<Tile>(a, row, index, half) * a.a_scale_row + block * a.a_scale_block];
+      for (int half = 0; half < 2; ++half) {
+        const float of_row = __shfl_sync(0xffffffff, loaded[odd], row + 8 * half);
 #pragma unroll
-      for (int box = 0; box < Tile::boxes; ++box)
-        of_columns[box] =
-            a.w_scale[min(column + 64 * box, a.n - 1) / rows * a.w_scale_row + block * a.w_scale_block];
+        for (int i = 0; i < int(count); ++i)
+          of[half][i] = __fmul_rn(of_row, __shfl_sync(0xffffffff, loaded[odd], 16 + i));
+      }
+      load_next(odd);
     }
 
     __device__ __forceinline__ float add(int i, float sum, float total) const {
-      return __fmaf_rn(sum, __fmul_rn(of_row[i / 2 % 2], of_columns[i / 32]), total);
+      return __fmaf_rn(sum, of[i / 2 % 2][2 * i / width], total);
     }
-  };
 
-  template <class Tile>
-  struct OfTile {
-    __device__ __forceinline__ void load(const Arguments&, u32, u32, u32) {}
     __device__ __forceinline__ void multiply(SumsOf<Tile>&) const {}
+
+   private:
+    __device__ __forceinline__ void load_next(int odd) {
+      if (left == 0) return;
+      --left;
+      loaded[odd] = *next;
+      next += stride;
+    }
   };
 };
 
@@ -96,15 +123,13 @@ template <class Multiplier, class Tile, class Scales>
 struct ScaledProducts {
   static_assert(Tile::turns == 1 && Tile::leaves == 1 && Tile::columns <= 192);
   using Sums = SumsOf<Tile>;
-  using OfBlock = typename Scales::template OfBlock<Tile>;
+  using OfTile = typename Scales::template OfTile<Tile>;
   const Multiplier& multiplier;
   const ScaledMatmulArguments& a;
   const u32 row, column;  // the tile's first ones in C
 
-  // The sums of a block, and its scales, which are loaded while its products run.
   struct Block {
     Sums sums;
-    OfBlock scales;
     u32 place;
   };
 
@@ -114,30 +139,33 @@ struct ScaledProducts {
 #pragma unroll
     for (int i = 0; i < Tile::columns / 2; ++i) totals[i] = 0;
     const u32 blocks = (a.k + Multiplier::depth - 1) / Multiplier::depth;
-    typename Scales::template OfTile<Tile> scales;
-    scales.load(a, row, column, multiplier.index);
+    OfTile scales;
+    scales.load(a, row, column, multiplier.index, blocks);
     if constexpr (Tile::columns <= 128) {
       Block even, odd;
-      queue(operands, at, even, 0);
+      queue(operands, at, even);
       u32 block = 1;
       for (; block + 1 < blocks; block += 2) {
-        queue(operands, at, odd, block);
-        add_all_but_last(even, totals);
-        queue(operands, at, even, block + 1);
-        add_all_but_last(odd, totals);
+        queue(operands, at, odd);
+        add_all_but_last(even, scales, 0, totals);
+        queue(operands, at, even);
+        add_all_but_last(odd, scales, 1, totals);
       }
       if (block < blocks) {
-        queue(operands, at, odd, block);
-        add_all_but_last(even, totals);
-        add_last(odd, totals);
+        queue(operands, at, odd);
+        add_all_but_last(even, scales, 0, totals);
+        add_last(odd, scales, 1, totals);
       } else {
-        add_last(even, totals);
+        add_last(even, scales, 0, totals);
       }
     } else {
       Block only;
-      for (u32 block = 0; block < blocks; ++block) {
-        queue(operands, at, only, block);
-        add_last(only, totals);
+      for (u32 block = 0; block < blocks; block += 2) {
+        queue(operands, at, only);
+        add_last(only, scales, 0, totals);
+        if (block + 1 == blocks) break;
+        queue(operands, at, only);
+        add_last(only, scales, 1, totals);
       }
     }
     scales.multiply(totals);
@@ -145,26 +173,27 @@ struct ScaledProducts {
 
  private:
   template <class Operands>
-  __device__ __forceinline__ void queue(const Operands& operands, Position<Tile>& at, Block& it, u32 block) const {
+  __device__ __forceinline__ void queue(const Operands& operands, Position<Tile>& at, Block& it) const {
     multiplier.queue_place(operands, at, it.sums, 0);
-    it.scales.load(a, row, column, multiplier.index, block);
     it.place = at.place;
     at.next();
   }
 
   // Adds a block once its products are complete, while those of the block that was queued after it run.
-  __device__ __forceinline__ void add_all_but_last(Block& it, Sums& totals) const {
+  __device__ __forceinline__ void add_all_but_last(Block& it, OfTile& scales, int odd, Sums& totals) const {
+    scales.take_block(odd);
     wait_for_all_but_last_products(it.sums);
     multiplier.release(it.place);
-    add(it, totals);
+    add(it, scales, totals);
   }
-  __device__ __forceinline__ void add_last(Block& it, Sums& totals) const {
+  __device__ __forceinline__ void add_last(Block& it, OfTile& scales, int odd, Sums& totals) const {
+    scales.take_block(odd);
     multiplier.finish(it.sums, it.place);
-    add(it, totals);
+    add(it, scales, totals);
   }
 
-  __device__ __forceinline__ void add(const Block& it, Sums& totals) const {
+  __device__ __forceinline__ void add(const Block& it, const OfTile& scales, Sums& totals) const {
 #pragma unroll
-    for (int i = 0; i < Tile::columns / 2; ++i) totals[i] = it.scales.add(i, it.sums[i], totals[i]);
+    for (int i = 0; i < Tile::columns / 2; ++i) totals[i] = scales.add(i, it.sums[i], totals[i]);
   }
 };
