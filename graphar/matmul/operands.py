@@ -26,6 +26,7 @@ class MatmulOperands:
     bias: torch.Tensor | None  # [N], added to the sum or product; or None
     out: torch.Tensor  # takes the result; contiguous
     gathered: torch.Tensor | None = None  # takes the rows of all ranks; None: they are not wanted, or none are gathered
+    gathered_scales: torch.Tensor | None = None  # takes the scales of these rows, if they have scales
     tensors: tuple[torch.Tensor, ...] = ()  # of the epilogue, bound for the tensor that ``out`` is
     numbers: tuple[float, ...] = ()  # of the epilogue
     prefetch: torch.Tensor | None = None  # the tensor that the last all-reduce may prefetch into L2, or None
@@ -43,9 +44,9 @@ def operands_of(work: Product, own: Operands) -> MatmulOperands:
     out, *gathered = own.outputs
     count = len(work.epilogue.dtypes) if work.epilogue else 0
     prefetch = rest[count] if len(rest) > count else None
-    rows = flat(gathered[0]) if work.gathered else None
+    both = [flat(one) for one in gathered]  # the gathered rows, and their scales if they have some
     more = tuple(rest[:count]), own.numbers, prefetch, work.constant_weight
-    return MatmulOperands(a, w, bias, flat(out), rows, *more, scales=scales)
+    return MatmulOperands(a, w, bias, flat(out), *[*both, None, None][:2], *more, scales=scales)
 
 
 def with_bias_in_epilogue(call: Call) -> Call:
@@ -107,21 +108,23 @@ def check_operand_lists(op: str, a: Sequence, w: object, bias: object, rows_diff
         check_one_each(op, "bias", bias, a, "a")
     for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
         check_operands(op, x, weight, bias[rank] if bias is not None else None, f"[{rank}]")
-        fixed = [
-            (one.shape[1:], other.shape[1:]) if rows_differ else (one.shape[:-1], len(other))
-            for one, other in ((a[0], w[0]), (x, weight))
-        ]
-        if fixed[0] != fixed[1]:
-            free = "the rows of a and w" if rows_differ else "K"
-            raise ValueError(
-                f"{op}: the shapes of ranks may differ only in {free}, got {list(a[0].shape)} and {list(w[0].shape)} "
-                f"at 0, {list(x.shape)} and {list(weight.shape)} at {rank}"
-            )
+        check_alike(op, (a[0], w[0]), (x, weight), rank, rows_differ)
         if x.dtype != a[0].dtype:
             raise ValueError(f"{op}: tensors must have equal dtypes, got {a[0].dtype} and, at {rank}, {x.dtype}")
         if x.device.type != a[0].device.type:
             raise ValueError(f"{op}: tensors must be all on the CPU or all on GPUs, got {a[0].device} and {x.device}")
     check_devices(op, [x.device for x in a])
+
+
+def check_alike(op: str, first: Sequence[torch.Tensor], own: Sequence[torch.Tensor], rank: int, rows_differ: bool):
+    """Raises ValueError unless a rank's ``a`` and ``w`` have the shapes of the first rank's, but for K, or for rows."""
+    fixed = [(a.shape[1:], w.shape[1]) if rows_differ else (a.shape[:-1], len(w)) for a, w in (first, own)]
+    if fixed[0] != fixed[1]:
+        free, shapes = "the rows of a and w" if rows_differ else "K", [list(one.shape) for one in (*first, *own)]
+        raise ValueError(
+            f"{op}: the shapes of ranks may differ only in {free}, got {shapes[0]} and {shapes[1]} at 0, {shapes[2]} "
+            f"and {shapes[3]} at {rank}"
+        )
 
 
 def check_result(

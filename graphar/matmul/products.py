@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from graphar import reference
-from graphar.matmul import leaf_products, overlap, scaled_sums, tree_sums
+from graphar.matmul import leaf_products, overlap, scaled_gathers, scaled_sums, tree_sums
 from graphar.matmul.fused import FusedMatmul, why_not_columns
 from graphar.matmul.gathered_chunks import GatheredChunks
 from graphar.matmul.operands import MatmulOperands, flat, operands_of, with_bias_in_epilogue
@@ -266,7 +266,8 @@ def _gathered(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     if method == "chunks":
         run = GatheredChunks(engine, call, algorithm).run
         return Plan(run, Config(algorithm, 0, 0), "gathered in chunks by copy engines")
-    return _gathered_then_multiplied(engine, call, ranks)
+    two_steps = scaled_gathers.bind if call.work.scales else _gathered_then_multiplied
+    return two_steps(engine, call, ranks)
 
 
 def gathering_method(engine: Engine, call: Call, a: torch.Tensor) -> str:

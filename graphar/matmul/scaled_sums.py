@@ -109,14 +109,21 @@ def product(
     *,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Returns the scaled product of one rank's operands of ``op``, [..., N]. The device must be current."""
+    """Returns the scaled product of one rank's operands of ``op``, plus ``bias``: [..., N], with ``dtype``."""
     rows, made = flat(a), a.new_empty((*a.shape[:-1], len(w)), dtype=dtype)
-    out, scales = flat(made), checked_scales(op, rows, w, flat_scale(a_scale), w_scale)
-    if not out.numel():
-        return made
-    if why_not(rows, w, out):
-        out.copy_(rounded_product(rows, w, scales, dtype, bias))
-    else:
-        bias = None if bias is None else bias.contiguous()
-        scaled_gemm.bind(rows, w, out, scales, bias)(torch.cuda.current_stream().cuda_stream)
+    multiply(flat(made), rows, w, checked_scales(op, rows, w, flat_scale(a_scale), w_scale), bias)
     return made
+
+
+def multiply(
+    out: torch.Tensor, a: torch.Tensor, w: torch.Tensor, scales: Scales, bias: torch.Tensor | None = None
+) -> None:
+    """Writes a scaled product, [M, N], on the current stream of its device."""
+    if not out.numel():
+        return
+    if why_not(a, w, out):
+        out.copy_(rounded_product(a, w, scales, out.dtype, bias))
+        return
+    enqueue = scaled_gemm.bind(a, w, out, scales, None if bias is None else bias.contiguous())
+    with torch.cuda.device(a.device):
+        enqueue(torch.cuda.current_stream().cuda_stream)

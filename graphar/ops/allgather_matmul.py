@@ -13,10 +13,11 @@ from graphar.numerics import partitions
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import matmul_gradients, options, parts
+from graphar.ops import matmul_gradients, options, parts, scaled_operands
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
 from graphar.ops.register import Asked, Op, for_ranks, is_plain
 from graphar.ops.repeats import repeated
+from graphar.ops.scaled_operands import UNSCALED, Scaled, scaled_of
 from graphar.plan import call_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
@@ -38,6 +39,9 @@ def fused_allgather_matmul(
     partition: str = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
+    a_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor: ...
 @overload
@@ -51,8 +55,27 @@ def fused_allgather_matmul(
     partition: str = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
+    a_scale: None = None,
+    w_scale: None = None,
+    out_dtype: None = None,
     timeout_s: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def fused_allgather_matmul(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    gathered: Literal[True],
+    sizes: Sequence[int] | None = None,
+    partition: str = "auto",
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    group: Group = None,
+    a_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    timeout_s: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
 def fused_allgather_matmul(
     a: Sequence[torch.Tensor],
@@ -64,6 +87,9 @@ def fused_allgather_matmul(
     partition: str = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
+    a_scale: Sequence[torch.Tensor] | None = None,
+    w_scale: Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
 @overload
@@ -77,10 +103,41 @@ def fused_allgather_matmul(
     partition: str = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
+    a_scale: None = None,
+    w_scale: None = None,
+    out_dtype: None = None,
     timeout_s: float | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
+@overload
 def fused_allgather_matmul(
-    a, w, *, bias=None, gathered=False, sizes=None, partition="auto", epilogue=None, group=None, timeout_s=None
+    a: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    *,
+    bias: Sequence[torch.Tensor] | None = None,
+    gathered: Literal[True],
+    sizes: None = None,
+    partition: str = "auto",
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    group: Group = None,
+    a_scale: Sequence[torch.Tensor],
+    w_scale: Sequence[torch.Tensor],
+    out_dtype: torch.dtype | None = None,
+    timeout_s: float | None = None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]: ...
+def fused_allgather_matmul(
+    a,
+    w,
+    *,
+    bias=None,
+    gathered=False,
+    sizes=None,
+    partition="auto",
+    epilogue=None,
+    group=None,
+    a_scale=None,
+    w_scale=None,
+    out_dtype=None,
+    timeout_s=None,
 ):
     """Returns ``allgather(a) @ w.T + bias``: the product of the rows of all ranks with this rank's weight.
 
@@ -96,8 +153,8 @@ def fused_allgather_matmul(
     are gathered again, so that no rank has to keep them.
 
     Args:
-        a: this rank's rows [M_r, ..., K], bf16, fp16, fp32 or fp64, or a list with one for each device of this process.
-            Shapes are equal on all ranks but for M_r, which may be 0.
+        a: this rank's rows [M_r, ..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn, or a list with
+            one for each device of this process. Shapes are equal on all ranks but for M_r, which may be 0.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. N may differ between ranks. The transpose of a
             [K, N] tensor is not copied.
         bias: this rank's [N], which is added before rounding; for lists a list, one a device.
@@ -114,11 +171,19 @@ def fused_allgather_matmul(
             tensors have. Where N is 1 on some ranks only, give an expression, since tensors broadcast
             differently there. With a bias, an epilogue has at most three tensors. Not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [M_r, ..., 1], or one number for
+            this rank's rows; of blocks of 128 columns [M_r, ..., ceil(K / 128)]. For a list a list. They are gathered
+            with the rows. The product is that of ``graphar.reference.scaled_linear``, whatever the number of rows;
+            there are no gradients. None: no scales.
+        w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
+            of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
+        out_dtype: with scales, the dtype of the result, torch.bfloat16 or torch.float16. None: torch.bfloat16.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        A contiguous tensor [sum of M_r, ..., N], for a list one a device. With ``gathered``, a pair of this and the
-        gathered rows [sum of M_r, ..., K].
+        A contiguous tensor [sum of M_r, ..., N] with the dtype of ``a``, or with ``out_dtype``, for a list one a
+        device. With ``gathered``, a pair of this and the gathered rows [sum of M_r, ..., K]. With ``gathered`` and
+        scales, a third one: the scales of these rows, [sum of M_r, ..., 1], or [sum of M_r, ..., ceil(K / 128)].
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
@@ -127,38 +192,44 @@ def fused_allgather_matmul(
     """
     key = tuple(sizes) if isinstance(sizes, list) else sizes
     how = bool(gathered), key, partition, bias is None, timeout_s
-    asked = (a, w) if bias is None else (a, w, bias), how, epilogue
+    scaled = UNSCALED
+    if a_scale is not None or w_scale is not None or out_dtype is not None:
+        scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
+        how = *how, scaled.dtype
+    asked = (a, w, *scaled.scales, *(() if bias is None else (bias,))), how, epilogue
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return _gather(a, w, bias, gathered, sizes, partition, epilogue, group, timeout_s, asked)
+    return _gather(a, w, bias, sizes, epilogue, group, asked, scaled)
 
 
-def _gather(a, w, bias, gathered, sizes, partition, epilogue, group: Group, timeout_s, asked: Asked):
+def _gather(a, w, bias, sizes, epilogue, group: Group, asked: Asked, scaled: Scaled):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
+    gathered, _, partition, _, timeout_s, *_ = asked[1]
     if timeout_s is not None:
         call_checks.check_timeout(NAME, timeout_s)
-    if partition not in PARTITIONS:
-        raise ValueError(f"{NAME}: partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
+    served = PARTITIONS[:-1] if scaled.scales else PARTITIONS
+    if partition not in served:
+        of = "with scales partition" if scaled.scales else "partition"
+        raise ValueError(f"{NAME}: {of} must be one of {', '.join(served)}, got {partition!r}")
     in_list, alone = isinstance(a, (list, tuple)), partition == TP_INVARIANT
     name = engine_name(group, NAME, alone and not in_list)
-    _check_operands(a, w, bias)
-    _check_invariant(a, partition, gathered)
+    _check_operands(a, w, bias, scaled)
+    if partition == TP_INVARIANT:
+        _check_invariant(a, gathered)
     rank, sizes = _place(a, sizes, group, alone)
-    followed = _epilogue_option(a, w, bias, epilogue, sizes)
+    followed = _epilogue_option(a, w, bias, epilogue, sizes, scaled)
     biases = [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
-    plain = not in_list and all(map(is_plain, (a, w, *biases))) and not followed.needs_gradient
-    found = OP(
-        a, w, biases, name, rank, sizes, partition, bool(gathered), timeout_s, *followed, [], plain=plain, asked=asked
-    )
-    products, rows = (found[::2], found[1::2]) if in_list else found
-    return (products, rows) if gathered else products
+    plain = not in_list and all(map(is_plain, (a, w, *biases, *scaled.scales))) and not followed.needs_gradient
+    how = partition, gathered, timeout_s
+    found = OP(a, w, biases, name, rank, sizes, *how, *followed, *scaled, [], plain=plain, asked=asked)
+    each = 3 if scaled.scales else 2
+    results = tuple(found[at::each] for at in range(each)) if in_list else tuple(found)
+    return results if gathered else results[0]
 
 
-def _check_invariant(a, partition: str, gathered: bool) -> None:
+def _check_invariant(a, gathered: bool) -> None:
     """Raises ValueError if a call has no tensor-parallel invariant result or gradient."""
-    ones = a if isinstance(a, (list, tuple)) else [a]
-    if partition != TP_INVARIANT:
-        return
+    ones, partition = a if isinstance(a, (list, tuple)) else [a], TP_INVARIANT
     if ones[0].dtype not in TYPE_NAMES:
         raise ValueError(
             f"{NAME}: with partition={partition!r} a must be bfloat16, float16 or float32, got {ones[0].dtype}"
@@ -182,17 +253,23 @@ def _place(a, sizes: Sequence[int] | None, group: Group, alone: bool) -> tuple[i
     return rank, call_checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
 
 
-def _epilogue_option(a, w, bias, epilogue, sizes: Sequence[int]) -> options.EpilogueOption:
+def _epilogue_option(a, w, bias, epilogue, sizes: Sequence[int], scaled: Scaled) -> options.EpilogueOption:
     """Returns the epilogue of the product of all ranks' rows. It also adds the bias."""
     if epilogue is None:
         return options.EpilogueOption()
     in_list = isinstance(a, (list, tuple))
     first, weight = (a[0], w[0]) if in_list else (a, w)
-    like = torch.empty((sum(sizes), *first.shape[1:-1], len(weight)), dtype=first.dtype, device="meta")
+    dtype = scaled.dtype or first.dtype
+    like = torch.empty((sum(sizes), *first.shape[1:-1], len(weight)), dtype=dtype, device="meta")
     return options.epilogue_option(NAME, epilogue, like, len(a) if in_list else None, bias=bias)
 
 
-def _check_operands(a: object, w: object, bias: object) -> None:
+def _check_operands(a: object, w: object, bias: object, scaled: Scaled) -> None:
+    if scaled.scales:
+        scaled_operands.check(NAME, a, w, bias, scaled, "auto", rows_differ=True)
+        operands.check_has_rows(NAME, a[0] if isinstance(a, (list, tuple)) else a)
+        return
+    scaled_operands.check_not_needed(NAME, a)
     if not isinstance(a, (list, tuple)):
         operands.check_operands(NAME, a, w, bias)
         operands.check_has_rows(NAME, a)
@@ -202,33 +279,38 @@ def _check_operands(a: object, w: object, bias: object) -> None:
 
 
 def _fake(a, w, given) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    rows = sum(given.sizes)
-    return [
-        (
-            x.new_empty((rows, *x.shape[1:-1], weight.shape[0])),
-            x.new_empty((rows, *x.shape[1:]) if given.gathered else (0,)),
-        )
-        for x, weight in zip(a, w, strict=True)
-    ]
+    rows, found = sum(given.sizes), []
+    for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
+        made = [x.new_empty((rows, *x.shape[1:-1], weight.shape[0]), dtype=given.scaled_dtype)]
+        made.append(x.new_empty((rows, *x.shape[1:]) if given.gathered else (0,)))
+        if given.scales:
+            scale = given.scales[2 * rank]
+            of_row = scale.shape[-1] if scale.ndim > 1 else 1
+            shape = (rows, *x.shape[1:-1], of_row) if given.gathered else (0,)
+            made.append(x.new_empty(shape, dtype=torch.float32))
+        found.append(tuple(made))
+    return found
 
 
 def _run(engine: Engine, a, w, outs, given):
     """Writes for each rank the product, and the gathered rows if they are wanted."""
-    followed = options.applied(NAME, given, [product for product, _ in outs])
+    followed = options.applied(NAME, given, [product for product, *_ in outs])
     in_one = a[0].shape[1:-1].numel()
     if not sum(given.sizes) * in_one:
         return None
     counts = tuple([size * in_one for size in given.sizes])
     form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
     how = {"partition": given.partition, "gathered": given.gathered}
+    if given.scales:
+        how["scales"] = scaled_operands.format_of(NAME, a, w, given.scales)
     work = Product(NAME, counts, a[0].shape[-1], bool(given.bias), epilogue=form, **how)
     ranks = []
-    for rank, (x, weight, (product, rows)) in enumerate(zip(a, w, outs, strict=True)):
+    for rank, (x, weight, results) in enumerate(zip(a, w, outs, strict=True)):
         bias = [given.bias[rank]] if given.bias else []
         tensors, numbers = (followed.inputs[rank].tensors, followed.inputs[rank].scalars) if followed else ((), ())
-        results = (product, rows) if given.gathered else (product,)
-        ranks.append(Operands((x, weight, *bias, *tensors), results, tuple(numbers)))
-    plan = engine.run(Call.of(work, a[0], timeout_s=given.timeout_s), ranks)
+        inputs = x, weight, *given.scales[2 * rank : 2 * rank + 2], *bias, *tensors
+        ranks.append(Operands(inputs, results if given.gathered else results[:1], tuple(numbers)))
+    plan = engine.run(Call.of(work, outs[0][0], timeout_s=given.timeout_s), ranks)
     return plan, ranks
 
 
@@ -273,7 +355,7 @@ OP = Op(
     NAME,
     ["a", "w"],
     f"Tensor[] bias, str communicator, int rank, SymInt[] sizes, str partition, bool gathered, float? timeout_s, "
-    f"{options.EPILOGUE}, {options.AFTER}",
+    f"{options.EPILOGUE}, {options.SCALES}, {options.SCALED_DTYPE}, {options.AFTER}",
     _run,
     _fake,
     check=_check,

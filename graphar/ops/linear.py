@@ -90,8 +90,7 @@ def _linear(
     a, w, bias, leaves: int, out_dtype: torch.dtype | None, communicator: str, a_scale, w_scale
 ) -> torch.Tensor:
     if a_scale is not None:
-        with torch.cuda.device_of(a):
-            return scaled_sums.product(NAME, a, w, a_scale, w_scale, bias, dtype=out_dtype)
+        return scaled_sums.product(NAME, a, w, a_scale, w_scale, bias, dtype=out_dtype)
     found = leaf_products.product(NAME, operands.flat(a), w, leaves, bias=bias, out_dtype=out_dtype)
     return found.view(*a.shape[:-1], len(w))
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from graphar.matmul import operands
 from graphar.matmul.operands import flat, flat_scale
 from graphar.numerics import fp8_products
 from graphar.numerics.fp8_products import FP8
@@ -54,8 +55,11 @@ def check_not_needed(op: str, a: object) -> None:
         raise ValueError(f"{op}: operands in {FP8} need both a_scale and w_scale")
 
 
-def check(op: str, a, w, bias, scaled: Scaled, partition: object) -> None:
-    """Raises TypeError or ValueError unless e4m3 operands and their scales fit together."""
+def check(op: str, a, w, bias, scaled: Scaled, partition: object, rows_differ: bool = False) -> None:
+    """Raises TypeError or ValueError unless e4m3 operands and their scales fit together.
+
+    Ranks may differ in K only; if ``rows_differ``, in the rows of ``a`` and of ``w`` only.
+    """
     if partition not in PARTITIONS:
         raise ValueError(f"{op}: with scales partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
     if not isinstance(a, (list, tuple)):
@@ -65,11 +69,7 @@ def check(op: str, a, w, bias, scaled: Scaled, partition: object) -> None:
         check_one_each(op, "bias", bias, a, "a")
     for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
         _check_rank(op, x, weight, None if bias is None else bias[rank], scaled, rank)
-        if (x.shape[:-1], len(weight)) != (a[0].shape[:-1], len(w[0])):
-            raise ValueError(
-                f"{op}: the shapes of ranks may differ only in K, got {list(a[0].shape)} and {list(w[0].shape)} at 0, "
-                f"{list(x.shape)} and {list(weight.shape)} at {rank}"
-            )
+        operands.check_alike(op, (a[0], w[0]), (x, weight), rank, rows_differ)
     check_devices(op, [x.device for x in a])
     in_blocks = format_of(op, a, w, scaled.scales) == "blocks"
     if in_blocks and partition == "split_n":

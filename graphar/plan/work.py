@@ -69,7 +69,7 @@ def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
     return codec + ([f"epilogue {work.epilogue.text}"] if work.epilogue else [])
 
 
-def _beside(work: Sum | Parts | Norm | Product) -> list[str]:
+def _beside(work: Sum | Parts | Norm | TensorTuple | Product) -> list[str]:
     return [work.beside] if work.beside else []
 
 
@@ -192,6 +192,7 @@ class TensorTuple(NamedTuple):
     dtypes: tuple[torch.dtype, ...]  # of each tensor
     rows: tuple[tuple[int, ...], ...]  # the shape of a row of each tensor
     sizes: tuple[int, ...]  # the rows of each rank
+    beside: str = ""  # what every rank does beside it, in words, or an empty string
 
     op = "allgather"
     unit = "bytes"
@@ -223,7 +224,7 @@ class TensorTuple(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        return []
+        return _beside(self)
 
 
 class Product(NamedTuple):
@@ -248,7 +249,7 @@ class Product(NamedTuple):
     @property
     def beside(self) -> str:
         """What every rank does beside its sum, in words, or an empty string."""
-        return f"after products of e4m3 operands with scales of {self.scales}" if self.scales else ""
+        return f"products of e4m3 operands with scales of {self.scales}" if self.scales else ""
 
     @property
     def product_inputs(self) -> int:

@@ -52,6 +52,7 @@ def test_ranks_compare_every_dtype_every_shape_and_all_sizes():
         WORK._replace(rows=((7,), (3,))),
         WORK._replace(sizes=(3, 0, 1, 2)),
         TensorTuple(WORK.dtypes[:1], WORK.rows[:1], WORK.sizes),
+        WORK._replace(beside="followed by a matmul"),
     )
     assert len({agreed, *(words_of(one) for one in unlike)}) == 1 + len(unlike)
 

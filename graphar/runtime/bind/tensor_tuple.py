@@ -58,7 +58,8 @@ def _each(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
         rest = TensorTuple(work.dtypes[at + 1 :], work.rows[at + 1 :], work.sizes)
         follow = f"followed by {rest.op} of {rest.amount(BYTE)}" if rest.dtypes else ""
         in_a_row = torch.Size(x.shape[1:]).numel()
-        parts = Parts(work.op, tuple([size * in_a_row for size in work.sizes]), beside=follow)
+        beside = ", ".join(filter(None, (follow, work.beside)))
+        parts = Parts(work.op, tuple([size * in_a_row for size in work.sizes]), beside=beside)
         own = [Operands(one.inputs[at : at + 1], one.outputs[at : at + 1]) for one in ranks]
         plans.append(engine.plan(Call.of(parts, x, timeout_s=call.timeout_s), own))
 
