@@ -335,3 +335,41 @@ def test_a_compiled_layer_has_the_bits_of_the_fused_op_and_about_the_values_of_t
         for mine, expected, theirs in found:
             assert same_bits(mine, expected) == 0
             torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
+
+
+# ---- on GPUs --------------------------------------------------------------------------------------------------------
+
+WIDE, INNER = 8192, 512
+PAYING = (8, 1024)  # rows, between two ranks
+
+
+def run_in_graphs(rank, world_size, rows, in_blocks):
+    """Differing elements of the fused op in five calls, the first two of which are no replays; the report; skips."""
+    from torch._dynamo.utils import counters
+
+    def layer(a, w, a_scale, w_scale):
+        y = torchs(a, w, a_scale, w_scale.t())
+        dist.all_reduce(y)
+        return y
+
+    torch.manual_seed(rank)
+    a, w = torch.randn(rows, INNER, device="cuda").to(FP8), torch.randn(WIDE, INNER, device="cuda").to(FP8)
+    shapes = [(INNER // 128, rows), (WIDE // 128, INNER // 128)] if in_blocks else [(1, rows), (WIDE, 1)]
+    of_a, of_w = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes]
+    given = a, w, of_a.t(), of_w  # torch wants the first scales so in memory
+    with torch.no_grad(), graphar.enable() as compile_pass:
+        fast = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+        expected = graphar.fused_matmul_allreduce(a, w, a_scale=of_a.t(), w_scale=of_w)
+        wrong = [same_bits(fast(*given), expected) for _ in range(5)]
+    entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+    return wrong, entries, counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["rows", "blocks"])
+@pytest.mark.parametrize("rows", PAYING)
+def test_a_scaled_product_of_a_size_that_pays_replays_the_fused_op_in_cuda_graphs(on_gpus, rows, in_blocks):
+    for wrong, entries, skips in on_gpus(run_in_graphs, rows, in_blocks):
+        assert wrong == [0] * 5
+        assert entries == [("allreduce", ""), ("matmul", "")]
+        assert skips == 0
