@@ -87,11 +87,12 @@ def test_the_rows_of_a_norm_have_the_same_bits(how):
     assert not scales or same_bits(mine, scales[0][0]) == 0
 
 
-def test_a_compiled_call_has_the_bits_of_an_eager_one():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_call_has_the_bits_of_an_eager_one(backend):
     torch._dynamo.reset()
     x = values(torch.bfloat16)
 
-    found = torch.compile(quantize_rows, fullgraph=True, backend="aot_eager")(x, group_size=128)
+    found = torch.compile(quantize_rows, fullgraph=True, backend=backend)(x, group_size=128)
 
     for mine, expected in zip(found, quantize_rows(x, group_size=128), strict=True):
         assert torch.equal(mine.view(torch.uint8), expected.view(torch.uint8))
