@@ -84,11 +84,15 @@ def test_outputs_have_the_dtype_of_the_input_or_that_which_was_asked_for(dtype):
     assert asked.dtype == torch.float16
 
 
-def test_rows_of_a_batch_have_the_bits_of_the_whole_batch():
-    layer, x = nn.Fp8Linear(linear(), "blocks"), batch()
+@pytest.mark.parametrize("scales", FORMATS)
+def test_rows_of_a_batch_have_the_bits_of_the_whole_batch(scales):
+    layer, x = nn.Fp8Linear(linear(), scales), batch()
 
     with torch.no_grad():
-        assert same_bits(layer(x[2:3]), layer(x)[2:3]) == 0
+        whole, alone, of_one, in_three = layer(x), layer(x[2:3]), layer(x[2]), layer(x.view(2, 3, HIDDEN))
+
+    assert same_bits(alone, whole[2:3]) == same_bits(of_one, whole[2]) == 0
+    assert same_bits(in_three.view(TOKENS, INNER), whole) == 0
 
 
 def test_a_layer_with_an_input_scale_quantises_every_input_by_it():
@@ -216,6 +220,14 @@ def test_blocks_that_end_within_k_are_refused():
         ValueError, match=r"Fp8Linear: scales of blocks need a multiple of 128 input features, got 200$"
     ):
         nn.Fp8Linear(linear(columns=200), "blocks")
+
+
+def test_one_scale_for_all_inputs_is_refused_beside_scales_of_blocks():
+    whole = nn.Fp8Linear(linear(), "blocks")
+    whole.activation_scale = torch.nn.Parameter(torch.ones(()), requires_grad=False)
+
+    with pytest.raises(ValueError, match=r"need scales of groups of inputs, but there is activation_scale$"):
+        nn.Fp8Linear(whole)
 
 
 def test_other_scales_than_those_of_checkpoints_are_refused():

@@ -94,6 +94,10 @@ class MayBeFp8(torch.nn.Module):
             )
         if self._in_blocks and columns % BLOCK:
             raise ValueError(f"{layer}: scales of blocks need a multiple of {BLOCK} input features, got {columns}")
+        if self._in_blocks and self._input_scale:
+            raise ValueError(
+                f"{layer}: scales of blocks need scales of groups of inputs, but there is {self._input_scale}"
+            )
         setattr(self, self._weight_scale, _constant(scale.float()))
         if self._input_scale:
             setattr(self, self._input_scale, _constant(getattr(linear, self._input_scale).detach().float()))
@@ -110,11 +114,12 @@ class MayBeFp8(torch.nn.Module):
         if isinstance(x, torch.Tensor):
             dtype = dtype or (x.dtype if x.dtype in RESULT_DTYPES else None)
             scale = getattr(self, self._input_scale) if self._input_scale else None
-            in_groups = self._in_blocks and scale is None
-            x = quantize_rows(x, scale=scale, group_size=BLOCK if in_groups else None)
-        dtype = dtype or torch.bfloat16
+            x = quantize_rows(x, scale=scale, group_size=BLOCK if self._in_blocks else None)
+        (a, a_scale), dtype = x, dtype or torch.bfloat16
+        if a.ndim == 1:
+            a_scale = a_scale.reshape(1, -1)
         bias = None if self.bias is None else self.bias.to(dtype)
-        return *x, {"w_scale": getattr(self, self._weight_scale), "bias": bias, "out_dtype": dtype}
+        return a, a_scale, {"w_scale": getattr(self, self._weight_scale), "bias": bias, "out_dtype": dtype}
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         found = self._with_scales_in_fp32(state_dict, prefix) if self._weight_scale else state_dict
