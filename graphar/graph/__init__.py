@@ -7,6 +7,7 @@
     single.py       the rewrites "allreduce", "reducescatter" and "allgather"
     norm.py  epilogue.py  prefetch.py    one rewrite each
     weights.py      which inputs are weights, and which of these are constant
+    scaled.py       torch's products of e4m3 operands with scales
     matmul.py  allgather_matmul.py    the rewrite "matmul": a matmul and its sum, an all-gather and its matmul
     tp_invariance.py  breaks.py    with tp_invariant=True: the other matmuls, and what may still change bits
     rows.py         ops that move whole rows between a collective and a matmul
@@ -58,12 +59,12 @@ def compile_pass(
       once. The graph rounds the sum first, so the bits differ; with the epilogue they are closer to the exact result.
     - "allreduce", "reducescatter", "allgather": ``all_reduce``, ``reduce_scatter_tensor`` and
       ``all_gather_into_tensor``, also coalesced, become graphar's ops. Sums have the bits of :func:`graphar.allreduce`.
-    - "matmul": a matmul of bf16 or fp16, and the sum that is the only use of its result, become
-      ``graphar::fused_matmul_allreduce``, ``fused_matmul_reducescatter``, or one of these with ``_residual_rmsnorm``.
-      An all-gather and a matmul of its rows become ``graphar::fused_allgather_matmul``. Of several matmuls it is the
-      one of the largest weight, and the others take the gathered rows from the op. Both happen if the tuning table says
-      that this is faster. A number of rows that varies counts as many, and the op decides again at each call. The
-      product may have other bits than torch's.
+    - "matmul": a matmul of bf16 or fp16, or torch's scaled product of e4m3, and the sum that is the only use of its
+      result, become ``graphar::fused_matmul_allreduce``, ``fused_matmul_reducescatter``, or one of these with
+      ``_residual_rmsnorm``. An all-gather and a matmul of its rows become ``graphar::fused_allgather_matmul``. Of
+      several matmuls it is the one of the largest weight, and the others take the gathered rows from the op. Both
+      happen if the tuning table says that this is faster. A number of rows that varies counts as many, and the op
+      decides again at each call. The product may have other bits than torch's.
     - "prefetch": an all-reduce whose sum goes into a matmul gets the matmul's weight as ``prefetch``, which brings it
       into L2, if the weight is an input of the graph and the sum has at most 2 MB or a size that varies. The results
       stay the same.

@@ -19,8 +19,9 @@ from torch.fx import Graph, Node
 
 from graphar.graph import rows
 from graphar.graph.collectives import CASTS, VIEWS, Collective, call, ours, reached
-from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, stored, why_no_kernel
+from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, why_no_kernel
 from graphar.graph.places import Places
+from graphar.graph.weights import stored
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 from graphar.ops import allgather, allgather_matmul

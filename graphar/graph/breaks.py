@@ -24,7 +24,7 @@ _CALLS = ("all_reduce", "reduce_scatter_tensor")
 _BATCHED = ("bmm", "baddbmm")
 _PRODUCTS = (  # torch's other ops that add products
     *("addbmm", "convolution", "convolution_backward", "dot", "matmul", "mkldnn_rnn_layer", "vdot"),
-    *("_grouped_mm", "_int_mm", "_scaled_grouped_mm", "_scaled_mm"),
+    *("_grouped_mm", "_int_mm", "_scaled_grouped_mm", "_scaled_mm", "_scaled_mm_v2"),
 )
 _LOOKUPS = (_aten.embedding.default, _aten.index.Tensor, _aten.gather.default)
 _CONSTANTS = (_aten.full.default, _aten.scalar_tensor.default, _aten.full_like.default, _aten.zeros_like.default)

@@ -8,6 +8,8 @@ a, w -- mm -- views -- reducescatter, of rows        becomes fused_matmul_reduce
 The options of the sum carry over. A sum with a codec or a prefetch is not fused. Where rows are reordered before the
 sum, as in a reduce-scatter along another dimension than the first, the rows of ``a`` are reordered instead.
 
+torch's scaled products of e4m3 operands (scaled.py) are fused like mm, with their scales.
+
 With the partition "tp_invariant" the op also takes a bias, which it adds before it rounds:
 
 bias -- div ranks -- addmm -- views -- allreduce     as DTensor writes it
@@ -22,10 +24,11 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from graphar.graph import rows
-from graphar.graph.collectives import VIEWS, Collective, are_same, call, ours
+from graphar.graph import rows, scaled
+from graphar.graph.collectives import VIEWS, Collective, are_same, ours
 from graphar.graph.places import Places
-from graphar.graph.weights import is_constant
+from graphar.graph.scaled import ScaledProduct
+from graphar.graph.weights import is_constant, stored
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
@@ -62,11 +65,17 @@ class Product(Collective):
 
     of: Op  # the op that sums: a key of _FUSED
     matmul: Node  # or an addition of several
+    scaled: ScaledProduct | None  # what the matmul is, if its operands have scales
 
     @property
     def call(self) -> dict[str, object]:
         """The op's arguments, by name."""
         return self.of.read(self.node.args)
+
+    @property
+    def operands(self) -> list[Node]:
+        """The nodes of the matmul's rows and of its weight, after that of a bias if there is one."""
+        return [self.scaled.a, self.scaled.weight] if self.scaled else list(self.matmul.args)
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,9 @@ class Matmul:
             return None
         matmul = _before(node.args[0])
         biased = self.partition == TP_INVARIANT and matmul.target is _aten.addmm.default
-        return Product(**ours(node, op), of=op, matmul=matmul) if biased or _is_product(matmul) else None
+        if not biased and not _is_product(matmul):
+            return None
+        return Product(**ours(node, op), of=op, matmul=matmul, scaled=scaled.read(matmul))
 
     def why_not(self, product: Product, places: Places) -> str:
         (x,), (total,) = product.inputs, product.tensors()
@@ -97,7 +108,9 @@ class Matmul:
             return f"no matmul of {total.dtype} sums its tiles"
         if product.matmul.target is _aten.add.Tensor:
             return "several products are added before the sum"
-        columns = product.matmul.args[-1].meta["val"].shape[1]
+        if product.scaled and (why := self._why_not_scaled(product)):
+            return why
+        columns = product.operands[-1].meta["val"].shape[1]
         if not isinstance(columns, int) or rows.origin(x) is not product.matmul or not rows.are_all(x):
             return "the product is summed in another shape"
         path = rows.path(x)
@@ -112,19 +125,32 @@ class Matmul:
             return _why_not_own(product, places, columns)
         if self.partition == TP_INVARIANT:
             return _why_no_tree(product, places)
+        if product.scaled and total.is_cuda and (why := places.why_not_arch(product.group, MATMUL_ARCH)):
+            return why
         return _why_not_faster(product, places, columns)
+
+    def _why_not_scaled(self, product: Product) -> str:
+        """Returns why an op does not take a product's scales, or an empty string."""
+        op = _FUSED[product.of]
+        if self.partition == TP_INVARIANT:
+            return "products with scales are not added as a tree"
+        if product.scaled.has_bias:
+            return "each rank adds a bias to its product"
+        if not op.takes("scales"):
+            return f"{op.name} takes no scales"
+        return product.scaled.why_not
 
     def replace(self, graph: Graph, product: Product, places: Places) -> None:
         node, op, path = product.node, _FUSED[product.of], rows.path(product.inputs[0])
-        *added, a, weight = product.matmul.args
+        *added, a, weight = product.operands
         with graph.inserting_before(path[-1].next):
-            a = _seen_as(a, path[-1]) or rows.move(graph, path[-1], a)
+            a, scaling = _moved(graph, path[-1], a), self._scaling(graph, product, path[-1])
         for length in _lengths(product):
             length.replace_input_with(path[-1], a)
         with graph.inserting_before(node):
             w = stored(graph, weight)
             given = {name: one for name, one in product.call.items() if op.takes(name)}
-            given |= {"a": a, "w": w, "partition": self.partition}
+            given |= {"a": a, "w": w, "partition": self.partition} | scaling
             given |= {"bias": [one.args[0] for one in added]} if added else {}
             if self.constant_weights and op.takes("constant_weight") and is_constant(w):
                 given["constant_weight"] = True
@@ -135,6 +161,16 @@ class Matmul:
             graph.erase_node(one)
         if self.partition == TP_INVARIANT:
             _take_bias(graph, new, op)
+
+    def _scaling(self, graph: Graph, product: Product, like: Node) -> dict[str, object]:
+        """Returns the arguments of a product's scales, whose rows are moved as those of ``like``."""
+        if product.scaled is None:
+            return {}
+        of_a, of_w = product.scaled.scales(graph)
+        if not scaled.is_number(of_a):
+            of_a = _moved(graph, like, of_a)
+        # Every partition of products with scales is batch-invariant.
+        return {"scales": [of_a, of_w], "scaled_dtype": product.scaled.dtype, "partition": "auto"}
 
 
 def _why_not_faster(product: Product, places: Places, columns: int) -> str:
@@ -158,7 +194,7 @@ def _why_not_own(product: Product, places: Places, columns: int) -> str:
 
 def _why_no_tree(product: Product, places: Places) -> str:
     """Returns why graphar cannot add the products as a tree of leaves, or an empty string; the same on every rank."""
-    *added, a, weight = product.matmul.args
+    *added, a, weight = product.operands
     ranks, length = places.resolve(product.group).size(), weight.meta["val"].shape[0]
     if added and not _is_part(added[0], ranks):
         return "each rank adds something else than its part of a bias to its product"
@@ -212,7 +248,7 @@ def _before(node: Node) -> Node:
 def _is_product(node: Node) -> bool:
     """Whether a node is a matmul, or adds matmuls."""
     if node.target is not _aten.add.Tensor:
-        return node.target is _aten.mm.default
+        return node.target is _aten.mm.default or node.target in scaled.TARGETS
     return all(isinstance(one, Node) and _is_product(_before(one)) for one in node.args)
 
 
@@ -220,6 +256,11 @@ def _lengths(product: Product) -> list[Node]:
     """Returns the users that read only the length of the summed tensor's first axis, such as a reduce-scatter's."""
     (x,) = product.inputs
     return [user for user in x.users if user.target is _aten.sym_size.int and user.args[1] == 0]
+
+
+def _moved(graph: Graph, node: Node, a: Node) -> Node:
+    """Returns the matmul's first operand ``a``, or its scales, with the rows of ``node``, in its leading shape."""
+    return _seen_as(a, node) or rows.move(graph, node, a)
 
 
 def _seen_as(a: Node, node: Node) -> Node | None:
@@ -232,10 +273,3 @@ def _seen_as(a: Node, node: Node) -> Node | None:
             return None
         a = a.args[0]
     return a
-
-
-def stored(graph: Graph, weight: Node) -> Node:
-    """Returns the weight as torch.nn.Linear stores it, [out, in]: the source of a transpose, or a new transpose."""
-    if weight.target is _aten.t.default or (weight.target is _aten.permute.default and list(weight.args[1]) == [1, 0]):
-        return weight.args[0]
-    return call(graph, _aten.permute.default, (weight, [1, 0]), weight.meta["val"].t())

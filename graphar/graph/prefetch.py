@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from graphar.graph import order
+from graphar.graph import order, scaled
 from graphar.graph.collectives import Collective, ours
 from graphar.graph.places import Places
 from graphar.graph.weights import input_behind
@@ -32,6 +32,7 @@ _WEIGHTS = {  # by matmul, the position of the weight among the arguments; the o
     _aten.matmul.default: 1,
     torch.ops.graphar.linear.default: 1,
     matmul_allreduce.OP.one: 1,
+    **dict.fromkeys(scaled.TARGETS, 1),
 }
 
 

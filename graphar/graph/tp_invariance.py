@@ -15,8 +15,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph import rows
 from graphar.graph.collectives import VIEWS, call, first_size
-from graphar.graph.matmul import TRANSPOSES, stored, why_no_kernel
+from graphar.graph.matmul import TRANSPOSES, why_no_kernel
 from graphar.graph.places import Places
+from graphar.graph.weights import stored
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.ops.register import op_of

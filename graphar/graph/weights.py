@@ -1,18 +1,25 @@
-"""The inputs of a graph behind the weights of its matmuls, and which of them are constant."""
+"""The weights of a graph's matmuls: as layers store them, the inputs behind them, and which of these are constant."""
 
 from __future__ import annotations
 
 import torch
 from torch._guards import TracingContext
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from graphar.graph.collectives import VIEWS
+from graphar.graph.collectives import VIEWS, call
 
 _aten = torch.ops.aten
 _TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
 _SAME = (_aten.view.default, *_TRANSPOSES, _aten.detach.default, _aten.alias.default)  # other views of the same memory
 
 _OF_TRAINING = ("primals", "tangents")  # how names of inputs begin in graphs with gradients
+
+
+def stored(graph: Graph, weight: Node) -> Node:
+    """Returns the weight as torch.nn.Linear stores it, [out, in]: the source of a transpose, or a new transpose."""
+    if weight.target is _aten.t.default or (weight.target is _aten.permute.default and list(weight.args[1]) == [1, 0]):
+        return weight.args[0]
+    return call(graph, _aten.permute.default, (weight, [1, 0]), weight.meta["val"].t())
 
 
 def input_behind(weight: Node) -> Node | None:

@@ -7,7 +7,16 @@ of a replicated tensor is therefore equal on all ranks, and is not summed again.
           gradients: summed                                                     outputs: summed
 """
 
+from graphar.nn.fp8 import Fp8Linear, quantize_rows
 from graphar.nn.invariant import Layers, make_tp_invariant
 from graphar.nn.layers import ColumnParallelLinear, RowParallelLinear, RowwiseParallel
 
-__all__ = ["ColumnParallelLinear", "Layers", "RowParallelLinear", "RowwiseParallel", "make_tp_invariant"]
+__all__ = [
+    "ColumnParallelLinear",
+    "Fp8Linear",
+    "Layers",
+    "RowParallelLinear",
+    "RowwiseParallel",
+    "make_tp_invariant",
+    "quantize_rows",
+]

@@ -14,27 +14,63 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwisePar
 from torch.nn import functional
 
 from graphar.nn import sequence
+from graphar.nn.fp8 import Input, MayBeFp8, check_linear, product
 from graphar.nn.invariant import in_dtype_of_autocast
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
+from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.numerics.partitions import TP_INVARIANT
+from graphar.ops.allgather import allgather
 from graphar.ops.allreduce import OP as ALLREDUCE
 from graphar.ops.allreduce import allreduce
-from graphar.ops.linear import linear as invariant_linear
+from graphar.ops.linear import linear
 from graphar.ops.matmul_allreduce import fused_matmul_allreduce
+from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
 from graphar.ops.reducescatter import reducescatter
 from graphar.ranks.groups import process_group
 from graphar.runtime.registry import Group, engine_name, engine_of_either
 
 
-class _OfGroup(torch.nn.Module):
+class _OfGroup(MayBeFp8):
     """A layer over the ranks of a group. Deep copies of it share the group."""
 
-    _divided: ClassVar[dict[str, int]]  # the axis along which each parameter is divided over the ranks, by name
+    _divided: ClassVar[dict[str, int]]  # by name, the axis along which each parameter of 16 bits is divided
 
-    def __init__(self, group: Group, tp_invariant: bool, sequence_dim: int | None) -> None:
+    def __init__(
+        self,
+        whole: torch.nn.Linear,
+        group: Group,
+        tp_invariant: bool,
+        sequence_dim: int | None,
+        out_dtype: torch.dtype | None,
+    ) -> None:
         super().__init__()
-        self.tp_invariant, self.group, self.sequence_dim = tp_invariant, group, sequence_dim
+        check_linear(type(self).__name__, whole)
+        self.tp_invariant, self.group, self.sequence_dim, self.out_dtype = tp_invariant, group, sequence_dim, out_dtype
         self._rank, self._world_size = _place(group, tp_invariant)
+        self._parts = dict(self._divided)
+        for name, axis in self._parts.items():
+            given = getattr(whole, name)
+            setattr(self, name, given if given is None else self._part(given, axis))
+        if self.weight.dtype == FP8:
+            self._take_scales(whole)
+        elif out_dtype is not None:
+            raise ValueError(f"graphar.nn.{type(self).__name__}: out_dtype is for weights in {FP8}")
+
+    def _take_scales(self, linear: torch.nn.Linear) -> None:
+        """Takes the scales of a whole layer, and keeps this rank's part of those that are divided."""
+        super()._take_scales(linear)
+        layer, axis, scale = type(self).__name__, self._divided["weight"], getattr(self, self._weight_scale)
+        if self.tp_invariant:
+            raise ValueError(f"graphar.nn.{layer}: products of {FP8} have no tensor-parallel invariant order")
+        if self._world_size > 1 and self._in_blocks and self.weight.shape[axis] % BLOCK:
+            raise ValueError(
+                f"graphar.nn.{layer}: {self._world_size} ranks cannot divide {linear.weight.shape[axis]} features into "
+                f"parts of whole blocks of {BLOCK}"
+            )
+        self.weight.requires_grad_(False)
+        if scale.ndim == 2 and scale.shape[axis] > 1:
+            self._parts[self._weight_scale] = axis
+            setattr(self, self._weight_scale, self._part(scale, axis))
 
     def extra_repr(self) -> str:
         """Returns this rank's features, whether there is a bias, and the number of ranks, for ``print(model)``."""
@@ -42,9 +78,9 @@ class _OfGroup(torch.nn.Module):
         has_bias = self.bias is not None
         return f"in_features={in_features}, out_features={out_features}, bias={has_bias}, ranks={self._world_size}"
 
-    def _check_features(self, x: torch.Tensor) -> None:
+    def _check_features(self, x: Input) -> None:
         """Raises ValueError unless the input has as many features as this rank's weight."""
-        given, own = x.shape[-1], self.weight.shape[1]
+        given, own = (x if isinstance(x, torch.Tensor) else x[0]).shape[-1], self.weight.shape[1]
         if given != own:
             whole = self._divided["weight"] == 1 and given == own * self._world_size
             parts = f"; pass this rank's part, x.chunk({self._world_size}, -1)[rank]" if whole else ""
@@ -52,20 +88,23 @@ class _OfGroup(torch.nn.Module):
 
     def _of_tokens(self, function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """Returns what a function of graphar.nn.sequence makes of the input and this layer's parameters."""
+        partition = TP_INVARIANT if self.tp_invariant else "auto"
+        return function(*in_dtype_of_autocast(x, self.weight, self.bias), self._tokens(x), partition)
+
+    def _tokens(self, x: torch.Tensor) -> sequence.Tokens:
+        """Returns how ranks divide the tokens of an input."""
         if not -x.ndim <= self.sequence_dim < x.ndim - 1 or self.sequence_dim == -1:
             raise ValueError(
                 f"{type(self).__name__}: sequence_dim must be a dimension before the last one of an input of shape "
                 f"{list(x.shape)}, got {self.sequence_dim}"
             )
         name = engine_name(self.group, alone=self.tp_invariant)
-        tokens = sequence.Tokens(name, self._rank, self._world_size, self.sequence_dim % x.ndim)
-        partition = TP_INVARIANT if self.tp_invariant else "auto"
-        return function(*in_dtype_of_autocast(x, self.weight, self.bias), tokens, partition)
+        return sequence.Tokens(name, self._rank, self._world_size, self.sequence_dim % x.ndim)
 
     def _load_from_state_dict(self, state_dict, prefix, *more):
         # Each rank takes its part of a checkpoint of the whole layer.
-        found = dict(state_dict)
-        for name, axis in self._divided.items():
+        found = self._with_scales_in_fp32(state_dict, prefix)
+        for name, axis in self._parts.items():
             own, given = getattr(self, name), found.get(prefix + name)
             if own is None or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
                 continue
@@ -100,7 +139,10 @@ class RowParallelLinear(_OfGroup):
 
     Args:
         linear: the whole layer, equal on all ranks. This rank's part of its weight is copied; its bias is shared. Its
-            ``in_features`` must be a multiple of the number of ranks.
+            ``in_features`` must be a multiple of the number of ranks. Its weight may be in FP8, as
+            :class:`Fp8Linear` describes it: then the layer is one for inference, which takes the input of an Fp8Linear
+            and sums by :func:`graphar.fused_matmul_allreduce`; the bias is added before the sum is rounded. With
+            scales of blocks each rank has a multiple of 128 features.
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
         constant_weight: take :func:`graphar.fused_matmul_allreduce` with ``constant_weight=True`` in place of a matmul
             and an all-reduce; the product may have other bits. True promises that whatever wrote the weight has ended
@@ -115,6 +157,7 @@ class RowParallelLinear(_OfGroup):
             :func:`graphar.fused_matmul_reducescatter`. The gradients of weight and bias are those of all tokens, on
             every rank. The bias is added before the sum is rounded; ``constant_weight`` is ignored. None: every rank
             gets all tokens.
+        out_dtype: of the output, for a weight in FP8: torch.bfloat16 or torch.float16. None: see :class:`Fp8Linear`.
 
     Shape:
         Input ``(*, in_features / ranks)``, output ``(*, out_features)``. With ``sequence_dim`` the output has
@@ -134,16 +177,17 @@ class RowParallelLinear(_OfGroup):
         constant_weight: bool = False,
         tp_invariant: bool = False,
         sequence_dim: int | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
-        _check_linear("RowParallelLinear", linear)
-        super().__init__(group, tp_invariant, sequence_dim)
+        super().__init__(linear, group, tp_invariant, sequence_dim, out_dtype)
         self.constant_weight = constant_weight
-        self.weight = self._part(linear.weight, 1)
         self.bias = linear.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Input) -> torch.Tensor:
         """Returns the whole layer's output, from this rank's features of the input. Collective."""
         self._check_features(x)
+        if self.weight.dtype == FP8:
+            return self._of_fp8(x)
         if self.sequence_dim is not None:
             return self._of_tokens(sequence.row_parallel, x)
         learns = self.weight.requires_grad and torch.is_grad_enabled()
@@ -158,6 +202,16 @@ class RowParallelLinear(_OfGroup):
             y = _sum_outputs(functional.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast changes the dtype of y alone
 
+    def _of_fp8(self, x: Input) -> torch.Tensor:
+        a, a_scale, how = self._scaled(x)
+        if self.sequence_dim is None:
+            how["constant_weight"] = self.constant_weight
+            return fused_matmul_allreduce(a, self.weight, a_scale=a_scale, group=self.group, **how)
+        tokens = self._tokens(a)
+        tokens.check_even(a)
+        a, a_scale = tokens.first(a), tokens.first(a_scale) if a_scale.ndim == a.ndim else a_scale
+        return tokens.back(fused_matmul_reducescatter(a, self.weight, a_scale=a_scale, group=self.group, **how))
+
 
 class ColumnParallelLinear(_OfGroup):
     """A linear layer whose output features are divided between ranks; its input is the same on every rank.
@@ -170,13 +224,16 @@ class ColumnParallelLinear(_OfGroup):
 
     Args:
         linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied. Its
-            ``out_features`` must be a multiple of the number of ranks.
+            ``out_features`` must be a multiple of the number of ranks. Its weight may be in FP8, as
+            :class:`Fp8Linear` describes it: then the layer is one for inference, which takes the input of an Fp8Linear
+            and gives the bits of the whole layer. With scales of blocks each rank has a multiple of 128 features.
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
         tp_invariant: multiply by :func:`graphar.linear`: output and gradients have the same bits on 1, 2, 4 and 8
             ranks. Without torch.distributed the layer has a single rank.
         sequence_dim: sequence parallelism: the dimension of tokens, of which each rank has its part of the input.
             :func:`graphar.fused_allgather_matmul` gathers them. The gradients of weight and bias are those of all
             tokens. None: every rank has all tokens.
+        out_dtype: of the output, for a weight in FP8: torch.bfloat16 or torch.float16. None: see :class:`Fp8Linear`.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features / ranks)``. With ``sequence_dim`` all ranks have equally
@@ -195,21 +252,32 @@ class ColumnParallelLinear(_OfGroup):
         *,
         tp_invariant: bool = False,
         sequence_dim: int | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
-        _check_linear("ColumnParallelLinear", linear)
-        super().__init__(group, tp_invariant, sequence_dim)
-        self.weight = self._part(linear.weight, 0)
-        self.bias = None if linear.bias is None else self._part(linear.bias, 0)
+        super().__init__(linear, group, tp_invariant, sequence_dim, out_dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Input) -> torch.Tensor:
         """Returns this rank's features of the output. The backward pass is collective."""
         self._check_features(x)
+        if self.weight.dtype == FP8:
+            return self._of_fp8(x)
         if self.sequence_dim is not None:
             return self._of_tokens(sequence.column_parallel, x)
         if self.tp_invariant:
             group = dist.group.WORLD if self.group is None and dist.is_initialized() else self.group
-            return invariant_linear(*in_dtype_of_autocast(x, self.weight, self.bias), group=group)
+            return linear(*in_dtype_of_autocast(x, self.weight, self.bias), group=group)
         return functional.linear(_SumGradients.apply(x, engine_name(self.group)), self.weight, self.bias)
+
+    def _of_fp8(self, x: Input) -> torch.Tensor:
+        a, a_scale, how = self._scaled(x)
+        if self.sequence_dim is None:
+            return product(a, self.weight, a_scale, **how)
+        tokens, a_scale = self._tokens(a), a_scale.contiguous()
+        if a_scale.ndim == a.ndim:
+            a, a_scale = allgather((tokens.first(a), tokens.first(a_scale)), self.group)
+        else:
+            a = allgather(tokens.first(a), self.group)
+        return tokens.back(product(a, self.weight, a_scale, **how))
 
 
 class RowwiseParallel(TorchRowwiseParallel):
@@ -268,12 +336,6 @@ class _SumGradients(torch.autograd.Function):
 
 def _sum_outputs(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _SumOutputs.apply(x, engine_name(group)) if x.requires_grad else allreduce(x, group)
-
-
-def _check_linear(layer: str, linear: object) -> None:
-    """Raises TypeError unless ``linear`` is a torch.nn.Linear, whose weight can be divided."""
-    if not isinstance(linear, torch.nn.Linear):
-        raise TypeError(f"graphar.nn.{layer}: linear must be a torch.nn.Linear, got {type(linear).__name__}")
 
 
 def _place(group: Group, alone: bool = False) -> tuple[int, int]:

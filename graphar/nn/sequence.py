@@ -42,23 +42,30 @@ class Tokens(NamedTuple):
 
     def gathered_product(self, own: torch.Tensor, w: torch.Tensor, bias: Sequence[torch.Tensor], partition: str):
         """Returns the products of all ranks' tokens with this rank's weight, and these tokens, both as of one rank."""
-        given = {"a": self._first(own), "w": w, "bias": bias, "partition": partition, "gathered": True}
+        given = {"a": self.first(own), "w": w, "bias": bias, "partition": partition, "gathered": True}
         found = ALLGATHER_MATMUL.one(*ALLGATHER_MATMUL.write(given | self.where(self._equal(own.shape[self.axis]))))
-        return [self._back(one) for one in found]
+        return [self.back(one) for one in found]
 
     def own_sums(self, x: torch.Tensor, w: torch.Tensor, bias: Sequence[torch.Tensor], partition: str) -> torch.Tensor:
         """Returns this rank's tokens of the sum of all ranks' products."""
-        given = {"a": self._first(x), "w": w, "bias": bias, "partition": partition}
+        given = {"a": self.first(x), "w": w, "bias": bias, "partition": partition}
         lengths = self._equal(x.shape[self.axis] // self.ranks)
-        return self._back(MATMUL_REDUCESCATTER.one(*MATMUL_REDUCESCATTER.write(given | self.where(lengths))))
+        return self.back(MATMUL_REDUCESCATTER.one(*MATMUL_REDUCESCATTER.write(given | self.where(lengths))))
+
+    def check_even(self, x: torch.Tensor) -> None:
+        """Raises ValueError unless all ranks can have equally many of the tokens of ``x``."""
+        if x.shape[self.axis] % self.ranks:
+            raise ValueError(f"RowParallelLinear: {self.ranks} ranks cannot divide {x.shape[self.axis]} tokens evenly")
 
     def _equal(self, length: int) -> list[int]:
         return [length] * self.ranks
 
-    def _first(self, x: torch.Tensor) -> torch.Tensor:
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor with its tokens in the first dimension."""
         return x.movedim(self.axis, 0).contiguous()
 
-    def _back(self, x: torch.Tensor) -> torch.Tensor:
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor, which has its tokens in the first dimension, with them where they were."""
         return x.movedim(0, self.axis).contiguous()
 
 
@@ -74,8 +81,7 @@ def column_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
 
 def row_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens, partition: str):
     """Returns this rank's tokens of the sum over all features, from this rank's features of all tokens."""
-    if x.shape[tokens.axis] % tokens.ranks:
-        raise ValueError(f"RowParallelLinear: {tokens.ranks} ranks cannot divide {x.shape[tokens.axis]} tokens evenly")
+    tokens.check_even(x)
     return _RowParallel.apply(x, w, bias, tokens, partition)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from graphar.numerics import fp8_rows
 from graphar.numerics.epilogues.code import nearest_sqrt
+from graphar.numerics.fp8_rows import FP8, GROUP_COLUMNS
 from graphar.numerics.nan import with_canonical_nan
 
 # NormOutput in cuda_src/device/rms_norm.cuh
@@ -21,11 +23,7 @@ PREPARED = {
     for output in NORM_OUTPUTS
 }
 PACK_NBYTES = 16  # a thread adds the numbers of one pack at a time
-SLOTS = 1024  # this and the next one: `norm_slots` and `group_columns` in cuda_src/device/rms_norm.cuh
-GROUP_COLUMNS = 128  # columns that share a scale in "grouped_fp8"
-FP8 = torch.float8_e4m3fn
-LARGEST_FP8 = 448.0
-_FP8_NAN = 0x7F
+SLOTS = 1024  # `norm_slots` in cuda_src/device/rms_norm.cuh
 
 
 def output_of(
@@ -89,23 +87,9 @@ def specification(
     if output == "like_input":
         return with_canonical_nan(normed.to(residual.dtype)), summed
     if output == "static_fp8":
-        return _to_fp8(normed, scale.view(())), summed
-    groups = normed.unflatten(-1, (scales_of(output, normed.shape[-1]), -1))
-    scales = _scales_of_groups(groups)
-    return _to_fp8(groups, scales).flatten(-2), summed, scales.squeeze(-1)
-
-
-def _to_fp8(normed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    scaled = normed * (torch.ones_like(scale) / scale)
-    codes = scaled.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8).view(torch.uint8)  # not every version of torch saturates
-    return torch.where(scaled.isnan(), _FP8_NAN, codes).view(FP8)
-
-
-def _scales_of_groups(groups: torch.Tensor) -> torch.Tensor:
-    largest = groups.abs().amax(-1, keepdim=True)
-    smallest = torch.full_like(largest, torch.finfo(torch.float32).tiny)
-    scales = torch.maximum(largest / torch.full_like(largest, LARGEST_FP8), smallest)
-    return with_canonical_nan(torch.where(largest.isfinite(), scales, torch.nan))
+        return fp8_rows.to_fp8(normed, scale.view(())), summed
+    rows, scales = fp8_rows.quantized(normed, GROUP_COLUMNS if output == "grouped_fp8" else None)
+    return rows, summed, scales
 
 
 def _add_and_norm(

@@ -57,13 +57,14 @@ def scattered(x, world_size=RANKS, reduction="sum"):
 
 
 class Traced:
-    """The graph of a function as Inductor's pass gets it."""
+    """The graph of a function as Inductor's pass gets it. ``dtype`` is that of all tensors, or a list of each one's."""
 
     def __init__(self, function, *shapes, dtype=torch.bfloat16, device="cpu"):
         from torch._inductor.decomposition import select_decomp_table
 
+        dtypes = dtype if isinstance(dtype, list) else [dtype] * len(shapes)
         with FakeTensorMode():
-            values = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+            values = [torch.empty(shape, dtype=one, device=device) for shape, one in zip(shapes, dtypes, strict=True)]
             decomposed = make_fx(function, decomposition_table=select_decomp_table())(*values)
             self.graph = make_fx(torch.func.functionalize(decomposed))(*values).graph
         self.graph.eliminate_dead_code()

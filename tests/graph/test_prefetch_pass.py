@@ -70,6 +70,17 @@ def test_each_sum_prefetches_its_own_next_weight_and_the_last_none(make_pass):
     assert prefetched(drawing) == ["w", "v", None]
 
 
+def test_a_weight_in_e4m3_is_prefetched(make_pass):
+    def layer(x, w):
+        scale = torch.ones(())
+        return torch._scaled_mm(summed(x).to(torch.float8_e4m3fn), w.t(), scale, scale, out_dtype=torch.bfloat16)
+
+    kinds = [torch.bfloat16, torch.float8_e4m3fn]
+    drawing = rewritten(make_pass(), Traced(layer, (8, COLUMNS), (COLUMNS, COLUMNS), dtype=kinds))
+
+    assert prefetched(drawing) == ["w"]
+
+
 def test_of_several_matmuls_the_first_counts_and_those_of_activations_do_not(make_pass):
     def attention(x, w, v):
         total = summed(x)

@@ -1,0 +1,227 @@
+"""Layers of graphar.nn whose weights are in torch.float8_e4m3fn, as FP8 checkpoints store them; for inference.
+
+    x of 16 bits -- quantize_rows --+
+    (rows, scales) of a norm -------+-- product with scales -- y of 16 bits
+              weight, weight_scale -+
+
+A weight has one scale, or scales of rows, or of blocks of 128 x 128. Blocks go with a scale for each 128 columns of a
+row of ``x``, the others with one for each row of ``x``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from torch.nn import functional
+
+from graphar.numerics import fp8_rows
+from graphar.numerics.fp8_products import BLOCK, FP8
+from graphar.ops.matmul_allreduce import OP as MATMUL_ALLREDUCE
+from graphar.ops.scaled_operands import RESULT_DTYPES
+from graphar.runtime.registry import ALONE
+
+# Names in checkpoints: the first ones are those of compressed-tensors and FBGEMM, the second ones those of DeepSeek,
+# Qwen and transformers.
+WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
+INPUT_SCALES = ("input_scale", "activation_scale")
+FORMATS = ("tensor", "rows", "blocks")
+
+Input = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def quantize_rows(
+    x: torch.Tensor, *, scale: torch.Tensor | None = None, group_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns rows in torch.float8_e4m3fn, and their fp32 scales: an element is about its FP8 value times its scale.
+
+    A scale is the largest magnitude of what it scales, divided by 448, and at least the smallest normal number of fp32.
+    An element is x * (1 / scale), rounded to nearest and saturated. Every operation is one of fp32, rounded once. These
+    are the bits of :func:`graphar.allreduce_residual_rmsnorm` with ``out_dtype=torch.float8_e4m3fn`` for equal rows.
+    Compiled for a GPU, the division by 448 may round in another way, which changes the last bit of a scale.
+
+    The results are operands of graphar's matmuls, ``a`` and ``a_scale``, and inputs of layers in FP8. There are no
+    gradients.
+
+    Args:
+        x: [..., columns], bf16, fp16 or fp32.
+        scale: one positive fp32 number for the whole tensor. None: there are as many scales as ``group_size`` says.
+        group_size: 128: each 128 columns of a row have their own scale. None: each row has one.
+
+    Returns:
+        (rows, scales): rows like ``x``, and scales [..., 1], or [..., columns / 128] with ``group_size``, or ``scale``
+        itself. What shares a scale with a NaN or an infinity is NaN, and so is the scale.
+
+    Raises:
+        ValueError: the columns are no multiple of ``group_size``, which must be 128, or it goes with a ``scale``.
+    """
+    if scale is not None and group_size is not None:
+        raise ValueError("quantize_rows: takes scale or group_size, not both")
+    if group_size is not None and (group_size != BLOCK or x.shape[-1] % BLOCK):
+        raise ValueError(
+            f"quantize_rows: group_size must be None or {BLOCK}, and divide the columns of x, {x.shape[-1]}, got "
+            f"{group_size!r}"
+        )
+    wide = x.detach().float()
+    if scale is not None:
+        return fp8_rows.to_fp8(wide, scale.reshape(())), scale
+    return fp8_rows.quantized(wide, group_size)
+
+
+class MayBeFp8(torch.nn.Module):
+    """A linear layer whose weight may be in FP8. Parameters then have the scales, by the names of the checkpoint."""
+
+    out_dtype: torch.dtype | None = None
+    _weight_scale = ""  # the name of the weight's scales; an empty string if the weight is not in FP8
+    _input_scale = ""  # the name of one scale for all inputs; an empty string if every input gets its own
+    _in_blocks = False  # whether the weight's scales are of blocks
+
+    def _take_scales(self, linear: torch.nn.Linear) -> None:
+        """Takes the scales of a whole layer whose weight is in FP8."""
+        layer, (rows, columns) = f"graphar.nn.{type(self).__name__}", linear.weight.shape
+        self._weight_scale, self._input_scale = _named(linear, WEIGHT_SCALES), _named(linear, INPUT_SCALES)
+        if not self._weight_scale:
+            raise ValueError(f"{layer}: a weight in {FP8} needs {' or '.join(WEIGHT_SCALES)}")
+        scale = getattr(linear, self._weight_scale).detach()
+        scale = scale.unsqueeze(1) if scale.ndim == 1 else scale
+        of_blocks = [-(-rows // BLOCK), -(-columns // BLOCK)]
+        self._in_blocks = scale.numel() > 1 and [*scale.shape] == of_blocks
+        if scale.numel() > 1 and not self._in_blocks and [*scale.shape] != [rows, 1]:
+            raise ValueError(
+                f"{layer}: {self._weight_scale} of a weight {[rows, columns]} must be one number, or {[rows, 1]} of "
+                f"rows, or {of_blocks} of blocks of {BLOCK} x {BLOCK}, got {list(scale.shape)}"
+            )
+        if self._in_blocks and columns % BLOCK:
+            raise ValueError(f"{layer}: scales of blocks need a multiple of {BLOCK} input features, got {columns}")
+        if self._in_blocks and self._input_scale:
+            raise ValueError(
+                f"{layer}: scales of blocks need scales of groups of inputs, but there is {self._input_scale}"
+            )
+        setattr(self, self._weight_scale, _constant(scale.float()))
+        if self._input_scale:
+            setattr(self, self._input_scale, _constant(getattr(linear, self._input_scale).detach().float()))
+
+    def _scaled(self, x: Input) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
+        """Returns an input in FP8 and its scales, and the arguments of a product that are this rank's."""
+        dtype = self.out_dtype
+        for name, one in (("x", x if isinstance(x, torch.Tensor) else x[1]), ("bias", self.bias)):
+            if one is not None and one.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"graphar.nn.{type(self).__name__}: layers in {FP8} have no gradients, but {name} requires one; "
+                    "use torch.no_grad()"
+                )
+        if isinstance(x, torch.Tensor):
+            dtype = dtype or (x.dtype if x.dtype in RESULT_DTYPES else None)
+            scale = getattr(self, self._input_scale) if self._input_scale else None
+            x = quantize_rows(x, scale=scale, group_size=BLOCK if self._in_blocks else None)
+        (a, a_scale), dtype = x, dtype or torch.bfloat16
+        if a.ndim == 1:
+            a_scale = a_scale.reshape(1, -1)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return a, a_scale, {"w_scale": getattr(self, self._weight_scale), "bias": bias, "out_dtype": dtype}
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        found = self._with_scales_in_fp32(state_dict, prefix) if self._weight_scale else state_dict
+        weight = found.get(f"{prefix}weight")
+        if self._weight_scale and isinstance(weight, torch.Tensor) and weight.dtype != FP8:
+            errors.append(f"{prefix}weight must be {FP8}, as the layer's, got {weight.dtype}")
+            return
+        super()._load_from_state_dict(found, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def _with_scales_in_fp32(self, state_dict: dict, prefix: str) -> dict:
+        """Returns a checkpoint with the layer's scales in fp32, and those of rows as a column."""
+        found = dict(state_dict)
+        for name in filter(None, (self._weight_scale, self._input_scale)):
+            own, given = getattr(self, name), found.get(prefix + name)
+            if isinstance(given, torch.Tensor):
+                given = given.detach().float()
+                given = given.unsqueeze(1) if given.ndim == 1 else given
+                found[prefix + name] = given.reshape(own.shape) if given.numel() == own.numel() else given
+        return found
+
+
+class Fp8Linear(MayBeFp8, torch.nn.Linear):
+    """A linear layer with its weight in torch.float8_e4m3fn, whole on this rank; for inference.
+
+    The input is quantised by :func:`quantize_rows`, or comes as a pair ``(rows, scales)`` of such rows, as a norm with
+    ``out_dtype=torch.float8_e4m3fn`` gives them. ``state_dict`` has ``weight`` and
+    the scales, under the names and in the shapes of FP8 checkpoints, and ``load_state_dict`` takes those.
+
+    :class:`ColumnParallelLinear` and :class:`RowParallelLinear` take such a layer, or any torch.nn.Linear with these
+    parameters, such as those of transformers.
+
+    Args:
+        linear: a torch.nn.Linear, which is quantised. Or one with a weight in FP8, and a parameter ``weight_scale`` or
+            ``weight_scale_inv``: one number, [out_features, 1], or [out_features / 128, in_features / 128]. With
+            ``input_scale`` or ``activation_scale``, one number, every input is quantised by that.
+        scales: "tensor", "rows" or "blocks": the scales of a weight that is quantised: one, one for each row, or one
+            for each block of 128 x 128.
+        out_dtype: of the output: torch.bfloat16 or torch.float16. None: that of the input; bf16 for a pair, or fp32.
+
+    Shape:
+        Input ``(*, in_features)``, or a pair of this in FP8 and scales ``(*, 1)``, ``(*, in_features / 128)`` or one
+        number; output ``(*, out_features)``.
+
+    Raises:
+        TypeError, ValueError: ``linear`` is no torch.nn.Linear, ``scales`` has no such value, or the weight's scales
+            have another shape.
+    """
+
+    def __init__(self, linear: torch.nn.Linear, scales: str = "rows", *, out_dtype: torch.dtype | None = None) -> None:
+        check_linear("Fp8Linear", linear)
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features, self.out_dtype = linear.in_features, linear.out_features, out_dtype
+        source = linear if linear.weight.dtype == FP8 else _quantized(linear.weight, scales)
+        self.weight = _constant(source.weight.detach())
+        self.bias = linear.bias
+        self._take_scales(source)
+
+    def forward(self, x: Input) -> torch.Tensor:
+        """Returns the output, of 16 bits, for an input of any float type or a pair (rows, scales) in FP8."""
+        a, a_scale, how = self._scaled(x)
+        return product(a, self.weight, a_scale, **how)
+
+
+def product(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    a_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Returns the product of operands with scales, plus a bias, on this rank alone."""
+    given = {"a": a, "w": w, "scales": [a_scale, w_scale], "bias": [] if bias is None else [bias]}
+    how = {"scaled_dtype": out_dtype, "communicator": ALONE, "partition": "auto"}
+    return MATMUL_ALLREDUCE.one(*MATMUL_ALLREDUCE.write(given | how))
+
+
+def check_linear(layer: str, linear: object) -> None:
+    """Raises TypeError unless ``linear`` is a torch.nn.Linear, whose weight can be divided."""
+    if not isinstance(linear, torch.nn.Linear):
+        raise TypeError(f"graphar.nn.{layer}: linear must be a torch.nn.Linear, got {type(linear).__name__}")
+
+
+def _quantized(weight: torch.Tensor, scales: str) -> SimpleNamespace:
+    """Returns a weight in FP8 with its scales, under the name that checkpoints have for their format."""
+    if scales not in FORMATS:
+        raise ValueError(f"graphar.nn.Fp8Linear: scales must be one of {', '.join(FORMATS)}, got {scales!r}")
+    wide, (rows, columns) = weight.detach().float(), weight.shape
+    if scales != "blocks":
+        scale = fp8_rows.scales_of(wide, (1,) if scales == "rows" else (0, 1))
+        return SimpleNamespace(weight=fp8_rows.to_fp8(wide, scale), weight_scale=scale)
+    padded = functional.pad(wide, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scale = fp8_rows.scales_of(blocks, (1, 3))
+    in_fp8 = fp8_rows.to_fp8(blocks, scale).flatten(2).flatten(0, 1)[:rows, :columns]
+    return SimpleNamespace(weight=in_fp8.contiguous(), weight_scale_inv=scale[:, 0, :, 0])
+
+
+def _named(linear: object, names: Sequence[str]) -> str:
+    """Returns the first of the names under which a layer has a tensor; an empty string if there is none."""
+    return next((name for name in names if isinstance(getattr(linear, name, None), torch.Tensor)), "")
+
+
+def _constant(x: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(x, requires_grad=False)

@@ -1,0 +1,375 @@
+"""The pass's rewrite of a product of e4m3 operands with scales and its sum: its forms, what it leaves, and the bits."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import ScalingType, scaled_mm
+
+import graphar
+from graphar.graph import places
+from graphar.ops.register import op_of
+from tests.cases import same_bits
+from tests.graph.graphs import RANKS, given, rewritten
+from tests.graph.test_matmul_pass import PAYS, of_matmul
+from tests.graph.test_norm_pass import Traced, scattered, summed
+from tests.parallel_models import compiled
+from tests.processes import run_ranks
+
+ops, aten = torch.ops.graphar, torch.ops.aten
+FP8, FP32, BF16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
+ROWS, COLUMNS, K = 8, 256, 384
+
+
+@pytest.fixture
+def pays(monkeypatch):
+    monkeypatch.setattr(places, "shipped_table", lambda name: PAYS)
+
+
+def torchs(a, w, a_scale, w_scale, out_dtype=BF16, **more):
+    return torch._scaled_mm(a, w.t(), a_scale, w_scale, out_dtype=out_dtype, **more)
+
+
+def second(a, w, a_scale, w_scale, recipe_a=ScalingType.RowWise, recipe_b=ScalingType.RowWise, out_dtype=BF16):
+    return scaled_mm(a, w.t(), a_scale, recipe_a, w_scale, recipe_b, output_dtype=out_dtype)
+
+
+def in_blocks(a, w, a_scale, w_scale):
+    """torch's second form with scales as it wants them in memory: of ``w`` padded to a multiple of 4 blocks of K."""
+    padded = torch.nn.functional.pad(w_scale, (0, 4 - w_scale.shape[1] % 4))
+    found = a_scale.t().contiguous().t(), ScalingType.BlockWise1x128, padded.t(), ScalingType.BlockWise128x128
+    return scaled_mm(a, w.t(), *found, output_dtype=BF16)
+
+
+def traced(function, of_a=(ROWS, 1), of_w=(1, COLUMNS), *more, rows=(ROWS,), kinds=(FP8, FP8, FP32, FP32), **how):
+    """Traces a function of a [rows, K], w [COLUMNS, K], their scales, and ``more`` of bf16."""
+    shapes, kinds = ((*rows, K), (COLUMNS, K), of_a, of_w, *more), [*kinds, *[BF16] * len(more)]
+    return Traced(function, *shapes, dtype=kinds, **how)
+
+
+def fused_in(graph):
+    (node,) = [one for one in graph.nodes if op_of(one.target)]
+    return node
+
+
+def left_because(compile_pass, drawing):
+    """Why the pass leaves the product of a graph, which it does."""
+    calls = rewritten(compile_pass, drawing).calls()
+    assert aten._scaled_mm.default in calls or aten._scaled_mm_v2.default in calls
+    (entry,) = of_matmul(compile_pass.report)
+    return entry.why_left
+
+
+# ---- what is fused --------------------------------------------------------------------------------------------------
+
+ROWS_AND_NUMBERS = {
+    "rows": (torchs, (ROWS, 1), (1, COLUMNS)),
+    "tensors": (torchs, (), ()),
+    "a tensor as one element": (torchs, (1,), (1,)),
+    "rows in the second form": (second, (ROWS, 1), (1, COLUMNS)),
+    "fast accumulation": (functools.partial(torchs, use_fast_accum=True), (ROWS, 1), (1, COLUMNS)),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_AND_NUMBERS)
+def test_a_product_with_scales_and_its_sum_become_one_op(make_pass, pays, name):
+    product, *scales = ROWS_AND_NUMBERS[name]
+    compile_pass = make_pass()
+
+    graph = rewritten(compile_pass, traced(lambda *tensors: summed(product(*tensors)), *scales)).graph
+
+    fused = fused_in(graph)
+    a, w, a_scale, w_scale = [node for node in graph.nodes if node.op == "placeholder"]
+    assert fused.target is ops.fused_matmul_allreduce.default
+    assert (fused.args[:2], given(fused)["scales"]) == ((a, w), [a_scale, w_scale])
+    assert given(fused)["scaled_dtype"] == fused.meta["val"].dtype == BF16
+    assert not [node for node in graph.nodes if node.target in (aten._scaled_mm.default, aten._scaled_mm_v2.default)]
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
+
+
+def test_scales_of_blocks_are_given_as_checkpoints_store_them(make_pass, pays):
+    def layer(a, w, a_scale, w_scale):
+        return summed(torchs(a, w, a_scale, w_scale.t()))
+
+    graph = rewritten(make_pass(), traced(layer, (ROWS, 3), (2, 3))).graph
+
+    *_, a_scale, w_scale = [node for node in graph.nodes if node.op == "placeholder"]
+    assert given(fused_in(graph))["scales"] == [a_scale, w_scale]
+
+
+def test_padded_scales_of_blocks_lose_their_padding(make_pass, pays):
+    drawing = traced(lambda *tensors: summed(in_blocks(*tensors)), (ROWS, 3), (2, 3))
+
+    fused = fused_in(rewritten(make_pass(), drawing).graph)
+
+    of_a, of_w = [one.meta["val"].shape for one in given(fused)["scales"]]
+    assert (of_a, of_w) == ((ROWS, 3), (2, 3))
+
+
+def test_results_in_fp16_stay_fp16(make_pass, pays):
+    def layer(*tensors):
+        return summed(torchs(*tensors, out_dtype=torch.float16))
+
+    fused = fused_in(rewritten(make_pass(), traced(layer)).graph)
+
+    assert given(fused)["scaled_dtype"] == fused.meta["val"].dtype == torch.float16
+
+
+def test_a_product_and_its_reduce_scatter_become_one_op(make_pass, pays):
+    graph = rewritten(make_pass(), traced(lambda *tensors: scattered(torchs(*tensors)))).graph
+
+    fused = fused_in(graph)
+    assert fused.target is ops.fused_matmul_reducescatter.default
+    assert given(fused)["sizes"] == [ROWS // RANKS] * RANKS
+    assert [one.op for one in given(fused)["scales"]] == ["placeholder"] * 2
+
+
+@pytest.mark.parametrize("of_a", [(2, ROWS, 1), ()], ids=["of rows", "a number"])
+def test_rows_of_scales_are_put_in_the_order_of_the_rows_that_they_scale(make_pass, pays, of_a):
+    def layer(a, w, a_scale, w_scale):
+        y = torchs(a.view(-1, K), w, a_scale.view(-1, 1) if a_scale.ndim else a_scale, w_scale).view(2, ROWS, -1)
+        return scattered(torch.cat(y.chunk(RANKS, 1)))
+
+    of_w = (1, COLUMNS) if of_a else ()
+    fused = fused_in(rewritten(make_pass(), traced(layer, of_a, of_w, rows=(2, ROWS))).graph)
+
+    assert given(fused)["a"].meta["val"].shape == (2 * RANKS, ROWS // RANKS, K)
+    scale = given(fused)["scales"][0].meta["val"]
+    assert scale.shape == ((2 * RANKS, ROWS // RANKS, 1) if of_a else ())
+
+
+def test_constant_weights_and_scales_go_together(make_pass, pays):
+    drawing = traced(lambda *tensors: summed(torchs(*tensors)))
+
+    fused = fused_in(rewritten(make_pass(constant_weights=True), drawing).graph)
+
+    assert given(fused)["constant_weight"] is False  # an input that is no parameter
+    assert len(given(fused)["scales"]) == 2
+
+
+@pytest.mark.parametrize("rows", [8, 3000])
+def test_a_batch_invariant_pass_fuses_products_with_scales_at_every_size(make_pass, rows):
+    compile_pass = make_pass(batch_invariant=True)
+    drawing = traced(lambda *tensors: summed(torchs(*tensors)), (rows, 1), rows=(rows,), device="cuda")
+
+    fused = fused_in(rewritten(compile_pass, drawing).graph)
+
+    assert given(fused)["partition"] == "auto"  # each is batch-invariant
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
+
+
+# ---- what is left ---------------------------------------------------------------------------------------------------
+
+
+def with_bias(*tensors):
+    return summed(torchs(*tensors[:4], bias=tensors[4]))
+
+
+def added(*tensors):
+    return summed(torchs(*tensors) + torchs(*tensors))
+
+
+LEFT = {
+    "each rank adds a bias to its product": (with_bias, {}, ((ROWS, 1), (1, COLUMNS), (COLUMNS,))),
+    "several products are added before the sum": (added, {}, ()),
+    f"graphar multiplies {FP8} by {FP8}, not torch.float8_e5m2 by {FP8}": (
+        lambda *tensors: summed(torchs(*tensors)),
+        {"kinds": (torch.float8_e5m2, FP8, FP32, FP32)},
+        (),
+    ),
+    "the scales are neither of rows nor of blocks, in fp32": (
+        lambda *tensors: summed(torchs(*tensors)),
+        {},
+        ((ROWS, 3), (3, COLUMNS)),
+    ),
+    "the product has further uses": (lambda *tensors: (lambda y: (summed(y), y))(torchs(*tensors)), {}, ()),
+    "no matmul of torch.float32 sums its tiles": (
+        lambda *tensors: summed(torchs(*tensors, out_dtype=FP32)),
+        {},
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+def test_others_are_left_and_the_report_says_why(make_pass, pays, why):
+    function, how, shapes = LEFT[why]
+
+    assert left_because(make_pass(), traced(function, *shapes, **how)) == why
+
+
+def test_a_product_that_is_scaled_again_is_left(make_pass, pays):
+    def layer(a, w, a_scale, w_scale, scale):
+        return summed(torchs(a, w, a_scale, w_scale, scale_result=scale.float()))
+
+    assert left_because(make_pass(), traced(layer, (), (), ())) == "the product is scaled again"
+
+
+def test_recipes_that_graphar_lacks_are_left(make_pass, pays):
+    recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise1x128
+
+    def layer(a, w, a_scale, w_scale):
+        a_scale, w_scale = [one.t().contiguous().t() for one in (a_scale, w_scale)]
+        return summed(second(a, w, a_scale, w_scale, *recipes))
+
+    why = left_because(make_pass(), traced(layer, (ROWS, 3), (COLUMNS, 3)))
+
+    assert why == "graphar has no such recipe of scales"
+
+
+def test_a_gpu_without_kernels_of_e4m3_keeps_torchs_product(make_pass, pays):
+    drawing = traced(lambda *tensors: summed(torchs(*tensors)), device="cuda")
+
+    assert left_because(make_pass(arch="sm_80"), drawing) == "rank 3 has no GPU of sm_90a"
+
+
+def test_sizes_that_were_not_measured_to_be_faster_are_left(make_pass):
+    drawing = traced(lambda *tensors: summed(torchs(*tensors)))
+
+    assert left_because(make_pass(), drawing) == "not known to be faster as one op"
+
+
+def test_a_tensor_parallel_invariant_pass_leaves_them_and_calls_them_breaks(make_pass):
+    compile_pass = make_pass(tp_invariant=True)
+
+    why = left_because(compile_pass, traced(lambda *tensors: summed(torchs(*tensors))))
+
+    assert why == "products with scales are not added as a tree"
+    assert ("aten._scaled_mm.default", "graphar has no such product") in [
+        (one.op, one.why) for one in compile_pass.report.breaks
+    ]
+    assert not compile_pass.report.is_tp_invariant
+
+
+# ---- bits -----------------------------------------------------------------------------------------------------------
+
+TOKENS = (6, 8, 10)
+
+
+class RowParallel:
+    """A row-parallel layer as it is written for torch's collectives, with its weight in e4m3."""
+
+    def __init__(self, rank, world_size):
+        generator = torch.Generator().manual_seed(1 + rank)
+        self.weight = torch.randn(COLUMNS, K, generator=generator).to(FP8)
+        self.w_scale = torch.rand(1, COLUMNS, generator=torch.Generator().manual_seed(0)) + 0.5
+
+    def quantized(self, x):
+        scale = x.float().abs().amax(-1, keepdim=True) / 448
+        return (x / scale).to(FP8), scale
+
+    def __call__(self, x):
+        a, a_scale = self.quantized(x)
+        return self.sum(torchs(a, self.weight, a_scale, self.w_scale))
+
+    def sum(self, y):
+        dist.all_reduce(y)
+        return y
+
+    def eager(self, x):
+        """The result of the fused op, and that of torch's products."""
+        a, a_scale = self.quantized(x)
+        total = torchs(a, self.weight, a_scale, self.w_scale)
+        dist.all_reduce(total)
+        return graphar.fused_matmul_allreduce(a, self.weight, a_scale=a_scale, w_scale=self.w_scale), total
+
+
+class Scattered(RowParallel):
+    def sum(self, y):
+        return dist._functional_collectives.reduce_scatter_tensor(y, "sum", 0, dist.group.WORLD)
+
+    def eager(self, x):
+        return [one.chunk(dist.get_world_size())[dist.get_rank()] for one in super().eager(x)]
+
+
+class OfDTensors(RowParallel):
+    """The same layer, of DTensors, which torch multiplies in parts of K only with one scale for a whole tensor."""
+
+    def __init__(self, rank, world_size):
+        super().__init__(rank, world_size)
+        self.w_scale = self.w_scale[0, 0]
+        self.mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+
+    def quantized(self, x):
+        scale = x.float().abs().amax() / 448
+        return (x / scale).to(FP8), scale
+
+    def __call__(self, x):
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        a, a_scale = self.quantized(x)
+        own, placed = [a, self.weight.t(), a_scale, self.w_scale], [Shard(1), Shard(0), Replicate(), Replicate()]
+        given = [DTensor.from_local(one, self.mesh, [where]) for one, where in zip(own, placed, strict=True)]
+        y = torch._scaled_mm(*given, out_dtype=BF16)
+        return y.redistribute(placements=[Replicate()]).to_local()
+
+
+LAYERS = {"all-reduce": RowParallel, "reduce-scatter": Scattered, "DTensor": OfDTensors}
+
+
+def run_layers(rank, world_size):
+    places.shipped_table = places.find_table = lambda name: PAYS
+    found = {}
+    for name, kind in LAYERS.items():
+        torch._dynamo.reset()
+        layer, compile_pass = kind(rank, world_size), graphar.compile_pass()
+        fast = compiled(layer, compile_pass)
+        inputs = [torch.randn(count, K, generator=torch.Generator().manual_seed(count)).to(BF16) for count in TOKENS]
+        found[name] = [(fast(x), *layer.eager(x)) for x in inputs], of_matmul(compile_pass.report)
+    return found
+
+
+@functools.cache
+def results_of_layers():
+    return run_ranks(run_layers, 2, timeout_s=180)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_compiled_layer_has_the_bits_of_the_fused_op_and_about_the_values_of_torchs(name):
+    for found, entries in (rank[name] for rank in results_of_layers()):
+        assert entries
+        assert {entry.why_left for entry in entries} == {""}
+        for mine, expected, theirs in found:
+            assert same_bits(mine, expected) == 0
+            torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
+
+
+# ---- on GPUs --------------------------------------------------------------------------------------------------------
+
+WIDE, INNER = 8192, 512
+PAYING = (8, 1024)  # rows, between two ranks
+
+
+def run_in_graphs(rank, world_size, rows, in_blocks):
+    """Differing elements of the fused op in five calls, the first two of which are no replays; the report; skips."""
+    from torch._dynamo.utils import counters
+
+    def layer(a, w, a_scale, w_scale):
+        y = torchs(a, w, a_scale, w_scale.t())
+        dist.all_reduce(y)
+        return y
+
+    torch.manual_seed(rank)
+    a, w = torch.randn(rows, INNER, device="cuda").to(FP8), torch.randn(WIDE, INNER, device="cuda").to(FP8)
+    shapes = [(INNER // 128, rows), (WIDE // 128, INNER // 128)] if in_blocks else [(1, rows), (WIDE, 1)]
+    of_a, of_w = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes]
+    given = a, w, of_a.t(), of_w  # torch wants the first scales so in memory
+    with torch.no_grad(), graphar.enable() as compile_pass:
+        fast = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+        expected = graphar.fused_matmul_allreduce(a, w, a_scale=of_a.t(), w_scale=of_w)
+        wrong = [same_bits(fast(*given), expected) for _ in range(5)]
+    entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+    return wrong, entries, counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["rows", "blocks"])
+@pytest.mark.parametrize("rows", PAYING)
+def test_a_scaled_product_of_a_size_that_pays_replays_the_fused_op_in_cuda_graphs(on_gpus, rows, in_blocks):
+    for wrong, entries, skips in on_gpus(run_in_graphs, rows, in_blocks):
+        assert wrong == [0] * 5
+        assert entries == [("allreduce", ""), ("matmul", "")]
+        assert skips == 0
