@@ -190,3 +190,8 @@ def _gathered_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSourc
         placed = itertools.chain(epilogues[::-1], itertools.repeat(epilogues[0]))
         for epilogue, tile in zip(placed, tiles, strict=False):
             yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
+        ways = zip(itertools.cycle(MATMUL_TYPES), itertools.cycle(WORLD_SIZES), strict=False)
+        for (tile, scales), (dtype, world_size) in zip(itertools.product(FP8_TILES, SCALE_FORMATS), ways, strict=False):
+            yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", scales=scales)
+        how = "by_rows", epilogues[0]
+        yield fused_matmul_source(algorithm, torch.bfloat16, 4, FP8_TILES[2], *how, scales=SCALE_FORMATS[0])

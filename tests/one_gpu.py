@@ -234,24 +234,29 @@ class RanksOfOneGpu:
         tile: MatmulTile | None = None,
         epilogue: str = "",
         inputs: Sequence[EpilogueInputs] = (),
+        scales: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[list, list]:
         """Every rank's product of all ranks' rows with its weight, and the rows that it gathered.
 
-        ``inputs`` are each rank's tensors, on the GPU, and numbers for the expression ``epilogue``.
+        ``inputs`` are each rank's tensors, on the GPU, and numbers for the expression ``epilogue``. ``scales`` are each
+        rank's, on the GPU, of operands in e4m3.
         """
         counts, k = tuple(map(len, parts)), parts[0].shape[1]
-        outs = [torch.full((sum(counts), len(w)), 7, dtype=w.dtype, device="cuda:0") for w in weights]
-        wholes = [torch.full((sum(counts), k), 7, dtype=part.dtype, device="cuda:0") for part in parts]
+        outs = [_unwritten(w.new_empty(sum(counts), len(w)), out_dtype) for w in weights]
+        wholes = [_unwritten(part.new_empty(sum(counts), k)) for part in parts]
         form = (
             Pointwise(epilogue, tuple(x.dtype for x in inputs[0].tensors), len(weights[0]) or 1) if epilogue else None
         )
         more = [(bias.cuda(0),) for bias in biases] if biases else [tuple(own.tensors) for own in inputs]
         more, numbers = more or [()] * len(parts), [tuple(own.scalars) for own in inputs] or [()] * len(parts)
+        more = [(*own, *rest) for own, rest in zip(scales, more, strict=True)] if scales else more
         ranks = [
             Operands((part.cuda(0), w.cuda(0), *rest), (out, whole), own)
             for part, w, rest, out, whole, own in zip(parts, weights, more, outs, wholes, numbers, strict=True)
         ]
-        work = Product(ALLGATHER_MATMUL, counts, k, bool(biases), epilogue=form, gathered=True)
+        of = "" if not scales else "rows" if scales[0][0].shape[1] == 1 else "blocks"
+        work = Product(ALLGATHER_MATMUL, counts, k, bool(biases), epilogue=form, gathered=True, scales=of)
         self._launch_matmul(work, Algorithm.ALLGATHER_MATMUL, ranks, tile)
         return outs, wholes
 
@@ -265,7 +270,7 @@ class RanksOfOneGpu:
         before: Callable[[int], None] = lambda rank: None,
     ) -> None:
         """Makes a call, and waits for it; results that kernels cannot write in place are copied there."""
-        call = Call.of(work, ranks[0].inputs[0], timeout_s=_TIMEOUT_S)
+        call = Call.of(work, ranks[0].outputs[0], timeout_s=_TIMEOUT_S)  # its dtype is that of the result
         made = FusedMatmul(self._engine, call, algorithm, sum(work.parts), tile)
         given = [operands_of(work, own) for own in ranks]
         placed = [made._place(own) for own in given]

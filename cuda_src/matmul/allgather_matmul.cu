@@ -8,7 +8,8 @@
 //           senders, at the end  A, scratch[r].slot[p] -> output, if the gathered rows are wanted
 //
 // A block multiplies this rank's own rows first, while the links carry rows. They wait for nobody. Gives the bits of an
-// all-gather followed by a matmul. Ordering between ranks: (21) in gathered_rows.cuh.
+// all-gather followed by a matmul. Rows of e4m3 travel with their scales. Ordering between ranks: (21) in
+// gathered_rows.cuh.
 #include "device/epilogue.cuh"
 #include "device/matmul/gathered_rows.cuh"
 #include "device/matmul/tile_store.cuh"
@@ -27,17 +28,16 @@ struct GatheredSharedStorage {
 };
 
 // By the first warp of a block.
-template <class Tile, int N>
-__device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& a, GatheredSharedStorage& shared) {
+template <class Tile, class Rows>
+__device__ void begin_and_await_rows(const Rows& rows, const Arguments& a, GatheredSharedStorage& shared) {
   const bool first = threadIdx.x == 0;
-  const GatheredRows<N> rows(m, a);
   Call call = begin_call(a);
   read_epoch_in_warp(a, call);
   if (!call.aborted) {
     advance_epoch_in_warp(a, call);
     if (blockIdx.x == 0) {
       rows.clear_next_call(call);
-      enter<N>(a, call);
+      enter<Rows::ranks>(a, call);
     }
   }
   if (first) {
@@ -47,10 +47,12 @@ __device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& 
   __syncwarp();
   bool failed = call.aborted;
   GatheredTile tile;
-  GatheredWalk<Tile, N> walk(m, a);
+  GatheredWalk<Tile, Rows::ranks> walk(rows.m, a);
   for (u32 number = 0; walk.next(tile);) {
     if (tile.owner == a.rank) continue;
-    failed = failed || !rows.wait(call, tile.owner, tile.row, Tile::rows);
+    // In a cluster a tile may lie below the rows: then consumers load the scales of the last one.
+    const u32 row = Rows::scaled ? min(tile.row, u32(a.count[tile.owner]) - 1) : tile.row;
+    failed = failed || !rows.wait(call, tile.owner, row, Tile::rows);
     if (!first) continue;
     while (!shared.awaited.try_wait(number - 1)) continue;
     shared.arrived.arrive();
@@ -59,11 +61,11 @@ __device__ void begin_and_await_rows(const MatmulArguments& m, const Arguments& 
 }
 
 // By one thread.
-template <class Tile, int N, OperandLayout W>
+template <class T, class Tile, int N, OperandLayout W>
 __device__ void produce(const MatmulArguments& m, const Arguments& a, const RowsOfRanks<N>& a_maps,
                         const TensorMap& w_map, const Ring<Tile>& ring, GatheredSharedStorage& shared) {
   fence_async_proxy_global();  // the kernel before may have written this rank's rows
-  const Producer<Tile, W> producer{m, a_maps.of[0], w_map, ring};
+  const Producer<Tile, W, T> producer{m, a_maps.of[0], w_map, ring};
   Position<Tile> at;
   GatheredTile tile;
   GatheredWalk<Tile, N> walk(m, a);
@@ -81,10 +83,9 @@ __device__ void produce(const MatmulArguments& m, const Arguments& a, const Rows
 }
 
 // By two warps of a block; `sender` says which.
-template <int N>
-__device__ void send_and_gather(const MatmulArguments& m, const Arguments& a, const Call& call, u32 sender) {
-  const GatheredRows<N> rows(m, a);
-  if (call.aborted || !wait_until_all_entered<N>(a, call)) return;
+template <class Rows>
+__device__ void send_and_gather(const Rows& rows, const Arguments& a, const Call& call, u32 sender) {
+  if (call.aborted || !wait_until_all_entered<Rows::ranks>(a, call)) return;
   rows.send(call);
   if (a.output != nullptr) rows.gather(call, 2 * blockIdx.x + sender, 2 * gridDim.x);
 }
@@ -102,27 +103,35 @@ __device__ __forceinline__ void finish(const MatmulArguments& m, const Arguments
   }
 }
 
-template <class T, class Tile, int N, OperandLayout W, class Expression>
-__device__ void consume(const MatmulArguments& m, const Arguments& a, const RowsOfRanks<N>& c_maps,
+template <class T, class Tile, int N, OperandLayout W, class Expression, class Result, class Scales>
+__device__ void consume(const typename Scales::Arguments& m, const Arguments& a, const RowsOfRanks<N>& c_maps,
                         const Ring<Tile>& ring, u32 index) {
   const Multiplier<T, Tile, W> multiplier{m, ring, index};
-  const TileStore<T, Tile> tiles{m, ring, index};
+  const TileStore<Result, Tile> tiles{m, ring, index};
+  const GatheredRows<T, N, Scales> rows(m, a);
   Position<Tile> at;
   GatheredTile tile;
   for (GatheredWalk<Tile, N> walk(m, a); walk.next(tile);) {
     float sums[Tile::columns / 2];
-    multiplier.multiply(at, sums);
-    finish<T, Expression>(m, a, tile, index, sums);
+    if constexpr (is_scaled<Scales>) {
+      while (!ring.filled[at.place].try_wait(at.use)) continue;
+      const auto of_owner = rows.of_rows(tile.owner);
+      ScaledProducts<Multiplier<T, Tile, W>, Tile, Scales>{multiplier, of_owner, tile.row, tile.column}.multiply(at, sums);
+    } else {
+      multiplier.multiply(at, sums);
+    }
+    finish<Result, Expression>(m, a, tile, index, sums);
     tiles.store(c_maps.of[tile.owner], sums, tile.row, tile.column);
   }
   tiles.wait();
 }
 
-template <class T, int N, class Tile, OperandLayout W, class Expression = Identity>
+template <class T, int N, class Tile, OperandLayout W, class Expression = Identity, class Result = T,
+          class Scales = Unscaled>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     allgather_matmul(const __grid_constant__ RowsOfRanks<N> a_maps, const __grid_constant__ TensorMap w_map,
-                     const __grid_constant__ RowsOfRanks<N> c_maps, const __grid_constant__ MatmulArguments m,
-                     const __grid_constant__ Arguments a) {
+                     const __grid_constant__ RowsOfRanks<N> c_maps,
+                     const __grid_constant__ typename Scales::Arguments m, const __grid_constant__ Arguments a) {
   const Ring<Tile> ring;
   auto& shared = static_shared<GatheredSharedStorage>();
   if (threadIdx.x == 0) {
@@ -140,18 +149,18 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
   wait_for_previous_kernel(a);
   const u32 warp = same_in_warp(threadIdx.x / 32);
   if (warp >= 4) {
-    if constexpr (Tile::consumers == 2) grow_registers<208>();
-    consume<T, Tile, N, W, Expression>(m, a, c_maps, ring, warp / 4 - 1);
+    if constexpr (Tile::consumers == 2) grow_registers<is_scaled<Scales> ? 224 : 208>();
+    consume<T, Tile, N, W, Expression, Result, Scales>(m, a, c_maps, ring, warp / 4 - 1);
   } else {
-    if constexpr (Tile::consumers == 2) shrink_registers<88>();
+    if constexpr (Tile::consumers == 2) shrink_registers<is_scaled<Scales> ? 56 : 88>();
     if (warp == 0) {
-      begin_and_await_rows<Tile, N>(m, a, shared);
+      begin_and_await_rows<Tile>(GatheredRows<T, N, Scales>(m, a), a, shared);
     } else if (warp == 3) {
-      if (elected()) produce<Tile, N, W>(m, a, a_maps, w_map, ring, shared);
+      if (elected()) produce<T, Tile, N, W>(m, a, a_maps, w_map, ring, shared);
       __syncwarp();
     } else {
       while (!shared.begun.try_wait(0)) continue;
-      send_and_gather<N>(m, a, shared.call, warp - 1);
+      send_and_gather(GatheredRows<T, N, Scales>(m, a), a, shared.call, warp - 1);
     }
   }
   end_call(a, shared.call);

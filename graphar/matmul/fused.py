@@ -18,6 +18,7 @@ from graphar.errors import UnsupportedError
 from graphar.matmul.gemm import STORE_COLUMNS, layout_of, why_not
 from graphar.matmul.leaf_products import in_whole_loads
 from graphar.matmul.operands import MatmulOperands, operands_of
+from graphar.matmul.scaled_gemm import placed
 from graphar.matmul.tensor_maps import Matrix, aligned_copy, aligned_like, matrix_of
 from graphar.matmul.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
 from graphar.numerics.codecs import codec as codec_of_text
@@ -29,13 +30,13 @@ from graphar.plan.config import Config
 from graphar.plan.matmuls import COLUMNS, gathered_tile, tile_for, tile_of_partials, tiles_of_sum
 from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES, PACK_NBYTES
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices, rows_a_launch
-from graphar.plan.tiles import skinny_tile
+from graphar.plan.tiles import FP8_TILES, LAYOUTS, skinny_tile
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.ranks import agreement
 from graphar.runtime import launcher
 from graphar.runtime.bind.launches import bind_launch, on_own_device, put_with_numbers
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.catalogue import fused_matmul_source
+from graphar.runtime.catalogue import SCALE_FORMATS, fused_matmul_source
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
@@ -61,11 +62,12 @@ def _places(work: Product) -> int:
 def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Tile, work: Product) -> list[dict]:
     """Returns each member's kernels of a tile, by tile and layout of W. The first call for a tile is collective."""
     epilogue, wire = work.epilogue, codec_of_text(work.codec) if work.codec else None
-    kinds = [(tile, layout) for layout in tile.layouts]
+    kinds = [(tile, layout) for layout in (LAYOUTS[:1] if work.scales else tile.layouts)]
+    scales = SCALE_FORMATS[work.scales == "blocks"] if work.scales else ""
 
     def load(member: Member) -> dict:
-        generated, world_size = epilogue and epilogue.generated, runner.world_size
-        sources = [fused_matmul_source(algorithm, dtype, world_size, *kind, generated, wire) for kind in kinds]
+        how = epilogue and epilogue.generated, wire, scales
+        sources = [fused_matmul_source(algorithm, dtype, runner.world_size, *kind, *how) for kind in kinds]
         return {
             kind: launcher.load(source, member.device, tile.shared_nbytes, algorithm.value)
             for kind, source in zip(kinds, sources, strict=True)
@@ -74,7 +76,7 @@ def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Ti
     # The codec's type and not its text, which has the seed: ranks may have different seeds.
     follows = wire.type_name if wire else epilogue and epilogue.kernel
     words = agreement.words_of_tile(algorithm, dtype, tile, work)
-    return runner.kernels.prepare_all((algorithm, dtype, tile, follows), algorithm, words, load)
+    return runner.kernels.prepare_all((algorithm, dtype, tile, follows, scales), algorithm, words, load)
 
 
 class FusedMatmul:
@@ -118,7 +120,7 @@ class FusedMatmul:
         else:
             step = rows_a_launch(world_size, work.columns, _places(work))
             if self._gathers:
-                step = gathered_rows_a_launch(algorithm, world_size, work.columns)
+                step = gathered_rows_a_launch(algorithm, world_size, work.columns, work.scales)
             self._slices = row_slices(work.parts, step)
         self._functions = self._load()
         self._launches: BoundedCache[Launch] = BoundedCache()
@@ -126,7 +128,7 @@ class FusedMatmul:
     def _tiles_to_load(self, rows: int) -> tuple[Tile, ...]:
         """Returns the tiles whose kernels every rank loads: ranks may take different ones of them."""
         if self._gathers:
-            return self.algorithm.row.tiles
+            return FP8_TILES if self._call.work.scales else self.algorithm.row.tiles
         if self._tile:
             return (self._tile,)
         if self._skinny:
@@ -169,7 +171,8 @@ class FusedMatmul:
         work, given = self._call.work, operands_of(self._call.work, own)
         if len(self._slices) > 1 or len(self._runner.members) > 1 or self._timelines or self._place(given) is not given:
             return None
-        (one,), (member,), operands = self._slices, self._runner.members, 2 + work.bias
+        (one,), (member,) = self._slices, self._runner.members
+        operands = 2 + work.bias + 2 * bool(work.scales)
         corner = self._corner(member, given, one)
         nothing, launches = given.a.new_empty(0), BoundedCache()
 
@@ -214,8 +217,10 @@ class FusedMatmul:
         pointers = [0 if x is None else x.data_ptr() for x in (own.bias, self._timelines and self._timelines[at])]
         # The gathered rows are bound whole, and may be empty on this rank.
         rows, k = own.a.shape
-        a = Matrix(own.a.data_ptr(), own.a.dtype, rows, k, -(-k // 8) * 8) if self._gathers else matrix_of(own.a)
-        matrices = Matrices(a, w, layout, own.out, *pointers, own.constant_weight)
+        unit = PACK_NBYTES // own.a.dtype.itemsize
+        a = Matrix(own.a.data_ptr(), own.a.dtype, rows, k, -(-k // unit) * unit) if self._gathers else matrix_of(own.a)
+        scales = own.scales and placed(own.scales)
+        matrices = Matrices(a, w, layout, own.out, *pointers, own.constant_weight, scales)
         tile = self._tile_of(own, one, layout)
         key = (member.rank, one, tile, matrices.key, own.given_k)
         launch = self._launches.get(key)
@@ -224,7 +229,8 @@ class FusedMatmul:
     def _tile_of(self, own: MatmulOperands, one: Slice, layout: str) -> Tile:
         table = self._engine.table.matmul
         if self._gathers:  # each rank takes the one with the least estimated time for its weight
-            return self._tile or gathered_tile(table.cost, one.count, *own.w.shape, self._runner.chip, layout)
+            of_weight = *own.w.shape, self._runner.chip, layout, own.scales is not None
+            return self._tile or gathered_tile(table.cost, one.count, *of_weight)
         return tile_for(table, self.tiles, own.a.shape[1])
 
     def _bind(self, at: int, member: Member, tile: Tile, matrices: Matrices, own: MatmulOperands, one: Slice) -> Launch:
@@ -274,7 +280,7 @@ class FusedMatmul:
 
     @staticmethod
     def _place_gathering(own: MatmulOperands) -> MatmulOperands:
-        k, n = own.a.shape[1], own.w.shape[0]
+        k, n, scales = own.a.shape[1], own.w.shape[0], own.scales
         if n == 0:  # this rank sends its rows all the same
             own = replace(
                 own,
@@ -283,17 +289,19 @@ class FusedMatmul:
                 out=own.out.new_empty(len(own.out), STORE_COLUMNS),
                 # Zeros in place of tensors without elements, as many as a kernel reads.
                 tensors=tuple([x if x.numel() else x.new_zeros(len(own.out) * STORE_COLUMNS) for x in own.tensors]),
+                scales=scales and replace(scales, w=scales.w.new_zeros(STORE_COLUMNS, scales.w.shape[1])),
             )
         # The rows are sent as they lie: without gaps, and each in whole packs.
-        whole = k % STORE_COLUMNS == 0 and own.a.is_contiguous() and own.a.data_ptr() % PACK_NBYTES == 0
-        rows = own.gathered
+        in_packs = k * own.a.dtype.itemsize % PACK_NBYTES == 0
+        whole = in_packs and own.a.is_contiguous() and own.a.data_ptr() % PACK_NBYTES == 0
+        rows, layouts = own.gathered, ("by_rows",) if scales else LAYOUTS  # tensor cores transpose no e4m3
         return replace(
             own,
             a=own.a if whole else aligned_copy(own.a),
-            w=own.w if layout_of(own.w) else aligned_copy(own.w),
+            w=own.w if layout_of(own.w) in layouts else aligned_copy(own.w),
             bias=None if own.bias is None else own.bias.contiguous(),
             out=own.out if n % STORE_COLUMNS == 0 else aligned_like(own.out),
-            gathered=rows if rows is None or k % STORE_COLUMNS == 0 else aligned_like(rows),
+            gathered=rows if rows is None or in_packs else aligned_like(rows),
         )
 
 

@@ -277,16 +277,18 @@ def gathering_method(engine: Engine, call: Call, a: torch.Tensor) -> str:
     between ranks.
     """
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
-    if work.partition == "none" or not a.is_cuda or a.dtype not in algorithm.row.dtypes:
+    like = a.new_empty(0, dtype=call.dtype) if work.scales else a
+    if work.partition == "none" or not a.is_cuda or like.dtype not in algorithm.row.dtypes:
         return "none"
     with engine.keeping_failure():
-        if engine.why_no_kernel(work.op, a):
+        if engine.why_no_kernel(work.op, like):
             return "none"
     k, rows, has_tiles = work.columns, sum(work.parts), engine.runner.chip.arch == MATMUL_ARCH
-    if not k or not gathered_rows_a_launch(algorithm, engine.world_size, k):
+    if not k or not gathered_rows_a_launch(algorithm, engine.world_size, k, work.scales):
         return "none"
     by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, engine.runner.chip)
     method = "tiles" if work.order == "tree" else by_table if work.partition == "auto" else work.partition
+    method = "tiles" if work.scales and method == "chunks" else method  # torch multiplies no chunks with scales
     served = has_tiles if method == "tiles" else not work.epilogue
     return method if served else "none"
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from graphar.matmul.gemm import STORE_ROWS, Order, operand_maps, rows_map, weight_map
+from graphar.matmul.scaled_gemm import PlacedScales
 from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import MatmulTile, SkinnyTile
-from graphar.runtime.arguments import Arguments, MatmulArguments
+from graphar.runtime.arguments import Arguments, MatmulArguments, ScaledMatmulArguments
 from graphar.runtime.launcher import Grid
 
 Tile = MatmulTile | SkinnyTile
@@ -34,11 +35,13 @@ class Matrices:
     bias: int = 0  # the address of the bias; 0 without one
     timeline: int = 0  # the address of the timeline of timelines.py; 0 without one
     constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
+    scales: PlacedScales | None = None  # of e4m3 operands
 
     @property
     def key(self) -> tuple:
         """Equal where all memory has the same addresses and is read alike."""
-        out, beside = (self.out.data_ptr(), self.out.shape), (self.bias, self.timeline, self.constant_weight)
+        out = self.out.data_ptr(), self.out.shape
+        beside = self.bias, self.timeline, self.constant_weight, self.scales
         return self.a, self.w, self.layout, *out, *beside
 
     @property
@@ -95,7 +98,9 @@ def gathered_tiles(
             pointer = arguments.scratch[rank] + gathered_slot_offset(world_size, arguments.capacity, hops)
         a_maps[source] = rows_map(tile, Matrix(pointer, own.a.dtype, count, k, own.a.leading))
         c_maps[source] = tensor_map(matrix_of(own.out[begin : begin + count]), STORE_ROWS)
-    sizes = MatmulArguments(own.bias, m, n, k, 0, Order.group_rows)
+    sizes = (ScaledMatmulArguments if own.scales else MatmulArguments)(own.bias, m, n, k, 0, Order.group_rows)
+    if own.scales:
+        own.scales.put(sizes, one.offset)
     of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), of_tiles * -(-n // tile.columns) * tile.cluster)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)

@@ -200,13 +200,15 @@ def _split_clocks(cost: TileCost, tile: MatmulTile, rows: int, tiles: int, k: in
 
 @functools.lru_cache(maxsize=1024)
 def gathered_tile(
-    cost: TileCost, counts: tuple[int, ...], n: int, k: int, chip: Chip, layout: str = "by_rows"
+    cost: TileCost, counts: tuple[int, ...], n: int, k: int, chip: Chip, layout: str = "by_rows", scaled: bool = False
 ) -> MatmulTile:
     """Returns the tile that is estimated to multiply gathered rows, ``counts`` of each rank, with [n, k] fastest.
 
-    ``layout`` is the layout of the weight, one of LAYOUTS.
+    ``layout`` is the layout of the weight, one of LAYOUTS. ``scaled``: operands are e4m3, with costs as in
+    :func:`fastest_scaled_tile`.
     """
-    fitting = [tile for tile in GATHERED_TILES if layout in tile.layouts]
+    fitting = FP8_TILES if scaled else [tile for tile in GATHERED_TILES if layout in tile.layouts]
+    k = max(k // 2, 1) if scaled else k
     return min(fitting, key=lambda tile: clocks(cost, tile, counts, n, k, chip.shared_blocks(cluster=tile.cluster)))
 
 

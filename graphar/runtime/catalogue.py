@@ -132,6 +132,7 @@ def fused_matmul_source(
     layout: str,
     generated: Generated | None = None,
     codec: Codec | None = None,
+    scales: str = "",
 ) -> KernelSource:
     """Returns the fused kernel of a matmul and the sum of its result, or the all-gather of its rows.
 
@@ -141,13 +142,17 @@ def fused_matmul_source(
         layout: the layout of the weight, one of LAYOUTS.
         generated: the code of an epilogue; not for SKINNY_KERNELS.
         codec: a codec on the wire; for SUMMED_TILE_KERNELS.
+        scales: one of SCALE_FORMATS if operands are e4m3, for GATHERING_KERNELS; ``dtype`` is that of the result.
     """
-    arguments = [TYPE_NAMES[dtype], world_size, tile, layout, *([generated.name] if generated else [])]
+    operand = "e4m3" if scales else TYPE_NAMES[dtype]
+    arguments = [operand, world_size, tile, layout, *([generated.name] if generated else [])]
     travel = f"AsCodes<{TYPE_NAMES[dtype]}, {codec.type_name}>" if codec else ""
     if isinstance(tile, MatmulTile) and tile.partials:
         travel = f"AsPartials<{TYPE_NAMES[dtype]}>"
     if travel:
         arguments += [*([] if generated else ["Identity"]), travel]
+    if scales:
+        arguments += [*([] if generated else ["Identity"]), TYPE_NAMES[dtype], scales]
     name = f"{algorithm.value}<{', '.join(map(str, arguments))}>"
     code = generated.text if generated else ""
     return KernelSource(file_of(algorithm), name, only_arch=MATMUL_ARCH, generated=code)

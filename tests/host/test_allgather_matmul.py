@@ -155,17 +155,17 @@ def test_an_epilogue_is_applied_to_each_element_in_its_place(kinds):
 FILES = ("matmul/allgather_matmul.cu", "device/matmul/gathered_rows.cuh")
 MUTANTS = {
     "rows sent to ranks that have not entered the call": (
-        " || !wait_until_all_entered<N>(a, call)",
+        " || !wait_until_all_entered<Rows::ranks>(a, call)",
         "",
         "plain",
     ),
     "rows multiplied before they have come": (
-        "failed = failed || !rows.wait(call, tile.owner, tile.row, Tile::rows);",
-        "(void)failed;",
+        "failed = failed || !rows.wait(call, tile.owner, row, Tile::rows);",
+        "(void)failed, (void)row;",
         "plain",
     ),
     "rows announced before all threads have stored them": (
-        "      send_unit(unit);\n      __syncwarp();\n",
+        "      send_unit(unit);\n      if constexpr (scaled) send_scales(unit);\n      __syncwarp();\n",
         "      send_unit(unit);\n",
         "thread",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,17 +11,20 @@ import torch
 
 from graphar.matmul import fused, gemm, tile_launches
 from graphar.matmul.fused import FusedMatmul
+from graphar.matmul.gemm import layout_of
 from graphar.matmul.operands import MatmulOperands
+from graphar.matmul.scaled_gemm import placed
 from graphar.matmul.tensor_maps import matrix_of
 from graphar.matmul.tile_launches import Matrices, gathered_tiles, skinny, summed_tiles
 from graphar.numerics.epilogues.epilogue import bind
+from graphar.numerics.fp8_products import BLOCK, FP8, Scales
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
 from graphar.plan.matmuls import gathered_tile
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table
-from graphar.plan.tiles import GATHERED_TILES, LAYOUTS, SKINNY_TILES
+from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, SKINNY_TILES
 from graphar.plan.work import Product
 from graphar.runtime import launcher
 
@@ -34,7 +38,7 @@ class Bound:
     def __init__(self):
         self.chip, self.words, self.members = CHIP, [], [MEMBER]
         self.kernels = SimpleNamespace(
-            prepare_all=lambda *given: [dict.fromkeys(itertools.product(GATHERED_TILES, LAYOUTS))]
+            prepare_all=lambda *given: [dict.fromkeys(itertools.product((*GATHERED_TILES, *FP8_TILES), LAYOUTS))]
         )
 
     def arguments(self, member, algorithm, one, timeout_s, words):
@@ -118,6 +122,64 @@ def test_boxes_of_rows_are_no_higher_than_their_owners_part(monkeypatch, tile):
     assert boxes == {1: 8, 40: 40, 64: 64, 100: min(104, tile.rows), 200: tile.rows}
 
 
+def scaled(k=256, rows=32):
+    """e4m3 operands with scales of blocks, of a rank with more rows than a launch takes."""
+    a, w = (torch.zeros(count, k, dtype=FP8) for count in (rows, 384))
+    scales = Scales(True, torch.ones(rows, k // BLOCK), torch.ones(len(w) // BLOCK, k // BLOCK))
+    return MatmulOperands(a, w, None, torch.zeros(2 * rows, len(w), dtype=torch.bfloat16), scales=scales)
+
+
+def test_each_launch_has_the_scales_of_its_rows(monkeypatch):
+    monkeypatch.setattr(tile_launches, "rows_map", lambda *given: tile_launches.TensorMap())
+    monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: tile_launches.TensorMap())
+    monkeypatch.setattr(tile_launches, "weight_map", lambda *given: None)
+    own, counts = scaled(), (32, 32)
+    matrices = Matrices(matrix_of(own.a), matrix_of(own.w), "by_rows", own.out, scales=placed(own.scales))
+    arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
+
+    of_launches = [
+        gathered_tiles(FP8_TILES[0], matrices, one, arguments, slice(None), CHIP)[0][-1]
+        for one in row_slices(counts, 16)
+    ]
+
+    assert [sizes.a_scale for sizes in of_launches] == [own.scales.a[row].data_ptr() for row in (0, 16)]
+    assert {sizes.w_scale for sizes in of_launches} == {own.scales.w.data_ptr()}
+    assert {(sizes.a_scale_row, sizes.a_scale_block, sizes.w_scale_row) for sizes in of_launches} == {(2, 1, 2)}
+
+
+def test_calls_whose_scales_have_other_addresses_share_no_launch(engine):
+    own, (one,) = scaled(), row_slices((32, 32), 32)
+    others = [replace(own, scales=replace(own.scales, **{of: getattr(own.scales, of).clone()})) for of in "aw"]
+    call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), 256, scales="blocks"), torch.bfloat16, -1)
+    launches = FusedMatmul(engine, call, Algorithm.ALLGATHER_MATMUL, 64, FP8_TILES[0])
+
+    bound = [launches._launch(MEMBER, given, one) for given in (own, *others, own)]
+
+    assert bound[0] is bound[-1]
+    assert len({id(launch) for launch in bound}) == 3
+
+
+def test_a_transposed_weight_in_e4m3_is_copied():
+    own = scaled()
+    transposed = replace(own, w=own.w.t().contiguous().t())
+
+    placed_there = FusedMatmul._place_gathering(transposed)
+
+    assert layout_of(transposed.w) == "by_columns"
+    assert layout_of(placed_there.w) == "by_rows"
+    assert FusedMatmul._place_gathering(own).w is own.w
+
+
+@pytest.mark.parametrize(("k", "copied"), [(256, False), (264, True)])
+def test_rows_in_e4m3_are_sent_in_whole_packs(k, copied):
+    a, w, out = torch.zeros(32, k, dtype=FP8), torch.zeros(384, k, dtype=FP8), torch.zeros(64, 384)
+
+    found = FusedMatmul._place_gathering(MatmulOperands(a, w, None, out)).a
+
+    assert (found is not a) == copied
+    assert found.stride() == (-(-k // 16) * 16, 1)
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "height"), [(1, 1024, 64), (32, 5120, 64), (64, 7168, 64), (2048, 5120, 128)]
 )
@@ -125,6 +187,7 @@ def test_parts_of_few_rows_take_low_tiles(rows, columns, height):
     cost = shipped_table("nvidia_h200").matmul.cost
 
     assert gathered_tile(cost, (rows, rows), columns, 8192, CHIP).rows == height
+    assert gathered_tile(cost, (rows, rows), columns, 16384, CHIP, scaled=True).rows == height
 
 
 # ---- room for another communicator ----------------------------------------------------------------------------------

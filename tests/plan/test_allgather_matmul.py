@@ -182,6 +182,19 @@ def test_the_rows_of_a_launch_and_their_flags_fit_the_scratch(world_size, k):
     assert SIGNAL_PAD_NBYTES + LINE_OF_COUNTS_NBYTES + slots == scratch.nbytes
 
 
+@pytest.mark.parametrize(("scales", "of_row"), [("rows", lambda k: 1), ("blocks", lambda k: -(-k // 128))])
+@pytest.mark.parametrize("k", [16, 1000, 8192, 100_000])
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_the_rows_of_a_launch_and_their_scales_fit_the_scratch(world_size, k, scales, of_row):
+    scratch = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size)
+    rows, row_packs = gathered_rows_a_launch(Algorithm.ALLGATHER_MATMUL, world_size, k, scales), -(-k // 16)
+    unit_rows = max(1024 // row_packs, 1)
+
+    assert rows > 0
+    assert rows * (row_packs * PACK_NBYTES + 4 * of_row(k)) <= scratch.capacity * PACK_NBYTES
+    assert -(-rows // unit_rows) <= gathered_flags(scratch.capacity)
+
+
 def test_launches_cover_every_row_once():
     counts = split(10_001, 3)
 

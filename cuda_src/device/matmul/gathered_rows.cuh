@@ -3,15 +3,19 @@
 //   scratch: the signal pad, whose row 0 holds the call that each rank has entered
 //            next_unit[32]           of this rank's rows, to be sent, by the parity of the call
 //            flags[N - 1][stride]    by source, the next rank first: of each unit of its rows
-//            slots[N - 1][capacity]  by source: its rows, each padded to whole packs
+//            slots[N - 1][capacity]  by source: its rows, each padded to whole packs; then the scales of its rows
 //
-// A unit is as many rows as have at most `unit_packs` packs, or one row.
+// A unit is as many rows as have at most `unit_packs` packs, or one row. Rows of e4m3 have scales (scaled_products.cuh):
+// in a slot those of a row follow each other, and those of the next row follow them.
 //
 // (21) A warp takes a unit, stores it to every peer, and sets its flag there to a value that names the call.
 //     - Visibility. After a barrier of the warp the release store of the flag publishes the stores of its threads. A
 //       warp of the peer acquires the flags of a tile's rows, and after a barrier arrives at an mbarrier. The producer
 //       waits for that, and fences before the copy engine reads the rows (5). A rank's own rows were written before the
 //       kernel began, so one fence at the begin is enough for their tiles.
+//     - Scales. A unit's scales are stored before its flag is set, by the same warp. A consumer loads those of a tile
+//       after it has waited for the tile's first place, which is filled after the producer has waited for the rows. They
+//       are stored and loaded by threads, so no fence stands between them.
 //     - Reuse. Flags are compared with the value of the call, so nothing resets them. Before its first store a warp
 //       waits until all ranks have entered the call: by (13) they have read the rows of the call before.
 //     - Progress. Senders wait for ranks to enter the call and for nothing else, and block 0 enters before all else.
@@ -19,24 +23,40 @@
 //       differ between ranks: what (18) asks for.
 //     - Block 0 clears `next_unit` of the next call, which by (1) nobody uses.
 #pragma once
-#include "device/matmul/tiles.cuh"
+#include "device/matmul/scaled_products.cuh"
 #include "device/pack.cuh"
 #include "device/sync/entry.cuh"
 
 constexpr u32 unit_packs = 1024;  // GATHERED_UNIT_PACKS in graphar/plan/scratch.py
 
-template <int N>
+// Of elements of type T.
+template <class T, int N, class Scales = Unscaled>
 class GatheredRows {
  public:
+  static constexpr int ranks = N;
+  static constexpr bool scaled = is_scaled<Scales>;
+  const typename Scales::Arguments& m;
   const Arguments& a;
   const u32 row_packs, unit_rows;
 
-  __device__ GatheredRows(const MatmulArguments& m, const Arguments& a)
-      : a(a), row_packs((m.k + 7) / 8), unit_rows(max(unit_packs / row_packs, 1u)) {}
+  __device__ GatheredRows(const typename Scales::Arguments& m, const Arguments& a)
+      : m(m), a(a), row_packs((m.k + of_pack - 1) / of_pack), unit_rows(max(unit_packs / row_packs, 1u)) {}
 
   // The rows of rank `from` on rank `to`.
   __device__ Pack* slot(int to, int from) const {
     return after_signal_pad(a, to) + (counts + (N - 1) * stride()) / 4 + u64(hops(to, from) - 1) * a.capacity;
+  }
+
+  // The arguments of products of the rows of a rank, with their scales.
+  __device__ __forceinline__ typename Scales::Arguments of_rows(int from) const {
+    typename Scales::Arguments found = m;
+    found.m = a.count[from];
+    if (from != a.rank) {
+      found.a_scale = scales(a.rank, from);
+      found.a_scale_row = Scales::of_row(m.k);
+      found.a_scale_block = 1;
+    }
+    return found;
   }
 
   // By one warp of block 0, before it enters the call.
@@ -51,6 +71,7 @@ class GatheredRows {
       const u32 unit = __shfl_sync(0xffffffff, lane == 0 ? add_relaxed_gpu(next_unit(call.epoch), 1) : 0, 0);
       if (unit >= units) return;
       send_unit(unit);
+      if constexpr (scaled) send_scales(unit);
       __syncwarp();
       if (lane < N && lane != a.rank) store_release_sys(flag(lane, a.rank, unit), flag_value(call));
     }
@@ -84,6 +105,7 @@ class GatheredRows {
 
  private:
   static constexpr u32 counts = 32;  // a line, of which two words are used
+  static constexpr u32 of_pack = sizeof(Pack) / sizeof(typename T::Storage);
 
   // 0 is a flag that was never set.
   __device__ static u32 flag_value(const Call& call) { return call.epoch + 1 != 0 ? call.epoch + 1 : 1u << 31; }
@@ -99,6 +121,10 @@ class GatheredRows {
   __device__ u32 packs_of(u32 rank, u32 unit) const {
     return min(unit_rows, u32(a.count[rank]) - unit * unit_rows) * row_packs;
   }
+  // The scales of rank `from` on rank `to`.
+  __device__ float* scales(int to, int from) const {
+    return reinterpret_cast<float*>(slot(to, from) + a.count[from] * row_packs);
+  }
   __device__ Pack* gathered(u32 rank) const { return static_cast<Pack*>(a.output) + a.begin[rank] * row_packs; }
 
   __device__ void send_unit(u32 unit) const {
@@ -113,6 +139,16 @@ class GatheredRows {
       });
   }
 
+  __device__ void send_scales(u32 unit) const {
+    const u32 of_row = Scales::of_row(m.k), first = unit * unit_rows;
+    const u32 count = min(unit_rows, u32(a.count[a.rank]) - first) * of_row;
+    for (u32 i = threadIdx.x % 32; i < count; i += 32) {
+      const float scale = m.a_scale[(first + i / of_row) * m.a_scale_row + i % of_row * m.a_scale_block];
+#pragma unroll
+      for (int hop = 1; hop < N; ++hop) scales((a.rank + hop) % N, a.rank)[u64(first) * of_row + i] = scale;
+    }
+  }
+
   // By a warp: copies packs to `Copies` places.
   template <int Copies, class To>
   __device__ __forceinline__ void copy(u32 packs, const Pack* from, const To& to) const {
@@ -122,12 +158,18 @@ class GatheredRows {
 #pragma unroll
       for (u32 i = 0; i < ahead; ++i)
         if (at + 32 * i < packs) p[i] = from[at + 32 * i];
-#pragma unroll
-      for (int c = 0; c < Copies; ++c) {
+      const auto store = [&](int c) {
         Pack* const there = to(c) + at;
 #pragma unroll
         for (u32 i = 0; i < ahead; ++i)
           if (at + 32 * i < packs) there[32 * i] = p[i];
+      };
+      if constexpr (scaled) {  // then the consumers take more of the block's registers
+#pragma unroll 1
+        for (int c = 0; c < Copies; ++c) store(c);
+      } else {
+#pragma unroll
+        for (int c = 0; c < Copies; ++c) store(c);
       }
     }
   }

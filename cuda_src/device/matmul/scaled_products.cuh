@@ -9,6 +9,16 @@
 #pragma once
 #include "device/matmul/pipeline.cuh"
 
+// In place of the scales of operands that have none.
+struct Unscaled {
+  using Arguments = MatmulArguments;
+};
+
+template <class Scales>
+constexpr bool is_scaled = true;
+template <>
+constexpr bool is_scaled<Unscaled> = false;
+
 // The first of the 16 rows of C that this warp's sums lie in; `row` is the tile's first one. Sum i of a thread lies in row
 // lane / 4 + 8 * (i / 2 % 2) of them.
 template <class Tile>
@@ -19,6 +29,8 @@ __device__ __forceinline__ u32 first_row_of_warp(u32 row, u32 index) {
 // A scale for each row of A and each row of W: they multiply the totals.
 struct RowScales {
   using Arguments = ScaledMatmulArguments;
+
+  __device__ static u32 of_row(u32) { return 1; }  // of A, where K is given
 
   // Those of a tile, of which each lane keeps every 32nd column's. `row` and `column` are the tile's first ones in C.
   template <class Tile>
@@ -59,6 +71,8 @@ struct RowScales {
 struct BlockScales {
   using Arguments = ScaledMatmulArguments;
   static constexpr u32 rows = 128;  // of W, that share a scale
+
+  __device__ static u32 of_row(u32 k) { return (k + row_nbytes - 1) / row_nbytes; }  // of A: a place has 128 of K
 
   // Those of a tile. A warp has 16 scales of A in a block, and a few of W: each lane loads one of them, two blocks before
   // it is used, since L2 may answer later than a block takes.

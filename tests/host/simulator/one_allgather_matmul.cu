@@ -20,7 +20,7 @@ void one_allgather_matmul(Arguments a) {
   for (int rank = 0; rank < N; ++rank) {
     if (a.count[rank] == 0) continue;  // as in tile_launches.py of the package
     u16* const rows =
-        rank == a.rank ? first : reinterpret_cast<u16*>(GatheredRows<N>(arguments, a).slot(a.rank, rank));
+        rank == a.rank ? first : reinterpret_cast<u16*>(GatheredRows<T, N>(arguments, a).slot(a.rank, rank));
     a_maps.of[rank] = {rows, k, a.count[rank], up_to_8(k), min(u64(Tile::rows), up_to_8(a.count[rank]))};
     c_maps.of[rank] = {c + a.begin[rank] * n, n, a.count[rank], n, 64};
   }
