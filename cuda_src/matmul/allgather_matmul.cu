@@ -103,12 +103,14 @@ __device__ __forceinline__ void finish(const MatmulArguments& m, const Arguments
   }
 }
 
-template <class T, class Tile, int N, OperandLayout W, class Expression, class Result, class Scales>
+// `T`: the type of the result.
+template <class T, class Tile, int N, OperandLayout W, class Expression, class Scales>
 __device__ void consume(const typename Scales::Arguments& m, const Arguments& a, const RowsOfRanks<N>& c_maps,
                         const Ring<Tile>& ring, u32 index) {
-  const Multiplier<T, Tile, W> multiplier{m, ring, index};
-  const TileStore<Result, Tile> tiles{m, ring, index};
-  const GatheredRows<T, N, Scales> rows(m, a);
+  using Operand = typename Scales::template Operand<T>;
+  const Multiplier<Operand, Tile, W> multiplier{m, ring, index};
+  const TileStore<T, Tile> tiles{m, ring, index};
+  const GatheredRows<Operand, N, Scales> rows(m, a);
   Position<Tile> at;
   GatheredTile tile;
   for (GatheredWalk<Tile, N> walk(m, a); walk.next(tile);) {
@@ -116,22 +118,23 @@ __device__ void consume(const typename Scales::Arguments& m, const Arguments& a,
     if constexpr (is_scaled<Scales>) {
       while (!ring.filled[at.place].try_wait(at.use)) continue;
       const auto of_owner = rows.of_rows(tile.owner);
-      ScaledProducts<Multiplier<T, Tile, W>, Tile, Scales>{multiplier, of_owner, tile.row, tile.column}.multiply(at, sums);
+      ScaledProducts<Multiplier<Operand, Tile, W>, Tile, Scales>{multiplier, of_owner, tile.row, tile.column}.multiply(
+          at, sums);
     } else {
       multiplier.multiply(at, sums);
     }
-    finish<Result, Expression>(m, a, tile, index, sums);
+    finish<T, Expression>(m, a, tile, index, sums);
     tiles.store(c_maps.of[tile.owner], sums, tile.row, tile.column);
   }
   tiles.wait();
 }
 
-template <class T, int N, class Tile, OperandLayout W, class Expression = Identity, class Result = T,
-          class Scales = Unscaled>
+template <class T, int N, class Tile, OperandLayout W, class Expression = Identity, class Scales = Unscaled>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     allgather_matmul(const __grid_constant__ RowsOfRanks<N> a_maps, const __grid_constant__ TensorMap w_map,
                      const __grid_constant__ RowsOfRanks<N> c_maps,
                      const __grid_constant__ typename Scales::Arguments m, const __grid_constant__ Arguments a) {
+  using Operand = typename Scales::template Operand<T>;
   const Ring<Tile> ring;
   auto& shared = static_shared<GatheredSharedStorage>();
   if (threadIdx.x == 0) {
@@ -150,17 +153,17 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
   const u32 warp = same_in_warp(threadIdx.x / 32);
   if (warp >= 4) {
     if constexpr (Tile::consumers == 2) grow_registers<is_scaled<Scales> ? 224 : 208>();
-    consume<T, Tile, N, W, Expression, Result, Scales>(m, a, c_maps, ring, warp / 4 - 1);
+    consume<T, Tile, N, W, Expression, Scales>(m, a, c_maps, ring, warp / 4 - 1);
   } else {
     if constexpr (Tile::consumers == 2) shrink_registers<is_scaled<Scales> ? 56 : 88>();
     if (warp == 0) {
-      begin_and_await_rows<Tile>(GatheredRows<T, N, Scales>(m, a), a, shared);
+      begin_and_await_rows<Tile>(GatheredRows<Operand, N, Scales>(m, a), a, shared);
     } else if (warp == 3) {
-      if (elected()) produce<T, Tile, N, W>(m, a, a_maps, w_map, ring, shared);
+      if (elected()) produce<Operand, Tile, N, W>(m, a, a_maps, w_map, ring, shared);
       __syncwarp();
     } else {
       while (!shared.begun.try_wait(0)) continue;
-      send_and_gather(GatheredRows<T, N, Scales>(m, a), a, shared.call, warp - 1);
+      send_and_gather(GatheredRows<Operand, N, Scales>(m, a), a, shared.call, warp - 1);
     }
   }
   end_call(a, shared.call);

@@ -142,17 +142,16 @@ def fused_matmul_source(
         layout: the layout of the weight, one of LAYOUTS.
         generated: the code of an epilogue; not for SKINNY_KERNELS.
         codec: a codec on the wire; for SUMMED_TILE_KERNELS.
-        scales: one of SCALE_FORMATS if operands are e4m3, for GATHERING_KERNELS; ``dtype`` is that of the result.
+        scales: one of SCALE_FORMATS if operands are e4m3, with a weight by rows; ``dtype`` is that of the result.
     """
-    operand = "e4m3" if scales else TYPE_NAMES[dtype]
-    arguments = [operand, world_size, tile, layout, *([generated.name] if generated else [])]
-    travel = f"AsCodes<{TYPE_NAMES[dtype]}, {codec.type_name}>" if codec else ""
+    result, travel, follow = TYPE_NAMES[dtype], "", generated.name if generated else ""
+    if codec or (scales and algorithm.row.sends_tiles):
+        travel = f"AsCodes<{result}, {codec.type_name}>" if codec else f"AsElements<{result}>"
     if isinstance(tile, MatmulTile) and tile.partials:
-        travel = f"AsPartials<{TYPE_NAMES[dtype]}>"
-    if travel:
-        arguments += [*([] if generated else ["Identity"]), travel]
-    if scales:
-        arguments += [*([] if generated else ["Identity"]), TYPE_NAMES[dtype], scales]
+        travel = f"AsPartials<{result}>"
+    if not algorithm.row.is_skinny and (travel or scales):
+        follow = follow or "Identity"
+    arguments = [result, world_size, tile, layout, *filter(None, (follow, travel, scales))]
     name = f"{algorithm.value}<{', '.join(map(str, arguments))}>"
     code = generated.text if generated else ""
     return KernelSource(file_of(algorithm), name, only_arch=MATMUL_ARCH, generated=code)

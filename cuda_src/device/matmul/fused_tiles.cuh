@@ -22,6 +22,7 @@
 #pragma once
 #include "device/epilogue.cuh"
 #include "device/matmul/leaf_tree.cuh"
+#include "device/matmul/scaled_products.cuh"
 #include "device/matmul/tile_as_elements.cuh"
 #include "device/matmul/timeline.cuh"
 
@@ -58,11 +59,13 @@ __device__ __forceinline__ char* staged_box(const Ring<Tile>& ring, u32 consumer
 // With all_reduce each rank also sends its sums to all others.
 enum Collective { reduce_scatter, all_reduce };
 
-// `Travel`: the form in which warpgroup tiles travel, AsElements, AsPartials or AsCodes.
-template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel>
+// `T`: the type of the result. `Travel`: the form in which warpgroup tiles travel, AsElements, AsPartials or AsCodes.
+// `Scales`: of operands in e4m3, RowScales or BlockScales, which multiply sums before they are rounded; or Unscaled.
+template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel, class Scales>
 struct Consumer {
   static constexpr bool sum_is_coded = Op == all_reduce && Travel::coded;
-  const MatmulArguments& m;
+  using Products = Multiplier<typename Scales::template Operand<T>, Tile, W>;
+  const typename Scales::Arguments& m;
   const Arguments& a;
   const Ring<Tile>& ring;
   const u32 (&first)[max_ranks];  // from deal_tiles
@@ -105,14 +108,18 @@ struct Consumer {
   }
 
   __device__ void run(Track<Tile::recorded>& track) const {
-    const Multiplier<T, Tile, W> multiplier{m, ring, index};
+    const Products multiplier{m, ring, index};
     Position<Tile> at;
     u32 tiles = 0, staged_tiles = 0, own_tiles = 0;
     WalkByOwner<Tile, N> walk{m, a, first};
     for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
       Sums sums;
-      if constexpr (Tile::leaves > 1)
-        LeafTree<Multiplier<T, Tile, W>, Tile>{multiplier}.multiply(at, sums);
+      if constexpr (is_scaled<Scales>) {
+        u32 row, column;
+        walk.locate(row, column);
+        ScaledProducts<Products, Tile, Scales>{multiplier, m, row, column}.multiply(at, sums);
+      } else if constexpr (Tile::leaves > 1)
+        LeafTree<Products, Tile>{multiplier}.multiply(at, sums);
       else
         turns.multiply(multiplier, at, sums, tiles++);
       track.mark(multiplying);
@@ -270,7 +277,7 @@ __device__ __forceinline__ Call begin(const Arguments& a) {
 
 // The warps of the first warpgroup, which multiply nothing: a sender for each consumer, then the producer. With
 // all_reduce all of them gather once they have nothing else to do.
-template <int N, class Tile, OperandLayout W, Collective Op, class Travel>
+template <class Operand, int N, class Tile, OperandLayout W, Collective Op, class Travel>
 __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, SummedSharedStorage<Tile>& shared,
                                            const TensorMap& a_map, const TensorMap& w_map, const TensorMap& output_map,
                                            const MatmulArguments& m, const Arguments& a) {
@@ -286,7 +293,7 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, SummedSharedS
   if (warp == Tile::consumers) {
     if (elected()) {
       fence_async_proxy_global();  // the kernel before may have written A
-      Producer<Tile, W>{m, a_map, w_map, ring}.run(WalkByOwner<Tile, N>{m, a, shared.first});
+      Producer<Tile, W, Operand>{m, a_map, w_map, ring}.run(WalkByOwner<Tile, N>{m, a, shared.first});
     }
     __syncwarp();
   }
@@ -305,10 +312,11 @@ constexpr int consumer_registers = Op == reduce_scatter                         
                                                                                            : 208;
 
 // The body of the kernels.
-template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel>
+template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel, class Scales>
 __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map,
-                                                 const TensorMap& output_map, const MatmulArguments& m,
+                                                 const TensorMap& output_map, const typename Scales::Arguments& m,
                                                  const Arguments& a) {
+  constexpr int registers = consumer_registers<Op, Tile>;
   const Ring<Tile> ring;
   auto& shared = static_shared<SummedSharedStorage<Tile>>();
   if (threadIdx.x == 0) {
@@ -327,14 +335,15 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
   wait_for_previous_kernel(a);
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup > 0) {
-    if constexpr (Tile::consumers == 2) grow_registers<consumer_registers<Op, Tile>>();
+    if constexpr (Tile::consumers == 2) grow_registers<registers>();
     Track<Tile::recorded> track(m, warpgroup - 1, threadIdx.x % 128 == 0);
     const u32 index = warpgroup - 1;
-    Consumer<T, N, Tile, W, Op, Expression, Travel>{m, a, ring, shared.first, shared.handover[index], shared.turns, index}
+    Consumer<T, N, Tile, W, Op, Expression, Travel, Scales>{
+        m, a, ring, shared.first, shared.handover[index], shared.turns, index}
         .run(track);
   } else {
-    if constexpr (Tile::consumers == 2) shrink_registers<504 - 2 * consumer_registers<Op, Tile>>();
-    run_helper<N, Tile, W, Op, Travel>(ring, shared, a_map, w_map, output_map, m, a);
+    if constexpr (Tile::consumers == 2) shrink_registers<504 - 2 * registers>();
+    run_helper<typename Scales::template Operand<T>, N, Tile, W, Op, Travel>(ring, shared, a_map, w_map, output_map, m, a);
   }
   end_call(a, shared.call);
 }

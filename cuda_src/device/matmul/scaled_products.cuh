@@ -12,6 +12,8 @@
 // In place of the scales of operands that have none.
 struct Unscaled {
   using Arguments = MatmulArguments;
+  template <class T>
+  using Operand = T;  // the type of the operands of products whose results have type T
 };
 
 template <class Scales>
@@ -29,6 +31,8 @@ __device__ __forceinline__ u32 first_row_of_warp(u32 row, u32 index) {
 // A scale for each row of A and each row of W: they multiply the totals.
 struct RowScales {
   using Arguments = ScaledMatmulArguments;
+  template <class T>
+  using Operand = e4m3;
 
   __device__ static u32 of_row(u32) { return 1; }  // of A, where K is given
 
@@ -70,6 +74,8 @@ struct RowScales {
 // A scale for 128 columns of each row of A, and for 128 columns of 128 rows of W: they multiply the sums of a block.
 struct BlockScales {
   using Arguments = ScaledMatmulArguments;
+  template <class T>
+  using Operand = e4m3;
   static constexpr u32 rows = 128;  // of W, that share a scale
 
   __device__ static u32 of_row(u32 k) { return (k + row_nbytes - 1) / row_nbytes; }  // of A: a place has 128 of K

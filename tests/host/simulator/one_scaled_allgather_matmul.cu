@@ -36,5 +36,5 @@ void one_scaled_allgather_matmul(Arguments a) {
   }
   a.input = first;
   a.output = sizes[10] ? c + m * n : nullptr;
-  allgather_matmul<e4m3, N, Tile, by_rows, Identity, Result, Scales>(a_maps, w_map, c_maps, arguments, a);
+  allgather_matmul<Result, N, Tile, by_rows, Identity, Scales>(a_maps, w_map, c_maps, arguments, a);
 }
