@@ -18,9 +18,9 @@
 #include "device/matmul/tile_store.cuh"
 
 // A warpgroup that computes 64 rows of each tile, or with consumers that alternate all of every second tile.
-template <class T, class Tile, OperandLayout W, class Result, class Scales>
-__device__ void consume(const typename Scales::Arguments& a, const TensorMap& c, const Ring<Tile>& ring,
-                        Turns<Tile>& turns, u32 index) {
+template <class T, class Tile, OperandLayout W, class Result>
+__device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring<Tile>& ring, Turns<Tile>& turns,
+                        u32 index) {
   const Multiplier<T, Tile, W> multiplier{a, ring, index};
   const TileStore<Result, Tile> tiles{a, ring, index};
   const NodeExchange<T, Tile, Result> exchange{a, ring, index};
@@ -31,10 +31,7 @@ __device__ void consume(const typename Scales::Arguments& a, const TensorMap& c,
     SumsOf<Tile> sums;
     u32 row, column;
     if constexpr (Tile::split > 1) exchange.begin(number);
-    if constexpr (is_scaled<Scales>) {
-      walk.locate(row, column);
-      ScaledProducts<Multiplier<T, Tile, W>, Tile, Scales>{multiplier, a, row, column}.multiply(at, sums);
-    } else if constexpr (Tile::leaves > 1)
+    if constexpr (Tile::leaves > 1)
       LeafTree<Multiplier<T, Tile, W>, Tile>{multiplier}.multiply(at, sums);
     else
       turns.multiply(multiplier, at, sums, number++);
@@ -48,6 +45,34 @@ __device__ void consume(const typename Scales::Arguments& a, const TensorMap& c,
       }
       tiles.store(c, sums, row, column);
     }
+  }
+  tiles.wait();
+}
+
+// The same of operands with scales. While a tile is stored, the first scales of the next one are on their way from L2.
+template <class T, class Tile, class Result, class Scales>
+__device__ void consume_scaled(const ScaledMatmulArguments& a, const TensorMap& c, const Ring<Tile>& ring, u32 index) {
+  using Products = ScaledProducts<Multiplier<T, Tile, by_rows>, Tile, Scales>;
+  const Multiplier<T, Tile, by_rows> multiplier{a, ring, index};
+  const TileStore<Result, Tile> tiles{a, ring, index};
+  Position<Tile> at;
+  Walk<Tile> walk{a};
+  typename Products::OfTile scales;
+  u32 row = 0, column = 0;
+  const auto find_tile = [&] {
+    if (!walk.more()) return false;
+    walk.locate(row, column);
+    Products{multiplier, a, row, column}.load(scales);
+    walk.next();
+    return true;
+  };
+  for (bool found = find_tile(); found;) {
+    SumsOf<Tile> sums;
+    const u32 first_row = row, first_column = column;
+    Products{multiplier, a, row, column}.multiply(at, sums, scales);
+    found = find_tile();
+    if constexpr (sizeof(typename Result::Storage) < sizeof(float)) add_bias<Result>(a, first_column, sums);
+    tiles.store(c, sums, first_row, first_column);
   }
   tiles.wait();
 }
@@ -81,6 +106,9 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     }
   } else {
     if constexpr (Tile::consumers == 2) grow_registers<232>();
-    consume<T, Tile, W, Result, Scales>(a, c_map, ring, turns, warpgroup - 1);
+    if constexpr (is_scaled<Scales>)
+      consume_scaled<T, Tile, Result, Scales>(a, c_map, ring, warpgroup - 1);
+    else
+      consume<T, Tile, W, Result>(a, c_map, ring, turns, warpgroup - 1);
   }
 }

@@ -181,7 +181,10 @@ def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():
 
 # ---- negative controls: what is wrong, whose kernel, and the text that makes it so -----------------------------------
 
-SCALED, PIPELINE = "device/matmul/scaled_products.cuh", "device/matmul/pipeline.cuh"
+FILES = ("device/matmul/scaled_products.cuh", "device/matmul/pipeline.cuh", "matmul/matmul.cu")
+NEXT = """    Products{multiplier, a, row, column}.multiply(at, sums, scales);
+    found = find_tile();
+"""
 TWO, ONE = MatmulTile(64, 128, 2), MatmulTile(128, 192, 2)  # accumulators of blocks
 QUEUED = "multiplier.queue_place(operands, at, it.sums, 0);"
 GOES_ON = "multiplier.queue_place(operands, at, it.sums, at.use + at.place);"
@@ -215,6 +218,20 @@ MUTANTS_OF_INTEGERS = {
     ),
     "the first 32 columns' scales for all": (ONE, "RowScales", "of_column[pair / 8]", "of_column[0]"),
     "scales of the first tile's columns": (TWO, "RowScales", "min(column + 32 * i", "min(0 * column + 32 * i"),
+    "scales of the next tile": (TWO, "BlockScales", NEXT, "".join(reversed(NEXT.splitlines(keepends=True)))),
+    "scales of rows of the next tile": (ONE, "RowScales", NEXT, "".join(reversed(NEXT.splitlines(keepends=True)))),
+    "the first tile's scales for all": (
+        TWO,
+        "BlockScales",
+        "    Products{multiplier, a, row, column}.load(scales);\n",
+        "    if (row + column == 0) Products{multiplier, a, row, column}.load(scales);\n",
+    ),
+    "a tile in the place of the next one": (
+        ONE,
+        "BlockScales",
+        "tiles.store(c, sums, first_row, first_column);",
+        "tiles.store(c, sums, 0 * first_row + row, 0 * first_column + column);",
+    ),
     "scales of weights a block of columns off": (
         ONE,
         "BlockScales",
@@ -353,7 +370,7 @@ MUTANTS_OF_ORDER = {
 def notices_of(tile, form, old, new, data=Integers, result=torch.float32, sanitizer="plain"):
     """Whether a run with one of the seeds is wrong once ``new`` stands in place of ``old``."""
     kind = (tile, result, form)
-    (file,) = [name for name in (SCALED, PIPELINE) if old in (source_directory() / name).read_text()]
+    (file,) = [name for name in FILES if old in (source_directory() / name).read_text()]
     program = program_of([kind], sanitizer, Mutation(file, old, new))
     return any(notices(lambda seed=seed: wrong_bytes(program, 0, kind, seed, data=data)) for seed in range(MOST_SEEDS))
 

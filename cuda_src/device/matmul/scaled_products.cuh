@@ -153,14 +153,24 @@ struct ScaledProducts {
     u32 place;
   };
 
+  // The first loads of the tile's scales.
+  __device__ __forceinline__ void load(OfTile& scales) const {
+    scales.load(a, row, column, multiplier.index, blocks());
+  }
+
   // All of K, for one tile.
   __device__ __forceinline__ void multiply(Position<Tile>& at, Sums& totals) const {
+    OfTile scales;
+    load(scales);
+    multiply(at, totals, scales);
+  }
+
+  // The same with scales that `load` was called for.
+  __device__ __forceinline__ void multiply(Position<Tile>& at, Sums& totals, OfTile& scales) const {
     const auto operands = multiplier.first_operands();
 #pragma unroll
     for (int i = 0; i < Tile::columns / 2; ++i) totals[i] = 0;
-    const u32 blocks = (a.k + Multiplier::depth - 1) / Multiplier::depth;
-    OfTile scales;
-    scales.load(a, row, column, multiplier.index, blocks);
+    const u32 blocks = this->blocks();
     if constexpr (Tile::columns <= 128) {
       Block even, odd;
       queue(operands, at, even);
@@ -192,6 +202,8 @@ struct ScaledProducts {
   }
 
  private:
+  __device__ u32 blocks() const { return (a.k + Multiplier::depth - 1) / Multiplier::depth; }
+
   template <class Operands>
   __device__ __forceinline__ void queue(const Operands& operands, Position<Tile>& at, Block& it) const {
     multiplier.queue_place(operands, at, it.sums, 0);
