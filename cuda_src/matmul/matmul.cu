@@ -17,16 +17,6 @@
 #include "device/matmul/scaled_products.cuh"
 #include "device/matmul/tile_store.cuh"
 
-// In place of the scales of e4m3 operands.
-struct Unscaled {
-  using Arguments = MatmulArguments;
-};
-
-template <class Scales>
-constexpr bool is_scaled = true;
-template <>
-constexpr bool is_scaled<Unscaled> = false;
-
 // A warpgroup that computes 64 rows of each tile, or with consumers that alternate all of every second tile.
 template <class T, class Tile, OperandLayout W, class Result, class Scales>
 __device__ void consume(const typename Scales::Arguments& a, const TensorMap& c, const Ring<Tile>& ring,

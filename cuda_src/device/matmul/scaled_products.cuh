@@ -9,6 +9,16 @@
 #pragma once
 #include "device/matmul/pipeline.cuh"
 
+// In place of the scales of e4m3 operands.
+struct Unscaled {
+  using Arguments = MatmulArguments;
+};
+
+template <class Scales>
+constexpr bool is_scaled = true;
+template <>
+constexpr bool is_scaled<Unscaled> = false;
+
 // The two rows of C that this thread's sums lie in: sum i in that of `half` i / 2 % 2. `row` is the tile's first one.
 template <class Tile>
 __device__ __forceinline__ u32 scaled_row(const ScaledMatmulArguments& a, u32 row, u32 index, int half) {
