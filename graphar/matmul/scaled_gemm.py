@@ -103,7 +103,7 @@ def bind(
     pointer = 0 if bias is None else bias.data_ptr()
     operands = matrix_of(a), matrix_of(w), matrix_of(out)
     with torch.cuda.device(device):
-        return _bind(device, tile, sms, order or Order(), *operands, pointer, _placed(scales))
+        return _bind(device, tile, sms, order or Order(), *operands, pointer, placed(scales))
 
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
@@ -133,7 +133,7 @@ def _check(
         raise ValueError(f"scaled_matmul: out must be {[len(a), len(w)]}, got {list(out.shape)}")
 
 
-class _PlacedScales(NamedTuple):
+class PlacedScales(NamedTuple):
     """Scales in device memory: addresses, and strides in elements; 0 where one serves all."""
 
     in_blocks: bool
@@ -144,10 +144,17 @@ class _PlacedScales(NamedTuple):
     w_scale_row: int
     w_scale_block: int
 
+    def put(self, arguments: ScaledMatmulArguments) -> None:
+        """Writes them to the arguments of a kernel."""
+        for name, value in self._asdict().items():
+            if name != "in_blocks":
+                setattr(arguments, name, value)
 
-def _placed(scales: Scales) -> _PlacedScales:
+
+def placed(scales: Scales) -> PlacedScales:
+    """Returns where the scales of operands lie."""
     strides = [scale.stride(dim) for scale in (scales.a, scales.w) for dim in (0, 1)]
-    return _PlacedScales(scales.in_blocks, scales.a.data_ptr(), scales.w.data_ptr(), *strides)
+    return PlacedScales(scales.in_blocks, scales.a.data_ptr(), scales.w.data_ptr(), *strides)
 
 
 @functools.cache
@@ -171,15 +178,13 @@ def _bind(
     w: Matrix,
     c: Matrix,
     bias: int,
-    scales: _PlacedScales,
+    scales: PlacedScales,
 ) -> Callable[[int], None]:
     """Returns a function that launches the matmul on a stream, at each call."""
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-w.rows // tile.columns)
     first_row, group_rows = order.first_row % rows, min(order.group_rows, rows)
     arguments = ScaledMatmulArguments(bias, a.rows, w.rows, a.columns, first_row, group_rows)
-    for name, value in scales._asdict().items():
-        if name != "in_blocks":
-            setattr(arguments, name, value)
+    scales.put(arguments)
     maps = [*gemm.operand_maps(tile, "by_rows", a, w), tensor_map(c, STORE_ROWS)]
     function = _function(device, tile, c.dtype, SCALE_FORMATS[scales.in_blocks])
     blocks = tile.cluster * min(max(sms // tile.cluster, 1), rows * columns)

@@ -58,13 +58,13 @@ def matrix_of(x: torch.Tensor) -> Matrix | None:
 
 
 def aligned_like(x: torch.Tensor) -> torch.Tensor:
-    """Returns an uninitialised 2-D tensor like ``x``, of 16-bit elements, whose rows begin at multiples of 16 bytes."""
-    rows, columns = x.shape
-    return x.new_empty(rows, -(-columns // 8) * 8)[:, :columns]
+    """Returns an uninitialised 2-D tensor like ``x`` whose rows begin at multiples of 16 bytes."""
+    (rows, columns), unit = x.shape, 16 // x.dtype.itemsize
+    return x.new_empty(rows, -(-columns // unit) * unit)[:, :columns]
 
 
 def aligned_copy(x: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a 2-D tensor of 16-bit elements whose rows begin at multiples of 16 bytes."""
+    """Returns a copy of a 2-D tensor whose rows begin at multiples of 16 bytes."""
     return aligned_like(x).copy_(x)
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from graphar.matmul.gemm import STORE_ROWS, Order, operand_maps, rows_map, weight_map
+from graphar.matmul.scaled_gemm import PlacedScales
 from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import MatmulTile, SkinnyTile
-from graphar.runtime.arguments import Arguments, MatmulArguments
+from graphar.runtime.arguments import Arguments, MatmulArguments, ScaledMatmulArguments
 from graphar.runtime.launcher import Grid
 
 Tile = MatmulTile | SkinnyTile
@@ -34,12 +35,13 @@ class Matrices:
     bias: int = 0  # the address of the bias; 0 without one
     timeline: int = 0  # the address of the timeline of timelines.py; 0 without one
     constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
+    scales: PlacedScales | None = None  # of e4m3 operands
 
     @property
     def key(self) -> tuple:
         """Equal where all memory has the same addresses and is read alike."""
         out, beside = (self.out.data_ptr(), self.out.shape), (self.bias, self.timeline, self.constant_weight)
-        return self.a, self.w, self.layout, *out, *beside
+        return self.a, self.w, self.layout, *out, *beside, self.scales
 
     @property
     def columns(self) -> int:
@@ -70,7 +72,10 @@ def skinny(
     clusters = -(-columns // (tile.columns * tile.cluster))
     blocks = min(chip.shared_blocks(cluster=tile.cluster), clusters * tile.cluster)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, chip.may_overlap(blocks, halves=False), cluster=tile.cluster)
-    sizes = MatmulArguments(own.bias, rows_of_out, columns, own.a.columns, constant_weight=own.constant_weight)
+    kind = ScaledMatmulArguments if own.scales else MatmulArguments
+    sizes = kind(own.bias, rows_of_out, columns, own.a.columns, constant_weight=own.constant_weight)
+    if own.scales:
+        own.scales.put(sizes)
     return [tensor_map(own.w, BOX_COLUMNS), tensor_map(own.a, box_rows(tile, rows_of_out)), sizes], grid
 
 

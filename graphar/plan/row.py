@@ -74,6 +74,7 @@ class Row:
     takes_epilogue: bool = False  # whether it has kernels with an epilogue
     adds_tree: bool = False  # whether it has kernels that add fp32 as a binary tree over 2, 4 or 8 ranks
     takes_codec: bool = False  # whether it has a codec on the wire; it then has no kernel without one
+    takes_scales: bool = False  # whether it is a matmul that has kernels for e4m3 operands with scales
     compresses: bool = False  # whether it compresses elements without loss, in tiles
     # Whether its codecs must leave one 32-bit word unused, as the sentinel for data not yet arrived.
     spares_a_word: bool = False

@@ -86,7 +86,7 @@ def bind(tile, scales, m=1000, n=520, k=300, sms=132, order=None, result=torch.b
     a, w, c = (
         Matrix(4096, dtype, *shape, shape[1]) for dtype, shape in ((FP8, (m, k)), (FP8, (n, k)), (result, (m, n)))
     )
-    scaled_gemm._bind(0, tile, sms, order or gemm.Order(), a, w, c, 8192, scaled_gemm._placed(scales))
+    scaled_gemm._bind(0, tile, sms, order or gemm.Order(), a, w, c, 8192, scaled_gemm.placed(scales))
 
 
 def scales_of(m=1000, n=520, k=300, in_blocks=False):
