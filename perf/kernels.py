@@ -31,7 +31,6 @@ from graphar.runtime.catalogue import (
     KERNELS,
     NORM_KERNELS,
     SCALE_FORMATS,
-    SCALES,
     SKINNY_KERNELS,
     SUMMED_TILE_KERNELS,
     KernelSource,
@@ -177,7 +176,7 @@ def _skinny_kernels_of_partials(algorithm: Algorithm) -> Iterator[KernelSource]:
 
 def _skinny_kernels_with_scales(algorithm: Algorithm) -> Iterator[KernelSource]:
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
-    for tile, scales in itertools.product(algorithm.row.tiles, SCALES):
+    for tile, scales in itertools.product(algorithm.row.tiles, SCALE_FORMATS):
         world_size, dtype = next(ways)
         yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", scales=scales)
 

@@ -10,19 +10,19 @@
 // smallest results. Ordering between ranks: (3) and (4) in sentinel.cuh.
 #include "device/matmul/skinny.cuh"
 
-template <class T, int N, class Tile, OperandLayout W, class Operand = T, class Scales = Unscaled>
+template <class T, int N, class Tile, OperandLayout W, class Result = T, class Scales = Unscaled>
 __global__ void __launch_bounds__(512, 1)
     matmul_one_shot(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap a_map,
                     const __grid_constant__ typename Scales::Arguments m, const __grid_constant__ Arguments a) {
   const auto send = [&](u32 parity, const ResultPack<Tile::pack_columns>& at, const Pack& p) {
     push_to_all<N>(a, (parity * N + a.rank) * a.capacity + at.in_result(m), p);
   };
-  const Call& call = multiply_skinny<T, Tile, W, Operand, Scales>(w_map, a_map, m, a, send);
-  const Tensor<T> output(a.output, u64(m.m) * m.n);
+  const Call& call = multiply_skinny<T, Tile, W, Result, Scales>(w_map, a_map, m, a, send);
+  const Tensor<Result> output(a.output, u64(m.m) * m.n);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   const auto sum = [&](const ResultPack<8>& at) {
     Pack total;
-    if (!receive_sum<T, N, Tile>(m, a, call, slots, at, total)) return false;
+    if (!receive_sum<Result, N, Tile>(m, a, call, slots, at, total)) return false;
     output.store(at.in_result(m), total);
     return true;
   };

@@ -12,20 +12,20 @@
 // for a peer's, so there is no cycle of waits. Ordering between ranks: (3) and (4) in sentinel.cuh.
 #include "device/matmul/skinny.cuh"
 
-template <class T, int N, class Tile, OperandLayout W, class Operand = T, class Scales = Unscaled>
+template <class T, int N, class Tile, OperandLayout W, class Result = T, class Scales = Unscaled>
 __global__ void __launch_bounds__(512, 1)
     matmul_two_shot(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap a_map,
                     const __grid_constant__ typename Scales::Arguments m, const __grid_constant__ Arguments a) {
   const auto send = [&](u32 parity, const ResultPack<Tile::pack_columns>& at, const Pack& p) {
     push(a, (at.template owner<N>() + N - a.rank) % N, (parity * N + a.rank) * a.capacity + at.in_result(m), p);
   };
-  const Call& call = multiply_skinny<T, Tile, W, Operand, Scales>(w_map, a_map, m, a, send);
-  const Tensor<T> output(a.output, u64(m.m) * m.n);
+  const Call& call = multiply_skinny<T, Tile, W, Result, Scales>(w_map, a_map, m, a, send);
+  const Tensor<Result> output(a.output, u64(m.m) * m.n);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   const auto sum_and_send = [&](const ResultPack<8>& at) {
     if (at.owner<N>() != a.rank) return true;
     Pack sum;
-    if (!receive_sum<T, N, Tile>(m, a, call, slots, at, sum)) return false;
+    if (!receive_sum<Result, N, Tile>(m, a, call, slots, at, sum)) return false;
     const u32 place = slots + a.rank * a.capacity + at.in_result<Tile::pack_columns>(m);
 #pragma unroll
     for (int peer = 1; peer < N; ++peer) push(a, peer, place, sum);

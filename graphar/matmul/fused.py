@@ -37,7 +37,7 @@ from graphar.ranks import agreement
 from graphar.runtime import launcher
 from graphar.runtime.bind.launches import bind_launch, on_own_device, put_with_numbers
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.catalogue import fused_matmul_source
+from graphar.runtime.catalogue import SCALE_FORMATS, fused_matmul_source
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
@@ -64,10 +64,11 @@ def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Ti
     """Returns each member's kernels of a tile, by tile and layout of W. The first call for a tile is collective."""
     epilogue, wire = work.epilogue, codec_of_text(work.codec) if work.codec else None
     kinds = [(tile, layout) for layout in (LAYOUTS[:1] if work.scales else tile.layouts)]
+    scales = SCALE_FORMATS[work.scales == "blocks"] if work.scales else ""
 
     def load(member: Member) -> dict:
-        more = epilogue and epilogue.generated, wire, work.scales
-        sources = [fused_matmul_source(algorithm, dtype, runner.world_size, *kind, *more) for kind in kinds]
+        how = epilogue and epilogue.generated, wire, scales
+        sources = [fused_matmul_source(algorithm, dtype, runner.world_size, *kind, *how) for kind in kinds]
         return {
             kind: launcher.load(source, member.device, tile.shared_nbytes, algorithm.value)
             for kind, source in zip(kinds, sources, strict=True)
@@ -76,7 +77,7 @@ def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Ti
     # The codec's type and not its text, which has the seed: ranks may have different seeds.
     follows = wire.type_name if wire else epilogue and epilogue.kernel
     words = agreement.words_of_tile(algorithm, dtype, tile, work)
-    return runner.kernels.prepare_all((algorithm, dtype, tile, follows, work.scales), algorithm, words, load)
+    return runner.kernels.prepare_all((algorithm, dtype, tile, follows, scales), algorithm, words, load)
 
 
 class FusedMatmul:
@@ -174,7 +175,8 @@ class FusedMatmul:
         flattened = [given.a, *([given.scales.a] if given.scales else [])]
         if any(x.data_ptr() != one.data_ptr() for x, one in zip(flattened, own.inputs[::2], strict=False)):  # copies
             return None
-        (one,), (member,), operands = self._slices, self._runner.members, 2 + 2 * bool(work.scales) + work.bias
+        (one,), (member,) = self._slices, self._runner.members
+        operands = 2 + work.bias + 2 * bool(work.scales)
         corner = self._corner(member, given, one)
         nothing, launches = given.a.new_empty(0), BoundedCache()
 

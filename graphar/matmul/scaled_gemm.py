@@ -144,15 +144,16 @@ class PlacedScales(NamedTuple):
     w_scale_row: int
     w_scale_block: int
 
-    def put(self, arguments: ScaledMatmulArguments) -> None:
-        """Writes them to the arguments of a kernel."""
+    def put(self, arguments: ScaledMatmulArguments, first_row: int = 0) -> None:
+        """Writes them for a launch on rows of A from ``first_row`` on."""
         for name, value in self._asdict().items():
             if name != "in_blocks":
                 setattr(arguments, name, value)
+        arguments.a_scale += first_row * self.a_scale_row * torch.float32.itemsize
 
 
 def placed(scales: Scales) -> PlacedScales:
-    """Returns where the scales of operands lie."""
+    """Returns where scales lie."""
     strides = [scale.stride(dim) for scale in (scales.a, scales.w) for dim in (0, 1)]
     return PlacedScales(scales.in_blocks, scales.a.data_ptr(), scales.w.data_ptr(), *strides)
 

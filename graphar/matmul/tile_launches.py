@@ -40,8 +40,9 @@ class Matrices:
     @property
     def key(self) -> tuple:
         """Equal where all memory has the same addresses and is read alike."""
-        out, beside = (self.out.data_ptr(), self.out.shape), (self.bias, self.timeline, self.constant_weight)
-        return self.a, self.w, self.layout, *out, *beside, self.scales
+        out = self.out.data_ptr(), self.out.shape
+        beside = self.bias, self.timeline, self.constant_weight, self.scales
+        return self.a, self.w, self.layout, *out, *beside
 
     @property
     def columns(self) -> int:

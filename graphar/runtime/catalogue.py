@@ -16,7 +16,6 @@ from graphar.plan.tiles import MatmulTile, SkinnyTile
 
 # Formats of the scales of e4m3 operands: classes of cuda_src/device/matmul/scaled_products.cuh.
 SCALE_FORMATS = ("RowScales", "BlockScales")
-SCALES = dict(zip(("rows", "blocks"), SCALE_FORMATS, strict=True))  # by the ``scales`` of a Product
 
 
 @dataclass(frozen=True)
@@ -139,21 +138,21 @@ def fused_matmul_source(
 
     Args:
         algorithm: one of SKINNY_KERNELS, SUMMED_TILE_KERNELS or GATHERING_KERNELS.
-        dtype: the dtype of the result, one of MATMUL_TYPES, and of operands without scales.
         tile: one of the algorithm's, or of PARTIAL_TILES.
         layout: the layout of the weight, one of LAYOUTS.
         generated: the code of an epilogue; not for SKINNY_KERNELS.
         codec: a codec on the wire; for SUMMED_TILE_KERNELS.
-        scales: "rows" or "blocks", of e4m3 operands whose weight is by rows; for SKINNY_KERNELS.
+        scales: one of SCALE_FORMATS if operands are e4m3, for SKINNY_KERNELS; ``dtype`` is that of the result.
     """
-    arguments = [TYPE_NAMES[dtype], world_size, tile, layout, *([generated.name] if generated else [])]
+    operand = "e4m3" if scales else TYPE_NAMES[dtype]
+    arguments = [operand, world_size, tile, layout, *([generated.name] if generated else [])]
     travel = f"AsCodes<{TYPE_NAMES[dtype]}, {codec.type_name}>" if codec else ""
     if isinstance(tile, MatmulTile) and tile.partials:
         travel = f"AsPartials<{TYPE_NAMES[dtype]}>"
     if travel:
         arguments += [*([] if generated else ["Identity"]), travel]
     if scales:
-        arguments += ["e4m3", SCALES[scales]]
+        arguments += [TYPE_NAMES[dtype], scales]
     name = f"{algorithm.value}<{', '.join(map(str, arguments))}>"
     code = generated.text if generated else ""
     return KernelSource(file_of(algorithm), name, only_arch=MATMUL_ARCH, generated=code)

@@ -212,7 +212,7 @@ MUTANTS = {
         LAST,
         "".join(reversed(LAST.splitlines(keepends=True))),
     ),
-    "steps of as many columns of K as 16-bit operands have": (TWO, ROWS, "k += depth_of<Operand>;", "k += tile_depth;"),
+    "steps of as many columns of K as 16-bit operands have": (TWO, ROWS, "k += depth_of<T>;", "k += tile_depth;"),
     "scales read before the kernel before has written them": (
         TWO,
         ROWS,

@@ -20,12 +20,13 @@ from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.ranks import agreement
 from graphar.runtime.arguments import MatmulArguments, ScaledMatmulArguments
-from graphar.runtime.catalogue import SCALES, fused_matmul_source
+from graphar.runtime.catalogue import SCALE_FORMATS, fused_matmul_source
 from tests.plan.test_tiles import Ranks
 
 ROWS, COLUMNS, K = 4, 136, 272
 MEMBER = SimpleNamespace(rank=0, device=0)
 STRIDES = ("a_scale_row", "a_scale_block", "w_scale_row", "w_scale_block")
+SCALES = ("rows", "blocks")
 every_format = pytest.mark.parametrize("scales", SCALES)
 
 
@@ -70,12 +71,12 @@ def test_a_gpu_or_ranks_without_the_kernel_multiply_and_then_sum(scales):
         assert not takes_tiles(ranks, Call(work, torch.bfloat16, 0), on_gpu)
 
 
-@every_format
+@pytest.mark.parametrize("scales", SCALE_FORMATS)
 def test_the_kernel_is_that_of_the_result_and_of_the_format_of_the_scales(scales):
     tile = skinny_tile(16)
     source = fused_matmul_source(Algorithm.MATMUL_TWO_SHOT, torch.float16, 4, tile, "by_rows", scales=scales)
 
-    assert source.name == f"matmul_two_shot<fp16, 4, {tile}, by_rows, e4m3, {SCALES[scales]}>"
+    assert source.name == f"matmul_two_shot<e4m3, 4, {tile}, by_rows, fp16, {scales}>"
 
 
 @every_format

@@ -9,7 +9,7 @@
 #pragma once
 #include "device/matmul/pipeline.cuh"
 
-// In place of the scales of e4m3 operands.
+// In place of the scales of operands that have none.
 struct Unscaled {
   using Arguments = MatmulArguments;
 };

@@ -42,7 +42,7 @@ struct SkinnyWalk {
 };
 
 // The steps of a block, each 128 bytes of K of a tile, which take the places of the ring in turn.
-template <class Tile, class Operand>
+template <class Tile, class T>
 struct SkinnySteps {
   const MatmulArguments& m;
   SkinnyWalk<Tile> walk{m};
@@ -52,7 +52,7 @@ struct SkinnySteps {
   __device__ bool more() const { return walk.more(); }
   __device__ void next() {
     at.next();
-    k += depth_of<Operand>;
+    k += depth_of<T>;
     if (k < m.k) return;
     k = 0;
     walk.next();
@@ -63,9 +63,9 @@ struct SkinnySteps {
 // norm and a skinny matmul took 1.4 us longer together (H200), where with these they take 0.5 us less.
 constexpr u32 early_places = 5;
 
-template <class Tile, OperandLayout W, class Operand>
+template <class Tile, OperandLayout W, class T>
 struct SkinnyLoader {
-  using Steps = SkinnySteps<Tile, Operand>;
+  using Steps = SkinnySteps<Tile, T>;
   const MatmulArguments& m;
   const TensorMap& w_map;
   const TensorMap& a_map;
@@ -195,7 +195,7 @@ struct PackBias {
 };
 
 // By the warpgroup. Its first warp reads the call for all threads of the block.
-template <class T, class Tile, OperandLayout W, class Operand, class Scales, class Send>
+template <class T, class Tile, OperandLayout W, class Result, class Scales, class Send>
 __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const typename Scales::Arguments& m,
                                                   const Arguments& a, Call& call, const Send& send) {
   if (same_in_warp(threadIdx.x / 32) == 0) {
@@ -204,7 +204,7 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
     if (!read.aborted) advance_epoch_in_warp(a, read);
     if (threadIdx.x == 0) call = read;
   }
-  const Multiplier<Operand, Tile, by_rows, W> multiplier{m, ring, 0};
+  const Multiplier<T, Tile, by_rows, W> multiplier{m, ring, 0};
   Position<Tile> at;
   for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next()) {
     float sums[Tile::columns / 2];
@@ -218,7 +218,7 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
     if constexpr (Tile::partials)
       write_transposed(sums, ring.staging);
     else
-      round_transposed<T>(sums, ring.staging);
+      round_transposed<Result>(sums, ring.staging);
     sync_warpgroup(1);
     if (call.aborted) continue;
     const u32 parity = call.epoch & 1;
@@ -232,7 +232,7 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
 
 // All work of a block before it waits for a peer: computes its tiles and calls `send(parity, at, pack)` for each pack
 // of them, unless the call is aborted. Returns the call.
-template <class T, class Tile, OperandLayout W, class Operand, class Scales, class Send>
+template <class T, class Tile, OperandLayout W, class Result, class Scales, class Send>
 __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, const TensorMap& a_map,
                                                        const typename Scales::Arguments& m, const Arguments& a,
                                                        const Send& send) {
@@ -245,11 +245,11 @@ __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, c
   }
   ring.share();
   const u32 warp = same_in_warp(threadIdx.x / 32);
-  const SkinnyLoader<Tile, W, Operand> loader{m, w_map, a_map, ring};
+  const SkinnyLoader<Tile, W, T> loader{m, w_map, a_map, ring};
   if (m.constant_weight && warp == 4 && elected()) loader.load_constant_w();  // (26)
   wait_for_previous_kernel(a);
   if (warp < 4) {
-    multiply_and_send<T, Tile, W, Operand, Scales>(ring, m, a, call, send);
+    multiply_and_send<T, Tile, W, Result, Scales>(ring, m, a, call, send);
   } else if (warp == 4 && elected()) {
     fence_async_proxy_global();  // the kernel before may have written A, or W
     loader.run();

@@ -4,5 +4,5 @@
 
 template <class T, int N, class Tile, class Scales>
 void one_scaled_matmul_one_shot(Arguments a) {
-  one_scaled_skinny<Tile>(matmul_one_shot<T, N, Tile, by_rows, e4m3, Scales>, a);
+  one_scaled_skinny<Tile>(matmul_one_shot<e4m3, N, Tile, by_rows, T, Scales>, a);
 }
