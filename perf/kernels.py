@@ -155,6 +155,7 @@ def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
             yield fused_matmul_source(algorithm, dtype, world_size, tile, layout)
         if algorithm in SKINNY_KERNELS:
             yield from _skinny_kernels_of_partials(algorithm)
+            yield from _skinny_kernels_with_scales(algorithm)
             continue
         # Pair the longest epilogue with the smallest tile: with a large tile NVRTC takes four times as long.
         for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), (tiles[0], *tiles[3:]), strict=False):
@@ -171,6 +172,13 @@ def _skinny_kernels_of_partials(algorithm: Algorithm) -> Iterator[KernelSource]:
     for leaves, tile, layout in itertools.product(PARTIAL_TILES, algorithm.row.tiles, LAYOUTS):
         partial = skinny_tile(tile.rows, leaves)
         yield fused_matmul_source(algorithm, next(dtypes), LEAVES // leaves, partial, layout)
+
+
+def _skinny_kernels_with_scales(algorithm: Algorithm) -> Iterator[KernelSource]:
+    ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
+    for tile, scales in itertools.product(algorithm.row.tiles, SCALE_FORMATS):
+        world_size, dtype = next(ways)
+        yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", scales=scales)
 
 
 def _kernels_of_partials(algorithm: Algorithm, epilogue: Generated) -> Iterator[KernelSource]:

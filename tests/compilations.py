@@ -21,6 +21,7 @@ from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, skinny_tile
 from graphar.plan.work import Norm
 from graphar.runtime.catalogue import (
     NORM_KERNELS,
+    SCALE_FORMATS,
     SKINNY_KERNELS,
     SUMMED_TILE_KERNELS,
     KernelSource,
@@ -148,6 +149,8 @@ def _matmuls_at(table: Table, world_size: int) -> Iterator[KernelSource]:
         for algorithm in SKINNY_KERNELS:
             for tile in algorithm.row.tiles:
                 yield fused_matmul_source(algorithm, dtype, world_size, tile, LAYOUTS[0])
+                for scales in SCALE_FORMATS if world_size in _LIKELIEST else ():
+                    yield fused_matmul_source(algorithm, dtype, world_size, tile, LAYOUTS[0], scales=scales)
                 if world_size in TREE_WORLD_SIZES:
                     partial = skinny_tile(tile.rows, LEAVES // world_size)
                     yield fused_matmul_source(algorithm, dtype, world_size, partial, LAYOUTS[0])

@@ -226,6 +226,32 @@ class RanksOfOneGpu:
         self._launch_matmul(work, algorithm, ranks, None, before=before)
         return outs
 
+    def scaled_allreduce(
+        self,
+        operands: Sequence[tuple[torch.Tensor, ...]],
+        algorithm: Algorithm,
+        scales: str,
+        out_dtype: torch.dtype,
+        *,
+        bias: torch.Tensor | None = None,
+        constant_weight: bool = False,
+        replays: int = 0,
+        before: Callable[[int], None] = lambda rank: None,
+    ) -> list:
+        """What every rank receives of the sum of products of e4m3 operands by a skinny kernel; all are on the GPU.
+
+        ``operands`` are each rank's a, w, a_scale and w_scale; ``scales`` says of what they are, "rows" or "blocks".
+        With ``replays`` each rank's launch is captured, and replayed so often. ``before`` is as in
+        :meth:`skinny_allreduce`.
+        """
+        rows, columns, more = len(operands[0][0]), len(operands[0][1]), () if bias is None else (bias,)
+        outs = [torch.full((rows, columns), 7, dtype=out_dtype, device="cuda:0") for _ in operands]
+        ranks = [Operands((*own, *more), (out,)) for own, out in zip(operands, outs, strict=True)]
+        counts = (rows,) + (0,) * (self.world_size - 1)
+        work = Product(MATMUL_ALLREDUCE, counts, columns, bool(more), constant_weight=constant_weight, scales=scales)
+        self._launch_matmul(work, algorithm, ranks, None, before=before, replays=replays)
+        return outs
+
     def allgather_matmul(
         self,
         parts: Sequence[torch.Tensor],
@@ -268,6 +294,7 @@ class RanksOfOneGpu:
         tile: MatmulTile | SkinnyTile | None,
         beside: AbstractContextManager | None = None,
         before: Callable[[int], None] = lambda rank: None,
+        replays: int = 0,
     ) -> None:
         """Makes a call, and waits for it; results that kernels cannot write in place are copied there."""
         call = Call.of(work, ranks[0].outputs[0], timeout_s=_TIMEOUT_S)  # its dtype is that of the result
@@ -280,6 +307,8 @@ class RanksOfOneGpu:
             for member, own, stream in zip(self._runner.members, placed, self._streams, strict=True)
         ]
         torch.cuda.synchronize(0)  # operands were made on torch's stream
+        if replays:
+            launches = [(stream, _captured(stream, *one).replay, ()) for stream, *one in launches] * replays
         with beside or nullcontext():
             for at, (stream, launch, tensors) in enumerate(launches):
                 with torch.cuda.stream(stream):
@@ -326,6 +355,13 @@ class RanksOfOneGpu:
 
     def close(self) -> None:
         self._runner.close()
+
+
+def _captured(stream: torch.cuda.Stream, launch: Callable, tensors: Sequence) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        launch(*tensors)
+    return graph
 
 
 def _put_of_tuple(work: TensorTuple, arguments: TupleArguments, config: Config, one: Slice) -> Callable:

@@ -5,19 +5,21 @@
 //                        packs ---> scratch[p].slot[parity][this rank]   on every rank p
 //   then all threads     scratch[this rank].slot[parity][0 .. N-1] -> sum, + bias -> output
 //
-// With leaves of K packs have 4 columns in fp32, and are added as a tree (skinny.cuh). Operands as in matmul.cu. One hop, as in one_shot_push.cu: a block sends all of its packs before it waits for a peer.
-// Gives the bits of a matmul followed by an all-reduce, with the bias added before the sum is rounded. Wins for the
-// smallest results. Ordering between ranks: (3) and (4) in sentinel.cuh.
+// With leaves of K packs have 4 columns in fp32, and are added as a tree (skinny.cuh). Operands as in matmul.cu. One hop,
+// as in one_shot_push.cu: a block sends all of its packs before it waits for a peer. Gives the bits of a matmul followed
+// by an all-reduce, with the bias added before the sum is rounded. Wins for the smallest results. Ordering between
+// ranks: (3) and (4) in sentinel.cuh.
 #include "device/matmul/skinny.cuh"
 
-template <class T, int N, class Tile, OperandLayout W>
+template <class T, int N, class Tile, OperandLayout W, class Scales = Unscaled>
 __global__ void __launch_bounds__(512, 1)
     matmul_one_shot(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap a_map,
-                    const __grid_constant__ MatmulArguments m, const __grid_constant__ Arguments a) {
+                    const __grid_constant__ typename Scales::Arguments m, const __grid_constant__ Arguments a) {
   const auto send = [&](u32 parity, const ResultPack<Tile::pack_columns>& at, const Pack& p) {
     push_to_all<N>(a, (parity * N + a.rank) * a.capacity + at.in_result(m), p);
   };
-  const Call& call = multiply_skinny<T, Tile, W>(w_map, a_map, m, a, send);
+  using Operand = typename Scales::template Operand<T>;
+  const Call& call = multiply_skinny<Operand, Tile, W, T, Scales>(w_map, a_map, m, a, send);
   const Tensor<T> output(a.output, u64(m.m) * m.n);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   const auto sum = [&](const ResultPack<8>& at) {

@@ -8,18 +8,20 @@
 // Sends 2 / N of the bytes of matmul_one_shot, and wins for larger results. A pack's owner and its place in a slot
 // depend only on its place in the result, so results are right if ranks differ in tiles and grids, and sums and packs
 // have different places. That holds as well if packs on their way to an owner have 4 columns in fp32 (skinny.cuh): a sum
-// of 8 columns takes the place of the first of two such packs. A block sends all of its packs before it waits for any, and all of its sums before it waits
-// for a peer's, so there is no cycle of waits. Ordering between ranks: (3) and (4) in sentinel.cuh.
+// of 8 columns takes the place of the first of two such packs. A block sends all of its packs before it waits for any,
+// and all of its sums before it waits for a peer's, so there is no cycle of waits. Ordering between ranks: (3) and (4)
+// in sentinel.cuh.
 #include "device/matmul/skinny.cuh"
 
-template <class T, int N, class Tile, OperandLayout W>
+template <class T, int N, class Tile, OperandLayout W, class Scales = Unscaled>
 __global__ void __launch_bounds__(512, 1)
     matmul_two_shot(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap a_map,
-                    const __grid_constant__ MatmulArguments m, const __grid_constant__ Arguments a) {
+                    const __grid_constant__ typename Scales::Arguments m, const __grid_constant__ Arguments a) {
   const auto send = [&](u32 parity, const ResultPack<Tile::pack_columns>& at, const Pack& p) {
     push(a, (at.template owner<N>() + N - a.rank) % N, (parity * N + a.rank) * a.capacity + at.in_result(m), p);
   };
-  const Call& call = multiply_skinny<T, Tile, W>(w_map, a_map, m, a, send);
+  using Operand = typename Scales::template Operand<T>;
+  const Call& call = multiply_skinny<Operand, Tile, W, T, Scales>(w_map, a_map, m, a, send);
   const Tensor<T> output(a.output, u64(m.m) * m.n);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   const auto sum_and_send = [&](const ResultPack<8>& at) {

@@ -15,19 +15,20 @@ from dataclasses import replace
 import torch
 
 from graphar.errors import UnsupportedError
+from graphar.matmul import scaled_gemm
 from graphar.matmul.gemm import STORE_COLUMNS, layout_of, why_not
 from graphar.matmul.leaf_products import in_whole_loads
 from graphar.matmul.operands import MatmulOperands, operands_of
-from graphar.matmul.scaled_gemm import placed
 from graphar.matmul.tensor_maps import Matrix, aligned_copy, aligned_like, matrix_of
 from graphar.matmul.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
+from graphar.numerics.fp8_products import Scales
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
-from graphar.plan.matmuls import COLUMNS, gathered_tile, tile_for, tile_of_partials, tiles_of_sum
+from graphar.plan.matmuls import gathered_tile, tile_for, tile_of_partials, tile_of_scaled_sum, tiles_of_sum
 from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES, PACK_NBYTES
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices, rows_a_launch
 from graphar.plan.tiles import FP8_TILES, LAYOUTS, skinny_tile
@@ -134,6 +135,8 @@ class FusedMatmul:
         if self._skinny:
             return (skinny_tile(rows, self._leaves if self._adds_tree else None),)
         policy, chip, call = self._engine.table.matmul, self._runner.chip, self._call
+        if call.work.scales:
+            return (tile_of_scaled_sum(policy, call.work.parts, call.work.columns, chip),)
         if self._adds_tree:
             return (tile_of_partials(policy, call.work.parts, call.work.columns, chip, self._leaves),)
         return tiles_of_sum(policy, self.algorithm, call.work.parts, call.work.columns, chip, call.wire)
@@ -170,6 +173,9 @@ class FusedMatmul:
         """Returns the launch of calls with tensors like these: see :class:`graphar.runtime.plan.Plan`."""
         work, given = self._call.work, operands_of(self._call.work, own)
         if len(self._slices) > 1 or len(self._runner.members) > 1 or self._timelines or self._place(given) is not given:
+            return None
+        flattened = [given.a, *([given.scales.a] if given.scales else [])]
+        if any(x.data_ptr() != one.data_ptr() for x, one in zip(flattened, own.inputs[::2], strict=False)):  # copies
             return None
         (one,), (member,) = self._slices, self._runner.members
         operands = 2 + work.bias + 2 * bool(work.scales)
@@ -219,7 +225,7 @@ class FusedMatmul:
         rows, k = own.a.shape
         unit = PACK_NBYTES // own.a.dtype.itemsize
         a = Matrix(own.a.data_ptr(), own.a.dtype, rows, k, -(-k // unit) * unit) if self._gathers else matrix_of(own.a)
-        scales = own.scales and placed(own.scales)
+        scales = own.scales and scaled_gemm.placed(own.scales)
         matrices = Matrices(a, w, layout, own.out, *pointers, own.constant_weight, scales)
         tile = self._tile_of(own, one, layout)
         key = (member.rank, one, tile, matrices.key, own.given_k)
@@ -260,18 +266,21 @@ class FusedMatmul:
         return placed if changed else own
 
     def _place_summed(self, own: MatmulOperands) -> MatmulOperands:
-        a, w, out = own.a, own.w, own.out
+        a, w, out, scales = own.a, own.w, own.out, own.scales
         if a.shape[1] == 0:
-            a, w = a.new_zeros(len(a), COLUMNS), w.new_zeros(len(w), COLUMNS)
+            a, w = (x.new_zeros(len(x), PACK_NBYTES // x.dtype.itemsize) for x in (a, w))
+            if scales and scales.in_blocks:  # there are none
+                scales = Scales(True, *[x.new_ones(1, 1, dtype=torch.float32).expand(len(x), 1) for x in (a, w)])
         a, w = in_whole_loads(a, self._leaves), in_whole_loads(w, self._leaves)
         given_k = None if a.shape[1] == own.a.shape[1] else own.a.shape[1]
         if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
             out = torch.empty_like(out)
-        w = w if layout_of(w) else aligned_copy(w)
+        w = w if (matrix_of(w) if scales else layout_of(w)) else aligned_copy(w)
         return replace(
             own,
             a=a if matrix_of(a) else aligned_copy(a),
             w=w,
+            scales=scales,
             bias=None if own.bias is None else own.bias.contiguous(),
             out=out,
             constant_weight=own.constant_weight and w is own.w,  # the kernel before writes a copy
@@ -310,4 +319,5 @@ _PLACED = ("a", "w", "bias", "out", "gathered", "tensors")  # the fields that ma
 
 def _why_not(own: MatmulOperands) -> str:
     """Returns why a kernel cannot take one rank's operands, or an empty string. Ranks may differ in alignment."""
-    return "a rank has nothing to add" if own.a.numel() == 0 else why_not(own.a, own.w, own.out)
+    of_kind = scaled_gemm.why_not if own.scales else why_not
+    return "a rank has nothing to add" if own.a.numel() == 0 else of_kind(own.a, own.w, own.out)

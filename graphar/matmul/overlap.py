@@ -257,7 +257,8 @@ def _bind(
 ) -> Callable[[int], None]:
     """Returns a function of a panel's number that multiplies the panel into its product, on the current stream."""
     if one.scales:
-        return scaled_sums.bind(one, panels, [_joined(panel.rows) for panel in panels], products, blocks)
+        rows = [_joined(panel.rows) for panel in panels]
+        return scaled_sums.bind(one, panels, rows, products, blocks, only_own)
     if only_own:
         one = _aligned(one)
     elif not one.a.is_cuda:

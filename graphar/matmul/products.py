@@ -52,7 +52,7 @@ def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
 
 
 def _summed(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
-    if takes_tiles(engine, call, ranks[0].inputs[0]):
+    if takes_tiles(engine, call, ranks[0].outputs[0]):
         return _fused(engine, call)
     call = with_bias_in_epilogue(call)
     work, cut = call.work, _panels(call)
@@ -70,20 +70,23 @@ def _summed(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     return Plan(run, config, f"multiplied, then summed: {reason}", one.launch_like, matmul)
 
 
-def takes_tiles(engine: Engine, call: Call, a: torch.Tensor) -> bool:
+def takes_tiles(engine: Engine, call: Call, out: torch.Tensor) -> bool:
     """Whether one fused kernel multiplies and sums. The first call is collective; the answer is equal on all ranks.
 
-    It depends only on facts that ranks share. K and the memory layout of the operands may differ between ranks.
+    ``out`` is a tensor with the device and the dtype of the result. It depends only on facts that ranks share. K and
+    the memory layout of the operands may differ between ranks.
     """
     work, world_size = call.work, engine.world_size
-    if work.partition not in ("auto", "tiles", BATCH_INVARIANT) or not a.is_cuda or work.columns % COLUMNS:
+    if work.partition not in ("auto", "tiles", BATCH_INVARIANT) or not out.is_cuda or work.columns % COLUMNS:
         return False
     if work.codec and not travels_in_tiles(codec_of_text(work.codec), work.columns):
         return False
-    if a.dtype not in MATMUL_TYPES:
+    if out.dtype not in MATMUL_TYPES:
+        return False
+    if work.scales and work.codec:
         return False
     with engine.keeping_failure():
-        if engine.why_no_kernel(work.op, a) or why_not_columns(engine, work):
+        if engine.why_no_kernel(work.op, out) or why_not_columns(engine, work):
             return False
     if work.partition == "tiles":
         return True
@@ -157,7 +160,7 @@ class _OnePanel:
 def _product_like(engine: Engine, call: Call, given: MatmulOperands, only_own: bool) -> Callable[..., torch.Tensor]:
     """Returns a function of a product's inputs that returns it, for calls with tensors like one rank's."""
     if call.work.scales:
-        return functools.partial(scaled_sums.product, call.op, dtype=call.dtype)
+        return functools.partial(scaled_sums.product, call.op, dtype=call.dtype, only_own=only_own)
     return overlap.product_like(engine, given, only_own)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from graphar.errors import UnsupportedError
 from graphar.matmul import scaled_gemm
 from graphar.matmul.operands import MatmulOperands, flat, flat_scale
 from graphar.numerics.fp8_products import Scales, checked_scales, rounded_product
@@ -26,6 +27,7 @@ def bind(
     rows: Sequence[Sequence[slice]],
     products: Sequence[torch.Tensor],
     blocks: int,
+    only_own: bool,
 ) -> Callable[[int], None]:
     """Returns a function of a panel's number that multiplies the panel into its product, on the current stream.
 
@@ -35,13 +37,19 @@ def bind(
         rows: the rows of each panel, in slices that follow each other in its product.
         products: takes the product of each panel.
         blocks: the thread blocks of a sum that runs beside all panels but the first.
+        only_own: whether the bits of a row may not depend on the number of rows.
+
+    Raises:
+        UnsupportedError: ``only_own``, on a GPU whose kernel does not serve the operands.
     """
     steps = []
     for panel, of_panel, product in zip(panels, rows, products, strict=True):
         parts = product.split([length(part) for part in of_panel])
         columns = panel.columns if len(one.w) != length(panel.columns) else slice(None)
         steps.append([_Step(one, part, columns, out) for part, out in zip(of_panel, parts, strict=True) if out.numel()])
-    if not one.a.is_cuda or any(step.why_not() for mine in steps for step in mine):
+    reason = next(filter(None, (step.why_not() for mine in steps for step in mine)), "")
+    if not one.a.is_cuda or reason:
+        _check_invariant(one.a, reason, only_own)
 
         def specified(at: int) -> None:
             for step in steps[at]:
@@ -90,6 +98,12 @@ def _missing_software() -> str:
     return missing_software()
 
 
+def _check_invariant(a: torch.Tensor, reason: str, only_own: bool) -> None:
+    """Raises UnsupportedError if torch's operations would compute what must not depend on the number of rows."""
+    if only_own and a.is_cuda and a.shape[1]:
+        raise UnsupportedError(f"matmul: no batch-invariant kernel: {reason}")
+
+
 def choose(one: MatmulOperands) -> MatmulChoice:
     """Returns what multiplies a rank's operands, in words."""
     out = one.out.new_empty(len(one.a), len(one.w))
@@ -108,20 +122,31 @@ def product(
     bias: torch.Tensor | None = None,
     *,
     dtype: torch.dtype,
+    only_own: bool = False,
 ) -> torch.Tensor:
-    """Returns the scaled product of one rank's operands of ``op``, plus ``bias``: [..., N], with ``dtype``."""
+    """Returns the scaled product of one rank's operands of ``op``, plus ``bias``: [..., N], with ``dtype``.
+
+    For ``only_own`` see :func:`bind`.
+    """
     rows, made = flat(a), a.new_empty((*a.shape[:-1], len(w)), dtype=dtype)
-    multiply(flat(made), rows, w, checked_scales(op, rows, w, flat_scale(a_scale), w_scale), bias)
+    scales = checked_scales(op, rows, w, flat_scale(a_scale), w_scale)
+    multiply(flat(made), rows, w, scales, bias, only_own)
     return made
 
 
 def multiply(
-    out: torch.Tensor, a: torch.Tensor, w: torch.Tensor, scales: Scales, bias: torch.Tensor | None = None
+    out: torch.Tensor,
+    a: torch.Tensor,
+    w: torch.Tensor,
+    scales: Scales,
+    bias: torch.Tensor | None = None,
+    only_own: bool = False,
 ) -> None:
-    """Writes a scaled product, [M, N], on the current stream of its device."""
+    """Writes a scaled product, [M, N], on the current stream of its device. For ``only_own`` see :func:`bind`."""
     if not out.numel():
         return
-    if why_not(a, w, out):
+    if reason := why_not(a, w, out):
+        _check_invariant(a, reason, only_own)
         out.copy_(rounded_product(a, w, scales, out.dtype, bias))
         return
     enqueue = scaled_gemm.bind(a, w, out, scales, None if bias is None else bias.contiguous())

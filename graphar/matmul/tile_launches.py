@@ -58,7 +58,10 @@ def summed_tiles(
     """
     tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-own.columns // tile.columns)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), tiles * tile.cluster)
-    sizes = MatmulArguments(own.bias, own.a.rows, own.columns, own.a.columns, 0, Order.group_rows, own.timeline)
+    kind = ScaledMatmulArguments if own.scales else MatmulArguments
+    sizes = kind(own.bias, own.a.rows, own.columns, own.a.columns, 0, Order.group_rows, own.timeline)
+    if own.scales:
+        own.scales.put(sizes)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
     # A rank without rows writes nothing, but the kernel needs a valid tensor map.
     out = matrix_of(own.out[rows]) or own.a
@@ -73,7 +76,10 @@ def skinny(
     clusters = -(-columns // (tile.columns * tile.cluster))
     blocks = min(chip.shared_blocks(cluster=tile.cluster), clusters * tile.cluster)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, chip.may_overlap(blocks, halves=False), cluster=tile.cluster)
-    sizes = MatmulArguments(own.bias, rows_of_out, columns, own.a.columns, constant_weight=own.constant_weight)
+    kind = ScaledMatmulArguments if own.scales else MatmulArguments
+    sizes = kind(own.bias, rows_of_out, columns, own.a.columns, constant_weight=own.constant_weight)
+    if own.scales:
+        own.scales.put(sizes)
     return [tensor_map(own.w, BOX_COLUMNS), tensor_map(own.a, box_rows(tile, rows_of_out)), sizes], grid
 
 

@@ -11,10 +11,11 @@ from graphar.matmul import operands
 from graphar.matmul.operands import flat, flat_scale
 from graphar.numerics import fp8_products
 from graphar.numerics.fp8_products import FP8
+from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.plan.tensor_checks import check_devices, check_one_each, check_strided
 
 RESULT_DTYPES = (torch.bfloat16, torch.float16)
-PARTITIONS = ("auto", "none", "split_m", "split_n")
+PARTITIONS = ("auto", "tiles", "none", "split_m", "split_n", BATCH_INVARIANT)
 
 
 class Scaled(NamedTuple):
@@ -73,7 +74,7 @@ def check(op: str, a, w, bias, scaled: Scaled, partition: object, rows_differ: b
     check_devices(op, [x.device for x in a])
     in_blocks = format_of(op, a, w, scaled.scales) == "blocks"
     if in_blocks and partition == "split_n":
-        raise ValueError(f"{op}: scales of blocks go with partition 'auto', 'none' or 'split_m', got 'split_n'")
+        raise ValueError(f"{op}: partition 'split_n' would cut blocks of w; scales of blocks go with the others")
 
 
 def _check_rank(op: str, a: object, w: object, bias: object, scaled: Scaled, rank: int) -> None:

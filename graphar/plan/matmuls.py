@@ -18,6 +18,7 @@ from graphar.plan.tiles import (
     GATHERED_TILES,
     LEAF_TILES,
     PARTIAL_TILES,
+    SUMMED_FP8_TILES,
     MatmulTile,
     SkinnyTile,
     for_wire,
@@ -276,10 +277,8 @@ def tiles_of_sum(
 
 @functools.lru_cache(maxsize=1024)
 def _estimated_tile(cost: TileCost, measured, algorithm, counts, n: int, chip: Chip, codec) -> MatmulTile:
-    others = [tile for tile in for_wire(algorithm.row.tiles, codec) if tile not in measured]
-    return min(
-        others, key=lambda tile: clocks(cost, tile, counts, n, _TYPICAL_K, chip.shared_blocks(cluster=tile.cluster))
-    )
+    others = tuple(tile for tile in for_wire(algorithm.row.tiles, codec) if tile not in measured)
+    return _estimated_of(others, cost, counts, n, chip, _TYPICAL_K)
 
 
 def tile_of_partials(policy: MatmulPolicy, counts: tuple[int, ...], n: int, chip: Chip, leaves: int) -> MatmulTile:
@@ -293,7 +292,16 @@ def tile_of_partials(policy: MatmulPolicy, counts: tuple[int, ...], n: int, chip
     alike = [tile for tile in PARTIAL_TILES[leaves] if _shape(tile) == _shape(measured)]
     if alike and numel >= policy.estimated_below_numel:
         return alike[0]
-    return _estimated_tile_of_partials(policy.cost, counts, n, chip, leaves)
+    return _estimated_of(PARTIAL_TILES[leaves], policy.cost, counts, n, chip, _TYPICAL_K)
+
+
+def tile_of_scaled_sum(policy: MatmulPolicy, counts: tuple[int, ...], n: int, chip: Chip) -> MatmulTile:
+    """Returns the tile of a matmul of e4m3 operands that sends finished tiles; all ranks take the same one.
+
+    It is estimated as in :func:`fastest_scaled_tile`. ``counts`` are the rows that each rank sums, and the result has
+    ``n`` columns.
+    """
+    return _estimated_of(SUMMED_FP8_TILES, policy.cost, counts, n, chip, _TYPICAL_K // 2)
 
 
 def _shape(tile: MatmulTile) -> tuple[int, int, int]:
@@ -301,11 +309,8 @@ def _shape(tile: MatmulTile) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _estimated_tile_of_partials(cost: TileCost, counts, n: int, chip: Chip, leaves: int) -> MatmulTile:
-    return min(
-        PARTIAL_TILES[leaves],
-        key=lambda tile: clocks(cost, tile, counts, n, _TYPICAL_K, chip.shared_blocks(cluster=tile.cluster)),
-    )
+def _estimated_of(tiles: tuple[MatmulTile, ...], cost: TileCost, counts, n: int, chip: Chip, k: int) -> MatmulTile:
+    return min(tiles, key=lambda tile: clocks(cost, tile, counts, n, k, chip.shared_blocks(cluster=tile.cluster)))
 
 
 def tile_for(policy: MatmulPolicy, tiles: tuple[MatmulTile, ...], k: int) -> MatmulTile:

@@ -63,7 +63,8 @@ def words_of_tile(algorithm: Algorithm, dtype: torch.dtype, tile: object, work: 
     """Returns the kernels of a fused matmul's tile in words, which are equal on all ranks that load them."""
     epilogue = f", epilogue {work.epilogue.text}" if work.epilogue else ""
     codec = f", {codec_of_text(work.codec).type_name}" if work.codec else ""
-    return f"{algorithm.value} for {dtype}, {tile}{epilogue}{codec}"
+    scales = f", scales of {work.scales}" if work.scales else ""
+    return f"{algorithm.value} for {dtype}, {tile}{epilogue}{codec}{scales}"
 
 
 def words_of_matmul_launch(call: Call, algorithm: Algorithm, one: Slice, k: int | None = None) -> str:

@@ -123,8 +123,8 @@ def test_a_weight_that_the_kernel_before_writes_is_read_stale_if_it_is_called_co
 FILES = ("device/matmul/skinny.cuh", "matmul/matmul_two_shot.cu")
 MUTANTS = {
     "packs taken from the box before all of them are there": (
-        "    round_transposed<T>(sums, ring.staging);\n    sync_warpgroup(1);\n",
-        "    round_transposed<T>(sums, ring.staging);\n",
+        "    round_transposed<Result>(sums, ring.staging);\n    sync_warpgroup(1);\n",
+        "    round_transposed<Result>(sums, ring.staging);\n",
         "plain",
     ),
     "a call used before it is known": (

@@ -16,7 +16,15 @@ M, N = 24, 136
 COLUMNS = (256, 200, 384, 130)  # of each rank: K may differ
 FORMATS = ("rows", "numbers", "blocks")
 OPS = ("fused_matmul_allreduce", "fused_matmul_reducescatter")
-HOW = ({}, {"partition": "none"}, {"partition": "split_m"}, {"codec": "int8"}, {"epilogue": "gelu(v)"})
+HOW = (
+    {},
+    {"partition": "none"},
+    {"partition": "tiles"},
+    {"partition": "batch_invariant"},
+    {"partition": "split_m"},
+    {"codec": "int8"},
+    {"epilogue": "gelu(v)"},
+)
 
 every_op = pytest.mark.parametrize("op", OPS)
 every_format = pytest.mark.parametrize("of", FORMATS)
@@ -248,9 +256,11 @@ REFUSALS = {
     ),
     "out_dtype must be bfloat16, float16 or None": refused(out_dtype=torch.float32),
     "out_dtype goes with a_scale and w_scale": refused(a_scale=None, w_scale=None, out_dtype=BF16),
-    "partition must be one of auto, none, split_m, split_n, got 'tiles'": refused(partition="tiles"),
+    "partition must be one of auto, tiles, none, split_m, split_n, batch_invariant, got 'rows'": refused(
+        partition="rows"
+    ),
     "got 'tp_invariant'": refused(partition="tp_invariant"),
-    "'auto', 'none' or 'split_m', got 'split_n'": refused(of="blocks", partition="split_n"),
+    "partition 'split_n' would cut blocks of w": refused(of="blocks", partition="split_n"),
     "bias must be torch.bfloat16": refused(bias=[torch.ones(N)] * 2),
     "have no gradients, but bias requires one": refused(bias=[torch.ones(N, dtype=BF16, requires_grad=True)] * 2),
 }

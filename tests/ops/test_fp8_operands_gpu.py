@@ -152,16 +152,17 @@ def wrong_elements(rank, world_size):
             for shape in SHAPES:
                 a, w, scales = operands(rank, of, *shape)
                 wanted = expected(op, rank, world_size, of, shape)
-                for partition in ("auto", "none", "split_m"):
+                for partition in ("auto", "tiles", "none", "split_m"):
                     if shape[0] < 33 and partition == "split_m":
                         continue
                     found = [call(a, w, **scales, partition=partition) for _ in range(4)]
                     wrong += [same_bits(one, wanted) for one in found]
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    captured = call(a, w, **scales)
-                graph.replay()
-                wrong.append(same_bits(captured, wanted))
+                for partition in ("auto", "tiles"):
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        captured = call(a, w, **scales, partition=partition)
+                    graph.replay()
+                    wrong.append(same_bits(captured, wanted))
     return wrong + wrong_elements_of_norms(rank, world_size)
 
 

@@ -8,9 +8,10 @@
 // are added as the rest of the tree.
 //
 // The operands are swapped: wgmma's 64 rows are 64 rows of W, which are columns of the result, and wgmma's columns are
-// the rows of A. So few products are wasted on rows outside A.
+// the rows of A. So few products are wasted on rows outside A. Operands in e4m3 have scales: skinny_scales.cuh.
 #pragma once
 #include "device/matmul/leaf_tree.cuh"
+#include "device/matmul/skinny_scales.cuh"
 #include "device/sync/call.cuh"
 #include "device/sync/sentinel.cuh"
 
@@ -40,8 +41,8 @@ struct SkinnyWalk {
   __device__ void next() { column += gridDim.x * Tile::rows; }
 };
 
-// The steps of a block, each 64 of K of a tile, which take the places of the ring in turn.
-template <class Tile>
+// The steps of a block, each 128 bytes of K of a tile, which take the places of the ring in turn.
+template <class Tile, class T>
 struct SkinnySteps {
   const MatmulArguments& m;
   SkinnyWalk<Tile> walk{m};
@@ -51,7 +52,7 @@ struct SkinnySteps {
   __device__ bool more() const { return walk.more(); }
   __device__ void next() {
     at.next();
-    k += tile_depth;
+    k += depth_of<T>;
     if (k < m.k) return;
     k = 0;
     walk.next();
@@ -62,8 +63,9 @@ struct SkinnySteps {
 // norm and a skinny matmul took 1.4 us longer together (H200), where with these they take 0.5 us less.
 constexpr u32 early_places = 5;
 
-template <class Tile, OperandLayout W>
+template <class Tile, OperandLayout W, class T>
 struct SkinnyLoader {
+  using Steps = SkinnySteps<Tile, T>;
   const MatmulArguments& m;
   const TensorMap& w_map;
   const TensorMap& a_map;
@@ -72,7 +74,7 @@ struct SkinnyLoader {
   const u32 share = (m.m + 8 * Tile::cluster - 1) / (8 * Tile::cluster) * 8;
 
   // Loads W, and has the place wait for A as well.
-  __device__ void load_w(const SkinnySteps<Tile>& step) const {
+  __device__ void load_w(const Steps& step) const {
     const u32 place = step.at.place;
     Mbarrier& filled = ring.filled[place];
     filled.arrive_and_expect(Tile::a_nbytes + Tile::cluster * share * row_nbytes);
@@ -82,7 +84,7 @@ struct SkinnyLoader {
       tensor_load(ring.a(place), w_map, step.walk.column, step.k, filled);
   }
 
-  __device__ void load_a(const SkinnySteps<Tile>& step) const {
+  __device__ void load_a(const Steps& step) const {
     const u32 place = step.at.place;
     Mbarrier& filled = ring.filled[place];
     if constexpr (Tile::cluster == 1) {
@@ -94,18 +96,18 @@ struct SkinnyLoader {
   }
 
   // Whether a step's W, if it is constant, is loaded before the kernel before has ended.
-  __device__ static bool is_early(const SkinnySteps<Tile>& step) {
+  __device__ static bool is_early(const Steps& step) {
     return step.at.use == 0 && step.at.place < early_places;
   }
 
   // By one thread, before it waits for the kernel before: loads constant W into the first places of the ring.
   __device__ void load_constant_w() const {
-    for (SkinnySteps<Tile> step{m}; step.more() && is_early(step); step.next()) load_w(step);
+    for (Steps step{m}; step.more() && is_early(step); step.next()) load_w(step);
   }
 
   // By the same thread, after that wait.
   __device__ void run() const {
-    SkinnySteps<Tile> step{m};
+    Steps step{m};
     for (; step.more(); step.next()) {
       ring.wait_for_emptied(step.at);
       if (!m.constant_weight || !is_early(step)) load_w(step);
@@ -193,9 +195,9 @@ struct PackBias {
 };
 
 // By the warpgroup. Its first warp reads the call for all threads of the block.
-template <class T, class Tile, OperandLayout W, class Send>
-__device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const MatmulArguments& m, const Arguments& a,
-                                                  Call& call, const Send& send) {
+template <class T, class Tile, OperandLayout W, class Result, class Scales, class Send>
+__device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const typename Scales::Arguments& m,
+                                                  const Arguments& a, Call& call, const Send& send) {
   if (same_in_warp(threadIdx.x / 32) == 0) {
     Call read = begin_call(a);
     read_epoch_in_warp(a, read);
@@ -206,7 +208,9 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
   Position<Tile> at;
   for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next()) {
     float sums[Tile::columns / 2];
-    if constexpr (Tile::leaves > 1)
+    if constexpr (is_scaled<Scales>)
+      ScaledSkinnyProducts<decltype(multiplier), Tile, Scales>{multiplier, m, walk.column}.multiply(at, sums);
+    else if constexpr (Tile::leaves > 1)
       LeafTree<decltype(multiplier), Tile>{multiplier}.multiply(at, sums);
     else
       multiplier.multiply(at, sums);
@@ -214,7 +218,7 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
     if constexpr (Tile::partials)
       write_transposed(sums, ring.staging);
     else
-      round_transposed<T>(sums, ring.staging);
+      round_transposed<Result>(sums, ring.staging);
     sync_warpgroup(1);
     if (call.aborted) continue;
     const u32 parity = call.epoch & 1;
@@ -228,9 +232,10 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
 
 // All work of a block before it waits for a peer: computes its tiles and calls `send(parity, at, pack)` for each pack
 // of them, unless the call is aborted. Returns the call.
-template <class T, class Tile, OperandLayout W, class Send>
+template <class T, class Tile, OperandLayout W, class Result, class Scales, class Send>
 __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, const TensorMap& a_map,
-                                                       const MatmulArguments& m, const Arguments& a, const Send& send) {
+                                                       const typename Scales::Arguments& m, const Arguments& a,
+                                                       const Send& send) {
   const Ring<Tile> ring;
   Call& call = static_shared<Call>();
   if (threadIdx.x == 0) {
@@ -240,11 +245,11 @@ __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, c
   }
   ring.share();
   const u32 warp = same_in_warp(threadIdx.x / 32);
-  const SkinnyLoader<Tile, W> loader{m, w_map, a_map, ring};
+  const SkinnyLoader<Tile, W, T> loader{m, w_map, a_map, ring};
   if (m.constant_weight && warp == 4 && elected()) loader.load_constant_w();  // (26)
   wait_for_previous_kernel(a);
   if (warp < 4) {
-    multiply_and_send<T, Tile, W>(ring, m, a, call, send);
+    multiply_and_send<T, Tile, W, Result, Scales>(ring, m, a, call, send);
   } else if (warp == 4 && elected()) {
     fence_async_proxy_global();  // the kernel before may have written A, or W
     loader.run();

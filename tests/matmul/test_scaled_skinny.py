@@ -1,0 +1,240 @@
+"""Which calls with scales take a skinny kernel, and what its launches are given. Needs no GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graphar.matmul import fused, tile_launches
+from graphar.matmul.fused import FusedMatmul, load_tile
+from graphar.matmul.operands import operands_of
+from graphar.matmul.products import takes_tiles
+from graphar.numerics.epilogues.epilogue import form_to_prepare
+from graphar.numerics.fp8_products import FP8
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.call import Call, Operands
+from graphar.plan.slices import Slice
+from graphar.plan.tiles import LAYOUTS, skinny_tile
+from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
+from graphar.ranks import agreement
+from graphar.runtime.arguments import MatmulArguments, ScaledMatmulArguments
+from graphar.runtime.catalogue import SCALE_FORMATS, fused_matmul_source
+from tests.plan.test_tiles import Ranks
+
+ROWS, COLUMNS, K = 4, 136, 272
+MEMBER = SimpleNamespace(rank=0, device=0)
+STRIDES = ("a_scale_row", "a_scale_block", "w_scale_row", "w_scale_block")
+SCALES = ("rows", "blocks")
+every_format = pytest.mark.parametrize("scales", SCALES)
+
+
+def product(rows=ROWS, columns=COLUMNS, op=MATMUL_ALLREDUCE, **how):
+    return Product(op, (rows, 0, 0, 0), columns, **how)
+
+
+# ---- which calls ----------------------------------------------------------------------------------------------------
+
+
+@every_format
+@pytest.mark.parametrize(
+    ("call", "taken"),
+    [
+        ({}, True),
+        ({"rows": 64, "bias": True}, True),
+        ({"rows": 65}, False),
+        ({"rows": 4096}, False),
+        ({"columns": 64}, False),
+        ({"columns": 8196}, False),
+        ({"op": MATMUL_REDUCESCATTER}, False),
+        ({"epilogue": form_to_prepare("-v")}, False),
+        ({"codec": "int8"}, False),
+        ({"partition": "none"}, False),
+    ],
+    ids=str,
+)
+def test_few_rows_take_a_skinny_kernel_where_they_do_without_scales(scales, call, taken):
+    work = product(**({"rows": 16, "columns": 8192} | call), scales=scales)
+    for dtype in (torch.bfloat16, torch.float16):
+        out = SimpleNamespace(is_cuda=True, dtype=dtype)
+        assert takes_tiles(Ranks(), Call(work, dtype, 0), out) is taken
+
+
+@every_format
+def test_a_gpu_or_ranks_without_the_kernel_multiply_and_then_sum(scales):
+    work = product(16, 8192, scales=scales)
+    on_cpu, on_gpu = (SimpleNamespace(is_cuda=it, dtype=torch.bfloat16) for it in (False, True))
+
+    assert not takes_tiles(Ranks(), Call(work, torch.bfloat16, 0), on_cpu)
+    for ranks in (Ranks(arch="sm_100a"), Ranks(no_kernel="kernels serve 2 to 8 ranks, not 1")):
+        assert not takes_tiles(ranks, Call(work, torch.bfloat16, 0), on_gpu)
+
+
+@pytest.mark.parametrize("scales", SCALE_FORMATS)
+def test_the_kernel_is_that_of_the_result_and_of_the_format_of_the_scales(scales):
+    tile = skinny_tile(16)
+    source = fused_matmul_source(Algorithm.MATMUL_TWO_SHOT, torch.float16, 4, tile, "by_rows", scales=scales)
+
+    assert source.name == f"matmul_two_shot<e4m3, 4, {tile}, by_rows, fp16, {scales}>"
+
+
+@every_format
+def test_kernels_are_loaded_for_a_weight_by_rows_and_for_each_format(scales, monkeypatch):
+    monkeypatch.setattr(fused.launcher, "load", lambda source, *given: source)
+    asked = []
+
+    def prepare_all(key, algorithm, words, load):
+        asked.append((key, words))
+        return [load(MEMBER)]
+
+    runner, given = SimpleNamespace(world_size=2, kernels=SimpleNamespace(prepare_all=prepare_all)), skinny_tile(8)
+    for work in (product(), product(scales=scales)):
+        (loaded,) = load_tile(runner, Algorithm.MATMUL_ONE_SHOT, torch.bfloat16, given, work)
+        assert [layout for _, layout in loaded] == list(LAYOUTS[:1] if work.scales else LAYOUTS)
+        assert all(("e4m3" in source.name) == bool(work.scales) for source in loaded.values())
+    (key, words), (scaled_key, scaled_words) = asked
+    assert key != scaled_key
+    assert scaled_words == f"{words}, scales of {scales}"
+
+
+def test_ranks_that_differ_in_the_format_differ_in_words():
+    rows, blocks = (Call(product(scales=scales), torch.bfloat16, 0) for scales in SCALES)
+
+    assert agreement.words(rows) != agreement.words(blocks)
+
+
+# ---- launches -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches_of(monkeypatch):
+    """The fused matmul of a work; its launches are recorded, and bound to nothing."""
+    monkeypatch.setattr(fused, "KernelLaunch", lambda function, parameters, grid: parameters)
+    monkeypatch.setattr(fused, "bind_launch", lambda runner, member, launch, *rest: launch)
+    monkeypatch.setattr(fused, "_why_not", lambda own: "")  # the operands are on the CPU
+    monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: given)
+    monkeypatch.setattr(fused, "load_tile", lambda runner, algorithm, dtype, tile, work: [{(tile, "by_rows"): None}])
+    engine = Ranks()
+    engine.deadline, engine.runner.arguments = lambda call: 1.0, lambda *given: None
+
+    def launches(work):
+        return FusedMatmul(engine, Call(work, torch.bfloat16, 0), Algorithm.MATMUL_ONE_SHOT, sum(work.parts))
+
+    return launches
+
+
+def operands(scales, k=K, w=None, a_scale=None, bias=None):
+    a, blocks = torch.zeros(ROWS, k).to(FP8), -(-k // 128)
+    w = torch.zeros(COLUMNS, k).to(FP8) if w is None else w
+    shapes = ((ROWS, 1), (1, COLUMNS)) if scales == "rows" else ((ROWS, blocks), (-(-COLUMNS // 128), blocks))
+    a_scale = torch.ones(shapes[0]) if a_scale is None else a_scale
+    more = [] if bias is None else [bias]
+    return Operands((a, w, a_scale, torch.ones(shapes[1]), *more), (torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16),))
+
+
+def launched(launches, work, own):
+    """The operands as the kernel takes them, the matrix of W, and the sizes and scales that a launch is given."""
+    placed = launches._place(operands_of(work, own))
+    (w, _), _, sizes, _ = launches._launch(MEMBER, placed, Slice(ROWS * COLUMNS))
+    return placed, w, sizes
+
+
+@every_format
+def test_a_launch_is_given_the_scales_with_their_strides(launches_of, scales):
+    work, bias = product(scales=scales, bias=True, constant_weight=True), torch.zeros(COLUMNS, dtype=torch.bfloat16)
+    transposed = torch.ones(-(-K // 128), ROWS).t() if scales == "blocks" else torch.ones(2 * ROWS, 1)[::2]
+    own = operands(scales, a_scale=transposed, bias=bias)
+
+    placed, _, sizes = launched(launches_of(work), work, own)
+
+    a, w, a_scale, w_scale, _ = own.inputs
+    assert isinstance(sizes, ScaledMatmulArguments)
+    assert (placed.a is a, placed.w is w) == (True, True)
+    assert (sizes.m, sizes.n, sizes.k, sizes.constant_weight, sizes.bias) == (ROWS, COLUMNS, K, 1, bias.data_ptr())
+    assert (sizes.a_scale, sizes.w_scale) == (a_scale.data_ptr(), w_scale.data_ptr())
+    strides = [getattr(sizes, name) for name in STRIDES]
+    assert strides[::2] == ([2, 1] if scales == "rows" else [1, 3])
+    assert scales == "rows" or strides[1::2] == [ROWS, 1]
+
+
+def test_a_launch_without_scales_is_given_none(launches_of):
+    work = product()
+    a, w = torch.zeros(ROWS, K, dtype=torch.bfloat16), torch.zeros(COLUMNS, K, dtype=torch.bfloat16)
+
+    _, _, sizes = launched(launches_of(work), work, Operands((a, w), (a.new_empty(ROWS, COLUMNS),)))
+
+    assert type(sizes) is MatmulArguments
+
+
+@every_format
+def test_launches_with_scales_at_other_addresses_are_apart(launches_of, scales):
+    work = product(scales=scales)
+    launches, first = launches_of(work), operands(scales)
+    a, w, a_scale, w_scale = first.inputs
+    second = Operands((a, w, a_scale.clone(), w_scale), first.outputs)
+
+    found = [launched(launches, work, own)[2].a_scale for own in (first, second, first)]
+
+    assert found == [own.inputs[2].data_ptr() for own in (first, second, first)]
+
+
+@every_format
+def test_a_weight_by_columns_or_off_16_bytes_is_copied_and_is_not_constant(launches_of, scales):
+    work = product(scales=scales, constant_weight=True)
+    launches = launches_of(work)
+    by_columns = torch.zeros(K, COLUMNS).to(FP8).t()
+    misaligned = torch.zeros(COLUMNS * K + 1).to(FP8)[1:].view(COLUMNS, K)
+
+    for weight in (by_columns, misaligned):
+        placed, w, sizes = launched(launches, work, operands(scales, w=weight))
+        assert placed.w is not weight
+        assert w.leading % 16 == 0
+        assert (w.rows, w.columns, sizes.constant_weight) == (COLUMNS, K, 0)
+
+
+@every_format
+def test_a_k_of_no_whole_16_bytes_is_copied_and_stays(launches_of, scales):
+    work = product(scales=scales)
+
+    _, w, sizes = launched(launches_of(work), work, operands(scales, k=100))
+
+    assert (w.columns, w.leading, sizes.k) == (100, 112, 100)
+
+
+@every_format
+def test_zeros_stand_in_place_of_no_columns_and_have_scales(launches_of, scales):
+    work = product(scales=scales)
+
+    placed, w, sizes = launched(launches_of(work), work, operands(scales, k=0))
+
+    assert not any(one.float().any() for one in (placed.a, placed.w))
+    assert (placed.scales.in_blocks, w.columns, sizes.k) == (scales == "blocks", 16, 16)
+    assert sizes.a_scale == placed.scales.a.data_ptr() != 0
+    assert len(placed.scales.a) == ROWS
+
+
+@every_format
+def test_a_repeated_launch_is_bound_to_the_scales_of_its_call(launches_of, scales):
+    work = product(scales=scales)
+    launches, first = launches_of(work), operands(scales)
+    second = operands(scales)
+    launches._bind = lambda at, member, tile, matrices, own, one: lambda *given: given_scales.append(matrices.scales)
+    given_scales = []
+
+    launch = launches.launch_like(first)
+    for own in (first, second, first):
+        launch(own.inputs, own.outputs, ())
+
+    addresses = [own.inputs[2].data_ptr() for own in (first, second, first)]
+    assert [one.a_scale for one in given_scales] == addresses
+
+
+def test_operands_that_are_flattened_into_copies_are_not_repeated(launches_of):
+    work = product(scales="blocks")
+    a, w, *more = operands("blocks").inputs
+    in_three = torch.zeros(K, 2, 2).transpose(0, 2).to(FP8), torch.ones(3, 2, 2).transpose(0, 2)
+    out = torch.empty(2, 2, COLUMNS, dtype=torch.bfloat16)
+
+    for inputs in ((in_three[0], w, *more), (a.view(2, 2, K), w, in_three[1], more[1])):
+        assert launches_of(work).launch_like(Operands(inputs, (out,))) is None
