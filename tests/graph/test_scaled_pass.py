@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ from graphar.ops.register import op_of
 from tests.cases import same_bits
 from tests.graph.graphs import RANKS, given, rewritten
 from tests.graph.test_matmul_pass import PAYS, of_matmul
-from tests.graph.test_norm_pass import Traced, scattered, summed
+from tests.graph.test_norm_pass import Traced, llamas, scattered, summed
 from tests.parallel_models import compiled
 from tests.processes import run_ranks
 
-ops, aten = torch.ops.graphar, torch.ops.aten
+ops, aten, torch_ops = torch.ops.graphar, torch.ops.aten, torch.ops._c10d_functional
 FP8, FP32, BF16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
 ROWS, COLUMNS, K = 8, 256, 384
 
@@ -141,6 +142,30 @@ def test_rows_of_scales_are_put_in_the_order_of_the_rows_that_they_scale(make_pa
     assert scale.shape == ((2 * RANKS, ROWS // RANKS, 1) if of_a else ())
 
 
+NORMED = {
+    "a sum": (ops.fused_matmul_allreduce_residual_rmsnorm.default, summed, ROWS),
+    "a reduce-scatter": (ops.fused_matmul_reducescatter_residual_rmsnorm.default, scattered, ROWS // RANKS),
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_a_product_its_sum_and_a_norm_become_one_op(make_pass, pays, name):
+    target, total, rows = NORMED[name]
+
+    def layer(a, w, a_scale, w_scale, residual, weight):
+        return llamas(residual + total(torchs(a, w, a_scale, w_scale)), weight)
+
+    compile_pass = make_pass()
+    drawing = traced(layer, (ROWS, 1), (1, COLUMNS), (rows, COLUMNS), (COLUMNS,))
+    graph = rewritten(compile_pass, drawing).graph
+
+    fused, inputs = fused_in(graph), [node for node in graph.nodes if node.op == "placeholder"]
+    assert fused.target is target
+    assert [*fused.args[:2], *given(fused)["scales"], *fused.args[2:4]] == inputs
+    assert [one.dtype for one in fused.meta["val"]] == [BF16] * 2
+    assert [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries] == [("norm", ""), ("matmul", "")]
+
+
 def test_constant_weights_and_scales_go_together(make_pass, pays):
     drawing = traced(lambda *tensors: summed(torchs(*tensors)))
 
@@ -159,6 +184,84 @@ def test_a_batch_invariant_pass_fuses_products_with_scales_at_every_size(make_pa
 
     assert given(fused)["partition"] == "auto"  # each is batch-invariant
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
+
+
+# ---- behind an all-gather -------------------------------------------------------------------------------------------
+
+
+def gathered(x, dim=0):
+    whole = torch_ops.wait_tensor(torch_ops.all_gather_into_tensor(x, RANKS, "0"))
+    return torch.cat(whole.chunk(RANKS), dim) if dim else whole
+
+
+def traced_gather(function, *more, of_a=(ROWS, 1), of_w=(1, COLUMNS), kinds=(), rows=(ROWS,)):
+    """Traces a function of this rank's rows a, w [COLUMNS, K], their scales, and ``more``."""
+    kinds = [FP8, FP8, FP32, FP32, *kinds]
+    return Traced(function, (*rows, K), (COLUMNS, K), of_a, of_w, *more, dtype=kinds)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["rows", "blocks"])
+def test_gathered_rows_and_scales_and_their_product_become_one_op(make_pass, pays, in_blocks):
+    def layer(a, w, a_scale, w_scale):
+        return torchs(gathered(a), w, gathered(a_scale), w_scale.t() if in_blocks else w_scale)
+
+    shapes = {"of_a": (ROWS, 3), "of_w": (2, 3)} if in_blocks else {}
+    compile_pass = make_pass()
+    drawing = rewritten(compile_pass, traced_gather(layer, **shapes))
+
+    fused = fused_in(drawing.graph)
+    a, w, a_scale, w_scale = [node for node in drawing.graph.nodes if node.op == "placeholder"]
+    assert fused.target is ops.fused_allgather_matmul.default
+    assert (given(fused)["a"], given(fused)["w"], given(fused)["scales"]) == (a, w, [a_scale, w_scale])
+    assert given(fused)["sizes"] == [ROWS] * RANKS
+    assert fused.meta["val"][0].dtype == BF16
+    assert fused.meta["val"][0].shape == (RANKS * ROWS, COLUMNS)
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
+
+
+def test_the_bias_of_a_gathered_product_is_added_by_the_op(make_pass, pays):
+    def layer(a, w, a_scale, w_scale, bias):
+        return torchs(gathered(a), w, gathered(a_scale), w_scale, bias=bias)
+
+    graph = rewritten(make_pass(), traced_gather(layer, (COLUMNS,), kinds=[BF16])).graph
+
+    *_, bias = [node for node in graph.nodes if node.op == "placeholder"]
+    assert given(fused_in(graph))["bias"] == [bias]
+
+
+def test_of_several_products_others_take_the_gathered_rows_and_their_scales(make_pass, pays):
+    def layer(a, w, a_scale, w_scale, v, v_scale):
+        rows, scales = gathered(a), gathered(a_scale)
+        return torchs(rows, w, scales, w_scale), torchs(rows, v, scales, v_scale)
+
+    drawing = traced_gather(layer, (128, K), (1, 128), kinds=[FP8, FP32])
+    graph = rewritten(make_pass(), drawing).graph
+
+    fused, gather = sorted(
+        (node for node in graph.nodes if op_of(node.target)), key=lambda node: node.name, reverse=True
+    )
+    (other,) = [node for node in graph.nodes if node.target is aten._scaled_mm.default]
+    assert fused.target is ops.allgather.default or gather.target is ops.allgather.default
+    assert (other.args[0].target, other.args[0].args[1]) == (operator.getitem, 1)
+    assert other.args[2].target is ops.allgather.default
+
+
+NOT_GATHERED = {
+    "scales of other rows": lambda a, w, a_scale, w_scale: torchs(gathered(a), w, a_scale, w_scale),
+    "a number for all rows": lambda a, w, a_scale, w_scale: torchs(gathered(a), w, a_scale[0, 0], w_scale[0, 0]),
+    "rows of another order": lambda a, w, a_scale, w_scale: torchs(
+        gathered(a.view(2, -1, K), 1).view(-1, K), w, gathered(a_scale), w_scale
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_GATHERED)
+def test_scales_that_are_not_gathered_like_the_rows_leave_the_product_as_it_is(make_pass, pays, name):
+    shape = (RANKS * ROWS, 1) if name == "scales of other rows" else (ROWS, 1)
+
+    why = left_because(make_pass(), traced_gather(NOT_GATHERED[name], of_a=shape))
+
+    assert why == "the scales are not gathered like the rows"
 
 
 # ---- what is left ---------------------------------------------------------------------------------------------------
