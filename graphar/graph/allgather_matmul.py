@@ -86,6 +86,7 @@ class AllgatherMatmul:
         node, (matmul, _) = gathered.node, _choose(gathered)
         x, weight, bias = _operands(matmul)
         path, others, first = rows.path(x), _has_others(matmul), _place(gathered, matmul)
+        scales = _path_of_scales(matmul)
         for one in _late(gathered, matmul) or ():
             first.prepend(one)
         with graph.inserting_before(first):
@@ -100,11 +101,13 @@ class AllgatherMatmul:
             whole = call(graph, operator.getitem, (results, 1), results.meta["val"][1]) if others else None
         with graph.inserting_before(matmul):
             matmul.replace_all_uses_with(rows.move(graph, x, product))
-        for one in reversed([*_path_of_scales(matmul), *path[1:], matmul]):
+        for one in reversed([*scales, *path[1:], matmul]):
             if not one.users:
                 graph.erase_node(one)
         if whole:
             node.replace_all_uses_with(whole)
+            if scales and scales[0].users:
+                _share_scales(graph, scales[0], results)
         graph.erase_node(node)
 
 
@@ -146,6 +149,15 @@ def _why_not_one(gathered: Gathered, matmul: Node) -> str:
     if _late(gathered, matmul) is None:
         return "the weight is made after the rows are gathered"
     return ""
+
+
+def _share_scales(graph: Graph, gather: Node, results: Node) -> None:
+    """Gives other products the scales that the op has gathered, if it stands before them."""
+    scales = results.meta["val"][2]
+    if are_same(gather.meta["val"].shape, scales.shape) and not any(user < results for user in gather.users):
+        with graph.inserting_after(results):
+            gather.replace_all_uses_with(call(graph, operator.getitem, (results, 2), scales))
+        graph.erase_node(gather)
 
 
 def _path_of_scales(matmul: Node) -> list[Node]:

@@ -237,13 +237,32 @@ def test_of_several_products_others_take_the_gathered_rows_and_their_scales(make
     drawing = traced_gather(layer, (128, K), (1, 128), kinds=[FP8, FP32])
     graph = rewritten(make_pass(), drawing).graph
 
-    fused, gather = sorted(
-        (node for node in graph.nodes if op_of(node.target)), key=lambda node: node.name, reverse=True
-    )
     (other,) = [node for node in graph.nodes if node.target is aten._scaled_mm.default]
-    assert fused.target is ops.allgather.default or gather.target is ops.allgather.default
-    assert (other.args[0].target, other.args[0].args[1]) == (operator.getitem, 1)
-    assert other.args[2].target is ops.allgather.default
+    rows, _, scales, _ = other.args[:4]
+    fused = fused_in(graph)
+    assert fused.target is ops.fused_allgather_matmul.default
+    assert (rows.target, *rows.args, scales.target, *scales.args) == (
+        operator.getitem,
+        fused,
+        1,
+        operator.getitem,
+        fused,
+        2,
+    )
+    assert [one.meta["val"].shape for one in (rows, scales)] == [(RANKS * ROWS, K), (RANKS * ROWS, 1)]
+
+
+def test_scales_that_are_used_before_the_rows_are_gathered_keep_a_gather_of_their_own(make_pass, pays):
+    def layer(a, w, a_scale, w_scale, v, v_scale):
+        scales = gathered(a_scale)
+        doubled, rows = scales * 2, gathered(a)
+        return doubled, torchs(rows, w, scales, w_scale), torchs(rows, v, scales, v_scale)
+
+    drawing = traced_gather(layer, (128, K), (1, 128), kinds=[FP8, FP32])
+    graph = rewritten(make_pass(), drawing).graph
+
+    gather, fused = [node for node in graph.nodes if op_of(node.target)]
+    assert (gather.target, fused.target) == (ops.allgather.default, ops.fused_allgather_matmul.default)
 
 
 NOT_GATHERED = {
@@ -410,7 +429,21 @@ class OfDTensors(RowParallel):
         return y.redistribute(placements=[Replicate()]).to_local()
 
 
-LAYERS = {"all-reduce": RowParallel, "reduce-scatter": Scattered, "DTensor": OfDTensors}
+class Gathering(RowParallel):
+    """A column-parallel layer whose tokens are divided: rows of e4m3 and their scales are gathered."""
+
+    def __call__(self, x):
+        own = [dist._functional_collectives.all_gather_tensor(one, 0, dist.group.WORLD) for one in self.quantized(x)]
+        return torchs(own[0], self.weight, own[1], self.w_scale)
+
+    def eager(self, x):
+        a, a_scale = self.quantized(x)
+        rows, scales = graphar.allgather((a, a_scale))
+        fused = graphar.fused_allgather_matmul(a, self.weight, a_scale=a_scale, w_scale=self.w_scale)
+        return fused, torchs(rows, self.weight, scales, self.w_scale)
+
+
+LAYERS = {"all-gather": Gathering, "all-reduce": RowParallel, "reduce-scatter": Scattered, "DTensor": OfDTensors}
 
 
 def run_layers(rank, world_size):
