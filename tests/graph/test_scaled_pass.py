@@ -407,6 +407,21 @@ class Scattered(RowParallel):
         return [one.chunk(dist.get_world_size())[dist.get_rank()] for one in super().eager(x)]
 
 
+class Normed(RowParallel):
+    """A row-parallel layer, whose input's first columns stand for a residual, and a norm."""
+
+    def __call__(self, x):
+        return llamas(x[:, :COLUMNS] + super().__call__(x), torch.ones(COLUMNS, dtype=BF16))
+
+    def eager(self, x):
+        _, total = super().eager(x)
+        residual, weight = x[:, :COLUMNS].contiguous(), torch.ones(COLUMNS, dtype=BF16)
+        a, a_scale = self.quantized(x)
+        given = {"eps": 1e-5, "a_scale": a_scale, "w_scale": self.w_scale}
+        fused, _ = graphar.fused_matmul_allreduce_residual_rmsnorm(a, self.weight, residual, weight, **given)
+        return fused, llamas(residual + total, weight)
+
+
 class OfDTensors(RowParallel):
     """The same layer, of DTensors, which torch multiplies in parts of K only with one scale for a whole tensor."""
 
@@ -443,7 +458,13 @@ class Gathering(RowParallel):
         return fused, torchs(rows, self.weight, scales, self.w_scale)
 
 
-LAYERS = {"all-gather": Gathering, "all-reduce": RowParallel, "reduce-scatter": Scattered, "DTensor": OfDTensors}
+LAYERS = {
+    "all-gather": Gathering,
+    "all-reduce": RowParallel,
+    "norm": Normed,
+    "reduce-scatter": Scattered,
+    "DTensor": OfDTensors,
+}
 
 
 def run_layers(rank, world_size):
