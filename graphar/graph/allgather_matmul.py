@@ -5,6 +5,11 @@ x -- allgather -- views -+- mm, addmm or linear     becomes fused_allgather_matm
 
 Of several matmuls, the one with the largest weight is fused. Where rows are reordered between the two, as in an
 all-gather along another dimension than the first, the rows of the product are reordered instead.
+
+torch's scaled products of e4m3 operands (scaled.py) are fused if the scales of rows are gathered like the rows:
+
+a -- allgather ------- views -+- _scaled_mm         becomes fused_allgather_matmul with scales
+a_scale -- allgather - views -+
 """
 
 from __future__ import annotations
@@ -17,12 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from graphar.graph import rows
-from graphar.graph.collectives import CASTS, VIEWS, Collective, call, ours, reached
+from graphar.graph import rows, scaled
+from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, call, ours, reached
 from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, why_no_kernel
 from graphar.graph.places import Places
+from graphar.graph.scaled import ScaledProduct
 from graphar.graph.weights import stored
 from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 from graphar.ops import allgather, allgather_matmul
 from graphar.ops.register import op_of
@@ -31,6 +38,7 @@ from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
 _aten = torch.ops.aten
 # By matmul, the positions of its arguments: the rows, the weight, and the bias.
 _OPERANDS = {_aten.mm.default: (0, 1, None), _aten.addmm.default: (1, 2, 0), _aten.linear.default: (0, 1, 2)}
+_MATMULS = (*_OPERANDS, *scaled.TARGETS)
 _MOVABLE = (*VIEWS, *TRANSPOSES, *CASTS)  # what may be done to a weight between the all-gather and the matmul
 
 
@@ -54,7 +62,7 @@ class AllgatherMatmul:
     def find(self, graph: Graph) -> list[Gathered]:
         by_gather: dict[Node, list[Node]] = {}
         for node in graph.nodes:
-            if node.target in _OPERANDS and node.users and _is_gather(gather := rows.origin(_operands(node)[0])):
+            if node.target in _MATMULS and node.users and _is_gather(gather := rows.origin(_operands(node)[0])):
                 by_gather.setdefault(gather, []).append(node)
         return [Gathered(**ours(gather, allgather.OP), matmuls=matmuls) for gather, matmuls in by_gather.items()]
 
@@ -63,7 +71,7 @@ class AllgatherMatmul:
         given = allgather.OP.read(gathered.node.args)
         if self.partition == BATCH_INVARIANT:
             return "gathered rows have no batch-invariant matmul"
-        if x.dtype not in (TYPE_NAMES if self.partition == TP_INVARIANT else MATMUL_TYPES):
+        if x.dtype not in (TYPE_NAMES if self.partition == TP_INVARIANT else (*MATMUL_TYPES, FP8)):
             return f"no matmul of {x.dtype} gathers its rows"
         if given["axis"] != 0:
             return "the rows are not gathered along the first axis"
@@ -78,6 +86,7 @@ class AllgatherMatmul:
         node, (matmul, _) = gathered.node, _choose(gathered)
         x, weight, bias = _operands(matmul)
         path, others, first = rows.path(x), _has_others(matmul), _place(gathered, matmul)
+        scales = _path_of_scales(matmul)
         for one in _late(gathered, matmul) or ():
             first.prepend(one)
         with graph.inserting_before(first):
@@ -85,18 +94,20 @@ class AllgatherMatmul:
             given = allgather.OP.read(node.args)
             given = {name: one for name, one in given.items() if allgather_matmul.OP.takes(name)}
             given |= {"a": gathered.inputs[0], "w": w, "bias": [bias] if bias else [], "gathered": others}
-            given["partition"] = self.partition
+            given |= {"partition": self.partition} | _scaling(graph, matmul)
             results = rows.called(graph, allgather_matmul.OP.one, allgather_matmul.OP.write(given))
             results.stack_trace = matmul.stack_trace
             product = call(graph, operator.getitem, (results, 0), results.meta["val"][0])
             whole = call(graph, operator.getitem, (results, 1), results.meta["val"][1]) if others else None
         with graph.inserting_before(matmul):
             matmul.replace_all_uses_with(rows.move(graph, x, product))
-        for one in reversed([*path[1:], matmul]):
+        for one in reversed([*scales, *path[1:], matmul]):
             if not one.users:
                 graph.erase_node(one)
         if whole:
             node.replace_all_uses_with(whole)
+            if scales and scales[0].users:
+                _share_scales(graph, scales[0], results)
         graph.erase_node(node)
 
 
@@ -106,6 +117,8 @@ def _is_gather(node: Node) -> bool:
 
 def _operands(matmul: Node) -> list:
     """Returns the nodes of a matmul's rows, weight and bias; the bias may be None."""
+    if product := scaled.read(matmul):
+        return [product.a, product.weight, product.bias]
     return [None if at is None or at >= len(matmul.args) else matmul.args[at] for at in _OPERANDS[matmul.target]]
 
 
@@ -122,17 +135,60 @@ def _choose(gathered: Gathered) -> tuple[Node, str]:
 
 
 def _why_not_one(gathered: Gathered, matmul: Node) -> str:
-    (x, _, bias), columns = _operands(matmul), _columns(matmul)
+    (x, _, bias), columns, product = _operands(matmul), _columns(matmul), scaled.read(matmul)
+    if product and (why := product.why_not or _why_no_own_scale(gathered, product)):
+        return why
     if not rows.are_all(x):
         return "only some of the gathered rows are multiplied"
     if not isinstance(columns, int):
         return "the weight's number of rows varies"
     kind = bias.meta["val"] if bias else None
-    if matmul.kwargs or (bias and (kind.dtype, *kind.shape) != (x.meta["val"].dtype, columns)):
+    dtype = matmul.meta["val"].dtype
+    if (matmul.kwargs and not product) or (bias and (kind.dtype, *kind.shape) != (dtype, columns)):
         return "something else than a bias is added to the product"
     if _late(gathered, matmul) is None:
         return "the weight is made after the rows are gathered"
     return ""
+
+
+def _share_scales(graph: Graph, gather: Node, results: Node) -> None:
+    """Gives other products the scales that the op has gathered, if it stands before them."""
+    scales = results.meta["val"][2]
+    if are_same(gather.meta["val"].shape, scales.shape) and not any(user < results for user in gather.users):
+        with graph.inserting_after(results):
+            gather.replace_all_uses_with(call(graph, operator.getitem, (results, 2), scales))
+        graph.erase_node(gather)
+
+
+def _path_of_scales(matmul: Node) -> list[Node]:
+    """Returns the nodes from the all-gather of a product's scales to the scales of all rows."""
+    product = scaled.read(matmul)
+    return rows.path(product.a_scale) if product else []
+
+
+def _why_no_own_scale(gathered: Gathered, product: ScaledProduct) -> str:
+    """Returns why the op cannot gather the scales of a product's rows, or an empty string."""
+    of_scales = rows.origin(product.a_scale)
+    are_gathered = _is_gather(of_scales) and _are_alike(of_scales, gathered.node)
+    if not (are_gathered and all(map(rows.are_in_order, (product.a, product.a_scale)))):
+        return "the scales are not gathered like the rows"
+    return ""
+
+
+def _are_alike(gather: Node, other: Node) -> bool:
+    """Whether two nodes gather the same rows of the same ranks."""
+    given, others = [allgather.OP.read(one.args) for one in (gather, other)]
+    sizes = [[one.meta["val"] if isinstance(one, Node) else one for one in of["sizes"]] for of in (given, others)]
+    where = [(of["communicator"], of["axis"]) for of in (given, others)]
+    return where[0] == where[1] and are_same(*sizes)
+
+
+def _scaling(graph: Graph, matmul: Node) -> dict[str, object]:
+    """Returns the arguments of a product's scales: those of this rank's rows, and of the weight."""
+    if (product := scaled.read(matmul)) is None:
+        return {}
+    of_a, of_w = product.scales(graph)
+    return {"scales": [rows.origin(of_a).args[0], of_w], "scaled_dtype": product.dtype}
 
 
 def _why_not_faster(gathered: Gathered, places: Places) -> str:
@@ -162,5 +218,7 @@ def _late(gathered: Gathered, matmul: Node) -> list[Node] | None:
     def late(nodes: Iterable[Node | None]) -> list[Node]:
         return [one for one in nodes if one is not None and (one is gathered.node or not one < first)]
 
-    found = reached(late(_operands(matmul)[1:]), lambda node: late(node.all_input_nodes))
+    product = scaled.read(matmul)
+    scales = [rows.origin(product.a_scale).args[0], product.w_scale] if product else []
+    found = reached(late([*_operands(matmul)[1:], *scales]), lambda node: late(node.all_input_nodes))
     return sorted(found) if all(node.target in _MOVABLE for node in found) else None

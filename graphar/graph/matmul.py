@@ -130,14 +130,11 @@ class Matmul:
         return _why_not_faster(product, places, columns)
 
     def _why_not_scaled(self, product: Product) -> str:
-        """Returns why an op does not take a product's scales, or an empty string."""
-        op = _FUSED[product.of]
+        """Returns why no op takes a product with its scales, or an empty string."""
         if self.partition == TP_INVARIANT:
             return "products with scales are not added as a tree"
-        if product.scaled.has_bias:
+        if product.scaled.bias:
             return "each rank adds a bias to its product"
-        if not op.takes("scales"):
-            return f"{op.name} takes no scales"
         return product.scaled.why_not
 
     def replace(self, graph: Graph, product: Product, places: Places) -> None:
@@ -150,7 +147,8 @@ class Matmul:
         with graph.inserting_before(node):
             w = stored(graph, weight)
             given = {name: one for name, one in product.call.items() if op.takes(name)}
-            given |= {"a": a, "w": w, "partition": self.partition} | scaling
+            given |= {"a": a, "w": w, "partition": self.partition}
+            given |= {name: one for name, one in scaling.items() if op.takes(name)}
             given |= {"bias": [one.args[0] for one in added]} if added else {}
             if self.constant_weights and op.takes("constant_weight") and is_constant(w):
                 given["constant_weight"] = True

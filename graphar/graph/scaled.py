@@ -42,7 +42,7 @@ class ScaledProduct:
     a_scale: Node
     w_scale: Node  # as torch takes it
     dtype: torch.dtype  # of the result
-    has_bias: bool
+    bias: Node | None
     why_not: str  # why graphar has no such product, or an empty string
 
     def scales(self, graph: Graph) -> tuple[Node, Node]:
@@ -66,8 +66,8 @@ def read(node: Node) -> ScaledProduct | None:
         why, of_a, of_w = _why_no_recipe(given), of_a[0], of_w[0]
     elif given.get("scale_result") is not None:
         why = "the product is scaled again"
-    has_bias = given.get("bias") is not None
-    found = ScaledProduct(given["self"], given["mat2"], of_a, of_w, node.meta["val"].dtype, has_bias, why)
+    operands = given["self"], given["mat2"], of_a, of_w
+    found = ScaledProduct(*operands, node.meta["val"].dtype, given.get("bias"), why)
     return replace(found, why_not=why or _why_not(found))
 
 

@@ -18,9 +18,8 @@ from torch.nn import functional
 
 from graphar.numerics import fp8_rows
 from graphar.numerics.fp8_products import BLOCK, FP8
-from graphar.ops.matmul_allreduce import OP as MATMUL_ALLREDUCE
-from graphar.ops.scaled_operands import RESULT_DTYPES
-from graphar.runtime.registry import ALONE
+from graphar.ops.linear import linear
+from graphar.ops.scaled_operands import RESULT_DTYPES, check_no_gradient
 
 # Names in checkpoints: the first ones are those of compressed-tensors and FBGEMM, the second ones those of DeepSeek,
 # Qwen and transformers.
@@ -105,13 +104,8 @@ class MayBeFp8(torch.nn.Module):
     def _scaled(self, x: Input) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
         """Returns an input in FP8 and its scales, and the arguments of a product that are this rank's."""
         dtype = self.out_dtype
-        for name, one in (("x", x if isinstance(x, torch.Tensor) else x[1]), ("bias", self.bias)):
-            if one is not None and one.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    f"graphar.nn.{type(self).__name__}: layers in {FP8} have no gradients, but {name} requires one; "
-                    "use torch.no_grad()"
-                )
         if isinstance(x, torch.Tensor):
+            check_no_gradient(f"graphar.nn.{type(self).__name__}", "x", x)
             dtype = dtype or (x.dtype if x.dtype in RESULT_DTYPES else None)
             scale = getattr(self, self._input_scale) if self._input_scale else None
             x = quantize_rows(x, scale=scale, group_size=BLOCK if self._in_blocks else None)
@@ -145,7 +139,7 @@ class Fp8Linear(MayBeFp8, torch.nn.Linear):
     """A linear layer with its weight in torch.float8_e4m3fn, whole on this rank; for inference.
 
     The input is quantised by :func:`quantize_rows`, or comes as a pair ``(rows, scales)`` of such rows, as a norm with
-    ``out_dtype=torch.float8_e4m3fn`` gives them. ``state_dict`` has ``weight`` and
+    ``out_dtype=torch.float8_e4m3fn`` gives them. :func:`graphar.linear` multiplies. ``state_dict`` has ``weight`` and
     the scales, under the names and in the shapes of FP8 checkpoints, and ``load_state_dict`` takes those.
 
     :class:`ColumnParallelLinear` and :class:`RowParallelLinear` take such a layer, or any torch.nn.Linear with these
@@ -180,21 +174,7 @@ class Fp8Linear(MayBeFp8, torch.nn.Linear):
     def forward(self, x: Input) -> torch.Tensor:
         """Returns the output, of 16 bits, for an input of any float type or a pair (rows, scales) in FP8."""
         a, a_scale, how = self._scaled(x)
-        return product(a, self.weight, a_scale, **how)
-
-
-def product(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    a_scale: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Returns the product of operands with scales, plus a bias, on this rank alone."""
-    given = {"a": a, "w": w, "scales": [a_scale, w_scale], "bias": [] if bias is None else [bias]}
-    how = {"scaled_dtype": out_dtype, "communicator": ALONE, "partition": "auto"}
-    return MATMUL_ALLREDUCE.one(*MATMUL_ALLREDUCE.write(given | how))
+        return linear(a, self.weight, a_scale=a_scale, **how)
 
 
 def check_linear(layer: str, linear: object) -> None:

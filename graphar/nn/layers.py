@@ -14,12 +14,12 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwisePar
 from torch.nn import functional
 
 from graphar.nn import sequence
-from graphar.nn.fp8 import Input, MayBeFp8, check_linear, product
+from graphar.nn.fp8 import Input, MayBeFp8, check_linear
 from graphar.nn.invariant import in_dtype_of_autocast
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops.allgather import allgather
+from graphar.ops.allgather_matmul import fused_allgather_matmul
 from graphar.ops.allreduce import OP as ALLREDUCE
 from graphar.ops.allreduce import allreduce
 from graphar.ops.linear import linear
@@ -271,13 +271,10 @@ class ColumnParallelLinear(_OfGroup):
     def _of_fp8(self, x: Input) -> torch.Tensor:
         a, a_scale, how = self._scaled(x)
         if self.sequence_dim is None:
-            return product(a, self.weight, a_scale, **how)
-        tokens, a_scale = self._tokens(a), a_scale.contiguous()
-        if a_scale.ndim == a.ndim:
-            a, a_scale = allgather((tokens.first(a), tokens.first(a_scale)), self.group)
-        else:
-            a = allgather(tokens.first(a), self.group)
-        return tokens.back(product(a, self.weight, a_scale, **how))
+            return linear(a, self.weight, a_scale=a_scale, **how)
+        tokens = self._tokens(a)
+        a, a_scale = tokens.first(a), tokens.first(a_scale) if a_scale.ndim == a.ndim else a_scale
+        return tokens.back(fused_allgather_matmul(a, self.weight, a_scale=a_scale, group=self.group, **how))
 
 
 class RowwiseParallel(TorchRowwiseParallel):

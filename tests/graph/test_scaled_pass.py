@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ from graphar.ops.register import op_of
 from tests.cases import same_bits
 from tests.graph.graphs import RANKS, given, rewritten
 from tests.graph.test_matmul_pass import PAYS, of_matmul
-from tests.graph.test_norm_pass import Traced, scattered, summed
+from tests.graph.test_norm_pass import Traced, llamas, scattered, summed
 from tests.parallel_models import compiled
 from tests.processes import run_ranks
 
-ops, aten = torch.ops.graphar, torch.ops.aten
+ops, aten, torch_ops = torch.ops.graphar, torch.ops.aten, torch.ops._c10d_functional
 FP8, FP32, BF16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
 ROWS, COLUMNS, K = 8, 256, 384
 
@@ -141,6 +142,30 @@ def test_rows_of_scales_are_put_in_the_order_of_the_rows_that_they_scale(make_pa
     assert scale.shape == ((2 * RANKS, ROWS // RANKS, 1) if of_a else ())
 
 
+NORMED = {
+    "a sum": (ops.fused_matmul_allreduce_residual_rmsnorm.default, summed, ROWS),
+    "a reduce-scatter": (ops.fused_matmul_reducescatter_residual_rmsnorm.default, scattered, ROWS // RANKS),
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_a_product_its_sum_and_a_norm_become_one_op(make_pass, pays, name):
+    target, total, rows = NORMED[name]
+
+    def layer(a, w, a_scale, w_scale, residual, weight):
+        return llamas(residual + total(torchs(a, w, a_scale, w_scale)), weight)
+
+    compile_pass = make_pass()
+    drawing = traced(layer, (ROWS, 1), (1, COLUMNS), (rows, COLUMNS), (COLUMNS,))
+    graph = rewritten(compile_pass, drawing).graph
+
+    fused, inputs = fused_in(graph), [node for node in graph.nodes if node.op == "placeholder"]
+    assert fused.target is target
+    assert [*fused.args[:2], *given(fused)["scales"], *fused.args[2:4]] == inputs
+    assert [one.dtype for one in fused.meta["val"]] == [BF16] * 2
+    assert [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries] == [("norm", ""), ("matmul", "")]
+
+
 def test_constant_weights_and_scales_go_together(make_pass, pays):
     drawing = traced(lambda *tensors: summed(torchs(*tensors)))
 
@@ -159,6 +184,103 @@ def test_a_batch_invariant_pass_fuses_products_with_scales_at_every_size(make_pa
 
     assert given(fused)["partition"] == "auto"  # each is batch-invariant
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
+
+
+# ---- behind an all-gather -------------------------------------------------------------------------------------------
+
+
+def gathered(x, dim=0):
+    whole = torch_ops.wait_tensor(torch_ops.all_gather_into_tensor(x, RANKS, "0"))
+    return torch.cat(whole.chunk(RANKS), dim) if dim else whole
+
+
+def traced_gather(function, *more, of_a=(ROWS, 1), of_w=(1, COLUMNS), kinds=(), rows=(ROWS,)):
+    """Traces a function of this rank's rows a, w [COLUMNS, K], their scales, and ``more``."""
+    kinds = [FP8, FP8, FP32, FP32, *kinds]
+    return Traced(function, (*rows, K), (COLUMNS, K), of_a, of_w, *more, dtype=kinds)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["rows", "blocks"])
+def test_gathered_rows_and_scales_and_their_product_become_one_op(make_pass, pays, in_blocks):
+    def layer(a, w, a_scale, w_scale):
+        return torchs(gathered(a), w, gathered(a_scale), w_scale.t() if in_blocks else w_scale)
+
+    shapes = {"of_a": (ROWS, 3), "of_w": (2, 3)} if in_blocks else {}
+    compile_pass = make_pass()
+    drawing = rewritten(compile_pass, traced_gather(layer, **shapes))
+
+    fused = fused_in(drawing.graph)
+    a, w, a_scale, w_scale = [node for node in drawing.graph.nodes if node.op == "placeholder"]
+    assert fused.target is ops.fused_allgather_matmul.default
+    assert (given(fused)["a"], given(fused)["w"], given(fused)["scales"]) == (a, w, [a_scale, w_scale])
+    assert given(fused)["sizes"] == [ROWS] * RANKS
+    assert fused.meta["val"][0].dtype == BF16
+    assert fused.meta["val"][0].shape == (RANKS * ROWS, COLUMNS)
+    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
+
+
+def test_the_bias_of_a_gathered_product_is_added_by_the_op(make_pass, pays):
+    def layer(a, w, a_scale, w_scale, bias):
+        return torchs(gathered(a), w, gathered(a_scale), w_scale, bias=bias)
+
+    graph = rewritten(make_pass(), traced_gather(layer, (COLUMNS,), kinds=[BF16])).graph
+
+    *_, bias = [node for node in graph.nodes if node.op == "placeholder"]
+    assert given(fused_in(graph))["bias"] == [bias]
+
+
+def test_of_several_products_others_take_the_gathered_rows_and_their_scales(make_pass, pays):
+    def layer(a, w, a_scale, w_scale, v, v_scale):
+        rows, scales = gathered(a), gathered(a_scale)
+        return torchs(rows, w, scales, w_scale), torchs(rows, v, scales, v_scale)
+
+    drawing = traced_gather(layer, (128, K), (1, 128), kinds=[FP8, FP32])
+    graph = rewritten(make_pass(), drawing).graph
+
+    (other,) = [node for node in graph.nodes if node.target is aten._scaled_mm.default]
+    rows, _, scales, _ = other.args[:4]
+    fused = fused_in(graph)
+    assert fused.target is ops.fused_allgather_matmul.default
+    assert (rows.target, *rows.args, scales.target, *scales.args) == (
+        operator.getitem,
+        fused,
+        1,
+        operator.getitem,
+        fused,
+        2,
+    )
+    assert [one.meta["val"].shape for one in (rows, scales)] == [(RANKS * ROWS, K), (RANKS * ROWS, 1)]
+
+
+def test_scales_that_are_used_before_the_rows_are_gathered_keep_a_gather_of_their_own(make_pass, pays):
+    def layer(a, w, a_scale, w_scale, v, v_scale):
+        scales = gathered(a_scale)
+        doubled, rows = scales * 2, gathered(a)
+        return doubled, torchs(rows, w, scales, w_scale), torchs(rows, v, scales, v_scale)
+
+    drawing = traced_gather(layer, (128, K), (1, 128), kinds=[FP8, FP32])
+    graph = rewritten(make_pass(), drawing).graph
+
+    gather, fused = [node for node in graph.nodes if op_of(node.target)]
+    assert (gather.target, fused.target) == (ops.allgather.default, ops.fused_allgather_matmul.default)
+
+
+NOT_GATHERED = {
+    "scales of other rows": lambda a, w, a_scale, w_scale: torchs(gathered(a), w, a_scale, w_scale),
+    "a number for all rows": lambda a, w, a_scale, w_scale: torchs(gathered(a), w, a_scale[0, 0], w_scale[0, 0]),
+    "rows of another order": lambda a, w, a_scale, w_scale: torchs(
+        gathered(a.view(2, -1, K), 1).view(-1, K), w, gathered(a_scale), w_scale
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_GATHERED)
+def test_scales_that_are_not_gathered_like_the_rows_leave_the_product_as_it_is(make_pass, pays, name):
+    shape = (RANKS * ROWS, 1) if name == "scales of other rows" else (ROWS, 1)
+
+    why = left_because(make_pass(), traced_gather(NOT_GATHERED[name], of_a=shape))
+
+    assert why == "the scales are not gathered like the rows"
 
 
 # ---- what is left ---------------------------------------------------------------------------------------------------
@@ -285,6 +407,21 @@ class Scattered(RowParallel):
         return [one.chunk(dist.get_world_size())[dist.get_rank()] for one in super().eager(x)]
 
 
+class Normed(RowParallel):
+    """A row-parallel layer, whose input's first columns stand for a residual, and a norm."""
+
+    def __call__(self, x):
+        return llamas(x[:, :COLUMNS] + super().__call__(x), torch.ones(COLUMNS, dtype=BF16))
+
+    def eager(self, x):
+        _, total = super().eager(x)
+        residual, weight = x[:, :COLUMNS].contiguous(), torch.ones(COLUMNS, dtype=BF16)
+        a, a_scale = self.quantized(x)
+        given = {"eps": 1e-5, "a_scale": a_scale, "w_scale": self.w_scale}
+        fused, _ = graphar.fused_matmul_allreduce_residual_rmsnorm(a, self.weight, residual, weight, **given)
+        return fused, llamas(residual + total, weight)
+
+
 class OfDTensors(RowParallel):
     """The same layer, of DTensors, which torch multiplies in parts of K only with one scale for a whole tensor."""
 
@@ -307,7 +444,27 @@ class OfDTensors(RowParallel):
         return y.redistribute(placements=[Replicate()]).to_local()
 
 
-LAYERS = {"all-reduce": RowParallel, "reduce-scatter": Scattered, "DTensor": OfDTensors}
+class Gathering(RowParallel):
+    """A column-parallel layer whose tokens are divided: rows of e4m3 and their scales are gathered."""
+
+    def __call__(self, x):
+        own = [dist._functional_collectives.all_gather_tensor(one, 0, dist.group.WORLD) for one in self.quantized(x)]
+        return torchs(own[0], self.weight, own[1], self.w_scale)
+
+    def eager(self, x):
+        a, a_scale = self.quantized(x)
+        rows, scales = graphar.allgather((a, a_scale))
+        fused = graphar.fused_allgather_matmul(a, self.weight, a_scale=a_scale, w_scale=self.w_scale)
+        return fused, torchs(rows, self.weight, scales, self.w_scale)
+
+
+LAYERS = {
+    "all-gather": Gathering,
+    "all-reduce": RowParallel,
+    "norm": Normed,
+    "reduce-scatter": Scattered,
+    "DTensor": OfDTensors,
+}
 
 
 def run_layers(rank, world_size):
