@@ -44,7 +44,8 @@ def product(rows=ROWS, columns=COLUMNS, op=MATMUL_ALLREDUCE, **how):
         ({}, True),
         ({"rows": 64, "bias": True}, True),
         ({"rows": 65}, False),
-        ({"rows": 4096}, False),
+        ({"rows": 4096}, True),  # tiles
+        ({"rows": 4096, "codec": "int8"}, False),
         ({"columns": 64}, False),
         ({"columns": 8196}, False),
         ({"op": MATMUL_REDUCESCATTER}, False),
@@ -54,7 +55,7 @@ def product(rows=ROWS, columns=COLUMNS, op=MATMUL_ALLREDUCE, **how):
     ],
     ids=str,
 )
-def test_few_rows_take_a_skinny_kernel_where_they_do_without_scales(scales, call, taken):
+def test_results_take_one_kernel_where_they_do_without_scales(scales, call, taken):
     work = product(**({"rows": 16, "columns": 8192} | call), scales=scales)
     for dtype in (torch.bfloat16, torch.float16):
         out = SimpleNamespace(is_cuda=True, dtype=dtype)
@@ -76,7 +77,7 @@ def test_the_kernel_is_that_of_the_result_and_of_the_format_of_the_scales(scales
     tile = skinny_tile(16)
     source = fused_matmul_source(Algorithm.MATMUL_TWO_SHOT, torch.float16, 4, tile, "by_rows", scales=scales)
 
-    assert source.name == f"matmul_two_shot<e4m3, 4, {tile}, by_rows, fp16, {scales}>"
+    assert source.name == f"matmul_two_shot<fp16, 4, {tile}, by_rows, {scales}>"
 
 
 @every_format
@@ -92,7 +93,7 @@ def test_kernels_are_loaded_for_a_weight_by_rows_and_for_each_format(scales, mon
     for work in (product(), product(scales=scales)):
         (loaded,) = load_tile(runner, Algorithm.MATMUL_ONE_SHOT, torch.bfloat16, given, work)
         assert [layout for _, layout in loaded] == list(LAYOUTS[:1] if work.scales else LAYOUTS)
-        assert all(("e4m3" in source.name) == bool(work.scales) for source in loaded.values())
+        assert all(("Scales" in source.name) == bool(work.scales) for source in loaded.values())
     (key, words), (scaled_key, scaled_words) = asked
     assert key != scaled_key
     assert scaled_words == f"{words}, scales of {scales}"

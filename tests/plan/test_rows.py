@@ -38,8 +38,8 @@ def text_of(algorithm):
 
 def parameters(algorithm):
     """The template parameters of an algorithm's kernel: their kinds by name."""
-    declared = re.search(rf"template <([^\n]*)>\n__global__ [^{{]*?\b{algorithm.value}\(", text_of(algorithm))[1]
-    kinds = [one.split(" = ")[0].split() for one in re.sub(r"<\w+>", "", declared).split(", ")]
+    declared = re.search(rf"template <([^()]*)>\n__global__ [^{{]*?\b{algorithm.value}\(", text_of(algorithm))[1]
+    kinds = [one.split(" = ")[0].split() for one in re.sub(r"<\w+>", "", declared).split(",")]
     return {name: kind for kind, name in kinds}
 
 
