@@ -22,6 +22,8 @@ from graphar.plan.tiles import (
     LEAF_TILES,
     MATMUL_TILES,
     PARTIAL_TILES,
+    REDUCED_FP8_TILES,
+    SCATTERED_FP8_TILES,
     for_wire,
     skinny_tile,
 )
@@ -161,6 +163,7 @@ def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
         for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), (tiles[0], *tiles[3:]), strict=False):
             yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
         yield from _kernels_of_partials(algorithm, epilogues[0])
+        yield from _tile_kernels_with_scales(algorithm, epilogues[0])
         encoded = itertools.cycle(for_wire(tiles, codec(NAMES[1])))
         for name, tile in zip(NAMES[1:], encoded, strict=False):
             world_size, dtype = next(ways)
@@ -179,6 +182,15 @@ def _skinny_kernels_with_scales(algorithm: Algorithm) -> Iterator[KernelSource]:
     for tile, scales in itertools.product(algorithm.row.tiles, SCALE_FORMATS):
         world_size, dtype = next(ways)
         yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", scales=scales)
+
+
+def _tile_kernels_with_scales(algorithm: Algorithm, epilogue: Generated) -> Iterator[KernelSource]:
+    tiles = REDUCED_FP8_TILES if algorithm is Algorithm.MATMUL_ALLREDUCE else SCATTERED_FP8_TILES
+    ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
+    for tile, scales in itertools.product(tiles, SCALE_FORMATS):
+        world_size, dtype = next(ways)
+        yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", scales=scales)
+    yield fused_matmul_source(algorithm, torch.bfloat16, 4, tiles[0], "by_rows", epilogue, scales=SCALE_FORMATS[0])
 
 
 def _kernels_of_partials(algorithm: Algorithm, epilogue: Generated) -> Iterator[KernelSource]:

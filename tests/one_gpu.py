@@ -226,30 +226,34 @@ class RanksOfOneGpu:
         self._launch_matmul(work, algorithm, ranks, None, before=before)
         return outs
 
-    def scaled_allreduce(
+    def scaled_sum(
         self,
         operands: Sequence[tuple[torch.Tensor, ...]],
         algorithm: Algorithm,
         scales: str,
         out_dtype: torch.dtype,
         *,
+        tile: MatmulTile | None = None,
         bias: torch.Tensor | None = None,
         constant_weight: bool = False,
         replays: int = 0,
         before: Callable[[int], None] = lambda rank: None,
     ) -> list:
-        """What every rank receives of the sum of products of e4m3 operands by a skinny kernel; all are on the GPU.
+        """What every rank receives of the sum of products of e4m3 operands by a fused kernel; all are on the GPU.
 
         ``operands`` are each rank's a, w, a_scale and w_scale; ``scales`` says of what they are, "rows" or "blocks".
         With ``replays`` each rank's launch is captured, and replayed so often. ``before`` is as in
         :meth:`skinny_allreduce`.
         """
         rows, columns, more = len(operands[0][0]), len(operands[0][1]), () if bias is None else (bias,)
-        outs = [torch.full((rows, columns), 7, dtype=out_dtype, device="cuda:0") for _ in operands]
-        ranks = [Operands((*own, *more), (out,)) for own, out in zip(operands, outs, strict=True)]
         counts = (rows,) + (0,) * (self.world_size - 1)
-        work = Product(MATMUL_ALLREDUCE, counts, columns, bool(more), constant_weight=constant_weight, scales=scales)
-        self._launch_matmul(work, algorithm, ranks, None, before=before, replays=replays)
+        if not algorithm.row.is_skinny:
+            counts = tuple(len(part) for part in torch.empty(rows).tensor_split(self.world_size))
+        received = [rows] * self.world_size if algorithm.op == MATMUL_ALLREDUCE else counts
+        outs = [torch.full((own, columns), 7, dtype=out_dtype, device="cuda:0") for own in received]
+        ranks = [Operands((*own, *more), (out,)) for own, out in zip(operands, outs, strict=True)]
+        work = Product(algorithm.op, counts, columns, bool(more), constant_weight=constant_weight, scales=scales)
+        self._launch_matmul(work, algorithm, ranks, tile, before=before, replays=replays)
         return outs
 
     def allgather_matmul(

@@ -136,7 +136,7 @@ class FusedMatmul:
             return (skinny_tile(rows, self._leaves if self._adds_tree else None),)
         policy, chip, call = self._engine.table.matmul, self._runner.chip, self._call
         if call.work.scales:
-            return (tile_of_scaled_sum(policy, call.work.parts, call.work.columns, chip),)
+            return (tile_of_scaled_sum(policy, call.work.parts, call.work.columns, chip, call.work.scattered),)
         if self._adds_tree:
             return (tile_of_partials(policy, call.work.parts, call.work.columns, chip, self._leaves),)
         return tiles_of_sum(policy, self.algorithm, call.work.parts, call.work.columns, chip, call.wire)

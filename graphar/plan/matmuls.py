@@ -18,7 +18,8 @@ from graphar.plan.tiles import (
     GATHERED_TILES,
     LEAF_TILES,
     PARTIAL_TILES,
-    SUMMED_FP8_TILES,
+    REDUCED_FP8_TILES,
+    SCATTERED_FP8_TILES,
     MatmulTile,
     SkinnyTile,
     for_wire,
@@ -295,13 +296,16 @@ def tile_of_partials(policy: MatmulPolicy, counts: tuple[int, ...], n: int, chip
     return _estimated_of(PARTIAL_TILES[leaves], policy.cost, counts, n, chip, _TYPICAL_K)
 
 
-def tile_of_scaled_sum(policy: MatmulPolicy, counts: tuple[int, ...], n: int, chip: Chip) -> MatmulTile:
+def tile_of_scaled_sum(
+    policy: MatmulPolicy, counts: tuple[int, ...], n: int, chip: Chip, scattered: bool
+) -> MatmulTile:
     """Returns the tile of a matmul of e4m3 operands that sends finished tiles; all ranks take the same one.
 
     It is estimated as in :func:`fastest_scaled_tile`. ``counts`` are the rows that each rank sums, and the result has
-    ``n`` columns.
+    ``n`` columns. ``scattered``: each rank gets its own rows of the sum only.
     """
-    return _estimated_of(SUMMED_FP8_TILES, policy.cost, counts, n, chip, _TYPICAL_K // 2)
+    tiles = SCATTERED_FP8_TILES if scattered else REDUCED_FP8_TILES
+    return _estimated_of(tiles, policy.cost, counts, n, chip, _TYPICAL_K // 2)
 
 
 def _shape(tile: MatmulTile) -> tuple[int, int, int]:

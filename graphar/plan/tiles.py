@@ -245,8 +245,10 @@ SUMMED_TILES = (
     MatmulTile(128, 256, stages=3, whole=True),
     MatmulTile(128, 256, stages=3, cluster=2, whole=True),
 )
-# The tiles of matmuls of e4m3 operands that send finished tiles to other ranks.
-SUMMED_FP8_TILES = tuple(replace(tile, whole=True) for tile in FP8_TILES)
+# The tiles of matmuls of e4m3 operands that send finished tiles to other ranks. The warps that gather the sums of other
+# ranks, in an all-reduce, leave too few registers for 192 columns.
+SCATTERED_FP8_TILES = tuple(replace(tile, whole=True) for tile in FP8_TILES)
+REDUCED_FP8_TILES = tuple(tile for tile in SCATTERED_FP8_TILES if tile.columns <= 128)
 # The tiles of matmuls that send partials, added as a tree, by the leaves of a rank: of 8 ranks, of 4 and of 2.
 PARTIAL_TILES = {
     leaves: tuple(

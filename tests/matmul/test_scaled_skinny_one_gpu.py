@@ -79,7 +79,7 @@ def test_every_number_of_rows_has_the_bits_of_the_scaled_matmuls_partials(ranks,
         bias = torch.arange(COLUMNS, device="cuda").remainder(17).to(dtype) if with_bias else None
         wanted = expected(operands, dtype, bias)
         for _ in range(2):
-            found = ranks.scaled_allreduce(operands, algorithm, scales, dtype, bias=bias)
+            found = ranks.scaled_sum(operands, algorithm, scales, dtype, bias=bias)
 
             wrong = [same_bits(one, wanted) for one in found]
             assert wrong == [0] * ranks.world_size, (rows, k, with_bias)
@@ -92,7 +92,7 @@ def test_a_captured_launch_has_the_same_bits_whenever_it_is_replayed(ranks, algo
     wanted = expected(operands)
 
     for replays in (1, CALLS):
-        found = ranks.scaled_allreduce(operands, algorithm, scales, torch.bfloat16, replays=replays)
+        found = ranks.scaled_sum(operands, algorithm, scales, torch.bfloat16, replays=replays)
 
         assert [same_bits(one, wanted) for one in found] == [0] * ranks.world_size
 
@@ -103,7 +103,7 @@ def test_operands_that_tma_cannot_load_are_copied(ranks, algorithm, scales):
     operands = drawn(ranks, scales, 5, 100, seed=4)
     by_columns = [(a, w.t().contiguous().t(), *more) for a, w, *more in operands]
 
-    found = ranks.scaled_allreduce(by_columns, algorithm, scales, torch.bfloat16)
+    found = ranks.scaled_sum(by_columns, algorithm, scales, torch.bfloat16)
 
     assert [same_bits(one, expected(operands)) for one in found] == [0] * ranks.world_size
 
@@ -120,7 +120,7 @@ def test_what_the_kernel_before_writes_is_what_is_multiplied(ranks, algorithm, s
         for target in targets:
             target[late].zero_()
 
-        found = ranks.scaled_allreduce(
+        found = ranks.scaled_sum(
             targets,
             algorithm,
             scales,
@@ -138,7 +138,7 @@ def test_a_rank_whose_k_is_zero_adds_nothing(ranks, algorithm, scales):
     (first, *others), cut = drawn(ranks, scales, 8, 528, seed=7), 4 if scales == "blocks" else 2
     empty = *[one[:, :0] for one in first[:cut]], *first[cut:]
 
-    found = ranks.scaled_allreduce([empty, *others], algorithm, scales, torch.bfloat16)
+    found = ranks.scaled_sum([empty, *others], algorithm, scales, torch.bfloat16)
 
     wanted = reference.allreduce([torch.zeros_like(found[0]), *[partial(*own, torch.bfloat16) for own in others]])
     assert [same_bits(one, wanted) for one in found] == [0] * ranks.world_size
