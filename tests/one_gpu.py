@@ -266,8 +266,8 @@ class RanksOfOneGpu:
         inputs: Sequence[EpilogueInputs] = (),
         scales: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         out_dtype: torch.dtype | None = None,
-    ) -> tuple[list, list]:
-        """Every rank's product of all ranks' rows with its weight, and the rows that it gathered.
+    ) -> tuple[list, ...]:
+        """Every rank's product of all ranks' rows with its weight, and the rows that it gathered, and their scales.
 
         ``inputs`` are each rank's tensors, on the GPU, and numbers for the expression ``epilogue``. ``scales`` are each
         rank's, on the GPU, of operands in e4m3.
@@ -281,14 +281,17 @@ class RanksOfOneGpu:
         more = [(bias.cuda(0),) for bias in biases] if biases else [tuple(own.tensors) for own in inputs]
         more, numbers = more or [()] * len(parts), [tuple(own.scalars) for own in inputs] or [()] * len(parts)
         more = [(*own, *rest) for own, rest in zip(scales, more, strict=True)] if scales else more
+        of_rows = [(_unwritten(own.new_empty(sum(counts), own.shape[1])),) for own, _ in scales] or [()] * len(parts)
         ranks = [
-            Operands((part.cuda(0), w.cuda(0), *rest), (out, whole), own)
-            for part, w, rest, out, whole, own in zip(parts, weights, more, outs, wholes, numbers, strict=True)
+            Operands((part.cuda(0), w.cuda(0), *rest), (out, whole, *of), own)
+            for part, w, rest, out, whole, of, own in zip(
+                parts, weights, more, outs, wholes, of_rows, numbers, strict=True
+            )
         ]
         of = "" if not scales else "rows" if scales[0][0].shape[1] == 1 else "blocks"
         work = Product(ALLGATHER_MATMUL, counts, k, bool(biases), epilogue=form, gathered=True, scales=of)
         self._launch_matmul(work, Algorithm.ALLGATHER_MATMUL, ranks, tile)
-        return outs, wholes
+        return (outs, wholes, [of for (of,) in of_rows]) if scales else (outs, wholes)
 
     def _launch_matmul(
         self,

@@ -137,6 +137,7 @@ struct ScaledMatmulArguments : MatmulArguments {
   const float* a_scale;
   const float* w_scale;
   u64 a_scale_row, a_scale_block, w_scale_row, w_scale_block;
+  float* gathered_scales = nullptr;  // takes the scales of gathered rows, by rows, if these are wanted
 };
 
 // Template argument of kernels whose peers access a rank's symmetric tensor in place, without scratch.

@@ -183,7 +183,8 @@ class FusedMatmul:
         nothing, launches = given.a.new_empty(0), BoundedCache()
 
         def launch(inputs, outputs, numbers, _=None) -> None:
-            key = tuple([x.data_ptr() for x in (*inputs[:operands], outputs[0])])
+            # Each launch is given the address of the gathered rows, but bound to that of their scales.
+            key = tuple([x.data_ptr() for x in (*inputs[:operands], outputs[0], *outputs[2:])])
             bound = launches.get(key)
             if bound is None:
                 own = operands_of(work, Operands(inputs, outputs, numbers))
@@ -221,12 +222,13 @@ class FusedMatmul:
         layout = layout_of(own.w)
         w = matrix_of(own.w if layout == "by_rows" else own.w.t())
         pointers = [0 if x is None else x.data_ptr() for x in (own.bias, self._timelines and self._timelines[at])]
+        of_gathered = 0 if own.gathered_scales is None else own.gathered_scales.data_ptr()
         # The gathered rows are bound whole, and may be empty on this rank.
         rows, k = own.a.shape
         unit = PACK_NBYTES // own.a.dtype.itemsize
         a = Matrix(own.a.data_ptr(), own.a.dtype, rows, k, -(-k // unit) * unit) if self._gathers else matrix_of(own.a)
         scales = own.scales and scaled_gemm.placed(own.scales)
-        matrices = Matrices(a, w, layout, own.out, *pointers, own.constant_weight, scales)
+        matrices = Matrices(a, w, layout, own.out, *pointers, own.constant_weight, scales, of_gathered)
         tile = self._tile_of(own, one, layout)
         key = (member.rank, one, tile, matrices.key, own.given_k)
         launch = self._launches.get(key)

@@ -36,12 +36,13 @@ class Matrices:
     timeline: int = 0  # the address of the timeline of timelines.py; 0 without one
     constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
     scales: PlacedScales | None = None  # of e4m3 operands
+    gathered_scales: int = 0  # the address that takes the scales of gathered rows; 0 if they are not wanted
 
     @property
     def key(self) -> tuple:
         """Equal where all memory has the same addresses and is read alike."""
         out = self.out.data_ptr(), self.out.shape
-        beside = self.bias, self.timeline, self.constant_weight, self.scales
+        beside = self.bias, self.timeline, self.constant_weight, self.scales, self.gathered_scales
         return self.a, self.w, self.layout, *out, *beside
 
     @property
@@ -107,6 +108,7 @@ def gathered_tiles(
     sizes = (ScaledMatmulArguments if own.scales else MatmulArguments)(own.bias, m, n, k, 0, Order.group_rows)
     if own.scales:
         own.scales.put(sizes, one.offset)
+        sizes.gathered_scales = own.gathered_scales
     of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), of_tiles * -(-n // tile.columns) * tile.cluster)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)

@@ -150,7 +150,10 @@ class MatmulArguments(ctypes.Structure):
 class ScaledMatmulArguments(MatmulArguments):
     _fields_ = [
         (name, ctypes.c_uint64)
-        for name in ("a_scale", "w_scale", "a_scale_row", "a_scale_block", "w_scale_row", "w_scale_block")
+        for name in (
+            *("a_scale", "w_scale", "a_scale_row", "a_scale_block", "w_scale_row", "w_scale_block"),
+            "gathered_scales",
+        )
     ]
 
 

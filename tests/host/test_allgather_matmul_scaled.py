@@ -65,7 +65,7 @@ def packed(sizes: list[int], rows, w, bias, scales: Scales, wants_rows: bool) ->
 
 
 def draw_call(choices: random.Random, world_size: int, kinds, most_threads: int, data):
-    """A call of any kind and size, and what each rank must get: its product, and the gathered rows if it wants them."""
+    """A call of any kind and size, and what each rank must get: a product, and all rows and scales if it wants them."""
     dtype = dtype_of(world_size)
     fitting = [i for i, (tile, _) in enumerate(kinds) if world_size * tile.cluster * tile.threads <= most_threads]
     kind = choices.choice(fitting)
@@ -86,8 +86,8 @@ def draw_call(choices: random.Random, world_size: int, kinds, most_threads: int,
         inputs.append(packed(sizes, rows, w, bias, scales, wants_rows))
         product = data.product(gathered, w, Scales(scales.in_blocks, of_rows, scales.w))
         product = (product + bias.to(product.dtype) if with_bias else product).to(dtype).view(-1).view(torch.uint8)
-        rows_of_all = aligned_rows(gathered).view(torch.uint8)
-        results.append(torch.cat([product, rows_of_all]) if wants_rows else product)
+        both = aligned_rows(gathered).view(torch.uint8), of_rows.contiguous().view(-1).view(torch.uint8)
+        results.append(torch.cat([product, *both]) if wants_rows else product)
     blocks = tuple(choices.randrange(tile.cluster, most_blocks + 1, tile.cluster) for _ in range(world_size))
     nbytes, shape = tuple(result.nbytes for result in results), Config(GATHER, blocks[0], tile.threads)
     call = Call(kind, shape, inputs, tuple(counts), nbytes, blocks=blocks, cluster=tile.cluster)
@@ -160,14 +160,14 @@ MUTANTS = {
     "the scales of another rank's rows": ("RowScales", "rows.of_rows(tile.owner)", "rows.of_rows(a.rank)", "plain"),
     "scales of the first rows for those of a later unit": (
         "BlockScales",
-        "m.a_scale[(first + i / of_row) * m.a_scale_row",
+        "m.a_scale[(row + i / of_row) * m.a_scale_row",
         "m.a_scale[(i / of_row) * m.a_scale_row",
         "plain",
     ),
     "scales of every row in the first row's place": (
         "RowScales",
-        "[u64(first) * of_row + i] = scale",
-        "[i] = scale",
+        "scales((a.rank + hop) % N, a.rank)[first + i] = scale",
+        "scales((a.rank + hop) % N, a.rank)[i] = scale",
         "plain",
     ),
     "a peer's scales with the strides of the own ones": (
@@ -180,6 +180,18 @@ MUTANTS = {
         "RowScales",
         "(slot(to, from) + a.count[from] * row_packs)",
         "(slot(to, from) + (a.count[from] - 1) * row_packs)",
+        "plain",
+    ),
+    "own scales that are not gathered": (
+        "RowScales",
+        "      if (a.output != nullptr) gathered_scales(a.rank)[first + i] = scale;\n",
+        "",
+        "plain",
+    ),
+    "a peer's scales gathered in the place of the own ones": (
+        "BlockScales",
+        "gathered_scales(from)[i] =",
+        "gathered_scales(a.rank)[i] =",
         "plain",
     ),
     "rows of all ranks as the limit of a rank's scales": (

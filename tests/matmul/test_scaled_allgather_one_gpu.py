@@ -64,7 +64,7 @@ def multiplied(a, w, a_scale, w_scale, bias, out_dtype):
 
 
 def wrong_elements(ranks, form, counts, columns, k, tile=None, out_dtype=torch.bfloat16, transposed=False, bias=False):
-    """How many elements of all products and gathered rows differ from those of a gather and graphar's matmul.
+    """How many elements of all products, gathered rows and scales differ from those of a gather and graphar's matmul.
 
     Rank r's weight has ``columns`` + r rows.
     """
@@ -76,14 +76,16 @@ def wrong_elements(ranks, form, counts, columns, k, tile=None, out_dtype=torch.b
         scales_of(generator, form, len(part), len(w), k, transposed) for part, w in zip(parts, weights, strict=True)
     ]
     how = {"scales": scales, "out_dtype": out_dtype}
-    products, gathered = ranks.allgather_matmul(parts, weights, biases, tile, **how)
-    whole, of_rows = torch.cat([part.view(torch.uint8) for part in parts]).view(FP8).cuda(), [own for own, _ in scales]
+    products, gathered, gathered_scales = ranks.allgather_matmul(parts, weights, biases, tile, **how)
+    whole = torch.cat([part.view(torch.uint8) for part in parts]).view(FP8).cuda()
+    of_rows = torch.cat([own for own, _ in scales])
     found = 0
     for rank, w in enumerate(weights):
         own = biases[rank] if biases else None
-        expected = multiplied(whole, w, torch.cat(of_rows), scales[rank][1], own, out_dtype)
+        expected = multiplied(whole, w, of_rows, scales[rank][1], own, out_dtype)
         found += same_bits(products[rank].contiguous(), expected.contiguous())
         found += int((gathered[rank].view(torch.uint8) != whole.view(torch.uint8)).sum())
+        found += same_bits(gathered_scales[rank], of_rows.contiguous())
     return found
 
 

@@ -99,6 +99,7 @@ class GatheredRows {
       if (!wait(call, from, unit * unit_rows, unit_rows)) return false;
       const u32 first = unit * unit_rows * row_packs;
       copy<1>(packs_of(from, unit), slot(a.rank, from) + first, [&](int) { return gathered(from) + first; });
+      if constexpr (scaled) gather_scales(from, unit);
     }
     return true;
   }
@@ -139,14 +140,24 @@ class GatheredRows {
       });
   }
 
+  __device__ u32 scales_of(u32 rank, u32 unit) const {
+    return min(unit_rows, u32(a.count[rank]) - unit * unit_rows) * Scales::of_row(m.k);
+  }
+  __device__ float* gathered_scales(u32 rank) const { return m.gathered_scales + a.begin[rank] * Scales::of_row(m.k); }
+
   __device__ void send_scales(u32 unit) const {
-    const u32 of_row = Scales::of_row(m.k), first = unit * unit_rows;
-    const u32 count = min(unit_rows, u32(a.count[a.rank]) - first) * of_row;
+    const u32 of_row = Scales::of_row(m.k), row = unit * unit_rows, count = scales_of(a.rank, unit);
+    const u32 first = row * of_row;  // a slot has fewer than 2^32 scales
     for (u32 i = threadIdx.x % 32; i < count; i += 32) {
-      const float scale = m.a_scale[(first + i / of_row) * m.a_scale_row + i % of_row * m.a_scale_block];
+      const float scale = m.a_scale[(row + i / of_row) * m.a_scale_row + i % of_row * m.a_scale_block];
 #pragma unroll
-      for (int hop = 1; hop < N; ++hop) scales((a.rank + hop) % N, a.rank)[u64(first) * of_row + i] = scale;
+      for (int hop = 1; hop < N; ++hop) scales((a.rank + hop) % N, a.rank)[first + i] = scale;
+      if (a.output != nullptr) gathered_scales(a.rank)[first + i] = scale;
     }
+  }
+  __device__ void gather_scales(u32 from, u32 unit) const {
+    const u32 first = unit * unit_rows * Scales::of_row(m.k), end = first + scales_of(from, unit);
+    for (u32 i = first + threadIdx.x % 32; i < end; i += 32) gathered_scales(from)[i] = scales(a.rank, from)[i];
   }
 
   // By a warp: copies packs to `Copies` places.

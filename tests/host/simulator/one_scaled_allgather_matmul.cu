@@ -1,5 +1,5 @@
 // An all-gather and a matmul of e4m3 operands that lie in one tensor: as in one_scaled_matmul.cu, with this rank's rows
-// alone. The gathered rows follow the result, if the last size asks for them.
+// alone. The gathered rows and their scales follow the result, if the last size asks for them.
 #include "device/ptx/codec.cuh"
 #include "matmul/allgather_matmul.cu"
 
@@ -20,7 +20,8 @@ void one_scaled_allgather_matmul(Arguments a) {
       sizes[6],
       sizes[7],
       sizes[8],
-      sizes[9]};
+      sizes[9],
+      sizes[10] ? reinterpret_cast<float*>(static_cast<char*>(a.output) + m * n * sizeof(u16) + m * up_to(16, k)) : nullptr};
   const auto map_of = [&](void* base, u64 rows, u64 box_rows) {
     return TensorMap{static_cast<u16*>(base), (k + 1) / 2, rows, up_to(16, k) / 2, box_rows, 1, k % 2 == 1};
   };
