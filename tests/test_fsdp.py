@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from graphar import Codec, reference
 from graphar.fsdp import ExactReduceScatter, QuantizedReduceScatter
+from graphar.numerics.codec_reference import Noise
 from tests.cases import left_after_scatter, normal, same_bits
 from tests.processes import run_ranks
 
@@ -170,7 +171,7 @@ def reduce_as_rank(rank, world_size, op, dtype):
     for call in range(3):
         xs = [normal(10 * call + one, 4800, dtype) for one in range(world_size)]
         parts = [residual + x for residual, x in zip(residuals, xs, strict=True)]
-        residuals = [left_after_scatter(part, INT4, reference.Noise(0, call, 0), [2400, 2400]) for part in parts]
+        residuals = [left_after_scatter(part, INT4, Noise(0, call, 0), [2400, 2400]) for part in parts]
         expected = reference.quantized_reducescatter(parts, INT4)[rank] / (world_size if op == AVG else 1)
         out = comm.allocate((2400,), dtype=dtype, device=torch.device("cpu"))
         assert comm(output_tensor=out, input_tensor=xs[rank].clone(), group=dist.group.WORLD, op=op) is None

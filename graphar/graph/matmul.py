@@ -176,7 +176,8 @@ def _why_not_faster(product: Product, places: Places, columns: int) -> str:
     count = count if isinstance(count, int) else MANY_ROWS
     scattered = product.of in _SCATTERED or bool(product.call.get("epilogue"))
     world_size, policy = places.resolve(product.group).size(), places.table.matmul
-    if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered):
+    scales = scaled.format_of(product.scaled) if product.scaled else ""
+    if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, scales=scales):
         return "not known to be faster as one op"
     return ""
 

@@ -47,7 +47,7 @@ class ScaledProduct:
 
     def scales(self, graph: Graph) -> tuple[Node, Node]:
         """Returns the scales of ``a`` and of the weight as graphar's ops take them; adds views to the graph."""
-        if _format(self) == "rows":
+        if format_of(self) == "rows":
             return self.a_scale, self.w_scale
         of_w, blocks = self.w_scale, _blocks(self.weight.meta["val"].shape[0])
         if not statically_known_true(of_w.meta["val"].shape[0] == blocks):
@@ -89,12 +89,12 @@ def _why_not(product: ScaledProduct) -> str:
         return f"graphar multiplies {FP8} by {FP8}, not {kinds[0]} by {kinds[1]}"
     if product.dtype not in RESULT_DTYPES:
         return f"the product is rounded to {product.dtype}"
-    if not _format(product):
+    if not format_of(product):
         return "the scales are neither of rows nor of blocks, in fp32"
     return ""
 
 
-def _format(product: ScaledProduct) -> str:
+def format_of(product: ScaledProduct) -> str:
     """Returns the format of the scales, "rows" or "blocks"; an empty string if they are of neither."""
     of_a, of_w = product.a_scale.meta["val"], product.w_scale.meta["val"]
     (m, k), n = product.a.meta["val"].shape, product.weight.meta["val"].shape[1]

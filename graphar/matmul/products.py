@@ -92,7 +92,7 @@ def takes_tiles(engine: Engine, call: Call, out: torch.Tensor) -> bool:
         return True
     policy, chip, rows = engine.table.matmul, engine.runner.chip, sum(work.parts)
     scattered = work.op != MATMUL_ALLREDUCE or work.epilogue is not None
-    return prefers_tiles(policy, chip, world_size, rows, work.columns, scattered, work.codec)
+    return prefers_tiles(policy, chip, world_size, rows, work.columns, scattered, work.codec, scales=work.scales)
 
 
 def _fused(engine: Engine, call: Call) -> Plan:
@@ -169,10 +169,10 @@ def _product_like(engine: Engine, call: Call, given: MatmulOperands, only_own: b
 
 def _with_norm(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of a product whose sum is added to a residual and normed."""
-    work, x = call.work, ranks[0].inputs[0]
+    work, out = call.work, ranks[0].outputs[0]
     op = _SUMMED[work.op]
     product = call._replace(work=work._replace(op=op, norm=None))
-    if sum(work.parts) and has_norm_kernel(work.columns * call.dtype.itemsize) and takes_tiles(engine, product, x):
+    if sum(work.parts) and has_norm_kernel(work.columns * call.dtype.itemsize) and takes_tiles(engine, product, out):
         for own in ranks:  # loading beside a kernel that waits for other ranks could hang
             residual_norm.load(own.inputs[0].device.index, call.dtype)
         return _then_normed(_fused(engine, product), work)

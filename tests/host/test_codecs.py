@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphar import reference
 from graphar.numerics.codec_reference import Noise, decode, encode, error_of_wire
 from graphar.numerics.codecs import BUCKET_SIZES, FP8, SCALE_DTYPES, TILE_NUMEL, Codec
 from graphar.numerics.codecs import codec as named
 from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import Scratch
@@ -97,7 +97,7 @@ def test_the_wire_what_it_decodes_to_and_the_error_are_the_specifications(codec,
 
     sent, received, errors = (outcome.results[at * len(wires) :][: len(wires)] for at in range(3))
     assert [int((mine != wire).sum()) for mine, wire in zip(sent, wires, strict=True)] == [0] * len(wires)
-    expected = [reference.with_canonical_nan(x).view(torch.uint8) for x in values]
+    expected = [with_canonical_nan(x).view(torch.uint8) for x in values]
     assert [int((mine != x).sum()) for mine, x in zip(received, expected, strict=True)] == [0] * len(wires)
     taken = [error_of_wire(*pair, codec) for pair in zip(inputs(dtype), wires, strict=True)]
     assert [int((mine != x.view(torch.uint8)).sum()) for mine, x in zip(errors, taken, strict=True)] == [0] * len(wires)

@@ -154,6 +154,20 @@ def test_auto_takes_few_rows_of_a_small_result_that_is_summed_whole_and_keeps_th
     assert matmuls.prefers_tiles(POLICY, CHIP, 4, 16, columns, scattered) == taken
 
 
+@pytest.mark.parametrize(("rows", "scales", "taken"), [(64, "rows", True), (32, "blocks", True), (33, "blocks", False)])
+def test_auto_takes_few_rows_with_scales_of_blocks_up_to_32(rows, scales, taken):
+    assert matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 8192, scales=scales) == taken
+
+
+@pytest.mark.parametrize("scales", ["rows", "blocks"])
+def test_auto_takes_tiles_of_products_with_scales_from_half_as_many_elements_on(scales):
+    least = POLICY.tiles_from(4, False)
+
+    for rows, columns in ((least // 2 // 1024, 1024), (least // 2 // 1024 - 1, 1024)):
+        assert matmuls.prefers_tiles(POLICY, CHIP, 4, rows, columns, scales=scales) == (rows * columns >= least // 2)
+        assert not matmuls.prefers_tiles(POLICY, CHIP, 4, rows, columns)
+
+
 @pytest.mark.parametrize(("columns", "taken"), [(4088, False), (4096, True), (8384, True), (8392, False)])
 def test_auto_takes_few_rows_of_two_ranks_from_fewer_columns_on_if_they_are_one_wave(columns, taken):
     assert matmuls.prefers_tiles(POLICY, CHIP, 2, 16, columns) == taken
