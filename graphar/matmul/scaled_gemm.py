@@ -99,7 +99,7 @@ def bind(
     """
     device = a.device.index
     sms = sms or launcher.sm_count(device)
-    tile = tile or fastest_scaled_tile(_cost(device), *out.shape, a.shape[1], sms)
+    tile = tile or fastest_scaled_tile(_cost(device), *out.shape, a.shape[1], sms, scales.in_blocks)
     pointer = 0 if bias is None else bias.data_ptr()
     operands = matrix_of(a), matrix_of(w), matrix_of(out)
     with torch.cuda.device(device):

@@ -61,6 +61,11 @@ def test_few_rows_take_low_tiles_and_many_rows_high_ones():
     assert fastest_scaled_tile(COST, 4096, 8192, 4096, 132).rows == 128
 
 
+def test_scales_of_blocks_take_clusters_for_large_results():
+    assert fastest_scaled_tile(COST, 4096, 5120, 8192, 132, in_blocks=True).cluster == 2
+    assert fastest_scaled_tile(COST, 4096, 5120, 8192, 132).cluster == 1
+
+
 # ---- what is launched -----------------------------------------------------------------------------------------------
 
 
