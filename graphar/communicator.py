@@ -201,7 +201,8 @@ class Communicator:
         loaded at the first call that takes it.
 
         Args:
-            dtypes: the dtypes of later calls' tensors.
+            dtypes: the dtypes of later calls' tensors. With torch.float8_e4m3fn the fused matmuls of such operands are
+                prepared, for results of the other dtypes that have 16 bits, or of bf16 if there are none.
             max_nbytes: the size of the largest tensor, in bytes; None: any size.
             ops: names of ops: "allreduce", "reducescatter", "allgather", "allgather_tuple" for calls with a tuple,
                 "allreduce_residual_rmsnorm", "reducescatter_residual_rmsnorm", "fused_matmul_allreduce",

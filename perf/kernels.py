@@ -14,6 +14,7 @@ from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.grids import CLUSTERS
+from graphar.plan.matmuls import scaled_tiles
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.tiles import (
     FP8_TILES,
@@ -22,8 +23,6 @@ from graphar.plan.tiles import (
     LEAF_TILES,
     MATMUL_TILES,
     PARTIAL_TILES,
-    REDUCED_FP8_TILES,
-    SCATTERED_FP8_TILES,
     for_wire,
     skinny_tile,
 )
@@ -185,7 +184,7 @@ def _skinny_kernels_with_scales(algorithm: Algorithm) -> Iterator[KernelSource]:
 
 
 def _tile_kernels_with_scales(algorithm: Algorithm, epilogue: Generated) -> Iterator[KernelSource]:
-    tiles = REDUCED_FP8_TILES if algorithm is Algorithm.MATMUL_ALLREDUCE else SCATTERED_FP8_TILES
+    tiles = scaled_tiles(algorithm)
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
     for tile, scales in itertools.product(tiles, SCALE_FORMATS):
         world_size, dtype = next(ways)

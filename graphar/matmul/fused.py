@@ -28,10 +28,17 @@ from graphar.numerics.leaf_tree import LEAVES
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
-from graphar.plan.matmuls import gathered_tile, tile_for, tile_of_partials, tile_of_scaled_sum, tiles_of_sum
+from graphar.plan.matmuls import (
+    gathered_tile,
+    scaled_tiles,
+    tile_for,
+    tile_of_partials,
+    tile_of_scaled_sum,
+    tiles_of_sum,
+)
 from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES, PACK_NBYTES
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices, rows_a_launch
-from graphar.plan.tiles import FP8_TILES, LAYOUTS, skinny_tile
+from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.ranks import agreement
 from graphar.runtime import launcher
@@ -129,14 +136,14 @@ class FusedMatmul:
     def _tiles_to_load(self, rows: int) -> tuple[Tile, ...]:
         """Returns the tiles whose kernels every rank loads: ranks may take different ones of them."""
         if self._gathers:
-            return FP8_TILES if self._call.work.scales else self.algorithm.row.tiles
+            return scaled_tiles(self.algorithm) if self._call.work.scales else self.algorithm.row.tiles
         if self._tile:
             return (self._tile,)
         if self._skinny:
             return (skinny_tile(rows, self._leaves if self._adds_tree else None),)
         policy, chip, call = self._engine.table.matmul, self._runner.chip, self._call
         if call.work.scales:
-            return (tile_of_scaled_sum(policy, call.work.parts, call.work.columns, chip, call.work.scattered),)
+            return (tile_of_scaled_sum(policy, self.algorithm, call.work.parts, call.work.columns, chip),)
         if self._adds_tree:
             return (tile_of_partials(policy, call.work.parts, call.work.columns, chip, self._leaves),)
         return tiles_of_sum(policy, self.algorithm, call.work.parts, call.work.columns, chip, call.wire)

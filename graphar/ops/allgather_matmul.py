@@ -160,7 +160,7 @@ def fused_allgather_matmul(
         bias: this rank's [N], which is added before rounding; for lists a list, one a device.
         gathered: whether to return the gathered rows as well, for example to multiply them with further weights.
         sizes: M_r of every rank, in rank order. None: all have this rank's M_r. Not for a list.
-        partition: "tiles": one kernel gathers and multiplies, for bf16 and fp16 on sm_90. "chunks": copy engines
+        partition: "tiles": one kernel gathers and multiplies, for results of 16 bits on sm_90. "chunks": copy engines
             gather, and torch multiplies the rows of each rank when they have arrived; for bf16 and fp16 without an
             epilogue. "none": gather, then multiply; other calls run so, too. "auto": one of these, by the tuning table.
             Equal on all ranks. "tp_invariant": added in the order of K by graphar's matmul, with gradients of the same

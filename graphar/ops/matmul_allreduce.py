@@ -94,7 +94,7 @@ def fused_matmul_allreduce(
             device. Ranks may differ in K only.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
-        partition: "none": multiply, then sum. "tiles": one kernel does both, for bf16 and fp16 on sm_90 and N a
+        partition: "none": multiply, then sum. "tiles": one kernel does both, for results of 16 bits on sm_90 and N a
             multiple of 8; else as "none". "split_m", "split_n": rows of ``a`` or ``w`` are split; while one is summed,
             the next is multiplied. "auto": "tiles" or "none", by the tuning table. "batch_invariant": as "auto", only
             with graphar's matmul: a row's bits do not depend on M. "tp_invariant": K in leaves, as a tree: the same

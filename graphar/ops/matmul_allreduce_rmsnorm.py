@@ -86,8 +86,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
         weight: [N], of the dtype of ``residual``, equal on every rank. For a list a list.
         eps: added to the mean square.
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
-        partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for bf16
-            and fp16 on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
+        partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for
+            16-bit results on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
             "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
             number of rows. "tp_invariant": leaves of K and then the residual added in fp32, and rounded once: the same
             bits, also of gradients, on 1, 2, 4 and 8 ranks of equal K.

@@ -88,7 +88,7 @@ def fused_matmul_reducescatter(
             each device of this process. Shapes are equal on all ranks but for K.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
-        partition: "none": multiply, then sum. "tiles": one kernel does both, for bf16 and fp16 on sm_90 and N a
+        partition: "none": multiply, then sum. "tiles": one kernel does both, for results of 16 bits on sm_90 and N a
             multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is split into
             partitions, so that all ranks receive rows of each; "split_n": the rows of ``w`` are split. While one
             partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.

@@ -13,11 +13,13 @@ from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.plan import select
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
+from graphar.plan.matmuls import scaled_tiles
 from graphar.plan.tiles import PARTIAL_TILES, for_wire
-from graphar.plan.work import Product
+from graphar.plan.work import SCALES, Product
 from graphar.runtime.engine import Engine
 
 
@@ -35,8 +37,10 @@ def prepare(
     """
     if any(op in select.PREPARED_TREES for op in ops):
         leaf_tree.check_ranks("prepare", engine.world_size)
+    dtypes = list(dtypes)
     added = [dtype for dtype in dtypes if dtype in TYPE_NAMES]
-    named = f", codecs {[codec.text for codec in codecs]}" if codecs else ""
+    named = ", and e4m3 operands" if FP8 in dtypes else ""
+    named += f", codecs {[codec.text for codec in codecs]}" if codecs else ""
     named += f", epilogues {[one.text for one in epilogues]}" if epilogues else ""
     with engine.keeping_failure():
         engine.compare("prepare", f"of {ops} for {added}, max_nbytes {max_nbytes}{named}")
@@ -47,7 +51,10 @@ def prepare(
         for kernel in select.needed_kernels(facts, ops, added, max_nbytes, codecs, epilogues, symmetric):
             engine.runner.kernels.prepare(kernel)
     if engine.runner.chip.arch == MATMUL_ARCH:
-        _prepare_matmuls(engine, ops, [one for one in added if one in MATMUL_TYPES], codecs, epilogues)
+        results = [one for one in added if one in MATMUL_TYPES]
+        _prepare_matmuls(engine, ops, results, codecs, epilogues)
+        if FP8 in dtypes:
+            _prepare_scaled(engine, ops, results or [torch.bfloat16], epilogues)
 
 
 def _prepare_matmuls(
@@ -63,6 +70,16 @@ def _prepare_matmuls(
             load_tile(engine.runner, algorithm, dtype, tile, Product(row.op, (), 1, codec=text, epilogue=epilogue))
     if any(op in select.PREPARED_TREES for op in ops):
         _prepare_trees(engine, [one for one in algorithms if one.row.sends_tiles], dtypes, epilogues)
+
+
+def _prepare_scaled(engine: Engine, ops: Sequence[str], results: Sequence[torch.dtype], epilogues) -> None:
+    """Loads the fused kernels of e4m3 operands with scales, of results with these dtypes."""
+    algorithms = [one for op in ops for one in with_kernels(op) if one.row.tiles]
+    for algorithm, epilogue, scales in itertools.product(algorithms, (None, *epilogues), SCALES):
+        takes = epilogue is None or algorithm.row.takes_epilogue
+        work = Product(algorithm.op, (), 1, epilogue=epilogue, scales=scales)
+        for tile, dtype in itertools.product(scaled_tiles(algorithm) if takes else (), results):
+            load_tile(engine.runner, algorithm, dtype, tile, work)
 
 
 def _prepare_trees(engine: Engine, algorithms: Sequence[Algorithm], dtypes: Sequence[torch.dtype], epilogues) -> None:

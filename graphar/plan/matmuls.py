@@ -25,7 +25,7 @@ from graphar.plan.tiles import (
     SkinnyTile,
     for_wire,
 )
-from graphar.plan.work import Product
+from graphar.plan.work import MATMUL_ALLREDUCE, Product
 
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
 _ROWS = 128  # rows of the tallest MatmulTile of a sum
@@ -309,16 +309,24 @@ def tile_of_partials(policy: MatmulPolicy, counts: tuple[int, ...], n: int, chip
     return _estimated_of(PARTIAL_TILES[leaves], policy.cost, counts, n, chip, _TYPICAL_K)
 
 
+def scaled_tiles(algorithm: Algorithm) -> tuple[MatmulTile | SkinnyTile, ...]:
+    """Returns the tiles that a fused algorithm has for e4m3 operands."""
+    if algorithm.row.is_skinny:
+        return algorithm.row.tiles
+    if not algorithm.row.sends_tiles:
+        return FP8_TILES
+    return REDUCED_FP8_TILES if algorithm.op == MATMUL_ALLREDUCE else SCATTERED_FP8_TILES
+
+
 def tile_of_scaled_sum(
-    policy: MatmulPolicy, counts: tuple[int, ...], n: int, chip: Chip, scattered: bool
+    policy: MatmulPolicy, algorithm: Algorithm, counts: tuple[int, ...], n: int, chip: Chip
 ) -> MatmulTile:
     """Returns the tile of a matmul of e4m3 operands that sends finished tiles; all ranks take the same one.
 
     It is estimated as in :func:`fastest_scaled_tile`. ``counts`` are the rows that each rank sums, and the result has
-    ``n`` columns. ``scattered``: each rank gets its own rows of the sum only.
+    ``n`` columns.
     """
-    tiles = SCATTERED_FP8_TILES if scattered else REDUCED_FP8_TILES
-    return _estimated_of(tiles, policy.cost, counts, n, chip, _TYPICAL_K // 2)
+    return _estimated_of(scaled_tiles(algorithm), policy.cost, counts, n, chip, _TYPICAL_K // 2)
 
 
 def _shape(tile: MatmulTile) -> tuple[int, int, int]:

@@ -34,6 +34,7 @@ from graphar.plan.scratch import PACK_NBYTES
 
 MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER = "fused_matmul_allreduce", "fused_matmul_reducescatter"
 ALLGATHER_MATMUL = "fused_allgather_matmul"
+SCALES = ("rows", "blocks")  # what each scale of e4m3 operands is of
 MAX_TENSORS = 4  # of one launch: `max_tensors` in cuda_src/device/arguments.cuh
 
 _SEED = re.compile(", seed=[0-9]+")
@@ -242,7 +243,7 @@ class Product(NamedTuple):
     gathered: bool = False  # of an all-gather, whether the gathered rows are wanted as well
     # Whether W is constant: (26) in cuda_src/device/sync/kernel_order.cuh. Ranks may differ in it.
     constant_weight: bool = False
-    scales: str = ""  # "rows" or "blocks": what each scale of e4m3 operands is of. The call has the result's dtype.
+    scales: str = ""  # one of SCALES, of e4m3 operands: the call has the result's dtype; or an empty string
 
     unit = "rows"
 

@@ -42,7 +42,7 @@ def product(rows=ROWS, columns=COLUMNS, op=MATMUL_ALLREDUCE, **how):
     ("call", "taken"),
     [
         ({}, True),
-        ({"rows": 64, "bias": True}, True),
+        ({"rows": 32, "bias": True}, True),
         ({"rows": 65}, False),
         ({"rows": 4096}, True),  # tiles
         ({"rows": 4096, "codec": "int8"}, False),

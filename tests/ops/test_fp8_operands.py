@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import graphar
 from graphar import CommunicatorError, reference
 from graphar.matmul import scaled_sums
+from graphar.numerics.epilogues.epilogue import form_to_prepare
+from graphar.ops import preparation
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.matmuls import scaled_tiles
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 
@@ -231,6 +238,24 @@ def test_processes_whose_results_have_other_dtypes_are_told_so():
     for message in run_ranks(of_other_results, 2):
         assert "torch.bfloat16" in message
         assert "torch.float16" in message
+
+
+# ---- what is prepared -----------------------------------------------------------------------------------------------
+
+
+def test_with_e4m3_the_kernels_of_both_formats_are_prepared(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(preparation, "load_tile", lambda runner, *kernel: loaded.append(kernel))
+    engine, form = SimpleNamespace(runner=None), form_to_prepare("-v")
+
+    preparation._prepare_scaled(engine, [OPS[0], "fused_allgather_matmul"], [BF16], [form])
+
+    found = {(algorithm, tile, work.scales, work.epilogue) for algorithm, dtype, tile, work in loaded if dtype == BF16}
+    for algorithm in (Algorithm.MATMUL_ALLREDUCE, Algorithm.MATMUL_TWO_SHOT, Algorithm.ALLGATHER_MATMUL):
+        forms = (None, form) if algorithm.row.takes_epilogue else (None,)
+        kinds = set(itertools.product([algorithm], scaled_tiles(algorithm), ("rows", "blocks"), forms))
+        assert {one for one in found if one[0] is algorithm} == kinds
+    assert len(found) == len(loaded)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
