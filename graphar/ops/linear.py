@@ -71,6 +71,8 @@ def linear(
         TypeError, ValueError: an argument breaks a rule, or the group has 3, 5, 6 or 7 ranks.
         UnsupportedError: the tensors are on a GPU, without scales, and graphar's matmul kernel does not serve them.
     """
+    ranks = 1 if group is None else parts.place(group)[1]
+    leaf_tree.check_ranks(NAME, ranks)
     if a_scale is not None or w_scale is not None or out_dtype is not None:
         scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
         scaled_operands.check(NAME, a, w, bias, scaled, "auto")
@@ -79,8 +81,6 @@ def linear(
     operands.check_operands(NAME, a, w, bias)
     if a.dtype not in TYPE_NAMES:
         raise ValueError(f"{NAME}: a must be bfloat16, float16 or float32, got {a.dtype}")
-    ranks = 1 if group is None else parts.place(group)[1]
-    leaf_tree.check_ranks(NAME, ranks)
     if a.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns(NAME, len(w), ranks, "features")
     return torch.ops.graphar.linear(a, w, bias, 1, None, "" if group is None else engine_name(group, NAME), None, None)

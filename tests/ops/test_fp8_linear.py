@@ -83,6 +83,17 @@ def test_calls_that_break_a_rule_are_refused_by_name(words, changes):
     assert str(caught.value).startswith("linear: ")
 
 
+def test_a_group_is_checked_as_without_scales():
+    a, w, scales = operands(0, "rows")
+
+    with graphar.Communicator(devices=["cpu"] * 3) as three, pytest.raises((TypeError, ValueError)) as caught:
+        graphar.linear(a, w, **scales, group=three)
+    with graphar.Communicator(devices=["cpu"] * 3) as three, pytest.raises((TypeError, ValueError)) as without:
+        graphar.linear(a.bfloat16(), w.bfloat16(), group=three)
+
+    assert str(caught.value) == str(without.value)
+
+
 def test_operands_of_16_bits_take_no_out_dtype():
     with pytest.raises(ValueError, match="out_dtype goes with a_scale and w_scale"):
         graphar.linear(torch.ones(2, 8), torch.ones(4, 8), out_dtype=BF16)
