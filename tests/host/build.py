@@ -24,10 +24,10 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-co
 FLAGS = ("-std=c++20", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS)
 FLAGS += ("-mf16c",) if platform.machine() == "x86_64" else ()  # converts halves by an instruction, not by a call
 UNOBSERVED = ("-std=c++20", "-O2", *WARNINGS)
-# -Og compiles in half the time, but products of matmuls take a third longer. It has the views of a thread
-# (simulator/views.hpp) pass things to one another on its stack, which ThreadSanitizer takes for races.
+# -Og compiles in half the time, but has the views of a thread (simulator/views.hpp) pass things to one another on its
+# stack, which ThreadSanitizer takes for races.
 SANITIZERS = {
-    "plain": ("-O1",),
+    "plain": ("-Og",),
     "thread": ("-O1", "-fsanitize=thread", "-Wno-tsan"),
     "address": ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
 }
