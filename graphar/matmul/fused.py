@@ -185,7 +185,7 @@ class FusedMatmul:
         if any(x.data_ptr() != one.data_ptr() for x, one in zip(flattened, own.inputs[::2], strict=False)):  # copies
             return None
         (one,), (member,) = self._slices, self._runner.members
-        operands = 2 + work.bias + 2 * bool(work.scales)
+        operands = work.product_inputs + work.bias
         corner = self._corner(member, given, one)
         nothing, launches = given.a.new_empty(0), BoundedCache()
 

@@ -50,6 +50,15 @@ class Matrices:
         return self.w.rows if self.layout == "by_rows" else self.w.columns
 
 
+def _arguments(own: Matrices, rows: int, first_row: int = 0, **more: int) -> MatmulArguments:
+    """Returns the arguments of a matmul of so many rows, with the scales of rows of A from ``first_row`` on."""
+    kind = ScaledMatmulArguments if own.scales else MatmulArguments
+    arguments = kind(own.bias, rows, own.columns, own.a.columns, **more)
+    if own.scales:
+        own.scales.put(arguments, first_row)
+    return arguments
+
+
 def summed_tiles(
     tile: MatmulTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, chip: Chip
 ) -> tuple[list, Grid]:
@@ -59,10 +68,7 @@ def summed_tiles(
     """
     tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-own.columns // tile.columns)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), tiles * tile.cluster)
-    kind = ScaledMatmulArguments if own.scales else MatmulArguments
-    sizes = kind(own.bias, own.a.rows, own.columns, own.a.columns, 0, Order.group_rows, own.timeline)
-    if own.scales:
-        own.scales.put(sizes)
+    sizes = _arguments(own, own.a.rows, group_rows=Order.group_rows, timeline=own.timeline)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
     # A rank without rows writes nothing, but the kernel needs a valid tensor map.
     out = matrix_of(own.out[rows]) or own.a
@@ -77,10 +83,7 @@ def skinny(
     clusters = -(-columns // (tile.columns * tile.cluster))
     blocks = min(chip.shared_blocks(cluster=tile.cluster), clusters * tile.cluster)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, chip.may_overlap(blocks, halves=False), cluster=tile.cluster)
-    kind = ScaledMatmulArguments if own.scales else MatmulArguments
-    sizes = kind(own.bias, rows_of_out, columns, own.a.columns, constant_weight=own.constant_weight)
-    if own.scales:
-        own.scales.put(sizes)
+    sizes = _arguments(own, rows_of_out, constant_weight=own.constant_weight)
     return [tensor_map(own.w, BOX_COLUMNS), tensor_map(own.a, box_rows(tile, rows_of_out)), sizes], grid
 
 
@@ -105,9 +108,8 @@ def gathered_tiles(
             pointer = arguments.scratch[rank] + gathered_slot_offset(world_size, arguments.capacity, hops)
         a_maps[source] = rows_map(tile, Matrix(pointer, own.a.dtype, count, k, own.a.leading))
         c_maps[source] = tensor_map(matrix_of(own.out[begin : begin + count]), STORE_ROWS)
-    sizes = (ScaledMatmulArguments if own.scales else MatmulArguments)(own.bias, m, n, k, 0, Order.group_rows)
+    sizes = _arguments(own, m, one.offset, group_rows=Order.group_rows)
     if own.scales:
-        own.scales.put(sizes, one.offset)
         sizes.gathered_scales = own.gathered_scales
     of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), of_tiles * -(-n // tile.columns) * tile.cluster)

@@ -63,8 +63,8 @@ def _check_scaled(op: str, ranks: Sequence[tuple], scaled: Scaled, partition: st
 def _check_rank(op: str, a: torch.Tensor, w: object, residual: object, weight: object, has_scales: bool) -> None:
     if not has_scales:
         operands.check_operands(op, a, w, None)
-    if not has_scales and a.dtype not in TYPE_NAMES:
-        raise ValueError(f"{op}: a must be bfloat16, float16 or float32, got {a.dtype}")
+        if a.dtype not in TYPE_NAMES:
+            raise ValueError(f"{op}: a must be bfloat16, float16 or float32, got {a.dtype}")
     if not w.shape[0]:
         raise ValueError(f"{op}: w must have rows, got the shape {list(w.shape)}")
     norms.check_beside(op, "weight", weight, (w.shape[0],), a, residual.dtype if has_scales else None)

@@ -310,13 +310,7 @@ def _matmul_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     limit = _up_to(sizes.skinny_nbytes)
     row = partial(Row, folder="matmul", dtypes=MATMUL_TYPES, only_arch=MATMUL_ARCH)
     in_slices = partial(row, slicing=Slicing.ROWS, takes_epilogue=True)
-    skinny = partial(
-        row,
-        MATMUL_ALLREDUCE,
-        layout=layouts.rotating(_packs(limit), 2),
-        limit=limit,
-        tiles=SKINNY_TILES,
-    )
+    skinny = partial(row, MATMUL_ALLREDUCE, layout=layouts.rotating(_packs(limit), 2), limit=limit, tiles=SKINNY_TILES)
 
     def in_one_shot(policies: Policies, world_size: int, nbytes: int) -> bool:
         policy = policies.matmul

@@ -34,7 +34,18 @@ from perf.report import (
     table,
     time_cell,
 )
-from perf.topics.matmul import LEAST_CALLS, MOST_CALLS, NEEDED, Shape, calls_of, is_far, run_rank, shape_of, words_of
+from perf.topics.matmul import (
+    LEAST_CALLS,
+    MOST_CALLS,
+    NEEDED,
+    Shape,
+    calls_of,
+    is_far,
+    run_rank,
+    sentence,
+    shape_of,
+    words_of,
+)
 from perf.topics.matmul import ROWS as MANY_ROWS
 from perf.topics.prefetch import CYCLED_NBYTES, normal
 
@@ -238,7 +249,11 @@ element's terms, and one rounding to bf16."""
         few = {shape: case for shape, case in cases.items() if shape[0] < max(DECODE_ROWS)}
         many = {shape: case for shape, case in cases.items() if shape not in few}
         groups = {f"fewer than {max(DECODE_ROWS)} rows": few, f"{max(DECODE_ROWS)} rows or more": many}
-        found = [sentence(name, words, mine) for name in RATIOS for words, mine in groups.items()]
+        found = []
+        for name in RATIOS:
+            for words, mine in groups.items():
+                ratios = ratios_of(name, mine)
+                found.append(sentence(name, f"{plural(len(ratios), 'shape')} of {words}", ratios))
         return [one for one in found if one]
 
     def sections(self) -> list[Section]:
@@ -296,16 +311,6 @@ def ratios_of(name: str, cases: Mapping[Shape, Case]) -> dict[str, float]:
     """Returns a ratio by shape. Shapes without correct results of both are left out."""
     ratios = {words_of(shape): ratio(*RATIOS[name](case)) for shape, case in cases.items()}
     return {shape: one for shape, one in ratios.items() if one is not None}
-
-
-def sentence(name: str, words: str, cases: Mapping[Shape, Case]) -> str:
-    """Returns the geometric mean of a ratio and the worst one; an empty string if there are none."""
-    ratios = ratios_of(name, cases)
-    if not ratios:
-        return ""
-    worst, mean = max(ratios, key=ratios.__getitem__), geometric_mean(ratios.values())
-    where = plural(len(ratios), "shape")
-    return f"{name} over {where} of {words}: geometric mean {mean:.3f}, at worst {ratios[worst]:.2f} ({worst})."
 
 
 def ratio_chart(name: str, cases: Mapping[Shape, Case]) -> Rows:

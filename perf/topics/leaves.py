@@ -48,6 +48,7 @@ from perf.topics.matmul import (
     limit_of,
     make_operands,
     run_rank,
+    sentence,
     shape_of,
     words_of,
 )
@@ -202,7 +203,11 @@ leaves must have the bits of leaves that were multiplied one by one and added as
         decode = {shape: case for shape, case in cases.items() if shape[0] <= max(DECODE_ROWS)}
         more = {shape: case for shape, case in cases.items() if shape not in decode}
         groups = {f"up to {max(DECODE_ROWS)} rows": decode, "more rows": more}
-        return [sentence(words, mine) for words, mine in groups.items() if ratios_of(mine)]
+        found = [(words, ratios_of(mine)) for words, mine in groups.items()]
+        sentences = [
+            sentence("leaves/torch", f"{plural(len(ratios), 'shape')} of {words}", ratios) for words, ratios in found
+        ]
+        return [one for one in sentences if one]
 
     def sections(self) -> list[Section]:
         cases = cases_of(self.rows)
@@ -253,14 +258,6 @@ def ratios_of(cases: Mapping[Shape, Case]) -> dict[str, float]:
     """Returns leaves/torch by shape. Shapes without correct results of both are left out."""
     ratios = {words_of(shape): ratio(case.tree, case.torch) for shape, case in cases.items()}
     return {shape: one for shape, one in ratios.items() if one is not None}
-
-
-def sentence(words: str, cases: Mapping[Shape, Case]) -> str:
-    """Returns the geometric mean of the ratios and the worst of them."""
-    ratios = ratios_of(cases)
-    worst, mean = max(ratios, key=ratios.__getitem__), geometric_mean(ratios.values())
-    where = plural(len(ratios), "shape")
-    return f"leaves/torch over {where} of {words}: geometric mean {mean:.3f}, at worst {ratios[worst]:.2f} ({worst})."
 
 
 def ratio_chart(cases: Mapping[Shape, Case]) -> Rows:
