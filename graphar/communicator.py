@@ -23,7 +23,8 @@ from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import local_devices, process_group
 from graphar.ranks.hierarchical import check_hosts
 from graphar.runtime.engine import Engine
-from graphar.runtime.registry import DEFAULT_TIMEOUT_S
+from graphar.runtime.memory import Memory
+from graphar.runtime.registry import DEFAULT_TIMEOUT_S, check_keep
 from graphar.runtime.stats import Stats
 
 
@@ -235,6 +236,51 @@ class Communicator:
             CommunicatorError: ranks made different calls. The message has the call of each rank.
         """
         self.engine.synchronize()
+
+    def memory(self) -> Memory:
+        """Returns the GPU memory that this communicator shares between ranks, by algorithm. Not collective.
+
+        Scratch is allocated with the first call that needs it, or by :meth:`prepare`. Without GPUs there is none.
+        """
+        return self.engine.memory()
+
+    def suspend(self, keep: str | None = None) -> None:
+        """Gives the GPU memory of scratch and symmetric tensors back until :meth:`resume`. Collective.
+
+        It waits for all work on this process's devices and for the other ranks. The addresses stay reserved, so plans,
+        compiled code and captured graphs are valid again after :meth:`resume`. Meanwhile every call raises
+        CommunicatorError. The collectives of a graph that is replayed meanwhile do nothing; :meth:`resume` warns of
+        that. An access to a symmetric tensor is CUDA's illegal address error, which ends the process's context.
+        Multimem scratch, which torch allocates, stays. A suspended communicator stays as it is.
+
+        Args:
+            keep: "symmetric": keep the content of symmetric tensors, in pinned host memory. None: it is undefined after
+                :meth:`resume`. The same on every rank.
+
+        Raises:
+            ValueError: ``keep`` is neither.
+            UnsupportedError: on every rank, if the driver or a sandbox does not let memory go while its addresses stay,
+                or the environment has GRAPHAR_CUDA_IPC=1. The message has the reason.
+            CommunicatorError: a graph is being captured, the communicator is closed, the ranks differ in ``keep``, or a
+                rank did not arrive in time.
+            GrapharError: the error of an earlier call.
+        """
+        check_keep("suspend", keep)
+        self.engine.suspend(keep)
+
+    def resume(self) -> None:
+        """Brings the memory back that :meth:`suspend` gave back, at the same addresses. Collective.
+
+        Afterwards everything is as after :meth:`prepare`, and captured graphs can be replayed. If a GPU has too little
+        memory, every rank gets an error and stays suspended; call it again on every rank once there is room. A
+        communicator that is not suspended stays as it is.
+
+        Raises:
+            DriverError: this rank's GPU has too little memory; torch.cuda.empty_cache() frees what torch keeps.
+            CommunicatorError: another rank failed, which the message names; a rank did not arrive in time; or the
+                communicator is closed.
+        """
+        self.engine.resume()
 
     def close(self) -> None:
         """Frees the memory shared with other ranks. Collective.

@@ -30,6 +30,7 @@ from graphar.runtime import multicast
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.comms_metadata import ranks_of, recorded
+from graphar.runtime.memory import Memory, memory_of
 from graphar.runtime.plan import Count, Plan
 from graphar.runtime.stats import Stats, Totals
 
@@ -125,7 +126,8 @@ class Engine:
 
     Attributes:
         plans: a cache of plans by call.
-        warm: the plans that an op may run directly: ``plans``, or an empty cache while a watcher is active.
+        warm: the plans that an op may run directly: ``plans``, or an empty cache while a watcher is active and while
+            the engine is suspended.
         table: the tuning table that choices go by: the default one, and rank 0's after kernels are set up.
     """
 
@@ -155,6 +157,8 @@ class Engine:
         self.table: Table = shipped_table(DEFAULT)
         self.symmetric = None  # the runner's symmetric tensors, from the first one on
         self.closed = False
+        self.suspended = False
+        self._suspension = None  # with kernels, what a suspended engine goes on with
         self.plans = Plans(_MAX_PLANS)
         self._rendezvous: StoreRendezvous | None = None  # made at first use
         self._has_said = False  # how calls are made
@@ -178,6 +182,7 @@ class Engine:
             plan.count.looked_up += 1
             plan.run(ranks)
             return plan
+        self.check_open(call.op)
 
         def run_planned() -> None:
             plan = self.plan(call, ranks)
@@ -236,8 +241,8 @@ class Engine:
         self.plans.clear()
 
     def find_watchers(self) -> None:
-        """Updates ``warm``: ops run plans directly only while there is no watcher."""
-        self.warm = Plans(0) if self._comparison or profilers else self.plans
+        """Updates ``warm``: ops run plans directly only while there is no watcher, and the engine is not suspended."""
+        self.warm = Plans(0) if self._comparison or profilers or self.suspended else self.plans
 
     def symmetric_sides(self, x, out) -> tuple[str, ...]:
         """Returns which of "input" and "output" of a call lie in symmetric memory."""
@@ -343,20 +348,79 @@ class Engine:
         if self._failure:
             raise self._failure.again()
 
+    def is_usable(self) -> bool:
+        """Whether calls can be made, or can after a resumption."""
+        return not (self.closed or self._failure or (self.runner and self.runner.failure()))
+
     def keep_failure(self, error: GrapharError) -> None:
         """Makes later calls raise ``error`` again."""
         self._failure = error.again(_NOT_MADE)
 
     def check_open(self, op: str = "graphar") -> None:
-        """Raises CommunicatorError, which names ``op``, if the engine is closed."""
+        """Raises CommunicatorError, which names ``op``, if the engine is closed or suspended."""
         if self.closed:
             raise closed(op)
+        if self.suspended:
+            raise CommunicatorError(f"{op}: this communicator is suspended; call its resume() on every rank before")
 
     def synchronize(self) -> None:
         """Waits for all work on this process's devices, and raises the errors that kernels reported."""
         self.hierarchy.synchronize()
         if self.runner:
             self.runner.synchronize()
+
+    def suspend(self, keep: str | None) -> None:
+        """Gives the memory shared with other ranks back until :meth:`resume`. Collective."""
+        if self.suspended:
+            return
+        with self.keeping_failure():
+            self.compare("suspend", f"keep={keep}")
+            self._meet_to("suspend", str(keep))
+            self.hierarchy.suspend(keep)
+            if self.runner:
+                from graphar.runtime.suspension import Suspension  # needs cuda-python
+
+                suspension = Suspension(self.runner)
+                suspension.end_work(keep == "symmetric")
+                self._suspension = suspension
+            self._set_suspended(True)
+            if self._suspension:
+                self._suspension.give_back()
+
+    def resume(self) -> None:
+        """Brings the memory back, and lets calls be made again. Collective."""
+        if self.closed:
+            raise closed("resume")
+        if not self.suspended:
+            return
+        if self._failure:
+            raise self._failure.again()
+        try:
+            self._meet_to("resume")
+            self.hierarchy.resume()
+            if self._suspension:
+                self._suspension.resume()
+        except RanksAbsent as error:
+            self.keep_failure(error)
+            raise
+        self._suspension = None
+        self._set_suspended(False)
+
+    def _set_suspended(self, suspended: bool) -> None:
+        self.suspended = suspended
+        self.find_watchers()
+
+    def _meet_to(self, what: str, how: str = "") -> None:
+        """Meets the ranks of other processes. CommunicatorError on every rank if they differ in ``how``."""
+        if self.devices:
+            return
+        said = [word.decode() for word in self.rendezvous().exchange(what, how.encode())]
+        if len(set(said)) > 1:
+            raise CommunicatorError(f"{what}: ranks must pass the same keep, got, in rank order, {said}")
+
+    def memory(self) -> Memory:
+        """Returns the memory of this process's first rank on its GPU."""
+        return self.runner.memory_use() if self.runner else memory_of({}, [])
 
     def close(self) -> None:
         """Frees the memory shared with other ranks. Collective.
@@ -381,6 +445,8 @@ class Engine:
         with contextlib.ExitStack() as ends:
             ends.callback(self.let_go_of_group)
             ends.callback(self.hierarchy.close)
+            if self._suspension:
+                self._suspension.end()
             if self.runner:
                 self.runner.close()
 

@@ -145,6 +145,7 @@ class Simulation:
         epoch: calls made before.
         busy: whether other calls already run when the first call begins.
         aborted: whether a call of another algorithm has given up before.
+        suspended: whether the communicator is suspended: counters are those of a guard, and scratch is only read.
         room: places for blocks on each GPU. Blocks that find none wait until others have ended.
         communicators: of the same ranks, each of which makes the calls. A rank launches them in an order of its own,
             rotated by its number. The outcomes are those of the first one's ranks, then of the next one's.
@@ -159,6 +160,7 @@ class Simulation:
     epoch: int = 0
     busy: bool = False
     aborted: bool = False
+    suspended: bool = False
     room: int = 1 << 20
     communicators: int = 1
     environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
@@ -193,6 +195,7 @@ class Simulation:
             has_pad(self.algorithm),
             self.busy,
             self.aborted,
+            self.suspended,
             self.room,
             self.communicators,
             self.seed,
@@ -301,7 +304,7 @@ class _Case(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
-        *((name, ctypes.c_uint32) for name in ("busy", "aborted", "room", "communicators")),
+        *((name, ctypes.c_uint32) for name in ("busy", "aborted", "suspended", "room", "communicators")),
         *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes", "prefetch_nbytes")),
     ]
 
