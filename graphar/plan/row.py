@@ -107,6 +107,10 @@ class Row:
             raise ValueError(f"{self.op}: without a kernel there is no scratch")
         return self.layout(world_size)
 
+    def scratch_nbytes(self, world_size: int) -> int:
+        """Returns the bytes of that scratch; 0 without a kernel."""
+        return self.scratch(world_size).nbytes if self.layout else 0
+
     def takes_half(self, threads: int) -> bool:
         """Returns whether a block of ``threads`` takes half an SM at most, so that two of them fit on one."""
         return threads <= self.half_sm_threads

@@ -415,4 +415,6 @@ def explain(call: Call, facts: Facts) -> Explanation:
         if work.codec:
             exact = expected
             expected = expected_quantized_us(facts.table, call.wire, facts.world_size, work.numel)
-    return Explanation(stand_in + algorithm.value, config.blocks, config.threads, reason, expected, exact)
+    times = expected, exact
+    scratch_nbytes = algorithm.row.scratch_nbytes(facts.world_size)
+    return Explanation(stand_in + algorithm.value, config.blocks, config.threads, reason, *times, scratch_nbytes)

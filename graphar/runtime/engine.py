@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -350,7 +351,8 @@ class Engine:
 
     def is_usable(self) -> bool:
         """Whether calls can be made, or can after a resumption."""
-        return not (self.closed or self._failure or (self.runner and self.runner.failure()))
+        failed = self._failure or (self.runner and not self.suspended and self.runner.failure())
+        return not (self.closed or failed)
 
     def keep_failure(self, error: GrapharError) -> None:
         """Makes later calls raise ``error`` again."""
@@ -470,7 +472,9 @@ def planned() -> Iterator[list[Explanation]]:
     found: list[Explanation] = []
 
     def watch(engine: Engine, call: Call, ranks: Sequence[Operands], note: str, run: Callable[[], None]) -> None:
-        found.append(engine.plan(call, ranks).explain(ranks[0]))
+        plan = engine.plan(call, ranks)
+        nbytes = plan.config.algorithm.row.scratch_nbytes(engine.world_size)
+        found.append(replace(plan.explain(ranks[0]), scratch_nbytes=nbytes))
 
     with watching(watch):
         yield found

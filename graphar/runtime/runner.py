@@ -40,6 +40,10 @@ from graphar.runtime.symmetric_tensors import SymmetricTensors
 T = TypeVar("T", bound=Arguments)
 
 _PATIENCE_S = 1.0  # with a rank whose kernels have found a difference, until its host tells what it called
+REPLAYED = (
+    "a captured graph was replayed while its communicator was suspended; the collectives in it sent nothing, so its "
+    "results are wrong"
+)
 _PREPARING = "preparing"  # the name under which a rank publishes the call that it makes a plan for
 
 
@@ -66,6 +70,7 @@ class Runner:
         # Held during launches: threads share the arguments, and must reach the members in the same order.
         self.lock = threading.RLock()
         self._failure: GrapharError | None = None
+        self.suspended = False  # whether a guard is where scratch was (graphar.runtime.suspension)
         self._launched: Counter[str] = Counter()  # before the counters were last set to zero
         self._fingerprints = Fingerprints(rendezvous)
         self._announces = False
@@ -145,6 +150,8 @@ class Runner:
         """Returns the error that a kernel of this process reported, or None; once there is one, always the same."""
         if self._failure is None:
             record = next((member.record for member in self.members if member.record.kind), None)
+            if record is not None and self.suspended:
+                return CommunicatorError(REPLAYED)
             if record is not None:
                 self._fingerprints.tell(record.expected)
                 words = partial(self._fingerprints.words, patience_s=_PATIENCE_S)

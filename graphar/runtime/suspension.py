@@ -15,7 +15,7 @@ import torch
 from graphar.errors import CommunicatorError, UnsupportedError
 from graphar.ranks.capture import is_capturing
 from graphar.runtime.driver import call, driver, on_device
-from graphar.runtime.runner import Runner
+from graphar.runtime.runner import REPLAYED, Runner
 from graphar.runtime.virtual_buffer import Guard, VirtualBuffer
 
 
@@ -70,6 +70,7 @@ class Suspension:
             self._kept.append(kept)
 
     def _withdraw(self) -> None:
+        self._runner.suspended = True
         devices = list(dict.fromkeys(member.device for member in self._runner.members))
         with on_device(devices[0]):
             if self._scratch() and self._guard is None:
@@ -103,12 +104,8 @@ class Suspension:
                     host = kept[member.rank]
                     call(driver.cuMemcpyHtoD, buffer.pointers[member.rank], host.data_ptr(), buffer.nbytes)
         if [member.clear_record() for member in self._runner.members].count(True):
-            warnings.warn(
-                "graphar: a captured graph was replayed while its communicator was suspended; the collectives in it "
-                "sent nothing, so its results are wrong",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warnings.warn(f"graphar: {REPLAYED}", RuntimeWarning, stacklevel=2)
+        self._runner.suspended = False
 
     def end(self) -> None:
         """Drops the guard and kept tensors; for a runner that was resumed, or is closed."""

@@ -31,7 +31,7 @@ class VirtualBuffer:
         self._world_size = world_size
         self._devices = list(dict.fromkeys(own.values()))  # kernels of these devices use the addresses
         self._reserved = 0  # bytes at each address
-        self._mapped: set[int] = set()  # the ranks at whose addresses something is mapped
+        self._mapped: dict[int, int] = {}  # the bytes that are mapped at each rank's address
         self.resident = False
         self.pointers: list[int] = []
         self._held: set[int] = set()  # the ranks whose addresses are reserved
@@ -65,19 +65,19 @@ class VirtualBuffer:
         try:
             for rank, pointer in enumerate(self.pointers):
                 virtual_memory.place(pointer, self._reserved, memories[rank], self._devices)
-                self._mapped.add(rank)
+                self._mapped[rank] = self._reserved
         except BaseException:
             self.clear()
             raise
         self.resident = True
 
     def map_guard(self, guard: Guard) -> None:
-        """Gives the memory back, and maps a guard all over every allocation."""
+        """Gives the memory back, and maps a guard: all over this process's allocations, over the counters of others."""
         self.clear()
         for rank, pointer in enumerate(self.pointers):
-            times = self._reserved // guard.nbytes
+            times = self._reserved // guard.nbytes if rank in self._own else 1
             virtual_memory.place(pointer, guard.nbytes, guard.memory, self._devices, times)
-            self._mapped.add(rank)
+            self._mapped[rank] = times * guard.nbytes
 
     def clear(self) -> None:
         """Gives the memory back. The addresses stay reserved: an access there is an error of the CUDA context."""
@@ -99,9 +99,9 @@ class VirtualBuffer:
 
     def _clear(self, ranks: Sequence[int]) -> None:
         self.resident = False
-        for rank in self._mapped.intersection(ranks):
-            virtual_memory.displace(self.pointers[rank], self._reserved)
-        self._mapped.difference_update(ranks)
+        for rank in ranks:
+            if nbytes := self._mapped.pop(rank, 0):
+                virtual_memory.displace(self.pointers[rank], nbytes)
 
 
 class Guard:
@@ -109,7 +109,8 @@ class Guard:
 
     All allocations of scratch begin with counters. Those of the guard tell every block that its call is aborted, so it
     sends and awaits nothing, and that another call runs, which it reports in the record of its rank
-    (``end_aborted_call`` in cuda_src/device/sync/call.cuh). A tile may still read what its peers did not send.
+    (``end_aborted_call`` in cuda_src/device/sync/call.cuh). Blocks of a tile may still read, from their own rank's
+    scratch, what its peers did not send.
 
     ``device`` has the memory; ``devices`` use it.
     """

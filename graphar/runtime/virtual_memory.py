@@ -117,7 +117,7 @@ def place(address: int, nbytes: int, memory, devices: Sequence[int], times: int 
 
 
 def displace(address: int, nbytes: int) -> None:
-    """Unmaps all that :func:`place` has mapped in a range. The memory is freed if that was its last mapping in any process."""
+    """Unmaps all that :func:`place` has mapped in a range. Memory is freed with its last mapping in any process."""
     call(driver.cuMemUnmap, address, nbytes)
 
 

@@ -13,6 +13,7 @@ import torch
 import graphar
 from graphar.plan.algorithms import Algorithm
 from graphar.ranks.rendezvous import RanksAbsent
+from graphar.runtime.registry import engine_of_group
 from graphar.runtime.suspension import Suspension
 from tests.cases import integers, normal, same_bits
 from tests.fake_gpu import descriptors
@@ -97,7 +98,7 @@ def test_plans_and_graphs_of_every_op_are_valid_after_a_suspension():
 
 
 def free_memory(rank, world_size):
-    """The MiB that a suspension freed on the GPU, those that were resident, and those that a resumption took."""
+    """The MiB that were resident, those that a suspension freed on the GPU by NVML, and those a resumption took."""
     torch.cuda.set_device(0)
     with graphar.Communicator() as communicator:
         communicator.prepare(ops=PREPARED, dtypes=[torch.bfloat16])
@@ -106,14 +107,14 @@ def free_memory(rank, world_size):
         torch.cuda.synchronize()
         torch.distributed.barrier()
         total_mb = communicator.memory().total.resident_nbytes / MB
-        free = [torch.cuda.mem_get_info()[0] / MB]
+        used = [torch.cuda.device_memory_used() / MB]
         torch.distributed.barrier()
         for change in (communicator.suspend, communicator.resume):
             change()
             torch.distributed.barrier()
-            free.append(torch.cuda.mem_get_info()[0] / MB)
+            used.append(torch.cuda.device_memory_used() / MB)
             torch.distributed.barrier()
-        return total_mb, free[1] - free[0], free[1] - free[2]
+        return total_mb, used[0] - used[1], used[2] - used[1]
 
 
 def test_a_suspension_frees_ninety_nine_hundredths():
@@ -211,6 +212,49 @@ def test_graphs_that_are_replayed_meanwhile_do_nothing_and_are_reported():
         assert wrong == dict.fromkeys(wrong, 0)
         assert len(warned) == 1
         assert warned[0].startswith("graphar: a captured graph was replayed while its communicator was suspended")
+
+
+def replay_large_calls_meanwhile(rank, world_size):
+    """By call, whose scratch is larger than the guard: how many elements of a replay afterwards are wrong."""
+    torch.cuda.set_device(0)
+    x = part(rank, 16 * MB).cuda()
+    rows, residual = part(rank, 2048 * 2048).view(2048, 2048).cuda(), torch.zeros(2048, 2048).bfloat16().cuda()
+    ones = torch.ones(2048, dtype=torch.bfloat16, device="cuda")
+    w = (torch.eye(2048) * (1 + rank)).bfloat16().cuda()
+    calls = {
+        "allreduce": partial(graphar.allreduce, x),
+        "pipelined": partial(graphar.allreduce, x, algorithm="two_shot_pipelined"),
+        "int8": partial(graphar.allreduce, x, codec="int8"),
+        "reducescatter": partial(graphar.reducescatter, x),
+        "allgather": partial(graphar.allgather, x),
+        "norm": partial(graphar.allreduce_residual_rmsnorm, rows, residual, ones),
+        "tiles": partial(graphar.fused_matmul_allreduce, rows, w, partition="tiles"),
+        "scattered tiles": partial(graphar.fused_matmul_reducescatter, rows, w),
+        "gathered rows": partial(graphar.fused_allgather_matmul, rows, w),
+    }
+    made = {name: (*captured(call), call()) for name, call in calls.items()}
+    graphar.suspend()
+    for graph, *_ in made.values():
+        graph.replay()
+    torch.cuda.synchronize()  # an illegal address would be raised here
+    with pytest.raises(
+        graphar.CommunicatorError, match="a captured graph was replayed while its communicator was susp"
+    ):
+        engine_of_group("").synchronize()
+    with pytest.warns(RuntimeWarning, match="was replayed while its communicator was suspended"):
+        graphar.resume()
+    wrong = {}
+    for name, (graph, results, expected) in made.items():
+        graph.replay()
+        torch.cuda.synchronize()
+        pairs = zip(results, expected, strict=True) if isinstance(results, tuple) else [(results, expected)]
+        wrong[name] = sum(same_bits(y.cpu(), right.cpu()) for y, right in pairs)
+    return wrong
+
+
+def test_large_graphs_that_are_replayed_meanwhile_touch_no_memory_that_is_gone():
+    for wrong in run_ranks(replay_large_calls_meanwhile, WORLD_SIZE, timeout_s=200):
+        assert wrong == dict.fromkeys(wrong, 0)
 
 
 def suspend_in_capture(rank, world_size):

@@ -318,6 +318,8 @@ def test_a_graph_that_was_replayed_meanwhile_is_warned_of_once(runner):
     going_on = suspended(runner)
     runner.members[1].record.kind = 2  # `overlapped` in cuda_src/device/sync/record.cuh
 
+    with pytest.raises(CommunicatorError, match="a captured graph was replayed while its communicator was suspended"):
+        runner.raise_failure()
     with pytest.warns(RuntimeWarning, match="a captured graph was replayed while its communicator was suspended"):
         going_on.resume()
 
