@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -27,6 +26,9 @@ class Algorithm(StrEnum):
 
     An algorithm with a codec on the wire gives the bits of the op with that codec. The hierarchical algorithm adds host
     by host: it gives the same bits on every rank, but other bits than the other all-reduces.
+
+    Algorithms from outside the package are added by :func:`add`. They have a value but no attribute of this class, and
+    iteration leaves them out.
     """
 
     ONE_SHOT_PUSH = "one_shot_push"
@@ -57,10 +59,22 @@ class Algorithm(StrEnum):
     FALLBACK = "fallback"
     HIERARCHICAL = "hierarchical"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Algorithm | None:
+        found = next((one for one in ROWS if one == value), None)
+        if found is None and is_from_outside(value):
+            raise ValueError(f"algorithm {value!r} is not loaded in this process; graphar.load_algorithm loads it")
+        return found
+
     @property
     def index(self) -> int:
-        """The number by which a kernel's time-out record names the algorithm."""
-        return list(Algorithm).index(self)
+        """The number by which a kernel's time-out record names the algorithm. Processes may differ in it."""
+        return list(ROWS).index(self)
+
+    @property
+    def kernel_name(self) -> str:
+        """The name of its kernel's file, without the suffix, and of the function in it."""
+        return self.value.partition(_BEFORE_DIGEST)[0]
 
     @property
     def row(self) -> Row:
@@ -74,8 +88,35 @@ class Algorithm(StrEnum):
 
     @property
     def exact(self) -> bool:
-        """Whether it adds in rank order and rounds once. For the others the NVSwitch adds, in an unspecified order."""
+        """Whether it adds in rank order and rounds once, or moves bits unchanged."""
         return ROWS[self].exact
+
+
+_BEFORE_DIGEST = "@"  # in the value of an algorithm from outside the package, between kernel_name and a digest
+
+
+def is_from_outside(name: object) -> bool:
+    """Whether a name is that of an algorithm from outside the package, loaded or not."""
+    return isinstance(name, str) and _BEFORE_DIGEST in name
+
+
+def of_index(index: int) -> Algorithm:
+    """Returns the algorithm that a record of this process names by a number."""
+    return list(ROWS)[index]
+
+
+def add(kernel_name: str, digest: str, row: Row) -> Algorithm:
+    """Returns the algorithm with this row, of a kernel from outside the package; equal arguments give the same one.
+
+    ``digest`` stands for the source and the row: ranks that loaded different ones get algorithms of different names.
+    """
+    name = f"{kernel_name}{_BEFORE_DIGEST}{digest}"
+    if found := next((one for one in ROWS if one == name), None):
+        return found
+    made = str.__new__(Algorithm, name)
+    made._name_ = made._value_ = name
+    ROWS[made] = row
+    return made
 
 
 MATMUL_TYPES = (torch.bfloat16, torch.float16)
@@ -155,7 +196,7 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         ),
         # For tests, the stand-in replaces multimem instructions by ordinary accesses.
         Algorithm.MULTIMEM_ONE_SHOT: _allreduce(
-            layouts.signalled(packs, 2), limit, exact=False, variants=("Hardware", "StandIn")
+            layouts.signalled(packs, 2), limit, multimem=True, variants=("Hardware", "StandIn")
         ),
     }
 
@@ -208,7 +249,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.MULTIMEM_TWO_SHOT: _allreduce(
             layouts.signalled(sizes.two_shot_nbytes // PACK_NBYTES, 1),
             limit,
-            exact=False,
+            multimem=True,
             variants=("Hardware", "StandIn"),
             packs_a_block=lambda world_size, threads, chunk: threads * world_size,  # a thread has a pack of each shard
         ),
@@ -378,7 +419,6 @@ def kernels_that(takes: Callable[[Row], bool]) -> tuple[Algorithm, ...]:
     return tuple(one for one, row in ROWS.items() if row.folder and takes(row))
 
 
-@functools.cache
 def with_kernels(op: str, codec: bool = False) -> tuple[Algorithm, ...]:
     """Returns the algorithms that compute ``op`` in a kernel: with a codec on the wire if ``codec``, else without."""
     return kernels_that(lambda row: row.op == op and row.takes_codec == codec)

@@ -59,7 +59,7 @@ class Row:
     minimum_arch: int = 80  # the oldest architecture that has the kernel's instructions; 90 is sm_90
     # The single architecture that has the kernel's instructions; None if later ones have them too.
     only_arch: str | None = None
-    exact: bool = True  # whether it adds in rank order and rounds once
+    multimem: bool = False  # whether the NVSwitch adds, by multimem instructions, in an unspecified order
     max_threads: int = MAX_THREADS  # the most threads of a block, by the kernel's launch bounds
     # The most threads of a block that takes half an SM at most; 0 if every block may take a whole one.
     half_sm_threads: int = 0
@@ -110,6 +110,11 @@ class Row:
     def takes_half(self, threads: int) -> bool:
         """Returns whether a block of ``threads`` takes half an SM at most, so that two of them fit on one."""
         return threads <= self.half_sm_threads
+
+    @property
+    def exact(self) -> bool:
+        """Whether it adds in rank order and rounds once, or moves bits unchanged."""
+        return not self.multimem
 
     @property
     def is_skinny(self) -> bool:

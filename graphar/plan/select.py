@@ -289,7 +289,7 @@ def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> str:
     largest = algorithm.row.limit(facts.world_size)
     if largest is not None and call.nbytes > largest:
         return f"its scratch takes {largest} bytes between {facts.world_size} ranks, not {call.nbytes}"
-    return "" if algorithm.exact else facts.why_no_multicast()
+    return facts.why_no_multicast() if algorithm.row.multimem else ""
 
 
 def can_encode(algorithm: Algorithm, codec: Codec) -> bool:
@@ -407,7 +407,7 @@ def explain(call: Call, facts: Facts) -> Explanation:
     """Returns the explanation that graphar.explain gives for a call."""
     config, reason = select(call, facts)
     algorithm, work = config.algorithm, call.work
-    stand_in = "stand-in for " if facts.stand_in and not algorithm.exact else ""
+    stand_in = "stand-in for " if facts.stand_in and algorithm.row.multimem else ""
     expected = exact = None
     was_measured = config.blocks and not algorithm.row.compresses and isinstance(work, Sum) and work.order == "rank"
     if call.algorithm == "auto" and was_measured and not config.direct and not work.epilogue:

@@ -39,7 +39,7 @@ class KernelSource:
 
 def file_of(algorithm: Algorithm) -> str:
     """Returns the file of an algorithm's kernel, relative to cuda_src."""
-    return f"{algorithm.row.folder}/{algorithm.value}.cu"
+    return f"{algorithm.row.folder}/{algorithm.kernel_name}.cu"
 
 
 def kernel_source(
@@ -70,7 +70,7 @@ def kernel_source(
     arguments += [order] if order else []
     on_clusters = algorithm in NORM_KERNELS and not variant.startswith("1,")
     minimum_arch = 90 if variant == "Hardware" or on_clusters else can.minimum_arch
-    name = f"{algorithm.value}<{', '.join(arguments)}>"
+    name = f"{algorithm.kernel_name}<{', '.join(arguments)}>"
     return KernelSource(file_of(algorithm), name, minimum_arch, generated=generated.text if generated else "")
 
 
@@ -152,7 +152,7 @@ def fused_matmul_source(
     if not algorithm.row.is_skinny and (travel or scales):
         follow = follow or "Identity"
     arguments = [result, world_size, tile, layout, *filter(None, (follow, travel, scales))]
-    name = f"{algorithm.value}<{', '.join(map(str, arguments))}>"
+    name = f"{algorithm.kernel_name}<{', '.join(map(str, arguments))}>"
     code = generated.text if generated else ""
     return KernelSource(file_of(algorithm), name, only_arch=MATMUL_ARCH, generated=code)
 
