@@ -46,6 +46,8 @@ from graphar.ops.reducescatter import reducescatter
 from graphar.ops.reducescatter_rmsnorm import reducescatter_residual_rmsnorm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.explanation import Explanation
+from graphar.plan.outside import load_algorithm
+from graphar.plan.scratch import Scratch
 from graphar.ranks import logs as _logs
 from graphar.runtime import nvtx as _nvtx
 from graphar.runtime.availability import Availability, is_available
@@ -72,6 +74,7 @@ __all__ = [
     "Epilogue",
     "Explanation",
     "GrapharError",
+    "Scratch",
     "Stats",
     "TimeoutRecord",
     "UnsupportedError",
@@ -92,6 +95,7 @@ __all__ = [
     "fused_matmul_reducescatter_residual_rmsnorm",
     "is_available",
     "linear",
+    "load_algorithm",
     "nn",
     "profile",
     "reducescatter",

@@ -106,17 +106,17 @@ def of_index(index: int) -> Algorithm:
 
 
 def add(kernel_name: str, digest: str, row: Row) -> Algorithm:
-    """Returns the algorithm with this row, of a kernel from outside the package; equal arguments give the same one.
+    """Returns the algorithm with this row, of a kernel from outside the package: an earlier one of the same name.
 
     ``digest`` stands for the source and the row: ranks that loaded different ones get algorithms of different names.
     """
     name = f"{kernel_name}{_BEFORE_DIGEST}{digest}"
-    if found := next((one for one in ROWS if one == name), None):
-        return found
-    made = str.__new__(Algorithm, name)
-    made._name_ = made._value_ = name
-    ROWS[made] = row
-    return made
+    found = next((one for one in ROWS if one == name), None)
+    if found is None:
+        found = str.__new__(Algorithm, name)
+        found._name_ = found._value_ = name
+    ROWS[found] = row
+    return found
 
 
 MATMUL_TYPES = (torch.bfloat16, torch.float16)
@@ -205,7 +205,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     limit, slots = _up_to(sizes.two_shot_nbytes), 2 * layouts.PIPELINE_DEPTH * sizes.pipeline_blocks  # for two phases
     pieces = layouts.bulk_copied(sizes.tma_channels, sizes.tma_channel_nbytes)
 
-    def whole_pieces(world_size: int) -> Grid:
+    def whole_pieces(world_size: int, nbytes: int) -> Grid:
         return Grid(16, layouts.TMA_THREADS, pieces(world_size).capacity)
 
     return {
@@ -230,7 +230,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             variants=(None, "direct"),
             candidates=grids.each_of((512, 1024), (512, 2048)),
             smallest_nbytes=16 * MB,
-            default_grid=lambda world_size: Grid(128, 256, 512),
+            default_grid=lambda world_size, nbytes: Grid(128, 256, 512),
         ),
         Algorithm.TWO_SHOT_TMA: _allreduce(
             pieces,
@@ -268,7 +268,7 @@ def _lossless(sizes: Sizes, op: str, folder: str, depth: int, slicing: Slicing =
         chunked=True,
         slicing=slicing,
         compresses=True,
-        default_grid=lambda world_size: Grid(sizes.pipeline_blocks, 512, sizes.lossless_chunk),
+        default_grid=lambda world_size, nbytes: Grid(sizes.pipeline_blocks, 512, sizes.lossless_chunk),
         packs_a_block=lambda world_size, threads, chunk: chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES,
     )
 
@@ -308,7 +308,7 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             slicing=Slicing.BYTES,
             variants=(None, TUPLE_VARIANT),
             candidates=grids.each_of((512, 512), (512, 1024), (512, 2048)),
-            default_grid=lambda world_size: Grid(128, 256, 512),
+            default_grid=lambda world_size, nbytes: Grid(128, 256, 512),
             packs_a_block=lambda world_size, threads, chunk: chunk,
         ),
     }

@@ -40,7 +40,7 @@ def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm:
     """
     known = [one for one in entries if algorithm is None or one["algorithm"] == algorithm.value]
     if not known:
-        return fitted(Config(algorithm, *algorithm.row.default_grid(world_size)[:3]), world_size, nbytes)
+        return fitted(Config(algorithm, *algorithm.row.default_grid(world_size, nbytes)[:3]), world_size, nbytes)
     fitting = (one for one in known if one["max_nbytes"] is None or nbytes <= one["max_nbytes"])
     return fitted(config_of(next(fitting, known[-1])), world_size, nbytes)
 

@@ -90,7 +90,8 @@ class Kernels:
 
     def _load(self, kernel: Kernel, member: Member):
         algorithm = kernel.algorithm
-        variant = "direct" if kernel.direct else None if not algorithm.row.multimem or self._multicast_memory else "StandIn"
+        stands_in = algorithm.row.multimem and not self._multicast_memory
+        variant = "direct" if kernel.direct else "StandIn" if stands_in else None
         source = catalogue.source_of(kernel, self._world_size, variant)
         shared_nbytes = algorithm.row.scratch(self._world_size).shared_nbytes
         return launcher.load(source, member.device, shared_nbytes, f"{algorithm.op}: {algorithm.value}")

@@ -9,13 +9,14 @@ import pytest
 
 from graphar.plan import algorithms
 from graphar.plan.algorithms import ROWS, Algorithm
+from tests.outside import forget_loaded
 
 ROW = ROWS[Algorithm.ONE_SHOT_PUSH]
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_loaded(monkeypatch):
-    monkeypatch.setattr(algorithms, "ROWS", dict(ROWS))
+    forget_loaded(monkeypatch)
 
 
 def test_an_algorithm_from_outside_is_found_by_its_name():

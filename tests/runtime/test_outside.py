@@ -1,0 +1,133 @@
+"""Kernels from outside the package: compiled like graphar's, with mistakes told by file and line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphar.errors import CompileError
+from graphar.numerics.dtypes import BYTE
+from graphar.plan.config import Kernel
+from graphar.runtime import compiler
+from graphar.runtime.catalogue import source_of
+from graphar.runtime.compiler import cache_key, compile_kernel
+from tests.outside import FOLDER, PUSHED_SUM, forget_loaded, load
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_loaded(monkeypatch, tmp_path):
+    forget_loaded(monkeypatch)
+    monkeypatch.setenv("GRAPHAR_CACHE_DIR", str(tmp_path / "cache"))
+    compiler.compile_kernel.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the folder with the kernel, to edit."""
+    return Path(shutil.copytree(FOLDER, tmp_path / "kernels"))
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def line_of(path, text):
+    return path.read_text().partition(text)[0].count("\n") + 1
+
+
+def compiled(algorithm, dtype=torch.bfloat16, world_size=2):
+    return compile_kernel(source_of(Kernel(algorithm, dtype), world_size), "sm_90a")
+
+
+def failure(algorithm):
+    with pytest.raises(CompileError) as raised:
+        compiled(algorithm)
+    return raised.value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_a_kernel_is_compiled_for_each_dtype_and_number_of_ranks(dtype, world_size):
+    cubin = compiled(load(), dtype, world_size)
+
+    assert "pushed_sum" in cubin.symbol
+    assert f"Li{world_size}E" in cubin.symbol
+    assert not cubin.said
+
+
+def test_a_kernel_that_moves_data_gets_bytes():
+    source = source_of(Kernel(load(op="allgather"), BYTE), 4)
+
+    assert (source.name, source.file) == ("pushed_sum<byte, 4>", str(PUSHED_SUM))
+
+
+def test_a_source_that_does_not_compile_is_told_with_its_own_file_and_line(folder):
+    file = folder / "pushed_sum.cu"
+    edit(file, "output.store(i,", "output.stow(i,")
+
+    error = failure(load(file))
+
+    assert (error.file, error.line) == (str(file), line_of(file, "output.stow"))
+    assert "stow" in error.log
+
+
+def test_a_mistake_in_a_header_beside_it_is_told_with_the_headers_file_and_line(folder):
+    header = folder / "slots_of_call.cuh"
+    edit(header, "call.epoch", "call.epic")
+
+    error = failure(load(folder / "pushed_sum.cu"))
+
+    assert (error.file, error.line) == (str(header), line_of(header, "call.epic"))
+
+
+def test_a_header_that_is_nowhere_is_told_with_file_and_line(folder):
+    file = folder / "pushed_sum.cu"
+    edit(file, "slots_of_call.cuh", "absent.cuh")
+
+    error = failure(load(file))
+
+    assert (error.file, error.line) == (str(file), line_of(file, "absent.cuh"))
+    assert "absent.cuh" in error.log
+
+
+def test_a_kernel_with_other_template_arguments_is_told_by_its_file(folder):
+    file = folder / "pushed_sum.cu"
+    edit(file, "template <class T, int N>", "template <class T>")
+
+    error = failure(load(file))
+
+    assert error.file == str(file)
+    assert "pushed_sum" in error.log
+
+
+@pytest.mark.parametrize("name", ["pushed_sum.cu", "slots_of_call.cuh"])
+def test_a_file_that_was_edited_since_it_was_loaded_is_not_compiled_under_the_old_name(folder, name):
+    algorithm = load(folder / "pushed_sum.cu")
+    compiled(algorithm)
+    (folder / name).write_text((folder / name).read_text() + "// edited\n")
+
+    compiler.compile_kernel.cache_clear()
+
+    assert "was edited since it was loaded; load it again" in failure(algorithm).log
+    assert compiled(load(folder / "pushed_sum.cu")).symbol == compiled(load()).symbol
+
+
+def test_a_file_that_is_gone_is_told(folder):
+    algorithm = load(folder / "pushed_sum.cu")
+    (folder / "pushed_sum.cu").unlink()
+
+    assert "it cannot be read" in failure(algorithm).log
+
+
+def test_a_header_beside_it_is_part_of_the_key_of_the_cache(folder):
+    keys = []
+    for _ in range(2):
+        keys.append(cache_key(source_of(Kernel(load(folder / "pushed_sum.cu"), torch.bfloat16), 2), "sm_90a"))
+        (folder / "slots_of_call.cuh").write_text((folder / "slots_of_call.cuh").read_text() + "// edited\n")
+
+    assert keys[0] != keys[1]
