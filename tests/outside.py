@@ -25,3 +25,5 @@ def load(source: Path = PUSHED_SUM, **row) -> Algorithm:
 def forget_loaded(monkeypatch) -> None:
     """Forgets, at the end of a test, the algorithms that it loads."""
     monkeypatch.setattr(algorithms, "ROWS", dict(algorithms.ROWS))
+    for op, named in algorithms.NAMED.items():
+        monkeypatch.setitem(algorithms.NAMED, op, dict(named))

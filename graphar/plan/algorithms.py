@@ -61,7 +61,7 @@ class Algorithm(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Algorithm | None:
-        found = next((one for one in ROWS if one == value), None)
+        found = next((named[value] for named in NAMED.values() if value in named), None)
         if found is None and is_from_outside(value):
             raise ValueError(f"algorithm {value!r} is not loaded in this process; graphar.load_algorithm loads it")
         return found
@@ -110,13 +110,12 @@ def add(kernel_name: str, digest: str, row: Row) -> Algorithm:
 
     ``digest`` stands for the source and the row: ranks that loaded different ones get algorithms of different names.
     """
-    name = f"{kernel_name}{_BEFORE_DIGEST}{digest}"
-    found = next((one for one in ROWS if one == name), None)
-    if found is None:
-        found = str.__new__(Algorithm, name)
-        found._name_ = found._value_ = name
-    ROWS[found] = row
-    return found
+    name, named = f"{kernel_name}{_BEFORE_DIGEST}{digest}", NAMED[row.op]
+    if name not in named:
+        named[name] = made = str.__new__(Algorithm, name)
+        made._name_ = made._value_ = name
+    ROWS[named[name]] = row
+    return named[name]
 
 
 MATMUL_TYPES = (torch.bfloat16, torch.float16)
@@ -439,9 +438,14 @@ def in_tables(op: str) -> tuple[Algorithm, ...]:
     return kernels_that(lambda row: row.op == op and row.candidates is not None)
 
 
+# By op, the algorithms without a codec that a call may name, by name.
+NAMED: dict[str, dict[str, Algorithm]] = {
+    op: {one.value: one for one, row in ROWS.items() if row.op == op and not row.takes_codec}
+    for op in ("allreduce", "reducescatter", "allgather")
+}
 # By op, the algorithm that compresses bf16 without loss.
 COMPRESSING = {row.op: one for one, row in ROWS.items() if row.compresses}
-# The all-reduce for tensors of any size, with an epilogue or without, in few blocks or many.
-GENERAL = next(one for one in with_epilogue() if one.row.limit(2) is None)
+# By op, the algorithm for every call without a codec: of any size, with what else the op takes, in few blocks or many.
+GENERAL = {op: next(one for one in in_tables(op) if one.row.limit(2) is None) for op in NAMED}
 # By whether it adds host by host, the algorithm without a kernel of graphar.
 WITHOUT_KERNEL = {row.across_hosts: one for one, row in ROWS.items() if not row.folder}
