@@ -100,6 +100,11 @@ def is_from_outside(name: object) -> bool:
     return isinstance(name, str) and _BEFORE_DIGEST in name
 
 
+def is_loaded(name: str) -> bool:
+    """Whether an algorithm, builtin or from outside the package, can be called in this process."""
+    return name in ROWS
+
+
 def of_index(index: int) -> Algorithm:
     """Returns the algorithm that a record of this process names by a number."""
     return list(ROWS)[index]

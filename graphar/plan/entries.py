@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from graphar.plan import algorithms
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import Algorithm, is_loaded
 from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES, WARP
 from graphar.plan.tables import DEFAULT, Table, shipped_table
@@ -48,13 +47,12 @@ def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm:
 
 def loaded(entries: Sequence[dict]) -> list[dict]:
     """Returns the entries without those of algorithms from outside the package that this process has not loaded."""
-    return [one for one in entries if one["algorithm"] in algorithms.ROWS]
+    return [one for one in entries if is_loaded(one["algorithm"])]
 
 
-def not_loaded(entries: Sequence[dict], nbytes: int) -> str:
-    """Returns the algorithm by which a call of ``nbytes`` would go if it were loaded, or an empty string."""
-    first = next(_fitting(entries, nbytes))["algorithm"]
-    return "" if first in algorithms.ROWS else first
+def named_by(entries: Sequence[dict], nbytes: int) -> str:
+    """Returns the algorithm by which a call of ``nbytes`` goes, or would go if it were loaded."""
+    return next(_fitting(entries, nbytes))["algorithm"]
 
 
 def _fitting(entries: Sequence[dict], nbytes: int) -> Iterator[dict]:

@@ -22,6 +22,7 @@ from graphar.plan.algorithms import (
     TUPLE_VARIANT,
     Algorithm,
     is_from_outside,
+    is_loaded,
     kernels_that,
     with_epilogue,
     with_kernels,
@@ -29,7 +30,7 @@ from graphar.plan.algorithms import (
 )
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
-from graphar.plan.entries import by_entries, loaded, measured_config, not_loaded, serving
+from graphar.plan.entries import by_entries, loaded, measured_config, named_by, serving
 from graphar.plan.explanation import Explanation
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip
@@ -186,8 +187,8 @@ def _measured_sum(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
 
 def _served(config: Config, reason: str, entries: Sequence[dict], world_size: int, call: Call, facts: Facts) -> Choice:
     """Returns what a table chose, or if that cannot serve the call, the algorithm that can serve every call."""
-    if absent := not_loaded(entries, call.nbytes):
-        reason = f"{reason}; the table's {absent} is not loaded in this process"
+    if not is_loaded(named := named_by(entries, call.nbytes)):
+        reason = f"{reason}; the table's {named} is not loaded in this process"
     if lacks := _lacks(config.algorithm.row, call.work) or _why_not(config.algorithm, call, facts):
         reason = f"{config.algorithm.value}, {reason}, {lacks}"
         config = by_entries(entries, world_size, call.nbytes, GENERAL[call.op])
@@ -467,10 +468,18 @@ def explain(call: Call, facts: Facts) -> Explanation:
     algorithm, work = config.algorithm, call.work
     stand_in = "stand-in for " if facts.stand_in and algorithm.row.multimem else ""
     expected = exact = None
-    was_measured = config.blocks and not algorithm.row.compresses and isinstance(work, Sum) and work.order == "rank"
-    if call.algorithm == "auto" and was_measured and not config.direct and not work.epilogue:
+    if call.algorithm == "auto" and _was_measured(call, config, facts):
         expected = expected_us(facts.table, facts.world_size, call.nbytes)
         if work.codec:
             exact = expected
             expected = expected_quantized_us(facts.table, call.wire, facts.world_size, work.numel)
     return Explanation(stand_in + algorithm.value, config.blocks, config.threads, reason, expected, exact)
+
+
+def _was_measured(call: Call, config: Config, facts: Facts) -> bool:
+    """Whether a table's times are of calls like this one."""
+    work, table = call.work, serving(facts.table, facts.world_size)
+    plain = isinstance(work, Sum) and work.order == "rank" and not work.epilogue and not config.direct
+    if not (plain and config.blocks) or config.algorithm.row.compresses:
+        return False
+    return bool(work.codec) or config.algorithm == named_by(table.rows[facts.world_size], call.nbytes)
