@@ -22,6 +22,10 @@ def load(source: Path = PUSHED_SUM, **row) -> Algorithm:
     return graphar.load_algorithm(source, **({"op": "allreduce", "scratch": slots, "max_nbytes": MAX_NBYTES} | row))
 
 
+def unload(algorithm: Algorithm) -> None:
+    del algorithms.NAMED[algorithm.op][algorithm], algorithms.ROWS[algorithm]
+
+
 def forget_loaded(monkeypatch) -> None:
     """Forgets, at the end of a test, the algorithms that it loads."""
     monkeypatch.setattr(algorithms, "ROWS", dict(algorithms.ROWS))

@@ -10,7 +10,7 @@ import torch
 
 from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import form_to_prepare
-from graphar.plan import algorithms, select, tune
+from graphar.plan import select, tune
 from graphar.plan.algorithms import GENERAL, Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config, Kernel
@@ -19,7 +19,7 @@ from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.select import Facts, needed_kernels
 from graphar.plan.tables import Table, problem_with, shipped_table
 from graphar.plan.work import Parts, Sum, TensorTuple
-from tests.outside import forget_loaded, load
+from tests.outside import forget_loaded, load, unload
 
 BF16 = torch.bfloat16
 CHIP = Chip(132, "sm_90a")
@@ -52,10 +52,6 @@ def choose(op, table, nbytes=8192, dtype=BF16, **options):
     numel = nbytes // dtype.itemsize
     work = Sum(numel, **options) if op == "allreduce" else Parts(op, (numel,) * 4, **options)
     return select.select(Call(work, dtype, 0), Facts(4, table, CHIP))
-
-
-def unload(algorithm):
-    del algorithms.NAMED[algorithm.op][algorithm], algorithms.ROWS[algorithm]
 
 
 # ---- choices --------------------------------------------------------------------------------------------------------
