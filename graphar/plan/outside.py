@@ -16,7 +16,7 @@ from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.plan import grids
 from graphar.plan.algorithms import Algorithm, add
 from graphar.plan.row import FLOATS, Grid, Limit, Row, Slicing, Specification
-from graphar.plan.scratch import MAX_BLOCKS, PACK_NBYTES, WARP, WORLD_SIZES, Layout, Scratch
+from graphar.plan.scratch import MAX_BLOCKS, PACK_NBYTES, SENTINEL, WARP, WORLD_SIZES, Layout, Scratch
 from graphar.plan.sources import digest_of, files_of, hashed
 
 OPS = ("allreduce", "reducescatter", "allgather")
@@ -43,16 +43,12 @@ def load_algorithm(
 ) -> Algorithm:
     """Returns the algorithm of a kernel from outside the package, for ``algorithm=`` of its op.
 
-    ``ring.cu`` has the kernel ``ring`` in the form of graphar's own, written with the primitives in
-    ``cuda_src/device``; :class:`Arguments` are in ``device/arguments.cuh``::
-
-        template <class T, int N>
-        __global__ void ring(const __grid_constant__ Arguments a)
-
-    T is ``bf16``, ``fp16`` or ``fp32``, or ``byte`` if it only moves data, and N the number of ranks. ``a.capacity`` is
-    a slot's size in packs of 16 bytes, and ``a.numel``, ``a.begin`` and ``a.count`` are elements of T. One launch
-    serves a call. A grid may have fewer blocks than asked for. Include paths are the folder of the file, and
-    ``cuda_src``.
+    The file ``ring.cu`` has ``template <class T, int N> __global__ void ring(const __grid_constant__ Arguments a)``,
+    written with the primitives in ``cuda_src/device``. It begins with ``wait_for_previous_kernel(a)``, and its blocks
+    make the calls from ``begin_call`` to ``end_call``. T is ``bf16``, ``fp16`` or ``fp32``, or ``byte`` if it only
+    moves data, and N is the number of ranks. In ``a``, of ``device/arguments.cuh``, ``capacity`` is a slot's size in
+    packs of 16 bytes, and ``numel``, ``begin`` and ``count`` are elements of T. One launch serves a call. A grid may
+    have fewer blocks than asked for. Include paths are the folder of the file, and ``cuda_src``.
 
     The value is the name of the kernel, and a hash of the file, the files that it includes from beside it, and the
     arguments here. Ranks that loaded different ones get CommunicatorError. The same file and arguments give the same
@@ -92,6 +88,8 @@ def load_algorithm(
     ranks = check.world_sizes(world_sizes)
     scratches = {n: check.scratch(n, scratch(n) if callable(scratch) else scratch) for n in ranks}
     limits = {n: check.limit(n, max_nbytes(n) if callable(max_nbytes) else max_nbytes) for n in ranks}
+    for n in ranks:
+        check.room(op, n, scratches[n], limits[n], exact=specification is None)
     elements = check.dtypes(op, dtypes)
     check.count("threads", threads, _MAX_THREADS)
     check.that(threads % WARP == 0, f"threads must be a multiple of {WARP}, got {threads}")
@@ -172,6 +170,16 @@ class _Checks:
         if found is not None:
             self.count(f"max_nbytes of {world_size} ranks", found, 1 << 62)
         return found
+
+    def room(self, op: str, world_size: int, scratch: Scratch, limit: int | None, exact: bool) -> None:
+        """Checks slots with a sentinel, which are written once in a call: peers push at least the rank's own shard."""
+        if scratch.fill != SENTINEL:
+            return
+        if limit is None:
+            self.fail("max_nbytes must be given for scratch with a sentinel, which takes tensors of a limited size")
+        pushed = (world_size - 1) * (-(-limit // world_size) if op == "allreduce" else limit)
+        enough = not exact or pushed <= scratch.nbytes
+        self.that(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes, and peers push {pushed} or more")
 
     def dtypes(self, op: str, given: Any) -> tuple[torch.dtype, ...]:
         if given is None:

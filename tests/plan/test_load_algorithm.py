@@ -15,6 +15,8 @@ from graphar.plan.row import FLOATS, Grid, Slicing
 from graphar.plan.scratch import MAX_BLOCKS, SIGNAL_PAD_NBYTES, Scratch
 from tests.outside import FOLDER, MAX_NBYTES, forget_loaded, load, slots
 
+SOURCE = FOLDER / "pushed_sum.cu"
+
 
 @pytest.fixture(autouse=True)
 def nothing_stays_loaded(monkeypatch):
@@ -138,6 +140,11 @@ def test_one_with_a_specification_of_its_own_is_not_exact_and_no_candidate_of_tu
     assert (row.exact, row.candidates) == (False, None)
 
 
+def test_scratch_with_a_sentinel_may_be_smaller_for_a_specification_of_its_own():
+    """Its wire may be narrower than the tensor."""
+    assert load(max_nbytes=1 << 24, specification=reversed_sum).row.limit(2) == 1 << 24
+
+
 def test_a_signal_pad_comes_before_the_slots():
     one = Scratch.of_slots(4, 1024, signal_pad=True, shared_nbytes=512)
 
@@ -174,6 +181,9 @@ def test_scratch_with_a_number_out_of_range_is_refused(given):
         ({"dtypes": []}, "dtypes must be some of"),
         ({"max_nbytes": 0}, "max_nbytes of 2 ranks must be a number from 1 to"),
         ({"max_nbytes": lambda n: -1}, "max_nbytes of 2 ranks must be"),
+        ({"max_nbytes": None}, "max_nbytes must be given for scratch with a sentinel"),
+        ({"max_nbytes": 1 << 24}, "scratch of 2 ranks has 4194304 bytes, and peers push 8388608 or more"),
+        ({"op": "allgather", "max_nbytes": 1 << 23}, "scratch of 2 ranks has 4194304 bytes, and peers push 8388608"),
         ({"threads": 100}, "threads must be a multiple of 32, got 100"),
         ({"threads": 2048}, "threads must be a number from 1 to 1024, got 2048"),
         ({"blocks": 257}, "blocks must be a number from 1 to 256, got 257"),
@@ -188,7 +198,7 @@ def test_scratch_with_a_number_out_of_range_is_refused(given):
 def test_a_row_that_breaks_a_rule_is_refused_with_file_and_line_of_the_call(row, rule):
     line = inspect.currentframe().f_lineno + 2
     with pytest.raises(ValueError, match=rf"^{__file__}:{line}: load_algorithm: {rule}"):
-        graphar.load_algorithm(FOLDER / "pushed_sum.cu", **({"op": "allreduce", "scratch": slots} | row))
+        graphar.load_algorithm(SOURCE, **({"op": "allreduce", "scratch": slots, "max_nbytes": MAX_NBYTES} | row))
 
 
 def test_a_source_that_does_not_exist_is_refused_with_file_and_line_of_the_call():

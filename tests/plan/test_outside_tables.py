@@ -15,7 +15,7 @@ from graphar.plan.algorithms import GENERAL, Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config, Kernel
 from graphar.plan.policy import Chip
-from graphar.plan.scratch import WORLD_SIZES
+from graphar.plan.scratch import WORLD_SIZES, Scratch
 from graphar.plan.select import Facts, needed_kernels
 from graphar.plan.tables import Table, problem_with, shipped_table
 from graphar.plan.work import Parts, Sum, TensorTuple
@@ -25,6 +25,7 @@ BF16 = torch.bfloat16
 CHIP = Chip(132, "sm_90a")
 H200 = shipped_table("nvidia_h200")
 LIMIT = 64 << 10
+SIGNALLED = Scratch.of_slots(64, 4096, signal_pad=True)
 OPS = ("allreduce", "reducescatter", "allgather")
 
 
@@ -187,7 +188,7 @@ def test_of_one_that_is_not_loaded_the_numbers_are_checked():
 
 
 def test_the_last_entry_which_serves_every_size_is_of_graphars_own():
-    ring = load(max_nbytes=None)
+    ring = load(max_nbytes=None, scratch=SIGNALLED)
     entry = {"max_nbytes": None, "algorithm": ring.value, "blocks": 20, "threads": 256}
 
     table = replace(H200, rows=H200.rows | {4: [entry]})
@@ -226,7 +227,7 @@ def test_one_that_cannot_serve_the_timed_calls_exactly_is_not_tried(row):
 
 @pytest.mark.parametrize("max_nbytes", [1 << 20, None])
 def test_where_it_is_the_fastest_a_table_names_it_before_one_of_graphars_own(max_nbytes):
-    ring = load(max_nbytes=max_nbytes)
+    ring = load(max_nbytes=max_nbytes, scratch=SIGNALLED)
     new = Table("nvidia_h200", "made up", "2026-01-01", None, rows={})
     sizes = [nbytes for nbytes in tune.SIZES if nbytes <= 1 << 20]
     measured = {
