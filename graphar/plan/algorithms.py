@@ -61,6 +61,8 @@ class Algorithm(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Algorithm | None:
+        if not isinstance(value, str):
+            return None
         found = next((named[value] for named in NAMED.values() if value in named), None)
         if found is None and is_from_outside(value):
             raise ValueError(f"algorithm {value!r} is not loaded in this process; graphar.load_algorithm loads it")
@@ -100,7 +102,7 @@ def is_from_outside(name: object) -> bool:
     return isinstance(name, str) and _BEFORE_DIGEST in name
 
 
-def is_loaded(name: str) -> bool:
+def is_loaded(name: object) -> bool:
     """Whether an algorithm, builtin or from outside the package, can be called in this process."""
     return name in ROWS
 

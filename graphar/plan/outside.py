@@ -166,7 +166,7 @@ class _Checks:
         self.that(enough, f"scratch of {world_size} ranks has {found.nbytes} bytes and a slot of {slot_nbytes}")
         return found
 
-    def limit(self, world_size: int, found: object) -> int | None:
+    def limit(self, world_size: int, found: Any) -> int | None:
         if found is not None:
             self.count(f"max_nbytes of {world_size} ranks", found, 1 << 62)
         return found

@@ -56,7 +56,10 @@ def in_process(call: Call, specification: Specification) -> Run:
 def _results(call: Call, specification: Specification, xs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Returns each rank's result. ``xs`` are copies of the ranks' tensors, which the function may overwrite."""
     found = specification(xs)
-    return found if call.op == "reducescatter" else [found] * len(xs)
+    results = [found] * len(xs) if isinstance(found, torch.Tensor) else found
+    if len(results) != len(xs):
+        raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {len(results)} results")
+    return results
 
 
 def _put(call: Call, result: torch.Tensor, out: torch.Tensor) -> None:

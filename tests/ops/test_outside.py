@@ -109,6 +109,15 @@ def test_a_specification_with_another_result_is_refused(value, xs):
         graphar.allreduce(xs, algorithm=load(specification=value))
 
 
+def test_a_specification_of_a_reduce_scatter_has_a_result_for_every_rank(xs):
+    whole, two = (load(op="reducescatter", specification=one) for one in (in_reverse, lambda tensors: tensors[:2]))
+
+    with pytest.raises(ValueError, match=r"has a specification that gives \[7, 2\] torch.float32 in place of \[3, 2\]"):
+        graphar.reducescatter(xs, algorithm=whole)
+    with pytest.raises(ValueError, match="has a specification that gives 2 results"):
+        graphar.reducescatter(xs, algorithm=two)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_a_single_rank_and_an_empty_tensor_need_no_specification(op):
     algorithm = load(op=op, specification=lambda tensors: pytest.fail("computed"))
