@@ -2,8 +2,8 @@
 
 All ranks first end their work. Each one then unmaps every rank's memory, so that the memory is free once all have done
 so, and maps a guard there: a graph that is replayed meanwhile finds that its call is aborted, sends nothing, and writes
-a record. On resumption new memory comes to the same addresses and is armed as at the first call.
-Plans and captured graphs hold addresses alone, so they stay valid.
+a record. On resumption new memory comes to the same addresses and is armed as at the first call. Plans and captured
+graphs hold addresses alone, so they stay valid.
 """
 
 from __future__ import annotations
@@ -90,22 +90,24 @@ class Suspension:
         """
         try:
             self._runner.memory.fill(self._buffers())
-            self._meet.agree("restoring memory", self._restore)
+            replayed = self._meet.agree("restoring memory", self._restore)
         except Exception:
             self._withdraw()
             raise
         self.end()
+        self._runner.suspended = False
+        if replayed:
+            warnings.warn(f"graphar: {REPLAYED}", RuntimeWarning, stacklevel=4)  # the caller of Communicator.resume
 
-    def _restore(self) -> None:
+    def _restore(self) -> bool:
+        """Writes what memory must hold, and clears the records; returns whether a kernel has written one."""
         self._runner.kernels.arm()
         for buffer, kept in zip(self._runner.symmetric.buffers, self._kept, strict=False):
             for member in self._runner.members:
                 with on_device(member.device):
                     host = kept[member.rank]
                     call(driver.cuMemcpyHtoD, buffer.pointers[member.rank], host.data_ptr(), buffer.nbytes)
-        if [member.clear_record() for member in self._runner.members].count(True):
-            warnings.warn(f"graphar: {REPLAYED}", RuntimeWarning, stacklevel=2)
-        self._runner.suspended = False
+        return sum(member.clear_record() for member in self._runner.members) > 0  # clears all, where any() may not
 
     def end(self) -> None:
         """Drops the guard and kept tensors; for a runner that was resumed, or is closed."""
