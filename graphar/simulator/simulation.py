@@ -8,7 +8,7 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +25,7 @@ from graphar.runtime.compiler import source_directory
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours
-_BAD_CASE = 3  # the exit status with which simulator/run.cpp says so
+_BAD_CASE = 3  # the exit status with which sources/run.cpp says so
 ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:history_size=4",
     "ASAN_OPTIONS": "detect_stack_use_after_return=0:exitcode=66:detect_leaks=0",
@@ -35,14 +35,6 @@ ENVIRONMENT = {
 
 class KernelFailure(AssertionError):
     """A sanitizer reported an error, or the threads waited for one another for ever."""
-
-
-def notices(run: Callable[[], object]) -> bool:
-    """Whether a run of kernels that have a mistake finds something wrong, or fails."""
-    try:
-        return bool(run())
-    except KernelFailure:
-        return True
 
 
 @dataclass(frozen=True)
@@ -297,7 +289,7 @@ def _included(file: str) -> set[str]:
 
 
 class _Case(ctypes.Structure):
-    """Mirrors Case in simulator/run.cpp."""
+    """Mirrors Case in sources/run.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
@@ -307,7 +299,7 @@ class _Case(ctypes.Structure):
 
 
 class _Outcome(ctypes.Structure):
-    """Mirrors the first bytes of a rank that write_results in simulator/run.cpp writes."""
+    """Mirrors the first bytes of a rank that write_results in sources/run.cpp writes."""
 
     _fields_ = [
         *((name, Record) for name in ("record", "seen")),
@@ -316,7 +308,7 @@ class _Outcome(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """Mirrors Call in simulator/run.cpp."""
+    """Mirrors Call in sources/run.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("kernel", "threads", "shared_nbytes", "capacity", "chunk")),

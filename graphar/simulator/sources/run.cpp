@@ -1,5 +1,5 @@
 // Runs a case: calls of one algorithm's kernels on every rank. Reads it from the first file, writes what came out to the
-// second; tests/host/simulate.py makes the one and reads the other. Exits with 0 if every call came to an end.
+// second; simulation.py makes the one and reads the other. Exits with 0 if every call came to an end.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace {
 
-// Mirrored in tests/host/simulate.py.
+// Mirrored in simulation.py.
 struct Case {
   u32 world_size, calls, fill, epoch, has_pad;
   u32 busy, aborted;  // whether other calls already run, and whether a call of another algorithm has given up

@@ -1,6 +1,6 @@
 // The host's twin of cuda_src/device/ptx/tma.cuh: bulk copies that are carried out later, and mbarriers that count them.
 //
-// The async proxy has a view for shared memory and one for global memory (simulator/views.hpp), so ThreadSanitizer
+// The async proxy has a view for shared memory and one for global memory (sources/views.hpp), so ThreadSanitizer
 // reports a copy that no fence precedes.
 #pragma once
 #include "device/ptx/ptx.cuh"
@@ -164,7 +164,7 @@ inline void store_async_in_cluster(Pack* here, u32 block, const Pack& p, Mbarrie
   after_access();
 }
 
-// Counts, in the memory itself, how often each 16 bytes were to be brought into L2 (run.cpp).
+// Counts, in the memory itself, how often each 16 bytes were to be brought into L2 (sources/run.cpp).
 inline void prefetch_to_l2(const void* from, u32 nbytes) {
   for (u32 at = 0; at < nbytes; at += sizeof(Pack))
     __atomic_fetch_add(static_cast<u32*>(const_cast<void*>(from)) + at / sizeof(u32), 1, __ATOMIC_RELAXED);

@@ -1,6 +1,6 @@
 // The host's twin of cuda_src/device/ptx/multimem.cuh: the switch's arithmetic over the ranks' memory, in rank order.
 //
-// Accesses by a multicast address and by a rank's own address have different views (simulator/views.hpp), so
+// Accesses by a multicast address and by a rank's own address have different views (sources/views.hpp), so
 // ThreadSanitizer reports two of them without a fence between.
 #pragma once
 #include "device/pack.cuh"

@@ -1,4 +1,4 @@
-// The host's twin of cuda_src/device/ptx/ptx.cuh: the same functions with the same meaning, for g++, on simulator/.
+// The host's twin of cuda_src/device/ptx/ptx.cuh: the same functions with the same meaning, for g++, on sources/.
 //
 // Ordered accesses are the host's atomics of that order. By them alone ThreadSanitizer knows the order of accesses.
 // Relaxed stores become visible late, word by word and in any order. Asynchronous copies are carried out late, too.
