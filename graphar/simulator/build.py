@@ -1,25 +1,18 @@
-"""Compiles kernels for the CPU with g++: cuda_src as it is, but for the files in twin/, which stand in for the PTX."""
+"""Builds programs that run kernels: cuda_src as it is, but for the files in twin/, which stand in for the PTX."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
 import platform
-import re
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from graphar.plan.algorithms import TUPLE_VARIANT
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
+from graphar.simulator.compiler import check_libraries, compile_file, has_library
 
 HERE = Path(__file__).parent
-CACHE = HERE.parents[1] / "build" / "host"
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-clobbered")
 FLAGS = ("-std=c++20", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS)
 FLAGS += ("-mf16c",) if platform.machine() == "x86_64" else ()  # converts halves by an instruction, not by a call
@@ -31,6 +24,7 @@ SANITIZERS = {
     "thread": ("-O1", "-fsanitize=thread", "-Wno-tsan"),
     "address": ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
 }
+LIBRARIES = {"plain": (), "thread": ("libtsan",), "address": ("libasan", "libubsan")}
 # Functions of ThreadSanitizer that give way to those of sources/views.cpp.
 _WRAPPED = ("21MmapOrDieOnFatalErrorEmPKc", "10UnmapOrDieEPvm", "15internal_memsetEPvim")
 
@@ -57,14 +51,6 @@ class Mutation:
         return text.replace(self.old, self.new)
 
 
-def compiler() -> str:
-    """The C++ compiler, or an error that says what to install."""
-    found = os.environ.get("CXX") or shutil.which("g++")
-    if not found:
-        raise RuntimeError("the kernels need g++ 12 or newer to run on the host: install it (Debian: apt install g++)")
-    return found
-
-
 @functools.cache
 def build(
     sources: tuple[KernelSource, ...],
@@ -79,23 +65,27 @@ def build(
         sanitizer: one of SANITIZERS.
         mutations: replacements of text in files of cuda_src.
         folder: more files beside those of cuda_src, which ``sources`` and files may name.
+
+    Raises:
+        UnsupportedError: there is no g++ 12 or newer, or it lacks a sanitizer's library.
+        CompileError: a source does not compile.
     """
+    check_libraries(LIBRARIES[sanitizer])
     (file,) = {source.file for source in sources}
     files = _files(mutations, folder)
     files["kernels.cpp"] = f'#include "first.hpp"\n#include "{file}"\n#include "kernels.hpp"\n{_table(sources)}'
     flags = (*FLAGS, *SANITIZERS[sanitizer])
-    linked = {f"{name}.o": _compile(files, f"{name}.cpp", (*UNOBSERVED, "-c")) for name in ("scheduler", "views")}
-    linked["run.o"] = _compile(files, "run.cpp", (*flags, "-c"))
-    precompiled = {"first.hpp.gch": _compile(files, "first.hpp", (*flags, "-x", "c++-header"))}
+    linked = {f"{name}.o": compile_file(files, f"{name}.cpp", (*UNOBSERVED, "-c")) for name in ("scheduler", "views")}
+    linked["run.o"] = compile_file(files, "run.cpp", (*flags, "-c"))
+    precompiled = {"first.hpp.gch": compile_file(files, "first.hpp", (*flags, "-x", "c++-header"))}
     options = (*flags, *(_options_of_fibers() if sanitizer == "thread" else ()), *linked)
-    return _compile(files, "kernels.cpp", options, precompiled | linked)
+    return compile_file(files, "kernels.cpp", options, precompiled | linked)
 
 
 @functools.cache
 def _options_of_fibers() -> tuple[str, ...]:
     """Options with which ThreadSanitizer's fibers take less time, where its library can be linked statically."""
-    command = [compiler(), "-print-file-name=libtsan.a"]
-    if not Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()).is_absolute():
+    if not has_library("libtsan.a"):
         return ()
     return ("-static-libtsan", *(f"-Wl,--wrap=_ZN11__sanitizer{name}" for name in _WRAPPED))
 
@@ -113,48 +103,18 @@ def _in_table(source: KernelSource) -> str:
         return f"with_norm_gradients<{source.name}>"
     if source.file.startswith("norm/"):
         return f"with_norm<{source.name}, {str('static_fp8' in source.name).lower()}>"
-    return f"with_tuple<{source.name}>" if TUPLE_VARIANT in source.name else source.name
+    return f"with_tuple<{source.name}>" if str(TUPLE_VARIANT) in source.name else source.name
 
 
 def _files(mutations: tuple[Mutation, ...], folder: Path | None) -> dict[str, str]:
     """The texts of the simulator and of cuda_src by file name. Twins replace their originals."""
     cuda_src = source_directory()
     files = {str(path.relative_to(cuda_src)): path.read_text() for path in cuda_src.rglob("*.cu*")}
-    for change in mutations:
-        files[change.file] = change.apply(files[change.file])
     files |= {f"device/{path.relative_to(HERE / 'twin')}": path.read_text() for path in (HERE / "twin").rglob("*.cuh")}
     for one in (HERE / "sources", folder) if folder else (HERE / "sources",):
         files |= {path.name: path.read_text() for path in one.iterdir()}
+    for change in mutations:
+        if change.file not in files:
+            raise ValueError(f"there is no {change.file} in {cuda_src}")
+        files[change.file] = change.apply(files[change.file])
     return files
-
-
-def _with_included(files: dict[str, str], name: str) -> dict[str, str]:
-    """A file and all files that it includes, directly or not."""
-    found, left = {}, [name]
-    while left:
-        name = left.pop()
-        if name not in found:
-            found[name] = files[name]
-            left += re.findall(r'^ *# *include "(.+)"', files[name], re.MULTILINE)
-    return found
-
-
-def _compile(files: dict[str, str], name: str, options: Sequence[str], made: Mapping[str, Path] | None = None) -> Path:
-    """The compiler's output for a file, cached. ``made``: earlier outputs that the file needs, by name."""
-    command, needed, made = [compiler(), *options, "-I.", name], _with_included(files, name), made or {}
-    texts = [*command, *map("\0".join, sorted(needed.items())), *(f"{link} {path}" for link, path in made.items())]
-    kept = CACHE / hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
-    if kept.exists():
-        return kept
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-        for path, text in needed.items():
-            Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
-            Path(folder, path).write_text(text)
-        for link, path in made.items():
-            Path(folder, link).symlink_to(path)
-        done = subprocess.run([*command, "-o", "made"], cwd=folder, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-        Path(folder, "made").replace(kept)
-    return kept
