@@ -75,7 +75,8 @@ def build(
     files = _files(mutations, folder)
     files["kernels.cpp"] = f'#include "first.hpp"\n#include "{file}"\n#include "kernels.hpp"\n{_table(sources)}'
     flags = (*FLAGS, *SANITIZERS[sanitizer])
-    linked = {f"{name}.o": compile_file(files, f"{name}.cpp", (*UNOBSERVED, "-c")) for name in ("scheduler", "views")}
+    unobserved = ("scheduler", "steps", "views")
+    linked = {f"{name}.o": compile_file(files, f"{name}.cpp", (*UNOBSERVED, "-c")) for name in unobserved}
     linked["run.o"] = compile_file(files, "run.cpp", (*flags, "-c"))
     precompiled = {"first.hpp.gch": compile_file(files, "first.hpp", (*flags, "-x", "c++-header"))}
     options = (*flags, *(_options_of_fibers() if sanitizer == "thread" else ()), *linked)

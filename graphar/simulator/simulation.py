@@ -1,4 +1,4 @@
-"""Runs calls of a kernel on the host, at any number of ranks, and gives back what every rank got."""
+"""Runs calls of a kernel on the CPU, at any number of ranks, and gives back what every rank got."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from graphar.errors import GrapharError, UnsupportedError
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
@@ -33,8 +34,19 @@ ENVIRONMENT = {
 }
 
 
-class KernelFailure(AssertionError):
-    """A sanitizer reported an error, or the threads waited for one another for ever."""
+class KernelFailure(GrapharError):
+    """A sanitizer reported an error, or the threads waited for one another for ever.
+
+    Attributes:
+        step: the number of the scheduler's step at which the run ended.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message, step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,8 @@ class Outcome:
         released_polls: how often a thread looked for a peer's data after it had released the next kernel.
         sent_nbytes: bytes that the rank stored into the scratch of others, but for flags that release something.
         scratch_hashes: of the scratch after each call with an absent rank.
+        gave_up_at: the number of the scheduler's step at which the record got a kind; 0 if it has none.
+        ended_at: the same by call, for the end of this rank's kernel.
     """
 
     results: list[torch.Tensor]
@@ -121,6 +135,8 @@ class Outcome:
     released_polls: int
     sent_nbytes: int
     scratch_hashes: tuple[int, ...]
+    gave_up_at: int
+    ended_at: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -156,23 +172,45 @@ class Simulation:
     environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """The outcome of every rank.
+        """Returns the outcome of every rank.
 
         Raises:
             KernelFailure: a sanitizer found something, or the kernels did not end.
+            UnsupportedError: ThreadSanitizer cannot run on this machine.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            case, found = Path(folder, "case"), Path(folder, "found")
-            case.write_bytes(self._encode(calls))
-            command = [str(self.program), str(case), str(found)]
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=self.environment
+        done, found, step = self._execute(calls)
+        if "unexpected memory mapping" in done.stderr:
+            raise UnsupportedError(
+                "ThreadSanitizer cannot run with so random addresses: `sysctl vm.mmap_rnd_bits=28`, or `setarch -R`"
             )
-            if reason := _unusable(done):
-                raise RuntimeError(reason)
-            if done.returncode:
-                raise KernelFailure(f"seed {self.seed}: exit status {done.returncode}\n{done.stderr[:6000]}")
-            return self._decode(found.read_bytes(), calls)
+        if done.returncode == _BAD_CASE:
+            raise RuntimeError(f"the case was not understood: {done.stderr}")
+        if done.returncode:
+            raise KernelFailure(f"exit status {done.returncode}\n{done.stderr[:6000]}", step)
+        return self._decode(found, calls)
+
+    def last_steps(self, calls: Sequence[Call], step: int) -> str:
+        """Returns what the threads of each rank did last before a step of the scheduler, in words.
+
+        The seed repeats the run up to there. Threads that wait, or that look for something again and again, come last.
+        """
+        done, _, _ = self._execute(calls, str(step))
+        return done.stderr
+
+    def _execute(self, calls: Sequence[Call], *arguments: str) -> tuple[subprocess.CompletedProcess[str], bytes, int]:
+        """Runs the program. Returns how it ended, what it found, and its last step."""
+        with tempfile.TemporaryDirectory() as folder:
+            case, found, step = (Path(folder, name) for name in ("case", "found", "step"))
+            case.write_bytes(self._encode(calls))
+            command = [str(self.program), str(case), str(found), str(step), *arguments]
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=self.environment
+                )
+            except subprocess.TimeoutExpired:
+                done = subprocess.CompletedProcess(command, -1, "", f"stuck: no end within {TIMEOUT_S:g} s\n")
+            number = int.from_bytes(step.read_bytes(), "little") if step.exists() else 0
+            return done, found.read_bytes() if found.exists() else b"", number
 
     def _encode(self, calls: Sequence[Call]) -> bytes:
         largest = max(max(x.nbytes for x in call.inputs) + call.offset for call in calls)
@@ -242,6 +280,8 @@ class Simulation:
         for rank in list(range(self.world_size)) * self.communicators:
             head = _Outcome.from_buffer_copy(raw, at)
             at += ctypes.sizeof(_Outcome)
+            ended_at = struct.unpack_from(f"{len(calls)}Q", raw, at)
+            at += 8 * len(calls)
             hashes = struct.unpack_from(f"{failing}Q", raw, at)
             at += 8 * failing
             results = []
@@ -250,7 +290,7 @@ class Simulation:
                 results.append(torch.frombuffer(result, dtype=torch.uint8) if result else _NONE)
                 at += len(result)
             counts = head.broken_guards, head.unmarked_polls, head.released_polls, head.sent_nbytes
-            outcomes.append(Outcome(results, head.record, head.seen, *counts, hashes))
+            outcomes.append(Outcome(results, head.record, head.seen, *counts, hashes, head.gave_up_at, ended_at))
         return outcomes
 
 
@@ -265,13 +305,6 @@ def _padded(x: torch.Tensor | int | None) -> bytes:
 
 def _place(operand: int | None) -> int:
     return (1 << 64) - 1 if operand is None else 1 << 63 | operand
-
-
-def _unusable(done: subprocess.CompletedProcess) -> str:
-    """Why a failure says nothing about the kernels; an empty string if it does."""
-    if "unexpected memory mapping" in done.stderr:
-        return "ThreadSanitizer cannot run with so random addresses: `sysctl vm.mmap_rnd_bits=28`, or `setarch -R`"
-    return f"the case was not understood: {done.stderr}" if done.returncode == _BAD_CASE else ""
 
 
 _NONE = torch.empty(0, dtype=torch.uint8)
@@ -304,6 +337,7 @@ class _Outcome(ctypes.Structure):
     _fields_ = [
         *((name, Record) for name in ("record", "seen")),
         *((name, ctypes.c_uint32) for name in ("broken_guards", "unmarked_polls", "released_polls", "sent_nbytes")),
+        ("gave_up_at", ctypes.c_uint64),
     ]
 
 

@@ -26,10 +26,12 @@ inline Pack multimem_load_sum(T, const Pack* address) {
     sum.word[w] = T::round(total);
     after_access();
   }
+  note_load("multimem_load_sum", address, sum);
   return sum;
 }
 
 inline void multimem_store(Pack* address, const Pack& p) {
+  note_store("multimem_store", address, p);
   for (size_t rank = 0; rank < multicast.scratch.size(); ++rank) {
     for (int w = 0; w < 4; ++w)
       store_as(simulator::view(simulator::alias), &on_rank(rank, address)->word[w], p.word[w]);

@@ -70,6 +70,7 @@ class Mbarrier {
   bool try_wait(u32 phase) const {
     const bool has_ended = arrivals_ && (ended_ & 1) != (phase & 1);
     if (has_ended) acquire(order_[phase % 2]);
+    simulator::note(simulator::Step::load, has_ended ? "an ended try_wait" : "try_wait", this);
     after_load();
     return has_ended;
   }
@@ -132,6 +133,7 @@ void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& loaded) {
                                       .written = simulator::async_shared,
                                       .mbarrier = &loaded,
                                       .complete = Mbarrier::complete});
+  simulator::note(simulator::Step::load, "bulk_load", global);
   after_access();
 }
 
@@ -146,6 +148,7 @@ void bulk_store(void* global, const void* shared, u32 nbytes) {
                                       .read = simulator::async_shared,
                                       .written = simulator::async_global,
                                       .group = simulator::self().copy_groups});
+  simulator::note(simulator::Step::store, "bulk_store", global);
   after_access();
 }
 
