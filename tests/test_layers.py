@@ -25,6 +25,7 @@ LAYERS = (
     ("matmul",),
     ("ops",),
     ("graph",),
+    ("simulator",),
     ("communicator", "nn"),
     ("integrations",),
     ("fsdp",),

@@ -52,7 +52,7 @@ TILE_LARGEST_SPARING_NBYTES = 1152  # of codecs with a sentinel: one fp32 number
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that scratch is computed from. The simulation in tests/host uses smaller ones."""
+    """The sizes that scratch is computed from. The simulator uses smaller ones."""
 
     # The largest tensor of one_shot_push and allreduce_rmsnorm_one_shot, for 3 or more ranks.
     pushed_nbytes: int = 1 * MIB
@@ -63,7 +63,7 @@ class Sizes:
     skinny_nbytes: int = 2 * MIB  # the largest result of a skinny matmul
     pipeline_chunk: int = 2048  # packs in a slot of two_shot_pipelined
     pipeline_blocks: int = 132  # blocks that have slots
-    # Channels of a block of two_shot_tma. The simulation also changes the kernel's constant.
+    # Channels of a block of two_shot_tma. tests/host also changes the kernel's constant.
     tma_channels: int = TMA_CHANNELS
     tma_channel_nbytes: int = 48 << 10  # shared memory of a channel, which holds a piece of each rank
     lossless_chunk: int = 16  # tiles in a slot of an algorithm that compresses

@@ -3,8 +3,8 @@
 Trust: a cubin runs with the user's rights. A directory or an entry is used only if it belongs to the user, and if
 neither group nor world may write it. Without a directory to trust, kernels stay in memory.
 
-Folders beside the kernels hold files that the user may read and edit, such as tuning tables. They are trusted by the
-same rules.
+Folders beside the kernels hold files that the user may read and edit, such as tuning tables, and the programs of
+graphar.simulator. They are trusted by the same rules.
 
 Format: an entry is a file named by its key. It holds a line with the key and the content's hash, then the content. It
 is written to a temporary file and renamed, so any number of processes may load and store at once; the last store wins.
@@ -67,13 +67,19 @@ def store_file(folder: str, name: str, content: bytes) -> Path:
 
     OSError if the file cannot be written, or there is no directory to trust.
     """
+    path = folder_of(folder) / name
+    _replace(path, content)
+    return path
+
+
+def folder_of(name: str) -> Path:
+    """Returns a folder of the cache, made if missing. OSError if there is no directory to trust, or it is not."""
     directory = _directory()
     if directory is None:
         raise PermissionError("there is no cache directory to trust")
-    path = directory / folder / name
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    _check(path.parent)
-    _replace(path, content)
+    path = directory / name
+    path.mkdir(mode=0o700, exist_ok=True)
+    _check(path)
     return path
 
 

@@ -1,69 +1,14 @@
-"""Compiles kernels for the host: cuda_src as it is, but for the files in twin/, which stand in for the PTX."""
+"""Programs of the simulator for tests: kernels with small constants, and programs that run parts of kernels alone."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import os
-import platform
-import re
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from graphar.plan.algorithms import TUPLE_VARIANT
 from graphar.runtime.catalogue import KernelSource
-from graphar.runtime.compiler import source_directory
+from graphar.simulator import build as simulator
+from graphar.simulator.build import Mutation
 
-HERE = Path(__file__).parent
-CACHE = HERE.parents[1] / "build" / "host"
-WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-clobbered")
-FLAGS = ("-std=c++20", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS)
-FLAGS += ("-mf16c",) if platform.machine() == "x86_64" else ()  # converts halves by an instruction, not by a call
-UNOBSERVED = ("-std=c++20", "-O2", *WARNINGS)
-# -Og compiles in half the time, but has the views of a thread (simulator/views.hpp) pass things to one another on its
-# stack, which ThreadSanitizer takes for races.
-SANITIZERS = {
-    "plain": ("-Og",),
-    "thread": ("-O1", "-fsanitize=thread", "-Wno-tsan"),
-    "address": ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
-}
-# Functions of ThreadSanitizer that give way to those of simulator/views.cpp.
-_WRAPPED = ("21MmapOrDieOnFatalErrorEmPKc", "10UnmapOrDieEPvm", "15internal_memsetEPvim")
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """A replacement of text in a file of cuda_src.
-
-    Attributes:
-        file: path below cuda_src, such as "device/sync/sentinel.cuh".
-        old: the text to replace.
-        new: its replacement.
-        times: how often the old text occurs.
-    """
-
-    file: str
-    old: str
-    new: str
-    times: int = 1
-
-    def apply(self, text: str) -> str:
-        if text.count(self.old) != self.times:
-            raise ValueError(f"{self.file}: {self.old!r} stands there {text.count(self.old)} times, not {self.times}")
-        return text.replace(self.old, self.new)
-
-
-def compiler() -> str:
-    """The C++ compiler, or an error that says what to install."""
-    found = os.environ.get("CXX") or shutil.which("g++")
-    if not found:
-        raise RuntimeError("the kernels need g++ 12 or newer to run on the host: install it (Debian: apt install g++)")
-    return found
-
+PROGRAMS = Path(__file__).parent / "programs"
 
 # A block of 640 threads takes the sanitizers too long: two channels instead of four.
 TMA_CHANNELS = 2
@@ -92,83 +37,6 @@ _SMALLER = (
 )
 
 
-@functools.cache
 def build(sources: tuple[KernelSource, ...], sanitizer: str, *mutations: Mutation | None) -> Path:
-    """The program that runs ``sources``, kernels of one file. A case names a kernel by its index in them."""
-    (file,) = {source.file for source in sources}
-    files = _files(mutations)
-    files["kernels.cpp"] = f'#include "first.hpp"\n#include "{file}"\n#include "kernels.hpp"\n{_table(sources)}'
-    flags = (*FLAGS, *SANITIZERS[sanitizer])
-    linked = {f"{name}.o": _compile(files, f"{name}.cpp", (*UNOBSERVED, "-c")) for name in ("scheduler", "views")}
-    linked["run.o"] = _compile(files, "run.cpp", (*flags, "-c"))
-    precompiled = {"first.hpp.gch": _compile(files, "first.hpp", (*flags, "-x", "c++-header"))}
-    options = (*flags, *(_options_of_fibers() if sanitizer == "thread" else ()), *linked)
-    return _compile(files, "kernels.cpp", options, precompiled | linked)
-
-
-@functools.cache
-def _options_of_fibers() -> tuple[str, ...]:
-    """Options with which ThreadSanitizer's fibers take less time, where its library can be linked statically."""
-    command = [compiler(), "-print-file-name=libtsan.a"]
-    if not Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()).is_absolute():
-        return ()
-    return ("-static-libtsan", *(f"-Wl,--wrap=_ZN11__sanitizer{name}" for name in _WRAPPED))
-
-
-def _table(sources: tuple[KernelSource, ...]) -> str:
-    """The C++ text of the kernels' epilogues, and a table of the kernels."""
-    generated = "".join(dict.fromkeys(source.generated for source in sources))
-    names = ", ".join(f"&{_in_table(source)}" for source in sources)
-    return f"{generated}void (*const kernels[])(Arguments) = {{{names}}};\n"
-
-
-def _in_table(source: KernelSource) -> str:
-    """The name of a kernel, or of a function of Arguments that gives it the arguments it takes (kernels.hpp)."""
-    if source.file == "norm/residual_rmsnorm_backward.cu":
-        return f"with_norm_gradients<{source.name}>"
-    if source.file.startswith("norm/"):
-        return f"with_norm<{source.name}, {str('static_fp8' in source.name).lower()}>"
-    return f"with_tuple<{source.name}>" if TUPLE_VARIANT in source.name else source.name
-
-
-def _files(mutations: Sequence[Mutation | None]) -> dict[str, str]:
-    """The texts of the simulator and of cuda_src by file name. Twins replace their originals."""
-    sources = source_directory()
-    files = {str(path.relative_to(sources)): path.read_text() for path in sources.rglob("*.cu*")}
-    for change in (*_SMALLER, *mutations):
-        if change:
-            files[change.file] = change.apply(files[change.file])
-    files |= {f"device/{path.relative_to(HERE / 'twin')}": path.read_text() for path in (HERE / "twin").rglob("*.cuh")}
-    return files | {path.name: path.read_text() for path in (HERE / "simulator").iterdir()}
-
-
-def _with_included(files: dict[str, str], name: str) -> dict[str, str]:
-    """A file and all files that it includes, directly or not."""
-    found, left = {}, [name]
-    while left:
-        name = left.pop()
-        if name not in found:
-            found[name] = files[name]
-            left += re.findall(r'^ *# *include "(.+)"', files[name], re.MULTILINE)
-    return found
-
-
-def _compile(files: dict[str, str], name: str, options: Sequence[str], made: Mapping[str, Path] | None = None) -> Path:
-    """The compiler's output for a file, cached. ``made``: earlier outputs that the file needs, by name."""
-    command, needed, made = [compiler(), *options, "-I.", name], _with_included(files, name), made or {}
-    texts = [*command, *map("\0".join, sorted(needed.items())), *(f"{link} {path}" for link, path in made.items())]
-    kept = CACHE / hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
-    if kept.exists():
-        return kept
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-        for path, text in needed.items():
-            Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
-            Path(folder, path).write_text(text)
-        for link, path in made.items():
-            Path(folder, link).symlink_to(path)
-        done = subprocess.run([*command, "-o", "made"], cwd=folder, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-        Path(folder, "made").replace(kept)
-    return kept
+    """The program that runs ``sources``, kernels of one file of cuda_src or of programs/, with small constants."""
+    return simulator.build(sources, sanitizer, (*_SMALLER, *filter(None, mutations)), PROGRAMS)

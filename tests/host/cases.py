@@ -19,9 +19,9 @@ from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES, Scratch, Sizes
 from graphar.plan.work import MAX_TENSORS
 from graphar.runtime.catalogue import KERNELS, KernelSource, kernel_source
+from graphar.simulator.simulation import Call, Outcome, Simulation
 from tests.cases import FLOAT_FILLS, far_apart, in_turns, left_after_scatter
 from tests.host.build import TMA_CHANNELS
-from tests.host.simulate import Call, Outcome, Simulation
 
 WORLD_SIZES = (2, 3, 4, 5, 8)
 CALLS = 6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphar.plan.algorithms import Algorithm
-from tests.host.build import Mutation
+from graphar.simulator.build import Mutation
 from tests.host.mutant import Mutant, mutant
 
 PACK = "device/pack.cuh"

@@ -1,4 +1,4 @@
-"""Operands of matmuls on the host, as the simulations in simulator/one_matmul*.cu take them."""
+"""Operands of matmuls on the host, as the simulations in programs/one_matmul*.cu take them."""
 
 from __future__ import annotations
 

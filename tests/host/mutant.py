@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphar.plan.algorithms import Algorithm
-from tests.host.build import Mutation
+from graphar.simulator.build import Mutation
+from graphar.simulator.simulation import KernelFailure
 
 
 @dataclass(frozen=True)
@@ -29,3 +31,11 @@ class Mutant:
 
 def mutant(name: str, file: str, old: str, new: str, algorithm: str, sanitizer: str = "plain", world_size: int = 3):
     return Mutant(name, Mutation(file, old, new), Algorithm(algorithm), sanitizer, world_size)
+
+
+def notices(run: Callable[[], object]) -> bool:
+    """Whether a run of kernels that have a mistake finds something wrong, or fails."""
+    try:
+        return bool(run())
+    except KernelFailure:
+        return True

@@ -19,10 +19,12 @@ from graphar.plan.scratch import SIGNAL_PAD_NBYTES, Scratch, gathered_flags
 from graphar.plan.tiles import MatmulTile
 from graphar.runtime.catalogue import SCALE_FORMATS, KernelSource
 from graphar.runtime.compiler import source_directory
-from tests.host.build import UNIT_PACKS, Mutation, build
+from graphar.simulator.build import Mutation
+from graphar.simulator.simulation import Call, Simulation
+from tests.host.build import UNIT_PACKS, build
 from tests.host.cases import first_epoch
 from tests.host.matmul_operands import aligned_rows, wrong_elements
-from tests.host.simulate import Call, Simulation, notices
+from tests.host.mutant import notices
 from tests.host.test_matmul_scaled import Integers, RandomData, scales_of, stored
 
 pytestmark = pytest.mark.host

@@ -14,11 +14,11 @@ from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES, SENTINEL, Scratch
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.runtime.catalogue import kernel_source
+from graphar.simulator.simulation import Call, Simulation
 from tests.host import cases, test_matmul_partials, test_matmul_skinny
 from tests.host.build import build
 from tests.host.cases import scratch_of
 from tests.host.matmul_operands import packed
-from tests.host.simulate import Call, Simulation
 from tests.host.test_matmul_tiles import REDUCE, SCATTER, dtype_of
 
 pytestmark = pytest.mark.host

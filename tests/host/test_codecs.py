@@ -14,9 +14,9 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import Scratch
 from graphar.runtime.catalogue import KernelSource
+from graphar.simulator.simulation import Call, Simulation
 from tests.cases import bit_patterns, normal
 from tests.host.build import build
-from tests.host.simulate import Call, Simulation
 
 pytestmark = pytest.mark.host
 

@@ -15,10 +15,11 @@ from graphar.numerics.epilogues.syntax import parse
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.runtime.catalogue import KERNELS, kernel_source
+from graphar.simulator.build import Mutation
+from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from tests.cases import bit_patterns, normal, same_bits
-from tests.host.build import Mutation, build
+from tests.host.build import build
 from tests.host.cases import WAYS, scratch_of
-from tests.host.simulate import Call, KernelFailure, Simulation
 
 pytestmark = pytest.mark.host
 

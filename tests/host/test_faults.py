@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from graphar.plan.algorithms import Algorithm
+from graphar.simulator.simulation import Call
 from tests.host.build import build
 from tests.host.cases import ALGORITHMS, WAYS, WORLD_SIZES, Kernels, differences, dtypes_of, first_epoch, simulate
 from tests.host.every_kernel import EVERY_KERNEL, draw, run
-from tests.host.simulate import Call
 
 pytestmark = pytest.mark.host
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from graphar.simulator.simulation import KernelFailure
 from tests.host.cases import differences
 from tests.host.every_kernel import EVERY_KERNEL, draw, run
-from tests.host.simulate import KernelFailure
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 

@@ -13,8 +13,8 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import Scratch
 from graphar.runtime.catalogue import KernelSource
+from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from tests.host.build import build
-from tests.host.simulate import Call, KernelFailure, Simulation
 
 pytestmark = pytest.mark.host
 

@@ -13,9 +13,10 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import Scratch
 from graphar.runtime.catalogue import KernelSource
+from graphar.simulator.build import Mutation
+from graphar.simulator.simulation import Call, Simulation
 from tests.cases import bit_patterns, far_apart, in_turns, normal
-from tests.host.build import Mutation, build
-from tests.host.simulate import Call, Simulation
+from tests.host.build import build
 
 pytestmark = pytest.mark.host
 

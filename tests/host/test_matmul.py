@@ -21,9 +21,10 @@ from graphar.plan.scratch import Scratch
 from graphar.plan.tiles import MatmulTile
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
-from tests.host.build import Mutation, build
+from graphar.simulator.build import Mutation
+from graphar.simulator.simulation import Call, KernelFailure, Simulation
+from tests.host.build import build
 from tests.host.matmul_operands import packed, wrong_elements
-from tests.host.simulate import Call, KernelFailure, Simulation
 
 pytestmark = pytest.mark.host
 

@@ -19,11 +19,12 @@ from graphar.plan.config import Config
 from graphar.plan.scratch import SIGNAL_PAD_NBYTES, Scratch
 from graphar.plan.tiles import LAYOUTS, MatmulTile
 from graphar.runtime.catalogue import KernelSource
+from graphar.simulator.build import Mutation
+from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from tests.cases import normal
-from tests.host.build import Mutation, build
+from tests.host.build import build
 from tests.host.cases import first_epoch
 from tests.host.matmul_operands import packed, wrong_elements
-from tests.host.simulate import Call, KernelFailure, Simulation
 from tests.host.test_matmul_tiles import EPILOGUE, MOST_THREADS, REDUCE, SCATTER, draw_blocks, dtype_of, every_algorithm
 
 pytestmark = pytest.mark.host

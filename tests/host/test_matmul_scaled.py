@@ -20,9 +20,11 @@ from graphar.plan.scratch import Scratch
 from graphar.plan.tiles import MatmulTile
 from graphar.runtime.catalogue import SCALE_FORMATS, KernelSource
 from graphar.runtime.compiler import source_directory
-from tests.host.build import Mutation, build
+from graphar.simulator.build import Mutation
+from graphar.simulator.simulation import Call, Simulation
+from tests.host.build import build
 from tests.host.matmul_operands import aligned_rows, wrong_elements
-from tests.host.simulate import Call, Simulation, notices
+from tests.host.mutant import notices
 
 pytestmark = pytest.mark.host
 

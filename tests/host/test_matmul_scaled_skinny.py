@@ -16,10 +16,12 @@ from graphar.plan.config import Config
 from graphar.plan.tiles import SkinnyTile
 from graphar.runtime.catalogue import SCALE_FORMATS, SKINNY_KERNELS, KernelSource
 from graphar.runtime.compiler import source_directory
-from tests.host.build import Mutation, build
+from graphar.simulator.build import Mutation
+from graphar.simulator.simulation import Call, Simulation
+from tests.host.build import build
 from tests.host.cases import first_epoch
 from tests.host.matmul_operands import aligned_rows, wrong_elements
-from tests.host.simulate import Call, Simulation, notices
+from tests.host.mutant import notices
 from tests.host.test_matmul_scaled import RandomData, scales_of, stored
 from tests.host.test_matmul_skinny import CAPACITY, MOST_THREADS, scratch_of
 from tests.host.test_matmul_tiles import draw_blocks, dtype_of
@@ -53,7 +55,7 @@ def drawn_operands(choices: random.Random, form: str, m: int, n: int):
 
 
 def packed(a, w, bias, scales, with_bias: bool, constant: bool, keeps_promise: bool) -> torch.Tensor:
-    """The bytes of a rank's operands, as simulator/one_scaled_skinny.hpp takes them."""
+    """The bytes of a rank's operands, as programs/one_scaled_skinny.hpp takes them."""
     in_memory = [stored(scales.a), stored(scales.w)]
     # A column that a scale has but once has no stride.
     strides = [s for one in (scales.a, scales.w) for s in (one.stride(0), one.stride(1) * scales.in_blocks)]

@@ -18,11 +18,13 @@ from graphar.plan.config import Config
 from graphar.plan.scratch import SIGNAL_PAD_NBYTES, Scratch
 from graphar.plan.tiles import MatmulTile
 from graphar.runtime.catalogue import SCALE_FORMATS, KernelSource
+from graphar.simulator.build import Mutation
+from graphar.simulator.simulation import Call, Simulation
 from tests.cases import normal
-from tests.host.build import Mutation, build
+from tests.host.build import build
 from tests.host.cases import first_epoch
 from tests.host.matmul_operands import aligned_rows, wrong_elements
-from tests.host.simulate import Call, Simulation, notices
+from tests.host.mutant import notices
 from tests.host.test_matmul_scaled import RandomData, scales_of, stored
 from tests.host.test_matmul_tiles import EPILOGUE, MOST_THREADS, REDUCE, SCATTER, draw_blocks, dtype_of, every_algorithm
 
@@ -66,7 +68,7 @@ def drawn_operands(choices: random.Random, form: str, m: int, n: int):
 
 
 def packed(a, w, bias, scales, group_rows: int, with_bias: bool) -> torch.Tensor:
-    """The bytes of a rank's operands, as simulator/one_scaled_matmul_tiles.hpp takes them."""
+    """The bytes of a rank's operands, as programs/one_scaled_matmul_tiles.hpp takes them."""
     in_memory = [stored(scales.a), stored(scales.w)]
     # A column that a scale has but once has no stride.
     strides = [s for one in (scales.a, scales.w) for s in (one.stride(0), one.stride(1) * scales.in_blocks)]

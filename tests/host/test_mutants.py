@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from graphar.simulator.simulation import KernelFailure
 from tests.host.build import build
 from tests.host.cases import Kernels, differences, draw, dtypes_of, simulate
 from tests.host.mutants import MUTANTS
-from tests.host.simulate import KernelFailure
 
 pytestmark = pytest.mark.host
 

@@ -16,10 +16,11 @@ from graphar.numerics.norms import FP8
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.runtime.catalogue import NORM_KERNELS, kernel_source
+from graphar.simulator.build import Mutation
+from graphar.simulator.simulation import Call, Simulation
 from tests.cases import bit_patterns, normal, same_bits
-from tests.host.build import NORM_SLOTS, Mutation, build
+from tests.host.build import NORM_SLOTS, build
 from tests.host.cases import scratch_of
-from tests.host.simulate import Call, Simulation
 
 pytestmark = pytest.mark.host
 
@@ -29,7 +30,7 @@ CALLS = 6
 ROW_PACKS = (1, 8, 33, 64, 130)  # up to three for each slot
 LONG_ROW_PACKS = (64, 130, 193, 256)
 ROWS = (1, 2, 5, 13)
-GUARD = 0xA5  # `guard` in simulator/run.cpp
+GUARD = 0xA5  # `guard` in graphar/simulator/sources/run.cpp
 
 
 @dataclass(frozen=True)

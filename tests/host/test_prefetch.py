@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from graphar.plan.algorithms import Algorithm, kernels_that
-from tests.host.build import Mutation, build
+from graphar.simulator.build import Mutation
+from tests.host.build import build
 from tests.host.cases import WORLD_SIZES, Kernels, differences, draw, dtypes_of, simulate
 
 pytestmark = pytest.mark.host

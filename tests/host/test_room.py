@@ -12,9 +12,9 @@ import pytest
 
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.policy import Chip
+from graphar.simulator.simulation import ENOUGH_NS
 from tests.host.cases import differences
 from tests.host.every_kernel import EVERY_KERNEL, draw, run
-from tests.host.simulate import ENOUGH_NS
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 

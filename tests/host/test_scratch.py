@@ -11,9 +11,9 @@ import torch
 from graphar.plan.algorithms import ROWS, Algorithm, rows
 from graphar.plan.scratch import Sizes
 from graphar.runtime.catalogue import NORM_KERNELS
+from graphar.simulator.simulation import _Call, _Case
 from tests.host import test_epilogues, test_norms
 from tests.host.cases import ALGORITHMS, SMALL, SMALL_ROWS, WORLD_SIZES, Kernels, draw, dtypes_of, simulate
-from tests.host.simulate import _Call, _Case
 
 pytestmark = pytest.mark.host
 

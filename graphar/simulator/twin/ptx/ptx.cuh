@@ -1,4 +1,4 @@
-// The host's twin of cuda_src/device/ptx/ptx.cuh: the same functions with the same meaning, for g++, on simulator/.
+// The host's twin of cuda_src/device/ptx/ptx.cuh: the same functions with the same meaning, for g++, on sources/.
 //
 // Ordered accesses are the host's atomics of that order. By them alone ThreadSanitizer knows the order of accesses.
 // Relaxed stores become visible late, word by word and in any order. Asynchronous copies are carried out late, too.
@@ -166,6 +166,7 @@ inline u32 block_in_cluster() { return blockIdx.x % cluster_size(); }
 
 // Waits until `all` threads have arrived at a barrier, which only counts up, and acquires what they have released.
 inline void wait_for_arrivals(const std::atomic<u32>& word, u32 all) {
+  const simulator::Waiting waiting("a barrier of the cluster, or of some warps");
   while (int(word.load(std::memory_order_relaxed) - all) < 0) {
     pump();
     simulator::step_after_load();
@@ -241,6 +242,23 @@ inline float __shfl_sync(u32, float v, int source, int width = 32) {
 // ---- loads and stores -----------------------------------------------------------------------------------------------
 
 template <class Word>
+inline void note(simulator::Step::Kind kind, const char* what, const void* address, const Word& v) {
+  u64 bits[2] = {};
+  std::memcpy(bits, &v, min(sizeof v, sizeof bits));
+  simulator::note(kind, what, address, sizeof v, bits[0], bits[1]);
+}
+
+template <class Word>
+inline void note_load(const char* what, const Word* address, const Word& v) {
+  note(simulator::Step::load, what, address, v);
+}
+
+template <class Word>
+inline void note_store(const char* what, const Word* address, const Word& v) {
+  note(simulator::Step::store, what, address, v);
+}
+
+template <class Word>
 inline Word load_word(const Word* address) {
   if (std::uint64_t own; simulator::find_own(address, own)) return Word(own);
   return __atomic_load_n(address, __ATOMIC_RELAXED);
@@ -259,12 +277,14 @@ inline void visit_words(Visit visit) {
 inline Pack load_relaxed_sys(const Pack* address) {
   Pack p;
   visit_words<4>([&](int w) { p.word[w] = load_word(&address->word[w]); });
+  note_load("load_relaxed_sys", address, p);
   after_poll();
   return p;
 }
 
 inline void store_relaxed_sys(Pack* address, const Pack& p) {
   visit_words<4>([&](int w) { simulator::post(&address->word[w], p.word[w], 4); });
+  note_store("store_relaxed_sys", address, p);
   after_access();
 }
 
@@ -275,6 +295,7 @@ Words<Count> load_relaxed_sys(const Words<Count>* address) {
     v.word[0] = load_word(&address->word[0]);
   else
     visit_words<Count>([&](int w) { v.word[w] = load_word(&address->word[w]); });
+  note_load("load_relaxed_sys", address, v);
   after_load();
   return v;
 }
@@ -285,29 +306,34 @@ void store_relaxed_sys(Words<Count>* address, const Words<Count>& v) {
     simulator::post(&address->word[0], v.word[0], 4);
   else
     visit_words<Count>([&](int w) { simulator::post(&address->word[w], v.word[w], 4); });
+  note_store("store_relaxed_sys", address, v);
   after_access();
 }
 
 inline Pair load_relaxed_sys(const Pair* address) {
   Pair p;
   visit_words<2>([&](int h) { p.half[h] = load_word(&address->half[h]); });
+  note_load("load_relaxed_sys", address, p);
   after_poll();
   return p;
 }
 
 inline void store_relaxed_sys(Pair* address, const Pair& p) {
   visit_words<2>([&](int h) { simulator::post(&address->half[h], p.half[h], 8); });
+  note_store("store_relaxed_sys", address, p);
   after_access();
 }
 
 inline u64 load_relaxed_sys(const u64* address) {
   const u64 v = load_word(address);
+  note_load("load_relaxed_sys", address, v);
   after_load();
   return v;
 }
 
 inline void store_relaxed_sys(u64* address, u64 v) {
   simulator::post(address, v, 8);
+  note_store("store_relaxed_sys", address, v);
   after_access();
 }
 
@@ -315,6 +341,7 @@ template <class Word>
 inline Word load_acquire_sys(const Word* address) {
   const Word v = __atomic_load_n(address, __ATOMIC_ACQUIRE);
   simulator::acquire_views(address);
+  note_load("load_acquire_sys", address, v);
   after_poll();
   return v;
 }
@@ -324,6 +351,7 @@ inline void store_release_sys(Word* address, std::type_identity_t<Word> v) {
   simulator::make_released_visible();
   simulator::release_views(address);
   __atomic_store_n(address, v, __ATOMIC_RELEASE);
+  note_store("store_release_sys", address, v);
   after_access();
 }
 
@@ -334,17 +362,20 @@ inline void store_release_sys_if(bool condition, u64* address, u64 v) {
 template <class Word>
 inline Word load_relaxed_gpu(const Word* address) {
   const Word v = load_word(address);
+  note_load("load_relaxed_gpu", address, v);
   after_load();
   return v;
 }
 
 inline void store_relaxed_gpu(u32* address, u32 v) {
   simulator::post(address, v, 4);
+  note_store("store_relaxed_gpu", address, v);
   after_access();
 }
 
 inline u32 add_relaxed_cta(u32* address, u32 v) {
   const u32 old = __atomic_fetch_add(address, v, __ATOMIC_RELAXED);
+  note_store("add_relaxed_cta", address, v);
   after_access();
   return old;
 }
@@ -352,6 +383,7 @@ inline u32 add_relaxed_cta(u32* address, u32 v) {
 inline u32 add_relaxed_gpu(u32* address, u32 v) {
   simulator::make_visible_at(address);
   const u32 old = __atomic_fetch_add(address, v, __ATOMIC_RELAXED);
+  note_store("add_relaxed_gpu", address, v);
   after_access();
   return old;
 }
@@ -359,6 +391,7 @@ inline u32 add_relaxed_gpu(u32* address, u32 v) {
 inline u32 exchange_relaxed_gpu(u32* address, u32 v) {
   simulator::make_visible_at(address);
   const u32 old = __atomic_exchange_n(address, v, __ATOMIC_RELAXED);
+  note_store("exchange_relaxed_gpu", address, v);
   after_access();
   return old;
 }
@@ -369,6 +402,7 @@ inline void copy_async(Pack* shared, const Pack* global) {
   auto& me = simulator::self();
   me.copies.push_back(
       {.kind = simulator::Copy::async, .to = shared, .from = global, .nbytes = sizeof(Pack), .group = me.copy_groups});
+  simulator::note(simulator::Step::load, "copy_async", global);
   after_access();
 }
 

@@ -5,8 +5,10 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
+#include "steps.hpp"
 #include "views.hpp"
 
 namespace simulator {
@@ -38,13 +40,27 @@ struct Thread {
   uint32_t copy_groups = 0;
   uint32_t kernel = 0;  // of its stream
   uint32_t block_barriers = 0, warp_barriers = 0, cluster_barriers = 0;  // it has passed, or arrived at
+  Steps steps;
+  bool waits = false;  // at what its last step names
 };
 
 Thread& self();
 
+// While it lives, the thread waits at `what`.
+class Waiting {
+ public:
+  explicit Waiting(const char* what) {
+    note(Step::wait, what);
+    self().waits = true;
+  }
+  ~Waiting() { self().waits = false; }
+  Waiting(const Waiting&) = delete;
+};
+
 // ---- time and chance ------------------------------------------------------------------------------------------------
 
 uint64_t now_ns();
+uint64_t step_number();
 uint32_t random(uint32_t below);
 
 // May let other threads run. Called once after each access that they can see.
@@ -96,14 +112,22 @@ struct Kernel {
   unsigned places = 1;         // of the GPU's that a block takes
   bool waits = true;           // false: as if it had no wait for the kernel before
   const void* given = nullptr; // what the host knows when it launches the kernel
+  int call = -1;               // its number, if its steps are told of
 };
 
 // The kernel that this thread runs.
 const Kernel& launched();
 
+enum End { complete, stuck, endless };  // stuck: all threads wait for one another; endless: after too many steps
+
 // Runs each stream's kernels in order, those of different streams at the same time; stream s is one of rank s % ranks.
-// The blocks of a rank that are under way take at most `room` places at a time. Calls `look` between any two steps. Returns false if all
-// threads wait for one another, or after too many steps.
-bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)());
+// The blocks of a rank that are under way take at most `room` places at a time. Calls `look` between any two steps.
+End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)());
+
+// ---- for the report of a failure ------------------------------------------------------------------------------------
+
+void visit_threads(const std::function<void(const Thread& thread)>& visit);  // all that have begun
+const Kernel& launched_by(const Thread& thread);
+std::string name_of_shared(const Thread& thread, const void* address);  // empty if it is not in its block's memory
 
 }  // namespace simulator

@@ -1,4 +1,4 @@
-// The kernels that a program has, in the order in which a case numbers them; tests/host/build.py writes their list.
+// The kernels that a program has, in the order in which a case numbers them; build.py writes their list.
 #pragma once
 #include <algorithm>
 

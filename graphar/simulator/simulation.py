@@ -1,4 +1,4 @@
-"""Runs calls of a kernel on the host, at any number of ranks, and gives back what every rank got."""
+"""Runs calls of a kernel on the CPU, at any number of ranks, and gives back what every rank got."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 
+from graphar.errors import GrapharError, UnsupportedError
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
@@ -25,7 +26,7 @@ from graphar.runtime.compiler import source_directory
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours
-_BAD_CASE = 3  # the exit status with which simulator/run.cpp says so
+_BAD_CASE = 3  # the exit status with which sources/run.cpp says so
 ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:history_size=4",
     "ASAN_OPTIONS": "detect_stack_use_after_return=0:exitcode=66:detect_leaks=0",
@@ -33,16 +34,19 @@ ENVIRONMENT = {
 }
 
 
-class KernelFailure(AssertionError):
-    """A sanitizer reported an error, or the threads waited for one another for ever."""
+class KernelFailure(GrapharError):
+    """A sanitizer reported an error, or the threads waited for one another for ever.
 
+    Attributes:
+        step: the number of the scheduler's step at which the run ended.
+    """
 
-def notices(run: Callable[[], object]) -> bool:
-    """Whether a run of kernels that have a mistake finds something wrong, or fails."""
-    try:
-        return bool(run())
-    except KernelFailure:
-        return True
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message, step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,8 @@ class Outcome:
         released_polls: how often a thread looked for a peer's data after it had released the next kernel.
         sent_nbytes: bytes that the rank stored into the scratch of others, but for flags that release something.
         scratch_hashes: of the scratch after each call with an absent rank.
+        gave_up_at: the number of the scheduler's step at which the record got a kind; 0 if it has none.
+        ended_at: the same by call, for the end of this rank's kernel.
     """
 
     results: list[torch.Tensor]
@@ -129,6 +135,8 @@ class Outcome:
     released_polls: int
     sent_nbytes: int
     scratch_hashes: tuple[int, ...]
+    gave_up_at: int
+    ended_at: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -166,23 +174,45 @@ class Simulation:
     environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """The outcome of every rank.
+        """Returns the outcome of every rank.
 
         Raises:
             KernelFailure: a sanitizer found something, or the kernels did not end.
+            UnsupportedError: ThreadSanitizer cannot run on this machine.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            case, found = Path(folder, "case"), Path(folder, "found")
-            case.write_bytes(self._encode(calls))
-            command = [str(self.program), str(case), str(found)]
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=self.environment
+        done, found, step = self._execute(calls)
+        if "unexpected memory mapping" in done.stderr:
+            raise UnsupportedError(
+                "ThreadSanitizer cannot run with so random addresses: `sysctl vm.mmap_rnd_bits=28`, or `setarch -R`"
             )
-            if reason := _unusable(done):
-                raise RuntimeError(reason)
-            if done.returncode:
-                raise KernelFailure(f"seed {self.seed}: exit status {done.returncode}\n{done.stderr[:6000]}")
-            return self._decode(found.read_bytes(), calls)
+        if done.returncode == _BAD_CASE:
+            raise RuntimeError(f"the case was not understood: {done.stderr}")
+        if done.returncode:
+            raise KernelFailure(f"exit status {done.returncode}\n{done.stderr[:6000]}", step)
+        return self._decode(found, calls)
+
+    def last_steps(self, calls: Sequence[Call], step: int) -> str:
+        """Returns what the threads of each rank did last before a step of the scheduler, in words.
+
+        The seed repeats the run up to there. Threads that wait, or that look for something again and again, come last.
+        """
+        done, _, _ = self._execute(calls, str(step))
+        return done.stderr
+
+    def _execute(self, calls: Sequence[Call], *arguments: str) -> tuple[subprocess.CompletedProcess[str], bytes, int]:
+        """Runs the program. Returns how it ended, what it found, and its last step."""
+        with tempfile.TemporaryDirectory() as folder:
+            case, found, step = (Path(folder, name) for name in ("case", "found", "step"))
+            case.write_bytes(self._encode(calls))
+            command = [str(self.program), str(case), str(found), str(step), *arguments]
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=self.environment
+                )
+            except subprocess.TimeoutExpired:
+                done = subprocess.CompletedProcess(command, -1, "", f"stuck: no end within {TIMEOUT_S:g} s\n")
+            number = int.from_bytes(step.read_bytes(), "little") if step.exists() else 0
+            return done, found.read_bytes() if found.exists() else b"", number
 
     def _encode(self, calls: Sequence[Call]) -> bytes:
         largest = max(max(x.nbytes for x in call.inputs) + call.offset for call in calls)
@@ -253,6 +283,8 @@ class Simulation:
         for rank in list(range(self.world_size)) * self.communicators:
             head = _Outcome.from_buffer_copy(raw, at)
             at += ctypes.sizeof(_Outcome)
+            ended_at = struct.unpack_from(f"{len(calls)}Q", raw, at)
+            at += 8 * len(calls)
             hashes = struct.unpack_from(f"{failing}Q", raw, at)
             at += 8 * failing
             results = []
@@ -261,7 +293,7 @@ class Simulation:
                 results.append(torch.frombuffer(result, dtype=torch.uint8) if result else _NONE)
                 at += len(result)
             counts = head.broken_guards, head.unmarked_polls, head.released_polls, head.sent_nbytes
-            outcomes.append(Outcome(results, head.record, head.seen, *counts, hashes))
+            outcomes.append(Outcome(results, head.record, head.seen, *counts, hashes, head.gave_up_at, ended_at))
         return outcomes
 
 
@@ -276,13 +308,6 @@ def _padded(x: torch.Tensor | int | None) -> bytes:
 
 def _place(operand: int | None) -> int:
     return (1 << 64) - 1 if operand is None else 1 << 63 | operand
-
-
-def _unusable(done: subprocess.CompletedProcess) -> str:
-    """Why a failure says nothing about the kernels; an empty string if it does."""
-    if "unexpected memory mapping" in done.stderr:
-        return "ThreadSanitizer cannot run with so random addresses: `sysctl vm.mmap_rnd_bits=28`, or `setarch -R`"
-    return f"the case was not understood: {done.stderr}" if done.returncode == _BAD_CASE else ""
 
 
 _NONE = torch.empty(0, dtype=torch.uint8)
@@ -300,7 +325,7 @@ def _included(file: str) -> set[str]:
 
 
 class _Case(ctypes.Structure):
-    """Mirrors Case in simulator/run.cpp."""
+    """Mirrors Case in sources/run.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
@@ -310,16 +335,17 @@ class _Case(ctypes.Structure):
 
 
 class _Outcome(ctypes.Structure):
-    """Mirrors the first bytes of a rank that write_results in simulator/run.cpp writes."""
+    """Mirrors the first bytes of a rank that write_results in sources/run.cpp writes."""
 
     _fields_ = [
         *((name, Record) for name in ("record", "seen")),
         *((name, ctypes.c_uint32) for name in ("broken_guards", "unmarked_polls", "released_polls", "sent_nbytes")),
+        ("gave_up_at", ctypes.c_uint64),
     ]
 
 
 class _Call(ctypes.Structure):
-    """Mirrors Call in simulator/run.cpp."""
+    """Mirrors Call in sources/run.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("kernel", "threads", "shared_nbytes", "capacity", "chunk")),

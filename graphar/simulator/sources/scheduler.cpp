@@ -83,6 +83,7 @@ void* scheduler_asan;
 const void* scheduler_stack;
 size_t scheduler_stack_nbytes;
 uint64_t steps;
+Vector<Fiber*> all_fibers;
 
 // Shared memory of a block: aligned, with random content and a forbidden zone on both sides.
 char* make_shared(size_t nbytes) {
@@ -156,7 +157,8 @@ void leave_until_woken(Vector<Fiber*>& by) {
   leave();
 }
 
-bool pass(Barrier& barrier, bool vote, void (*pump)()) {
+bool pass(Barrier& barrier, bool vote, void (*pump)(), const char* what) {
+  const Waiting waiting(what);
   current->loads_in_a_row = 0;
   const uint64_t generation = barrier.generation;
   barrier.vote |= vote;
@@ -222,6 +224,7 @@ void make_fiber(Launch& launch, unsigned block, unsigned thread) {
   fiber->stack = find_stack();
   fiber->views = make_views();
   fiber->context.begin(fiber->stack, stack_nbytes, enter_fiber);
+  all_fibers.push_back(fiber);
   runnable.push_back(fiber);
 }
 
@@ -339,6 +342,7 @@ void perhaps_freeze_a_rank() {
 Thread& self() { return *current; }
 const Kernel& launched() { return *current->launch->kernel; }
 uint64_t now_ns() { return first_ns + steps * step_ns; }
+uint64_t step_number() { return steps; }
 uint32_t random(uint32_t below) { return generator() % below; }
 
 void step() {
@@ -372,8 +376,12 @@ void make_released_visible() {
   pending.perform_where([](const auto& store) { return has_reached_this_thread(store); });
 }
 
-bool block_barrier(bool vote, void (*pump)()) { return pass(current->home->barrier, vote, pump); }
-bool warp_barrier(bool vote, void (*pump)()) { return pass(current->home->warps[current->thread.x / 32], vote, pump); }
+bool block_barrier(bool vote, void (*pump)()) {
+  return pass(current->home->barrier, vote, pump, "a barrier of the block");
+}
+bool warp_barrier(bool vote, void (*pump)()) {
+  return pass(current->home->warps[current->thread.x / 32], vote, pump, "a barrier of the warp");
+}
 
 char* make_memory(size_t nbytes) { return take(nbytes); }
 
@@ -403,6 +411,7 @@ bool has_released() { return current->released; }
 
 void wait_for_previous_kernel(void (*pump)()) {
   if (!launched().waits) return;
+  const Waiting waiting("the end of the kernel before");
   while (current->previous && !current->previous->complete) {
     if (current->copies.empty()) {
       leave_until_woken(current->previous->waiting);
@@ -413,7 +422,7 @@ void wait_for_previous_kernel(void (*pump)()) {
   }
 }
 
-bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)()) {
+End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)()) {
   generator.seed(seed);
   runnable.reserve(1 << 16);
   sleeping.reserve(1 << 16);
@@ -432,8 +441,8 @@ bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned ro
     if (chance(2)) pending.perform_one(random);
     Fiber* fiber = pick();
     if (fiber == nullptr) {
-      if (everything_is_complete()) return true;
-      if (sleeping.empty() && pending.empty()) return false;  // all wait for one another
+      if (everything_is_complete()) return complete;
+      if (sleeping.empty() && pending.empty()) return stuck;
       if (!sleeping.empty()) steps = std::max(steps, sleeping.front().wakes - 1);
       continue;
     }
@@ -444,7 +453,22 @@ bool run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned ro
     resume(fiber);
     if (fiber->ended) end(fiber);
   }
-  return false;
+  return endless;
+}
+
+void visit_threads(const std::function<void(const Thread& thread)>& visit) {
+  for (const Fiber* fiber : all_fibers) visit(*fiber);
+}
+
+const Kernel& launched_by(const Thread& thread) { return *static_cast<const Fiber&>(thread).launch->kernel; }
+
+std::string name_of_shared(const Thread& thread, const void* address) {
+  const Block& block = *static_cast<const Fiber&>(thread).home;
+  const auto within = [=](const char* begin, size_t nbytes) { return begin <= address && address < begin + nbytes; };
+  const auto byte_of = [=](const char* begin) { return std::to_string(static_cast<const char*>(address) - begin); };
+  if (within(block.dynamic, launched_by(thread).shared_nbytes))
+    return "dynamic shared memory, byte " + byte_of(block.dynamic);
+  return within(block.statics, static_shared_nbytes) ? "static shared memory, byte " + byte_of(block.statics) : "";
 }
 
 }  // namespace simulator

@@ -121,7 +121,7 @@ void acquire_views(const void* address) { for_each_other_view(address, __tsan_ac
 
 }  // namespace simulator
 
-// The linker (tests/host/build.py) has ThreadSanitizer call these in place of its own functions of these names.
+// The linker (build.py) has ThreadSanitizer call these in place of its own functions of these names.
 extern "C" {
 __attribute__((weak)) void* __real__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(size_t nbytes, const char* what);
 __attribute__((weak)) void __real__ZN11__sanitizer10UnmapOrDieEPvm(void* begin, size_t nbytes);

@@ -1,6 +1,11 @@
-// Runs a case: calls of one algorithm's kernels on every rank. Reads it from the first file, writes what came out to the
-// second; tests/host/simulate.py makes the one and reads the other. Exits with 0 if every call came to an end.
+// Runs a case: calls of one algorithm's kernels on every rank. Reads it from the first file, and writes what came out to
+// the second; simulation.py makes the one and reads the other. Exits with 0 if every call came to an end.
+//
+// The third file has the number of the scheduler's step, however the run ends. With a number after it, the run prints
+// what the threads did last before the step of this number, and ends there.
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,7 +22,7 @@
 
 namespace {
 
-// Mirrored in tests/host/simulate.py.
+// Mirrored in simulation.py.
 struct Case {
   u32 world_size, calls, fill, epoch, has_pad;
   u32 busy, aborted;  // whether other calls already run, and whether a call of another algorithm has given up
@@ -95,6 +100,8 @@ struct Rank {
   Record record{}, seen{};  // seen: the record at the moment when it gets a kind
   u32 abort = 0;
   u32 broken_guards = 0, unmarked_polls = 0, released_polls = 0, sent_nbytes = 0;
+  u64 gave_up_at = 0;  // the step at which the record gets a kind
+  std::vector<u64> ended_at;  // by call, the step
   std::vector<u64> scratch_hashes;  // after each call with an absent rank, once it has ended on all ranks
   std::vector<std::string> inputs, operands, results;  // by call
 };
@@ -145,6 +152,7 @@ void prepare(Rank& rank) {
   rank.output.allocate(the_case.tensor_nbytes);
   rank.next.allocate(the_case.prefetch_nbytes);
   rank.results.resize(the_case.calls);
+  rank.ended_at.resize(the_case.calls);
   for (EpochState& state : rank.counters.epoch_state) state.epoch = the_case.epoch;
   for (u32& steps : rank.counters.steps) steps = the_case.epoch;
   for (u32& busy : rank.counters.busy) busy = the_case.busy || the_case.suspended;
@@ -249,6 +257,7 @@ void collect(u32 c, u32 m) {
     rank.scratch_hashes.push_back(hash_of(rank.scratch.data(), the_case.scratch_nbytes));
     meet_ranks(meetings[2 * c + 1]);
   }
+  rank.ended_at[c] = simulator::step_number();
   const char* result = output_of(call, rank).data() + call.output_offset[r];
   rank.results[c].assign(result, result + call.output_nbytes[r]);
   rank.broken_guards += !rank.scratch.intact(0, the_case.suspended ? 0 : the_case.scratch_nbytes);
@@ -277,6 +286,7 @@ simulator::Kernel launch_of(const Call& call, u32 c, u32 m) {
   launch.places = call.places;
   launch.cluster = call.cluster;
   launch.waits = call.waits;
+  launch.call = c;
   launch.given = ranks[m].inputs[c].data();
   return launch;
 }
@@ -340,7 +350,47 @@ void look_at_target(const void* address, u32 nbytes) {
 
 void look_at_records() {
   for (Rank& rank : ranks)
-    if (rank.seen.kind == 0 && __atomic_load_n(&rank.record.kind, __ATOMIC_ACQUIRE)) rank.seen = rank.record;
+    if (rank.seen.kind == 0 && __atomic_load_n(&rank.record.kind, __ATOMIC_ACQUIRE)) {
+      rank.seen = rank.record;
+      rank.gave_up_at = simulator::step_number();
+    }
+}
+
+// Where an address lies, in words.
+std::string name_of(const void* address) {
+  const char* const at = static_cast<const char*>(address);
+  const auto within = [=](const char* begin, size_t nbytes, const std::string& name) {
+    return begin <= at && at < begin + nbytes ? name + ", byte " + std::to_string(at - begin) : std::string();
+  };
+  std::string name = within(multicast.base, the_case.scratch_nbytes, "every rank's scratch");
+  for (u32 m = 0; m < ranks.size() && name.empty(); ++m) {
+    Rank& rank = ranks[m];
+    const std::string whose = "rank " + std::to_string(m % the_case.world_size) + "'s ";
+    name = within(rank.scratch.data(), the_case.scratch_nbytes, whose + "scratch");
+    if (name.empty()) name = within(rank.input.data(), the_case.tensor_nbytes, whose + "input");
+    if (name.empty()) name = within(rank.output.data(), the_case.tensor_nbytes, whose + "output");
+  }
+  return name.empty() ? "other memory" : name;
+}
+
+void print_last_steps() { std::fprintf(stderr, "%s", simulator::last_steps(the_case.world_size, name_of).c_str()); }
+
+u64* step_shown;  // in the third file
+u64 last_step = 0;
+
+void look() {
+  *step_shown = simulator::step_number();
+  look_at_records();
+  if (last_step == 0 || simulator::step_number() < last_step) return;
+  print_last_steps();
+  std::_Exit(0);
+}
+
+void show_step_in(const char* path) {
+  const int file = open(path, O_RDWR | O_CREAT, 0600);
+  if (file < 0 || ftruncate(file, sizeof(u64))) std::exit(3);
+  step_shown = static_cast<u64*>(mmap(nullptr, sizeof(u64), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+  if (step_shown == MAP_FAILED) std::exit(3);
 }
 
 void write_results(const char* path) {
@@ -350,6 +400,8 @@ void write_results(const char* path) {
       file.write(reinterpret_cast<const char*>(&record), sizeof(Record));
     for (const u32 count : {rank.broken_guards, rank.unmarked_polls, rank.released_polls, rank.sent_nbytes})
       file.write(reinterpret_cast<const char*>(&count), sizeof count);
+    file.write(reinterpret_cast<const char*>(&rank.gave_up_at), sizeof(u64));
+    file.write(reinterpret_cast<const char*>(rank.ended_at.data()), rank.ended_at.size() * sizeof(u64));
     file.write(reinterpret_cast<const char*>(rank.scratch_hashes.data()), rank.scratch_hashes.size() * sizeof(u64));
     for (const std::string& result : rank.results) file.write(result.data(), result.size());
   }
@@ -357,11 +409,14 @@ void write_results(const char* path) {
 
 }  // namespace
 
-int main(int, char** argv) {
+int main(int count, char** argv) {
   read_case(argv[1]);
+  show_step_in(argv[3]);
+  if (count > 4) last_step = std::stoull(argv[4]);
   meetings = std::vector<std::atomic<u32>>(2 * the_case.calls);
   for (Rank& rank : ranks) prepare(rank);
   look_at_poll = look_at_mark;
+  simulator::not_noted = {ranks.data(), ranks.data() + ranks.size()};  // counters and records
   simulator::look_at_store = look_at_target;
   const size_t nbytes = std::max<size_t>(the_case.scratch_nbytes, 1);
   multicast.base = static_cast<char*>(mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
@@ -369,8 +424,10 @@ int main(int, char** argv) {
   std::vector<std::vector<simulator::Kernel>> streams;
   for (u32 m = 0; m < ranks.size(); ++m) streams.push_back(stream_of(m));
   for (u32 m = 0; m < ranks.size(); ++m) streams.push_back(second_stream_of(m));
-  if (!simulator::run(streams, the_case.world_size, the_case.room, the_case.seed, look_at_records)) {
-    std::fprintf(stderr, "stuck: the threads wait for one another\n");
+  const simulator::End end = simulator::run(streams, the_case.world_size, the_case.room, the_case.seed, look);
+  if (end != simulator::complete) {
+    const bool all_wait = end == simulator::stuck;
+    std::fprintf(stderr, "stuck: the threads %s\n", all_wait ? "wait for one another" : "have not ended for too long");
     return 4;
   }
   for (auto& words : order_of_kernels)

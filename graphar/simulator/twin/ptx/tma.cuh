@@ -1,6 +1,6 @@
 // The host's twin of cuda_src/device/ptx/tma.cuh: bulk copies that are carried out later, and mbarriers that count them.
 //
-// The async proxy has a view for shared memory and one for global memory (simulator/views.hpp), so ThreadSanitizer
+// The async proxy has a view for shared memory and one for global memory (sources/views.hpp), so ThreadSanitizer
 // reports a copy that no fence precedes.
 #pragma once
 #include "device/ptx/ptx.cuh"
@@ -70,6 +70,7 @@ class Mbarrier {
   bool try_wait(u32 phase) const {
     const bool has_ended = arrivals_ && (ended_ & 1) != (phase & 1);
     if (has_ended) acquire(order_[phase % 2]);
+    simulator::note(simulator::Step::load, has_ended ? "an ended try_wait" : "try_wait", this);
     after_load();
     return has_ended;
   }
@@ -132,6 +133,7 @@ void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& loaded) {
                                       .written = simulator::async_shared,
                                       .mbarrier = &loaded,
                                       .complete = Mbarrier::complete});
+  simulator::note(simulator::Step::load, "bulk_load", global);
   after_access();
 }
 
@@ -146,6 +148,7 @@ void bulk_store(void* global, const void* shared, u32 nbytes) {
                                       .read = simulator::async_shared,
                                       .written = simulator::async_global,
                                       .group = simulator::self().copy_groups});
+  simulator::note(simulator::Step::store, "bulk_store", global);
   after_access();
 }
 
@@ -164,7 +167,7 @@ inline void store_async_in_cluster(Pack* here, u32 block, const Pack& p, Mbarrie
   after_access();
 }
 
-// Counts, in the memory itself, how often each 16 bytes were to be brought into L2 (run.cpp).
+// Counts, in the memory itself, how often each 16 bytes were to be brought into L2 (sources/run.cpp).
 inline void prefetch_to_l2(const void* from, u32 nbytes) {
   for (u32 at = 0; at < nbytes; at += sizeof(Pack))
     __atomic_fetch_add(static_cast<u32*>(const_cast<void*>(from)) + at / sizeof(u32), 1, __ATOMIC_RELAXED);

@@ -1,6 +1,6 @@
 // The host's twin of cuda_src/device/ptx/multimem.cuh: the switch's arithmetic over the ranks' memory, in rank order.
 //
-// Accesses by a multicast address and by a rank's own address have different views (simulator/views.hpp), so
+// Accesses by a multicast address and by a rank's own address have different views (sources/views.hpp), so
 // ThreadSanitizer reports two of them without a fence between.
 #pragma once
 #include "device/pack.cuh"
@@ -26,10 +26,12 @@ inline Pack multimem_load_sum(T, const Pack* address) {
     sum.word[w] = T::round(total);
     after_access();
   }
+  note_load("multimem_load_sum", address, sum);
   return sum;
 }
 
 inline void multimem_store(Pack* address, const Pack& p) {
+  note_store("multimem_store", address, p);
   for (size_t rank = 0; rank < multicast.scratch.size(); ++rank) {
     for (int w = 0; w < 4; ++w)
       store_as(simulator::view(simulator::alias), &on_rank(rank, address)->word[w], p.word[w]);

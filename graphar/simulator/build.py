@@ -1,0 +1,121 @@
+"""Builds programs that run kernels: cuda_src as it is, but for the files in twin/, which stand in for the PTX."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphar.plan.algorithms import TUPLE_VARIANT
+from graphar.runtime.catalogue import KernelSource
+from graphar.runtime.compiler import source_directory
+from graphar.simulator.compiler import check_libraries, compile_file, has_library
+
+HERE = Path(__file__).parent
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-clobbered")
+FLAGS = ("-std=c++20", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS)
+FLAGS += ("-mf16c",) if platform.machine() == "x86_64" else ()  # converts halves by an instruction, not by a call
+UNOBSERVED = ("-std=c++20", "-O2", *WARNINGS)
+# -Og compiles in half the time, but has the views of a thread (sources/views.hpp) pass things to one another on its
+# stack, which ThreadSanitizer takes for races.
+SANITIZERS = {
+    "plain": ("-Og",),
+    "thread": ("-O1", "-fsanitize=thread", "-Wno-tsan"),
+    "address": ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
+}
+LIBRARIES = {"plain": (), "thread": ("libtsan",), "address": ("libasan", "libubsan")}
+# Functions of ThreadSanitizer that give way to those of sources/views.cpp.
+_WRAPPED = ("21MmapOrDieOnFatalErrorEmPKc", "10UnmapOrDieEPvm", "15internal_memsetEPvim")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A replacement of text in a file of cuda_src.
+
+    Attributes:
+        file: path below cuda_src, such as "device/sync/sentinel.cuh".
+        old: the text to replace.
+        new: its replacement.
+        times: how often the old text occurs.
+    """
+
+    file: str
+    old: str
+    new: str
+    times: int = 1
+
+    def apply(self, text: str) -> str:
+        if text.count(self.old) != self.times:
+            raise ValueError(f"{self.file}: {self.old!r} stands there {text.count(self.old)} times, not {self.times}")
+        return text.replace(self.old, self.new)
+
+
+@functools.cache
+def build(
+    sources: tuple[KernelSource, ...],
+    sanitizer: str,
+    mutations: tuple[Mutation, ...] = (),
+    folder: Path | None = None,
+) -> Path:
+    """Returns the program that runs ``sources``, kernels of one file. A case names a kernel by its index in them.
+
+    Args:
+        sources: the kernels.
+        sanitizer: one of SANITIZERS.
+        mutations: replacements of text in files of cuda_src.
+        folder: more files beside those of cuda_src, which ``sources`` and files may name.
+
+    Raises:
+        UnsupportedError: there is no g++ 12 or newer, or it lacks a sanitizer's library.
+        CompileError: a source does not compile.
+    """
+    check_libraries(LIBRARIES[sanitizer])
+    (file,) = {source.file for source in sources}
+    files = _files(mutations, folder)
+    files["kernels.cpp"] = f'#include "first.hpp"\n#include "{file}"\n#include "kernels.hpp"\n{_table(sources)}'
+    flags = (*FLAGS, *SANITIZERS[sanitizer])
+    unobserved = ("scheduler", "steps", "views")
+    linked = {f"{name}.o": compile_file(files, f"{name}.cpp", (*UNOBSERVED, "-c")) for name in unobserved}
+    linked["run.o"] = compile_file(files, "run.cpp", (*flags, "-c"))
+    precompiled = {"first.hpp.gch": compile_file(files, "first.hpp", (*flags, "-x", "c++-header"))}
+    options = (*flags, *(_options_of_fibers() if sanitizer == "thread" else ()), *linked)
+    return compile_file(files, "kernels.cpp", options, precompiled | linked)
+
+
+@functools.cache
+def _options_of_fibers() -> tuple[str, ...]:
+    """Options with which ThreadSanitizer's fibers take less time, where its library can be linked statically."""
+    if not has_library("libtsan.a"):
+        return ()
+    return ("-static-libtsan", *(f"-Wl,--wrap=_ZN11__sanitizer{name}" for name in _WRAPPED))
+
+
+def _table(sources: tuple[KernelSource, ...]) -> str:
+    """The C++ text of the kernels' epilogues, and a table of the kernels."""
+    generated = "".join(dict.fromkeys(source.generated for source in sources))
+    names = ", ".join(f"&{_in_table(source)}" for source in sources)
+    return f"{generated}void (*const kernels[])(Arguments) = {{{names}}};\n"
+
+
+def _in_table(source: KernelSource) -> str:
+    """The name of a kernel, or of a function of Arguments that gives it the arguments it takes (kernels.hpp)."""
+    if source.file == "norm/residual_rmsnorm_backward.cu":
+        return f"with_norm_gradients<{source.name}>"
+    if source.file.startswith("norm/"):
+        return f"with_norm<{source.name}, {str('static_fp8' in source.name).lower()}>"
+    return f"with_tuple<{source.name}>" if str(TUPLE_VARIANT) in source.name else source.name
+
+
+def _files(mutations: tuple[Mutation, ...], folder: Path | None) -> dict[str, str]:
+    """The texts of the simulator and of cuda_src by file name. Twins replace their originals."""
+    cuda_src = source_directory()
+    files = {str(path.relative_to(cuda_src)): path.read_text() for path in cuda_src.rglob("*.cu*")}
+    files |= {f"device/{path.relative_to(HERE / 'twin')}": path.read_text() for path in (HERE / "twin").rglob("*.cuh")}
+    for one in (HERE / "sources", folder) if folder else (HERE / "sources",):
+        files |= {path.name: path.read_text() for path in one.iterdir()}
+    for change in mutations:
+        if change.file not in files:
+            raise ValueError(f"there is no {change.file} in {cuda_src}")
+        files[change.file] = change.apply(files[change.file])
+    return files

@@ -1,0 +1,104 @@
+"""Calls that follow one another, drawn from a seed: their sizes, grids, alignment and data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphar.numerics.dtypes import BYTE
+from graphar.plan.config import Config
+from graphar.plan.row import Row
+from graphar.simulator.simulation import Call
+from graphar.simulator.subject import Subject
+
+FEWEST_CALLS = 4  # so that each slot is used twice
+FIRST_EPOCHS = (0, 5, (1 << 32) - 4)
+_LARGE_BLOCK = 256  # threads: one such block takes as long as several others
+
+
+def first_epoch(seed: int) -> int:
+    """Returns how many calls were made before those of a simulation; the epochs of every third seed wrap."""
+    return FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Calls, and the bytes that each rank must get from each call."""
+
+    calls: list[Call]
+    expected: list[list[torch.Tensor]]  # by call and rank
+
+
+def draw(subject: Subject, row: Row, world_size: int, dtype: torch.dtype, numels: Sequence[int], seed: int) -> Drawn:
+    """Returns calls of all sizes in an order of the seed, with other grids and alignment each.
+
+    ``row`` has the scratch, and ``numels`` are the elements of a tensor, or of the largest rank's part.
+    """
+    choices = random.Random(f"{subject.algorithm} {world_size} {dtype} {seed}")
+    sizes = list(numels) * -(-FEWEST_CALLS // len(numels))
+    choices.shuffle(sizes)
+    variants = range(len(subject.variants))
+    if not subject.algorithm.exact:
+        variants = [choices.choice(variants)]  # a communicator has the switch, or the stand-in
+    made = [_draw_call(subject, row, world_size, dtype, numel, choices.choice(variants), choices) for numel in sizes]
+    return Drawn([call for call, _ in made], [results for _, results in made])
+
+
+def _draw_call(
+    subject: Subject,
+    row: Row,
+    world_size: int,
+    dtype: torch.dtype,
+    numel: int,
+    variant: int,
+    choices: random.Random,
+) -> tuple[Call, list[torch.Tensor]]:
+    scratch = row.scratch(world_size)
+    threads = _draw_threads(row, world_size, choices)
+    blocks = 1 if threads >= _LARGE_BLOCK else choices.choice([1, 1, 2, 3])
+    chunk = min(choices.choice([1, 2] if row.compresses else [1, 3, 8]), scratch.capacity) if row.chunked else 0
+    shape = Config(subject.algorithm, min(blocks, row.max_blocks), threads, chunk)
+    counts = (numel,) if row.op == "allreduce" else _draw_counts(world_size, numel, choices)
+    sent = counts if row.op == "allgather" else (sum(counts),) * world_size
+    xs = _draw_inputs(sent, dtype, choices)
+    results = list(subject.specification(xs, counts))
+    if subject.moves_bytes:
+        xs, counts = [x.view(BYTE) for x in xs], tuple(count * dtype.itemsize for count in counts)
+    call = Call(
+        variant,
+        shape,
+        xs,
+        counts,
+        tuple(result.nbytes for result in results),
+        offset=choices.choice([0, 0, 16, dtype.itemsize]),
+        in_place=variant == 0 and row.op != "reducescatter" and choices.random() < 0.3,
+    )
+    return call, results
+
+
+def _draw_threads(row: Row, world_size: int, choices: random.Random) -> int:
+    """Returns the threads of a block: few, since each is simulated."""
+    if row.only_threads:
+        return row.only_threads
+    return choices.choice([32, 64]) if row.compresses else world_size * choices.choice([1, 3])
+
+
+def _draw_counts(world_size: int, numel: int, choices: random.Random) -> tuple[int, ...]:
+    """Returns the elements of each rank's part: equal ones, or others of which the largest has ``numel``."""
+    if choices.random() < 0.4:
+        return (numel,) * world_size
+    counts = [choices.choice([0, 1, numel, choices.randint(0, numel)]) for _ in range(world_size)]
+    counts[choices.randrange(world_size)] = numel
+    return tuple(counts)
+
+
+def _draw_inputs(counts: Sequence[int], dtype: torch.dtype, choices: random.Random) -> list[torch.Tensor]:
+    """Returns the ranks' tensors: small whole numbers, or any bits."""
+    generator = torch.Generator().manual_seed(choices.getrandbits(32))
+    if choices.random() < 0.5:
+        return [torch.randint(-15, 16, (count,), generator=generator).to(dtype) for count in counts]
+    nbytes = [count * dtype.itemsize for count in counts]
+    return [torch.randint(256, (n,), dtype=BYTE, generator=generator).view(dtype) for n in nbytes]

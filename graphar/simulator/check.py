@@ -1,0 +1,233 @@
+"""run: checks an algorithm at several numbers of ranks, dtypes and seeds, under sanitizers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from graphar.plan.algorithms import Algorithm
+from graphar.plan.scratch import WORLD_SIZES
+from graphar.simulator.build import SANITIZERS, Mutation, build
+from graphar.simulator.calls import Drawn, draw, first_epoch
+from graphar.simulator.mistakes import mistakes
+from graphar.simulator.simulation import Call, KernelFailure, Simulation
+from graphar.simulator.subject import Subject, find
+
+NUMELS = (1, 7, 8, 9, 1000, 4096)  # beside a pack of 16 bytes, and as many as fill a slot
+_MOST_THREADS_OF_SANITIZERS = 2048  # of all ranks' blocks, each of which is a thread to ThreadSanitizer
+
+
+@dataclass(frozen=True)
+class Case:
+    """Simulations that differ in their seed alone."""
+
+    algorithm: Algorithm
+    world_size: int
+    dtype: torch.dtype
+    sanitizer: str
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.algorithm}, {self.world_size} ranks, {dtype}, {self.sanitizer}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in a case.
+
+    Attributes:
+        case: which.
+        seed: of the simulation; it repeats the failure with the same sizes.
+        numels: the elements of each call's tensor, or of the largest rank's part, in the order of calls.
+        call: the call that failed, counted from 0; None if that is not known.
+        what: the first thing that was wrong, in words, or a sanitizer's report.
+        last_steps: what the threads of each rank did last before that, and what they waited for.
+    """
+
+    case: Case
+    seed: int
+    numels: tuple[int, ...]
+    call: int | None
+    what: str
+    last_steps: str
+
+    @property
+    def numel(self) -> int | None:
+        """The elements of the call that failed."""
+        return None if self.call is None else self.numels[self.call]
+
+    def __str__(self) -> str:
+        sizes = f"calls of {', '.join(map(str, self.numels))} elements"
+        size = sizes if self.numel is None else f"{self.numel} elements in call {self.call} ({sizes})"
+        return f"{self.case}, seed {self.seed}, {size}\n{self.what}\nlast steps:\n{self.last_steps}".rstrip()
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of :func:`run`.
+
+    Attributes:
+        algorithm: what was simulated.
+        passed: the cases that passed with all seeds.
+        failures: one for each case that failed.
+        skipped: the cases that were left out, and why.
+        time_s: how long it took, in seconds.
+    """
+
+    algorithm: Algorithm
+    passed: tuple[Case, ...]
+    failures: tuple[Failure, ...]
+    skipped: tuple[str, ...]
+    time_s: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether all cases passed."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        cases = len(self.passed) + len(self.failures)
+        left_out = f", {len(self.skipped)} were skipped" if self.skipped else ""
+        summary = f"{self.algorithm}: {len(self.passed)} of {cases} cases passed in {self.time_s:.1f} s{left_out}"
+        return "\n\n".join([*map(str, self.failures), summary])
+
+
+def run(
+    algorithm: str | Algorithm,
+    *,
+    ranks: Iterable[int] = WORLD_SIZES,
+    dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float32),
+    numel: Sequence[int] = NUMELS,
+    sanitizers: Iterable[str] = tuple(SANITIZERS),
+    seeds: int | Collection[int] = 3,
+    mutations: tuple[Mutation, ...] = (),
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Runs the kernels of an algorithm on the CPU, and returns what was wrong.
+
+    A simulation makes calls of all sizes, which follow one another in an order drawn from its seed, on ranks whose
+    threads a seeded scheduler picks. Every rank's result is compared with :mod:`graphar.reference`, bit for bit. No
+    kernel may write beside its tensors and scratch, wait until its deadline, or wait for ever. The first failure ends
+    its case. Needs g++ 12 or newer, and no GPU. Compiled programs are kept in the kernel cache.
+
+    Args:
+        algorithm: an all-reduce, reduce-scatter or all-gather without a codec.
+        ranks: the numbers of ranks, each from 2 to 8.
+        dtypes: the dtypes of tensors. Cases with one that the algorithm does not take are skipped.
+        numel: the elements of a tensor; of the largest part, if ranks have parts. Scratch is made small enough for the
+            largest to fill it.
+        sanitizers: "plain" for none; "thread" for ThreadSanitizer; "address" for AddressSanitizer and UBSan.
+        seeds: how many seeds each case has, or the seeds themselves.
+        mutations: mistakes that are planted in the kernels.
+        progress: called after each case with the case in words.
+
+    Returns:
+        The cases that passed, a failure for each other one, and the cases that were skipped.
+
+    Raises:
+        ValueError: an argument breaks a rule, or no case is left.
+        UnsupportedError: there is no g++ 12 or newer with the sanitizers' libraries.
+        CompileError: a kernel does not compile for the CPU.
+    """
+    subject, begin = find(algorithm), time.perf_counter()
+    ranks, dtypes, sanitizers = tuple(ranks), tuple(dtypes), tuple(sanitizers)
+    every_seed = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    _check(ranks, numel, sanitizers, every_seed)
+    checked = _Checked(subject, ranks, tuple(one for one in dtypes if subject.takes(one)), tuple(numel), mutations)
+    passed, failures, skipped = [], [], []
+    for sanitizer, world_size, dtype in product(sanitizers, ranks, dtypes):
+        case = Case(subject.algorithm, world_size, dtype, sanitizer)
+        if reason := checked.why_not(case):
+            skipped.append(f"{case}: {reason}")
+        elif failure := checked.failure_of(case, every_seed):
+            failures.append(failure)
+        else:
+            passed.append(case)
+        if progress:
+            progress(str(case))
+    if not passed and not failures:
+        raise ValueError(f"run: no case is left: {'; '.join(skipped)}")
+    return Report(subject.algorithm, tuple(passed), tuple(failures), tuple(skipped), time.perf_counter() - begin)
+
+
+def _check(ranks: Sequence[int], numel: Sequence[int], sanitizers: Sequence[str], seeds: Sequence[int]) -> None:
+    if not ranks or not all(one in WORLD_SIZES for one in ranks):
+        raise ValueError(f"run: ranks must be numbers from {WORLD_SIZES[0]} to {WORLD_SIZES[-1]}, got {ranks}")
+    if not numel or min(numel) < 1:
+        raise ValueError(f"run: numel must be numbers from 1 on, got {numel}")
+    if not sanitizers or not all(one in SANITIZERS for one in sanitizers):
+        raise ValueError(f"run: sanitizers must be some of {', '.join(SANITIZERS)}, got {sanitizers}")
+    if not seeds:
+        raise ValueError("run: there must be a seed")
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What the cases of one run share."""
+
+    subject: Subject
+    ranks: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]  # of the kernels
+    numels: tuple[int, ...]
+    mutations: tuple[Mutation, ...]
+
+    def why_not(self, case: Case) -> str:
+        """Returns why a case cannot be run, or an empty string."""
+        if not self.subject.takes(case.dtype):
+            return "the algorithm does not take this dtype"
+        threads = (case.algorithm.row.only_threads or 0) * case.world_size
+        if case.sanitizer != "plain" and threads > _MOST_THREADS_OF_SANITIZERS:
+            return f"{threads} threads are too many for sanitizers"
+        return ""
+
+    def failure_of(self, case: Case, seeds: Sequence[int]) -> Failure | None:
+        """Returns the failure of the first seed that has one."""
+        program = self._program(case.sanitizer)
+        for seed in seeds:
+            if failure := self._failure_of_seed(case, program, seed):
+                return failure
+        return None
+
+    def _program(self, sanitizer: str) -> Path:
+        every_kernel = (self.subject.sources(*one) for one in product(self.ranks, self.dtypes))
+        return build(tuple(one for kernels in every_kernel for one in kernels), sanitizer, self.mutations)
+
+    def _failure_of_seed(self, case: Case, program: Path, seed: int) -> Failure | None:
+        world_size, dtype = case.world_size, case.dtype
+        parts = 1 if case.algorithm.op == "allreduce" else world_size
+        row = self.subject.row(max(self.numels) * dtype.itemsize * parts)
+        first = self.ranks.index(world_size) * len(self.dtypes) + self.dtypes.index(dtype)
+        simulation = Simulation(
+            program,
+            case.algorithm,
+            world_size,
+            row.scratch(world_size),
+            first * len(self.subject.variants),
+            seed,
+            first_epoch(seed),
+        )
+        drawn = draw(self.subject, row, world_size, dtype, self.numels, seed)
+        what, call, step = _first_mistake(simulation, drawn)
+        if not what:
+            return None
+        sizes = tuple(map(self._numel_of, drawn.calls, [dtype.itemsize] * len(drawn.calls)))
+        return Failure(case, seed, sizes, call, what, simulation.last_steps(drawn.calls, step))
+
+    def _numel_of(self, call: Call, itemsize: int) -> int:
+        return max(call.counts) // (itemsize if self.subject.moves_bytes else 1)
+
+
+def _first_mistake(simulation: Simulation, drawn: Drawn) -> tuple[str, int | None, int]:
+    """Returns what went wrong first, in which call, and at which step of the scheduler; an empty string if nothing."""
+    try:
+        outcomes = simulation.run(drawn.calls)
+    except KernelFailure as failure:
+        return str(failure), None, failure.step
+    for one in mistakes(drawn.expected, outcomes, simulation.epoch):
+        return one.what, one.call, one.step
+    return "", None, 0

@@ -1,0 +1,85 @@
+"""What is simulated: the row, the kernels and the specification of an algorithm. One look-up serves all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphar import reference
+from graphar.numerics.dtypes import BYTE
+from graphar.plan.algorithms import TUPLE_VARIANT, Algorithm, kernels_that, rows
+from graphar.plan.row import Row
+from graphar.plan.scratch import PACK_NBYTES, Sizes
+from graphar.runtime.catalogue import KernelSource, kernel_source
+
+# A function from the ranks' tensors and the elements of each rank's part to the ranks' results.
+Specification = Callable[[Sequence[torch.Tensor], Sequence[int]], Sequence[torch.Tensor]]
+
+_SPECIFICATIONS: dict[str, Specification] = {
+    "allreduce": lambda xs, counts: [reference.allreduce(xs)] * len(xs),
+    "reducescatter": lambda xs, counts: reference.allreduce(xs).split(list(counts)),
+    "allgather": lambda xs, counts: [reference.allgather(xs)] * len(xs),
+}
+ALGORITHMS = kernels_that(lambda row: row.op in _SPECIFICATIONS and not row.takes_codec)
+
+
+def small(nbytes: int) -> Sizes:
+    """Returns sizes of scratch that tensors of ``nbytes`` fill, so that slots are used again and chunks are many."""
+    nbytes = -(-nbytes // PACK_NBYTES) * PACK_NBYTES
+    return Sizes(
+        pushed_nbytes=nbytes,
+        pushed_nbytes_of_two=nbytes,
+        one_shot_nbytes=nbytes,
+        two_shot_nbytes=nbytes,
+        pipeline_chunk=8,
+        pipeline_blocks=4,
+        tma_channel_nbytes=4096,
+        lossless_chunk=2,
+        reducescatter_nbytes=2 * nbytes,
+        allgather_flagged_nbytes=nbytes // 2,
+        allgather_chunk=8,
+        allgather_blocks=4,
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An algorithm to be simulated.
+
+    Attributes:
+        algorithm: which.
+        variants: the variants of its kernel, the usual one first.
+        specification: what every rank must get.
+    """
+
+    algorithm: Algorithm
+    variants: tuple[str | None, ...]
+    specification: Specification
+
+    def row(self, nbytes: int) -> Row:
+        """Returns the row with scratch that fits tensors of ``nbytes``, all ranks' parts together."""
+        return rows(small(nbytes))[self.algorithm]
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return self.moves_bytes or dtype in self.algorithm.row.dtypes
+
+    @property
+    def moves_bytes(self) -> bool:
+        """Whether the kernel is the same for all dtypes."""
+        return self.algorithm.row.dtypes == (BYTE,)
+
+    def sources(self, world_size: int, dtype: torch.dtype) -> tuple[KernelSource, ...]:
+        """Returns the kernels of all variants."""
+        element = BYTE if self.moves_bytes else dtype
+        return tuple(kernel_source(self.algorithm, element, world_size, variant) for variant in self.variants)
+
+
+def find(name: str | Algorithm) -> Subject:
+    """Returns the algorithm of a name. ValueError without one, or if the simulator has no cases for it."""
+    if name not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {str(name)!r}")
+    algorithm = Algorithm(name)
+    variants = tuple(one for one in algorithm.row.variants if one != TUPLE_VARIANT)
+    return Subject(algorithm, variants, _SPECIFICATIONS[algorithm.op])
