@@ -315,13 +315,15 @@ _NONE = torch.empty(0, dtype=torch.uint8)
 
 def has_pad(algorithm: Algorithm) -> bool:
     """Whether an algorithm's scratch begins with a signal pad."""
-    return "device/sync/signal_pad.cuh" in _included(file_of(algorithm))
+    file = Path(source_directory(), file_of(algorithm))
+    return "device/sync/signal_pad.cuh" in _included(file)
 
 
-def _included(file: str) -> set[str]:
-    """The headers that a file of cuda_src includes, and those that they include."""
-    direct = set(re.findall(r'#include "(.+)"', (source_directory() / file).read_text()))
-    return direct.union(*map(_included, direct))
+def _included(file: Path) -> set[str]:
+    """The headers that a file includes from its folder or from cuda_src, and those that they include."""
+    direct = set(re.findall(r'#include "(.+)"', file.read_text()))
+    found = [next(one for one in (file.parent / name, source_directory() / name) if one.exists()) for name in direct]
+    return direct.union(*map(_included, found))
 
 
 class _Case(ctypes.Structure):
