@@ -46,6 +46,8 @@ from graphar.ops.reducescatter import reducescatter
 from graphar.ops.reducescatter_rmsnorm import reducescatter_residual_rmsnorm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.explanation import Explanation
+from graphar.plan.outside import load_algorithm
+from graphar.plan.scratch import Scratch
 from graphar.ranks import logs as _logs
 from graphar.runtime import nvtx as _nvtx
 from graphar.runtime.availability import Availability, is_available
@@ -75,6 +77,7 @@ __all__ = [
     "GrapharError",
     "Memory",
     "MemoryUse",
+    "Scratch",
     "Stats",
     "TimeoutRecord",
     "UnsupportedError",
@@ -95,6 +98,7 @@ __all__ = [
     "fused_matmul_reducescatter_residual_rmsnorm",
     "is_available",
     "linear",
+    "load_algorithm",
     "nn",
     "profile",
     "reducescatter",

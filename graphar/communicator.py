@@ -134,8 +134,8 @@ class Communicator:
 
         Args:
             x: this rank's tensor; with ``devices``, a list with one per device.
-            options: ``axis``, ``codec``, ``residual``, ``epilogue``, ``order``, ``out_dtype`` and ``timeout_s`` of
-                :func:`graphar.reducescatter`.
+            options: ``axis``, ``algorithm``, ``codec``, ``residual``, ``epilogue``, ``order``, ``out_dtype`` and
+                ``timeout_s`` of :func:`graphar.reducescatter`.
         """
         return reducescatter(x, self, **options)
 
@@ -152,7 +152,7 @@ class Communicator:
 
         Args:
             x: this rank's tensor; with ``devices``, a list with one per device. Or a tuple of these.
-            options: ``axis``, ``sizes`` and ``timeout_s`` of :func:`graphar.allgather`.
+            options: ``axis``, ``sizes``, ``algorithm`` and ``timeout_s`` of :func:`graphar.allgather`.
         """
         return allgather(x, self, **options)
 
@@ -212,7 +212,8 @@ class Communicator:
                 "_dynamic_fp8" for other calls. "allreduce_tree" and "reducescatter_tree" are calls with
                 ``order="tree"``, with ``dtypes`` as ``out_dtype``. "allreduce_residual_rmsnorm_tree" and
                 "reducescatter_residual_rmsnorm_tree" are such sums with a norm, of results of ``dtypes``. A fused
-                matmul together with such a sum is prepared with ``partition="tp_invariant"``, too.
+                matmul together with such a sum is prepared with ``partition="tp_invariant"``, too. Or algorithms from
+                :func:`graphar.load_algorithm`, for calls that name them.
             codecs: the codecs of later calls. Calls without a codec are prepared too.
             epilogues: the epilogues of later calls. Calls without an epilogue are prepared too. Give expressions,
                 with arguments of the later dtypes. For a function, give its ``traced(x)``.

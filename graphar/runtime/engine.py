@@ -202,7 +202,8 @@ class Engine:
         """Returns the plan of a call with such operands: the cached one, or a new one. To make one is collective."""
         found = self.plans.get(call)
         if found is None:
-            call_checks.check_call(call.op, "auto" if call.work.codec else call.algorithm, call.timeout_s)
+            algorithm = "auto" if call.work.codec else call.algorithm
+            call_checks.check_call(call.op, algorithm, call.timeout_s, call.op)
             x = ranks[0].inputs[0]
             takes_any = "allgather" in call.op or x.dtype != call.dtype  # operands of 8 bits have results of 16
             (tensor_checks.check_strided if takes_any else tensor_checks.check_tensor)(call.op, "x", x)

@@ -90,14 +90,15 @@ class Kernels:
 
     def _load(self, kernel: Kernel, member: Member):
         algorithm = kernel.algorithm
-        variant = "direct" if kernel.direct else None if algorithm.exact or self._multicast_memory else "StandIn"
+        stands_in = algorithm.row.multimem and not self._multicast_memory
+        variant = "direct" if kernel.direct else "StandIn" if stands_in else None
         source = catalogue.source_of(kernel, self._world_size, variant)
         shared_nbytes = algorithm.row.scratch(self._world_size).shared_nbytes
         return launcher.load(source, member.device, shared_nbytes, f"{algorithm.op}: {algorithm.value}")
 
     def _allocate(self, algorithm: Algorithm) -> Buffer | TorchBuffer:
         needs = algorithm.row.scratch(self._world_size)
-        memory = self._memory if algorithm.exact else self._multicast_memory or self._memory
+        memory = (self._multicast_memory if algorithm.row.multimem else None) or self._memory
         region = memory.allocate(COUNTERS_NBYTES + needs.nbytes)
         self._arm(algorithm, region)
         return region

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from graphar.errors import CommunicatorError, GrapharError
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import Algorithm, of_index
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.agreement import Fingerprints, words_with_numbers
@@ -164,7 +164,7 @@ class Runner:
 
         It did if it has begun a call that this rank has not, and not the one in which this rank waited.
         """
-        algorithm = list(Algorithm)[record.algorithm]
+        algorithm = of_index(record.algorithm)
         if algorithm not in self.kernels.counters():  # its memory is freed
             return None
         own = self._read_counters(next(member for member in self.members if member.rank == record.rank))

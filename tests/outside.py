@@ -1,0 +1,33 @@
+"""An algorithm from outside the package, as a user loads it: a kernel beside tests/runtime, and a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import graphar
+from graphar.plan import algorithms
+from graphar.plan.algorithms import Algorithm
+
+FOLDER = Path(__file__).parent / "runtime" / "outside"
+PUSHED_SUM = FOLDER / "pushed_sum.cu"
+MAX_NBYTES = 1 << 20
+
+
+def slots(world_size: int) -> graphar.Scratch:
+    """The scratch of pushed_sum: two copies of a slot for every rank, armed with sentinels."""
+    return graphar.Scratch.of_slots(2 * world_size, MAX_NBYTES, fill=0xFF)
+
+
+def load(source: Path = PUSHED_SUM, **row) -> Algorithm:
+    return graphar.load_algorithm(source, **({"op": "allreduce", "scratch": slots, "max_nbytes": MAX_NBYTES} | row))
+
+
+def unload(algorithm: Algorithm) -> None:
+    del algorithms.NAMED[algorithm.op][algorithm], algorithms.ROWS[algorithm]
+
+
+def forget_loaded(monkeypatch) -> None:
+    """Forgets, at the end of a test, the algorithms that it loads."""
+    monkeypatch.setattr(algorithms, "ROWS", dict(algorithms.ROWS))
+    for op, named in algorithms.NAMED.items():
+        monkeypatch.setitem(algorithms.NAMED, op, dict(named))
