@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import graphar
 from graphar.plan import algorithms
 from graphar.plan.algorithms import Algorithm
+from graphar.runtime.compiler import source_directory
 
 FOLDER = Path(__file__).parent / "runtime" / "outside"
 PUSHED_SUM = FOLDER / "pushed_sum.cu"
@@ -31,3 +33,26 @@ def forget_loaded(monkeypatch) -> None:
     monkeypatch.setattr(algorithms, "ROWS", dict(algorithms.ROWS))
     for op, named in algorithms.NAMED.items():
         monkeypatch.setitem(algorithms.NAMED, op, dict(named))
+
+
+def load_own(world_sizes=(2, 3, 4)) -> dict[str, Algorithm]:
+    """By op, a kernel of graphar's own that is loaded as if it came from outside."""
+    files = {
+        "allreduce": ("allreduce/one_shot_push.cu", 0xFF, 1),
+        "reducescatter": ("scatter_gather/reducescatter_push.cu", 0xFF, 1),
+        "allgather": ("scatter_gather/allgather_flagged.cu", 0, 2),  # a flag beside each word
+    }
+    return {
+        op: graphar.load_algorithm(
+            source_directory() / file,
+            op=op,
+            scratch=partial(_own_slots, widening=widening, fill=fill),
+            max_nbytes=MAX_NBYTES,
+            world_sizes=world_sizes,
+        )
+        for op, (file, fill, widening) in files.items()
+    }
+
+
+def _own_slots(world_size: int, widening: int, fill: int) -> graphar.Scratch:
+    return graphar.Scratch.of_slots(2 * world_size, widening * MAX_NBYTES, fill=fill)

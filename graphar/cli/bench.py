@@ -37,9 +37,8 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK
 from graphar.plan.entries import by_entries
-from graphar.plan.select import Facts, select
+from graphar.plan.select import Facts, explain, select
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
-from graphar.plan.times import expected_us
 from graphar.plan.trials import Workload
 from graphar.plan.work import Sum
 from graphar.runtime.availability import is_available
@@ -202,8 +201,7 @@ def on_gpus(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
                 call = Call(Sum(one.rows, one.codec), one.dtype, 0, algorithm=one.algorithm)
                 config = select(call, facts).config
                 (time_us,) = timer.measure(call, [config])
-                plain = one.algorithm == "auto" and not one.codec and not config.algorithm.row.compresses
-                yield config.algorithm.value, time_us, expected_us(table, world_size, nbytes) if plain else None
+                yield config.algorithm.value, time_us, None if one.codec else explain(call, facts).expected_us
             else:
                 part = nbytes if one.op == "allgather" else -(-one.rows // world_size) * one.dtype.itemsize
                 (time_us,) = timer.measure_under(one, [table])

@@ -27,8 +27,8 @@ class Algorithm(StrEnum):
     An algorithm with a codec on the wire gives the bits of the op with that codec. The hierarchical algorithm adds host
     by host: it gives the same bits on every rank, but other bits than the other all-reduces.
 
-    Algorithms from outside the package are added by :func:`add`. They have a value but no attribute of this class, and
-    iteration leaves them out.
+    :func:`graphar.load_algorithm` adds algorithms from outside the package. They have a value but no attribute of this
+    class, and iteration leaves them out.
     """
 
     ONE_SHOT_PUSH = "one_shot_push"

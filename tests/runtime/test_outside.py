@@ -28,7 +28,7 @@ from graphar.runtime.compiler import cache_key, compile_kernel
 from graphar.runtime.failures import failure_of_kernel
 from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.runner import Runner
-from tests.outside import FOLDER, MAX_NBYTES, PUSHED_SUM, forget_loaded, load, slots
+from tests.outside import FOLDER, MAX_NBYTES, PUSHED_SUM, forget_loaded, load, load_own, slots
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +78,16 @@ def test_a_kernel_that_moves_data_gets_bytes():
     source = source_of(Kernel(load(op="allgather"), BYTE), 4)
 
     assert (source.name, source.file) == ("pushed_sum<byte, 4>", str(PUSHED_SUM))
+
+
+@pytest.mark.parametrize("op", ["allreduce", "reducescatter", "allgather"])
+def test_a_kernel_of_graphars_own_may_come_from_outside(op):
+    own = load_own()[op]
+    (element,) = own.row.dtypes[:1]
+
+    cubin = compiled(own, element)
+
+    assert cubin == compiled(Algorithm(own.kernel_name), element)
 
 
 def test_a_source_that_does_not_compile_is_told_with_its_own_file_and_line(folder):
