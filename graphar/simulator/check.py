@@ -19,7 +19,7 @@ from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from graphar.simulator.subject import Subject, find
 
 NUMELS = (1, 7, 8, 9, 1000, 4096)  # beside a pack of 16 bytes, and as many as fill a slot
-_MOST_THREADS_OF_SANITIZERS = 2048  # of all ranks' blocks, each of which is a thread to ThreadSanitizer
+_MOST_THREADS = 2048  # of a block on all ranks, under ThreadSanitizer, to which each is a thread of its own
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,8 @@ class _Checked:
         if not self.subject.takes(case.dtype):
             return "the algorithm does not take this dtype"
         threads = (case.algorithm.row.only_threads or 0) * case.world_size
-        if case.sanitizer != "plain" and threads > _MOST_THREADS_OF_SANITIZERS:
-            return f"{threads} threads are too many for sanitizers"
+        if case.sanitizer == "thread" and threads > _MOST_THREADS:
+            return f"{threads} threads are too many for ThreadSanitizer"
         return ""
 
     def failure_of(self, case: Case, seeds: Sequence[int]) -> Failure | None:
@@ -228,6 +228,6 @@ def _first_mistake(simulation: Simulation, drawn: Drawn) -> tuple[str, int | Non
         outcomes = simulation.run(drawn.calls)
     except KernelFailure as failure:
         return str(failure), None, failure.step
-    for one in mistakes(drawn.expected, outcomes, simulation.epoch):
+    for one in mistakes(drawn.expected, outcomes):
         return one.what, one.call, one.step
     return "", None, 0
