@@ -90,11 +90,15 @@ class Report:
         """Whether all cases passed."""
         return not self.failures
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """How many cases passed, in how many seconds."""
         cases = len(self.passed) + len(self.failures)
         left_out = f", {len(self.skipped)} were skipped" if self.skipped else ""
-        summary = f"{self.algorithm}: {len(self.passed)} of {cases} cases passed in {self.time_s:.1f} s{left_out}"
-        return "\n\n".join([*map(str, self.failures), summary])
+        return f"{self.algorithm}: {len(self.passed)} of {cases} cases passed in {self.time_s:.1f} s{left_out}"
+
+    def __str__(self) -> str:
+        return "\n\n".join([*map(str, self.failures), self.summary])
 
 
 def run(
