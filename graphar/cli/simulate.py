@@ -26,8 +26,9 @@ def add(commands) -> None:
         "simulate",
         run,
         summary="run an algorithm's kernels on the CPU, and look for wrong results, races and hangs; needs no GPU",
-        description="Compiles the kernels of an algorithm with g++ 12 or newer, and runs them on the CPU under a"
-        " seeded scheduler, ThreadSanitizer, AddressSanitizer and UBSan. Results must have the bits of the specification.",
+        description="Compiles the kernels of an algorithm with g++ 12 or newer, and runs them on the CPU. A seeded"
+        " scheduler picks the thread that goes on, and sanitizers look for races and accesses out of bounds. Every"
+        " result must have the bits of the specification.",
         quiet="show no progress",
     )
     one.add_argument("algorithm", choices=ALGORITHMS, metavar="ALGORITHM", help=f"one of {', '.join(ALGORITHMS)}")
