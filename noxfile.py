@@ -95,7 +95,8 @@ def host(session: nox.Session) -> None:
         session.error("the kernels need g++ 12 or newer to run on the CPU (Debian, Ubuntu: apt install g++)")
     install(session, "--editable", ".[dev]")
     workers = ("-n", "auto", "--dist", "worksteal")  # neighbours, often of one program, stay together
-    session.run("python", "-m", "pytest", "tests/host", "-m", "host", *workers, *session.posargs)
+    folders = ("tests/host", "tests/simulator", "tests/cli")
+    session.run("python", "-m", "pytest", *folders, "-m", "host", *workers, *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)
@@ -247,10 +248,11 @@ def only_wheel(folder: Path) -> Path:
 
 
 def check_contents(session: nox.Session, wheel: Path, other: Path) -> None:
-    """The wheel ships the kernels and tuning tables, and the sdist builds the one the checkout does."""
+    """The wheel ships the kernels, tuning tables and simulator, and the sdist builds the one the checkout does."""
     files = digests(wheel)
     names = {name for name, _ in files}
-    for folder, suffix in (("cuda_src", ".cu*"), ("graphar/plan/tables", ".json")):
+    shipping = (("cuda_src", ".cu*"), ("graphar/plan/tables", ".json"), ("graphar/simulator", ".?pp"))
+    for folder, suffix in (*shipping, ("graphar/simulator", ".cuh")):
         for source in Path(folder).rglob(f"*{suffix}"):
             shipped = source if folder.startswith("graphar") else "graphar" / source
             if shipped.as_posix() not in names:

@@ -9,6 +9,7 @@ Communicator, empty, suspend, resume, explain, profile, is_available       set-u
 enable, disable, compile_pass                                              torch.compile
 nn, ddp, fsdp                                                              layers; hooks for DDP; fully_shard (FSDP2)
 reference                                                                  the specification of every op
+simulator                                                                  kernels on the CPU, without a GPU
 """
 
 import typing as _typing
@@ -58,6 +59,7 @@ from graphar.runtime.stats import CallStats, Stats
 
 if _typing.TYPE_CHECKING:
     from graphar import nn as nn
+    from graphar import simulator as simulator
 
 __version__ = "0.1.0"
 
@@ -105,6 +107,7 @@ __all__ = [
     "reducescatter_residual_rmsnorm",
     "reference",
     "resume",
+    "simulator",
     "stats",
     "suspend",
 ]
@@ -132,11 +135,12 @@ _nvtx.start()
 if not _typing.TYPE_CHECKING:  # else every name would pass a type checker
 
     def __getattr__(name):
-        # Import graphar.nn at first use: it imports torch's tensor parallelism, which takes half a second.
-        if name == "nn":
+        # Imported at first use: graphar.nn imports torch's tensor parallelism, which takes half a second, and few
+        # programs need the simulator.
+        if name in ("nn", "simulator"):
             from importlib import import_module
 
-            return import_module("graphar.nn")
+            return import_module(f"graphar.{name}")
         # torch.distributed's spelling: all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_gather_single
         meant = name.removesuffix("_single").removesuffix("_tensor").removesuffix("_into").replace("_", "")
         hint = f"; graphar.{meant} is meant" if meant != name and meant in __all__ else ""

@@ -54,7 +54,7 @@ def new_process(new_interpreter):
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 
-PUBLIC_MODULES = ("ddp", "fsdp", "nn", "reference")
+PUBLIC_MODULES = ("ddp", "fsdp", "nn", "reference", "simulator")
 
 
 def test_the_public_names_are_those_of_all():

@@ -19,7 +19,7 @@ from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from graphar.simulator.subject import Subject, find
 
 NUMELS = (1, 7, 8, 9, 1000, 4096)  # beside a pack of 16 bytes, and as many as fill a slot
-_MOST_THREADS_OF_SANITIZERS = 2048  # of all ranks' blocks, each of which is a thread to ThreadSanitizer
+_MOST_THREADS = 2048  # of a block on all ranks, under ThreadSanitizer, to which each is a thread of its own
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,15 @@ class Report:
         """Whether all cases passed."""
         return not self.failures
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """How many cases passed, in how many seconds."""
         cases = len(self.passed) + len(self.failures)
         left_out = f", {len(self.skipped)} were skipped" if self.skipped else ""
-        summary = f"{self.algorithm}: {len(self.passed)} of {cases} cases passed in {self.time_s:.1f} s{left_out}"
-        return "\n\n".join([*map(str, self.failures), summary])
+        return f"{self.algorithm}: {len(self.passed)} of {cases} cases passed in {self.time_s:.1f} s{left_out}"
+
+    def __str__(self) -> str:
+        return "\n\n".join([*map(str, self.failures), self.summary])
 
 
 def run(
@@ -187,8 +191,8 @@ class _Checked:
         if not self.subject.fitting(self.numels, case.world_size, case.dtype):
             return "the algorithm takes none of these sizes"
         threads = (case.algorithm.row.only_threads or 0) * case.world_size
-        if case.sanitizer != "plain" and threads > _MOST_THREADS_OF_SANITIZERS:
-            return f"{threads} threads are too many for sanitizers"
+        if case.sanitizer == "thread" and threads > _MOST_THREADS:
+            return f"{threads} threads are too many for ThreadSanitizer"
         return ""
 
     def failure_of(self, case: Case, seeds: Sequence[int]) -> Failure | None:
@@ -235,6 +239,6 @@ def _first_mistake(simulation: Simulation, drawn: Drawn) -> tuple[str, int | Non
         outcomes = simulation.run(drawn.calls)
     except KernelFailure as failure:
         return str(failure), None, failure.step
-    for one in mistakes(drawn.expected, outcomes, simulation.epoch):
+    for one in mistakes(drawn.expected, outcomes):
         return one.what, one.call, one.step
     return "", None, 0

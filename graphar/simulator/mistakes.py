@@ -29,18 +29,17 @@ class Mistake:
     step: int
 
 
-def mistakes(expected: Sequence[Sequence[torch.Tensor]], outcomes: Sequence[Outcome], epoch: int) -> list[Mistake]:
+def mistakes(expected: Sequence[Sequence[torch.Tensor]], outcomes: Sequence[Outcome]) -> list[Mistake]:
     """Returns all that is wrong, in the order in which it happened.
 
     Args:
         expected: what each rank must get, by call and rank.
         outcomes: what came out, by rank.
-        epoch: the simulation's.
     """
     found = []
     for rank, outcome in enumerate(outcomes):
         if outcome.record.kind:
-            call = (outcome.record.sequence - epoch) % (1 << 32)
+            call = sum(end < outcome.gave_up_at for end in outcome.ended_at)
             found.append(Mistake(_given_up(rank, call, outcome.record), call, outcome.gave_up_at))
         for call, by_rank in enumerate(expected):
             what = _difference(outcome.results[call], by_rank[rank])
@@ -81,6 +80,6 @@ def _value(one: torch.Tensor) -> str:
 
 def _beside(outcome: Outcome) -> Iterator[str]:
     if outcome.broken_guards:
-        yield f"{outcome.broken_guards} calls wrote beside the tensors or the scratch, or to their input"
+        yield f"{outcome.broken_guards} writes beside the tensors or the scratch, or to the input"
     if outcome.unmarked_polls:
         yield f"{outcome.unmarked_polls} polls by blocks that were not marked as busy"

@@ -152,7 +152,7 @@ def test_quietly_explain_says_nothing_but_the_answers(capsys):
 
 # ---- all commands ---------------------------------------------------------------------------------------------------
 
-COMMANDS = ("doctor", "bench", "explain", "tune", "report", "trace")
+COMMANDS = ("doctor", "bench", "explain", "tune", "simulate", "report", "trace")
 
 
 def test_the_console_script_and_python_m_say_their_own_names_in_usage(new_interpreter):

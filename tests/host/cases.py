@@ -16,37 +16,28 @@ from graphar.numerics.dtypes import BYTE
 from graphar.plan import scratch as layouts
 from graphar.plan.algorithms import TUPLE_VARIANT, Algorithm, rows
 from graphar.plan.config import Config
-from graphar.plan.scratch import PACK_NBYTES, Scratch, Sizes
+from graphar.plan.scratch import PACK_NBYTES, Scratch
 from graphar.plan.work import MAX_TENSORS
 from graphar.runtime.catalogue import KERNELS, KernelSource, kernel_source
+from graphar.simulator.calls import Drawn, first_epoch
+from graphar.simulator.mistakes import mistakes
 from graphar.simulator.simulation import Call, Outcome, Simulation
+from graphar.simulator.subject import small
 from tests.cases import FLOAT_FILLS, far_apart, in_turns, left_after_scatter
 from tests.host.build import TMA_CHANNELS
 
 WORLD_SIZES = (2, 3, 4, 5, 8)
 CALLS = 6
-FIRST_EPOCHS = (0, 5, (1 << 32) - 4)
 
 _LARGEST_NBYTES = 4096  # of a tensor if the scratch limits it; else twice that
 _LARGEST_QUANTIZED_NBYTES = 32 << 10  # a few codec tiles for every rank
 _TMA_CHUNKS = 3 * layouts.TMA_DEPTH + 1  # of a channel: its scratch is used several times
 # So little scratch that small tensors fill it, wrap around in it, and need many chunks.
-SMALL = Sizes(
-    pushed_nbytes=_LARGEST_NBYTES,
-    pushed_nbytes_of_two=_LARGEST_NBYTES,
-    one_shot_nbytes=_LARGEST_NBYTES,
-    two_shot_nbytes=_LARGEST_NBYTES,
+SMALL = replace(
+    small(_LARGEST_NBYTES),
     quantized_nbytes=_LARGEST_QUANTIZED_NBYTES,
     skinny_nbytes=_LARGEST_NBYTES,
-    pipeline_chunk=8,
-    pipeline_blocks=4,
     tma_channels=TMA_CHANNELS,
-    tma_channel_nbytes=4096,
-    lossless_chunk=2,
-    reducescatter_nbytes=8192,
-    allgather_flagged_nbytes=2048,
-    allgather_chunk=8,
-    allgather_blocks=4,
     quantized_chunk_nbytes=2 * layouts.TILE_LARGEST_NBYTES,
     quantized_blocks=4,
     norm_row_packs=130,
@@ -174,14 +165,6 @@ class Kernels:
 
 def dtypes_of(algorithm: Algorithm) -> tuple[torch.dtype, ...]:
     return algorithm.row.dtypes
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Calls, and the bytes that each rank must get from each call."""
-
-    calls: list[Call]
-    expected: list[list[torch.Tensor]]  # by call and rank
 
 
 def draw(algorithm: Algorithm, world_size: int, dtype: torch.dtype, seed: int, calls: int = CALLS) -> Drawn:
@@ -314,24 +297,6 @@ def simulate(
     return Simulation(program, kernels.algorithm, world_size, needs, first, seed, first_epoch(seed)).run(calls)
 
 
-def first_epoch(seed: int) -> int:
-    """How many calls were made before those of a simulation."""
-    return FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
-
-
 def differences(sequence: Drawn, outcomes: Sequence[Outcome]) -> list[str]:
     """Descriptions of all errors; empty if there are none."""
-    found = []
-    for rank, outcome in enumerate(outcomes):
-        if kind := outcome.record.kind:
-            peer, call = outcome.record.peer, outcome.record.sequence
-            found.append(f"rank {rank} gave up (kind {kind}) in call {call}, waiting for rank {peer}")
-        if outcome.broken_guards:
-            found.append(f"rank {rank}: {outcome.broken_guards} writes beside tensors or scratch")
-        if outcome.unmarked_polls:
-            found.append(f"rank {rank}: {outcome.unmarked_polls} polls by blocks that were not marked as busy")
-        for call, (result, by_rank) in enumerate(zip(outcome.results, sequence.expected, strict=True)):
-            expected = by_rank[rank].contiguous().view(-1).view(torch.uint8)
-            if wrong := int((result != expected).sum()):
-                found.append(f"rank {rank}, call {call}: {wrong} of {len(expected)} bytes are wrong")
-    return found
+    return [one.what for one in mistakes(sequence.expected, outcomes)]

@@ -11,10 +11,11 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.runtime.catalogue import KERNELS, NORM_KERNELS, SKINNY_KERNELS, SUMMED_TILE_KERNELS
+from graphar.simulator.calls import Drawn, first_epoch
 from graphar.simulator.simulation import Call, Outcome, Simulation
 from tests.host import cases, test_allgather_matmul, test_matmul_skinny, test_matmul_tiles, test_norms
 from tests.host.build import build
-from tests.host.cases import Drawn, Kernels, dtypes_of, first_epoch
+from tests.host.cases import Kernels, dtypes_of
 from tests.host.test_norms import Norms
 
 _FILES = {

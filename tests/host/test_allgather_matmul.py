@@ -18,10 +18,10 @@ from graphar.plan.tiles import MatmulTile
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation
+from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, KernelFailure, Outcome, Simulation
 from tests.cases import normal
 from tests.host.build import UNIT_PACKS, build
-from tests.host.cases import first_epoch
 from tests.host.matmul_operands import aligned_rows, packed, wrong_elements
 from tests.host.test_matmul_tiles import EPILOGUE
 

@@ -13,10 +13,11 @@ import torch
 
 from graphar.plan.algorithms import Algorithm
 from graphar.simulator.build import Mutation
+from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import ENOUGH_NS, KernelFailure, has_pad
 from tests.host import test_allgather_matmul
 from tests.host.build import build
-from tests.host.cases import WORLD_SIZES, Kernels, dtypes_of, first_epoch, simulate
+from tests.host.cases import WORLD_SIZES, Kernels, dtypes_of, simulate
 from tests.host.every_kernel import EVERY_KERNEL, run
 from tests.host.every_kernel import draw as draw_every
 from tests.host.test_faults import DEADLINE_OF_WARPS_NS, SEED, TIMED_OUT

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from graphar.plan.algorithms import Algorithm
+from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call
 from tests.host.build import build
-from tests.host.cases import ALGORITHMS, WAYS, WORLD_SIZES, Kernels, differences, dtypes_of, first_epoch, simulate
+from tests.host.cases import ALGORITHMS, WAYS, WORLD_SIZES, Kernels, differences, dtypes_of, simulate
 from tests.host.every_kernel import EVERY_KERNEL, draw, run
 
 pytestmark = pytest.mark.host

@@ -20,10 +20,10 @@ from graphar.plan.scratch import SIGNAL_PAD_NBYTES, Scratch
 from graphar.plan.tiles import LAYOUTS, MatmulTile
 from graphar.runtime.catalogue import KernelSource
 from graphar.simulator.build import Mutation
+from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from tests.cases import normal
 from tests.host.build import build
-from tests.host.cases import first_epoch
 from tests.host.matmul_operands import packed, wrong_elements
 from tests.host.test_matmul_tiles import EPILOGUE, MOST_THREADS, REDUCE, SCATTER, draw_blocks, dtype_of, every_algorithm
 

@@ -17,9 +17,9 @@ from graphar.plan.tiles import SkinnyTile
 from graphar.runtime.catalogue import SCALE_FORMATS, SKINNY_KERNELS, KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation
+from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, Simulation
 from tests.host.build import build
-from tests.host.cases import first_epoch
 from tests.host.matmul_operands import aligned_rows, wrong_elements
 from tests.host.mutant import notices
 from tests.host.test_matmul_scaled import RandomData, scales_of, stored

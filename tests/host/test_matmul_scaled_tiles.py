@@ -19,10 +19,10 @@ from graphar.plan.scratch import SIGNAL_PAD_NBYTES, Scratch
 from graphar.plan.tiles import MatmulTile
 from graphar.runtime.catalogue import SCALE_FORMATS, KernelSource
 from graphar.simulator.build import Mutation
+from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, Simulation
 from tests.cases import normal
 from tests.host.build import build
-from tests.host.cases import first_epoch
 from tests.host.matmul_operands import aligned_rows, wrong_elements
 from tests.host.mutant import notices
 from tests.host.test_matmul_scaled import RandomData, scales_of, stored

@@ -17,9 +17,9 @@ from graphar.plan.tiles import LAYOUTS, SkinnyTile
 from graphar.runtime.catalogue import SKINNY_KERNELS, KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation
+from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, KernelFailure, Outcome, Simulation
 from tests.host.build import build
-from tests.host.cases import first_epoch
 from tests.host.matmul_operands import packed, wrong_elements
 from tests.host.test_matmul_tiles import draw_blocks, draw_operands, dtype_of
 

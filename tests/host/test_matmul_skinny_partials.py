@@ -16,9 +16,9 @@ from graphar.plan.scratch import PACK_NBYTES, SENTINEL, Scratch
 from graphar.plan.tiles import LAYOUTS, SkinnyTile
 from graphar.runtime.catalogue import SKINNY_KERNELS
 from graphar.simulator.build import Mutation
+from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from tests.cases import normal
-from tests.host.cases import first_epoch
 from tests.host.matmul_operands import packed, wrong_elements
 from tests.host.test_matmul_partials import draw_operands
 from tests.host.test_matmul_skinny import MOST_THREADS, program_of

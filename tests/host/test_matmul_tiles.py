@@ -21,10 +21,10 @@ from graphar.plan.tiles import LAYOUTS, MatmulTile
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation
+from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, KernelFailure, Outcome, Simulation
 from tests.cases import normal
 from tests.host.build import build
-from tests.host.cases import first_epoch
 from tests.host.matmul_operands import packed, wrong_elements
 
 pytestmark = pytest.mark.host

@@ -22,10 +22,11 @@ from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.work import Norm
 from graphar.runtime.catalogue import NORM_KERNELS, kernel_source
 from graphar.simulator.build import Mutation
+from graphar.simulator.calls import Drawn, first_epoch
 from graphar.simulator.simulation import Call, Simulation
 from tests.cases import bit_patterns, far_apart, normal
 from tests.host.build import NORM_SLOTS, build
-from tests.host.cases import Drawn, differences, first_epoch, scratch_of
+from tests.host.cases import differences, scratch_of
 from tests.host.mutant import notices
 from tests.host.test_norms import GUARD, LARGE_CLUSTERS, MANY_SLOTS, bytes_of, more_slots
 

@@ -21,11 +21,12 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.work import Sum
 from graphar.runtime.catalogue import KERNELS, kernel_source
 from graphar.simulator.build import Mutation
+from graphar.simulator.calls import Drawn, first_epoch
 from graphar.simulator.simulation import Call, Simulation
 from tests.cases import FLOAT_FILLS, normal
 from tests.host import cases
 from tests.host.build import build
-from tests.host.cases import WAYS, Drawn, differences, first_epoch, scratch_of
+from tests.host.cases import WAYS, differences, scratch_of
 from tests.host.mutant import notices
 
 pytestmark = pytest.mark.host

@@ -1,0 +1,164 @@
+"""`python -m graphar simulate`: runs an algorithm's kernels on the CPU, under sanitizers, and says what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphar.cli.options import add_command, by_name, dtype_name, load, world_size
+from graphar.cli.progress import progress
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.plan.algorithms import NAMED, is_from_outside
+from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
+from graphar.simulator import ALGORITHMS, SANITIZERS, Failure, Report
+from graphar.simulator import run as simulate
+from graphar.simulator.check import NUMELS
+
+DTYPES = by_name(TYPE_NAMES)
+
+
+def add(commands) -> None:
+    one = add_command(
+        commands,
+        "simulate",
+        run,
+        summary="run an algorithm's kernels on the CPU, and look for wrong results, races and hangs; needs no GPU",
+        description="Compiles the kernels of an algorithm with g++ 12 or newer, and runs them on the CPU. A seeded"
+        " scheduler picks the thread that goes on, and sanitizers look for races and accesses out of bounds. Every"
+        " result must have the bits of the specification.",
+        quiet="show no progress",
+    )
+    named = "a Python file that calls graphar.load_algorithm: all algorithms that it loads; or one of "
+    one.add_argument("subject", type=_subject, metavar="FILE.py|ALGORITHM", help=named + ", ".join(ALGORITHMS))
+    listed = f"numbers of ranks, such as 2,4 or 2-{MAX_RANKS} (default: 2-{MAX_RANKS})"
+    one.add_argument("--ranks", type=_world_sizes, default=list(WORLD_SIZES), metavar="N[,N|-N]", help=listed)
+    one.add_argument(
+        "--sanitizers",
+        type=_some(_sanitizer),
+        default=list(SANITIZERS),
+        metavar="NAMES",
+        help=f"some of {','.join(SANITIZERS)} (default: all): plain runs use none, thread is ThreadSanitizer, and"
+        " address is AddressSanitizer and UBSan",
+    )
+    one.add_argument("--seeds", type=_count, default=3, metavar="N", help="seeds of each case (default: 3)")
+    one.add_argument("--seed", type=int, metavar="SEED", help="this seed alone, which repeats a failure")
+    sizes = f"elements of a tensor, or of the largest part (default: {','.join(map(str, NUMELS))})"
+    one.add_argument("--numel", type=_some(_count), default=list(NUMELS), metavar="N,N", help=sizes)
+    one.add_argument(
+        "--dtypes",
+        type=_some(_dtype),
+        default=[torch.bfloat16, torch.float32],
+        metavar="NAMES",
+        help=f"some of {','.join(DTYPES)}, or short forms such as bf16 (default: bfloat16,float32)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    algorithms, reports = _algorithms(options.subject), []
+    total = len(algorithms) * len(options.ranks) * len(options.dtypes) * len(options.sanitizers)
+    with progress("cases", total, options.quiet) as advance:
+        for algorithm in algorithms:
+            report = simulate(
+                algorithm,
+                ranks=options.ranks,
+                dtypes=options.dtypes,
+                numel=options.numel,
+                sanitizers=options.sanitizers,
+                seeds=options.seeds if options.seed is None else [options.seed],
+                progress=advance,
+            )
+            reports.append(report)
+    if options.json:
+        found = [_as_json(one) for one in reports]
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
+    else:
+        print("\n\n".join(_as_text(one, options.subject, options.numel) for one in reports))
+    return 0 if all(one.ok for one in reports) else 1
+
+
+def _algorithms(subject: str) -> list[str]:
+    """Returns the algorithms that a Python file loads; or the one that is named."""
+    if not subject.endswith(".py"):
+        return [subject]
+    before = set(_loaded())
+    load([subject])
+    found = [one for one in _loaded() if one not in before]
+    if not found:
+        raise ValueError(f"{subject} loads no algorithm: it has no call of graphar.load_algorithm")
+    return found
+
+
+def _loaded() -> list[str]:
+    """Returns the algorithms from outside the package."""
+    return [one.value for named in NAMED.values() for one in named.values() if is_from_outside(one)]
+
+
+def _as_text(report: Report, subject: str, numels: list[int]) -> str:
+    failures = [f"{failure}\n\nto repeat it: {_command(failure, subject, numels)}" for failure in report.failures]
+    return "\n\n".join([*failures, report.summary])
+
+
+def _command(failure: Failure, subject: str, numels: list[int]) -> str:
+    """Returns the command that repeats a failure."""
+    case = failure.case
+    dtype = str(case.dtype).removeprefix("torch.")
+    asked = f"--ranks {case.world_size} --dtypes {dtype} --sanitizers {case.sanitizer} --seed {failure.seed}"
+    return f"python -m graphar simulate {subject} {asked} --numel {','.join(map(str, numels))}"
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    failures = [
+        {
+            "world_size": one.case.world_size,
+            "dtype": str(one.case.dtype).removeprefix("torch."),
+            "sanitizer": one.case.sanitizer,
+            "seed": one.seed,
+            "numels": list(one.numels),
+            "call": one.call,
+            "what": one.what,
+            "last_steps": one.last_steps,
+        }
+        for one in report.failures
+    ]
+    counts = {"passed": len(report.passed), "skipped": list(report.skipped), "time_s": report.time_s}
+    return {"algorithm": report.algorithm.value, **counts, "failures": failures}
+
+
+def _subject(text: str) -> str:
+    if text not in ALGORITHMS and not (text.endswith(".py") and Path(text).is_file()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no Python file, and none of {', '.join(ALGORITHMS)}")
+    return text
+
+
+def _some(of: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Returns an argparse type for several of another type, with commas between them."""
+    return lambda text: list(dict.fromkeys(of(one) for one in text.split(",")))
+
+
+def _world_sizes(text: str) -> list[int]:
+    """Returns numbers of ranks: "2", "2,4" or "2-8"; an argparse type."""
+    first, dash, last = text.partition("-")
+    return list(range(world_size(first), world_size(last) + 1)) if dash else _some(world_size)(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def _sanitizer(text: str) -> str:
+    if text not in SANITIZERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(SANITIZERS)}")
+    return text
+
+
+def _dtype(text: str) -> torch.dtype:
+    if dtype_name(text) not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DTYPES)}")
+    return DTYPES[dtype_name(text)]

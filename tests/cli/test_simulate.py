@@ -1,0 +1,149 @@
+"""python -m graphar simulate: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from graphar.cli import simulate
+from graphar.cli.main import main
+from graphar.plan.algorithms import Algorithm
+from graphar.simulator import Case, Failure, Report
+from tests.outside import forget_loaded
+
+CASE = Case(Algorithm.ONE_SHOT, 3, torch.bfloat16, "thread")
+FAILURE = Failure(CASE, 2, (9, 7), 1, "rank 0, call 1: element 3 is 1, expected 2", "rank 0: no steps\n")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the command asks the simulator for, which finds nothing wrong, or what ``failures`` has."""
+    asked = {"failures": ()}
+
+    def run(algorithm, *, progress, **options):
+        asked.update(options, algorithm=algorithm)
+        progress(str(CASE))
+        return Report(Algorithm(algorithm), (CASE,), asked["failures"], ("one case: no reason",), 1.25)
+
+    monkeypatch.setattr(simulate, "simulate", run)
+    return asked
+
+
+def test_it_asks_for_all_ranks_and_sanitizers_and_ends_with_a_line_of_what_passed(asked, capsys):
+    assert main(["simulate", "one_shot"]) == 0
+
+    assert asked["ranks"] == [2, 3, 4, 5, 6, 7, 8]
+    assert asked["sanitizers"] == ["plain", "thread", "address"]
+    assert (asked["seeds"], asked["dtypes"]) == (3, [torch.bfloat16, torch.float32])
+    assert capsys.readouterr().out == "one_shot: 1 of 1 cases passed in 1.2 s, 1 were skipped\n"
+
+
+def test_lists_and_ranges_are_understood(asked):
+    arguments = ["--ranks", "2,4", "--sanitizers", "plain,thread", "--numel", "1,7,8192", "--dtypes", "bf16,fp32"]
+
+    assert main(["simulate", "two_shot_push", *arguments, "--seeds", "5"]) == 0
+    assert (asked["ranks"], asked["sanitizers"], asked["seeds"]) == ([2, 4], ["plain", "thread"], 5)
+    assert (asked["numel"], asked["dtypes"]) == ([1, 7, 8192], [torch.bfloat16, torch.float32])
+
+    assert main(["simulate", "two_shot_push", "--ranks", "3-5", "--seed", "7"]) == 0
+    assert (asked["ranks"], asked["seeds"]) == ([3, 4, 5], [7])
+
+
+def test_a_failure_is_printed_with_the_command_that_repeats_it(asked, capsys):
+    asked["failures"] = (FAILURE,)
+
+    assert main(["simulate", "one_shot", "--numel", "7,9"]) == 1
+
+    assert capsys.readouterr().out == (
+        f"{FAILURE}\n\n"
+        "to repeat it: python -m graphar simulate one_shot --ranks 3 --dtypes bfloat16 --sanitizers thread --seed 2"
+        " --numel 7,9\n\n"
+        "one_shot: 1 of 2 cases passed in 1.2 s, 1 were skipped\n"
+    )
+
+
+def test_as_json_it_has_the_failures(asked, capsys):
+    asked["failures"] = (FAILURE,)
+
+    assert main(["simulate", "one_shot", "--json"]) == 1
+
+    found = json.loads(capsys.readouterr().out)
+    assert (found["algorithm"], found["passed"], found["skipped"]) == ("one_shot", 1, ["one case: no reason"])
+    (failure,) = found["failures"]
+    assert (failure["world_size"], failure["dtype"], failure["sanitizer"]) == (3, "bfloat16", "thread")
+    assert (failure["seed"], failure["numels"], failure["call"]) == (2, [9, 7], 1)
+    assert failure["what"] == FAILURE.what
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ring"],
+        ["absent.py"],
+        ["one_shot", "--ranks", "2-9"],
+        ["one_shot", "--sanitizers", "memory"],
+        ["one_shot", "--numel", "0"],
+        ["one_shot", "--dtypes", "int8"],
+        ["one_shot", "--seeds", "none"],
+    ],
+)
+def test_bad_arguments_end_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *arguments])
+
+    assert ended.value.code == 2
+    assert arguments[-1].rpartition("-")[2] in capsys.readouterr().err
+
+
+def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
+    from graphar.simulator import compiler
+
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    compiler.compiler.cache_clear()
+
+    assert main(["simulate", "one_shot", "--ranks", "2"]) == 1
+
+    compiler.compiler.cache_clear()
+    assert re.match(r"graphar: the simulator needs g\+\+ 12 or newer.*apt install g\+\+", capsys.readouterr().err)
+
+
+def test_all_algorithms_that_a_file_loads_are_simulated(asked, monkeypatch, tmp_path, capsys):
+    forget_loaded(monkeypatch)
+    mine = tmp_path / "mine.py"
+    mine.write_text("from tests.outside import load\nload()\nload(max_nbytes=4096)\n")
+
+    assert main(["simulate", str(mine)]) == 0
+
+    names = re.findall(r"^(pushed_sum@\w{12}): 1 of 1 cases passed", capsys.readouterr().out, re.MULTILINE)
+    assert len(set(names)) == 2
+
+
+def test_a_failure_of_a_file_is_repeated_by_its_path(asked, monkeypatch, tmp_path, capsys):
+    forget_loaded(monkeypatch)
+    mine = tmp_path / "mine.py"
+    mine.write_text("from tests.outside import load\nload()\n")
+    asked["failures"] = (FAILURE,)
+
+    assert main(["simulate", str(mine)]) == 1
+
+    assert f"to repeat it: python -m graphar simulate {mine} --ranks 3" in capsys.readouterr().out
+
+
+def test_a_file_that_loads_nothing_is_an_error(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("import graphar\n")
+
+    assert main(["simulate", str(tmp_path / "mine.py")]) == 1
+
+    assert "loads no algorithm: it has no call of graphar.load_algorithm" in capsys.readouterr().err
+
+
+@pytest.mark.host
+def test_a_small_algorithm_is_simulated(capsys):
+    asked = ["--ranks", "2", "--sanitizers", "plain", "--seeds", "1", "--numel", "9", "--dtypes", "bf16"]
+
+    assert main(["simulate", "one_shot_push", *asked, "--quiet"]) == 0
+
+    assert re.fullmatch(r"one_shot_push: 1 of 1 cases passed in \d+\.\d s\n", capsys.readouterr().out)
