@@ -5,7 +5,7 @@
 
 // The version of the headers that kernels from outside the package may include (docs/pages/primitives.md). It changes
 // with any contract or layout of these for which such a kernel may need a change. A kernel may require it:
-// static_assert(interface_version == 1).
+// `static_assert(interface_version == 1);`.
 constexpr int interface_version = 1;
 
 constexpr int max_ranks = 8;
@@ -58,13 +58,13 @@ struct Arguments {
   const void* input;                   // this rank's tensor or, in an all-gather, its part; at any alignment
   void* output;                        // this rank's result; at any alignment
   u64 numel;                           // elements of T in the whole tensor: in all parts, if the op has parts
-  Counters* counters;                  // this rank's
+  Counters* counters;                  // of this algorithm, on this rank
   u32 capacity;                        // packs, or boxes, in one slot of the scratch
   u32 rank;                            // this one, below N
   u32 fingerprint;                     // of the call: equal where ranks call the same; not 0
   u32 prefetch_nbytes;                 // a multiple of 16, or 0
   char* ring[max_ranks];               // this algorithm's scratch by distance: of rank (rank + hop) % N
-  Counters* peer_counters[max_ranks];  // on every rank; null beyond the last
+  Counters* peer_counters[max_ranks];  // the same on every rank; null beyond the last
 
   u64 timeout_ns;                     // of each wait for a peer
   u64 seed;                           // of a codec with stochastic rounding
@@ -78,7 +78,7 @@ struct Arguments {
   u64 count[max_ranks];  // elements, or rows, of each part that this launch handles
   u32* abort;            // of this rank: set once a wait has expired, so that queued kernels end at once
   Record* record;        // of this rank, in host-visible memory
-  u32 algorithm;         // its index
+  u32 algorithm;         // its index, for the record
   const char* prefetch;  // memory to bring into L2 (prefetch.cuh); aligned to 16 bytes
   EpilogueArguments epilogue;  // of calls with one (epilogue.cuh)
 };

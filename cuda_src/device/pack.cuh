@@ -124,7 +124,7 @@ template <>
 constexpr bool is_tree<TreeOrder> = true;
 
 // By any thread: the sum of the packs of N ranks in fp32, in an order, then the epilogue, rounded once to Out. Touches
-// no memory. A NaN comes out as the canonical one, which is not the sentinel.
+// no memory. A NaN sum comes out as the canonical one, which is not the sentinel.
 template <class T, int N, class Order, class Out, class Epilogue = Identity>
 __device__ __forceinline__ PackOf<T, Out> sum_in_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
   constexpr int E = elements_per_word<T>, words = elements_per_word<Out> / E;  // of T, that make one of Out

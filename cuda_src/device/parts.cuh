@@ -38,6 +38,7 @@ __device__ __forceinline__ Tensor<T> input_of(const Arguments& a) {
   return {a.input, a.count[a.rank]};
 }
 
+// Internal: the same of several tensors.
 template <class T>
 __device__ __forceinline__ PartOfTuple<T> input_of(const TupleArguments& a) {
   return {a, a.inputs, 0, a.rows[a.rank]};
@@ -49,6 +50,7 @@ __device__ __forceinline__ Tensor<T> output_of(const Arguments& a, int rank) {
   return part_of<T>(a.output, a, rank);
 }
 
+// Internal: the same of several tensors.
 template <class T>
 __device__ __forceinline__ PartOfTuple<T> output_of(const TupleArguments& a, int rank) {
   return {a, a.outputs, a.first_row[rank], a.rows[rank]};

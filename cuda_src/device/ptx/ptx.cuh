@@ -174,7 +174,7 @@ __device__ __forceinline__ void copy_async(Pack* shared, const Pack* global) {
                : "memory");
 }
 
-// By any thread: ends a group of this thread's copies, which may be empty.
+// By any thread: ends a group of this thread's copies, which may be empty. Orders no access.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // By any thread: waits until all but the last `Pending` groups of this thread are complete. Their weak stores are then

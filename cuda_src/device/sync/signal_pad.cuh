@@ -66,7 +66,7 @@ __device__ __forceinline__ u64 flag_of(const Arguments& a, const Call& call, u32
 }
 
 // By all threads of a warp, after read_epoch and behind a barrier with those whose writes it publishes. The threads
-// that `send` set their flag in the row on `peer` to `step`: a release store of system scope (2), by one thread for
+// with `sends` set their flag in the row on `peer` to `step`: a release store of system scope (2), by one thread for
 // each row and peer.
 __device__ __forceinline__ void set_flag(const Arguments& a, const Call& call, bool sends, u32 row, u32 peer,
                                          u32 step) {
@@ -141,10 +141,11 @@ class Signals {
     set_flag(a, call, threadIdx.x < N && threadIdx.x != a.rank, blockIdx.x, threadIdx.x, base_ + steps);
   }
 
-  // By all threads of the block, after a `send` of this call: waits until this block of every peer has finished `steps`
-  // steps. Acquire loads of system scope, then a barrier of the block: all threads see what these blocks wrote before
-  // their `send` (2). Peers' earlier calls are then over (13). False, in all threads, when one did not in time, or
-  // calls something else; then the block reads no slots, and goes on to `end`.
+  // By all threads of the block: waits until this block of every peer has finished `steps` steps; at 0, all those of
+  // earlier calls. Otherwise this block has sent a step in this call before. Acquire loads of system scope, then a
+  // barrier of the block: all threads see what these blocks wrote before their `send` (2). After a step of this call,
+  // peers' earlier calls are over (13). False, in all threads, when one did not in time, or calls something else; then
+  // the block reads no slots, and goes on to `end`.
   template <int N>
   __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
     bool failed = false;
