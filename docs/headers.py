@@ -34,7 +34,7 @@ PUBLIC = (
 CALLERS = {
     "By any thread": "each thread for itself, also where threads diverge",
     "By one thread": "for each place, one thread of the rank's grid; others may do the same elsewhere",
-    "By all threads of a warp": "all 32 threads of it together, with equal arguments where nothing else is said",
+    "By all threads of a warp": "all 32 threads of it, converged",
     "By all threads of the block": "all threads of it, converged, since there may be a barrier in it",
 }
 _INTERNAL = "Internal"

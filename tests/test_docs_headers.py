@@ -114,7 +114,7 @@ def test_what_the_headers_declare_changes_only_with_their_version():
     [
         ("u32 patience = 4) {\n    return", "u32 patience = 5) {\n    return", True),
         ("__device__ __forceinline__ u64 start()", "__device__ __forceinline__ u32 start()", True),
-        ("// Each thread that polls has its own.", "// Each has its own.", False),
+        ("Each thread that polls has its own.", "Each has its own.", False),
         ("u32 spins_ = 0;", "u64 spins_ = 0;", False),
     ],
 )

@@ -87,9 +87,9 @@ __device__ __forceinline__ void end_aborted_call(const Arguments& a, const Call&
   if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
 }
 
-// By all threads of the block, last of all, also after a wait that failed. Relaxed, of gpu and system scope, behind
-// a barrier of the block: it releases nothing to peers. The block stays busy until its last thread has received everything (22): a call that
-// begins before could otherwise go unreported, and take this one's data.
+// By all threads of the block, last of all, also after a wait that failed. Relaxed, of gpu and system scope, behind a
+// barrier of the block: it releases nothing to peers. The block stays busy until its last thread has received
+// everything (22): a call that begins before could otherwise go unreported, and take this one's data.
 __device__ __forceinline__ void end_call(const Arguments& a, const Call& call) {
   __syncthreads();
   if (call.epoch % calls_a_comparison == 0) compare_calls(a, call.epoch);
