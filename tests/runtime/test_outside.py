@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from docs import headers
 from graphar.errors import CollectiveTimeout, CompileError
 from graphar.numerics.dtypes import BYTE
 from graphar.plan.algorithms import Algorithm
@@ -72,6 +73,21 @@ def test_a_kernel_is_compiled_for_each_dtype_and_number_of_ranks(dtype, world_si
     assert "pushed_sum" in cubin.symbol
     assert f"Li{world_size}E" in cubin.symbol
     assert not cubin.said
+
+
+@pytest.mark.parametrize(("required", "compiles"), [(headers.interface_version(), True), ("999", False)])
+def test_a_kernel_that_requires_another_version_of_the_headers_does_not_compile(folder, required, compiles):
+    file = folder / "pushed_sum.cu"
+    check = f'static_assert(interface_version == {required}, "written for {required}");'
+    edit(file, "template <class T, int N>\n", f"{check}\n\ntemplate <class T, int N>\n")
+    ring = load(file)
+
+    if compiles:
+        assert "pushed_sum" in compiled(ring).symbol
+    else:
+        error = failure(ring)
+        assert (error.file, error.line) == (str(file), line_of(file, check))
+        assert "written for 999" in error.log
 
 
 def test_a_kernel_that_moves_data_gets_bytes():
