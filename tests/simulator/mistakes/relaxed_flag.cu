@@ -1,11 +1,11 @@
-// relaxed_flag: an all-reduce that pushes its payload and then a flag, with an ordering mistake. tokenspeed issue 351 has
-// the same one; this kernel is written anew.
+// relaxed_flag: an all-reduce that pushes its payload and then a flag, with an ordering mistake. tokenspeed issue 351
+// has the same one; this kernel is written anew.
 //
 //   rank r: input -> scratch[p], slot r of this call's half, on every rank p; then a flag to every rank p
 //           scratch[r], all slots of that half -> sum -> output
 //
 // Payload and flag are relaxed stores. The barrier between them orders the threads of the block, but nothing is
-// released in the scope of the system, so the flag may arrive before the payload, or between two parts of it.
+// released in the scope of the system. So the flag may arrive before the payload, or between two parts of it.
 //
 // Mended: the flag is a release.
 #include "device/pack.cuh"
@@ -37,7 +37,7 @@ __global__ void relaxed_flag(const __grid_constant__ Arguments a) {
   if (signals.wait<N>(a, call, 1))
     for (u32 i = first; i < packs; i += stride) {
       Pack part[N];
-      for (int r = 0; r < N; ++r) part[r] = slot(a.rank, r)[i];
+      for (int r = 0; r < N; ++r) part[r] = load_relaxed_sys(slot(a.rank, r) + i);
       output.store(i, sum_in_rank_order<T, N>(part));
     }
   signals.end(a, 1);

@@ -12,12 +12,12 @@
 #include "device/pack.cuh"
 #include "device/sync/deadline.cuh"
 
-constexpr int most_blocks = 4;
+constexpr int largest_grid = 4;
 
 // Slot 0 of the scratch. A flag is the call's epoch plus 1. Two alternate, so that a peer which is one call ahead does
 // not overwrite what is still awaited.
 struct Flags {
-  u64 come[2][most_blocks][max_ranks];
+  u64 come[2][largest_grid][max_ranks];
 };
 
 template <int N>
