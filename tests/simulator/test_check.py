@@ -21,6 +21,7 @@ LEFT_OUT = Mutation(
     "    output.store(i, sum_in_order<T, N, Order, Out>(part, epilogue));",
     "    if (i != 3) output.store(i, sum_in_order<T, N, Order, Out>(part, epilogue));",
 )
+FAR = Mutation("allreduce/one_shot_push.cu", "slots + i, part", "slots + i + 100000, part")
 NOT_ORDERED = Mutation(PAD, SET, NOT_RELEASED)
 
 
@@ -85,8 +86,22 @@ def test_a_race_is_told_with_the_sanitizers_report_and_the_last_steps():
 
     assert failure.numel is None
     assert "calls of 9, 9, 9, 9 elements" in str(failure)
-    assert "ThreadSanitizer: data race" in failure.what
+    assert re.search(
+        r"ThreadSanitizer: data race\n  Read of size \d at rank \d's scratch, byte \d+ by rank \d", failure.what
+    )
+    assert "run.cpp" not in failure.what
     assert "store_relaxed_sys to rank" in failure.last_steps
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("sanitizer", ["plain", "address"])
+def test_an_access_far_out_of_bounds_is_told_by_the_memory_that_it_is_nearest_to(sanitizer):
+    asked = PLAIN | {"sanitizers": [sanitizer]}
+
+    (failure,) = simulator.run("one_shot_push", **asked, numel=(1000,), mutations=(FAR,)).failures
+
+    assert "SEGV" in failure.what
+    assert sanitizer == "plain" or re.search(r"rank \d's scratch, byte \d+ of 8000, out of bounds", failure.what)
 
 
 @pytest.mark.parametrize(
