@@ -79,6 +79,18 @@ def test_a_flag_that_is_never_sent_is_told_as_the_wait_for_it():
 
 
 @pytest.mark.host
+@pytest.mark.parametrize("sanitizer", simulator.SANITIZERS)
+def test_a_wait_without_a_deadline_is_told(sanitizer):
+    uncounted = Mutation(PAD, "  u32 spins = 0;\n", ""), Mutation(PAD, "++spins % spins_a_look != 0", "true")
+    asked = PLAIN | {"sanitizers": [sanitizer]}
+
+    (failure,) = simulator.run("one_shot", **asked, numel=(9,), mutations=(NEVER_SENT, *uncounted), seeds=1).failures
+
+    assert failure.what == "stuck: the threads wait without a deadline"
+    assert re.search(r"load_acquire_sys of rank 1's scratch, byte \d*0 sees 0x0 \(\d{6,} times\)", failure.last_steps)
+
+
+@pytest.mark.host
 def test_a_race_is_told_with_the_sanitizers_report_and_the_last_steps():
     asked = PLAIN | {"sanitizers": ["thread"]}
 

@@ -436,8 +436,8 @@ int main(int count, char** argv) {
   const simulator::End end = simulator::run(streams, the_case.world_size, the_case.room, the_case.seed, look);
   if (end != simulator::complete) {
     const bool all_wait = end == simulator::stuck;
-    std::fprintf(stderr, "stuck: the threads %s\n", all_wait ? "wait for one another" : "have not ended for too long");
-    return 4;
+    std::fprintf(stderr, "stuck: the threads %s\n", all_wait ? "wait for one another" : "wait without a deadline");
+    std::_Exit(4);  // the threads are left as they are
   }
   for (auto& words : order_of_kernels)
     for (auto& word : words) word.load(std::memory_order_acquire);
