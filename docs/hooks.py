@@ -16,10 +16,17 @@ from mkdocs.structure.files import File, InclusionLevel
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # perf and tests are of the checkout, and not installed
 
-from docs import tables  # noqa: E402
+from docs import headers, tables  # noqa: E402
 from perf import figures  # noqa: E402
 
-GENERATED = {"memory": tables.memory, "promises": tables.promises}
+GENERATED = {
+    "arguments": headers.arguments,
+    "callers": headers.callers,
+    "interface_version": headers.interface_version,
+    "memory": tables.memory,
+    "primitives": headers.primitives,
+    "promises": tables.promises,
+}
 
 
 def on_files(files, config):

@@ -35,7 +35,7 @@ def memory() -> str:
     header = ["algorithm", "op", *(f"{n} GPUs" for n in MEMORY_WORLD_SIZES), "largest tensor, 4 GPUs"]
     lines = []
     for one, limit in what_auto_takes(4).items():
-        sizes = [f"{round(one.row.scratch(n).nbytes / MIB)} MB" for n in MEMORY_WORLD_SIZES]
+        sizes = [f"{round(one.row.scratch_nbytes(n) / MIB)} MB" for n in MEMORY_WORLD_SIZES]
         lines.append([f"`{one.value}`", one.op, *sizes, format_nbytes(limit) if limit else "any"])
     return markdown(header, lines, right=len(header) - 2)
 

@@ -5,7 +5,7 @@ reducescatter_residual_rmsnorm                                             colle
 fused_matmul_allreduce, fused_matmul_reducescatter,
 fused_matmul_allreduce_residual_rmsnorm,
 fused_matmul_reducescatter_residual_rmsnorm, fused_allgather_matmul        matmuls with a collective
-Communicator, empty, explain, profile, is_available                        set-up, memory and diagnosis
+Communicator, empty, suspend, resume, explain, profile, is_available       set-up, memory and diagnosis
 enable, disable, compile_pass                                              torch.compile
 nn, ddp, fsdp                                                              layers; hooks for DDP; fully_shard (FSDP2)
 reference                                                                  the specification of every op
@@ -47,11 +47,14 @@ from graphar.ops.reducescatter import reducescatter
 from graphar.ops.reducescatter_rmsnorm import reducescatter_residual_rmsnorm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.explanation import Explanation
+from graphar.plan.outside import load_algorithm
+from graphar.plan.scratch import Scratch
 from graphar.ranks import logs as _logs
 from graphar.runtime import nvtx as _nvtx
 from graphar.runtime.availability import Availability, is_available
+from graphar.runtime.memory import Memory, MemoryUse
 from graphar.runtime.profiler import profile
-from graphar.runtime.registry import stats
+from graphar.runtime.registry import resume, stats, suspend
 from graphar.runtime.stats import CallStats, Stats
 
 if _typing.TYPE_CHECKING:
@@ -74,6 +77,9 @@ __all__ = [
     "Epilogue",
     "Explanation",
     "GrapharError",
+    "Memory",
+    "MemoryUse",
+    "Scratch",
     "Stats",
     "TimeoutRecord",
     "UnsupportedError",
@@ -94,13 +100,16 @@ __all__ = [
     "fused_matmul_reducescatter_residual_rmsnorm",
     "is_available",
     "linear",
+    "load_algorithm",
     "nn",
     "profile",
     "reducescatter",
     "reducescatter_residual_rmsnorm",
     "reference",
+    "resume",
     "simulator",
     "stats",
+    "suspend",
 ]
 
 for _op in (

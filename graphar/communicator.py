@@ -23,7 +23,8 @@ from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import local_devices, process_group
 from graphar.ranks.hierarchical import check_hosts
 from graphar.runtime.engine import Engine
-from graphar.runtime.registry import DEFAULT_TIMEOUT_S
+from graphar.runtime.memory import Memory
+from graphar.runtime.registry import DEFAULT_TIMEOUT_S, check_keep
 from graphar.runtime.stats import Stats
 
 
@@ -133,8 +134,8 @@ class Communicator:
 
         Args:
             x: this rank's tensor; with ``devices``, a list with one per device.
-            options: ``axis``, ``codec``, ``residual``, ``epilogue``, ``order``, ``out_dtype`` and ``timeout_s`` of
-                :func:`graphar.reducescatter`.
+            options: ``axis``, ``algorithm``, ``codec``, ``residual``, ``epilogue``, ``order``, ``out_dtype`` and
+                ``timeout_s`` of :func:`graphar.reducescatter`.
         """
         return reducescatter(x, self, **options)
 
@@ -151,7 +152,7 @@ class Communicator:
 
         Args:
             x: this rank's tensor; with ``devices``, a list with one per device. Or a tuple of these.
-            options: ``axis``, ``sizes`` and ``timeout_s`` of :func:`graphar.allgather`.
+            options: ``axis``, ``sizes``, ``algorithm`` and ``timeout_s`` of :func:`graphar.allgather`.
         """
         return allgather(x, self, **options)
 
@@ -211,7 +212,8 @@ class Communicator:
                 "_dynamic_fp8" for other calls. "allreduce_tree" and "reducescatter_tree" are calls with
                 ``order="tree"``, with ``dtypes`` as ``out_dtype``. "allreduce_residual_rmsnorm_tree" and
                 "reducescatter_residual_rmsnorm_tree" are such sums with a norm, of results of ``dtypes``. A fused
-                matmul together with such a sum is prepared with ``partition="tp_invariant"``, too.
+                matmul together with such a sum is prepared with ``partition="tp_invariant"``, too. Or algorithms from
+                :func:`graphar.load_algorithm`, for calls that name them.
             codecs: the codecs of later calls. Calls without a codec are prepared too.
             epilogues: the epilogues of later calls. Calls without an epilogue are prepared too. Give expressions,
                 with arguments of the later dtypes. For a function, give its ``traced(x)``.
@@ -235,6 +237,51 @@ class Communicator:
             CommunicatorError: ranks made different calls. The message has the call of each rank.
         """
         self.engine.synchronize()
+
+    def memory(self) -> Memory:
+        """Returns the GPU memory that this communicator shares between ranks, by algorithm. Not collective.
+
+        Scratch is allocated with the first call that needs it, or by :meth:`prepare`. Without GPUs there is none.
+        """
+        return self.engine.memory()
+
+    def suspend(self, keep: str | None = None) -> None:
+        """Gives the GPU memory of scratch and symmetric tensors back until :meth:`resume`. Collective.
+
+        It waits for all work on this process's devices and for the other ranks. The addresses stay reserved, so plans,
+        compiled code and captured graphs are valid again after :meth:`resume`. Meanwhile every call raises
+        CommunicatorError. The collectives of a graph that is replayed meanwhile do nothing; :meth:`resume` warns of
+        that. An access to a symmetric tensor is CUDA's illegal address error, which ends the process's context.
+        Multimem scratch, which torch allocates, stays. A suspended communicator stays as it is.
+
+        Args:
+            keep: "symmetric": keep the content of symmetric tensors, in pinned host memory. None: it is undefined after
+                :meth:`resume`. The same on every rank.
+
+        Raises:
+            ValueError: ``keep`` is neither.
+            UnsupportedError: on every rank, if the driver or a sandbox does not let memory go while its addresses stay,
+                or the environment has GRAPHAR_CUDA_IPC=1. The message has the reason.
+            CommunicatorError: a graph is being captured, the communicator is closed, the ranks differ in ``keep``, or a
+                rank did not arrive in time.
+            GrapharError: the error of an earlier call.
+        """
+        check_keep("suspend", keep)
+        self.engine.suspend(keep)
+
+    def resume(self) -> None:
+        """Brings the memory back that :meth:`suspend` gave back, at the same addresses. Collective.
+
+        Afterwards everything is as after :meth:`prepare`, and captured graphs can be replayed. If a GPU has too little
+        memory, every rank gets an error and stays suspended; call it again on every rank once there is room. A
+        communicator that is not suspended stays as it is.
+
+        Raises:
+            DriverError: this rank's GPU has too little memory; torch.cuda.empty_cache() frees what torch keeps.
+            CommunicatorError: another rank failed, which the message names; a rank did not arrive in time; or the
+                communicator is closed.
+        """
+        self.engine.resume()
 
     def close(self) -> None:
         """Frees the memory shared with other ranks. Collective.

@@ -22,6 +22,8 @@ from tests.processes import run_ranks
 
 BLOCKS = {path: found for path in PAGES if (found := blocks_of(path, "python"))}
 WORLD_SIZE = 2
+# Files that a page asks its reader to save.
+SAVED = re.compile(r"[Ss]ave it as\s`([\w.]+)`:\n\n```[a-z+]+\n(.*?)```", re.DOTALL)
 CHEAP = ("explain",)  # commands of graphar that take no time
 
 every_page = pytest.mark.parametrize("path", BLOCKS, ids=lambda path: path.stem)
@@ -34,6 +36,8 @@ def test_every_block_of_python_runs_as_it_stands(path, tmp_path):
         pytest.skip(f"needs {WORLD_SIZE} GPUs or none, torch sees {found}")
     if missing := [one for block in BLOCKS[path] for one in block.packages() if not importlib.util.find_spec(one)]:
         pytest.skip(f"needs {' and '.join(missing)}")
+    for name, text in SAVED.findall(path.read_text()):
+        (tmp_path / name).write_text(text)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     backend = "cpu:gloo,cuda:nccl" if found else "gloo"
 

@@ -3,13 +3,18 @@
 #pragma once
 #include "device/ptx/ptx.cuh"
 
+// The version of the headers that kernels from outside the package may include (docs/pages/primitives.md). It changes
+// with any contract or layout of these for which such a kernel may need a change. A kernel may require it:
+// `static_assert(interface_version == 1);`.
+constexpr int interface_version = 1;
+
 constexpr int max_ranks = 8;
 constexpr int max_blocks = 256;
 constexpr int max_operands = 4;
 constexpr int max_tensors = 4;
 constexpr int kept_calls = 16;
 
-// Why a kernel gave up, in host-visible memory. `kind` is written last.
+// Internal: why a kernel gave up, in host-visible memory. `kind` is written last.
 struct Record {
   u32 kind;  // 0: none; else timed_out, overlapped or disagreed (record.cuh)
   u32 algorithm;
@@ -21,13 +26,13 @@ struct Record {
   u32 seen;
 };
 
-// Read by a block, in one load, before it sends anything.
+// Internal: read by a block, in one load, before it sends anything.
 struct EpochState {
   u32 epoch;    // number of calls; equal in all entries between kernels
   u32 aborted;  // 1 once a call has given up waiting
 };
 
-// Device memory of one rank, for one algorithm of one communicator.
+// Internal: device memory of one rank, for one algorithm of one communicator.
 struct Counters {
   EpochState epoch_state[max_blocks];
   u32 steps[max_blocks];  // steps this block has signalled; the same on every rank
@@ -37,7 +42,7 @@ struct Counters {
   u64 called[max_ranks][kept_calls];
 };
 
-// The arguments of an epilogue (epilogue.cuh).
+// Internal: the arguments of an epilogue (epilogue.cuh).
 struct EpilogueArguments {
   const void* tensor[max_operands];
   float scalar[max_operands];
@@ -47,21 +52,21 @@ struct EpilogueArguments {
   u64 pitch;                 // columns of the whole tensor
 };
 
-// The arguments of every collective kernel.
+// The arguments of every collective kernel, the same on every rank where nothing else is said.
 struct Arguments {
   // First what every call needs: three lines of constant memory (wait_for_previous_kernel in kernel_order.cuh).
-  const void* input;
-  void* output;
-  u64 numel;
-  Counters* counters;
-  u32 capacity;  // packs, or boxes, in one slot of the scratch
-  u32 rank;
+  const void* input;                   // this rank's tensor or, in an all-gather, its part; at any alignment
+  void* output;                        // this rank's result; at any alignment
+  u64 numel;                           // elements of T in the whole tensor: in all parts, if the op has parts
+  Counters* counters;                  // of this algorithm, on this rank
+  u32 capacity;                        // packs, or boxes, in one slot of the scratch
+  u32 rank;                            // this one, below N
   u32 fingerprint;                     // of the call: equal where ranks call the same; not 0
   u32 prefetch_nbytes;                 // a multiple of 16, or 0
   char* ring[max_ranks];               // this algorithm's scratch by distance: of rank (rank + hop) % N
-  Counters* peer_counters[max_ranks];  // on every rank; null beyond the last
+  Counters* peer_counters[max_ranks];  // the same on every rank; null beyond the last
 
-  u64 timeout_ns;
+  u64 timeout_ns;                     // of each wait for a peer
   u64 seed;                           // of a codec with stochastic rounding
   u32 chunk;                          // packs, or tiles, that a block sends one peer in one step of a pipeline
   u32 world_size;                     // N
@@ -72,14 +77,14 @@ struct Arguments {
   u64 begin[max_ranks];  // of each rank's part in the whole tensor, if the op has parts: in elements, or rows
   u64 count[max_ranks];  // elements, or rows, of each part that this launch handles
   u32* abort;            // of this rank: set once a wait has expired, so that queued kernels end at once
-  Record* record;
-  u32 algorithm;
+  Record* record;        // of this rank, in host-visible memory
+  u32 algorithm;         // its index, for the record
   const char* prefetch;  // memory to bring into L2 (prefetch.cuh); aligned to 16 bytes
-  EpilogueArguments epilogue;
+  EpilogueArguments epilogue;  // of calls with one (epilogue.cuh)
 };
 
-// The arguments of an all-gather of several tensors, whose part of a rank is the packs of the first tensor, then those
-// of the next (parts.cuh). `count` is 16 bytes for each of these packs.
+// Internal: the arguments of an all-gather of several tensors, whose part of a rank is the packs of the first tensor,
+// then those of the next (parts.cuh). `count` is 16 bytes for each of these packs.
 struct TupleArguments : Arguments {
   const void* inputs[max_tensors];
   void* outputs[max_tensors];
@@ -88,7 +93,7 @@ struct TupleArguments : Arguments {
   u64 rows[max_ranks];          // of each rank's part
 };
 
-// The arguments of a norm of a sum's rows (rms_norm.cuh).
+// Internal: the arguments of a norm of a sum's rows (rms_norm.cuh).
 struct NormArguments : Arguments {
   const void* residual;
   const void* weight;  // of one row
@@ -100,7 +105,8 @@ struct NormArguments : Arguments {
   float eps, weight_offset;
 };
 
-// The arguments of the gradients of a norm (residual_rmsnorm_backward.cu). All tensors are aligned to 16 bytes.
+// Internal: the arguments of the gradients of a norm (residual_rmsnorm_backward.cu). All tensors are aligned to 16
+// bytes.
 struct NormGradientArguments {
   const void* of_normed;
   const void* of_summed;  // null: zeros
@@ -116,7 +122,7 @@ struct NormGradientArguments {
   float weight_offset;
 };
 
-// The arguments of matmul beside the tensor maps of A [m, k], of W and of C [m, n].
+// Internal: the arguments of matmul beside the tensor maps of A [m, k], of W and of C [m, n].
 struct MatmulArguments {
   const void* bias;  // n elements of C's type, or null
   u32 m, n, k;
@@ -131,8 +137,8 @@ struct MatmulArguments {
   u32 first_tile = 0, end_tile = 0;  // which tiles the grid computes, of a kernel with several leaves
 };
 
-// The arguments of a matmul of e4m3 operands. A scale's strides are in elements: from the scale of a row, or of a block
-// of rows, to the next, and of a block of K to the next. 0: one serves all.
+// Internal: the arguments of a matmul of e4m3 operands. A scale's strides are in elements: from the scale of a row, or
+// of a block of rows, to the next, and of a block of K to the next. 0: one serves all.
 struct ScaledMatmulArguments : MatmulArguments {
   const float* a_scale;
   const float* w_scale;
@@ -140,5 +146,5 @@ struct ScaledMatmulArguments : MatmulArguments {
   float* gathered_scales = nullptr;  // takes the scales of gathered rows, by rows, if these are wanted
 };
 
-// Template argument of kernels whose peers access a rank's symmetric tensor in place, without scratch.
+// Internal: template argument of kernels whose peers access a rank's symmetric tensor in place, without scratch.
 constexpr bool direct = true;

@@ -5,6 +5,8 @@
 #pragma once
 #include "device/arguments.cuh"
 
+// Elements of bfloat16. By any thread: `unpack` widens a word to fp32, and `round` rounds fp32 to a word, to nearest
+// even, with any NaN as the canonical one. They touch no memory.
 struct bf16 {
   using Storage = u16;
   static __device__ __forceinline__ void unpack(u32 word, float* v) {
@@ -14,36 +16,41 @@ struct bf16 {
   static __device__ __forceinline__ u32 round(const float* v) { return bf16x2_from_floats(v[0], v[1]); }
 };
 
+// The same for elements of IEEE half precision. By any thread.
 struct fp16 {
   using Storage = u16;
   static __device__ __forceinline__ void unpack(u32 word, float* v) { floats_from_fp16x2(word, v[0], v[1]); }
   static __device__ __forceinline__ u32 round(const float* v) { return fp16x2_from_floats(v[0], v[1]); }
 };
 
+// The same for elements of single precision, whose bits stay as they are. By any thread.
 struct fp32 {
   using Storage = u32;
   static __device__ __forceinline__ void unpack(u32 word, float* v) { v[0] = __uint_as_float(word); }
   static __device__ __forceinline__ u32 round(const float* v) { return __float_as_uint(v[0]); }
 };
 
-// For operands of products: a sign, four bits of exponent and three of mantissa.
+// Internal: for operands of products: a sign, four bits of exponent and three of mantissa.
 struct e4m3 {
   using Storage = unsigned char;
 };
 
-// For kernels that move and do not add.
+// Elements of one byte, of kernels that move and do not add.
 struct byte {
   using Storage = unsigned char;
 };
 
+// Elements of T in 4 bytes.
 template <class T>
 constexpr int elements_per_word = sizeof(u32) / sizeof(typename T::Storage);
+// Elements of T in a pack.
 template <class T>
 constexpr int elements_per_pack = 4 * elements_per_word<T>;
 
+// 8 bytes that move as one access.
 using HalfPack = Words<2>;
 
-// What holds as many elements of Out as a pack has of T.
+// Internal: what holds as many elements of Out as a pack has of T.
 template <int Ratio>
 struct Share {
   using Type = Pack;
@@ -52,12 +59,13 @@ template <>
 struct Share<2> {
   using Type = HalfPack;
 };
+// What holds as many elements of Out as a pack has of T: a pack, or half of one.
 template <class T, class Out>
 using PackOf = typename Share<elements_per_word<Out> / elements_per_word<T>>::Type;
 template <class P>
 constexpr u32 in_a_pack = sizeof(Pack) / sizeof(P);
 
-// In place of an epilogue: leaves the sum as it is.
+// In place of an epilogue: leaves the sum as it is. By any thread.
 struct Identity {
   __device__ __forceinline__ float operator()(int, float v) const { return v; }
 };
@@ -67,7 +75,7 @@ constexpr bool is_identity = false;
 template <>
 constexpr bool is_identity<Identity> = true;
 
-// Word w of part[0] + part[1] + ... + part[N - 1], in fp32 and in that order. An addition turns any NaN into
+// Internal: word w of part[0] + part[1] + ... + part[N - 1], in fp32 and in that order. An addition turns any NaN into
 // 0x7fffffff, and so does an epilogue (epilogue.cuh). So a NaN result, once rounded, is the canonical NaN of its dtype,
 // and never the sentinel (sentinel.cuh).
 template <class T, int N>
@@ -83,8 +91,8 @@ __device__ __forceinline__ void add_in_rank_order(const Pack (&part)[N], int w, 
   }
 }
 
-// Element w of ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), the ranks' fp32 packs as a binary tree. The host's order is
-// `tree_sum` in the package's leaf_tree.py.
+// Internal: element w of ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), the ranks' fp32 packs as a binary tree. The host's
+// order is `tree_sum` in the package's leaf_tree.py.
 template <int Count>
 __device__ __forceinline__ float sum_of_tree(const Pack* part, int w) {
   if constexpr (Count == 1)
@@ -93,7 +101,7 @@ __device__ __forceinline__ float sum_of_tree(const Pack* part, int w) {
     return sum_of_tree<Count / 2>(part, w) + sum_of_tree<Count / 2>(part + Count / 2, w);
 }
 
-// The orders in which a kernel adds: word w of the ranks' packs.
+// An order in which a kernel adds word w of the ranks' packs: part[0] + part[1] + ... in fp32. By any thread.
 struct RankOrder {
   template <class T, int N>
   static __device__ __forceinline__ void add(const Pack (&part)[N], int w, float* total) {
@@ -101,6 +109,7 @@ struct RankOrder {
   }
 };
 
+// The same as a binary tree: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), of fp32 and 2, 4 or 8 ranks. By any thread.
 struct TreeOrder {
   template <class T, int N>
   static __device__ __forceinline__ void add(const Pack (&part)[N], int w, float* total) {
@@ -114,7 +123,8 @@ constexpr bool is_tree = false;
 template <>
 constexpr bool is_tree<TreeOrder> = true;
 
-// The sum, then the epilogue, rounded once to Out.
+// By any thread: the sum of the packs of N ranks in fp32, in an order, then the epilogue, rounded once to Out. Touches
+// no memory. A NaN sum comes out as the canonical one, which is not the sentinel.
 template <class T, int N, class Order, class Out, class Epilogue = Identity>
 __device__ __forceinline__ PackOf<T, Out> sum_in_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
   constexpr int E = elements_per_word<T>, words = elements_per_word<Out> / E;  // of T, that make one of Out
@@ -131,18 +141,20 @@ __device__ __forceinline__ PackOf<T, Out> sum_in_order(const Pack (&part)[N], co
   return result;
 }
 
+// By any thread: sum_in_order in rank order, rounded to T, as the exact ops are specified.
 template <class T, int N, class Epilogue = Identity>
 __device__ __forceinline__ Pack sum_in_rank_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
   return sum_in_order<T, N, RankOrder, T>(part, epilogue);
 }
 
+// By any thread: the packs of so many elements; the last one may be part empty.
 template <class T>
 __device__ __forceinline__ u64 pack_count(u64 numel) {
   return (numel + elements_per_pack<T> - 1) / elements_per_pack<T>;
 }
 
-// The size of the first of `parts` equal parts of `units`: a multiple of `Line`. The last parts may have fewer units,
-// or none.
+// By any thread: the size of the first of `parts` equal parts of `units`: a multiple of `Line`. The last parts may have
+// fewer units, or none.
 template <class Index, int Line>
 __device__ __forceinline__ Index equal_share(Index units, Index parts) {
   return (units + parts * Line - 1) / (parts * Line) * Line;
@@ -155,6 +167,9 @@ constexpr int line = 8;
 // A caller's tensor as packs, of any alignment and numel. Whole aligned packs move as 16 bytes, others element by
 // element, out of line to keep the kernels short. Past the end of the tensor the last pack reads as zeros and is not
 // written. With half packs, halves and 8 bytes.
+//
+// By any thread, after wait_for_previous_kernel. All its accesses are weak: they order nothing, and peers see a store
+// only after a signal (2). `load` and `store` take the index of a pack.
 template <class T, class P = Pack>
 struct Tensor {
   using Storage = typename T::Storage;
@@ -179,7 +194,7 @@ struct Tensor {
       store_elements(base + i * E, elements_of(i), p);
   }
 
-  // Stores into the same tensor on N ranks, aligned there as here, this rank's next peer first.
+  // By any thread: stores, weak, into the same tensor on N ranks, aligned there as here, this rank's next peer first.
   template <int N>
   __device__ __forceinline__ void store_to_all(char* const* bases, int rank, u64 i, const P& p) const {
     if (i < whole) {
@@ -191,16 +206,17 @@ struct Tensor {
     }
   }
 
-  // The same tensor on another rank, with the same alignment.
+  // By any thread: the same tensor on another rank, with the same alignment.
   __device__ __forceinline__ Tensor at(const void* p) const {
     Tensor there = *this;
     there.base = static_cast<Storage*>(const_cast<void*>(p));
     return there;
   }
 
-  // How many elements of pack i lie in the tensor.
+  // By any thread: how many elements of pack i, below pack_count, lie in the tensor.
   __device__ __forceinline__ u32 elements_of(u64 i) const { return min(numel - i * E, u64(E)); }
 
+  // Internal: the loads of packs that are not whole and aligned.
   static __device__ __noinline__ P load_elements(const Storage* from, u32 count) {
     P p = {};
     if (in_words(from, count)) {
@@ -214,6 +230,7 @@ struct Tensor {
     return p;
   }
 
+  // Internal: their stores.
   static __device__ __noinline__ void store_elements(Storage* to, u32 count, P p) {
     if (in_words(to, count)) {
 #pragma unroll
@@ -225,12 +242,13 @@ struct Tensor {
       if (e < count) to[e] = Storage(p.word[e * sizeof(Storage) / 4] >> e * sizeof(Storage) % 4 * 8);
   }
 
+  // Internal: whether they move as words.
   static __device__ __forceinline__ bool in_words(const Storage* at, u32 count) {
     return count == E && reinterpret_cast<u64>(at) % 4 == 0;
   }
 };
 
-// A caller's tensor of whole packs, of any alignment.
+// A caller's tensor of whole packs, of any alignment. By any thread, with weak accesses, as Tensor.
 template <class T>
 struct WholePacks {
   using Storage = typename T::Storage;
@@ -253,7 +271,7 @@ struct WholePacks {
   __device__ __forceinline__ bool aligned() const { return reinterpret_cast<u64>(base) % 16 == 0; }
 };
 
-// The elements of the part of `rank`, in a tensor at `whole`, that this launch handles.
+// By any thread: the elements of the part of `rank`, in a tensor at `whole`, that this launch handles.
 template <class T>
 __device__ __forceinline__ Tensor<T> part_of(const void* whole, const Arguments& a, int rank) {
   return {static_cast<const typename T::Storage*>(whole) + a.begin[rank], a.count[rank]};

@@ -2,7 +2,8 @@
 #pragma once
 #include "device/pack.cuh"
 
-// Rows of several tensors. The last pack of each tensor is padded, so every tensor begins at a pack of the part.
+// Internal: rows of several tensors. The last pack of each tensor is padded, so every tensor begins at a pack of the
+// part.
 template <class T>
 struct PartOfTuple {
   const TupleArguments& a;
@@ -31,23 +32,25 @@ struct PartOfTuple {
   }
 };
 
-// What this rank sends.
+// By any thread: what this rank sends in an all-gather. For accesses by Tensor.
 template <class T>
 __device__ __forceinline__ Tensor<T> input_of(const Arguments& a) {
   return {a.input, a.count[a.rank]};
 }
 
+// Internal: the same of several tensors.
 template <class T>
 __device__ __forceinline__ PartOfTuple<T> input_of(const TupleArguments& a) {
   return {a, a.inputs, 0, a.rows[a.rank]};
 }
 
-// Where the part of `rank` arrives.
+// By any thread: where the part of `rank` goes, in this rank's result of an all-gather.
 template <class T>
 __device__ __forceinline__ Tensor<T> output_of(const Arguments& a, int rank) {
   return part_of<T>(a.output, a, rank);
 }
 
+// Internal: the same of several tensors.
 template <class T>
 __device__ __forceinline__ PartOfTuple<T> output_of(const TupleArguments& a, int rank) {
   return {a, a.outputs, a.first_row[rank], a.rows[rank]};

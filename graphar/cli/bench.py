@@ -16,7 +16,16 @@ import torch
 
 from graphar.cli import bench_ranks
 from graphar.cli.bench_ranks import BACKENDS
-from graphar.cli.options import add_call, add_command, by_name, default_world_size, size
+from graphar.cli.options import (
+    add_call,
+    add_command,
+    add_load,
+    algorithm_named,
+    by_name,
+    default_world_size,
+    load,
+    size,
+)
 from graphar.cli.progress import progress
 from graphar.cli.timing import Timer
 from graphar.cli.workloads import Prepared
@@ -24,12 +33,12 @@ from graphar.communicator import Communicator
 from graphar.errors import GrapharError
 from graphar.numerics.codecs import codec
 from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK
 from graphar.plan.entries import by_entries
-from graphar.plan.select import Facts, select
+from graphar.plan.select import Facts, explain, select
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
-from graphar.plan.times import expected_us
 from graphar.plan.trials import Workload
 from graphar.plan.work import Sum
 from graphar.runtime.availability import is_available
@@ -76,6 +85,8 @@ def add(commands) -> None:
         metavar="OP",
         help=f"{', '.join(MAX_NBYTES)} (default: allreduce)",
     )
+    one.add_argument("--algorithm", default="auto", metavar="NAME", help="the algorithm to time (default: auto)")
+    add_load(one)
     one.add_argument("-b", "--minbytes", type=size, metavar="SIZE", help="in place of sizes: the smallest of several")
     one.add_argument("-e", "--maxbytes", type=size, metavar="SIZE", help="the largest (default: the smallest)")
     one.add_argument("-f", "--stepfactor", type=int, default=2, metavar="N", help="from size to size (default: 2)")
@@ -132,6 +143,8 @@ def sizes_of(options: argparse.Namespace, defaults: Sequence[int]) -> list[int]:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Raises GrapharError if a result is wrong or there are too few GPUs."""
+    load(options.load)
+    options.algorithm = algorithm_named(options.op, options.algorithm)
     available, dtype = is_available(), DTYPES[options.dtype]
     sizes = sizes_of(options, SIZES if available else CPU_SIZES)
     if torch.distributed.is_torchelastic_launched():
@@ -140,11 +153,14 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("bench: --backend needs processes: torchrun --nproc-per-node=2 -m graphar bench ...")
     if options.codec and options.op != "allreduce":
         raise ValueError(f"bench: --codec needs --op allreduce, got {options.op}")
+    if options.codec and options.algorithm != "auto":
+        raise ValueError("bench: give --codec or --algorithm")
     world_size = options.world_size or default_world_size()
     if available and world_size > torch.cuda.device_count():
         raise GrapharError(f"bench: {world_size} ranks need as many GPUs, torch sees {torch.cuda.device_count()}")
     text = codec(options.codec).text if options.codec else ""
-    workloads = [Workload(options.op, -(-nbytes // dtype.itemsize), 1, codec=text, dtype=dtype) for nbytes in sizes]
+    how = {"codec": text, "dtype": dtype, "algorithm": options.algorithm}
+    workloads = [Workload(options.op, -(-nbytes // dtype.itemsize), 1, **how) for nbytes in sizes]
     rows = []
     with progress("bench", len(sizes), options.quiet) as done:
         for nbytes, row in zip(sizes, (on_gpus if available else on_cpu)(world_size, workloads), strict=True):
@@ -175,22 +191,22 @@ Row = tuple[str, float, float | None]  # the algorithm, the time and the expecte
 
 
 def on_gpus(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
-    """Times the algorithm that `auto` takes. The timer compares every result with the specification."""
+    """Times the algorithm that calls take. The timer compares every result with the specification."""
     table = find_table(torch.cuda.get_device_name(0))
     with Timer(world_size) as timer:
         for one in workloads:
             nbytes = one.rows * one.dtype.itemsize
             if one.op == "allreduce":
                 facts = Facts(world_size, table, chip(0), lossless=compresses(None))
-                call = Call(Sum(one.rows, one.codec), one.dtype, 0)
+                call = Call(Sum(one.rows, one.codec), one.dtype, 0, algorithm=one.algorithm)
                 config = select(call, facts).config
                 (time_us,) = timer.measure(call, [config])
-                plain = not one.codec and not config.algorithm.row.compresses
-                yield config.algorithm.value, time_us, expected_us(table, world_size, nbytes) if plain else None
+                yield config.algorithm.value, time_us, None if one.codec else explain(call, facts).expected_us
             else:
                 part = nbytes if one.op == "allgather" else -(-one.rows // world_size) * one.dtype.itemsize
                 (time_us,) = timer.measure_under(one, [table])
-                yield by_entries(table.parts[one.op], 1, part).algorithm.value, time_us, None
+                asked = None if one.algorithm == "auto" else Algorithm(one.algorithm)
+                yield by_entries(table.parts[one.op], 1, part, asked).algorithm.value, time_us, None
 
 
 def on_cpu(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:

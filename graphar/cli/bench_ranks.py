@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
 def measure(options: argparse.Namespace, sizes: Sequence[int], device: torch.device) -> list[Row]:
     """Times each backend at each size, with tensors on ``device``. Collective."""
     names = options.backend or ["graphar", "gloo" if device.type == "cpu" else "nccl"]
-    calls = {name: calls_of(name, options.op) for name in names}
+    calls = {name: calls_of(name, options.op, options.algorithm) for name in names}
     return [_row(options, name, calls[name], nbytes, device) for nbytes in sizes for name in names]
 
 
@@ -80,10 +80,10 @@ class Calls:
     in_place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
 
 
-def calls_of(backend: str, op: str) -> Calls:
-    """Returns the calls of a backend. Collective: it may make a process group."""
+def calls_of(backend: str, op: str, algorithm: str) -> Calls:
+    """Returns the calls of a backend, graphar's by ``algorithm``. Collective: it may make a process group."""
     if backend == "graphar":
-        own = getattr(graphar, op)
+        own = partial(getattr(graphar, op), algorithm=algorithm)
         if op == "allreduce":
             return Calls(lambda x, out: own(x, out=out), lambda x, out: own(x, out=x))
         return Calls(lambda x, out: own(x), None)  # a new result each time

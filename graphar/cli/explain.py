@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from graphar.cli.options import add_call, add_command, by_name, default_world_size
+from graphar.cli.options import add_call, add_command, add_load, by_name, default_world_size, load
 from graphar.numerics.codecs import Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan import call_checks, select
@@ -37,12 +37,14 @@ def add(commands) -> None:
         quiet="leave out the heading",
     )
     add_call(one, DTYPES, count="+", what="one rank's tensor", ranks="this machine's GPUs")
+    add_load(one)
     one.add_argument(
         "--device", metavar="NAME", help=f'name of the GPU, such as "NVIDIA H200" (default: this one, or {ELSEWHERE})'
     )
 
 
 def run(options: argparse.Namespace) -> int:
+    load(options.load)
     device, assumed = device_of(options.device)
     world_size = options.world_size or default_world_size()
     table = find_table(device)

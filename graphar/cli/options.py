@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import runpy
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from graphar.numerics.codecs import NAMES
+from graphar.plan.algorithms import NAMED
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.plan.sizes import parse_nbytes
 
@@ -86,6 +88,31 @@ def add_call(command: argparse.ArgumentParser, dtypes: Iterable[str], *, count: 
     command.add_argument("--world-size", type=world_size, metavar="N", help=f"{default}, at most {MAX_RANKS}")
     listed = f"codec of an all-reduce: {', '.join(NAMES)}"
     command.add_argument("--codec", choices=NAMES, metavar="CODEC", help=listed)
+
+
+def add_load(command: argparse.ArgumentParser) -> None:
+    """Adds files of algorithms from outside the package, which :func:`load` runs."""
+    command.add_argument(
+        "--load",
+        nargs="+",
+        default=(),
+        metavar="FILE.py",
+        help="Python files to run first, which call graphar.load_algorithm: algorithms of your own",
+    )
+
+
+def load(files: Sequence[str]) -> None:
+    """Runs the files of --load."""
+    for file in files:
+        runpy.run_path(file)
+
+
+def algorithm_named(op: str, name: str) -> str:
+    """Returns the algorithm of ``op`` with a name, or with a kernel of that name; ValueError if it is not one."""
+    found = [one for one in NAMED[op].values() if name in (one.value, one.kernel_name)]
+    if name == "auto" or len(found) == 1:
+        return found[0].value if found else name
+    raise ValueError(f"--algorithm of {op} must be one of {', '.join(('auto', *NAMED[op]))}, got {name!r}")
 
 
 def default_world_size() -> int:

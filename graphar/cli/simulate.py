@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphar.cli.options import add_command, by_name, dtype_name, world_size
+from graphar.cli.options import add_command, by_name, dtype_name, load, world_size
 from graphar.cli.progress import progress
 from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.plan.algorithms import NAMED, is_from_outside
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.simulator import ALGORITHMS, SANITIZERS, Failure, Report
 from graphar.simulator import run as simulate
@@ -31,7 +33,8 @@ def add(commands) -> None:
         " result must have the bits of the specification.",
         quiet="show no progress",
     )
-    one.add_argument("algorithm", choices=ALGORITHMS, metavar="ALGORITHM", help=f"one of {', '.join(ALGORITHMS)}")
+    named = "a Python file that calls graphar.load_algorithm: all algorithms that it loads; or one of "
+    one.add_argument("subject", type=_subject, metavar="FILE.py|ALGORITHM", help=named + ", ".join(ALGORITHMS))
     listed = f"numbers of ranks, such as 2,4 or 2-{MAX_RANKS} (default: 2-{MAX_RANKS})"
     one.add_argument("--ranks", type=_world_sizes, default=list(WORLD_SIZES), metavar="N[,N|-N]", help=listed)
     one.add_argument(
@@ -56,32 +59,56 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    total = len(options.ranks) * len(options.dtypes) * len(options.sanitizers)
+    algorithms, reports = _algorithms(options.subject), []
+    total = len(algorithms) * len(options.ranks) * len(options.dtypes) * len(options.sanitizers)
     with progress("cases", total, options.quiet) as advance:
-        report = simulate(
-            options.algorithm,
-            ranks=options.ranks,
-            dtypes=options.dtypes,
-            numel=options.numel,
-            sanitizers=options.sanitizers,
-            seeds=options.seeds if options.seed is None else [options.seed],
-            progress=advance,
-        )
-    print(json.dumps(_as_json(report), indent=1) if options.json else _as_text(report, options.numel))
-    return 0 if report.ok else 1
+        for algorithm in algorithms:
+            report = simulate(
+                algorithm,
+                ranks=options.ranks,
+                dtypes=options.dtypes,
+                numel=options.numel,
+                sanitizers=options.sanitizers,
+                seeds=options.seeds if options.seed is None else [options.seed],
+                progress=advance,
+            )
+            reports.append(report)
+    if options.json:
+        found = [_as_json(one) for one in reports]
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
+    else:
+        print("\n\n".join(_as_text(one, options.subject, options.numel) for one in reports))
+    return 0 if all(one.ok for one in reports) else 1
 
 
-def _as_text(report: Report, numels: list[int]) -> str:
-    failures = [f"{failure}\n\nto repeat it: {_command(failure, numels)}" for failure in report.failures]
+def _algorithms(subject: str) -> list[str]:
+    """Returns the algorithms that a Python file loads; or the one that is named."""
+    if not subject.endswith(".py"):
+        return [subject]
+    before = set(_loaded())
+    load([subject])
+    found = [one for one in _loaded() if one not in before]
+    if not found:
+        raise ValueError(f"{subject} loads no algorithm: it has no call of graphar.load_algorithm")
+    return found
+
+
+def _loaded() -> list[str]:
+    """Returns the algorithms from outside the package."""
+    return [one.value for named in NAMED.values() for one in named.values() if is_from_outside(one)]
+
+
+def _as_text(report: Report, subject: str, numels: list[int]) -> str:
+    failures = [f"{failure}\n\nto repeat it: {_command(failure, subject, numels)}" for failure in report.failures]
     return "\n\n".join([*failures, report.summary])
 
 
-def _command(failure: Failure, numels: list[int]) -> str:
+def _command(failure: Failure, subject: str, numels: list[int]) -> str:
     """Returns the command that repeats a failure."""
     case = failure.case
     dtype = str(case.dtype).removeprefix("torch.")
     asked = f"--ranks {case.world_size} --dtypes {dtype} --sanitizers {case.sanitizer} --seed {failure.seed}"
-    return f"python -m graphar simulate {case.algorithm} {asked} --numel {','.join(map(str, numels))}"
+    return f"python -m graphar simulate {subject} {asked} --numel {','.join(map(str, numels))}"
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -100,6 +127,12 @@ def _as_json(report: Report) -> dict[str, Any]:
     ]
     counts = {"passed": len(report.passed), "skipped": list(report.skipped), "time_s": report.time_s}
     return {"algorithm": report.algorithm.value, **counts, "failures": failures}
+
+
+def _subject(text: str) -> str:
+    if text not in ALGORITHMS and not (text.endswith(".py") and Path(text).is_file()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no Python file, and none of {', '.join(ALGORITHMS)}")
+    return text
 
 
 def _some(of: Callable[[str], Any]) -> Callable[[str], list[Any]]:

@@ -10,6 +10,7 @@ import torch
 import graphar
 from graphar import reference
 from graphar.communicator import Communicator
+from graphar.plan.algorithms import Algorithm
 
 DTYPE = torch.bfloat16
 
@@ -27,7 +28,8 @@ class SpecifiedCall:
         op: the name of the op's function in graphar.
         operands: the tensors of all ranks, for each of the function's arguments.
         equal: further arguments, each equal on all ranks.
-        options: of the function. The specification of a fused matmul ignores its codec.
+        options: of the function. The specification of a fused matmul ignores its codec. An algorithm from outside the
+            package may have a specification of its own.
     """
 
     def __init__(self, op: str, operands: Sequence[OfRanks], equal: OfRanks = (), **options) -> None:
@@ -43,7 +45,7 @@ class SpecifiedCall:
         """Returns the specification's results, computed on the device of the first rank's tensor."""
         first = self._operands[0][0].device
         operands = [*([x.to(first) for x in xs] for xs in self._operands), *(one.to(first) for one in self._equal)]
-        specification = getattr(reference, self._op)
+        specification = own_specification(self._options.get("algorithm", "auto")) or getattr(reference, self._op)
         if self._options.get("codec") and self._op in _WITH_CODEC:
             specification = partial(_WITH_CODEC[self._op], codec=self._options["codec"])
         if self._op == "fused_allgather_matmul":  # specified for the weight of one rank
@@ -54,6 +56,11 @@ class SpecifiedCall:
         else:  # every rank gets the same
             of_ranks = [specification(*operands)] * len(self._operands[0])
         return [one if isinstance(one, tuple) else (one,) for one in of_ranks]
+
+
+def own_specification(algorithm: str) -> Callable | None:
+    """Returns what an algorithm computes in place of the op's specification, or None."""
+    return None if algorithm == "auto" else Algorithm(algorithm).row.specification
 
 
 def _by_rank(found: list[torch.Tensor] | tuple[list[torch.Tensor], ...]) -> Results:

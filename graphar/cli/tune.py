@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from graphar.cli.options import add_command, fail, size
+from graphar.cli.options import add_command, add_load, fail, load, size
 from graphar.cli.progress import progress
 from graphar.cli.specified import DTYPE
 from graphar.cli.timing import Timer
@@ -61,11 +61,13 @@ def add(commands) -> None:
         help=f"sections of the table to measure: {', '.join(SECTIONS)} (default: all); others stay as they are",
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="where the table goes (default: the user's cache)")
+    add_load(command)
     command.add_argument("--report", metavar="PATH", help="report that the table names as its source")
     command.set_defaults(max_nbytes=tuning.SIZES[-1])
 
 
 def run(options: argparse.Namespace) -> int:
+    load(options.load)
     available = is_available()
     if not available:
         return fail(f"tune: {available.reason}; it times kernels, and needs 2 GPUs or more")

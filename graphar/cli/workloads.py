@@ -60,6 +60,7 @@ def _call(workload: Workload, devices: Sequence[torch.device]) -> SpecifiedCall:
     """Returns the call of every workload but "prefetch" and "matmul"."""
     op, rows, columns, k = workload.op, workload.rows, workload.columns, workload.k
     codec = {"codec": workload.codec} if workload.codec else {}
+    named = {"algorithm": workload.algorithm} if workload.algorithm != "auto" else {}
     if op == "allgather_matmul":
         whole = random(devices[:1], (rows, k))[0]
         operands = [whole.split(split(rows, len(devices))), random(devices, (columns, k), seed=1)]
@@ -70,7 +71,7 @@ def _call(workload: Workload, devices: Sequence[torch.device]) -> SpecifiedCall:
     xs, equal = random(devices, (rows, columns), dtype=workload.dtype), []
     if op == "allreduce_residual_rmsnorm":
         equal = [*random(devices[:1], (rows, columns), seed=1), *random(devices[:1], columns, seed=2)]
-    return SpecifiedCall(op, [xs], equal, **codec)
+    return SpecifiedCall(op, [xs], equal, **codec, **named)
 
 
 def _prefetch(workload: Workload, communicator: Communicator) -> tuple[Callable[[int], Results], Sequence[Results]]:

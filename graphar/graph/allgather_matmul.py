@@ -73,6 +73,8 @@ class AllgatherMatmul:
             return "gathered rows have no batch-invariant matmul"
         if x.dtype not in (TYPE_NAMES if self.partition == TP_INVARIANT else (*MATMUL_TYPES, FP8)):
             return f"no matmul of {x.dtype} gathers its rows"
+        if given["algorithm"] != "auto":
+            return "the gather names an algorithm"
         if given["axis"] != 0:
             return "the rows are not gathered along the first axis"
         if x.device.type == "cuda" and (why := places.why_not_arch(gathered.group, MATMUL_ARCH)):

@@ -1,6 +1,6 @@
 """The plugin of SGLang: sums and gathers of tensor-parallel groups by graphar, if the environment has GRAPHAR_SGLANG=1.
 
-SGLang's registry of hooks wraps methods of its GroupCoordinator in these functions. ``theirs`` is SGLang's method, and
+SGLang's registry of hooks wraps methods of two of its classes in these functions. ``theirs`` is SGLang's method, and
 ``coordinator`` its ``self``, which has a communicator of graphar in ``coordinator.graphar``, or None.
 """
 
@@ -15,9 +15,11 @@ from graphar.communicator import Communicator
 from graphar.integrations.tensor_parallel import communicator_of, is_tensor_parallel, serves
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts
+from graphar.runtime.registry import resume, suspend
 
 SWITCH = "GRAPHAR_SGLANG"
 COORDINATOR = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 TENSOR_PARALLEL = ("tp", "pdmux_prefill_tp", "attention_tp", "shared_experts_tp", "moe_tp")
 
 
@@ -28,7 +30,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for method, hook in HOOKS.items():
-        HookRegistry.register(f"{COORDINATOR}.{method}", hook, HookType.AROUND)
+        HookRegistry.register(method, hook, HookType.AROUND)
 
 
 def init(theirs: Callable, coordinator, *args, **kwargs) -> None:
@@ -78,14 +80,27 @@ def destroy(theirs: Callable, coordinator) -> None:
     theirs(coordinator)
 
 
+def release_memory_occupation(theirs: Callable, manager, request) -> object:
+    released = theirs(manager, request)
+    suspend()  # after SGLang has seen that the server is idle, and saved what it keeps
+    return released
+
+
+def resume_memory_occupation(theirs: Callable, manager, request) -> object:
+    resume()  # before new weights are summed or gathered; requests for further memory find it resumed
+    return theirs(manager, request)
+
+
 HOOKS = {
-    "__init__": init,
-    "all_reduce": all_reduce,
-    "_all_reduce_out_place": all_reduce_out_place,
-    "_all_reduce_in_place": all_reduce_in_place,
-    "_reduce_scatter_tensor": reduce_scatter_tensor,
-    "_all_gather_into_tensor": all_gather_into_tensor,
-    "destroy": destroy,
+    f"{COORDINATOR}.__init__": init,
+    f"{COORDINATOR}.all_reduce": all_reduce,
+    f"{COORDINATOR}._all_reduce_out_place": all_reduce_out_place,
+    f"{COORDINATOR}._all_reduce_in_place": all_reduce_in_place,
+    f"{COORDINATOR}._reduce_scatter_tensor": reduce_scatter_tensor,
+    f"{COORDINATOR}._all_gather_into_tensor": all_gather_into_tensor,
+    f"{COORDINATOR}.destroy": destroy,
+    f"{WEIGHT_UPDATER}.release_memory_occupation": release_memory_occupation,
+    f"{WEIGHT_UPDATER}.resume_memory_occupation": resume_memory_occupation,
 }
 
 

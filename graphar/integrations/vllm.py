@@ -57,6 +57,26 @@ class TensorParallel:
             return self.graphar.allgather(input_, axis=dim)
         return super().all_gather(input_, dim)
 
+    def suspend(self) -> None:
+        super().suspend()
+        if self.graphar is not None:
+            self.graphar.suspend()
+
+    def resume(self) -> None:
+        if self.graphar is not None:
+            self.graphar.resume()
+        super().resume()
+
+    def checkpoint_prepare(self) -> None:
+        super().checkpoint_prepare()
+        if self.graphar is not None:
+            self.graphar.suspend()
+
+    def checkpoint_restore(self) -> None:
+        if self.graphar is not None:
+            self.graphar.resume()
+        super().checkpoint_restore()
+
     def destroy(self) -> None:
         if self.graphar is not None:
             self.graphar.close()

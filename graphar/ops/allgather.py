@@ -27,11 +27,18 @@ def allgather(
     *,
     axis: int = 0,
     sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
     timeout_s: float | None = None,
 ) -> torch.Tensor: ...
 @overload
 def allgather(
-    x: list[torch.Tensor], group: Group = None, *, axis: int = 0, sizes: None = None, timeout_s: float | None = None
+    x: list[torch.Tensor],
+    group: Group = None,
+    *,
+    axis: int = 0,
+    sizes: None = None,
+    algorithm: str = "auto",
+    timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
 @overload
 def allgather(
@@ -40,6 +47,7 @@ def allgather(
     *,
     axis: Literal[0] = 0,
     sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
     timeout_s: float | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
 @overload
@@ -49,9 +57,10 @@ def allgather(
     *,
     axis: Literal[0] = 0,
     sizes: None = None,
+    algorithm: Literal["auto"] = "auto",
     timeout_s: float | None = None,
 ) -> tuple[list[torch.Tensor], ...]: ...
-def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
+def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=None):
     """Returns the tensors of all ranks, joined along ``axis`` in rank order, on every rank.
 
     It moves bits: any dtype, every bit pattern unchanged. ``graphar.reference.allgather`` is the specification.
@@ -75,6 +84,8 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
             output. For a tuple 0.
         sizes: the length of every rank's tensor along ``axis``, in rank order. None: all have this rank's length. Not
             for a list.
+        algorithm: "auto", an all-gather of :class:`graphar.Algorithm`, or one from :func:`graphar.load_algorithm`. For
+            a tuple "auto".
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
@@ -86,25 +97,27 @@ def allgather(x, group=None, *, axis=0, sizes=None, timeout_s=None):
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     tensors = x if isinstance(x, tuple) else (x,)
-    asked = tensors, (axis, tuple(sizes) if isinstance(sizes, list) else sizes, timeout_s), None
+    asked = tensors, (axis, tuple(sizes) if isinstance(sizes, list) else sizes, algorithm, timeout_s), None
     if tensors and (found := repeated(NAME if tensors is not x else TUPLE, group, *asked)) is not None:
         return found
-    if timeout_s is not None:
-        call_checks.check_timeout(NAME, timeout_s)
+    call_checks.check_call(NAME, algorithm, timeout_s, NAME)
     if isinstance(x, tuple):
+        if algorithm != "auto":
+            raise ValueError(f"{NAME}: algorithm must be 'auto' for a tuple, got {str(algorithm)!r}")
         return _gather_tuple(x, group, axis, sizes, timeout_s, asked)
     name = engine_name(group, NAME)
     if isinstance(x, list):
         if sizes is not None:
             raise ValueError("allgather: sizes is for calls with one tensor; omit it for a list")
         axis = tensor_checks.check_list_to_join(NAME, x, axis)
-        return OP(x, name, -1, axis, [one.shape[axis] for one in x], timeout_s, [])
+        return OP(x, name, -1, axis, [one.shape[axis] for one in x], timeout_s, str(algorithm), [])
     tensor_checks.check_strided(NAME, "x", x)
     axis = call_checks.check_axis(NAME, x, axis)
     rank, world_size = parts.place(group)
     length = x.shape[axis]
     sizes = [length] * world_size if sizes is None else call_checks.check_sizes(NAME, sizes, world_size, rank, length)
-    return OP(x, name, rank, axis, sizes, timeout_s, [], plain=is_plain(x) and not x.is_conj(), asked=asked)
+    given = name, rank, axis, sizes, timeout_s, str(algorithm), []
+    return OP(x, *given, plain=is_plain(x) and not x.is_conj(), asked=asked)
 
 
 def _gather_tuple(xs: tuple, group: Group, axis: object, sizes, timeout_s: float | None, asked) -> tuple:
@@ -125,7 +138,7 @@ def _run(engine: Engine, xs, outs, given):
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
     work = Parts(NAME, parts.counts_of(rows[0], given.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
     ranks = options.operands_of_sum(rows, rooms, None)
-    plan = engine.run(Call.of(work, rows[0], timeout_s=given.timeout_s), ranks)
+    plan = engine.run(Call.of(work, rows[0], **parts.how(given)), ranks)
     for room, out in zip(rooms, outs, strict=True):
         parts.put_back(room, out, axis)
     return None if axis else (plan, ranks)

@@ -83,8 +83,9 @@ def allreduce(
             are exact too.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: a tensor like ``x`` for the result: ``x`` itself, or one that shares no memory with it. Not differentiable.
-        algorithm: "auto", or an all-reduce of :class:`graphar.Algorithm`. The multimem algorithms change the bits.
-            "hierarchical" adds host by host, as ``graphar.reference.hierarchical_allreduce`` does.
+        algorithm: "auto", an all-reduce of :class:`graphar.Algorithm`, or one from :func:`graphar.load_algorithm`. The
+            multimem algorithms change the bits. "hierarchical" adds host by host, as
+            ``graphar.reference.hierarchical_allreduce`` does.
         codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
             precision. Each rank's tensor is rounded once, and the sum once more. All ranks get the same bits, specified
             by ``graphar.reference.quantized_allreduce``. The gradient is rounded too. For bf16, fp16 and fp32.
@@ -127,7 +128,7 @@ def _allreduce(
     followed = options.epilogue_option(NAME, epilogue, first, ranks)
     arguments = OP.arguments(
         communicator=name,
-        algorithm=algorithm,
+        algorithm=str(algorithm),
         timeout_s=timeout_s,
         codec=options.codec_option(NAME, codec, residual),
         epilogue=followed.text,

@@ -51,7 +51,8 @@ def explain(x, group=None, *more, out=None, algorithm="auto", codec=None, epilog
         x: this rank's tensor, or a list with one for each device of this process. Its values are not read. Or an op.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: the tensor that the call would write into, or None.
-        algorithm: "auto", or the name of an all-reduce in :class:`graphar.Algorithm`.
+        algorithm: "auto", the name of an all-reduce in :class:`graphar.Algorithm`, or one from
+            :func:`graphar.load_algorithm`.
         codec: a :class:`graphar.Codec`, the name of one, or None.
         epilogue: a :class:`graphar.Epilogue`, an expression, a function without arguments, or None.
         options: ``order`` and ``out_dtype`` of the all-reduce, or further options of the op.

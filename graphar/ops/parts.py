@@ -18,7 +18,7 @@ from graphar.ranks.groups import group_of_mesh
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import ALONE, Group, check_takes_tensors, engine_name, engine_of_either
 
-ARGUMENTS = "str communicator, int rank, int axis, SymInt[] sizes, float? timeout_s"
+ARGUMENTS = "str communicator, int rank, int axis, SymInt[] sizes, float? timeout_s, str algorithm"
 
 
 def place(group: Group, alone: bool = False) -> tuple[int, int]:
@@ -57,6 +57,11 @@ def counts_of(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns the number of elements of every rank's part."""
     in_a_row = math.prod(rows.shape[1:])
     return tuple([size * in_a_row for size in sizes])
+
+
+def how(given) -> dict[str, object]:
+    """Returns how a call is done, as plan.call.Call has it."""
+    return {"algorithm": given.algorithm, "timeout_s": given.timeout_s}
 
 
 def own_sizes(given) -> list[int]:

@@ -31,6 +31,7 @@ def reducescatter(
     group: Group = None,
     *,
     axis: int = 0,
+    algorithm: str = "auto",
     codec: Codec | str | None = None,
     residual: torch.Tensor | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -44,6 +45,7 @@ def reducescatter(
     group: Group = None,
     *,
     axis: int = 0,
+    algorithm: str = "auto",
     codec: Codec | str | None = None,
     residual: Sequence[torch.Tensor] | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -56,6 +58,7 @@ def reducescatter(
     group=None,
     *,
     axis=0,
+    algorithm="auto",
     codec=None,
     residual=None,
     epilogue=None,
@@ -78,6 +81,8 @@ def reducescatter(
             torch.distributed.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         axis: the dimension along which the sum is split. All but the first cost a copy of input and output.
+        algorithm: "auto", a reduce-scatter of :class:`graphar.Algorithm`, or one from :func:`graphar.load_algorithm`.
+            "auto" with a codec.
         codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
             precision. Each rank's tensor is rounded once, part by part; the sum is rounded only to the dtype.
             ``graphar.reference.quantized_reducescatter`` is the specification. The gradient is the exact sum's. For
@@ -101,17 +106,20 @@ def reducescatter(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    asked = (x,) if residual is None else (x, residual), (axis, codec, timeout_s, order, out_dtype), epilogue
+    asked = (x,) if residual is None else (x, residual), (axis, algorithm, codec, timeout_s, order, out_dtype), epilogue
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return _reducescatter(x, group, axis, codec, residual, epilogue, order, out_dtype, timeout_s, asked)
+    return _reducescatter(x, group, axis, algorithm, codec, residual, epilogue, order, out_dtype, timeout_s, asked)
 
 
-def _reducescatter(x, group: Group, axis, codec, residual, epilogue, order, out_dtype, timeout_s, asked: Asked):
+def _reducescatter(
+    x, group: Group, axis, algorithm, codec, residual, epilogue, order, out_dtype, timeout_s, asked: Asked
+):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     options.check_together(NAME, codec, epilogue, residual)
-    if timeout_s is not None:
-        call_checks.check_timeout(NAME, timeout_s)
+    if codec is not None and algorithm != "auto":
+        raise ValueError(f"{NAME}: takes a codec or an algorithm, not both")
+    call_checks.check_call(NAME, algorithm, timeout_s, NAME)
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     first = x[0] if in_list else x
@@ -122,7 +130,7 @@ def _reducescatter(x, group: Group, axis, codec, residual, epilogue, order, out_
     part = first.narrow(axis, 0, sizes[max(rank, 0)]) if epilogue is not None else first
     followed = options.epilogue_option(NAME, epilogue, part, world_size if in_list else None, axis)
     text = options.codec_option(NAME, codec, residual)
-    arguments = (name, rank, axis, sizes, timeout_s, text, *followed, order, out_dtype, [])
+    arguments = (name, rank, axis, sizes, timeout_s, str(algorithm), text, *followed, order, out_dtype, [])
     if residual is None:
         return OP(x, *arguments, plain=is_plain(x) and not followed.needs_gradient, asked=asked)
     check_output(NAME, x, residual, "residual")
@@ -148,7 +156,7 @@ def _run(engine: Engine, xs, outs, given):
     followed = _applied(given, rooms)
     counts, row = parts.counts_of(rows[0], given.sizes), tuple(rows[0].shape[1:])
     work = Parts(NAME, counts, codec, followed and followed.form, axis, "", row, given.order, given.out_dtype)
-    call, ranks = Call.of(work, rows[0], timeout_s=given.timeout_s), options.operands_of_sum(rows, rooms, followed)
+    call, ranks = Call.of(work, rows[0], **parts.how(given)), options.operands_of_sum(rows, rooms, followed)
     plan = engine.run(call, ranks)
     for room, out in zip(rooms, outs, strict=True):
         parts.put_back(room, out, axis)

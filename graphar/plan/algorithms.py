@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -27,6 +26,9 @@ class Algorithm(StrEnum):
 
     An algorithm with a codec on the wire gives the bits of the op with that codec. The hierarchical algorithm adds host
     by host: it gives the same bits on every rank, but other bits than the other all-reduces.
+
+    :func:`graphar.load_algorithm` adds algorithms from outside the package. They have a value but no attribute of this
+    class, and iteration leaves them out.
     """
 
     ONE_SHOT_PUSH = "one_shot_push"
@@ -57,10 +59,24 @@ class Algorithm(StrEnum):
     FALLBACK = "fallback"
     HIERARCHICAL = "hierarchical"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Algorithm | None:
+        if not isinstance(value, str):
+            return None
+        found = next((named[value] for named in NAMED.values() if value in named), None)
+        if found is None and is_from_outside(value):
+            raise ValueError(f"algorithm {value!r} is not loaded in this process; graphar.load_algorithm loads it")
+        return found
+
     @property
     def index(self) -> int:
-        """The number by which a kernel's time-out record names the algorithm."""
-        return list(Algorithm).index(self)
+        """The number by which a kernel's time-out record names the algorithm. Processes may differ in it."""
+        return list(ROWS).index(self)
+
+    @property
+    def kernel_name(self) -> str:
+        """The name of its kernel's file, without the suffix, and of the function in it."""
+        return self.value.partition(_BEFORE_DIGEST)[0]
 
     @property
     def row(self) -> Row:
@@ -74,8 +90,39 @@ class Algorithm(StrEnum):
 
     @property
     def exact(self) -> bool:
-        """Whether it adds in rank order and rounds once. For the others the NVSwitch adds, in an unspecified order."""
+        """Whether it adds in rank order and rounds once, or moves bits unchanged."""
         return ROWS[self].exact
+
+
+_BEFORE_DIGEST = "@"  # in the value of an algorithm from outside the package, between kernel_name and a digest
+
+
+def is_from_outside(name: object) -> bool:
+    """Whether a name is that of an algorithm from outside the package, loaded or not."""
+    return isinstance(name, str) and _BEFORE_DIGEST in name
+
+
+def is_loaded(name: object) -> bool:
+    """Whether an algorithm, builtin or from outside the package, can be called in this process."""
+    return name in ROWS
+
+
+def of_index(index: int) -> Algorithm:
+    """Returns the algorithm that a record of this process names by a number."""
+    return list(ROWS)[index]
+
+
+def add(kernel_name: str, digest: str, row: Row) -> Algorithm:
+    """Returns the algorithm with this row, of a kernel from outside the package: an earlier one of the same name.
+
+    ``digest`` stands for the source and the row: ranks that loaded different ones get algorithms of different names.
+    """
+    name, named = f"{kernel_name}{_BEFORE_DIGEST}{digest}", NAMED[row.op]
+    if name not in named:
+        named[name] = made = str.__new__(Algorithm, name)
+        made._name_ = made._value_ = name
+    ROWS[named[name]] = row
+    return named[name]
 
 
 MATMUL_TYPES = (torch.bfloat16, torch.float16)
@@ -155,7 +202,7 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         ),
         # For tests, the stand-in replaces multimem instructions by ordinary accesses.
         Algorithm.MULTIMEM_ONE_SHOT: _allreduce(
-            layouts.signalled(packs, 2), limit, exact=False, variants=("Hardware", "StandIn")
+            layouts.signalled(packs, 2), limit, multimem=True, variants=("Hardware", "StandIn")
         ),
     }
 
@@ -164,7 +211,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     limit, slots = _up_to(sizes.two_shot_nbytes), 2 * layouts.PIPELINE_DEPTH * sizes.pipeline_blocks  # for two phases
     pieces = layouts.bulk_copied(sizes.tma_channels, sizes.tma_channel_nbytes)
 
-    def whole_pieces(world_size: int) -> Grid:
+    def whole_pieces(world_size: int, nbytes: int) -> Grid:
         return Grid(16, layouts.TMA_THREADS, pieces(world_size).capacity)
 
     return {
@@ -189,7 +236,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             variants=(None, "direct"),
             candidates=grids.each_of((512, 1024), (512, 2048)),
             smallest_nbytes=16 * MB,
-            default_grid=lambda world_size: Grid(128, 256, 512),
+            default_grid=lambda world_size, nbytes: Grid(128, 256, 512),
         ),
         Algorithm.TWO_SHOT_TMA: _allreduce(
             pieces,
@@ -208,7 +255,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.MULTIMEM_TWO_SHOT: _allreduce(
             layouts.signalled(sizes.two_shot_nbytes // PACK_NBYTES, 1),
             limit,
-            exact=False,
+            multimem=True,
             variants=("Hardware", "StandIn"),
             packs_a_block=lambda world_size, threads, chunk: threads * world_size,  # a thread has a pack of each shard
         ),
@@ -227,7 +274,7 @@ def _lossless(sizes: Sizes, op: str, folder: str, depth: int, slicing: Slicing =
         chunked=True,
         slicing=slicing,
         compresses=True,
-        default_grid=lambda world_size: Grid(sizes.pipeline_blocks, 512, sizes.lossless_chunk),
+        default_grid=lambda world_size, nbytes: Grid(sizes.pipeline_blocks, 512, sizes.lossless_chunk),
         packs_a_block=lambda world_size, threads, chunk: chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES,
     )
 
@@ -267,7 +314,7 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             slicing=Slicing.BYTES,
             variants=(None, TUPLE_VARIANT),
             candidates=grids.each_of((512, 512), (512, 1024), (512, 2048)),
-            default_grid=lambda world_size: Grid(128, 256, 512),
+            default_grid=lambda world_size, nbytes: Grid(128, 256, 512),
             packs_a_block=lambda world_size, threads, chunk: chunk,
         ),
     }
@@ -378,7 +425,6 @@ def kernels_that(takes: Callable[[Row], bool]) -> tuple[Algorithm, ...]:
     return tuple(one for one, row in ROWS.items() if row.folder and takes(row))
 
 
-@functools.cache
 def with_kernels(op: str, codec: bool = False) -> tuple[Algorithm, ...]:
     """Returns the algorithms that compute ``op`` in a kernel: with a codec on the wire if ``codec``, else without."""
     return kernels_that(lambda row: row.op == op and row.takes_codec == codec)
@@ -399,9 +445,14 @@ def in_tables(op: str) -> tuple[Algorithm, ...]:
     return kernels_that(lambda row: row.op == op and row.candidates is not None)
 
 
+# By op, the algorithms without a codec that a call may name, by name.
+NAMED: dict[str, dict[str, Algorithm]] = {
+    op: {one.value: one for one, row in ROWS.items() if row.op == op and not row.takes_codec}
+    for op in ("allreduce", "reducescatter", "allgather")
+}
 # By op, the algorithm that compresses bf16 without loss.
 COMPRESSING = {row.op: one for one, row in ROWS.items() if row.compresses}
-# The all-reduce for tensors of any size, with an epilogue or without, in few blocks or many.
-GENERAL = next(one for one in with_epilogue() if one.row.limit(2) is None)
+# By op, the algorithm for every call without a codec: of any size, with what else the op takes, in few blocks or many.
+GENERAL = {op: next(one for one in in_tables(op) if one.row.limit(2) is None) for op in NAMED}
 # By whether it adds host by host, the algorithm without a kernel of graphar.
 WITHOUT_KERNEL = {row.across_hosts: one for one, row in ROWS.items() if not row.folder}

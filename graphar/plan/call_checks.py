@@ -8,16 +8,16 @@ import torch
 
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.plan.algorithms import WITHOUT_KERNEL, Algorithm, with_kernels
+from graphar.plan.algorithms import NAMED, WITHOUT_KERNEL, is_from_outside, with_kernels
 from graphar.plan.select import PREPARED
 
-_ALGORITHMS = ("auto", *(one.value for one in Algorithm if one.op == "allreduce" and not one.row.takes_codec))
 
-
-def check_call(op: str, algorithm: object, timeout_s: object) -> None:
-    """Raises unless ``algorithm`` names an all-reduce without a codec, and ``timeout_s`` is valid or None."""
-    if algorithm not in _ALGORITHMS:
-        raise ValueError(f"{op}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
+def check_call(op: str, algorithm: object, timeout_s: object, of: str = "allreduce") -> None:
+    """Raises unless ``algorithm`` names one of the op ``of`` without a codec, and ``timeout_s`` is valid or None."""
+    if algorithm != "auto" and algorithm not in NAMED[of]:
+        if is_from_outside(algorithm):
+            raise ValueError(f"{op}: this process has loaded no algorithm {str(algorithm)!r} of {of}")
+        raise ValueError(f"{op}: algorithm must be one of {', '.join(('auto', *NAMED[of]))}, got {algorithm!r}")
     if timeout_s is not None:
         check_timeout(op, timeout_s)
 
@@ -55,11 +55,11 @@ def check_timeout(op: str, timeout_s: object) -> None:
 
 
 def check_ops(op: str, ops: object) -> list[str]:
-    """Returns ``ops`` as a list; ValueError unless all have kernels that can be prepared."""
-    wanted = list(ops)
-    if isinstance(ops, str) or any(one not in PREPARED for one in wanted):
-        raise ValueError(f"{op}: ops must be a list with any of {', '.join(PREPARED)}, got {ops!r}")
-    return wanted
+    """Returns ``ops`` as a list of names; ValueError unless all have kernels that can be prepared."""
+    wanted, known = list(ops), [*PREPARED, *(one for named in NAMED.values() for one in named if is_from_outside(one))]
+    if isinstance(ops, str) or any(one not in known for one in wanted):
+        raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")
+    return [str(one) for one in wanted]
 
 
 def check_axis(op: str, x: torch.Tensor, axis: object) -> int:

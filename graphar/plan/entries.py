@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import Algorithm, is_loaded
 from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES, WARP
 from graphar.plan.tables import DEFAULT, Table, shipped_table
@@ -36,13 +36,27 @@ def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm:
     """Returns the configuration of a call of ``nbytes``, by its first entry that fits.
 
     With ``algorithm`` the configuration has this algorithm: by its first entry that fits, else by its last one, or with
-    its default grid if there is none. Entries of parts serve every world size: theirs is 1.
+    its default grid if there is none. Entries of algorithms that are not loaded are passed over. Entries of parts serve
+    every world size: theirs is 1.
     """
-    known = [one for one in entries if algorithm is None or one["algorithm"] == algorithm.value]
+    known = loaded(entries) if algorithm is None else [one for one in entries if one["algorithm"] == algorithm.value]
     if not known:
-        return fitted(Config(algorithm, *algorithm.row.default_grid(world_size)[:3]), world_size, nbytes)
-    fitting = (one for one in known if one["max_nbytes"] is None or nbytes <= one["max_nbytes"])
-    return fitted(config_of(next(fitting, known[-1])), world_size, nbytes)
+        return fitted(Config(algorithm, *algorithm.row.default_grid(world_size, nbytes)[:3]), world_size, nbytes)
+    return fitted(config_of(next(_fitting(known, nbytes), known[-1])), world_size, nbytes)
+
+
+def loaded(entries: Sequence[dict]) -> list[dict]:
+    """Returns the entries without those of algorithms from outside the package that this process has not loaded."""
+    return [one for one in entries if is_loaded(one["algorithm"])]
+
+
+def named_by(entries: Sequence[dict], nbytes: int) -> str:
+    """Returns the algorithm by which a call of ``nbytes`` goes, or would go if it were loaded."""
+    return next(_fitting(entries, nbytes))["algorithm"]
+
+
+def _fitting(entries: Sequence[dict], nbytes: int) -> Iterator[dict]:
+    return (one for one in entries if one["max_nbytes"] is None or nbytes <= one["max_nbytes"])
 
 
 def serving(table: Table, world_size: int) -> Table:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphar.plan.sizes import MB
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -19,6 +21,7 @@ class Explanation:
             epilogue, and with lossless compression, whose time depends on the data.
         exact_us: for a call with a codec, the expected microseconds without any compression, inside a CUDA graph. None
             for other calls, and if there are no measurements.
+        scratch_nbytes: bytes of scratch on each GPU, which all calls by this algorithm share; 0 if no kernel runs.
     """
 
     algorithm: str
@@ -27,13 +30,15 @@ class Explanation:
     reason: str
     expected_us: float | None = None
     exact_us: float | None = None
+    scratch_nbytes: int = 0
 
     def __str__(self) -> str:
-        """Returns one line: algorithm, grid, expected time and reason; with a codec also whether it is faster."""
+        """Returns one line: algorithm, grid, expected time, reason and scratch; with a codec also if it is faster."""
         grid = f"{self.blocks} blocks of {self.threads}" if self.blocks else ""
         time = f"about {format_us(self.expected_us)} us" if self.expected_us is not None else ""
+        scratch = f"; {self.scratch_nbytes / MB:.1f} MB of scratch on each GPU" if self.scratch_nbytes else ""
         detail = ", ".join(part for part in (grid, time) if part)
-        return f"{self.algorithm}{f' ({detail})' if detail else ''}: {self.reason}{self._gain()}"
+        return f"{self.algorithm}{f' ({detail})' if detail else ''}: {self.reason}{self._gain()}{scratch}"
 
     def _gain(self) -> str:
         if self.expected_us is None or self.exact_us is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import torch
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.call import Call
 from graphar.plan.policy import Chip, Policies
-from graphar.plan.scratch import MAX_BLOCKS, Layout, Scratch
+from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES, Layout, Scratch
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 
 FLOATS = tuple(TYPE_NAMES)
@@ -33,6 +33,9 @@ Limit = Callable[[int], "int | None"]  # by world size, the largest tensor in by
 Candidates = Callable[[int, int], Iterable[tuple[int, int]]]
 # A function from row, call and world size to the grid, by the policies of a tuning table.
 PolicyGrid = Callable[["Row", Call, int, Policies, Chip], Grid]
+# A function from the ranks' tensors to the result, as that of the op in graphar.reference: of a reduce-scatter to the
+# results of all ranks.
+Specification = Callable[[list[torch.Tensor]], "torch.Tensor | Sequence[torch.Tensor]"]
 
 
 class Slicing(Enum):
@@ -51,15 +54,20 @@ class Row:
     """The properties of one algorithm."""
 
     op: str  # the op that it computes
-    folder: str = ""  # the folder of its kernel's file in cuda_src; an empty string without a kernel
+    # The folder of its kernel's file in cuda_src, or an absolute path; an empty string without a kernel.
+    folder: str = ""
     layout: Layout | None = None  # a function from world size to its scratch; None without a kernel
     # A function from world size to the bytes of the largest tensor that its scratch takes; None is any size.
     limit: Limit = lambda world_size: None
     dtypes: tuple[torch.dtype, ...] = FLOATS  # the dtypes of its tensors; BYTE if it only moves data
+    digest: str = ""  # of a kernel from outside cuda_src, the hash of its file and of those that it includes
+    world_sizes: Collection[int] = WORLD_SIZES  # the numbers of ranks that it serves
     minimum_arch: int = 80  # the oldest architecture that has the kernel's instructions; 90 is sm_90
     # The single architecture that has the kernel's instructions; None if later ones have them too.
     only_arch: str | None = None
-    exact: bool = True  # whether it adds in rank order and rounds once
+    multimem: bool = False  # whether the NVSwitch adds, by multimem instructions, in an unspecified order
+    # What it computes if that is not what the op specifies; None: the op's specification, or that of multimem.
+    specification: Specification | None = None
     max_threads: int = MAX_THREADS  # the most threads of a block, by the kernel's launch bounds
     # The most threads of a block that takes half an SM at most; 0 if every block may take a whole one.
     half_sm_threads: int = 0
@@ -92,8 +100,8 @@ class Row:
     # ---- its grid: a policy's, or that of a table's entry with as many blocks as have work
 
     policy_grid: PolicyGrid | None = None  # None: an entry of a tuning table has the grid
-    # A function from world size to the grid that it has without an entry.
-    default_grid: Callable[[int], Grid] = lambda world_size: Grid(128, 256)
+    # A function from world size and bytes to the largest grid that it has without an entry.
+    default_grid: Callable[[int, int], Grid] = lambda world_size, nbytes: Grid(128, 256)
     # A function from world size, threads and chunk to the packs of the tensor that a block handles at a time.
     packs_a_block: Callable[[int, int, int], int] = lambda world_size, threads, chunk: threads
     in_groups: bool = False  # whether a block has a group of whole warps for each rank
@@ -107,9 +115,18 @@ class Row:
             raise ValueError(f"{self.op}: without a kernel there is no scratch")
         return self.layout(world_size)
 
+    def scratch_nbytes(self, world_size: int) -> int:
+        """Returns the bytes of that scratch; 0 without a kernel."""
+        return self.scratch(world_size).nbytes if self.layout else 0
+
     def takes_half(self, threads: int) -> bool:
         """Returns whether a block of ``threads`` takes half an SM at most, so that two of them fit on one."""
         return threads <= self.half_sm_threads
+
+    @property
+    def exact(self) -> bool:
+        """Whether it adds in rank order and rounds once, or moves bits unchanged."""
+        return not self.multimem and self.specification is None
 
     @property
     def is_skinny(self) -> bool:

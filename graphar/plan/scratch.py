@@ -22,6 +22,7 @@ PACK_NBYTES = 16
 PACKS_A_LINE = 8
 WARP = 32
 MIB = 1 << 20
+SHARED_NBYTES = 227 << 10  # the most dynamic shared memory of a block, from sm_90 on
 
 SIGNAL_PAD_NBYTES = MAX_BLOCKS * MAX_RANKS * 8
 SENTINEL = 0xFF  # the byte of the sentinel: a word of all ones has not arrived (cuda_src/device/sync/sentinel.cuh)
@@ -77,12 +78,46 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Scratch:
-    """The memory that an algorithm needs on every rank."""
+    """The memory that an algorithm needs on every rank. :meth:`of_slots` makes one.
 
-    capacity: int  # packs in one slot; boxes for matmuls that send tiles
-    nbytes: int  # bytes of the signal pad, if there is one, and all slots
-    fill: int  # the byte that fills the scratch before the first call
-    shared_nbytes: int = 0  # dynamic shared memory of each thread block, in bytes
+    Attributes:
+        capacity: packs of 16 bytes in one slot, as kernels read it; boxes for matmuls that send tiles.
+        nbytes: bytes of the signal pad, if there is one, and of all slots.
+        fill: the byte that fills the scratch before the first call.
+        shared_nbytes: dynamic shared memory of each thread block, in bytes.
+    """
+
+    capacity: int
+    nbytes: int
+    fill: int
+    shared_nbytes: int = 0
+
+    @classmethod
+    def of_slots(
+        cls, slots: int, slot_nbytes: int, *, fill: int = 0, signal_pad: bool = False, shared_nbytes: int = 0
+    ) -> Scratch:
+        """Returns the scratch of so many equal slots, behind a signal pad if there is one.
+
+        Args:
+            slots: how many slots each rank has.
+            slot_nbytes: the bytes of a slot, a multiple of 16.
+            fill: the byte that fills the scratch before the first call: 0xFF where a sentinel says that data has not
+                arrived (``device/sync/sentinel.cuh``), and 0 elsewhere.
+            signal_pad: whether the scratch begins with a signal pad (``device/sync/signal_pad.cuh``), which needs a
+                ``fill`` of 0.
+            shared_nbytes: dynamic shared memory of each thread block, in bytes.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        if slots < 1 or slot_nbytes < PACK_NBYTES or slot_nbytes % PACK_NBYTES:
+            raise ValueError(f"Scratch: needs slots of a multiple of {PACK_NBYTES} bytes, got {slots} of {slot_nbytes}")
+        if not 0 <= fill <= 255 or (signal_pad and fill):
+            raise ValueError(f"Scratch: fill must be a byte, and 0 with a signal pad, got {fill}")
+        if not 0 <= shared_nbytes <= SHARED_NBYTES:
+            raise ValueError(f"Scratch: shared_nbytes must be from 0 to {SHARED_NBYTES}, got {shared_nbytes}")
+        pad_nbytes = SIGNAL_PAD_NBYTES if signal_pad else 0
+        return cls(slot_nbytes // PACK_NBYTES, pad_nbytes + slots * slot_nbytes, fill, shared_nbytes)
 
 
 Layout = Callable[[int], Scratch]  # by world size
@@ -97,15 +132,15 @@ def rotating(slot_packs: Callable[[int], int], copies: int, shared_nbytes: int =
     """Returns a layout of ``copies`` slots for every rank, without a signal pad."""
 
     def layout(world_size: int) -> Scratch:
-        slot = slot_packs(world_size)
-        return Scratch(slot, copies * world_size * slot * PACK_NBYTES, SENTINEL, shared_nbytes)
+        slot_nbytes = slot_packs(world_size) * PACK_NBYTES
+        return Scratch.of_slots(copies * world_size, slot_nbytes, fill=SENTINEL, shared_nbytes=shared_nbytes)
 
     return layout
 
 
 def flagged(slot_packs: int) -> Layout:
     """Returns a layout of two slots for every rank, in which each pack carries a flag."""
-    return lambda world_size: Scratch(slot_packs, 2 * world_size * slot_packs * PACK_NBYTES, fill=0)
+    return lambda world_size: Scratch.of_slots(2 * world_size, slot_packs * PACK_NBYTES)
 
 
 def signalled(packs: int, copies: int, shared_packs: Callable[[int], int] = lambda world_size: 0) -> Layout:
@@ -113,15 +148,14 @@ def signalled(packs: int, copies: int, shared_packs: Callable[[int], int] = lamb
 
     def layout(world_size: int) -> Scratch:
         shared_nbytes = shared_packs(world_size) * PACK_NBYTES
-        return Scratch(packs, SIGNAL_PAD_NBYTES + copies * packs * PACK_NBYTES, 0, shared_nbytes)
+        return Scratch.of_slots(copies, packs * PACK_NBYTES, signal_pad=True, shared_nbytes=shared_nbytes)
 
     return layout
 
 
 def pipelined(slot_packs: int, slots_a_rank: int) -> Layout:
     """Returns a layout of a signal pad and ``slots_a_rank`` slots for every rank."""
-    slots_nbytes = slots_a_rank * slot_packs * PACK_NBYTES  # of one rank
-    return lambda world_size: Scratch(slot_packs, SIGNAL_PAD_NBYTES + world_size * slots_nbytes, fill=0)
+    return lambda world_size: Scratch.of_slots(world_size * slots_a_rank, slot_packs * PACK_NBYTES, signal_pad=True)
 
 
 def bulk_copied(channels: int, channel_nbytes: int) -> Layout:
@@ -134,7 +168,7 @@ def bulk_copied(channels: int, channel_nbytes: int) -> Layout:
         piece = channel_nbytes // PACK_NBYTES // world_size // 32 * 32
         slots = TMA_DEPTH * MAX_BLOCKS * world_size  # a row of the signal pad for each shot of a channel
         shared_nbytes = channels * world_size * piece * PACK_NBYTES
-        return Scratch(piece, SIGNAL_PAD_NBYTES + slots * piece * PACK_NBYTES, 0, shared_nbytes)
+        return Scratch.of_slots(slots, piece * PACK_NBYTES, signal_pad=True, shared_nbytes=shared_nbytes)
 
     return layout
 

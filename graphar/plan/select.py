@@ -21,7 +21,8 @@ from graphar.plan.algorithms import (
     GENERAL,
     TUPLE_VARIANT,
     Algorithm,
-    in_tables,
+    is_from_outside,
+    is_loaded,
     kernels_that,
     with_epilogue,
     with_kernels,
@@ -29,7 +30,7 @@ from graphar.plan.algorithms import (
 )
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
-from graphar.plan.entries import by_entries, measured_config, serving
+from graphar.plan.entries import by_entries, loaded, measured_config, named_by, serving
 from graphar.plan.explanation import Explanation
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip
@@ -101,26 +102,45 @@ def select(call: Call, facts: Facts) -> Choice:
 
 
 def _sum(call: Call, facts: Facts) -> Choice:
-    asked = None if call.algorithm == "auto" else Algorithm(call.algorithm)
-    codec, lacks = call.wire, asked and _lacks(asked.row, call.work)
+    asked, codec = _asked(call), call.wire
     if asked is FALLBACK.algorithm:
         return _fallback(call, "asked for")
-    if asked is HIERARCHICAL.algorithm and not lacks:
+    if asked is HIERARCHICAL.algorithm and not _lacks(asked.row, call.work):
         return _hierarchical(facts, codec)
-    if lacks:
-        takers = ", ".join(one.value for one in (with_epilogue() if call.work.epilogue else with_tree()))
-        raise UnsupportedError(f"allreduce: {asked.value} {lacks}; {takers} have")
-    if problem := facts.problem or (asked and _why_not(asked, call, facts)):
-        if asked:
-            raise UnsupportedError(f"allreduce: {asked.value} cannot serve this call: {problem}")
+    if problem := _why_no_kernel(call, facts, asked):
         return _fallback(call, problem)
     return _encoded_sum(call, facts, codec, asked) if codec else _measured_sum(call, facts, asked)
 
 
-def _lacks(row: Row, work: Sum) -> str:
-    """Returns in words what a sum needs and an algorithm's kernels do not have, or an empty string."""
+def _asked(call: Call) -> Algorithm | None:
+    """Returns the algorithm that a call names, or None."""
+    return None if call.algorithm == "auto" else Algorithm(call.algorithm)
+
+
+def _why_no_kernel(call: Call, facts: Facts, asked: Algorithm | None) -> str:
+    """Returns why no kernel serves a call, or an empty string.
+
+    Raises:
+        UnsupportedError: the call names an algorithm that cannot serve it. One from outside the package serves calls
+            without a kernel, too.
+    """
+    if asked is None:
+        return facts.problem
+    if lacks := _lacks(asked.row, call.work):
+        takers = ", ".join(one.value for one in (with_epilogue if call.work.epilogue else with_tree)(call.op))
+        raise UnsupportedError(f"{call.op}: {asked.value} {lacks}; {takers} have")
+    problem = facts.problem or _why_not(asked, call, facts)
+    if problem and not (facts.problem and is_from_outside(asked)):
+        raise UnsupportedError(f"{call.op}: {asked.value} cannot serve this call: {problem}")
+    return f"{problem}; by the specification of {asked.value}" if problem else ""
+
+
+def _lacks(row: Row, work: Sum | Parts | TensorTuple) -> str:
+    """Returns in words what a work needs and an algorithm's kernels do not have, or an empty string."""
     if work.epilogue and not row.takes_epilogue:
         return "has no kernel with an epilogue"
+    if isinstance(work, TensorTuple) and TUPLE_VARIANT not in row.variants:
+        return "has no kernel for several tensors"
     return "has no kernel that adds as a tree" if work.order == "tree" and not row.adds_tree else ""
 
 
@@ -150,7 +170,7 @@ def _hierarchical(facts: Facts, codec: Codec | None) -> Choice:
 
 def _measured_sum(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
     if call.blocks and call.nbytes >= facts.table.beside.pipelined_from_nbytes:
-        asked = asked or GENERAL
+        asked = asked or GENERAL[call.op]
     suits = asked is None and _suits_compression(call, facts)
     compressing = COMPRESSING[call.op] if suits and facts.lossless else None
     config, table = measured_config(facts.table, facts.world_size, call.nbytes, asked or compressing)
@@ -159,10 +179,20 @@ def _measured_sum(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
     reason = f"{why} by table {table!r} for {facts.world_size} ranks and {call.nbytes} bytes"
     if suits and not compressing:
         reason = f"{reason}{_NOT_COMPRESSED}"
-    if lacks := _lacks(config.algorithm.row, call.work):  # by a table
-        reason = f"{config.algorithm.value}, {reason}, {lacks}"
-        config, _ = measured_config(facts.table, facts.world_size, call.nbytes, GENERAL)
+    if not (asked or compressing):
+        entries = serving(facts.table, facts.world_size).rows[facts.world_size]
+        config, reason = _served(config, reason, entries, facts.world_size, call, facts)
     return _with_options(Choice(config, reason), call, facts)
+
+
+def _served(config: Config, reason: str, entries: Sequence[dict], world_size: int, call: Call, facts: Facts) -> Choice:
+    """Returns what a table chose, or if that cannot serve the call, the algorithm that can serve every call."""
+    if not is_loaded(named := named_by(entries, call.nbytes)):
+        reason = f"{reason}; the table's {named} is not loaded in this process"
+    if lacks := _lacks(config.algorithm.row, call.work) or _why_not(config.algorithm, call, facts):
+        reason = f"{config.algorithm.value}, {reason}, {lacks}"
+        config = by_entries(entries, world_size, call.nbytes, GENERAL[call.op])
+    return Choice(config, reason)
 
 
 def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
@@ -192,19 +222,22 @@ def _encoded_sum(call: Call, facts: Facts, codec: Codec, asked: Algorithm | None
 
 
 def _parts(call: Call, facts: Facts) -> Choice:
-    tree = _as_tree(call.work)
-    if facts.problem:
-        return Choice(FALLBACK, f"{facts.problem}{tree}")
+    tree, asked = _as_tree(call.work), _asked(call)
+    if problem := _why_no_kernel(call, facts, asked):
+        return Choice(FALLBACK, f"{problem}{tree}")
     sizes = f"{facts.world_size} ranks and a largest part of {call.nbytes} bytes"
-    reason = f"by table {facts.table.name!r} for {sizes}{tree}"
+    reason = f"{'asked for, shaped ' if asked else ''}by table {facts.table.name!r} for {sizes}{tree}"
     if call.work.codec:
         if not any(call.work.parts):
             return Choice(FALLBACK, "an empty tensor has no tile")
         return Choice(by_policy(_first_that_suits(call, facts), call, facts), reason)
-    suits = _suits_compression(call, facts)
+    suits = asked is None and _suits_compression(call, facts)
     compressing = COMPRESSING[call.op] if suits and facts.lossless else None
-    config = by_entries(facts.table.parts[call.op], 1, call.nbytes, compressing)
-    return Choice(config, f"{_COMPRESSED} {reason}" if compressing else f"{reason}{_NOT_COMPRESSED if suits else ''}")
+    entries = facts.table.parts[call.op]
+    config = by_entries(entries, 1, call.nbytes, asked or compressing)
+    if asked or compressing:
+        return Choice(config, f"{_COMPRESSED} {reason}" if compressing else reason)
+    return _served(config, f"{reason}{_NOT_COMPRESSED if suits else ''}", entries, 1, call, facts)
 
 
 def _norm(call: Call, facts: Facts) -> Choice:
@@ -282,14 +315,27 @@ def _suits_compression(call: Call, facts: Facts) -> bool:
 
 def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> str:
     """Returns why an algorithm cannot serve a call, or an empty string."""
-    if call.dtype not in algorithm.row.dtypes:
+    row = algorithm.row
+    if call.dtype not in row.dtypes and BYTE not in row.dtypes:
         return f"it has no kernel for {call.dtype}"
+    if why := _why_not_here(algorithm, facts):
+        return why
     if call.wire and not can_encode(algorithm, call.wire):
         return f"the scheme {call.wire.scheme} leaves no word to say 'not yet'"
-    largest = algorithm.row.limit(facts.world_size)
+    largest = row.limit(facts.world_size)
     if largest is not None and call.nbytes > largest:
         return f"its scratch takes {largest} bytes between {facts.world_size} ranks, not {call.nbytes}"
-    return "" if algorithm.exact else facts.why_no_multicast()
+    return facts.why_no_multicast() if row.multimem else ""
+
+
+def _why_not_here(algorithm: Algorithm, facts: Facts) -> str:
+    """Returns why an algorithm has no kernel for these ranks, or an empty string."""
+    row = algorithm.row
+    if facts.world_size not in row.world_sizes:
+        return f"it serves {', '.join(map(str, row.world_sizes))} ranks, not {facts.world_size}"
+    if not facts.chip.is_at_least(row.minimum_arch):
+        return f"it needs sm_{row.minimum_arch} or newer, the GPUs have {facts.chip.arch}"
+    return ""
 
 
 def can_encode(algorithm: Algorithm, codec: Codec) -> bool:
@@ -321,17 +367,26 @@ def needed_kernels(
     epilogues: Sequence[Pointwise] = (),
     symmetric: bool = False,
 ) -> Iterator[Kernel]:
-    """Yields every kernel that calls of ``ops``, which are in PREPARED, may need, apart from those of matmuls.
+    """Yields every kernel that calls of ``ops`` may need, apart from those of matmuls.
+
+    ``ops`` are names in PREPARED, and algorithms from outside the package, whose kernels are needed by calls that name
+    them. UnsupportedError if such an algorithm has no kernel for these ranks.
 
     Tensors have at most ``max_nbytes`` (None: any size). Calls may have one of ``codecs`` or of ``epilogues``, or
     neither; with ``symmetric`` also symmetric tensors. Of sums as a tree ``dtypes`` are those of the results.
     """
     for op in ops:
+        if is_from_outside(op):
+            if why := _why_not_here(Algorithm(op), facts):
+                raise UnsupportedError(f"prepare: {op} cannot be prepared: {why}")
+            yield from _variants([Algorithm(op)], dtypes, symmetric)
+            continue
         if any(one.row.tiles for one in with_kernels(op)):
             continue
         if op == PREPARED_TUPLE:
-            for algorithm in in_tables("allgather"):
-                yield Kernel(algorithm, BYTE, template=TUPLE_VARIANT)
+            for algorithm in _up_to(facts, None, "allgather"):
+                if TUPLE_VARIANT in algorithm.row.variants:
+                    yield Kernel(algorithm, BYTE, template=TUPLE_VARIANT)
             continue
         if op in norms.PREPARED:
             yield from _needed_norms(facts, dtypes, *norms.PREPARED[op])
@@ -340,7 +395,8 @@ def needed_kernels(
             yield from _needed_norms(facts, dtypes, PREPARED_TREES[op], "like_input", "tree")
             continue
         if op in PREPARED_TREES:
-            fitting = _fitting(with_tree(PREPARED_TREES[op]), _up_to(facts, max_nbytes, PREPARED_TREES[op]))
+            of = PREPARED_TREES[op]
+            fitting = _fitting(with_tree(of), _up_to(facts, max_nbytes, of), GENERAL[of])
             for dtype, epilogue in itertools.product(dtypes, (None, *epilogues)):
                 tree = Sum(0, order="tree", out_dtype=dtype).template(1)
                 for kernel in _variants(fitting, [torch.float32], symmetric, epilogue):
@@ -355,12 +411,12 @@ def needed_kernels(
                 yield Kernel(algorithm, dtype, codec=codec)
         if takers := with_epilogue(op):
             for epilogue in epilogues:
-                yield from _variants(_fitting(takers, plain), dtypes, symmetric, epilogue)
+                yield from _variants(_fitting(takers, plain, GENERAL[op]), dtypes, symmetric, epilogue)
 
 
-def _fitting(takers: Sequence[Algorithm], plain: Sequence[Algorithm]) -> list[Algorithm]:
+def _fitting(takers: Sequence[Algorithm], plain: Sequence[Algorithm], general: Algorithm) -> list[Algorithm]:
     """Returns the algorithms that calls of ``takers`` alone take where others may take ``plain``."""
-    return list(dict.fromkeys(one if one in takers else GENERAL for one in plain))
+    return list(dict.fromkeys(one if one in takers else general for one in plain))
 
 
 def _needed_norms(
@@ -390,14 +446,17 @@ def _may_compress(facts: Facts, max_nbytes: int | None, op: str) -> bool:
 
 def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> Sequence[Algorithm]:
     """Returns the algorithms that "auto" takes up to ``max_nbytes``, also with few blocks beside other work."""
-    if op != "allreduce":
-        return in_tables(op)
-    entries = serving(facts.table, facts.world_size).rows[facts.world_size]
+    if op == "allreduce":
+        entries = loaded(serving(facts.table, facts.world_size).rows[facts.world_size])
+    else:  # the largest part may have any share of the bytes
+        entries, max_nbytes = loaded(facts.table.parts[op]), None
     limits = [math.inf if entry["max_nbytes"] is None else entry["max_nbytes"] for entry in entries]
     last = bisect_left(limits, math.inf if max_nbytes is None else max_nbytes)
     found = [Algorithm(entry["algorithm"]) for entry in entries[: last + 1]]
     beside = max_nbytes is None or max_nbytes >= facts.table.beside.pipelined_from_nbytes
-    return list(dict.fromkeys([*found, GENERAL] if beside else found))
+    # What an algorithm from outside does not serve, the general one does.
+    general = [GENERAL[op]] if beside or any(map(is_from_outside, found)) else []
+    return list(dict.fromkeys([one for one in (*found, *general) if not _why_not_here(one, facts)]))
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------
@@ -407,12 +466,22 @@ def explain(call: Call, facts: Facts) -> Explanation:
     """Returns the explanation that graphar.explain gives for a call."""
     config, reason = select(call, facts)
     algorithm, work = config.algorithm, call.work
-    stand_in = "stand-in for " if facts.stand_in and not algorithm.exact else ""
+    stand_in = "stand-in for " if facts.stand_in and algorithm.row.multimem else ""
     expected = exact = None
-    was_measured = config.blocks and not algorithm.row.compresses and isinstance(work, Sum) and work.order == "rank"
-    if call.algorithm == "auto" and was_measured and not config.direct and not work.epilogue:
+    if call.algorithm == "auto" and _was_measured(call, config, facts):
         expected = expected_us(facts.table, facts.world_size, call.nbytes)
         if work.codec:
             exact = expected
             expected = expected_quantized_us(facts.table, call.wire, facts.world_size, work.numel)
-    return Explanation(stand_in + algorithm.value, config.blocks, config.threads, reason, expected, exact)
+    times = expected, exact
+    scratch_nbytes = algorithm.row.scratch_nbytes(facts.world_size)
+    return Explanation(stand_in + algorithm.value, config.blocks, config.threads, reason, *times, scratch_nbytes)
+
+
+def _was_measured(call: Call, config: Config, facts: Facts) -> bool:
+    """Whether a table's times are of calls like this one."""
+    work, table = call.work, serving(facts.table, facts.world_size)
+    plain = isinstance(work, Sum) and work.order == "rank" and not work.epilogue and not config.direct
+    if not (plain and config.blocks) or config.algorithm.row.compresses:
+        return False
+    return bool(work.codec) or config.algorithm == named_by(table.rows[facts.world_size], call.nbytes)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from graphar.numerics.codecs import codec
-from graphar.plan.algorithms import Algorithm, in_tables
+from graphar.plan.algorithms import Algorithm, in_tables, is_from_outside, is_loaded
 from graphar.plan.policy import (
     AllgatherMatmulPolicy,
     BesidePolicy,
@@ -128,6 +128,7 @@ _BY_WORLD_SIZE = ("rows", "measured", "codecs")
 _FIELDS = _HEAD | dict.fromkeys((*_BY_WORLD_SIZE, "parts", *POLICIES), dict)
 _REQUIRED = {*_HEAD, "rows"}  # the default table supplies the others
 _PART_OPS = ("reducescatter", "allgather")
+_NUMBERS = ("max_nbytes", "blocks", "threads")  # of every entry
 
 
 def problem_with(content: object) -> str:
@@ -163,7 +164,7 @@ def _check_table(content: Any) -> None:
     for world_size, entries in content["rows"].items():
         _require(world_size in map(str, WORLD_SIZES), f"its rows are for {world_size!r} ranks")
         with _inside(f"{world_size} ranks"):
-            _check_entries(entries, in_tables("allreduce"), [int(world_size)])
+            _check_entries(entries, "allreduce", [int(world_size)])
     for key, check in (("measured", _check_points), ("codecs", _check_codecs)):
         for world_size, of_it in content.get(key, {}).items():
             _require(world_size in content["rows"], f"it has {key} points for {world_size!r} ranks and no rows")
@@ -173,7 +174,7 @@ def _check_table(content: Any) -> None:
         _require(content["parts"].keys() == set(_PART_OPS), f"its parts must be of {', '.join(_PART_OPS)}")
         for op, entries in content["parts"].items():
             with _inside(op):
-                _check_entries(entries, in_tables(op), WORLD_SIZES)
+                _check_entries(entries, op, WORLD_SIZES)
     for key, kind in POLICIES.items():
         if key in content:
             with _inside(key):
@@ -195,25 +196,28 @@ def _check_points(points: Any, name: str = "measured points") -> None:
     _require(ascend, f"{name} must be [bytes, microseconds], positive, sizes ascending")
 
 
-def _check_entries(entries: Any, known: Sequence[Algorithm], world_sizes: Sequence[int]) -> None:
+def _check_entries(entries: Any, op: str, world_sizes: Sequence[int]) -> None:
     _require(isinstance(entries, list) and bool(entries), "rows must be a list of at least one")
     for at, entry in enumerate(entries):
         with _inside(f"row {at}"):
-            _check_entry(entry, known, world_sizes)
+            _check_entry(entry, op, world_sizes)
+    _require(not is_from_outside(entries[-1]["algorithm"]), "the last row must be of an algorithm of graphar's own")
     *limits, last = [entry["max_nbytes"] for entry in entries]
     _require(None not in limits and last is None, "the last row, and only that, must have no max_nbytes")
     _require(all(below < above for below, above in pairwise(limits)), "rows must be sorted by max_nbytes")
 
 
-def _check_entry(entry: Any, known: Sequence[Algorithm], world_sizes: Sequence[int]) -> None:
-    is_known = isinstance(entry, dict) and entry.get("algorithm") in known
-    _require(is_known, f"algorithm must be one of {', '.join(one.value for one in known)}")
-    name, can = entry["algorithm"], Algorithm(entry["algorithm"]).row
-    numbers = sorted({"max_nbytes", "blocks", "threads"} | ({"chunk"} if can.chunked else set()))
-    _require(entry.keys() == {"algorithm", *numbers}, f"{name} needs exactly {', '.join(numbers)}")
-    are_counts = all(_is_count(entry[key]) or (key == "max_nbytes" and entry[key] is None) for key in numbers)
-    _require(are_counts, f"{', '.join(numbers)} must be positive integers")
+def _check_entry(entry: Any, op: str, world_sizes: Sequence[int]) -> None:
+    name = entry.get("algorithm") if isinstance(entry, dict) else None
+    if is_from_outside(name) and not is_loaded(name):  # its row is not known, and calls pass over it
+        _check_numbers(entry, [*_NUMBERS, *(["chunk"] if "chunk" in entry else [])])
+        return
+    known = in_tables(op)
+    _require(name in known, f"algorithm must be one of {', '.join(one.value for one in known)}")
+    can = Algorithm(name).row
+    _check_numbers(entry, [*_NUMBERS, *(["chunk"] if can.chunked else [])])
     for world_size in world_sizes:
+        _require(world_size in can.world_sizes, f"{name} does not serve {world_size} ranks")
         largest, capacity = can.limit(world_size), can.scratch(world_size).capacity
         fits = largest is None or (entry["max_nbytes"] or math.inf) <= largest
         _require(fits, f"{name} takes at most {largest} bytes")
@@ -222,6 +226,14 @@ def _check_entry(entry: Any, known: Sequence[Algorithm], world_sizes: Sequence[i
     _require(are_warps, f"threads of {name} must be a multiple of {WARP}, at most {can.max_threads}")
     _require(can.only_threads in (None, entry["threads"]), f"{name} has {can.only_threads} threads")
     _require(entry["blocks"] <= can.max_blocks, f"{name} has at most {can.max_blocks} blocks")
+
+
+def _check_numbers(entry: dict, names: Sequence[str]) -> None:
+    """Raises ValueError unless an entry has an algorithm and exactly these numbers."""
+    numbers = ", ".join(sorted(names))
+    _require(entry.keys() == {"algorithm", *names}, f"{entry['algorithm']} needs exactly {numbers}")
+    are_counts = all(_is_count(entry[key]) or (key == "max_nbytes" and entry[key] is None) for key in names)
+    _require(are_counts, f"{numbers} must be positive integers")
 
 
 def _is_count(value: Any) -> bool:

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from graphar.plan.algorithms import in_tables
+import torch
+
+from graphar.numerics.dtypes import BYTE
+from graphar.plan.algorithms import in_tables, is_from_outside
 from graphar.plan.config import Config
 from graphar.plan.entries import entry_of, fitted, measured_config, serving
 from graphar.plan.explanation import format_us
@@ -39,8 +42,10 @@ def candidates(op: str, world_sizes: Sequence[int], nbytes: int, chip: Chip) -> 
     found = []
     for algorithm in in_tables(op):
         row, limits = algorithm.row, [algorithm.row.limit(world_size) for world_size in world_sizes]
-        fits = all(limit is None or nbytes <= limit for limit in limits)
-        if fits and nbytes >= row.smallest_nbytes and chip.is_at_least(row.minimum_arch):
+        fits = all(limit is None or nbytes <= limit for limit in limits) and nbytes >= row.smallest_nbytes
+        # Tensors of bf16 are timed. Only an algorithm from outside may lack a kernel for them, or serve fewer ranks.
+        serves = set(world_sizes).issubset(row.world_sizes) and not {BYTE, torch.bfloat16}.isdisjoint(row.dtypes)
+        if fits and serves and chip.is_at_least(row.minimum_arch):
             for threads, chunk in row.candidates(world_sizes[0], nbytes):
                 blocks = min(chip.shared_blocks(row.takes_half(threads)), row.max_blocks)
                 found.append(Config(algorithm, blocks, threads, chunk))
@@ -71,7 +76,8 @@ def pick(measurements: Measurements) -> dict[int, tuple[Config, float]]:
 def entries_from(measurements: Measurements, older: Sequence[dict]) -> list[dict]:
     """Returns the entries of a table for one world size, by the times of at least one size.
 
-    The ``older`` entries serve larger sizes if the algorithm of the largest measured size has a limit.
+    The ``older`` entries serve larger sizes if the algorithm of the largest measured size has a limit, or is from
+    outside the package: it may not be loaded.
     """
     entries: list[dict] = []
     before = None
@@ -80,7 +86,7 @@ def entries_from(measurements: Measurements, older: Sequence[dict]) -> list[dict
             entries.pop()
         entries.append(entry_of(candidate, nbytes))
         before = candidate
-    if before.algorithm.row.limit(2) is None:
+    if before.algorithm.row.limit(2) is None and not is_from_outside(before.algorithm):
         return [*entries[:-1], entry_of(before, None)]
     return entries + [one for one in older if one["max_nbytes"] is None or one["max_nbytes"] > max(measurements)]
 

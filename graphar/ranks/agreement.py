@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from graphar.numerics.codecs import codec as codec_of_text
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import Algorithm, is_from_outside
 from graphar.plan.call import Call
 from graphar.plan.config import Config, Kernel
 from graphar.plan.slices import Slice
@@ -27,7 +27,12 @@ _KEPT_CALLS = 1024  # the calls that other ranks can look up in words; later one
 
 def words(call: Call) -> str:
     """Returns a call in words: op, size and options, such as "allreduce of 8 elements of torch.bfloat16"."""
-    return ", ".join([f"{call.op} of {call.work.amount(call.dtype)}", *call.work.options])
+    return ", ".join([f"{call.op} of {call.work.amount(call.dtype)}", *_from_outside(call), *call.work.options])
+
+
+def _from_outside(call: Call) -> list[str]:
+    """Returns the algorithm that a call names if it is from outside the package: it may compute something else."""
+    return [f"algorithm {call.algorithm}"] if is_from_outside(call.algorithm) else []
 
 
 def words_of_tensor(call: Call, x: torch.Tensor) -> str:

@@ -47,6 +47,8 @@ class Kernels(Protocol):
 
     def run(self, call: Call, ranks: Sequence[Operands]) -> object: ...
     def synchronize(self) -> None: ...
+    def suspend(self, keep: str | None) -> None: ...
+    def resume(self) -> None: ...
     def let_go_of_group(self) -> None: ...
     def close(self) -> None: ...
 
@@ -160,6 +162,16 @@ class Hierarchy:
         """Waits for the calls of the communicator inside this host, and raises their errors."""
         if self._kernels:
             self._kernels.synchronize()
+
+    def suspend(self, keep: str | None) -> None:
+        """Gives back the memory of the communicator inside this host. Collective inside each host."""
+        if self._kernels:
+            self._kernels.suspend(keep)
+
+    def resume(self) -> None:
+        """Brings that memory back. Collective inside each host."""
+        if self._kernels:
+            self._kernels.resume()
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 
 from graphar.plan.call import Call
 from graphar.plan.config import HIERARCHICAL, Config
-from graphar.ranks import fallback, message_sums
+from graphar.ranks import fallback, message_sums, specified
 from graphar.ranks.fallback import Run
 from graphar.ranks.group_calls import GroupCalls
 from graphar.ranks.hierarchical import Hierarchy
@@ -31,17 +31,20 @@ class WithoutKernels:
 
     def bind(self, call: Call, x: torch.Tensor, config: Config, timeout_s: float) -> Run:
         """Returns the function of a call whose first tensor is like ``x``."""
-        ranks = self._communicator
+        ranks, specification = self._communicator, specified.specification_of(call)
+        if ranks.devices and specification:
+            return specified.in_process(call, specification)
         if ranks.devices:
             return fallback.in_process(call, self._quantized_calls)
         calls = self.group_calls()
+        messages = calls.messages if x.device.type == "cpu" else None
         if config is HIERARCHICAL:
             run = self._hierarchical(call, timeout_s)
-        elif calls.messages and x.device.type == "cpu":
-            by_messages = message_sums.bind(call, calls.messages, timeout_s)
-            run = by_messages or fallback.over_group(call, calls.messages, timeout_s, self._quantized_calls)
+        elif specification:
+            run = specified.over_group(call, specification, messages or ranks.group, timeout_s)
         else:
-            run = fallback.over_group(call, ranks.group, timeout_s, self._quantized_calls)
+            by_messages = message_sums.bind(call, messages, timeout_s) if messages else None
+            run = by_messages or fallback.over_group(call, messages or ranks.group, timeout_s, self._quantized_calls)
         return calls.bind(call, x, timeout_s, run, config.algorithm)
 
     def group_calls(self) -> GroupCalls:

@@ -22,13 +22,15 @@ SCALE_FORMATS = ("RowScales", "BlockScales")
 class KernelSource:
     """The input of the compiler for one kernel."""
 
-    file: str  # the kernel's file, relative to cuda_src
+    file: str  # the kernel's file, relative to cuda_src; or its absolute path
     name: str  # the C++ name expression, with template arguments
     minimum_arch: int = 80  # the oldest architecture that has the kernel's instructions; 90 is sm_90
     # The single architecture that has the kernel's instructions; None if later ones have them too.
     only_arch: str | None = None
     # C++ code of an epilogue that is appended to the file, if ``name`` uses one; else an empty string.
     generated: str = ""
+    # Of a file from outside cuda_src, the hash of it and of the files that it includes, when it was loaded.
+    digest: str = ""
 
     def runs_on(self, arch: str) -> bool:
         """Whether ``arch``, as in "sm_90a", has the kernel's instructions."""
@@ -38,8 +40,8 @@ class KernelSource:
 
 
 def file_of(algorithm: Algorithm) -> str:
-    """Returns the file of an algorithm's kernel, relative to cuda_src."""
-    return f"{algorithm.row.folder}/{algorithm.value}.cu"
+    """Returns the file of an algorithm's kernel, relative to cuda_src; or its absolute path."""
+    return f"{algorithm.row.folder}/{algorithm.kernel_name}.cu"
 
 
 def kernel_source(
@@ -70,8 +72,9 @@ def kernel_source(
     arguments += [order] if order else []
     on_clusters = algorithm in NORM_KERNELS and not variant.startswith("1,")
     minimum_arch = 90 if variant == "Hardware" or on_clusters else can.minimum_arch
-    name = f"{algorithm.value}<{', '.join(arguments)}>"
-    return KernelSource(file_of(algorithm), name, minimum_arch, generated=generated.text if generated else "")
+    name = f"{algorithm.kernel_name}<{', '.join(arguments)}>"
+    code = generated.text if generated else ""
+    return KernelSource(file_of(algorithm), name, minimum_arch, generated=code, digest=can.digest)
 
 
 def source_of(kernel: Kernel, world_size: int, variant: str | None = None) -> KernelSource:
@@ -152,7 +155,7 @@ def fused_matmul_source(
     if not algorithm.row.is_skinny and (travel or scales):
         follow = follow or "Identity"
     arguments = [result, world_size, tile, layout, *filter(None, (follow, travel, scales))]
-    name = f"{algorithm.value}<{', '.join(map(str, arguments))}>"
+    name = f"{algorithm.kernel_name}<{', '.join(map(str, arguments))}>"
     code = generated.text if generated else ""
     return KernelSource(file_of(algorithm), name, only_arch=MATMUL_ARCH, generated=code)
 

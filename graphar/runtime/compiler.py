@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import logging
 import re
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from graphar.errors import CompileError
+from graphar.plan.sources import digest_of, hashed
 from graphar.runtime import cache
 from graphar.runtime.arguments import layout_check
 from graphar.runtime.catalogue import KernelSource
@@ -51,8 +51,8 @@ def nvrtc_version() -> tuple[int, int]:
 def compile_kernel(source: KernelSource, arch: str) -> Cubin:
     """Returns the compiled kernel: from this process, from the cache on disk, or by compiling it.
 
-    ``arch`` is spelt as NVRTC does: "sm_90a". CompileError if the source does not compile, or NVRTC does not know
-    ``arch``.
+    ``arch`` is spelt as NVRTC does: "sm_90a". CompileError if the source does not compile, NVRTC does not know
+    ``arch``, or a file from outside cuda_src was edited since it was loaded.
     """
     key = cache_key(source, arch)
     entry = cache.load(key)
@@ -71,17 +71,29 @@ def compile_kernel(source: KernelSource, arch: str) -> Cubin:
 
 
 def cache_key(source: KernelSource, arch: str) -> str:
-    """Returns a SHA-256, in hex, of the compiler's version, the options, the kernel and all of cuda_src/device."""
+    """Returns a SHA-256, in hex, of the compiler's version, the options, the kernel and all of cuda_src/device.
+
+    Of a kernel from outside cuda_src also of the files that it includes. CompileError if these were edited.
+    """
     device = source_directory() / "device"
-    named = [repr(nvrtc_version()), arch, repr(OPTIONS), source.file, source.name, _text(source)]
+    _check_unedited(source)
+    named = [repr(nvrtc_version()), arch, repr(OPTIONS), source.file, source.name, _text(source), source.digest]
     fields = [field.encode() for field in named]
     # is_file(): an editor's lock file may be a broken link.
     for header in sorted(path for path in device.rglob("*.cuh") if path.is_file()):
         fields += [bytes(header.relative_to(device)), header.read_bytes()]
-    digest = hashlib.sha256()
-    for one in fields:
-        digest.update(b"%d:" % len(one) + one)  # the lengths make the encoding of a list unique
-    return digest.hexdigest()
+    return hashed(fields)
+
+
+def _check_unedited(source: KernelSource) -> None:
+    """Raises CompileError if a file from outside cuda_src is no longer what the algorithm's name stands for."""
+    try:
+        edited = bool(source.digest) and digest_of(Path(source.file)) != source.digest
+    except OSError as error:
+        raise CompileError(source.file, 0, f"it cannot be read: {error}") from None
+    if edited:
+        log = "this file, or one that it includes, was edited since it was loaded; load it again"
+        raise CompileError(source.file, 0, log)
 
 
 def _text(source: KernelSource) -> str:
@@ -92,17 +104,28 @@ def _text(source: KernelSource) -> str:
 
 
 def _compile(source: KernelSource, arch: str) -> Cubin:
+    file = str(source_directory() / source.file)
+    compiled = _ask_nvrtc(source, arch, file)
+    if isinstance(compiled, str):
+        raise CompileError(*_first_error(compiled, file), compiled)
+    return compiled
+
+
+def _ask_nvrtc(source: KernelSource, arch: str, file: str) -> Cubin | str:
+    """Returns the compiled kernel, or the log of a source that does not compile.
+
+    It raises no error of its own, whose traceback would keep the program: that cannot be collected in a cycle.
+    """
     from cuda.core import Program, ProgramOptions
 
-    directory = source_directory()
-    file = str(directory / source.file)
-    options = ProgramOptions(name=file, arch=arch, include_path=str(directory), **OPTIONS)
+    folders = [str(Path(file).parent)] if source.digest else []
+    include_path = [*folders, str(source_directory())]
+    options = ProgramOptions(name=file, arch=arch, include_path=include_path, **OPTIONS)
     program, said = Program(_text(source), "c++", options), io.StringIO()
     try:
         compiled = program.compile("cubin", name_expressions=(source.name,), logs=said)
     except Exception as error:  # the class is private in cuda.core; compile() raises only NVRTC's log
-        log = str(error).strip()
-        raise CompileError(*_first_error(log, file), log) from None
+        return str(error).strip()
     return Cubin(bytes(compiled.code), compiled.symbol_mapping[source.name].decode(), said.getvalue().strip())
 
 

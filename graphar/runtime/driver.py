@@ -50,6 +50,11 @@ def check(what: str, status) -> None:
         raise DriverError(f"{what}: {name.decode()}: {text.decode()}")
 
 
+def attribute(name: str, device: int) -> int:
+    """Returns an attribute of device ``device``; ``name`` is the driver's, without CU_DEVICE_ATTRIBUTE_."""
+    return call(driver.cuDeviceGetAttribute, getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)
+
+
 @contextlib.contextmanager
 def on_device(index: int) -> Iterator[None]:
     """Makes the primary context of device ``index``, which torch uses too, current inside a ``with`` block."""

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,6 +31,7 @@ from graphar.runtime import multicast
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.comms_metadata import ranks_of, recorded
+from graphar.runtime.memory import Memory, memory_of
 from graphar.runtime.plan import Count, Plan
 from graphar.runtime.stats import Stats, Totals
 
@@ -125,7 +127,8 @@ class Engine:
 
     Attributes:
         plans: a cache of plans by call.
-        warm: the plans that an op may run directly: ``plans``, or an empty cache while a watcher is active.
+        warm: the plans that an op may run directly: ``plans``, or an empty cache while a watcher is active and while
+            the engine is suspended.
         table: the tuning table that choices go by: the default one, and rank 0's after kernels are set up.
     """
 
@@ -155,6 +158,8 @@ class Engine:
         self.table: Table = shipped_table(DEFAULT)
         self.symmetric = None  # the runner's symmetric tensors, from the first one on
         self.closed = False
+        self.suspended = False
+        self._suspension = None  # with kernels, what a suspended engine goes on with
         self.plans = Plans(_MAX_PLANS)
         self._rendezvous: StoreRendezvous | None = None  # made at first use
         self._has_said = False  # how calls are made
@@ -178,6 +183,7 @@ class Engine:
             plan.count.looked_up += 1
             plan.run(ranks)
             return plan
+        self.check_open(call.op)
 
         def run_planned() -> None:
             plan = self.plan(call, ranks)
@@ -196,7 +202,8 @@ class Engine:
         """Returns the plan of a call with such operands: the cached one, or a new one. To make one is collective."""
         found = self.plans.get(call)
         if found is None:
-            call_checks.check_call(call.op, "auto" if call.work.codec else call.algorithm, call.timeout_s)
+            algorithm = "auto" if call.work.codec else call.algorithm
+            call_checks.check_call(call.op, algorithm, call.timeout_s, call.op)
             x = ranks[0].inputs[0]
             takes_any = "allgather" in call.op or x.dtype != call.dtype  # operands of 8 bits have results of 16
             (tensor_checks.check_strided if takes_any else tensor_checks.check_tensor)(call.op, "x", x)
@@ -236,8 +243,8 @@ class Engine:
         self.plans.clear()
 
     def find_watchers(self) -> None:
-        """Updates ``warm``: ops run plans directly only while there is no watcher."""
-        self.warm = Plans(0) if self._comparison or profilers else self.plans
+        """Updates ``warm``: ops run plans directly only while there is no watcher, and the engine is not suspended."""
+        self.warm = Plans(0) if self._comparison or profilers or self.suspended else self.plans
 
     def symmetric_sides(self, x, out) -> tuple[str, ...]:
         """Returns which of "input" and "output" of a call lie in symmetric memory."""
@@ -343,20 +350,80 @@ class Engine:
         if self._failure:
             raise self._failure.again()
 
+    def is_usable(self) -> bool:
+        """Whether calls can be made, or can after a resumption."""
+        failed = self._failure or (self.runner and not self.suspended and self.runner.failure())
+        return not (self.closed or failed)
+
     def keep_failure(self, error: GrapharError) -> None:
         """Makes later calls raise ``error`` again."""
         self._failure = error.again(_NOT_MADE)
 
     def check_open(self, op: str = "graphar") -> None:
-        """Raises CommunicatorError, which names ``op``, if the engine is closed."""
+        """Raises CommunicatorError, which names ``op``, if the engine is closed or suspended."""
         if self.closed:
             raise closed(op)
+        if self.suspended:
+            raise CommunicatorError(f"{op}: this communicator is suspended; call its resume() on every rank before")
 
     def synchronize(self) -> None:
         """Waits for all work on this process's devices, and raises the errors that kernels reported."""
         self.hierarchy.synchronize()
         if self.runner:
             self.runner.synchronize()
+
+    def suspend(self, keep: str | None) -> None:
+        """Gives the memory shared with other ranks back until :meth:`resume`. Collective."""
+        if self.suspended:
+            return
+        with self.keeping_failure():
+            self.compare("suspend", f"keep={keep}")
+            self._meet_to("suspend", str(keep))
+            self.hierarchy.suspend(keep)
+            if self.runner:
+                from graphar.runtime.suspension import Suspension  # needs cuda-python
+
+                suspension = Suspension(self.runner)
+                suspension.end_work(keep == "symmetric")
+                self._suspension = suspension
+            self._set_suspended(True)
+            if self._suspension:
+                self._suspension.give_back()
+
+    def resume(self) -> None:
+        """Brings the memory back, and lets calls be made again. Collective."""
+        if self.closed:
+            raise closed("resume")
+        if not self.suspended:
+            return
+        if self._failure:
+            raise self._failure.again()
+        try:
+            self._meet_to("resume")
+            self.hierarchy.resume()
+            if self._suspension:
+                self._suspension.resume()
+        except RanksAbsent as error:
+            self.keep_failure(error)
+            raise
+        self._suspension = None
+        self._set_suspended(False)
+
+    def _set_suspended(self, suspended: bool) -> None:
+        self.suspended = suspended
+        self.find_watchers()
+
+    def _meet_to(self, what: str, how: str = "") -> None:
+        """Meets the ranks of other processes. CommunicatorError on every rank if they differ in ``how``."""
+        if self.devices:
+            return
+        said = [word.decode() for word in self.rendezvous().exchange(what, how.encode())]
+        if len(set(said)) > 1:
+            raise CommunicatorError(f"{what}: ranks must pass the same keep, got, in rank order, {said}")
+
+    def memory(self) -> Memory:
+        """Returns the memory of this process's first rank on its GPU."""
+        return self.runner.memory_use() if self.runner else memory_of({}, [])
 
     def close(self) -> None:
         """Frees the memory shared with other ranks. Collective.
@@ -381,6 +448,8 @@ class Engine:
         with contextlib.ExitStack() as ends:
             ends.callback(self.let_go_of_group)
             ends.callback(self.hierarchy.close)
+            if self._suspension:
+                self._suspension.end()
             if self.runner:
                 self.runner.close()
 
@@ -404,7 +473,9 @@ def planned() -> Iterator[list[Explanation]]:
     found: list[Explanation] = []
 
     def watch(engine: Engine, call: Call, ranks: Sequence[Operands], note: str, run: Callable[[], None]) -> None:
-        found.append(engine.plan(call, ranks).explain(ranks[0]))
+        plan = engine.plan(call, ranks)
+        nbytes = plan.config.algorithm.row.scratch_nbytes(engine.world_size)
+        found.append(replace(plan.explain(ranks[0]), scratch_nbytes=nbytes))
 
     with watching(watch):
         yield found

@@ -14,7 +14,7 @@ from graphar.errors import (
     GrapharError,
     TimeoutRecord,
 )
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import Algorithm, of_index
 from graphar.runtime.arguments import KEPT_CALLS, Counters, EpochState, Record
 from graphar.runtime.driver import call, driver, on_device
 
@@ -46,7 +46,7 @@ def failure_of_kernel(
         unlike: a function that returns what the ranks of an expired wait called, if the awaited one called something
             else.
     """
-    algorithm = list(Algorithm)[record.algorithm]
+    algorithm = of_index(record.algorithm)
     what = f"{algorithm.op} call {record.sequence} by {algorithm.value}"
     if record.kind == _OVERLAPPED:
         return ConcurrentCallError(

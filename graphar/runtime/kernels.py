@@ -18,7 +18,7 @@ from graphar.runtime.arguments import Counters
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.member import Member
 from graphar.runtime.multicast_memory import TorchBuffer, TorchMemory
-from graphar.runtime.peer_memory import LocalMemory, ProcessMemory, SharedBuffer
+from graphar.runtime.peer_memory import Buffer, LocalMemory, ProcessMemory
 
 COUNTERS_NBYTES = -(-ctypes.sizeof(Counters) // 4096) * 4096  # the scratch follows, and begins at a page
 
@@ -42,7 +42,7 @@ class Kernels:
     ) -> None:
         self._members, self._world_size = members, world_size
         self._memory, self._rendezvous, self._multicast_memory = memory, rendezvous, multicast_memory
-        self._regions: dict[Algorithm, SharedBuffer | TorchBuffer] = {}
+        self._regions: dict[Algorithm, Buffer | TorchBuffer] = {}
         self._functions: dict[Hashable, list] = {}
 
     def why_no_multicast(self) -> str:
@@ -90,22 +90,28 @@ class Kernels:
 
     def _load(self, kernel: Kernel, member: Member):
         algorithm = kernel.algorithm
-        variant = "direct" if kernel.direct else None if algorithm.exact or self._multicast_memory else "StandIn"
+        stands_in = algorithm.row.multimem and not self._multicast_memory
+        variant = "direct" if kernel.direct else "StandIn" if stands_in else None
         source = catalogue.source_of(kernel, self._world_size, variant)
         shared_nbytes = algorithm.row.scratch(self._world_size).shared_nbytes
         return launcher.load(source, member.device, shared_nbytes, f"{algorithm.op}: {algorithm.value}")
 
-    def _allocate(self, algorithm: Algorithm) -> SharedBuffer | TorchBuffer:
+    def _allocate(self, algorithm: Algorithm) -> Buffer | TorchBuffer:
         needs = algorithm.row.scratch(self._world_size)
-        memory = self._memory if algorithm.exact else self._multicast_memory or self._memory
+        memory = (self._multicast_memory if algorithm.row.multimem else None) or self._memory
         region = memory.allocate(COUNTERS_NBYTES + needs.nbytes)
+        self._arm(algorithm, region)
+        return region
+
+    def _arm(self, algorithm: Algorithm, region: Buffer | TorchBuffer) -> None:
+        """Writes what kernels expect to find at the first call: counters at zero, and no data that has arrived."""
+        needs = algorithm.row.scratch(self._world_size)
         for member in self._members:
             counters = region.pointers[member.rank]
             with on_device(member.device):
                 call(driver.cuMemsetD8, counters, 0, COUNTERS_NBYTES)
                 call(driver.cuMemsetD8, counters + COUNTERS_NBYTES, needs.fill, needs.nbytes)
                 call(driver.cuCtxSynchronize)
-        return region
 
     # ---- scratch ----------------------------------------------------------------------------------------------------
 
@@ -122,7 +128,16 @@ class Kernels:
         pointer = self._regions[algorithm].multicast_pointer
         return pointer and pointer + COUNTERS_NBYTES
 
-    def forget(self) -> list[SharedBuffer | TorchBuffer]:
+    def arm(self) -> None:
+        """Writes into all scratch what kernels expect at the first call. No kernel of any rank may run."""
+        for algorithm, region in self._regions.items():
+            self._arm(algorithm, region)
+
+    def regions(self) -> Mapping[Algorithm, Buffer | TorchBuffer]:
+        """Returns the memory of each prepared algorithm: its counters, and then its scratch."""
+        return self._regions
+
+    def forget(self) -> list[Buffer | TorchBuffer]:
         """Forgets all kernels and scratch, and returns the memory of the scratch, for the caller to free."""
         regions = [*self._regions.values()]
         self._regions, self._functions = {}, {}

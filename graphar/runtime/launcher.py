@@ -15,7 +15,7 @@ from graphar.ranks.capture import is_capturing
 from graphar.runtime.availability import concurrent_communicators
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import Cubin, compile_kernel
-from graphar.runtime.driver import bind_context, call, check, driver, on_device
+from graphar.runtime.driver import attribute, bind_context, call, check, driver, on_device
 
 # Never unloaded: a captured graph may outlive the communicator that loaded its kernels.
 _libraries: dict[bytes, object] = {}
@@ -24,8 +24,8 @@ _libraries: dict[bytes, object] = {}
 @functools.cache
 def architecture(device: int) -> str:
     """Returns the compiler's name of a device's architecture, with the suffix "a" from sm_90 on: "sm_90a"."""
-    major = _attribute("COMPUTE_CAPABILITY_MAJOR", device)
-    return f"sm_{major}{_attribute('COMPUTE_CAPABILITY_MINOR', device)}{'a' if major >= 9 else ''}"
+    major = attribute("COMPUTE_CAPABILITY_MAJOR", device)
+    return f"sm_{major}{attribute('COMPUTE_CAPABILITY_MINOR', device)}{'a' if major >= 9 else ''}"
 
 
 def chip(device: int) -> Chip:
@@ -42,23 +42,19 @@ def sm_count(device: int) -> int:
 @functools.cache
 def shared_nbytes_of_block(device: int) -> int:
     """Returns the most shared memory that a block on the device may ask for."""
-    return _attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
+    return attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
 
 
 @functools.cache
 def shared_nbytes_of_sm(device: int) -> int:
     """Returns the shared memory of a streaming multiprocessor of the device."""
-    return _attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", device)
+    return attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", device)
 
 
 @functools.cache
 def can_overlap(device: int) -> bool:
     """Whether the device has programmatic dependent launch."""
-    return _attribute("COMPUTE_CAPABILITY_MAJOR", device) >= 9
-
-
-def _attribute(name: str, device: int) -> int:
-    return call(driver.cuDeviceGetAttribute, getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)
+    return attribute("COMPUTE_CAPABILITY_MAJOR", device) >= 9
 
 
 def load(source: KernelSource, device: int, shared_nbytes: int, what: str):

@@ -60,6 +60,15 @@ class Member:
             self._left = torch.cuda.Event()
             self._left.record(torch.cuda.current_stream(self.device))
 
+    def clear_record(self) -> bool:
+        """Makes kernels wait and send again. Returns whether one had given up. No kernel of the device may run."""
+        had_given_up = bool(self.record.kind)
+        ctypes.memset(self.record_pointer, 0, ctypes.sizeof(Record))
+        with on_device(self.device):
+            call(driver.cuMemsetD8, self.abort, 0, _ABORT_NBYTES)
+            call(driver.cuCtxSynchronize)
+        return had_given_up
+
     def free(self) -> None:
         with on_device(self.device):
             call(driver.cuMemFree, self.abort)

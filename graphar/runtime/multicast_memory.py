@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 class TorchBuffer:
-    """One allocation on each rank, mapped into this process; the interface of peer_memory.SharedBuffer."""
+    """One allocation on each rank, mapped into this process; the interface of virtual_buffer.VirtualBuffer."""
+
+    resident = True
+    why_stays = "torch's symmetric memory has it"
 
     def __init__(self, tensor: torch.Tensor, handle) -> None:
         self.pointers, self.nbytes = list(handle.buffer_ptrs), tensor.nbytes

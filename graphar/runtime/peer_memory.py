@@ -1,144 +1,230 @@
 """Memory that every rank can write to: ProcessMemory for one process per rank, LocalMemory for one process.
 
-ProcessMemory exchanges CUDA IPC handles through the group's store. It does not use torch's symmetric memory, whose
-rendezvous counts per process and not per group, and hangs if two groups overlap (pytorch#196082). The multimem
-algorithms need a multicast address, and take their memory from graphar.runtime.multicast_memory.
+Both allocate VirtualBuffers, whose memory can be given back while their addresses stay. ProcessMemory passes the
+memory to the other processes as file descriptors. Where that is not possible, both allocate SharedBuffers.
+
+ProcessMemory does not use torch's symmetric memory, whose rendezvous counts per process and not per group, and hangs if
+two groups overlap (pytorch#196082). The multimem algorithms need a multicast address, and take their memory from
+graphar.runtime.multicast_memory.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
-from graphar.errors import DriverError, GrapharError, UnsupportedError
+from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
+from graphar.ranks.descriptors import Channel, close_all
 from graphar.ranks.processes import host
-from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
+from graphar.ranks.rendezvous import StoreRendezvous
+from graphar.runtime import ipc_memory, virtual_memory
 from graphar.runtime.availability import may_share_gpu, no_peer_access
 from graphar.runtime.driver import call, check, driver, on_device, primary_context
+from graphar.runtime.ipc_memory import SharedBuffer
+from graphar.runtime.virtual_buffer import VirtualBuffer
 
-
-class SharedBuffer:
-    """One allocation on each rank, mapped into this process."""
-
-    multicast_pointer = 0  # only a TorchBuffer has one
-
-    def __init__(self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int]) -> None:
-        self.pointers = pointers  # the addresses of the allocations in this process, in rank order
-        self.nbytes = nbytes  # the size of each allocation
-        self._owned, self._opened = owned, opened
-
-    def unmap(self) -> None:
-        """Unmaps the peers' allocations; this process must no longer use them."""
-        for pointer in self._opened:
-            call(driver.cuIpcCloseMemHandle, pointer)
-        self._opened = []
-
-    def free(self) -> None:
-        """Frees this process's allocations; every peer must have unmapped them."""
-        for pointer in self._owned:
-            call(driver.cuMemFree, pointer)
-        self._owned = []
+Buffer: TypeAlias = VirtualBuffer | SharedBuffer
 
 
 class ProcessMemory:
-    """Allocates memory shared between the processes of one host, one process per rank, each with one CUDA device."""
+    """Allocates memory shared between the processes of one host, one process per rank, each with one CUDA device.
+
+    Attributes:
+        why_stays: why its memory cannot be given back while its addresses stay; an empty string if it can.
+    """
 
     def __init__(self, device: int, rendezvous: StoreRendezvous) -> None:
         self._device, self._rendezvous = device, rendezvous
+        self._channel: Channel | None = None
+        self._exchanges = 0
+        self.why_stays = ""
 
     def check(self) -> None:
-        """Checks that all ranks can share memory. Collective.
+        """Checks that all ranks can share memory, and how. Collective.
 
         Raises:
             UnsupportedError: on every rank, if the ranks are on several hosts or a pair has no peer access.
             ValueError: on every rank, if two ranks use one GPU, unless all ranks may share GPUs (for tests).
         """
-        mine = {"host": host(), "gpu": _gpu(self._device), "may_share": may_share_gpu()}
-        everyone = [json.loads(word) for word in self._rendezvous.exchange("set-up", json.dumps(mine).encode())]
-        hosts = {one["host"] for one in everyone}
-        if len(hosts) > 1:
-            raise UnsupportedError(f"the ranks are on {len(hosts)} hosts")
-        gpus = [one["gpu"] for one in everyone]
-        if not all(one["may_share"] for one in everyone):
-            _check_distinct(gpus)
-        self._rendezvous.agree_on_none("peer access", _unreachable(self._device, gpus))
+        with contextlib.ExitStack() as failing:
+            address, why_not = self._listen(failing)
+            mine = {
+                "host": host(),
+                "gpu": _gpu(self._device),
+                "may_share": may_share_gpu(),
+                "address": address,
+                "why_not": why_not,
+            }
+            everyone = self._exchange("set-up", mine)
+            hosts = {one["host"] for one in everyone}
+            if len(hosts) > 1:
+                raise UnsupportedError(f"the ranks are on {len(hosts)} hosts")
+            gpus = [one["gpu"] for one in everyone]
+            if not all(one["may_share"] for one in everyone):
+                _check_distinct(gpus)
+            self.why_stays = _first_reason(everyone) or self._connect(everyone)
+            found = {"problem": _unreachable(self._device, gpus), "why_not": self.why_stays}
+            everyone = self._exchange("peer access", found)
+            if problem := _first_reason(everyone, "problem"):
+                raise UnsupportedError(problem)
+            self.why_stays = self.why_stays or _first_reason(everyone)
+            if not self.why_stays:
+                failing.pop_all()
 
-    def allocate(self, nbytes: int) -> SharedBuffer:
+    def _listen(self, failing: contextlib.ExitStack) -> tuple[str, str]:
+        """Returns the address of this rank's new socket, or why there is none; ``failing`` closes the socket."""
+        reason = virtual_memory.why_not_wanted() or virtual_memory.why_not(self._device)
+        if not reason:
+            try:
+                self._channel = Channel(self._rendezvous.rank, self._rendezvous.world_size)
+                failing.callback(self.close)
+                return self._channel.address, ""
+            except OSError as error:
+                reason = str(error)
+        return "", reason
+
+    def _connect(self, everyone: list[dict]) -> str:
+        """Connects to the other ranks' sockets; returns why that failed, or an empty string."""
+        try:
+            self._channel.connect([one["address"] for one in everyone])
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def _exchange(self, what: str, words: Mapping[str, object]) -> list[dict]:
+        return [json.loads(word) for word in self._rendezvous.exchange(what, json.dumps(words).encode())]
+
+    def allocate(self, nbytes: int) -> Buffer:
         """Allocates ``nbytes`` bytes on every rank, uninitialised; if one rank fails, on none. Collective."""
-        meet, owned, opened = self._rendezvous, [], []
-        buffer = SharedBuffer([], nbytes, owned, opened)
-        with on_device(self._device):
-            try:
-                handle = meet.agree("allocating", lambda: _allocate_shareable(nbytes, owned))
-            except GrapharError:
-                buffer.free()  # no peer has its handle
-                raise
-            handles = meet.exchange("sharing memory", handle)
-            try:
-                buffer.pointers = meet.agree("mapping peers' memory", lambda: self._open(handles, owned[0], opened))
-            except RanksAbsent:
-                raise  # keep the allocation: an absent rank may still map it
-            except GrapharError:
-                buffer.unmap()
-                meet.exchange("unmapping peers' memory", b"")
-                buffer.free()
-                raise
+        meet = self._rendezvous
+        if self.why_stays:
+            return ipc_memory.allocate_shared(self._device, meet, nbytes, self.why_stays)
+        buffer = VirtualBuffer(nbytes, {meet.rank: self._device}, meet.world_size)
+        try:
+            self.fill([buffer])
+        except GrapharError:
+            buffer.unmap()
+            buffer.free()
+            raise
         return buffer
 
-    def _open(self, handles: list[bytes], own: int, opened: list[int]) -> list[int]:
-        """Maps the peers' memory and returns every rank's address; adds the mapped ones to ``opened``."""
-        pointers = []
-        for rank, raw in enumerate(handles):
-            if rank == self._rendezvous.rank:
-                pointers.append(own)
-                continue
-            handle = driver.CUipcMemHandle()
-            ctypes.memmove(handle.getPtr(), raw, driver.CU_IPC_HANDLE_SIZE)
-            flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    def fill(self, buffers: Sequence[VirtualBuffer]) -> None:
+        """Maps new memory of all ranks at the addresses of buffers; if one rank fails, nowhere. Collective."""
+        meet = self._rendezvous
+        self._exchanges += 1
+        with contextlib.ExitStack() as ends, on_device(self._device):
+            own = meet.agree("allocating", lambda: self._create(buffers, ends))
             try:
-                opened.append(int(call(driver.cuIpcOpenMemHandle, handle, flags)))
-            except DriverError as error:
-                raise DriverError(
-                    f"{error}, for the memory of rank {rank}; ranks in containers must share one, or be run with "
-                    "--ipc=host and --pid=host: see `python -m graphar doctor`"
-                ) from error
-            pointers.append(opened[-1])
-        return pointers
+                meet.agree("mapping peers' memory", lambda: self._map(buffers, own))
+            except GrapharError:
+                for one in buffers:
+                    one.clear()
+                raise
+
+    def _create(self, buffers: Sequence[VirtualBuffer], ends: contextlib.ExitStack) -> list:
+        """Returns handles of new memory for buffers, and sends them to the peers; ``ends`` releases them."""
+        own, descriptors = [], []
+        with _told():
+            try:
+                for buffer in buffers:
+                    (memory,) = buffer.create().values()
+                    ends.callback(virtual_memory.release, memory)
+                    own.append(memory)
+                    descriptors.append(virtual_memory.export(memory))
+                self._channel.send(self._exchanges, descriptors)
+            finally:
+                close_all(descriptors)
+        return own
+
+    def _map(self, buffers: Sequence[VirtualBuffer], own: Sequence) -> None:
+        """Maps this rank's memory, and that of the peers, who have sent theirs."""
+        with _told(), contextlib.ExitStack() as ends:
+            received = self._channel.receive(self._exchanges, len(buffers))
+            for descriptors in received.values():
+                ends.callback(close_all, descriptors)
+            for at, buffer in enumerate(buffers):
+                memories = {self._rendezvous.rank: own[at]}
+                for rank, descriptors in received.items():
+                    memories[rank] = virtual_memory.adopt(descriptors[at])
+                    ends.callback(virtual_memory.release, memories[rank])
+                buffer.map(memories)
+
+    def close(self) -> None:
+        """Closes the connections to the other ranks. Buffers stay as they are."""
+        if self._channel:
+            self._channel.close()
+        self._channel = None
 
 
 class LocalMemory:
-    """Allocates memory for the ranks of one process, one rank a CUDA device. In tests, several ranks may share one."""
+    """Allocates memory for the ranks of one process, one rank a CUDA device. In tests, several ranks may share one.
+
+    Attributes:
+        why_stays: why its memory cannot be given back while its addresses stay; an empty string if it can.
+    """
 
     def __init__(self, devices: list[int]) -> None:
         self._devices = devices
+        self.why_stays = ""
 
     def check(self) -> None:
-        """Enables peer access between all pairs of devices. UnsupportedError names the first pair without."""
+        """Enables peer access between all pairs of devices, and finds out how to allocate.
+
+        UnsupportedError names the first pair of devices without peer access.
+        """
         for device in dict.fromkeys(self._devices):
             for peer in dict.fromkeys(self._devices):
                 if peer != device:
                     _enable_peer_access(device, peer)
+        reasons = (virtual_memory.why_not(one) for one in dict.fromkeys(self._devices))
+        self.why_stays = virtual_memory.why_not_wanted() or next(filter(None, reasons), "")
 
-    def allocate(self, nbytes: int) -> SharedBuffer:
+    def allocate(self, nbytes: int) -> Buffer:
         """Allocates ``nbytes`` bytes for every rank, uninitialised; if one allocation fails, for none."""
-        pointers = []
-        buffer = SharedBuffer(pointers, nbytes, pointers, [])
-        for device in self._devices:
-            with on_device(device):
-                try:
-                    pointers.append(int(call(driver.cuMemAlloc, nbytes)))
-                except DriverError:
-                    buffer.free()
-                    raise
+        if self.why_stays:
+            return ipc_memory.allocate_local(self._devices, nbytes, self.why_stays)
+        buffer = VirtualBuffer(nbytes, dict(enumerate(self._devices)), len(self._devices))
+        try:
+            self.fill([buffer])
+        except GrapharError:
+            buffer.free()
+            raise
         return buffer
 
+    def fill(self, buffers: Sequence[VirtualBuffer]) -> None:
+        """Maps new memory of all ranks at the addresses of buffers; if one allocation fails, nowhere."""
+        with contextlib.ExitStack() as ends, on_device(self._devices[0]):
+            made = []
+            for buffer in buffers:
+                made.append(buffer.create())
+                for memory in made[-1].values():
+                    ends.callback(virtual_memory.release, memory)
+            try:
+                for buffer, memories in zip(buffers, made, strict=True):
+                    buffer.map(memories)
+            except GrapharError:
+                for one in buffers:
+                    one.clear()
+                raise
 
-def _allocate_shareable(nbytes: int, owned: list[int]) -> bytes:
-    """Allocates memory, adds its address to ``owned``, and returns its CUDA IPC handle."""
-    owned.append(int(call(driver.cuMemAlloc, nbytes)))
-    handle = call(driver.cuIpcGetMemHandle, owned[0])
-    # Read by address: the attribute with the bytes has different names in different releases of cuda-bindings.
-    return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
+    def close(self) -> None:
+        """Buffers stay as they are."""
+
+
+@contextlib.contextmanager
+def _told():
+    """Makes the operating system's errors graphar's, which name what was done."""
+    try:
+        yield
+    except OSError as error:
+        raise CommunicatorError(f"sharing memory between processes: {error}") from error
+
+
+def _first_reason(everyone: Sequence[dict], name: str = "why_not") -> str:
+    """Returns the first rank's reason of this name, with the rank; an empty string if none has one."""
+    return next((f"rank {rank}: {one[name]}" for rank, one in enumerate(everyone) if one[name]), "")
 
 
 def _gpu(index: int) -> str:

@@ -156,6 +156,51 @@ def engine_of_either(group: Group, op: str = "graphar", instead: str = _LIST_INS
     return engine if isinstance(engine, Engine) else engine_of_group(engine_name(group, op), op, instead)
 
 
+def check_keep(op: str, keep: object) -> None:
+    """Raises ValueError unless ``keep`` names what a suspended communicator can keep."""
+    if keep not in (None, "symmetric"):
+        raise ValueError(f'{op}: keep must be "symmetric" or None, got {keep!r}')
+
+
+def suspend(keep: str | None = None) -> None:
+    """Gives the GPU memory of all communicators of this process back until :func:`graphar.resume`. Collective.
+
+    It does what :meth:`Communicator.suspend` does for each open communicator, in the order in which they were made,
+    and for those of calls that name a process group or none. Every process of their groups must call it. Communicators
+    whose group was destroyed, or of which a call has failed, are left as they are.
+
+    Args:
+        keep: "symmetric": keep the content of symmetric tensors, in pinned host memory. None: it is undefined after
+            the resumption. The same on every rank.
+
+    Raises:
+        ValueError: ``keep`` is neither.
+        UnsupportedError: the memory of a communicator cannot be given back. The message has the reason.
+        CommunicatorError: a graph is being captured, or a rank did not arrive in time.
+    """
+    check_keep("suspend", keep)
+    for engine in _usable_engines():
+        engine.suspend(keep)
+
+
+def resume() -> None:
+    """Brings the GPU memory of all suspended communicators of this process back, at the same addresses. Collective.
+
+    It does what :meth:`Communicator.resume` does for each, in the order in which they were made. If it fails for one,
+    those after it stay suspended, and a second call goes on there.
+
+    Raises:
+        DriverError: a GPU has too little memory; torch.cuda.empty_cache() frees what torch keeps.
+        CommunicatorError: another rank failed, which the message names, or a rank did not arrive in time.
+    """
+    for engine in _usable_engines():
+        engine.resume()
+
+
+def _usable_engines() -> list[Engine]:
+    return [one for one in open_engines.values() if one.is_usable()]
+
+
 def stats(group: Group = None) -> Stats:
     """Returns counts of the calls with a process group, or with a communicator, in this process. Not collective.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -11,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from graphar.errors import CommunicatorError, GrapharError
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import Algorithm, of_index
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.agreement import Fingerprints, words_with_numbers
@@ -31,6 +32,7 @@ from graphar.runtime.failures import (
 )
 from graphar.runtime.kernels import Kernels
 from graphar.runtime.member import Member
+from graphar.runtime.memory import Memory, memory_of
 from graphar.runtime.multicast_memory import TorchMemory
 from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.symmetric_tensors import SymmetricTensors
@@ -38,6 +40,10 @@ from graphar.runtime.symmetric_tensors import SymmetricTensors
 T = TypeVar("T", bound=Arguments)
 
 _PATIENCE_S = 1.0  # with a rank whose kernels have found a difference, until its host tells what it called
+REPLAYED = (
+    "a captured graph was replayed while its communicator was suspended; the collectives in it sent nothing, so its "
+    "results are wrong"
+)
 _PREPARING = "preparing"  # the name under which a rank publishes the call that it makes a plan for
 
 
@@ -58,12 +64,14 @@ class Runner:
         multicast_memory: TorchMemory | None,
     ) -> None:
         self.members, self.world_size, self.chip = members, world_size, chip
-        self._rendezvous = rendezvous
+        self.memory, self.rendezvous = memory, rendezvous
         self.kernels = Kernels(members, world_size, memory, rendezvous, multicast_memory)
         self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
         # Held during launches: threads share the arguments, and must reach the members in the same order.
         self.lock = threading.RLock()
         self._failure: GrapharError | None = None
+        self.suspended = False  # whether a guard is where scratch was (graphar.runtime.suspension)
+        self._launched: Counter[str] = Counter()  # before the counters were last set to zero
         self._fingerprints = Fingerprints(rendezvous)
         self._announces = False
 
@@ -103,6 +111,10 @@ class Runner:
         """
         return self._fingerprints.of(words_with_numbers(words, numbers), tells)
 
+    def memory_use(self) -> Memory:
+        """Returns the memory that the communicator holds on the first member's GPU."""
+        return memory_of(self.kernels.regions(), self.symmetric.buffers)
+
     # ---- failures and the end ---------------------------------------------------------------------------------------
 
     def calls_begun(self) -> dict[Algorithm, list[int | None]]:
@@ -122,8 +134,12 @@ class Runner:
         """
         if any(is_capturing(member.device) for member in self.members):
             return {}
-        begun = {algorithm.value: counts[0] for algorithm, counts in self.calls_begun().items()}
-        return {name: count for name, count in begun.items() if count}
+        begun = {algorithm.value: counts[0] or 0 for algorithm, counts in self.calls_begun().items()}
+        return dict(self._launched + Counter(begun))
+
+    def count_launches(self) -> None:
+        """Notes the launches so far, before counters are set to zero."""
+        self._launched = Counter(self.launches())
 
     def raise_failure(self) -> None:
         """Raises the error that a kernel of this process reported, if any; from then on always the same error."""
@@ -134,6 +150,8 @@ class Runner:
         """Returns the error that a kernel of this process reported, or None; once there is one, always the same."""
         if self._failure is None:
             record = next((member.record for member in self.members if member.record.kind), None)
+            if record is not None and self.suspended:
+                return CommunicatorError(REPLAYED)
             if record is not None:
                 self._fingerprints.tell(record.expected)
                 words = partial(self._fingerprints.words, patience_s=_PATIENCE_S)
@@ -146,7 +164,7 @@ class Runner:
 
         It did if it has begun a call that this rank has not, and not the one in which this rank waited.
         """
-        algorithm = list(Algorithm)[record.algorithm]
+        algorithm = of_index(record.algorithm)
         if algorithm not in self.kernels.counters():  # its memory is freed
             return None
         own = self._read_counters(next(member for member in self.members if member.rank == record.rank))
@@ -167,7 +185,7 @@ class Runner:
             yield
             return
         self._announces, keeps = True, False
-        self._rendezvous.publish(_PREPARING, words)
+        self.rendezvous.publish(_PREPARING, words)
         try:
             yield
         except RanksAbsent as error:
@@ -176,7 +194,7 @@ class Runner:
         finally:
             self._announces = False
             if not keeps:
-                self._rendezvous.withdraw(_PREPARING)
+                self.rendezvous.withdraw(_PREPARING)
 
     def _with_calls_of_absent(self, error: RanksAbsent) -> RanksAbsent:
         own = self._read_counters(self.members[0])
@@ -193,10 +211,10 @@ class Runner:
         own = {member.rank: member.device for member in self.members}
         devices = [own.get(rank, self.members[0].device) for rank in range(self.world_size)]
         try:
-            ended = self._rendezvous.ended()
+            ended = self.rendezvous.ended()
         except CommunicatorError:  # the store ends with the rank that serves it
             ended = []
-        preparing = [self._rendezvous.published(_PREPARING, rank) for rank in range(self.world_size)]
+        preparing = [self.rendezvous.published(_PREPARING, rank) for rank in range(self.world_size)]
         return last_calls_of(self.kernels.counters(), devices, ended, preparing)
 
     def synchronize(self) -> None:
@@ -229,10 +247,11 @@ class Runner:
             self._wait_for_all(1)
             for region in regions:
                 region.free()
+            self.memory.close()
 
     def _wait_for_all(self, step: int) -> None:
         try:
-            self._rendezvous.close(step)
+            self.rendezvous.close(step)
         except RanksAbsent as error:
             if error.absent != error.ended:  # an ended process no longer writes
                 raise

@@ -10,9 +10,9 @@ import torch
 
 from graphar.runtime.arguments import Arguments
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.peer_memory import LocalMemory, ProcessMemory, SharedBuffer
+from graphar.runtime.peer_memory import Buffer, LocalMemory, ProcessMemory
 
-# CUDA IPC shares whole blocks of this size. An allocation of whole blocks exposes no other memory to peers.
+# Memory is shared in whole blocks of this size. An allocation of whole blocks exposes no other memory to peers.
 _BLOCK_NBYTES = 2 << 20
 _ALIGNMENT = 16  # bytes of a pack
 
@@ -25,9 +25,9 @@ class SymmetricTensors:
 
     def __init__(self, devices: dict[int, int], memory: ProcessMemory | LocalMemory, rendezvous) -> None:
         self._devices, self._memory, self._rendezvous = devices, memory, rendezvous
-        self.buffers: list[SharedBuffer] = []
+        self.buffers: list[Buffer] = []
         self._starts: list[int] = []  # addresses of this process's allocations, sorted; unique over devices
-        self._buffer_at: dict[int, SharedBuffer] = {}
+        self._buffer_at: dict[int, Buffer] = {}
         self._sides: BoundedCache[tuple[str, ...]] = BoundedCache()  # for calls with one tensor
         self.begin = self.end = 0  # all allocations lie in these addresses, with other memory between them
 

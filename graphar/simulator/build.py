@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from graphar.plan.algorithms import TUPLE_VARIANT
+from graphar.plan.sources import files_of
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.compiler import check_libraries, compile_file, has_library
@@ -31,10 +33,10 @@ _WRAPPED = ("21MmapOrDieOnFatalErrorEmPKc", "10UnmapOrDieEPvm", "15internal_mems
 
 @dataclass(frozen=True)
 class Mutation:
-    """A replacement of text in a file of cuda_src.
+    """A replacement of text in a file of cuda_src, or of an algorithm from outside.
 
     Attributes:
-        file: path below cuda_src, such as "device/sync/sentinel.cuh".
+        file: path below cuda_src, such as "device/sync/sentinel.cuh", or below the folder of the algorithm's file.
         old: the text to replace.
         new: its replacement.
         times: how often the old text occurs.
@@ -72,8 +74,10 @@ def build(
     """
     check_libraries(LIBRARIES[sanitizer])
     (file,) = {source.file for source in sources}
-    files = _files(mutations, folder)
-    files["kernels.cpp"] = f'#include "first.hpp"\n#include "{file}"\n#include "kernels.hpp"\n{_table(sources)}'
+    own = _files_from_outside(Path(file)) if sources[0].digest else {}
+    files = _files(mutations, folder, own)
+    included = Path(file).name if own else file
+    files["kernels.cpp"] = f'#include "first.hpp"\n#include "{included}"\n#include "kernels.hpp"\n{_table(sources)}'
     flags = (*FLAGS, *SANITIZERS[sanitizer])
     unobserved = ("scheduler", "steps", "views")
     linked = {f"{name}.o": compile_file(files, f"{name}.cpp", (*UNOBSERVED, "-c")) for name in unobserved}
@@ -107,15 +111,22 @@ def _in_table(source: KernelSource) -> str:
     return f"with_tuple<{source.name}>" if str(TUPLE_VARIANT) in source.name else source.name
 
 
-def _files(mutations: tuple[Mutation, ...], folder: Path | None) -> dict[str, str]:
-    """The texts of the simulator and of cuda_src by file name. Twins replace their originals."""
+def _files_from_outside(file: Path) -> dict[str, str]:
+    """The texts of a file from outside cuda_src, and of those that it includes from its folder, by path below it."""
+    beside = {Path(name): text.decode() for name, text in files_of(file).items()}
+    return {str(path.relative_to(file.parent)): text for path, text in beside.items() if file.parent in path.parents}
+
+
+def _files(mutations: tuple[Mutation, ...], folder: Path | None, own: Mapping[str, str]) -> dict[str, str]:
+    """The texts of the simulator and of cuda_src by file name, and ``own``. Twins replace their originals."""
     cuda_src = source_directory()
     files = {str(path.relative_to(cuda_src)): path.read_text() for path in cuda_src.rglob("*.cu*")}
     files |= {f"device/{path.relative_to(HERE / 'twin')}": path.read_text() for path in (HERE / "twin").rglob("*.cuh")}
     for one in (HERE / "sources", folder) if folder else (HERE / "sources",):
         files |= {path.name: path.read_text() for path in one.iterdir()}
+    files |= own
     for change in mutations:
         if change.file not in files:
-            raise ValueError(f"there is no {change.file} in {cuda_src}")
+            raise ValueError(f"there is no {change.file} in {cuda_src}, nor beside the kernel")
         files[change.file] = change.apply(files[change.file])
     return files

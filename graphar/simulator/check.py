@@ -120,7 +120,8 @@ def run(
     its case. Needs g++ 12 or newer, and no GPU. Compiled programs are kept in the kernel cache.
 
     Args:
-        algorithm: an all-reduce, reduce-scatter or all-gather without a codec.
+        algorithm: an all-reduce, reduce-scatter or all-gather without a codec, or what :func:`graphar.load_algorithm`
+            returned. The latter keeps its own scratch, and is compared with its own specification if it has one.
         ranks: the numbers of ranks, each from 2 to 8.
         dtypes: the dtypes of tensors. Cases with one that the algorithm does not take are skipped.
         numel: the elements of a tensor; of the largest part, if ranks have parts. Scratch is made small enough for the
@@ -142,7 +143,8 @@ def run(
     ranks, dtypes, sanitizers = tuple(ranks), tuple(dtypes), tuple(sanitizers)
     every_seed = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     _check(ranks, numel, sanitizers, every_seed)
-    checked = _Checked(subject, ranks, tuple(one for one in dtypes if subject.takes(one)), tuple(numel), mutations)
+    served = tuple(one for one in ranks if one in subject.algorithm.row.world_sizes)
+    checked = _Checked(subject, served, tuple(one for one in dtypes if subject.takes(one)), tuple(numel), mutations)
     passed, failures, skipped = [], [], []
     for sanitizer, world_size, dtype in product(sanitizers, ranks, dtypes):
         case = Case(subject.algorithm, world_size, dtype, sanitizer)
@@ -184,6 +186,10 @@ class _Checked:
         """Returns why a case cannot be run, or an empty string."""
         if not self.subject.takes(case.dtype):
             return "the algorithm does not take this dtype"
+        if case.world_size not in self.ranks:
+            return "the algorithm does not serve so many ranks"
+        if not self.subject.fitting(self.numels, case.world_size, case.dtype):
+            return "the algorithm takes none of these sizes"
         threads = (case.algorithm.row.only_threads or 0) * case.world_size
         if case.sanitizer == "thread" and threads > _MOST_THREADS:
             return f"{threads} threads are too many for ThreadSanitizer"
@@ -215,7 +221,8 @@ class _Checked:
             seed,
             first_epoch(seed),
         )
-        drawn = draw(self.subject, row, world_size, dtype, self.numels, seed)
+        numels = self.subject.fitting(self.numels, world_size, dtype)
+        drawn = draw(self.subject, row, world_size, dtype, numels, seed)
         what, call, step = _first_mistake(simulation, drawn)
         if not what:
             return None

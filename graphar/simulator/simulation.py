@@ -156,6 +156,7 @@ class Simulation:
         epoch: calls made before.
         busy: whether other calls already run when the first call begins.
         aborted: whether a call of another algorithm has given up before.
+        suspended: whether the communicator is suspended: counters are those of a guard, and scratch is only read.
         room: places for blocks on each GPU. Blocks that find none wait until others have ended.
         communicators: of the same ranks, each of which makes the calls. A rank launches them in an order of its own,
             rotated by its number. The outcomes are those of the first one's ranks, then of the next one's.
@@ -170,6 +171,7 @@ class Simulation:
     epoch: int = 0
     busy: bool = False
     aborted: bool = False
+    suspended: bool = False
     room: int = 1 << 20
     communicators: int = 1
     environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
@@ -237,6 +239,7 @@ class Simulation:
             has_pad(self.algorithm),
             self.busy,
             self.aborted,
+            self.suspended,
             self.room,
             self.communicators,
             self.seed,
@@ -332,13 +335,15 @@ _NONE = torch.empty(0, dtype=torch.uint8)
 
 def has_pad(algorithm: Algorithm) -> bool:
     """Whether an algorithm's scratch begins with a signal pad."""
-    return "device/sync/signal_pad.cuh" in _included(file_of(algorithm))
+    file = Path(source_directory(), file_of(algorithm))
+    return "device/sync/signal_pad.cuh" in _included(file)
 
 
-def _included(file: str) -> set[str]:
-    """The headers that a file of cuda_src includes, and those that they include."""
-    direct = set(re.findall(r'#include "(.+)"', (source_directory() / file).read_text()))
-    return direct.union(*map(_included, direct))
+def _included(file: Path) -> set[str]:
+    """The headers that a file includes from its folder or from cuda_src, and those that they include."""
+    direct = set(re.findall(r'#include "(.+)"', file.read_text()))
+    found = [next(one for one in (file.parent / name, source_directory() / name) if one.exists()) for name in direct]
+    return direct.union(*map(_included, found))
 
 
 class _Case(ctypes.Structure):
@@ -346,7 +351,7 @@ class _Case(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
-        *((name, ctypes.c_uint32) for name in ("busy", "aborted", "room", "communicators")),
+        *((name, ctypes.c_uint32) for name in ("busy", "aborted", "suspended", "room", "communicators")),
         *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes", "prefetch_nbytes")),
     ]
 

@@ -9,7 +9,7 @@ import torch
 
 from graphar import reference
 from graphar.numerics.dtypes import BYTE
-from graphar.plan.algorithms import TUPLE_VARIANT, Algorithm, kernels_that, rows
+from graphar.plan.algorithms import TUPLE_VARIANT, Algorithm, is_from_outside, kernels_that, rows
 from graphar.plan.row import Row
 from graphar.plan.scratch import PACK_NBYTES, Sizes
 from graphar.runtime.catalogue import KernelSource, kernel_source
@@ -59,8 +59,20 @@ class Subject:
     specification: Specification
 
     def row(self, nbytes: int) -> Row:
-        """Returns the row with scratch that fits tensors of ``nbytes``, all ranks' parts together."""
-        return rows(small(nbytes))[self.algorithm]
+        """Returns the row with scratch that fits tensors of ``nbytes``, all ranks' parts together.
+
+        An algorithm from outside keeps its own.
+        """
+        return self.algorithm.row if self.is_from_outside else rows(small(nbytes))[self.algorithm]
+
+    @property
+    def is_from_outside(self) -> bool:
+        return bool(self.algorithm.row.digest)
+
+    def fitting(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> list[int]:
+        """Returns the elements of a tensor, or of the largest part, that the algorithm takes."""
+        limit = self.algorithm.row.limit(world_size) if self.is_from_outside else None
+        return [one for one in numels if limit is None or one * dtype.itemsize <= limit]
 
     def takes(self, dtype: torch.dtype) -> bool:
         return self.moves_bytes or dtype in self.algorithm.row.dtypes
@@ -78,8 +90,24 @@ class Subject:
 
 def find(name: str | Algorithm) -> Subject:
     """Returns the algorithm of a name. ValueError without one, or if the simulator has no cases for it."""
+    if is_from_outside(name):
+        algorithm = Algorithm(name)
+        return Subject(algorithm, (None,), _of_row(algorithm.row))
     if name not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {str(name)!r}")
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, or be loaded; got {str(name)!r}")
     algorithm = Algorithm(name)
     variants = tuple(one for one in algorithm.row.variants if one != TUPLE_VARIANT)
     return Subject(algorithm, variants, _SPECIFICATIONS[algorithm.op])
+
+
+def _of_row(row: Row) -> Specification:
+    """Returns the specification of an algorithm from outside: its own, or that of its op."""
+    own = row.specification
+    if own is None:
+        return _SPECIFICATIONS[row.op]
+
+    def specify(xs: Sequence[torch.Tensor], counts: Sequence[int]) -> Sequence[torch.Tensor]:
+        found = own([x.clone() for x in xs])  # it may overwrite its arguments
+        return [found] * len(xs) if isinstance(found, torch.Tensor) else found
+
+    return specify

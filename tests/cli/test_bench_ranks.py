@@ -20,7 +20,7 @@ WORLD_SIZE = 3
 
 def options(op, **given):
     fixed = {"op": op, "dtype": "bfloat16", "iters": 2, "warmup_iters": 1, "check": 1, "backend": None, "json": False}
-    return Namespace(**fixed | given)
+    return Namespace(**{"algorithm": "auto"} | fixed | given)
 
 
 def measured(rank, world_size, op):
@@ -54,7 +54,7 @@ def with_a_mistake(rank, world_size):
         out.copy_(x)
         return out
 
-    bench_ranks.calls_of = lambda backend, op: Calls(shifted, None)
+    bench_ranks.calls_of = lambda backend, op, algorithm: Calls(shifted, None)
     (row,) = bench_ranks.measure(options("allreduce", backend=["graphar"]), [64], torch.device("cpu"))
     return row.out_of_place.wrong
 

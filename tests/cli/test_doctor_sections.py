@@ -233,7 +233,37 @@ def test_no_place_for_temporary_files_is_a_problem(monkeypatch, tmp_path):
     assert told(host.sharing)["temporary files"].advice.endswith("name a directory you may write in TMPDIR")
 
 
-def test_namespaces_other_than_the_hosts_are_noted(monkeypatch):
+def test_ranks_share_memory_over_sockets_in_a_directory_that_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(tmp_path / "sockets"))
+
+    said = told(host.sharing)
+
+    assert said["GPU memory of ranks"].status == OK
+    assert said["GPU memory of ranks"].found.startswith(f"by file descriptors over sockets in {tmp_path / 'sockets'}, ")
+    assert "CUDA IPC" not in said
+
+
+def test_a_directory_of_sockets_that_others_may_enter_is_noted_with_what_follows(monkeypatch, tmp_path):
+    (tmp_path / "sockets").mkdir(mode=0o755)
+    monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(tmp_path / "sockets"))
+
+    said = told(host.sharing)["GPU memory of ranks"]
+
+    assert said.status == NOTE
+    assert said.found.startswith("by CUDA IPC, and `suspend` is refused, since ")
+    assert "is not trusted" in said.found
+
+
+def test_a_gpu_whose_memory_must_stay_is_noted_with_the_reason(monkeypatch):
+    monkeypatch.setattr(host, "gpu_count", lambda: 2)
+    monkeypatch.setattr(host, "missing_software", lambda: "")
+    monkeypatch.setattr(host.virtual_memory, "why_not", lambda device: "it is a sandbox" if device else "")
+
+    assert told(host.sharing)["GPU memory of ranks"].found.endswith("since it is a sandbox")
+
+
+def test_namespaces_other_than_the_hosts_are_noted_where_cuda_ipc_needs_them(monkeypatch):
+    monkeypatch.setenv("GRAPHAR_CUDA_IPC", "1")
     monkeypatch.setattr(host, "_namespace", lambda kind: {"ipc": 0xEFFFFFFF, "pid": 4026532999}[kind])
 
     said = told(host.sharing)["CUDA IPC"]

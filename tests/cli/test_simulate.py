@@ -12,6 +12,7 @@ from graphar.cli import simulate
 from graphar.cli.main import main
 from graphar.plan.algorithms import Algorithm
 from graphar.simulator import Case, Failure, Report
+from tests.outside import forget_loaded
 
 CASE = Case(Algorithm.ONE_SHOT, 3, torch.bfloat16, "thread")
 FAILURE = Failure(CASE, 2, (9, 7), 1, "rank 0, call 1: element 3 is 1, expected 2", "rank 0: no steps\n")
@@ -81,6 +82,7 @@ def test_as_json_it_has_the_failures(asked, capsys):
     "arguments",
     [
         ["ring"],
+        ["absent.py"],
         ["one_shot", "--ranks", "2-9"],
         ["one_shot", "--sanitizers", "memory"],
         ["one_shot", "--numel", "0"],
@@ -106,6 +108,36 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
 
     compiler.compiler.cache_clear()
     assert re.match(r"graphar: the simulator needs g\+\+ 12 or newer.*apt install g\+\+", capsys.readouterr().err)
+
+
+def test_all_algorithms_that_a_file_loads_are_simulated(asked, monkeypatch, tmp_path, capsys):
+    forget_loaded(monkeypatch)
+    mine = tmp_path / "mine.py"
+    mine.write_text("from tests.outside import load\nload()\nload(max_nbytes=4096)\n")
+
+    assert main(["simulate", str(mine)]) == 0
+
+    names = re.findall(r"^(pushed_sum@\w{12}): 1 of 1 cases passed", capsys.readouterr().out, re.MULTILINE)
+    assert len(set(names)) == 2
+
+
+def test_a_failure_of_a_file_is_repeated_by_its_path(asked, monkeypatch, tmp_path, capsys):
+    forget_loaded(monkeypatch)
+    mine = tmp_path / "mine.py"
+    mine.write_text("from tests.outside import load\nload()\n")
+    asked["failures"] = (FAILURE,)
+
+    assert main(["simulate", str(mine)]) == 1
+
+    assert f"to repeat it: python -m graphar simulate {mine} --ranks 3" in capsys.readouterr().out
+
+
+def test_a_file_that_loads_nothing_is_an_error(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("import graphar\n")
+
+    assert main(["simulate", str(tmp_path / "mine.py")]) == 1
+
+    assert "loads no algorithm: it has no call of graphar.load_algorithm" in capsys.readouterr().err
 
 
 @pytest.mark.host

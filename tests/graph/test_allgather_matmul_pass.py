@@ -211,9 +211,10 @@ def test_matmuls_of_other_things_are_not_in_the_report(make_pass, pays):
     assert of_matmul(compile_pass.report) == []
 
 
-def own(x, axis):
+def own(x, axis, **named):
     """A model's own call of graphar's op."""
-    return ops.allgather.default(x, *allgather.OP.arguments(rank=0, axis=axis, sizes=[x.shape[axis]] * RANKS))
+    sizes = [x.shape[axis]] * RANKS
+    return ops.allgather.default(x, *allgather.OP.arguments(rank=0, axis=axis, sizes=sizes, **named))
 
 
 def with_a_late_weight(a, w):
@@ -230,6 +231,10 @@ LEFT = {
     "the rows are not gathered along the first axis": (
         lambda a, w: functional.linear(own(a, 1), w),
         {"rows": (2, ROWS)},
+    ),
+    "the gather names an algorithm": (
+        lambda a, w: functional.linear(own(a, 0, algorithm="allgather_push"), w),
+        {},
     ),
     "only some of the gathered rows are multiplied": (halves, {}),
     "the weight is made after the rows are gathered": (

@@ -111,6 +111,17 @@ def test_after_a_failure_of_another_algorithm_one_call_ends_and_no_later_one_sen
 
 
 @every_kernel
+def test_a_graph_that_is_replayed_while_suspended_sends_nothing_and_is_reported(algorithm, few_slots):
+    few, _, largest = draw_sizes(algorithm, 2)
+
+    outcomes = run(algorithm, 2, SEED, [few, largest, few], suspended=True)
+
+    for outcome in outcomes:
+        assert outcome.record.kind == OVERLAPPED
+        assert (outcome.broken_guards, outcome.sent_nbytes) == (0, 0)  # nor anything written into its own scratch
+
+
+@every_kernel
 def test_a_call_that_begins_while_another_runs_is_reported(algorithm, few_slots):
     _, _, largest = draw_sizes(algorithm, 2)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphar import reference
+from graphar import CommunicatorError, reference
 from graphar.integrations import sglang, tensor_parallel, vllm
 from tests.processes import run_ranks
 
@@ -98,7 +98,8 @@ def test_sglang_is_given_a_hook_around_each_method(monkeypatch):
     sglang.register()
 
     of_class = "sglang.srt.distributed.parallel_state.GroupCoordinator"
-    assert given == [(f"{of_class}.{method}", hook, "around") for method, hook in sglang.HOOKS.items()]
+    assert given == [(method, hook, "around") for method, hook in sglang.HOOKS.items()]
+    assert (f"{of_class}.all_reduce", sglang.all_reduce, "around") in given
 
 
 # ---- the group's communicator ---------------------------------------------------------------------------------------
@@ -158,6 +159,18 @@ class OwnCommunicator:
     def all_gather(self, input_, dim=-1):
         return "own", dim
 
+    def suspend(self):
+        self.said = ["suspend"]
+
+    def resume(self):
+        self.said.append("resume")
+
+    def checkpoint_prepare(self):
+        self.said = ["checkpoint_prepare"]
+
+    def checkpoint_restore(self):
+        self.said.append("checkpoint_restore")
+
     def destroy(self):
         self.is_destroyed = True
 
@@ -192,6 +205,28 @@ def test_vllms_collectives_of_a_tensor_parallel_group_are_graphars(dtype):
         assert all(result.is_contiguous() for result in results)
         assert closed
         assert destroyed
+
+
+def asleep_in_vllm(rank, world_size, sleep, wake_up):
+    """Whether calls are refused between two of vLLM's methods, the sum afterwards, and what vLLM's own were called."""
+    communicator, other = Mixed(dist.group.WORLD, "tp:0"), Mixed(dist.group.WORLD, "pp:0")
+    x = of_rank(rank)
+    for one in (communicator, other):
+        getattr(one, sleep)()
+    with pytest.raises(CommunicatorError, match="allreduce: this communicator is suspended; call its resume"):
+        communicator.all_reduce(x)
+    for one in (communicator, other):
+        getattr(one, wake_up)()
+    return communicator.all_reduce(x), communicator.said, other.said
+
+
+@pytest.mark.parametrize("methods", [("suspend", "resume"), ("checkpoint_prepare", "checkpoint_restore")], ids="-".join)
+def test_while_vllm_sleeps_graphars_communicator_is_suspended(methods):
+    total = reference.allreduce([of_rank(rank) for rank in range(2)])
+
+    for result, said, said_by_other in run_ranks(asleep_in_vllm, 2, *methods):
+        assert torch.equal(result, total)
+        assert said == said_by_other == [*methods]
 
 
 def with_calls_of_vllms_own(rank, world_size):
@@ -272,6 +307,24 @@ def test_sglangs_collectives_of_a_tensor_parallel_group_are_graphars():
         assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
         assert closed
         assert destroyed
+
+
+def without_memory_in_sglang(rank, world_size):
+    """What SGLang's own methods said, whether calls are refused between them, and the sum afterwards."""
+    coordinator, x = coordinator_of("tp:0"), of_rank(rank)
+    said = [sglang.release_memory_occupation(own, None, "request") for _ in range(2)]
+    with pytest.raises(CommunicatorError, match="is suspended; call its resume"):
+        sglang.all_reduce(own, coordinator, x)
+    said += [sglang.resume_memory_occupation(own, None, "request") for _ in range(2)]
+    return said, sglang.all_reduce(own, coordinator, x)
+
+
+def test_while_sglang_has_released_its_memory_communicators_are_suspended():
+    total = reference.allreduce([of_rank(rank) for rank in range(2)])
+
+    for said, result in run_ranks(without_memory_in_sglang, 2):
+        assert said == ["own"] * 4
+        assert torch.equal(result, total)
 
 
 def with_calls_of_sglangs_own(rank, world_size):

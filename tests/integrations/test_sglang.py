@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from graphar import reference
+from graphar.integrations.sglang import WEIGHT_UPDATER
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -65,3 +68,14 @@ def test_a_groups_calls_are_graphars_or_sglangs_own(name, dtype, asked, by_graph
         assert torch.equal(part, total.chunk(2)[rank])
         assert torch.equal(whole, torch.cat(xs))
         assert closed
+
+
+def test_sglang_has_the_methods_that_release_and_resume_memory():
+    """The source is read, not imported: it needs all that a server needs."""
+    module, _, name = WEIGHT_UPDATER.rpartition(".")
+    path = Path(importlib.util.find_spec("sglang").submodule_search_locations[0], *module.split(".")[1:])
+    (found,) = (one for one in ast.parse(path.with_suffix(".py").read_text()).body if getattr(one, "name", "") == name)
+
+    methods = {one.name: [each.arg for each in one.args.args] for one in found.body if isinstance(one, ast.FunctionDef)}
+    for method in ("release_memory_occupation", "resume_memory_occupation"):
+        assert methods[method] == ["self", "recv_req"]

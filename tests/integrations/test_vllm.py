@@ -55,6 +55,12 @@ def test_tokens_and_their_probabilities_are_those_without_the_plugin(model, opti
     assert [len(set(tokens)) > TOKENS // 2 for tokens in own["tokens"]] == [True] * len(PROMPTS)
 
 
+def test_vllms_sleep_mode_suspends_graphars_communicator_and_resumes_it(model):
+    """Before the tokens of the other tests were made."""
+    assert model("1")["slept"] == [[True, False]] * RANKS
+    assert model("0")["slept"] == [[False, False]] * RANKS
+
+
 @pytest.mark.parametrize("options", [[], ["--compile"]], ids=["eager", "compiled"])
 def test_every_sum_and_gather_of_the_model_is_graphars(model, options):
     calls = model("1", *options)["calls"]

@@ -35,6 +35,17 @@ class Traced:
         communicator = type(self.device_communicator())
         return f"{communicator.__module__}.{communicator.__qualname__}"
 
+    def sleep_and_wake_up(self) -> list[bool]:
+        """Whether graphar's communicator was suspended between what vLLM's sleep mode calls, and after it."""
+        from vllm.distributed.parallel_state import resume_device_comms, suspend_device_comms
+
+        used = getattr(self.device_communicator(), "graphar", None)
+        found = []
+        for step in (suspend_device_comms, resume_device_comms):
+            step()
+            found.append(used is not None and used.engine.suspended)
+        return found
+
     @staticmethod
     def device_communicator():
         from vllm.distributed.parallel_state import get_tp_group
@@ -66,6 +77,7 @@ def run(folder: Path, compiles: bool) -> dict:
         worker_extension_cls=f"{Traced.__module__}.{Traced.__qualname__}",
     )
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=0, ignore_eos=True, detokenize=False)
+    slept = model.collective_rpc("sleep_and_wake_up")
     model.collective_rpc("begin_trace", args=(str(folder / "trace.json"),))
     results = model.generate([{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], greedy)
     texts = [result.outputs[0] for result in results]
@@ -78,6 +90,7 @@ def run(folder: Path, compiles: bool) -> dict:
             [step[token].logprob for token, step in zip(text.token_ids, text.logprobs, strict=True)] for text in texts
         ],
         "classes": classes,
+        "slept": slept,
         "calls": calls,
     }
 

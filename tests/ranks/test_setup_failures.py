@@ -23,8 +23,7 @@ from graphar.plan.call import Call
 from graphar.plan.policy import Chip
 from graphar.plan.work import Sum
 from graphar.ranks.rendezvous import StoreRendezvous
-from graphar.runtime import availability, engine, launcher, peer_memory
-from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
+from graphar.runtime import availability, engine, ipc_memory, launcher
 from tests.processes import run_code, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -296,8 +295,8 @@ class Driver:
 def allocate_with(monkeypatch):
     """Allocates on two ranks, each with a driver call that fails: the error and the driver calls of each rank."""
     drivers = {}
-    monkeypatch.setattr(peer_memory, "call", lambda *asked: drivers[threading.get_ident()].call(*asked))
-    monkeypatch.setattr(peer_memory, "on_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(ipc_memory, "call", lambda *asked: drivers[threading.get_ident()].call(*asked))
+    monkeypatch.setattr(ipc_memory, "on_device", lambda index: contextlib.nullcontext())
 
     def allocate(*failing):
         store, met = dist.HashStore(), threading.Barrier(2)
@@ -305,8 +304,9 @@ def allocate_with(monkeypatch):
         def on_rank(rank):
             mine = drivers[threading.get_ident()] = Driver(failing[rank])
             met.wait()
+            meet = StoreRendezvous(store, "t", rank, 2, timeout_s=5)
             with pytest.raises((DriverError, CommunicatorError)) as raised:
-                ProcessMemory(rank, StoreRendezvous(store, "t", rank, 2, timeout_s=5)).allocate(64)
+                ipc_memory.allocate_shared(rank, meet, 64, "the driver forbids another way")
             return str(raised.value), mine.done
 
         with ThreadPoolExecutor(2) as pool:
@@ -352,10 +352,10 @@ def test_of_a_list_the_devices_before_the_one_without_memory_keep_nothing(monkey
             raise DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
         return pointer
 
-    monkeypatch.setattr(peer_memory, "call", call)
-    monkeypatch.setattr(peer_memory, "on_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(ipc_memory, "call", call)
+    monkeypatch.setattr(ipc_memory, "on_device", lambda index: contextlib.nullcontext())
 
     with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
-        LocalMemory([0, 1, 2]).allocate(64)
+        ipc_memory.allocate_local([0, 1, 2], 64, "the driver forbids another way")
 
     assert freed == [0x1000, 0x2000]

@@ -296,7 +296,7 @@ def test_an_error_is_not_cached(sources):
     [
         ("Arguments", "  u32 chunk;", "  u32 chunk, another, and_one_more;"),
         ("Arguments", "  u64 timeout_ns;", "  u32 timeout_ns;"),
-        ("Arguments", "  const void* input;\n  void* output;", "  void* output;\n  const void* input;"),
+        ("EpilogueArguments", "  u64 first_row, first_col;", "  u64 first_col, first_row;"),
         ("NormArguments", "  float eps, weight_offset;", "  float weight_offset, eps;"),
         ("Record", "  u32 seen;", "  u64 seen;"),
         ("Counters", "  u32 steps[max_blocks];", "  u32 steps[max_blocks + 1];"),

@@ -60,7 +60,9 @@ def test_whichever_call_is_the_first_the_driver_is_initialised_before_it_and_onl
     assert calls == ["cuInit", "cuDeviceCanAccessPeer", "cuDeviceCanAccessPeer"]
 
 
-def test_peer_access_can_be_what_a_process_begins_with(calls):
+def test_peer_access_can_be_what_a_process_begins_with(calls, monkeypatch):
+    monkeypatch.setenv("GRAPHAR_CUDA_IPC", "1")
+
     LocalMemory([0, 1]).check()
 
     assert calls.count("cuCtxEnablePeerAccess") == 2

@@ -143,7 +143,8 @@ def record_of(**fields):
 
 def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
     member = SimpleNamespace(rank=0, device=0, record=record, free=lambda: None)
-    made = Runner([member], world_size, CHIP, memory=None, rendezvous=rendezvous or Alone(), multicast_memory=None)
+    memory = SimpleNamespace(close=lambda: None)
+    made = Runner([member], world_size, CHIP, memory=memory, rendezvous=rendezvous or Alone(), multicast_memory=None)
     begun = {0x1000: 42, 0x2000: 42, 0x3000: 41, 0x4000: 3, 0x5000: 3, 0x6000: 4}
     monkeypatch.setattr(failures, "calls_begun", lambda counters, device: begun[counters])
     monkeypatch.setattr(failures, "_read", lambda struct, address: struct())  # no rank has told what it calls
@@ -244,7 +245,7 @@ def test_a_rank_that_loads_kernels_in_vain_is_told_what_the_absent_rank_called(m
         raise RanksAbsent("loading: rank 2 is absent", [2])
 
     assert raised.value.absent == [2]
-    assert alone._rendezvous.words == {("preparing", 0): "allreduce of 8 elements"}  # for ranks that wait longer
+    assert alone.rendezvous.words == {("preparing", 0): "allreduce of 8 elements"}  # for ranks that wait longer
 
 
 @pytest.mark.parametrize("error", [None, ValueError])

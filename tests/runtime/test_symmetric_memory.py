@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from graphar.errors import UnsupportedError
 from graphar.ranks.rendezvous import StoreRendezvous
-from graphar.runtime import availability, peer_memory
+from graphar.runtime import availability, peer_memory, virtual_memory
 from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
 
 NO_PROBLEM = ""
@@ -30,6 +30,7 @@ def machine(monkeypatch):
             except (UnsupportedError, ValueError) as error:
                 return error
 
+        monkeypatch.setattr(virtual_memory, "why_not", lambda device: "there is no GPU")
         monkeypatch.setattr(peer_memory, "host", lambda: hosts[mine.rank])
         monkeypatch.setattr(peer_memory, "_gpu", lambda index: gpus[mine.rank])
         monkeypatch.setattr(peer_memory, "_unreachable", lambda device, gpus: problems[mine.rank])

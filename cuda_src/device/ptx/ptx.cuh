@@ -17,14 +17,15 @@ struct alignas(4 * Count) Words {
   u32 word[Count];
 };
 
-// 16 bytes that move as two accesses of 8. An access of 8 bytes is never torn.
+// 16 bytes that move as two accesses of 8, none of which is ever torn.
 struct alignas(16) Pair {
   u64 half[2];
 };
 
 // ---- loads and stores, named by order and scope -------------------------------------------------------------------
 
-// For packs with readiness in the data. They order nothing else, so the compiler may move other accesses across.
+// By any thread: a relaxed load of system scope, for words with readiness in themselves. It orders nothing else, so the
+// compiler may move other accesses across. 16 bytes of words may arrive torn, 8 bytes of one number do not.
 __device__ __forceinline__ Pack load_relaxed_sys(const Pack* address) {
   Pack p;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -33,6 +34,7 @@ __device__ __forceinline__ Pack load_relaxed_sys(const Pack* address) {
   return p;
 }
 
+// By any thread: a relaxed store of system scope. It orders nothing else, and may arrive torn as above.
 __device__ __forceinline__ void store_relaxed_sys(Pack* address, const Pack& p) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(p.word[0]), "r"(p.word[1]),
                "r"(p.word[2]), "r"(p.word[3]));
@@ -87,12 +89,16 @@ __device__ __forceinline__ void store_relaxed_sys(u64* address, u64 v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v));
 }
 
+// By any thread: an acquire load of system scope. If it sees what a release store wrote, this thread sees all that came
+// before that store, on any GPU.
 __device__ __forceinline__ u32 load_acquire_sys(const u32* address) {
   u32 v;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
   return v;
 }
 
+// By any thread: a release store of system scope. Publishes this thread's earlier accesses, and those that a barrier
+// orders before it, to whoever acquires the value.
 __device__ __forceinline__ void store_release_sys(u32* address, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }
@@ -103,7 +109,8 @@ __device__ __forceinline__ u64 load_acquire_sys(const u64* address) {
   return v;
 }
 
-// Under a predicate. A branch around the fence and the store would take 80 ns longer.
+// By any thread: store_release_sys, a release store of system scope, under a predicate. A branch around the fence and
+// the store would take 80 ns longer.
 __device__ __forceinline__ void store_release_sys_if(bool condition, u64* address, u64 v) {
   asm volatile(
       "{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.release.sys.global.u64 [%0], %1;\n}" ::"l"(address), "l"(v),
@@ -111,6 +118,7 @@ __device__ __forceinline__ void store_release_sys_if(bool condition, u64* addres
       : "memory");
 }
 
+// By any thread: a relaxed load of gpu scope, of what threads of this GPU write.
 __device__ __forceinline__ u32 load_relaxed_gpu(const u32* address) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
@@ -123,24 +131,26 @@ __device__ __forceinline__ u64 load_relaxed_gpu(const u64* address) {
   return v;
 }
 
+// By any thread: a relaxed store of gpu scope.
 __device__ __forceinline__ void store_relaxed_gpu(u32* address, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }
 
+// By any thread: a relaxed atomic exchange of gpu scope. Returns the old value.
 __device__ __forceinline__ u32 exchange_relaxed_gpu(u32* address, u32 v) {
   u32 old;
   asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(v) : "memory");
   return old;
 }
 
-// Returns the old value.
+// By any thread: a relaxed atomic addition of gpu scope. Returns the old value.
 __device__ __forceinline__ u32 add_relaxed_gpu(u32* address, u32 v) {
   u32 old;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(v) : "memory");
   return old;
 }
 
-// In shared memory. Returns the old value.
+// By any thread: a relaxed atomic addition of block scope, in shared memory. Returns the old value.
 __device__ __forceinline__ u32 add_relaxed_cta(u32* address, u32 v) {
   u32 old;
   asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], %2;"
@@ -158,16 +168,17 @@ __device__ __forceinline__ u32 add_relaxed_cta(u32* address, u32 v) {
 //     thread that issued it; another thread would need a barrier as well. A thread reuses only places that it has
 //     itself read.
 
-// One pack from global to shared memory.
+// By any thread: begins to copy one pack from global to shared memory. Weak, and ordered as a load here would be (6).
 __device__ __forceinline__ void copy_async(Pack* shared, const Pack* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(shared))), "l"(global)
                : "memory");
 }
 
-// Ends a group of copies, which may be empty.
+// By any thread: ends a group of this thread's copies, which may be empty. Orders no access.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all but the last `Pending` groups of this thread are complete.
+// By any thread: waits until all but the last `Pending` groups of this thread are complete. Their weak stores are then
+// visible to this thread alone, to others behind a barrier (6).
 template <int Pending>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
@@ -175,13 +186,13 @@ __device__ __forceinline__ void wait_for_copies() {
 
 // ---- shared memory ------------------------------------------------------------------------------------------------
 
-// The block's dynamic shared memory.
+// By any thread: the block's dynamic shared memory, of Scratch.shared_nbytes. Not initialised.
 __device__ __forceinline__ Pack* dynamic_shared() {
   extern __shared__ Pack packs[];
   return packs;
 }
 
-// One T of the block, not initialised.
+// By any thread: one T of the block in shared memory, the same for every call with this T. Not initialised.
 template <class T>
 __device__ __forceinline__ T& static_shared() {
   __shared__ T it;
@@ -190,10 +201,10 @@ __device__ __forceinline__ T& static_shared() {
 
 // ---- warps --------------------------------------------------------------------------------------------------------
 
-// Tells the compiler that all threads of the warp have the same value.
+// By all threads of a warp: tells the compiler that all threads of the warp have the same value.
 __device__ __forceinline__ u32 same_in_warp(u32 v) { return __shfl_sync(0xffffffff, v, 0); }
 
-// True in one thread of a full warp. The compiler then knows that a single thread continues.
+// By all threads of a warp: true in one of them. From sm_90 on. The compiler then knows that a single thread continues.
 __device__ __forceinline__ bool elected() {
   u32 here;
   asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(here));
@@ -202,7 +213,7 @@ __device__ __forceinline__ bool elected() {
 
 // ---- clusters of blocks -------------------------------------------------------------------------------------------
 
-// The index of this block in its cluster.
+// Internal: the index of this block in its cluster.
 __device__ __forceinline__ u32 block_in_cluster() {
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -215,6 +226,8 @@ __device__ __forceinline__ u32 block_in_cluster() {
 //      fence.mbarrier_init makes an exception for these initialisations. Threads that have stored anything else meet
 //      at __syncthreads before they come here, which orders the store within its block and costs one BAR.SYNC. An
 //      arrival that releases would be a MEMBAR.ALL.GPU of every thread.
+
+// Internal: the barrier of (23).
 __device__ __forceinline__ void sync_cluster_mbarriers() {
   asm volatile(
       "fence.mbarrier_init.release.cluster;\n\tbarrier.cluster.arrive.relaxed.aligned;\n\t"
@@ -222,17 +235,18 @@ __device__ __forceinline__ void sync_cluster_mbarriers() {
           : "memory");
 }
 
-// __syncthreads for all blocks of the cluster, in its two halves. After the first one all blocks run, and have their
-// shared memory.
+// Internal: __syncthreads for all blocks of the cluster, in its two halves. After the first one all blocks run, and
+// have their shared memory.
 __device__ __forceinline__ void arrive_at_cluster() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
+// Internal: its second half.
 __device__ __forceinline__ void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Stores to the address `here` of another block's shared memory. An arrival and a wait at the cluster order it before
-// the other block's reads.
+// Internal: stores to the address `here` of another block's shared memory. An arrival and a wait at the cluster order
+// it before the other block's reads.
 __device__ __forceinline__ void store_in_cluster(float* here, u32 block, float v) {
   const u32 own = u32(__cvta_generic_to_shared(here));
   asm volatile(
@@ -243,15 +257,15 @@ __device__ __forceinline__ void store_in_cluster(float* here, u32 block, float v
 
 // ---- programmatic dependent launch (no-ops before sm_90) ----------------------------------------------------------
 
-// Waits until every kernel before this one in the stream is complete and its writes are visible.
+// Internal: waits until every kernel before this one in the stream is complete and its writes are visible.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The same, once three arguments of the kernel have been read, which are not null. ptxas would move other reads of them
-// behind the wait.
+// Internal: the same, once three arguments of the kernel have been read, which are not null. ptxas would move other
+// reads of them behind the wait.
 __device__ __forceinline__ void wait_for_previous_kernel(const void* one, const void* two, const void* three) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -262,8 +276,9 @@ __device__ __forceinline__ void wait_for_previous_kernel(const void* one, const 
 #endif
 }
 
-// Lets the next kernel in the stream be launched. That kernel waits, with the function above, before it touches memory.
-// This kernel calls it after its own wait, so that no third kernel is launched: (18) in kernel_order.cuh.
+// By all threads of the block, after wait_for_previous_kernel: lets the next kernel in the stream be launched. Orders
+// no access. That kernel waits, with the function above, before it touches memory. This kernel calls it after its own
+// wait, so that no third kernel is launched: (18) in kernel_order.cuh.
 __device__ __forceinline__ void release_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -272,6 +287,7 @@ __device__ __forceinline__ void release_next_kernel() {
 
 // ---- time ---------------------------------------------------------------------------------------------------------
 
+// By any thread: the GPU's clock in ns. Orders no access.
 __device__ __forceinline__ u64 global_time_ns() {
   u64 t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
@@ -280,18 +296,21 @@ __device__ __forceinline__ u64 global_time_ns() {
 
 // ---- conversions: round to nearest even, overflow to infinity, any NaN to 0x7fff ----------------------------------
 
+// By any thread: two elements in a word, the first one in its lower half.
 __device__ __forceinline__ u32 bf16x2_from_floats(float low, float high) {
   u32 v;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
 
+// By any thread: the same of fp16.
 __device__ __forceinline__ u32 fp16x2_from_floats(float low, float high) {
   u32 v;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
 
+// By any thread: the two elements of such a word.
 __device__ __forceinline__ void floats_from_fp16x2(u32 v, float& low, float& high) {
   asm("{\n\t.reg .b16 l, h;\n\tmov.b32 {l, h}, %2;\n\tcvt.f32.f16 %0, l;\n\tcvt.f32.f16 %1, h;\n\t}"
       : "=f"(low), "=f"(high)

@@ -32,6 +32,7 @@
 #include "device/sync/agreement.cuh"
 #include "device/sync/kernel_order.cuh"
 
+// What a thread knows of the call. Two calls that follow each other have epochs of different parity.
 struct Call {
   u32 epoch;
   u32 was_busy;
@@ -39,20 +40,23 @@ struct Call {
                 // call and would take this one's data for its data
 };
 
-// First after wait_for_previous_kernel: its latency is the longest, and it is used in advance_epoch only.
+// By all threads of the block, first after wait_for_previous_kernel. Marks the block as busy (22), with a relaxed
+// exchange of gpu scope by thread 0. Its latency is the longest, and its result is used in advance_epoch only.
 __device__ __forceinline__ Call begin_call(const Arguments& a) {
   return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0, 0};
 }
 
-// After begin_call and after the first loads of the input. The compiler waits for this value at once, since it is
-// uniform over the block, so everything after it starts later.
+// By all threads of the block, after begin_call and after the first loads of the input, before anything is sent. A
+// relaxed load of gpu scope. A call that is `aborted` sends nothing, and returns by end_aborted_call. The compiler
+// waits for this value at once, since it is uniform over the block, so everything after it starts later.
 __device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
   const u64 state = load_relaxed_gpu(reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x]));
   call.epoch = u32(state);
   call.aborted = u32(state >> 32);
 }
 
-// Once a call, by all threads, while the first packs travel.
+// By all threads of the block, once a call that is not aborted, after read_epoch, while the first packs travel.
+// Relaxed, of gpu scope, behind a barrier of the block. Tells all ranks what this one calls (19).
 __device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
   tell_call(a, call.epoch);
   call.was_busy = __syncthreads_or(call.was_busy);  // a barrier: every warp has read the epoch
@@ -60,14 +64,14 @@ __device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
 }
 
-// read_epoch where warp 0 alone reads it, for its block. Another block that gives up in this call changes `aborted`
-// meanwhile, so all threads take what the first one has read.
+// Internal: read_epoch where warp 0 alone reads it, for its block. Another block that gives up in this call changes
+// `aborted` meanwhile, so all threads take what the first one has read.
 __device__ __forceinline__ void read_epoch_in_warp(const Arguments& a, Call& call) {
   read_epoch(a, call);
   call.aborted = __shfl_sync(0xffffffff, call.aborted, 0);
 }
 
-// advance_epoch after that.
+// Internal: advance_epoch after that.
 __device__ __forceinline__ void advance_epoch_in_warp(const Arguments& a, Call& call) {
   tell_call(a, call.epoch);
   call.was_busy = __any_sync(0xffffffff, call.was_busy);
@@ -75,15 +79,17 @@ __device__ __forceinline__ void advance_epoch_in_warp(const Arguments& a, Call& 
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
 }
 
-// By a call that was aborted before it sent or awaited anything.
+// By all threads of the block, last of all in a call that was aborted before it sent or awaited anything. A relaxed
+// store of gpu scope clears the busy mark.
 __device__ __forceinline__ void end_aborted_call(const Arguments& a, const Call& call) {
   if (threadIdx.x != 0) return;
   store_relaxed_gpu(&a.counters->busy[blockIdx.x], 0);
   if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
 }
 
-// By all threads of the block. The block stays busy until its last thread has received everything (22): a call that
-// begins before could otherwise go unreported, and take this one's data.
+// By all threads of the block, last of all, also after a wait that failed. Relaxed, of gpu and system scope, behind a
+// barrier of the block: it releases nothing to peers. The block stays busy until its last thread has received
+// everything (22): a call that begins before could otherwise go unreported, and take this one's data.
 __device__ __forceinline__ void end_call(const Arguments& a, const Call& call) {
   __syncthreads();
   if (call.epoch % calls_a_comparison == 0) compare_calls(a, call.epoch);

@@ -9,30 +9,34 @@
 #include "device/pack.cuh"
 #include "device/sync/deadline.cuh"
 
-// A pack is two pairs. A warp's first pairs lie together, then its second pairs, so that each of its stores fills whole
-// lines.
+// Where a pack lies: two pairs. By any thread: `half` is the address of one. A warp's first pairs lie together, then
+// its second pairs, so that each of its stores fills whole lines.
 struct FlaggedPlace {
   Pair* first;
   __device__ __forceinline__ Pair* half(int h) const { return first + 32 * h; }
 };
 
-// The place of pack j in the slot at offset `slot` of the scratch on the rank `hop` after this one.
+// By any thread: the place of pack j in the slot at offset `slot` of the scratch on the rank `hop` after this one.
 __device__ __forceinline__ FlaggedPlace place(const Arguments& a, int hop, u32 slot, u32 j) {
   return {reinterpret_cast<Pair*>(a.ring[hop]) + slot + j / 32 * 64 + j % 32};
 }
 
+// By any thread, after read_epoch: sends a pack of any bits with this call's flag. Two relaxed stores of system scope,
+// each with its own readiness; they publish nothing else (4). Once a call for each place, as `push`.
 __device__ __forceinline__ void push_flagged(const Arguments& a, const FlaggedPlace& to, const Pack& p) {
   const u64 here = u64(a.fingerprint) << 32;
 #pragma unroll
   for (int h = 0; h < 2; ++h) store_relaxed_sys(to.half(h), Pair{{p.word[2 * h] | here, p.word[2 * h + 1] | here}});
 }
 
-// A pack as read, its first flag, and the bits in which its flags differ from this call's: 0 once all have arrived.
+// Internal: a pack as read, its first flag, and the bits in which its flags differ from this call's: 0 once all have
+// arrived.
 struct Arrival {
   Pack pack;
   u32 flag, difference;
 };
 
+// Internal: loads a place.
 __device__ __forceinline__ Arrival look(const Arguments& a, const FlaggedPlace& at) {
   Arrival found{{}, 0, 0};
 #pragma unroll
@@ -49,9 +53,10 @@ __device__ __forceinline__ Arrival look(const Arguments& a, const FlaggedPlace& 
   return found;
 }
 
-// Receives pack j from each other rank that sends more than j packs, polled in one loop, and arms the places again:
-// part[hop - 1] from the rank `hop` after this one, which sends packs[hop - 1]. `slots` is the offset of the slots of
-// this parity. False when the wait expired, or a rank calls something else.
+// By one thread for each place, after read_epoch: receives pack j from each other rank that sends more than j packs,
+// polled in one loop, and arms the places again: part[hop - 1] from the rank `hop` after this one, which sends
+// packs[hop - 1]. `slots` is the offset of the slots of this parity. Relaxed loads and stores of system scope: no other
+// location may be read on the strength of them (4). False when the wait expired, or a rank calls something else.
 template <int N>
 __device__ __forceinline__ bool receive_flagged(const Arguments& a, const Call& call, u32 slots, u32 j,
                                                 const u32 (&packs)[N - 1], Pack (&part)[N - 1]) {

@@ -17,8 +17,9 @@
 //       wait, since the kernel before has then ended for that block as well.
 //     Nothing notices a broken promise: the copies may then have the old content.
 
-// First of all, but for (26). It reads an argument of each of the first three lines before it waits, so that they are
-// in the constant cache when a small call needs them.
+// By all threads of the block, first of all, but for (26). Waits until the kernels before this one have ended, and
+// their writes are visible to every thread that has waited, as by an acquire of gpu scope (1). It reads an argument of
+// each of the first three lines before it waits, so that they are in the constant cache when a small call needs them.
 __device__ __forceinline__ void wait_for_previous_kernel(const Arguments& a) {
   wait_for_previous_kernel(a.counters, a.ring[0], a.peer_counters[0]);
 }

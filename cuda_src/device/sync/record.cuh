@@ -2,24 +2,28 @@
 #pragma once
 #include "device/arguments.cuh"
 
-// Record::kind.
+// Record::kind: a wait that expired.
 constexpr u32 timed_out = 1;
+// Two calls of a rank that overlap (22).
 constexpr u32 overlapped = 2;
-constexpr u32 disagreed = 3;  // `expected` is this rank's fingerprint, and `seen` the peer's
+// Ranks that call different things: `expected` is this rank's fingerprint, and `seen` the peer's.
+constexpr u32 disagreed = 3;
 
-// Makes later calls of this algorithm send nothing.
+// Internal: makes later calls of this algorithm send nothing.
 __device__ __noinline__ void stop_sending(const Arguments& a) {
 #pragma unroll 1
   for (EpochState* one = a.counters->epoch_state, *const end = one + max_blocks; one != end; ++one)
     store_relaxed_gpu(&one->aborted, 1);
 }
 
-// Whether two entries of `called` are about one call, and differ.
+// Internal: whether two entries of `called` are about one call, and differ.
 __device__ __forceinline__ bool disagree(u64 own, u64 told) {
   return own != told && own >> 32 == told >> 32 && own != 0 && told != 0;
 }
 
-// The first thread that gives up writes the record. Everything queued behind sees `abort` and does not wait again.
+// By any thread that gives up, which then ends its waits. The first one on this rank writes the record, and publishes
+// `kind` to the host with a release store of system scope; others change nothing. Everything queued behind sees `abort`
+// and does not wait again.
 __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32 peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(a.abort, 1) != 0) return;
   Record* r = a.record;
@@ -34,8 +38,8 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
   store_release_sys(&r->kind, kind);
 }
 
-// By a thread that has waited in call `now` for some time: whether a peer has told of another call than this rank's.
-// The awaited rank may be missing because it has found that. The earliest such call is reported.
+// Internal: by a thread that has waited in call `now` for some time: whether a peer has told of another call than this
+// rank's. The awaited rank may be missing because it has found that. The earliest such call is reported.
 __device__ __noinline__ bool found_difference(const Arguments& a, u32 now) {
 #pragma unroll 1
   for (u32 age = kept_calls; age > 0; --age) {

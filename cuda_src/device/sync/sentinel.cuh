@@ -20,15 +20,20 @@
 #include "device/pack.cuh"
 #include "device/sync/deadline.cuh"
 
+// The sentinel: a word that has not arrived.
 constexpr u32 not_yet = 0xffffffffu;
 
-// The pack, or half pack, at offset `at` of the scratch on the rank that comes `hop` after this one. Offsets count what
-// is there: one pack is two half packs.
+// By any thread: the pack, or half pack, at offset `at` of the scratch on the rank that comes `hop` after this one.
+// Offsets count what is there: one pack is two half packs.
 template <class P = Pack>
 __device__ __forceinline__ P* slot(const Arguments& a, int hop, u32 at) {
   return reinterpret_cast<P*>(a.ring[hop]) + at;
 }
 
+// By any thread, after read_epoch: sends a pack, or half pack, to offset `at` of the scratch on the rank `hop` after
+// this one. A relaxed store of system scope: the pack is its own readiness, and publishes nothing else (4). Once a call
+// for each place, which this rank alone writes, and which alternates with another by the epoch's parity (3). Every rank
+// sends at least one pack to every other in each call.
 template <class P>
 __device__ __forceinline__ void push(const Arguments& a, int hop, u32 at, P p) {
 #pragma unroll
@@ -37,29 +42,34 @@ __device__ __forceinline__ void push(const Arguments& a, int hop, u32 at, P p) {
   store_relaxed_sys(slot<P>(a, hop, at), p);
 }
 
-// To every rank, including this one, so that all packs arrive in the same way. Each rank begins with its next peer.
+// By any thread: `push` to every rank, relaxed and of system scope, including this one, so that all packs arrive in the
+// same way. Each rank begins with its next peer.
 template <int N>
 __device__ __forceinline__ void push_to_all(const Arguments& a, u32 at, const Pack& p) {
 #pragma unroll
   for (int hop = 1; hop <= N; ++hop) push(a, hop % N, at, p);
 }
 
+// By any thread: whether no word of a loaded pack is the sentinel. Touches no memory.
 __device__ __forceinline__ bool arrived(const Pack& p) {
   return p.word[0] != not_yet && p.word[1] != not_yet && p.word[2] != not_yet && p.word[3] != not_yet;
 }
 
 __device__ __forceinline__ bool arrived(const HalfPack& p) { return p.word[0] != not_yet && p.word[1] != not_yet; }
 
-// Makes a place wait for data again.
+// By one thread, which has received what was there: makes a place wait for data again. A relaxed store of system scope
+// into this rank's own scratch (3).
 __device__ __forceinline__ void arm(Pack* place) {
   store_relaxed_sys(place, Pack{{not_yet, not_yet, not_yet, not_yet}});
 }
 __device__ __forceinline__ void arm(HalfPack* place) { store_relaxed_sys(place, HalfPack{{not_yet, not_yet}}); }
 
-// Receives one pack from each of N ranks at each of `Count` places, polled in one loop, and arms the slots again:
-// `part[i][r]` from rank `source` + r, at offset `at[i]` + r * capacity of this rank's scratch. Places may be equal.
-// False when the wait expired. With N = 1 the pack is a sum, for which its sender waits too. The wait for it has a
-// longer deadline, so that the record names the rank that did not come.
+// By one thread for each place: receives one pack from each of N ranks at each of `Count` places, polled in one loop,
+// and arms the slots again: `part[i][r]` from rank `source` + r, at offset `at[i]` + r * capacity of this rank's
+// scratch. Places may be equal. Relaxed loads and stores of system scope: no other location may be read on the strength
+// of them (4). After read_epoch. False when the wait expired, and then the thread receives no more and goes on to
+// end_call. With N = 1 the pack is a sum, for which its sender waits too. The wait for it has a longer deadline, so
+// that the record names the rank that did not come.
 template <int Count, int N, class P>
 __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, const u32 (&at)[Count],
                                         P (&part)[Count][N]) {
@@ -95,15 +105,15 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, in
   return true;
 }
 
-// The same at one place.
+// By one thread for each place: the same at one place, relaxed and of system scope.
 template <int N, class P>
 __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, u32 at, P (&part)[N]) {
   const u32 place[1] = {at};
   return receive(a, call, source, place, reinterpret_cast<P(&)[1][N]>(part));
 }
 
-// Receives one pack of T from each of N ranks at each of `Count` neighbouring places, and adds them: `sum[i]`, at offset
-// `at` + i. False when the wait expired.
+// By one thread for each place: receives, relaxed and of system scope, one pack of T from each of N ranks at each of
+// `Count` neighbouring places, and adds them: `sum[i]`, at offset `at` + i. False when the wait expired.
 template <class T, int N, class Order, int Count>
 __device__ __forceinline__ bool receive_sums(const Arguments& a, const Call& call, u32 at, Pack (&sum)[Count]) {
   u32 place[Count];
@@ -116,9 +126,10 @@ __device__ __forceinline__ bool receive_sums(const Arguments& a, const Call& cal
   return true;
 }
 
-// Receives from each of N ranks at every `stride`-th place from `first` up to `end`, counted from offset `base`, and
-// hands each place with its packs to `use`. A thread has the packs of several places in flight, as many as half an SM's
-// registers hold. If fewer places are left, it receives the packs of the first of them twice.
+// By one thread for each place: receives, relaxed and of system scope, from each of N ranks at every `stride`-th place
+// from `first` up to `end`, counted from offset `base`, and hands each place with its packs to `use`. A thread has the
+// packs of several places in flight, as many as half an SM's registers hold. If fewer places are left, it receives the
+// packs of the first of them twice.
 template <int N, class P = Pack, class Use>
 __device__ __forceinline__ void receive_each(const Arguments& a, const Call& call, int source, u32 base, u32 first,
                                              u32 end, u32 stride, const Use& use) {

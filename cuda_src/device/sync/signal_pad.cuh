@@ -2,19 +2,21 @@
 #pragma once
 #include "device/sync/deadline.cuh"
 
-// A row for each block, or for each channel and shot (two_shot_tma.cu).
+// Rows of a pad: one for each block, or for each channel and shot (two_shot_tma.cu).
 constexpr int pad_rows = max_blocks;
 
-// Twice the step, plus the parity of the call's epoch; below them, in the lower half, the call's fingerprint.
+// Each flag: twice the step, plus the parity of the call's epoch; below them, in the lower half, the call's
+// fingerprint.
 struct SignalPad {
   u64 flag[pad_rows][max_ranks];
 };
 
-// The scratch of an algorithm that signals begins with its pad.
+// By any thread: the pad of a rank, with which the scratch of an algorithm that signals begins.
 __device__ __forceinline__ SignalPad* signal_pad(const Arguments& a, int rank) {
   return reinterpret_cast<SignalPad*>(a.scratch[rank]);
 }
 
+// By any thread: the slots behind the pad, of a rank's scratch. They are read with plain loads after a wait (20).
 __device__ __forceinline__ Pack* after_signal_pad(char* scratch) {
   return reinterpret_cast<Pack*>(scratch + sizeof(SignalPad));
 }
@@ -58,20 +60,24 @@ __device__ __forceinline__ Pack* after_signal_pad(const Arguments& a, int rank) 
 //      - Copies, (5) and (6), bypass L1. So do relaxed loads of system scope, the only ones that read data with their
 //        own readiness.
 
+// Internal: the value of a flag of this call.
 __device__ __forceinline__ u64 flag_of(const Arguments& a, const Call& call, u32 step) {
   return u64(2 * step + call.epoch % 2) << 32 | a.fingerprint;
 }
 
-// By all threads of a warp. Those that `send` set a flag.
+// By all threads of a warp, after read_epoch and behind a barrier with those whose writes it publishes. The threads
+// with `sends` set their flag in the row on `peer` to `step`: a release store of system scope (2), by one thread for
+// each row and peer.
 __device__ __forceinline__ void set_flag(const Arguments& a, const Call& call, bool sends, u32 row, u32 peer,
                                          u32 step) {
   store_release_sys_if(sends, &signal_pad(a, sends ? peer : 0)->flag[row][a.rank], flag_of(a, call, step));
 }
 
+// Internal: whether a flag has come to `step`.
 __device__ __forceinline__ bool reaches(u64 flag, u32 step) { return int(u32(flag >> 32) - 2 * step) >= 0; }
 
-// By a thread that has waited for `step` for some time, or has seen another call's flag of it. Returns when its wait
-// began, as `start` of the next time, or 0 if it gives up.
+// Internal: by a thread that has waited for `step` for some time, or has seen another call's flag of it. Returns when
+// its wait began, as `start` of the next time, or 0 if it gives up.
 __device__ __forceinline__ u64 wait_longer(const Arguments& a, const Call& call, u32 peer, u32 step, u64 seen,
                                            u64 start) {
   if (reaches(seen, step)) {
@@ -85,13 +91,16 @@ __device__ __forceinline__ u64 wait_longer(const Arguments& a, const Call& call,
   return 0;
 }
 
+// Internal: the same, out of line.
 __device__ __noinline__ u64 wait_longer_apart(const Arguments& a, Call call, u32 peer, u32 step, u64 seen, u64 start) {
   return wait_longer(a, call, peer, step, seen, start);
 }
 
-// By one thread: waits until `peer` has set its flag in a row to `step`. False when it did not in time, or, with
-// `compares`, when it calls something else. With `Apart`, what a long wait does is out of line, and the code of a short
-// one is compact. A kernel of wgmma must not have it: the assembler would have each product waited for.
+// By any thread, after this rank's own flag is sent: waits until `peer` has set its flag in a row to `step`. An acquire
+// load of system scope: what the peer wrote before that is visible to this thread, and, behind a barrier, to the
+// threads that meet it there (2). False when it did not in time, or, with `compares`, when it calls something else.
+// With `Apart`, what a long wait does is out of line, and the code of a short one is compact. A kernel of wgmma must
+// not have it: the assembler would have each product waited for.
 template <bool Apart>
 __device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 step,
                                               bool compares = true) {
@@ -112,23 +121,31 @@ __device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& ca
   return true;
 }
 
+// Signals between the blocks of one index on all ranks, in steps, by the row of that index. Each thread of the block
+// has an equal copy, made after begin_call.
 class Signals {
  public:
+  // By all threads of the block: reads the count of earlier steps, relaxed and of gpu scope.
   __device__ __forceinline__ explicit Signals(const Arguments& a)
       : base_(load_relaxed_gpu(&a.counters->steps[blockIdx.x])) {}
 
-  // The number of this call's first step. Numbers continue from call to call.
+  // By any thread: the number of this call's step 0. Numbers continue from call to call.
   __device__ __forceinline__ u32 first_step() const { return base_; }
 
-  // Tells every peer that this block has finished `steps` steps of this call.
+  // By all threads of the block, after read_epoch: tells every peer that this block has finished `steps` steps of this
+  // call. A barrier of the block, then release stores of system scope: peers that wait for the step see all that the
+  // block wrote before, here and there (2).
   template <int N>
   __device__ __forceinline__ void send(const Arguments& a, const Call& call, u32 steps) const {
     __syncthreads();
     set_flag(a, call, threadIdx.x < N && threadIdx.x != a.rank, blockIdx.x, threadIdx.x, base_ + steps);
   }
 
-  // Waits until this block of every peer has finished `steps` steps. False, in all threads, when one did not in time,
-  // or calls something else.
+  // By all threads of the block: waits until this block of every peer has finished `steps` steps; at 0, all those of
+  // earlier calls. Otherwise this block has sent a step in this call before. Acquire loads of system scope, then a
+  // barrier of the block: all threads see what these blocks wrote before their `send` (2). After a step of this call,
+  // peers' earlier calls are over (13). False, in all threads, when one did not in time, or calls something else; then
+  // the block reads no slots, and goes on to `end`.
   template <int N>
   __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
     bool failed = false;
@@ -137,7 +154,8 @@ class Signals {
     return !__syncthreads_or(failed);
   }
 
-  // Once a call, after its last wait: the next call continues from this step.
+  // By all threads of the block, once a call, after its last wait: the next call continues from this step. Relaxed, of
+  // gpu scope. `steps` are those that this block of every rank has sent in this call.
   __device__ __forceinline__ void end(const Arguments& a, u32 steps) const {
     if (threadIdx.x == 0) store_relaxed_gpu(&a.counters->steps[blockIdx.x], base_ + steps);
   }
@@ -146,11 +164,13 @@ class Signals {
   u32 base_;
 };
 
-// The same for one warp, in a row of its own. `base` is the row's count before this call.
+// The same for one warp, in a row of its own.
 class WarpSignals {
  public:
+  // By all threads of a warp: `base` is the row's count before this call. Touches no memory.
   __device__ __forceinline__ WarpSignals(u32 row, u32 base) : row_(row), base_(base) {}
 
+  // By all threads of a warp: as Signals::send, with a barrier of the warp, then release stores of system scope.
   template <int N>
   __device__ __forceinline__ void send(const Arguments& a, const Call& call, u32 steps) const {
     const u32 lane = threadIdx.x % 32;
@@ -158,6 +178,7 @@ class WarpSignals {
     set_flag(a, call, lane < N && lane != a.rank, row_, lane, base_ + steps);
   }
 
+  // By all threads of a warp: as Signals::wait, with acquire loads of system scope, then a barrier of the warp.
   template <int N>
   __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
     const u32 lane = threadIdx.x % 32;

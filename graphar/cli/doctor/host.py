@@ -14,7 +14,9 @@ from graphar.cli.doctor.gpus import gpu_count
 from graphar.plan import tables
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.sizes import GB, MB
-from graphar.runtime import cache, user_tables
+from graphar.ranks import descriptors
+from graphar.runtime import cache, user_tables, virtual_memory
+from graphar.runtime.availability import missing_software
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LITTLE_NBYTES = 64 * MB  # the default of container engines
@@ -23,15 +25,40 @@ _LISTED = 5
 
 
 def sharing() -> Iterator[Finding]:
-    """Yields the state of shared memory, temporary files and namespaces, which ranks and NCCL need."""
+    """Yields the state of shared memory, temporary files, and how ranks in processes share GPU memory."""
     yield _shared_memory()
     yield _temporary_files()
+    if reason := _why_no_sockets() or _why_no_virtual_memory():
+        text = f"by CUDA IPC, and `suspend` is refused, since {reason}"
+        yield note("GPU memory of ranks", text)
+        yield _namespaces()
+    else:
+        text = f"by file descriptors over sockets in {descriptors.directory()}, which containers of ranks must share"
+        yield Finding("GPU memory of ranks", text)
+
+
+def _why_no_sockets() -> str:
+    try:
+        descriptors.directory()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _why_no_virtual_memory() -> str:
+    """Returns why memory of this machine's GPUs cannot be given back while its addresses stay, or an empty string."""
+    if asked := virtual_memory.why_not_wanted():
+        return asked
+    usable = 0 if missing_software() else gpu_count()
+    return next(filter(None, map(virtual_memory.why_not, range(usable))), "")
+
+
+def _namespaces() -> Finding:
     own = [kind for kind, host in _HOST_NAMESPACES.items() if _namespace(kind) not in (None, host)]
     if own:
         text = f"own {' and '.join(own)} namespace, as in a container: all ranks of a host must share it "
-        yield note("CUDA IPC", text + f"(`{' '.join(f'--{kind}=host' for kind in own)}` where each has a container)")
-    else:
-        yield Finding("CUDA IPC", "the host's namespaces")
+        return note("CUDA IPC", text + f"(`{' '.join(f'--{kind}=host' for kind in own)}` where each has a container)")
+    return Finding("CUDA IPC", "the host's namespaces")
 
 
 def _shared_memory() -> Finding:

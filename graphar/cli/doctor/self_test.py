@@ -16,6 +16,7 @@ from graphar.errors import CollectiveTimeout, GrapharError, UnsupportedError
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import FALLBACK
 from graphar.plan.scratch import MAX_RANKS
+from graphar.plan.sizes import MB
 from graphar.runtime.availability import is_available
 from graphar.runtime.launcher import architecture
 
@@ -46,7 +47,7 @@ def self_test(algorithm: Algorithm) -> Iterator[Finding]:
     begin = time.monotonic()
     try:
         with Communicator(devices=devices, timeout_s=_DEADLINE_S, lossless=True) as communicator:
-            faults = _faults(communicator, calls)
+            faults, scratch_nbytes = _faults(communicator, calls), communicator.memory().total.reserved_nbytes
     except UnsupportedError as error:
         reason = str(error).removeprefix(f"{algorithm.op}: {name} ").removeprefix("cannot serve this call: ")
         yield note(name, f"not here: {reason}")
@@ -63,7 +64,8 @@ def self_test(algorithm: Algorithm) -> Iterator[Finding]:
             yield problem(name, f"{'; '.join(faults)}, on {where}", advice)
         else:
             ops, took_s = dict.fromkeys(call.op for call in calls), time.monotonic() - begin
-            yield Finding(name, f"the specification's bits on {where}, by {', '.join(ops)} ({took_s:.1f} s)")
+            held = f", {scratch_nbytes / MB:.1f} MB of scratch on each" if scratch_nbytes else ""
+            yield Finding(name, f"the specification's bits on {where}, by {', '.join(ops)} ({took_s:.1f} s{held})")
 
 
 def _devices(on_gpus: bool) -> list[int] | list[str]:

@@ -27,6 +27,7 @@ namespace {
 struct Case {
   u32 world_size, calls, fill, epoch, has_pad;
   u32 busy, aborted;  // whether other calls already run, and whether a call of another algorithm has given up
+  u32 suspended;      // whether counters are those of a suspended communicator's guard, and scratch is only read
   u32 room;           // places for blocks on each GPU
   u32 communicators;  // of the same ranks, which all make the calls; each has its own scratch
   u64 seed, scratch_nbytes, tensor_nbytes, prefetch_nbytes;
@@ -147,7 +148,7 @@ void prepare(Rank& rank) {
   rank.scratch.allocate(the_case.scratch_nbytes);
   rank.scratch.close();
   rank.scratch.open(0, the_case.scratch_nbytes);
-  std::memset(rank.scratch.data(), the_case.fill, the_case.scratch_nbytes);
+  if (!the_case.suspended) std::memset(rank.scratch.data(), the_case.fill, the_case.scratch_nbytes);
   rank.input.allocate(the_case.tensor_nbytes);
   rank.output.allocate(the_case.tensor_nbytes);
   rank.next.allocate(the_case.prefetch_nbytes);
@@ -155,9 +156,10 @@ void prepare(Rank& rank) {
   rank.ended_at.resize(the_case.calls);
   for (EpochState& state : rank.counters.epoch_state) state.epoch = the_case.epoch;
   for (u32& steps : rank.counters.steps) steps = the_case.epoch;
-  for (u32& busy : rank.counters.busy) busy = the_case.busy;
+  for (u32& busy : rank.counters.busy) busy = the_case.busy || the_case.suspended;
+  for (EpochState& state : rank.counters.epoch_state) state.aborted = the_case.suspended;
   rank.abort = the_case.aborted;
-  if (!the_case.has_pad) return;
+  if (!the_case.has_pad || the_case.suspended) return;
   u64* flags = reinterpret_cast<u64*>(rank.scratch.data());
   for (int i = 0; i < max_blocks * max_ranks; ++i) flags[i] = u64(2 * the_case.epoch) << 32;  // (25)
 }
@@ -259,7 +261,7 @@ void collect(u32 c, u32 m) {
   rank.ended_at[c] = simulator::step_number();
   const char* result = output_of(call, rank).data() + call.output_offset[r];
   rank.results[c].assign(result, result + call.output_nbytes[r]);
-  rank.broken_guards += !rank.scratch.intact(0, the_case.scratch_nbytes);
+  rank.broken_guards += !rank.scratch.intact(0, the_case.suspended ? 0 : the_case.scratch_nbytes);
   rank.broken_guards += !prefetched_once(call, rank);
   rank.broken_guards += !output_of(call, rank).intact(call.output_offset[r], call.output_nbytes[r]);
   if (call.in_place) return;

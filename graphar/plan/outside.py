@@ -1,0 +1,217 @@
+"""graphar.load_algorithm: an algorithm from a user's kernel and a row."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+
+from graphar.numerics.dtypes import BYTE, TYPE_NAMES
+from graphar.plan import grids
+from graphar.plan.algorithms import Algorithm, add
+from graphar.plan.row import FLOATS, Grid, Limit, Row, Slicing, Specification
+from graphar.plan.scratch import MAX_BLOCKS, PACK_NBYTES, SENTINEL, WARP, WORLD_SIZES, Layout, Scratch
+from graphar.plan.sources import digest_of, files_of, hashed
+
+OPS = ("allreduce", "reducescatter", "allgather")
+_ARCHS = range(80, 1000)
+_MAX_THREADS = 1024
+_DIGITS = 12  # of the hash in an algorithm's name
+_SAMPLES = [1 << power for power in range(4, 36)]  # sizes in bytes at which the grid is hashed
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def load_algorithm(
+    source: str | os.PathLike[str],
+    *,
+    op: str,
+    scratch: Scratch | Layout,
+    dtypes: Collection[torch.dtype] | None = None,
+    max_nbytes: int | Limit | None = None,
+    threads: int = 256,
+    blocks: int | Callable[[int], int] = 128,
+    chunk: int = 0,
+    world_sizes: Collection[int] = WORLD_SIZES,
+    minimum_arch: int = 80,
+    specification: Specification | None = None,
+) -> Algorithm:
+    """Returns the algorithm of a kernel from outside the package, for ``algorithm=`` of its op.
+
+    The file ``ring.cu`` has ``template <class T, int N> __global__ void ring(const __grid_constant__ Arguments a)``,
+    written with the primitives in ``cuda_src/device``. It begins with ``wait_for_previous_kernel(a)``, and its blocks
+    make the calls from ``begin_call`` to ``end_call``. T is ``bf16``, ``fp16`` or ``fp32``, or ``byte`` if it only
+    moves data, and N is the number of ranks. In ``a``, of ``device/arguments.cuh``, ``capacity`` is a slot's size in
+    packs of 16 bytes, and ``numel``, ``begin`` and ``count`` are elements of T. One launch serves a call. A grid may
+    have fewer blocks than asked for. Include paths are the folder of the file, and ``cuda_src``.
+
+    The value is the name of the kernel, and a hash of the file, the files that it includes from beside it, and the
+    arguments here. Ranks that loaded different ones get CommunicatorError. The same file and arguments give the same
+    algorithm, and an edited file gives another one.
+
+    On the CPU, and where no kernel can run, a call has the result of ``specification``. Deadlines, graphs, comparisons
+    of ranks' calls, tuning and reports work as for graphar's own algorithms. "auto" takes one that a tuning table
+    names, and that is loaded. Not collective; every rank loads the algorithm.
+
+    Args:
+        source: the path of the file.
+        op: "allreduce", "reducescatter" or "allgather".
+        scratch: the scratch on every rank, or a function from the number of ranks to it.
+        dtypes: the dtypes of tensors that it serves: some of bf16, fp16 and fp32. None: all three, and for an
+            all-gather any dtype, as ``byte``.
+        max_nbytes: the size of the largest tensor, or of the largest part of one, in bytes, or a function from the
+            number of ranks to it; None: any size.
+        threads: threads of a block, a multiple of 32.
+        blocks: the most blocks of the grid, at most 256, which has no more than one for each ``threads`` packs; or a
+            function from the bytes of the tensor, or of the largest part, to the blocks.
+        chunk: what ``a.chunk`` is: packs that a block sends one peer in one step of a pipeline; 0: not pipelined.
+        world_sizes: the numbers of ranks that it serves, of 2 to 8.
+        minimum_arch: the oldest architecture that has its instructions: 90 is sm_90.
+        specification: what it computes, if that is not exactly what :mod:`graphar.reference` has for the op: a function
+            from the list of the ranks' tensors to the result; of a reduce-scatter, to the list of the ranks' results.
+            Such an algorithm is not taken by "auto". None: it has the exact bits of the op.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: an argument breaks a rule, or the file has no kernel of its name. The message begins with file and
+            line of the call.
+    """
+    caller = sys._getframe(1)
+    check = _Checks(f"{caller.f_code.co_filename}:{caller.f_lineno}: load_algorithm: ")
+    file = check.source(source)
+    check.that(op in OPS, f"op must be one of {', '.join(OPS)}, got {op!r}")
+    ranks = check.world_sizes(world_sizes)
+    scratches = {n: check.scratch(n, scratch(n) if callable(scratch) else scratch) for n in ranks}
+    limits = {n: check.limit(n, max_nbytes(n) if callable(max_nbytes) else max_nbytes) for n in ranks}
+    for n in ranks:
+        check.room(op, n, scratches[n], limits[n], exact=specification is None)
+    elements = check.dtypes(op, dtypes)
+    check.count("threads", threads, _MAX_THREADS)
+    check.that(threads % WARP == 0, f"threads must be a multiple of {WARP}, got {threads}")
+    if not callable(blocks):
+        check.count("blocks", blocks, MAX_BLOCKS)
+    check.count("chunk", chunk, min(one.capacity for one in scratches.values()), least=0)
+    check.that(minimum_arch in _ARCHS, f"minimum_arch must be a number such as 80 or 90, got {minimum_arch!r}")
+    check.that(specification is None or callable(specification), "specification must be a function or None")
+    row = Row(
+        op,
+        str(file.parent),
+        scratches.__getitem__,
+        lambda world_size: limits.get(world_size, 0),
+        digest=digest_of(file),
+        dtypes=elements,
+        world_sizes=ranks,
+        minimum_arch=minimum_arch,
+        specification=specification,
+        max_threads=threads,
+        only_threads=threads,
+        max_blocks=MAX_BLOCKS if callable(blocks) else blocks,
+        chunked=chunk > 0,
+        slicing=Slicing.WHOLE if op == "allreduce" else Slicing.BYTES if elements == (BYTE,) else Slicing.PARTS,
+        candidates=grids.each_of((threads, chunk)) if specification is None else None,
+        default_grid=_grid(check, blocks, threads, chunk),
+        packs_a_block=(lambda *_: 1) if callable(blocks) else lambda world_size, threads, chunk: threads,
+    )
+    grid_at_sizes = [row.default_grid(2, nbytes) for nbytes in _SAMPLES]
+    values = (op, ranks, scratches, limits, elements, grid_at_sizes, minimum_arch)
+    fields = row.digest.encode(), repr(values).encode(), *_hashed_by(specification)
+    return add(file.stem, hashed(fields)[:_DIGITS], row)
+
+
+class _Checks:
+    """Checks of arguments. Each raises ValueError whose message begins with ``where``."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def fail(self, rule: str) -> NoReturn:
+        raise ValueError(self._where + rule)
+
+    def that(self, holds: bool, rule: str) -> None:
+        if not holds:
+            self.fail(rule)
+
+    def count(self, name: str, value: object, most: int, least: int = 1) -> None:
+        holds = type(value) is int and least <= value <= most
+        self.that(holds, f"{name} must be a number from {least} to {most}, got {value!r}")
+
+    def source(self, source: object) -> Path:
+        if not isinstance(source, (str, os.PathLike)):
+            self.fail(f"source must be the path of a file, got {source!r}")
+        file = Path(source).absolute()
+        if not file.is_file():
+            raise FileNotFoundError(f"{self._where}there is no file {file}")
+        name = file.stem
+        self.that(file.suffix == ".cu" and name.isidentifier(), f"source must be NAME.cu, got {file}")
+        texts = [_COMMENT.sub("", content.decode(errors="replace")) for content in files_of(file).values()]
+        has = any(re.search(rf"\b{name}\s*\(", text) for text in texts)
+        self.that(has, f"{file} has no kernel {name!r}: it must have the name of its file")
+        return file
+
+    def world_sizes(self, given: object) -> tuple[int, ...]:
+        if not isinstance(given, Collection) or not given or not all(one in WORLD_SIZES for one in given):
+            self.fail(f"world_sizes must be some of {', '.join(map(str, WORLD_SIZES))}, got {given!r}")
+        return tuple(sorted(set(given)))
+
+    def scratch(self, world_size: int, found: object) -> Scratch:
+        if not isinstance(found, Scratch):
+            self.fail(f"scratch must be a graphar.Scratch, or a function that returns one, got {found!r}")
+        slot_nbytes = found.capacity * PACK_NBYTES
+        enough = 0 < slot_nbytes <= found.nbytes
+        self.that(enough, f"scratch of {world_size} ranks has {found.nbytes} bytes and a slot of {slot_nbytes}")
+        return found
+
+    def limit(self, world_size: int, found: Any) -> int | None:
+        if found is not None:
+            self.count(f"max_nbytes of {world_size} ranks", found, 1 << 62)
+        return found
+
+    def room(self, op: str, world_size: int, scratch: Scratch, limit: int | None, exact: bool) -> None:
+        """Checks slots with a sentinel, which are written once in a call: peers push at least the rank's own shard."""
+        if scratch.fill != SENTINEL:
+            return
+        if limit is None:
+            self.fail("max_nbytes must be given for scratch with a sentinel, which takes tensors of a limited size")
+        pushed = (world_size - 1) * (-(-limit // world_size) if op == "allreduce" else limit)
+        enough = not exact or pushed <= scratch.nbytes
+        self.that(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes, and peers push {pushed} or more")
+
+    def dtypes(self, op: str, given: Any) -> tuple[torch.dtype, ...]:
+        if given is None:
+            return (BYTE,) if op == "allgather" else FLOATS
+        if not isinstance(given, Collection) or not given or not all(one in TYPE_NAMES for one in given):
+            self.fail(f"dtypes must be some of {', '.join(map(str, FLOATS))}, got {given!r}")
+        return tuple(one for one in FLOATS if one in given)
+
+
+def _grid(check: _Checks, blocks: int | Callable[[int], int], threads: int, chunk: int) -> Callable[[int, int], Grid]:
+    """Returns the function from world size and bytes to the largest grid."""
+
+    def grid(world_size: int, nbytes: int) -> Grid:
+        if not callable(blocks):
+            return Grid(blocks, threads, chunk)
+        check.count(f"blocks for {nbytes} bytes", found := blocks(nbytes), MAX_BLOCKS)
+        return Grid(found, threads, chunk)
+
+    return grid
+
+
+def _hashed_by(specification: Specification | None) -> Iterator[bytes]:
+    """Yields what a specification is hashed by: its code, as other processes have it too."""
+    code = getattr(specification, "__code__", None)
+    yield from _bytes_of(code) if isinstance(code, CodeType) else [repr(specification is None).encode()]
+
+
+def _bytes_of(code: CodeType) -> Iterator[bytes]:
+    yield code.co_code
+    yield repr(code.co_names).encode()
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _bytes_of(one)
+        else:  # the order of a set differs between processes
+            yield repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one).encode()

@@ -1,0 +1,43 @@
+"""The files of a kernel from outside the package: its own, and those that it includes from beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+_INCLUDED = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+
+
+def files_of(source: Path) -> dict[str, bytes]:
+    """Returns the content of a file and of all files that it includes, by their paths; its own comes first.
+
+    What is not found beside the file that includes it, or beside ``source``, is left out: it is the compiler's to find.
+    """
+    found: dict[str, bytes] = {}
+    left = [source]
+    while left:
+        path = left.pop()
+        if str(path) in found:
+            continue
+        found[str(path)] = content = path.read_bytes()
+        for name in _INCLUDED.findall(content):
+            beside = [folder / name.decode(errors="replace") for folder in (path.parent, source.parent)]
+            left += [Path(os.path.normpath(one)) for one in beside if one.is_file()][:1]
+    return found
+
+
+def digest_of(source: Path) -> str:
+    """Returns a SHA-256, in hex, of what :func:`files_of` returns; it does not depend on where the files lie."""
+    files = {os.path.relpath(name, source.parent): content for name, content in files_of(source).items()}
+    return hashed(field for name, content in sorted(files.items()) for field in (name.encode(), content))
+
+
+def hashed(fields: Iterable[bytes]) -> str:
+    """Returns a SHA-256, in hex, of a list of fields."""
+    digest = hashlib.sha256()
+    for one in fields:
+        digest.update(b"%d:" % len(one) + one)  # the lengths make the encoding of a list unique
+    return digest.hexdigest()

@@ -1,0 +1,181 @@
+"""Passes file descriptors between the processes of a group, over Unix sockets between each pair of them.
+
+A socket file is the only thing that the processes need in common: no namespace of process numbers or of IPC objects.
+It lies in a directory that only its user may enter, and exists until all ranks have connected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import stat
+import struct
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+DIRECTORY_SWITCH = "GRAPHAR_SOCKET_DIR"
+_MOST_A_MESSAGE = 64  # descriptors; Linux takes at most 253
+_WAIT_S = 10.0  # for a message that its sender is known to have sent
+_HEADER = struct.Struct("<QI")  # the number of the exchange, and how many descriptors the message has
+_CREDENTIALS = struct.Struct("3i")  # process, user and group
+
+
+class Channel:
+    """Sockets between this process and those of the other ranks of a group.
+
+    Making it binds a socket in :func:`directory`, whose path is ``address``. Every rank then tells the others its
+    address, calls :meth:`connect`, and meets the others before it sends anything.
+
+    Raises:
+        OSError: the directory is not trusted, or no socket can be made there. The message says what to do.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._sockets: dict[int, socket.socket] = {}  # by rank
+        self.address = str(directory() / f"{os.getpid()}-{secrets.token_hex(8)}")
+        self._listener = _socket()
+        try:
+            self._listener.bind(self.address)
+            self._listener.listen(world_size)
+        except OSError as error:
+            self._listener.close()
+            raise OSError(
+                f"no socket can be made in {Path(self.address).parent}: {error}; name another directory in "
+                f"{DIRECTORY_SWITCH}"
+            ) from error
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connects to the ranks above this one, whose sockets are bound. Does not wait for them."""
+        for rank in range(self._rank + 1, self._world_size):
+            made = self._sockets[rank] = _socket()
+            try:
+                made.connect(addresses[rank])
+                made.sendall(struct.pack("<I", self._rank))
+            except OSError as error:
+                raise OSError(
+                    f"the socket of rank {rank}, {addresses[rank]}, cannot be reached: {error}; ranks in containers "
+                    f"must share a directory: name it in {DIRECTORY_SWITCH}"
+                ) from error
+            _check_user(made, rank)
+
+    def _accept(self) -> None:
+        """Accepts the connections of the ranks below this one, which have connected, and removes the socket file."""
+        try:
+            for _ in range(self._rank):
+                made, _ = self._listener.accept()
+                with contextlib.ExitStack() as failing:
+                    failing.callback(made.close)
+                    made.settimeout(_WAIT_S)
+                    (rank,) = struct.unpack("<I", made.recv(4))
+                    _check_user(made, rank)
+                    self._sockets[rank] = made
+                    failing.pop_all()
+        finally:
+            self._end_listening()
+
+    def _end_listening(self) -> None:
+        self._listener.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self.address)
+
+    def send(self, exchange: int, descriptors: Sequence[int]) -> None:
+        """Sends descriptors to every other rank, without waiting for it.
+
+        ``exchange`` counts the exchanges, and is equal on all ranks, also if some of them failed.
+        """
+        if self._listener.fileno() >= 0:
+            self._accept()
+        if len(self._sockets) < self._world_size - 1:
+            raise OSError("the connections to the other ranks failed before")
+        for rank, peer in self._sockets.items():
+            for begin in range(0, len(descriptors), _MOST_A_MESSAGE):
+                some = list(descriptors[begin : begin + _MOST_A_MESSAGE])
+                try:
+                    socket.send_fds(peer, [_HEADER.pack(exchange, len(some))], some)
+                except OSError as error:
+                    raise OSError(f"sending file descriptors to rank {rank}: {error}") from error
+
+    def receive(self, exchange: int, count: int) -> dict[int, list[int]]:
+        """Returns the ``count`` descriptors that each other rank has sent in an exchange, by rank.
+
+        Those of earlier exchanges, which failed, are closed. The caller closes the others.
+        """
+        received: dict[int, list[int]] = {}
+        try:
+            for rank, peer in self._sockets.items():
+                received[rank] = own = []
+                while len(own) < count:
+                    own += self._next(exchange, rank, peer)
+        except BaseException:
+            close_all([one for own in received.values() for one in own])
+            raise
+        return received
+
+    def _next(self, exchange: int, rank: int, peer: socket.socket) -> list[int]:
+        """Returns the descriptors of a rank's next message, or none if it is of an earlier exchange."""
+        try:
+            header, descriptors, _, _ = socket.recv_fds(peer, _HEADER.size, _MOST_A_MESSAGE)
+        except OSError as error:
+            raise OSError(f"receiving file descriptors of rank {rank}: {error}") from error
+        if not header:
+            raise OSError(f"receiving file descriptors of rank {rank}: it has closed its socket")
+        found, sent = _HEADER.unpack(header)
+        if found < exchange:
+            close_all(descriptors)
+            return []
+        if len(descriptors) < sent:
+            close_all(descriptors)
+            raise OSError(f"receiving file descriptors of rank {rank}: this process may open no more (`ulimit -n`)")
+        return descriptors
+
+    def close(self) -> None:
+        """Closes all sockets."""
+        self._end_listening()
+        for one in self._sockets.values():
+            one.close()
+        self._sockets = {}
+
+
+def directory() -> Path:
+    """Returns the directory of the sockets, which is made if it does not exist: mode 0700, of this process's user.
+
+    It is the environment's GRAPHAR_SOCKET_DIR, or ``graphar-<user>`` in the directory for temporary files.
+
+    Raises:
+        OSError: it cannot be made, or another user may enter it.
+    """
+    user = os.geteuid()
+    given = os.environ.get(DIRECTORY_SWITCH)
+    path = Path(given) if given else Path(tempfile.gettempdir(), f"graphar-{user}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != user or status.st_mode & 0o077:
+        raise PermissionError(
+            f"{path} is not trusted: it must be a directory of user {user} with mode 0700; name another in "
+            f"{DIRECTORY_SWITCH}"
+        )
+    return path
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Closes file descriptors."""
+    for one in descriptors:
+        os.close(one)
+
+
+def _socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps the bounds of messages
+    made.settimeout(_WAIT_S)
+    return made
+
+
+def _check_user(connected: socket.socket, rank: int) -> None:
+    """Raises PermissionError unless the process of a rank belongs to this process's user."""
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(raw)
+    if user != os.geteuid():
+        raise PermissionError(f"the process of rank {rank} belongs to user {user}, this one to user {os.geteuid()}")

@@ -1,0 +1,107 @@
+"""Memory that cannot be given back while its addresses stay: by cuMemAlloc, and shared by legacy CUDA IPC.
+
+It serves where the driver or a sandbox forbids what graphar.runtime.virtual_memory does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from graphar.errors import DriverError, GrapharError
+from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
+from graphar.runtime.driver import call, driver, on_device
+
+
+class SharedBuffer:
+    """One allocation on each rank, mapped into this process; the interface of virtual_buffer.VirtualBuffer."""
+
+    multicast_pointer = 0
+    resident = True
+
+    def __init__(
+        self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int], why_stays: str = ""
+    ) -> None:
+        self.pointers = pointers  # the addresses of the allocations in this process, in rank order
+        self.nbytes = nbytes  # the size of each allocation
+        self.why_stays = why_stays  # why the memory cannot be given back
+        self._owned, self._opened = owned, opened
+
+    def unmap(self) -> None:
+        """Unmaps the peers' allocations; this process must no longer use them."""
+        for pointer in self._opened:
+            call(driver.cuIpcCloseMemHandle, pointer)
+        self._opened = []
+
+    def free(self) -> None:
+        """Frees this process's allocations; every peer must have unmapped them."""
+        for pointer in self._owned:
+            call(driver.cuMemFree, pointer)
+        self._owned = []
+
+
+def allocate_local(devices: Sequence[int], nbytes: int, why_stays: str) -> SharedBuffer:
+    """Allocates ``nbytes`` bytes for every rank of this process, by its device; if one fails, for none."""
+    pointers: list[int] = []
+    buffer = SharedBuffer(pointers, nbytes, pointers, [], why_stays)
+    for device in devices:
+        with on_device(device):
+            try:
+                pointers.append(int(call(driver.cuMemAlloc, nbytes)))
+            except DriverError:
+                buffer.free()
+                raise
+    return buffer
+
+
+def allocate_shared(device: int, meet: StoreRendezvous, nbytes: int, why_stays: str) -> SharedBuffer:
+    """Allocates ``nbytes`` bytes on the device of every rank's process; if one rank fails, on none. Collective."""
+    owned: list[int] = []
+    opened: list[int] = []
+    buffer = SharedBuffer([], nbytes, owned, opened, why_stays)
+    with on_device(device):
+        try:
+            handle = meet.agree("allocating", lambda: _allocate_shareable(nbytes, owned))
+        except GrapharError:
+            buffer.free()  # no peer has its handle
+            raise
+        handles = meet.exchange("sharing memory", handle)
+        try:
+            buffer.pointers = meet.agree("mapping peers' memory", lambda: _open(handles, meet.rank, owned[0], opened))
+        except RanksAbsent:
+            raise  # keep the allocation: an absent rank may still map it
+        except GrapharError:
+            buffer.unmap()
+            meet.exchange("unmapping peers' memory", b"")
+            buffer.free()
+            raise
+    return buffer
+
+
+def _allocate_shareable(nbytes: int, owned: list[int]) -> bytes:
+    """Allocates memory, adds its address to ``owned``, and returns its CUDA IPC handle."""
+    owned.append(int(call(driver.cuMemAlloc, nbytes)))
+    handle = call(driver.cuIpcGetMemHandle, owned[0])
+    # Read by address: the attribute with the bytes has different names in different releases of cuda-bindings.
+    return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
+
+
+def _open(handles: list[bytes], own_rank: int, own: int, opened: list[int]) -> list[int]:
+    """Maps the peers' memory and returns every rank's address; adds the mapped ones to ``opened``."""
+    pointers = []
+    for rank, raw in enumerate(handles):
+        if rank == own_rank:
+            pointers.append(own)
+            continue
+        handle = driver.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), raw, driver.CU_IPC_HANDLE_SIZE)
+        flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        try:
+            opened.append(int(call(driver.cuIpcOpenMemHandle, handle, flags)))
+        except DriverError as error:
+            raise DriverError(
+                f"{error}, for the memory of rank {rank}; ranks in containers must share one, or be run with "
+                "--ipc=host and --pid=host: see `python -m graphar doctor`"
+            ) from error
+        pointers.append(opened[-1])
+    return pointers

@@ -1,0 +1,122 @@
+"""Suspends and resumes the kernels of a communicator: its GPU memory goes and comes, at addresses that stay.
+
+All ranks first end their work. Each one then unmaps every rank's memory, so that the memory is free once all have done
+so, and maps a guard there: a graph that is replayed meanwhile finds that its call is aborted, sends nothing, and writes
+a record. On resumption new memory comes to the same addresses and is armed as at the first call. Plans and captured
+graphs hold addresses alone, so they stay valid.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from graphar.errors import CommunicatorError, UnsupportedError
+from graphar.ranks.capture import is_capturing
+from graphar.runtime.driver import call, driver, on_device
+from graphar.runtime.runner import REPLAYED, Runner
+from graphar.runtime.virtual_buffer import Guard, VirtualBuffer
+
+
+class Suspension:
+    """What a runner needs to go on after it was suspended. All methods are collective, but for :meth:`end`."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._meet = runner, runner.rendezvous
+        self._guard: Guard | None = None
+        self._kept: list[dict[int, torch.Tensor]] = []  # of each symmetric buffer, by rank of this process
+
+    def end_work(self, keeps_tensors: bool) -> None:
+        """Waits for all ranks' work; with ``keeps_tensors`` saves the symmetric tensors in pinned memory of the host.
+
+        Raises:
+            UnsupportedError: on every rank, if memory of a rank cannot be given back.
+            CommunicatorError: a graph is being captured here or on another rank, or a rank did not come in time.
+            GrapharError: an earlier call of this rank failed.
+        """
+        if reason := self._runner.memory.why_stays:  # the same on every rank
+            raise UnsupportedError(f"suspend: this memory cannot be given back while its addresses stay: {reason}")
+        self._meet.agree("ending all work", self._end_work)
+        if keeps_tensors:
+            self._meet.agree("saving symmetric tensors", self._save)
+
+    def give_back(self) -> None:
+        """Gives the memory of all ranks back. If that fails on a rank, :meth:`resume` brings it back nevertheless."""
+        self._meet.agree("giving memory back", self._withdraw)
+
+    def _end_work(self) -> None:
+        for member in self._runner.members:
+            if is_capturing(member.device):
+                raise CommunicatorError("suspend: a graph is being captured; end the capture before")
+        self._runner.synchronize()
+        self._runner.count_launches()
+
+    def _scratch(self) -> list[VirtualBuffer]:
+        """Returns the scratch whose memory goes and comes. Multicast memory of torch's stays."""
+        return [one for one in self._runner.kernels.regions().values() if isinstance(one, VirtualBuffer)]
+
+    def _buffers(self) -> list[VirtualBuffer]:
+        return [*self._scratch(), *self._runner.symmetric.buffers]
+
+    def _save(self) -> None:
+        for buffer in self._runner.symmetric.buffers:
+            kept = {}
+            for member in self._runner.members:
+                host = _pinned(buffer.nbytes)
+                with on_device(member.device):
+                    call(driver.cuMemcpyDtoH, host.data_ptr(), buffer.pointers[member.rank], buffer.nbytes)
+                kept[member.rank] = host
+            self._kept.append(kept)
+
+    def _withdraw(self) -> None:
+        self._runner.suspended = True
+        devices = list(dict.fromkeys(member.device for member in self._runner.members))
+        with on_device(devices[0]):
+            if self._scratch() and self._guard is None:
+                self._guard = Guard(devices[0], devices)
+            for one in self._scratch():
+                one.map_guard(self._guard)
+            for one in self._runner.symmetric.buffers:
+                one.clear()
+
+    def resume(self) -> None:
+        """Brings memory back to all addresses. Collective. Warns if a graph was replayed meanwhile.
+
+        Raises:
+            CommunicatorError: on every rank, if one has too little memory, which it names; all ranks stay suspended.
+            DriverError: this rank has too little memory.
+            RanksAbsent: a rank did not come in time.
+        """
+        try:
+            self._runner.memory.fill(self._buffers())
+            replayed = self._meet.agree("restoring memory", self._restore)
+        except Exception:
+            self._withdraw()
+            raise
+        self.end()
+        self._runner.suspended = False
+        if replayed:
+            warnings.warn(f"graphar: {REPLAYED}", RuntimeWarning, stacklevel=4)  # the caller of Communicator.resume
+
+    def _restore(self) -> bool:
+        """Writes what memory must hold, and clears the records; returns whether a kernel has written one."""
+        self._runner.kernels.arm()
+        for buffer, kept in zip(self._runner.symmetric.buffers, self._kept, strict=False):
+            for member in self._runner.members:
+                with on_device(member.device):
+                    host = kept[member.rank]
+                    call(driver.cuMemcpyHtoD, buffer.pointers[member.rank], host.data_ptr(), buffer.nbytes)
+        return sum(member.clear_record() for member in self._runner.members) > 0  # clears all, where any() may not
+
+    def end(self) -> None:
+        """Drops the guard and kept tensors; for a runner that was resumed, or is closed."""
+        self._kept = []
+        if self._guard:
+            self._guard.free()
+        self._guard = None
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    """Returns memory of the host that the GPU copies from and to at the full rate."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

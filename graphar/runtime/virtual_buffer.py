@@ -1,0 +1,134 @@
+"""VirtualBuffer: an allocation on each rank whose addresses stay while its memory is given back; and the guard."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+from graphar.runtime import virtual_memory
+from graphar.runtime.arguments import Counters
+from graphar.runtime.driver import call, driver
+
+
+class VirtualBuffer:
+    """One allocation on each rank, at addresses that this process reserves when the first memory is created.
+
+    Args:
+        nbytes: the size of each allocation.
+        own: the CUDA device of each rank of this process, by rank.
+        world_size: the number of ranks.
+
+    Attributes:
+        pointers: the addresses of the allocations in this process, in rank order.
+        resident: whether there is memory at these addresses.
+    """
+
+    multicast_pointer = 0  # only a TorchBuffer has one
+    why_stays = ""  # its memory can be given back
+
+    def __init__(self, nbytes: int, own: Mapping[int, int], world_size: int) -> None:
+        self.nbytes, self._own = nbytes, dict(own)
+        self._world_size = world_size
+        self._devices = list(dict.fromkeys(own.values()))  # kernels of these devices use the addresses
+        self._reserved = 0  # bytes at each address
+        self._mapped: dict[int, int] = {}  # the bytes that are mapped at each rank's address
+        self.resident = False
+        self.pointers: list[int] = []
+        self._held: set[int] = set()  # the ranks whose addresses are reserved
+
+    def create(self) -> dict[int, object]:
+        """Returns handles of new memory for the ranks of this process, by rank; if one fails, of none."""
+        if not self.pointers:
+            self._reserve()
+        made: dict[int, object] = {}
+        try:
+            for rank, device in self._own.items():
+                made[rank] = virtual_memory.create(device, self._reserved)
+        except BaseException:
+            for memory in made.values():
+                virtual_memory.release(memory)
+            raise
+        return made
+
+    def _reserve(self) -> None:
+        self._reserved = virtual_memory.whole(self.nbytes, self._devices[0])
+        for rank in range(self._world_size):
+            self.pointers.append(virtual_memory.reserve(self._reserved))
+            self._held.add(rank)
+
+    def map(self, memories: Mapping[int, object]) -> None:
+        """Maps every rank's memory, given by handles that the caller releases, in place of what was mapped there.
+
+        If that fails, nothing stays mapped.
+        """
+        self.clear()
+        try:
+            for rank, pointer in enumerate(self.pointers):
+                virtual_memory.place(pointer, self._reserved, memories[rank], self._devices)
+                self._mapped[rank] = self._reserved
+        except BaseException:
+            self.clear()
+            raise
+        self.resident = True
+
+    def map_guard(self, guard: Guard) -> None:
+        """Gives the memory back, and maps a guard: all over this process's allocations, over the counters of others."""
+        self.clear()
+        for rank, pointer in enumerate(self.pointers):
+            times = self._reserved // guard.nbytes if rank in self._own else 1
+            virtual_memory.place(pointer, guard.nbytes, guard.memory, self._devices, times)
+            self._mapped[rank] = times * guard.nbytes
+
+    def clear(self) -> None:
+        """Gives the memory back. The addresses stay reserved: an access there is an error of the CUDA context."""
+        self._clear(range(self._world_size))
+
+    def unmap(self) -> None:
+        """Gives the peers' addresses back; this process must no longer use them."""
+        self._give_back([rank for rank in range(self._world_size) if rank not in self._own])
+
+    def free(self) -> None:
+        """Gives this process's allocations and their addresses back. Peers that have them mapped keep the memory."""
+        self._give_back(list(self._own))
+
+    def _give_back(self, ranks: Sequence[int]) -> None:
+        self._clear(ranks)
+        for rank in self._held.intersection(ranks):
+            virtual_memory.unreserve(self.pointers[rank], self._reserved)
+        self._held.difference_update(ranks)
+
+    def _clear(self, ranks: Sequence[int]) -> None:
+        self.resident = False
+        for rank in ranks:
+            if nbytes := self._mapped.pop(rank, 0):
+                virtual_memory.displace(self.pointers[rank], nbytes)
+
+
+class Guard:
+    """What kernels of replayed graphs find in place of scratch while their communicator is suspended.
+
+    All allocations of scratch begin with counters. Those of the guard tell every block that its call is aborted, so it
+    sends and awaits nothing, and that another call runs, which it reports in the record of its rank
+    (``end_aborted_call`` in cuda_src/device/sync/call.cuh). Blocks of a tile may still read, from their own rank's
+    scratch, what its peers did not send.
+
+    ``device`` has the memory; ``devices`` use it.
+    """
+
+    def __init__(self, device: int, devices: Sequence[int]) -> None:
+        self.nbytes = virtual_memory.granularity(device)
+        self.memory = virtual_memory.create(device, self.nbytes)
+        address = virtual_memory.reserve(self.nbytes)
+        virtual_memory.place(address, self.nbytes, self.memory, devices)
+        counters = Counters()
+        for state in counters.epoch_state:
+            state.aborted = 1
+        counters.busy[:] = [1] * len(counters.busy)
+        call(driver.cuMemcpyHtoD, address, ctypes.addressof(counters), ctypes.sizeof(counters))
+        call(driver.cuCtxSynchronize)  # a copy from pageable memory may still be under way
+        virtual_memory.displace(address, self.nbytes)
+        virtual_memory.unreserve(address, self.nbytes)
+
+    def free(self) -> None:
+        """Gives the handle back. The memory is freed once no allocation maps it any more."""
+        virtual_memory.release(self.memory)

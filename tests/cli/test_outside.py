@@ -1,0 +1,118 @@
+"""The commands with algorithms from outside the package, which a file of --load loads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from graphar import reference
+from graphar.cli import bench_ranks
+from graphar.cli.main import main
+from graphar.plan.tables import shipped_table
+from tests.cli.test_bench_ranks import options
+from tests.outside import PUSHED_SUM, forget_loaded, load, unload
+from tests.processes import run_ranks
+
+NO_GPUS = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it measures those")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_loaded(monkeypatch):
+    forget_loaded(monkeypatch)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A Python file that loads pushed_sum as an all-reduce that adds in reverse."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import graphar\n"
+        f"graphar.load_algorithm({str(PUSHED_SUM)!r}, op='allreduce',\n"
+        "    scratch=lambda n: graphar.Scratch.of_slots(2 * n, 1 << 20, fill=0xFF), max_nbytes=1 << 20)\n"
+    )
+    return path
+
+
+@NO_GPUS
+def test_bench_times_an_algorithm_by_its_kernels_name(file, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(
+        "graphar.allreduce", lambda x, group, **given: calls.append(given) or [reference.allreduce(x)] * 2
+    )
+
+    assert main(["bench", "2K", "--world-size", "2", "--load", str(file), "--algorithm", "pushed_sum", "--json"]) == 0
+
+    assert calls[0] == {"algorithm": load().value}
+    assert [row["nbytes"] for row in json.loads(capsys.readouterr().out)["rows"]] == [2048]
+
+
+@NO_GPUS
+def test_bench_compares_with_a_specification_of_its_own(capsys):
+    doubled = load(specification=lambda tensors: 2 * sum(tensors))
+    wrong = load(op="allgather", specification=lambda tensors: torch.cat(tensors).zero_())
+
+    assert main(["bench", "2K", "--world-size", "2", "--quiet", "--algorithm", doubled]) == 0
+    assert main(["bench", "2K", "--world-size", "2", "--quiet", "--op", "allgather", "--algorithm", wrong]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--algorithm", "ring"], "--algorithm of allreduce must be one of auto, one_shot_push, "),
+        (["--algorithm", "one_shot", "--op", "allgather"], "--algorithm of allgather must be one of auto, allgather_"),
+        (["--algorithm", "one_shot", "--codec", "int8"], "bench: give --codec or --algorithm"),
+        (["--load", "absent.py"], "No such file or directory"),
+    ],
+)
+def test_bench_refuses_what_is_not_loaded(arguments, problem, capsys):
+    assert main(["bench", "2K", "--world-size", "2", *arguments]) == 1
+
+    assert problem in capsys.readouterr().err
+
+
+def test_a_row_that_breaks_a_rule_ends_a_command_with_the_files_name_and_line(file, capsys):
+    file.write_text(file.read_text().replace("op='allreduce'", "op='ring'"))
+
+    assert main(["explain", "2K", "--load", str(file)]) == 1
+
+    assert capsys.readouterr().err.startswith(f"graphar: {file}:2: load_algorithm: op must be one of")
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_explain_goes_by_a_table_that_names_it_where_it_is_loaded(file, loads, user_folder, capsys):
+    table = json.loads(shipped_table("nvidia_h200").to_json())
+    entry = {"max_nbytes": 4096, "algorithm": load().value, "blocks": 20, "threads": 256}
+    table["rows"]["2"] = [entry, *(one for one in table["rows"]["2"] if (one["max_nbytes"] or 1e9) > 4096)]
+    user_folder.mkdir(parents=True)
+    (user_folder / "nvidia_h200.json").write_text(json.dumps(table))
+    name = load().value
+    unload(load())
+
+    arguments = ["--load", str(file)] if loads else []
+    assert main(["explain", "2K", "--device", "NVIDIA H200", "--world-size", "2", *arguments]) == 0
+
+    said = f"{name} (1 blocks of 256" if loads else f"; the table's {name} is not loaded in this process"
+    assert said in capsys.readouterr().out
+
+
+def test_tune_loads_files_before_it_looks_for_gpus(file, monkeypatch, capsys):
+    file.write_text(file.read_text().replace("op='allreduce'", "op='ring'"))
+
+    assert main(["tune", "--load", str(file)]) == 1
+
+    assert f"{file}:2: load_algorithm: op" in capsys.readouterr().err
+
+
+def test_between_processes_graphars_calls_take_it():
+    (rows, *_) = run_ranks(measured_by_it, 2)
+
+    assert [(row.backend, row.out_of_place.wrong) for row in rows] == [("graphar", 0)]
+
+
+def measured_by_it(rank, world_size):
+    twice = load(specification=lambda tensors: sum(tensors))
+
+    return bench_ranks.measure(options("allreduce", algorithm=twice, backend=["graphar"]), [64], torch.device("cpu"))

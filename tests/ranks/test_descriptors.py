@@ -1,0 +1,215 @@
+"""File descriptors that processes pass to one another."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+
+import pytest
+
+from graphar.ranks import descriptors
+from graphar.ranks.descriptors import Channel
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The directory of the sockets."""
+    path = tmp_path / "sockets"
+    monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(path))
+    return path
+
+
+@pytest.fixture
+def channels():
+    """Makes the connected channels of some ranks, and closes them."""
+    made = []
+
+    def connect(world_size):
+        made.extend(Channel(rank, world_size) for rank in range(world_size))
+        for one in made:
+            one.connect([each.address for each in made])
+        return made
+
+    yield connect
+    for one in made:
+        one.close()
+
+
+def file_with(text):
+    descriptor = os.memfd_create("test")
+    os.write(descriptor, text.encode())
+    return descriptor
+
+
+def texts(received):
+    """What the files of received descriptors hold, by rank; closes them."""
+    found = {rank: [os.pread(one, 100, 0).decode() for one in ones] for rank, ones in received.items()}
+    for ones in received.values():
+        descriptors.close_all(ones)
+    return found
+
+
+def send_files(channel, exchange, words):
+    files = [file_with(word) for word in words]
+    channel.send(exchange, files)
+    descriptors.close_all(files)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_every_rank_gets_the_files_of_every_other_rank(channels, world_size):
+    made = channels(world_size)
+
+    for rank, one in enumerate(made):
+        send_files(one, 1, [f"{rank} a", f"{rank} b"])
+
+    for rank, one in enumerate(made):
+        expected = {peer: [f"{peer} a", f"{peer} b"] for peer in range(world_size) if peer != rank}
+        assert texts(one.receive(1, 2)) == expected
+
+
+def test_more_files_than_one_message_takes_arrive_in_order(channels):
+    a, b = channels(2)
+    words = [str(number) for number in range(150)]
+
+    for one in (a, b):
+        send_files(one, 1, words)
+
+    assert texts(b.receive(1, 150)) == {0: words}
+
+
+def test_files_of_an_exchange_that_failed_are_dropped(channels):
+    a, b = channels(2)
+    before = len(os.listdir("/proc/self/fd"))
+
+    send_files(a, 1, ["of a failed exchange"])
+    for one in (a, b):
+        send_files(one, 2, ["of the next one"])
+
+    assert texts(b.receive(2, 1)) == {0: ["of the next one"]}
+    texts(a.receive(2, 1))
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_no_socket_file_is_left_once_ranks_have_connected(channels, folder):
+    made = channels(3)
+    assert len(list(folder.iterdir())) == 3
+
+    for one in made:
+        one.send(1, [])
+
+    assert list(folder.iterdir()) == []
+
+
+def test_a_channel_that_was_never_used_leaves_nothing(folder):
+    Channel(0, 2).close()
+
+    assert list(folder.iterdir()) == []
+
+
+def test_a_rank_whose_process_has_ended_is_named(channels):
+    a, b = channels(2)
+    for one in (a, b):
+        one.send(1, [])
+    a.close()
+
+    with pytest.raises(OSError, match="receiving file descriptors of rank 0: it has closed its socket"):
+        b.receive(2, 1)
+
+
+# ---- what can be wrong ----------------------------------------------------------------------------------------------
+
+
+def test_only_its_user_may_enter_the_directory(folder):
+    Channel(0, 2).close()
+
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o710, 0o777])
+def test_a_directory_that_others_may_enter_is_refused(folder, mode):
+    folder.mkdir()
+    folder.chmod(mode)
+
+    with pytest.raises(PermissionError, match=r"is not trusted: .* with mode 0700; name another in GRAPHAR_SOCKET_DIR"):
+        Channel(0, 2)
+
+
+def test_a_link_is_no_directory_to_trust(folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(PermissionError, match="is not trusted"):
+        Channel(0, 2)
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_told_with_what_to_do(monkeypatch, tmp_path):
+    deep = tmp_path / ("a" * 100)
+    monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(deep))
+
+    with pytest.raises(OSError, match=r"no socket can be made in .*: .*too long; name another directory in GRAPHAR"):
+        Channel(0, 2)
+
+
+def test_a_directory_without_room_is_told_with_what_to_do(monkeypatch):
+    def refuse(self, address):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(descriptors.socket.socket, "bind", refuse)
+
+    with pytest.raises(OSError, match=r"No space left on device; name another directory in GRAPHAR_SOCKET_DIR"):
+        Channel(0, 2)
+
+
+def test_a_socket_that_is_not_reached_is_told_with_what_containers_need(channels, folder):
+    one = Channel(0, 2)
+
+    with pytest.raises(OSError, match=r"the socket of rank 1, .* cannot be reached: .* must share a directory"):
+        one.connect([one.address, str(folder / "absent")])
+    one.close()
+
+
+def test_a_process_of_another_user_is_refused(channels, monkeypatch):
+    a, b = Channel(0, 2), Channel(1, 2)
+    user = os.geteuid()
+    a.connect([a.address, b.address])
+    monkeypatch.setattr(descriptors.os, "geteuid", lambda: user + 1)
+
+    with pytest.raises(PermissionError, match=f"the process of rank 0 belongs to user {user}, this one to user"):
+        b.send(1, [])
+    with pytest.raises(OSError, match="the connections to the other ranks failed before"):
+        b.send(2, [])
+    a.close()
+    b.close()
+
+
+def test_a_process_that_may_open_no_more_files_is_told(channels, monkeypatch):
+    a, b = channels(2)
+    send_files(a, 1, ["x"])
+    b.send(1, [])
+    monkeypatch.setattr(descriptors.socket, "recv_fds", lambda peer, *_: (peer.recv(12), [], 0, None))
+
+    with pytest.raises(OSError, match=r"rank 0: this process may open no more \(`ulimit -n`\)"):
+        b.receive(1, 1)
+
+
+def test_ranks_connect_and_send_without_waiting_for_each_other():
+    """Each thread does all of its own before it meets the others."""
+    barrier, found = threading.Barrier(2), {}
+    made = [Channel(rank, 2) for rank in range(2)]
+
+    def run(rank):
+        made[rank].connect([one.address for one in made])
+        barrier.wait(10)
+        send_files(made[rank], 1, [f"of {rank}"])
+        barrier.wait(10)
+        found[rank] = texts(made[rank].receive(1, 1))
+        made[rank].close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(20)
+
+    assert found == {0: {1: ["of 1"]}, 1: {0: ["of 0"]}}

@@ -1,0 +1,455 @@
+"""Suspend and resume: ranks in processes that share one GPU, and ranks of one process on one GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+import graphar
+from graphar.plan.algorithms import Algorithm
+from graphar.ranks.rendezvous import RanksAbsent
+from graphar.runtime.registry import engine_of_group
+from graphar.runtime.suspension import Suspension
+from tests.cases import integers, normal, same_bits
+from tests.fake_gpu import descriptors
+from tests.one_gpu import RanksOfOneGpu
+from tests.ops.conformance import copies
+from tests.processes import run_ranks
+from tests.ranks.test_shared_gpu import EVERY_FORM, tensors_of
+
+pytestmark = pytest.mark.gpu(1)
+
+WORLD_SIZE, MB = 2, 1 << 20
+PREPARED = ("allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm")
+
+
+@pytest.fixture(autouse=True)
+def shared_gpu(monkeypatch):
+    monkeypatch.setenv("GRAPHAR_TEST_SHARE_GPU", "1")
+    monkeypatch.delenv("GRAPHAR_CUDA_IPC", raising=False)
+
+
+def part(rank, numel=8193, dtype=torch.bfloat16):
+    return integers(rank, numel, dtype)
+
+
+def total(numel=8193, dtype=torch.bfloat16):
+    return graphar.reference.allreduce([part(rank, numel, dtype) for rank in range(WORLD_SIZE)])
+
+
+def captured(call):
+    """A graph of a call that was made before."""
+    graph = torch.cuda.CUDAGraph()
+    call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
+# ---- everything is valid afterwards ---------------------------------------------------------------------------------
+
+
+def every_form(rank, world_size):
+    """How many elements of results are wrong, by form, after a suspension: of repeated calls and of replayed graphs."""
+    torch.cuda.set_device(0)
+    calls, graphs, wrong = {}, {}, {}
+    for form in EVERY_FORM:
+        tensors = tensors_of(form)
+        expected = form.expected(copies(tensors))[rank]
+        on_gpu = {name: [one.cuda() for one in ones] for name, ones in tensors.items()}
+        before = len(graphar.stats().fallbacks)
+        for _ in range(3):
+            form.of_rank(rank, on_gpu)
+        calls[str(form)] = partial(form.of_rank, rank, on_gpu), expected
+        if len(graphar.stats().fallbacks) == before:  # torch.distributed's calls between such ranks are no GPU's
+            graphs[str(form)] = captured(calls[str(form)][0])
+    plans, launches = graphar.stats().plans, graphar.stats().launches
+
+    graphar.suspend()
+    graphar.resume()
+
+    for form, (call, expected) in calls.items():
+        found = list(call())
+        if form in graphs:
+            graph, results = graphs[form]
+            for one in results:
+                one.view(torch.uint8).fill_(7)
+            graph.replay()
+            torch.cuda.synchronize()
+            found += results
+        wrong[form] = sum(same_bits(y.cpu(), right) for y, right in zip(found, (*expected, *expected), strict=False))
+    more = graphar.stats()
+    grown = all(more.launches[name] > count for name, count in launches.items())
+    return wrong, len(graphs), more.plans - plans, grown
+
+
+@pytest.mark.promise("A suspended communicator holds no GPU memory. Resumed, it has the same addresses; graphs replay.")
+def test_plans_and_graphs_of_every_op_are_valid_after_a_suspension():
+    for wrong, graphs, new_plans, launches_go_on in run_ranks(every_form, WORLD_SIZE, timeout_s=400):
+        assert wrong == dict.fromkeys(wrong, 0)
+        assert graphs > len(EVERY_FORM) // 2
+        assert (new_plans, launches_go_on) == (0, True)
+
+
+def free_memory(rank, world_size):
+    """The MiB that were resident, those that a suspension freed on the GPU by NVML, and those a resumption took."""
+    torch.cuda.set_device(0)
+    with graphar.Communicator() as communicator:
+        communicator.prepare(ops=PREPARED, dtypes=[torch.bfloat16])
+        tensor = communicator.empty(16 * MB, dtype=torch.float32)
+        tensor.fill_(1)
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        total_mb = communicator.memory().total.resident_nbytes / MB
+        used = [torch.cuda.device_memory_used() / MB]
+        torch.distributed.barrier()
+        for change in (communicator.suspend, communicator.resume):
+            change()
+            torch.distributed.barrier()
+            used.append(torch.cuda.device_memory_used() / MB)
+            torch.distributed.barrier()
+        return total_mb, used[0] - used[1], used[2] - used[1]
+
+
+def test_a_suspension_frees_ninety_nine_hundredths():
+    found = run_ranks(free_memory, WORLD_SIZE, timeout_s=200)
+
+    held = sum(resident for resident, _, _ in found)
+    for _, freed, taken in found:
+        assert freed >= 0.99 * held
+        assert abs(taken - freed) <= 8  # the driver's own tables
+
+
+def keep_tensors(rank, world_size, keep):
+    torch.cuda.set_device(0)
+    with graphar.Communicator() as communicator:
+        x, out = communicator.empty(8192, dtype=torch.bfloat16), communicator.empty(8192, dtype=torch.bfloat16)
+        x.copy_(part(rank, 8192))
+        communicator.allreduce(x, out=out)
+        pointers = x.data_ptr(), out.data_ptr()
+        use = [communicator.memory().symmetric]
+        communicator.suspend(keep)
+        use.append(communicator.memory().symmetric)
+        communicator.resume()
+        kept = same_bits(out.cpu(), total(8192)), same_bits(x.cpu(), part(rank, 8192))
+        x.copy_(part(rank, 8192))
+        again = same_bits(communicator.allreduce(x, out=out).cpu(), total(8192))
+        return kept, again, (x.data_ptr(), out.data_ptr()) == pointers, use
+
+
+@pytest.mark.parametrize("keep", ["symmetric", None])
+def test_symmetric_tensors_stay_where_they_are_and_keep_their_content_if_asked(keep):
+    for kept, again, same_place, (before, suspended) in run_ranks(keep_tensors, WORLD_SIZE, keep):
+        assert (again, same_place) == (0, True)
+        assert kept == (0, 0) or keep is None
+        assert (before.resident_nbytes, suspended.resident_nbytes) == (before.reserved_nbytes, 0)
+
+
+# ---- meanwhile ------------------------------------------------------------------------------------------------------
+
+
+def call_meanwhile(rank, world_size):
+    torch.cuda.set_device(0)
+    x, said = part(rank).cuda(), []
+    for _ in range(3):
+        graphar.allreduce(x)
+    graphar.suspend()
+    for call in (lambda: graphar.allreduce(x), lambda: graphar.reducescatter(x), lambda: graphar.empty(8)):
+        with pytest.raises(graphar.CommunicatorError) as error:
+            call()
+        said.append(str(error.value))
+    graphar.resume()
+    return said, same_bits(graphar.allreduce(x).cpu(), total())
+
+
+def test_calls_meanwhile_are_errors_that_name_resume():
+    for said, wrong in run_ranks(call_meanwhile, WORLD_SIZE):
+        expected = "this communicator is suspended; call its resume() on every rank before"
+        assert said == [f"{op}: {expected}" for op in ("allreduce", "reducescatter", "empty")]
+        assert wrong == 0
+
+
+def replay_meanwhile(rank, world_size):
+    """By form: whether a replay wrote results meanwhile; the warnings of resume; and what a replay gives afterwards."""
+    torch.cuda.set_device(0)
+    graphs, inputs = {}, []
+    for form in EVERY_FORM:
+        tensors = tensors_of(form)
+        on_gpu = {name: [one.cuda() for one in ones] for name, ones in tensors.items()}
+        before = len(graphar.stats().fallbacks)
+        form.of_rank(rank, on_gpu)
+        if len(graphar.stats().fallbacks) == before:
+            graph, results = captured(partial(form.of_rank, rank, on_gpu))
+            graphs[str(form)] = graph, results, form.expected(copies(tensors))[rank]
+            inputs.append(on_gpu)
+    graphar.suspend()
+    for graph, *_ in graphs.values():
+        for _ in range(3):
+            graph.replay()
+    torch.cuda.synchronize()  # an illegal address would be raised here
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        graphar.resume()
+    wrong = {}
+    for name, (graph, results, expected) in graphs.items():
+        for one in results:
+            one.view(torch.uint8).fill_(7)
+        graph.replay()
+        torch.cuda.synchronize()
+        wrong[name] = sum(same_bits(y.cpu(), right) for y, right in zip(results, expected, strict=True))
+    return wrong, [str(one.message) for one in warned]
+
+
+def test_graphs_that_are_replayed_meanwhile_do_nothing_and_are_reported():
+    for wrong, warned in run_ranks(replay_meanwhile, WORLD_SIZE, timeout_s=400):
+        assert len(wrong) > len(EVERY_FORM) // 2
+        assert wrong == dict.fromkeys(wrong, 0)
+        assert len(warned) == 1
+        assert warned[0].startswith("graphar: a captured graph was replayed while its communicator was suspended")
+
+
+def replay_large_calls_meanwhile(rank, world_size):
+    """By call, whose scratch is larger than the guard: how many elements of a replay afterwards are wrong."""
+    torch.cuda.set_device(0)
+    x = part(rank, 16 * MB).cuda()
+    rows, residual = part(rank, 2048 * 2048).view(2048, 2048).cuda(), torch.zeros(2048, 2048).bfloat16().cuda()
+    ones = torch.ones(2048, dtype=torch.bfloat16, device="cuda")
+    w = (torch.eye(2048) * (1 + rank)).bfloat16().cuda()
+    calls = {
+        "allreduce": partial(graphar.allreduce, x),
+        "pipelined": partial(graphar.allreduce, x, algorithm="two_shot_pipelined"),
+        "int8": partial(graphar.allreduce, x, codec="int8"),
+        "reducescatter": partial(graphar.reducescatter, x),
+        "allgather": partial(graphar.allgather, x),
+        "norm": partial(graphar.allreduce_residual_rmsnorm, rows, residual, ones),
+        "tiles": partial(graphar.fused_matmul_allreduce, rows, w, partition="tiles"),
+        "scattered tiles": partial(graphar.fused_matmul_reducescatter, rows, w),
+        "gathered rows": partial(graphar.fused_allgather_matmul, rows, w),
+    }
+    made = {name: (*captured(call), call()) for name, call in calls.items()}
+    graphar.suspend()
+    for graph, *_ in made.values():
+        graph.replay()
+    torch.cuda.synchronize()  # an illegal address would be raised here
+    with pytest.raises(
+        graphar.CommunicatorError, match="a captured graph was replayed while its communicator was susp"
+    ):
+        engine_of_group("").synchronize()
+    with pytest.warns(RuntimeWarning, match="was replayed while its communicator was suspended"):
+        graphar.resume()
+    wrong = {}
+    for name, (graph, results, expected) in made.items():
+        graph.replay()
+        torch.cuda.synchronize()
+        pairs = zip(results, expected, strict=True) if isinstance(results, tuple) else [(results, expected)]
+        wrong[name] = sum(same_bits(y.cpu(), right.cpu()) for y, right in pairs)
+    return wrong
+
+
+def test_large_graphs_that_are_replayed_meanwhile_touch_no_memory_that_is_gone():
+    for wrong in run_ranks(replay_large_calls_meanwhile, WORLD_SIZE, timeout_s=200):
+        assert wrong == dict.fromkeys(wrong, 0)
+
+
+def suspend_in_capture(rank, world_size):
+    torch.cuda.set_device(0)
+    x = part(rank).cuda()
+    with graphar.Communicator() as communicator:
+        communicator.allreduce(x)
+        graph = torch.cuda.CUDAGraph()
+        if rank == 0:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                x + 1
+                with pytest.raises(graphar.CommunicatorError) as error:
+                    communicator.suspend()
+        else:
+            with pytest.raises(graphar.CommunicatorError) as error:
+                communicator.suspend()
+        return str(error.value), same_bits(communicator.allreduce(x).cpu(), total())
+
+
+def test_it_is_refused_on_every_rank_while_one_captures():
+    found = run_ranks(suspend_in_capture, WORLD_SIZE)
+
+    said = "suspend: a graph is being captured; end the capture before"
+    assert [wrong for _, wrong in found] == [0, 0]
+    assert found[0][0] == said
+    assert found[1][0] == f"ending all work failed on another rank\nrank 0: CommunicatorError: {said}"
+
+
+# ---- often, and when something fails --------------------------------------------------------------------------------
+
+
+def cycle(rank, world_size, cycles):
+    """What the process and the GPU hold more after many cycles than after a few; and how many sums were wrong."""
+    torch.cuda.set_device(0)
+    x = part(rank).cuda()
+    with graphar.Communicator() as communicator:
+        communicator.prepare(ops=("allreduce",), dtypes=[torch.bfloat16])
+        held, wrong = [], 0
+        for number in range(cycles):
+            communicator.suspend()
+            communicator.resume()
+            wrong += same_bits(communicator.allreduce(x).cpu(), total())
+            if number in (9, cycles - 1):
+                torch.distributed.barrier()
+                held.append((torch.cuda.mem_get_info()[0], descriptors(), resident_nbytes()))
+                torch.distributed.barrier()
+        (free, files, host), (free_at_end, files_at_end, host_at_end) = held
+        return wrong, free - free_at_end, files_at_end - files, host_at_end - host
+
+
+def resident_nbytes():
+    """Bytes of host memory that this process uses."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_thousand_cycles_leak_nothing():
+    for wrong, gpu, files, host in run_ranks(cycle, WORLD_SIZE, 1000, timeout_s=300):
+        assert (wrong, gpu, files) == (0, 0, 0)
+        assert host < 16 * MB
+
+
+def miss_a_call(rank, world_size):
+    """The ranks that an expired wait names after a resumption, and whether another communicator then works."""
+    torch.cuda.set_device(0)
+    x = part(rank).cuda()
+    communicator = graphar.Communicator(timeout_s=2)
+    communicator.allreduce(x)
+    communicator.suspend()
+    communicator.resume()
+    found = None
+    if rank == 0:
+        communicator.allreduce(x)
+        with pytest.raises(graphar.CollectiveTimeout) as error:
+            communicator.synchronize()
+        found = error.value.record.rank, error.value.record.peer, error.value.record.sequence
+    torch.distributed.barrier()
+    communicator.close()
+    with graphar.Communicator() as other:
+        return found, same_bits(other.allreduce(x).cpu(), total())
+
+
+def test_a_wait_that_expires_after_a_resumption_names_the_ranks():
+    assert run_ranks(miss_a_call, WORLD_SIZE) == [((0, 1, 0), 0), (None, 0)]
+
+
+def resume_without_room(rank, world_size):
+    torch.cuda.set_device(0)
+    x = part(rank).cuda()
+    with graphar.Communicator() as communicator:
+        communicator.prepare(ops=PREPARED, dtypes=[torch.bfloat16])
+        communicator.allreduce(x)
+        communicator.suspend()
+        torch.distributed.barrier()
+        hog = None
+        if rank == 0:
+            hog = torch.empty(torch.cuda.mem_get_info()[0] - 64 * MB, dtype=torch.uint8, device="cuda")
+        torch.distributed.barrier()
+        with pytest.raises(graphar.GrapharError) as error:
+            communicator.resume()
+        with pytest.raises(graphar.CommunicatorError, match="is suspended"):
+            communicator.allreduce(x)
+        torch.distributed.barrier()
+        del hog
+        torch.cuda.empty_cache()
+        torch.distributed.barrier()
+        communicator.resume()
+        return str(error.value), same_bits(communicator.allreduce(x).cpu(), total())
+
+
+def test_too_little_memory_is_an_error_on_every_rank_and_a_second_resume_works():
+    for said, wrong in run_ranks(resume_without_room, WORLD_SIZE):
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in said
+        assert wrong == 0
+
+
+def die(rank, world_size, when):
+    """What the survivor's calls raised, after rank 1 was killed in that step."""
+    torch.cuda.set_device(0)
+    x = part(rank).cuda()
+    communicator = graphar.Communicator(timeout_s=20)
+    communicator.allreduce(x)
+    steps = {"suspend": communicator.suspend, "suspended": lambda: None, "resume": communicator.resume}
+    for name, step in steps.items():
+        if rank == 1 and name == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            step()
+        except RanksAbsent as error:
+            communicator.close()
+            return str(error), torch.ones(3, device="cuda").sum().item()
+    return "nothing", 0
+
+
+@pytest.mark.parametrize("when", ["suspend", "suspended", "resume"])
+def test_a_rank_that_is_killed_is_named_and_torch_works_on(when):
+    said, works = run_ranks(die, WORLD_SIZE, when, lost=[1])[0]
+
+    assert "rank 0 waits for rank(s) [1], whose process has ended" in said
+    assert works == 3
+
+
+def refuse_without_virtual_memory(rank, world_size):
+    torch.cuda.set_device(0)
+    x = part(rank).cuda()
+    with graphar.Communicator() as communicator:
+        right = same_bits(communicator.allreduce(x).cpu(), total())
+        with pytest.raises(graphar.UnsupportedError) as error:
+            communicator.suspend()
+        return str(error.value), right, same_bits(communicator.allreduce(x).cpu(), total())
+
+
+def test_with_cuda_ipc_it_is_refused_with_the_reason_and_calls_go_on(monkeypatch):
+    monkeypatch.setenv("GRAPHAR_CUDA_IPC", "1")
+
+    for said, before, after in run_ranks(refuse_without_virtual_memory, WORLD_SIZE):
+        assert said.endswith("cannot be given back while its addresses stay: rank 0: GRAPHAR_CUDA_IPC=1")
+        assert (before, after) == (0, 0)
+
+
+def test_ranks_of_one_process_are_suspended_and_resumed():
+    ranks = RanksOfOneGpu(4)
+    parts = [normal(rank, 8199, torch.bfloat16) for rank in range(4)]
+    expected = graphar.reference.allreduce(parts)
+    algorithms = (Algorithm.ONE_SHOT_PUSH, Algorithm.TWO_SHOT_PIPELINED)
+    try:
+        for algorithm in algorithms:
+            ranks.allreduce(parts, algorithm)
+        for _ in range(3):
+            suspension = Suspension(ranks._runner)
+            suspension.end_work(keeps_tensors=True)
+            free = torch.cuda.mem_get_info()[0]
+            suspension.give_back()
+            assert torch.cuda.mem_get_info()[0] > free
+            suspension.resume()
+            for algorithm in algorithms:
+                assert [same_bits(y.cpu(), expected) for y in ranks.allreduce(parts, algorithm)] == [0] * 4
+    finally:
+        ranks.close()
+
+
+def close_suspended(rank, world_size):
+    torch.cuda.set_device(0)
+    held = []
+    for _ in range(3):
+        communicator = graphar.Communicator()
+        communicator.allreduce(part(rank).cuda())
+        communicator.suspend()
+        communicator.close()
+        torch.distributed.barrier()
+        held.append((descriptors(), torch.cuda.mem_get_info()[0]))
+        torch.distributed.barrier()
+    return held
+
+
+def test_a_suspended_communicator_can_be_closed_and_leaves_nothing():
+    for _, second, third in run_ranks(close_suspended, WORLD_SIZE):
+        assert second == third

@@ -1,0 +1,249 @@
+"""Memory that ranks share at addresses that stay, on a driver on the CPU: tests/fake_gpu.py."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from graphar.errors import CommunicatorError, DriverError
+from graphar.ranks.rendezvous import StoreRendezvous
+from graphar.runtime import peer_memory, virtual_memory
+from graphar.runtime.ipc_memory import SharedBuffer
+from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
+from graphar.runtime.virtual_buffer import Guard, VirtualBuffer
+from tests.fake_gpu import GRANULE_NBYTES, OK, OUT_OF_MEMORY, FakeDriver, descriptors, installed, tensor_at
+from tests.processes import run_ranks
+
+NBYTES = 3 * GRANULE_NBYTES - 5
+
+
+@pytest.fixture
+def fake():
+    with installed(FakeDriver()) as driver:
+        yield driver
+
+
+@pytest.fixture(autouse=True)
+def sockets(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(tmp_path / "sockets"))
+    monkeypatch.delenv("GRAPHAR_CUDA_IPC", raising=False)
+
+
+# ---- ranks of one process -------------------------------------------------------------------------------------------
+
+
+def test_each_rank_of_a_process_has_memory_of_its_own(fake):
+    buffer = LocalMemory([0, 1, 1]).allocate(NBYTES)
+
+    for rank, pointer in enumerate(buffer.pointers):
+        tensor_at(pointer, NBYTES).fill_(rank)
+
+    assert [tensor_at(pointer, NBYTES).unique().tolist() for pointer in buffer.pointers] == [[0], [1], [2]]
+    assert fake.handles == {}  # mappings keep the memory
+
+
+def test_memory_that_was_given_back_comes_to_the_same_addresses(fake):
+    memory = LocalMemory([0, 1])
+    buffer = memory.allocate(NBYTES)
+    before = list(buffer.pointers)
+
+    buffer.clear()
+    assert (buffer.resident, fake.mapped) == (False, {})
+    memory.fill([buffer])
+
+    assert (buffer.resident, buffer.pointers) == (True, before)
+    assert [tensor_at(pointer, NBYTES).count_nonzero().item() for pointer in before] == [0, 0]
+
+
+def test_the_end_gives_addresses_back_too(fake):
+    buffer = LocalMemory([0, 1]).allocate(NBYTES)
+
+    buffer.unmap()
+    buffer.free()
+    buffer.free()
+
+    assert (fake.mapped, fake.reserved, fake.handles) == ({}, {}, {})
+
+
+@pytest.mark.parametrize("room", [0, 1], ids=["for no rank", "for one rank"])
+def test_without_room_for_all_ranks_nothing_is_left(fake, room):
+    fake.left_nbytes = room * 3 * GRANULE_NBYTES
+
+    with pytest.raises(DriverError, match="cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"):
+        LocalMemory([0, 1]).allocate(NBYTES)
+
+    assert (fake.mapped, fake.reserved, fake.handles) == ({}, {}, {})
+
+
+def test_a_mapping_that_fails_leaves_nothing(fake, monkeypatch):
+    refused = iter([False, True])
+
+    def give_access(*asked):
+        return (OUT_OF_MEMORY,) if next(refused) else fake.cuMemSetAccess(*asked)
+
+    monkeypatch.setattr(virtual_memory.driver, "cuMemSetAccess", give_access)
+
+    with pytest.raises(DriverError, match="give_access: CUDA_ERROR_OUT_OF_MEMORY"):
+        LocalMemory([0, 1]).allocate(NBYTES)
+
+    assert (fake.mapped, fake.reserved, fake.handles) == ({}, {}, {})
+
+
+def test_a_guard_lies_all_over_every_allocation(fake):
+    buffer = LocalMemory([0, 1]).allocate(NBYTES)
+    guard = Guard(0, [0, 1])
+
+    buffer.map_guard(guard)
+    guard.free()
+
+    a, b = (tensor_at(pointer, NBYTES) for pointer in buffer.pointers)
+    assert a[:8].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]  # epoch 0, aborted
+    a[0] = 7
+    assert [one[at].item() for one in (a, b) for at in (0, GRANULE_NBYTES, 2 * GRANULE_NBYTES)] == [7] * 6  # one guard
+    assert (buffer.resident, fake.handles, set(fake.mapped.values())) == (False, {}, {GRANULE_NBYTES})
+
+
+# ---- where the driver or a sandbox forbids it -----------------------------------------------------------------------
+
+
+def test_a_driver_that_says_no_gives_plain_memory_and_the_reason(fake, monkeypatch):
+    monkeypatch.setattr(virtual_memory.driver, "cuMemAlloc", lambda nbytes: (OK, 4096), raising=False)
+    monkeypatch.setattr(virtual_memory, "attribute", lambda name, device: 0)
+    monkeypatch.setattr(peer_memory, "_enable_peer_access", lambda device, peer: None)
+    memory = LocalMemory([0, 1])
+
+    memory.check()
+    buffer = memory.allocate(NBYTES)
+
+    assert isinstance(buffer, SharedBuffer)
+    expected = "the driver says so: VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED is 0 for cuda:0"
+    assert (memory.why_stays, buffer.why_stays) == (expected, expected)
+
+
+def test_a_sandbox_that_fails_at_the_trial_is_told_and_the_trial_leaves_nothing(fake, monkeypatch):
+    def refuse(memory, kind, flags):
+        return (OUT_OF_MEMORY,)
+
+    monkeypatch.setattr(virtual_memory.driver, "cuMemExportToShareableHandle", refuse)
+
+    assert virtual_memory.why_not(0).startswith("a trial on cuda:0 failed: refuse: ")
+    assert (fake.mapped, fake.reserved, fake.handles) == ({}, {}, {})
+
+
+def test_where_it_works_the_trial_leaves_nothing(fake):
+    before = descriptors()
+
+    assert virtual_memory.why_not(0) == ""
+    assert (fake.mapped, fake.reserved, fake.handles, descriptors()) == ({}, {}, {}, before)
+
+
+# ---- ranks in processes ---------------------------------------------------------------------------------------------
+
+
+def share(rank, world_size):
+    """Writes into every rank's memory, twice with a withdrawal between: what this rank then finds in its own."""
+    found = []
+    with installed(FakeDriver()) as fake:
+        meet = StoreRendezvous(dist.distributed_c10d._get_default_store(), "t", rank, world_size, timeout_s=20)
+        memory = ProcessMemory(rank, meet)
+        memory.check()
+        buffer = memory.allocate(NBYTES)
+        before = descriptors()
+        pointers = list(buffer.pointers)
+        for turn in range(2):
+            for peer, pointer in enumerate(buffer.pointers):
+                tensor_at(pointer, NBYTES)[peer * 100 + rank] = 10 * turn + rank + 1
+            meet.exchange(f"written {turn}", b"")
+            own = tensor_at(buffer.pointers[rank], NBYTES)[100 * rank : 100 * rank + world_size].tolist()
+            found.append(own)
+            meet.exchange(f"read {turn}", b"")
+            buffer.clear()
+            meet.exchange(f"cleared {turn}", b"")
+            memory.fill([buffer])
+        assert buffer.pointers == pointers
+        left = descriptors() - before
+        buffer.unmap()
+        buffer.free()
+        memory.close()
+        return found, left, (fake.mapped, fake.reserved, fake.handles), isinstance(buffer, VirtualBuffer)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_share_memory_whose_addresses_stay(world_size):
+    for found, left, held, is_virtual in run_ranks(share, world_size):
+        assert found == [[10 * turn + rank + 1 for rank in range(world_size)] for turn in range(2)]
+        assert (left, held, is_virtual) == (0, ({}, {}, {}), True)
+
+
+def fill_without_room(rank, world_size, poor):
+    """What a rank's allocation raised, whether it left something, and whether the next one worked."""
+    with installed(FakeDriver()) as fake:
+        meet = StoreRendezvous(dist.distributed_c10d._get_default_store(), "t", rank, world_size, timeout_s=20)
+        memory = ProcessMemory(rank, meet)
+        memory.check()
+        fake.left_nbytes = 0 if rank == poor else 1 << 40
+        try:
+            memory.allocate(NBYTES)
+        except (DriverError, CommunicatorError) as error:
+            said = str(error)
+        left = {**fake.mapped}, {**fake.reserved}, {**fake.handles}
+        fake.left_nbytes = 1 << 40
+        works = memory.allocate(NBYTES).resident
+        memory.close()
+        return said, left, works
+
+
+def test_a_rank_without_room_is_named_on_the_others_and_the_next_allocation_works():
+    said, left, works = zip(*run_ranks(fill_without_room, 3, 1), strict=True)
+
+    assert said[1].startswith("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY")
+    for other in (said[0], said[2]):
+        assert other.startswith("allocating failed on another rank\nrank 1: DriverError: cuMemCreate: CUDA_ERROR_OUT")
+    assert left == (({}, {}, {}),) * 3
+    assert works == (True,) * 3
+
+
+def reasons(world_size, prepare):
+    """Why each rank's memory stays; ranks are threads, and ``prepare(rank)`` says what a rank's trial finds."""
+    mine, store = threading.local(), dist.HashStore()
+
+    def check(rank):
+        mine.rank = rank
+        memory = ProcessMemory(rank, StoreRendezvous(store, "t", rank, world_size, timeout_s=5))
+        memory.check()
+        memory.close()
+        return memory.why_stays
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_memory, "_gpu", lambda index: str(mine.rank))
+        patch.setattr(peer_memory, "_unreachable", lambda device, gpus: "")
+        patch.setattr(virtual_memory, "why_not", lambda device: prepare(mine.rank))
+        with ThreadPoolExecutor(world_size) as pool:
+            return list(pool.map(check, range(world_size)))
+
+
+def test_if_one_rank_cannot_no_rank_does():
+    found = reasons(3, lambda rank: "it is a sandbox" if rank == 1 else "")
+
+    assert found == ["rank 1: it is a sandbox"] * 3
+
+
+def test_the_environment_can_ask_for_cuda_ipc(monkeypatch):
+    monkeypatch.setenv("GRAPHAR_CUDA_IPC", "1")
+
+    assert reasons(2, lambda rank: "") == ["rank 0: GRAPHAR_CUDA_IPC=1"] * 2
+
+
+def test_a_directory_that_is_not_trusted_is_the_reason(tmp_path):
+    (tmp_path / "sockets").mkdir(mode=0o755)
+
+    for found in reasons(2, lambda rank: ""):
+        assert found.startswith("rank 0: ")
+        assert "is not trusted" in found
+
+
+def test_where_all_ranks_can_there_is_no_reason():
+    assert reasons(2, lambda rank: "") == ["", ""]
