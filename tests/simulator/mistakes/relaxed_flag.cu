@@ -1,5 +1,5 @@
-// relaxed_flag: an all-reduce that pushes its payload and then a flag, with an ordering mistake. tokenspeed issue 351
-// has the same one; this kernel is written anew.
+// relaxed_flag: an all-reduce that pushes its payload and then a flag, with an ordering mistake. tokenspeed pull
+// request 351 mended the same one in another all-reduce; this kernel is written anew.
 //
 //   rank r: input -> scratch[p], slot r of this call's half, on every rank p; then a flag to every rank p
 //           scratch[r], all slots of that half -> sum -> output

@@ -1,5 +1,5 @@
 // relaxed_start: an all-reduce that reads its peers' staged inputs behind a barrier of all ranks, with an ordering
-// mistake. vLLM issue 57059 has the same one; this kernel is written anew.
+// mistake. vLLM issue 57059 reports the same one for ROCm; this kernel is written anew.
 //
 //   rank r: input -> scratch[r], stage of this call's half; barrier with every peer
 //           the stages of all ranks -> sum -> output

@@ -1,5 +1,5 @@
-// shared_counter: an all-reduce of two protocols, with one word for the counters of both. tokenspeed issue 351 has the
-// same mistake; this kernel is written anew.
+// shared_counter: an all-reduce of two protocols, with one word for the counters of both. tokenspeed pull request 351
+// mended a mistake of this kind, a count of finished blocks that two protocols shared; this kernel is written anew.
 //
 //   small tensors, pushed: input -> scratch[p], slot r of this call's half, on every rank p; signal every peer
 //                          scratch[r], all slots of that half -> sum -> output
