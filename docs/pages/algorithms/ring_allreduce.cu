@@ -6,10 +6,10 @@
 //     slot h                                      -> slot h + 1 on r + 1    for h = N-1 .. 2N-4
 //     slots N-2 .. 2N-3 (the first one with its addend) -> output
 //
-// In slot h arrives shard r-1-h, after h + 1 stores. Readiness travels in the data, (3) and (4) in sentinel.cuh. A word
-// is armed in time although no rank stores to any other than its successor: a sum has passed through every rank, and
-// every rank receives one before it ends, or makes it of a partial sum that has come from all others. So no rank ends a
-// call before all have begun it, by which (3) holds. One shard is enough for that, and a tensor has at least one pack.
+// In slot h arrives shard r-1-h, after h + 1 stores. Readiness travels in the data, (3) and (4) in sentinel.cuh. (3)
+// needs every rank to hear from every other in each call. Here it does so through others: a rank ends a call with a sum,
+// which has passed through all ranks, or which it made of a partial sum of all others. So all have begun the call, and
+// the successor has armed the other half in the one before. One shard is enough, and a tensor has at least one pack.
 #include "device/sync/sentinel.cuh"
 
 static_assert(interface_version == 1, "written for version 1 of graphar's headers");
