@@ -95,7 +95,7 @@ def host(session: nox.Session) -> None:
         session.error("the kernels need g++ 12 or newer to run on the CPU (Debian, Ubuntu: apt install g++)")
     install(session, "--editable", ".[dev]")
     workers = ("-n", "auto", "--dist", "worksteal")  # neighbours, often of one program, stay together
-    folders = ("tests/host", "tests/simulator", "tests/cli")
+    folders = ("tests/host", "tests/simulator", "tests/cli", "tests/algorithms")
     session.run("python", "-m", "pytest", *folders, "-m", "host", *workers, *session.posargs)
 
 

@@ -5,8 +5,8 @@ What holds for each page:
 - Its ```python blocks run as they stand, in order and in one namespace, on 2 ranks over gloo. The process group is
   there already, unless the page itself calls `init_process_group`. A block that begins with `# needs a GPU` runs where
   torch sees CUDA, and is only compiled elsewhere. One that begins with `# needs g++` is run by `nox -s host`, since it
-  compiles the simulator (tests/simulator/test_page.py). A page with a block that begins with `# pip install ...` is
-  skipped where one of these packages is missing.
+  compiles the simulator (tests/simulator/test_page.py). Files that the page links to or asks to save are beside them. A
+  page with a block that begins with `# pip install ...` is skipped where one of these packages is missing.
 - Rows between `<!-- table: reports/... -->` and `<!-- end of table -->` have some of the report's columns, and are rows
   of the report.
 - Measured numbers in prose stand in a report that the page links to, or tests/test_docs_numbers.py computes them.

@@ -8,6 +8,8 @@ import io
 import os
 import re
 import shlex
+import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -24,6 +26,7 @@ BLOCKS = {path: found for path in PAGES if (found := blocks_of(path, "python"))}
 WORLD_SIZE = 2
 # Files that a page asks its reader to save.
 SAVED = re.compile(r"[Ss]ave it as\s`([\w.]+)`:\n\n```[a-z+]+\n(.*?)```", re.DOTALL)
+LINKED = re.compile(r"\]\(([\w/]+\.(?:cu|py))\)")  # files that a page has beside it
 CHEAP = ("explain",)  # commands of graphar that take no time
 
 every_page = pytest.mark.parametrize("path", BLOCKS, ids=lambda path: path.stem)
@@ -38,6 +41,8 @@ def test_every_block_of_python_runs_as_it_stands(path, tmp_path):
         pytest.skip(f"needs {' and '.join(missing)}")
     for name, text in SAVED.findall(path.read_text()):
         (tmp_path / name).write_text(text)
+    for name in LINKED.findall(path.read_text()):
+        shutil.copy(path.parent / name, tmp_path)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     backend = "cpu:gloo,cuda:nccl" if found else "gloo"
 
@@ -45,8 +50,9 @@ def test_every_block_of_python_runs_as_it_stands(path, tmp_path):
 
 
 def run_page(rank: int, world_size: int, blocks: list[Block], folder: str, port: int) -> None:
-    """Runs a page's blocks in one namespace, in an empty folder."""
+    """Runs a page's blocks in one namespace, in a folder with the page's files alone."""
     os.chdir(folder)
+    sys.path.insert(0, folder)
     if any("init_process_group(" in block.text for block in blocks):
         dist.destroy_process_group()
         os.environ.update(torchruns(rank, world_size, port))
