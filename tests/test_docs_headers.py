@@ -12,7 +12,7 @@ from docs import headers
 from docs.headers import CALLERS, PUBLIC, Entry
 from graphar.runtime.arguments import Arguments
 from tests.outside import FOLDER as OUTSIDE
-from tests.pages import FOLDER
+from tests.pages import PAGES
 
 # By version, a hash of what the headers declare (`declarations`).
 INTERFACES = {1: "5b6ea279b4c00323"}
@@ -141,7 +141,7 @@ def test_the_page_has_every_public_header_and_every_field_of_the_arguments():
 
 
 def test_kernels_from_outside_include_public_headers_alone():
-    files = [FOLDER / "own_algorithms.md", *OUTSIDE.glob("*.cu*"), *(FOLDER / "algorithms").glob("*.cu")]
+    files = (*PAGES, *OUTSIDE.glob("*.cu*"), *(FOLDER / "algorithms").glob("*.cu"))
     texts = [one.read_text() for one in files]
     included = {name for text in texts for name in re.findall(r'^#include "(device/.+)"', text, re.MULTILINE)}
 

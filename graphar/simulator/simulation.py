@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
 import struct
 import subprocess
 import tempfile
@@ -23,10 +24,12 @@ from graphar.plan.scratch import MAX_RANKS, Scratch
 from graphar.runtime.arguments import Record
 from graphar.runtime.catalogue import file_of
 from graphar.runtime.compiler import source_directory
+from graphar.simulator.sanitizer_report import shortened
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours
 _BAD_CASE = 3  # the exit status with which sources/run.cpp says so
+_MOST_TEXT = 6000  # of a failure
 ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:history_size=4",
     "ASAN_OPTIONS": "detect_stack_use_after_return=0:exitcode=66:detect_leaks=0",
@@ -180,7 +183,7 @@ class Simulation:
             KernelFailure: a sanitizer found something, or the kernels did not end.
             UnsupportedError: ThreadSanitizer cannot run on this machine.
         """
-        done, found, step = self._execute(calls)
+        done, found, shown = self._execute(calls)
         if "unexpected memory mapping" in done.stderr:
             raise UnsupportedError(
                 "ThreadSanitizer cannot run with so random addresses: `sysctl vm.mmap_rnd_bits=28`, or `setarch -R`"
@@ -188,7 +191,8 @@ class Simulation:
         if done.returncode == _BAD_CASE:
             raise RuntimeError(f"the case was not understood: {done.stderr}")
         if done.returncode:
-            raise KernelFailure(f"exit status {done.returncode}\n{done.stderr[:6000]}", step)
+            step, *addresses = shown or (0,)
+            raise KernelFailure(self._reason(done, addresses, _largest_nbytes(calls)), step)
         return self._decode(found, calls)
 
     def last_steps(self, calls: Sequence[Call], step: int) -> str:
@@ -199,24 +203,34 @@ class Simulation:
         done, _, _ = self._execute(calls, str(step))
         return done.stderr
 
-    def _execute(self, calls: Sequence[Call], *arguments: str) -> tuple[subprocess.CompletedProcess[str], bytes, int]:
-        """Runs the program. Returns how it ended, what it found, and its last step."""
+    def _reason(self, done: subprocess.CompletedProcess[str], addresses: Sequence[int], tensor_nbytes: int) -> str:
+        """Returns what a failed run says, in words. ``addresses`` are what its third file shows of memory."""
+        whose = [f"rank {rank}'s {what}" for rank in range(self.world_size) for what in ("scratch", "input", "output")]
+        sizes = [self.scratch.nbytes, tensor_nbytes, tensor_nbytes] * self.world_size
+        regions = dict(zip(whose, zip(addresses, sizes, strict=False), strict=False))
+        if done.returncode < 0 and not done.stderr:
+            return f"ended by {signal.Signals(-done.returncode).name}: a thread accessed memory that is no rank's"
+        return shortened(done.stderr, regions)[:_MOST_TEXT]
+
+    def _execute(
+        self, calls: Sequence[Call], *arguments: str
+    ) -> tuple[subprocess.CompletedProcess[str], bytes, tuple[int, ...]]:
+        """Runs the program. Returns how it ended, what it found, and the numbers of its third file (run.cpp)."""
         with tempfile.TemporaryDirectory() as folder:
-            case, found, step = (Path(folder, name) for name in ("case", "found", "step"))
+            case, found, shown = (Path(folder, name) for name in ("case", "found", "shown"))
             case.write_bytes(self._encode(calls))
-            command = [str(self.program), str(case), str(found), str(step), *arguments]
+            command = [str(self.program), str(case), str(found), str(shown), *arguments]
             try:
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=self.environment
                 )
             except subprocess.TimeoutExpired:
                 done = subprocess.CompletedProcess(command, -1, "", f"stuck: no end within {TIMEOUT_S:g} s\n")
-            number = int.from_bytes(step.read_bytes(), "little") if step.exists() else 0
-            return done, found.read_bytes() if found.exists() else b"", number
+            numbers = shown.read_bytes() if shown.exists() else b""
+            numbers = struct.unpack(f"{len(numbers) // 8}Q", numbers)
+            return done, found.read_bytes() if found.exists() else b"", numbers
 
     def _encode(self, calls: Sequence[Call]) -> bytes:
-        largest = max(max(x.nbytes for x in call.inputs) + call.offset for call in calls)
-        largest = max([largest, *(n + call.offset for call in calls for n in call.output_nbytes)])
         header = _Case(
             self.world_size,
             len(calls),
@@ -230,7 +244,7 @@ class Simulation:
             self.communicators,
             self.seed,
             self.scratch.nbytes,
-            largest,
+            _largest_nbytes(calls),
             max(call.prefetch_nbytes for call in calls),
         )
         data = b"".join(_raw(x) for call in calls for x in call.inputs)
@@ -295,6 +309,12 @@ class Simulation:
             counts = head.broken_guards, head.unmarked_polls, head.released_polls, head.sent_nbytes
             outcomes.append(Outcome(results, head.record, head.seen, *counts, hashes, head.gave_up_at, ended_at))
         return outcomes
+
+
+def _largest_nbytes(calls: Sequence[Call]) -> int:
+    """Returns the bytes of each rank's memory for inputs, and for outputs."""
+    largest = max(max(x.nbytes for x in call.inputs) + call.offset for call in calls)
+    return max([largest, *(n + call.offset for call in calls for n in call.output_nbytes)])
 
 
 def _raw(x: torch.Tensor) -> bytes:

@@ -21,6 +21,7 @@ LEFT_OUT = Mutation(
     "    output.store(i, sum_in_order<T, N, Order, Out>(part, epilogue));",
     "    if (i != 3) output.store(i, sum_in_order<T, N, Order, Out>(part, epilogue));",
 )
+FAR = Mutation("allreduce/one_shot_push.cu", "slots + i, part", "slots + i + 100000, part")
 NOT_ORDERED = Mutation(PAD, SET, NOT_RELEASED)
 
 
@@ -78,6 +79,18 @@ def test_a_flag_that_is_never_sent_is_told_as_the_wait_for_it():
 
 
 @pytest.mark.host
+@pytest.mark.parametrize("sanitizer", simulator.SANITIZERS)
+def test_a_wait_without_a_deadline_is_told(sanitizer):
+    uncounted = Mutation(PAD, "  u32 spins = 0;\n", ""), Mutation(PAD, "++spins % spins_a_look != 0", "true")
+    asked = PLAIN | {"sanitizers": [sanitizer]}
+
+    (failure,) = simulator.run("one_shot", **asked, numel=(9,), mutations=(NEVER_SENT, *uncounted), seeds=1).failures
+
+    assert failure.what == "stuck: the threads wait without a deadline"
+    assert re.search(r"load_acquire_sys of rank 1's scratch, byte \d*0 sees 0x0 \(\d{6,} times\)", failure.last_steps)
+
+
+@pytest.mark.host
 def test_a_race_is_told_with_the_sanitizers_report_and_the_last_steps():
     asked = PLAIN | {"sanitizers": ["thread"]}
 
@@ -85,8 +98,22 @@ def test_a_race_is_told_with_the_sanitizers_report_and_the_last_steps():
 
     assert failure.numel is None
     assert "calls of 9, 9, 9, 9 elements" in str(failure)
-    assert "ThreadSanitizer: data race" in failure.what
+    assert re.search(
+        r"ThreadSanitizer: data race\n  Read of size \d at rank \d's scratch, byte \d+ by rank \d", failure.what
+    )
+    assert "run.cpp" not in failure.what
     assert "store_relaxed_sys to rank" in failure.last_steps
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("sanitizer", ["plain", "address"])
+def test_an_access_far_out_of_bounds_is_told_by_the_memory_that_it_is_nearest_to(sanitizer):
+    asked = PLAIN | {"sanitizers": [sanitizer]}
+
+    (failure,) = simulator.run("one_shot_push", **asked, numel=(1000,), mutations=(FAR,)).failures
+
+    assert "SEGV" in failure.what
+    assert sanitizer == "plain" or re.search(r"rank \d's scratch, byte \d+ of 8000, out of bounds", failure.what)
 
 
 @pytest.mark.parametrize(

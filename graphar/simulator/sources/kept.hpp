@@ -26,6 +26,16 @@ inline char* take(size_t nbytes) {
   return std::exchange(next, next + nbytes);
 }
 
+// Memory with nothing near it, so that an access far out of bounds is none to other data.
+inline char* take_apart(size_t nbytes) {
+  constexpr size_t page = 4096, gap_nbytes = size_t(64) << 20;
+  const size_t room = (nbytes + page - 1) / page * page;
+  char* const whole = static_cast<char*>(map(room + 2 * gap_nbytes));
+  mprotect(whole, gap_nbytes, PROT_NONE);
+  mprotect(whole + gap_nbytes + room, gap_nbytes, PROT_NONE);
+  return whole + gap_nbytes;
+}
+
 template <class T>
 struct Kept {
   using value_type = T;

@@ -1,8 +1,8 @@
 // Runs a case: calls of one algorithm's kernels on every rank. Reads it from the first file, and writes what came out to
 // the second; simulation.py makes the one and reads the other. Exits with 0 if every call came to an end.
 //
-// The third file has the number of the scheduler's step, however the run ends. With a number after it, the run prints
-// what the threads did last before the step of this number, and ends there.
+// The third file has the number of the scheduler's step, however the run ends, and where the ranks' memory lies. With a
+// number after it, the run prints what the threads did last before the step of this number, and ends there.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "device/ptx/ptx.cuh"
+#include "kept.hpp"
 #include "kernels.hpp"
 #include "multicast.hpp"
 #include "sanitizers.hpp"
@@ -65,7 +66,7 @@ class Region {
  public:
   void allocate(size_t n) {
     nbytes_ = (n + 127) / 128 * 128 + 2 * guard_nbytes;
-    const u64 at = reinterpret_cast<u64>(simulator::make_memory(nbytes_ + guard_nbytes));
+    const u64 at = reinterpret_cast<u64>(simulator::take_apart(nbytes_ + guard_nbytes));
     bytes_ = reinterpret_cast<char*>((at + guard_nbytes - 1) / guard_nbytes * guard_nbytes);
   }
 
@@ -358,39 +359,49 @@ void look_at_records() {
 
 // Where an address lies, in words.
 std::string name_of(const void* address) {
-  const char* const at = static_cast<const char*>(address);
-  const auto within = [=](const char* begin, size_t nbytes, const std::string& name) {
-    return begin <= at && at < begin + nbytes ? name + ", byte " + std::to_string(at - begin) : std::string();
+  constexpr long long near_nbytes = 64 << 20;
+  long long nearest = near_nbytes;
+  std::string name = "other memory";
+  const auto look = [&](const char* begin, long long nbytes, const std::string& what) {
+    const long long byte = static_cast<const char*>(address) - begin;
+    const long long beside = byte < 0 ? -byte : byte < nbytes ? 0 : byte - nbytes + 1;
+    if (beside >= nearest) return;
+    nearest = beside;
+    name = what + ", byte " + std::to_string(byte) + (beside ? " of " + std::to_string(nbytes) + ", out of bounds" : "");
   };
-  std::string name = within(multicast.base, the_case.scratch_nbytes, "every rank's scratch");
-  for (u32 m = 0; m < ranks.size() && name.empty(); ++m) {
-    Rank& rank = ranks[m];
+  look(multicast.base, the_case.scratch_nbytes, "every rank's scratch");
+  for (u32 m = 0; m < ranks.size(); ++m) {
     const std::string whose = "rank " + std::to_string(m % the_case.world_size) + "'s ";
-    name = within(rank.scratch.data(), the_case.scratch_nbytes, whose + "scratch");
-    if (name.empty()) name = within(rank.input.data(), the_case.tensor_nbytes, whose + "input");
-    if (name.empty()) name = within(rank.output.data(), the_case.tensor_nbytes, whose + "output");
+    look(ranks[m].scratch.data(), the_case.scratch_nbytes, whose + "scratch");
+    look(ranks[m].input.data(), the_case.tensor_nbytes, whose + "input");
+    look(ranks[m].output.data(), the_case.tensor_nbytes, whose + "output");
   }
-  return name.empty() ? "other memory" : name;
+  return name;
 }
 
 void print_last_steps() { std::fprintf(stderr, "%s", simulator::last_steps(the_case.world_size, name_of).c_str()); }
 
-u64* step_shown;  // in the third file
+u64* shown;  // the third file: the step; then for each rank where scratch, input and output begin
 u64 last_step = 0;
 
 void look() {
-  *step_shown = simulator::step_number();
+  shown[0] = simulator::step_number();
   look_at_records();
   if (last_step == 0 || simulator::step_number() < last_step) return;
   print_last_steps();
   std::_Exit(0);
 }
 
-void show_step_in(const char* path) {
+void show_in(const char* path) {
+  const size_t nbytes = (1 + 3 * ranks.size()) * sizeof(u64);
   const int file = open(path, O_RDWR | O_CREAT, 0600);
-  if (file < 0 || ftruncate(file, sizeof(u64))) std::exit(3);
-  step_shown = static_cast<u64*>(mmap(nullptr, sizeof(u64), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
-  if (step_shown == MAP_FAILED) std::exit(3);
+  if (file < 0 || ftruncate(file, nbytes)) std::exit(3);
+  void* const mapped = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (mapped == MAP_FAILED) std::exit(3);
+  shown = static_cast<u64*>(mapped);
+  u64* at = shown;
+  for (Rank& rank : ranks)
+    for (Region* region : {&rank.scratch, &rank.input, &rank.output}) *++at = reinterpret_cast<u64>(region->data());
 }
 
 void write_results(const char* path) {
@@ -411,10 +422,10 @@ void write_results(const char* path) {
 
 int main(int count, char** argv) {
   read_case(argv[1]);
-  show_step_in(argv[3]);
   if (count > 4) last_step = std::stoull(argv[4]);
   meetings = std::vector<std::atomic<u32>>(2 * the_case.calls);
   for (Rank& rank : ranks) prepare(rank);
+  show_in(argv[3]);
   look_at_poll = look_at_mark;
   simulator::not_noted = {ranks.data(), ranks.data() + ranks.size()};  // counters and records
   simulator::look_at_store = look_at_target;
@@ -427,8 +438,8 @@ int main(int count, char** argv) {
   const simulator::End end = simulator::run(streams, the_case.world_size, the_case.room, the_case.seed, look);
   if (end != simulator::complete) {
     const bool all_wait = end == simulator::stuck;
-    std::fprintf(stderr, "stuck: the threads %s\n", all_wait ? "wait for one another" : "have not ended for too long");
-    return 4;
+    std::fprintf(stderr, "stuck: the threads %s\n", all_wait ? "wait for one another" : "wait without a deadline");
+    std::_Exit(4);  // the threads are left as they are
   }
   for (auto& words : order_of_kernels)
     for (auto& word : words) word.load(std::memory_order_acquire);

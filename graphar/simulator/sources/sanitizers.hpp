@@ -7,6 +7,7 @@
 extern "C" {
 __attribute__((weak)) void* __tsan_get_current_fiber();
 __attribute__((weak)) void* __tsan_create_fiber(unsigned flags);
+__attribute__((weak)) void __tsan_set_fiber_name(void* fiber, const char* name);
 __attribute__((weak)) void __tsan_destroy_fiber(void* fiber);
 __attribute__((weak)) void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 __attribute__((weak)) void __tsan_acquire(void* address);

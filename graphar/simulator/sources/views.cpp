@@ -67,6 +67,11 @@ Views make_views() {
   return views;
 }
 
+void name_views(const Views& views, const char* name) {
+  for (Observer observer : views.of)
+    if (observer) __tsan_set_fiber_name(observer, name);
+}
+
 void forget(const Views& views) {
   for (Observer observer : views.of)
     if (observer) forget_observer(observer);

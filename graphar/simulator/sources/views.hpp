@@ -31,6 +31,7 @@ struct Views {
 };
 
 Views make_views();
+void name_views(const Views& views, const char* name);  // in reports
 void forget(const Views& views);
 
 // Attributes later accesses to this observer.
