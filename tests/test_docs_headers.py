@@ -12,7 +12,7 @@ from docs import headers
 from docs.headers import CALLERS, PUBLIC, Entry
 from graphar.runtime.arguments import Arguments
 from tests.outside import FOLDER as OUTSIDE
-from tests.pages import PAGES
+from tests.pages import FOLDER, PAGES
 
 # By version, a hash of what the headers declare (`declarations`).
 INTERFACES = {1: "5b6ea279b4c00323"}
