@@ -4,8 +4,9 @@ What holds for each page:
 
 - Its ```python blocks run as they stand, in order and in one namespace, on 2 ranks over gloo. The process group is
   there already, unless the page itself calls `init_process_group`. A block that begins with `# needs a GPU` runs where
-  torch sees CUDA, and is only compiled elsewhere. Files that the page links to or asks to save are beside them. A page
-  with a block that begins with `# pip install ...` is skipped where one of these packages is missing.
+  torch sees CUDA, and is only compiled elsewhere. One that begins with `# needs g++` is run by `nox -s host`, since it
+  compiles the simulator (tests/simulator/test_page.py). Files that the page links to or asks to save are beside them. A
+  page with a block that begins with `# pip install ...` is skipped where one of these packages is missing.
 - Rows between `<!-- table: reports/... -->` and `<!-- end of table -->` have some of the report's columns, and are rows
   of the report.
 - Measured numbers in prose stand in a report that the page links to, or tests/test_docs_numbers.py computes them.
@@ -22,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pages"
 PAGES = [ROOT / "README.md", *sorted(FOLDER.rglob("*.md"))]
-NEEDS_GPU = "# needs a GPU"
+NEEDS_GPU, NEEDS_COMPILER = "# needs a GPU", "# needs g++"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Block:
     language: str
     line: int
     text: str
+
+    def runs(self, has_gpu: bool) -> bool:
+        """Whether it runs with its page."""
+        return not self.text.startswith(NEEDS_COMPILER) and (has_gpu or not self.text.startswith(NEEDS_GPU))
 
     def packages(self) -> list[str]:
         """The packages of the `# pip install` that it begins with."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import graphar
 from graphar.cli.main import main
 from perf import __main__ as perf_command
-from tests.pages import FOLDER, NEEDS_GPU, PAGES, ROOT, Block, blocks_of
+from tests.pages import FOLDER, PAGES, ROOT, Block, blocks_of
 from tests.processes import run_ranks
 
 BLOCKS = {path: found for path in PAGES if (found := blocks_of(path, "python"))}
@@ -59,7 +59,7 @@ def run_page(rank: int, world_size: int, blocks: list[Block], folder: str, port:
     names: dict[str, object] = {"__name__": "__main__"}
     with contextlib.redirect_stdout(io.StringIO()):
         for block in blocks:
-            if torch.cuda.is_available() or not block.text.startswith(NEEDS_GPU):
+            if block.runs(torch.cuda.is_available()):
                 exec(block.compiled(), names)
     graphar.disable()
 

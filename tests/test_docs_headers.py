@@ -141,7 +141,7 @@ def test_the_page_has_every_public_header_and_every_field_of_the_arguments():
 
 
 def test_kernels_from_outside_include_public_headers_alone():
-    files = (*PAGES, *OUTSIDE.glob("*.cu*"), *(FOLDER / "algorithms").glob("*.cu"))
+    files = [*PAGES, *OUTSIDE.glob("*.cu*"), *(FOLDER / "algorithms").glob("*.cu")]
     texts = [one.read_text() for one in files]
     included = {name for text in texts for name in re.findall(r'^#include "(device/.+)"', text, re.MULTILINE)}
 
