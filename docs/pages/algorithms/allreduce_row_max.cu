@@ -14,7 +14,7 @@ static_assert(interface_version == 1, "written for version 1 of graphar's header
 
 constexpr u32 columns = 1024;  // as COLUMNS in allreduce_row_max.py; a multiple of 8
 
-// The largest magnitude of a pack's elements, and `m`, as bits. Sums have the canonical NaN alone, which is the largest.
+// The largest magnitude of a pack's elements, and `m`, as bits. Sums have one NaN, the canonical one: the largest.
 template <class T>
 __device__ __forceinline__ u32 largest(u32 m, const Pack& p) {
 #pragma unroll

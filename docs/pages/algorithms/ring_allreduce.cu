@@ -7,9 +7,9 @@
 //     slots N-2 .. 2N-3 (the first one with its addend) -> output
 //
 // In slot h arrives shard r-1-h, after h + 1 stores. Readiness travels in the data, (3) and (4) in sentinel.cuh. (3)
-// needs every rank to hear from every other in each call. Here it does so through others: a rank ends a call with a sum,
-// which has passed through all ranks, or which it made of a partial sum of all others. So all have begun the call, and
-// the successor has armed the other half in the one before. One shard is enough, and a tensor has at least one pack.
+// needs every rank to hear from every other in each call. Here it does so through others: a rank ends a call with a
+// sum, which has passed through all ranks, or which it made of a partial sum of all others. So all have begun the call,
+// and the successor has armed the other half in the one before. One shard is enough, and no tensor is empty.
 #include "device/sync/sentinel.cuh"
 
 static_assert(interface_version == 1, "written for version 1 of graphar's headers");

@@ -20,13 +20,13 @@ def around_the_ring(tensors):
     """Adds shard s from rank s on around the ring, and rounds each partial sum to the dtype."""
     ranks, line = len(tensors), LINE_NBYTES // tensors[0].itemsize
     shard = -(-tensors[0].numel() // (ranks * line)) * line
-    shards = list(zip(*(x.flatten().split(shard) for x in tensors), strict=True))
-    for s, of_ranks in enumerate(shards):
+    sums = []
+    for s, of_ranks in enumerate(zip(*(x.flatten().split(shard) for x in tensors), strict=True)):
         total = of_ranks[s]
         for hop in range(1, ranks):
             total = graphar.reference.allreduce([total, of_ranks[(s + hop) % ranks]])
-        shards[s] = total
-    return torch.cat(shards).view_as(tensors[0])
+        sums.append(total)
+    return torch.cat(sums).view_as(tensors[0])
 
 
 ring_allreduce = graphar.load_algorithm(
