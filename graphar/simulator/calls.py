@@ -37,7 +37,7 @@ def draw(subject: Subject, row: Row, world_size: int, dtype: torch.dtype, numels
 
     ``row`` has the scratch, and ``numels`` are the elements of a tensor, or of the largest rank's part.
     """
-    choices = random.Random(f"{subject.algorithm} {world_size} {dtype} {seed}")
+    choices = random.Random(f"{subject.algorithm.kernel_name} {world_size} {dtype} {seed}")
     sizes = list(numels) * -(-FEWEST_CALLS // len(numels))
     choices.shuffle(sizes)
     variants = range(len(subject.variants))
