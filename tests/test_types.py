@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import PAGES, ROOT, blocks_of
+from tests.pages import FOLDER, PAGES, ROOT, blocks_of
 
 ORDINARY = """
 import torch
@@ -92,8 +92,9 @@ def test_ordinary_code_and_that_of_the_pages_pass_mypy(mypy):
     pages = {f"page_{path.stem}": "\n".join(block.text for block in blocks_of(path, "python")) for path in PAGES}
     pages = {name: LESS_STRICT + text for name, text in pages.items() if text}
     assert len(pages) > 2
+    imported = {path.stem: LESS_STRICT + path.read_text() for path in (FOLDER / "algorithms").glob("*.py")}
 
-    said = mypy(ordinary=ORDINARY, **pages)
+    said = mypy(ordinary=ORDINARY, **pages, **imported)
 
     assert said == ""
 

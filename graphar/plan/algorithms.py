@@ -68,6 +68,9 @@ class Algorithm(StrEnum):
             raise ValueError(f"algorithm {value!r} is not loaded in this process; graphar.load_algorithm loads it")
         return found
 
+    def __reduce_ex__(self, protocol: object) -> tuple[type[Algorithm], tuple[str]]:
+        return Algorithm, (self.value,)  # some releases of Python 3.11 pickle and copy a member as an attribute
+
     @property
     def index(self) -> int:
         """The number by which a kernel's time-out record names the algorithm. Processes may differ in it."""

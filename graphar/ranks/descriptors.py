@@ -13,11 +13,12 @@ import socket
 import stat
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 DIRECTORY_SWITCH = "GRAPHAR_SOCKET_DIR"
 _MOST_A_MESSAGE = 64  # descriptors; Linux takes at most 253
+_LONGEST_PATH = 107  # bytes of a Unix socket's path, without the zero at its end
 _WAIT_S = 10.0  # for a message that its sender is known to have sent
 _HEADER = struct.Struct("<QI")  # the number of the exchange, and how many descriptors the message has
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
@@ -39,7 +40,8 @@ class Channel:
         self.address = str(directory() / f"{os.getpid()}-{secrets.token_hex(8)}")
         self._listener = _socket()
         try:
-            self._listener.bind(self.address)
+            with _reachable(self.address) as path:
+                self._listener.bind(path)
             self._listener.listen(world_size)
         except OSError as error:
             self._listener.close()
@@ -53,7 +55,8 @@ class Channel:
         for rank in range(self._rank + 1, self._world_size):
             made = self._sockets[rank] = _socket()
             try:
-                made.connect(addresses[rank])
+                with _reachable(addresses[rank]) as path:
+                    made.connect(path)
                 made.sendall(struct.pack("<I", self._rank))
             except OSError as error:
                 raise OSError(
@@ -165,6 +168,20 @@ def close_all(descriptors: Sequence[int]) -> None:
     """Closes file descriptors."""
     for one in descriptors:
         os.close(one)
+
+
+@contextlib.contextmanager
+def _reachable(path: str) -> Iterator[str]:
+    """Yields a path of a socket that is short enough for one: a long one goes by a descriptor of its folder."""
+    if len(os.fsencode(path)) <= _LONGEST_PATH:
+        yield path
+        return
+    folder, name = os.path.split(path)
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
 
 
 def _socket() -> socket.socket:
