@@ -75,17 +75,17 @@ ROUNDED_SHARE = 2.0**-13  # tolerance for sums with cancellation, relative to th
 class Trial:
     """Runs one method on one layer. ``result`` is the result of the last call."""
 
-    def __init__(self, variant: Variant, layer: Layer, a: Tensor, w: Tensor) -> None:
-        self.variant, self.layer, self.a, self.w = variant, layer, a, w
+    def __init__(self, variant: Variant, layer: Layer, operands: Sequence[Tensor]) -> None:
+        self.variant, self.layer, self.operands = variant, layer, operands
         self.result: Tensor | None = None
 
     def run(self, iterations: int) -> None:
         for _ in range(iterations):
-            self.result = self.variant.call(self.a, self.w)
+            self.result = self.variant.call(*self.operands)
 
     def make_launch(self) -> Callable[[], None]:
         self.run(WARM_UP)
-        if not self.a.is_cuda:
+        if not self.operands[0].is_cuda:
             return partial(self.run, 1)
         return capture(partial(self.run, self.layer.iterations))
 
@@ -146,8 +146,8 @@ def measure(
     Args:
         count_wrong: runs a launch once more, and returns how many elements of this process's result are wrong.
     """
-    a, w = layer.operands(ranks.rank, ranks.device)
-    trials = ((f"{variant.name}, {layer}", Trial(variant, layer, a, w)) for variant in variants)
+    operands = layer.operands(ranks.rank, ranks.device)
+    trials = ((f"{variant.name}, {layer}", Trial(variant, layer, operands)) for variant in variants)
     ready, refused = agreed_launches(ranks, trials)
     yield from refused
     if not ready:

@@ -17,6 +17,7 @@ from graphar.matmul.overlap import Beside, Panels
 from graphar.matmul.products import takes_tiles
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec, codec
+from graphar.numerics.leaf_tree import LEAVES
 from graphar.plan.call import Call
 from graphar.plan.matmuls import is_skinny, owned_rows
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
@@ -56,7 +57,7 @@ class Layer:
     def repeats(self) -> int:
         return 9
 
-    def operands(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def operands(self, rank: int, device: torch.device) -> tuple[Tensor, ...]:
         """Returns this rank's activations and weight: normal data with a different seed on every rank.
 
         The result has the variance ``world_size``.
@@ -67,6 +68,11 @@ class Layer:
             for rows in (self.m, self.n)
         )
         return a, w.mul_(self.k**-0.5)
+
+    def whole(self, device: torch.device) -> Iterator[Tensor]:
+        """Yields the activations and the weight of the whole layer: those of all ranks, side by side."""
+        for parts in zip(*(self.operands(rank, device) for rank in range(self.world_size)), strict=True):
+            yield torch.cat(parts, 1)
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,9 @@ PARTITIONED = {
 }
 TILES = "graphar:tiles"
 INT8 = "_int8"  # the suffix of graphar's methods with the codec "int8"
+TP_INVARIANT = "graphar_tp_invariant"
 # The op with the partition "auto" and with each fixed one. With a codec, `matmul+graphar` is the partition "none".
-_GRAPHAR = ("graphar", f"graphar{INT8}", f"{AFTER}graphar{INT8}", TILES, f"{TILES}{INT8}", *PARTITIONED)
+_GRAPHAR = ("graphar", TP_INVARIANT, f"graphar{INT8}", f"{AFTER}graphar{INT8}", TILES, f"{TILES}{INT8}", *PARTITIONED)
 CUDA_METHODS = (
     *FLOORS,
     *(
@@ -163,24 +170,26 @@ class Variant:
     """A method that computes a matmul and sums its result.
 
     Attributes:
-        call: takes this rank's ``a`` and ``w``, enqueues one operation, and returns its result.
+        call: takes this rank's operands, enqueues one operation, and returns its result.
         serves: whether it is measured on a layer.
         exact: whether it promises the bits of graphar.reference for sums of graphar's products. Other methods round at
             every hop, or use torch's matmul.
         codec: the codec of an exact method; None: exact sums.
         summed: whether the result is a sum over ranks. Otherwise it is this rank's product.
+        whole: whether it promises the bits of one GPU that has the whole layer.
         keeps: objects that must live as long as the method, because its calls use only their addresses.
-        product: computes this rank's product of ``a`` and ``w``. For an exact method it has the op's bits.
+        product: computes this rank's product. For an exact method it has the op's bits.
     """
 
     name: str
-    call: Callable[[Tensor, Tensor], Tensor]
+    call: Callable[..., Tensor]
     serves: Callable[[Layer], bool] = lambda layer: True
     exact: bool = False
     codec: Codec | None = None
     summed: bool = True
+    whole: bool = False
     keeps: object = None
-    product: Callable[[Tensor, Tensor], Tensor] = own_product
+    product: Callable[..., Tensor] = own_product
 
 
 def make_variants(plan: FusedPlan, ranks: Ranks) -> tuple[list[Variant], list[str]]:
@@ -210,6 +219,9 @@ def _make(name: str) -> Variant:
     if name in PARTITIONED:
         call = partial(partitioned, *PARTITIONED[name])
         return Variant(name, call, serves=lambda layer: layer.m >= MIN_ROWS, exact=True, product=product_of_cuts)
+    if name == TP_INVARIANT:
+        call = partial(graphar.fused_matmul_allreduce, partition="tp_invariant")
+        return Variant(name, call, serves=lambda layer: LEAVES % layer.world_size == 0, whole=True)
     text = INT8[1:] if name.endswith(INT8) else ""
     by = {"exact": True, "codec": codec(text) if text else None}
     call = partial(graphar.fused_matmul_allreduce, codec=text or None)

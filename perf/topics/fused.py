@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -23,7 +23,7 @@ from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Figure, Mark, Rows
 from perf.choices import choice_table, choices, largest_loss
-from perf.fusion import Comparison, FusionRow, Trial, add_methods, is_far, measure, worlds_and_methods
+from perf.fusion import Cases, Comparison, FusionRow, Trial, add_methods, is_far, measure, worlds_and_methods
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks, agreed
@@ -38,10 +38,12 @@ from perf.peers.matmuls import (
     MIN_ROWS,
     ROWS,
     TILES,
+    TP_INVARIANT,
     FusedPlan,
     Layer,
     Variant,
     make_variants,
+    own_product,
     product_of_tiles,
 )
 from perf.report import (
@@ -53,12 +55,17 @@ from perf.report import (
     by_method,
     number,
     of_best_peer,
+    plural,
+    ratio,
+    ratio_cell,
     table,
+    time_cell,
     time_table,
     words_for,
 )
 from perf.timeline import DRAWN, Timeline, decode
 from perf.topics.allreduce import FAMILIES
+from perf.topics.matmul import sentence
 
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 
@@ -69,7 +76,10 @@ CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
     result = trial.result_of(launch, ranks).view(-1)
-    product = trial.variant.product(trial.a, trial.w).view(-1)
+    if trial.variant.whole:
+        alone = own_product(*trial.layer.whole(ranks.device), partition="tp_invariant")
+        return int(verify.differs(result, alone.view(-1)).sum())
+    product = trial.variant.product(*trial.operands).view(-1)
     if not trial.variant.summed:
         return int(is_far(result, product, [product]).sum())
     wrong = 0
@@ -150,7 +160,7 @@ def record(layer: Layer, ranks: Ranks) -> Timeline | str:
     """Returns a timeline of the layer, or a message that says why there is none. Collective."""
     recorder = Recorder(layer, ranks)
     variant = Variant(TILES, recorder, exact=True, product=product_of_tiles)
-    trial = Trial(variant, layer, *layer.operands(ranks.rank, ranks.device))
+    trial = Trial(variant, layer, layer.operands(ranks.rank, ranks.device))
     ranks.barrier()
     launch, reason = agreed(ranks, trial.make_launch)
     if reason:
@@ -214,6 +224,8 @@ Methods:
   chunk while the next one is multiplied. `split_n` splits the columns of the result instead. `@tma12`: the all-reduce
   is `two_shot_tma` with 12 thread blocks.
 - `..._int8`: the same method of graphar with the codec `int8`.
+- `graphar_tp_invariant`: `partition="tp_invariant"`. of_auto and of_torch: its time / the time of `graphar`, and of
+  torch's matmul followed by NCCL's all-reduce (gloo's on the CPU).
 
 A timeline shows one call of `graphar:tiles`, the last of several in a CUDA graph. Time 0 is the beginning of the first
 product. Consumer warps multiply; this includes waiting for loads. Then they add up all ranks' products for the rows
@@ -222,10 +234,11 @@ loads of the loader warp are not recorded. When senders and the loader have fini
 other ranks' sums into the output. A warp is idle before its first and after its last phase.
 
 Every result was verified on random data, on all ranks. graphar's products were summed by `graphar.reference`, and
-graphar's results compared with these sums bit for bit. The other methods use torch's products or round at every hop, so
-their error may be up to 3 machine epsilons of the sum of magnitudes plus 2^-13 of its largest value. The verified
-result comes from a replay of the timed graph. NVLink multicast was off for all methods, unless the user turned it
-on."""
+graphar's results compared with these sums bit for bit. Results of `graphar_tp_invariant` have the bits that one GPU
+computes from the whole activations and the whole weight. The other methods use torch's products or round at every
+hop, so their error may be up to 3 machine epsilons of the sum of magnitudes plus 2^-13 of its largest value. The
+verified result comes from a replay of the timed graph. NVLink multicast was off for all methods, unless the user
+turned it on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -274,7 +287,7 @@ on."""
         for sizes in dict.fromkeys((row.world_size, row.n, row.k) for row in self.rows):
             cases = by_method([row for row in self.rows if (row.world_size, row.n, row.k) == sizes], lambda row: row.m)
             every = time_table("M", {str(m): rows for m, rows in cases.items()})
-            body = [COMPARISON.table(cases), *choice_table("M", choices(cases, VARIANTS))]
+            body = [COMPARISON.table(cases), *choice_table("M", choices(cases, VARIANTS)), *invariance_table(cases)]
             body += ["Times of all methods:", every]
             figures = [COMPARISON.times_plot(cases), COMPARISON.ratios_plot(cases)]
             for one in self.timelines:
@@ -286,20 +299,29 @@ on."""
         return found
 
     def findings(self) -> list[str]:
-        loss = self.loss_of_auto()
-        return [f"The time of `auto` / the fastest variant's time is at most {loss}."] if loss else []
+        loss, cases = self.loss_of_auto(), self._cases()
+        found = [f"The time of `auto` / the fastest variant's time is at most {loss}."] if loss else []
+        for name, over in OF_INVARIANT.items():
+            ratios = {in_words(case): one for case, rows in cases.items() if (one := of_invariant(rows, over))}
+            found += [sentence(f"`tp_invariant` / {name}", plural(len(ratios), "case"), ratios)] if ratios else []
+        return found
 
     def loss_of_auto(self) -> str:
-        cases = by_method(self.rows, lambda row: (row.world_size, row.k, row.m))
-        found = choices(cases, VARIANTS)
-        return largest_loss({f"M = {m}, K = {k}, {n} ranks": one for ((n, k, m), _), one in found.items()})
+        found = choices(self._cases(), VARIANTS)
+        return largest_loss({in_words(case): one for (case, _), one in found.items()})
 
     def glance(self) -> Glance:
-        cases = by_method(self.rows, lambda row: (row.world_size, row.k, row.m))
-        found = of_best_peer(cases)
-        named = {f"M = {m}, K = {k}, {world_size} ranks": one for (world_size, k, m), one in found.items()}
+        named = {in_words(case): one for case, one in of_best_peer(self._cases()).items()}
         over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
         return Glance(f"graphar's time / the time of {over}, by number of rows", named)
+
+    def _cases(self) -> dict[tuple[int, int, int], dict[str, FusedRow]]:
+        return by_method(self.rows, lambda row: (row.world_size, row.k, row.m))
+
+
+def in_words(case: tuple[int, int, int]) -> str:
+    world_size, k, m = case
+    return f"M = {m}, K = {k}, {world_size} ranks"
 
 
 # For each method that uses the partition "auto": whether another method uses a fixed partition or two ops instead.
@@ -307,6 +329,26 @@ VARIANTS = {
     "graphar": lambda name: name == SEQUENCE or (name.startswith("graphar:") and not name.endswith(INT8)),
     f"graphar{INT8}": lambda name: name == f"{SEQUENCE}{INT8}" or (name.startswith("graphar:") and name.endswith(INT8)),
 }
+
+
+# By name, the methods that "tp_invariant" is compared with: the first that was measured.
+OF_INVARIANT = {"auto": ("graphar",), "torch": (f"{AFTER}nccl", f"{AFTER}gloo")}
+
+
+def of_invariant(rows: Mapping[str, FusedRow], over: Sequence[str]) -> float | None:
+    """Returns the time of "tp_invariant" / that of the first method of ``over`` that was measured."""
+    return ratio(rows.get(TP_INVARIANT), next((rows[name] for name in over if name in rows), None))
+
+
+def invariance_table(cases: Cases) -> list[str]:
+    """Returns a caption and a table with a row for each M; an empty list if "tp_invariant" was not measured."""
+    lines = [
+        [str(m), time_cell(rows[TP_INVARIANT]), *(ratio_cell(of_invariant(rows, one)) for one in OF_INVARIANT.values())]
+        for m, rows in cases.items()
+        if TP_INVARIANT in rows
+    ]
+    header = ["M", f"{TP_INVARIANT} (us)", *(f"of_{name}" for name in OF_INVARIANT)]
+    return ["The same bits at every number of ranks, `tp_invariant`:", table(header, lines)] if lines else []
 
 
 def recorded(one: Timeline) -> str:

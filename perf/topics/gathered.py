@@ -42,9 +42,9 @@ CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), (256,), 256
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
     result = trial.result_of(launch, ranks).view(-1)
-    rows = trial.layer.gathered(ranks.device)
-    expected = rows if trial.variant.name == ALLGATHER else torch.mm(rows, trial.w.t())
-    bits = promised(trial.variant, trial.a, trial.w, rows)
+    (a, w), rows = trial.operands, trial.layer.gathered(ranks.device)
+    expected = rows if trial.variant.name == ALLGATHER else torch.mm(rows, w.t())
+    bits = promised(trial.variant, a, w, rows)
     wrong = 0
     for window in verify.windows(result.numel()):
         found, near = result[window], expected.view(-1)[window]

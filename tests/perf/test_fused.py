@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import graphar
 from graphar.matmul import timelines
 from graphar.plan.tiles import MatmulTile
 from graphar.runtime.compiler import source_directory
@@ -16,7 +17,17 @@ from perf import __main__ as program
 from perf import fusion, timeline
 from perf.fusion import Trial
 from perf.harness.ranks import InProcessRanks, ProcessRanks
-from perf.peers.matmuls import CPU_METHODS, CUDA_METHODS, MIN_ROWS, FusedPlan, Layer, Variant, own_product
+from perf.peers.matmuls import (
+    CPU_METHODS,
+    CUDA_METHODS,
+    MIN_ROWS,
+    TP_INVARIANT,
+    FusedPlan,
+    Layer,
+    Variant,
+    make_variants,
+    own_product,
+)
 from perf.timeline import Event, Lane, Mean
 from perf.topics import fused
 from perf.topics.fused import Fused, FusedRow, count_wrong
@@ -117,11 +128,41 @@ def test_an_element_that_is_off_is_counted(exact, factor, wrong):
         product[3, 5] *= factor
         return product
 
-    a, w = A_LAYER.operands(0, torch.device("cpu"))
-    trial = Trial(Variant("one", call, exact=exact), A_LAYER, a, w)
+    trial = Trial(Variant("one", call, exact=exact), A_LAYER, A_LAYER.operands(0, torch.device("cpu")))
     launch = trial.make_launch()
 
     assert count_wrong(trial, launch, One(1)) == wrong
+
+
+@pytest.mark.parametrize(("partition", "is_right"), [("tp_invariant", True), ("none", False)])
+def test_one_answer_is_the_one_that_a_single_gpu_computes_from_the_whole_layer(partition, is_right):
+    parts = [A_LAYER.operands(rank, torch.device("cpu")) for rank in range(A_LAYER.world_size)]
+    variant = Variant("one", lambda a, w: summed(parts, partition), whole=True)
+    trial = Trial(variant, A_LAYER, parts[0])
+
+    assert (count_wrong(trial, trial.make_launch(), One(2)) == 0) == is_right
+
+
+def summed(parts, partition):
+    return graphar.fused_matmul_allreduce(*map(list, zip(*parts, strict=True)), partition=partition)[0]
+
+
+@pytest.mark.parametrize(("world_size", "serves"), [(2, True), (3, False), (4, True)])
+def test_one_answer_is_measured_on_as_many_ranks_as_a_tree_has(world_size, serves):
+    (variant,), _ = make_variants(FusedPlan("cpu", world_size, (16,), 32, (64,), (TP_INVARIANT,)), One(1))
+
+    assert variant.serves(Layer(world_size, 16, 32, 64)) == serves
+
+
+def test_one_answer_is_compared_with_auto_and_with_torchs_matmul_and_nccl():
+    found = Fused([*ROWS, row(TP_INVARIANT, 600.0)])
+
+    assert "| 4096 | 600 | 1.20 | 1.11 |" in found.sections()[0].body[-3]
+    assert found.findings()[1:] == [
+        "`tp_invariant` / auto over 1 case: geometric mean 1.200, at worst 1.20 (M = 4096, K = 2048, 4 ranks).",
+        "`tp_invariant` / torch over 1 case: geometric mean 1.111, at worst 1.11 (M = 4096, K = 2048, 4 ranks).",
+    ]
+    assert len(Fused(ROWS).findings()) == 1
 
 
 def test_where_no_method_serves_a_layer_there_is_no_row(group_of):

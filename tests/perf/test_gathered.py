@@ -95,8 +95,7 @@ class One(InProcessRanks):
 
 
 def wrong_of(name, call, exact):
-    a, w = A_LAYER.operands(0, CPU)
-    trial = Trial(Variant(name, call, exact=exact), A_LAYER, a, w)
+    trial = Trial(Variant(name, call, exact=exact), A_LAYER, A_LAYER.operands(0, CPU))
     return count_wrong(trial, trial.make_launch(), One(1))
 
 
