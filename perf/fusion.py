@@ -1,4 +1,4 @@
-"""The common code of `perf fused` and `perf gathered`, which time matmuls fused with a collective.
+"""The common code of `perf fused`, `fused_fp8` and `gathered`, which time matmuls fused with a collective.
 
 A report compares the fused op with its peers, and with the matmul alone and the collective alone (the floors).
 """
@@ -97,11 +97,15 @@ class Trial:
         return self.result
 
 
-def is_far(result: Tensor, expected: Tensor, parts: list[Tensor]) -> Tensor:
-    """Returns a mask of wrong elements. Rounding in sums, and products of another kernel, are allowed to differ."""
+def is_far(result: Tensor, expected: Tensor, parts: list[Tensor], lost: Sequence[Tensor] = ()) -> Tensor:
+    """Returns a mask of wrong elements. Rounding in sums, and products of another kernel, are allowed to differ.
+
+    Args:
+        lost: how much more each rank's product may differ.
+    """
     magnitude = sum(part.float().abs() for part in parts)
     share = verify.tolerance(result.dtype) + torch.finfo(result.dtype).eps
-    bound = magnitude * share + magnitude.max() * ROUNDED_SHARE
+    bound = magnitude * share + magnitude.max() * ROUNDED_SHARE + sum(lost)
     return ~((result.float() - expected.float()).abs() <= bound)
 
 
@@ -139,11 +143,12 @@ CountWrong = Callable[[Trial, Callable[[], None], Ranks], int]
 
 
 def measure(
-    layer: Layer, variants: list[Variant], ranks: Ranks, row: type[FusionRow], count_wrong: CountWrong
+    layer: Layer, variants: list[Variant], ranks: Ranks, row: Callable[..., FusionRow], count_wrong: CountWrong
 ) -> Iterator[FusionRow | str]:
     """Yields a row for each method that can run the layer, and a message for each that cannot. Collective.
 
     Args:
+        row: makes a row.
         count_wrong: runs a launch once more, and returns how many elements of this process's result are wrong.
     """
     operands = layer.operands(ranks.rank, ranks.device)

@@ -140,6 +140,7 @@ MARKS = {
     "leaves": {"rows": lambda row: row["wrong"]},
     "fp8": {"rows": lambda row: row["wrong"]},
     "fused": {"rows": lambda row: row["wrong"], "timelines": lambda timeline: timeline["wrong"]},
+    "fused_fp8": {"rows": lambda row: row["wrong"]},
     "gathered": {"rows": lambda row: row["wrong"]},
     "model": dict.fromkeys(("rows", "generations", "calls", "sequences"), lambda row: row["wrong"]),
     "training": {"rows": lambda row: not row["outcome"]["same_bits"]},

@@ -43,6 +43,9 @@ class Layer:
     n: int
     k: int
 
+    def __str__(self) -> str:
+        return f"{self.world_size} ranks, {self.m} x {self.n} x {self.k}"
+
     @property
     def nbytes(self) -> int:
         """The bytes of the result in bfloat16."""
@@ -195,21 +198,24 @@ class Variant:
 def make_variants(plan: FusedPlan, ranks: Ranks) -> tuple[list[Variant], list[str]]:
     """Returns the plan's methods in its order, and why some are missing. Allocates all memory. Collective."""
     others = [name for name in plan.methods if name.startswith(AFTER) and not name.endswith(INT8)]
-    reductions = [name.removeprefix(AFTER) for name in others]
-    largest = max(layer.nbytes for layer in plan.layers())
-    found, skipped = catalogue.make_methods(
-        Plan(plan.device, plan.world_size, "process", ("bfloat16",), tuple(reductions), largest), ranks
-    )
-    made = {f"{AFTER}{method.name}": after_matmul(method) for method in found}
+    found, skipped = make_sums(plan, [name.removeprefix(AFTER) for name in others], ranks)
+    made = {f"{AFTER}{method.name}": after_matmul(method, f"{AFTER}{method.name}", torch_mm) for method in found}
     made |= {name: _make(name) for name in plan.methods if name not in others}
     return [made[name] for name in plan.methods if name in made], skipped
 
 
+def make_sums(plan: FusedPlan, names: Sequence[str], ranks: Ranks) -> tuple[list[Method], list[str]]:
+    """Returns all-reduces of the plan's results, and why some are missing. Allocates all memory. Collective."""
+    largest = max(layer.nbytes for layer in plan.layers())
+    sums = Plan(plan.device, plan.world_size, "process", ("bfloat16",), tuple(names), largest)
+    return catalogue.make_methods(sums, ranks)
+
+
 def _make(name: str) -> Variant:
     if name == MATMUL:
-        return Variant(name, lambda a, w: torch.mm(a, w.t()), summed=False)
+        return Variant(name, torch_mm, summed=False)
     if name == ALLREDUCE:
-        return Variant(name, Alone(), exact=True)
+        return Variant(name, Alone(own_product), exact=True)
     if name.startswith(CHUNKED):
         return Variant(
             name, partial(chunked, count=int(name.removeprefix(CHUNKED))), serves=lambda layer: layer.m >= MIN_ROWS
@@ -233,21 +239,24 @@ def _make(name: str) -> Variant:
     return Variant(name, call, product=partial(product_of_auto, text), **by)
 
 
-def after_matmul(method: Method) -> Variant:
-    """Returns torch's matmul followed by an all-reduce.
+def torch_mm(a: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.mm(a, w.t(), out=out)
 
-    If the all-reduce needs its input in a buffer, the matmul writes into that buffer.
+
+def after_matmul(method: Method, name: str, multiply: Callable[..., Tensor]) -> Variant:
+    """Returns a matmul followed by an all-reduce.
+
+    Args:
+        multiply: takes a rank's operands and ``out``, and returns its product. If the all-reduce needs its input in a
+            buffer, ``out`` is that buffer. Otherwise it is None.
     """
 
-    def call(a: Tensor, w: Tensor) -> Tensor:
+    def call(a: Tensor, w: Tensor, *scales: Tensor) -> Tensor:
         shape = (len(a), len(w))
-        if method.buffer is None:
-            product = torch.mm(a, w.t())
-        else:
-            product = torch.mm(a, w.t(), out=method.buffer[: len(a) * len(w)].view(shape))
-        return method.call(product.view(-1)).view(shape)
+        out = None if method.buffer is None else method.buffer[: len(a) * len(w)].view(shape)
+        return method.call(multiply(a, w, *scales, out=out).view(-1)).view(shape)
 
-    return Variant(f"{AFTER}{method.name}", call, lambda layer: method.serves(layer.nbytes), keeps=method)
+    return Variant(name, call, lambda layer: method.serves(layer.nbytes), keeps=method)
 
 
 def in_tiles(layer: Layer) -> bool:
@@ -256,15 +265,16 @@ def in_tiles(layer: Layer) -> bool:
 
 
 class Alone:
-    """graphar's all-reduce alone. The product is computed before timing."""
+    """graphar's all-reduce alone. The product of a rank's operands is computed before timing."""
 
-    def __init__(self) -> None:
+    def __init__(self, multiply: Callable[..., Tensor]) -> None:
+        self._multiply = multiply
         self._product: tuple[tuple, Tensor] | None = None
 
-    def __call__(self, a: Tensor, w: Tensor) -> Tensor:
-        key = (a.data_ptr(), w.data_ptr(), a.shape, w.shape)
+    def __call__(self, *operands: Tensor) -> Tensor:
+        key = tuple((one.data_ptr(), one.shape) for one in operands)
         if self._product is None or self._product[0] != key:
-            self._product = key, own_product(a, w)
+            self._product = key, self._multiply(*operands)
         return graphar.allreduce(self._product[1])
 
 

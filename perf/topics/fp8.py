@@ -168,13 +168,19 @@ LOST = 2.0**-11
 def exact(method: str, given: Operands, call: int) -> tuple[Tensor, Tensor]:
     """Returns the scaled product in fp64, and the sum of the magnitudes of each element's terms."""
     x, w = given.a.double(), given.weight(call).double()
-    if method in (BLOCKS, TORCH_BLOCKS):
-        (n, k), (of_a, of_w) = w.shape, given.of_blocks
-        x = x * of_a.repeat_interleave(BLOCK, 1)[:, :k]
-        w = w * of_w.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
-    elif method != BF16:
-        x, w = x * given.of_rows[0], w * given.of_rows[1].t()
+    if method != BF16:
+        a_scale, w_scale = given.scales(method)
+        w_scale = w_scale if method in (BLOCKS, TORCH_BLOCKS) else w_scale.t()
+        x, w = x * of_elements(a_scale, x), w * of_elements(w_scale, w)
     return x @ w.t(), x.abs() @ w.abs().t()
+
+
+def of_elements(scale: Tensor, x: Tensor) -> Tensor:
+    """Returns the scales of ``x``, of rows or of blocks, in a shape that can be multiplied by ``x``."""
+    for axis, size in enumerate(x.shape):
+        if scale.shape[axis] not in (1, size):
+            scale = scale.repeat_interleave(BLOCK, axis).narrow(axis, 0, size)
+    return scale
 
 
 def count_wrong(method: str, launch: Callable[[], None], given: Operands, calls: int) -> int:

@@ -301,7 +301,7 @@ class Fsdp(Report):
 
     name: ClassVar[str] = "fsdp"
     title: ClassVar[str] = "Training with fully_shard (FSDP2)"
-    order: ClassVar[int] = 15
+    order: ClassVar[int] = 16
     help: ClassVar[str] = "time training steps of a sharded model with torch's and graphar's collectives"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--layers 4 --steps 10", quick_on_cpu="--steps 10")
     notes: ClassVar[str] = f"""\

@@ -297,7 +297,7 @@ class Training(Report):
     name: ClassVar[str] = "training"
     command: ClassVar[str] = "train"
     title: ClassVar[str] = "Training with quantised gradients"
-    order: ClassVar[int] = 13
+    order: ClassVar[int] = 14
     help: ClassVar[str] = "train small models with exact and with quantised gradients"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--seeds 1 --steps 200",

@@ -17,6 +17,7 @@ from perf.topics.fp8 import METHODS as SCALED_METHODS
 from perf.topics.fp8 import Scaled, ScaledRow
 from perf.topics.fsdp import Fsdp, FsdpRow
 from perf.topics.fused import Fused, FusedRow
+from perf.topics.fused_fp8 import FusedFp8, FusedFp8Row
 from perf.topics.gathered import Gathered, GatheredRow
 from perf.topics.host import Host
 from perf.topics.leaves import METHODS as LEAF_METHODS
@@ -61,6 +62,10 @@ def spread(median, last="p99"):
 
 def fused_row(method, time_us, wrong=0, m=4096):
     return FusedRow(method, 4, m, 8192, 2048, spread(time_us), wrong)
+
+
+def fused_fp8_row(method, time_us, wrong=0, m=4096, scales="rows"):
+    return FusedFp8Row(method, 4, m, 8192, 2048, spread(time_us), wrong, scales)
 
 
 def gathered_row(method, time_us, wrong=0, m=4096):
@@ -173,6 +178,7 @@ REPORTS = [
     Leaves([leaves_row(method, 200.0) for method in LEAF_METHODS], skipped=["4 x 4 x 4: misaligned"]),
     Scaled([scaled_row(method, 200.0) for method in SCALED_METHODS], skipped=["4 x 4 x 4: misaligned"]),
     Fused([fused_row("graphar", 400.0), fused_row("matmul+nccl", 500.0)], [TIMELINE]),
+    FusedFp8([fused_fp8_row("graphar", 400.0), fused_fp8_row("scaled_mm+nccl", 500.0)]),
     Gathered([gathered_row("graphar", 400.0), gathered_row("nccl+matmul", 500.0)]),
     Model(
         [model_row("alone", 200.0, None), model_row("nccl", 400.0), model_row("graphar", 300.0)],

@@ -1,0 +1,217 @@
+"""`python -m perf fused_fp8`: times a fused matmul and all-reduce of e4m3 operands, and torch._scaled_mm with peers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from graphar.numerics.fp8_products import BLOCK
+from perf.choices import choice_table, choices, largest_loss
+from perf.fusion import Comparison, FusionRow, Trial, add_methods, is_far, measure, worlds_and_methods
+from perf.harness import ranks as ranks_of
+from perf.harness import verify
+from perf.harness.ranks import Ranks
+from perf.peers.fp8_matmuls import (
+    AFTER,
+    CPU_METHODS,
+    CUDA_METHODS,
+    FLOORS,
+    OF_ROWS,
+    SCALES,
+    Fp8Plan,
+    make_variants,
+    own_product,
+)
+from perf.peers.matmuls import FEATURES, HIDDEN, ROWS
+from perf.report import Arguments, Glance, Report, Section, by_method, of_best_peer, plural, time_table, words_for
+from perf.topics.allreduce import FAMILIES
+from perf.topics.fp8 import LOST, of_elements
+from perf.topics.matmul import sentence
+
+CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+
+def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
+    """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
+    result = trial.result_of(launch, ranks).view(-1)
+    product = own_product(*trial.operands).view(-1)
+    lost = None if trial.variant.exact else most_lost(*trial.operands).view(-1)
+    wrong = 0
+    for window in verify.windows(product.numel()):
+        found, parts = result[window], [product[window]]
+        if trial.variant.summed:
+            parts = ranks.gather(product, window)
+        expected = verify.reference(parts, 1)
+        if lost is None:
+            bad = verify.differs(found, expected)
+        else:
+            bad = is_far(found, expected, parts, ranks.gather(lost, window) if trial.variant.summed else [lost[window]])
+        wrong += int(bad.sum())
+    return wrong
+
+
+def most_lost(a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor) -> Tensor:
+    """Returns how far another kernel's product may be: LOST of the sum of the magnitudes of an element's terms."""
+    x, y = a.float(), w.float()
+    return (x * of_elements(a_scale, x)).abs() @ (y * of_elements(w_scale, y)).abs().t() * LOST
+
+
+@dataclass(frozen=True)
+class FusedFp8Row(FusionRow):
+    """The measured and verified time of one method on one layer. ``scales`` is one of SCALES."""
+
+    scales: str = OF_ROWS
+    floors: ClassVar = FLOORS
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return f"scales of {self.scales}", *super().what
+
+
+def run_rank(plan: Fp8Plan, rank: int, port: int) -> Iterator[FusedFp8Row | str]:
+    ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
+    variants, skipped = make_variants(plan, ranks)
+    yield from skipped
+    ranks.warm_up()
+    for layer in plan.layers():
+        row = partial(FusedFp8Row, scales=layer.scales)
+        yield from measure(layer, [one for one in variants if one.serves(layer)], ranks, row, count_wrong)
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
+    ranks.barrier()
+
+
+# ---- the topic ------------------------------------------------------------------------------------------------------
+
+SEQUENCE = f"{AFTER}graphar"
+COMPARISON = Comparison(FLOORS, SEQUENCE)
+VARIANTS = {"graphar": lambda name: name.startswith("graphar:")}  # of "graphar", which uses the partition "auto"
+
+Case = tuple[int, str, int, int]  # the number of ranks, scales, K and M
+
+
+@dataclass
+class FusedFp8(Report):
+    rows: list[FusedFp8Row] = field(default_factory=list)
+
+    name: ClassVar[str] = "fused_fp8"
+    title: ClassVar[str] = "Fused matmul and all-reduce of e4m3 operands"
+    order: ClassVar[int] = 11
+    help: ClassVar[str] = "time a fused matmul and all-reduce of e4m3 operands, and torch._scaled_mm with all-reduces"
+    arguments: ClassVar[Arguments] = Arguments(
+        on_gpus="--rows 1 64 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192 --scales rows"
+    )
+    has_spread: ClassVar[bool] = True
+    notes: ClassVar[str] = f"""\
+- M, N, K: every rank multiplies e4m3 activations [M, K] by the transpose of an e4m3 weight [N, K]. The products in bf16
+  are summed over the ranks. K is one rank's share of the input features.
+- scales of rows: one for each row of both operands. Scales of blocks: one for each 1 x {BLOCK} of the activations and
+  {BLOCK} x {BLOCK} of the weight.
+- times: microseconds of one operation, in a CUDA graph of independent operations. A time is the median over the
+  repeats. Each repeat runs all methods in turn, and has the time of the slowest rank.
+- scaled_mm: `torch._scaled_mm` alone, without `use_fast_accum`. allreduce: graphar's all-reduce alone.
+- `scaled_mm+NAME`: `torch._scaled_mm`, followed by the all-reduce of that name in `allreduce.md`.
+- graphar: `graphar.fused_matmul_allreduce(a, w, a_scale=..., w_scale=...)` with its default partition, "auto".
+  `graphar:tiles`: one kernel multiplies and sums. `graphar:none`: graphar's matmul, and then its sum. best graphar: the
+  fastest of them.
+- best peer: the fastest method without graphar in the same run whose result was correct.
+- of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
+- of_best_variant: graphar's time / the time of the fastest fixed partition in the same run.
+- of_sequence: graphar's time / the time of `torch._scaled_mm` followed by graphar's all-reduce.
+- hidden: the overlap, (scaled_mm + allreduce - best graphar) / the shorter of both. At 100 % the shorter one is hidden
+  completely. Below 0 % best graphar is slower than both in sequence.
+
+Every result was verified on random data, on all ranks. graphar's products were summed by `graphar.reference`, and
+graphar's results compared with these sums bit for bit. The other methods' products may differ by 2^-11 of the sum
+of the magnitudes of their terms, which a tensor core may lose, and by the rounding of sums at every hop: 3 machine
+epsilons of the sum of magnitudes plus 2^-13 of its largest value. The verified result comes from a replay of the
+timed graph. NVLink multicast was off for all methods, unless the user turned it on."""
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
+        )
+        parser.add_argument(
+            "--rows", type=int, nargs="+", metavar="M", help="rows of the activations (default: 1 to 16384)"
+        )
+        parser.add_argument("--columns", type=int, metavar="N", help="columns of the result (default: 8192)")
+        whole = "input features of the whole layers, over all ranks (default: 8192 28672)"
+        parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
+        scales = "scales of rows, of blocks, or both (default: both; rows on the CPU)"
+        parser.add_argument("--scales", nargs="+", choices=SCALES, help=scales)
+        add_methods(parser, CUDA_METHODS, CPU_METHODS)
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[Fp8Plan]:
+        """Returns one plan for each world size."""
+        on_gpus = gpu_count >= 2
+        device, known = ("cuda", CUDA_METHODS) if on_gpus else ("cpu", CPU_METHODS)
+        world_sizes, methods = worlds_and_methods(options, gpu_count, known)
+        rows = options.rows or (ROWS if on_gpus else CPU_ROWS)
+        columns = options.columns or (HIDDEN if on_gpus else CPU_COLUMNS)
+        features = options.features or (FEATURES if on_gpus else CPU_FEATURES)
+        scales = options.scales or (SCALES if on_gpus else (OF_ROWS,))  # torch has no scales of blocks on the CPU
+        return [Fp8Plan(device, world_size, rows, columns, features, methods, scales) for world_size in world_sizes]
+
+    def measure(self, plan: Sequence[Fp8Plan]) -> Iterator[FusedFp8Row | str]:
+        for one in plan:
+            yield from ranks_of.run(one.world_size, partial(run_rank, one))
+
+    def line(self, row: FusedFp8Row) -> str:
+        sizes = f"{row.world_size:>2} ranks {row.m:>6} x {row.n} x {row.k:<6} {row.scales:<6}"
+        return f"{sizes} {row.method:>30} {row.median:>10.2f} us {row.wrong:>6} wrong"
+
+    # ---- the report --------------------------------------------------------------------------------------------------
+
+    def sections(self) -> list[Section]:
+        found = []
+        for layer in dict.fromkeys(map(layer_of, self.rows)):
+            cases = by_method([row for row in self.rows if layer_of(row) == layer], lambda row: row.m)
+            every = time_table("M", {str(m): rows for m, rows in cases.items()})
+            body = [COMPARISON.table(cases), *choice_table("M", choices(cases, VARIANTS))]
+            body += ["Times of all methods:", every]
+            world_size, scales, n, k = layer
+            title = f"Scales of {scales}, {world_size} ranks, N = {n}, K = {k}"
+            found.append(Section(title, body, [COMPARISON.times_plot(cases), COMPARISON.ratios_plot(cases)]))
+        return found
+
+    def findings(self) -> list[str]:
+        found = []
+        for scales in SCALES:
+            ratios = {case: one for case, one in of_best_peer(self._cases()).items() if case[1] == scales}
+            named = {in_words(case): one for case, one in ratios.items()}
+            where = f"{plural(len(named), 'case')} of scales of {scales}"
+            found += [sentence("graphar / best peer", where, named)] if named else []
+        loss = self.loss_of_auto()
+        return [*found, f"The time of `auto` / the fastest variant's time is at most {loss}."] if loss else found
+
+    def loss_of_auto(self) -> str:
+        found = choices(self._cases(), VARIANTS)
+        return largest_loss({in_words(case): one for (case, _), one in found.items()})
+
+    def glance(self) -> Glance:
+        named = {in_words(case): one for case, one in of_best_peer(self._cases()).items()}
+        over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
+        return Glance(f"graphar's time / the time of {over}, by number of rows", named)
+
+    def _cases(self) -> dict[Case, dict[str, FusedFp8Row]]:
+        return by_method(self.rows, lambda row: (row.world_size, row.scales, row.k, row.m))
+
+
+def layer_of(row: FusedFp8Row) -> tuple[int, str, int, int]:
+    return row.world_size, row.scales, row.n, row.k
+
+
+def in_words(case: Case) -> str:
+    world_size, scales, k, m = case
+    return f"M = {m}, K = {k}, scales of {scales}, {world_size} ranks"
