@@ -219,7 +219,7 @@ def row_of(plan: SuspendPlan, case: SuspendCase, step: Step, ranks: ProcessRanks
     cycles = [cycle(step, launch, expected, kept, ranks) for _ in range(plan.cycles)]
     after_us = step_us(launch, step.case, ranks)
     suspend_us, resume_us = ranks.slowest([[one.suspend_us for one in cycles], [one.resume_us for one in cycles]])
-    # The least freed is the most, negated.
+    # Ranks find the largest of numbers: the least that was freed is the largest of what was freed, negated.
     least, grown = ranks.slowest([max(-one.freed_nbytes for one in cycles), max(one.grown_nbytes for one in cycles)])
     (wrong,) = ranks.total([sum(one.wrong for one in cycles)])
     return SuspendRow(
