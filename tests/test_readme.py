@@ -147,6 +147,7 @@ MARKS = {
     "throughput": {"rows": lambda row: not row["same_bits"]},
     "fsdp": {"rows": lambda row: not all(map(math.isfinite, row["losses"]))},
     "host": {"rows": lambda row: row["wrong"]},
+    "suspend": {"rows": lambda row: row["wrong"]},
     "compile": {},
 }
 REPORTS = sorted((ROOT / "reports").glob("*/*.json"))

@@ -12,6 +12,7 @@ same seed and takes its shard.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -57,6 +58,14 @@ SIZES = {
         Size("llama-3-70b", 8192, 64, 8, 28672, 128256, 80),
     )
 }
+
+
+def check_heads(size: Size, world_size: int) -> None:
+    """Ends the program if this number of ranks cannot divide the heads evenly."""
+    if size.kv_heads % world_size:
+        sys.exit(
+            f"--world-size: {world_size} ranks cannot divide the {size.kv_heads} heads of {size.name}'s keys evenly"
+        )
 
 
 @dataclass(frozen=True)

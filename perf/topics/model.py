@@ -39,6 +39,7 @@ from perf.models.decoder import (
     Inputs,
     RowParallelAndNorm,
     Shard,
+    check_heads,
     make_decoder,
     make_head,
     make_inputs,
@@ -499,10 +500,7 @@ on."""
 def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tuple[str, int]:
     """Returns a model's size and the number of its layers. Ends the program if the options are invalid."""
     size = SIZES[options.size or default]
-    if size.kv_heads % world_size:
-        sys.exit(
-            f"--world-size: {world_size} ranks cannot divide the {size.kv_heads} heads of {size.name}'s keys evenly"
-        )
+    check_heads(size, world_size)
     layers = options.layers or min(LAYERS, size.layers)
     if not 1 <= layers <= size.layers:
         sys.exit(f"--layers must be from 1 to the {size.layers} of {size.name}")

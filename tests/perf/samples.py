@@ -30,6 +30,7 @@ from perf.topics.norms import NormRow, Norms
 from perf.topics.nvlink import NVLink
 from perf.topics.prefetch import METHODS, Prefetch, PrefetchRow
 from perf.topics.quantized import ErrorRow, Quantized
+from perf.topics.suspend import Suspend, SuspendRow
 from perf.topics.throughput import Reduction, Throughput, ThroughputRow
 from perf.topics.training import Outcome, Run, Training, TrainingRow
 
@@ -130,6 +131,30 @@ def prefetch_rows(*times, wrong=0, m=16):
     ]
 
 
+def suspend_row(**more):
+    """A row of decoding between 2 ranks, which hold 32 MB and suspend in 2 ms."""
+    found = SuspendRow(
+        world_size=2,
+        size="llama-3-70b",
+        layers=4,
+        phase="decode",
+        tokens=8,
+        cycles=11,
+        scratch={"allreduce_rmsnorm_one_shot": 16 << 20, "one_shot_push": 16 << 20},
+        symmetric_nbytes=0,
+        freed_nbytes=32 << 20,
+        grown_nbytes=0,
+        suspend_us=spread(2000.0, "p90"),
+        first_suspend_us=5000.0,
+        resume_us=spread(3000.0, "p90"),
+        first_resume_us=6000.0,
+        before_us=spread(1000.0),
+        after_us=spread(1010.0),
+        wrong=0,
+    )
+    return replace(found, **more)
+
+
 OUTCOME = Outcome(0.5, 0.9, 0.6, 0.8, 1.0, 4.0, 1000, True, [2.0 / (1 + step) for step in range(30)])
 TRAINED = [
     TrainingRow("bytes", "0123456789ab", "graphar", 2, 64, 1.5, Run("graphar", *kind, 3, 30), OUTCOME)
@@ -193,5 +218,6 @@ REPORTS = [
     ),
     Fsdp([fsdp_row("nccl", 400.0), fsdp_row("graphar", 390.0), fsdp_row("graphar lossless", 380.0)]),
     Host([host_row("allreduce", 12.0, 1.0), host_row("allgather", 15.0, 1.25, "sizes=")], skipped=["nccl: refused"]),
+    Suspend([suspend_row()], skipped=["2 ranks, decode of 8 tokens: no driver"]),
     Compile("13.0", 1.5, [Compiled("all/one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)]),
 ]

@@ -1,0 +1,461 @@
+"""`python -m perf suspend`: suspends and resumes communicators between replays of a captured decoder step."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+import graphar
+from graphar.errors import UnsupportedError
+from graphar.plan.sizes import MB, format_nbytes
+from perf.charts import Axis, Mark, Rows
+from perf.harness import ranks as ranks_of
+from perf.harness.ranks import ProcessRanks, first_line, host_time_us
+from perf.harness.timing import WARM_UP, capture, deciles, spread, time_in_turn
+from perf.harness.verify import differs
+from perf.machine import check_world_sizes
+from perf.models.decoder import (
+    CONTEXT,
+    DECODE,
+    EPS,
+    PREFILL,
+    SIZES,
+    Case,
+    Decoder,
+    Elementwise,
+    Shard,
+    check_heads,
+    make_decoder,
+    make_inputs,
+    rotate,
+    swiglu,
+)
+from perf.report import NOT_SERVED, Arguments, Deciles, Glance, Report, Section, Spread, Timed, group, plural, table
+
+SIZE, LAYERS, CYCLES = "llama-3-70b", 4, 11
+REPLAYS = 3  # after each resumption. Scratch has two or more copies of its slots, which calls use in turn.
+OVERWRITTEN = 7.0  # what the result holds before each replay
+NEEDED = "suspend and resume: needs at least 2 GPUs"
+
+
+class SuspendCase(NamedTuple):
+    """A decoder step, and the size of the symmetric tensor that is kept over each suspension; 0: there is none."""
+
+    step: Case
+    kept_nbytes: int = 0
+
+    @property
+    def words(self) -> str:
+        return words_of(self.step.phase, self.step.tokens, self.kept_nbytes)
+
+
+CASES = (
+    SuspendCase(Case(DECODE, 8, CONTEXT)),
+    SuspendCase(Case(PREFILL, 8192, 8192)),
+    SuspendCase(Case(PREFILL, 8192, 8192), 256 * MB),
+)
+
+
+@dataclass(frozen=True)
+class SuspendRow:
+    """What suspensions and resumptions of one case took, gave back and changed.
+
+    Attributes:
+        size: a name in perf.models.decoder.SIZES.
+        layers: the number of layers of a step.
+        phase, tokens: the fields of perf.models.decoder.Case.
+        cycles: how often the communicator was suspended and resumed.
+        scratch: the bytes of scratch, by algorithm.
+        symmetric_nbytes: the bytes of symmetric tensors, whose content was kept.
+        freed_nbytes: a GPU's free memory while suspended minus that before; the least over all cycles and ranks.
+        grown_nbytes: a GPU's free memory before a suspension minus that after the resumption; the most over them.
+        suspend_us, resume_us: the time of a call on the slowest rank: median, p10 and p90 over the cycles.
+        first_suspend_us, first_resume_us: the time in the first cycle.
+        before_us, after_us: the time of a step before the first suspension, and after the last resumption: median, p10
+            and p99 over the repeats. Each repeat has the time of the slowest rank.
+        wrong: the elements of results, and the bytes of symmetric tensors, that differ from those before the first
+            suspension, summed over all replays, cycles and ranks.
+    """
+
+    method: ClassVar[str] = "graphar"
+    is_own: ClassVar[bool] = True
+    world_size: int
+    size: str
+    layers: int
+    phase: str
+    tokens: int
+    cycles: int
+    scratch: dict[str, int]
+    symmetric_nbytes: int
+    freed_nbytes: int
+    grown_nbytes: int
+    suspend_us: Deciles
+    first_suspend_us: float
+    resume_us: Deciles
+    first_resume_us: float
+    before_us: Spread
+    after_us: Spread
+    wrong: int
+
+    @property
+    def words(self) -> str:
+        return words_of(self.phase, self.tokens, self.symmetric_nbytes)
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return f"{plural(self.layers, 'layer')} of {self.size}", self.words
+
+    @property
+    def scratch_nbytes(self) -> int:
+        return sum(self.scratch.values())
+
+    @property
+    def held_nbytes(self) -> int:
+        """The bytes that a suspension is to give back."""
+        return self.scratch_nbytes + self.symmetric_nbytes
+
+    @property
+    def freed_share(self) -> float:
+        return self.freed_nbytes / self.held_nbytes
+
+    @property
+    def slowdown(self) -> float:
+        """The time of a step after the last resumption / its time before the first suspension."""
+        return self.after_us["median"] / self.before_us["median"]
+
+
+@dataclass(frozen=True)
+class SuspendPlan:
+    """The cases to measure with one number of ranks. ``size`` is a name in perf.models.decoder.SIZES."""
+
+    world_size: int
+    cycles: int
+    size: str = SIZE
+    layers: int = LAYERS
+    cases: Sequence[SuspendCase] = CASES
+
+
+def words_of(phase: str, tokens: int, kept_nbytes: int) -> str:
+    kept = f", {format_nbytes(kept_nbytes)} kept" if kept_nbytes else ""
+    return f"{phase} of {plural(tokens, 'token')}{kept}"
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+
+def run_rank(plan: SuspendPlan, rank: int, port: int) -> Iterator[SuspendRow | str]:
+    ranks = ranks_of.join(rank, plan.world_size, "cuda", port)
+    shard = Shard(ranks.rank, ranks.size, ranks.device)
+    decoder = make_decoder(SIZES[plan.size], plan.layers, shard)
+    for case in plan.cases:
+        with graphar.Communicator() as communicator:  # so that all scratch is this case's
+            try:
+                yield row_of(plan, case, Step(decoder, case.step, shard, communicator), ranks)
+            except UnsupportedError as error:  # on every rank
+                yield f"{plural(ranks.size, 'rank')}, {case.words}: {first_line(error)}"
+        torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next case cannot use it
+    ranks.barrier()
+
+
+class Step:
+    """A step of the decoder behind a vocabulary-parallel embedding. ``result`` is the output of the last call."""
+
+    def __init__(self, decoder: Decoder, case: Case, shard: Shard, communicator: graphar.Communicator) -> None:
+        self.case, self.communicator = case, communicator
+        self._decoder = decoder
+        self._inputs = make_inputs(decoder.size, len(decoder.layers), case, shard)
+        self._embedded = partly_embedded(self._inputs.x, shard)
+        own = graphar.fused_matmul_allreduce_residual_rmsnorm
+        self._row_parallel_and_norm = partial(own, eps=EPS, group=communicator)
+        self.result: Tensor | None = None
+
+    def run(self) -> None:
+        inputs = replace(self._inputs, x=graphar.allreduce(self._embedded, self.communicator))
+        self.result = self._decoder.step(inputs, Elementwise(rotate, swiglu), self._row_parallel_and_norm)
+
+    def make_launch(self) -> Callable[[], None]:
+        for _ in range(WARM_UP):
+            self.run()
+        return capture(self.run)
+
+
+def partly_embedded(x: Tensor, shard: Shard) -> Tensor:
+    """Returns ``x`` with zeros for tokens that another rank embeds. The sum over all ranks is ``x``."""
+    part, mine = torch.zeros_like(x), slice(shard.rank, None, shard.ranks)
+    part[mine] = x[mine]
+    return part
+
+
+class Cycle(NamedTuple):
+    """One suspension and resumption on this rank."""
+
+    suspend_us: float
+    resume_us: float
+    freed_nbytes: int
+    grown_nbytes: int
+    wrong: int
+
+
+def row_of(plan: SuspendPlan, case: SuspendCase, step: Step, ranks: ProcessRanks) -> SuspendRow:
+    """Measures a case. Collective.
+
+    Raises:
+        UnsupportedError: on every rank, if there is no memory to give back, or it cannot be given back.
+    """
+    launch, kept = step.make_launch(), kept_tensor(case.kept_nbytes, step.communicator, ranks)
+    memory = step.communicator.memory()
+    if not memory.scratch:
+        raise UnsupportedError("graphar's kernels do not reach all ranks, so there is no memory to give back")
+    launch()
+    expected = step.result.clone()
+    before_us = step_us(launch, step.case, ranks)
+    cycles = [cycle(step, launch, expected, kept, ranks) for _ in range(plan.cycles)]
+    after_us = step_us(launch, step.case, ranks)
+    suspend_us, resume_us = ranks.slowest([[one.suspend_us for one in cycles], [one.resume_us for one in cycles]])
+    # Ranks find the largest of numbers: the least that was freed is the largest of what was freed, negated.
+    least, grown = ranks.slowest([max(-one.freed_nbytes for one in cycles), max(one.grown_nbytes for one in cycles)])
+    (wrong,) = ranks.total([sum(one.wrong for one in cycles)])
+    return SuspendRow(
+        world_size=ranks.size,
+        size=plan.size,
+        layers=plan.layers,
+        phase=step.case.phase,
+        tokens=step.case.tokens,
+        cycles=plan.cycles,
+        scratch={name: use.reserved_nbytes for name, use in memory.scratch.items()},
+        symmetric_nbytes=memory.symmetric.reserved_nbytes,
+        freed_nbytes=-least,
+        grown_nbytes=grown,
+        suspend_us=deciles(suspend_us),
+        first_suspend_us=suspend_us[0],
+        resume_us=deciles(resume_us),
+        first_resume_us=resume_us[0],
+        before_us=before_us,
+        after_us=after_us,
+        wrong=wrong,
+    )
+
+
+def kept_tensor(nbytes: int, communicator: graphar.Communicator, ranks: ProcessRanks) -> tuple[Tensor, Tensor] | None:
+    """Returns a symmetric tensor of random bytes and a copy of them. Collective."""
+    if not nbytes:
+        return None
+    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+    content = torch.randint(256, (nbytes,), dtype=torch.uint8, device=ranks.device, generator=generator)
+    return communicator.empty(nbytes, dtype=torch.uint8).copy_(content), content
+
+
+def step_us(launch: Callable[[], None], case: Case, ranks: ProcessRanks) -> Spread:
+    """Returns the time of a step. Collective."""
+    ranks.warm_up()
+    (times,) = ranks.slowest(time_in_turn([launch], case.repeats, lambda one: ranks.time_us(one, "graph")))
+    return spread(times)
+
+
+def cycle(
+    step: Step, launch: Callable[[], None], expected: Tensor, kept: tuple[Tensor, Tensor] | None, ranks: ProcessRanks
+) -> Cycle:
+    """Suspends and resumes, and replays the step. Collective.
+
+    Args:
+        expected: the result before the first suspension.
+        kept: a symmetric tensor that is kept, and the content that it must have.
+    """
+    ranks.barrier()
+    before = free_nbytes()
+    suspend_us = host_time_us(partial(graphar.suspend, keep="symmetric" if kept else None))
+    freed = free_nbytes() - before
+    ranks.barrier()  # no rank takes memory back before all have seen it free
+    resume_us = host_time_us(graphar.resume)
+    grown = before - free_nbytes()
+    wrong = int((kept[0] != kept[1]).sum()) if kept else 0
+    for _ in range(REPLAYS):
+        step.result.fill_(OVERWRITTEN)
+        launch()
+        wrong += int(differs(step.result, expected).sum())
+    return Cycle(suspend_us, resume_us, freed, grown, wrong)
+
+
+def free_nbytes() -> int:
+    """Returns the free memory of the current GPU, as the driver reports it."""
+    return torch.cuda.mem_get_info()[0]
+
+
+# ---- the topic ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Suspend(Report):
+    rows: list[SuspendRow] = field(default_factory=list)
+
+    name: ClassVar[str] = "suspend"
+    title: ClassVar[str] = "Suspend and resume"
+    order: ClassVar[int] = 18
+    help: ClassVar[str] = "suspend and resume communicators between replays of a captured decoder step"
+    arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--cycles 3", quick_on_cpu="--cycles 3")
+    has_spread: ClassVar[bool] = True
+    notes: ClassVar[str] = f"""\
+- step: one step of a tensor-parallel decoder in bf16, captured in a CUDA graph. It has the all-reduce of a
+  vocabulary-parallel embedding, and in each layer two calls of `graphar.fused_matmul_allreduce_residual_rmsnorm`.
+  Weights, cache and inputs are random. Elementwise functions are torch's and not compiled.
+- decode of B tokens: each of B sequences has one new token and a context of {CONTEXT} tokens. prefill of T tokens: one
+  sequence of T tokens is processed in one step. Each case has a communicator of its own.
+- kept: the communicator also has a tensor of `graphar.empty`, and `suspend(keep="symmetric")` keeps its content in
+  pinned memory of the host.
+- scratch, symmetric: the memory that `Communicator.memory()` reports as reserved on each GPU. held: both. 1 MB is 2^20
+  bytes.
+- freed: the GPU's free memory while suspended minus that before, as the driver reports it. It is the least over all
+  cycles and ranks. freed / held: 1.00 if all memory was given back.
+- grown: the GPU's free memory before a suspension minus that after the resumption, the most over all cycles and ranks.
+  It is 0 if nothing leaks.
+- suspend, resume: milliseconds of `graphar.suspend()` and `graphar.resume()` on the host: the median over the cycles,
+  with the 10th and the 90th percentile. Each cycle has the time of the slowest rank. GPUs were idle before each
+  suspension. first: the first cycle, which also allocates the pinned memory that later cycles use again.
+- step before, step after: microseconds of a replay before the first suspension, and after the last resumption. It is
+  the median over the repeats. Each repeat has the time of the slowest rank. The two cannot take turns, so a drift of
+  the clocks changes their ratio. Differences under 3 % are noise.
+- wrong: after each resumption the graph was replayed {REPLAYS} times. Its result was overwritten before each replay.
+  Counted are the elements whose bits differ from the result before the first suspension, and the bytes of the kept
+  tensor that differ, over all replays, cycles and ranks."""
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs)")
+        cycles = "how often to suspend and resume in each case (default: %(default)s)"
+        parser.add_argument("--cycles", type=int, default=CYCLES, metavar="N", help=cycles)
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[SuspendPlan]:
+        """Returns one plan for each world size. Ends the program with fewer than 2 GPUs."""
+        if gpu_count < 2:
+            sys.exit(NEEDED)
+        world_sizes = options.world_size or [gpu_count]
+        check_world_sizes(world_sizes, gpu_count)
+        for world_size in world_sizes:
+            check_heads(SIZES[SIZE], world_size)
+        if options.cycles < 1:
+            sys.exit("--cycles must be at least 1")
+        return [SuspendPlan(world_size, options.cycles) for world_size in world_sizes]
+
+    def measure(self, plan: Sequence[SuspendPlan]) -> Iterator[SuspendRow | str]:
+        for one in plan:
+            yield from ranks_of.run(one.world_size, partial(run_rank, one))
+
+    @classmethod
+    def count(cls, plan: Sequence[SuspendPlan]) -> int:
+        return sum(len(one.cases) for one in plan)
+
+    def line(self, row: SuspendRow) -> str:
+        times = f"suspend {ms(row.suspend_us['median'])} ms, resume {ms(row.resume_us['median'])} ms"
+        freed = f"{mb(row.freed_nbytes)} of {mb(row.held_nbytes)} MB freed"
+        return f"{row.world_size:>2} ranks {row.words:<36} {times}, {freed} {row.wrong:>6} wrong"
+
+    # ---- the report --------------------------------------------------------------------------------------------------
+
+    def findings(self) -> list[str]:
+        return [in_words(row) for row in self.rows if not row.wrong]
+
+    def sections(self) -> list[Section]:
+        found = []
+        for (world_size, model), rows in group(self.rows, lambda row: (row.world_size, row.what[0])).items():
+            title = f"{plural(world_size, 'rank')}, {model}"
+            found.append(Section(f"{title}: memory", [memory_table(rows)]))
+            found.append(Section(f"{title}: times", [time_table(rows)], [time_chart(rows)]))
+        return found
+
+    def glance(self) -> Glance:
+        """Returns a summary for the largest number of ranks and the most memory."""
+        rows = [row for row in self.rows if not row.wrong]
+        if not rows:
+            return Glance("nothing was measured here", figure=NOT_SERVED)
+        row = max(rows, key=lambda one: (one.world_size, one.held_nbytes))
+        suspend, resume = (f"{ms(one['median'])} ms" for one in (row.suspend_us, row.resume_us))
+        held = f"{mb(row.held_nbytes)} MB between {plural(row.world_size, 'rank')}"
+        words = f"to resume {held}; suspending took {suspend} and gave {row.freed_share:.0%} of that back"
+        return Glance(words, figure=resume)
+
+    def timed(self) -> list[Timed]:
+        found = []
+        for row in self.rows:
+            what = plural(row.world_size, "rank"), *row.what
+            times = {"suspend": row.suspend_us, "resume": row.resume_us, "step after": row.after_us}
+            for name, time_us in times.items():
+                median, low, high = time_us.values()
+                found.append(Timed((name, *what), median, bool(row.wrong), row.is_own, low, high))
+        return found
+
+
+def ms(time_us: float) -> str:
+    return f"{time_us / 1e3:.2f}"
+
+
+def mb(nbytes: int) -> str:
+    return f"{nbytes / MB:.1f}"
+
+
+def in_words(row: SuspendRow) -> str:
+    """Returns a sentence on one case."""
+    suspend, resume = (f"{ms(one['median'])} ms" for one in (row.suspend_us, row.resume_us))
+    given = f"suspend() gives {row.freed_share:.0%} of {mb(row.held_nbytes)} MB back in {suspend}"
+    step = f"A step then takes {row.slowdown:.2f} of its time before."
+    return f"{plural(row.world_size, 'rank')}, {row.words}: {given}, and resume() takes {resume}. {step}"
+
+
+def memory_table(rows: Sequence[SuspendRow]) -> str:
+    header = [
+        "step",
+        "scratch (MB)",
+        "symmetric (MB)",
+        "freed (MB)",
+        "freed / held",
+        "grown (MB)",
+        "scratch by algorithm (MB)",
+    ]
+    lines = []
+    for row in rows:
+        numbers = [mb(one) for one in (row.scratch_nbytes, row.symmetric_nbytes, row.freed_nbytes)]
+        by_algorithm = ", ".join(f"{name} {mb(nbytes)}" for name, nbytes in row.scratch.items())
+        lines.append([row.words, *numbers, f"{row.freed_share:.2f}", mb(row.grown_nbytes), by_algorithm])
+    return table(header, lines)
+
+
+def time_table(rows: Sequence[SuspendRow]) -> str:
+    steps = ["step before (us)", "step after (us)", "after / before"]
+    header = [
+        "step",
+        "held (MB)",
+        "suspend (ms)",
+        "first suspend (ms)",
+        "resume (ms)",
+        "first resume (ms)",
+        *steps,
+        "wrong",
+    ]
+    lines = []
+    for row in rows:
+        suspend = [with_deciles(row.suspend_us), ms(row.first_suspend_us)]
+        resume = [with_deciles(row.resume_us), ms(row.first_resume_us)]
+        medians = [f"{one['median']:.1f}" for one in (row.before_us, row.after_us)]
+        wrong = f"**{row.wrong} WRONG**" if row.wrong else "0"
+        lines.append([row.words, mb(row.held_nbytes), *suspend, *resume, *medians, f"{row.slowdown:.2f}", wrong])
+    return table(header, lines)
+
+
+def with_deciles(time_us: Deciles) -> str:
+    return f"{ms(time_us['median'])} ({ms(time_us['p10'])} to {ms(time_us['p90'])})"
+
+
+def time_chart(rows: Sequence[SuspendRow]) -> Rows:
+    marks = []
+    for row in rows:
+        for name, time_us in {"suspend": row.suspend_us, "resume": row.resume_us}.items():
+            hint = f"{name}, {row.words}, {mb(row.held_nbytes)} MB: {with_deciles(time_us)} ms"
+            marks.append(Mark(row.words, name, time_us["median"] / 1e3, hint, wrong=bool(row.wrong)))
+    return Rows("Time to suspend and to resume", marks, Axis("time (ms)"))
