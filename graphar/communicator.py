@@ -197,9 +197,11 @@ class Communicator:
 
         Prepared calls compile and allocate nothing, so they can be captured in a CUDA graph. Preparation covers the
         sums of ``graphar.ddp``'s hooks, and calls with symmetric tensors if there are some already
-        (:func:`graphar.empty`). For a fused matmul it loads the fused kernels of all sizes, a minute of compilation the
-        first time. A matmul that is followed by its sum also needs the sum's op, and graphar's own matmul kernel is
-        loaded at the first call that takes it.
+        (:func:`graphar.empty`). For a fused matmul it loads the fused kernels of all sizes. A matmul that is followed
+        by its sum also needs the sum's op, and graphar's own matmul kernel is loaded at the first call that takes it.
+
+        The first time, kernels are compiled into the kernel cache: each by one of the ranks, on all cores of the host.
+        The fused kernels of two dtypes take a core a minute.
 
         Args:
             dtypes: the dtypes of later calls' tensors. With torch.float8_e4m3fn the fused matmuls of such operands are

@@ -44,7 +44,7 @@ from graphar.ranks import agreement
 from graphar.runtime import launcher
 from graphar.runtime.bind.launches import bind_launch, on_own_device, put_with_numbers
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.catalogue import SCALE_FORMATS, fused_matmul_source
+from graphar.runtime.catalogue import SCALE_FORMATS, KernelSource, fused_matmul_source
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
@@ -70,21 +70,31 @@ def _places(work: Product) -> int:
 def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Tile, work: Product) -> list[dict]:
     """Returns each member's kernels of a tile, by tile and layout of W. The first call for a tile is collective."""
     epilogue, wire = work.epilogue, codec_of_text(work.codec) if work.codec else None
-    kinds = [(tile, layout) for layout in (LAYOUTS[:1] if work.scales else tile.layouts)]
-    scales = SCALE_FORMATS[work.scales == "blocks"] if work.scales else ""
 
     def load(member: Member) -> dict:
-        how = epilogue and epilogue.generated, wire, scales
-        sources = [fused_matmul_source(algorithm, dtype, runner.world_size, *kind, *how) for kind in kinds]
         return {
             kind: launcher.load(source, member.device, tile.shared_nbytes, algorithm.value)
-            for kind, source in zip(kinds, sources, strict=True)
+            for kind, source in sources_of_tile(runner.world_size, algorithm, dtype, tile, work).items()
         }
 
     # The codec's type and not its text, which has the seed: ranks may have different seeds.
     follows = wire.type_name if wire else epilogue and epilogue.kernel
     words = agreement.words_of_tile(algorithm, dtype, tile, work)
-    return runner.kernels.prepare_all((algorithm, dtype, tile, follows, scales), algorithm, words, load)
+    return runner.kernels.prepare_all((algorithm, dtype, tile, follows, _scales_of(work)), algorithm, words, load)
+
+
+def sources_of_tile(
+    world_size: int, algorithm: Algorithm, dtype: torch.dtype, tile: Tile, work: Product
+) -> dict[tuple[Tile, str], KernelSource]:
+    """Returns the sources of a tile's kernels, by tile and layout of W."""
+    wire = codec_of_text(work.codec) if work.codec else None
+    how = work.epilogue and work.epilogue.generated, wire, _scales_of(work)
+    kinds = [(tile, layout) for layout in (LAYOUTS[:1] if work.scales else tile.layouts)]
+    return {kind: fused_matmul_source(algorithm, dtype, world_size, *kind, *how) for kind in kinds}
+
+
+def _scales_of(work: Product) -> str:
+    return SCALE_FORMATS[work.scales == "blocks"] if work.scales else ""
 
 
 class FusedMatmul:

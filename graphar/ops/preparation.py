@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from graphar.matmul.fused import load_tile
+from graphar.matmul.fused import load_tile, sources_of_tile
+from graphar.matmul.tile_launches import Tile
 from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import TYPE_NAMES
@@ -21,6 +22,8 @@ from graphar.plan.matmuls import scaled_tiles
 from graphar.plan.tiles import PARTIAL_TILES, for_wire
 from graphar.plan.work import SCALES, Product
 from graphar.runtime.engine import Engine
+
+NeededTile = tuple[Algorithm, torch.dtype, Tile, Product]  # the product has no shape
 
 
 def prepare(
@@ -48,45 +51,60 @@ def prepare(
             return
         facts = select.Facts(engine.world_size, engine.table, engine.runner.chip, lossless=engine.lossless)
         symmetric = engine.symmetric is not None
-        for kernel in select.needed_kernels(facts, ops, added, max_nbytes, codecs, epilogues, symmetric):
-            engine.runner.kernels.prepare(kernel)
-    if engine.runner.chip.arch == MATMUL_ARCH:
-        results = [one for one in added if one in MATMUL_TYPES]
-        _prepare_matmuls(engine, ops, results, codecs, epilogues)
-        if FP8 in dtypes:
-            _prepare_scaled(engine, ops, results or [torch.bfloat16], epilogues)
+        kernels = list(select.needed_kernels(facts, ops, added, max_nbytes, codecs, epilogues, symmetric))
+        tiles = list(_needed_tiles(engine, ops, dtypes, codecs, epilogues))
+        of_tiles = [sources_of_tile(engine.world_size, *tile).values() for tile in tiles]
+        loaded = engine.runner.kernels
+        loaded.compile(itertools.chain(map(loaded.source_of, kernels), *of_tiles))
+        for kernel in kernels:
+            loaded.prepare(kernel)
+        for tile in tiles:
+            load_tile(engine.runner, *tile)
 
 
-def _prepare_matmuls(
+def _needed_tiles(
     engine: Engine, ops: Sequence[str], dtypes: Sequence[torch.dtype], codecs: Sequence[Codec], epilogues
-) -> None:
-    """Loads the fused kernels of every tile that calls of ``ops`` may take."""
+) -> Iterator[NeededTile]:
+    """Yields the fused kernels of every tile that calls of ``ops`` may take."""
+    if engine.runner.chip.arch != MATMUL_ARCH:
+        return
+    results = [one for one in dtypes if one in MATMUL_TYPES]
+    yield from _tiles(engine, ops, results, codecs, epilogues)
+    if FP8 in dtypes:
+        yield from _scaled_tiles(ops, results or [torch.bfloat16], epilogues)
+
+
+def _tiles(
+    engine: Engine, ops: Sequence[str], dtypes: Sequence[torch.dtype], codecs: Sequence[Codec], epilogues
+) -> Iterator[NeededTile]:
     algorithms = [one for op in ops for one in with_kernels(op) if one.row.tiles]
     given = [(None, None), *((one, None) for one in codecs), *((None, one) for one in epilogues)]
     for algorithm, (codec, epilogue) in itertools.product(algorithms, given):
         row, text = algorithm.row, codec.text if codec else ""
         takes = row.sends_tiles if codec else row.takes_epilogue if epilogue else True
         for tile, dtype in itertools.product(for_wire(row.tiles, codec) if takes else (), dtypes):
-            load_tile(engine.runner, algorithm, dtype, tile, Product(row.op, (), 1, codec=text, epilogue=epilogue))
+            yield algorithm, dtype, tile, Product(row.op, (), 1, codec=text, epilogue=epilogue)
     if any(op in select.PREPARED_TREES for op in ops):
-        _prepare_trees(engine, [one for one in algorithms if one.row.sends_tiles], dtypes, epilogues)
+        yield from _tree_tiles(engine, [one for one in algorithms if one.row.sends_tiles], dtypes, epilogues)
 
 
-def _prepare_scaled(engine: Engine, ops: Sequence[str], results: Sequence[torch.dtype], epilogues) -> None:
-    """Loads the fused kernels of e4m3 operands with scales, of results with these dtypes."""
+def _scaled_tiles(ops: Sequence[str], results: Sequence[torch.dtype], epilogues) -> Iterator[NeededTile]:
+    """Yields the fused kernels of e4m3 operands with scales, of results with these dtypes."""
     algorithms = [one for op in ops for one in with_kernels(op) if one.row.tiles]
     for algorithm, epilogue, scales in itertools.product(algorithms, (None, *epilogues), SCALES):
         takes = epilogue is None or algorithm.row.takes_epilogue
         work = Product(algorithm.op, (), 1, epilogue=epilogue, scales=scales)
         for tile, dtype in itertools.product(scaled_tiles(algorithm) if takes else (), results):
-            load_tile(engine.runner, algorithm, dtype, tile, work)
+            yield algorithm, dtype, tile, work
 
 
-def _prepare_trees(engine: Engine, algorithms: Sequence[Algorithm], dtypes: Sequence[torch.dtype], epilogues) -> None:
-    """Loads the fused kernels that add as a tree, where calls take them."""
+def _tree_tiles(
+    engine: Engine, algorithms: Sequence[Algorithm], dtypes: Sequence[torch.dtype], epilogues
+) -> Iterator[NeededTile]:
+    """Yields the fused kernels that add as a tree, where calls take them."""
     if engine.table.matmul.tiles_from(engine.world_size, codec=False) == math.inf:
         return
     tiles = PARTIAL_TILES[leaf_tree.LEAVES // engine.world_size]
     for algorithm, epilogue, tile, dtype in itertools.product(algorithms, (None, *epilogues), tiles, dtypes):
         work = Product(algorithm.op, (), 1, epilogue=epilogue, partition=TP_INVARIANT)
-        load_tile(engine.runner, algorithm, dtype, tile, work)
+        yield algorithm, dtype, tile, work

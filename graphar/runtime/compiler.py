@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import logging
 import re
+import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +23,7 @@ from graphar.runtime.catalogue import KernelSource
 OPTIONS = {"std": "c++17"}
 
 _log = logging.getLogger(__name__)
+_importing = threading.Lock()
 
 # NVRTC reports errors in a name expression under __nv_name_map, which is not a file.
 _ERROR = re.compile(r"^(?!__nv_name_map)(?P<file>.+?)\((?P<line>\d+)\): (?:catastrophic )?error", re.MULTILINE)
@@ -70,6 +75,17 @@ def compile_kernel(source: KernelSource, arch: str) -> Cubin:
     return cubin
 
 
+def compile_at_once(sources: Sequence[KernelSource], arch: str, threads: int) -> None:
+    """Compiles kernels in several threads, for later calls of :func:`compile_kernel`, which also raise the errors."""
+
+    def compile_one(source: KernelSource) -> None:
+        with contextlib.suppress(CompileError):
+            compile_kernel(source, arch)
+
+    with ThreadPoolExecutor(threads, "graphar-nvrtc") as pool:  # NVRTC runs without the GIL
+        list(pool.map(compile_one, sources))
+
+
 def cache_key(source: KernelSource, arch: str) -> str:
     """Returns a SHA-256, in hex, of the compiler's version, the options, the kernel and all of cuda_src/device.
 
@@ -116,7 +132,8 @@ def _ask_nvrtc(source: KernelSource, arch: str, file: str) -> Cubin | str:
 
     It raises no error of its own, whose traceback would keep the program: that cannot be collected in a cycle.
     """
-    from cuda.core import Program, ProgramOptions
+    with _importing:  # it replaces itself while it is imported, and another thread would see it half done
+        from cuda.core import Program, ProgramOptions
 
     folders = [str(Path(file).parent)] if source.digest else []
     include_path = [*folders, str(source_directory())]

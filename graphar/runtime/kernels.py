@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from graphar.errors import CommunicatorError
 from graphar.plan.algorithms import Algorithm
@@ -13,16 +14,24 @@ from graphar.plan.config import Kernel
 from graphar.ranks import agreement
 from graphar.ranks.capture import is_capturing
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
-from graphar.runtime import catalogue, launcher
+from graphar.runtime import catalogue, compiler, launcher
 from graphar.runtime.arguments import Counters
+from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.member import Member
 from graphar.runtime.multicast_memory import TorchBuffer, TorchMemory
 from graphar.runtime.peer_memory import Buffer, LocalMemory, ProcessMemory
 
+PART = 16  # the most kernels that a rank compiles before it meets the others, and the most threads for them
 COUNTERS_NBYTES = -(-ctypes.sizeof(Counters) // 4096) * 4096  # the scratch follows, and begins at a page
 
 _log = logging.getLogger(__name__)
+
+
+def threads_for_compiling(ranks: int) -> int:
+    """Returns how many cores each of the host's ranks has for itself, up to PART."""
+    bound = len(os.sched_getaffinity(0))  # fewer than the host has if ranks are bound to cores
+    return max(1, min(PART, bound, (os.cpu_count() or 1) // ranks))
 
 
 class Kernels:
@@ -88,13 +97,30 @@ class Kernels:
         _log.debug("loaded %s in %.2f s", described, time.perf_counter() - begin)
         return functions
 
+    def compile(self, sources: Iterable[KernelSource]) -> None:
+        """Compiles kernels of this process's devices into the kernel cache, each of them on one rank. Collective.
+
+        Ranks meet after every part of the kernels, so a rank with slow cores keeps none waiting for longer. A kernel
+        that the cache does not bring to a rank, or that does not compile, is compiled when it is loaded.
+        """
+        wanted, ranks = list(dict.fromkeys(sources)), self._rendezvous.world_size
+        for begin in range(0, len(wanted), PART * ranks):
+            mine = wanted[begin : begin + PART * ranks][self._rendezvous.rank :: ranks]
+            for arch in dict.fromkeys(launcher.architecture(member.device) for member in self._members):
+                able = [one for one in mine if one.runs_on(arch)]
+                compiler.compile_at_once(able, arch, threads_for_compiling(ranks))
+            self._rendezvous.exchange(f"compiling {len(wanted)} kernels", b"")
+
+    def source_of(self, kernel: Kernel) -> KernelSource:
+        stands_in = kernel.algorithm.row.multimem and not self._multicast_memory
+        variant = "direct" if kernel.direct else "StandIn" if stands_in else None
+        return catalogue.source_of(kernel, self._world_size, variant)
+
     def _load(self, kernel: Kernel, member: Member):
         algorithm = kernel.algorithm
-        stands_in = algorithm.row.multimem and not self._multicast_memory
-        variant = "direct" if kernel.direct else "StandIn" if stands_in else None
-        source = catalogue.source_of(kernel, self._world_size, variant)
         shared_nbytes = algorithm.row.scratch(self._world_size).shared_nbytes
-        return launcher.load(source, member.device, shared_nbytes, f"{algorithm.op}: {algorithm.value}")
+        what = f"{algorithm.op}: {algorithm.value}"
+        return launcher.load(self.source_of(kernel), member.device, shared_nbytes, what)
 
     def _allocate(self, algorithm: Algorithm) -> Buffer | TorchBuffer:
         needs = algorithm.row.scratch(self._world_size)

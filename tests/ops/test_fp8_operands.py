@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,19 +242,17 @@ def test_processes_whose_results_have_other_dtypes_are_told_so():
 # ---- what is prepared -----------------------------------------------------------------------------------------------
 
 
-def test_with_e4m3_the_kernels_of_both_formats_are_prepared(monkeypatch):
-    loaded = []
-    monkeypatch.setattr(preparation, "load_tile", lambda runner, *kernel: loaded.append(kernel))
-    engine, form = SimpleNamespace(runner=None), form_to_prepare("-v")
+def test_with_e4m3_the_kernels_of_both_formats_are_prepared():
+    form = form_to_prepare("-v")
 
-    preparation._prepare_scaled(engine, [OPS[0], "fused_allgather_matmul"], [BF16], [form])
+    needed = list(preparation._scaled_tiles([OPS[0], "fused_allgather_matmul"], [BF16], [form]))
 
-    found = {(algorithm, tile, work.scales, work.epilogue) for algorithm, dtype, tile, work in loaded if dtype == BF16}
+    found = {(algorithm, tile, work.scales, work.epilogue) for algorithm, dtype, tile, work in needed if dtype == BF16}
     for algorithm in (Algorithm.MATMUL_ALLREDUCE, Algorithm.MATMUL_TWO_SHOT, Algorithm.ALLGATHER_MATMUL):
         forms = (None, form) if algorithm.row.takes_epilogue else (None,)
         kinds = set(itertools.product([algorithm], scaled_tiles(algorithm), ("rows", "blocks"), forms))
         assert {one for one in found if one[0] is algorithm} == kinds
-    assert len(found) == len(loaded)
+    assert len(found) == len(needed)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -273,14 +273,13 @@ def test_ranks_with_another_k_are_told(bound, monkeypatch):
         (8, ["fused_matmul_allreduce", "allreduce_tree"], False),  # no call takes them
     ],
 )
-def test_what_calls_take_is_prepared_with_the_sums_that_add_as_a_tree(monkeypatch, world_size, ops, prepared):
-    loaded, epilogue = [], form_to_prepare("-v")
-    monkeypatch.setattr(preparation, "load_tile", lambda *given: loaded.append(given[1:]))
+def test_what_calls_take_is_prepared_with_the_sums_that_add_as_a_tree(world_size, ops, prepared):
+    epilogue = form_to_prepare("-v")
 
-    preparation._prepare_matmuls(Ranks(world_size), ops, [torch.bfloat16], [], [epilogue])
+    needed = preparation._tiles(Ranks(world_size), ops, [torch.bfloat16], [], [epilogue])
 
     of_tree = [
-        (algorithm, tile, work.epilogue) for algorithm, _, tile, work in loaded if work.partition == "tp_invariant"
+        (algorithm, tile, work.epilogue) for algorithm, _, tile, work in needed if work.partition == "tp_invariant"
     ]
     tiles = PARTIAL_TILES[LEAVES // world_size] if prepared else ()
     wanted = itertools.product([OPS[op] for op in ops if op in OPS], (None, epilogue), tiles)
