@@ -54,7 +54,7 @@ class FsdpRow:
         layers: the number of layers of the trained model.
         tokens: tokens per rank and step, in one sequence.
         reduce_dtype: the dtype in which gradients are reduced, one of DTYPES.
-        blocks: the limit on thread blocks of a call with "graphar"; None: the default.
+        blocks: the limit on thread blocks of a call, of "graphar"; None: the default.
         compressed: the algorithms that compressed at least one call.
         step_ms: the median time of a step.
         losses: the mean loss of all ranks in each of the first CHECKED_STEPS steps, in nats.
@@ -73,6 +73,11 @@ class FsdpRow:
     step_ms: float
     losses: list[float]
     digest: str
+
+    @property
+    def label(self) -> str:
+        """The method, and the limit on thread blocks if it is not the default."""
+        return f"{self.method}, {self.blocks} blocks" if self.blocks else self.method
 
     @property
     def is_own(self) -> bool:
@@ -98,6 +103,7 @@ class FsdpPlan:
         layers: the number of layers. None: as many as fit into memory.
         tokens: tokens per rank and step. Each number is measured.
         steps: the number of timed steps.
+        blocks: limits on thread blocks of a call, with each of which "graphar" is measured beside its default.
         compressed_from: "graphar lossless" compresses calls whose largest shard has at least this many bytes. None: the
             tuning table decides.
         budget_s: the time limit for each number of tokens in seconds. No steps are timed after it. None: no limit.
@@ -110,7 +116,7 @@ class FsdpPlan:
     tokens: tuple[int, ...]
     steps: int
     reduce_dtype: str
-    blocks: int | None
+    blocks: tuple[int, ...]
     compressed_from: int | None
     budget_s: float | None
 
@@ -170,11 +176,12 @@ def compressed_by(communicator: graphar.Communicator | None) -> list[str]:
 class Training:
     """Trains a new model under fully_shard. Each rank uses the same random sequence in every step."""
 
-    def __init__(self, plan: FsdpPlan, method: str, layers: int, ranks: ProcessRanks) -> None:
-        self.method, self._ranks, self._size = method, ranks, SIZES[plan.model]
+    def __init__(
+        self, plan: FsdpPlan, method: str, layers: int, ranks: ProcessRanks, blocks: int | None = None
+    ) -> None:
+        self.method, self.blocks, self._ranks, self._size = method, blocks, ranks, SIZES[plan.model]
         self.model = sharded(self._size, layers, ranks, plan.reduce_dtype)
         self.communicator = communicator_of(plan, method) if method in (PLAIN, LOSSLESS) else None
-        self.blocks = plan.blocks if method == PLAIN else None  # calls with a limit are not compressed
         if self.communicator:
             graphar.fsdp.set_collectives(self.model, self.communicator, blocks=self.blocks)
         elif method == ALONE:
@@ -243,11 +250,12 @@ def run_rank(plan: FsdpPlan, rank: int, port: int) -> Iterator[FsdpRow]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()
-    methods = (dist.get_backend(), PLAIN, LOSSLESS, ALONE)
+    kinds = [(method, None) for method in (dist.get_backend(), PLAIN, LOSSLESS, ALONE)]
+    kinds[2:2] = [(PLAIN, blocks) for blocks in plan.blocks]  # calls with a limit are not compressed
     layers = plan.layers or layers_that_fit(plan, 1)
-    copies_fit = layers <= layers_that_fit(plan, len(methods))
-    for group in [methods] if copies_fit else [(method,) for method in methods]:
-        trainings = [Training(plan, method, layers, ranks) for method in group]
+    copies_fit = layers <= layers_that_fit(plan, len(kinds))
+    for group in [kinds] if copies_fit else [[kind] for kind in kinds]:
+        trainings = [Training(plan, method, layers, ranks, blocks) for method, blocks in group]
         for tokens in plan.tokens:
             yield from rows_of(plan, tokens, trainings, ranks)
         for training in trainings:
@@ -308,7 +316,8 @@ class Fsdp(Report):
 Collectives:
 
 - nccl or gloo: torch's own collectives.
-- graphar: `graphar.fsdp.set_collectives` with `Communicator(lossless=False)`.
+- graphar: `graphar.fsdp.set_collectives` with `Communicator(lossless=False)`. "N blocks": with `blocks=N`, so that a
+  call has at most N thread blocks, and leaves the other SMs to the matmuls beside it.
 - graphar lossless: the same with lossless compression of bf16. The tuning table has the smallest size of the largest
   shard that is compressed. If it has none, the size is {COMPRESSED_FROM // MB} MB.
 - alone: no communication. The all-gather copies the rank's own shard into the place of every other shard. The
@@ -317,18 +326,18 @@ Collectives:
 Columns:
 
 - step: milliseconds of a step, which is forward, backward and optimiser. It is the median over blocks of {BLOCK} steps.
-  A block has the time of the slowest rank. The collectives took turns, block by block, if four copies of the model fit
-  into a GPU. Otherwise they were measured one after another.
+  A block has the time of the slowest rank. The collectives took turns, block by block, if as many copies of the model
+  fit into a GPU. Otherwise they were measured one after another.
 - of_torch: the step's time / the step's time with torch's own collectives; below 1.00 it is faster.
 - exposed: exposed communication, the step's time minus the time of "alone". It includes the slowdown of matmuls that
   run during communication. It excludes the time of the copies that "alone" makes in local memory.
 - compressed: the algorithms that compressed at least one call so far.
 - losses: the mean cross-entropy over the ranks in step 1 and in step {CHECKED_STEPS}, in nats.
 
-To verify the results, the initial model was trained for {CHECKED_STEPS} steps with deterministic algorithms. "graphar
-lossless" must have the same losses on each rank as "graphar", and the same parameters afterwards, bit for bit. Each
-mean loss with graphar must be within {TOLERANCE:.0%} of the loss with torch's collectives, which may sum in another
-order and round more often.
+To verify the results, the initial model was trained for {CHECKED_STEPS} steps with deterministic algorithms.
+"graphar lossless" and graphar with a limit must have the same losses on each rank as "graphar", and the same
+parameters afterwards, bit for bit. Each mean loss with graphar must be within {TOLERANCE:.0%} of the loss with
+torch's collectives, which may sum in another order and round more often.
 
 Parameters, gradients and AdamW's moments are fp32 and sharded. Each layer's parameters are gathered in bf16 for the
 forward and for the backward pass. Embedding, last norm and head are gathered together. Weights and tokens are random.
@@ -345,7 +354,8 @@ Each rank uses the same sequence in every step. On GPUs attention is FlashAttent
             "--steps", type=int, metavar="N", help=f"timed steps (default: {STEPS}; {CPU_STEPS} on the CPU)"
         )
         parser.add_argument("--reduce-dtype", choices=list(DTYPES), default="bf16", help="dtype of reduced gradients")
-        parser.add_argument("--blocks", type=int, metavar="N", help="limit on thread blocks of an uncompressed call")
+        blocks = "limits on thread blocks of an uncompressed call to measure beside the default"
+        parser.add_argument("--blocks", type=int, nargs="+", metavar="N", default=[], help=blocks)
         parser.add_argument(
             "--lossless-from", type=parse_nbytes, metavar="SIZE", help="smallest size of the largest shard to compress"
         )
@@ -361,7 +371,7 @@ Each rank uses the same sequence in every step. On GPUs attention is FlashAttent
         if steps < BLOCK:
             sys.exit(f"--steps must be at least {BLOCK}, which are timed as one block")
         tokens = tuple(options.tokens or (TOKENS if on_gpus else CPU_TOKENS))
-        if min(*tokens, options.layers or 1, options.blocks or 1, options.seconds or 1) <= 0:
+        if min(*tokens, *options.blocks, options.layers or 1, options.seconds or 1) <= 0:
             sys.exit("--tokens, --layers, --blocks and --seconds must be positive")
         return FsdpPlan(
             device="cuda" if on_gpus else "cpu",
@@ -371,26 +381,26 @@ Each rank uses the same sequence in every step. On GPUs attention is FlashAttent
             tokens=tokens,
             steps=steps,
             reduce_dtype=options.reduce_dtype,
-            blocks=options.blocks,
+            blocks=tuple(options.blocks),
             compressed_from=options.lossless_from,
             budget_s=options.seconds,
         )
 
     @classmethod
     def count(cls, plan: FsdpPlan) -> int:
-        return 4 * len(plan.tokens)
+        return (4 + len(plan.blocks)) * len(plan.tokens)
 
     def measure(self, plan: FsdpPlan) -> Iterator[FsdpRow]:
         yield from ranks_of.run(plan.world_size, partial(run_rank, plan))
 
     def line(self, row: FsdpRow) -> str:
-        return f"{row.method:>20}: {row.step_ms:.2f} ms a step of {row.tokens} tokens, loss {row.losses[-1]:.4f}"
+        return f"{row.label:>20}: {row.step_ms:.2f} ms a step of {row.tokens} tokens, loss {row.losses[-1]:.4f}"
 
     # ---- the report --------------------------------------------------------------------------------------------------
 
     def wrong(self) -> list[str]:
         """Returns a message for each training with graphar whose losses or parameters are wrong."""
-        return [f"{row.method} at {row.tokens} tokens" for row in self.rows if self.is_wrong(row)]
+        return [f"{row.label} at {row.tokens} tokens" for row in self.rows if self.is_wrong(row)]
 
     def wrong_peers(self) -> list[str]:
         return []
@@ -434,7 +444,7 @@ Each rank uses the same sequence in every step. On GPUs attention is FlashAttent
         header = ["collectives", "step (ms)", "of_torch", "exposed (ms)", "tokens/s", "compressed", "losses (nats)"]
         lines = [
             [
-                f"{row.method} **(WRONG)**" if self.is_wrong(row) else row.method,
+                f"{row.label} **(WRONG)**" if self.is_wrong(row) else row.label,
                 f"{row.step_ms:.2f}",
                 ratio_cell(torchs and row.step_ms / torchs),
                 NOT_SERVED if alone is None or row.method == ALONE else f"{row.step_ms - alone:.2f}",
@@ -452,13 +462,13 @@ Each rank uses the same sequence in every step. On GPUs attention is FlashAttent
             torchs = step_of(rows, "is_baseline")
             for row in rows:
                 if torchs and row.is_own and not self.is_wrong(row):
-                    ratios[f"{row.method}, {row.tokens} tokens, {row.world_size} ranks"] = row.step_ms / torchs
+                    ratios[f"{row.label}, {row.tokens} tokens, {row.world_size} ranks"] = row.step_ms / torchs
         return Glance("time of a training step with graphar.fsdp / with torch's own collectives", ratios)
 
     def timed(self) -> list[Timed]:
         return [
             Timed(
-                (row.method, f"{row.world_size} ranks", row.model, f"{row.layers} layers", f"{row.tokens} tokens"),
+                (row.label, f"{row.world_size} ranks", row.model, f"{row.layers} layers", f"{row.tokens} tokens"),
                 row.step_ms * 1e3,
                 self.is_wrong(row),
                 row.is_own,
@@ -483,9 +493,8 @@ def step_of_alone(rows: Sequence[FsdpRow]) -> float | None:
 
 def title_of(row: FsdpRow) -> str:
     shape = f"{row.model}, {row.layers} layers, {row.parameters:,} parameters"
-    blocks = f", at most {row.blocks} blocks" if row.blocks else ""
     ranks = f"{row.world_size} ranks, {row.tokens} tokens per rank"
-    return f"{shape}: {ranks}, gradients reduced in {row.reduce_dtype}{blocks}"
+    return f"{shape}: {ranks}, gradients reduced in {row.reduce_dtype}"
 
 
 def step_chart(rows: Sequence[FsdpRow]) -> Rows:
@@ -507,4 +516,4 @@ def exposed_chart(rows: Sequence[FsdpRow]) -> Rows:
 
 
 def _mark(row: FsdpRow, value: float) -> Mark:
-    return Mark(f"{row.tokens} tokens", row.method, value, f"{row.method}: {row.step_ms:.2f} ms a step")
+    return Mark(f"{row.tokens} tokens", row.label, value, f"{row.label}: {row.step_ms:.2f} ms a step")

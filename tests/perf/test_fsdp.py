@@ -97,26 +97,28 @@ def test_bad_options_are_refused(bad):
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_short_run_is_reported(tmp_path):
-    argv = ["fsdp", "--steps", "10", "--tokens", "8", "16", "--layers", "1", "--out", str(tmp_path)]
+    argv = ["fsdp", "--steps", "10", "--tokens", "8", "16", "--layers", "1", "--blocks", "3", "--out", str(tmp_path)]
 
     assert program.main(argv) == 0
 
     folder = tmp_path / "cpu"
-    rows = {(one["method"], one["tokens"]): one for one in json.loads((folder / "fsdp.json").read_text())["rows"]}
-    assert set(rows) == {(m, t) for m in ("gloo", "graphar", "graphar lossless", "alone") for t in (8, 16)}
+    found = json.loads((folder / "fsdp.json").read_text())["rows"]
+    kinds = ("gloo", None), ("graphar", None), ("graphar", 3), ("graphar lossless", None), ("alone", None)
+    rows = {(one["method"], one["blocks"], one["tokens"]): one for one in found}
+    assert [*rows] == [(*kind, tokens) for tokens in (8, 16) for kind in kinds]
     for tokens in (8, 16):
-        torchs, plain, lossless, alone = (rows[m, tokens] for m in ("gloo", "graphar", "graphar lossless", "alone"))
+        torchs, plain, limited, lossless, alone = (rows[(*kind, tokens)] for kind in kinds)
         # Sums of two ranks have one order.
-        assert torchs["digest"] == plain["digest"] == lossless["digest"] != alone["digest"]
+        assert torchs["digest"] == plain["digest"] == limited["digest"] == lossless["digest"] != alone["digest"]
         assert torchs["losses"] == plain["losses"]
         assert torchs["losses"][-1] < torchs["losses"][0]
         assert plain["compressed"] == lossless["compressed"] == []
-    assert "All 4 results were verified: none is wrong." in (folder / "fsdp.md").read_text()
+    assert "All 6 results were verified: none is wrong." in (folder / "fsdp.md").read_text()
 
 
 def checks_around_steps_as_rank(rank, world_size):
     ranks = ProcessRanks(torch.device("cpu"), dist.HashStore())
-    plan = FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", None, None, None)
+    plan = FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", (), None, None)
     training = Training(plan, PLAIN, 1, ranks)
     training.use_tokens(8)
     before = training.check()
@@ -211,6 +213,15 @@ def test_losses_may_differ_from_torchs_by_its_rounding_and_no_more():
 
     assert near.wrong() == []
     assert far.wrong() == ["graphar at 2048 tokens", "graphar lossless at 2048 tokens"]
+
+
+def test_limits_on_blocks_have_rows_of_their_own_and_the_same_bits():
+    found = Fsdp([*rows(), fsdp_row("graphar", 360.0, blocks=8), fsdp_row("graphar", 370.0, blocks=16, digest="4567")])
+
+    assert "| graphar, 8 blocks | 360.00 | 0.90 | 10.00 |" in found.sections()[0].body[0]
+    assert found.wrong() == ["graphar, 16 blocks at 2048 tokens"]
+    assert "graphar, 8 blocks, 2048 tokens, 4 ranks" in found.glance().ratios
+    assert len({one.identity for one in found.timed()}) == 6
 
 
 def test_sizes_are_compared_each_for_itself():
