@@ -20,7 +20,7 @@ from perf.harness import verify
 from perf.harness.ranks import Ranks, agreed_launches
 from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
 from perf.machine import check_world_sizes
-from perf.peers.matmuls import INT8, Layer, Variant
+from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
 from perf.report import (
     NOT_SERVED,
     Spread,
@@ -36,7 +36,7 @@ from perf.topics.allreduce import EVEN, OF_BEST_PEER, TIME
 
 # ---- options --------------------------------------------------------------------------------------------------------
 
-CPU_WORLD_SIZE = 2
+CPU_WORLD_SIZE, CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = 2, (16, 256), 256, (256,)
 
 
 def add_methods(parser: argparse.ArgumentParser, *known: Sequence[str]) -> None:
@@ -65,6 +65,43 @@ def worlds_and_methods(
     if unknown := [name for name in methods if name not in known]:
         sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
     return world_sizes, methods
+
+
+def add_row_parallel(parser: argparse.ArgumentParser, *known: Sequence[str]) -> None:
+    """Adds the options of a topic of row-parallel layers. ``known`` are the methods of each kind of device."""
+    parser.add_argument(
+        "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="+", metavar="M", help="rows of the activations (default: 1 to 16384)"
+    )
+    parser.add_argument("--columns", type=int, metavar="N", help="columns of the result (default: 8192)")
+    whole = "input features of the whole layers, over all ranks (default: 8192 28672)"
+    parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
+    add_methods(parser, *known)
+
+
+def row_parallel_plans(
+    plan: Callable[..., FusedPlan],
+    options: argparse.Namespace,
+    gpu_count: int,
+    on_gpus: Sequence[str],
+    on_cpu: Sequence[str],
+) -> list[FusedPlan]:
+    """Returns one plan for each world size.
+
+    Args:
+        plan: makes a plan from the fields of FusedPlan.
+        on_gpus, on_cpu: the methods of each kind of device.
+    """
+    if gpu_count >= 2:
+        device, known, defaults = "cuda", on_gpus, (ROWS, HIDDEN, FEATURES)
+    else:
+        device, known, defaults = "cpu", on_cpu, (CPU_ROWS, CPU_COLUMNS, CPU_FEATURES)
+    world_sizes, methods = worlds_and_methods(options, gpu_count, known)
+    given = options.rows, options.columns, options.features
+    sizes = [one or default for one, default in zip(given, defaults, strict=True)]
+    return [plan(device, world_size, *sizes, methods) for world_size in world_sizes]
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------

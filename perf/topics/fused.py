@@ -23,7 +23,16 @@ from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Figure, Mark, Rows
 from perf.choices import choice_table, choices, largest_loss
-from perf.fusion import Cases, Comparison, FusionRow, Trial, add_methods, is_far, measure, worlds_and_methods
+from perf.fusion import (
+    Cases,
+    Comparison,
+    FusionRow,
+    Trial,
+    add_row_parallel,
+    is_far,
+    measure,
+    row_parallel_plans,
+)
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks, agreed
@@ -31,12 +40,9 @@ from perf.peers.matmuls import (
     AFTER,
     CPU_METHODS,
     CUDA_METHODS,
-    FEATURES,
     FLOORS,
-    HIDDEN,
     INT8,
     MIN_ROWS,
-    ROWS,
     TILES,
     TP_INVARIANT,
     FusedPlan,
@@ -66,9 +72,6 @@ from perf.report import (
 from perf.timeline import DRAWN, Timeline, decode
 from perf.topics.allreduce import FAMILIES
 from perf.topics.matmul import sentence
-
-CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
-
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
@@ -242,27 +245,12 @@ turned it on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
-        )
-        parser.add_argument(
-            "--rows", type=int, nargs="+", metavar="M", help="rows of the activations (default: 1 to 16384)"
-        )
-        parser.add_argument("--columns", type=int, metavar="N", help="columns of the result (default: 8192)")
-        whole = "input features of the whole layers, over all ranks (default: 8192 28672)"
-        parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
-        add_methods(parser, CUDA_METHODS, CPU_METHODS)
+        add_row_parallel(parser, CUDA_METHODS, CPU_METHODS)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[FusedPlan]:
         """Returns one plan for each world size."""
-        on_gpus = gpu_count >= 2
-        device, known = ("cuda", CUDA_METHODS) if on_gpus else ("cpu", CPU_METHODS)
-        world_sizes, methods = worlds_and_methods(options, gpu_count, known)
-        rows = options.rows or (ROWS if on_gpus else CPU_ROWS)
-        columns = options.columns or (HIDDEN if on_gpus else CPU_COLUMNS)
-        features = options.features or (FEATURES if on_gpus else CPU_FEATURES)
-        return [FusedPlan(device, world_size, rows, columns, features, methods) for world_size in world_sizes]
+        return row_parallel_plans(FusedPlan, options, gpu_count, CUDA_METHODS, CPU_METHODS)
 
     def measure(self, plan: Sequence[FusedPlan]) -> Iterator[FusedRow | Timeline | str]:
         for one in plan:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphar.numerics.fp8_products import BLOCK
 from perf.choices import choice_table, choices, largest_loss
-from perf.fusion import Comparison, FusionRow, Trial, add_methods, is_far, measure, worlds_and_methods
+from perf.fusion import Comparison, FusionRow, Trial, add_row_parallel, is_far, measure, row_parallel_plans
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks
@@ -28,14 +28,10 @@ from perf.peers.fp8_matmuls import (
     make_variants,
     own_product,
 )
-from perf.peers.matmuls import FEATURES, HIDDEN, ROWS
 from perf.report import Arguments, Glance, Report, Section, by_method, of_best_peer, plural, time_table, words_for
 from perf.topics.allreduce import FAMILIES
 from perf.topics.fp8 import LOST, of_elements
 from perf.topics.matmul import sentence
-
-CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
-
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
@@ -138,30 +134,15 @@ timed graph. NVLink multicast was off for all methods, unless the user turned it
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
-        )
-        parser.add_argument(
-            "--rows", type=int, nargs="+", metavar="M", help="rows of the activations (default: 1 to 16384)"
-        )
-        parser.add_argument("--columns", type=int, metavar="N", help="columns of the result (default: 8192)")
-        whole = "input features of the whole layers, over all ranks (default: 8192 28672)"
-        parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
         scales = "scales of rows, of blocks, or both (default: both; rows on the CPU)"
         parser.add_argument("--scales", nargs="+", choices=SCALES, help=scales)
-        add_methods(parser, CUDA_METHODS, CPU_METHODS)
+        add_row_parallel(parser, CUDA_METHODS, CPU_METHODS)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[Fp8Plan]:
         """Returns one plan for each world size."""
-        on_gpus = gpu_count >= 2
-        device, known = ("cuda", CUDA_METHODS) if on_gpus else ("cpu", CPU_METHODS)
-        world_sizes, methods = worlds_and_methods(options, gpu_count, known)
-        rows = options.rows or (ROWS if on_gpus else CPU_ROWS)
-        columns = options.columns or (HIDDEN if on_gpus else CPU_COLUMNS)
-        features = options.features or (FEATURES if on_gpus else CPU_FEATURES)
-        scales = options.scales or (SCALES if on_gpus else (OF_ROWS,))  # torch has no scales of blocks on the CPU
-        return [Fp8Plan(device, world_size, rows, columns, features, methods, scales) for world_size in world_sizes]
+        scales = options.scales or (SCALES if gpu_count >= 2 else (OF_ROWS,))  # on the CPU torch has none of blocks
+        return row_parallel_plans(partial(Fp8Plan, scales=scales), options, gpu_count, CUDA_METHODS, CPU_METHODS)
 
     def measure(self, plan: Sequence[Fp8Plan]) -> Iterator[FusedFp8Row | str]:
         for one in plan:
