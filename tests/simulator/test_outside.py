@@ -58,6 +58,17 @@ def test_numbers_of_ranks_and_sizes_that_it_does_not_take_are_left_out():
     assert report.skipped == (f"{mine}, 3 ranks, bfloat16, plain: the algorithm does not serve so many ranks",)
 
 
+# Some of the names that twins of the PTX have for themselves.
+TAKEN = ("most_blocks", "Exchange", "exchange", "note", "pump", "meet", "order_of", "acquire", "release", "load_word")
+
+
+def test_a_kernel_may_use_names_that_the_twins_of_the_ptx_have_for_themselves():
+    given = "".join(f"struct {name} {{}};\n" for name in TAKEN)
+    own = Mutation("pushed_sum.cu", "template <class T, int N>", f"{given}template <class T, int N>")
+
+    assert simulator.run(load(), ranks=(2,), **FEW, mutations=(own,)).ok
+
+
 def test_one_that_is_not_loaded_is_an_error():
     with pytest.raises(ValueError, match="algorithm 'ring@0123456789ab' is not loaded in this process"):
         simulator.run("ring@0123456789ab")

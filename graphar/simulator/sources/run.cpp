@@ -276,7 +276,7 @@ void collect(u32 c, u32 m) {
 simulator::Kernel kernel_of(unsigned blocks, unsigned threads, unsigned shared_nbytes, std::function<void()> body) {
   return {blocks, threads, shared_nbytes, [=] {
             body();
-            end_of_thread();
+            twin::end_of_thread();
           }};
 }
 
@@ -426,7 +426,7 @@ int main(int count, char** argv) {
   meetings = std::vector<std::atomic<u32>>(2 * the_case.calls);
   for (Rank& rank : ranks) prepare(rank);
   show_in(argv[3]);
-  look_at_poll = look_at_mark;
+  twin::look_at_poll = look_at_mark;
   simulator::not_noted = {ranks.data(), ranks.data() + ranks.size()};  // counters and records
   simulator::look_at_store = look_at_target;
   const size_t nbytes = std::max<size_t>(the_case.scratch_nbytes, 1);
@@ -441,7 +441,7 @@ int main(int count, char** argv) {
     std::fprintf(stderr, "stuck: the threads %s\n", all_wait ? "wait for one another" : "wait without a deadline");
     std::_Exit(4);  // the threads are left as they are
   }
-  for (auto& words : order_of_kernels)
+  for (auto& words : twin::order_of_kernels)
     for (auto& word : words) word.load(std::memory_order_acquire);
   write_results(argv[2]);
   return 0;

@@ -29,10 +29,12 @@ inline float __frcp_rn(float v) { return 1 / v; }
 // Right for the additions of codecs: a number below 2^22 and one between 2^23 and 2^24.
 inline float __fadd_rd(float a, float b) { return std::floor(a) + b; }
 
+namespace twin {
 inline float larger_of(float a, float b) {
   if (std::isnan(a) || std::isnan(b)) return std::bit_cast<float>(0x7fffffffu);
   return a > b || (a == b && !std::signbit(a)) ? a : b;
 }
+}  // namespace twin
 
 template <class T>
 u32 larger(T, u32 a, u32 b) {
@@ -40,7 +42,7 @@ u32 larger(T, u32 a, u32 b) {
   float x[E], y[E];
   T::unpack(a, x);
   T::unpack(b, y);
-  for (int e = 0; e < E; ++e) x[e] = larger_of(x[e], y[e]);
+  for (int e = 0; e < E; ++e) x[e] = twin::larger_of(x[e], y[e]);
   return T::round(x);
 }
 
@@ -59,6 +61,7 @@ inline u32 larger_magnitude(bf16 type, u32 a, u32 b) {
   return larger_one | ((a ^ b) & numbers);
 }
 
+namespace twin {
 // a x b + c, rounded once to bf16. The product of two bf16 numbers is exact in fp64. A number rounded to odd keeps more
 // than two bits beyond the next format's, so that the last rounding gives the bits of a single one.
 inline u32 bf16_fma(float a, float b, float c) {
@@ -72,20 +75,22 @@ inline u32 bf16_fma(float a, float b, float c) {
   if (v != to_odd) v = std::bit_cast<float>(std::bit_cast<u32>(v) | 1);
   return bf16_from_float(v);
 }
+}  // namespace twin
 
 inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   float x[2], y[2], z[2];
   bf16::unpack(a, x);
   bf16::unpack(b, y);
   bf16::unpack(c, z);
-  return bf16_fma(x[0], y[0], z[0]) | bf16_fma(x[1], y[1], z[1]) << 16;
+  return twin::bf16_fma(x[0], y[0], z[0]) | twin::bf16_fma(x[1], y[1], z[1]) << 16;
 }
 
 // ---- conversions ----------------------------------------------------------------------------------------------------
 
 inline u32 fp16_from_float_down(float v) {
-  const u32 nearest = fp16_from_float(v);
+  const u32 nearest = twin::fp16_from_float(v);
   if (!(static_cast<float>(std::bit_cast<_Float16>(u16(nearest))) > v)) return nearest;
   return nearest & 0x8000 || nearest == 0 ? (nearest | 0x8000) + 1 : nearest - 1;
 }
 inline u32 fp16_from_float_up(float v) { return std::isnan(v) ? 0x7fff : fp16_from_float_down(-v) ^ 0x8000; }
+

@@ -6,11 +6,13 @@
 #include "device/pack.cuh"
 #include "multicast.hpp"
 
+namespace twin {
 inline const bool has_aliases = simulator::add_view(simulator::alias);
 
 inline Pack* on_rank(int rank, const Pack* address) {
   return reinterpret_cast<Pack*>(multicast.scratch[rank] + (reinterpret_cast<const char*>(address) - multicast.base));
 }
+}  // namespace twin
 
 template <class T>
 inline Pack multimem_load_sum(T, const Pack* address) {
@@ -20,27 +22,28 @@ inline Pack multimem_load_sum(T, const Pack* address) {
     float total[E] = {};
     for (size_t rank = 0; rank < multicast.scratch.size(); ++rank) {
       float v[E];
-      T::unpack(load_as(simulator::view(simulator::alias), &on_rank(rank, address)->word[w]), v);
+      T::unpack(twin::load_as(simulator::view(simulator::alias), &twin::on_rank(rank, address)->word[w]), v);
       for (int e = 0; e < E; ++e) total[e] = rank ? total[e] + v[e] : v[e];
     }
     sum.word[w] = T::round(total);
-    after_access();
+    twin::after_access();
   }
-  note_load("multimem_load_sum", address, sum);
+  twin::note_load("multimem_load_sum", address, sum);
   return sum;
 }
 
 inline void multimem_store(Pack* address, const Pack& p) {
-  note_store("multimem_store", address, p);
+  twin::note_store("multimem_store", address, p);
   for (size_t rank = 0; rank < multicast.scratch.size(); ++rank) {
     for (int w = 0; w < 4; ++w)
-      store_as(simulator::view(simulator::alias), &on_rank(rank, address)->word[w], p.word[w]);
-    after_access();
+      twin::store_as(simulator::view(simulator::alias), &twin::on_rank(rank, address)->word[w], p.word[w]);
+    twin::after_access();
   }
 }
 
 inline void fence_aliases() {
   simulator::fence(simulator::generic, simulator::alias);
   simulator::fence(simulator::alias, simulator::generic);
-  after_access();
+  twin::after_access();
 }
+

@@ -2,6 +2,8 @@
 //
 // Ordered accesses are the host's atomics of that order. By them alone ThreadSanitizer knows the order of accesses.
 // Relaxed stores become visible late, word by word and in any order. Asynchronous copies are carried out late, too.
+//
+// What kernels do not call is in the namespace twin: a kernel may use its names.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -51,6 +53,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
 
 // ---- asynchronous copies, carried out while their thread does something else ----------------------------------------
 
+namespace twin {
 template <class Word>
 inline Word load_as(simulator::Observer observer, const Word* address) {
   const simulator::As as(observer);
@@ -105,9 +108,11 @@ inline void after_poll() {
   look_at_poll();
   after_load();
 }
+}  // namespace twin
 
 // ---- barriers of blocks and warps -----------------------------------------------------------------------------------
 
+namespace twin {
 inline void release(std::atomic<u32>& word, simulator::Reach reach = simulator::of_block) {
   simulator::extend_reach(reach);
   word.fetch_add(1, std::memory_order_release);
@@ -138,32 +143,37 @@ inline bool block_vote(bool vote) {
 
 // A vote orders no accesses, nor does a shuffle. The lanes only meet.
 inline bool warp_vote(bool vote) { return simulator::warp_barrier(vote, pump); }
+}  // namespace twin
 
-inline void __syncthreads() { block_vote(false); }
-inline int __syncthreads_or(int vote) { return block_vote(vote); }
+inline void __syncthreads() { twin::block_vote(false); }
+inline int __syncthreads_or(int vote) { return twin::block_vote(vote); }
 inline void __syncwarp() {
-  auto& order = (&order_of<WarpScope>())[threadIdx.x / 32 * 2 + simulator::self().warp_barriers++ % 2];
-  release(order, simulator::of_warp);
-  warp_vote(false);
-  acquire(order);
+  auto& order = (&twin::order_of<twin::WarpScope>())[threadIdx.x / 32 * 2 + simulator::self().warp_barriers++ % 2];
+  twin::release(order, simulator::of_warp);
+  twin::warp_vote(false);
+  twin::acquire(order);
 }
-inline int __any_sync(u32, int vote) { return warp_vote(vote); }
-inline int __all_sync(u32, int vote) { return !warp_vote(!vote); }
+inline int __any_sync(u32, int vote) { return twin::warp_vote(vote); }
+inline int __all_sync(u32, int vote) { return !twin::warp_vote(!vote); }
 
 // ---- warps, clusters ------------------------------------------------------------------------------------------------
 
+namespace twin {
 constexpr u32 most_blocks = 256;  // of all ranks, where a kernel has clusters or warpgroups
 inline u32 cluster_size() { return simulator::launched().cluster; }
 inline std::atomic<char*> shared_of_blocks[most_blocks];
 
-inline u32 same_in_warp(u32 v) { return v; }
-inline bool elected() { return threadIdx.x % 32 == 5; }  // any one
 inline u32 block_of_all() {
   if (gridDim.x > most_blocks / 8) std::abort();
   return simulator::self().rank * (most_blocks / 8) + blockIdx.x;
 }
-inline u32 block_in_cluster() { return blockIdx.x % cluster_size(); }
+}  // namespace twin
 
+inline u32 same_in_warp(u32 v) { return v; }
+inline bool elected() { return threadIdx.x % 32 == 5; }  // any one
+inline u32 block_in_cluster() { return blockIdx.x % twin::cluster_size(); }
+
+namespace twin {
 // Waits until `all` threads have arrived at a barrier, which only counts up, and acquires what they have released.
 inline void wait_for_arrivals(const std::atomic<u32>& word, u32 all) {
   const simulator::Waiting waiting("a barrier of the cluster, or of some warps");
@@ -181,28 +191,31 @@ inline void meet(std::atomic<u32> (&words)[2], u32 members, u32& times) {
   release(word);
   wait_for_arrivals(word, all);
 }
+}  // namespace twin
 
 // The arrival is relaxed: of what this thread has done, it releases the initialisation of mbarriers alone.
 inline void sync_cluster_mbarriers() {
-  static std::atomic<u32> words[most_blocks][64];  // one a kernel
-  auto& word = words[block_of_all() - block_in_cluster()][simulator::self().kernel];
+  static std::atomic<u32> words[twin::most_blocks][64];  // one a kernel
+  auto& word = words[twin::block_of_all() - block_in_cluster()][simulator::self().kernel];
   simulator::release_view(&word, simulator::inits, simulator::generic);
   simulator::release_view(&word, simulator::inits_for_copies, simulator::async_shared);
   word.fetch_add(1, std::memory_order_relaxed);
-  wait_for_arrivals(word, cluster_size() * blockDim.x);
+  twin::wait_for_arrivals(word, twin::cluster_size() * blockDim.x);
 }
 
+namespace twin {
 // `number` counts the barriers of a kernel from 0. Two words alternate as above.
 inline std::atomic<u32>& arrivals_at_cluster(u32 number) {
   static std::atomic<u32> words[most_blocks][64][2];  // two a kernel
   return words[block_of_all() - block_in_cluster()][simulator::self().kernel][number % 2];
 }
+}  // namespace twin
 
-inline void arrive_at_cluster() { release(arrivals_at_cluster(simulator::self().cluster_barriers++)); }
+inline void arrive_at_cluster() { twin::release(twin::arrivals_at_cluster(simulator::self().cluster_barriers++)); }
 
 inline void wait_for_cluster() {
   const u32 number = simulator::self().cluster_barriers - 1;
-  wait_for_arrivals(arrivals_at_cluster(number), (number / 2 + 1) * cluster_size() * blockDim.x);
+  twin::wait_for_arrivals(twin::arrivals_at_cluster(number), (number / 2 + 1) * twin::cluster_size() * blockDim.x);
 }
 
 inline void store_in_cluster(float* here, u32 block, float v) {
@@ -210,6 +223,7 @@ inline void store_in_cluster(float* here, u32 block, float v) {
   *static_cast<float*>(simulator::dynamic_shared_of(first + block, here)) = v;
 }
 
+namespace twin {
 // Two turns alternate: a lane that begins a third turn has met all lanes since they read the first.
 struct Exchange {
   u32 given[2][32];
@@ -225,15 +239,16 @@ inline u32 exchange(u32 v, Choose source) {
   warp_vote(false);
   return __atomic_load_n(&warp.given[turn][source(lane)], __ATOMIC_RELAXED);
 }
+}  // namespace twin
 
 inline u32 __shfl_xor_sync(u32, u32 v, int mask) {
-  return exchange(v, [=](u32 lane) { return lane ^ mask; });
+  return twin::exchange(v, [=](u32 lane) { return lane ^ mask; });
 }
 inline float __shfl_xor_sync(u32, float v, int mask) {
   return std::bit_cast<float>(__shfl_xor_sync(0, std::bit_cast<u32>(v), mask));
 }
 inline u32 __shfl_sync(u32, u32 v, int source, int width = 32) {
-  return exchange(v, [=](u32 lane) { return lane / width * width + source; });
+  return twin::exchange(v, [=](u32 lane) { return lane / width * width + source; });
 }
 inline float __shfl_sync(u32, float v, int source, int width = 32) {
   return std::bit_cast<float>(__shfl_sync(0, std::bit_cast<u32>(v), source, width));
@@ -241,6 +256,7 @@ inline float __shfl_sync(u32, float v, int source, int width = 32) {
 
 // ---- loads and stores -----------------------------------------------------------------------------------------------
 
+namespace twin {
 template <class Word>
 inline void note(simulator::Step::Kind kind, const char* what, const void* address, const Word& v) {
   u64 bits[2] = {};
@@ -273,30 +289,31 @@ inline void visit_words(Visit visit) {
     if (simulator::random(16) == 0) simulator::step();
   }
 }
+}  // namespace twin
 
 inline Pack load_relaxed_sys(const Pack* address) {
   Pack p;
-  visit_words<4>([&](int w) { p.word[w] = load_word(&address->word[w]); });
-  note_load("load_relaxed_sys", address, p);
-  after_poll();
+  twin::visit_words<4>([&](int w) { p.word[w] = twin::load_word(&address->word[w]); });
+  twin::note_load("load_relaxed_sys", address, p);
+  twin::after_poll();
   return p;
 }
 
 inline void store_relaxed_sys(Pack* address, const Pack& p) {
-  visit_words<4>([&](int w) { simulator::post(&address->word[w], p.word[w], 4); });
-  note_store("store_relaxed_sys", address, p);
-  after_access();
+  twin::visit_words<4>([&](int w) { simulator::post(&address->word[w], p.word[w], 4); });
+  twin::note_store("store_relaxed_sys", address, p);
+  twin::after_access();
 }
 
 template <int Count>
 Words<Count> load_relaxed_sys(const Words<Count>* address) {
   Words<Count> v;
   if constexpr (Count == 1)
-    v.word[0] = load_word(&address->word[0]);
+    v.word[0] = twin::load_word(&address->word[0]);
   else
-    visit_words<Count>([&](int w) { v.word[w] = load_word(&address->word[w]); });
-  note_load("load_relaxed_sys", address, v);
-  after_load();
+    twin::visit_words<Count>([&](int w) { v.word[w] = twin::load_word(&address->word[w]); });
+  twin::note_load("load_relaxed_sys", address, v);
+  twin::after_load();
   return v;
 }
 
@@ -305,44 +322,44 @@ void store_relaxed_sys(Words<Count>* address, const Words<Count>& v) {
   if constexpr (Count == 1)
     simulator::post(&address->word[0], v.word[0], 4);
   else
-    visit_words<Count>([&](int w) { simulator::post(&address->word[w], v.word[w], 4); });
-  note_store("store_relaxed_sys", address, v);
-  after_access();
+    twin::visit_words<Count>([&](int w) { simulator::post(&address->word[w], v.word[w], 4); });
+  twin::note_store("store_relaxed_sys", address, v);
+  twin::after_access();
 }
 
 inline Pair load_relaxed_sys(const Pair* address) {
   Pair p;
-  visit_words<2>([&](int h) { p.half[h] = load_word(&address->half[h]); });
-  note_load("load_relaxed_sys", address, p);
-  after_poll();
+  twin::visit_words<2>([&](int h) { p.half[h] = twin::load_word(&address->half[h]); });
+  twin::note_load("load_relaxed_sys", address, p);
+  twin::after_poll();
   return p;
 }
 
 inline void store_relaxed_sys(Pair* address, const Pair& p) {
-  visit_words<2>([&](int h) { simulator::post(&address->half[h], p.half[h], 8); });
-  note_store("store_relaxed_sys", address, p);
-  after_access();
+  twin::visit_words<2>([&](int h) { simulator::post(&address->half[h], p.half[h], 8); });
+  twin::note_store("store_relaxed_sys", address, p);
+  twin::after_access();
 }
 
 inline u64 load_relaxed_sys(const u64* address) {
-  const u64 v = load_word(address);
-  note_load("load_relaxed_sys", address, v);
-  after_load();
+  const u64 v = twin::load_word(address);
+  twin::note_load("load_relaxed_sys", address, v);
+  twin::after_load();
   return v;
 }
 
 inline void store_relaxed_sys(u64* address, u64 v) {
   simulator::post(address, v, 8);
-  note_store("store_relaxed_sys", address, v);
-  after_access();
+  twin::note_store("store_relaxed_sys", address, v);
+  twin::after_access();
 }
 
 template <class Word>
 inline Word load_acquire_sys(const Word* address) {
   const Word v = __atomic_load_n(address, __ATOMIC_ACQUIRE);
   simulator::acquire_views(address);
-  note_load("load_acquire_sys", address, v);
-  after_poll();
+  twin::note_load("load_acquire_sys", address, v);
+  twin::after_poll();
   return v;
 }
 
@@ -351,8 +368,8 @@ inline void store_release_sys(Word* address, std::type_identity_t<Word> v) {
   simulator::make_released_visible();
   simulator::release_views(address);
   __atomic_store_n(address, v, __ATOMIC_RELEASE);
-  note_store("store_release_sys", address, v);
-  after_access();
+  twin::note_store("store_release_sys", address, v);
+  twin::after_access();
 }
 
 inline void store_release_sys_if(bool condition, u64* address, u64 v) {
@@ -361,38 +378,38 @@ inline void store_release_sys_if(bool condition, u64* address, u64 v) {
 
 template <class Word>
 inline Word load_relaxed_gpu(const Word* address) {
-  const Word v = load_word(address);
-  note_load("load_relaxed_gpu", address, v);
-  after_load();
+  const Word v = twin::load_word(address);
+  twin::note_load("load_relaxed_gpu", address, v);
+  twin::after_load();
   return v;
 }
 
 inline void store_relaxed_gpu(u32* address, u32 v) {
   simulator::post(address, v, 4);
-  note_store("store_relaxed_gpu", address, v);
-  after_access();
+  twin::note_store("store_relaxed_gpu", address, v);
+  twin::after_access();
 }
 
 inline u32 add_relaxed_cta(u32* address, u32 v) {
   const u32 old = __atomic_fetch_add(address, v, __ATOMIC_RELAXED);
-  note_store("add_relaxed_cta", address, v);
-  after_access();
+  twin::note_store("add_relaxed_cta", address, v);
+  twin::after_access();
   return old;
 }
 
 inline u32 add_relaxed_gpu(u32* address, u32 v) {
   simulator::make_visible_at(address);
   const u32 old = __atomic_fetch_add(address, v, __ATOMIC_RELAXED);
-  note_store("add_relaxed_gpu", address, v);
-  after_access();
+  twin::note_store("add_relaxed_gpu", address, v);
+  twin::after_access();
   return old;
 }
 
 inline u32 exchange_relaxed_gpu(u32* address, u32 v) {
   simulator::make_visible_at(address);
   const u32 old = __atomic_exchange_n(address, v, __ATOMIC_RELAXED);
-  note_store("exchange_relaxed_gpu", address, v);
-  after_access();
+  twin::note_store("exchange_relaxed_gpu", address, v);
+  twin::after_access();
   return old;
 }
 
@@ -403,7 +420,7 @@ inline void copy_async(Pack* shared, const Pack* global) {
   me.copies.push_back(
       {.kind = simulator::Copy::async, .to = shared, .from = global, .nbytes = sizeof(Pack), .group = me.copy_groups});
   simulator::note(simulator::Step::load, "copy_async", global);
-  after_access();
+  twin::after_access();
 }
 
 inline void commit_copies() { ++simulator::self().copy_groups; }
@@ -411,10 +428,10 @@ inline void commit_copies() { ++simulator::self().copy_groups; }
 template <int Pending>
 inline void wait_for_copies() {
   const auto& me = simulator::self();
-  carry_out_where([&](const simulator::Copy& copy) {
+  twin::carry_out_where([&](const simulator::Copy& copy) {
     return copy.kind == simulator::Copy::async && copy.group + Pending < me.copy_groups;
   });
-  after_access();
+  twin::after_access();
 }
 
 inline Pack* dynamic_shared() { return static_cast<Pack*>(simulator::dynamic_shared()); }
@@ -426,22 +443,26 @@ inline T& static_shared() {
 
 // ---- kernels, time --------------------------------------------------------------------------------------------------
 
+namespace twin {
 // The ends of a rank's kernels and the begins of those after them; two words alternate, as for barriers.
 inline std::atomic<u32> order_of_kernels[8][2];
+}  // namespace twin
 
 inline void wait_for_previous_kernel() {
-  simulator::wait_for_previous_kernel(pump);
+  simulator::wait_for_previous_kernel(twin::pump);
   if (!simulator::launched().waits) return;
-  acquire(order_of_kernels[simulator::self().rank][(simulator::self().kernel + 1) % 2]);
+  twin::acquire(twin::order_of_kernels[simulator::self().rank][(simulator::self().kernel + 1) % 2]);
 }
 
 inline void wait_for_previous_kernel(const void*, const void*, const void*) { wait_for_previous_kernel(); }
 
+namespace twin {
 inline void end_of_thread() {
   carry_out_where([](const simulator::Copy&) { return true; });
   simulator::make_own_visible();
   release(order_of_kernels[simulator::self().rank][simulator::self().kernel % 2]);
 }
+}  // namespace twin
 
 inline void release_next_kernel() { simulator::release_next_kernel(); }
 inline u64 global_time_ns() { return simulator::now_ns(); }
@@ -460,6 +481,7 @@ inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline float __ull2float_rn(u64 v) { return float(v); }
 inline float rsqrtf(float a) { return 1 / std::sqrt(a); }
 
+namespace twin {
 inline u32 bf16_from_float(float v) {
   if (std::isnan(v)) return 0x7fff;
   const u32 bits = std::bit_cast<u32>(v);
@@ -469,11 +491,17 @@ inline u32 bf16_from_float(float v) {
 inline u32 fp16_from_float(float v) {
   return std::isnan(v) ? 0x7fff : std::bit_cast<u16>(static_cast<_Float16>(v));
 }
+}  // namespace twin
 
-inline u32 bf16x2_from_floats(float low, float high) { return bf16_from_float(low) | bf16_from_float(high) << 16; }
-inline u32 fp16x2_from_floats(float low, float high) { return fp16_from_float(low) | fp16_from_float(high) << 16; }
+inline u32 bf16x2_from_floats(float low, float high) {
+  return twin::bf16_from_float(low) | twin::bf16_from_float(high) << 16;
+}
+inline u32 fp16x2_from_floats(float low, float high) {
+  return twin::fp16_from_float(low) | twin::fp16_from_float(high) << 16;
+}
 
 inline void floats_from_fp16x2(u32 v, float& low, float& high) {
   low = std::bit_cast<_Float16>(u16(v));
   high = std::bit_cast<_Float16>(u16(v >> 16));
 }
+

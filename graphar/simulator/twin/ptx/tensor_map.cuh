@@ -2,7 +2,7 @@
 #pragma once
 #include "device/ptx/tma.cuh"
 
-template const bool has_async_proxy<>;
+template const bool twin::has_async_proxy<>;
 
 // Columns are counted in 16 bits, whatever an element has. Of the last one only a byte lies in a matrix with an odd
 // number of bytes in a row.
@@ -12,13 +12,16 @@ struct TensorMap {
   bool is_odd = false;
 };
 
+namespace twin {
 // The hardware may not be given a map that nobody has filled.
 inline void check(const TensorMap& map) {
   if (map.base == nullptr) std::abort();
 }
+}  // namespace twin
 
-inline void prefetch(const TensorMap& map) { check(map); }
+inline void prefetch(const TensorMap& map) { twin::check(map); }
 
+namespace twin {
 // 8 rows of a box on their way, between the matrix and shared memory.
 struct Piece {
   TensorMap map;
@@ -68,23 +71,24 @@ inline void add_pieces(const TensorMap& map, u32 x, u32 y, const void* shared, A
   for (u32 r = 0; r < map.box_rows; r += 8)
     add(new (simulator::make_memory(sizeof(Piece))) Piece{map, u32(x * map.element_nbytes / 2), y + r, box + r * 128});
 }
+}  // namespace twin
 
 inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded, u32 blocks) {
   for (u32 block = 0; blocks >> block; ++block) {
     if ((blocks >> block & 1) == 0) continue;
-    add_pieces(map, x, y, shared, [&](Piece* piece) {
-      piece->shared = shared_of_block(block, piece->shared);
+    twin::add_pieces(map, x, y, shared, [&](twin::Piece* piece) {
+      piece->shared = twin::shared_of_block(block, piece->shared);
       simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
                                           .to = nullptr,
                                           .from = piece,
                                           .nbytes = 0,
                                           .read = simulator::async_global,
                                           .written = simulator::async_shared,
-                                          .mbarrier = shared_of_block(block, &loaded),
-                                          .complete = Piece::load});
+                                          .mbarrier = twin::shared_of_block(block, &loaded),
+                                          .complete = twin::Piece::load});
     });
   }
-  after_access();
+  twin::after_access();
 }
 
 inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded) {
@@ -93,7 +97,7 @@ inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarri
 
 inline void tensor_store(const TensorMap& map, u32 x, u32 y, const void* shared) {
   auto& me = simulator::self();
-  add_pieces(map, x, y, shared, [&](const Piece* piece) {
+  twin::add_pieces(map, x, y, shared, [&](const twin::Piece* piece) {
     me.copies.push_back({.kind = simulator::Copy::bulk_store,
                          .to = nullptr,
                          .from = piece,
@@ -101,13 +105,14 @@ inline void tensor_store(const TensorMap& map, u32 x, u32 y, const void* shared)
                          .read = simulator::async_shared,
                          .written = simulator::async_global,
                          .group = me.copy_groups,
-                         .complete = Piece::store});
+                         .complete = twin::Piece::store});
   });
-  after_access();
+  twin::after_access();
 }
 
 inline void commit_bulk_stores() { ++simulator::self().copy_groups; }
 
+namespace twin {
 // Reads the source of a store now. The store itself comes later.
 inline void read_source(simulator::Copy& copy) {
   const auto keep = [&](const void* from, u32 nbytes) {
@@ -127,13 +132,15 @@ inline void read_source(simulator::Copy& copy) {
     copy.from = keep(copy.from, copy.nbytes);
   }
 }
+}  // namespace twin
 
 template <int Pending>
 inline void wait_for_bulk_sources() {
   auto& me = simulator::self();
   for (simulator::Copy& copy : me.copies)
     if (copy.kind == simulator::Copy::bulk_store && copy.group + Pending < me.copy_groups && !copy.source_is_read)
-      read_source(copy);
+      twin::read_source(copy);
   simulator::fence(simulator::async_shared, simulator::generic);
-  after_access();
+  twin::after_access();
 }
+

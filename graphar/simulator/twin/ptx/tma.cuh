@@ -5,73 +5,77 @@
 #pragma once
 #include "device/ptx/ptx.cuh"
 
+namespace twin {
 // Only programs that make bulk copies have these views, since views cost time.
 template <class Program = void>
 const bool has_async_proxy =
     simulator::add_view(simulator::async_shared) && simulator::add_view(simulator::async_global);
+}  // namespace twin
 
 // The block's dynamic shared memory from a multiple of 1024 on, whose address the tensor cores know as 1024.
 inline char* dynamic_shared_boxes() {
   const u64 begin = reinterpret_cast<u64>(dynamic_shared());
   char* const boxes = reinterpret_cast<char*>((begin + 1023) / 1024 * 1024);
-  shared_of_blocks[block_of_all()].store(boxes, std::memory_order_relaxed);
+  twin::shared_of_blocks[twin::block_of_all()].store(boxes, std::memory_order_relaxed);
   return boxes;
 }
 
 inline u32 shared_address(const void* p) { return static_cast<const char*>(p) - dynamic_shared_boxes() + 1024; }
 
+namespace twin {
 // The address in another block of the cluster that corresponds to `p` in this one.
 inline char* shared_of_block(u32 block, const void* p) {
   const u32 first = block_of_all() - block_in_cluster();
   return shared_of_blocks[first + block].load(std::memory_order_relaxed) + (shared_address(p) - 1024);
 }
+}  // namespace twin
 
 class Mbarrier {
  public:
   void init(u32 arrivals) {
-    store_as(simulator::view(simulator::inits), &arrivals_, arrivals);
+    twin::store_as(simulator::view(simulator::inits), &arrivals_, arrivals);
     simulator::fence(simulator::inits, simulator::generic);
     pending_ = arrivals;
     transactions_ = ended_ = 0;
-    after_access();
+    twin::after_access();
   }
 
   void arrive() { arrive_and_expect(0); }
 
   void arrive_and_expect(u32 nbytes) {
-    release(order_[ended_ % 2]);
+    twin::release(order_[ended_ % 2]);
     count(1, nbytes);
-    after_access();
+    twin::after_access();
   }
 
   // Arrives at the corresponding mbarrier of another block of the cluster. The arrival is relaxed. It tells copies that
   // the products of this warp have read their operands, which cannot come after the reaction to the arrival.
   void arrive_at(u32 block) {
-    Mbarrier& there = *reinterpret_cast<Mbarrier*>(shared_of_block(block, this));
+    Mbarrier& there = *reinterpret_cast<Mbarrier*>(twin::shared_of_block(block, this));
     simulator::release_view(&there.order_[there.ended_ % 2], simulator::products, simulator::async_shared);
     there.count(1, 0);
-    after_access();
+    twin::after_access();
   }
 
   void release_to(u32 block) {
-    Mbarrier& there = *reinterpret_cast<Mbarrier*>(shared_of_block(block, this));
-    release(there.order_of_cluster_[there.ended_ % 2]);
+    Mbarrier& there = *reinterpret_cast<Mbarrier*>(twin::shared_of_block(block, this));
+    twin::release(there.order_of_cluster_[there.ended_ % 2]);
     there.count(1, 0);
-    after_access();
+    twin::after_access();
   }
 
   bool try_wait_for_cluster(u32 phase) const {
     const bool has_ended = try_wait(phase);
-    if (has_ended) acquire(order_of_cluster_[phase % 2]);
+    if (has_ended) twin::acquire(order_of_cluster_[phase % 2]);
     return has_ended;
   }
 
   // Acquires no release by a thread of another block. The bytes of copies it sees nevertheless.
   bool try_wait(u32 phase) const {
     const bool has_ended = arrivals_ && (ended_ & 1) != (phase & 1);
-    if (has_ended) acquire(order_[phase % 2]);
+    if (has_ended) twin::acquire(order_[phase % 2]);
     simulator::note(simulator::Step::load, has_ended ? "an ended try_wait" : "try_wait", this);
-    after_load();
+    twin::after_load();
     return has_ended;
   }
 
@@ -124,7 +128,7 @@ class Mbarrier {
 
 template <class Program = void>
 void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& loaded) {
-  if (!has_async_proxy<Program>) std::abort();
+  if (!twin::has_async_proxy<Program>) std::abort();
   simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
                                       .to = shared,
                                       .from = global,
@@ -134,12 +138,12 @@ void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& loaded) {
                                       .mbarrier = &loaded,
                                       .complete = Mbarrier::complete});
   simulator::note(simulator::Step::load, "bulk_load", global);
-  after_access();
+  twin::after_access();
 }
 
 template <class Program = void>
 void bulk_store(void* global, const void* shared, u32 nbytes) {
-  if (!has_async_proxy<Program>) std::abort();
+  if (!twin::has_async_proxy<Program>) std::abort();
   simulator::look_at_store(global, nbytes);
   simulator::self().copies.push_back({.kind = simulator::Copy::bulk_store,
                                       .to = global,
@@ -149,45 +153,46 @@ void bulk_store(void* global, const void* shared, u32 nbytes) {
                                       .written = simulator::async_global,
                                       .group = simulator::self().copy_groups});
   simulator::note(simulator::Step::store, "bulk_store", global);
-  after_access();
+  twin::after_access();
 }
 
 // A copy of a pack that nobody else sees. Its end releases what the copy does, but only to a wait for the cluster.
 inline void store_async_in_cluster(Pack* here, u32 block, const Pack& p, Mbarrier& stored) {
   u32* const kept = reinterpret_cast<u32*>(simulator::make_memory(sizeof(Pack)));
-  for (u32 w = 0; w < 4; ++w) store_as(simulator::view(simulator::async_shared), kept + w, p.word[w]);
+  for (u32 w = 0; w < 4; ++w) twin::store_as(simulator::view(simulator::async_shared), kept + w, p.word[w]);
   simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
-                                      .to = shared_of_block(block, here),
+                                      .to = twin::shared_of_block(block, here),
                                       .from = kept,
                                       .nbytes = sizeof(Pack),
                                       .read = simulator::async_shared,
                                       .written = simulator::async_shared,
-                                      .mbarrier = shared_of_block(block, &stored),
+                                      .mbarrier = twin::shared_of_block(block, &stored),
                                       .complete = Mbarrier::complete_in_cluster});
-  after_access();
+  twin::after_access();
 }
 
 // Counts, in the memory itself, how often each 16 bytes were to be brought into L2 (sources/run.cpp).
 inline void prefetch_to_l2(const void* from, u32 nbytes) {
   for (u32 at = 0; at < nbytes; at += sizeof(Pack))
     __atomic_fetch_add(static_cast<u32*>(const_cast<void*>(from)) + at / sizeof(u32), 1, __ATOMIC_RELAXED);
-  after_access();
+  twin::after_access();
 }
 
 inline void wait_for_bulk_stores() {
-  carry_out_where([](const simulator::Copy& copy) { return copy.kind == simulator::Copy::bulk_store; });
+  twin::carry_out_where([](const simulator::Copy& copy) { return copy.kind == simulator::Copy::bulk_store; });
   simulator::fence(simulator::async_shared, simulator::generic);
   simulator::fence(simulator::async_global, simulator::generic);
-  after_access();
+  twin::after_access();
 }
 
 inline void fence_async_proxy_shared() {
   simulator::fence(simulator::generic, simulator::async_shared);
   simulator::fence(simulator::inits, simulator::inits_for_copies);
-  after_access();
+  twin::after_access();
 }
 
 inline void fence_async_proxy_global() {
   simulator::fence(simulator::generic, simulator::async_global);
-  after_access();
+  twin::after_access();
 }
+

@@ -4,6 +4,7 @@
 #include "device/pack.cuh"
 #include "device/ptx/tma.cuh"
 
+namespace twin {
 struct QueuedProduct {
   void (*carry_out)(float* sums, u64 a, u64 b, bool first);
   float* sums;
@@ -73,12 +74,13 @@ struct Operand {
     return decoded(T{}, load_as(observer, reinterpret_cast<const typename T::Storage*>(boxes + at)));
   }
 };
+}  // namespace twin
 
 template <int N, bool a_by_columns, bool b_by_columns>
 struct Product {
   template <class T>
   static void add(T, float (&sums)[N / 2], u64 a, u64 b, bool first) {
-    Products& mine = products();
+    twin::Products& mine = twin::products();
     if (!mine.fenced) std::abort();
     mine.queue[mine.end++ % 16] = {carry_out<T>, sums, a, b, first, mine.groups};
     mine.perhaps_carry_out_one();
@@ -90,7 +92,7 @@ struct Product {
     const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     simulator::fence(simulator::async_shared, simulator::products);
     constexpr u32 step = 32 / sizeof(typename T::Storage);
-    const Operand<T> rows(a), columns(b);
+    const twin::Operand<T> rows(a), columns(b);
     float row[2][step];
     for (u32 k = 0; k < 2 * step; ++k)
       row[k / step][k % step] = rows.template element<a_by_columns>(warp * 16 + lane / 4 + k / step * 8, k % step);
@@ -108,13 +110,14 @@ struct Product {
   }
 };
 
-inline void fence_sums() { products().fenced = true; }
+inline void fence_sums() { twin::products().fenced = true; }
 
 inline void commit_products() {
-  ++products().groups;
-  after_access();
+  ++twin::products().groups;
+  twin::after_access();
 }
 
+namespace twin {
 // Products are the warp's, so the reads of all its lanes are over once its wait returns. No other access is ordered.
 struct ProductScope {};
 inline void end_wait_of_warp() {
@@ -124,24 +127,25 @@ inline void end_wait_of_warp() {
   simulator::acquire_view(&order, simulator::products);
   simulator::fence(simulator::products, simulator::async_shared);
 }
+}  // namespace twin
 
 inline void wait_for_all_but_last_products() {
-  products().carry_out_but(1);
-  end_wait_of_warp();
+  twin::products().carry_out_but(1);
+  twin::end_wait_of_warp();
 }
 
 template <int Count>
 inline void wait_for_all_but_last_products(float (&)[Count]) {
-  products().fenced = false;
+  twin::products().fenced = false;
   wait_for_all_but_last_products();
 }
 
 template <int Count>
 inline void wait_for_products(float (&)[Count]) {
   while (simulator::random(16)) simulator::step();  // products take their time
-  products().carry_out_but(0);
-  products().fenced = false;
-  end_wait_of_warp();
+  twin::products().carry_out_but(0);
+  twin::products().fenced = false;
+  twin::end_wait_of_warp();
 }
 
 inline u32 word_of_sum(float sum) { return __float_as_uint(sum); }
@@ -152,10 +156,11 @@ template <int Registers>
 inline void grow_registers() {}
 
 inline void sync_warpgroup(u32 barrier) {
-  static std::atomic<u32> words[most_blocks][16][2];
-  meet(words[block_of_all()][barrier], 128, products().barriers);
+  static std::atomic<u32> words[twin::most_blocks][16][2];
+  twin::meet(words[twin::block_of_all()][barrier], 128, twin::products().barriers);
 }
 
+namespace twin {
 // The addresses of all lanes of the warp, valid until the lanes meet again. The stores to them are ordered by nothing.
 inline auto places_of_warp(void* shared) -> std::atomic<void*> (&)[32] {
   static std::atomic<void*> places[most_blocks][16][32];
@@ -169,18 +174,20 @@ template <class Word>
 inline Word* place_in(const std::atomic<void*>& place) {
   return static_cast<Word*>(place.load(std::memory_order_relaxed));
 }
+}  // namespace twin
 
 inline void store_matrices(void* shared, const u32 (&words)[4]) {
-  auto& of_warp = places_of_warp(shared);
+  auto& of_warp = twin::places_of_warp(shared);
   const u32 lane = threadIdx.x % 32;
-  for (u32 i = 0; i < 4; ++i) place_in<u32>(of_warp[8 * i + lane / 4])[lane % 4] = words[i];
-  warp_vote(false);
+  for (u32 i = 0; i < 4; ++i) twin::place_in<u32>(of_warp[8 * i + lane / 4])[lane % 4] = words[i];
+  twin::warp_vote(false);
 }
 
 inline void store_transposed_matrices(void* shared, const u32 (&words)[2]) {
-  auto& of_warp = places_of_warp(shared);
+  auto& of_warp = twin::places_of_warp(shared);
   const u32 lane = threadIdx.x % 32;
   for (u32 i = 0; i < 4; ++i)
-    place_in<u16>(of_warp[i / 2 * 8 + lane % 4 * 2 + i % 2])[lane / 4] = u16(words[i / 2] >> i % 2 * 16);
-  warp_vote(false);
+    twin::place_in<u16>(of_warp[i / 2 * 8 + lane % 4 * 2 + i % 2])[lane / 4] = u16(words[i / 2] >> i % 2 * 16);
+  twin::warp_vote(false);
 }
+
