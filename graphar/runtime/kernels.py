@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 
 from graphar.errors import CommunicatorError
 from graphar.plan.algorithms import Algorithm
@@ -32,6 +33,12 @@ def threads_for_compiling(ranks: int) -> int:
     """Returns how many cores each of the host's ranks has for itself, up to PART."""
     bound = len(os.sched_getaffinity(0))  # fewer than the host has if ranks are bound to cores
     return max(1, min(PART, bound, (os.cpu_count() or 1) // ranks))
+
+
+def _compile(sources: Sequence[KernelSource], archs: Iterable[str], ranks: int) -> None:
+    for arch in archs:
+        able = [one for one in sources if one.runs_on(arch)]
+        compiler.compile_at_once(able, arch, threads_for_compiling(ranks))
 
 
 class Kernels:
@@ -104,12 +111,10 @@ class Kernels:
         that the cache does not bring to a rank, or that does not compile, is compiled when it is loaded.
         """
         wanted, ranks = list(dict.fromkeys(sources)), self._rendezvous.world_size
+        archs = dict.fromkeys(launcher.architecture(member.device) for member in self._members)
         for begin in range(0, len(wanted), PART * ranks):
             mine = wanted[begin : begin + PART * ranks][self._rendezvous.rank :: ranks]
-            for arch in dict.fromkeys(launcher.architecture(member.device) for member in self._members):
-                able = [one for one in mine if one.runs_on(arch)]
-                compiler.compile_at_once(able, arch, threads_for_compiling(ranks))
-            self._rendezvous.exchange(f"compiling {len(wanted)} kernels", b"")
+            self._rendezvous.agree(f"compiling {len(wanted)} kernels", partial(_compile, mine, archs, ranks))
 
     def source_of(self, kernel: Kernel) -> KernelSource:
         stands_in = kernel.algorithm.row.multimem and not self._multicast_memory

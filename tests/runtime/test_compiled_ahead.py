@@ -52,7 +52,8 @@ class OneOfTwo:
     def __init__(self, rank):
         self.rank, self.purposes = rank, []
 
-    def exchange(self, what, payload):
+    def agree(self, what, step):
+        step()
         self.purposes.append(what)
 
 
