@@ -1,13 +1,10 @@
-"""Identifies hosts and processes, and tells whether a process has ended: for ranks that wait for another rank."""
+"""Identifies processes, and tells whether a process has ended: for ranks that wait for another rank."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
 from pathlib import Path
-
-from graphar.ranks.descriptors import DIRECTORY_SWITCH, directory
 
 _PROC = Path("/proc")
 
@@ -18,33 +15,9 @@ def identify() -> str:
 
 
 def host() -> str:
-    """Returns a name of this host, and after a "/" the boot id, which tells machines with equal host names apart.
-
-    Containers of one host have host names of their own. A folder that GRAPHAR_SOCKET_DIR names takes their place:
-    ranks with the same folder run on one kernel.
-    """
+    """Returns a name of this host; the boot id tells containers and machines with equal host names apart."""
     boot = _PROC / "sys/kernel/random/boot_id"
-    name = _common_folder() or socket.gethostname()
-    return f"{name}/{boot.read_text().strip() if boot.exists() else os.uname().release}"
-
-
-def _common_folder() -> str:
-    """Returns which folder GRAPHAR_SOCKET_DIR names, whatever its path; an empty string without one."""
-    try:
-        found = directory().stat() if os.environ.get(DIRECTORY_SWITCH) else None
-    except OSError:  # ranks cannot pass anything over it
-        return ""
-    return f"{found.st_dev}:{found.st_ino}" if found else ""
-
-
-def why_apart(hosts: Iterable[str]) -> str:
-    """Returns why ranks on these hosts, named by :func:`host`, share no memory; an empty string if they may."""
-    names = set(hosts)
-    if len(names) == 1:
-        return ""
-    containers = ", or in containers of one, which must share a folder that GRAPHAR_SOCKET_DIR names"
-    boots = {name.rpartition("/")[2] for name in names}
-    return f"the ranks are on {len(names)} hosts{containers if len(boots) == 1 else ''}"
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else os.uname().release}"
 
 
 def has_ended(identity: str) -> bool:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
 from graphar.ranks.descriptors import Channel, close_all
-from graphar.ranks.processes import host, why_apart
+from graphar.ranks.processes import host
 from graphar.ranks.rendezvous import StoreRendezvous
 from graphar.runtime import ipc_memory, virtual_memory
 from graphar.runtime.availability import may_share_gpu, no_peer_access
@@ -58,8 +58,9 @@ class ProcessMemory:
                 "why_not": why_not,
             }
             everyone = self._exchange("set-up", mine)
-            if reason := why_apart(one["host"] for one in everyone):
-                raise UnsupportedError(reason)
+            hosts = {one["host"] for one in everyone}
+            if len(hosts) > 1:
+                raise UnsupportedError(f"the ranks are on {len(hosts)} hosts")
             gpus = [one["gpu"] for one in everyone]
             if not all(one["may_share"] for one in everyone):
                 _check_distinct(gpus)
