@@ -225,7 +225,6 @@ class Communicator:
             CommunicatorError: the communicator is closed, or a rank did not arrive in time.
             CompileError: a kernel did not compile.
         """
-        self.engine.check_open("prepare")
         rounded = [as_codec("prepare", codec) for codec in codecs]
         forms = [form_to_prepare(epilogue) for epilogue in epilogues]
         prepare(self.engine, call_checks.check_ops("prepare", ops), dtypes, max_nbytes, rounded, forms)

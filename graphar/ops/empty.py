@@ -54,14 +54,13 @@ def empty(*size, dtype: torch.dtype | None = None, group: Group = None):
         DriverError: a GPU has too little memory left; torch.cuda.empty_cache() frees what torch keeps.
     """
     engine = engine_of_either(group, "empty", "pass a Communicator with devices as the group")
-    engine.check_open("empty")
     tensors = _empty(engine, tensor_checks.blueprint("empty", size, dtype))
     return tensors if engine.devices else tensors[0]
 
 
 def _empty(engine: Engine, like: torch.Tensor) -> list[torch.Tensor]:
     """Returns an uninitialised symmetric tensor like ``like`` for each rank of this process."""
-    with engine.keeping_failure():
+    with engine.keeping_failure("empty"):
         devices = engine.devices or (engine.first_device(),)
         check_not_capturing("empty", devices)
         engine.compare("empty", f"of {list(like.shape)} {like.dtype}")

@@ -45,7 +45,7 @@ def prepare(
     named = ", and e4m3 operands" if FP8 in dtypes else ""
     named += f", codecs {[codec.text for codec in codecs]}" if codecs else ""
     named += f", epilogues {[one.text for one in epilogues]}" if epilogues else ""
-    with engine.keeping_failure():
+    with engine.keeping_failure("prepare"):
         engine.compare("prepare", f"of {ops} for {added}, max_nbytes {max_nbytes}{named}")
         if not engine.find_runner(engine.first_device()):
             return

@@ -96,11 +96,11 @@ class Plans(BoundedCache[Plan]):
 class KeepingFailure:
     """A context, or a decorator of a call's function, of :meth:`Engine.keeping_failure`."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, op: str) -> None:
+        self._engine, self._op = engine, op
 
     def __enter__(self) -> None:
-        self._engine.raise_failure()
+        self._engine.check_ready(self._op)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (CollectiveTimeout, RanksAbsent)):
@@ -183,7 +183,7 @@ class Engine:
             plan.count.looked_up += 1
             plan.run(ranks)
             return plan
-        self.check_open(call.op)
+        self.check_open(call.op)  # a suspended engine has no warm plan
 
         def run_planned() -> None:
             plan = self.plan(call, ranks)
@@ -208,7 +208,7 @@ class Engine:
             takes_any = "allgather" in call.op or x.dtype != call.dtype  # operands of 8 bits have results of 16
             (tensor_checks.check_strided if takes_any else tensor_checks.check_tensor)(call.op, "x", x)
             announced = self.runner.announced(agreement.words(call)) if self.runner else contextlib.nullcontext()
-            with self.keeping_failure(), announced:
+            with self.keeping_failure(call.op), announced:
                 found = binders[type(call.work)](self, call, ranks)
             found = self.plans.keep(call, found)
             if not self._has_said:
@@ -333,18 +333,29 @@ class Engine:
 
     # ---- failures and the end ---------------------------------------------------------------------------------------
 
-    def keeping_failure(self) -> KeepingFailure:
+    def keeping_failure(self, op: str = "graphar") -> KeepingFailure:
         """Records a failure of the code inside, which needs all ranks: every later call raises it again.
 
-        Raises:
-            CommunicatorError: the engine is closed.
-            GrapharError: the error of an earlier failure.
+        Raises what :meth:`check_ready` does, before the code inside runs.
         """
-        return KeepingFailure(self)
+        return KeepingFailure(self, op)
 
-    def raise_failure(self) -> None:
-        """Raises the error of an earlier failure, or of calls after the end."""
-        self.check_open()
+    def check_open(self, op: str = "graphar") -> None:
+        """Raises CommunicatorError, which names ``op``, if the engine is closed or suspended.
+
+        Enough for what needs no other rank: an explanation is given after a failure, too. torch.compile traces it.
+        """
+        if self.closed:
+            raise closed(op)
+        if self.suspended:
+            raise CommunicatorError(f"{op}: this communicator is suspended; call its resume() on every rank before")
+
+    def check_ready(self, op: str) -> None:
+        """Raises as :meth:`check_open` does, or raises the error of an earlier failure again.
+
+        What needs other ranks begins with it, as :meth:`keeping_failure` does. The launch of a kernel asks the runner.
+        """
+        self.check_open(op)
         if self.runner:
             self.runner.raise_failure()
         if self._failure:
@@ -359,13 +370,6 @@ class Engine:
         """Makes later calls raise ``error`` again."""
         self._failure = error.again(_NOT_MADE)
 
-    def check_open(self, op: str = "graphar") -> None:
-        """Raises CommunicatorError, which names ``op``, if the engine is closed or suspended."""
-        if self.closed:
-            raise closed(op)
-        if self.suspended:
-            raise CommunicatorError(f"{op}: this communicator is suspended; call its resume() on every rank before")
-
     def synchronize(self) -> None:
         """Waits for all work on this process's devices, and raises the errors that kernels reported."""
         self.hierarchy.synchronize()
@@ -376,7 +380,7 @@ class Engine:
         """Gives the memory shared with other ranks back until :meth:`resume`. Collective."""
         if self.suspended:
             return
-        with self.keeping_failure():
+        with self.keeping_failure("suspend"):
             self.compare("suspend", f"keep={keep}")
             self._meet_to("suspend", str(keep))
             self.hierarchy.suspend(keep)
