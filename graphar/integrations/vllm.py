@@ -59,23 +59,27 @@ class TensorParallel:
 
     def suspend(self) -> None:
         super().suspend()
-        if self.graphar is not None:
-            self.graphar.suspend()
+        self._suspend_graphar()
 
     def resume(self) -> None:
-        if self.graphar is not None:
-            self.graphar.resume()
+        self._resume_graphar()
         super().resume()
 
     def checkpoint_prepare(self) -> None:
         super().checkpoint_prepare()
+        self._suspend_graphar()
+
+    def checkpoint_restore(self) -> None:
+        self._resume_graphar()
+        super().checkpoint_restore()
+
+    def _suspend_graphar(self) -> None:
         if self.graphar is not None:
             self.graphar.suspend()
 
-    def checkpoint_restore(self) -> None:
+    def _resume_graphar(self) -> None:
         if self.graphar is not None:
             self.graphar.resume()
-        super().checkpoint_restore()
 
     def destroy(self) -> None:
         if self.graphar is not None:
