@@ -15,7 +15,7 @@ import torch.distributed as dist
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.ranks.groups import device_of_process, process_group
-from graphar.ranks.processes import host
+from graphar.ranks.hosts import host, several_hosts
 from graphar.ranks.rendezvous import meet
 from graphar.runtime import launcher
 from graphar.runtime.availability import concurrent_communicators, may_share_gpu, missing_software
@@ -117,9 +117,8 @@ class Places:
         places = {rank: self._places[rank] for rank in ranks}
         if problems := [f"rank {rank}: {place.problem}" for rank, place in places.items() if place.problem]:
             return problems[0]
-        hosts = {place.host for place in places.values()}
-        if len(hosts) > 1:
-            return f"the ranks are on {len(hosts)} hosts"
+        if problem := several_hosts(place.host for place in places.values()):
+            return problem
         for rank, place in places.items():
             for peer, other in places.items():
                 if rank != peer and other.gpu not in place.reaches:

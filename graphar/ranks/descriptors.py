@@ -55,7 +55,7 @@ class Channel:
         for rank in range(self._rank + 1, self._world_size):
             made = self._sockets[rank] = _socket()
             try:
-                with _reachable(addresses[rank]) as path:
+                with _reachable(_place_here(addresses[rank])) as path:
                     made.connect(path)
                 made.sendall(struct.pack("<I", self._rank))
             except OSError as error:
@@ -149,19 +149,30 @@ def directory() -> Path:
     It is the environment's GRAPHAR_SOCKET_DIR, or ``graphar-<user>`` in the directory for temporary files.
 
     Raises:
-        OSError: it cannot be made, or another user may enter it.
+        OSError: it cannot be made, or another user may enter it. The message says what to do.
     """
     user = os.geteuid()
     given = os.environ.get(DIRECTORY_SWITCH)
-    path = Path(given) if given else Path(tempfile.gettempdir(), f"graphar-{user}")
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
+    path = Path(given).absolute() if given else Path(tempfile.gettempdir(), f"graphar-{user}")
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise OSError(
+            f"user {user} cannot make or find a directory of sockets: {error}; name another in {DIRECTORY_SWITCH}"
+        ) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != user or status.st_mode & 0o077:
         raise PermissionError(
             f"{path} is not trusted: it must be a directory of user {user} with mode 0700; name another in "
-            f"{DIRECTORY_SWITCH}"
+            f"{DIRECTORY_SWITCH}, such as a new one inside it"
         )
     return path
+
+
+def _place_here(address: str) -> str:
+    """Returns the path of a rank's socket in this process: containers may have the directory at different places."""
+    here = directory() / Path(address).name
+    return str(here) if here.exists() else address
 
 
 def close_all(descriptors: Sequence[int]) -> None:

@@ -33,7 +33,7 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.tables import Table
 from graphar.plan.work import Parts
 from graphar.ranks import capture, fallback
-from graphar.ranks.processes import host
+from graphar.ranks.hosts import host
 from graphar.ranks.rendezvous import Ranks
 
 _CHUNK_NUMEL = 4 << 20  # 16 MB of fp32, the most of one launch of reducescatter_push; a fourth with a codec

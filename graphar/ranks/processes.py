@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -12,12 +11,6 @@ _PROC = Path("/proc")
 def identify() -> str:
     """Returns a unique name of this process: boot and namespace, process number, and start time."""
     return f"{_where()} {os.getpid()} {_start_of(os.getpid())}"
-
-
-def host() -> str:
-    """Returns a name of this host; the boot id tells containers and machines with equal host names apart."""
-    boot = _PROC / "sys/kernel/random/boot_id"
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else os.uname().release}"
 
 
 def has_ended(identity: str) -> bool:

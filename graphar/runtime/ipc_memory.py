@@ -67,7 +67,9 @@ def allocate_shared(device: int, meet: StoreRendezvous, nbytes: int, why_stays: 
             raise
         handles = meet.exchange("sharing memory", handle)
         try:
-            buffer.pointers = meet.agree("mapping peers' memory", lambda: _open(handles, meet.rank, owned[0], opened))
+            buffer.pointers = meet.agree(
+                "mapping peers' memory", lambda: _open(handles, meet.rank, owned[0], opened, why_stays)
+            )
         except RanksAbsent:
             raise  # keep the allocation: an absent rank may still map it
         except GrapharError:
@@ -86,7 +88,7 @@ def _allocate_shareable(nbytes: int, owned: list[int]) -> bytes:
     return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
 
 
-def _open(handles: list[bytes], own_rank: int, own: int, opened: list[int]) -> list[int]:
+def _open(handles: list[bytes], own_rank: int, own: int, opened: list[int], why_stays: str) -> list[int]:
     """Maps the peers' memory and returns every rank's address; adds the mapped ones to ``opened``."""
     pointers = []
     for rank, raw in enumerate(handles):
@@ -100,8 +102,8 @@ def _open(handles: list[bytes], own_rank: int, own: int, opened: list[int]) -> l
             opened.append(int(call(driver.cuIpcOpenMemHandle, handle, flags)))
         except DriverError as error:
             raise DriverError(
-                f"{error}, for the memory of rank {rank}; ranks in containers must share one, or be run with "
-                "--ipc=host and --pid=host: see `python -m graphar doctor`"
+                f"{error}, for the memory of rank {rank}; CUDA IPC needs one container for all ranks, or --ipc=host "
+                f"and --pid=host. File descriptors were not passed: {why_stays}"
             ) from error
         pointers.append(opened[-1])
     return pointers

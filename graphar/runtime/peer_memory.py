@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
 from graphar.ranks.descriptors import Channel, close_all
-from graphar.ranks.processes import host
+from graphar.ranks.hosts import host, several_hosts
 from graphar.ranks.rendezvous import StoreRendezvous
 from graphar.runtime import ipc_memory, virtual_memory
 from graphar.runtime.availability import may_share_gpu, no_peer_access
@@ -58,9 +58,8 @@ class ProcessMemory:
                 "why_not": why_not,
             }
             everyone = self._exchange("set-up", mine)
-            hosts = {one["host"] for one in everyone}
-            if len(hosts) > 1:
-                raise UnsupportedError(f"the ranks are on {len(hosts)} hosts")
+            if problem := several_hosts(one["host"] for one in everyone):
+                raise UnsupportedError(problem)
             gpus = [one["gpu"] for one in everyone]
             if not all(one["may_share"] for one in everyone):
                 _check_distinct(gpus)
@@ -244,7 +243,10 @@ def _unreachable(device: int, gpus: list[str]) -> str:
     visible = {_gpu(index): index for index in range(call(driver.cuDeviceGetCount))}
     for rank, gpu in enumerate(gpus):
         if gpu not in visible:
-            return f"the GPU of rank {rank} is not visible here; let CUDA_VISIBLE_DEVICES name every rank's GPU"
+            return (
+                f"the GPU of rank {rank} is not visible here; let CUDA_VISIBLE_DEVICES name every rank's GPU, and each "
+                "container have all of them"
+            )
         peer = visible[gpu]
         if peer != device and not call(driver.cuDeviceCanAccessPeer, device, peer):
             return no_peer_access(device, peer)

@@ -143,6 +143,34 @@ def test_a_link_is_no_directory_to_trust(folder, tmp_path):
         Channel(0, 2)
 
 
+def test_a_directory_that_cannot_be_made_is_told_with_what_to_do(folder, monkeypatch):
+    monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(folder / "a" / "b"))
+
+    with pytest.raises(
+        OSError, match=r"user \d+ cannot make or find .* No such file .*; name another in GRAPHAR_SOCKET"
+    ):
+        Channel(0, 2)
+
+
+def test_a_socket_is_found_though_its_directory_has_another_path_on_its_rank(folder):
+    made = [Channel(rank, 2) for rank in range(2)]
+    made[0].connect([f"/another/place/{os.path.basename(one.address)}" for one in made])
+
+    for one in made:
+        send_files(one, 1, ["x"])
+
+    assert texts(made[1].receive(1, 1)) == {0: ["x"]}
+    for one in made:
+        one.close()
+
+
+def test_a_relative_directory_does_not_move_with_the_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRAPHAR_SOCKET_DIR", "relative")
+
+    assert descriptors.directory() == tmp_path / "relative"
+
+
 def test_a_path_that_is_too_long_for_a_socket_serves(monkeypatch, tmp_path, channels):
     deep = tmp_path / ("a" * 100)
     monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(deep))

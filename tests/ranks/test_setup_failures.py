@@ -321,8 +321,9 @@ def test_memory_that_a_rank_cannot_map_is_told_on_all_with_what_to_do(allocate_w
     (first, _), (second, _) = allocate_with(driver.cuIpcOpenMemHandle, driver.cuIpcOpenMemHandle)
 
     assert first == (
-        "cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT: invalid device context, for the memory of rank 1; ranks in "
-        "containers must share one, or be run with --ipc=host and --pid=host: see `python -m graphar doctor`"
+        "cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT: invalid device context, for the memory of rank 1; CUDA IPC "
+        "needs one container for all ranks, or --ipc=host and --pid=host. File descriptors were not passed: the driver "
+        "forbids another way"
     )
     assert "for the memory of rank 0" in second
 

@@ -33,7 +33,8 @@ def sharing() -> Iterator[Finding]:
         yield note("GPU memory of ranks", text)
         yield _namespaces()
     else:
-        text = f"by file descriptors over sockets in {descriptors.directory()}, which containers of ranks must share"
+        text = f"by file descriptors over sockets in {descriptors.directory()}, "
+        text += f"where ranks in several containers need a common directory, named in {descriptors.DIRECTORY_SWITCH}"
         yield Finding("GPU memory of ranks", text)
 
 
