@@ -54,7 +54,7 @@ class Communicator:
             on every rank, with the call of each. Calls under graph capture are not compared. None: whether the
             environment has GRAPHAR_DEBUG=1. The same on every rank.
         hosts: the ranks of each host, such as [[0, 1], [2, 3]], for the hierarchical algorithm, which adds in this
-            order. The same on every rank. None: hosts are found from host names.
+            order. The same on every rank. None: hosts are found from host names, or a common GRAPHAR_SOCKET_DIR.
         lossless: whether ``auto`` may compress large bf16 tensors without loss. The same on every rank; otherwise
             the first call on GPUs raises CommunicatorError on all of them. None: unless the environment has
             GRAPHAR_LOSSLESS=0.
