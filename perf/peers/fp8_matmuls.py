@@ -11,10 +11,11 @@ from torch import Tensor
 
 import graphar
 from graphar.numerics.fp8_products import BLOCK, FP8
+from graphar.plan.work import SCALES
 from perf.harness.ranks import Ranks
 from perf.peers.matmuls import Alone, FusedPlan, Layer, Variant, after_matmul, in_tiles, make_sums
 
-OF_ROWS, OF_BLOCKS = SCALES = ("rows", "blocks")
+OF_ROWS, OF_BLOCKS = SCALES
 
 
 @dataclass(frozen=True)

@@ -41,16 +41,18 @@ def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     result = trial.result_of(launch, ranks).view(-1)
     product = own_product(*trial.operands).view(-1)
     lost = None if trial.variant.exact else most_lost(*trial.operands).view(-1)
+
+    def summands(x: Tensor, window: slice) -> list[Tensor]:
+        return ranks.gather(x, window) if trial.variant.summed else [x[window]]
+
     wrong = 0
     for window in verify.windows(product.numel()):
-        found, parts = result[window], [product[window]]
-        if trial.variant.summed:
-            parts = ranks.gather(product, window)
+        found, parts = result[window], summands(product, window)
         expected = verify.reference(parts, 1)
         if lost is None:
             bad = verify.differs(found, expected)
         else:
-            bad = is_far(found, expected, parts, ranks.gather(lost, window) if trial.variant.summed else [lost[window]])
+            bad = is_far(found, expected, parts, summands(lost, window))
         wrong += int(bad.sum())
     return wrong
 
