@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from perf.charts import Axis, Line, Plot
+from perf.choices import choices, largest_loss
 from perf.harness import verify
 from perf.harness.ranks import Ranks, agreed_launches
 from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
@@ -23,16 +24,20 @@ from perf.machine import check_world_sizes
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
 from perf.report import (
     NOT_SERVED,
+    Glance,
+    Report,
     Spread,
     Timing,
     best,
     best_peer,
+    of_best_peer,
     ratio,
     ratio_cell,
     table,
     time_cell,
+    words_for,
 )
-from perf.topics.allreduce import EVEN, OF_BEST_PEER, TIME
+from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
 
 # ---- options --------------------------------------------------------------------------------------------------------
 
@@ -290,3 +295,37 @@ def _line(name: str, rows: Mapping[int, FusionRow], over: Mapping[int, FusionRow
     points = [(m, row.median / (over[m].median if over else 1.0)) for m, row in rows.items()]
     hints = [f"{row.method}, M = {m}: {row.median:.4g} us" for m, row in rows.items()]
     return Line(name, points, hints, wrong=frozenset(at for at, row in enumerate(rows.values()) if row.wrong))
+
+
+@dataclass
+class FusionReport(Report):
+    """The base class of topics that compare a fused op with its variants and its peers.
+
+    Class attributes:
+        variants: for each method that uses the partition "auto", a function that says whether another method is a
+            variant: a fixed partition, or two ops instead.
+    """
+
+    variants: ClassVar[Mapping[str, Callable[[str], bool]]]
+
+    def cases(self) -> Mapping[tuple, Mapping[str, FusionRow]]:
+        """Returns the rows by case and method."""
+        raise NotImplementedError
+
+    @staticmethod
+    def in_words(case: tuple) -> str:
+        """Returns a description of a case."""
+        raise NotImplementedError
+
+    def findings(self) -> list[str]:
+        loss = self.loss_of_auto()
+        return [f"The time of `auto` / the fastest variant's time is at most {loss}."] if loss else []
+
+    def loss_of_auto(self) -> str:
+        found = choices(self.cases(), self.variants)
+        return largest_loss({self.in_words(case): one for (case, _), one in found.items()})
+
+    def glance(self) -> Glance:
+        named = {self.in_words(case): one for case, one in of_best_peer(self.cases()).items()}
+        over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
+        return Glance(f"graphar's time / the time of {over}, by number of rows", named)

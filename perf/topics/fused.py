@@ -22,10 +22,11 @@ from graphar.plan.tiles import MatmulTile
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Figure, Mark, Rows
-from perf.choices import choice_table, choices, largest_loss
+from perf.choices import choice_table, choices
 from perf.fusion import (
     Cases,
     Comparison,
+    FusionReport,
     FusionRow,
     Trial,
     add_row_parallel,
@@ -55,22 +56,17 @@ from perf.peers.matmuls import (
 from perf.report import (
     NOT_SERVED,
     Arguments,
-    Glance,
-    Report,
     Section,
     by_method,
     number,
-    of_best_peer,
     plural,
     ratio,
     ratio_cell,
     table,
     time_cell,
     time_table,
-    words_for,
 )
 from perf.timeline import DRAWN, Timeline, decode
-from perf.topics.allreduce import FAMILIES
 from perf.topics.matmul import sentence
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
@@ -185,10 +181,15 @@ def record(layer: Layer, ranks: Ranks) -> Timeline | str:
 
 SEQUENCE = f"{AFTER}graphar"
 COMPARISON = Comparison(FLOORS, SEQUENCE)
+# For each method that uses the partition "auto": whether another method uses a fixed partition or two ops instead.
+VARIANTS = {
+    "graphar": lambda name: name == SEQUENCE or (name.startswith("graphar:") and not name.endswith(INT8)),
+    f"graphar{INT8}": lambda name: name == f"{SEQUENCE}{INT8}" or (name.startswith("graphar:") and name.endswith(INT8)),
+}
 
 
 @dataclass
-class Fused(Report):
+class Fused(FusionReport):
     rows: list[FusedRow] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
 
@@ -201,6 +202,7 @@ class Fused(Report):
     )
     added_fields: ClassVar[tuple[str, ...]] = ("skipped", "timelines")
     has_spread: ClassVar[bool] = True
+    variants: ClassVar = VARIANTS
     notes: ClassVar[str] = """\
 - M, N, K: every rank multiplies activations [M, K] by the transpose of a weight [N, K]. The products are summed over
   the ranks. K is one rank's share of the input features.
@@ -275,7 +277,11 @@ turned it on."""
         for sizes in dict.fromkeys((row.world_size, row.n, row.k) for row in self.rows):
             cases = by_method([row for row in self.rows if (row.world_size, row.n, row.k) == sizes], lambda row: row.m)
             every = time_table("M", {str(m): rows for m, rows in cases.items()})
-            body = [COMPARISON.table(cases), *choice_table("M", choices(cases, VARIANTS)), *invariance_table(cases)]
+            body = [
+                COMPARISON.table(cases),
+                *choice_table("M", choices(cases, self.variants)),
+                *invariance_table(cases),
+            ]
             body += ["Times of all methods:", every]
             figures = [COMPARISON.times_plot(cases), COMPARISON.ratios_plot(cases)]
             for one in self.timelines:
@@ -287,36 +293,19 @@ turned it on."""
         return found
 
     def findings(self) -> list[str]:
-        loss, cases = self.loss_of_auto(), self._cases()
-        found = [f"The time of `auto` / the fastest variant's time is at most {loss}."] if loss else []
+        found, cases = super().findings(), self.cases()
         for name, over in OF_INVARIANT.items():
-            ratios = {in_words(case): one for case, rows in cases.items() if (one := of_invariant(rows, over))}
+            ratios = {self.in_words(case): one for case, rows in cases.items() if (one := of_invariant(rows, over))}
             found += [sentence(f"`tp_invariant` / {name}", plural(len(ratios), "case"), ratios)] if ratios else []
         return found
 
-    def loss_of_auto(self) -> str:
-        found = choices(self._cases(), VARIANTS)
-        return largest_loss({in_words(case): one for (case, _), one in found.items()})
-
-    def glance(self) -> Glance:
-        named = {in_words(case): one for case, one in of_best_peer(self._cases()).items()}
-        over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
-        return Glance(f"graphar's time / the time of {over}, by number of rows", named)
-
-    def _cases(self) -> dict[tuple[int, int, int], dict[str, FusedRow]]:
+    def cases(self) -> dict[tuple[int, int, int], dict[str, FusedRow]]:
         return by_method(self.rows, lambda row: (row.world_size, row.k, row.m))
 
-
-def in_words(case: tuple[int, int, int]) -> str:
-    world_size, k, m = case
-    return f"M = {m}, K = {k}, {world_size} ranks"
-
-
-# For each method that uses the partition "auto": whether another method uses a fixed partition or two ops instead.
-VARIANTS = {
-    "graphar": lambda name: name == SEQUENCE or (name.startswith("graphar:") and not name.endswith(INT8)),
-    f"graphar{INT8}": lambda name: name == f"{SEQUENCE}{INT8}" or (name.startswith("graphar:") and name.endswith(INT8)),
-}
+    @staticmethod
+    def in_words(case: tuple[int, int, int]) -> str:
+        world_size, k, m = case
+        return f"M = {m}, K = {k}, {world_size} ranks"
 
 
 # By name, the methods that "tp_invariant" is compared with: the first that was measured.

@@ -12,8 +12,17 @@ import torch
 from torch import Tensor
 
 from graphar.numerics.fp8_products import BLOCK
-from perf.choices import choice_table, choices, largest_loss
-from perf.fusion import Comparison, FusionRow, Trial, add_row_parallel, is_far, measure, row_parallel_plans
+from perf.choices import choice_table, choices
+from perf.fusion import (
+    Comparison,
+    FusionReport,
+    FusionRow,
+    Trial,
+    add_row_parallel,
+    is_far,
+    measure,
+    row_parallel_plans,
+)
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks
@@ -28,8 +37,7 @@ from perf.peers.fp8_matmuls import (
     make_variants,
     own_product,
 )
-from perf.report import Arguments, Glance, Report, Section, by_method, of_best_peer, plural, time_table, words_for
-from perf.topics.allreduce import FAMILIES
+from perf.report import Arguments, Section, by_method, of_best_peer, plural, time_table
 from perf.topics.fp8 import LOST, of_elements
 from perf.topics.matmul import sentence
 
@@ -98,7 +106,7 @@ Case = tuple[int, str, int, int]  # the number of ranks, scales, K and M
 
 
 @dataclass
-class FusedFp8(Report):
+class FusedFp8(FusionReport):
     rows: list[FusedFp8Row] = field(default_factory=list)
 
     name: ClassVar[str] = "fused_fp8"
@@ -109,6 +117,7 @@ class FusedFp8(Report):
         on_gpus="--rows 1 64 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192 --scales rows"
     )
     has_spread: ClassVar[bool] = True
+    variants: ClassVar = VARIANTS
     notes: ClassVar[str] = f"""\
 - M, N, K: every rank multiplies e4m3 activations [M, K] by the transpose of an e4m3 weight [N, K]. The products in bf16
   are summed over the ranks. K is one rank's share of the input features.
@@ -161,7 +170,7 @@ timed graph. NVLink multicast was off for all methods, unless the user turned it
         for layer in dict.fromkeys(map(layer_of, self.rows)):
             cases = by_method([row for row in self.rows if layer_of(row) == layer], lambda row: row.m)
             every = time_table("M", {str(m): rows for m, rows in cases.items()})
-            body = [COMPARISON.table(cases), *choice_table("M", choices(cases, VARIANTS))]
+            body = [COMPARISON.table(cases), *choice_table("M", choices(cases, self.variants))]
             body += ["Times of all methods:", every]
             world_size, scales, n, k = layer
             title = f"Scales of {scales}, {world_size} ranks, N = {n}, K = {k}"
@@ -171,30 +180,20 @@ timed graph. NVLink multicast was off for all methods, unless the user turned it
     def findings(self) -> list[str]:
         found = []
         for scales in SCALES:
-            ratios = {case: one for case, one in of_best_peer(self._cases()).items() if case[1] == scales}
-            named = {in_words(case): one for case, one in ratios.items()}
+            ratios = {case: one for case, one in of_best_peer(self.cases()).items() if case[1] == scales}
+            named = {self.in_words(case): one for case, one in ratios.items()}
             where = f"{plural(len(named), 'case')} of scales of {scales}"
             found += [sentence("graphar / best peer", where, named)] if named else []
-        loss = self.loss_of_auto()
-        return [*found, f"The time of `auto` / the fastest variant's time is at most {loss}."] if loss else found
+        return [*found, *super().findings()]
 
-    def loss_of_auto(self) -> str:
-        found = choices(self._cases(), VARIANTS)
-        return largest_loss({in_words(case): one for (case, _), one in found.items()})
-
-    def glance(self) -> Glance:
-        named = {in_words(case): one for case, one in of_best_peer(self._cases()).items()}
-        over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
-        return Glance(f"graphar's time / the time of {over}, by number of rows", named)
-
-    def _cases(self) -> dict[Case, dict[str, FusedFp8Row]]:
+    def cases(self) -> dict[Case, dict[str, FusedFp8Row]]:
         return by_method(self.rows, lambda row: (row.world_size, row.scales, row.k, row.m))
+
+    @staticmethod
+    def in_words(case: Case) -> str:
+        world_size, scales, k, m = case
+        return f"M = {m}, K = {k}, scales of {scales}, {world_size} ranks"
 
 
 def layer_of(row: FusedFp8Row) -> tuple[int, str, int, int]:
     return row.world_size, row.scales, row.n, row.k
-
-
-def in_words(case: Case) -> str:
-    world_size, scales, k, m = case
-    return f"M = {m}, K = {k}, scales of {scales}, {world_size} ranks"

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from perf.choices import choice_table, choices, largest_loss
-from perf.fusion import Comparison, FusionRow, Trial, add_methods, is_far, measure, worlds_and_methods
+from perf.choices import choice_table, choices
+from perf.fusion import Comparison, FusionReport, FusionRow, Trial, add_methods, is_far, measure, worlds_and_methods
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks
@@ -30,8 +30,7 @@ from perf.peers.gathered import (
     make_variants,
     promised,
 )
-from perf.report import Arguments, Glance, Report, Section, by_method, of_best_peer, time_table, words_for
-from perf.topics.allreduce import FAMILIES
+from perf.report import Arguments, Section, by_method, time_table
 
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), (256,), 256
 
@@ -78,7 +77,7 @@ VARIANTS = {AUTO: lambda name: name == SEQUENCE or name.startswith(f"{AUTO}:")}
 
 
 @dataclass
-class Gathered(Report):
+class Gathered(FusionReport):
     rows: list[GatheredRow] = field(default_factory=list)
 
     name: ClassVar[str] = "gathered"
@@ -89,6 +88,7 @@ class Gathered(Report):
         on_gpus="--rows 64 1024 4096 16384", quick_on_gpus="--rows 64 4096 --columns 10240"
     )
     has_spread: ClassVar[bool] = True
+    variants: ClassVar = VARIANTS
     notes: ClassVar[str] = """\
 - M, N, K: the rows of the activations [M, K] are sharded over the ranks, as in sequence parallelism. Every rank gathers
   them and multiplies them by the transpose of its weight [N, K]. N is one rank's share of the output features, rounded
@@ -161,30 +161,17 @@ the timed graph. NVLink multicast was off for all methods, unless the user turne
         for sizes in dict.fromkeys((row.world_size, row.n, row.k) for row in self.rows):
             cases = by_method([row for row in self.rows if (row.world_size, row.n, row.k) == sizes], lambda row: row.m)
             every = time_table("M", {str(m): rows for m, rows in cases.items()})
-            body = [COMPARISON.table(cases), *choice_table("M", choices(cases, VARIANTS))]
+            body = [COMPARISON.table(cases), *choice_table("M", choices(cases, self.variants))]
             body += ["Times of all methods:", every]
             figures = [COMPARISON.times_plot(cases), COMPARISON.ratios_plot(cases)]
             world_size, n, k = sizes
             found.append(Section(f"{world_size} ranks, N = {n}, K = {k}", body, figures))
         return found
 
-    def findings(self) -> list[str]:
-        loss = self.loss_of_auto()
-        return [f"The time of `auto` / the fastest variant's time is at most {loss}."] if loss else []
-
-    def loss_of_auto(self) -> str:
-        found = choices(self._cases(), VARIANTS)
-        return largest_loss({in_words(case): one for (case, _), one in found.items()})
-
-    def glance(self) -> Glance:
-        named = {in_words(case): one for case, one in of_best_peer(self._cases()).items()}
-        over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
-        return Glance(f"graphar's time / the time of {over}, by number of rows", named)
-
-    def _cases(self) -> dict[tuple[int, int, int], dict[str, GatheredRow]]:
+    def cases(self) -> dict[tuple[int, int, int], dict[str, GatheredRow]]:
         return by_method(self.rows, lambda row: (row.world_size, row.n, row.m))
 
-
-def in_words(case: tuple[int, int, int]) -> str:
-    world_size, n, m = case
-    return f"M = {m}, N = {n}, {world_size} ranks"
+    @staticmethod
+    def in_words(case: tuple[int, int, int]) -> str:
+        world_size, n, m = case
+        return f"M = {m}, N = {n}, {world_size} ranks"
