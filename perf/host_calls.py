@@ -19,15 +19,21 @@ from torch import Tensor
 
 import graphar
 from graphar import reference
+from graphar.plan.sizes import MB
 from perf.harness import ranks as ranks_of
+from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, agreed
 from perf.harness.timing import WARM_UP, deciles, time_in_turn
+from perf.peers import catalogue
 from perf.python_calls import count_calls_to_launch, observe_launches
 from perf.report import Deciles, Timing
 
 APART, SHARED, CPU = "a GPU each", "one GPU shared", "CPU"  # where ranks run
 SHARE_SWITCH = "GRAPHAR_TEST_SHARE_GPU"
 OWN = "graphar"
+# All-reduces of other packages, each called as its users call it: from an ordinary tensor where it takes one
+PEERS = ("symm_one_shot", "vllm_unregistered", "flashinfer_one_shot", "sglang_one_shot_push")
+PEERS_OP = "all_reduce"  # of PEERS and of torch.distributed
 
 ROWS, COLUMNS = 8, 128  # of tensors that are summed or gathered: 2 KB of bf16
 FEATURES = 1024  # N and K of matmuls: a row of a product is 2 KB
@@ -61,7 +67,7 @@ class HostRow(Timing):
     """The measured and verified host time of one op with some of its options.
 
     Attributes:
-        method: OWN, "torch", or a backend of torch.distributed.
+        method: OWN, "torch", a backend of torch.distributed, or one of PEERS.
         option: the options; empty for none.
         outputs: the number of tensors that the call returns.
         place: where the ranks run, as in :class:`HostPlan`.
@@ -112,6 +118,7 @@ class Trial:
         limit: as in :class:`HostRow`.
         prepare: restores tensors that calls change.
         in_place: the tensor that the call changes, if it returns no result.
+        keeps: objects that must live as long as the trial, because its calls use only their addresses.
     """
 
     method: str
@@ -122,6 +129,7 @@ class Trial:
     limit: float | None = None
     prepare: Callable[[], object] = lambda: None
     in_place: Tensor | None = None
+    keeps: object = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -364,14 +372,24 @@ def gathered_matmuls(given: Operands) -> Iterator[Trial]:
     )
 
 
-def peer_trials(given: Operands, ranks: ProcessRanks) -> tuple[list[Trial], list[str]]:
-    """Returns torch's addition, its matmul and its all-reduces, and why some are missing. Collective."""
-    x, total = given.own(given.xs), [reference.allreduce(given.xs)]
-    row, w = given.own(given.one_row), given.own(given.w)
+def peer_trials(given: Operands, ranks: ProcessRanks, place: str) -> tuple[list[Trial], list[str]]:
+    """Returns torch's addition and matmul, and the all-reduces of peers, and why some are missing. Collective."""
+    x, row, w = given.own(given.xs), given.own(given.one_row), given.own(given.w)
     linear = partial(torch.nn.functional.linear, row, w)
-    trials = [Trial("torch", "x + x", PLAIN, partial(operator.add, x, x), [x + x])]
-    trials.append(Trial("torch", "linear", PLAIN, linear, [reference.linear(row.cpu(), w.cpu())]))
-    skipped = []
+    alone = [
+        Trial("torch", "x + x", PLAIN, partial(operator.add, x, x), [x + x]),
+        Trial("torch", "linear", PLAIN, linear, [reference.linear(row.cpu(), w.cpu())]),
+    ]
+    of_backends, skipped = backend_trials(given, ranks)
+    # The kernels of other packages need a GPU for each rank.
+    of_packages, missing = package_trials(given, ranks) if place == APART else ([], [])
+    return [*alone, *of_backends, *of_packages], [*skipped, *missing]
+
+
+def backend_trials(given: Operands, ranks: ProcessRanks) -> tuple[list[Trial], list[str]]:
+    """Returns the all-reduces of torch.distributed's backends, and why some are missing. Collective."""
+    x, total = given.own(given.xs), [reference.allreduce(given.xs)]
+    trials, skipped = [], []
     known = dist.get_backend()
     for backend in dict.fromkeys((known, "gloo")):
         if backend == known:
@@ -385,7 +403,19 @@ def peer_trials(given: Operands, ranks: ProcessRanks) -> tuple[list[Trial], list
             skipped.append(f"{backend}'s all_reduce: {refused}")
         else:
             restore = partial(mine.copy_, x)
-            trials.append(Trial(backend, "all_reduce", PLAIN, call, total, prepare=restore, in_place=mine))
+            trials.append(Trial(backend, PEERS_OP, PLAIN, call, total, prepare=restore, in_place=mine))
+    return trials, skipped
+
+
+def package_trials(given: Operands, ranks: ProcessRanks) -> tuple[list[Trial], list[str]]:
+    """Returns the all-reduces of PEERS, and why some are missing. Collective."""
+    plan = Plan("cuda", ranks.size, "process", ("bfloat16",), PEERS, MB)
+    methods, skipped = catalogue.make_methods(plan, ranks)
+    x, total = given.own(given.xs).view(-1), [reference.allreduce(given.xs).view(-1)]
+    trials = []
+    for method in methods:
+        source = x if method.buffer is None else method.buffer[: x.numel()].copy_(x)
+        trials.append(Trial(method.name, PEERS_OP, PLAIN, partial(method.call, source), total, keeps=method))
     return trials, skipped
 
 
@@ -430,7 +460,7 @@ def run_rank(plan: HostPlan, rank: int, port: int) -> Iterator[HostRow | str]:
     """Yields one rank's rows. Every result is verified before and after the measurement."""
     ranks = join(plan, rank, port)
     given = Operands(ranks)
-    peers, skipped = peer_trials(given, ranks)
+    peers, skipped = peer_trials(given, ranks, plan.place)
     yield from skipped
     trials = [*peers, *own_trials(given)]
     outputs = [warm_up(trial, ranks) for trial in trials]

@@ -31,7 +31,7 @@ from perf.machine import check_world_sizes
 from perf.models.decoder import SIZES, TINY, Size
 from perf.models.llama import Llama, fill, fitting_layers
 from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, ratio_cell, table
-from perf.topics.throughput import BLOCK, WARM_UP_STEPS, release, time_blocks
+from perf.topics.throughput import BLOCK, WARM_UP_STEPS, time_blocks
 from perf.topics.training import loss_of
 
 MODEL = "llama-3-8b"
@@ -123,12 +123,30 @@ class FsdpPlan:
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
 
+# torch 2.13 renamed these functions.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-class LocalAllGather:
-    """An all-gather without communication. Each rank copies its own shard into the place of every other shard."""
+
+class TorchAllGather:
+    """The all-gather that fully_shard uses by default. Only here can another one be replaced by it."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
+        return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class TorchReduceScatter(TorchAllGather):
+    """The reduce-scatter that fully_shard uses by default."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op, async_op=False):
+        return _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+class LocalAllGather(TorchAllGather):
+    """An all-gather without communication. Each rank copies its own shard into the place of every other shard."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
         for rank, part in enumerate(output_tensor.chunk(group.size())):
@@ -136,17 +154,39 @@ class LocalAllGather:
                 part.copy_(input_tensor)
 
 
-class LocalReduceScatter(LocalAllGather):
+class LocalReduceScatter(TorchAllGather):
     """A reduce-scatter without communication. Each rank copies its shard of its own gradients."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op, async_op=False):
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
-def set_local_collectives(model: nn.Module) -> None:
-    for module in (*model.layers, model):
-        module.set_custom_all_gather(LocalAllGather())
-        module.set_custom_reduce_scatter(LocalReduceScatter())
+@dataclass(frozen=True)
+class Kind:
+    """One kind of collectives: its name, graphar's limit on thread blocks, and graphar's communicator."""
+
+    method: str
+    blocks: int | None = None
+    communicator: graphar.Communicator | None = None
+
+    def use_in(self, model: nn.Module) -> None:
+        """Makes a model that was given to fully_shard use these collectives."""
+        if self.communicator:
+            graphar.fsdp.set_collectives(model, self.communicator, blocks=self.blocks)
+            return
+        local = self.method == ALONE
+        gather, scatter = (LocalAllGather, LocalReduceScatter) if local else (TorchAllGather, TorchReduceScatter)
+        for module in (*model.layers, model):
+            module.set_custom_all_gather(gather())
+            module.set_custom_reduce_scatter(scatter())
+
+
+def make_kinds(plan: FsdpPlan) -> list[Kind]:
+    """Returns the kinds of collectives to measure. Collective."""
+    plain, lossless = (communicator_of(plan, method) for method in (PLAIN, LOSSLESS))
+    limited = [Kind(PLAIN, blocks, plain) for blocks in plan.blocks]  # calls with a limit are not compressed
+    own = [Kind(PLAIN, communicator=plain), *limited, Kind(LOSSLESS, communicator=lossless)]
+    return [Kind(dist.get_backend()), *own, Kind(ALONE)]
 
 
 def communicator_of(plan: FsdpPlan, method: str) -> graphar.Communicator:
@@ -174,18 +214,11 @@ def compressed_by(communicator: graphar.Communicator | None) -> list[str]:
 
 
 class Training:
-    """Trains a new model under fully_shard. Each rank uses the same random sequence in every step."""
+    """Trains a model under fully_shard. Each rank uses the same random sequence in every step."""
 
-    def __init__(
-        self, plan: FsdpPlan, method: str, layers: int, ranks: ProcessRanks, blocks: int | None = None
-    ) -> None:
-        self.method, self.blocks, self._ranks, self._size = method, blocks, ranks, SIZES[plan.model]
+    def __init__(self, plan: FsdpPlan, layers: int, ranks: ProcessRanks) -> None:
+        self._ranks, self._size = ranks, SIZES[plan.model]
         self.model = sharded(self._size, layers, ranks, plan.reduce_dtype)
-        self.communicator = communicator_of(plan, method) if method in (PLAIN, LOSSLESS) else None
-        if self.communicator:
-            graphar.fsdp.set_collectives(self.model, self.communicator, blocks=self.blocks)
-        elif method == ALONE:
-            set_local_collectives(self.model)
         self._begin()
 
     def _begin(self) -> None:
@@ -196,8 +229,8 @@ class Training:
         shape = (2, 1, tokens)
         self._x, self._y = torch.randint(self._size.vocabulary, shape, generator=generator, device=self._ranks.device)
 
-    def make_steps(self, count: int, seed: int) -> list[Tensor]:
-        """Enqueues ``count`` steps and returns their losses. ``seed`` has no effect, because nothing is random."""
+    def make_steps(self, count: int) -> list[Tensor]:
+        """Enqueues ``count`` steps and returns their losses."""
         losses = []
         # FlashAttention's backward pass can be deterministic. The CPU has only one kernel.
         flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self._x.is_cuda else contextlib.nullcontext()
@@ -215,10 +248,10 @@ class Training:
 
         Returns the mean losses, and a hash of losses and parameters.
         """
-        fill(self.model, self._ranks.rank)  # earlier timed steps were not deterministic
+        fill(self.model, self._ranks.rank)
         self._begin()
         torch.use_deterministic_algorithms(True, warn_only=True)
-        mine = torch.stack(self.make_steps(CHECKED_STEPS, seed=0)).tolist()
+        mine = torch.stack(self.make_steps(CHECKED_STEPS)).tolist()
         torch.use_deterministic_algorithms(False)
         by_rank: list = [None] * self._ranks.size
         dist.all_gather_object(by_rank, (mine, [checksum(p.to_local()) for p in self.model.parameters()]))
@@ -230,6 +263,24 @@ def checksum(x: Tensor) -> int:
     """Returns a checksum of an fp32 tensor. It depends on the position of every bit."""
     bits = x.detach().flatten().view(torch.int32).long()
     return int((bits * (2 * torch.arange(len(bits), device=x.device) + 1)).sum())
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A training with one kind of collectives. Several turns share the training's model."""
+
+    training: Training
+    kind: Kind
+
+    def make_steps(self, count: int, seed: int = 0) -> None:
+        """Enqueues ``count`` steps. ``seed`` has no effect, because nothing is random."""
+        self.kind.use_in(self.training.model)
+        self.training.make_steps(count)
+
+    def check(self) -> tuple[list[float], str]:
+        """Returns what :meth:`Training.check` returns with this kind. Collective."""
+        self.kind.use_in(self.training.model)
+        return self.training.check()
 
 
 def sharded(size: Size, layers: int, ranks: ProcessRanks, reduce_dtype: str) -> nn.Module:
@@ -250,50 +301,44 @@ def run_rank(plan: FsdpPlan, rank: int, port: int) -> Iterator[FsdpRow]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()
-    kinds = [(method, None) for method in (dist.get_backend(), PLAIN, LOSSLESS, ALONE)]
-    kinds[2:2] = [(PLAIN, blocks) for blocks in plan.blocks]  # calls with a limit are not compressed
-    layers = plan.layers or layers_that_fit(plan, 1)
-    copies_fit = layers <= layers_that_fit(plan, len(kinds))
-    for group in [kinds] if copies_fit else [[kind] for kind in kinds]:
-        trainings = [Training(plan, method, layers, ranks, blocks) for method, blocks in group]
-        for tokens in plan.tokens:
-            yield from rows_of(plan, tokens, trainings, ranks)
-        for training in trainings:
-            if training.communicator:
-                training.communicator.close()
-        del training, trainings
-        release(plan.device)
+    training, kinds = Training(plan, plan.layers or layers_that_fit(plan), ranks), make_kinds(plan)
+    for tokens in plan.tokens:
+        training.use_tokens(tokens)
+        yield from rows_of(plan, tokens, training, kinds, ranks)
+    for communicator in {kind.communicator for kind in kinds if kind.communicator}:
+        communicator.close()
     ranks.barrier()
 
 
-def layers_that_fit(plan: FsdpPlan, copies: int) -> int:
-    """Returns how many layers a GPU can train with this many copies of the model, at the largest number of tokens."""
+def layers_that_fit(plan: FsdpPlan) -> int:
+    """Returns how many layers a GPU can train at the largest number of tokens."""
     size = SIZES[plan.model]
     if plan.device == "cpu":
         return size.layers
     nbytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return fitting_layers(size, plan.world_size, max(plan.tokens), nbytes // copies)
+    return fitting_layers(size, plan.world_size, max(plan.tokens), nbytes)
 
 
-def rows_of(plan: FsdpPlan, tokens: int, trainings: Sequence[Training], ranks: ProcessRanks) -> Iterator[FsdpRow]:
-    """Yields a row for each training. Trainings take turns, block by block. Collective."""
-    checked = []
-    for training in trainings:
-        training.use_tokens(tokens)
-        checked.append(training.check())
-        training.make_steps(WARM_UP_STEPS, seed=0)
-    times = time_blocks(trainings, plan, ranks, time.perf_counter())
-    for training, (losses, digest), blocks_us in zip(trainings, checked, times, strict=True):
+def rows_of(
+    plan: FsdpPlan, tokens: int, training: Training, kinds: Sequence[Kind], ranks: ProcessRanks
+) -> Iterator[FsdpRow]:
+    """Yields a row for each kind. Kinds take turns in one model, block by block. Collective."""
+    turns, checked = [Turn(training, kind) for kind in kinds], []
+    for turn in turns:
+        checked.append(turn.check())
+        turn.make_steps(WARM_UP_STEPS)
+    times = time_blocks(turns, plan, ranks, time.perf_counter())
+    for kind, (losses, digest), blocks_us in zip(kinds, checked, times, strict=True):
         yield FsdpRow(
-            method=training.method,
+            method=kind.method,
             model=plan.model,
             layers=len(training.model.layers),
             parameters=sum(parameter.numel() for parameter in training.model.parameters()),
             world_size=plan.world_size,
             tokens=tokens,
             reduce_dtype=plan.reduce_dtype,
-            blocks=training.blocks,
-            compressed=compressed_by(training.communicator),
+            blocks=kind.blocks,
+            compressed=compressed_by(kind.communicator),
             step_ms=statistics.median(blocks_us) / BLOCK / 1e3,
             losses=losses,
             digest=digest,
@@ -326,8 +371,7 @@ Collectives:
 Columns:
 
 - step: milliseconds of a step, which is forward, backward and optimiser. It is the median over blocks of {BLOCK} steps.
-  A block has the time of the slowest rank. The collectives took turns, block by block, if as many copies of the model
-  fit into a GPU. Otherwise they were measured one after another.
+  A block has the time of the slowest rank. The collectives took turns in one model, block by block.
 - of_torch: the step's time / the step's time with torch's own collectives; below 1.00 it is faster.
 - exposed: exposed communication, the step's time minus the time of "alone". It includes the slowdown of matmuls that
   run during communication. It excludes the time of the copies that "alone" makes in local memory.

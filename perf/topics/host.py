@@ -10,7 +10,19 @@ from typing import ClassVar
 
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
-from perf.host_calls import APART, BASELINES, CPU, OWN, PLAIN, SHARED, HostPlan, HostRow, count_rank, run_rank
+from perf.host_calls import (
+    APART,
+    BASELINES,
+    CPU,
+    OWN,
+    PEERS_OP,
+    PLAIN,
+    SHARED,
+    HostPlan,
+    HostRow,
+    count_rank,
+    run_rank,
+)
 from perf.machine import check_world_sizes
 from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, extent, number, ratio_cell, table, time_cell
 
@@ -45,7 +57,8 @@ class Host(Report):
 - partition=, one kernel: `partition="tiles"`. Other matmuls of so few columns are multiplied by torch, and then summed:
   two kernels, the first of them with the host time of torch's linear.
 - x + x: torch's addition. linear: torch's matmul of one row. all_reduce: the in-place call of torch.distributed with
-  that backend.
+  that backend. Where each rank has a GPU, also the one-shot kernels of torch's symmetric memory, of FlashInfer (its own
+  and its copy of vLLM's, which copies the input first) and of SGLang, called from Python as these packages do.
 
 A GPU that ranks share runs their kernels in turn, in time slices. The host does not wait for them, so host times are
 like those of a GPU each. On the CPU calls are not enqueued: their times hold the communication by gloo, and limits do
@@ -89,12 +102,22 @@ whole numbers, so that every product is exact."""
         return [Section(title, [host_table(self.rows)], [times(self.rows)])]
 
     def findings(self) -> list[str]:
-        """Returns which calls exceed their limit. On the CPU there are no limits."""
-        limited = [row for row in self.rows if has_limit(row)]
+        """Returns the time of an all-reduce beside the fastest peer's, and which calls exceed their limit."""
+        limited = [row for row in self.rows if has_limit(row)]  # on the CPU there are no limits
         if not limited:
             return []
         over = [f"{named(row)} ({row.of_allreduce:.2f})" for row in limited if row.exceeds]
-        return [f"{len(over)} of {len(limited)} calls exceed their limit{': ' if over else ''}{', '.join(over)}."]
+        exceed = f"{len(over)} of {len(limited)} calls exceed their limit{': ' if over else ''}{', '.join(over)}."
+        return [*self._compared(), exceed]
+
+    def _compared(self) -> list[str]:
+        correct = [row for row in self.rows if not row.wrong]
+        plain = next((row for row in correct if row.is_own and (row.op, row.option) == ("allreduce", PLAIN)), None)
+        peer = min((row for row in correct if row.op == PEERS_OP), key=lambda row: row.median, default=None)
+        if plain is None or peer is None:
+            return []
+        own, other = number(plain.median), number(peer.median)
+        return [f"An all-reduce takes the host {own} us; with {peer.method}, the fastest peer, it takes {other} us."]
 
     def glance(self) -> Glance:
         found = {named(row): row.of_allreduce for row in self.rows if row.limit is not None and not row.wrong}

@@ -13,7 +13,18 @@ from perf import __main__ as program
 from perf.harness.ranks import ProcessRanks
 from perf.models.decoder import SIZES, TINY
 from perf.models.llama import Llama, fill, fitting_layers
-from perf.topics.fsdp import PLAIN, Fsdp, FsdpPlan, LocalAllGather, LocalReduceScatter, Training, checksum
+from perf.topics.fsdp import (
+    ALONE,
+    Fsdp,
+    FsdpPlan,
+    Kind,
+    LocalAllGather,
+    LocalReduceScatter,
+    Training,
+    Turn,
+    checksum,
+    make_kinds,
+)
 from tests.perf.samples import fsdp_row
 from tests.processes import run_ranks
 
@@ -119,17 +130,32 @@ def test_a_short_run_is_reported(tmp_path):
 def checks_around_steps_as_rank(rank, world_size):
     ranks = ProcessRanks(torch.device("cpu"), dist.HashStore())
     plan = FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", (), None, None)
-    training = Training(plan, PLAIN, 1, ranks)
+    training, (torchs, plain, lossless, alone) = Training(plan, 1, ranks), make_kinds(plan)
     training.use_tokens(8)
-    before = training.check()
-    training.make_steps(3, seed=0)
-    after = training.check()
-    training.communicator.close()
+    before = Turn(training, plain).check()
+    for kind in (torchs, lossless, alone):
+        Turn(training, kind).make_steps(3)
+    after = Turn(training, plain).check()
+    for kind in (plain, lossless):
+        kind.communicator.close()
     return before == after
 
 
 def test_steps_that_are_timed_change_no_later_check():
     assert run_ranks(checks_around_steps_as_rank, 2) == [True, True]
+
+
+def torchs_own_as_rank(rank, world_size):
+    ranks = ProcessRanks(torch.device("cpu"), dist.HashStore())
+    training = Training(FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", (), None, None), 1, ranks)
+    training.use_tokens(8)
+    never_set = training.check()
+    Turn(training, Kind(ALONE)).make_steps(1)
+    return never_set == Turn(training, Kind("gloo")).check() != Turn(training, Kind(ALONE)).check()
+
+
+def test_torchs_own_collectives_come_back_after_others():
+    assert run_ranks(torchs_own_as_rank, 2) == [True, True]
 
 
 def without_communication_as_rank(rank, world_size):
