@@ -11,7 +11,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from xml.etree import ElementTree
@@ -24,6 +24,7 @@ MAX_LINES = 6
 ROW = 24  # the height of a row in charts of rows
 
 SVG = "{http://www.w3.org/2000/svg}"
+HREF = "{http://www.w3.org/1999/xlink}href"
 # The colours of the light theme in page/style.css. In a page, CSS variables replace them.
 PALETTE = {
     "--own": "#0b63ce",
@@ -355,24 +356,27 @@ class _Canvas:
 def inline(text: str, title: str, height: float, hints: dict[str, Sequence[str]]) -> str:
     """Returns Matplotlib's SVG without redundant elements, with CSS variables for colours, and with tooltips."""
     root = ElementTree.fromstring(text)
-    body = [part for group in root.iter(f"{SVG}g") for part in _parts(group, hints.get(group.get("id", ""), ()))]
+    # Groups with the same marks share a shape, which only the first of them defines.
+    shapes = {f"#{one.get('id')}": one for one in root.iterfind(f".//{SVG}defs/{SVG}path")}
+    body = [
+        part for group in root.iter(f"{SVG}g") for part in _parts(group, hints.get(group.get("id", ""), ()), shapes)
+    ]
     inside = _variables("".join(body))
     head = f'class="plot" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}"'
     return f"<svg {head}>{inside}</svg>"
 
 
-def _parts(group: ElementTree.Element, hints: Sequence[str]) -> list[str]:
+def _parts(group: ElementTree.Element, hints: Sequence[str], shapes: Mapping[str, ElementTree.Element]) -> list[str]:
     """Returns the elements of a group without its subgroups: lines, areas and text, or marks with tooltips."""
     if group.get("id", "").startswith(("figure", "axes", "patch", "matplotlib")):
         return []
     found = [_text(one) for one in group.findall(f"{SVG}text")]
     paths, uses = group.findall(f"{SVG}path"), group.findall(f"{SVG}g/{SVG}use")
-    shape = group.find(f"{SVG}defs/{SVG}path")
     if not hints:
-        return [*found, *(_path(one) for one in paths), *(_path(shape, use=use) for use in uses)]
+        return [*found, *(_path(one) for one in paths), *(_path(shapes[use.get(HREF)], use=use) for use in uses)]
     if paths:
         return [_path(one, title) for one, title in zip(paths, hints, strict=True)]
-    radius = _short(shape.get("d")).split()[2]
+    radius = _short(shapes[uses[0].get(HREF)].get("d")).split()[2]
     return [_circle(one, radius, title) for one, title in zip(uses, hints, strict=True)]
 
 

@@ -128,6 +128,14 @@ def test_dots_lie_where_their_values_are_in_rows_of_their_own():
     assert re.findall(r"</i>(\w+)</li>", drawn) == ["x", "y"]
 
 
+def test_wrong_dots_of_two_series_are_all_drawn():
+    marks = [Mark("a", name, value, name, wrong=True) for name, value in (("x", 1.0), ("y", 2.0))]
+
+    drawn = render(Rows("r", marks, Axis("v")))
+
+    assert {(colour, hint) for _, _, colour, hint in circles(drawn)} == {("var(--wrong)", "x"), ("var(--wrong)", "y")}
+
+
 def bars(drawn):
     """The left and right end, the upper and lower end, and the colour of each bar, by tooltip."""
     found = {}
