@@ -18,6 +18,8 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_of
 from graphar.runtime.side_stream import SideStream
 
+_BLOCKS = 64  # the most thread blocks of a call that is not compressed
+
 
 def set_collectives(
     model: nn.Module,
@@ -45,7 +47,7 @@ def set_collectives(
         error_feedback: with a codec, whether this rank adds the rounding errors of the gradients to the next gradients.
             On every rank this takes memory of the size of the whole gradients.
         blocks: the most thread blocks of an exact call, which is then never compressed; the same on every rank. None:
-            the number of the tuning table for calls beside other work, and the whole grid where a call is compressed.
+            64, and the whole grid where a call is compressed.
 
     Raises:
         ValueError: no module was given to ``fully_shard``, a module has parameters on several meshes, the codec is not
@@ -117,16 +119,18 @@ class _Collective:
         engine.run(limited, [Operands((x,), (out,))])
 
     def _with_blocks(self, engine: Engine, call: Call, x: Tensor) -> Call:
-        """Returns the call with few blocks, which leave SMs to the matmuls that run at the same time.
+        """Returns the call with half as many blocks as an H200 has SMs, which leave the others to matmuls beside it.
 
-        A compressed call uses its full grid, because arithmetic would limit it in few blocks. Neither has been measured
-        in fully_shard. The number of blocks is the same as in the hooks of DistributedDataParallel.
+        Fewer blocks take longer, and not only themselves: on 2 H200s the largest matmuls of a Llama's step took 1.5
+        times as long beside 24 blocks, and as long as alone beside 96. Steps were fastest with 48 to 96
+        (`python -m perf fsdp --blocks`). A compressed call uses its full grid, because arithmetic would limit it in few
+        blocks.
         """
         if self._blocks is not None:
             return call._replace(blocks=self._blocks)
         with engine.keeping_failure():
             compresses = engine.select(call, x).config.algorithm.row.compresses
-        return call if compresses else call._replace(blocks=engine.table.beside.blocks)
+        return call if compresses else call._replace(blocks=_BLOCKS)
 
 
 class AllGather(_Collective):
@@ -138,8 +142,8 @@ class AllGather(_Collective):
     Args:
         group: a Communicator, process group or DeviceMesh of one dimension with the ranks that parameters are sharded
             over. None: each module's own group.
-        blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: the
-            number of the tuning table for calls beside other work, and the whole grid where a call is compressed.
+        blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: 64, and
+            the whole grid where a call is compressed.
 
     Raises:
         ValueError: ``blocks`` is invalid.
@@ -201,8 +205,8 @@ class ExactReduceScatter(_Collective):
     Args:
         group: a Communicator, process group or DeviceMesh of one dimension with the ranks that parameters are sharded
             over. None: each module's own group.
-        blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: the
-            number of the tuning table for calls beside other work, and the whole grid where a call is compressed.
+        blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: 64, and
+            the whole grid where a call is compressed.
 
     Raises:
         ValueError: ``blocks`` is invalid.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -325,25 +324,29 @@ def test_calls_have_few_blocks_unless_they_are_compressed(world_of_one, monkeypa
         algorithm = Algorithm(f"{call.op}_lossless")
         return Choice(by_entries(engine.table.parts[call.op], 1, call.nbytes, algorithm), "compressed")
 
-    few = engine.table.beside.blocks
-    assert blocks_of_calls(engine) == [few, few]
+    assert blocks_of_calls(engine) == [64, 64]
     assert blocks_of_calls(engine, blocks=7) == [7, 7]
     monkeypatch.setattr(Engine, "select", compressing)
     assert blocks_of_calls(engine) == [None, None]
     assert blocks_of_calls(engine, blocks=7) == [7, 7]
 
 
-def test_one_object_keeps_the_blocks_of_each_group_apart(world_of_one):
+def test_one_object_keeps_the_blocks_of_each_group_apart(world_of_one, monkeypatch):
     gather, x, out, made = fsdp.AllGather(), torch.ones(8), torch.empty(8), []
     groups = [world_of_one, dist.new_group([0])]
-    for blocks, group in enumerate(groups, 3):
-        engine = engine_of(group)
-        engine.use_table(replace(engine.table, beside=replace(engine.table.beside, blocks=blocks)))
+    engines = [engine_of(group) for group in groups]
+
+    def compressing_in_the_second(engine, call, x):
+        algorithm = Algorithm.ALLGATHER_LOSSLESS if engine is engines[1] else Algorithm.ALLGATHER_PUSH
+        return Choice(by_entries(engine.table.parts[call.op], 1, call.nbytes, algorithm), "chosen")
+
+    monkeypatch.setattr(Engine, "select", compressing_in_the_second)
+    for engine in engines:
         engine.run = lambda call, ranks: made.append(call.blocks)
     for group in (*groups, *groups):
         gather(out, x, group)
 
-    assert made == [3, 4, 3, 4]
+    assert made == [64, None, 64, None]
 
 
 def gather_over_another_group(rank, world_size):

@@ -290,7 +290,9 @@ def gathering_method(engine: Engine, call: Call, a: torch.Tensor) -> str:
     if not k or not gathered_rows_a_launch(algorithm, engine.world_size, k, work.scales):
         return "none"
     by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, engine.runner.chip)
-    method = "tiles" if work.order == "tree" else by_table if work.partition == "auto" else work.partition
+    method = by_table if work.partition == "auto" else work.partition
+    if work.order == "tree" or (work.epilogue and work.partition == "auto"):
+        method = "tiles"  # elsewhere an epilogue is some twenty kernels of torch
     method = "tiles" if work.scales and method == "chunks" else method  # torch multiplies no chunks with scales
     served = has_tiles if method == "tiles" else not work.epilogue
     return method if served else "none"

@@ -162,9 +162,9 @@ def fused_allgather_matmul(
         sizes: M_r of every rank, in rank order. None: all have this rank's M_r. Not for a list.
         partition: "tiles": one kernel gathers and multiplies, for results of 16 bits on sm_90. "chunks": copy engines
             gather, and torch multiplies the rows of each rank when they have arrived; for bf16 and fp16 without an
-            epilogue. "none": gather, then multiply; other calls run so, too. "auto": one of these, by the tuning table.
-            Equal on all ranks. "tp_invariant": added in the order of K by graphar's matmul, with gradients of the same
-            bits on 1, 2, 4 and 8 ranks: see :func:`graphar.linear`.
+            epilogue. "none": gather, then multiply; other calls run so, too. "auto": one of these, by the tuning table,
+            and with an epilogue "tiles". Equal on all ranks. "tp_invariant": added in the order of K by graphar's
+            matmul, with gradients of the same bits on 1, 2, 4 and 8 ranks: see :func:`graphar.linear`.
         epilogue: elementwise work on the fp32 product and ``bias`` before they are rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". The
             expression must be equal on all ranks. row, col and index are places in this rank's result, whose shape its

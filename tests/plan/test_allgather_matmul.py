@@ -79,12 +79,15 @@ def test_without_wgmma_there_are_no_tiles():
     assert method_of(engine(arch="sm_100a"), "chunks") == "chunks"
 
 
-def test_chunks_have_no_epilogue():
+def test_chunks_have_no_epilogue_and_auto_takes_tiles_for_one_at_every_size():
     epilogue = form_to_prepare("-v")
 
     assert method_of(engine(), "chunks", epilogue=epilogue) == "none"
-    assert method_of(engine(), "auto", epilogue=epilogue) == "none"
     assert method_of(engine(), "tiles", epilogue=epilogue) == "tiles"
+    assert method_of(engine(), "none", epilogue=epilogue) == "none"
+    for rows in (1, 4096):
+        assert method_of(engine(H200), "auto", rows, epilogue=epilogue) == "tiles"
+        assert method_of(engine(arch="sm_100a"), "auto", rows, epilogue=epilogue) == "none"
 
 
 def test_a_named_partition_is_taken_at_every_size():
