@@ -250,7 +250,7 @@ class Training:
         """
         fill(self.model, self._ranks.rank)
         self._begin()
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)  # with warn_only, FlashAttention's backward pass would not be
         mine = torch.stack(self.make_steps(CHECKED_STEPS)).tolist()
         torch.use_deterministic_algorithms(False)
         by_rank: list = [None] * self._ranks.size
