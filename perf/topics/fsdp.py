@@ -129,7 +129,7 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 class TorchAllGather:
-    """The all-gather that fully_shard uses by default. Only here can another one be replaced by it."""
+    """The all-gather that fully_shard uses by default. It has no call that would bring its own back after another."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -305,8 +305,8 @@ def run_rank(plan: FsdpPlan, rank: int, port: int) -> Iterator[FsdpRow]:
     for tokens in plan.tokens:
         training.use_tokens(tokens)
         yield from rows_of(plan, tokens, training, kinds, ranks)
-    for communicator in {kind.communicator for kind in kinds if kind.communicator}:
-        communicator.close()
+    for communicator in dict.fromkeys(kind.communicator for kind in kinds if kind.communicator):
+        communicator.close()  # in one order on all ranks
     ranks.barrier()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import SimpleNamespace
 
@@ -95,11 +96,14 @@ def python_calls(call):
         if event == "call":
             seen.append(frame.f_code.co_name)
 
+    gc.collect()
+    gc.disable()  # a collection of other tests' objects would call what awaits their end
     sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return [name for name in seen[: seen.index("launch")] if name != "<lambda>"]
 
 

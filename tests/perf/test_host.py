@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,20 @@ import graphar
 from perf import __main__ as program
 from perf import host_calls
 from perf.harness import ranks as ranks_of
-from perf.host_calls import APART, BASELINES, CPU, SHARED, UNTIMED, HostPlan, Trial, differing, join, rows_of
+from perf.host_calls import (
+    APART,
+    BASELINES,
+    CPU,
+    SHARED,
+    UNTIMED,
+    HostPlan,
+    Trial,
+    differing,
+    join,
+    package_trials,
+    rows_of,
+)
+from perf.peers.methods import Method
 from perf.report import read
 from perf.topics.host import Host, host_table
 from tests.perf.samples import host_row as row
@@ -100,6 +114,24 @@ def test_the_time_of_a_burst_is_that_of_its_calls_without_the_first_ones(monkeyp
     assert len(made) == UNTIMED + 16
 
 
+def test_peers_get_the_input_where_they_take_it(monkeypatch):
+    ranks, buffer = SimpleNamespace(size=2), torch.zeros(4096, dtype=torch.bfloat16)
+    methods = [Method("anywhere", torch.neg), Method("symmetric", torch.neg, buffer=buffer)]
+    monkeypatch.setattr(host_calls.catalogue, "make_methods", lambda plan, ranks: (methods, ["another: not installed"]))
+    given = SimpleNamespace(xs=[torch.full((8, 128), rank + 1.0).bfloat16() for rank in range(2)])
+    given.own = lambda of_ranks: of_ranks[1]
+
+    trials, skipped = package_trials(given, ranks)
+
+    assert skipped == ["another: not installed"]
+    anywhere, symmetric = (trial.call.args[0] for trial in trials)
+    assert anywhere.data_ptr() == given.xs[1].data_ptr()
+    assert symmetric.data_ptr() == buffer.data_ptr()
+    assert torch.equal(symmetric, anywhere)
+    assert all(torch.equal(trial.expected[0], torch.full((1024,), 3.0).bfloat16()) for trial in trials)
+    assert [trial.keeps for trial in trials] == methods
+
+
 @pytest.mark.parametrize(
     ("found", "wrong"),
     [
@@ -132,6 +164,10 @@ def test_a_call_is_compared_with_an_allreduce_that_makes_as_many_tensors():
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
+def peer(method, time_us, **more):
+    return row("all_reduce", time_us, None, limit=None, method=method, **more)
+
+
 def test_the_table_marks_calls_beyond_their_limit():
     table = host_table([row("allreduce", 12.0, 1.0), row("allgather", 24.0, 2.0, "sizes=")])
 
@@ -147,6 +183,10 @@ def test_findings_name_calls_beyond_their_limit_and_the_cpu_has_no_limits():
     assert Host(rows).findings() == ["1 of 2 calls exceed their limit: allgather (sizes=) (2.00)."]
     assert Host(rows[:1]).findings() == ["0 of 1 calls exceed their limit."]
     assert Host([row("allgather", 24.0, 2.0, place=CPU)]).findings() == []
+    assert Host([rows[0], peer("nccl", 25.0), peer("symm_one_shot", 8.0), peer("sglang", 7.0, wrong=1)]).findings() == [
+        "An all-reduce takes the host 12 us; with symm_one_shot, the fastest peer, it takes 8 us.",
+        "0 of 1 calls exceed their limit.",
+    ]
     assert "2.00 | - |" in host_table([row("allgather", 24.0, 2.0, place=CPU)])
 
 
