@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from perf.charts import Axis, Line, Plot
-from perf.choices import choices, largest_loss
+from perf.choices import choice_table, choices, largest_loss
 from perf.harness import verify
 from perf.harness.ranks import Ranks, agreed_launches
 from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
@@ -26,15 +26,18 @@ from perf.report import (
     NOT_SERVED,
     Glance,
     Report,
+    Section,
     Spread,
     Timing,
     best,
     best_peer,
+    by_method,
     of_best_peer,
     ratio,
     ratio_cell,
     table,
     time_cell,
+    time_table,
     words_for,
 )
 from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
@@ -302,11 +305,38 @@ class FusionReport(Report):
     """The base class of topics that compare a fused op with its variants and its peers.
 
     Class attributes:
+        comparison: the table and the plots of a layer.
         variants: for each method that uses the partition "auto", a function that says whether another method is a
             variant: a fixed partition, or two ops instead.
     """
 
+    comparison: ClassVar[Comparison]
     variants: ClassVar[Mapping[str, Callable[[str], bool]]]
+
+    @staticmethod
+    def layer_of(row: FusionRow) -> tuple:
+        """Returns what rows of one section have in common."""
+        return row.world_size, row.n, row.k
+
+    @staticmethod
+    def title_of(layer: tuple) -> str:
+        world_size, n, k = layer
+        return f"{world_size} ranks, N = {n}, K = {k}"
+
+    def sections(self) -> list[Section]:
+        """Returns a section for each layer."""
+        found = []
+        for layer in dict.fromkeys(map(self.layer_of, self.rows)):
+            cases = by_method([row for row in self.rows if self.layer_of(row) == layer], lambda row: row.m)
+            every = time_table("M", {str(m): rows for m, rows in cases.items()})
+            body = [*self.tables_of(cases), "Times of all methods:", every]
+            figures = [self.comparison.times_plot(cases), self.comparison.ratios_plot(cases)]
+            found.append(Section(self.title_of(layer), body, figures))
+        return found
+
+    def tables_of(self, cases: Cases) -> list[str]:
+        """Returns the tables of a layer that stand before the times of all methods."""
+        return [self.comparison.table(cases), *choice_table("M", choices(cases, self.variants))]
 
     def cases(self) -> Mapping[tuple, Mapping[str, FusionRow]]:
         """Returns the rows by case and method."""

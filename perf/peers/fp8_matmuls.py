@@ -91,12 +91,13 @@ def make_variants(plan: Fp8Plan, ranks: Ranks) -> tuple[list[Variant], list[str]
     """Returns the plan's methods in its order, and why some are missing. Allocates all memory. Collective."""
     sums = [name.removeprefix(AFTER) for name in plan.methods if name.startswith(AFTER)]
     found, skipped = make_sums(plan, sums, ranks)
-    made = {
-        MATMUL: Variant(MATMUL, scaled_mm, summed=False),
-        ALLREDUCE: Variant(ALLREDUCE, Alone(own_product), exact=True),
-    }
-    made |= {f"{AFTER}{method.name}": after_matmul(method, f"{AFTER}{method.name}", scaled_mm) for method in found}
-    made |= {name: Variant(name, partial(fused, partition), exact=True) for name, partition in PARTITIONS.items()}
+    variants = [
+        Variant(MATMUL, scaled_mm, summed=False),
+        Variant(ALLREDUCE, Alone(own_product), exact=True),
+        *(after_matmul(method, AFTER, scaled_mm) for method in found),
+        *(Variant(name, partial(fused, partition), exact=True) for name, partition in PARTITIONS.items()),
+    ]
+    made = {one.name: one for one in variants}
     made[TILES] = replace(made[TILES], serves=in_tiles)
     return [made[name] for name in plan.methods if name in made], skipped
 

@@ -199,8 +199,8 @@ def make_variants(plan: FusedPlan, ranks: Ranks) -> tuple[list[Variant], list[st
     """Returns the plan's methods in its order, and why some are missing. Allocates all memory. Collective."""
     others = [name for name in plan.methods if name.startswith(AFTER) and not name.endswith(INT8)]
     found, skipped = make_sums(plan, [name.removeprefix(AFTER) for name in others], ranks)
-    made = {f"{AFTER}{method.name}": after_matmul(method, f"{AFTER}{method.name}", torch_mm) for method in found}
-    made |= {name: _make(name) for name in plan.methods if name not in others}
+    variants = [_make(name) for name in plan.methods if name not in others]
+    made = {one.name: one for one in (*variants, *(after_matmul(method, AFTER, torch_mm) for method in found))}
     return [made[name] for name in plan.methods if name in made], skipped
 
 
@@ -243,10 +243,11 @@ def torch_mm(a: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(a, w.t(), out=out)
 
 
-def after_matmul(method: Method, name: str, multiply: Callable[..., Tensor]) -> Variant:
+def after_matmul(method: Method, prefix: str, multiply: Callable[..., Tensor]) -> Variant:
     """Returns a matmul followed by an all-reduce.
 
     Args:
+        prefix: what precedes the method's name in the variant's.
         multiply: takes a rank's operands and ``out``, and returns its product. If the all-reduce needs its input in a
             buffer, ``out`` is that buffer. Otherwise it is None.
     """
@@ -256,7 +257,7 @@ def after_matmul(method: Method, name: str, multiply: Callable[..., Tensor]) -> 
         out = None if method.buffer is None else method.buffer[: len(a) * len(w)].view(shape)
         return method.call(multiply(a, w, *scales, out=out).view(-1)).view(shape)
 
-    return Variant(name, call, lambda layer: method.serves(layer.nbytes), keeps=method)
+    return Variant(f"{prefix}{method.name}", call, lambda layer: method.serves(layer.nbytes), keeps=method)
 
 
 def in_tiles(layer: Layer) -> bool:

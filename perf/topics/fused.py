@@ -22,7 +22,6 @@ from graphar.plan.tiles import MatmulTile
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Figure, Mark, Rows
-from perf.choices import choice_table, choices
 from perf.fusion import (
     Cases,
     Comparison,
@@ -64,7 +63,6 @@ from perf.report import (
     ratio_cell,
     table,
     time_cell,
-    time_table,
 )
 from perf.timeline import DRAWN, Timeline, decode
 from perf.topics.matmul import sentence
@@ -180,7 +178,6 @@ def record(layer: Layer, ranks: Ranks) -> Timeline | str:
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
 SEQUENCE = f"{AFTER}graphar"
-COMPARISON = Comparison(FLOORS, SEQUENCE)
 # For each method that uses the partition "auto": whether another method uses a fixed partition or two ops instead.
 VARIANTS = {
     "graphar": lambda name: name == SEQUENCE or (name.startswith("graphar:") and not name.endswith(INT8)),
@@ -202,6 +199,7 @@ class Fused(FusionReport):
     )
     added_fields: ClassVar[tuple[str, ...]] = ("skipped", "timelines")
     has_spread: ClassVar[bool] = True
+    comparison: ClassVar = Comparison(FLOORS, SEQUENCE)
     variants: ClassVar = VARIANTS
     notes: ClassVar[str] = """\
 - M, N, K: every rank multiplies activations [M, K] by the transpose of a weight [N, K]. The products are summed over
@@ -273,24 +271,17 @@ turned it on."""
         return super().checked() + len(self.timelines)
 
     def sections(self) -> list[Section]:
-        found = []
-        for sizes in dict.fromkeys((row.world_size, row.n, row.k) for row in self.rows):
-            cases = by_method([row for row in self.rows if (row.world_size, row.n, row.k) == sizes], lambda row: row.m)
-            every = time_table("M", {str(m): rows for m, rows in cases.items()})
-            body = [
-                COMPARISON.table(cases),
-                *choice_table("M", choices(cases, self.variants)),
-                *invariance_table(cases),
-            ]
-            body += ["Times of all methods:", every]
-            figures = [COMPARISON.times_plot(cases), COMPARISON.ratios_plot(cases)]
-            for one in self.timelines:
-                if (one.world_size, one.n, one.k) == sizes:
-                    body += [recorded(one), phases(one)]
-                    figures.append(timeline_chart(one))
-            world_size, n, k = sizes
-            found.append(Section(f"{world_size} ranks, N = {n}, K = {k}", body, figures))
-        return found
+        layers = dict.fromkeys(map(self.layer_of, self.rows))
+        return [self._with_timelines(*one) for one in zip(layers, super().sections(), strict=True)]
+
+    def _with_timelines(self, layer: tuple, section: Section) -> Section:
+        of_layer = [one for one in self.timelines if self.layer_of(one) == layer]
+        body = [text for one in of_layer for text in (recorded(one), phases(one))]
+        figures = [timeline_chart(one) for one in of_layer]
+        return replace(section, body=[*section.body, *body], figures=[*section.figures, *figures])
+
+    def tables_of(self, cases: Cases) -> list[str]:
+        return [*super().tables_of(cases), *invariance_table(cases)]
 
     def findings(self) -> list[str]:
         found, cases = super().findings(), self.cases()

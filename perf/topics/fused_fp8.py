@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from graphar.numerics.fp8_products import BLOCK
-from perf.choices import choice_table, choices
 from perf.fusion import (
     Comparison,
     FusionReport,
@@ -37,7 +36,7 @@ from perf.peers.fp8_matmuls import (
     make_variants,
     own_product,
 )
-from perf.report import Arguments, Section, by_method, of_best_peer, plural, time_table
+from perf.report import Arguments, by_method, of_best_peer, plural
 from perf.topics.fp8 import LOST, of_elements
 from perf.topics.matmul import sentence
 
@@ -99,7 +98,6 @@ def run_rank(plan: Fp8Plan, rank: int, port: int) -> Iterator[FusedFp8Row | str]
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
 SEQUENCE = f"{AFTER}graphar"
-COMPARISON = Comparison(FLOORS, SEQUENCE)
 VARIANTS = {"graphar": lambda name: name.startswith("graphar:")}  # of "graphar", which uses the partition "auto"
 
 Case = tuple[int, str, int, int]  # the number of ranks, scales, K and M
@@ -117,6 +115,7 @@ class FusedFp8(FusionReport):
         on_gpus="--rows 1 64 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192 --scales rows"
     )
     has_spread: ClassVar[bool] = True
+    comparison: ClassVar = Comparison(FLOORS, SEQUENCE)
     variants: ClassVar = VARIANTS
     notes: ClassVar[str] = f"""\
 - M, N, K: every rank multiplies e4m3 activations [M, K] by the transpose of an e4m3 weight [N, K]. The products in bf16
@@ -165,17 +164,14 @@ timed graph. NVLink multicast was off for all methods, unless the user turned it
 
     # ---- the report --------------------------------------------------------------------------------------------------
 
-    def sections(self) -> list[Section]:
-        found = []
-        for layer in dict.fromkeys(map(layer_of, self.rows)):
-            cases = by_method([row for row in self.rows if layer_of(row) == layer], lambda row: row.m)
-            every = time_table("M", {str(m): rows for m, rows in cases.items()})
-            body = [COMPARISON.table(cases), *choice_table("M", choices(cases, self.variants))]
-            body += ["Times of all methods:", every]
-            world_size, scales, n, k = layer
-            title = f"Scales of {scales}, {world_size} ranks, N = {n}, K = {k}"
-            found.append(Section(title, body, [COMPARISON.times_plot(cases), COMPARISON.ratios_plot(cases)]))
-        return found
+    @staticmethod
+    def layer_of(row: FusedFp8Row) -> tuple[int, str, int, int]:
+        return row.world_size, row.scales, row.n, row.k
+
+    @staticmethod
+    def title_of(layer: tuple[int, str, int, int]) -> str:
+        world_size, scales, n, k = layer
+        return f"Scales of {scales}, {world_size} ranks, N = {n}, K = {k}"
 
     def findings(self) -> list[str]:
         found = []
@@ -193,7 +189,3 @@ timed graph. NVLink multicast was off for all methods, unless the user turned it
     def in_words(case: Case) -> str:
         world_size, scales, k, m = case
         return f"M = {m}, K = {k}, scales of {scales}, {world_size} ranks"
-
-
-def layer_of(row: FusedFp8Row) -> tuple[int, str, int, int]:
-    return row.world_size, row.scales, row.n, row.k

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import torch
 
-from perf.choices import choice_table, choices
 from perf.fusion import Comparison, FusionReport, FusionRow, Trial, add_methods, is_far, measure, worlds_and_methods
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
@@ -30,7 +29,7 @@ from perf.peers.gathered import (
     make_variants,
     promised,
 )
-from perf.report import Arguments, Section, by_method, time_table
+from perf.report import Arguments, by_method
 
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), (256,), 256
 
@@ -71,7 +70,6 @@ def run_rank(plan: GatheredPlan, rank: int, port: int) -> Iterator[GatheredRow |
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
-COMPARISON = Comparison(FLOORS, SEQUENCE)
 # For "graphar", which uses the partition "auto": whether another method uses a fixed partition or two ops instead.
 VARIANTS = {AUTO: lambda name: name == SEQUENCE or name.startswith(f"{AUTO}:")}
 
@@ -88,6 +86,7 @@ class Gathered(FusionReport):
         on_gpus="--rows 64 1024 4096 16384", quick_on_gpus="--rows 64 4096 --columns 10240"
     )
     has_spread: ClassVar[bool] = True
+    comparison: ClassVar = Comparison(FLOORS, SEQUENCE)
     variants: ClassVar = VARIANTS
     notes: ClassVar[str] = """\
 - M, N, K: the rows of the activations [M, K] are sharded over the ranks, as in sequence parallelism. Every rank gathers
@@ -155,18 +154,6 @@ the timed graph. NVLink multicast was off for all methods, unless the user turne
         return f"{sizes} {row.method:>16} {row.median:>10.2f} us {row.wrong:>6} wrong"
 
     # ---- the report --------------------------------------------------------------------------------------------------
-
-    def sections(self) -> list[Section]:
-        found = []
-        for sizes in dict.fromkeys((row.world_size, row.n, row.k) for row in self.rows):
-            cases = by_method([row for row in self.rows if (row.world_size, row.n, row.k) == sizes], lambda row: row.m)
-            every = time_table("M", {str(m): rows for m, rows in cases.items()})
-            body = [COMPARISON.table(cases), *choice_table("M", choices(cases, self.variants))]
-            body += ["Times of all methods:", every]
-            figures = [COMPARISON.times_plot(cases), COMPARISON.ratios_plot(cases)]
-            world_size, n, k = sizes
-            found.append(Section(f"{world_size} ranks, N = {n}, K = {k}", body, figures))
-        return found
 
     def cases(self) -> dict[tuple[int, int, int], dict[str, GatheredRow]]:
         return by_method(self.rows, lambda row: (row.world_size, row.n, row.m))
