@@ -18,8 +18,6 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_of
 from graphar.runtime.side_stream import SideStream
 
-_BLOCKS = 64  # the most thread blocks of a call that is not compressed
-
 
 def set_collectives(
     model: nn.Module,
@@ -47,7 +45,7 @@ def set_collectives(
         error_feedback: with a codec, whether this rank adds the rounding errors of the gradients to the next gradients.
             On every rank this takes memory of the size of the whole gradients.
         blocks: the most thread blocks of an exact call, which is then never compressed; the same on every rank. None:
-            64, and the whole grid where a call is compressed.
+            64 between 2 ranks and 32 between more, and the whole grid where a call is compressed.
 
     Raises:
         ValueError: no module was given to ``fully_shard``, a module has parameters on several meshes, the codec is not
@@ -68,6 +66,16 @@ def set_collectives(
             scatter = QuantizedReduceScatter(codec, group, error_feedback=error_feedback)
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(scatter)
+
+
+def _few_blocks(ranks: int) -> int:
+    """Returns the most thread blocks of a call that is not compressed: at most half as many as an H200 has SMs.
+
+    The others are left to matmuls beside it. With fewer blocks calls take longer, and not only they: on 2 H200s the
+    largest matmuls of a Llama's step took 1.5 times as long beside 24 blocks, and as long as alone beside 96. Steps were
+    fastest with 48 to 96 blocks between 2 ranks, and with 32 between 4 (`python -m perf fsdp --blocks`).
+    """
+    return 64 if ranks == 2 else 32
 
 
 class _Collective:
@@ -119,18 +127,12 @@ class _Collective:
         engine.run(limited, [Operands((x,), (out,))])
 
     def _with_blocks(self, engine: Engine, call: Call, x: Tensor) -> Call:
-        """Returns the call with half as many blocks as an H200 has SMs, which leave the others to matmuls beside it.
-
-        Fewer blocks take longer, and not only themselves: on 2 H200s the largest matmuls of a Llama's step took 1.5
-        times as long beside 24 blocks, and as long as alone beside 96. Steps were fastest with 48 to 96
-        (`python -m perf fsdp --blocks`). A compressed call uses its full grid, because arithmetic would limit it in few
-        blocks.
-        """
+        """Returns the call with few blocks. A compressed call keeps its grid: arithmetic would limit it in few."""
         if self._blocks is not None:
             return call._replace(blocks=self._blocks)
         with engine.keeping_failure():
             compresses = engine.select(call, x).config.algorithm.row.compresses
-        return call if compresses else call._replace(blocks=_BLOCKS)
+        return call if compresses else call._replace(blocks=_few_blocks(engine.world_size))
 
 
 class AllGather(_Collective):
@@ -142,8 +144,8 @@ class AllGather(_Collective):
     Args:
         group: a Communicator, process group or DeviceMesh of one dimension with the ranks that parameters are sharded
             over. None: each module's own group.
-        blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: 64, and
-            the whole grid where a call is compressed.
+        blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: 64
+            between 2 ranks and 32 between more, and the whole grid where a call is compressed.
 
     Raises:
         ValueError: ``blocks`` is invalid.
@@ -205,8 +207,8 @@ class ExactReduceScatter(_Collective):
     Args:
         group: a Communicator, process group or DeviceMesh of one dimension with the ranks that parameters are sharded
             over. None: each module's own group.
-        blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: 64, and
-            the whole grid where a call is compressed.
+        blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: 64
+            between 2 ranks and 32 between more, and the whole grid where a call is compressed.
 
     Raises:
         ValueError: ``blocks`` is invalid.

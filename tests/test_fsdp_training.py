@@ -324,11 +324,15 @@ def test_calls_have_few_blocks_unless_they_are_compressed(world_of_one, monkeypa
         algorithm = Algorithm(f"{call.op}_lossless")
         return Choice(by_entries(engine.table.parts[call.op], 1, call.nbytes, algorithm), "compressed")
 
-    assert blocks_of_calls(engine) == [64, 64]
+    assert blocks_of_calls(engine) == [32, 32]
     assert blocks_of_calls(engine, blocks=7) == [7, 7]
     monkeypatch.setattr(Engine, "select", compressing)
     assert blocks_of_calls(engine) == [None, None]
     assert blocks_of_calls(engine, blocks=7) == [7, 7]
+
+
+def test_two_ranks_take_more_blocks_than_more_ranks():
+    assert [fsdp._few_blocks(ranks) for ranks in (2, 3, 4, 8)] == [64, 32, 32, 32]
 
 
 def test_one_object_keeps_the_blocks_of_each_group_apart(world_of_one, monkeypatch):
@@ -346,7 +350,7 @@ def test_one_object_keeps_the_blocks_of_each_group_apart(world_of_one, monkeypat
     for group in (*groups, *groups):
         gather(out, x, group)
 
-    assert made == [64, None, 64, None]
+    assert made == [32, None, 32, None]
 
 
 def gather_over_another_group(rank, world_size):

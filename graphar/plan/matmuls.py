@@ -131,8 +131,8 @@ def prefers_tiles(
     The result is [rows, columns]. ``scattered`` says whether each rank sums its own rows even of a skinny result, which
     no skinny kernel does: in a reduce-scatter, or with an epilogue. ``codec`` is the text of the codec on the wire, and
     ``itemsize`` the bytes of an element that a rank sends without one: :func:`sent_itemsize`. ``scales`` are those of
-    e4m3 operands, which are multiplied in half the time: tiles gain from half as many bytes on (512 x 8192 between two
-    H200s: 49.7 us, and 56.1 in two steps). Nothing was measured where more than two communicators share a GPU: a fused
+    e4m3 operands. Tiles gain from as many elements on with them (512 x 8192 between two H200s: 49.7 us, and 56.1 in two
+    steps), and with partials in fp32. Nothing was measured where more than two communicators share a GPU: a fused
     kernel has only a share of its SMs.
     """
     if chip.communicators > 2:
@@ -143,8 +143,7 @@ def prefers_tiles(
         return columns >= policy.skinny_from_columns.get(world_size, math.inf) and _fills_waves(policy, columns, chip)
     if codec and scattered:
         return False
-    nbytes = 2 * policy.tiles_from(world_size, bool(codec))  # as many as were measured
-    return rows * columns * itemsize >= (nbytes // 2 if scales else nbytes)
+    return rows * columns >= policy.tiles_from(world_size, bool(codec))
 
 
 def _fills_waves(policy: MatmulPolicy, columns: int, chip: Chip) -> bool:

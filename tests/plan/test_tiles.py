@@ -103,10 +103,10 @@ def test_what_the_kernel_cannot_serve_goes_another_way(call):
     [
         (4, 64, True),
         (4, 65, False),
-        (4, 1024, True),
-        (4, 1023, False),
+        (4, 512, True),
+        (4, 511, False),
         (5, 64, False),
-        (2, 1024, True),
+        (2, 512, True),
         (3, 2047, False),
         (8, 1 << 20, False),
     ],
@@ -122,7 +122,8 @@ def test_batch_invariant_calls_take_it_where_auto_does(world_size, rows):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "rows", "taken"), [(2, 4096, True), (2, 4095, False), (2, 1, False), (4, 4096, False)]
+    ("world_size", "rows", "taken"),
+    [(2, 4096, True), (2, 4095, False), (2, 1, False), (4, 2048, True), (4, 2047, False), (3, 4096, False)],
 )
 def test_auto_takes_a_codec_where_that_was_measured_to_be_faster(world_size, rows, taken):
     assert takes(Ranks(world_size), "auto", "int8", rows=rows) == taken
@@ -159,13 +160,11 @@ def test_auto_takes_few_rows_with_scales_of_blocks_up_to_32(rows, scales, taken)
     assert matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 8192, scales=scales) == taken
 
 
-@pytest.mark.parametrize("scales", ["rows", "blocks"])
-def test_auto_takes_tiles_of_products_with_scales_from_half_as_many_elements_on(scales):
-    least = POLICY.tiles_from(4, False)
+@pytest.mark.parametrize("more", [{"scales": "rows"}, {"scales": "blocks"}, {"itemsize": 4}, {}], ids=str)
+def test_auto_takes_tiles_from_as_many_elements_on_of_any_products(more):
+    least = POLICY.tiles_from(4, False) // 1024
 
-    for rows, columns in ((least // 2 // 1024, 1024), (least // 2 // 1024 - 1, 1024)):
-        assert matmuls.prefers_tiles(POLICY, CHIP, 4, rows, columns, scales=scales) == (rows * columns >= least // 2)
-        assert not matmuls.prefers_tiles(POLICY, CHIP, 4, rows, columns)
+    assert [matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 1024, **more) for rows in (least - 1, least)] == [False, True]
 
 
 @pytest.mark.parametrize(("columns", "taken"), [(4088, False), (4096, True), (8384, True), (8392, False)])
