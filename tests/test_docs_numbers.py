@@ -113,9 +113,14 @@ def medians(path: str, rows: str = "rows", **having: object) -> dict[int, dict[s
     return found
 
 
+def allreduces(ranks: int) -> dict[int, dict[str, float]]:
+    """The times of all-reduces of bf16 between this many H200s, in CUDA graphs, by size and method."""
+    return medians("h200x4/allreduce.json", world_size=ranks, mode="graph", dtype="bfloat16")
+
+
 def over_nccl() -> list[str]:
     """The smallest and the largest speed-up over the faster NCCL, with registered memory or without, up to 1 MB."""
-    times = medians("h200x4/allreduce.json", world_size=4, mode="graph", dtype="bfloat16")
+    times = allreduces(4)
     gains = [
         min(time for name, time in of_size.items() if name.startswith("nccl")) / of_size["graphar"]
         for nbytes, of_size in times.items()
@@ -160,9 +165,7 @@ def lossless_gain() -> str:
 
 def between_8() -> list[str]:
     """The rates of large sums as they are, the time that a rank adds to a small sum, and what follows for 8 ranks."""
-    times = {
-        ranks: medians("h200x4/allreduce.json", world_size=ranks, mode="graph", dtype="bfloat16") for ranks in (2, 3, 4)
-    }
+    times = {ranks: allreduces(ranks) for ranks in (2, 3, 4)}
     large = {ranks: of[2 * GB]["graphar:two_shot_pipelined"] for ranks, of in times.items()}
     rates = [2 * (ranks - 1) / ranks * 2 * GB / time / 1e3 for ranks, time in large.items()]
     small = {ranks: of[2 * KB]["graphar"] for ranks, of in times.items()}
@@ -175,16 +178,15 @@ def between_8() -> list[str]:
 
 def random_bits_over_nccl() -> list[str]:
     """The time of bits that cannot be compressed / NCCL's, at the smallest size that is compressed and the largest."""
-    times = medians("h200x4/allreduce.json", world_size=4, mode="graph", dtype="bfloat16")
+    times = allreduces(4)
     return [f"{times[n]['graphar_any_bits'] / times[n]['nccl']:.2f}" for n in (256 * MB, 2 * GB)]
 
 
 def worst(ranks: int) -> str:
     """How much slower than its best peer an all-reduce is at most, in percent, in CUDA graphs."""
-    times = medians("h200x4/allreduce.json", world_size=ranks, mode="graph", dtype="bfloat16")
     ratios = [
         of["graphar"] / min(time for name, time in of.items() if "graphar" not in name and "fp8" not in name)
-        for of in times.values()
+        for of in allreduces(ranks).values()
         if len(of) > 3
     ]
     return f"{100 * (max(ratios) - 1):.0f}"

@@ -327,8 +327,7 @@ class Suspend(Report):
   suspension. first: the first cycle, which also allocates the pinned memory that later cycles use again.
 - step before, step after: microseconds of a replay before the first suspension, and after the last resumption. It is
   the median over the repeats. Each repeat has the time of the slowest rank. The two cannot take turns, so a drift of
-  the clocks changes their ratio: as many replays as are timed ran before the first timed one, because the GPUs slow
-  down while they run. Differences under 3 % are noise.
+  the clocks changes their ratio. Differences under 3 % are noise.
 - wrong: after each resumption the graph was replayed {REPLAYS} times. Its result was overwritten before each replay.
   Counted are the elements whose bits differ from the result before the first suspension, and the bytes of the kept
   tensor that differ, over all replays, cycles and ranks."""

@@ -161,7 +161,7 @@ def test_auto_takes_few_rows_with_scales_of_blocks_up_to_32(rows, scales, taken)
 
 
 @pytest.mark.parametrize("more", [{"scales": "rows"}, {"scales": "blocks"}, {"itemsize": 4}, {}], ids=str)
-def test_auto_takes_tiles_from_as_many_elements_on_of_any_products(more):
+def test_auto_takes_tiles_from_the_same_number_of_elements_for_all_products(more):
     least = POLICY.tiles_from(4, False) // 1024
 
     assert [matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 1024, **more) for rows in (least - 1, least)] == [False, True]
