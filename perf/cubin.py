@@ -1,4 +1,7 @@
-"""Reads a kernel's resources from its cubin. A cubin is an ELF file, and its .nv.info section lists attributes."""
+"""Reads a kernel's resources and instructions from its cubin.
+
+A cubin is an ELF file. Its .nv.info section lists attributes, and its .text sections hold instructions of 16 bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from dataclasses import dataclass
 
 FRAME_SIZE, REGISTER_COUNT = 0x11, 0x2F  # EIATTR_FRAME_SIZE, EIATTR_REGCOUNT
 SIZED_VALUE = 4  # EIFMT_SVAL: a size, then that many bytes. Other formats have 2 bytes of value instead of the size.
+NOP, STORE_LOCAL = 0x918, 0x387  # opcodes: the low 12 bits of an instruction
+WIDTHS = (1, 1, 2, 2, 4, 8, 16)  # the bytes of a store, by bits 73 to 75: 8 and 16 bits are signed or not
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,33 @@ def resources(image: bytes, symbol: str) -> Resources:
             values[attribute] = max(values[attribute], value)
     shared = sections.get(f".nv.shared.{symbol}", (0, 0))[1]
     return Resources(values[REGISTER_COUNT], values[FRAME_SIZE], shared)
+
+
+@dataclass(frozen=True)
+class Code:
+    """The machine code of a kernel and the functions that it calls.
+
+    Attributes:
+        instructions: without those that only fill up the last cache line.
+        spilled_nbytes: what its instructions store to local memory.
+    """
+
+    instructions: int
+    spilled_nbytes: int
+
+
+def code(image: bytes) -> Code:
+    """Returns the code of a cubin's only kernel, for sm_70 or newer."""
+    count = spilled = 0
+    for name, (offset, size) in _sections(image):
+        if not name.startswith(".text."):
+            continue
+        words = list(struct.iter_unpack("<2Q", image[offset : offset + size]))
+        while words and words[-1][0] & 0xFFF == NOP:
+            words.pop()
+        count += len(words)
+        spilled += sum(WIDTHS[high >> 9 & 7] for low, high in words if low & 0xFFF == STORE_LOCAL)
+    return Code(count, spilled)
 
 
 def _sections(image: bytes) -> Iterator[tuple[str, tuple[int, int]]]:
