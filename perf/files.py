@@ -42,6 +42,7 @@ class Machine:
     cpu_count: int
     commit: str | None
     date: str
+    nvrtc: str | None = None  # earlier reports do not have it
 
 
 def text_of(content: dict[str, object]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import importlib.metadata
 import os
 import platform
 import re
@@ -14,6 +16,7 @@ from pathlib import Path
 import torch
 
 from graphar.runtime import cache
+from graphar.runtime.compiler import nvrtc_version
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCAL = Path("build", "reports")  # git ignores it, as it does all of build/
@@ -32,6 +35,7 @@ def describe() -> dict[str, object]:
         "cpu_count": os.cpu_count(),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "nvrtc": nvrtc(),
     }
     if block["gpu_count"]:
         gpu, driver = gpu_and_driver()
@@ -77,11 +81,20 @@ def cpu_name() -> str:
     return match[1] if match else platform.processor() or platform.machine()
 
 
-def commit() -> str | None:
-    """Returns the checkout's commit, with "-dirty" if files were changed. None outside a repository."""
+def nvrtc() -> str | None:
+    """Returns the version of the compiler of the kernels: of its package, else of the library. None without it."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("nvidia-cuda-nvrtc")
+    with contextlib.suppress(Exception):  # cuda.pathfinder raises one of its own
+        return ".".join(map(str, nvrtc_version()))
+    return None
+
+
+def commit(root: Path = ROOT) -> str | None:
+    """Returns a checkout's commit, with "-dirty" if files were changed. None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
     return found.stdout.strip() or None
@@ -104,6 +117,8 @@ def one_line(machine: dict[str, object]) -> str:
     parts.append(f"torch {machine['torch']}")
     if machine["nccl"]:
         parts.append(f"NCCL {machine['nccl']}")
+    if machine.get("nvrtc"):  # earlier reports do not have it
+        parts.append(f"NVRTC {machine['nvrtc']}")
     return ", ".join([*parts, f"commit {machine['commit'] or 'unknown'}", str(machine["date"])])
 
 

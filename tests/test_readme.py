@@ -138,6 +138,7 @@ MARKS = {
     "prefetch": {"rows": lambda row: row["wrong"]},
     "matmul": {"rows": lambda row: row["wrong"]},
     "leaves": {"rows": lambda row: row["wrong"]},
+    "latency": {"rows": lambda row: row["wrong"]},
     "fp8": {"rows": lambda row: row["wrong"]},
     "fused": {"rows": lambda row: row["wrong"], "timelines": lambda timeline: timeline["wrong"]},
     "fused_fp8": {"rows": lambda row: row["wrong"]},

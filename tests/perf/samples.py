@@ -20,6 +20,7 @@ from perf.topics.fused import Fused, FusedRow
 from perf.topics.fused_fp8 import FusedFp8, FusedFp8Row
 from perf.topics.gathered import Gathered, GatheredRow
 from perf.topics.host import Host
+from perf.topics.latency import Latency, LatencyRow
 from perf.topics.leaves import METHODS as LEAF_METHODS
 from perf.topics.leaves import Leaves, LeavesRow
 from perf.topics.lossless import Lossless, LosslessRow
@@ -118,6 +119,12 @@ def matmul_row(method, time_us, shape=(4096, 8192, 2048), is_taken=False, is_aut
 
 def leaves_row(method, median, shape=(64, 8192, 7168), wrong=0):
     return LeavesRow(method, *shape, spread(median, "p90"), wrong)
+
+
+def latency_row(time_us=10.0, size="2 KB", wrong=0, before_us=None):
+    """A row of an all-reduce between 4 ranks that share a GPU."""
+    how = "one_shot_push", "3 x 64", 1.0, 200
+    return LatencyRow("graphar", "all-reduce", size, 4, *how, spread(time_us, "p90"), wrong, before_us)
 
 
 def scaled_row(method, median, shape=(64, 8192, 7168), wrong=0):
@@ -220,4 +227,5 @@ REPORTS = [
     Host([host_row("allreduce", 12.0, 1.0), host_row("allgather", 15.0, 1.25, "sizes=")], skipped=["nccl: refused"]),
     Suspend([suspend_row()], skipped=["2 ranks, decode of 8 tokens: no driver"]),
     Compile("13.0", 1.5, [Compiled("all/one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)]),
+    Latency("0123456789ab, 2026-01-31", [latency_row(before_us=11.0)], skipped=["2 ranks: no room"]),
 ]

@@ -1,0 +1,432 @@
+"""`python -m perf latency`: times calls between ranks that share one GPU, beside the last committed report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
+from graphar.plan.sizes import KB, MB, format_nbytes
+from graphar.plan.work import MATMUL_ALLREDUCE
+from perf import machine
+from perf.charts import Axis, Mark, Rows
+from perf.harness.shared_gpu import LEAST_CALLS, MOST_CALLS, Case
+from perf.harness.timing import deciles
+from perf.report import (
+    NOISE,
+    NOT_SERVED,
+    Arguments,
+    Deciles,
+    Glance,
+    Report,
+    Section,
+    Timing,
+    extent,
+    geometric_mean,
+    group,
+    number,
+    plural,
+    ratio,
+    ratio_cell,
+    read,
+    table,
+    time_cell,
+)
+
+WORLD_SIZES = (2, 3, 4)
+REPEATS = 15
+OWN = "graphar"
+NEEDED = "calls between ranks that share a GPU: need a GPU of sm_90 or newer"
+SERVER = Path("perf", "harness", "shared_gpu.py")
+LIMIT_S = 120.0  # after which a process that does not answer is ended
+SUMS = (2, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)  # KB
+FEW_SUMS = (8, 64, 512, 1024, 4096)
+HIDDEN = 8192  # the columns of norms
+TOKENS = (1, 4, 64, 256, 2048)
+SKINNY = (1, 16, 64)  # rows
+WEIGHTS = ((8192, 2048), (8192, 7168))  # columns and K of skinny matmuls
+SHORT = {
+    "allreduce": "all-reduce",
+    "reducescatter": "reduce-scatter",
+    "allgather": "all-gather",
+    ALLREDUCE_NORM: "all-reduce + norm",
+    REDUCESCATTER_NORM: "reduce-scatter + norm",
+    MATMUL_ALLREDUCE: "matmul + all-reduce",
+}
+
+
+def cases(world_size: int) -> list[Case]:
+    """Returns calls for all algorithms that `auto` takes, at sizes of the tables."""
+    case = partial(Case, world_size=world_size)
+    scattered = [
+        case(op=op, size=size) for op in ("reducescatter", "allgather") for size in (64 * KB, MB, 4 * MB, 16 * MB)
+    ]
+    norms = [case(op=op, size=rows, columns=HIDDEN) for op in (ALLREDUCE_NORM, REDUCESCATTER_NORM) for rows in TOKENS]
+    skinny = [case(op=MATMUL_ALLREDUCE, size=rows, columns=columns, k=k) for columns, k in WEIGHTS for rows in SKINNY]
+    scaled = [one._replace(scales=scales) for one in skinny[-len(SKINNY) : -1] for scales in ("rows", "blocks")]
+    return [
+        *(case(op="allreduce", size=size * KB) for size in SUMS),
+        case(op="allreduce", size=256 * MB, dtype="float32"),
+        case(op="allreduce", size=256 * MB),
+        *scattered,
+        *([case(op="reducescatter", size=256 * MB)] if world_size == 2 else []),
+        *norms,
+        *(
+            case(op="allreduce", size=size, codec=codec)
+            for codec in ("fp8_e4m3", "int4")
+            for size in (256 * KB, 4 * MB)
+        ),
+        case(op="allreduce", size=256 * MB, codec="fp8_e4m3"),
+        case(op="reducescatter", size=16 * MB, codec="fp8_e4m3"),
+        *skinny,
+        *scaled,
+    ]
+
+
+def few_cases(world_size: int) -> list[Case]:
+    return [Case("allreduce", world_size, size * KB) for size in FEW_SUMS]
+
+
+def words_of(case: Case) -> tuple[str, str]:
+    """Returns the op with its options, and the size."""
+    options = [one for one in (case.codec, case.dtype if case.dtype != "bfloat16" else "") if one]
+    options += [f"FP8, scales of {case.scales}"] if case.scales else []
+    op = f"{SHORT[case.op]} ({', '.join(options)})" if options else SHORT[case.op]
+    if case.k:
+        return op, f"{case.size} x {case.columns} x {case.k}"
+    return op, f"{case.size} x {case.columns}" if case.columns else format_nbytes(case.size)
+
+
+@dataclass(frozen=True)
+class LatencyRow(Timing):
+    """The measured and verified time of one call by one checkout.
+
+    Attributes:
+        method: OWN, or "graphar at" the commit of the other checkout.
+        op: the op and its options in words.
+        size: bytes, or rows and columns, between whole GPUs.
+        algorithm, grid: what `auto` takes there, and the blocks x threads that one GPU has room for.
+        share: how much of the data a rank has here.
+        calls: how many calls a graph has.
+        time_us: the time of one call on the slowest rank.
+        wrong: how many elements differ from the specification.
+        before_us: the median in the last committed report of this GPU; None: there is none.
+    """
+
+    method: str
+    op: str
+    size: str
+    world_size: int
+    algorithm: str
+    grid: str
+    share: float
+    calls: int
+    time_us: Deciles
+    wrong: int
+    before_us: float | None = None
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return self.op, self.size
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        return self.world_size, self.op, self.size
+
+    @property
+    def of_before(self) -> float | None:
+        return self.median / self.before_us if self.before_us and not self.wrong else None
+
+
+# ---- the processes --------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A process that times the calls of one checkout."""
+
+    def __init__(self, checkout: Path) -> None:
+        own = checkout / SERVER
+        server = own if own.exists() else machine.ROOT / SERVER
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(server)],
+            env=os.environ | {"PYTHONPATH": str(checkout)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, **asked: object) -> dict:
+        """Returns the answer to a request; {"error": ...} if there is none."""
+        timer = threading.Timer(LIMIT_S, self._process.kill)
+        timer.start()
+        try:
+            self._process.stdin.write(f"{json.dumps(asked)}\n")
+            self._process.stdin.flush()
+            line = next((line for line in self._process.stdout if line.startswith("{")), None)
+        except BrokenPipeError:
+            line = None
+        finally:
+            timer.cancel()
+        return json.loads(line) if line else {"error": "the process has ended"}
+
+    def close(self) -> None:
+        """Ends the process, which ends by itself where it waits for requests."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+class LatencyPlan(NamedTuple):
+    """What to measure.
+
+    Attributes:
+        cases: the calls.
+        checkouts: their folders by method, this one first.
+        repeats: how often each call is timed.
+        before: the medians of the last committed report, by what :attr:`LatencyRow.key` is.
+    """
+
+    cases: Sequence[Case]
+    checkouts: dict[str, Path]
+    repeats: int
+    before: dict[tuple[int, str, str], float]
+
+
+def rows_of(
+    case: Case, processes: dict[str, Process], plan: LatencyPlan, seen: set[tuple]
+) -> Iterator[LatencyRow | str]:
+    """Yields the rows of one call. Sizes that are the same work on one GPU are measured once."""
+    op, size = words_of(case)
+    where = f"{op}, {size}, {plural(case.world_size, 'rank')}"
+    made, amount = {}, None
+    for method, process in processes.items():
+        found = process.ask(do="make", case=case, amount=amount)
+        if "error" in found:
+            yield f"{where}, {method}: {found['error']}"
+            continue
+        made[method], amount = found, found["amount"]
+        work = (*case._replace(size=0), found["algorithm"], found["grid"], amount)
+        if method == OWN and not case.columns:
+            if work in seen:
+                return
+            seen.add(work)
+    times: dict[str, list[float]] = {method: [] for method in made}
+    for repeat in range(plan.repeats):
+        for method in [*made][:: 1 if repeat % 2 == 0 else -1]:
+            found = processes[method].ask(do="time")
+            if "error" in found:
+                yield f"{where}, {method}: {found['error']}"
+                break
+            times[method].append(found["time_us"])
+    for method, given in made.items():
+        wrong = processes[method].ask(do="verify")
+        if "error" in wrong or not times[method]:
+            yield f"{where}, {method}: {wrong.get('error', 'it was not timed')}"
+            continue
+        before = plan.before.get((case.world_size, op, size)) if method == OWN else None
+        what = op, size, case.world_size, given["algorithm"], given["grid"], round(amount / case.amount, 4)
+        yield LatencyRow(method, *what, given["calls"], deciles(times[method]), wrong["wrong"], before)
+
+
+# ---- the topic ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Latency(Report):
+    """The calls between ranks that share one GPU.
+
+    Attributes:
+        before: the commit and the date of the report that `before_us` is from; empty without one.
+    """
+
+    before: str = ""
+    rows: list[LatencyRow] = field(default_factory=list)
+
+    name: ClassVar[str] = "latency"
+    title: ClassVar[str] = "Calls between ranks that share one GPU"
+    order: ClassVar[int] = 20
+    help: ClassVar[str] = "time calls between 2 to 4 ranks that share one GPU, beside the last committed report"
+    # A run of all topics skips this one, because it measures no links.
+    arguments: ClassVar[Arguments] = Arguments(
+        on_gpus=None, on_cpu=None, quick_on_gpus="--few --world-size 4", quick_on_cpu="--few --world-size 4"
+    )
+    has_spread: ClassVar[bool] = True
+    notes: ClassVar[str] = f"""\
+All ranks are in one process on one GPU and exchange data through its memory. So times have no links in them: they show
+what a kernel takes beside. Compare them with each other, and not with times between GPUs.
+
+- op, size: a call between whole GPUs, in bf16 if nothing else is said. A size is that of a rank's tensor; of a
+  reduce-scatter or an all-gather that of the whole tensor. Norms have rows x columns, matmuls rows x columns x K.
+- algorithm: what `auto` takes there by the table of the H200. blocks x threads: the grid of one rank. The kernels of
+  all ranks must be resident at once, and the next ones, which start early. So a grid has the blocks for a share of the
+  SMs, and `share` of the data: a thread does what it does between whole GPUs. Sizes that are the same work then are
+  measured once. A reduce-scatter of FP8 matmuls is not measured, and neither are fused tiles.
+- time: microseconds of one call on the slowest rank, the median of the repeats. A repeat replays a CUDA graph of
+  {LEAST_CALLS} to {MOST_CALLS} calls on each rank; the graphs of all ranks begin together. Checkouts took turns, and
+  every second round in reverse order.
+- of_before: the time / that of the last committed report of this GPU. of_other: the time / that of the other checkout
+  (`--baseline`) in this run. Below 1.00 this checkout is faster. Differences under 3 % are noise.
+
+Results of the timed graphs were compared with `graphar.reference`, bit for bit. Those of matmuls must have the same
+bits on all ranks, and errors below 2^-6 of the sum of magnitudes."""
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--world-size", type=int, nargs="+", choices=WORLD_SIZES, default=WORLD_SIZES, metavar="N")
+        parser.add_argument("--few", action="store_true", help="a few sizes of the all-reduce")
+        parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="calls whose words contain one")
+        parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout, timed in turn")
+        parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N")
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> LatencyPlan:
+        """Returns what to measure. Ends the program without a GPU."""
+        if not gpu_count:
+            sys.exit(NEEDED)
+        checkouts = {OWN: machine.ROOT}
+        if options.baseline:
+            if not (options.baseline / "graphar").is_dir():
+                sys.exit(f"--baseline: {options.baseline} is no checkout of graphar")
+            checkouts[f"{OWN} at {machine.commit(options.baseline) or options.baseline}"] = options.baseline.resolve()
+        listed = few_cases if options.few else cases
+        wanted = [one for n in options.world_size for one in listed(n)]
+        wanted = [one for one in wanted if any(text in " ".join(words_of(one)) for text in options.only)]
+        return LatencyPlan(wanted, checkouts, options.repeats, {})
+
+    @classmethod
+    def count(cls, plan: LatencyPlan) -> int:
+        return len(plan.cases) * len(plan.checkouts)
+
+    def measure(self, plan: LatencyPlan, start: Callable[[Path], Process] = Process) -> Iterator[LatencyRow | str]:
+        self.before, medians = committed(machine.ROOT / "reports")
+        plan, seen = plan._replace(before=medians), set()
+        with ExitStack() as stack:
+            processes = {method: start(checkout) for method, checkout in plan.checkouts.items()}
+            for process in processes.values():
+                stack.callback(process.close)
+            for case in plan.cases:
+                yield from rows_of(case, processes, plan, seen)
+
+    def line(self, row: LatencyRow) -> str:
+        compared = f" {row.of_before:.3f} of before" if row.of_before else ""
+        where = f"{row.world_size} ranks, {row.op}, {row.size}"
+        return f"{where:<52} {row.method:<24} {row.median:>9.3f} us {row.wrong:>3} wrong{compared}"
+
+    # ---- the report --------------------------------------------------------------------------------------------------
+
+    def findings(self) -> list[str]:
+        found = [
+            comparison(f"the last committed report ({self.before})", befores(self.rows)),
+            *(comparison(other, ratios) for other, ratios in others(self.rows).items()),
+        ]
+        return [one for one in found if one]
+
+    def sections(self) -> list[Section]:
+        return [
+            Section(f"{world_size} ranks", [latency_table(mine)], [ratio_chart(mine)])
+            for world_size, mine in group(self.rows, lambda row: row.world_size).items()
+        ]
+
+    def glance(self) -> Glance:
+        ratios = befores(self.rows)
+        if ratios:
+            mean = geometric_mean(ratios.values())
+            return Glance(f"of the last committed report's times, by call; geometric mean {mean:.3f}", ratios)
+        mine = [row for row in self.rows if row.method == OWN and not row.wrong]
+        if not mine:
+            return Glance("nothing was timed here", figure=NOT_SERVED)
+        first = min(mine, key=lambda row: row.median)
+        words = f"for {first.op} of {first.size} between {first.world_size} ranks that share a GPU"
+        return Glance(words, figure=f"{number(first.median)} us")
+
+
+def committed(reports: Path) -> tuple[str, dict[tuple[int, str, str], float]]:
+    """Returns the commit and the date of the last committed report of this machine, and its medians."""
+    try:
+        stored = read(reports / machine.slug(machine.describe()), Latency)
+    except FileNotFoundError:
+        return "", {}
+    rows = [row for row in stored.report.rows if row.method == OWN and not row.wrong]
+    return f"{stored.machine['commit']}, {stored.machine['date']}", {row.key: row.median for row in rows}
+
+
+def case_words(row: LatencyRow) -> str:
+    return f"{row.op}, {row.size}, {plural(row.world_size, 'rank')}"
+
+
+def befores(rows: Sequence[LatencyRow]) -> dict[str, float]:
+    """Returns the time / that of the last committed report, by call."""
+    return {case_words(row): row.of_before for row in rows if row.of_before}
+
+
+def others(rows: Sequence[LatencyRow]) -> dict[str, dict[str, float]]:
+    """Returns this checkout's time / the other's, by the other and call."""
+    found: dict[str, dict[str, float]] = {}
+    for mine in group(rows, lambda row: row.key).values():
+        own = next((row for row in mine if row.method == OWN), None)
+        for row in mine:
+            if row is not own and (one := ratio(own, row)) is not None:
+                found.setdefault(row.method, {})[case_words(row)] = one
+    return found
+
+
+def comparison(other: str, ratios: dict[str, float]) -> str:
+    """Returns a sentence on times divided by those of another run or checkout; an empty string without ratios."""
+    if not ratios:
+        return ""
+    slower = {case: one for case, one in ratios.items() if one > NOISE}
+    worst = max(slower, key=slower.__getitem__, default="")
+    tail = f" Slower by more than 3 %: {len(slower)}, the most {worst} ({slower[worst]:.3f})." if slower else ""
+    mean = geometric_mean(ratios.values())
+    return f"Of the time of {other}: {extent(ratios)}, geometric mean {mean:.3f}, {len(ratios)} calls.{tail}"
+
+
+def latency_table(rows: Sequence[LatencyRow]) -> str:
+    methods = [one for one in dict.fromkeys(row.method for row in rows) if one != OWN]
+    lines = []
+    for mine in group(rows, lambda row: row.key).values():
+        by_method = {row.method: row for row in mine}
+        own = by_method.get(OWN)
+        first = own or mine[0]
+        cells = [first.op, first.size, first.algorithm, first.grid or NOT_SERVED, f"{first.share:.2f}", time_cell(own)]
+        cells.append(f"{number(own.time_us['p10'])} - {number(own.time_us['p90'])}" if own else NOT_SERVED)
+        cells += [number(own and own.before_us), ratio_cell(own and own.of_before)]
+        for method in methods:
+            other = by_method.get(method)
+            cells += [time_cell(other), ratio_cell(ratio(own, other))]
+        lines.append(cells)
+    head = [
+        "op",
+        "size",
+        "algorithm",
+        "blocks x threads",
+        "share",
+        "time (us)",
+        "p10 - p90",
+        "before (us)",
+        "of_before",
+    ]
+    return table([*head, *(name for method in methods for name in (f"{method} (us)", "of_other"))], lines)
+
+
+def ratio_chart(rows: Sequence[LatencyRow]) -> Rows | None:
+    """Plots the ratio to the other checkout, or else to the last committed report, with a row for each op."""
+    ratios = next(iter(others(rows).values()), None) or befores(rows)
+    marks = [
+        Mark(row.op, row.algorithm, ratios[case_words(row)], f"{case_words(row)}: {ratios[case_words(row)]:.3f}")
+        for row in rows
+        if row.method == OWN and case_words(row) in ratios
+    ]
+    return Rows("Time / that before", marks, Axis("ratio", form="{:.2f}".format), 1.0) if marks else None
