@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
-from perf.report import Timing, best, ratio, ratio_cell, table, time_cell
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The rows of "auto" and of the fastest variant in one case."""
-
-    auto: Timing
-    variant: Timing
-
-    @property
-    def loss(self) -> float:
-        """The time of "auto" / the variant's time."""
-        return self.auto.median / self.variant.median
+from perf.report import Choice, Timing, best, ratio, ratio_cell, table, time_cell
 
 
 def choices(
@@ -48,11 +34,3 @@ def choice_table(first: str, found: Mapping[tuple[object, str], Choice]) -> list
         for (case, method), one in found.items()
     ]
     return ["The time of `auto`, and the fastest variant:", table(header, lines)]
-
-
-def largest_loss(named: Mapping[str, Choice]) -> str:
-    """Returns the largest loss of "auto" and its case as text; an empty string if no variants were measured."""
-    if not named:
-        return ""
-    case, worst = max(named.items(), key=lambda one: one[1].loss)
-    return f"{worst.loss:.2f} ({worst.auto.method}, {case}: `{worst.variant.method}` is fastest)"

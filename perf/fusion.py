@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from perf.charts import Axis, Line, Plot
-from perf.choices import choice_table, choices, largest_loss
+from perf.choices import choice_table, choices
 from perf.harness import verify
 from perf.harness.ranks import Ranks, agreed_launches
 from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
@@ -24,6 +24,7 @@ from perf.machine import check_world_sizes
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
 from perf.report import (
     NOT_SERVED,
+    Choice,
     Glance,
     Report,
     Section,
@@ -351,9 +352,8 @@ class FusionReport(Report):
         loss = self.loss_of_auto()
         return [f"The time of `auto` / the fastest variant's time is at most {loss}."] if loss else []
 
-    def loss_of_auto(self) -> str:
-        found = choices(self.cases(), self.variants)
-        return largest_loss({self.in_words(case): one for (case, _), one in found.items()})
+    def losses(self) -> list[tuple[str, Choice]]:
+        return [(self.in_words(case), one) for (case, _), one in choices(self.cases(), self.variants).items()]
 
     def glance(self) -> Glance:
         named = {self.in_words(case): one for case, one in of_best_peer(self.cases()).items()}

@@ -75,6 +75,19 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """The rows of "auto" and of the fastest variant in one case."""
+
+    auto: Timing
+    variant: Timing
+
+    @property
+    def loss(self) -> float:
+        """The time of "auto" / the variant's time."""
+        return self.auto.median / self.variant.median
+
+
+@dataclass(frozen=True)
 class Timed:
     """One time, in the form in which two runs are compared.
 
@@ -251,15 +264,23 @@ class Report:
     def glance(self) -> Glance:
         raise NotImplementedError
 
-    def loss_of_auto(self) -> str:
-        """Returns the largest ratio of "auto" to the fastest variant, and its case. Empty without variants."""
-        return ""
+    def losses(self) -> list[tuple[str, Choice]]:
+        """Returns the choices of "auto", each with its case in words. Empty without variants."""
+        return []
 
     def timed(self) -> list[Timed]:
         """Returns the times to compare with another run."""
         return timed_rows(self.rows)
 
     # ---- common to all topics ----
+
+    def loss_of_auto(self) -> str:
+        """Returns the largest loss of "auto" and its case as text; an empty string without variants."""
+        named = self.losses()
+        if not named:
+            return ""
+        case, worst = max(named, key=lambda one: one[1].loss)
+        return f"{worst.loss:.2f} ({worst.auto.method}, {case}: `{worst.variant.method}` is fastest)"
 
     def verdict(self) -> str:
         """Returns a sentence that says whether all results are correct."""

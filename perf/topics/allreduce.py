@@ -11,7 +11,7 @@ from typing import ClassVar
 from graphar.cli.options import size
 from graphar.plan.sizes import format_nbytes
 from perf.charts import Axis, Line, Plot
-from perf.choices import choice_table, choices, largest_loss
+from perf.choices import choice_table, choices
 from perf.harness import sweep
 from perf.harness.cases import (
     BACKEND_SIZES,
@@ -38,6 +38,7 @@ from perf.report import (
     NOISE,
     NOT_SERVED,
     Arguments,
+    Choice,
     Glance,
     Report,
     Section,
@@ -262,12 +263,12 @@ operations the last result was verified, and for peers also the result of two se
             found.append(f"The time of `auto` / the fastest variant's time is at most {loss}.")
         return found
 
-    def loss_of_auto(self) -> str:
-        named = {}
+    def losses(self) -> list[tuple[str, Choice]]:
+        named = []
         for key in groups(self.rows):
             found = choices(by_method(members(self.rows, key), _nbytes), IS_VARIANT)
-            named |= {f"{format_nbytes(size)}, {key.title}": one for (size, _), one in found.items()}
-        return largest_loss(named)
+            named += [(f"{format_nbytes(size)}, {key.title}", one) for (size, _), one in found.items()]
+        return named
 
     def sections(self) -> list[Section]:
         rows, found = self.rows, []

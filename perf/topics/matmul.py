@@ -22,13 +22,13 @@ from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
 from graphar.runtime.user_tables import find_table
 from perf.charts import Axis, Mark, Rows
-from perf.choices import Choice, largest_loss
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
 from perf.report import (
     NOT_SERVED,
     Arguments,
+    Choice,
     Deciles,
     Glance,
     Report,
@@ -330,10 +330,10 @@ the same bits."""
         mean = f", geometric mean {geometric_mean(found.values()):.3f}" if found else ""
         return Glance(f"graphar's time of a matmul / torch's, by shape{mean}", found, NOT_SERVED)
 
-    def loss_of_auto(self) -> str:
+    def losses(self) -> list[tuple[str, Choice]]:
         cases = cases_of(self.rows)
         known = {shape: case for shape, case in cases.items() if ratio(case.auto, case.better) is not None}
-        return largest_loss({words_of(shape): Choice(case.auto, case.better) for shape, case in known.items()})
+        return [(words_of(shape), Choice(case.auto, case.better)) for shape, case in known.items()]
 
 
 def shape_of(text: str) -> Shape:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import graphar
 from perf.charts import Axis, Line, Plot
+from perf.choices import choices
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.cases import Plan
@@ -22,6 +23,7 @@ from perf.machine import check_world_sizes
 from perf.peers import catalogue
 from perf.peers.flashinfer import load_trtllm
 from perf.report import (
+    Choice,
     Deciles,
     Glance,
     Report,
@@ -336,6 +338,14 @@ to call. Its bound is then twice as large with 8 ranks, and four times as large 
             yield from ranks_of.run(one.world_size, partial(run_rank, one))
 
     # ---- the report --------------------------------------------------------------------------------------------------
+
+    def findings(self) -> list[str]:
+        loss = self.loss_of_auto()
+        return [f"graphar's time / the time of graphar's sum and a norm of torch is at most {loss}."] if loss else []
+
+    def losses(self) -> list[tuple[str, Choice]]:
+        found = choices(by_method(self.rows, lambda row: (row.world_size, row.tokens)), {OWN: f"{OWN}{NORM}".__eq__})
+        return [(f"{plural(tokens, 'token')}, {ranks} ranks", one) for ((ranks, tokens), _), one in found.items()]
 
     def sections(self) -> list[Section]:
         found = []

@@ -46,6 +46,7 @@ MACHINE = {
     "cpu_count": 64,
     "commit": "0123456789ab",
     "date": "2026-01-31",
+    "nvrtc": "13.0.88",
 }
 CPU = MACHINE | dict.fromkeys(("gpu", "driver", "nccl"), None) | {"gpu_count": 0}
 

@@ -54,8 +54,11 @@ def test_auto_goes_by_the_table(rows, world_size, method):
     assert method_of(engine(world_size=world_size), rows=rows) == method
 
 
-def test_the_shipped_tables_have_no_size_that_was_not_measured():
-    assert method_of(engine(H200), rows=1 << 20) == "none"
+@pytest.mark.parametrize("name", ["default", "nvidia_h200"])
+def test_the_shipped_tables_take_tiles_between_two_ranks_and_nothing_that_was_not_measured(name):
+    taken = {n: method_of(engine(shipped_table(name), n), rows=1024) for n in range(2, 9)}
+    assert taken == {2: "tiles"} | dict.fromkeys(range(3, 9), "none")
+    assert method_of(engine(shipped_table(name), 2), rows=1023) == "none"
 
 
 @pytest.mark.parametrize(
