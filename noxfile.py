@@ -1,4 +1,4 @@
-"""`nox` runs the tests and lint; `nox -s package` checks what ships; `nox -s perf` measures; `nox -s soak` wears."""
+"""`nox` runs the tests and lint, `nox -s full` everything before a release; `nox -s perf` measures."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ cubin = compile_kernel(residual_norm_source(torch.bfloat16), "sm_90a")
 print(f"{package.parent}: compiled {cubin.symbol}, {len(cubin.image)} bytes")
 """
 
+CATALOGUE = "tests/runtime/test_compiled_catalogue.py"
+HOST = ("tests/host", "tests/simulator", "tests/cli", "tests/algorithms")
+# Neighbours, often of one program or process group, stay together.
+SIDE_BY_SIDE = ("-n", "auto", "--dist", "worksteal")
+
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["tests", "lint"]
 nox.options.error_on_missing_interpreters = True
@@ -67,46 +72,59 @@ VENV_PARAMS = ["--system-site-packages"] if SYSTEM_HAS_TORCH else []
 def tests(session: nox.Session) -> None:
     """Run the tests; those that need a GPU skip themselves where there is none. TORCH_VERSION says with which torch."""
     install(session, "--editable", ".[dev]")
-    workers = () if has_gpu() else ("-n", "auto", "--dist", "worksteal")  # GPUs are not shared
-    session.run("python", "-m", "pytest", *workers, *session.posargs)
+    session.run("python", "-m", "pytest", *workers_beside_gpus(), *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)
 def apart(session: nox.Session) -> None:
     """Run the tests of perf, of reports and of the protocols' models, which a mistake in an op cannot fail."""
     install(session, "--editable", ".[dev]")
-    workers = () if has_gpu() else ("-n", "auto", "--dist", "worksteal")
-    session.run("python", "-m", "pytest", "tests/perf", "tests/model", *workers, *session.posargs)
+    session.run("python", "-m", "pytest", "tests/perf", "tests/model", *workers_beside_gpus(), *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)
-def catalogue(session: nox.Session) -> None:
-    """Compile every kernel, and look for spilled registers; `tests` compiles one or a few of each file."""
+def catalogue(session: nox.Session, *options: str) -> None:
+    """Compile a sample of the kernels, or with `--whole` all, and look for spilled registers.
+
+    The sample has every kernel whose files changed. `tests` compiles one or a few of each file.
+    """
     install(session, "--editable", ".[dev]")
-    session.run(
-        "python", "-m", "pytest", "tests/runtime/test_compiled_catalogue.py", "-m", "catalogue", *session.posargs
-    )
+    session.run("python", "-m", "pytest", CATALOGUE, "-m", "catalogue", *options, *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)
-def host(session: nox.Session) -> None:
-    """Run the kernels on the CPU, under sanitizers too, and see that small mistakes in them are noticed."""
+def host(session: nox.Session, *options: str) -> None:
+    """Run the kernels on the CPU, under sanitizers too, and see that small mistakes in them are noticed.
+
+    With `--whole`, all of it; else less of what no change can have broken.
+    """
     if not (os.environ.get("CXX") or shutil.which("g++")):
         session.error("the kernels need g++ 12 or newer to run on the CPU (Debian, Ubuntu: apt install g++)")
     install(session, "--editable", ".[dev]")
-    workers = ("-n", "auto", "--dist", "worksteal")  # neighbours, often of one program, stay together
-    folders = ("tests/host", "tests/simulator", "tests/cli", "tests/algorithms")
-    session.run("python", "-m", "pytest", *folders, "-m", "host", *workers, *session.posargs)
+    session.run("python", "-m", "pytest", *HOST, "-m", "host", *SIDE_BY_SIDE, *options, *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)
 def checks(session: nox.Session) -> None:
     """Run tests, apart, docs, catalogue and host in one environment. If one fails, the others still run."""
+    run_all(session)
+
+
+@nox.session(venv_params=VENV_PARAMS)
+def full(session: nox.Session) -> None:
+    """Run the same with all kernels, mistakes and runs on the host, then lint and package: before a release."""
+    session.notify("lint")
+    session.notify("package")
+    run_all(session, "--whole")
+
+
+def run_all(session: nox.Session, *options: str) -> None:
+    """Runs the sessions of tests. ``options`` are for those that have a sample and a whole."""
     failed = []
     for one in (tests, apart, docs, catalogue, host):
-        session.log(f"checks: {one.__name__}")
+        session.log(f"{session.name}: {one.__name__}")
         try:
-            one(session)
+            one(session, *(options if one in (catalogue, host) else ()))
         except nox.command.CommandFailed:
             failed.append(one.__name__)
     if failed:
@@ -229,6 +247,11 @@ def install(session: nox.Session, *what: str) -> None:
 
 def has_gpu() -> bool:
     return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
+
+
+def workers_beside_gpus() -> tuple[str, ...]:
+    """Several workers, but one where there are GPUs, which are not shared."""
+    return () if has_gpu() else SIDE_BY_SIDE
 
 
 def cpu_index() -> list[str]:

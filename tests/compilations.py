@@ -29,6 +29,7 @@ from graphar.runtime.catalogue import (
     kernel_source,
 )
 from perf.kernels import TREE_WORLD_SIZES, TREES, catalogue
+from tests.changes import any_changed, included
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
 
@@ -68,6 +69,30 @@ def some() -> list[tuple[KernelSource, str]]:
             turns[arch] += 1
             found |= features(source)
     return cases
+
+
+def combinations(source: KernelSource) -> set[tuple]:
+    """A kernel's file with each of its arguments: dtype, number of ranks, codec, numbers of a tile."""
+    return {("" if source.generated else source.file, *one) for one in enumerate(arguments(source))}
+
+
+def sample() -> list[tuple[KernelSource, str]]:
+    """Kernels that cover all :func:`combinations`, cheap ones first, and those whose files changed (tests.changes).
+
+    Kernels of few ranks that a tuning table names come first, for their architecture. For others they take turns.
+    """
+    turns, found, cases, ranks = Counter(), set(), {}, named()
+    for source in sorted(ranks, key=lambda one: (ranks[one] > FEW_RANKS, effort(one))):
+        if not combinations(source) <= found or any_changed(included(source.file)):
+            cases[source, "sm_90a"] = None
+            found |= combinations(source)
+    for source in sorted(catalogue(), key=effort):
+        if not combinations(source) <= found or any_changed(included(source.file)):
+            arch = min((arch for arch in ARCHS if source.runs_on(arch)), key=lambda arch: turns[arch])
+            cases[source, arch] = None
+            turns[arch] += 1
+            found |= combinations(source)
+    return list(cases)
 
 
 def taken() -> list[tuple[KernelSource, str]]:

@@ -186,6 +186,7 @@ def on_gpus(tmp_path, monkeypatch):
 
 def pytest_addoption(parser):
     parser.addoption("--seeds", metavar="N[-M]", help="of the kernels that run on the host (default: some of each)")
+    parser.addoption("--whole", action="store_true", help="all kernels, mistakes and runs on the host, not a sample")
     parser.addoption("--site", metavar="FOLDER", help="the pages of docs/ as built (default: builds them)")
 
 

@@ -1,4 +1,4 @@
-"""Kernels compile: in `nox -s catalogue` all of them, for every architecture; in other runs one or a few of a file."""
+"""Kernels compile: a few of each file, with `nox -s catalogue` a sample, and with its `--whole` all of them."""
 
 import hashlib
 import importlib.metadata
@@ -17,11 +17,13 @@ from graphar.runtime import compiler
 from graphar.runtime.compiler import Cubin, cache_key, compile_kernel, nvrtc_version
 from perf.cubin import resources
 from perf.kernels import catalogue
-from tests.compilations import ARCHS, FEW_RANKS, features, named, some, taken, words
+from tests.changes import any_changed, included
+from tests.compilations import ARCHS, FEW_RANKS, combinations, features, named, sample, some, taken, words
 from tests.processes import PROCESSES
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
-CASES = {"some": some(), "all": taken()}
+CASES = {"some": some(), "sample": sample(), "all": taken()}
+MOST_SAMPLED = 450  # a budget of time: each takes about 0.4 s
 KEPT = Path(__file__).parents[2] / "build" / "kernels"
 # The bytes of local memory that each thread of a kernel takes, with one version of NVRTC. Kernels without are left out.
 LOCAL_MEMORY = json.loads(Path(__file__).with_name("local_memory.json").read_text())
@@ -38,10 +40,11 @@ def kept():
     return path
 
 
-@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.catalogue)])
+@pytest.fixture(scope="module", params=["some", pytest.param("most", marks=pytest.mark.catalogue)])
 def compiled(request, kept):
     """A Cubin, or what went wrong, for each of CASES; NVRTC is loaded in forked processes only."""
-    return compile_all(CASES[request.param], kept)
+    whole = "all" if request.config.getoption("--whole") else "sample"
+    return compile_all(CASES["some" if request.param == "some" else whole], kept)
 
 
 def compile_all(cases, kept):
@@ -86,6 +89,12 @@ def test_every_file_dtype_variant_and_expression_is_in_the_whole_of_it(arch):
 def test_every_file_dtype_variant_and_expression_is_compiled_for_an_architecture():
     compiled, known = (set().union(*map(features, sources)) for sources in ([s for s, _ in CASES["some"]], catalogue()))
     assert compiled == known
+
+
+def test_every_file_is_in_the_sample_with_every_dtype_number_of_ranks_codec_and_kind_of_tile():
+    sampled, known = (set().union(*map(combinations, of)) for of in ([s for s, _ in CASES["sample"]], catalogue()))
+    assert sampled >= known
+    assert {arch for _, arch in CASES["sample"]} == set(ARCHS)
 
 
 @every_arch
@@ -172,13 +181,24 @@ def test_what_the_compiler_has_to_say_is_said_again_when_it_is_asked_again(tmp_p
 
 
 @pytest.fixture(scope="module")
-def local_nbytes(kept):
-    """The local memory of every kernel that a tuning table names and that has some, by world size and name."""
-    world_sizes, found = named(), {}
-    for (source, _), cubin in compile_all([(source, "sm_90a") for source in world_sizes], kept).items():
+def asked(request):
+    """The kernels that a tuning table names, in the sample if the whole is not asked for, and their world sizes."""
+    world_sizes = named()
+    if request.config.getoption("--whole"):
+        return world_sizes
+    return {
+        source: world_sizes[source] for source, arch in CASES["sample"] if arch == "sm_90a" and source in world_sizes
+    }
+
+
+@pytest.fixture(scope="module")
+def local_nbytes(asked, kept):
+    """The local memory of those that have some, by world size and name."""
+    found = {}
+    for (source, _), cubin in compile_all([(source, "sm_90a") for source in asked], kept).items():
         assert isinstance(cubin, Cubin), cubin
         if nbytes := resources(cubin.image, cubin.symbol).stack_nbytes:
-            found.setdefault(world_sizes[source], {})[source.name] = nbytes
+            found.setdefault(asked[source], {})[source.name] = nbytes
     return found
 
 
@@ -189,11 +209,17 @@ def test_no_kernel_that_a_table_names_spills_registers_between_a_few_ranks(local
 
 
 @pytest.mark.catalogue
-def test_the_kernels_that_spill_registers_between_more_ranks_are_known_with_their_bytes(local_nbytes):
+def test_the_kernels_that_spill_registers_between_more_ranks_are_known_with_their_bytes(local_nbytes, asked):
     if list(nvrtc_version()) != LOCAL_MEMORY["nvrtc"]:
         pytest.skip(f"the bytes are those of NVRTC {LOCAL_MEMORY['nvrtc']}")
+    known = {source.name: LOCAL_MEMORY["nbytes"].get(source.name, 0) for source in asked}
 
-    assert {name: n for kernels in local_nbytes.values() for name, n in kernels.items()} == LOCAL_MEMORY["nbytes"]
+    found = {name: n for kernels in local_nbytes.values() for name, n in kernels.items()}
+    assert found == {name: nbytes for name, nbytes in known.items() if nbytes}
+
+
+def test_the_sample_has_few_kernels_if_no_file_changed():
+    assert len({case for case in CASES["sample"] if not any_changed(included(case[0].file))}) <= MOST_SAMPLED
 
 
 def test_all_kernels_that_are_known_to_spill_are_of_more_ranks():
