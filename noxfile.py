@@ -50,7 +50,7 @@ print(f"{package.parent}: compiled {cubin.symbol}, {len(cubin.image)} bytes")
 CATALOGUE = "tests/runtime/test_compiled_catalogue.py"
 HOST = ("tests/host", "tests/simulator", "tests/cli", "tests/algorithms")
 # Neighbours, often of one program or process group, stay together.
-SIDE_BY_SIDE = ("-n", "auto", "--dist", "worksteal")
+SIDE_BY_SIDE = ("--dist", "worksteal", "-n")
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["tests", "lint"]
@@ -101,7 +101,7 @@ def host(session: nox.Session, *options: str) -> None:
     if not (os.environ.get("CXX") or shutil.which("g++")):
         session.error("the kernels need g++ 12 or newer to run on the CPU (Debian, Ubuntu: apt install g++)")
     install(session, "--editable", ".[dev]")
-    session.run("python", "-m", "pytest", *HOST, "-m", "host", *SIDE_BY_SIDE, *options, *session.posargs)
+    session.run("python", "-m", "pytest", *HOST, "-m", "host", *SIDE_BY_SIDE, "auto", *options, *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)
@@ -250,8 +250,8 @@ def has_gpu() -> bool:
 
 
 def workers_beside_gpus() -> tuple[str, ...]:
-    """Several workers, but one where there are GPUs, which are not shared."""
-    return () if has_gpu() else SIDE_BY_SIDE
+    """More workers than cores, since many tests wait for ranks; but one where there are GPUs, which are not shared."""
+    return () if has_gpu() else (*SIDE_BY_SIDE, str((os.cpu_count() or 1) * 3 // 2))
 
 
 def cpu_index() -> list[str]:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
+from graphar.errors import CompileError
 from graphar.runtime.catalogue import KernelSource
+from graphar.runtime.compiler import source_directory
 from graphar.simulator import build as simulator
 from graphar.simulator.build import Mutation
+from tests.changes import any_changed, included
+from tests.host.schemata import NotSelectable, can_be_chosen, with_all
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -37,6 +47,82 @@ _SMALLER = (
 )
 
 
+WHOLE = True  # whether mistakes are made that no change has to do with
+BUILT = {"kernels": set(), "choices": set(), "mistakes": set()}  # the names of programs, by what they run
+_KNOWN: dict[Mutation, tuple[Mutation, ...]] = {}  # a mistake, and those that share its program
+
+
+def known(files: Sequence[str], *tables: Iterable) -> None:
+    """Has the mistakes in these tables, those of a module of tests, share programs: one for the same kernels.
+
+    Args:
+        files: where a text stands whose entry names no file.
+        tables: mappings to, or sequences of, entries: mutations, or tuples that have (file, old text, new text) or
+            (old text, new text) among their values.
+    """
+    entries = [one for table in tables for one in (table.values() if isinstance(table, Mapping) else table)]
+    found = tuple(dict.fromkeys(one if isinstance(one, Mutation) else _mutation(files, one) for one in entries))
+    _KNOWN.update({one: found for one in found if one.times == 1})
+
+
+def _mutation(files: Sequence[str], entry: Sequence) -> Mutation:
+    texts = [one for one in entry if isinstance(one, str)]
+    named = next((at for at, one in enumerate(texts) if _text(one) is not None), None)
+    if named is not None:
+        return Mutation(*texts[named : named + 3])
+    old = (at for at, text in enumerate(texts) if not text.isidentifier())  # as names of formats and sanitizers are
+    at, file = next((at, file) for at in old for file in files if texts[at] in (_text(file) or ""))
+    return Mutation(file, *texts[at : at + 2])
+
+
+@functools.cache
+def _text(file: str) -> str | None:
+    """The text of a file of cuda_src with small constants; None if there is none."""
+    path = source_directory() / file
+    if len(file) > 100 or not path.is_file():
+        return None
+    return functools.reduce(lambda text, one: one.apply(text) if one.file == file else text, _SMALLER, path.read_text())
+
+
 def build(sources: tuple[KernelSource, ...], sanitizer: str, *mutations: Mutation | None) -> Path:
-    """The program that runs ``sources``, kernels of one file of cuda_src or of programs/, with small constants."""
-    return simulator.build(sources, sanitizer, (*_SMALLER, *filter(None, mutations)), PROGRAMS)
+    """The program that runs ``sources``, kernels of one file of cuda_src or of programs/, with small constants.
+
+    A mistake that has to be compiled by itself skips its test if nothing changed that it depends on, but for WHOLE.
+    """
+    made = tuple(filter(None, mutations))
+    if len(made) == 1 and made[0] in _KNOWN:
+        with contextlib.suppress(NotSelectable, CompileError):
+            return _chosen(sources, sanitizer, made[0])
+        if not WHOLE and not any_changed([*included(made[0].file), "tests/host/", "graphar/simulator/"]):
+            pytest.skip("neither what the mistake is in nor what runs it changed")
+    program = simulator.build(sources, sanitizer, (*_SMALLER, *made), PROGRAMS)
+    BUILT["mistakes" if made else "kernels"].add(program.name)
+    return program
+
+
+def _chosen(sources: tuple[KernelSource, ...], sanitizer: str, mistake: Mutation) -> Path:
+    """The program that has all mistakes of a group, by the name with which it makes this one (mistakes.hpp)."""
+    if not can_be_chosen(_text(mistake.file), mistake):
+        raise NotSelectable(mistake)
+    program = simulator.build(sources, sanitizer, (*_SMALLER, *_with_group(_KNOWN[mistake])), PROGRAMS)
+    BUILT["choices"].add(program.name)
+    name = Path(_names().name, f"{program.name}-{_KNOWN[mistake].index(mistake) + 1}")
+    with contextlib.suppress(FileExistsError):
+        name.symlink_to(program)
+    return name
+
+
+@functools.cache
+def _with_group(group: tuple[Mutation, ...]) -> tuple[Mutation, ...]:
+    """Each file of a group with all of its mistakes that can be chosen."""
+    of_files = {}
+    for number, one in enumerate(group, 1):
+        if can_be_chosen(_text(one.file), one):
+            of_files.setdefault(one.file, []).append((number, one))
+    return tuple(Mutation(file, _text(file), with_all(_text(file), ones)) for file, ones in of_files.items())
+
+
+@functools.cache
+def _names() -> tempfile.TemporaryDirectory:
+    """A folder of this process."""
+    return tempfile.TemporaryDirectory(prefix="graphar-mistakes-", ignore_cleanup_errors=True)

@@ -21,7 +21,7 @@ from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, KernelFailure, Outcome, Simulation
 from tests.cases import normal
-from tests.host.build import UNIT_PACKS, build
+from tests.host.build import UNIT_PACKS, build, known
 from tests.host.matmul_operands import aligned_rows, packed, wrong_elements
 from tests.host.test_matmul_tiles import EPILOGUE
 
@@ -227,6 +227,9 @@ def is_noticed(program, seed: int, kinds, sanitizer: str, form: Pointwise | None
         return bool(faults(program, 3, seed, kinds, MOST_THREADS[sanitizer], form))
     except KernelFailure:
         return True
+
+
+known(FILES, MUTANTS, EPILOGUE_MUTANTS)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)

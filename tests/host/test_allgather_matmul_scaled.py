@@ -22,7 +22,7 @@ from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, Simulation
-from tests.host.build import UNIT_PACKS, build
+from tests.host.build import UNIT_PACKS, build, known
 from tests.host.matmul_operands import aligned_rows, wrong_elements
 from tests.host.mutant import notices
 from tests.host.test_matmul_scaled import Integers, RandomData, scales_of, stored
@@ -203,6 +203,9 @@ MUTANTS = {
         "address",
     ),
 }
+
+
+known(FILES, MUTANTS)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)

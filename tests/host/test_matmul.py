@@ -23,7 +23,7 @@ from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation
 from graphar.simulator.simulation import Call, KernelFailure, Simulation
-from tests.host.build import build
+from tests.host.build import build, known
 from tests.host.matmul_operands import packed, wrong_elements
 
 pytestmark = pytest.mark.host
@@ -130,11 +130,12 @@ every_tile = pytest.mark.parametrize("tile", [*TILES, *LEAF_TILES, *SPLIT_TILES]
 
 @pytest.mark.parametrize("sanitizer", SEEDS)
 @every_tile
-def test_integers_give_the_exact_result(tile, sanitizer):
+def test_integers_give_the_exact_result(tile, sanitizer, whole):
     kinds = [kind for kind in KINDS if kind[1] == tile and (sanitizer == "plain" or kind[0] is torch.bfloat16)]
+    kinds = kinds if whole or sanitizer == "plain" else kinds[:1]  # what orders accesses does not depend on the others
     program = program_of(kinds, sanitizer)
 
-    for seed in range(SEEDS[sanitizer]):
+    for seed in range(SEEDS[sanitizer] if whole else min(SEEDS[sanitizer], 2)):
         for index, kind in enumerate(kinds):
             assert wrong_bytes(program, index, kind, seed, 1.0 if sanitizer == "plain" else 0.5) == 0, (kind, seed)
 
@@ -388,6 +389,9 @@ MUTANTS_OF_LEAVES = {
         "(index + box % Tile::staged) * box_nbytes",
     ),
 }
+
+
+known(FILES, MUTANTS, MUTANTS_OF_OTHER_TILES, MUTANTS_OF_ORDER, MUTANTS_OF_LEAVES)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS_OF_ORDER)

@@ -23,7 +23,7 @@ from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from tests.cases import normal
-from tests.host.build import build
+from tests.host.build import build, known
 from tests.host.matmul_operands import packed, wrong_elements
 from tests.host.test_matmul_tiles import EPILOGUE, MOST_THREADS, REDUCE, SCATTER, draw_blocks, dtype_of, every_algorithm
 
@@ -209,6 +209,9 @@ MUTANTS = {
     "half a partial box that is not sent": (TILES, NBYTES, "Travel::finished_nbytes;"),
     "a finished box with as many bytes as a partial one": (TILES, NBYTES, "Travel::partial_nbytes;"),
 }
+
+
+known([], MUTANTS)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)

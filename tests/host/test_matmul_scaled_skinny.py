@@ -19,7 +19,7 @@ from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, Simulation
-from tests.host.build import build
+from tests.host.build import build, known
 from tests.host.matmul_operands import aligned_rows, wrong_elements
 from tests.host.mutant import notices
 from tests.host.test_matmul_scaled import RandomData, scales_of, stored
@@ -222,6 +222,9 @@ MUTANTS = {
         "  if (warp >= 4) wait_for_previous_kernel(a);\n",
     ),
 }
+
+
+known(FILES, MUTANTS)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)

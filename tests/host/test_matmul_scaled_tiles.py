@@ -22,7 +22,7 @@ from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, Simulation
 from tests.cases import normal
-from tests.host.build import build
+from tests.host.build import build, known
 from tests.host.matmul_operands import aligned_rows, wrong_elements
 from tests.host.mutant import notices
 from tests.host.test_matmul_scaled import RandomData, scales_of, stored
@@ -192,6 +192,9 @@ MUTANTS = {
         LOADED.replace("load_next(0);", "load_next(0);\n      next -= stride;"),
     ),
 }
+
+
+known([], MUTANTS)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)

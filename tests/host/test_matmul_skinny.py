@@ -19,7 +19,7 @@ from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, KernelFailure, Outcome, Simulation
-from tests.host.build import build
+from tests.host.build import build, known
 from tests.host.matmul_operands import packed, wrong_elements
 from tests.host.test_matmul_tiles import draw_blocks, draw_operands, dtype_of
 
@@ -176,6 +176,9 @@ def is_noticed(algorithm, program, seed: int, kinds, sanitizer: str, keeps_promi
         return bool(faults(algorithm, program, 3, seed, sanitizer, kinds, keeps_promise))
     except KernelFailure:
         return True
+
+
+known(FILES, MUTANTS)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)

@@ -19,6 +19,7 @@ from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from tests.cases import normal
+from tests.host.build import known
 from tests.host.matmul_operands import packed, wrong_elements
 from tests.host.test_matmul_partials import draw_operands
 from tests.host.test_matmul_skinny import MOST_THREADS, program_of
@@ -130,6 +131,9 @@ def is_noticed(algorithm, program, seed: int, kinds) -> bool:
         return bool(faults(algorithm, program, 4, seed, kinds))
     except KernelFailure:
         return True
+
+
+known([], MUTANTS)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from graphar.plan.tiles import MatmulTile
-from tests.host.test_matmul import RandomData, notices
+from tests.host.build import known
+from tests.host.test_matmul import FILES, RandomData, notices
 
 pytestmark = pytest.mark.host
 
@@ -79,6 +80,9 @@ MUTANTS = {
         "plain",
     ),
 }
+
+
+known(FILES, MUTANTS_OF_ORDER, MUTANTS)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS_OF_ORDER)

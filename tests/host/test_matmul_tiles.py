@@ -24,7 +24,7 @@ from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import Call, KernelFailure, Outcome, Simulation
 from tests.cases import normal
-from tests.host.build import build
+from tests.host.build import build, known
 from tests.host.matmul_operands import packed, wrong_elements
 
 pytestmark = pytest.mark.host
@@ -325,6 +325,9 @@ CLUSTER_MUTANTS = {
         "thread",
     ),
 }
+known([CODED, *FILES], CODING_MUTANTS, MUTANTS, GATHERING_MUTANTS, CLUSTER_MUTANTS)
+
+
 ALL_MUTANTS = [(SCATTER, *one) for one in MUTANTS.items()] + [(REDUCE, *one) for one in GATHERING_MUTANTS.items()]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from graphar.simulator.simulation import KernelFailure
-from tests.host.build import build
+from tests.host.build import build, known
 from tests.host.cases import Kernels, differences, draw, dtypes_of, simulate
 from tests.host.mutants import MUTANTS
 
 pytestmark = pytest.mark.host
 
 MOST_SEEDS = 30
+known([], [mutant.mutation for mutant in MUTANTS])
 
 
 def is_noticed(kernels: Kernels, program, seed: int) -> bool:

@@ -19,7 +19,7 @@ from graphar.runtime.catalogue import NORM_KERNELS, kernel_source
 from graphar.simulator.build import Mutation
 from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from tests.cases import bit_patterns, normal, same_bits
-from tests.host.build import NORM_SLOTS, build
+from tests.host.build import NORM_SLOTS, build, known
 from tests.host.cases import scratch_of
 
 pytestmark = pytest.mark.host
@@ -340,6 +340,9 @@ GROUP_MUTANTS = (
     ("scales in the places of another row", "u64(row) * (packs / lanes)", "u64(row) * packs"),
     ("scales that begin anew in each launch", "numel / group_columns : 0", "0 : 0"),
 )
+
+
+known([NORM], MUTANTS, SCATTER_MUTANTS, GROUP_MUTANTS)
 
 
 @pytest.mark.parametrize(("what", "old", "new"), GROUP_MUTANTS, ids=[what for what, *_ in GROUP_MUTANTS])

@@ -9,7 +9,7 @@ import torch
 
 from graphar.plan.algorithms import Algorithm, kernels_that
 from graphar.simulator.build import Mutation
-from tests.host.build import build
+from tests.host.build import build, known
 from tests.host.cases import WORLD_SIZES, Kernels, differences, draw, dtypes_of, simulate
 
 pytestmark = pytest.mark.host
@@ -43,6 +43,9 @@ MUTANTS = {
     "all blocks prefetch the same": ("threadIdx.x / 32 * gridDim.x + blockIdx.x", "threadIdx.x / 32 * gridDim.x"),
     "the last chunk is left out": ("at < a.prefetch_nbytes;", "at + prefetch_chunk <= a.prefetch_nbytes;"),
 }
+
+
+known(["device/prefetch.cuh"], MUTANTS)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)

@@ -31,8 +31,8 @@ def with_equal_grids(calls):
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("algorithm", EVERY_KERNEL)
-def test_room_for_one_block_is_enough(algorithm, world_size):
-    for seed in range(4):
+def test_room_for_one_block_is_enough(algorithm, world_size, whole):
+    for seed in range(4 if whole else 2):
         drawn = draw(algorithm, world_size, seed, CALLS)
         calls = drawn.calls if algorithm is Algorithm.ALLGATHER_MATMUL else with_equal_grids(drawn.calls)
         room = max(call.cluster for call in calls)

@@ -25,7 +25,7 @@ from graphar.simulator.build import Mutation
 from graphar.simulator.calls import Drawn, first_epoch
 from graphar.simulator.simulation import Call, Simulation
 from tests.cases import bit_patterns, far_apart, normal
-from tests.host.build import NORM_SLOTS, build
+from tests.host.build import NORM_SLOTS, build, known
 from tests.host.cases import differences, scratch_of
 from tests.host.mutant import notices
 from tests.host.test_norms import GUARD, LARGE_CLUSTERS, MANY_SLOTS, bytes_of, more_slots
@@ -196,6 +196,9 @@ MUTANTS = {
         "allreduce_rmsnorm_two_shot",
     ),
 }
+
+
+known([], MUTANTS)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)

@@ -25,7 +25,7 @@ from graphar.simulator.calls import Drawn, first_epoch
 from graphar.simulator.simulation import Call, Simulation
 from tests.cases import FLOAT_FILLS, normal
 from tests.host import cases
-from tests.host.build import build
+from tests.host.build import build, known
 from tests.host.cases import WAYS, differences, scratch_of
 from tests.host.mutant import notices
 
@@ -170,6 +170,9 @@ def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_siz
     made = program(algorithm, WORLD_SIZES, sanitizer)
     for seed in range(SEEDS[sanitizer]):
         assert simulate(algorithm, made, WORLD_SIZES, world_size, seed) == [], f"seed {seed}"
+
+
+known([], MUTANTS)
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
