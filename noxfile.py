@@ -47,7 +47,7 @@ cubin = compile_kernel(residual_norm_source(torch.bfloat16), "sm_90a")
 print(f"{package.parent}: compiled {cubin.symbol}, {len(cubin.image)} bytes")
 """
 
-CATALOGUE = "tests/runtime/test_compiled_catalogue.py"
+CATALOGUE = ("tests/runtime/test_compiled_catalogue.py", "tests/matmul/test_matmul.py")
 HOST = ("tests/host", "tests/simulator", "tests/cli", "tests/algorithms")
 # Neighbours, often of one program or process group, stay together.
 SIDE_BY_SIDE = ("--dist", "worksteal", "-n")
@@ -89,7 +89,7 @@ def catalogue(session: nox.Session, *options: str) -> None:
     The sample has every kernel whose files changed. `tests` compiles one or a few of each file.
     """
     install(session, "--editable", ".[dev]")
-    session.run("python", "-m", "pytest", CATALOGUE, "-m", "catalogue", *options, *session.posargs)
+    session.run("python", "-m", "pytest", *CATALOGUE, "-m", "catalogue", *options, *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)

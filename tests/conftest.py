@@ -200,8 +200,12 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-def pytest_collection_modifyitems(items):
-    """Skips tests marked ``gpu`` (2 GPUs) or ``gpu(n)`` if torch sees fewer GPUs."""
+def pytest_collection_modifyitems(items, config):
+    """Skips tests marked ``gpu`` (2 GPUs) or ``gpu(n)`` if torch sees fewer GPUs, and those marked ``whole``."""
+    if not config.getoption("--whole"):
+        left_out = [item for item in items if item.get_closest_marker("whole")]
+        items[:] = [item for item in items if not item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=left_out)
     found = torch.cuda.device_count()
     for item in items:
         for mark in item.iter_markers("gpu"):

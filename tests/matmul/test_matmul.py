@@ -28,12 +28,13 @@ POLICY = shipped_table("nvidia_h200").matmul
 SHARED_NBYTES_OF_A_BLOCK = 227 * 1024  # on sm_90
 EVERY_TILE = tuple(itertools.chain(*LEAF_TILES.values()))
 every_tile = pytest.mark.parametrize("tile", EVERY_TILE, ids=str)
-every_kind = pytest.mark.parametrize(
+OF_WHOLE = (pytest.mark.catalogue, pytest.mark.whole)
+every_kind = pytest.mark.parametrize(  # of each tile one kind; in the whole run all of them
     ("tile", "layout", "out_dtype"),
     [
-        (tile, layout, out_dtype)
-        for tile in EVERY_TILE
-        for layout, out_dtype in itertools.product(tile.layouts, (torch.bfloat16, torch.float32))
+        pytest.param(tile, *kind, marks=() if at == number % (2 * len(tile.layouts)) else OF_WHOLE)
+        for number, tile in enumerate(EVERY_TILE)
+        for at, kind in enumerate(itertools.product(tile.layouts, (torch.bfloat16, torch.float32)))
     ],
     ids=str,
 )
