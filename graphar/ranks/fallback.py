@@ -10,8 +10,8 @@ dtype. Tensors are contiguous, and ``counts`` has the elements of each rank's pa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import repeat
 
@@ -33,7 +33,7 @@ from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts, Sum, Work
-from graphar.ranks.messages import GroupFailed, Messages
+from graphar.ranks.messages import GroupFailed, Messages, deadline
 
 _SMALL_NBYTES = 32 << 10  # of an all-reduce whose messages take no longer than empty ones
 _CHUNK_NBYTES = 64 << 20
@@ -263,7 +263,7 @@ def _collect(x: torch.Tensor, timeout_s: float, received: list[torch.Tensor], se
 def _with_deadline(options, x: torch.Tensor, timeout_s: float):
     options.asyncOp = True
     if x.device.type == "cpu":  # else gloo's threads outlive the deadline, and delay the process's exit
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = deadline(timeout_s)
     return options
 
 
@@ -281,10 +281,11 @@ def _wait(x: torch.Tensor, timeout_s: float, start: Callable[[], dist.Work]) -> 
 
 def wait(work: dist.Work, timeout_s: float) -> None:
     """Waits for a call on the CPU; GroupFailed if a rank failed, or did not take part within ``timeout_s`` seconds."""
+    begin = time.monotonic()
     try:
-        work.wait(timedelta(seconds=timeout_s))
+        work.wait(deadline(timeout_s))
     except RuntimeError as error:
-        raise GroupFailed(str(error)) from error
+        raise GroupFailed(str(error), begin=begin) from error
 
 
 # ---- all ranks in one process ---------------------------------------------------------------------------------------

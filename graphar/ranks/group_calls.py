@@ -6,7 +6,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -73,7 +73,7 @@ class GroupCalls:
         """Drops the process group and its store. No call follows."""
         if self.messages:
             self.messages.let_go_of_group()
-        self.messages, self._rendezvous.before_meeting = None, at_once
+        self.messages, self._rendezvous.beside_meeting = None, at_once
 
     def bind(self, call: Call, x: torch.Tensor, timeout_s: float, run: Callable, algorithm: Algorithm) -> Callable:
         """Returns ``run``, a function of the call's operands, wrapped to compare calls and to name absent ranks.
@@ -114,15 +114,32 @@ class GroupCalls:
         """Compares by headers from now on: every rank has come, so that gloo can connect to it."""
         self._met = True
         if self.messages:
-            self._rendezvous.before_meeting = self._before_meeting
+            self._rendezvous.beside_meeting = self._beside_meeting
 
-    def _before_meeting(self, what: str, timeout_s: float) -> float:
-        """Tells ranks that make a call that this one comes to a meeting; returns how long that may take, in seconds."""
-        begin = time.monotonic()
-        with self._one_thread, contextlib.suppress(fallback.GroupFailed):  # the meeting finds out who does not come
+    @contextlib.contextmanager
+    def _beside_meeting(self, what: str, timeout_s: float) -> Iterator[None]:
+        """Tells ranks that make a call in place of the meeting inside that this one comes to the meeting.
+
+        The meeting finds out who does not come: gloo, whose waits break its connections, waits after that.
+        """
+        with self._one_thread:
             self.messages.begin(hash_of(what), self._made, lambda sequence: None)
-            self.messages.agree(timeout_s)
-        return max(_GRACE_S, timeout_s - (time.monotonic() - begin))
+            self.messages.announce()
+            all_came = True
+            try:
+                yield
+            except RanksAbsent:
+                all_came = False
+                raise
+            finally:
+                if all_came:
+                    self._await_headers(what, timeout_s)
+
+    def _await_headers(self, what: str, timeout_s: float) -> None:
+        try:
+            self.messages.await_headers(timeout_s)
+        except fallback.GroupFailed as error:
+            raise RanksAbsent(f"{what}: {error}", error.absent or ()) from error
 
     def naming_absent(self, op: str, agreed: str, by: str, timeout_s: float, notes: bool = True) -> OneCall:
         """Returns the context of a call, which gives its number. GroupFailed and RanksAbsent become CollectiveTimeout.
@@ -157,7 +174,8 @@ class GroupCalls:
 
     def failure(self, call: OneCall, error: fallback.GroupFailed | RanksAbsent, took_s: float) -> CollectiveTimeout:
         """Returns the error that tells users of ``error``, which ended a call after so many seconds."""
-        broken = took_s < call.timeout_s
+        waited_s = getattr(error, "waited_s", None)
+        broken = (took_s if waited_s is None else waited_s) < call.timeout_s
         words = self._last_words(broken, None if call.notes else error.absent or ())
         when = f"after {took_s:.1f} s" if broken else f"within {call.timeout_s:g} s"
         return self._timeout(call.op, call.by, self._current[1], when, words, str(error))

@@ -7,7 +7,6 @@ large    every rank -> rank r              shard r of a chunk, in a message that
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -91,7 +90,6 @@ def _sum_in_pieces(target: torch.Tensor, parts: Sequence[torch.Tensor], wide: to
 
 def _run_large(work: Sum, messages: Messages, timeout_s: float, ranks: Sequence[Operands]) -> None:
     (own,) = ranks
-    deadline = time.monotonic() + timeout_s
     messages.announce()
     source, target = own.inputs[0].view(-1), own.outputs[0].view(-1)
     numel, step = source.numel(), max(1, _CHUNK_NBYTES // source.element_size())
@@ -108,7 +106,7 @@ def _run_large(work: Sum, messages: Messages, timeout_s: float, ranks: Sequence[
         chunk = _Chunk(source[window], target[window], messages)
         if start == 0:
             messages.await_headers(timeout_s)
-        chunk.sum(deadline, lambda total, parts, first, start=start: sum_shard(total, parts, start + first))
+        chunk.sum(timeout_s, lambda total, parts, first, start=start: sum_shard(total, parts, start + first))
 
 
 class _Chunk:
@@ -125,18 +123,21 @@ class _Chunk:
         self._arriving = [messages.receive(self._summands[peer], peer) for peer in peers if self._parts[rank].numel()]
         self._sending = [messages.send(self._parts[peer], peer) for peer in full]
 
-    def sum(self, deadline: float, sum_shard: Callable[[torch.Tensor, Sequence[torch.Tensor], int], None]) -> None:
-        """Writes the sum into ``target``. ``sum_shard`` takes a total, its parts, and their first element's index."""
+    def sum(self, timeout_s: float, sum_shard: Callable[[torch.Tensor, Sequence[torch.Tensor], int], None]) -> None:
+        """Writes the sum into ``target``. ``sum_shard`` takes a total, its parts, and their first element's index.
+
+        Each wait for other ranks may take ``timeout_s`` seconds.
+        """
         messages, rank, peers = self._messages, self._messages.rank(), self._messages.peers
         results = self._results
         gathering = [messages.receive(results[peer], peer) for peer in peers if results[peer].numel()]
-        messages.wait(self._arriving, deadline)
+        messages.wait(self._arriving, timeout_s)
         if results[rank].numel():
             before = sum(part.numel() for part in self._parts[:rank])
             sum_shard(results[rank], [self._summands[one] for one in range(messages.size())], before)
             self._sending += [messages.send(results[rank], peer) for peer in peers]
-        messages.wait(gathering, deadline)
-        messages.wait(self._sending, deadline)
+        messages.wait(gathering, timeout_s)
+        messages.wait(self._sending, timeout_s)
 
 
 def _shards(x: torch.Tensor, world_size: int) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 import zlib
 from collections.abc import Callable, Collection, Sequence
@@ -21,18 +22,18 @@ import torch.distributed as dist
 
 SMALL_NBYTES = 256 << 10  # of a tensor that travels behind the header
 _HEADER_NBYTES = 64  # a multiple of every dtype's size, so that the tensor behind it is aligned
-_SHORTEST_S = 1e-3  # gloo counts milliseconds, and takes 0 for no deadline
 
 
 class GroupFailed(Exception):
     """A rank of the process group failed, or did not take part in time. The message is torch's.
 
-    The ranks ``absent`` are known not to have made the call; None: nothing is known.
+    The ranks ``absent`` are known not to have made the call; None: nothing is known. The wait that failed began at
+    ``begin``, by time.monotonic(); None: with the call.
     """
 
-    def __init__(self, message: str, absent: Collection[int] | None = None) -> None:
+    def __init__(self, message: str, absent: Collection[int] | None = None, begin: float | None = None) -> None:
         super().__init__(message)
-        self.absent = absent
+        self.absent, self.waited_s = absent, None if begin is None else time.monotonic() - begin
 
 
 class Pending:
@@ -53,25 +54,25 @@ class Pending:
         """Waits for all messages; RuntimeError if a rank failed, or was not done in time."""
         if self._failure:
             raise self._failure
-        deadline, left = time.monotonic() + timeout.total_seconds(), timeout
+        end = time.monotonic() + timeout.total_seconds()
         for peer, work in self._receives.items():
-            work.wait(left)
+            work.wait(deadline(end - time.monotonic()))
             self.arrived.add(peer)
-            left = _until(deadline)
         for work in self._sends:
-            work.wait(left)
+            work.wait(deadline(end - time.monotonic()))
 
     def look(self) -> None:
         """Finds after a failure which other messages had come."""
         for peer, work in self._receives.items():
             if peer not in self.arrived:
                 with contextlib.suppress(RuntimeError):
-                    work.wait(timedelta(seconds=_SHORTEST_S))
+                    work.wait(deadline(0.0))
                     self.arrived.add(peer)
 
 
-def _until(deadline: float) -> timedelta:
-    return timedelta(seconds=max(_SHORTEST_S, deadline - time.monotonic()))
+def deadline(seconds: float) -> timedelta:
+    """Returns a deadline for gloo, which counts whole milliseconds, and takes 0 for none: not before ``seconds``."""
+    return timedelta(milliseconds=max(1, math.ceil(seconds * 1e3)))
 
 
 class Messages:
@@ -152,15 +153,17 @@ class Messages:
         """Returns once all ranks are known to have announced this call; raises what :meth:`agree` raises."""
         pending, self._pending = self._pending, None
         under_way, self._under_way = self._under_way, []
+        begin = time.monotonic()
         try:
-            pending.wait(timedelta(seconds=timeout_s))
+            pending.wait(deadline(timeout_s))
         except RuntimeError as error:
             pending.look()
-            raise GroupFailed(str(error), [peer for peer in self.peers if peer not in pending.arrived]) from error
+            absent = [peer for peer in self.peers if peer not in pending.arrived]
+            raise GroupFailed(str(error), absent, begin) from error
         unlike = [peer for peer in self.peers if not self._letters[peer].startswith(self._sent)]
         if unlike:
             # What began between ranks that agree must end: gloo cannot take back half a message.
-            self.wait([work for peer, work in under_way if peer not in unlike], time.monotonic() + timeout_s)
+            self.wait([work for peer, work in under_way if peer not in unlike], timeout_s)
             self._if_unlike(self._sequence)
 
     def scratch(self, like: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -189,18 +192,19 @@ class Messages:
         try:
             work = start([x], peer, self._tag_of_call)
         except RuntimeError as error:
-            raise GroupFailed(str(error)) from error
+            raise GroupFailed(str(error), begin=time.monotonic()) from error
         if self._pending:
             self._under_way.append((peer, work))
         return work
 
-    def wait(self, works: Sequence[dist.Work], deadline: float) -> None:
-        """Waits for messages; GroupFailed if a rank failed, or was not done at ``deadline``, by time.monotonic()."""
+    def wait(self, works: Sequence[dist.Work], timeout_s: float) -> None:
+        """Waits for messages; GroupFailed if a rank failed, or was not done within ``timeout_s`` seconds."""
+        begin = time.monotonic()
         try:
             for work in works:
-                work.wait(_until(deadline))
+                work.wait(deadline(begin + timeout_s - time.monotonic()))
         except RuntimeError as error:
-            raise GroupFailed(str(error)) from error
+            raise GroupFailed(str(error), begin=begin) from error
 
     # ---- data, as a process group's methods -------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -21,7 +20,8 @@ T = TypeVar("T")
 _SEPARATOR = b"\0"  # between a message's purpose and its payload
 _LONGEST_PAUSE_S = 0.02  # between two polls of the store
 _LIVENESS_S = 0.5  # between two checks whether an absent rank's process still runs
-_made: Counter[str] = Counter()  # number of rendezvous by group and ranks: each has separate keys in the store
+_NOTHING = "\1"  # what the store answers for a key that it does not have
+_MET = "met"  # the outcome of a meeting to which all ranks came in time
 
 
 class RanksAbsent(CommunicatorError):
@@ -89,9 +89,9 @@ class Alone:
         pass
 
 
-def at_once(what: str, timeout_s: float) -> float:
-    """Does nothing before a meeting: see :attr:`StoreRendezvous.before_meeting`."""
-    return timeout_s
+def at_once(what: str, timeout_s: float) -> contextlib.AbstractContextManager[None]:
+    """Does nothing beside a meeting: see :attr:`StoreRendezvous.beside_meeting`."""
+    return contextlib.nullcontext()
 
 
 class StoreRendezvous:
@@ -104,8 +104,8 @@ class StoreRendezvous:
 
     Attributes:
         prefix: the prefix of all keys.
-        before_meeting: takes the purpose of an exchange and its limit in seconds, and returns what is left of the
-            limit: for ranks that may make a call elsewhere in place of the exchange.
+        beside_meeting: takes the purpose of an exchange and its limit in seconds, and returns the context in which
+            ranks meet: for ranks that may make a call elsewhere in place of the exchange.
         waited_s: how long all meetings together have waited for ranks to come, in seconds.
     """
 
@@ -117,7 +117,7 @@ class StoreRendezvous:
         self._processes = list(range(world_size) if processes is None else processes)
         self._meetings = self._notes = 0
         self.waited_s = 0.0
-        self.before_meeting: Callable[[str, float], float] = at_once
+        self.beside_meeting: Callable[[str, float], contextlib.AbstractContextManager[None]] = at_once
         self._identity = identify()
         self._set(self._key("process", rank), self._identity)
 
@@ -128,11 +128,13 @@ class StoreRendezvous:
         meeting may take ``timeout_s`` seconds; None: the rendezvous's own limit.
 
         Raises:
-            RanksAbsent: ranks did not come in time, or have ended. The message names them.
+            RanksAbsent: ranks did not come in time, or have ended. The message names them. A rank that comes after
+                another has given up on this meeting gets it too.
             CommunicatorError: on every rank, if purposes differ. The message has the purpose of each rank.
         """
-        left_s = self.before_meeting(what, timeout_s or self._timeout_s)
-        return self.exchange_at_once(what, payload, left_s)
+        limit_s = timeout_s or self._timeout_s
+        with self.beside_meeting(what, limit_s):
+            return self.exchange_at_once(what, payload, limit_s)
 
     def exchange_at_once(self, what: str, payload: bytes, timeout_s: float) -> list[bytes]:
         """As :meth:`exchange`, for ranks of which each is known to come to this meeting, or to none."""
@@ -242,6 +244,12 @@ class StoreRendezvous:
         begin = time.monotonic()
         try:
             self._wait(what, keys, timeout_s)
+        except RanksAbsent as error:
+            if self._outcome(meeting, str(error)) != _MET:
+                raise
+        else:
+            if (outcome := self._outcome(meeting, _MET)) != _MET:
+                raise RanksAbsent(f"{what}: rank {self.rank} came too late: {outcome}")
         finally:
             self.waited_s += time.monotonic() - begin
         said = [word.partition(_SEPARATOR) for word in self._ask(lambda: self._store.multi_get(keys))]
@@ -252,6 +260,18 @@ class StoreRendezvous:
                 + "\n".join(f"rank {rank}: {purpose}" for rank, purpose in enumerate(purposes))
             )
         return [payload for _, _, payload in said]
+
+    def _outcome(self, meeting: object, words: str) -> str:
+        """Returns what the first rank said became of a meeting: ``words``, if that is this one.
+
+        Otherwise a rank that comes just after another has given up would take the meeting for held.
+        """
+        if not isinstance(meeting, int):  # ranks that close do not need each other
+            return words
+        key, said = f"{self.prefix}/outcome", ""  # of the last meeting, with its number
+        while (number := int(said.partition(" ")[0] or -1)) < meeting:
+            said = self._ask(lambda said=said: self._store.compare_set(key, said, f"{meeting} {words}")).decode()
+        return _MET if number > meeting else said.partition(" ")[2]
 
     def _wait(self, what: str, keys: list[str], timeout_s: float) -> None:
         # The store's own wait does not notice ended ranks, and torch prints a warning when it expires.
@@ -275,11 +295,13 @@ class StoreRendezvous:
             "make the same graphar calls in the same order"
         )
 
-    def _key(self, meeting: object, rank: int) -> str:
+    def _key(self, meeting: object, rank: object) -> str:
         return f"{self.prefix}/{meeting}/{rank}"
 
     def _look(self, key: str) -> bytes | None:
-        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        # get() waits for a key that another rank deletes after a check. This sets nothing, and answers at once.
+        found = self._ask(lambda: self._store.compare_set(key, _NOTHING, _NOTHING))
+        return None if found == _NOTHING.encode() else found
 
     def _set(self, key: str, value: str | bytes) -> None:
         self._ask(lambda: self._store.set(key, value))
@@ -287,13 +309,16 @@ class StoreRendezvous:
     def _ask(self, question: Callable[[], T]) -> T:
         if self._store is None:
             raise CommunicatorError(f"rank {self.rank} left the store: its group was destroyed, or communicator closed")
-        try:
-            return question()
-        except Exception as error:  # torch raises many types
-            raise CommunicatorError(
-                f"rank {self.rank} does not reach the process group's store; has the process that serves it ended? "
-                f"({error})"
-            ) from error
+        return _asked(self.rank, question)
+
+
+def _asked(rank: int, question: Callable[[], T]) -> T:
+    try:
+        return question()
+    except Exception as error:  # torch raises many types
+        raise CommunicatorError(
+            f"rank {rank} does not reach the process group's store; has the process that serves it ended? ({error})"
+        ) from error
 
 
 def _word_of(process: int) -> str:
@@ -304,7 +329,8 @@ def meet(group: dist.ProcessGroup, timeout_s: float) -> StoreRendezvous:
     """Returns a new rendezvous of a group's ranks. All ranks must make theirs in the same order. Does not wait."""
     processes = dist.get_process_group_ranks(group)
     prefix = f"graphar/{group.group_name}/{'-'.join(map(str, processes))}"
-    _made[prefix] += 1
     # Make another store object, because the registry watches when torch drops the one that it holds with the group.
-    store = dist.PrefixStore("graphar", dist.distributed_c10d._get_default_store())
-    return StoreRendezvous(store, f"{prefix}/{_made[prefix]}", group.rank(), group.size(), timeout_s, processes)
+    store, rank = dist.PrefixStore("graphar", dist.distributed_c10d._get_default_store()), group.rank()
+    # Counted in the store: a process may have met others in an earlier store, and others may be new in this one.
+    number = _asked(rank, lambda: store.add(f"{prefix}/rendezvous of/{rank}", 1))
+    return StoreRendezvous(store, f"{prefix}/{number}", rank, group.size(), timeout_s, processes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError, reference
-from graphar.ranks import rendezvous
+from graphar.ranks import message_sums, rendezvous
 from graphar.ranks.messages import SMALL_NBYTES, messages_of
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
@@ -199,6 +200,57 @@ def test_a_rank_that_misses_a_later_call_is_named_with_the_one_before(numel):
         assert said[1] == f"{before}, call 1 over torch.distributed"
         assert said[rank] == f"{called}, call 2 over torch.distributed"
         assert SHORT_S <= took_s < 10
+
+
+def sum_slowly(rank, world_size):
+    """A sum of 16 chunks, of which each takes a tenth of a second."""
+    x, add = ones(LARGE), message_sums.sum_into
+
+    def add_slowly(target, parts):
+        time.sleep(0.1)
+        add(target, parts)
+
+    message_sums._CHUNK_NBYTES, message_sums.sum_into = x.nbytes // 16, add_slowly
+    begin = time.monotonic()
+    summed = graphar.allreduce(x, timeout_s=1.0)
+    return summed.unique().tolist(), time.monotonic() - begin > 1.0
+
+
+def test_a_deadline_is_for_each_wait_not_for_all_of_a_large_sum():
+    assert run_ranks(sum_slowly, 2) == [([2.0], True)] * 2
+
+
+def call_with_the_shortest_deadline(rank, world_size, names):
+    groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in names]
+    store, took_s = dist.distributed_c10d._get_default_store(), []
+    for name, group in zip(names, groups, strict=True):
+        SHORTEST[name](group, None)
+        if rank == 0:
+            begin = time.monotonic()
+            with pytest.raises(
+                CollectiveTimeout, match=r"rank\(s\) \[1\] failed, or did not take part within 0.0004 s"
+            ):
+                SHORTEST[name](group, 0.0004)
+            took_s.append(time.monotonic() - begin)
+            store.set(f"gave up {name}", "")
+        store.wait([f"gave up {name}"])
+    return took_s
+
+
+SHORTEST = {
+    "a small sum": lambda group, timeout_s: graphar.allreduce(ones(SMALL), group, timeout_s=timeout_s),
+    "a large sum": lambda group, timeout_s: graphar.allreduce(ones(LARGE), group, timeout_s=timeout_s),
+    "a codec": lambda group, timeout_s: graphar.allreduce(ones(SMALL), group, codec="int8", timeout_s=timeout_s),
+    "parts": lambda group, timeout_s: graphar.reducescatter(ones(SMALL), group, timeout_s=timeout_s),
+    "large parts": lambda group, timeout_s: graphar.allgather(ones(LARGE), group, timeout_s=timeout_s),
+}
+
+
+def test_a_deadline_below_a_millisecond_is_one():
+    took_s, _ = run_ranks(call_with_the_shortest_deadline, 2, list(SHORTEST))
+
+    assert len(took_s) == len(SHORTEST)
+    assert max(took_s) < 10
 
 
 def call_in_other_orders(rank, world_size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -105,8 +106,9 @@ def test_the_deadline_is_for_the_whole_meeting():
 
     results = meet(4, act, timeout_s=1.2)
 
-    assert "rank 0 waited 1.2 s for rank(s) [2, 3]" in str(results[0])
-    assert results[3] == [b"\0"] * 4
+    assert str(results[0]).startswith("set-up: rank 0 waited 1.2 s for rank(s) [2, 3]")
+    assert str(results[3]).startswith("set-up: rank 3 came too late: set-up: rank 0 waited 1.2 s for rank(s) [2, 3]")
+    assert {type(result) for result in results.values()} == {RanksAbsent}
 
 
 def test_ranks_that_come_for_different_things_are_told_so():
@@ -216,6 +218,20 @@ def test_words_are_published_for_all_ranks_until_they_are_withdrawn_or_the_store
     first.withdraw("another")
     assert second.published("another", 0) is None
 
+    class Between(dist.HashStore):
+        """A store in which another rank withdraws its words between two questions."""
+
+        def check(self, keys):
+            found = super().check(keys)
+            StoreRendezvous(self, "another", 0, 2, PATIENCE_S).withdraw("a call")
+            return found
+
+    between = Between()
+    between.set_timeout(timedelta(seconds=0.1))
+    other = StoreRendezvous(between, "another", 0, 2, PATIENCE_S)
+    other.publish("a call", "allreduce of 6 elements")
+    assert StoreRendezvous(between, "another", 1, 2, PATIENCE_S).published("a call", 0) == "allreduce of 6 elements"
+
     second.leave()
     second.publish("a call", "nothing")
     second.withdraw("a call")
@@ -270,3 +286,57 @@ def call_late(rank, world_size):
 
 def test_a_rank_that_comes_late_but_in_time_is_waited_for():
     assert run_ranks(call_late, 3) == [[3.0] * 3] * 3
+
+
+# ---- a rank that stays while others come and go ---------------------------------------------------------------------
+
+
+def meet_others(rank, world_size, backend, folder):
+    """Process 0 meets process 1, and then process 2, which has met nobody yet, in another store."""
+    dist.destroy_process_group()
+    found = []
+    for other in (1, 2):
+        if rank not in (0, other):
+            continue
+        store, limit = dist.FileStore(str(folder / f"store {other}"), 2), timedelta(seconds=20)
+        dist.init_process_group(backend, store=store, rank=min(rank, 1), world_size=2, timeout=limit)
+        x = torch.full((3,), 1.0 + rank)
+        if backend == "gloo":
+            found += graphar.allreduce(x, timeout_s=20).tolist()
+        else:
+            dist.all_reduce(x)
+            found += x.tolist()
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:graphar"])
+def test_a_process_that_outlives_its_peer_meets_another(tmp_path, backend):
+    assert run_ranks(meet_others, 3, backend, tmp_path) == [[3.0] * 3 + [4.0] * 3, [3.0] * 3, [4.0] * 3]
+
+
+def come_late_to_a_meeting(rank, world_size, numel):
+    communicator, store = graphar.Communicator(timeout_s=0.5), dist.distributed_c10d._get_default_store()
+    communicator.allreduce(torch.ones(numel))
+    if rank == 0:
+        store.wait(["others gave up"])
+    begin, said = time.monotonic(), []
+    for call in (communicator.suspend, lambda: communicator.allreduce(torch.ones(numel))):
+        with pytest.raises(CommunicatorError) as raised:
+            call()
+        said.append(str(raised.value))
+    if rank == 1:
+        store.set("others gave up", "")
+    return said, time.monotonic() - begin
+
+
+def test_a_rank_that_comes_to_a_meeting_that_others_gave_up_is_told_so():
+    (late, took_s), *others = run_ranks(come_late_to_a_meeting, 2, 3)
+
+    assert late[0].startswith("suspend: rank 0 came too late: suspend: rank 1 waited 0.5 s for rank(s) [0]")
+    assert took_s < 0.5
+    for said, _ in others:
+        assert said[0].startswith("suspend: rank 1 waited 0.5 s for rank(s) [0]")
+    for refused in (late, *(said for said, _ in others)):
+        assert refused[1].startswith("this call was not made")
+        assert refused[1].endswith(refused[0])
