@@ -20,6 +20,7 @@ DIRECTORY_SWITCH = "GRAPHAR_SOCKET_DIR"
 _MOST_A_MESSAGE = 64  # descriptors; Linux takes at most 253
 _LONGEST_PATH = 107  # bytes of a Unix socket's path, without the zero at its end
 _WAIT_S = 10.0  # for a message that its sender is known to have sent
+_RANK = struct.Struct("<I")  # the first message of a connection
 _HEADER = struct.Struct("<QI")  # the number of the exchange, and how many descriptors the message has
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
 
@@ -57,7 +58,7 @@ class Channel:
             try:
                 with _reachable(_place_here(addresses[rank])) as path:
                     made.connect(path)
-                made.sendall(struct.pack("<I", self._rank))
+                made.sendall(_RANK.pack(self._rank))
             except OSError as error:
                 raise OSError(
                     f"the socket of rank {rank}, {addresses[rank]}, cannot be reached: {error}; ranks in containers "
@@ -73,7 +74,10 @@ class Channel:
                 with contextlib.ExitStack() as failing:
                     failing.callback(made.close)
                     made.settimeout(_WAIT_S)
-                    (rank,) = struct.unpack("<I", made.recv(4))
+                    said = made.recv(_RANK.size)
+                    if len(said) < _RANK.size:
+                        raise OSError("a process connected to this rank's socket, and ended before it said its rank")
+                    (rank,) = _RANK.unpack(said)
                     _check_user(made, rank)
                     self._sockets[rank] = made
                     failing.pop_all()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import socket
 import stat
 import threading
 
@@ -78,17 +80,64 @@ def test_more_files_than_one_message_takes_arrive_in_order(channels):
     assert texts(b.receive(1, 150)) == {0: words}
 
 
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
 def test_files_of_an_exchange_that_failed_are_dropped(channels):
     a, b = channels(2)
-    before = len(os.listdir("/proc/self/fd"))
-
-    send_files(a, 1, ["of a failed exchange"])
     for one in (a, b):
-        send_files(one, 2, ["of the next one"])
+        one.send(1, [])  # closes the socket that listened
+    before = open_files()
 
-    assert texts(b.receive(2, 1)) == {0: ["of the next one"]}
-    texts(a.receive(2, 1))
-    assert len(os.listdir("/proc/self/fd")) <= before
+    send_files(a, 2, ["of a failed exchange", "and another"])
+    for one in (a, b):
+        send_files(one, 3, ["of the next one"])
+
+    assert texts(b.receive(3, 1)) == {0: ["of the next one"]}
+    texts(a.receive(3, 1))
+    assert open_files() == before
+
+
+def lack_files(channel):
+    """Receives where the process may open one file of three."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)  # files get the lowest numbers that are free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+    try:
+        channel.receive(2, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+# What rank 2 does, after which its exchange fails on rank 0, whose files of rank 1 have come.
+FAILING = {
+    "has ended": (lambda channel: channel.close(), lambda channel: channel.receive(2, 3), "it has closed its socket"),
+    "is late": (lambda channel: None, lambda channel: channel.receive(2, 3), "timed out"),
+    "sent too much": (lambda channel: send_files(channel, 2, "abc"), lack_files, "may open no more"),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_files_of_an_exchange_that_fails_are_closed(channels, monkeypatch, case):
+    act, receive, said = FAILING[case]
+    made = channels(3)
+    for one in made:
+        one.send(1, [])
+    for one in made[0]._sockets.values():
+        one.settimeout(0.2)
+    if case == "sent too much":
+        made[0]._sockets = dict(reversed(made[0]._sockets.items()))
+    before = open_files()
+    send_files(made[1], 2, "abc")
+    act(made[2])
+
+    with pytest.raises(OSError, match=rf"receiving file descriptors of rank 2: .*{said}"):
+        receive(made[0])
+
+    ended = 2 if case == "has ended" else 0
+    assert open_files() == before - ended
 
 
 def test_no_socket_file_is_left_once_ranks_have_connected(channels, folder):
@@ -188,41 +237,57 @@ def test_a_directory_without_room_is_told_with_what_to_do(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(descriptors.socket.socket, "bind", refuse)
+    before = open_files()
 
     with pytest.raises(OSError, match=r"No space left on device; name another directory in GRAPHAR_SOCKET_DIR"):
         Channel(0, 2)
+    assert open_files() == before
 
 
-def test_a_socket_that_is_not_reached_is_told_with_what_containers_need(channels, folder):
-    one = Channel(0, 2)
+@pytest.mark.parametrize("absent", ["absent", "absent" * 30])
+def test_a_socket_that_is_not_reached_is_told_with_what_containers_need(channels, folder, absent):
+    before, one = open_files(), Channel(0, 2)
 
     with pytest.raises(OSError, match=r"the socket of rank 1, .* cannot be reached: .* must share a directory"):
-        one.connect([one.address, str(folder / "absent")])
+        one.connect([one.address, str(folder / absent)])
     one.close()
+    assert open_files() == before
 
 
-def test_a_process_of_another_user_is_refused(channels, monkeypatch):
-    a, b = Channel(0, 2), Channel(1, 2)
+def refuse_to_accept(monkeypatch, channel, peer):
     user = os.geteuid()
-    a.connect([a.address, b.address])
     monkeypatch.setattr(descriptors.os, "geteuid", lambda: user + 1)
 
-    with pytest.raises(PermissionError, match=f"the process of rank 0 belongs to user {user}, this one to user"):
-        b.send(1, [])
+
+def end_before_a_word(monkeypatch, channel, peer):
+    peer.connect(channel.address)
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "said"),
+    [
+        (end_before_a_word, OSError, "a process connected to this rank's socket, and ended before it said its rank"),
+        (refuse_to_accept, PermissionError, r"the process of rank 0 belongs to user \d+, this one to user"),
+    ],
+)
+def test_a_connection_that_is_refused_is_closed(monkeypatch, folder, act, error, said):
+    Channel(0, 2).close()
+    before = open_files()
+    other, peer = Channel(1, 2), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    act(monkeypatch, other, peer)
+    if act is refuse_to_accept:
+        peer.connect(other.address)
+        peer.send((0).to_bytes(4, "little"))
+
+    with pytest.raises(error, match=said):
+        other.send(1, [])
     with pytest.raises(OSError, match="the connections to the other ranks failed before"):
-        b.send(2, [])
-    a.close()
-    b.close()
+        other.send(2, [])
 
-
-def test_a_process_that_may_open_no_more_files_is_told(channels, monkeypatch):
-    a, b = channels(2)
-    send_files(a, 1, ["x"])
-    b.send(1, [])
-    monkeypatch.setattr(descriptors.socket, "recv_fds", lambda peer, *_: (peer.recv(12), [], 0, None))
-
-    with pytest.raises(OSError, match=r"rank 0: this process may open no more \(`ulimit -n`\)"):
-        b.receive(1, 1)
+    peer.close()
+    assert open_files() == before
+    assert list(folder.iterdir()) == []
 
 
 def test_ranks_connect_and_send_without_waiting_for_each_other():
