@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from graphar.errors import UnsupportedError
 from graphar.integrations.process_group import GrapharProcessGroup
 from graphar.integrations.routing import NAME, Routing
+from graphar.integrations.untraced import untraced
 
 
 def register() -> None:
@@ -29,6 +30,7 @@ def _create(given: c10d._DistributedBackendOptions, backend_options: object) -> 
     return form(given.store, given.group_rank, list(ranks), given.group_id, given.timeout)
 
 
+@untraced
 class GrapharBackend(Routing, dist._Backend):
     """The backend of a process group of torch's, from torch 2.14 on."""
 

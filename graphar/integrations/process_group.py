@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from graphar.integrations.routing import NAME, Routing, tensors_in
+from graphar.integrations.passed_on import tensors_in
+from graphar.integrations.routing import NAME, Routing
+from graphar.integrations.untraced import untraced
 
 _OF_EQUAL_SIZE = ("allreduce", "broadcast", "reduce", "gather", "scatter")  # calls in which all ranks' tensors are
 
 
+@untraced
 class GrapharProcessGroup(Routing, dist.ProcessGroup):
     """A process group. It is the whole group, also in "cpu:gloo,cuda:graphar"."""
 

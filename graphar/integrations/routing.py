@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -21,11 +21,17 @@ from torch.distributed import distributed_c10d as c10d
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError
 from graphar.integrations import collectives
+from graphar.integrations.passed_on import PassedOn, tensors_in
+from graphar.integrations.strides import Arguments
 from graphar.integrations.torch_group import TorchGroup
+from graphar.integrations.untraced import untraced
 from graphar.integrations.works import GrapharWork, combined
 from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.plan.call_checks import LONGEST_S
+from graphar.plan.tensor_checks import check_own_memory
 from graphar.ranks import fallback
 from graphar.runtime.side_stream import SideStream
+from graphar.runtime.stats import Stats, beside
 
 NAME = "graphar"
 _BETWEEN_TWO = ("send", "recv", "recv_anysource")
@@ -33,20 +39,11 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses need not have 
 _log = logging.getLogger("graphar")
 
 
-def tensors_in(given: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a call's arguments, which may be lists of lists."""
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for one in given:
-            yield from tensors_in(one)
-
-
 def _method_of_torch(name: str) -> Callable:
     """Returns the method of a call that goes to torch's own group."""
 
     def call(self: Routing, *given, **named):
-        return self._by_torch(name, *given, **named)
+        return self._by_torch(name, f"graphar has no {name}", *given, **named)
 
     call.__name__ = name
     return call
@@ -57,6 +54,15 @@ def _options(kind: type, tensors: object, given: tuple, named: dict) -> object |
     found = given[0] if given else named.get("opts", kind())
     alone = len(given) + len(named) == (1 if given or "opts" in named else 0)
     return found if alone and isinstance(tensors, list) and isinstance(found, kind) else None
+
+
+def _is_average(opts) -> bool:
+    return opts.reduceOp == dist.ReduceOp.AVG
+
+
+def _seconds(timeout: timedelta) -> float:
+    """Returns a deadline of torch's as graphar's calls take it, in seconds; 0 for none."""
+    return max(0.0, min(timeout.total_seconds(), LONGEST_S))
 
 
 def _check_one(op: str, tensors: object) -> None:
@@ -70,6 +76,14 @@ def _check_one(op: str, tensors: object) -> None:
 _open_groups: set[Routing] = set()
 
 
+def _stats_of(name: str) -> list[Stats]:
+    return [one for group in _open_groups if group._name == name for one in group.stats()]
+
+
+beside.append(_stats_of)
+
+
+@untraced
 class Routing:
     """The calls of a process group. Each goes to graphar, or to torch's own group of the same ranks.
 
@@ -90,11 +104,13 @@ class Routing:
         self._given_timeout_s: float | None = None  # that of set_timeout; None: the communicator's
         self._torch = TorchGroup(store, rank, ranks, name, timeout)
         self._communicator: Communicator | None = None
-        self._served: dict[tuple, bool] = {}
+        self._reasons: dict[tuple, str] = {}  # why torch's own group serves an op, by op, dtype and device
+        self.passed_on = PassedOn()
         self._collectives = 0  # made so far
         self._sides: dict[torch.device, SideStream] = {}
         self._window: list[dist.Work] | None = None  # the works of calls between start_ and end_coalescing
         self._window_device: torch.device | None = None
+        self._batched: list[Arguments] = []  # of calls in a window that NCCL makes
         _open_groups.add(self)
 
     # ---- calls that go to graphar -----------------------------------------------------------------------------------
@@ -102,34 +118,31 @@ class Routing:
     def allreduce(self, tensors, *given, **named):
         _check_one("all_reduce", tensors)
         opts = _options(c10d.AllreduceOptions, tensors, given, named)
-        average = None if opts is None else self._average("allreduce", tensors, opts.reduceOp)
-        if average is None:
-            return self._by_torch("allreduce", tensors, *given, **named)
-        return self._queue(opts, tensors, tensors, collectives.allreduce, average, tensors)
+        if why := self._why_no_sum("allreduce", opts, tensors):
+            return self._by_torch("allreduce", why, tensors, *given, **named)
+        return self._queue(opts, tensors, tensors, collectives.allreduce, _is_average(opts), tensors)
 
     def allreduce_coalesced(self, tensors, opts=None):
         opts = opts or c10d.AllreduceCoalescedOptions()
-        average = self._average("allreduce", tensors, opts.reduceOp)
-        if average is None:
-            return self._by_torch("allreduce_coalesced", tensors, opts)
-        return self._queue(opts, tensors, tensors, collectives.allreduce, average, tensors)
+        if why := self._why_no_sum("allreduce", opts, tensors):
+            return self._by_torch("allreduce_coalesced", why, tensors, opts)
+        return self._queue(opts, tensors, tensors, collectives.allreduce, _is_average(opts), tensors)
 
     def reduce_scatter(self, outputs, inputs, *given, **named):
         _check_one("reduce_scatter", outputs)
         opts = _options(c10d.ReduceScatterOptions, outputs, given, named)
         all_tensors = list(tensors_in([outputs, inputs]))
-        average = None if opts is None else self._average("reducescatter", all_tensors, opts.reduceOp)
-        if average is None:
-            return self._by_torch("reduce_scatter", outputs, inputs, *given, **named)
-        return self._queue(opts, outputs, all_tensors, collectives.reducescatter_lists, average, outputs, inputs)
+        if why := self._why_no_sum("reducescatter", opts, all_tensors):
+            return self._by_torch("reduce_scatter", why, outputs, inputs, *given, **named)
+        step = collectives.reducescatter_lists
+        return self._queue(opts, outputs, all_tensors, step, _is_average(opts), outputs, inputs)
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
         opts = opts or c10d.ReduceScatterOptions()
-        average = self._average("reducescatter", [*outputs, *inputs], opts.reduceOp)
-        if average is None:
-            works = [self._by_torch("_reduce_scatter_base", *pair, opts) for pair in zip(outputs, inputs, strict=True)]
-            return combined(works)
-        return self._queue(opts, outputs, [*outputs, *inputs], collectives.reducescatter, average, outputs, inputs)
+        all_tensors = [*outputs, *inputs]
+        if why := self._why_no_sum("reducescatter", opts, all_tensors):
+            return self._one_by_one("_reduce_scatter_base", why, outputs, inputs, opts)
+        return self._queue(opts, outputs, all_tensors, collectives.reducescatter, _is_average(opts), outputs, inputs)
 
     def reduce_scatter_single(self, output, input, opts=None):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -140,8 +153,8 @@ class Routing:
 
     def _allgather(self, outputs, inputs, *given, **named):
         opts, all_tensors = _options(c10d.AllgatherOptions, inputs, given, named), list(tensors_in([inputs, outputs]))
-        if opts is None or not self._serves("allgather", all_tensors):
-            return self._by_torch("allgather", outputs, inputs, *given, **named)
+        if why := self._why_not("allgather", opts, all_tensors):
+            return self._by_torch("allgather", why, outputs, inputs, *given, **named)
         return self._queue(opts, list(tensors_in(outputs)), all_tensors, collectives.allgather_lists, outputs, inputs)
 
     def allgather_coalesced(self, outputs, inputs, opts=None):
@@ -151,9 +164,8 @@ class Routing:
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         opts = opts or c10d.AllgatherOptions()
-        if not self._serves("allgather", [*outputs, *inputs]):
-            works = [self._by_torch("_allgather_base", *pair, opts) for pair in zip(outputs, inputs, strict=True)]
-            return combined(works)
+        if why := self._why_not("allgather", opts, [*outputs, *inputs]):
+            return self._one_by_one("_allgather_base", why, outputs, inputs, opts)
         return self._queue(opts, outputs, [*outputs, *inputs], collectives.allgather, outputs, inputs)
 
     def all_gather_single(self, output, input, opts=None):
@@ -186,50 +198,69 @@ class Routing:
             opts.timeout = timeout
         opts.device = opts.device or torch.device("cpu")  # the same on every rank, also where some use no GPU yet
         group = self._torch.serving(opts.device)
+        self.passed_on.count("barrier", opts.device, "graphar has no barrier", ())
         if opts.asyncOp or opts.device.type != "cpu" or not self._is_backend_of(opts.device):
             return group.barrier(opts)
         engine = self.communicator.engine
         calls = engine.without_kernels.group_calls()
-        given_s = opts.timeout.total_seconds()
-        timeout_s = given_s if given_s > 0 else self._timeout.total_seconds()
+        timeout_s = _seconds(opts.timeout) or _seconds(self._timeout)
         with engine.keeping_failure(), calls.naming_absent("barrier", "barrier", "gloo", timeout_s):
             work = group.barrier(opts)
             fallback.wait(work, timeout_s)
         return work
 
-    def _by_torch(self, name: str, *given, **named):
+    def _by_torch(self, name: str, why: str, *given, **named):
+        """Makes a call of torch's own group, by the ``name`` of its method, because of ``why``."""
         if name not in _BETWEEN_TWO:
             self._begin(name, [*given, *named.values()])
+        arguments = Arguments(name, self._rank, given, named)
         device = next(tensors_in([*given, *named.values()])).device
         group = self._torch.serving(device)
-        if self._window is None:
-            return getattr(group, name)(*given, **named)
-        if device.type == "cuda" and self._window_device is None:
+        self.passed_on.count(name, device, why, given)
+        in_batch = self._window is not None and device.type == "cuda"
+        if in_batch and self._window_device is None:
             self._window_device = device
             group._start_coalescing(device)
-        work = getattr(group, name)(*given, **named)
-        if device.type != "cuda":
+        work = getattr(group, name)(*arguments.given, **arguments.named)
+        if in_batch:  # which NCCL makes at its end
+            self._batched.append(arguments)
+            return work
+        work = arguments.finish(work)
+        if self._window is not None:
             self._window.append(work)
         return work
 
+    def _one_by_one(self, name: str, why: str, outputs: list, inputs: list, opts: object) -> dist.Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return combined([self._by_torch(name, why, output, input, opts) for output, input in pairs])
+
     def start_coalescing(self) -> None:
-        self._window, self._window_device = [], None
+        self._window, self._window_device, self._batched = [], None, []
 
     def end_coalescing(self) -> dist.Work:
         works, device, self._window, self._window_device = self._window, self._window_device, None, None
         if device is not None:
-            works.append(self._torch.group._end_coalescing(device))
+            work, self._batched, batched = self._torch.group._end_coalescing(device), [], self._batched
+            for arguments in batched:
+                work = arguments.finish(work)
+            works.append(work)
         return combined([work for work in works if work is not None])
 
     # ---- which calls graphar serves ---------------------------------------------------------------------------------
 
-    def _average(self, op: str, tensors: Sequence[torch.Tensor], how: object) -> bool | None:
-        """Returns whether a call is an average, where graphar serves it: None if torch's own group does."""
-        average = how == dist.ReduceOp.AVG
-        return average if (average or how == dist.ReduceOp.SUM) and self._serves(op, tensors) else None
+    def _why_no_sum(self, op: str, opts: object | None, tensors: Sequence[torch.Tensor]) -> str:
+        """As :meth:`_why_not`, for a call that reduces."""
+        if opts is not None and not (opts.reduceOp == dist.ReduceOp.SUM or _is_average(opts)):
+            return "graphar's kernels add, and do nothing else"
+        return self._why_not(op, opts, tensors)
 
-    def _serves(self, op: str, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether graphar serves ``op`` with these tensors. On GPUs the first call is collective."""
+    def _why_not(self, op: str, opts: object | None, tensors: Sequence[torch.Tensor]) -> str:
+        """Returns why torch's own group serves a call, or an empty string. On GPUs the first call is collective.
+
+        ``opts`` are its options, None for an overload without.
+        """
+        if opts is None:
+            return "the call is an overload that torch.distributed's functions do not use"
         first = tensors[0]
         dtype, device = first.dtype, first.device
         for x in tensors:
@@ -241,22 +272,24 @@ class Routing:
                 or x.is_conj()
                 or x.is_neg()
             ):
-                return False
-        served = self._served.get((op, dtype, device))
-        if served is None:
-            served = self._served[op, dtype, device] = self._can_serve(op, first)
-        return served
+                return "its tensors are not plain ones, of one dtype and on one device"
+        why = self._reasons.get((op, dtype, device))
+        if why is None:
+            why = self._reasons[op, dtype, device] = self._why_no_tensor(op, first)
+        return why
 
-    def _can_serve(self, op: str, x: torch.Tensor) -> bool:
-        """Whether graphar serves ``op`` with tensors of this dtype and device. Collective on GPUs."""
-        if not self._is_backend_of(x.device) or (op != "allgather" and x.dtype not in TYPE_NAMES):
-            return False
+    def _why_no_tensor(self, op: str, x: torch.Tensor) -> str:
+        """Returns why graphar does not serve ``op`` with tensors of this dtype and device. Collective on GPUs."""
+        if not self._is_backend_of(x.device):
+            return f"the group has another backend for {x.device.type} tensors"
+        if op != "allgather" and x.dtype not in TYPE_NAMES:
+            return f"graphar's kernels do not add {x.dtype}"
         self._torch.serving(x.device)  # a communicator's fallback asks its group for a backend
         if x.device.type == "cpu":  # which has no kernels: graphar's fallback gives the bits that kernels give
-            return True
+            return ""
         engine = self.communicator.engine
         with engine.keeping_failure():
-            return x.is_cuda and not engine.why_no_kernel(op, x)
+            return engine.why_no_kernel(op, x) if x.is_cuda else f"graphar does not serve {x.device.type} tensors"
 
     def _is_backend_of(self, device: torch.device) -> bool:
         """Whether the group was made with this backend for tensors on ``device``."""
@@ -266,8 +299,13 @@ class Routing:
     def communicator(self) -> Communicator:
         """The communicator of graphar's calls; made at first."""
         if self._communicator is None:
-            self._communicator = Communicator(self._torch.group, timeout_s=self._timeout.total_seconds())
+            self._communicator = Communicator(self._torch.group, timeout_s=_seconds(self._timeout))
         return self._communicator
+
+    def stats(self) -> list[Stats]:
+        """Returns counts of the calls that graphar served, and of those that it passed on."""
+        own = [self._communicator.stats()] if self._communicator else []
+        return [*own, self.passed_on.stats()]
 
     def _begin(self, op: str, given: Sequence[object]) -> None:
         """Counts a collective call, which has these arguments."""
@@ -276,8 +314,10 @@ class Routing:
     def _queue(self, opts, outputs: list, all_tensors: Sequence[torch.Tensor], step: Callable, *given) -> dist.Work:
         """Makes a call: on the current stream, or beside it if the call is asynchronous."""
         self._begin(step.__name__, [*all_tensors, opts])
-        seconds = opts.timeout.total_seconds()
-        timeout_s = seconds if seconds > 0 else self._given_timeout_s
+        for out in outputs:
+            if not out.is_contiguous():
+                check_own_memory(step.__name__, out, "a tensor that is written")
+        timeout_s = _seconds(opts.timeout) or self._given_timeout_s
         step = functools.partial(step, self.communicator, *given, timeout_s=timeout_s)
         work = self._run(step, outputs, all_tensors, opts.asyncOp)
         if self._window is not None:
@@ -304,7 +344,7 @@ class Routing:
         return NAME
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout, self._given_timeout_s = timeout, timeout.total_seconds()
+        self._timeout, self._given_timeout_s = timeout, _seconds(timeout)
         self._torch.set_timeout(timeout)
 
     def shutdown(self) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from graphar.integrations.untraced import untraced
+from graphar.ranks.messages import deadline
 
+
+@untraced
 class GrapharWork(dist.Work):
     """A call that is complete on the CPU, or queued on a stream."""
 
@@ -46,6 +51,7 @@ class GrapharWork(dist.Work):
         return future
 
 
+@untraced
 class CombinedWork(dist.Work):
     """Several calls as one."""
 
@@ -54,8 +60,10 @@ class CombinedWork(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for all calls, together not longer than ``timeout``; 0 is torch's word for no limit."""
+        end = time.monotonic() + timeout.total_seconds() if timeout else None
         for work in self._works:
-            work.wait()
+            work.wait() if end is None else work.wait(deadline(end - time.monotonic()))
         return True
 
     def is_completed(self) -> bool:

@@ -46,11 +46,14 @@ def check_quantized_call(op: str, codec: object, algorithm: object, x: torch.Ten
     return found
 
 
+LONGEST_S = 1e6  # the longest deadline, in seconds
+
+
 def check_timeout(op: str, timeout_s: object) -> None:
-    """Raises unless ``timeout_s`` is a number of seconds above 0 and at most 1e6."""
+    """Raises unless ``timeout_s`` is a number of seconds above 0 and at most LONGEST_S."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
         raise TypeError(f"{op}: timeout_s must be a number of seconds, got {type(timeout_s).__name__}")
-    if not 0 < timeout_s <= 1e6:
+    if not 0 < timeout_s <= LONGEST_S:
         raise ValueError(f"{op}: timeout_s must be above 0 and at most 1e6 seconds, got {timeout_s!r}")
 
 

@@ -144,7 +144,7 @@ def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
 
     Tensors that are not contiguous are copied, so only two contiguous ones can be in conflict.
     """
-    _check_own_memory(op, out)
+    check_own_memory(op, out)
     if x.is_contiguous() and out.is_contiguous() and 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes:
         raise ValueError(f"{op}: out must be the input itself or share no memory with it, got a partial overlap")
 
@@ -158,7 +158,7 @@ def check_residual(op: str, residual: torch.Tensor, **others: torch.Tensor) -> N
 
 def check_apart(op: str, out: torch.Tensor, **others: torch.Tensor) -> None:
     """Raises ValueError if elements of ``out`` share memory, or if ``out`` shares memory with ``others``."""
-    _check_own_memory(op, out)
+    check_own_memory(op, out)
     _check_apart(op, "out", out, others)
 
 
@@ -169,9 +169,10 @@ def check_distinct(op: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
         raise ValueError(f"{op}: {name} must be a tensor of its own for each rank, got one twice")
 
 
-def _check_own_memory(op: str, out: torch.Tensor) -> None:
+def check_own_memory(op: str, out: torch.Tensor, name: str = "out") -> None:
+    """Raises ValueError if elements of ``out``, which has this ``name``, share memory by a stride of 0."""
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"{op}: out must have memory of its own for each element, got strides {list(out.stride())}")
+        raise ValueError(f"{op}: {name} must have memory of its own for each element, got strides {list(out.stride())}")
 
 
 def _check_apart(op: str, name: str, written: torch.Tensor, others: dict[str, torch.Tensor]) -> None:

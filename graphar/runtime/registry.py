@@ -13,7 +13,7 @@ from graphar.errors import CommunicatorError
 from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import group_of_mesh, local_devices, no_group, process_group
 from graphar.runtime.engine import NAME_PREFIX, Engine, closed, open_engines
-from graphar.runtime.stats import Stats
+from graphar.runtime.stats import Stats, with_beside
 
 DEFAULT_TIMEOUT_S = 60.0
 ALONE = "alone"  # in a schema, the name of the only rank of a call without a group
@@ -209,10 +209,14 @@ def stats(group: Group = None) -> Stats:
 
     Returns:
         The calls and bytes by op and algorithm, fallbacks with their reasons, plans, launches and waits. Calls that
-        name a group are counted apart from those of a Communicator that was made from the group.
+        name a group are counted apart from those of a Communicator that was made from the group. Those of
+        torch.distributed with a group of the backend "graphar" are among them, also where NCCL or gloo served them.
 
     Raises:
         TypeError, ValueError: ``group`` is none of these, or there is no default group.
         CommunicatorError: the communicator is closed, or the group was destroyed.
     """
-    return engine_of_either(group, "stats").stats()
+    engine = engine_of_either(group, "stats")
+    if getattr(group, "engine", None) is engine:
+        return engine.stats()
+    return with_beside(engine.stats(), engine.group.group_name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from graphar.plan.call import Call
@@ -56,6 +57,29 @@ class Stats:
     def fallbacks(self) -> tuple[CallStats, ...]:
         """The calls that no kernel of graphar served."""
         return tuple(one for one in self.calls if one.fallback_reason)
+
+
+# What else counts calls with a process group, by the group's name: the backend of torch.distributed.
+beside: list[Callable[[str], list[Stats]]] = []
+
+
+def with_beside(own: Stats, name: str) -> Stats:
+    """Returns ``own``, with what else was counted of the process group of this name."""
+    found = [own, *(one for counter in beside for one in counter(name))]
+    totals: dict[tuple[str, str, str], list[int]] = {}
+    launches: Counter[str] = Counter()
+    for one in found:
+        launches.update(one.launches)
+        for each in one.calls:
+            total = totals.setdefault((each.op, each.algorithm, each.fallback_reason), [0, 0, 0])
+            total[:] = total[0] + each.calls, total[1] + each.repeated, total[2] + each.nbytes
+    return Stats(
+        tuple(CallStats(op, algorithm, *total, reason) for (op, algorithm, reason), total in totals.items()),
+        sum(one.plans for one in found),
+        dict(launches),
+        sum(one.host_waited_s for one in found),
+        next((one.failure for one in found if one.failure), ""),
+    )
 
 
 class Totals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from unittest import mock
 
 import pytest
@@ -235,6 +236,35 @@ def compiled(rank, n):
     return [(y, 3 * total(n)), (x, total(n)), (out, total(n).repeat(n))]
 
 
+def compiled_with_breaks(rank, n):
+    """What torch.compile does not trace: it calls the group's methods, twice."""
+
+    def step(x):
+        dist.broadcast(x, 1 % n)
+        dist.barrier()
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        return x + 1
+
+    step = torch.compile(step, backend="aot_eager")
+    return [(step(values(rank)), values(1 % n) + 1) for _ in range(2)]
+
+
+def compiled_ddp(rank, n):
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    batches = [[data(10 * step + one, 24).view(4, 6) for one in range(n)] for step in range(2)]
+    model = torch.compile(DistributedDataParallel(copy.deepcopy(eager)), backend="aot_eager")
+    found = []
+    for batch in batches:
+        for one in (model, eager):
+            one.zero_grad()
+        model(batch[rank]).square().mean().backward()
+        for x in batch:
+            (eager(x).square().mean() / n).backward()
+        found += [(one.grad, other.grad) for one, other in zip(model.parameters(), eager.parameters(), strict=True)]
+    return found
+
+
 def dtensors(rank, n):
     mesh, whole = init_device_mesh(torch.get_default_device().type, (n,)), torch.arange(24.0).view(8, 3)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
@@ -344,6 +374,8 @@ PROGRAMS = {
     "calls of graphar": calls_of_graphar,
     "functional collectives": functional_collectives,
     "torch.compile": compiled,
+    "torch.compile with graph breaks": compiled_with_breaks,
+    "torch.compile of DistributedDataParallel": compiled_ddp,
     "DTensor": dtensors,
     "subgroups": subgroups,
     "device meshes": device_meshes,
@@ -352,4 +384,10 @@ PROGRAMS = {
     "wrong sizes": wrong_sizes,
     "several tensors of a rank": several_tensors_of_a_rank,
 }
-WITHOUT_GRAPHAR = ("wrong sizes", "recv from any rank", "batches of sends", "pipeline")
+WITHOUT_GRAPHAR = (
+    "torch.compile with graph breaks",
+    "wrong sizes",
+    "recv from any rank",
+    "batches of sends",
+    "pipeline",
+)
