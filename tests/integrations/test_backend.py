@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import astuple
 from functools import partial
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+import graphar
 from graphar.integrations.passed_on import tensors_in
 from graphar.integrations.routing import Routing
 from graphar.integrations.works import GrapharWork
@@ -116,6 +118,45 @@ def with_gaps():
 @pytest.mark.parametrize("name", [name for name in ENTRIES if "into its input" not in name and "manager" not in name])
 def test_tensors_with_gaps_give_what_gloo_gives_for_dense_ones(with_gaps, name):
     check_entry(with_gaps, name)
+
+
+def count_calls(rank, world_size):
+    """What graphar.stats says of the calls of a group, and of another group."""
+    group, x = dist.new_group(), torch.ones(6)
+    for _ in range(3):
+        dist.all_reduce(x, group=group)
+    dist.all_gather_into_tensor(torch.empty(6 * world_size), x, group=group)
+    dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(x.double(), group=group)
+    dist.reduce_scatter_tensor(torch.empty(3), torch.ones(3 * world_size), dist.ReduceOp.MIN, group=group)
+    for _ in range(2):
+        dist.broadcast(x[:3], 0, group=group)
+    dist.barrier(group)
+    found, other = graphar.stats(group), graphar.stats()
+    served = [one for one in found.calls if one.algorithm != "gloo"]
+    passed_on = [one[:3] + one[4:] for one in map(astuple, found.calls) if one[1] == "gloo"]
+    return (
+        [(one.op, one.calls, one.nbytes) for one in served],
+        passed_on,
+        found.plans,
+        found.host_waited_s > 0,
+        other.calls,
+    )
+
+
+def test_stats_count_the_calls_that_graphar_serves_and_those_that_it_passes_on():
+    add_only, none = "graphar's kernels add, and do nothing else", "graphar has no "
+    passed_on = [
+        ("allreduce", "gloo", 1, 24, add_only),
+        ("allreduce", "gloo", 1, 48, "graphar's kernels do not add torch.float64"),
+        ("reducescatter", "gloo", 1, 24, add_only),
+        ("broadcast", "gloo", 2, 24, f"{none}broadcast"),
+        ("barrier", "gloo", 1, 0, f"{none}barrier"),
+    ]
+
+    served = [("allreduce", 3, 72), ("allgather", 1, 48)]
+    for found in run_ranks(count_calls, 2, backend="cpu:graphar"):
+        assert found == (served, passed_on, 2, True, ())
 
 
 def gather_in_place(rank, world_size):

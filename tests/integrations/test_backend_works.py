@@ -9,13 +9,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 
 import graphar
 from graphar.integrations.works import combined
 from tests.integrations.entry_points import values
 from tests.integrations.every_call import by_rank, check
-from tests.integrations.programs import PROGRAMS, total
+from tests.integrations.programs import PROGRAMS, WHOLE_GROUP, total
 from tests.processes import run_ranks
 
 BACKEND = "cpu:graphar"
@@ -54,20 +55,147 @@ def test_calls_that_are_one_are_complete_when_all_are(done):
     assert work.is_completed() == work.is_success() == all(done)
 
 
-def call_with_a_deadline(rank, world_size):
-    x, options = values(rank), dist.AllreduceOptions()
-    dist.all_reduce(x)
-    if rank == 1:
-        time.sleep(3)
-        return None
-    options.timeout, begin = timedelta(seconds=1), time.monotonic()
-    with pytest.raises(graphar.CollectiveTimeout):
-        dist.group.WORLD.allreduce([x], options).wait()
-    return time.monotonic() - begin < 2.5
+SHORT = timedelta(seconds=0.2)
 
 
-def test_a_calls_own_timeout_is_its_deadline():
-    assert run_ranks(call_with_a_deadline, 2, backend=BACKEND) == [True, None]
+def with_options(method, kind, *given, **options):
+    """A call of a group's method, of 2 ranks. The group's own timeout is the deadline if it is given None."""
+
+    def call(group, timeout):
+        opts = kind()
+        for name, value in options.items():
+            setattr(opts, name, value)
+        if timeout:
+            opts.timeout = timeout
+        getattr(group, method)(*given, opts).wait()
+
+    return call
+
+
+def wait_for_works(group, timeout):
+    """Calls of torch's own group: alone, of tensors with gaps, and of several as one."""
+    xs = [INTEGERS, torch.zeros(4, 2, dtype=torch.int64)[:, 0]]
+    works = [group.allreduce([x], dist.AllreduceOptions()) for x in xs]
+    for work in (*reversed(works), combined(works)):
+        with pytest.raises(RuntimeError):
+            work.wait(timeout or SHORT)
+    raise RuntimeError
+
+
+X, Y, INTEGERS = torch.ones(4), torch.ones(2), torch.ones(4, dtype=torch.int64)
+SUMS, PARTS, GATHERED = dist.AllreduceOptions, dist.ReduceScatterOptions, c10d.AllgatherOptions
+DEADLINES = {
+    "allreduce": with_options("allreduce", SUMS, [X]),
+    "allreduce_coalesced": with_options("allreduce_coalesced", c10d.AllreduceCoalescedOptions, [X, Y]),
+    "reduce_scatter": with_options("reduce_scatter", PARTS, [Y], [[Y, Y]]),
+    "_reduce_scatter_base": with_options("_reduce_scatter_base", PARTS, Y, X),
+    "allgather": with_options("allgather", GATHERED, [[Y, Y]], [Y]),
+    "_allgather_base": with_options("_allgather_base", GATHERED, X, Y),
+    "allreduce of integers": with_options("allreduce", SUMS, [INTEGERS]),
+    "broadcast": with_options("broadcast", dist.BroadcastOptions, [X], rootRank=1),
+    "reduce": with_options("reduce", dist.ReduceOptions, [X], rootRank=0),
+    "gather": with_options("gather", dist.GatherOptions, [[Y, Y]], [Y], rootRank=0),
+    "scatter": with_options("scatter", dist.ScatterOptions, [Y], [], rootRank=1),
+    "alltoall_base": with_options("alltoall_base", c10d.AllToAllOptions, X, X.clone(), [], []),
+    "barrier": with_options("barrier", dist.BarrierOptions, device=torch.device("cpu")),
+    "barrier(timeout=)": lambda group, timeout: group.barrier(**{"timeout": timeout} if timeout else {}).wait(),
+    "waits": wait_for_works,
+}
+
+
+def call_with_deadlines(rank, world_size, from_group):
+    store, found = c10d._get_default_store(), {}
+    groups = [dist.new_group(timeout=timedelta(seconds=30)) for _ in DEADLINES]
+    for (name, call), group in zip(DEADLINES.items(), groups, strict=True):
+        dist.all_reduce(values(rank), group=group)
+        dist.all_reduce(INTEGERS.clone(), group=group)
+        if rank == 0:
+            if from_group:
+                group.set_timeout(SHORT)
+            begin = time.monotonic()
+            with pytest.raises((graphar.CollectiveTimeout, RuntimeError)):
+                call(group, None if from_group else SHORT)
+            found[name] = time.monotonic() - begin
+            store.set(f"{name} ended", "")
+        store.wait([f"{name} ended"])
+    return found
+
+
+@pytest.mark.parametrize("from_group", [False, True], ids=["call's", "group's"])
+def test_every_call_ends_at_its_deadline_without_a_rank(from_group):
+    found, _ = run_ranks(call_with_deadlines, 2, from_group, backend=BACKEND)
+
+    assert found.keys() == DEADLINES.keys()
+    assert {name: took_s for name, took_s in found.items() if not 0.1 < took_s < 8} == {}
+
+
+def call_with_the_longest_timeout(rank, world_size):
+    group, x, options = dist.new_group(timeout=timedelta(days=30)), values(rank), dist.AllreduceOptions()
+    options.timeout = timedelta(days=20)
+    group.allreduce([x], options).wait()
+    dist.barrier(group)
+    group.set_timeout(timedelta(days=12))
+    dist.all_reduce(x, group=group)
+    return torch.equal(x, 2 * total(world_size))
+
+
+def test_timeouts_may_be_longer_than_graphars_own():
+    assert run_ranks(call_with_the_longest_timeout, 2, backend=BACKEND) == [True] * 2
+
+
+def wait_for_results_with_gaps(rank, world_size):
+    found = []
+    for finish in (
+        lambda work: work.wait(),
+        lambda work: work.get_future().wait(),
+        lambda work: [None for _ in iter(work.is_completed, True)] if WHOLE_GROUP else work.wait(),
+    ):
+        whole = torch.zeros(6, 2, dtype=torch.int64)
+        whole[:, 0] = values(rank)
+        x = whole[:, 0]
+        finish(dist.all_reduce(x, async_op=True))
+        found.append((torch.equal(x, total(world_size).long()), whole[:, 1].eq(0).all().item()))
+    return found
+
+
+def test_results_with_gaps_are_there_however_a_call_is_waited_for():
+    assert run_ranks(wait_for_results_with_gaps, 2, backend=BACKEND) == [[(True, True)] * 3] * 2
+
+
+def write_into_shared_memory(rank, world_size):
+    """All ranks are refused what one of them could not be given."""
+    one, said = torch.ones(1), []
+    for dtype in (torch.float32, torch.int64):
+        x, y = one.to(dtype).expand(4), torch.ones(4, dtype=dtype)
+        for call in (
+            lambda x=x: dist.all_reduce(x),
+            lambda x=x: dist.all_reduce_coalesced([x, x]),
+            lambda x=x, y=y: dist.all_gather([x, y], y),
+            lambda x=x, y=y: dist.reduce_scatter(x, [y, y]),
+            lambda x=x, y=y: dist.reduce_scatter_tensor(x, torch.cat([y, y])),
+            lambda x=x, y=y: dist.all_to_all_single(x, y),
+            lambda x=x: dist.all_reduce(x, dist.ReduceOp.AVG if x.is_floating_point() else dist.ReduceOp.MIN),
+        ):
+            with pytest.raises(ValueError, match="a tensor that is written must have memory of its own for each elem"):
+                call()
+            said.append(x[0].item())
+        if rank == 0:  # which only reads
+            dist.broadcast(x, 0)
+            dist.reduce(x, 1)
+        else:
+            dist.broadcast(y, 0)
+            dist.reduce(y, 1)
+        outs = [torch.empty(4, dtype=dtype) for _ in range(world_size)]
+        dist.all_gather(outs, x if rank else y)
+        said.append([out.tolist() for out in outs] + [y.tolist()] * rank)
+    return said
+
+
+def test_outputs_whose_elements_share_memory_are_refused_and_inputs_are_not():
+    ones, twos = [1.0] * 4, [2.0] * 4
+
+    for rank, said in enumerate(run_ranks(write_into_shared_memory, 2, backend=BACKEND)):
+        assert said == ([1] * 7 + [[ones, ones, twos] if rank else [ones, ones]]) * 2
 
 
 def call_behind_a_window(rank, world_size):
