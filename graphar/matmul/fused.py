@@ -42,7 +42,7 @@ from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.ranks import agreement
 from graphar.runtime import launcher
-from graphar.runtime.bind.launches import bind_launch, on_own_device, put_with_numbers
+from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.catalogue import SCALE_FORMATS, KernelSource, fused_matmul_source
 from graphar.runtime.engine import Engine
@@ -271,7 +271,7 @@ class FusedMatmul:
         parameters, grid = bind(tile, matrices, one, arguments, rows, chip)
         launch = KernelLaunch(self._functions[at][tile, matrices.layout], [*parameters, arguments], grid)
         epilogue = self._call.work.epilogue
-        put = epilogue and put_with_numbers(self._runner, arguments, words, epilogue, arguments.epilogue.put)
+        put = epilogue and put_agreed(self._runner, arguments, words, epilogue, arguments.epilogue.put)
         return bind_launch(self._runner, member, launch, arguments, put)
 
     # ---- operands as kernels take them ------------------------------------------------------------------------------

@@ -32,9 +32,10 @@ def empty(*size, dtype: torch.dtype | None = None, group: Group = None):
 
     "two_shot_pipelined", which "auto" takes for large tensors, writes the sums of all ranks directly into a symmetric
     ``out``. "one_shot_unstaged" reads a symmetric ``x`` in place, unless it is also ``out``. The same holds for views
-    without gaps that begin at a multiple of 16 bytes. If one rank passes a symmetric tensor or a view of it, all ranks
-    must pass the same one, at the same offset; otherwise, and after a CollectiveTimeout, its content is undefined. In
-    every other respect it is like any tensor. On the CPU, and if kernels do not reach all ranks, it is an ordinary one.
+    without gaps that begin at a multiple of 16 bytes. In such a call all ranks must pass the same one, at the same
+    offset: the one that the same call of ``empty`` returned. Otherwise every rank gets CommunicatorError. After an
+    error its content is undefined. In every other respect it is like any tensor. On the CPU, and if kernels do not
+    reach all ranks, it is an ordinary one.
 
     Collective, and refused while a graph is captured; captured calls may use the tensor. Its memory, a multiple of 2 MB
     outside torch's allocator, is freed when the communicator is closed. The tensor must not be used afterwards.
@@ -64,8 +65,19 @@ def _empty(engine: Engine, like: torch.Tensor) -> list[torch.Tensor]:
         devices = engine.devices or (engine.first_device(),)
         check_not_capturing("empty", devices)
         engine.compare("empty", f"of {list(like.shape)} {like.dtype}")
+        _agree(engine, like)
         if not engine.find_runner(devices[0]):
             return [torch.empty_like(like, device=device) for device in devices]
         tensors = engine.runner.symmetric.empty(like)
         engine.symmetric = engine.runner.symmetric
         return tensors
+
+
+def _agree(engine: Engine, like: torch.Tensor) -> None:
+    """Raises ValueError, on every rank, if ranks ask for tensors of different shapes or dtypes."""
+    if engine.devices:
+        return
+    mine = f"{list(like.shape)} of {like.dtype}"
+    asked = [word.decode() for word in engine.rendezvous().exchange("making a symmetric tensor", mine.encode())]
+    if len(set(asked)) > 1:
+        raise ValueError(f"empty: ranks must ask for the same shape and dtype, got, in rank order, {asked}")

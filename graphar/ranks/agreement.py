@@ -83,8 +83,9 @@ def words_of_matmul_launch(call: Call, algorithm: Algorithm, one: Slice, k: int 
 
 
 def words_with_numbers(words: str, numbers: Sequence[float]) -> str:
-    """Returns the words of a launch with the numbers of its epilogue, which kernels take in fp32."""
-    return f"{words}, numbers {', '.join(f'{ctypes.c_float(one).value:.9g}' for one in numbers)}"
+    """Returns the words of a launch with the numbers of its epilogue, if there are any, which kernels take in fp32."""
+    said = ", ".join(f"{ctypes.c_float(one).value:.9g}" for one in numbers)
+    return f"{words}, numbers {said}" if numbers else words
 
 
 class Store(Protocol):

@@ -66,7 +66,7 @@ class Runner:
         self.members, self.world_size, self.chip = members, world_size, chip
         self.memory, self.rendezvous = memory, rendezvous
         self.kernels = Kernels(members, world_size, memory, rendezvous, multicast_memory)
-        self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory, rendezvous)
+        self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory)
         # Held during launches: threads share the arguments, and must reach the members in the same order.
         self.lock = threading.RLock()
         self._failure: GrapharError | None = None

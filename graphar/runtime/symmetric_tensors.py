@@ -23,8 +23,8 @@ class SymmetricTensors:
     ``devices`` has the CUDA device index of each rank of this process, by rank, in rank order.
     """
 
-    def __init__(self, devices: dict[int, int], memory: ProcessMemory | LocalMemory, rendezvous) -> None:
-        self._devices, self._memory, self._rendezvous = devices, memory, rendezvous
+    def __init__(self, devices: dict[int, int], memory: ProcessMemory | LocalMemory) -> None:
+        self._devices, self._memory = devices, memory
         self.buffers: list[Buffer] = []
         self._starts: list[int] = []  # addresses of this process's allocations, sorted; unique over devices
         self._buffer_at: dict[int, Buffer] = {}
@@ -32,14 +32,7 @@ class SymmetricTensors:
         self.begin = self.end = 0  # all allocations lie in these addresses, with other memory between them
 
     def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Returns an uninitialised tensor like ``like`` for each rank of this process. Collective.
-
-        ValueError, on every rank, if ranks ask for different shapes or dtypes.
-        """
-        mine = f"{list(like.shape)} of {like.dtype}"
-        asked = [word.decode() for word in self._rendezvous.exchange("making a symmetric tensor", mine.encode())]
-        if len(set(asked)) > 1:
-            raise ValueError(f"empty: ranks must ask for the same shape and dtype, got, in rank order, {asked}")
+        """Returns an uninitialised tensor for each rank of this process. Collective; ``like`` is alike on all ranks."""
         if like.numel() == 0:
             return [torch.empty_like(like, device=f"cuda:{device}") for device in self._devices.values()]
         buffer = self._memory.allocate(math.ceil(like.nbytes / _BLOCK_NBYTES) * _BLOCK_NBYTES)
@@ -54,26 +47,27 @@ class SymmetricTensors:
 
     def on_every_rank(self, pointer: int) -> list[int] | None:
         """Returns each rank's address for ``pointer``, an address of this process; None if it is not symmetric."""
+        found = self._find(pointer)
+        return found and [base + found[1] for base in found[0].pointers]
+
+    def _find(self, pointer: int) -> tuple[Buffer, int] | None:
+        """Returns the allocation in which an address of this process lies, and the offset there; None without one."""
         index = bisect_right(self._starts, pointer)
         if index == 0:
             return None
         start = self._starts[index - 1]
         buffer = self._buffer_at[start]
-        if pointer - start >= buffer.nbytes:
-            return None
-        return [base + pointer - start for base in buffer.pointers]
+        return (buffer, pointer - start) if pointer - start < buffer.nbytes else None
 
     def describe(self, x: torch.Tensor, out: torch.Tensor) -> str:
         """Returns where a call's operands lie, in words that are the same on every rank."""
         return f", x at {self._place(x.data_ptr())}, out at {self._place(out.data_ptr())}"
 
     def _place(self, pointer: int) -> str:
-        for number, buffer in enumerate(self.buffers):
-            for rank in self._devices:
-                offset = pointer - buffer.pointers[rank]
-                if 0 <= offset < buffer.nbytes:
-                    return f"byte {offset} of symmetric tensor {number}"
-        return "no symmetric tensor"
+        if (found := self._find(pointer)) is None:
+            return "no symmetric tensor"
+        buffer, offset = found
+        return f"byte {offset} of symmetric tensor {self.buffers.index(buffer)}"
 
     def sides(self, x, out) -> tuple[str, ...]:
         """Returns which of "input" and "output" lie in symmetric memory, so that kernels may access them on all ranks.
@@ -104,21 +98,23 @@ class SymmetricTensors:
         others = zip(list(self._devices)[1:], tensors[1:], strict=True)
         return all(one.data_ptr() == there[rank] and one.is_contiguous() for rank, one in others)
 
-    def put_peers(self, arguments: Arguments, side: str) -> Callable[[], None]:
+    def put_peers(self, arguments: Arguments, side: str) -> Callable[[], str]:
         """Returns a function that writes every rank's address of a symmetric "input" or "output" into the arguments.
 
-        The arguments already have this rank's address.
+        The arguments already have this rank's address. The function returns where that lies, in words that are the same
+        on every rank.
         """
-        is_input, last = side == "input", None
+        is_input, last, place = side == "input", None, ""
 
-        def put() -> None:
-            nonlocal last
+        def put() -> str:
+            nonlocal last, place
             pointer = arguments.input if is_input else arguments.output
             if pointer != last:
                 peers = arguments.peer_input if is_input else arguments.peer_output
                 for rank, there in enumerate(self.on_every_rank(pointer)):
                     peers[rank] = there
-                last = pointer
+                last, place = pointer, f", its {side} at {self._place(pointer)}"
+            return place
 
         return put
 

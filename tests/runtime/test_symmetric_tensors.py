@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import graphar
+from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan import select
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
@@ -17,10 +16,12 @@ from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.select import Facts
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Sum
-from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from graphar.ranks.rendezvous import Alone
 from graphar.runtime import symmetric_tensors
 from graphar.runtime.arguments import Arguments
+from graphar.runtime.bind.launches import put_agreed
 from graphar.runtime.peer_memory import SharedBuffer
+from graphar.runtime.runner import Runner
 from graphar.runtime.symmetric_tensors import SymmetricTensors
 from tests.cases import integers, same_bits
 from tests.processes import run_ranks
@@ -162,7 +163,7 @@ def make(monkeypatch):
         return torch.frombuffer(raw, dtype=like.dtype).view(like.shape)
 
     monkeypatch.setattr(symmetric_tensors, "tensor_at", tensor_at)
-    return lambda *ranks: SymmetricTensors({rank: rank for rank in ranks}, HostMemory(), Alone())
+    return lambda *ranks: SymmetricTensors({rank: rank for rank in ranks}, HostMemory())
 
 
 def like(numel):
@@ -269,20 +270,37 @@ def test_a_launch_is_told_where_its_operand_lies_on_every_rank(make, operand):
         assert list(peers) == [ranks[0] + offset, ranks[1] + offset] + [0] * (MAX_RANKS - 2)
 
 
-def test_ranks_that_ask_for_different_tensors_are_told_so():
-    store = dist.HashStore()
+@pytest.mark.parametrize("numbers", [(), (0.5,)], ids=["no numbers", "numbers"])
+def test_ranks_agree_on_a_call_only_if_it_accesses_one_tensor_at_one_offset(make, numbers):
+    """The tensors of both ranks were made by the same calls, whose memory lies elsewhere in each process."""
+    fingerprints = []
+    for rank, places in enumerate([(0, 0), (1, 0), (0, 16)] * 2):
+        symmetric = make(rank % 2)
+        made = [symmetric.empty(like(1000))[0] for _ in range(2)]
+        runner, arguments = Runner([], 2, None, None, Alone(), None), Arguments()
+        epilogue = numbers and Pointwise("v * a", (), 1000)
+        put = put_agreed(runner, arguments, "a call", epilogue, None, symmetric.put_peers(arguments, "input"))
+        number, offset = places
+        for arguments.input in (made[0].data_ptr() + 32, made[number].data_ptr() + offset):
+            put((), (), numbers, None)
+        fingerprints.append(arguments.fingerprint)
 
-    def ask(rank):
-        symmetric = SymmetricTensors({rank: rank}, HostMemory(), StoreRendezvous(store, "t", rank, 2, timeout_s=5))
-        try:
-            symmetric.empty(like(8 + rank))
-        except ValueError as error:
-            return str(error)
+    assert fingerprints[:3] == fingerprints[3:]
+    assert len(set(fingerprints)) == 3
 
-    with ThreadPoolExecutor(2) as pool:
-        for told in pool.map(ask, range(2)):
-            assert "must ask for the same shape and dtype" in told
-            assert "'[8] of torch.bfloat16', '[9] of torch.bfloat16'" in told
+
+def ask_for(rank, world_size, sizes):
+    with pytest.raises(ValueError, match="empty: ranks must ask for") as error:
+        graphar.empty(sizes[rank], dtype=torch.bfloat16)
+    return str(error.value), graphar.empty(3).shape
+
+
+@pytest.mark.parametrize("sizes", [(8, 9), (0, 4)], ids=str)
+def test_ranks_that_ask_for_different_tensors_are_told_so_and_go_on(sizes):
+    asked = [f"[{size}] of torch.bfloat16" for size in sizes]
+    said = f"empty: ranks must ask for the same shape and dtype, got, in rank order, {asked}"
+
+    assert run_ranks(ask_for, 2, sizes) == [(said, (3,))] * 2
 
 
 # ---- the choice -----------------------------------------------------------------------------------------------------

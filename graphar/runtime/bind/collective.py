@@ -17,7 +17,7 @@ from graphar.plan.slices import Slice, slices
 from graphar.ranks import agreement, fallback
 from graphar.runtime import launcher, prefetch
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.bind.launches import Put, bind_launch, of_members, put_with_numbers
+from graphar.runtime.bind.launches import Put, bind_launch, of_members, put_agreed
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid
 from graphar.runtime.launcher import Launch as KernelLaunch
@@ -112,32 +112,23 @@ def bind_slice(
         overlaps = is_early and launcher.can_overlap(member.device)
         grid = Grid(config.blocks, config.threads, shared_nbytes, overlaps, config.cluster)
         launch = KernelLaunch(function, [arguments], grid)
-        put = put_with_numbers(runner, arguments, words, call.work.epilogue, put_of(arguments, config, one))
+        peers = runner.symmetric.put_peers(arguments, row.direct) if config.direct else None
+        put = put_agreed(runner, arguments, words, call.work.epilogue, put_of(arguments, config, one), peers)
         launches.append(bind_launch(runner, member, launch, arguments, put))
     return launches
 
 
 def put_of(engine: Engine, call: Call) -> PutOf:
     """Returns what writes the tensors of a sum or of parts into a launch's arguments, beside input and output."""
-    symmetric, epilogue = engine.runner.symmetric, call.work.epilogue
-    budget_nbytes = engine.table.prefetch.budget_nbytes
+    epilogue, budget_nbytes = call.work.epilogue, engine.table.prefetch.budget_nbytes
 
     def put(arguments: Arguments, config: Config, one: Slice) -> Put | None:
-        direct = symmetric.put_peers(arguments, config.algorithm.row.direct) if config.direct else None
         if config.prefetches:
             return partial(prefetch.put, arguments, budget_nbytes)
         if not epilogue:
-            return direct and (lambda *given: direct())
+            return None
         arguments.epilogue.columns, arguments.epilogue.skipped = epilogue.columns, one.offset
-        put_epilogue = arguments.epilogue.put
-        if direct is None:
-            return put_epilogue
-
-        def put_both(*given) -> None:
-            direct()
-            put_epilogue(*given)
-
-        return put_both
+        return arguments.epilogue.put
 
     return put
 

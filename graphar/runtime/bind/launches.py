@@ -54,22 +54,31 @@ def bind_launch(
     return launch_one
 
 
-def put_with_numbers(runner: Runner, arguments: Arguments, words: str, epilogue: Pointwise | None, put: Put) -> Put:
-    """Returns ``put`` for the launches of a call with an epilogue, on whose numbers ranks must agree as well.
+def put_agreed(
+    runner: Runner,
+    arguments: Arguments,
+    words: str,
+    epilogue: Pointwise | None,
+    put: Put | None,
+    put_peers: Callable[[], str] | None = None,
+) -> Put | None:
+    """Returns ``put`` for launches in which ranks must agree on more than ``words``, which may change in each call.
 
-    ``words`` say what else they must agree on. The first numbers are told to other ranks at once: most epilogues never
-    have others.
+    That is the numbers of an epilogue, and where a symmetric tensor lies, of which ``put_peers`` writes the addresses.
+    What the first call has is told to other ranks at once: most calls never have anything else.
     """
-    if epilogue is None or not epilogue.expression.scalars:
+    if put_peers is None and (epilogue is None or not epilogue.expression.scalars):
         return put
-    last: tuple[float, ...] | None = None
+    last: tuple[str, tuple[float, ...]] | None = None
 
     def put_and_agree(inputs, outputs, numbers, corner) -> None:
         nonlocal last
-        if numbers != last:
-            arguments.fingerprint = runner.fingerprint(words, numbers, tells=last is None)
-            last = numbers
-        put(inputs, outputs, numbers, corner)
+        place = put_peers() if put_peers else ""
+        if (place, numbers) != last:
+            arguments.fingerprint = runner.fingerprint(f"{words}{place}", numbers, tells=last is None)
+            last = place, numbers
+        if put:
+            put(inputs, outputs, numbers, corner)
 
     return put_and_agree
 
