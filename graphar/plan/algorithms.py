@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 
@@ -118,13 +119,14 @@ def of_index(index: int) -> Algorithm:
 def add(kernel_name: str, digest: str, row: Row) -> Algorithm:
     """Returns the algorithm with this row, of a kernel from outside the package: an earlier one of the same name.
 
-    ``digest`` stands for the source and the row: ranks that loaded different ones get algorithms of different names.
+    ``digest`` stands for the source and the row: ranks that loaded different ones get algorithms of different names. An
+    earlier one keeps its row, but for the folder in which its file lies now.
     """
     name, named = f"{kernel_name}{_BEFORE_DIGEST}{digest}", NAMED[row.op]
     if name not in named:
         named[name] = made = str.__new__(Algorithm, name)
         made._name_ = made._value_ = name
-    ROWS[named[name]] = row
+    ROWS[named[name]] = replace(ROWS.get(named[name], row), folder=row.folder)
     return named[name]
 
 

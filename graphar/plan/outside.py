@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
-from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.plan import grids
 from graphar.plan.algorithms import Algorithm, add
+from graphar.plan.functions import contents
 from graphar.plan.row import FLOATS, Grid, Limit, Row, Slicing, Specification
 from graphar.plan.scratch import MAX_BLOCKS, PACK_NBYTES, SENTINEL, WARP, WORLD_SIZES, Layout, Scratch
 from graphar.plan.sources import digest_of, files_of, hashed
@@ -74,7 +74,10 @@ def load_algorithm(
         minimum_arch: the oldest architecture that has its instructions: 90 is sm_90.
         specification: what it computes, if that is not exactly what :mod:`graphar.reference` has for the op: a function
             from the list of the ranks' tensors to the result; of a reduce-scatter, to the list of the ranks' results.
-            Such an algorithm is not taken by "auto". None: it has the exact bits of the op.
+            Such an algorithm is not taken by "auto". None: it has the exact bits of the op. The algorithm's name also
+            has a hash of this function's code, and of all values that it depends on: its defaults, its closure, and
+            what it takes from its module. These must be plain values, tensors or functions. Functions of other modules
+            count by their names.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -119,7 +122,7 @@ def load_algorithm(
     )
     grid_at_sizes = [row.default_grid(2, nbytes) for nbytes in _SAMPLES]
     values = (op, ranks, scratches, limits, elements, grid_at_sizes, minimum_arch)
-    fields = row.digest.encode(), repr(values).encode(), *_hashed_by(specification)
+    fields = row.digest.encode(), repr(values).encode(), *check.contents(specification)
     return add(file.stem, hashed(fields)[:_DIGITS], row)
 
 
@@ -181,6 +184,13 @@ class _Checks:
         enough = not exact or pushed <= scratch.nbytes
         self.that(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes, and peers push {pushed} or more")
 
+    def contents(self, specification: Specification | None) -> list[bytes]:
+        """Returns what a specification is hashed by."""
+        try:
+            return [*contents(specification, "specification")] if specification else [b"True"]
+        except ValueError as error:
+            self.fail(str(error))
+
     def dtypes(self, op: str, given: Any) -> tuple[torch.dtype, ...]:
         if given is None:
             return (BYTE,) if op == "allgather" else FLOATS
@@ -199,19 +209,3 @@ def _grid(check: _Checks, blocks: int | Callable[[int], int], threads: int, chun
         return Grid(found, threads, chunk)
 
     return grid
-
-
-def _hashed_by(specification: Specification | None) -> Iterator[bytes]:
-    """Yields what a specification is hashed by: its code, as other processes have it too."""
-    code = getattr(specification, "__code__", None)
-    yield from _bytes_of(code) if isinstance(code, CodeType) else [repr(specification is None).encode()]
-
-
-def _bytes_of(code: CodeType) -> Iterator[bytes]:
-    yield code.co_code
-    yield repr(code.co_names).encode()
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _bytes_of(one)
-        else:  # the order of a set differs between processes
-            yield repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one).encode()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,10 +98,122 @@ def test_functions_of_equal_values_are_equal():
     assert load(**rows[0], max_nbytes=lambda n: MAX_NBYTES) == load(**rows[1])
 
 
-def test_specifications_of_other_code_differ():
-    first, second = (load(specification=one) for one in (reversed_sum, lambda tensors: sum(reversed(tensors[1:]))))
+SCALE = 2.0
 
-    assert first != second
+
+def scaled(tensors, by=SCALE, *, then=None):
+    return sum(tensors) * by
+
+
+def scaled_by_the_module(tensors):
+    return scaled(tensors, SCALE)
+
+
+class Scaled:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, tensors):
+        return sum(tensors) * self.by
+
+    @staticmethod
+    def twice(tensors):
+        return sum(tensors) * 2
+
+
+def depending_on(value, default=None):
+    def specification(tensors, default=default):
+        return sum(tensors) * value if default is None else value
+
+    return specification
+
+
+def calling(inner):
+    """A function with inner functions that call each other."""
+
+    def outer(tensors):
+        return inner(tensors) if len(tensors) else again()
+
+    def again():
+        return outer([])
+
+    return outer
+
+
+# Makers of specifications, of which any two differ in one thing only.
+UNLIKE = {
+    "code": [lambda: reversed_sum, lambda: lambda tensors: sum(reversed(tensors[1:]))],
+    "constants": [lambda value=value: depending_on(value) for value in (1, 1.0, True, -0.0, 0.0, "1", b"1", None)],
+    "containers": [lambda value=value: depending_on(value) for value in ((1, 2), [1, 2], {1: 2}, {1, 2}, [[1], 2])],
+    "tensors": [lambda at=at: depending_on(torch.arange(2) + at) for at in (0, 1)],
+    "names": [lambda value=value: depending_on(value) for value in (torch.bfloat16, torch.float16, torch.add, Scaled)],
+    "a default": [lambda value=value: depending_on(1, value) for value in (None, 1, 2)],
+    "an inner function": [lambda by=by: calling(depending_on(by)) for by in (1, 2)],
+    "a partial": [lambda by=by, one=one: partial(one, by=by) for by in (1, 2) for one in (scaled, reversed_sum)],
+    "a keyword": [lambda how=how: partial(scaled, **how) for how in ({"by": 1}, {"then": 1})],
+    "a static method": [lambda: Scaled.twice, lambda: scaled],
+}
+
+
+@pytest.mark.parametrize("makers", UNLIKE.values(), ids=UNLIKE)
+def test_specifications_that_differ_are_different_algorithms_and_equal_ones_are_the_same(makers):
+    """A later one does not change what an earlier one computes."""
+    made = [make() for make in makers]
+    loaded = [load(specification=one) for one in made]
+    again = [load(specification=make()) for make in makers]
+
+    assert len(set(loaded)) == len(makers)
+    assert loaded == again
+    assert [one.row.specification for one in loaded] == made
+
+
+def test_what_a_specification_takes_from_its_module_is_part_of_it(monkeypatch):
+    before = load(specification=scaled_by_the_module)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    other_scale = load(specification=scaled_by_the_module)
+    monkeypatch.setitem(globals(), "scaled", lambda tensors, by: sum(tensors) / by)
+
+    assert len({before, other_scale, load(specification=scaled_by_the_module)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("specification", "on"),
+    [
+        (Scaled(2), "an object of type .*Scaled"),
+        (depending_on(Scaled(2)), "'value' of type .*Scaled"),
+        (depending_on([Scaled(2)]), "'value' of type .*Scaled"),
+        (depending_on(1, Scaled(2)), "a default of type .*Scaled"),
+        (Scaled(2).__call__, "an object of type .*Scaled"),
+        (partial(scaled, by=Scaled(2)), "an object of type .*Scaled"),
+        (depending_on([].append), "'value' of type builtins.builtin_function"),
+        (depending_on(type("Local", (), {"__qualname__": "f.<locals>.Local"})), "'value' of type builtins.type"),
+    ],
+)
+def test_a_specification_that_ranks_cannot_compare_is_refused(specification, on):
+    with pytest.raises(ValueError, match=rf"load_algorithm: specification depends on {on}.*, which ranks cannot comp"):
+        load(specification=specification)
+
+
+def name_in_a_new_process(seed):
+    code = (
+        "from tests.plan.test_load_algorithm import *\n"
+        "print(load(specification=depending_on([{'b', 'a', 'c'}, frozenset({1, 'd'}), {'a': torch.ones(2)}, calling])))"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_processes_give_a_specification_the_same_name():
+    assert name_in_a_new_process(1) == name_in_a_new_process(2)
+
+
+def test_an_earlier_algorithm_goes_on_where_its_file_lies_now(folder):
+    earlier = load(folder / "pushed_sum.cu", specification=reversed_sum)
+
+    assert load(specification=reversed_sum) is earlier
+    assert Path(earlier.row.folder) == FOLDER
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
