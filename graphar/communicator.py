@@ -253,7 +253,8 @@ class Communicator:
         compiled code and captured graphs are valid again after :meth:`resume`. Meanwhile every call raises
         CommunicatorError. The collectives of a graph that is replayed meanwhile do nothing; :meth:`resume` warns of
         that. An access to a symmetric tensor is CUDA's illegal address error, which ends the process's context.
-        Multimem scratch, which torch allocates, stays. A suspended communicator stays as it is.
+        Multimem scratch, which torch allocates, stays. A suspended communicator stays as it is. While this method or
+        :meth:`resume` runs, no thread may replay a graph with the communicator: that is an illegal address error, too.
 
         Args:
             keep: "symmetric": keep the content of symmetric tensors, in pinned host memory. None: it is undefined after

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -34,6 +36,8 @@ class FakeDriver:
         reserved: the sizes of the reserved address ranges, by address.
         mapped: the sizes of the mappings, by address.
         handles: the open handles, as descriptors of files in memory.
+        succeeding: how many calls succeed before one fails, and all after it succeed again; None: all succeed. What
+            only gives back never fails.
     """
 
     def __init__(self, left_nbytes: int = 1 << 40) -> None:
@@ -41,12 +45,20 @@ class FakeDriver:
         self.reserved: dict[int, int] = {}
         self.mapped: dict[int, int] = {}
         self.handles: dict[int, int] = {}
+        self.succeeding: int | None = None
         self._next = 1
         for name in ("CUmemAllocationProp", "CUmemLocation", "CUmemAccessDesc"):
             setattr(self, name, SimpleNamespace)
         for name, values in _ENUMS.items():
             setattr(self, name, SimpleNamespace(**dict.fromkeys(values, 1)))
         self.CUresult = SimpleNamespace(CUDA_SUCCESS=OK)
+
+    def fails(self, name: str) -> bool:
+        """Whether the next call, of this name, is the one that fails."""
+        if self.succeeding is None or name in _GIVING_BACK:
+            return False
+        self.succeeding -= 1
+        return self.succeeding == -1
 
     # ---- devices -----------------------------------------------------------------------------------------------------
 
@@ -162,6 +174,14 @@ class FakeDriver:
         return handle
 
 
+_GIVING_BACK = (
+    "cuCtxPopCurrent",
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuMemRelease",
+    "cuMemAddressFree",
+    "cuMemUnmap",
+)
 _ENUMS = {
     "CUmemAllocationGranularity_flags": ("CU_MEM_ALLOC_GRANULARITY_MINIMUM",),
     "CUmemLocationType": ("CU_MEM_LOCATION_TYPE_DEVICE",),
@@ -181,6 +201,17 @@ def _forbidden(address: int | None, nbytes: int) -> int:
     return _libc.mmap(address, nbytes, 0, kind, -1, 0)
 
 
+def _failing(fake: FakeDriver, name: str, function: Callable) -> Callable:
+    if name.startswith("CU"):
+        return function
+
+    @functools.wraps(function)
+    def call(*given):
+        return (OUT_OF_MEMORY,) if fake.fails(name) else function(*given)
+
+    return call
+
+
 @contextlib.contextmanager
 def installed(fake: FakeDriver):
     """Lets graphar use ``fake`` in place of the CUDA driver."""
@@ -188,7 +219,8 @@ def installed(fake: FakeDriver):
     real, drivers.driver.__dict__ = drivers.driver.__dict__, {}
     for name in dir(fake):
         if name.startswith(("cu", "CU")):
-            setattr(drivers.driver, name, getattr(fake, name))
+            found = getattr(fake, name)
+            setattr(drivers.driver, name, _failing(fake, name, found) if callable(found) else found)
     for cache in caches:
         cache.cache_clear()
     try:

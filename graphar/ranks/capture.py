@@ -15,6 +15,15 @@ def is_capturing(device: torch.device | int, stream: torch.cuda.Stream | None = 
         return torch.cuda.is_current_stream_capturing()
 
 
+def check_can_prepare(what: str, devices: Sequence[torch.device | int]) -> None:
+    """Raises CommunicatorError, which names ``what`` has no plan, if a device's current stream is being captured."""
+    if any(is_capturing(device) for device in devices):
+        raise CommunicatorError(
+            f"{what} has no plan yet and none can be made during graph capture; call Communicator.prepare(), or make "
+            "one such call, before capturing"
+        )
+
+
 def check_not_capturing(op: str, devices: Sequence[torch.device]) -> None:
     """Raises CommunicatorError if the current stream of a CUDA device is being captured into a graph."""
     for device in devices:

@@ -47,7 +47,9 @@ class Kernels(Protocol):
 
     def run(self, call: Call, ranks: Sequence[Operands]) -> object: ...
     def synchronize(self) -> None: ...
-    def suspend(self, keep: str | None) -> None: ...
+    def why_stays(self) -> str: ...
+    def end_work(self, keep: str | None) -> None: ...
+    def give_back(self) -> None: ...
     def resume(self) -> None: ...
     def let_go_of_group(self) -> None: ...
     def close(self) -> None: ...
@@ -163,15 +165,27 @@ class Hierarchy:
         if self._kernels:
             self._kernels.synchronize()
 
-    def suspend(self, keep: str | None) -> None:
-        """Gives back the memory of the communicator inside this host. Collective inside each host."""
+    def why_stays(self) -> str:
+        """Returns why the memory of the communicator inside this host cannot be given back, or an empty string."""
+        return self._kernels.why_stays() if self._kernels else ""
+
+    def end_work(self, keep: str | None) -> None:
+        """Ends the work of the communicators inside all hosts. Collective, and so are the next two."""
         if self._kernels:
-            self._kernels.suspend(keep)
+            self._agree("ending all work", partial(self._kernels.end_work, keep))
+
+    def give_back(self) -> None:
+        """Gives their memory back once their work has ended."""
+        if self._kernels:
+            self._agree("giving memory back", self._kernels.give_back)
 
     def resume(self) -> None:
-        """Brings that memory back. Collective inside each host."""
+        """Brings their memory back. If that fails in one host, a second call goes on there."""
         if self._kernels:
-            self._kernels.resume()
+            self._agree("restoring memory", self._kernels.resume)
+
+    def _agree(self, what: str, step: Callable[[], None]) -> None:
+        self._communicator.rendezvous().agree(f"{what} inside hosts", step)
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -107,6 +109,8 @@ class StoreRendezvous:
         beside_meeting: takes the purpose of an exchange and its limit in seconds, and returns the context in which
             ranks meet: for ranks that may make a call elsewhere in place of the exchange.
         waited_s: how long all meetings together have waited for ranks to come, in seconds.
+        has_met: whether all ranks have come to a meeting.
+        is_served: whether the store can still be expected to answer.
     """
 
     def __init__(
@@ -116,7 +120,9 @@ class StoreRendezvous:
         self._store, self.prefix, self._timeout_s = store, prefix, timeout_s
         self._processes = list(range(world_size) if processes is None else processes)
         self._meetings = self._notes = 0
-        self.waited_s = 0.0
+        self.waited_s, self.has_met = 0.0, False
+        self.is_served: Callable[[], bool] = lambda: True
+        self._keys: set[str] = set()  # of this rank, in the store
         self.beside_meeting: Callable[[str, float], contextlib.AbstractContextManager[None]] = at_once
         self._identity = identify()
         self._set(self._key("process", rank), self._identity)
@@ -140,7 +146,7 @@ class StoreRendezvous:
         """As :meth:`exchange`, for ranks of which each is known to come to this meeting, or to none."""
         meeting, self._meetings = self._meetings, self._meetings + 1
         if meeting > 1:  # all ranks came to the last meeting, so they have read the one before
-            self._ask(lambda: self._store.delete_key(self._key(meeting - 2, self.rank)))
+            self._delete(self._key(meeting - 2, self.rank))
         return self._meet(meeting, what, payload, timeout_s)
 
     def close(self, step: int) -> None:
@@ -193,7 +199,7 @@ class StoreRendezvous:
     def withdraw(self, name: str) -> None:
         """Deletes what this rank published under ``name``, if the store can be reached."""
         with contextlib.suppress(CommunicatorError):
-            self._ask(lambda: self._store.delete_key(self._key(name, self.rank)))
+            self._delete(self._key(name, self.rank))
 
     # ---- last calls -------------------------------------------------------------------------------------------------
 
@@ -201,7 +207,7 @@ class StoreRendezvous:
         """Records what this rank does next, for ranks that may time out waiting for it. Does not wait."""
         self._notes += 1
         word = [self.prefix, self._processes, self._notes, what, gave_up, self._identity]
-        self._set(_word_of(self._processes[self.rank]), json.dumps(word))
+        self._ask(lambda: self._store.set(_word_of(self._processes[self.rank]), json.dumps(word)))
 
     def last_words(self) -> list[LastWord]:
         """Returns the last call that each rank recorded, in this communicator or another."""
@@ -228,8 +234,20 @@ class StoreRendezvous:
         return f"{self.prefix}/{self._meetings}/{what}/{'-'.join(map(str, ranks))}"
 
     def leave(self) -> None:
-        """Drops the store. Methods that need it raise CommunicatorError from now on."""
+        """Drops the store. Methods that need it raise CommunicatorError from now on. Does not wait for other ranks."""
+        if self._store is not None and self.is_served():
+            with contextlib.suppress(CommunicatorError):
+                self._ask(self._give_keys_back)
         self._store = None
+
+    def _give_keys_back(self) -> None:
+        """Deletes the keys of all ranks, if all others have left: until then they may read them."""
+        count, told = f"{self.prefix}/left", [self._key("left", rank) for rank in range(self.world_size)]
+        self._store.set(told[self.rank], json.dumps([*self._keys]))
+        if self._store.add(count, 1) == self.world_size:
+            of_ranks = [json.loads(keys) for keys in self._store.multi_get(told)]
+            for key in (*itertools.chain(*of_ranks), *told, count):
+                self._store.delete_key(key)
 
     def ended(self) -> list[int]:
         """Returns the ranks whose processes are known to have ended."""
@@ -252,6 +270,7 @@ class StoreRendezvous:
                 raise RanksAbsent(f"{what}: rank {self.rank} came too late: {outcome}")
         finally:
             self.waited_s += time.monotonic() - begin
+        self.has_met = True
         said = [word.partition(_SEPARATOR) for word in self._ask(lambda: self._store.multi_get(keys))]
         purposes = [purpose.decode() for purpose, _, _ in said]
         if len(set(purposes)) > 1:
@@ -269,6 +288,7 @@ class StoreRendezvous:
         if not isinstance(meeting, int):  # ranks that close do not need each other
             return words
         key, said = f"{self.prefix}/outcome", ""  # of the last meeting, with its number
+        self._keys.add(key)
         while (number := int(said.partition(" ")[0] or -1)) < meeting:
             said = self._ask(lambda said=said: self._store.compare_set(key, said, f"{meeting} {words}")).decode()
         return _MET if number > meeting else said.partition(" ")[2]
@@ -303,7 +323,12 @@ class StoreRendezvous:
         found = self._ask(lambda: self._store.compare_set(key, _NOTHING, _NOTHING))
         return None if found == _NOTHING.encode() else found
 
+    def _delete(self, key: str) -> None:
+        self._keys.discard(key)
+        self._ask(lambda: self._store.delete_key(key))
+
     def _set(self, key: str, value: str | bytes) -> None:
+        self._keys.add(key)
         self._ask(lambda: self._store.set(key, value))
 
     def _ask(self, question: Callable[[], T]) -> T:
@@ -330,7 +355,11 @@ def meet(group: dist.ProcessGroup, timeout_s: float) -> StoreRendezvous:
     processes = dist.get_process_group_ranks(group)
     prefix = f"graphar/{group.group_name}/{'-'.join(map(str, processes))}"
     # Make another store object, because the registry watches when torch drops the one that it holds with the group.
-    store, rank = dist.PrefixStore("graphar", dist.distributed_c10d._get_default_store()), group.rank()
+    default, rank = dist.distributed_c10d._get_default_store(), group.rank()
+    store, known = dist.PrefixStore("graphar", default), weakref.ref(default)
     # Counted in the store: a process may have met others in an earlier store, and others may be new in this one.
     number = _asked(rank, lambda: store.add(f"{prefix}/rendezvous of/{rank}", 1))
-    return StoreRendezvous(store, f"{prefix}/{number}", rank, group.size(), timeout_s, processes)
+    made = StoreRendezvous(store, f"{prefix}/{number}", rank, group.size(), timeout_s, processes)
+    # The store of an ended default group may be served no more, and its keys end with it.
+    made.is_served = lambda: dist.is_initialized() and dist.distributed_c10d._get_default_store() is known()
+    return made

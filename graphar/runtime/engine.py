@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +24,7 @@ from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.select import Facts
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.ranks import agreement
+from graphar.ranks.capture import check_can_prepare
 from graphar.ranks.debug import Comparison
 from graphar.ranks.groups import device_of_process
 from graphar.ranks.hierarchical import Hierarchy
@@ -130,6 +133,7 @@ class Engine:
         warm: the plans that an op may run directly: ``plans``, or an empty cache while a watcher is active and while
             the engine is suspended.
         table: the tuning table that choices go by: the default one, and rank 0's after kernels are set up.
+        is_part: whether it is the part of another engine for the ranks of one host.
     """
 
     # Tests set it before the first call: multimem kernels then use ordinary accesses and need no multicast.
@@ -150,9 +154,8 @@ class Engine:
         self.group, self.devices = group, devices
         self.world_size = len(devices) if devices else group.size()
         self.rank = None if devices else group.rank()  # with devices, this process has all ranks
-        self.hierarchy = Hierarchy(
-            self, hosts, lambda inside, seconds: Engine(inside, None, seconds, lossless=self.lossless)
-        )
+        self.hierarchy, self.is_part = Hierarchy(self, hosts, self._part), False
+        self._making = threading.RLock()  # held to make what threads must not make twice
         self.runner = None
         self.why_no_runner = ""  # set when a set-up found that kernels cannot run
         self.table: Table = shipped_table(DEFAULT)
@@ -169,6 +172,12 @@ class Engine:
         self.without_kernels = WithoutKernels(self, self.hierarchy, compares)
         self.find_watchers()
         open_engines[self.name] = self
+
+    def _part(self, inside: dist.ProcessGroup, timeout_s: float) -> Engine:
+        """Returns the engine of the ranks of this process's host."""
+        made = Engine(inside, None, timeout_s, lossless=self.lossless)
+        made.is_part = True
+        return made
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -310,21 +319,26 @@ class Engine:
         return self.runner is not None
 
     def _set_up(self, device: torch.device) -> None:
-        rendezvous = Alone() if self.devices else self.rendezvous()
-        try:
-            rendezvous.agree_on_none("set-up", missing_software())
-            from graphar.runtime.setup import set_up  # needs cuda-python
+        check_can_prepare("this communicator", self.devices or [device])
+        with self._making:
+            if self.runner or self.why_no_runner:  # by another thread meanwhile
+                return
+            rendezvous = Alone() if self.devices else self.rendezvous()
+            try:
+                rendezvous.agree_on_none("set-up", missing_software())
+                from graphar.runtime.setup import set_up  # needs cuda-python
 
-            self.runner, self.table = set_up(
-                self.group, self.devices, device, rendezvous, self.lossless, self.multimem_stand_in
-            )
-        except UnsupportedError as error:
-            self.why_no_runner = str(error)
+                self.runner, self.table = set_up(
+                    self.group, self.devices, device, rendezvous, self.lossless, self.multimem_stand_in
+                )
+            except UnsupportedError as error:
+                self.why_no_runner = str(error)
 
     def rendezvous(self) -> StoreRendezvous:
         """Returns the rendezvous of the group's processes. The first call makes it."""
-        self._rendezvous = self._rendezvous or meet(self.group, self.timeout_s)
-        return self._rendezvous
+        with self._making:
+            self._rendezvous = self._rendezvous or meet(self.group, self.timeout_s)
+            return self._rendezvous
 
     def compare(self, what: str, details: str = "") -> None:
         """In debug mode, raises CommunicatorError unless every rank does ``what`` with the same ``details``."""
@@ -376,21 +390,53 @@ class Engine:
         if self.runner:
             self.runner.synchronize()
 
+    def common_order(self) -> str | None:
+        """Returns a key by which all ranks sort engines alike; None if the other ranks may not know this one yet.
+
+        A rank may make an engine alone, such as by an explanation. Once all ranks have met, all of them have it.
+        """
+        if self.devices:
+            return ""
+        return self._rendezvous.prefix if self._rendezvous and self._rendezvous.has_met else None
+
+    def why_stays(self) -> str:
+        """Returns why memory of this process cannot be given back while its addresses stay, or an empty string."""
+        own, inside = self.runner.memory.why_stays if self.runner else "", self.hierarchy.why_stays()
+        return own or (inside and f"inside a host, {inside}")
+
     def suspend(self, keep: str | None) -> None:
-        """Gives the memory shared with other ranks back until :meth:`resume`. Collective."""
+        """Gives the memory shared with other ranks back until :meth:`resume`. Collective.
+
+        An error before any rank gives memory back leaves all ranks as they were. After a later one they are suspended.
+        """
         if self.suspended:
             return
         with self.keeping_failure("suspend"):
             self.compare("suspend", f"keep={keep}")
-            self._meet_to("suspend", str(keep))
-            self.hierarchy.suspend(keep)
+            kept, reasons = zip(*self._meet_to("suspend", str(keep), self.why_stays()), strict=True)
+            if len(set(kept)) > 1:
+                raise CommunicatorError(f"suspend: ranks must pass the same keep, got, in rank order, {[*kept]}")
+            if reason := next(filter(None, reasons), ""):
+                raise UnsupportedError(f"suspend: this memory cannot be given back while its addresses stay: {reason}")
+            self.end_work(keep)
+            self.give_back()
+
+    def end_work(self, keep: str | None) -> None:
+        """Ends all ranks' work, and saves what to keep: the first half of :meth:`suspend`. Collective."""
+        with self.keeping_failure("suspend"):
+            self.hierarchy.end_work(keep)
             if self.runner:
                 from graphar.runtime.suspension import Suspension  # needs cuda-python
 
                 suspension = Suspension(self.runner)
                 suspension.end_work(keep == "symmetric")
                 self._suspension = suspension
-            self._set_suspended(True)
+
+    def give_back(self) -> None:
+        """Gives memory back once all work has ended: the second half of :meth:`suspend`. Collective."""
+        with self.keeping_failure("suspend"):
+            self.set_suspended(True)
+            self.hierarchy.give_back()
             if self._suspension:
                 self._suspension.give_back()
 
@@ -411,19 +457,18 @@ class Engine:
             self.keep_failure(error)
             raise
         self._suspension = None
-        self._set_suspended(False)
+        self.set_suspended(False)
 
-    def _set_suspended(self, suspended: bool) -> None:
+    def set_suspended(self, suspended: bool) -> None:
+        """Refuses calls, or lets them be made again. Not collective: what other ranks do not know holds no memory."""
         self.suspended = suspended
         self.find_watchers()
 
-    def _meet_to(self, what: str, how: str = "") -> None:
-        """Meets the ranks of other processes. CommunicatorError on every rank if they differ in ``how``."""
+    def _meet_to(self, what: str, *words: str) -> list[list[str]]:
+        """Meets the ranks of other processes, and returns each one's words, in rank order."""
         if self.devices:
-            return
-        said = [word.decode() for word in self.rendezvous().exchange(what, how.encode())]
-        if len(set(said)) > 1:
-            raise CommunicatorError(f"{what}: ranks must pass the same keep, got, in rank order, {said}")
+            return [[*words]]
+        return [json.loads(said) for said in self.rendezvous().exchange(what, json.dumps(words).encode())]
 
     def memory(self) -> Memory:
         """Returns the memory of this process's first rank on its GPU."""
@@ -448,7 +493,7 @@ class Engine:
     def _end(self) -> None:
         self.closed = True
         self.plans.clear()
-        del open_engines[self.name]
+        open_engines.pop(self.name, None)
         with contextlib.ExitStack() as ends:
             ends.callback(self.let_go_of_group)
             ends.callback(self.hierarchy.close)
@@ -498,7 +543,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 
 def _find_watchers() -> None:
-    for engine in open_engines.values():
+    for engine in [*open_engines.values()]:  # another thread may add one
         engine.find_watchers()
 
 

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 
-from graphar.errors import CommunicatorError
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Kernel
 from graphar.ranks import agreement
-from graphar.ranks.capture import is_capturing
+from graphar.ranks.capture import check_can_prepare
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import catalogue, compiler, launcher
 from graphar.runtime.arguments import Counters
@@ -89,11 +88,7 @@ class Kernels:
         """
         if functions := self._functions.get(key):
             return functions
-        if any(is_capturing(member.device) for member in self._members):
-            raise CommunicatorError(
-                f"{described} has no plan yet and none can be made during graph capture; call Communicator.prepare(), "
-                "or make one such call, before capturing"
-            )
+        check_can_prepare(described, [member.device for member in self._members])
         begin = time.perf_counter()
         functions = self._rendezvous.agree(f"loading {described}", lambda: [*map(load, self._members)])
         if algorithm not in self._regions:

@@ -113,7 +113,7 @@ class ProcessMemory:
         """Maps new memory of all ranks at the addresses of buffers; if one rank fails, nowhere. Collective."""
         meet = self._rendezvous
         self._exchanges += 1
-        with contextlib.ExitStack() as ends, on_device(self._device):
+        with contextlib.ExitStack() as ends:
             own = meet.agree("allocating", lambda: self._create(buffers, ends))
             try:
                 meet.agree("mapping peers' memory", lambda: self._map(buffers, own))
@@ -125,7 +125,7 @@ class ProcessMemory:
     def _create(self, buffers: Sequence[VirtualBuffer], ends: contextlib.ExitStack) -> list:
         """Returns handles of new memory for buffers, and sends them to the peers; ``ends`` releases them."""
         own, descriptors = [], []
-        with _told():
+        with _told(), on_device(self._device):
             try:
                 for buffer in buffers:
                     (memory,) = buffer.create().values()
@@ -139,7 +139,7 @@ class ProcessMemory:
 
     def _map(self, buffers: Sequence[VirtualBuffer], own: Sequence) -> None:
         """Maps this rank's memory, and that of the peers, who have sent theirs."""
-        with _told(), contextlib.ExitStack() as ends:
+        with _told(), on_device(self._device), contextlib.ExitStack() as ends:
             received = self._channel.receive(self._exchanges, len(buffers))
             for descriptors in received.values():
                 ends.callback(close_all, descriptors)

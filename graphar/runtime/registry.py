@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Protocol, TypeAlias
 
@@ -32,6 +33,7 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | HasEngine | None
 
 _by_group: dict[str, Engine] = {}
 _by_devices: dict[tuple[torch.device, ...], Engine] = {}
+_making = threading.RLock()  # two threads' first calls share an engine
 
 
 def engine_name(group: Group, op: str = "graphar", alone: bool = False) -> str:
@@ -83,16 +85,29 @@ def engine_of_group(name: str, op: str = "graphar", instead: str = _LIST_INSTEAD
         return open_engines[name]
     if name == ALONE:
         return engine_of_devices("", (torch.device("cpu"),), op)
+    name, group = _named_group(name, op, instead)
+    with _making:
+        found = _made_for(name, group)
+        if found is None:
+            found = _by_group[name] = Engine(group, None, DEFAULT_TIMEOUT_S, is_enabled(None))
+            # torch has no hook for the end of a group, but drops the group's store then.
+            store = dist.distributed_c10d._get_process_group_store(group)
+            weakref.finalize(store, _outlive_group, name, found).atexit = False
+        return found
+
+
+def _named_group(name: str, op: str, instead: str) -> tuple[str, dist.ProcessGroup]:
+    """Returns the process group of a name, and the name of its engine."""
     _check_not_closed(name, op)
     group = _group_of(name, op) if name else process_group(None, instead)
-    name = "" if group is dist.group.WORLD else name  # the default group has one engine, whether it is named or not
+    # The default group has one engine, whether it is named or not.
+    return "" if group is dist.group.WORLD else name, group
+
+
+def _made_for(name: str, group: dist.ProcessGroup) -> Engine | None:
+    """Returns the engine of a process group, if there is one."""
     found = _by_group.get(name)
-    if found is None or found.closed or found.group is not group:
-        found = _by_group[name] = Engine(group, None, DEFAULT_TIMEOUT_S, is_enabled(None))
-        # torch has no hook for the end of a group, but drops the group's store then.
-        store = dist.distributed_c10d._get_process_group_store(group)
-        weakref.finalize(store, _outlive_group, name, found).atexit = False
-    return found
+    return None if found is None or found.closed or found.group is not group else found
 
 
 def _group_of(name: str, op: str) -> dist.ProcessGroup:
@@ -105,7 +120,7 @@ def _group_of(name: str, op: str) -> dist.ProcessGroup:
 
 
 def _outlive_group(name: str, engine: Engine) -> None:
-    """Makes an engine whose group was destroyed drop the group's store.
+    """Makes an engine whose group was destroyed drop the group's store. It stays only if it has kernels' memory.
 
     The server of a TCPStore runs as long as its process holds a store, and a new store on the same port joins that
     server. A group that is initialised again would find the old group's addresses there.
@@ -113,6 +128,8 @@ def _outlive_group(name: str, engine: Engine) -> None:
     if _by_group.get(name) is engine:
         del _by_group[name]
     engine.let_go_of_group()
+    if engine.runner is None:
+        open_engines.pop(engine.name, None)
 
 
 def engine_of_devices(name: str, devices: tuple[torch.device, ...], op: str = "graphar") -> Engine:
@@ -129,10 +146,11 @@ def engine_of_devices(name: str, devices: tuple[torch.device, ...], op: str = "g
             mine, theirs = ([str(device) for device in ones] for ones in (devices, found.devices))
             raise ValueError(f"graphar: a list of tensors on {mine} does not fit a communicator of {theirs}")
         return found
-    found = _by_devices.get(devices)
-    if found is None or found.closed:
-        found = _by_devices[devices] = Engine(None, local_devices(devices), DEFAULT_TIMEOUT_S)
-    return found
+    with _making:
+        found = _by_devices.get(devices)
+        if found is None or found.closed:
+            found = _by_devices[devices] = Engine(None, local_devices(devices), DEFAULT_TIMEOUT_S)
+        return found
 
 
 def check_takes_tensors(engine: Engine) -> None:
@@ -165,9 +183,10 @@ def check_keep(op: str, keep: object) -> None:
 def suspend(keep: str | None = None) -> None:
     """Gives the GPU memory of all communicators of this process back until :func:`graphar.resume`. Collective.
 
-    It does what :meth:`Communicator.suspend` does for each open communicator, in the order in which they were made,
-    and for those of calls that name a process group or none. Every process of their groups must call it. Communicators
-    whose group was destroyed, or of which a call has failed, are left as they are.
+    It does what :meth:`Communicator.suspend` does for each open communicator, also for those of calls that name a
+    process group or none, in an order that all ranks share. Every process of their groups must call it. Communicators
+    with which not all ranks have made a call yet only refuse calls. Those whose group was destroyed, or of which a call
+    has failed, are left as they are. No thread may replay a graph with a communicator meanwhile.
 
     Args:
         keep: "symmetric": keep the content of symmetric tensors, in pinned host memory. None: it is undefined after
@@ -175,30 +194,40 @@ def suspend(keep: str | None = None) -> None:
 
     Raises:
         ValueError: ``keep`` is neither.
-        UnsupportedError: the memory of a communicator cannot be given back. The message has the reason.
+        UnsupportedError: the memory of a communicator cannot be given back. The message has the reason. Others may be
+            suspended already; :func:`graphar.resume` resumes them.
         CommunicatorError: a graph is being captured, or a rank did not arrive in time.
     """
     check_keep("suspend", keep)
-    for engine in _usable_engines():
-        engine.suspend(keep)
+    for engine, is_shared in _usable_engines():
+        if is_shared:
+            engine.suspend(keep)
+        else:
+            engine.set_suspended(True)
 
 
 def resume() -> None:
     """Brings the GPU memory of all suspended communicators of this process back, at the same addresses. Collective.
 
-    It does what :meth:`Communicator.resume` does for each, in the order in which they were made. If it fails for one,
-    those after it stay suspended, and a second call goes on there.
+    It does what :meth:`Communicator.resume` does for each, in the order of :func:`graphar.suspend`. If it fails for
+    one, those after it stay suspended, and a second call goes on there. No thread may replay a graph meanwhile.
 
     Raises:
         DriverError: a GPU has too little memory; torch.cuda.empty_cache() frees what torch keeps.
         CommunicatorError: another rank failed, which the message names, or a rank did not arrive in time.
     """
-    for engine in _usable_engines():
-        engine.resume()
+    for engine, is_shared in _usable_engines():
+        if is_shared:
+            engine.resume()
+        else:
+            engine.set_suspended(False)
 
 
-def _usable_engines() -> list[Engine]:
-    return [one for one in open_engines.values() if one.is_usable()]
+def _usable_engines() -> list[tuple[Engine, bool]]:
+    """Returns this process's usable engines, in an order that ranks share, and whether all ranks know them."""
+    found = [one for one in [*open_engines.values()] if one.is_usable() and not one.is_part]
+    orders = {one: one.common_order() for one in found}
+    return [(one, orders[one] is not None) for one in sorted(found, key=lambda one: orders[one] or "")]
 
 
 def stats(group: Group = None) -> Stats:
@@ -216,7 +245,9 @@ def stats(group: Group = None) -> Stats:
         TypeError, ValueError: ``group`` is none of these, or there is no default group.
         CommunicatorError: the communicator is closed, or the group was destroyed.
     """
-    engine = engine_of_either(group, "stats")
-    if getattr(group, "engine", None) is engine:
+    engine = getattr(group, "engine", None)
+    if isinstance(engine, Engine):
         return engine.stats()
-    return with_beside(engine.stats(), engine.group.group_name)
+    name, ranks = _named_group(engine_name(group, "stats"), "stats", _LIST_INSTEAD)
+    made = _made_for(name, ranks)  # to make one is not this rank's alone
+    return with_beside(made.stats() if made else Stats((), 0, {}, 0.0, ""), ranks.group_name)

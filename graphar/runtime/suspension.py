@@ -9,10 +9,12 @@ graphs hold addresses alone, so they stay valid.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from graphar.errors import CommunicatorError, UnsupportedError
+from graphar.errors import CommunicatorError, DriverError
 from graphar.ranks.capture import is_capturing
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.runner import REPLAYED, Runner
@@ -20,23 +22,24 @@ from graphar.runtime.virtual_buffer import Guard, VirtualBuffer
 
 
 class Suspension:
-    """What a runner needs to go on after it was suspended. All methods are collective, but for :meth:`end`."""
+    """What a runner needs to go on after it was suspended. All methods are collective, but for :meth:`end`.
+
+    A driver call that fails leaves every address of scratch mapped: to its memory, or to the guard.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._meet = runner, runner.rendezvous
         self._guard: Guard | None = None
         self._kept: list[dict[int, torch.Tensor]] = []  # of each symmetric buffer, by rank of this process
+        self._replayed = False  # whether a record that was cleared said so
 
     def end_work(self, keeps_tensors: bool) -> None:
         """Waits for all ranks' work; with ``keeps_tensors`` saves the symmetric tensors in pinned memory of the host.
 
         Raises:
-            UnsupportedError: on every rank, if memory of a rank cannot be given back.
             CommunicatorError: a graph is being captured here or on another rank, or a rank did not come in time.
             GrapharError: an earlier call of this rank failed.
         """
-        if reason := self._runner.memory.why_stays:  # the same on every rank
-            raise UnsupportedError(f"suspend: this memory cannot be given back while its addresses stay: {reason}")
         self._meet.agree("ending all work", self._end_work)
         if keeps_tensors:
             self._meet.agree("saving symmetric tensors", self._save)
@@ -70,15 +73,18 @@ class Suspension:
             self._kept.append(kept)
 
     def _withdraw(self) -> None:
+        """Gives the memory back. What fails is tried again once all other memory is free."""
         self._runner.suspended = True
         devices = list(dict.fromkeys(member.device for member in self._runner.members))
         with on_device(devices[0]):
             if self._scratch() and self._guard is None:
                 self._guard = Guard(devices[0], devices)
-            for one in self._scratch():
-                one.map_guard(self._guard)
-            for one in self._runner.symmetric.buffers:
-                one.clear()
+            guard = self._guard
+            steps = [one.clear for one in self._runner.symmetric.buffers]
+            steps += [partial(one.map_guard, guard) for one in self._scratch()]
+            failed = [step for step in steps if _error_of(step)]
+            if errors := [error for step in failed if (error := _error_of(step))]:
+                raise errors[0]
 
     def resume(self) -> None:
         """Brings memory back to all addresses. Collective. Warns if a graph was replayed meanwhile.
@@ -90,24 +96,28 @@ class Suspension:
         """
         try:
             self._runner.memory.fill(self._buffers())
-            replayed = self._meet.agree("restoring memory", self._restore)
-        except Exception:
-            self._withdraw()
+            self._meet.agree("restoring memory", self._restore)
+        except Exception as error:
+            try:
+                self._withdraw()
+            except DriverError as another:
+                error.add_note(f"Giving the memory back failed, too: {another}")
             raise
         self.end()
         self._runner.suspended = False
-        if replayed:
+        if self._replayed:
             warnings.warn(f"graphar: {REPLAYED}", RuntimeWarning, stacklevel=4)  # the caller of Communicator.resume
 
-    def _restore(self) -> bool:
-        """Writes what memory must hold, and clears the records; returns whether a kernel has written one."""
+    def _restore(self) -> None:
+        """Writes what memory must hold, and clears the records; notes whether a kernel has written one."""
         self._runner.kernels.arm()
         for buffer, kept in zip(self._runner.symmetric.buffers, self._kept, strict=False):
             for member in self._runner.members:
                 with on_device(member.device):
                     host = kept[member.rank]
                     call(driver.cuMemcpyHtoD, buffer.pointers[member.rank], host.data_ptr(), buffer.nbytes)
-        return sum(member.clear_record() for member in self._runner.members) > 0  # clears all, where any() may not
+        for member in self._runner.members:
+            self._replayed = member.clear_record() or self._replayed
 
     def end(self) -> None:
         """Drops the guard and kept tensors; for a runner that was resumed, or is closed."""
@@ -115,6 +125,15 @@ class Suspension:
         if self._guard:
             self._guard.free()
         self._guard = None
+
+
+def _error_of(step: Callable[[], None]) -> DriverError | None:
+    """Does a step; returns the error that it raised."""
+    try:
+        step()
+    except DriverError as error:
+        return error
+    return None
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

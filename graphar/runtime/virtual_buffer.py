@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Mapping, Sequence
 
@@ -100,8 +101,9 @@ class VirtualBuffer:
     def _clear(self, ranks: Sequence[int]) -> None:
         self.resident = False
         for rank in ranks:
-            if nbytes := self._mapped.pop(rank, 0):
+            if nbytes := self._mapped.get(rank):
                 virtual_memory.displace(self.pointers[rank], nbytes)
+                del self._mapped[rank]
 
 
 class Guard:
@@ -118,17 +120,25 @@ class Guard:
     def __init__(self, device: int, devices: Sequence[int]) -> None:
         self.nbytes = virtual_memory.granularity(device)
         self.memory = virtual_memory.create(device, self.nbytes)
-        address = virtual_memory.reserve(self.nbytes)
-        virtual_memory.place(address, self.nbytes, self.memory, devices)
-        counters = Counters()
-        for state in counters.epoch_state:
-            state.aborted = 1
-        counters.busy[:] = [1] * len(counters.busy)
-        call(driver.cuMemcpyHtoD, address, ctypes.addressof(counters), ctypes.sizeof(counters))
-        call(driver.cuCtxSynchronize)  # a copy from pageable memory may still be under way
-        virtual_memory.displace(address, self.nbytes)
-        virtual_memory.unreserve(address, self.nbytes)
+        with contextlib.ExitStack() as failing:
+            failing.callback(self.free)
+            with contextlib.ExitStack() as ends:
+                address = virtual_memory.reserve(self.nbytes)
+                ends.callback(virtual_memory.unreserve, address, self.nbytes)
+                virtual_memory.place(address, self.nbytes, self.memory, devices)
+                ends.callback(virtual_memory.displace, address, self.nbytes)
+                _write_guard(address)
+            failing.pop_all()
 
     def free(self) -> None:
         """Gives the handle back. The memory is freed once no allocation maps it any more."""
         virtual_memory.release(self.memory)
+
+
+def _write_guard(address: int) -> None:
+    counters = Counters()
+    for state in counters.epoch_state:
+        state.aborted = 1
+    counters.busy[:] = [1] * len(counters.busy)
+    call(driver.cuMemcpyHtoD, address, ctypes.addressof(counters), ctypes.sizeof(counters))
+    call(driver.cuCtxSynchronize)  # a copy from pageable memory may still be under way

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import graphar
-from graphar.errors import CommunicatorError, DriverError, UnsupportedError
+from graphar.errors import CommunicatorError, ConcurrentCallError, DriverError, GrapharError, UnsupportedError
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.scratch import SENTINEL
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime import runner as runners
 from graphar.runtime import suspension
 from graphar.runtime.arguments import Counters, Record
+from graphar.runtime.engine import open_engines
 from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.memory import Memory, MemoryUse
-from graphar.runtime.peer_memory import LocalMemory
+from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.runner import Runner
 from graphar.runtime.suspension import Suspension
-from tests.fake_gpu import FakeDriver, installed, tensor_at
+from tests.fake_gpu import FakeDriver, descriptors, installed, tensor_at
 from tests.processes import run_ranks
 
 REFUSED = r"this communicator is suspended; call its resume\(\) on every rank before"
@@ -180,16 +184,20 @@ def miss(rank, world_size, step):
         return None
     with pytest.raises(CommunicatorError) as error:
         getattr(communicator, step)()
-    with pytest.raises(CommunicatorError):
-        communicator.allreduce(torch.ones(2))
+    begin = time.monotonic()
+    for again in (getattr(communicator, step), partial(communicator.allreduce, torch.ones(2))):
+        with pytest.raises(CommunicatorError):
+            again()
+    took_s = time.monotonic() - begin
     store.set("rank 0 is done", "")
-    return str(error.value)
+    return str(error.value), took_s
 
 
 @pytest.mark.parametrize("step", ["suspend", "resume"])
-def test_a_rank_that_does_not_come_is_named_within_the_deadline(step):
-    said, _ = run_ranks(miss, 2, step)
+def test_a_rank_that_does_not_come_is_named_within_the_deadline_and_at_once_the_next_time(step):
+    (said, took_s), _ = run_ranks(miss, 2, step)
 
+    assert took_s < 1
     assert re.match(rf"{step}: rank 0 waited [123] s for rank\(s\) \[1\];", said)
 
 
@@ -207,6 +215,69 @@ def test_a_rank_that_died_meanwhile_is_named_at_once():
     assert run_ranks(die, 2, lost=[1])[0] == "resume: rank 0 waits for rank(s) [1], whose process has ended"
 
 
+def suspend_what_one_rank_knows(rank, world_size):
+    """The calls of three groups, where rank 0 alone looks at one of them earlier, and at another one at all."""
+    x = torch.full((4,), float(rank))
+    first, second = (dist.new_group([0, 1]) for _ in range(2))
+    made = len(open_engines)
+    if rank == 0:
+        graphar.stats(second)
+        graphar.stats()
+        assert len(open_engines) == made
+        graphar.explain(x, second)
+    for group in (first, second):
+        graphar.allreduce(x, group)
+    if rank == 0:
+        graphar.explain(x)
+        graphar.Communicator().stats()
+    graphar.suspend()
+    for group in (first, second):
+        with pytest.raises(CommunicatorError, match=REFUSED):
+            graphar.allreduce(x, group)
+    graphar.resume()
+    return [graphar.allreduce(x, group).tolist() for group in (first, second, None)]
+
+
+def test_a_process_suspends_what_all_ranks_know_in_one_order():
+    assert run_ranks(suspend_what_one_rank_knows, 2) == [[[1.0] * 4] * 3] * 2
+
+
+def fail_in_one_host(rank, world_size, step):
+    """What ranks of two hosts are told if a step fails in the second; what is suspended then; and a call at the end."""
+    communicator, x = graphar.Communicator(hosts=[[0], [1]], timeout_s=20), torch.ones(4)
+    outer = communicator.engine
+    communicator.allreduce(x, algorithm="hierarchical")
+    outer.hierarchy._kernels = inner = outer._part(outer.hierarchy._groups[0], 20.0)
+
+    def fail(*_):
+        inner.suspended = step in ("give_back", "resume")
+        raise DriverError("no room")
+
+    if rank == 1:
+        setattr(inner, step, fail if step != "why_stays" else lambda: "it is a sandbox")
+    if step == "resume":
+        graphar.suspend()
+    with pytest.raises(GrapharError) as error:
+        graphar.resume() if step == "resume" else graphar.suspend()
+    suspended = outer.suspended, inner.suspended
+    vars(inner).pop(step, None)
+    graphar.resume()
+    return type(error.value).__name__, suspended, communicator.allreduce(x, algorithm="hierarchical").tolist()
+
+
+@pytest.mark.parametrize(
+    ("step", "told", "suspended"),
+    [
+        ("why_stays", ("UnsupportedError", "UnsupportedError"), ((False, False), (False, False))),
+        ("end_work", ("CommunicatorError", "DriverError"), ((False, False), (False, False))),
+        ("give_back", ("CommunicatorError", "DriverError"), ((True, True), (True, True))),
+        ("resume", ("CommunicatorError", "DriverError"), ((True, False), (True, True))),
+    ],
+)
+def test_a_failure_in_one_host_is_one_in_all_hosts(step, told, suspended):
+    assert run_ranks(fail_in_one_host, 2, step) == [(*one, [2.0] * 4) for one in zip(told, suspended, strict=True)]
+
+
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
@@ -221,22 +292,31 @@ class Member:
         return given_up
 
 
-@pytest.fixture
-def runner(monkeypatch):
-    """A runner of two ranks with scratch of two algorithms and a symmetric tensor, on a driver on the CPU."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(runners, "is_capturing", lambda device: False)
-    monkeypatch.setattr(suspension, "is_capturing", lambda device: False)
-    monkeypatch.setattr(runners, "compare_last_calls", lambda *_: None)
-    monkeypatch.setattr(runners, "calls_begun", begun)
-    monkeypatch.setattr(suspension, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    with installed(FakeDriver()) as fake:
-        memory = LocalMemory([0, 1])
-        made = Runner([Member(0), Member(1)], 2, chip=None, memory=memory, rendezvous=Alone(), multicast_memory=None)
-        for one in (Algorithm.ONE_SHOT_PUSH, Algorithm.TWO_SHOT_PIPELINED):
+@contextlib.contextmanager
+def running(make_memory, ranks, rendezvous, *algorithms):
+    """A runner of two ranks with scratch of some algorithms and a symmetric tensor, on a driver on the CPU."""
+    with pytest.MonkeyPatch.context() as patch, installed(FakeDriver()) as fake:
+        patch.setattr(torch.cuda, "synchronize", lambda device: fake.synchronized.append(device))
+        patch.setattr(runners, "is_capturing", lambda device: False)
+        patch.setattr(suspension, "is_capturing", lambda device: False)
+        patch.setattr(runners, "compare_last_calls", lambda *_: None)
+        patch.setattr(runners, "calls_begun", begun)
+        patch.setattr(suspension, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+        fake.synchronized = []
+        memory = make_memory()
+        made = Runner([*map(Member, ranks)], 2, None, memory, rendezvous, multicast_memory=None)
+        for one in algorithms:
             made.kernels._regions[one] = made.kernels._allocate(one)
         made.symmetric.buffers.append(memory.allocate(2 << 20))
         made.fake = fake
+        yield made
+
+
+@pytest.fixture
+def runner():
+    """A runner of two ranks of this process."""
+    algorithms = Algorithm.ONE_SHOT_PUSH, Algorithm.TWO_SHOT_PIPELINED
+    with running(lambda: LocalMemory([0, 1]), (0, 1), Alone(), *algorithms) as made:
         yield made
 
 
@@ -344,11 +424,124 @@ def test_without_room_it_stays_suspended_and_a_second_resume_works(runner):
     assert runner.memory_use().total.resident_nbytes == runner.memory_use().total.reserved_nbytes
 
 
-def test_memory_that_must_stay_is_a_refusal_with_the_reason(runner):
+def test_memory_that_must_stay_is_a_refusal_with_the_reason(pair, runner):
+    pair.engine.runner = runner
     runner.memory.why_stays = "rank 1: it is a sandbox"
 
     with pytest.raises(UnsupportedError, match="cannot be given back while its addresses stay: rank 1: it is a sandb"):
-        Suspension(runner).end_work(False)
+        pair.suspend()
+    assert pair.memory().total.resident_nbytes
+    pair.engine.runner = None
+
+
+# ---- failures halfway -----------------------------------------------------------------------------------------------
+
+
+SMALL = Algorithm.ALLGATHER_FLAGGED, Algorithm.MATMUL_ONE_SHOT  # with little scratch
+
+
+def what_is_held(runner):
+    fake = runner.fake
+    return runner.memory_use(), dict(fake.mapped), dict(fake.reserved), dict(fake.handles), descriptors()
+
+
+def fail_everywhere(engine, step, fails_here=True):
+    """Lets each driver call of a suspension or a resumption fail in turn, here or meanwhile in another process.
+
+    Returns for each whether scratch was mapped to memory or to the guard, and whether another cycle then kept the
+    symmetric tensor, armed the scratch, and left nothing.
+    """
+    runner, seen, reached = engine.runner, [], True
+    (buffer,), before = runner.symmetric.buffers, what_is_held(runner)
+    ranks = [member.rank for member in runner.members]
+    counters = [(one, rank) for one in runner.kernels.regions() for rank in ranks]
+    while reached:
+        content = len(seen) % 100 + 1
+        for rank in ranks:
+            tensor_at(buffer.pointers[rank], buffer.nbytes).fill_(content)
+        for one in counters:
+            counters_of(runner, *one).epoch_state[3].epoch = 7
+        if step == "resume":
+            engine.suspend("symmetric")
+        runner.fake.succeeding = len(seen) if fails_here else None
+        with contextlib.suppress(GrapharError):
+            engine.suspend("symmetric") if step == "suspend" else engine.resume()
+        # What is not mapped ends this process.
+        mapped = all(
+            counters_of(runner, *one).epoch_state[3].aborted != runner.kernels.regions()[one[0]].resident
+            for one in counters
+        )
+        reached = ["True"] in engine._meet_to("look", str(fails_here and runner.fake.succeeding < 0))
+        runner.fake.succeeding = None
+        engine.suspend("symmetric")
+        engine.resume()
+        kept = [tensor_at(buffer.pointers[rank], buffer.nbytes).unique().tolist() for rank in ranks]
+        armed = not any(counters_of(runner, *one).epoch_state[3].epoch for one in counters)
+        seen.append((mapped, kept == [[content]] * len(ranks), armed, what_is_held(runner) == before))
+    return seen
+
+
+@pytest.mark.parametrize("step", ["suspend", "resume"])
+def test_a_driver_call_that_fails_halfway_leaves_all_mapped_and_a_second_resume_works(pair, step):
+    with running(lambda: LocalMemory([0, 1]), (0, 1), Alone(), *SMALL) as pair.engine.runner:
+        seen = fail_everywhere(pair.engine, step)
+        pair.engine.runner = None
+
+    assert len(seen) > 20
+    assert seen == [(True, True, True, True)] * len(seen)
+
+
+def fail_in_processes(rank, world_size, step, poor):
+    engine = graphar.Communicator(timeout_s=30).engine
+    memory = ProcessMemory(rank, engine.rendezvous())
+
+    def checked():
+        memory.check()
+        return memory
+
+    with running(checked, [rank], engine.rendezvous(), *SMALL) as engine.runner:
+        seen = fail_everywhere(engine, step, rank == poor)
+        engine.runner = None
+        memory.close()
+    return seen
+
+
+@pytest.mark.parametrize("step", ["suspend", "resume"])
+def test_a_failure_halfway_on_one_rank_is_one_on_all_and_a_second_resume_works(step, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(tmp_path / "sockets"))
+    first, second = run_ranks(fail_in_processes, 2, step, 1)
+
+    assert len(first) == len(second) > 20
+    assert first == second == [(True, True, True, True)] * len(first)
+
+
+def test_records_of_two_members_are_cleared_and_warned_of_once(runner):
+    going_on = suspended(runner)
+    for member in runner.members:
+        member.record.kind = 2
+    runner.fake.succeeding = 30  # and the resumption fails once records are cleared, or before
+    with pytest.raises(DriverError):
+        going_on.resume()
+    runner.fake.succeeding = None
+
+    with pytest.warns(RuntimeWarning, match="a captured graph was replayed while its communicator was suspended"):
+        going_on.resume()
+
+    assert [member.record.kind for member in runner.members] == [0, 0]
+
+
+def test_work_is_waited_for_on_all_devices_and_an_earlier_failure_is_raised_with_nothing_given_back(pair, runner):
+    pair.engine.runner = runner
+    pair.suspend()
+    assert runner.fake.synchronized == [0, 1]
+    pair.resume()
+    runner.members[1].record.kind = 2
+
+    with pytest.raises(ConcurrentCallError):
+        pair.suspend()
+
+    assert (pair.engine.suspended, pair.memory().total.resident_nbytes) == (False, pair.memory().total.reserved_nbytes)
+    pair.engine.runner = None
 
 
 def test_it_is_refused_while_a_graph_is_captured(runner, monkeypatch):
@@ -358,9 +551,10 @@ def test_it_is_refused_while_a_graph_is_captured(runner, monkeypatch):
         Suspension(runner).end_work(False)
 
 
-def test_many_cycles_leave_nothing(runner):
-    for _ in range(50):
-        suspended(runner, keeps_tensors=True).resume()
+def test_many_cycles_leave_nothing():
+    with running(lambda: LocalMemory([0, 1]), (0, 1), Alone(), *SMALL) as runner:
+        for _ in range(50):
+            suspended(runner, keeps_tensors=True).resume()
 
     regions = 2 * (len(runner.kernels.regions()) + 1)
     assert (runner.fake.handles, len(runner.fake.mapped), len(runner.fake.reserved)) == ({}, regions, regions)
