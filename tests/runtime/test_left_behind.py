@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -15,6 +18,7 @@ from graphar import Communicator, CommunicatorError, UnsupportedError
 from graphar.matmul.overlap import Panels
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
+from graphar.runtime import registry
 from graphar.runtime.engine import Engine, open_engines
 from graphar.runtime.registry import engine_of_group
 from tests.cases import normal, same_bits
@@ -136,10 +140,11 @@ def test_the_copy_of_a_model_has_the_same_communicator(pair):
     assert copy.deepcopy({"group": pair})["group"] is pair
 
 
-def keep_or_close(rank, world_size):
+def keep_or_close(rank, world_size, has_kernels):
     """Whether a group's shared communicator, and one that the caller closed, are open after the group's end."""
     graphar.allreduce(torch.ones(3))
     shared, own = engine_of_group(""), Communicator()
+    shared.runner = object() if has_kernels else None
     graphar.allreduce(torch.ones(3), own)
     own.close()
     dist.destroy_process_group()
@@ -148,9 +153,71 @@ def keep_or_close(rank, world_size):
     return shared.name in open_engines, own.engine.name in open_engines
 
 
-def test_a_groups_shared_communicator_outlives_it_and_a_callers_own_can_be_closed():
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_groups_shared_communicator_outlives_it_with_its_kernels_and_a_callers_own_can_be_closed(has_kernels):
     """The shared communicator's memory is never freed: other ranks may have ended, and a graph may yet be replayed."""
-    assert run_ranks(keep_or_close, 2) == [(True, False)] * 2
+    assert run_ranks(keep_or_close, 2, has_kernels) == [(has_kernels, False)] * 2
+
+
+def count_what_stays(rank, world_size, use):
+    """How many keys and engines each of three communicators or groups leaves, beyond what torch's own call leaves."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def left_by(use):
+        counts = []
+        for _ in range(4):
+            use()
+            dist.barrier()
+            counts.append((store.num_keys(), len(open_engines)))
+            dist.barrier()
+        return [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(counts)]
+
+    return left_by(use), left_by(partial(use_a_group, dist.all_reduce))
+
+
+def use_a_group(call):
+    group = dist.new_group([0, 1])
+    call(torch.ones(3), group=group)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_closed_communicator_leaves_no_key_in_the_store_and_no_engine(debug):
+    use = partial(call_one_of_the_callers_and_close, debug=debug)
+
+    assert [ours for ours, _ in run_ranks(count_what_stays, 2, use)] == [[(0, 0)] * 3] * 2
+
+
+def test_a_destroyed_group_leaves_no_more_keys_than_torch_leaves_and_no_engine():
+    for ours, of_torch in run_ranks(count_what_stays, 2, partial(use_a_group, graphar.allreduce)):
+        assert ours == of_torch
+
+
+def call_first_in_threads(rank, world_size):
+    """The engines that threads' first calls of groups find, when to make one takes a while."""
+    make, made = registry.Engine, []
+
+    def make_slowly(*given):
+        time.sleep(0.02)
+        made.append(make(*given))
+        return made[-1]
+
+    registry.Engine = make_slowly
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = [*pool.map(lambda _: registry.engine_of_group(""), range(8))]
+            of_devices = [*pool.map(lambda _: registry.engine_of_devices("", (torch.device("cpu"),) * 3), range(8))]
+            met = [*pool.map(lambda _: found[0].rendezvous(), range(8))]
+            pool.map(lambda _: Communicator(devices=["cpu"]), range(50))
+            for _ in range(50):
+                registry._usable_engines()
+    finally:
+        registry.Engine = make
+    return [len({*map(id, ones)}) for ones in (found, of_devices, met)], len(made)
+
+
+def test_first_calls_in_threads_make_one_engine():
+    assert run_ranks(call_first_in_threads, 2) == [([1, 1, 1], 2)] * 2
 
 
 # ---- the store of a group that was destroyed ------------------------------------------------------------------------
