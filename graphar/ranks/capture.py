@@ -11,6 +11,8 @@ from graphar.errors import CommunicatorError
 
 def is_capturing(device: torch.device | int, stream: torch.cuda.Stream | None = None) -> bool:
     """Returns whether a stream of a CUDA device is being captured into a graph. None: torch's current stream."""
+    if not torch.cuda.is_initialized():
+        return False
     with torch.cuda.device(device), torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
 

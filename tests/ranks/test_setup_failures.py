@@ -22,6 +22,7 @@ from graphar.errors import CommunicatorError, DriverError, UnsupportedError
 from graphar.plan.call import Call
 from graphar.plan.policy import Chip
 from graphar.plan.work import Sum
+from graphar.ranks import capture
 from graphar.ranks.rendezvous import StoreRendezvous
 from graphar.runtime import availability, engine, ipc_memory, launcher
 from tests.processes import run_code, run_ranks
@@ -175,6 +176,45 @@ def test_a_rank_that_is_absent_at_set_up_is_named_within_the_deadline():
     for rank, (said, took_s) in ((0, first), (2, last)):
         assert said.startswith(f"set-up: rank {rank} waited 1 s for rank(s) [1]; every rank of the group must make the")
         assert 1 <= took_s < 10
+
+
+def set_up_in_a_capture(rank, world_size, capturing):
+    """What a set-up says on a rank while the ranks ``capturing`` capture a graph; then, if all did, what one says."""
+    engine.missing_software = lambda: "NVRTC cannot be loaded: install it"
+    capture.is_capturing, device = (lambda *_: rank in capturing), torch.device("cuda", 0)
+    communicator, begin, said = graphar.Communicator(timeout_s=2), time.monotonic(), []
+    try:
+        communicator.engine.find_runner(device)
+    except CommunicatorError as error:
+        said.append(str(error))
+    took_s = time.monotonic() - begin
+    capture.is_capturing = lambda *_: False
+    if len(capturing) == world_size:
+        communicator.engine.find_runner(device)
+        said.append(communicator.engine.why_no_runner)
+    dist.barrier()
+    return said, took_s
+
+
+IN_A_CAPTURE = (
+    "this communicator has no plan yet and none can be made during graph capture; call Communicator.prepare(), or make "
+    "one such call, before capturing"
+)
+
+
+def test_a_set_up_in_a_capture_is_refused_before_anything_is_done_and_works_afterwards():
+    lacking = "rank 0: NVRTC cannot be loaded: install it"
+
+    for said, took_s in run_ranks(set_up_in_a_capture, 2, (0, 1)):
+        assert said == [IN_A_CAPTURE, lacking]
+        assert took_s < 1
+
+
+def test_where_one_rank_captures_its_first_call_the_others_name_it():
+    ((refused,), took_s), ((waited,), _) = run_ranks(set_up_in_a_capture, 2, (0,))
+
+    assert (refused, took_s < 1) == (IN_A_CAPTURE, True)
+    assert waited.startswith("set-up: rank 1 waited 2 s for rank(s) [0]; every rank of the group must make the same")
 
 
 def prepare_and_ask(rank, world_size):

@@ -148,7 +148,6 @@ OPS = ("allreduce", "allgather_tuple", "allreduce_residual_rmsnorm", "allreduce_
 def test_all_that_is_loaded_was_compiled_ahead(monkeypatch, asked, ops):
     loaded = []
     monkeypatch.setattr(launcher, "load", lambda source, *_: loaded.append(source))
-    monkeypatch.setattr(kernels, "is_capturing", lambda device: False)
     monkeypatch.setattr(kernels.Kernels, "_allocate", lambda self, algorithm: None)
     table = shipped_table("nvidia_h200")
     engine = mock.MagicMock(world_size=2, table=table, lossless=True, symmetric=None)

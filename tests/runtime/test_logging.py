@@ -93,7 +93,6 @@ def test_the_plan_of_a_kernel_is_logged_with_its_grid_and_table(call, line, log,
 
 
 def test_kernels_that_are_loaded_are_logged_once(log, monkeypatch):
-    monkeypatch.setattr("graphar.runtime.kernels.is_capturing", lambda device: False)
     kernels = Kernels([SimpleNamespace(rank=0, device=0)], 2, None, Alone(), multicast_memory=None)
     monkeypatch.setattr(kernels, "_allocate", lambda algorithm: SimpleNamespace(pointers=[]))
 

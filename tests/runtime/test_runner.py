@@ -20,7 +20,7 @@ from graphar.plan.config import Config, Kernel
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.rendezvous import Alone, RanksAbsent
-from graphar.runtime import failures, kernels, launcher, runner, setup
+from graphar.runtime import failures, launcher, runner, setup
 from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, Record
 from graphar.runtime.bind import launches
 from graphar.runtime.bind.collective import plan_of_slices
@@ -32,7 +32,6 @@ CHIP = Chip(132, "sm_90a")
 
 def test_a_device_too_old_for_a_kernel_is_named(monkeypatch):
     monkeypatch.setattr(launcher, "architecture", lambda device: "sm_80")
-    monkeypatch.setattr(kernels, "is_capturing", lambda device: False)
     member = SimpleNamespace(rank=0, device=1)
     of_one = Runner([member], 2, CHIP, memory=None, rendezvous=Alone(), multicast_memory=None)
 
