@@ -47,9 +47,13 @@ _TIMEOUT_S = 60.0  # kernels under a sanitizer take a hundred times as long
 
 
 class RanksOfOneGpu:
-    """Up to 8 ranks on cuda:0, without a communicator. Multimem kernels run their stand-in."""
+    """Up to 8 ranks on cuda:0, without a communicator. Multimem kernels run their stand-in.
+
+    ``before_launch`` is called with the rank before each launch of a collective.
+    """
 
     def __init__(self, world_size: int) -> None:
+        self.before_launch: Callable[[int], None] = lambda rank: None
         self.world_size = world_size
         members = [Member(rank, 0) for rank in range(world_size)]
         memory = LocalMemory([0] * world_size)
@@ -347,7 +351,8 @@ class RanksOfOneGpu:
         launches = collective.bind_slice(self._runner, call, config, only, _TIMEOUT_S, put_of, kind)
         torch.cuda.synchronize(0)  # inputs were made on torch's stream
         for ranks in calls:
-            for launch, stream, own in zip(launches, self._streams, ranks, strict=True):
+            for rank, (launch, stream, own) in enumerate(zip(launches, self._streams, ranks, strict=True)):
+                self.before_launch(rank)
                 with torch.cuda.stream(stream):
                     launch(*own)
         self._runner.synchronize()
