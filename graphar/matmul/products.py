@@ -301,7 +301,7 @@ def gathering_method(engine: Engine, call: Call, a: torch.Tensor) -> str:
 def _gathered_then_multiplied(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     work = call.work
     counts = tuple([rows * work.columns for rows in work.parts])
-    follow = f"followed by epilogue {work.epilogue.text}" if work.epilogue else ""
+    follow = f"followed by epilogue {work.epilogue.words}" if work.epilogue else ""
     inner = Call(Parts("allgather", counts, beside=follow), call.dtype, call.device, timeout_s=call.timeout_s)
     plan = engine.plan(inner, [_of_gather(operands_of(work, own)) for own in ranks])
 

@@ -25,7 +25,7 @@ def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     gathers = [_of_gather(operands_of(work, own)) for own in ranks]
     (rows, scales), _, *_ = gathers[0]
     kinds, of_row = (rows.dtype, scales.dtype), ((rows.shape[1],), (scales.shape[1],))
-    follow = f"followed by epilogue {work.epilogue.text}" if work.epilogue else ""
+    follow = f"followed by epilogue {work.epilogue.words}" if work.epilogue else ""
     both = TensorTuple(kinds, of_row, work.parts, ", ".join(filter(None, (work.beside, follow))))
     plan = engine.plan(Call(both, BYTE, call.device, timeout_s=call.timeout_s), gathers)
 

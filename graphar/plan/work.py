@@ -67,7 +67,7 @@ def _numbers_of_norm(eps: float, weight_offset: float) -> str:
 
 def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
     codec = [f"codec {without_seeds(work.codec)}"] if work.codec else []
-    return codec + ([f"epilogue {work.epilogue.text}"] if work.epilogue else [])
+    return codec + ([f"epilogue {work.epilogue.words}"] if work.epilogue else [])
 
 
 def _beside(work: Sum | Parts | Norm | TensorTuple | Product) -> list[str]:

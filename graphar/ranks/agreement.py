@@ -59,14 +59,14 @@ def words_of_kernel(kernel: Kernel) -> str:
     """Returns a kernel in words, which are equal on all ranks that load it."""
     more = [", direct"] if kernel.direct else []
     more += [f", {kernel.codec.type_name}"] if kernel.codec else []
-    more += [f", epilogue {kernel.epilogue.text}"] if kernel.epilogue else []
+    more += [f", epilogue {kernel.epilogue.words}"] if kernel.epilogue else []
     more += [f", {kernel.template}"] if kernel.template else []
     return f"{kernel.algorithm.value} for {kernel.dtype}{''.join(more)}"
 
 
 def words_of_tile(algorithm: Algorithm, dtype: torch.dtype, tile: object, work: Product) -> str:
     """Returns the kernels of a fused matmul's tile in words, which are equal on all ranks that load them."""
-    epilogue = f", epilogue {work.epilogue.text}" if work.epilogue else ""
+    epilogue = f", epilogue {work.epilogue.words}" if work.epilogue else ""
     codec = f", {codec_of_text(work.codec).type_name}" if work.codec else ""
     scales = f", scales of {work.scales}" if work.scales else ""
     return f"{algorithm.value} for {dtype}, {tile}{epilogue}{codec}{scales}"

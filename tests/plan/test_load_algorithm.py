@@ -143,6 +143,7 @@ def calling(inner):
 # Makers of specifications, of which any two differ in one thing only.
 UNLIKE = {
     "code": [lambda: reversed_sum, lambda: lambda tensors: sum(reversed(tensors[1:]))],
+    "attributes": [lambda: lambda xs: torch.stack(xs).amax(0), lambda: lambda xs: torch.stack(xs).amin(0)],
     "constants": [lambda value=value: depending_on(value) for value in (1, 1.0, True, -0.0, 0.0, "1", b"1", None)],
     "containers": [lambda value=value: depending_on(value) for value in ((1, 2), [1, 2], {1: 2}, {1, 2}, [[1], 2])],
     "tensors": [lambda at=at: depending_on(torch.arange(2) + at) for at in (0, 1)],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from graphar.plan import tune
-from graphar.plan.algorithms import Algorithm, in_tables
+from graphar.plan.algorithms import ROWS, Algorithm, in_tables
 from graphar.plan.config import Config
 from graphar.plan.entries import config_of, entry_of, fitted
 from graphar.plan.policy import Chip
@@ -30,6 +31,31 @@ def limits_and_threads(entries):
 
 
 # ---- candidates -----------------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_possible_between_each_of_the_numbers_of_ranks_and_have_the_grids_of_the_first(monkeypatch):
+    asked, limits = [], {2: 8 * MB, 3: MB, 4: None, 5: None}
+    row = replace(
+        Algorithm.ONE_SHOT_PUSH.row,
+        limit=limits.__getitem__,
+        world_sizes=(2, 3, 4),
+        candidates=lambda *given: asked.append(given) or [(128, 0)],
+    )
+    monkeypatch.setitem(ROWS, Algorithm.ONE_SHOT_PUSH, row)
+
+    def is_tried(*world_sizes, nbytes=2 * MB):
+        found = tune.candidates("allreduce", world_sizes, nbytes, CHIP)
+        return Algorithm.ONE_SHOT_PUSH in {one.algorithm for one in found}
+
+    assert [is_tried(2), is_tried(4, 2), is_tried(2, 3), is_tried(3), is_tried(4, 5)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert [is_tried(2, 3, nbytes=MB), is_tried(3, nbytes=MB + 1)] == [True, False]
+    assert asked == [(2, 2 * MB), (4, 2 * MB), (2, MB)]
 
 
 def candidates(world_size, nbytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import replace
 
@@ -9,15 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from graphar.matmul.fused import sources_of_tile
+from graphar.numerics.codecs import Codec, codec
+from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.config import Config
+from graphar.plan.config import Config, Kernel
+from graphar.plan.matmuls import scaled_tiles
 from graphar.plan.slices import Slice
-from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple
+from graphar.plan.work import SCALES, Norm, Parts, Product, Sum, TensorTuple
 from graphar.ranks import agreement
 from graphar.ranks.agreement import Fingerprints
 from graphar.ranks.rendezvous import StoreRendezvous
+from graphar.runtime.catalogue import GATHERING_KERNELS, KERNELS, NORM_KERNELS, SKINNY_KERNELS, SUMMED_TILE_KERNELS
+from graphar.runtime.kernels import Kernels
 
 BF16, NEGATED, DOUBLED = torch.bfloat16, Pointwise("(-v)", (), 8), Pointwise("2 * v", (), 8)
 ROWS = (128, 128)
@@ -29,6 +37,7 @@ DIFFERENCES = {
         Sum(8, "int8", shape=(2, 4)),
         Sum(8, epilogue=NEGATED, shape=(2, 4)),
         Sum(8, epilogue=DOUBLED, shape=(2, 4)),
+        *(Sum(8, epilogue=Pointwise("v + b[col]", (one,), 8), shape=(2, 4)) for one in (BF16, torch.float32)),
         Sum(8, shape=(2, 4), beside="after products of 64 columns"),
         Sum(8, shape=(2, 4), order="tree"),
         Sum(8, shape=(2, 4), order="tree", out_dtype=BF16),
@@ -133,6 +142,74 @@ def test_configurations_are_alike_where_ranks_may_differ_in_them(name):
     one, other = (agreement.words_of_launch(call, config, Slice(8)) for config, call in (ALIKE | UNLIKE)[name])
 
     assert (one == other) == (name in ALIKE)
+
+
+# ---- words of kernels: between given ranks, other sources have other words ------------------------------------------
+
+EPILOGUES = [None, NEGATED, *(Pointwise("v + b[col]", (dtype,), 8) for dtype in (BF16, torch.float32))]
+CODECS = [*map(codec, ("int8", "int4", "fp8_e4m3")), Codec(4, 32, "stochastic", seed=3)]
+TREES = [Sum(8, order="tree", out_dtype=dtype).template(1) for dtype in (BF16, torch.float32)]
+
+
+def every_kernel():
+    """Kernels of all algorithms, with whatever each of them can have."""
+    for algorithm in (*KERNELS, *NORM_KERNELS):
+        row = algorithm.row
+        ways = [{"codec": one} for one in CODECS] if row.takes_codec else [{}]
+        ways += [{"direct": True}] if row.direct else []
+        ways += [{"epilogue": one} for one in EPILOGUES[1:]] if row.takes_epilogue else []
+        if algorithm in NORM_KERNELS:
+            norms = [
+                Norm(row.op, (16,), 8, output, order=order) for output in NORM_OUTPUTS for order in ("rank", "tree")
+            ]
+            ways = [{"template": norm.template(cluster)} for norm in norms for cluster in (1, 2)]
+        elif row.adds_tree:
+            ways += [{"template": one} for one in TREES]
+        if BYTE in row.dtypes:
+            ways.append({"template": TensorTuple((), (), ()).template(1)})
+        yield from (Kernel(algorithm, dtype, **way) for dtype in row.dtypes for way in ways)
+
+
+def every_tile():
+    """All that a fused matmul loads for a tile: algorithm, dtype of the result, tile and work."""
+    for algorithm in (*SUMMED_TILE_KERNELS, *SKINNY_KERNELS, *GATHERING_KERNELS):
+        works = [
+            Product(algorithm.op, ROWS, 512, epilogue=one) for one in EPILOGUES[: 1 if algorithm.row.is_skinny else 4]
+        ]
+        works += (
+            [Product(algorithm.op, ROWS, 512, codec=one.text) for one in CODECS] if algorithm.row.sends_tiles else []
+        )
+        for dtype, tile in itertools.product((BF16, torch.float16), algorithm.row.tiles):
+            yield from ((algorithm, dtype, tile, work) for work in works)
+        for tile, scales in itertools.product(scaled_tiles(algorithm), SCALES):
+            yield algorithm, BF16, tile, Product(algorithm.op, ROWS, 512, scales=scales)
+
+
+@pytest.mark.parametrize("kind", ["kernels", "tiles"])
+def test_ranks_that_load_other_sources_say_so(kind):
+    kernels = Kernels([], 2, None, None, None)
+    if kind == "kernels":
+        found = {(kernels.source_of(one), agreement.words_of_kernel(one)) for one in every_kernel()}
+    else:
+        found = {(tuple(sources_of_tile(2, *one).items()), agreement.words_of_tile(*one)) for one in every_tile()}
+    sources, words = (len({pair[at] for pair in found}) for at in range(2))
+
+    assert sources == words == len(found) > 100
+
+
+def test_launches_of_a_matmul_that_differ_have_different_words():
+    call = Call(Product("fused_matmul_allreduce", ROWS, 512), BF16, 0)
+    summed, scattered = Algorithm.MATMUL_ALLREDUCE, Algorithm.MATMUL_REDUCESCATTER
+    launches = [
+        (call, summed, Slice(8)),
+        (call._replace(dtype=torch.float16), summed, Slice(8)),
+        (call, scattered, Slice(8)),
+        (call, summed, Slice(8, offset=4)),
+        (call, summed, Slice(8), 512),
+        (call, summed, Slice(8), 256),
+    ]
+
+    assert len({agreement.words_of_matmul_launch(*one) for one in launches}) == len(launches)
 
 
 # ---- fingerprints ---------------------------------------------------------------------------------------------------

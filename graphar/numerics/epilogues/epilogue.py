@@ -230,6 +230,11 @@ class Pointwise:
         return parse(self.text)
 
     @property
+    def words(self) -> str:
+        """The expression, and the dtypes of its tensors: what ranks agree on."""
+        return f"{self.text} of {', '.join(map(str, self.dtypes))}" if self.dtypes else self.text
+
+    @property
     def generated(self) -> Generated:
         return generate(self.text, self.dtypes)
 
