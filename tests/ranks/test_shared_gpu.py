@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import graphar
 from graphar.runtime.registry import engine_of_group
 from tests.cases import integers, same_bits
 from tests.ops.conformance import FORMS, PARAMETERS, copies
@@ -63,3 +64,58 @@ def test_without_the_switch_ranks_that_share_a_gpu_are_refused(monkeypatch):
 
     with pytest.raises(RankFailed, match="ranks 0 and 1 both use GPU"):
         run_ranks(every_op, WORLD_SIZE)
+
+
+def pass_unlike_tensors(rank, world_size):
+    """Whether calls with the same symmetric tensor on all ranks are right, and what unlike ones raise."""
+    torch.cuda.set_device(0)
+    x, found = torch.full((4096,), rank + 1.0, dtype=torch.bfloat16, device="cuda"), []
+    for algorithm, side in (("one_shot_unstaged", "x"), ("two_shot_pipelined", "out")):
+        with graphar.Communicator(timeout_s=20) as communicator:
+            made = [communicator.empty(x.shape, dtype=x.dtype).copy_(x) for _ in range(2)]
+
+            def call(tensor, communicator=communicator, algorithm=algorithm, side=side):
+                given = {"x": x, side: tensor}
+                result = communicator.allreduce(**given, algorithm=algorithm)
+                communicator.synchronize()
+                return result
+
+            right = [call(one).unique().tolist() for one in made]
+            with pytest.raises(graphar.CommunicatorError) as error:
+                call(made[rank])
+            found.append((right, str(error.value)))
+    return found
+
+
+def test_ranks_that_pass_unlike_symmetric_tensors_are_told_which(monkeypatch):
+    monkeypatch.setenv("GRAPHAR_TEST_SHARE_GPU", "1")
+
+    for found in run_ranks(pass_unlike_tensors, WORLD_SIZE):
+        for (right, said), side in zip(found, ("input", "output"), strict=True):
+            assert right == [[3.0]] * 2
+            for rank in range(WORLD_SIZE):
+                assert f"in symmetric memory, its {side} at byte 0 of symmetric tensor {rank}" in said
+
+
+def capture_first(rank, world_size):
+    """What a first call in a capture raises, and the sums of an eager one and of a replay afterwards."""
+    torch.cuda.set_device(0)
+    x = torch.full((4096,), rank + 1.0, dtype=torch.bfloat16, device="cuda")
+    with graphar.Communicator(timeout_s=20) as communicator:
+        with pytest.raises(graphar.CommunicatorError) as error, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            communicator.allreduce(x)
+        eager, graph = communicator.allreduce(x), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            y = communicator.allreduce(x)
+        graph.replay()
+        communicator.synchronize()
+        return str(error.value), eager.unique().tolist(), y.unique().tolist()
+
+
+def test_a_first_call_in_a_capture_is_refused_and_the_communicator_works_afterwards(monkeypatch):
+    monkeypatch.setenv("GRAPHAR_TEST_SHARE_GPU", "1")
+
+    for said, *sums in run_ranks(capture_first, WORLD_SIZE):
+        assert said.startswith("this communicator has no plan yet and none can be made during graph capture")
+        assert sums == [[3.0]] * 2
