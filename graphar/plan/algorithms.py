@@ -303,7 +303,7 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.REDUCESCATTER_LOSSLESS: lossless("reducescatter"),
         Algorithm.ALLGATHER_LOSSLESS: lossless("allgather"),
         Algorithm.ALLGATHER_FLAGGED: _allgather(
-            layouts.flagged(2 * sizes.allgather_flagged_nbytes // PACK_NBYTES),
+            layouts.flagged(sizes.allgather_flagged_nbytes),
             _up_to(sizes.allgather_flagged_nbytes),
             dtypes=(BYTE,),
             slicing=Slicing.BYTES,

@@ -16,10 +16,11 @@ from graphar.plan import grids
 from graphar.plan.algorithms import Algorithm, add
 from graphar.plan.functions import contents
 from graphar.plan.row import FLOATS, Grid, Limit, Row, Slicing, Specification
-from graphar.plan.scratch import MAX_BLOCKS, PACK_NBYTES, SENTINEL, WARP, WORLD_SIZES, Layout, Scratch
-from graphar.plan.sources import digest_of, files_of, hashed
+from graphar.plan.scratch import FLAGGED_PACKS, MAX_BLOCKS, PACK_NBYTES, SENTINEL, WARP, WORLD_SIZES, Layout, Scratch
+from graphar.plan.sources import digest_of, files_of, hashed, includes
 
 OPS = ("allreduce", "reducescatter", "allgather")
+FLAGGED = "device/sync/flagged.cuh"
 _ARCHS = range(80, 1000)
 _MAX_THREADS = 1024
 _DIGITS = 12  # of the hash in an algorithm's name
@@ -92,6 +93,7 @@ def load_algorithm(
     scratches = {n: check.scratch(n, scratch(n) if callable(scratch) else scratch) for n in ranks}
     limits = {n: check.limit(n, max_nbytes(n) if callable(max_nbytes) else max_nbytes) for n in ranks}
     for n in ranks:
+        check.slots(file, n, scratches[n])
         check.room(op, n, scratches[n], limits[n], exact=specification is None)
     elements = check.dtypes(op, dtypes)
     check.count("threads", threads, _MAX_THREADS)
@@ -168,6 +170,16 @@ class _Checks:
         enough = 0 < slot_nbytes <= found.nbytes
         self.that(enough, f"scratch of {world_size} ranks has {found.nbytes} bytes and a slot of {slot_nbytes}")
         return found
+
+    def slots(self, file: Path, world_size: int, scratch: Scratch) -> None:
+        """Checks the slots of a kernel with flags beside its data, which it accesses in whole units of 32 packs."""
+        whole = scratch.capacity % FLAGGED_PACKS == 0
+        unit, slot_nbytes = FLAGGED_PACKS * PACK_NBYTES, scratch.capacity * PACK_NBYTES
+        self.that(
+            whole or not includes(file, FLAGGED),
+            f"{FLAGGED} needs slots of a multiple of {unit} bytes, and the scratch of {world_size} ranks has slots of"
+            f" {slot_nbytes}",
+        )
 
     def limit(self, world_size: int, found: Any) -> int | None:
         if found is not None:

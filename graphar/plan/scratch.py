@@ -45,6 +45,7 @@ MATMUL_BOX_NBYTES = 8192
 MATMUL_PARTIAL_PLACES = 2  # of a box in fp32: `places` in device/matmul/tile_as_partials.cuh
 MATMUL_PARTS_NBYTES = 128 * MIB  # the largest result that one launch has scratch for
 GATHERED_UNIT_PACKS = 1024  # of an all-gather + matmul: `unit_packs` in device/matmul/gathered_rows.cuh
+FLAGGED_PACKS = 2 * WARP  # of a slot, for 32 packs and their flags: `place` in device/sync/flagged.cuh
 GATHERED_NBYTES = 128 * MIB  # the rows of all ranks that one launch has scratch for
 TILE_LARGEST_NBYTES = 1280  # the largest encoded tile: 8-bit codes, and two fp32 numbers for every 32 elements
 TILE_LARGEST_SPARING_NBYTES = 1152  # of codecs with a sentinel: one fp32 number for every 32
@@ -100,7 +101,8 @@ class Scratch:
 
         Args:
             slots: how many slots each rank has.
-            slot_nbytes: the bytes of a slot, a multiple of 16.
+            slot_nbytes: the bytes of a slot, a multiple of 16. With ``device/sync/flagged.cuh`` it is twice that of the
+                data, rounded up to a multiple of 1,024.
             fill: the byte that fills the scratch before the first call: 0xFF where a sentinel says that data has not
                 arrived (``device/sync/sentinel.cuh``), and 0 elsewhere.
             signal_pad: whether the scratch begins with a signal pad (``device/sync/signal_pad.cuh``), which needs a
@@ -138,9 +140,10 @@ def rotating(slot_packs: Callable[[int], int], copies: int, shared_nbytes: int =
     return layout
 
 
-def flagged(slot_packs: int) -> Layout:
-    """Returns a layout of two slots for every rank, in which each pack carries a flag."""
-    return lambda world_size: Scratch.of_slots(2 * world_size, slot_packs * PACK_NBYTES)
+def flagged(nbytes: int) -> Layout:
+    """Returns a layout of two slots for every rank, each with room for ``nbytes`` of data and their flags."""
+    slot_nbytes = -(-nbytes // (WARP * PACK_NBYTES)) * FLAGGED_PACKS * PACK_NBYTES
+    return lambda world_size: Scratch.of_slots(2 * world_size, slot_nbytes)
 
 
 def signalled(packs: int, copies: int, shared_packs: Callable[[int], int] = lambda world_size: 0) -> Layout:

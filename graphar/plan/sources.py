@@ -29,6 +29,11 @@ def files_of(source: Path) -> dict[str, bytes]:
     return found
 
 
+def includes(source: Path, header: str) -> bool:
+    """Returns whether a file includes a header of this name, or one of the files beside it does."""
+    return any(header.encode() in _INCLUDED.findall(content) for content in files_of(source).values())
+
+
 def digest_of(source: Path) -> str:
     """Returns a SHA-256, in hex, of what :func:`files_of` returns; it does not depend on where the files lie."""
     files = {os.path.relpath(name, source.parent): content for name, content in files_of(source).items()}

@@ -209,8 +209,7 @@ class _Checked:
 
     def _failure_of_seed(self, case: Case, program: Path, seed: int) -> Failure | None:
         world_size, dtype = case.world_size, case.dtype
-        parts = 1 if case.algorithm.op == "allreduce" else world_size
-        row = self.subject.row(max(self.numels) * dtype.itemsize * parts)
+        row = self.subject.row(max(self.numels), dtype, world_size)
         first = self.ranks.index(world_size) * len(self.dtypes) + self.dtypes.index(dtype)
         simulation = Simulation(
             program,

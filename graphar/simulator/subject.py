@@ -25,9 +25,12 @@ _SPECIFICATIONS: dict[str, Specification] = {
 ALGORITHMS = kernels_that(lambda row: row.op in _SPECIFICATIONS and not row.takes_codec)
 
 
-def small(nbytes: int) -> Sizes:
-    """Returns sizes of scratch that tensors of ``nbytes`` fill, so that slots are used again and chunks are many."""
-    nbytes = -(-nbytes // PACK_NBYTES) * PACK_NBYTES
+def small(part_nbytes: int, parts: int) -> Sizes:
+    """Returns sizes of scratch that a tensor fills, so that slots are used again and chunks are many.
+
+    The tensor has ``parts`` parts, of which the largest has ``part_nbytes``.
+    """
+    nbytes = -(-part_nbytes * parts // PACK_NBYTES) * PACK_NBYTES
     return Sizes(
         pushed_nbytes=nbytes,
         pushed_nbytes_of_two=nbytes,
@@ -37,8 +40,8 @@ def small(nbytes: int) -> Sizes:
         pipeline_blocks=4,
         tma_channel_nbytes=4096,
         lossless_chunk=2,
-        reducescatter_nbytes=2 * nbytes,
-        allgather_flagged_nbytes=nbytes // 2,
+        reducescatter_nbytes=nbytes,
+        allgather_flagged_nbytes=part_nbytes,
         allgather_chunk=8,
         allgather_blocks=4,
     )
@@ -58,12 +61,15 @@ class Subject:
     variants: tuple[str | None, ...]
     specification: Specification
 
-    def row(self, nbytes: int) -> Row:
-        """Returns the row with scratch that fits tensors of ``nbytes``, all ranks' parts together.
+    def row(self, numel: int, dtype: torch.dtype, world_size: int) -> Row:
+        """Returns the row with scratch that a tensor of ``numel`` elements fills, or one whose largest part has them.
 
         An algorithm from outside keeps its own.
         """
-        return self.algorithm.row if self.is_from_outside else rows(small(nbytes))[self.algorithm]
+        if self.is_from_outside:
+            return self.algorithm.row
+        parts = 1 if self.algorithm.op == "allreduce" else world_size
+        return rows(small(numel * dtype.itemsize, parts))[self.algorithm]
 
     @property
     def is_from_outside(self) -> bool:

@@ -34,7 +34,8 @@ _LARGEST_QUANTIZED_NBYTES = 32 << 10  # a few codec tiles for every rank
 _TMA_CHUNKS = 3 * layouts.TMA_DEPTH + 1  # of a channel: its scratch is used several times
 # So little scratch that small tensors fill it, wrap around in it, and need many chunks.
 SMALL = replace(
-    small(_LARGEST_NBYTES),
+    small(_LARGEST_NBYTES // 2, 2),
+    reducescatter_nbytes=2 * _LARGEST_NBYTES,
     quantized_nbytes=_LARGEST_QUANTIZED_NBYTES,
     skinny_nbytes=_LARGEST_NBYTES,
     tma_channels=TMA_CHANNELS,

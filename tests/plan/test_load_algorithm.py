@@ -318,6 +318,20 @@ def test_a_row_that_breaks_a_rule_is_refused_with_file_and_line_of_the_call(row,
         graphar.load_algorithm(SOURCE, **({"op": "allreduce", "scratch": slots, "max_nbytes": MAX_NBYTES} | row))
 
 
+@pytest.mark.parametrize(("slot_nbytes", "refused"), [(1008, True), (1024, False), (1040, True), (4096, False)])
+def test_slots_for_flags_beside_the_data_are_refused_if_they_are_no_whole_units(folder, slot_nbytes, refused):
+    (folder / "slots_of_call.cuh").write_text('#include "device/sync/flagged.cuh"\n')  # the kernel includes this file
+    row = {"scratch": Scratch.of_slots(16, slot_nbytes), "max_nbytes": 512}
+
+    if not refused:
+        assert load(folder / "pushed_sum.cu", **row).row.scratch(2).capacity == slot_nbytes // 16
+        return
+    rule = f"flagged.cuh needs slots of a multiple of 1024 bytes, and the scratch of 2 ranks has slots of {slot_nbytes}"
+    with pytest.raises(ValueError, match=rf"outside\.py:\d+: load_algorithm: device/sync/{rule}"):
+        load(folder / "pushed_sum.cu", **row)
+    load(**row)  # a kernel without flags
+
+
 def test_a_source_that_does_not_exist_is_refused_with_file_and_line_of_the_call():
     with pytest.raises(FileNotFoundError, match=r"outside\.py:\d+: load_algorithm: there is no file /.*/absent\.cu"):
         load(FOLDER / "absent.cu")

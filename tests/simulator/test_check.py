@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from graphar import simulator
+from graphar.cli.main import main
 from graphar.simulator import Mutation
 from tests.host.mutants import NOT_RELEASED, PAD, SET
 
@@ -27,11 +28,16 @@ NOT_ORDERED = Mutation(PAD, SET, NOT_RELEASED)
 
 @pytest.mark.host
 @pytest.mark.parametrize("algorithm", simulator.ALGORITHMS)
-def test_an_algorithm_passes(algorithm):
-    report = simulator.run(algorithm, **PLAIN, numel=(9, 1000), seeds=1)
+def test_every_algorithm_passes_at_sizes_that_fill_its_scratch(algorithm, capsys):
+    """The largest size has its scratch filled: with whole 32 packs, and with any other number of them."""
+    for sizes in ("9,1000", "8,333", "1,31", "256"):
+        asked = ["--ranks", "2,3", "--dtypes", "bf16", "--sanitizers", "plain", "--seeds", "2", "--numel", sizes]
 
-    assert report.ok, str(report)
-    assert re.fullmatch(rf"{algorithm}: 1 of 1 cases passed in \d+\.\d s", str(report))
+        status = main(["simulate", algorithm, *asked, "--quiet"])
+
+        said = capsys.readouterr().out
+        assert re.fullmatch(rf"{algorithm}: 2 of 2 cases passed in \d+\.\d s\n", said), said
+        assert status == 0
 
 
 @pytest.mark.host
