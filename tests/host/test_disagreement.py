@@ -171,9 +171,13 @@ def test_a_mistake_in_telling_is_noticed(was, becomes):
 
 def kinds_of(algorithm, calls, *mutations):
     """The kinds of the records that ranks write with mistakes in the kernel."""
+    return {one.kind for one in records_of(algorithm, calls, *mutations)}
+
+
+def records_of(algorithm, calls, *mutations):
     kernels, world_size = Kernels(algorithm, WORLD_SIZES, dtypes_of(algorithm)), len(calls[0].inputs)
     program = build(kernels.sources(), "plain", *mutations)
-    return {one.record.kind for one in simulate(program, kernels, world_size, kernels.dtypes[0], 0, calls)}
+    return [one.record for one in simulate(program, kernels, world_size, kernels.dtypes[0], 0, calls)]
 
 
 @pytest.mark.parametrize(
@@ -216,6 +220,18 @@ def test_calls_that_are_alike_and_told_apart_by_a_mistake_are_noticed(was, becom
         found |= kinds_of(algorithm, calls, Mutation(PAD, was, becomes))
 
     assert DISAGREED in found
+
+
+@pytest.mark.parametrize("absent", range(3))
+@pytest.mark.parametrize("algorithm", [Algorithm.ALLGATHER_FLAGGED, Algorithm.ONE_SHOT])
+def test_flags_tell_of_another_call_although_those_of_a_third_rank_are_missing(algorithm, absent):
+    here = [rank for rank in range(3) if rank != absent]
+    unlike = tuple(OTHER if rank == here[-1] else ONE for rank in range(3))
+    call = replace(draw_calls(algorithm, 3)[0], timeout_ns=DEADLINE_OF_WARPS_NS, absent=(absent,))
+
+    records = records_of(algorithm, [replace(call, fingerprints=unlike)], BLIND)
+
+    assert [(records[rank].kind, records[rank].peer) for rank in here] == [(DISAGREED, peer) for peer in here[::-1]]
 
 
 def test_ranks_that_wait_without_a_look_at_what_others_call_are_noticed():
