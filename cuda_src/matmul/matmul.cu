@@ -23,7 +23,7 @@ __device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring
                         u32 index) {
   const Multiplier<T, Tile, W> multiplier{a, ring, index};
   const TileStore<Result, Tile> tiles{a, ring, index};
-  const NodeExchange<T, Tile, Result> exchange{a, ring, index};
+  const NodeExchange<Tile, Result> exchange{a, ring, index};
   Position<Tile> at;
   Walk<Tile> walk{a};
   u32 number = 0;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     prefetch(w_map);
     prefetch(c_map);
     turns.init();
-    NodeExchange<T, Tile, Result>::init(ring);
+    NodeExchange<Tile, Result>::init(ring);
     ring.init();
   }
   if constexpr (Tile::split > 1)

@@ -63,7 +63,9 @@ OF_LEAVES = [
     for layout, result in itertools.product(tile.layouts, (dtype, torch.float32))
 ]
 IN_FP32 = [(torch.bfloat16, tile, "by_rows", torch.float32) for tile in TILES]
-KINDS = (*ROUNDED, *OF_LEAVES, *IN_FP32)
+# With a bias in fp16.
+IN_FP16 = [(torch.bfloat16, tile, "by_rows", torch.float16) for tile in (TILES[0], SPLIT_TILES[0])]
+KINDS = (*ROUNDED, *OF_LEAVES, *IN_FP32, *IN_FP16)
 SEEDS = {"plain": 6, "thread": 1, "address": 2}
 OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # any: Simulation requires one
 MOST_SEEDS = 30  # until a mistake is noticed
@@ -109,8 +111,9 @@ def wrong_bytes(program, index: int, kind, seed: int, largest: float = 1.0, data
     if tile.leaves > 1:
         k = leaf_tree.LEAF_UNIT * tile.leaves * choices.randint(1, 2)
     generator = torch.Generator().manual_seed(seed)
-    a, w, bias = (data.operand(shape, generator).to(dtype) for shape in ((m, k), (n, k), (1, n)))
-    with_bias = result == dtype and choices.random() < 0.5
+    a, w, bias = (data.operand(shape, generator) for shape in ((m, k), (n, k), (1, n)))
+    a, w, bias = a.to(dtype), w.to(dtype), bias.to(dtype if result == torch.float32 else result)
+    with_bias = result != torch.float32 and choices.random() < 0.5
     every_tile = (0, rows * -(-n // tile.columns))
     x = packed([m, n, k, choices.randrange(rows), choices.randint(1, rows), with_bias, *every_tile], a, w, bias, layout)
     nbytes = m * n * result.itemsize

@@ -67,8 +67,8 @@ MUTANTS = {
     "all of K for every block": (OF_ONE, PART_OF_K, "0 * (a.k / Tile::split)", "plain"),
     "the bias of another block's columns": (
         OF_ONE,
-        "add_bias<T>(a, first, part);",
-        "add_bias<T>(a, column, part);",
+        "add_bias<Result>(a, first, part);",
+        "add_bias<Result>(a, column, part);",
         "plain",
     ),
     "rows below the last one": (OF_ONE, "y >= a.m || x >= a.n", "x >= a.n", "plain"),

@@ -20,8 +20,8 @@
 #pragma once
 #include "device/matmul/pipeline.cuh"
 
-// By a consumer warpgroup: its rows of a tile. Results are elements of type Result, the bias of type T.
-template <class T, class Tile, class Result>
+// By a consumer warpgroup: its rows of a tile. Results and bias are elements of type Result.
+template <class Tile, class Result>
 struct NodeExchange {
   static constexpr int split = Tile::split, count = Tile::columns / 2 / split;  // sums of a thread in a part
   static constexpr int packs = count / 4;
@@ -61,7 +61,7 @@ struct NodeExchange {
     float part[count];
     add_nodes(part);
     const u32 first = column + block * (Tile::columns / split);
-    if constexpr (rounded) add_bias<T>(a, first, part);
+    if constexpr (rounded) add_bias<Result>(a, first, part);
     store_part(part, row + 64 * Tile::warpgroup(index), first);
   }
 
