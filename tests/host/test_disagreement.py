@@ -28,6 +28,7 @@ FLAGGED = [algorithm for algorithm in EVERY_KERNEL if has_pad(algorithm) or algo
 SEEDS = {2: (2,), 3: (0, 1, 2)}  # by ranks; the epochs of seed 2 wrap
 DISAGREED = 3  # `disagreed` in cuda_src/device/sync/record.cuh
 ONE, OTHER = 7, 8  # fingerprints
+KEPT_CALLS = 16  # `kept_calls` in cuda_src/device/arguments.cuh
 
 
 def fingerprints(world_size):
@@ -123,6 +124,17 @@ def test_a_rank_that_waits_for_one_that_has_found_a_difference_is_told_long_befo
     *_, odd = (outcome.record for outcome in run(algorithm, 2, 0, draw_stopped(algorithm, 1000 * ENOUGH_NS)))
 
     assert (odd.kind, odd.sequence, odd.peer, odd.expected, odd.seen) == (DISAGREED, 0, 0, OTHER, ONE)
+
+
+@pytest.mark.parametrize("algorithm", [one for one in EVERY_KERNEL if one not in FLAGGED])
+def test_a_rank_that_has_found_a_difference_tells_of_no_later_call(algorithm):
+    """Its later calls would replace what it told of the one that differs, before a late rank looks."""
+    first, *later = draw_calls(algorithm, 2, KEPT_CALLS + 2)
+    late = replace(later[0], late_ns=DEADLINE_OF_WARPS_NS)
+
+    records = [one.record for one in run(algorithm, 2, 0, [replace(first, fingerprints=fingerprints(2)), late, *later])]
+
+    expect_all_told(records, 0)
 
 
 def test_a_rank_that_does_not_come_is_not_said_to_call_anything():

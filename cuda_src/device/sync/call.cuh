@@ -55,11 +55,13 @@ __device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
   call.aborted = u32(state >> 32);
 }
 
-// By all threads of the block, once a call that is not aborted, after read_epoch, while the first packs travel.
-// Relaxed, of gpu scope, behind a barrier of the block. Tells all ranks what this one calls (19).
+// By all threads of the block, once a call, after read_epoch, while the first packs travel. Relaxed, of gpu scope,
+// behind a barrier of the block. Tells all ranks what this one calls (19). An aborted call tells nothing, and its epoch
+// stays: what was told of the call that failed is there for ranks that come late.
 __device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
-  tell_call(a, call.epoch);
+  if (!call.aborted) tell_call(a, call.epoch);
   call.was_busy = __syncthreads_or(call.was_busy);  // a barrier: every warp has read the epoch
+  if (call.aborted) return;
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += blockDim.x * gridDim.x)
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
 }
