@@ -173,16 +173,16 @@ def test_an_unknown_algorithm_is_refused_when_the_hook_is_made():
 
 
 def test_exact_sums_alone_leave_sms_to_the_backward_pass():
-    calls, x, out = [], torch.ones(4), torch.zeros(4)
+    calls, x, residual = [], torch.ones(4), torch.zeros(4)
     table = shipped_table("default")
     engine = SimpleNamespace(run=lambda *given: calls.append(given), table=table, symmetric_sides=lambda *sides: ())
 
     assert ddp._sum_up(engine, x) is x
-    assert ddp._sum_up(engine, x, "int4", out) is out
+    assert ddp._sum_up(engine, x, "int4", residual) is x
 
     exact, quantized = Call.of(Sum(4), x, blocks=table.beside.blocks), Call.of(Sum(4, "int4"), x)
     assert table.beside.blocks
-    assert calls == [(exact, [Operands((x,), (x,))]), (quantized, [Operands((x,), (out,))])]
+    assert calls == [(exact, [Operands((x,), (x,))]), (quantized, [Operands((x, residual), (x,))])]
 
 
 def test_gradients_that_no_codec_rounds_are_refused():

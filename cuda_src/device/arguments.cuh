@@ -80,6 +80,7 @@ struct Arguments {
   Record* record;        // of this rank, in host-visible memory
   u32 algorithm;         // its index, for the record
   const char* prefetch;  // memory to bring into L2 (prefetch.cuh); aligned to 16 bytes
+  void* errors;          // like the input: the rounding errors of earlier calls; of a codec with feedback only
   EpilogueArguments epilogue;  // of calls with one (epilogue.cuh)
 };
 

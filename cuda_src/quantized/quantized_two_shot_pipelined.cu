@@ -16,7 +16,7 @@ template <class T, int N, class C>
 struct QuantizedTwoShotPipelined {
   static constexpr bool gathers = true;
   const Arguments& a;
-  const Tensor<T> input, output;
+  const Tensor<T> input, output, errors;
   const u32 epoch;
   const Chunks<u32, 1, N> chunks;
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -25,6 +25,7 @@ struct QuantizedTwoShotPipelined {
       : a(arguments),
         input(a.input, a.numel),
         output(a.output, a.numel),
+        errors(a.errors, a.numel),
         epoch(call.epoch),
         chunks(a, tile_count(a.numel)) {}
 
@@ -35,7 +36,7 @@ struct QuantizedTwoShotPipelined {
   __device__ void scatter(u32 k) const {
     for_each_tile<N, N>(chunks, a, k, [&](int hop, int owner, u32 j) {
       const u32 tile = chunks.begin(k, owner) + j;
-      send_tile(slot(scattered, hop, k, a.rank), j, input, tile, tile, {a.seed, epoch, a.rank});
+      send_tile(slot(scattered, hop, k, a.rank), j, input, errors, tile, tile, {a.seed, epoch, a.rank});
     });
   }
 

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
   wait_for_previous_kernel(a);
   if (blockDim.x <= 256) release_next_kernel();  // such a block takes half an SM at most: (18) in kernel_order.cuh
   Call call = begin_call(a);
-  const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
+  const Tensor<T> input(a.input, a.numel), output(a.output, a.numel), errors(a.errors, a.numel);
   const u32 tiles = tile_count(a.numel);
   const u32 shard = (tiles + N - 1) / N;
   const u32 warp = threadIdx.x / 32, width = blockDim.x / 32 / N;
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
   const u32 stride = gridDim.x * width;
 
   Tile<T> mine;
-  if (first < end) mine = load_tile(input, first);
+  if (first < end) mine = load_values<C>(input, errors, first);
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
   const u32 scatter = (call.epoch & 1) * N * a.capacity;
@@ -38,9 +38,9 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
   for (u32 t = first; t < end;) {
     const Coded<C> coded = encode<C>(mine, t, {a.seed, call.epoch, a.rank});
     push(wire(hop, scatter), t - begin, coded);
-    if constexpr (C::feedback) store_error(input, t, mine, coded);
+    if constexpr (C::feedback) store_error(errors, t, mine, coded);
     t += stride;
-    if (t < end) mine = load_tile(input, t);
+    if (t < end) mine = load_values<C>(input, errors, t);
   }
   advance_epoch(a, call);
   for (u32 t = first; t < end; t += stride) {

@@ -91,7 +91,8 @@ def allreduce(
             by ``graphar.reference.quantized_allreduce``. The gradient is rounded too. For bf16, fp16 and fp32.
         residual: with a codec, the rounding errors of earlier calls (error feedback): a contiguous tensor like ``x``
             that shares no memory with ``x`` or ``out``, zeros before the first call. The call adds it to ``x``, and
-            writes the rounding error into it, or zeros where a bucket became NaN. Not differentiable.
+            writes the rounding error into it, or zeros where a bucket became NaN. A call that raises leaves it as it
+            was; after a timeout on GPUs, that of the call that timed out is undefined. Not differentiable.
         epilogue: elementwise work on the fp32 sum before it is rounded: a :class:`graphar.Epilogue`, or an expression
             or a function without arguments, such as "-v". Not with a codec. For bf16, fp16 and fp32.
         order: "rank", or "tree" for fp32 between 1, 2, 4 or 8 ranks: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), the
@@ -158,7 +159,7 @@ def _fake(xs, given) -> list[torch.Tensor]:
     return [torch.empty_like(x.contiguous(), dtype=given.out_dtype) for x in xs]
 
 
-def _run(engine: Engine, xs, outs, given):
+def _run(engine: Engine, xs, outs, given, residuals=()):
     """Writes the sum into every tensor of ``outs``, which are contiguous."""
     xs, codec = [x.contiguous() for x in xs], given.codec
     if codec:
@@ -173,7 +174,7 @@ def _run(engine: Engine, xs, outs, given):
         symmetric=() if codec else engine.symmetric_sides(xs, outs),
         prefetches=prefetches,
     )
-    ranks = options.operands_of_sum(xs, outs, followed, given.prefetch if prefetches else ())
+    ranks = options.operands_of_sum(xs, outs, followed, given.prefetch if prefetches else residuals)
     return engine.run(call, ranks), ranks
 
 
@@ -190,13 +191,8 @@ def _check_out(xs, outs, given) -> None:
     options.check_apart_from_epilogue(NAME, outs, given.tensors)
 
 
-def _with_feedback(engine: Engine, xs, residuals, outs, given):
-    algorithm = given.algorithm
-    codec = options.codec_with_feedback(NAME, given.codec, algorithm, xs, residuals, outs)
-    if algorithm != "auto":  # raises before a residual is changed; "auto" serves every call
-        call = Call.of(Sum(residuals[0].numel(), codec), residuals[0], algorithm=algorithm)
-        engine.select(call, residuals[0])
-    return given._replace(codec=codec)
+def _with_feedback(xs, residuals, outs, given):
+    return given._replace(codec=options.codec_with_feedback(NAME, given.codec, given.algorithm, xs, residuals, outs))
 
 
 def _backward(ctx, gradients):

@@ -183,14 +183,17 @@ def operands_of_sum(
     xs: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
     followed: AppliedEpilogue | None,
-    prefetch: Sequence[torch.Tensor] = (),
+    seconds: Sequence[torch.Tensor] = (),
 ) -> list[Operands]:
-    """Returns the operands of each rank of this process, of a sum or of parts."""
+    """Returns the operands of each rank of this process, of a sum or of parts.
+
+    ``seconds`` are the ranks' second inputs, if there are any: the prefetched tensors, or the residuals of a codec.
+    """
     if followed:
         each = zip(xs, outs, followed.inputs, strict=True)
         return [Operands((x, *own.tensors), (out,), tuple(own.scalars), own.corner) for x, out, own in each]
-    if prefetch:
-        return [Operands((x, one), (out,)) for x, out, one in zip(xs, outs, prefetch, strict=True)]
+    if seconds:
+        return [Operands((x, one), (out,)) for x, out, one in zip(xs, outs, seconds, strict=True)]
     return [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
 
 

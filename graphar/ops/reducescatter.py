@@ -88,7 +88,8 @@ def reducescatter(
             ``graphar.reference.quantized_reducescatter`` is the specification. The gradient is the exact sum's. For
             bf16, fp16 and fp32.
         residual: with a codec, the rounding errors of earlier calls (error feedback): a contiguous tensor like ``x``
-            apart from it, zeros before the first call. The call adds it to ``x``, and leaves the rounding error in it.
+            apart from it, zeros before the first call. The call adds it to ``x``, and leaves the rounding error in it;
+            if it fails, as :func:`allreduce` does.
         epilogue: elementwise work on this rank's part of the fp32 sum before it is rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "-v". row, col and
             index are positions in that part, and tensors have its shape. If ``axis`` is not the first dimension, an
@@ -147,22 +148,20 @@ def _fake(xs, given) -> list[torch.Tensor]:
     return [parts.with_length(x, given.axis, size, given.out_dtype) for x, size in zip(xs, sizes, strict=True)]
 
 
-def _run(engine: Engine, xs, outs, given):
+def _run(engine: Engine, xs, outs, given, residuals=()):
     """Writes each rank's part of the sum into its tensor of ``outs``, which are contiguous."""
     axis, codec = given.axis, given.codec
     if codec:
         call_checks.check_quantized_call(NAME, codec, "auto", xs[0])
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
+    errors = [parts.rows_of(one, axis) for one in residuals]
     followed = _applied(given, rooms)
     counts, row = parts.counts_of(rows[0], given.sizes), tuple(rows[0].shape[1:])
     work = Parts(NAME, counts, codec, followed and followed.form, axis, "", row, given.order, given.out_dtype)
-    call, ranks = Call.of(work, rows[0], **parts.how(given)), options.operands_of_sum(rows, rooms, followed)
+    call, ranks = Call.of(work, rows[0], **parts.how(given)), options.operands_of_sum(rows, rooms, followed, errors)
     plan = engine.run(call, ranks)
-    for room, out in zip(rooms, outs, strict=True):
-        parts.put_back(room, out, axis)
-    if codec and call.wire.feedback:  # kernels overwrite the rows with their rounding errors
-        for row, x in zip(rows, xs, strict=True):
-            parts.put_back(row, x, axis)
+    for written, to in zip((*rooms, *errors), (*outs, *residuals), strict=True):
+        parts.put_back(written, to, axis)
     return None if axis else (plan, ranks)
 
 
@@ -194,7 +193,7 @@ def _check_out(xs, outs, given) -> None:
         tensor_checks.check_apart(NAME, out, x=x)
 
 
-def _with_feedback(engine: Engine, xs, residuals, outs, given):
+def _with_feedback(xs, residuals, outs, given):
     return given._replace(codec=options.codec_with_feedback(NAME, given.codec, "auto", xs, residuals, outs))
 
 

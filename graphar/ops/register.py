@@ -90,15 +90,15 @@ class Op:
         name: the op's name.
         tensors: the names of each rank's tensors. The list form has a list for each name.
         arguments: the schema of the arguments after the tensors, such as "str communicator, float? timeout_s".
-        run: makes the call, which writes the results: ``run(engine, *lists, outs, given)``. It returns what
-            ``engine.run`` returned, and the operands, if it did nothing else; otherwise None.
+        run: makes the call, which writes the results: ``run(engine, *lists, outs, given)``, with residuals also these.
+            It returns what ``engine.run`` returned, and the operands, if it did nothing else; otherwise None.
         fake: ``fake(*lists, given)`` returns new tensors like the results, one for each rank; with ``returns`` other
             than "Tensor" a tuple of tensors for each rank.
         check: ``check(engine, *lists, given)`` raises if the arguments are invalid.
         check_out: ``check_out(*lists, outs, given)`` raises if the memory of ``outs`` does not fit. None: the op has no
             ``out=`` forms.
-        residual: ``residual(engine, xs, residuals, outs, given)`` raises if residuals do not fit, and returns the
-            ``given`` of a call that overwrites its input with rounding errors. None: the op takes no residual.
+        residual: ``residual(xs, residuals, outs, given)`` raises if residuals do not fit, and returns the ``given`` of
+            a call that replaces them by its rounding errors. None: the op takes no residual.
         backward: ``backward(ctx, gradients)`` returns the gradients of the tensors, as lists, and a dict with the
             gradients of other arguments by name. It is given those of the results, rank by rank. None: the op is not
             differentiable.
@@ -241,19 +241,17 @@ class Op:
         engine = self._engine(lists, given, in_list)
         self._check_out(*lists, outs, given)
         if residuals:
-            given = self._residual(engine, *lists, residuals, outs, given)
-            for x, residual in zip(*lists, residuals, strict=True):
-                residual.add_(x)  # the residual becomes the input, which kernels overwrite with their rounding errors
-            lists = [list(residuals)]
+            given = self._residual(*lists, residuals, outs, given)
         targets = [one if one.is_contiguous() else torch.empty_like(one, memory_format=_contiguous) for one in outs]
-        self._make(engine, lists, targets, given, None if targets[0] is not outs[0] else asked)
+        asked = None if targets[0] is not outs[0] else asked
+        self._make(engine, lists, targets, given, asked, *([residuals] if residuals else []))
         for target, one in zip(targets, outs, strict=True):
             deliver(target, one)
 
-    def _make(self, engine: Engine, lists: list, outs: list, given, asked: Asked | None) -> None:
+    def _make(self, engine: Engine, lists: list, outs: list, given, asked: Asked | None, *residuals) -> None:
         """Makes a call, and keeps it if calls like it can repeat it."""
         repeats = engine.warm.repeats
-        made = self._run(engine, *lists, outs, given)
+        made = self._run(engine, *lists, outs, given, *residuals)
         if asked is not None and made is not None and made[0] is not None:
             plan, (own,) = made
             keep(engine, repeats, self.name, asked, plan, own)

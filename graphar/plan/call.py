@@ -55,11 +55,16 @@ class Call(NamedTuple):
         """The codec on the wire, or None."""
         return codec_of_text(self.work.codec) if self.work.codec else None
 
+    @property
+    def feeds_back(self) -> bool:
+        """Whether the second input has the codec's rounding errors of earlier calls, and gets those of this one."""
+        return bool(self.wire and self.wire.feedback)
+
 
 class Operands(NamedTuple):
     """The tensors of one rank in a call, which are contiguous unless the op takes others, in the order of the op.
 
-    Sum, Parts   x, and the epilogue's tensors or the prefetched one | the result
+    Sum, Parts   x, and the epilogue's tensors, the prefetched one or the rounding errors | the result
     Norm         x, residual, weight, and perhaps a scale            | normed rows, the new residual, perhaps scales
     TensorTuple  a tensor of each kind                               | a result of each kind
     Product      a, w, perhaps a bias, and the epilogue's or the norm's tensors, or the prefetched one | the results

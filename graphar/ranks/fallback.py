@@ -83,6 +83,23 @@ def in_process(call: Call, calls: Iterator[int]) -> Run:
     return run
 
 
+def feeding_back(call: Call, run: Run) -> Run:
+    """Returns ``run``, which leaves rounding errors in its inputs, for a call that adds those of earlier calls to them.
+
+    They are replaced once ``run`` has ended: a call that fails leaves them as they were.
+    """
+    if not call.feeds_back:
+        return run
+
+    def run_with_errors(ranks: Sequence[Operands]) -> None:
+        values = [own.inputs[0] + own.inputs[1] for own in ranks]
+        run([own._replace(inputs=(one,)) for own, one in zip(ranks, values, strict=True)])
+        for own, one in zip(ranks, values, strict=True):
+            own.inputs[1].copy_(one)
+
+    return run_with_errors
+
+
 def _adds(work: Work) -> bool:
     """Whether a work adds elements as they are."""
     return not work.codec and work.op != "allgather"
@@ -372,15 +389,14 @@ def alone(call: Call) -> Run:
     """Returns the function of a call between one rank."""
     if call.work.epilogue or call.work.out_dtype:
         return in_process(call, repeat(0))
-    feeds_back = bool(call.wire and call.wire.feedback)
 
     def copy(ranks: Sequence[Operands]) -> None:
         (own,) = ranks
         own.outputs[0].copy_(own.inputs[0])
-        if feeds_back:
+        if call.feeds_back:
             own.inputs[0].zero_()  # a single rank has no rounding errors
 
-    return copy
+    return feeding_back(call, copy)
 
 
 def do_nothing(ranks: Sequence[Operands]) -> None:

@@ -35,7 +35,7 @@ class WithoutKernels:
         if ranks.devices and specification:
             return specified.in_process(call, specification)
         if ranks.devices:
-            return fallback.in_process(call, self._quantized_calls)
+            return fallback.feeding_back(call, fallback.in_process(call, self._quantized_calls))
         calls = self.group_calls()
         messages = calls.messages if x.device.type == "cpu" else None
         if config is HIERARCHICAL:
@@ -45,6 +45,7 @@ class WithoutKernels:
         else:
             by_messages = message_sums.bind(call, messages, timeout_s) if messages else None
             run = by_messages or fallback.over_group(call, messages or ranks.group, timeout_s, self._quantized_calls)
+            run = fallback.feeding_back(call, run)
         return calls.bind(call, x, timeout_s, run, config.algorithm)
 
     def group_calls(self) -> GroupCalls:

@@ -72,8 +72,13 @@ class Arguments(ctypes.Structure):
         ("record", ctypes.c_uint64),
         ("algorithm", ctypes.c_uint32),
         ("prefetch", ctypes.c_uint64),
+        ("errors", ctypes.c_uint64),
         ("epilogue", EpilogueArguments),
     ]
+
+    def put_errors(self, inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner: Corner | None) -> None:
+        """Writes the address of the rounding errors, the second input of a call with error feedback."""
+        self.errors = inputs[1].data_ptr()
 
 
 class TupleArguments(Arguments):

@@ -82,6 +82,7 @@ class Call:
         places: of a GPU's room that a block takes.
         next_blocks: of a kernel that is launched early behind it, and waits for it. It takes as many places a block.
         feeds_back: whether the final content of the input is a result, too. It follows the output's bytes.
+        errors_at: the bytes in each input after which it has the rounding errors of earlier calls.
     """
 
     kernel: int
@@ -98,6 +99,7 @@ class Call:
     late_ns: int = 0
     seed: int = 0
     feeds_back: bool = False
+    errors_at: int = 0
     operands: tuple[torch.Tensor | int | None, ...] = ()
     scalars: tuple[float, ...] = ()
     columns: int = 1
@@ -265,6 +267,7 @@ class Simulation:
             absent=sum(1 << rank for rank in call.absent),
             twice=sum(1 << rank for rank in call.twice),
             feeds_back=call.feeds_back,
+            errors_at=call.errors_at,
             prefetch_nbytes=call.prefetch_nbytes,
             places=call.places,
             next_blocks=call.next_blocks,
@@ -372,7 +375,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("kernel", "threads", "shared_nbytes", "capacity", "chunk")),
         *((name, ctypes.c_uint32) for name in ("cluster", "waits", "in_place", "absent", "twice")),
-        *((name, ctypes.c_uint32) for name in ("feeds_back", "prefetch_nbytes", "places", "next_blocks")),
+        *((name, ctypes.c_uint32) for name in ("feeds_back", "errors_at", "prefetch_nbytes", "places", "next_blocks")),
         ("blocks", ctypes.c_uint32 * MAX_RANKS),
         *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns", "seed", "late_ns")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count", "input_nbytes", "output_nbytes")),

@@ -85,7 +85,7 @@ def _quantized(
     threads: Callable[[int], Sequence[int]], *codecs: Codec, chunked: bool = False, in_place: bool = True
 ) -> Way:
     variants = tuple(codec.type_name for codec in codecs)
-    return Way(threads, chunked, variants, tuple(in_place and not codec.feedback for codec in codecs), codecs=codecs)
+    return Way(threads, chunked, variants, (in_place,) * len(codecs), codecs=codecs)
 
 
 WAYS = {
@@ -208,7 +208,10 @@ def draw_call(
     elif way.codecs:
         xs = _draw_inputs(world_size, sum(counts), dtype, choices)
         common["seed"] = choices.getrandbits(64)
-        coded = xs, way.codecs[variant], common["seed"], epoch % (1 << 32)
+        feeds_back = way.codecs[variant].feedback
+        errors = _draw_inputs(world_size, sum(counts), dtype, choices) if feeds_back else xs
+        values = [x + error for x, error in zip(xs, errors, strict=True)] if feeds_back else xs
+        coded = values, way.codecs[variant], common["seed"], epoch % (1 << 32)
         if whole:
             parts = [reference.quantized_allreduce(*coded)] * world_size
         else:
@@ -218,11 +221,14 @@ def draw_call(
         total = reference.allreduce(xs)
         parts = [total] * world_size if whole else list(total.split(counts))
     nbytes = tuple(part.nbytes for part in parts)
-    if way.codecs and way.codecs[variant].feedback:
-        common["feeds_back"] = True
+    if way.codecs and feeds_back:  # the input is x, and then the errors of earlier calls
+        common |= {"feeds_back": True, "errors_at": xs[0].nbytes}
         noises = [Noise(common["seed"], epoch % (1 << 32), rank) for rank in range(world_size)]
-        left = [left_after_scatter(x, way.codecs[variant], noise, counts) for x, noise in zip(xs, noises, strict=True)]
-        parts = [torch.cat(pair) for pair in zip(parts, left, strict=True)]
+        pairs = zip(values, noises, strict=True)
+        left = [left_after_scatter(x, way.codecs[variant], noise, counts) for x, noise in pairs]
+        stays = parts if common["in_place"] else xs
+        parts = [torch.cat(ones) for ones in zip(parts, stays, left, strict=True)]
+        xs = [torch.cat(pair) for pair in zip(xs, errors, strict=True)]
     return Call(variant, shape, xs, counts, nbytes, **common), parts
 
 

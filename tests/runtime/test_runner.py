@@ -133,6 +133,24 @@ def test_calls_of_several_threads_reach_all_devices_in_one_order(monkeypatch):
     assert sorted(first) == list(range(16))
 
 
+def test_slices_of_a_call_with_error_feedback_are_of_the_rounding_errors_too(monkeypatch):
+    monkeypatch.setattr(launches, "on_own_device", lambda device, launch: launch)
+    member, got = SimpleNamespace(rank=0, device=0), []
+    of_one = Runner([member], 2, CHIP, memory=None, rendezvous=Alone(), multicast_memory=None)
+    arguments, x, errors = Arguments(), torch.arange(8.0), torch.arange(8.0)
+
+    def launch(inputs, outputs, *rest):
+        arguments.put_errors(inputs, outputs, *rest)
+        got.append((inputs[0].data_ptr() - x.data_ptr(), arguments.errors - errors.data_ptr()))
+
+    slices = [Slice(6), Slice(2, offset=6)]
+    plan = plan_of_slices(of_one, Config(Algorithm.QUANTIZED_TWO_SHOT_PUSH, 1, 32), slices, [[launch]] * 2, sliced=2)
+
+    plan.run([Operands((x, errors), (x,))])
+
+    assert got == [(0, 0), (6 * 4, 6 * 4)]
+
+
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 

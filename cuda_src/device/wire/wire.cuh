@@ -92,6 +92,26 @@ __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
   return t;
 }
 
+// Loads a tile of what a codec rounds: of x or, with feedback, of x + the errors of earlier calls, rounded to T.
+template <class C, class T>
+__device__ __forceinline__ Tile<T> load_values(const Tensor<T>& x, const Tensor<T>& errors, u64 tile) {
+  Tile<T> t = load_tile(x, tile);
+  if constexpr (C::feedback) {
+    const Tile<T> left = load_tile(errors, tile);
+#pragma unroll
+    for (int j = 0; j < tile_rows; ++j) {
+      float v[run_numel], error[run_numel];
+      t.unpack(j, v);
+      left.unpack(j, error);
+#pragma unroll
+      for (int e = 0; e < run_numel; ++e) v[e] = __fadd_rn(v[e], error[e]);
+#pragma unroll
+      for (int w = 0; w < Tile<T>::words; ++w) t.word[j][w] = T::round(v + w * elements_per_word<T>);
+    }
+  }
+  return t;
+}
+
 // Stores the elements of a pack that lie in the tensor.
 template <class T>
 __device__ __forceinline__ void store_pack(const Tensor<T>& y, bool whole, u64 i, const Pack& pack) {
@@ -275,11 +295,11 @@ __device__ __forceinline__ Received<C> as_received(const Coded<C>& coded) {
   return received;
 }
 
-// Error feedback: overwrites a tile's values with value - decoded, rounded to T; with 0 in a bucket that became NaN.
+// Error feedback: stores value - decoded, rounded to T, of a tile's values; 0 in a bucket that became NaN.
 template <class C, class T>
-__device__ __forceinline__ void store_error(const Tensor<T>& x, u64 tile, const Tile<T>& t, const Coded<C>& coded) {
+__device__ __forceinline__ void store_error(const Tensor<T>& to, u64 tile, const Tile<T>& t, const Coded<C>& coded) {
   const Received<C> received = as_received(coded);
-  const bool whole = is_whole(x, tile);
+  const bool whole = is_whole(to, tile);
 #pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
     float v[run_numel], decoded[run_numel];
@@ -287,7 +307,7 @@ __device__ __forceinline__ void store_error(const Tensor<T>& x, u64 tile, const 
     received.decode(j, decoded);
 #pragma unroll
     for (int e = 0; e < run_numel; ++e) v[e] = decoded[e] == decoded[e] ? __fsub_rn(v[e], decoded[e]) : 0;
-    store_row(x, tile, whole, j, v);
+    store_row(to, tile, whole, j, v);
   }
 }
 

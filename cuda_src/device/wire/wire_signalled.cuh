@@ -2,15 +2,15 @@
 #pragma once
 #include "device/wire/wire_sum.cuh"
 
-// Codes a tile of `x` into place j of a slot. A codec with feedback leaves the error in place of the tile's values.
+// Codes a tile of `x` into place j of a slot; with feedback `errors` has those of earlier calls, and gets this one's.
 // `number` is the tile's number for random bits.
 template <class C, class T>
-__device__ __forceinline__ void send_tile(const Wire<C>& to, u32 j, const Tensor<T>& x, u32 tile, u64 number,
-                                          const Noise& noise) {
-  const Tile<T> mine = load_tile(x, tile);
+__device__ __forceinline__ void send_tile(const Wire<C>& to, u32 j, const Tensor<T>& x, const Tensor<T>& errors,
+                                          u32 tile, u64 number, const Noise& noise) {
+  const Tile<T> mine = load_values<C>(x, errors, tile);
   const Coded<C> coded = encode<C>(mine, number, noise);
   visit_coded(to, j, coded, Store{});
-  if constexpr (C::feedback) store_error(x, tile, mine, coded);
+  if constexpr (C::feedback) store_error(errors, tile, mine, coded);
 }
 
 // Place j of the slots `slot_of(rank)`.

@@ -66,18 +66,20 @@ def bind_kernel(engine: Engine, call: Call, config: Config) -> Plan:
     columns = epilogue.columns if epilogue else 1
     parts = slices(config.algorithm, engine.world_size, call.work.parts, call.dtype.itemsize, columns)
     bound = [bind_slice(engine.runner, call, config, one, engine.deadline(call), put_of(engine, call)) for one in parts]
-    return plan_of_slices(engine.runner, config, parts, bound)
+    return plan_of_slices(engine.runner, config, parts, bound, 2 if call.feeds_back else 1)
 
 
-def plan_of_slices(runner: Runner, config: Config, parts: Sequence[Slice], bound: Sequence[Sequence[Launch]]) -> Plan:
-    """Returns the plan that makes the launches of each member for each slice of a call."""
+def plan_of_slices(
+    runner: Runner, config: Config, parts: Sequence[Slice], bound: Sequence[Sequence[Launch]], sliced: int = 1
+) -> Plan:
+    """Returns the plan that makes the launches of each member for each slice of a call, and of its first inputs."""
     runs = [of_members(runner, launches) for launches in bound]
     if len(runs) > 1:
 
         def run_slices(ranks: Sequence[Operands]) -> None:
             with runner.lock:
                 for run, one in zip(runs, parts, strict=True):
-                    run([_after(one.offset, own) for own in ranks])
+                    run([_after(one.offset, own, sliced) for own in ranks])
 
         return Plan(run_slices, config)
     ((first, *others),) = bound
@@ -125,6 +127,8 @@ def put_of(engine: Engine, call: Call) -> PutOf:
     def put(arguments: Arguments, config: Config, one: Slice) -> Put | None:
         if config.prefetches:
             return partial(prefetch.put, arguments, budget_nbytes)
+        if call.feeds_back:
+            return arguments.put_errors
         if not epilogue:
             return None
         arguments.epilogue.columns, arguments.epilogue.skipped = epilogue.columns, one.offset
@@ -133,9 +137,9 @@ def put_of(engine: Engine, call: Call) -> PutOf:
     return put
 
 
-def _after(offset: int, own: Operands) -> Operands:
-    """Returns operands whose first input and output lack their first ``offset`` elements."""
+def _after(offset: int, own: Operands, sliced: int) -> Operands:
+    """Returns operands whose output and first ``sliced`` inputs lack their first ``offset`` elements."""
     if not offset:
         return own
-    inputs, outputs = ([x.view(-1)[offset:] for x in ones[:1]] for ones in (own.inputs, own.outputs))
-    return own._replace(inputs=(*inputs, *own.inputs[1:]), outputs=(*outputs, *own.outputs[1:]))
+    inputs, outputs = ([x.view(-1)[offset:] for x in ones] for ones in (own.inputs[:sliced], own.outputs[:1]))
+    return own._replace(inputs=(*inputs, *own.inputs[sliced:]), outputs=(*outputs, *own.outputs[1:]))

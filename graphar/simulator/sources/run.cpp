@@ -41,6 +41,7 @@ struct Call {
   u32 absent;      // ranks that do not take part, a bit for each
   u32 twice;       // ranks that also launch it on a second stream, which waits for nothing
   u32 feeds_back;  // whether the final content of the input is a result, too
+  u32 errors_at;   // the bytes in the input after which it has the rounding errors of earlier calls
   u32 prefetch_nbytes;
   u32 places;       // that a block takes
   u32 next_blocks;  // of a kernel that is launched early behind it, and waits for it
@@ -195,6 +196,7 @@ Arguments arguments_of(const Call& call, u32 c, u32 m) {
   a.epilogue.columns = call.columns;
   a.epilogue.skipped = call.skipped;
   a.epilogue.pitch = call.columns;
+  a.errors = ranks[m].input.data() + call.input_offset[r] + call.errors_at;
   a.prefetch = ranks[m].next.data();
   a.prefetch_nbytes = call.prefetch_nbytes;
   a.multicast = multicast.base;
@@ -263,8 +265,9 @@ void collect(u32 c, u32 m) {
   rank.results[c].assign(result, result + call.output_nbytes[r]);
   rank.broken_guards += !rank.scratch.intact(0, the_case.suspended ? 0 : the_case.scratch_nbytes);
   rank.broken_guards += !prefetched_once(call, rank);
-  rank.broken_guards += !output_of(call, rank).intact(call.output_offset[r], call.output_nbytes[r]);
-  if (call.in_place) return;
+  const u64 written = std::max(call.output_nbytes[r], call.in_place ? call.input_nbytes[r] : 0);
+  rank.broken_guards += !output_of(call, rank).intact(call.output_offset[r], written);
+  if (call.in_place && !call.feeds_back) return;
   rank.broken_guards += !rank.input.intact(call.input_offset[r], call.input_nbytes[r]);
   const char* input = rank.input.data() + call.input_offset[r];
   if (call.feeds_back)
