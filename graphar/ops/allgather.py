@@ -10,7 +10,7 @@ import torch
 from graphar.ops import options, parts
 from graphar.ops.allgather_tuple import TUPLE, allgather_tuple, check_tuple
 from graphar.ops.register import Op, for_ranks, is_plain
-from graphar.ops.repeats import repeated
+from graphar.ops.repeats import repeated, typed
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call
 from graphar.plan.work import Parts
@@ -97,9 +97,11 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     tensors = x if isinstance(x, tuple) else (x,)
-    asked = tensors, (axis, tuple(sizes) if isinstance(sizes, list) else sizes, algorithm, timeout_s), None
-    if tensors and (found := repeated(NAME if tensors is not x else TUPLE, group, *asked)) is not None:
+    of_ranks = None if sizes is None else typed(sizes)
+    how = axis, type(axis), of_ranks, algorithm, timeout_s, type(timeout_s)
+    if tensors and (found := repeated(NAME if tensors is not x else TUPLE, group, tensors, how)) is not None:
         return found
+    asked = tensors, how, None
     call_checks.check_call(NAME, algorithm, timeout_s, NAME)
     if isinstance(x, tuple):
         if algorithm != "auto":

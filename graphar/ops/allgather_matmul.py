@@ -16,7 +16,7 @@ from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_gradients, options, parts, scaled_operands
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
 from graphar.ops.register import Asked, Op, for_ranks, is_plain
-from graphar.ops.repeats import repeated
+from graphar.ops.repeats import repeated, typed
 from graphar.ops.scaled_operands import UNSCALED, Scaled, scaled_of
 from graphar.plan import call_checks
 from graphar.plan.call import Call, Operands
@@ -190,8 +190,8 @@ def fused_allgather_matmul(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    key = tuple(sizes) if isinstance(sizes, list) else sizes
-    how = bool(gathered), key, partition, bias is None, timeout_s
+    of_ranks = None if sizes is None else typed(sizes)
+    how = bool(gathered), of_ranks, partition, bias is None, timeout_s, type(timeout_s)
     scaled = UNSCALED
     if a_scale is not None or w_scale is not None or out_dtype is not None:
         scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)

@@ -109,10 +109,13 @@ def allreduce(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    tensors = (x,) if residual is None and prefetch is None else (x, prefetch if residual is None else residual)
-    asked = tensors, (algorithm, timeout_s, codec, prefetch is None, order, out_dtype), epilogue
-    if (found := repeated(NAME, group, *asked, out)) is not None:
+    tensors = (x,) if residual is None else (x, residual)
+    if prefetch is not None:
+        tensors = *tensors, prefetch
+    how = algorithm, timeout_s, type(timeout_s), codec, prefetch is None, order, out_dtype
+    if (found := repeated(NAME, group, tensors, how, epilogue, out)) is not None:
         return found
+    asked = tensors, how, epilogue
     return _allreduce(x, group, out, algorithm, codec, residual, epilogue, order, out_dtype, prefetch, timeout_s, asked)
 
 

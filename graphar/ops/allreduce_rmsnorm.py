@@ -94,10 +94,11 @@ def allreduce_residual_rmsnorm(
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     tensors = (x, residual, weight) if scale is None else (x, residual, weight, scale)
-    asked = tensors, (eps, weight_offset, out_dtype, group_size, timeout_s), None
-    if (found := repeated(NAME, group, *asked)) is not None:
+    kinds = type(eps), type(weight_offset), type(group_size), type(timeout_s)
+    how = eps, weight_offset, out_dtype, group_size, timeout_s, kinds
+    if (found := repeated(NAME, group, tensors, how)) is not None:
         return found
-    return norms.call(OP, asked, group)
+    return norms.call(OP, (tensors, how, None), group)
 
 
 def _backward(ctx, gradients):

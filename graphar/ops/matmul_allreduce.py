@@ -129,7 +129,8 @@ def fused_matmul_allreduce(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    how = partition, num_partitions, codec, prefetch is None, bool(constant_weight), timeout_s, out_dtype
+    kinds = type(num_partitions), type(timeout_s)
+    how = partition, num_partitions, codec, prefetch is None, bool(constant_weight), timeout_s, out_dtype, kinds
     is_scaled = a_scale is not None or w_scale is not None or out_dtype is not None
     scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype) if is_scaled else UNSCALED
     more = *scaled.scales, *(() if bias is None else (bias,)), *(() if prefetch is None else (prefetch,))

@@ -123,7 +123,8 @@ def fused_matmul_reducescatter(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    how, scaled = (partition, num_partitions, codec, bias is None, timeout_s), UNSCALED
+    kinds, scaled = (type(num_partitions), type(timeout_s)), UNSCALED
+    how = partition, num_partitions, codec, bias is None, timeout_s, kinds
     if a_scale is not None or w_scale is not None or out_dtype is not None:
         scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
         how = *how, scaled.dtype

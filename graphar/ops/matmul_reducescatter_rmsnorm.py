@@ -110,7 +110,8 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     scaled = UNSCALED
     if a_scale is not None or w_scale is not None:
         scaled = matmul_norms.scaled(NAME, a, a_scale, w_scale, residual)
-    asked = (a, w, *scaled.scales, residual, weight), (eps, weight_offset, partition, timeout_s), None
+    kinds = type(eps), type(weight_offset), type(timeout_s)
+    asked = (a, w, *scaled.scales, residual, weight), (eps, weight_offset, partition, timeout_s, kinds), None
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
     return matmul_norms.call(OP, asked, group, scaled)

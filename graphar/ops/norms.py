@@ -117,7 +117,7 @@ def prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: 
 
 def call(op: Op, asked: Asked, group: Group):
     """Makes a call as the user asked for it, and returns its results as users get them."""
-    tensors, (eps, weight_offset, out_dtype, group_size, timeout_s), _ = asked
+    tensors, (eps, weight_offset, out_dtype, group_size, timeout_s, _), _ = asked
     (x, residual, weight, *_), scale, name = tensors, tensors[3] if len(tensors) > 3 else None, op.name
     call_checks.check_call(name, "auto", timeout_s)
     numbers = check_number(name, "eps", eps), check_number(name, "weight_offset", weight_offset)

@@ -107,9 +107,11 @@ def reducescatter(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    asked = (x,) if residual is None else (x, residual), (axis, algorithm, codec, timeout_s, order, out_dtype), epilogue
-    if (found := repeated(NAME, group, *asked)) is not None:
+    tensors = (x,) if residual is None else (x, residual)
+    how = axis, type(axis), algorithm, codec, timeout_s, type(timeout_s), order, out_dtype
+    if (found := repeated(NAME, group, tensors, how, epilogue)) is not None:
         return found
+    asked = tensors, how, epilogue
     return _reducescatter(x, group, axis, algorithm, codec, residual, epilogue, order, out_dtype, timeout_s, asked)
 
 

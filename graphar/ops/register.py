@@ -245,7 +245,7 @@ class Op:
         targets = [one if one.is_contiguous() else torch.empty_like(one, memory_format=_contiguous) for one in outs]
         asked = None if targets[0] is not outs[0] else asked
         self._make(engine, lists, targets, given, asked, *([residuals] if residuals else []))
-        for target, one in zip(targets, outs, strict=True):
+        for target, one in zip((*targets, *residuals), (*outs, *residuals), strict=True):
             deliver(target, one)
 
     def _make(self, engine: Engine, lists: list, outs: list, given, asked: Asked | None, *residuals) -> None:
@@ -254,7 +254,7 @@ class Op:
         made = self._run(engine, *lists, outs, given, *residuals)
         if asked is not None and made is not None and made[0] is not None:
             plan, (own,) = made
-            keep(engine, repeats, self.name, asked, plan, own)
+            keep(engine, repeats, self.name, asked, plan, own, getattr(given, "codec", ""))
 
     def _meta(self, *call, in_list: bool):
         for one in when_traced:

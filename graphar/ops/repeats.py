@@ -13,8 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.autograd import forward_ad
 
+from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.plan.call import Operands
+from graphar.plan.tensor_checks import span
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.engine import Engine, Repeat
 from graphar.runtime.plan import Count, Launch, Plan, Tensors
@@ -41,6 +44,8 @@ try:
     _dispatch_modes = torch._C._len_torch_dispatch_stack
     _function_modes = torch._C._len_torch_function_stack
     _is_profiling = torch.autograd._profiler_enabled
+    _is_deterministic = torch._C._get_deterministic_algorithms
+    _tell_of_change = torch._C._increment_version  # the function of torch.autograd.graph takes twice as long
     _guard([torch.empty(0)])
     can_repeat = True
 except (AttributeError, TypeError):
@@ -67,7 +72,8 @@ def repeated(
     """Returns the result of a call that repeats an earlier one; None, if there is none that it can repeat.
 
     ``tensors`` are those of one rank in the order of the work's operands, without those of the epilogue. ``options`` is
-    everything else that the call depends on, apart from ``out`` and the epilogue, as the user gave it.
+    everything else that the call depends on, apart from ``out`` and the epilogue, as the user gave it. Beside a number
+    it has the number's type: True equals 1, and only one of them may be allowed.
     """
     if _is_compiling():
         return None
@@ -83,6 +89,11 @@ def repeated(
     return None if repeat is None else repeat(tensors, out, numbers)
 
 
+def typed(numbers: object) -> tuple:
+    """Returns an option that is a sequence of numbers, with their types, as a part of ``options``."""
+    return (*numbers, *map(type, numbers)) if isinstance(numbers, (list, tuple)) else (numbers,)
+
+
 def keep(
     engine: Engine,
     repeats: BoundedCache[Repeat],
@@ -90,6 +101,7 @@ def keep(
     asked: tuple[Tensors, tuple, object],
     plan: Plan,
     own: Operands,
+    codec: str = "",
 ) -> None:
     """Keeps a call, if calls like it can repeat its launch, once it has been made twice.
 
@@ -100,13 +112,13 @@ def keep(
         asked: the first call's ``tensors``, ``options`` and ``epilogue``, as :func:`repeated` takes them.
         plan: the call's plan.
         own: the call's operands.
+        codec: the text of the codec on the wire. One with feedback overwrites the second tensor, a residual.
     """
     (tensors, options, epilogue), warm = asked, engine.warm
     if type(epilogue) is Epilogue:
         tensors, epilogue = (*tensors, *epilogue.tensors.values()), epilogue.key
-    feeds_back = len(own.inputs) == 1 and len(tensors) == 2 and own.inputs[0] is tensors[1]
     order = [at for one in own.inputs for at, given in enumerate(tensors) if given is one]
-    if not can_repeat or not (feeds_back or len(order) == len(own.inputs)):
+    if not can_repeat or len(order) != len(own.inputs):
         return  # an operand is a copy of what the user gave
     key = (op, len(tensors), tensors[0].shape, tensors[0].dtype, options, epilogue)
     if not warm.was_seen(key):
@@ -118,20 +130,9 @@ def keep(
     if any(symmetric.begin <= one.data_ptr() < symmetric.end for one in (tensors[0], *own.outputs)):
         return
     if launch := plan.launch_like(own):
-        launch = _after_feedback(launch) if feeds_back else launch
-        in_order = feeds_back or order == list(range(len(tensors)))
-        repeats.keep(key, _repeat(launch, plan.count, symmetric, tensors, own.outputs, None if in_order else order))
-
-
-def _after_feedback(launch: Launch) -> Launch:
-    """Returns the launch of a call with a residual, which a kernel overwrites with its errors."""
-
-    def launch_after_feedback(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...]) -> None:
-        x, residual = inputs
-        residual.add_(x)
-        launch((residual,), outputs, numbers)
-
-    return launch_after_feedback
+        select = None if order == list(range(len(tensors))) else _selected(order)
+        wire = codec_of_text(codec) if codec else None
+        repeats.keep(key, _repeat(launch, plan.count, symmetric, tensors, own.outputs, select, wire))
 
 
 def _repeat(
@@ -140,13 +141,15 @@ def _repeat(
     symmetric: SymmetricTensors | Nowhere,
     tensors: Tensors,
     outputs: Tensors,
-    order: list[int] | None,
+    select: Callable[[Tensors], Tensors] | None,
+    wire: Codec | None,
 ) -> Repeat:
     """Returns a function that makes a call like an earlier one, and returns its result.
 
-    The function returns None, and does nothing, unless the guard finds tensors like the earlier ones, and no mode of
-    torch wants to see the op. ``out`` must be like the earlier result and apart from all tensors, or be the first one.
-    Nothing may lie in symmetric memory. ``order`` has the tensors that the launch takes; None: all, in order.
+    The function returns None, and does nothing, unless everything that the earlier call has checked holds again: a
+    guard finds tensors like the earlier ones, what is written is apart from them, a codec without a seed is allowed,
+    and no mode of torch wants to see the op. ``out`` must be like the earlier result, or be the first tensor. Nothing
+    may lie in symmetric memory. ``select`` takes the launch's operands from the tensors; None: all, in order.
 
     Callers look the function up in the engine's ``warm`` plans, which are dropped with what they depend on, and are out
     of reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
@@ -157,7 +160,9 @@ def _repeat(
     result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
     has_parameters, in_place = any(one.requires_grad for one in tensors), result_like == _layout(tensors[0])
-    overlaps, select = _overlaps([one.nbytes for one in tensors]), order and _selected(order)
+    needs_seed = wire is not None and wire.rounding == "stochastic" and wire.seed is None
+    feeds_back = wire is not None and wire.feedback
+    conflict = _conflicts(tensors, outputs[0], feeds_back)
 
     def repeat(tensors: Tensors, out: torch.Tensor | None, numbers: tuple[float, ...]):
         if (
@@ -167,31 +172,27 @@ def _repeat(
             or _is_profiling()
             or not (on_cpu or _current_device() == device)
             or (has_parameters and _records_gradients())
+            or (needs_seed and _is_deterministic())
         ):
             return None
         if out is None or (in_place and out is tensors[0]):
             if not alike(*tensors):
                 return None
-        elif type(out) is not _Tensor or not alike_with_out(*tensors, out):
+        elif not alike_with_out(*tensors, out):
             return None
-        if symmetric.begin <= tensors[0].data_ptr() < symmetric.end:
+        if symmetric.end and (symmetric.holds(tensors[0]) or (out is not None and symmetric.holds(out))):
             return None
-        operands = tensors if select is None else select(tensors)
-        if out is None:
-            count.repeated += 1
-            result = new(*result_like)
-            if not others:
-                launch(operands, (result,), numbers)
-                return result
-            results = (result, *[new(*one) for one in others])
-            launch(operands, results, numbers)
-            return results
-        if out is not tensors[0] and (symmetric.begin <= out.data_ptr() < symmetric.end or overlaps(tensors, out)):
+        if (feeds_back or out is not None) and conflict(tensors, out):
             return None
         count.repeated += 1
-        launch(operands, (out,), numbers)
-        deliver(out, out)
-        return out
+        result = new(*result_like) if out is None else out
+        results = (result, *[new(*one) for one in others]) if others else (result,)
+        launch(tensors if select is None else select(tensors), results, numbers)
+        if feeds_back:
+            _tell_of_change(tensors[1:2])
+        if out is not None:
+            _tell_of_change(results)
+        return results if others else result
 
     return repeat
 
@@ -200,17 +201,24 @@ def _layout(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dt
     return tuple(x.shape), x.stride(), x.dtype
 
 
-def _overlaps(nbytes: Sequence[int]) -> Callable[[Tensors, torch.Tensor], bool]:
-    """Returns whether contiguous tensors of so many bytes share memory with an output."""
+def _conflicts(tensors: Tensors, out: torch.Tensor, feeds_back: bool) -> Callable[[Tensors, torch.Tensor | None], bool]:
+    """Returns a function of tensors and an output like these: whether what is written shares memory with the others.
 
-    def overlaps(tensors: Tensors, out: torch.Tensor) -> bool:
-        begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
-        for one, size in zip(tensors, nbytes, strict=True):
-            if one.data_ptr() < end and begin < one.data_ptr() + size:
-                return True
-        return False
+    The output is written, and the second tensor of a call that ``feeds_back``. The output may be the first tensor.
+    """
+    *nbytes, out_nbytes = [one.numel() and operator.sub(*reversed(span(one))) for one in (*tensors, out)]
 
-    return overlaps
+    def conflict(tensors: Tensors, out: torch.Tensor | None) -> bool:
+        if feeds_back and -nbytes[1] < tensors[1].data_ptr() - tensors[0].data_ptr() < nbytes[0]:
+            return True
+        if out is None or out is tensors[0]:
+            return False
+        begin, found = out.data_ptr(), False
+        for one, size in zip(tensors, nbytes, strict=True):  # any() takes three times as long
+            found = found or -size < one.data_ptr() - begin < out_nbytes
+        return found
+
+    return conflict
 
 
 def _selected(order: Sequence[int]) -> Callable[[Tensors], Tensors]:
@@ -225,5 +233,5 @@ def deliver(target: torch.Tensor, out: torch.Tensor) -> None:
     """
     if target is not out:
         out.copy_(target)
-    elif not out.is_inference():
+    else:
         torch.autograd.graph.increment_version(out)

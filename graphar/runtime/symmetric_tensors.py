@@ -59,6 +59,10 @@ class SymmetricTensors:
         buffer = self._buffer_at[start]
         return (buffer, pointer - start) if pointer - start < buffer.nbytes else None
 
+    def holds(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` may lie in symmetric memory: no other tensor that is farther away than these does."""
+        return self.begin <= x.data_ptr() < self.end
+
     def describe(self, x: torch.Tensor, out: torch.Tensor) -> str:
         """Returns where a call's operands lie, in words that are the same on every rank."""
         return f", x at {self._place(x.data_ptr())}, out at {self._place(out.data_ptr())}"

@@ -196,38 +196,6 @@ def test_a_call_that_copies_its_input_leaves_nothing_to_repeat(communicator, mac
     assert not communicator.engine.plans.repeats
 
 
-UNLIKE_OUT = {
-    "another dtype": (lambda x: x.half(), ValueError),
-    "another shape": (lambda x: torch.zeros(6, 4, dtype=x.dtype), ValueError),
-    "an output that needs a gradient": (lambda x: x.clone().requires_grad_(), ValueError),
-    "a part of the input": (lambda x: x.view(-1)[1:], ValueError),
-    "no tensor": (lambda x: [x], TypeError),
-}
-
-
-@pytest.mark.parametrize("name", UNLIKE_OUT)
-def test_an_output_that_does_not_fit_raises_as_it_did(warm, machine, like, name):
-    make, error = UNLIKE_OUT[name]
-
-    with pytest.raises(error):
-        warm.allreduce(like, out=make(like))
-
-    assert machine.repeated == []
-
-
-def test_an_output_that_overlaps_the_input_is_refused(communicator, machine):
-    memory = torch.zeros(2 * NUMEL, dtype=torch.bfloat16)
-    x, shifted = memory[:NUMEL], memory[8 : 8 + NUMEL]
-    keep_plan_for(communicator, x)
-    twice(lambda: communicator.allreduce(x))
-
-    with pytest.raises(ValueError, match="overlap"):
-        communicator.allreduce(x, out=shifted)
-
-    communicator.allreduce(x, out=memory[NUMEL:])
-    assert len(machine.repeated) == 1
-
-
 def test_an_output_with_other_strides_is_copied_to(warm, machine, like):
     out = torch.zeros(6, 4, dtype=like.dtype).T
 

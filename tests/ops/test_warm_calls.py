@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import inspect
 import sys
+from collections.abc import Iterator
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import graphar
+from graphar import Codec, Epilogue
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.runtime import engine as engines
@@ -24,49 +30,54 @@ def zeros(*shape):
     return torch.zeros(shape, dtype=BF16)
 
 
+class Form:
+    """A call of an op: its arguments by name, apart from the group."""
+
+    def __init__(self, op, *given, **options) -> None:
+        self.op, signature = op, inspect.signature(op)
+        bound = signature.bind(*given, **options)
+        bound.apply_defaults()
+        self.given = {name: one for name, one in bound.arguments.items() if name != "group"}
+
+    def __call__(self, group, **changed):
+        return self.op(group=group, **self.given | changed)
+
+
 A, W, BIAS, RESIDUAL, WEIGHT = zeros(ROWS, K), zeros(COLUMNS, K), zeros(COLUMNS), zeros(ROWS, COLUMNS), zeros(COLUMNS)
 SUMMED = zeros(ROWS, COLUMNS)
 SCALED = graphar.Epilogue("v * scale + bias[col]", scale=0.5, bias=BIAS)
 OPS = {
-    "allreduce": lambda group, **how: graphar.allreduce(SUMMED, group, **how),
-    "allreduce, out": lambda group, **how: graphar.allreduce(SUMMED, group, out=torch.empty_like(SUMMED), **how),
-    "allreduce, codec": lambda group, **how: graphar.allreduce(SUMMED, group, codec="int8", **how),
-    "allreduce, residual": lambda group, **how: graphar.allreduce(
-        SUMMED, group, codec="int8", residual=RESIDUAL, **how
+    "allreduce": Form(graphar.allreduce, SUMMED),
+    "allreduce, out": Form(graphar.allreduce, SUMMED, out=zeros(ROWS, COLUMNS)),
+    "allreduce, codec": Form(graphar.allreduce, SUMMED, codec="int8"),
+    "allreduce, residual": Form(graphar.allreduce, SUMMED, codec="int8", residual=RESIDUAL),
+    "allreduce, residual and out": Form(
+        graphar.allreduce, SUMMED, codec="int8", residual=RESIDUAL, out=zeros(ROWS, COLUMNS)
     ),
-    "allreduce, epilogue": lambda group, **how: graphar.allreduce(SUMMED, group, epilogue=SCALED, **how),
-    "allreduce, expression": lambda group, **how: graphar.allreduce(SUMMED, group, epilogue="-v", **how),
-    "allreduce, prefetch": lambda group, **how: graphar.allreduce(SUMMED, group, prefetch=W, **how),
-    "reducescatter": lambda group, **how: graphar.reducescatter(SUMMED, group, **how),
-    "reducescatter, codec": lambda group, **how: graphar.reducescatter(SUMMED, group, codec="int8", **how),
-    "reducescatter, epilogue": lambda group, **how: graphar.reducescatter(SUMMED, group, epilogue=SCALED, **how),
-    "allgather": lambda group, **how: graphar.allgather(SUMMED, group, **how),
-    "allgather, sizes": lambda group, **how: graphar.allgather(SUMMED, group, sizes=[ROWS], **how),
-    "allgather, tuple": lambda group, **how: graphar.allgather((SUMMED, A), group, **how),
-    "allreduce_residual_rmsnorm": lambda group, **how: graphar.allreduce_residual_rmsnorm(
-        SUMMED, RESIDUAL, WEIGHT, group=group, **how
+    "allreduce, epilogue": Form(graphar.allreduce, SUMMED, epilogue=SCALED),
+    "allreduce, expression": Form(graphar.allreduce, SUMMED, epilogue="-v"),
+    "allreduce, prefetch": Form(graphar.allreduce, SUMMED, prefetch=W),
+    "reducescatter": Form(graphar.reducescatter, SUMMED),
+    "reducescatter, codec": Form(graphar.reducescatter, SUMMED, codec="int8"),
+    "reducescatter, residual": Form(graphar.reducescatter, SUMMED, codec="int8", residual=RESIDUAL),
+    "reducescatter, epilogue": Form(graphar.reducescatter, SUMMED, epilogue=SCALED),
+    "allgather": Form(graphar.allgather, SUMMED),
+    "allgather, sizes": Form(graphar.allgather, SUMMED, sizes=[ROWS]),
+    "allgather, tuple": Form(graphar.allgather, (SUMMED, A)),
+    "allreduce_residual_rmsnorm": Form(graphar.allreduce_residual_rmsnorm, SUMMED, RESIDUAL, WEIGHT),
+    "reducescatter_residual_rmsnorm": Form(graphar.reducescatter_residual_rmsnorm, SUMMED, RESIDUAL, WEIGHT),
+    "fused_matmul_allreduce": Form(graphar.fused_matmul_allreduce, A, W),
+    "fused_matmul_allreduce, out": Form(graphar.fused_matmul_allreduce, A, W, out=zeros(ROWS, COLUMNS)),
+    "fused_matmul_allreduce, bias and epilogue": Form(
+        graphar.fused_matmul_allreduce, A, W, bias=BIAS, epilogue="relu(v)"
     ),
-    "reducescatter_residual_rmsnorm": lambda group, **how: graphar.reducescatter_residual_rmsnorm(
-        SUMMED, RESIDUAL, WEIGHT, group=group, **how
+    "fused_matmul_reducescatter": Form(graphar.fused_matmul_reducescatter, A, W, bias=BIAS),
+    "fused_allgather_matmul": Form(graphar.fused_allgather_matmul, A, W, gathered=True),
+    "fused_matmul_allreduce_residual_rmsnorm": Form(
+        graphar.fused_matmul_allreduce_residual_rmsnorm, A, W, RESIDUAL, WEIGHT
     ),
-    "fused_matmul_allreduce": lambda group, **how: graphar.fused_matmul_allreduce(A, W, group=group, **how),
-    "fused_matmul_allreduce, out": lambda group, **how: graphar.fused_matmul_allreduce(
-        A, W, group=group, out=torch.empty_like(SUMMED), **how
-    ),
-    "fused_matmul_allreduce, bias and epilogue": lambda group, **how: graphar.fused_matmul_allreduce(
-        A, W, bias=BIAS, epilogue="relu(v)", group=group, **how
-    ),
-    "fused_matmul_reducescatter": lambda group, **how: graphar.fused_matmul_reducescatter(
-        A, W, bias=BIAS, group=group, **how
-    ),
-    "fused_allgather_matmul": lambda group, **how: graphar.fused_allgather_matmul(
-        A, W, gathered=True, group=group, **how
-    ),
-    "fused_matmul_allreduce_residual_rmsnorm": lambda group, **how: graphar.fused_matmul_allreduce_residual_rmsnorm(
-        A, W, RESIDUAL, WEIGHT, group=group, **how
-    ),
-    "fused_matmul_reducescatter_residual_rmsnorm": lambda group, **how: (
-        graphar.fused_matmul_reducescatter_residual_rmsnorm(A, W, RESIDUAL, WEIGHT, group=group, **how)
+    "fused_matmul_reducescatter_residual_rmsnorm": Form(
+        graphar.fused_matmul_reducescatter_residual_rmsnorm, A, W, RESIDUAL, WEIGHT
     ),
 }
 
@@ -78,9 +89,18 @@ def bound(communicator, monkeypatch):
 
     def launch(inputs, outputs, numbers, corner=None):
         machine.launched.append((inputs, outputs, numbers))
+        written(outputs)
+
+    def run(ranks):
+        machine.ran.append(ranks)
+        written(ranks[0].outputs)
+
+    def written(outputs):
+        for one in outputs:
+            one.data.fill_(7)  # as a kernel: torch sees no change
 
     def bind(engine, call, ranks):
-        return Plan(machine.ran.append, Config(Algorithm.ONE_SHOT_PUSH, 2, 32), launch_like=lambda own: launch)
+        return Plan(run, Config(Algorithm.ONE_SHOT_PUSH, 2, 32), launch_like=lambda own: launch)
 
     communicator.engine.plans.clear()
     for kind in engines.binders:
@@ -115,7 +135,7 @@ def test_a_warm_call_of_every_op_reaches_its_launch_in_few_python_calls(bound, n
     ran = len(machine.ran)
 
     # Two more are the kernels' own: they write the operands' addresses, and a matmul's look up its tensor maps.
-    calls = python_calls(lambda: OPS[name](communicator))
+    calls = python_calls(functools.partial(OPS[name].op, group=communicator, **OPS[name].given))
 
     assert len(machine.ran) == ran
     assert len(calls) + 2 <= MOST_CALLS, calls
@@ -162,3 +182,163 @@ def test_a_call_that_repeats_without_gradients_still_records_them_where_they_are
 
     assert y.requires_grad
     assert len(machine.launched) == 1
+
+
+# ---- what a first call checks ---------------------------------------------------------------------------------------
+
+# An allowed value of each option, which the calls that are repeated have.
+ALLOWED = {
+    "timeout_s": 1,
+    "axis": 0,
+    "sizes": [ROWS],
+    "eps": 1,
+    "weight_offset": 1,
+    "group_size": 128,
+    "num_partitions": 1,
+    "codec": Codec(8, rounding="stochastic"),
+    "algorithm": "auto",
+    "order": "rank",
+    "partition": "auto",
+    "epilogue": SCALED,
+    "gathered": True,
+    "constant_weight": True,
+    "prefetch": W,
+    "bias": BIAS,
+}
+TENSORS = {"x", "a", "w", "out", "residual", "weight", "bias", "prefetch", "scale", "a_scale", "w_scale"}
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+OF_A_TENSOR = {
+    "another dtype": lambda x: x.half(),
+    "another shape": lambda x: x.reshape(-1),
+    "one row less": lambda x: x[1:].clone(),
+    "other strides": lambda x: x.t().contiguous().t(),
+    "gaps": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "stride 0": lambda x: x[:1].expand(x.shape),
+    "another alignment": lambda x: torch.cat([x.flatten(), x.flatten()[:1]])[1:].view(x.shape),
+    "a parameter": lambda x: torch.nn.Parameter(x.clone()),
+    "a subclass": lambda x: x.clone().as_subclass(Subclass),
+    "a negated view": lambda x: torch._neg_view(x.clone()),
+    "no memory": lambda x: x.to("meta"),
+    "sparse": lambda x: x.to_sparse(),
+    "a list": lambda x: [x],
+    "no tensor": lambda x: 3,
+    "nothing": lambda x: None,
+}
+STATES = {
+    "without gradients": torch.no_grad,
+    "in inference mode": torch.inference_mode,
+    "deterministic": lambda: deterministic(),
+}
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def changes(given: dict) -> Iterator[tuple[str, dict]]:
+    """Arguments that a call must not be repeated with, or only with the same outcome; each argument in turn."""
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor):
+            for what, change in OF_A_TENSOR.items():
+                yield f"{name}: {what}", {name: change(value)}
+            yield from shared(given, name, value)
+        elif isinstance(value, (int, float, list)):
+            for kind in (bool, int, float, Fraction, str):
+                of_kind = [kind(one) for one in value] if isinstance(value, list) else kind(value)
+                yield f"{name}: {of_kind!r}", {name: of_kind}
+            yield f"{name}: negative", {name: [-one for one in value] if isinstance(value, list) else -value}
+        elif isinstance(value, Epilogue):
+            for of_name, tensor in value.tensors.items():
+                of_rest = value.scalars | value.tensors
+                for what, change in OF_A_TENSOR.items():
+                    with contextlib.suppress(TypeError):  # of the epilogue itself
+                        yield f"{name}: {what}", {name: Epilogue(value.what, **of_rest | {of_name: change(tensor)})}
+            yield f"{name}: a name more", {name: Epilogue(value.what, **value.scalars, **value.tensors, more=1)}
+        else:
+            yield f"{name}: 3", {name: 3}
+            yield f"{name}: other words", {name: "other words"}
+            yield f"{name}: allowed", {name: ALLOWED.get(name, A)}
+
+
+def shared(given: dict, name: str, x: torch.Tensor) -> Iterator[tuple[str, dict]]:
+    """A tensor that shares memory with another one: it begins there, or some elements later."""
+    for other, y in given.items():
+        for later in (0, 1, 8) if isinstance(y, torch.Tensor) and other != name else ():
+            memory = torch.cat([y.flatten(), x.flatten()])
+            mine = memory[later : later + x.numel()].view(x.shape)
+            yield f"{name}: {later} elements behind {other}", {other: memory[: y.numel()].view(y.shape), name: mine}
+
+
+def outcome_of(machine, form, group, changed, state):
+    """What a call launches, returns and leaves in its arguments, or its error."""
+    machine.launched.clear(), machine.ran.clear()
+    form.given = form.given | changed
+    arguments = [one for one in form.given.values() if isinstance(one, torch.Tensor) and one.layout is torch.strided]
+    before = [None if one.is_inference() else one._version for one in arguments]
+    try:
+        with state():
+            found = form(group)
+    except Exception as error:
+        return type(error), str(error), *map(described, arguments)
+    made = [(own.inputs, own.numbers) for (own,) in machine.ran] + [(one[0], one[2]) for one in machine.launched]
+    inputs, numbers = made[0] if made else ((), ())
+    results = found if isinstance(found, tuple) else (found,)
+    after = [None if was is None else one._version - was for one, was in zip(arguments, before, strict=True)]
+    return (
+        *(described(one) for one in (*inputs, *arguments)),
+        *numbers,
+        *after,
+        *((one.shape, one.dtype, one.stride(), one.requires_grad, type(one), one.is_inference()) for one in results),
+        *(any(one is given for given in arguments) for one in results),
+    )
+
+
+def described(x):
+    values = None if x.is_meta else x.detach().resolve_neg().contiguous().flatten().view(torch.uint8).tolist()
+    return x.shape, x.dtype, values
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_call_that_could_be_repeated_has_the_outcome_of_a_first_call_whatever_changes(bound, name):
+    communicator, machine = bound
+    plans, base = communicator.engine.plans, OPS[name].given
+    assert base.keys() <= TENSORS | ALLOWED.keys() | {"out_dtype"}, "ALLOWED needs a value of each option"
+    generator, refused = torch.Generator().manual_seed(0), set()
+
+    def drawn(value):
+        if isinstance(value, torch.Tensor):
+            return torch.randn(value.shape, generator=generator).to(value.dtype)
+        return tuple(map(drawn, value)) if isinstance(value, tuple) else value
+
+    for option in (None, *(one for one in base if one in ALLOWED and one not in TENSORS)):
+        form = Form(OPS[name].op, **{one: drawn(value) for one, value in base.items()})
+        form.given |= {option: ALLOWED[option]} if option else {}
+        usual = dict(form.given)
+        if isinstance(outcome_of(machine, form, communicator, {}, contextlib.nullcontext)[0], type):
+            continue  # this option excludes another
+        mine = usual if option is None else {option: usual[option]}
+        tried = [(what, changed, contextlib.nullcontext) for what, changed in changes(mine)]
+        for what, changed, state in (*tried, *[(what, {}, state) for what, state in STATES.items()]):
+            outcomes = []
+            for is_warm in (False, True):
+                plans.repeats.clear()
+                form.given = dict(usual)
+                machine.launched.clear()
+                for _ in range(3 if is_warm else 0):
+                    form(communicator)
+                assert bool(machine.launched) == is_warm
+                outcomes.append(outcome_of(machine, form, communicator, changed, state))
+            cold, warm = outcomes
+            assert warm == cold, (option, what)
+            refused |= {what} if isinstance(cold[0], type) else set()
+    assert len(refused) > 10
