@@ -40,8 +40,7 @@ struct QuantizedReducescatter {
     for_each_tile<N, N>(chunks, a, k, [&](int hop, int owner, u32 j) {
       const Tensor<T> part = part_of<T>(a.input, a, owner), errors = part_of<T>(a.errors, a, owner);
       const u32 tile = chunks.begin(k) + j;
-      send_tile(slot(hop, k, a.rank), j, part, errors, tile, tiles_before(owner) + tile,
-                {a.seed, epoch, a.rank});
+      send_tile(slot(hop, k, a.rank), j, part, errors, tile, tiles_before(owner) + tile, {a.seed, epoch, a.rank});
     });
   }
 

@@ -85,10 +85,13 @@ def repeated(
     repeats, call = engine.warm.repeats, (op, len(tensors), options, epilogue)
     try:
         latest = repeats.get(call)  # most calls are like the latest one: its guard is faster than a look-up by shape
-        if latest is not None and (found := latest(tensors, out, numbers)) is not None:
-            return found
+    except TypeError:  # an option is of another type than any that fits
+        return None
+    if latest is not None and (found := latest(tensors, out, numbers)) is not None:
+        return found
+    try:
         repeat = repeats.get((call, first.shape, first.dtype))
-    except (TypeError, RuntimeError):  # an option is of another type than any that fits, or a tensor has no shape
+    except RuntimeError:  # the tensor has no shape
         return None
     if repeat is None or repeat is latest or (found := repeat(tensors, out, numbers)) is None:
         return None

@@ -195,6 +195,20 @@ MUTANTS = (
         "quantized_reducescatter",
     ),
     mutant(
+        "errors of earlier calls that are not added",
+        TILES,
+        "v[e] = __fadd_rn(v[e], error[e]);",
+        "v[e] = __fadd_rn(v[e], 0);",
+        "quantized_two_shot_push",
+    ),
+    mutant(
+        "errors that take the place of the input",
+        "device/wire/wire_signalled.cuh",
+        "store_error(errors, tile, mine, coded);",
+        "store_error(x, tile, mine, coded);",
+        "quantized_reducescatter",
+    ),
+    mutant(
         "steps enough for this rank's own part alone",
         TILE_CHUNKS,
         "most = max(most, tile_count(a.count[r]));",
