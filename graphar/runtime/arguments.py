@@ -44,6 +44,7 @@ class EpilogueArguments(ctypes.Structure):
         ("scalar", ctypes.c_float * MAX_ARGUMENTS),
         *((name, ctypes.c_uint64) for name in ("columns", "skipped", "first_row", "first_col", "pitch")),
     ]
+    _corner: object = ()  # that of the last call; an empty tuple before the first
 
     def put(self, inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner: Corner | None) -> None:
         """Writes what one rank's operands have for the epilogue. ``columns`` must be set already."""
@@ -55,7 +56,9 @@ class EpilogueArguments(ctypes.Structure):
             scalars = self.scalar
             for at, number in enumerate(numbers):
                 scalars[at] = number
-        self.first_row, self.first_col, self.pitch = corner or (0, 0, self.columns)
+        if corner != self._corner:
+            self.first_row, self.first_col, self.pitch = corner or (0, 0, self.columns)
+            self._corner = corner
 
 
 class Arguments(ctypes.Structure):
@@ -89,6 +92,7 @@ class TupleArguments(Arguments):
 
     def describe(self, work: TensorTuple) -> None:
         """Writes everything but the addresses."""
+        self._addresses = self.inputs, self.outputs  # each look-up of a field makes an object
         for at, nbytes in enumerate(work.row_nbytes):
             self.row_nbytes[at] = nbytes
         for rank, (first, rows) in enumerate(zip(accumulate(work.sizes, initial=0), work.sizes, strict=False)):
@@ -96,7 +100,7 @@ class TupleArguments(Arguments):
 
     def put(self, inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner: Corner | None) -> None:
         """Writes the addresses of one rank's tensors."""
-        ins, outs = self.inputs, self.outputs  # each look-up of a field makes an object
+        ins, outs = self._addresses
         for at, x in enumerate(inputs):  # zip(strict=True) takes longer than what is inside
             ins[at], outs[at] = x.data_ptr(), outputs[at].data_ptr()
 
@@ -117,11 +121,9 @@ class NormArguments(Arguments):
 
         Those of x and normed are ``input`` and ``output``, which the launch writes.
         """
-        _, residual, weight, *scale = inputs
-        _, summed, *scales = outputs
-        self.residual, self.weight, self.summed = residual.data_ptr(), weight.data_ptr(), summed.data_ptr()
-        self.scale = scale[0].data_ptr() if scale else 0
-        self.scales = scales[0].data_ptr() if scales else 0
+        self.residual, self.weight, self.summed = inputs[1].data_ptr(), inputs[2].data_ptr(), outputs[1].data_ptr()
+        self.scale = inputs[3].data_ptr() if len(inputs) > 3 else 0
+        self.scales = outputs[2].data_ptr() if len(outputs) > 2 else 0
 
 
 class NormGradientArguments(ctypes.Structure):
