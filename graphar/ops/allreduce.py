@@ -92,7 +92,7 @@ def allreduce(
         residual: with a codec, the rounding errors of earlier calls (error feedback): a contiguous tensor like ``x``
             that shares no memory with ``x`` or ``out``, zeros before the first call. The call adds it to ``x``, and
             writes the rounding error into it, or zeros where a bucket became NaN. A call that raises leaves it as it
-            was; after a timeout on GPUs, that of the call that timed out is undefined. Not differentiable.
+            was. A call whose kernel fails, which a later one raises, leaves it undefined. Not differentiable.
         epilogue: elementwise work on the fp32 sum before it is rounded: a :class:`graphar.Epilogue`, or an expression
             or a function without arguments, such as "-v". Not with a codec. For bf16, fp16 and fp32.
         order: "rank", or "tree" for fp32 between 1, 2, 4 or 8 ranks: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), the

@@ -113,7 +113,7 @@ WAYS = {
         lambda world_size: (32, 64),
         Codec(8),
         Codec(2, 512, "stochastic", "minmax", torch.float32),
-        Codec(5, 64, scheme="minmax"),
+        Codec(5, 64, scheme="minmax", feedback=True),
         chunked=True,
     ),
     Algorithm.QUANTIZED_REDUCESCATTER: _quantized(
