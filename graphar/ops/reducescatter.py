@@ -88,8 +88,8 @@ def reducescatter(
             ``graphar.reference.quantized_reducescatter`` is the specification. The gradient is the exact sum's. For
             bf16, fp16 and fp32.
         residual: with a codec, the rounding errors of earlier calls (error feedback): a contiguous tensor like ``x``
-            apart from it, zeros before the first call. The call adds it to ``x``, and leaves the rounding error in it;
-            if it fails, as :func:`allreduce` does.
+            apart from it, zeros before the first call. The call adds it to ``x``, and leaves the rounding error in it.
+            A call that raises leaves it as it was, with the exception that :func:`allreduce` has.
         epilogue: elementwise work on this rank's part of the fp32 sum before it is rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "-v". row, col and
             index are positions in that part, and tensors have its shape. If ``axis`` is not the first dimension, an
