@@ -38,6 +38,7 @@ def _guard(xs: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 # These names are private. torch 2.11 to 2.15 have them. With another torch, calls take their usual way.
 try:
+    # As Inductor's code does it. torch.empty_like takes twice as long to find that no mode changes anything.
     _new_on_current_device = torch._C._dynamo.guards._empty_strided_cuda
     _new_on_cpu = torch._C._dynamo.guards._empty_strided_cpu
     _current_device = getattr(torch._C, "_cuda_getDevice", None)  # None in a build of torch for the CPU
@@ -142,6 +143,7 @@ def keep(
     if launch := plan.launch_like(own):
         select = None if order == list(range(len(tensors))) else _selected(order)
         wire = codec_of_text(codec) if codec else None
+        launch = _telling_of_residual(launch) if wire and wire.feedback else launch
         repeats.keep(key, _repeat(launch, plan.count, symmetric, tensors, own.outputs, select, wire))
 
 
@@ -157,21 +159,18 @@ def _repeat(
     """Returns a function that makes a call like an earlier one, and returns its result.
 
     The function returns None, and does nothing, unless everything that the earlier call has checked holds again: a
-    guard finds tensors like the earlier ones, what is written is apart from them, a codec without a seed is allowed,
-    and no mode of torch wants to see the op. ``out`` must be like the earlier result, or be the first tensor. Nothing
-    may lie in symmetric memory. ``select`` takes the launch's operands from the tensors; None: all, in order.
-
+    guard finds tensors like the earlier ones, what is written is apart from them, and no mode of torch forbids the call
+    or wants to see it. ``out`` must be like the earlier result, or be the first tensor. Nothing may lie in symmetric
+    memory. ``select`` takes the launch's operands from the tensors; None: all, in order.
     Callers look the function up in the engine's ``warm`` plans, which are dropped with what they depend on, and are out
     of reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
     """
     device, alike, on_cpu = tensors[0].get_device(), _guard(tensors), symmetric is _NOWHERE
-    # As Inductor's code does it. torch.empty_like takes twice as long to find that no mode changes anything.
     new = _new_on_cpu if on_cpu else _new_on_current_device
     result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
-    has_parameters, in_place = any(one.requires_grad for one in tensors), result_like == _layout(tensors[0])
-    needs_seed = wire is not None and wire.rounding == "stochastic" and wire.seed is None
-    feeds_back = wire is not None and wire.feedback
+    in_place, feeds_back = result_like == _layout(tensors[0]), wire is not None and wire.feedback
+    forbidden = _forbidden(tensors, wire)
     *nbytes, out_nbytes = map(_spanned_nbytes, (*tensors, outputs[0]))
     places = range(len(nbytes))
 
@@ -187,8 +186,7 @@ def _repeat(
             or forward_ad._current_level >= 0
             or _is_profiling()
             or not (on_cpu or _current_device() == device)
-            or (has_parameters and _records_gradients())
-            or (needs_seed and _is_deterministic())
+            or (forbidden is not None and forbidden())
         ):
             return None
         if symmetric.end and (symmetric.holds(tensors[0]) or (out is not None and symmetric.holds(out))):
@@ -204,13 +202,30 @@ def _repeat(
         result = new(*result_like) if out is None else out
         results = (result, *[new(*one) for one in others]) if others else (result,)
         launch(tensors if select is None else select(tensors), results, numbers)
-        if feeds_back:
-            _tell_of_change(tensors[1:2])
         if out is not None:
             _tell_of_change(results)
         return results if others else result
 
     return repeat
+
+
+def _telling_of_residual(launch: Launch) -> Launch:
+    """Returns a launch that also tells autograd that the second input, a residual, has changed."""
+
+    def launch_and_tell(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...]) -> None:
+        launch(inputs, outputs, numbers)
+        _tell_of_change(inputs[1:2])
+
+    return launch_and_tell
+
+
+def _forbidden(tensors: Tensors, wire: Codec | None) -> Callable[[], bool] | None:
+    """Returns a function that says whether torch's state forbids a call with such tensors; None: it cannot."""
+    with_gradients = any(one.requires_grad for one in tensors)
+    needs_seed = wire is not None and wire.rounding == "stochastic" and wire.seed is None
+    if not (with_gradients or needs_seed):
+        return None
+    return lambda: (with_gradients and _records_gradients()) or (needs_seed and _is_deterministic())
 
 
 def _layout(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
