@@ -11,32 +11,30 @@
 
 template <class T, int N, class Expression = Identity, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(512, 2) one_shot_push(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel(a);
-  release_next_kernel();
   const Tensor<T> input(a.input, a.numel);
   const Tensor<Out, PackOf<T, Out>> output(a.output, a.numel);
-  const u32 packs = pack_count<T>(a.numel);
-  const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
-  const u32 stride = gridDim.x * blockDim.x;
+  const u32 packs = pack_count<T>(a.numel), stride = gridDim.x * blockDim.x;
+  u32 first = blockIdx.x * blockDim.x + threadIdx.x;
+  bool whole = are_whole(input, output, first, packs, stride);
+  Outgoing<N> outgoing(a.input, first, packs, stride, whole);
+#pragma unroll
+  for (int hop = 0; hop < N; ++hop) outgoing.to[(hop + N - 1) % N] = slot(a, hop, a.rank * a.capacity + first);
 
-  Call call = begin_call(a);
-  Pack mine;
-  if (first < packs) mine = input.load(first);
+  Call call = begin_call(a, first, whole, outgoing);
+  release_next_kernel();
+  outgoing.load();
   read_epoch(a, call);
+  if (!whole && first < packs) outgoing.mine[0] = input.load(first);
   if (call.aborted) return end_aborted_call(a, call);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
-  for (u32 i = first; i < packs;) {
-    push_to_all<N>(a, slots + a.rank * a.capacity + i, mine);
-    i += stride;
-    if (i < packs) mine = input.load(i);
-  }
+  outgoing.push_all(slots);
+  if (!whole) push_elements<T, N>(a, 0, slots + a.rank * a.capacity, first + stride, packs, stride);
   advance_epoch(a, call);
   prefetch_share(a);
-  for (u32 i = first; i < packs; i += stride) {
+  receive_each<N>(a, call, 0, slots, first, packs, stride, [&](u32 i, const Pack(&part)[N]) {
     const Epilogue<T, Expression> epilogue(a, i);
-    Pack part[N];
-    if (!receive(a, call, 0, slots + i, part)) break;
-    output.store(i, sum_in_order<T, N, Order, Out>(part, epilogue));
-  }
+    const auto sum = sum_in_order<T, N, Order, Out>(part, epilogue);
+    whole ? output.store_whole(i, sum) : output.store(i, sum);
+  });
   end_call(a, call);
 }

@@ -17,7 +17,7 @@ struct TwoShotLossless {
   static constexpr bool gathers = true;
   const Arguments& a;
   const Tensor<T> input, output;
-  const Chunks<u32, 1, N> chunks;
+  Chunks<u32, 1, N> chunks;
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
 
   __device__ TwoShotLossless(const Arguments& arguments, const Call&)
@@ -56,6 +56,5 @@ struct TwoShotLossless {
 
 template <class T, int N>
 __global__ void __launch_bounds__(512, 1) two_shot_lossless(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel(a);
-  run_two_shot_pipeline<N, TwoShotLossless<T, N>>(a);
+  run_two_shot_pipeline<N, TwoShotLossless<T, N>, false>(a);
 }

@@ -25,7 +25,7 @@ struct TwoShotPipelined {
   const Arguments& a;
   const Tensor<T> input;
   const Tensor<Out, Sum> output;
-  const Chunks<u64, line, N> chunks;
+  Chunks<u64, line, N> chunks;
 
   __device__ TwoShotPipelined(const Arguments& arguments, const Call&)
       : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, pack_count<T>(a.numel)) {}
@@ -90,7 +90,5 @@ struct TwoShotPipelined {
 
 template <class T, int N, bool Direct = false, class Expression = Identity, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(512, 2) two_shot_pipelined(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel(a);
-  release_next_kernel();
-  run_two_shot_pipeline<N, TwoShotPipelined<T, N, Direct, Expression, Order, Out>>(a);
+  run_two_shot_pipeline<N, TwoShotPipelined<T, N, Direct, Expression, Order, Out>, true>(a);
 }

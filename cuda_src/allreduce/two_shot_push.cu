@@ -14,52 +14,44 @@
 
 template <class T, int N, class Expression = Identity, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel(a);
-  release_next_kernel();
-  Call call = begin_call(a);
   using Sum = PackOf<T, Out>;
   const Tensor<T> input(a.input, a.numel);
   const Tensor<Out, Sum> output(a.output, a.numel);
-  const u32 packs = pack_count<T>(a.numel);
-  const u32 shard = equal_share<u64, line>(packs, N);
-  const u32 width = blockDim.x / N;
-  const u32 hop = (threadIdx.x / width + 1) % N;
+  const u32 packs = pack_count<T>(a.numel), shard = equal_share<u32, line>(packs, N);
+  const u32 width = blockDim.x / N, stride = gridDim.x * width;
+  u32 hop = (threadIdx.x / width + 1) % N;
   const u32 owner = (a.rank + hop) % N;
-  const u32 begin = min(owner * shard, packs), end = min(begin + shard, packs);
-  const u32 first = begin + blockIdx.x * width + threadIdx.x % width;
-  const u32 stride = gridDim.x * width;
+  u32 begin = min(owner * shard, packs), end = min(begin + shard, packs);
+  u32 first = begin + blockIdx.x * width + threadIdx.x % width;
+  bool whole = are_whole(input, output, first, end, stride);
+  Outgoing<1> outgoing(a.input, first, end, stride, whole);
+  outgoing.to[0] = slot(a, hop, a.rank * a.capacity + first - begin);  // packs lie in a slot as in their shard
 
-  constexpr u32 ahead = 4;  // packs that a thread loads before it sends the first
-  Pack held[ahead];
-  const auto load = [&](u32 from) {
-#pragma unroll
-    for (u32 k = 0; k < ahead; ++k)
-      if (from + k * stride < end) held[k] = input.load(from + k * stride);
-  };
-  load(first);
+  Call call = begin_call(a, hop, begin, end, first, whole, outgoing);
+  release_next_kernel();
+  outgoing.load();
   read_epoch(a, call);
+  if (!whole && first < end) outgoing.mine[0] = input.load(first);
   if (call.aborted) return end_aborted_call(a, call);
-  const u32 scatter = (call.epoch & 1) * N * a.capacity - begin;  // packs lie in a slot as in their shard
-  constexpr u32 sums = in_a_pack<Sum>;
-  const u32 gather = sums * (scatter + 2 * N * a.capacity) + (sums - 1) * begin;  // the same, counted in sums
-  for (u32 i = first; i < end; i += ahead * stride, load(i)) {
-#pragma unroll
-    for (u32 k = 0; k < ahead; ++k)
-      if (i + k * stride < end) push(a, hop, scatter + a.rank * a.capacity + i + k * stride, held[k]);
-  }
+  const u32 slots = (call.epoch & 1) * N * a.capacity, scatter = slots - begin;
+  outgoing.push_all(slots);
+  if (!whole) push_elements<T, 1>(a, hop, scatter + a.rank * a.capacity, first + stride, end, stride);
   advance_epoch(a, call);
   prefetch_share(a);
+  constexpr u32 sums = in_a_pack<Sum>;
+  const u32 gather = sums * (scatter + 2 * N * a.capacity) + (sums - 1) * begin;  // the same, counted in sums
+  const auto store = [&](u32 i, const Sum& sum) { whole ? output.store_whole(i, sum) : output.store(i, sum); };
   if (hop == 0) {
-    receive_each<N>(a, call, 0, scatter, first, end, stride, [&](u32 i, const Pack(&part)[N]) {
+    receive_each<N, N <= 4>(a, call, 0, scatter, first, end, stride, [&](u32 i, const Pack(&part)[N]) {
       const Epilogue<T, Expression> epilogue(a, i);
       const Sum sum = sum_in_order<T, N, Order, Out>(part, epilogue);
 #pragma unroll
       for (int peer = 1; peer < N; ++peer) push(a, peer, gather + sums * a.rank * a.capacity + i, sum);
-      output.store(i, sum);
+      store(i, sum);
     });
   } else {
-    receive_each<1, Sum>(a, call, owner, gather + sums * owner * a.capacity, first, end, stride,
-                         [&](u32 i, const Sum(&sum)[1]) { output.store(i, sum[0]); });
+    receive_each<1, true, Sum>(a, call, owner, gather + sums * owner * a.capacity, first, end, stride,
+                               [&](u32 i, const Sum(&sum)[1]) { store(i, sum[0]); });
   }
   end_call(a, call);
 }

@@ -3,7 +3,7 @@
 // A pack that a loop loads under a condition is declared as zeros, `Pack p = {}`. Else the compiler keeps what an
 // earlier iteration may have left in it, in registers, through all loops around.
 #pragma once
-#include "device/arguments.cuh"
+#include "device/sync/kernel_order.cuh"
 
 // Elements of bfloat16. By any thread: `unpack` widens a word to fp32, and `round` rounds fp32 to a word, to nearest
 // even, with any NaN as the canonical one. They touch no memory.
@@ -183,6 +183,9 @@ struct Tensor {
         numel(n),
         whole(reinterpret_cast<u64>(p) % sizeof(P) ? 0 : n / E) {}
 
+  // (27)
+  __device__ __forceinline__ u32 hold() { return ::hold(base) | ::hold(whole); }
+
   __device__ __forceinline__ P load(u64 i) const {
     return i < whole ? reinterpret_cast<const P*>(base)[i] : load_elements(base + i * E, elements_of(i));
   }
@@ -193,6 +196,9 @@ struct Tensor {
     else
       store_elements(base + i * E, elements_of(i), p);
   }
+
+  // By any thread: the store, weak, of a pack that is whole and aligned.
+  __device__ __forceinline__ void store_whole(u32 i, const P& p) const { reinterpret_cast<P*>(base)[i] = p; }
 
   // By any thread: stores, weak, into the same tensor on N ranks, aligned there as here, this rank's next peer first.
   template <int N>
@@ -217,7 +223,8 @@ struct Tensor {
   __device__ __forceinline__ u32 elements_of(u64 i) const { return min(numel - i * E, u64(E)); }
 
   // Internal: the loads of packs that are not whole and aligned.
-  static __device__ __noinline__ P load_elements(const Storage* from, u32 count) {
+  static __device__ __noinline__ P load_elements(const void* begin, u32 count) {
+    const Storage* const from = static_cast<const Storage*>(begin);
     P p = {};
     if (in_words(from, count)) {
 #pragma unroll
@@ -247,6 +254,13 @@ struct Tensor {
     return count == E && reinterpret_cast<u64>(at) % 4 == 0;
   }
 };
+
+// By any thread: whether the packs `first`, `first` + `stride`, ... below `end` are whole and aligned in both tensors.
+template <class A, class B>
+__device__ __forceinline__ bool are_whole(const A& one, const B& other, u32 first, u32 end, u32 stride) {
+  const u64 whole = min(one.whole, other.whole);
+  return end <= whole || (first < whole && first + stride >= end);
+}
 
 // A caller's tensor of whole packs, of any alignment. By any thread, with weak accesses, as Tensor.
 template <class T>

@@ -10,6 +10,8 @@ struct PartOfTuple {
   const void* const* tensors;
   u64 first_row, rows;
 
+  __device__ __forceinline__ u32 hold() { return 0; }
+
   __device__ __forceinline__ Pack load(u64 i) const {
     const Tensor<T> tensor = tensor_of(i);
     return tensor.load(i);

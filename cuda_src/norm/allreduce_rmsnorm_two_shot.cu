@@ -20,16 +20,20 @@ struct Rows {
   static constexpr int sums = Norm::sums;
   const WholePacks<T> input;
   Norm norm;
-  const u32 packs, scatter, gather;
+  u32 packs, scatter = 0, gather = 0;
 
   __device__ Rows(const NormArguments& arguments, const Call& this_call)
       : a(arguments),
         call(this_call),
         input(a.input),
-        norm(a, call, a.numel),
-        packs(norm.packs),
-        scatter((call.epoch & 1) * N * a.capacity),
-        gather(scatter + 2 * N * a.capacity) {}
+        norm(a, a.numel),
+        packs(norm.packs) {}
+
+  __device__ __forceinline__ void enter_call() {
+    norm.comes = !call.aborted;
+    scatter = (call.epoch & 1) * N * a.capacity;
+    gather = scatter + 2 * N * a.capacity;
+  }
 
   __device__ bool has_group(u32 g) const { return norm.team + g * N * norm.teams < norm.rows; }
 
@@ -97,11 +101,12 @@ struct Rows {
 template <class T, int N, int C, NormOutput O, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
     allreduce_rmsnorm_two_shot(const __grid_constant__ NormArguments a) {
-  wait_for_previous_kernel(a);
-  if constexpr (C == 1) release_next_kernel();
-  Call call = begin_call(a);
-  read_epoch(a, call);
+  Call call{};
   Rows<T, N, C, O, Order, Out> rows(a, call);
+  call = begin_call(a);
+  if constexpr (C == 1) release_next_kernel();
+  read_epoch(a, call);
+  rows.enter_call();
   rows.send(0);
   advance_epoch(a, call);
   rows.norm.begin();

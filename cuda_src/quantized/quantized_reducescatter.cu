@@ -14,12 +14,14 @@
 template <class T, int N, class C>
 struct QuantizedReducescatter {
   const Arguments& a;
-  const u32 epoch, first_step;
-  const PartChunks<N> chunks;
+  const Call& call;
+  PartChunks<N> chunks;
+  u32 first_step = 0;
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
 
-  __device__ QuantizedReducescatter(const Arguments& arguments, const Call& call, u32 step)
-      : a(arguments), epoch(call.epoch), first_step(step), chunks(a) {}
+  __device__ QuantizedReducescatter(const Arguments& arguments, const Call& this_call)
+      : a(arguments), call(this_call), chunks(a) {}
+  __device__ __forceinline__ u32 hold() { return chunks.hold(); }
 
   __device__ bool has_chunk(u32 k) const { return k < chunks.number; }
   __device__ bool has_step(u32 k) const { return k <= chunks.number; }
@@ -40,7 +42,7 @@ struct QuantizedReducescatter {
     for_each_tile<N, N>(chunks, a, k, [&](int hop, int owner, u32 j) {
       const Tensor<T> part = part_of<T>(a.input, a, owner), errors = part_of<T>(a.errors, a, owner);
       const u32 tile = chunks.begin(k) + j;
-      send_tile(slot(hop, k, a.rank), j, part, errors, tile, tiles_before(owner) + tile, {a.seed, epoch, a.rank});
+      send_tile(slot(hop, k, a.rank), j, part, errors, tile, tiles_before(owner) + tile, {a.seed, call.epoch, a.rank});
     });
   }
 
@@ -59,6 +61,5 @@ struct QuantizedReducescatter {
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_reducescatter(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel(a);
-  run_push_pipeline<N, QuantizedReducescatter<T, N, C>>(a);
+  run_push_pipeline<N, QuantizedReducescatter<T, N, C>, false>(a);
 }

@@ -17,16 +17,16 @@ struct QuantizedTwoShotPipelined {
   static constexpr bool gathers = true;
   const Arguments& a;
   const Tensor<T> input, output, errors;
-  const u32 epoch;
-  const Chunks<u32, 1, N> chunks;
+  const Call& call;
+  Chunks<u32, 1, N> chunks;
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
 
-  __device__ QuantizedTwoShotPipelined(const Arguments& arguments, const Call& call)
+  __device__ QuantizedTwoShotPipelined(const Arguments& arguments, const Call& this_call)
       : a(arguments),
         input(a.input, a.numel),
         output(a.output, a.numel),
         errors(a.errors, a.numel),
-        epoch(call.epoch),
+        call(this_call),
         chunks(a, tile_count(a.numel)) {}
 
   __device__ Wire<C> slot(Shot shot, int hop, u32 k, int from) const {
@@ -36,7 +36,7 @@ struct QuantizedTwoShotPipelined {
   __device__ void scatter(u32 k) const {
     for_each_tile<N, N>(chunks, a, k, [&](int hop, int owner, u32 j) {
       const u32 tile = chunks.begin(k, owner) + j;
-      send_tile(slot(scattered, hop, k, a.rank), j, input, errors, tile, tile, {a.seed, epoch, a.rank});
+      send_tile(slot(scattered, hop, k, a.rank), j, input, errors, tile, tile, {a.seed, call.epoch, a.rank});
     });
   }
 
@@ -45,7 +45,7 @@ struct QuantizedTwoShotPipelined {
       float total[tile_rows][run_numel];
       sum_of_slots<C, N>([&](int r) { return slot(scattered, 0, k, r); }, j, total);
       const u32 tile = chunks.begin(k, a.rank) + j;
-      const Coded<C> coded = encode<C>(tile_of(total), tile, {a.seed, epoch, noise_of_sum});
+      const Coded<C> coded = encode<C>(tile_of(total), tile, {a.seed, call.epoch, noise_of_sum});
 #pragma unroll
       for (int hop = 1; hop < N; ++hop) visit_coded(slot(reduced, hop, k, a.rank), j, coded, Store{});
       store_values(output, tile, as_received(coded));
@@ -63,6 +63,5 @@ struct QuantizedTwoShotPipelined {
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_two_shot_pipelined(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel(a);
-  run_two_shot_pipeline<N, QuantizedTwoShotPipelined<T, N, C>>(a);
+  run_two_shot_pipeline<N, QuantizedTwoShotPipelined<T, N, C>, false>(a);
 }

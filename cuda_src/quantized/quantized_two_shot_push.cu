@@ -13,19 +13,18 @@
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel(a);
-  if (blockDim.x <= 256) release_next_kernel();  // such a block takes half an SM at most: (18) in kernel_order.cuh
-  Call call = begin_call(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel), errors(a.errors, a.numel);
   const u32 tiles = tile_count(a.numel);
-  const u32 shard = (tiles + N - 1) / N;
+  u32 shard = (tiles + N - 1) / N;
   const u32 warp = threadIdx.x / 32, width = blockDim.x / 32 / N;
-  const u32 hop = (warp / width + 1) % N;
+  u32 hop = (warp / width + 1) % N;
   const u32 owner = (a.rank + hop) % N;
-  const u32 begin = min(owner * shard, tiles), end = min(begin + shard, tiles);
-  const u32 first = begin + blockIdx.x * width + warp % width;
+  u32 begin = min(owner * shard, tiles), end = min(begin + shard, tiles);
+  u32 first = begin + blockIdx.x * width + warp % width;
   const u32 stride = gridDim.x * width;
 
+  Call call = begin_call(a, shard, hop, begin, end, first);
+  if (blockDim.x <= 256) release_next_kernel();  // such a block takes half an SM at most: (18) in kernel_order.cuh
   Tile<T> mine;
   if (first < end) mine = load_values<C>(input, errors, first);
   read_epoch(a, call);

@@ -13,15 +13,14 @@
 // Given is Arguments or TupleArguments.
 template <class T, int N, class Given = Arguments>
 __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constant__ Given a) {
-  wait_for_previous_kernel(a);
-  release_next_kernel();
-  Call call = begin_call(a);
-  const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
+  u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   const u32 stride = gridDim.x * blockDim.x;
   const auto packs_of = [&](int rank) { return max(u32(pack_count<T>(a.count[rank])), 1u); };
-  const auto input = input_of<T>(a), output = output_of<T>(a, a.rank);
-  const u32 own = packs_of(a.rank);
+  auto input = input_of<T>(a), output = output_of<T>(a, a.rank);
+  u32 own = packs_of(a.rank);
 
+  Call call = begin_call(a, first, own, input, output);
+  release_next_kernel();
   Pack mine = {};
   if (first < own) mine = input.load(first);
   read_epoch(a, call);

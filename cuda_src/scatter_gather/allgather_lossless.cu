@@ -35,6 +35,5 @@ struct AllgatherLossless : LosslessParts<N> {
 
 template <class T, int N>
 __global__ void __launch_bounds__(512, 1) allgather_lossless(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel(a);
-  run_push_pipeline<N, AllgatherLossless<T, N>>(a);
+  run_push_pipeline<N, AllgatherLossless<T, N>, false>(a);
 }

@@ -14,13 +14,16 @@
 template <class T, int N, class Given>
 struct AllgatherPush {
   const Given& a;
-  const u32 first_step;
   u64 most = 0;  // packs of the largest part
+  u32 first_step = 0;
 
-  __device__ AllgatherPush(const Given& arguments, const Call&, u32 step) : a(arguments), first_step(step) {
+  __device__ AllgatherPush(const Given& arguments, const Call&) : a(arguments) {
 #pragma unroll
     for (int r = 0; r < N; ++r) most = max(most, pack_count<T>(a.count[r]));
   }
+
+  // (27)
+  __device__ __forceinline__ u32 hold() { return ::hold(most); }
 
   __device__ bool has_chunk(u32 k) const { return u64(k) * gridDim.x * a.chunk < most; }
   __device__ bool has_step(u32 k) const { return k == 0 || has_chunk(k - 1); }
@@ -81,7 +84,5 @@ struct AllgatherPush {
 
 template <class T, int N, class Given = Arguments>
 __global__ void __launch_bounds__(512, 2) allgather_push(const __grid_constant__ Given a) {
-  wait_for_previous_kernel(a);
-  release_next_kernel();
-  run_push_pipeline<N, AllgatherPush<T, N, Given>>(a);
+  run_push_pipeline<N, AllgatherPush<T, N, Given>, true>(a);
 }

@@ -34,6 +34,5 @@ struct ReducescatterLossless : LosslessParts<N> {
 
 template <class T, int N>
 __global__ void __launch_bounds__(512, 1) reducescatter_lossless(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel(a);
-  run_push_pipeline<N, ReducescatterLossless<T, N>>(a);
+  run_push_pipeline<N, ReducescatterLossless<T, N>, false>(a);
 }

@@ -11,41 +11,47 @@
 
 template <class T, int N, class Expression = Identity, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(512, 2) reducescatter_push(const __grid_constant__ Arguments a) {
-  wait_for_previous_kernel(a);
-  release_next_kernel();
-  Call call = begin_call(a);
-  const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
+  u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   const u32 stride = gridDim.x * blockDim.x;
-  const auto owner = [&](int hop) { return (a.rank + hop + 1) % N; };  // this rank's next peer first, itself last
-
-  u32 packs[N];  // of the part of each owner
-  u32 most = 0;
+  const Tensor<Out, PackOf<T, Out>> output(a.output, a.count[a.rank]);
+  bool whole = are_whole(output, output, first, pack_count<T>(a.count[a.rank]), stride);
+  const Pack* from[N];  // this thread's first pack of each part: of this rank's next peer first, of its own last
+  u32 packs[N], most = 0;
 #pragma unroll
-  for (int hop = 0; hop < N; ++hop) {
-    packs[hop] = max(u32(pack_count<T>(a.count[owner(hop)])), 1u);
-    most = max(most, packs[hop]);
+  for (int i = 0; i < N; ++i) {
+    const Tensor<T> part = part_of<T>(a.input, a, (a.rank + i + 1) % N);
+    from[i] = reinterpret_cast<const Pack*>(part.base) + first;
+    packs[i] = max(u32(pack_count<T>(part.numel)), 1u);
+    most = max(most, packs[i]);
+    whole = whole && are_whole(part, part, first, packs[i], stride);
   }
+
+  Call call = begin_call(a, first, most, whole, from);
+  release_next_kernel();
   Pack mine[N];  // one for every owner
   const auto load = [&](u32 j) {
 #pragma unroll
-    for (int hop = 0; hop < N; ++hop)
-      if (j < packs[hop]) mine[hop] = part_of<T>(a.input, a, owner(hop)).load(j);
+    for (int i = 0; i < N; ++i)
+      if (j < packs[i]) {
+        const Pack* const at = from[i] + (j - first);
+        const Tensor<T> part = part_of<T>(a.input, a, (a.rank + i + 1) % N);
+        mine[i] = whole ? *at : Tensor<T>::load_elements(at, part.elements_of(j));
+      }
   };
-
   load(first);
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
-  const u32 slots = (call.epoch & 1) * N * a.capacity;
+  const u32 slots = (call.epoch & 1) * N * a.capacity, to = slots + a.rank * a.capacity;
   for (u32 j = first; j < most; j += stride, load(j)) {
 #pragma unroll
-    for (int hop = 0; hop < N; ++hop)
-      if (j < packs[hop]) push(a, (hop + 1) % N, slots + a.rank * a.capacity + j, mine[hop]);
+    for (int i = 0; i < N; ++i)
+      if (j < packs[i]) push(a, (i + 1) % N, to + j, mine[i]);
   }
   advance_epoch(a, call);
-  const Tensor<Out, PackOf<T, Out>> output(a.output, a.count[a.rank]);
   receive_each<N>(a, call, 0, slots, first, packs[N - 1], stride, [&](u32 j, const Pack(&part)[N]) {
     const Epilogue<T, Expression> epilogue(a, j, a.count[a.rank], a.epilogue.skipped);
-    output.store(j, sum_in_order<T, N, Order, Out>(part, epilogue));
+    const auto sum = sum_in_order<T, N, Order, Out>(part, epilogue);
+    whole ? output.store_whole(j, sum) : output.store(j, sum);
   });
   end_call(a, call);
 }

@@ -49,8 +49,7 @@ ORDERED = {
     "store_in_cluster(&x_shared, v, x)": "mapa.shared::cluster.u32 v; st.shared::cluster.f32 x",
     # programmatic dependent launch
     "wait_for_previous_kernel()": "griddepcontrol.wait",
-    "wait_for_previous_kernel(word, pack, pair)": "setp.ne.u64 word 0; setp.ne.and.u64 pack 0; "
-    "setp.ne.and.u64 pair 0; @all:griddepcontrol.wait",
+    "wait_for_previous_kernel(v)": "mov.u32 %ntid; or.b32 v; setp.ne.u32 0; @p:griddepcontrol.wait",
     "release_next_kernel()": "griddepcontrol.launch_dependents",
     # mbarriers and bulk copies
     "mbarrier->init(v)": "mbarrier.init.shared::cta.b64 v",

@@ -17,7 +17,7 @@ LOADED = "    __syncwarp();  // (24)\n"
 SET = "store_release_sys_if(sends, &signal_pad(a, sends ? peer : 0)->flag[row][a.rank], flag_of(a, call, step));"
 NOT_RELEASED = "if (sends) store_relaxed_sys(&signal_pad(a, peer)->flag[row][a.rank], flag_of(a, call, step));"
 POLL = "for (u64 seen; (seen = load_acquire_sys(flag)) != own;) {"
-ARM = "arm(slot<P>(a, 0, at[i] + r * a.capacity));"
+ARM = "arm(slot<P>(a, 0, at + r * a.capacity));"
 REDUCE_AND_SEND = "    if (k >= 1 && k <= chunks) body.reduce(k - 1);\n    signals.send<N>(a, call, k + 1);\n"
 SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;"
 
@@ -95,8 +95,8 @@ MUTANTS = (
     mutant(
         "a block that is no longer busy while its threads wait",
         CALL,
-        "  __syncthreads();\n  if (call.epoch % calls_a_comparison",
-        "  if (call.epoch % calls_a_comparison",
+        "  __syncthreads();\n  end_aborted_call(a, call);",
+        "  end_aborted_call(a, call);",
         "two_shot_push",
     ),
     # ---- sentinels and flags in the data
@@ -104,15 +104,37 @@ MUTANTS = (
     mutant(
         "a torn pack taken for whole",
         SENTINEL,
-        "return p.word[0] != not_yet && p.word[1] != not_yet && p.word[2] != not_yet && p.word[3] != not_yet;",
-        "return p.word[0] != not_yet;",
+        "most[i] = max(most[i], max(parts[i].word[2], parts[i].word[3]));",
+        "most[i] = parts[i].word[0];",
         "two_shot_push",
     ),
     mutant(
         "data that look like 'not yet'",
         SENTINEL,
-        "if (p.word[w] == not_yet) p.word[w] = 0x7fff7fffu;",
-        "",
+        "word = min(word, not_yet - 1);",
+        "word = min(word, not_yet);",
+        "one_shot_push",
+    ),
+    mutant(
+        "packs that are used before they have come",
+        SENTINEL,
+        "if (!(Ahead && arrived(part)) && !await(",
+        "if (!Ahead && !await(",
+        "two_shot_push",
+    ),
+    mutant(
+        "a look at the same place again in place of the next one",
+        SENTINEL,
+        "look_at(a, base + i + stride, next);",
+        "look_at(a, base + i, next);",
+        "two_shot_push",
+    ),
+    mutant("a pack that is sent twice", SENTINEL, "from[i + ahead * stride];", "from[i];", "two_shot_push"),
+    mutant(
+        "the last pack of a tensor taken for a whole one",
+        PACK,
+        "return end <= whole || (first < whole && first + stride >= end);",
+        "return end <= whole + 1;",
         "one_shot_push",
     ),
     mutant("one slot instead of two", "allreduce/one_shot_push.cu", SLOTS, "const u32 slots = 0;", "one_shot_push"),

@@ -204,6 +204,9 @@ __device__ __forceinline__ T& static_shared() {
 // By all threads of a warp: tells the compiler that all threads of the warp have the same value.
 __device__ __forceinline__ u32 same_in_warp(u32 v) { return __shfl_sync(0xffffffff, v, 0); }
 
+// By all threads of a warp: the same value, of which the compiler no longer knows how it was computed.
+__device__ __forceinline__ u32 held(u32 v) { return __shfl_sync(0xffffffff, v, threadIdx.x % 32); }
+
 // By all threads of a warp: true in one of them. From sm_90 on. The compiler then knows that a single thread continues.
 __device__ __forceinline__ bool elected() {
   u32 here;
@@ -264,14 +267,13 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// Internal: the same, once three arguments of the kernel have been read, which are not null. ptxas would move other
-// reads of them behind the wait.
-__device__ __forceinline__ void wait_for_previous_kernel(const void* one, const void* two, const void* three) {
+// Internal: the same, once a word has been computed: (27) in kernel_order.cuh. A block has threads, so it always waits,
+// but ptxas does not know that.
+__device__ __forceinline__ void wait_for_previous_kernel(u32 computed) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "{\n\t.reg .pred all;\n\tsetp.ne.u64 all, %0, 0;\n\tsetp.ne.and.u64 all, %1, 0, all;\n\t"
-      "setp.ne.and.u64 all, %2, 0, all;\n\t@all griddepcontrol.wait;\n\t}" ::"l"(one),
-      "l"(two), "l"(three)
+      "{\n\t.reg .pred p;\n\t.reg .b32 v;\n\tmov.u32 v, %%ntid.x;\n\tor.b32 v, v, %0;\n\tsetp.ne.u32 p, v, 0;\n\t"
+      "@p griddepcontrol.wait;\n\t}" ::"r"(computed)
       : "memory");
 #endif
 }

@@ -30,16 +30,22 @@ __device__ __forceinline__ P* slot(const Arguments& a, int hop, u32 at) {
   return reinterpret_cast<P*>(a.ring[hop]) + at;
 }
 
-// By any thread, after read_epoch: sends a pack, or half pack, to offset `at` of the scratch on the rank `hop` after
-// this one. A relaxed store of system scope: the pack is its own readiness, and publishes nothing else (4). Once a call
-// for each place, which this rank alone writes, and which alternates with another by the epoch's parity (3). Every rank
-// sends at least one pack to every other in each call.
+// By any thread, after read_epoch: sends a pack, or half pack, to a place on any rank. A relaxed store of system scope:
+// the pack is its own readiness, and publishes nothing else (4). Once a call for each place, which this rank alone
+// writes, and which alternates with another by the epoch's parity (3). Every rank sends at least one pack to every
+// other in each call.
 template <class P>
-__device__ __forceinline__ void push(const Arguments& a, int hop, u32 at, P p) {
+__device__ __forceinline__ void push(P* place, P p) {
 #pragma unroll
-  for (int w = 0; w < int(sizeof(P) / 4); ++w)
-    if (p.word[w] == not_yet) p.word[w] = 0x7fff7fffu;
-  store_relaxed_sys(slot<P>(a, hop, at), p);
+  for (u32& word : p.word) word = min(word, not_yet - 1);  // all ones become another NaN
+  store_relaxed_sys(place, p);
+}
+
+// By any thread, after read_epoch: the same, relaxed and of system scope, to offset `at` of the scratch on the rank
+// `hop` after this one.
+template <class P>
+__device__ __forceinline__ void push(const Arguments& a, int hop, u32 at, const P& p) {
+  push(slot<P>(a, hop, at), p);
 }
 
 // By any thread: `push` to every rank, relaxed and of system scope, including this one, so that all packs arrive in the
@@ -50,12 +56,78 @@ __device__ __forceinline__ void push_to_all(const Arguments& a, u32 at, const Pa
   for (int hop = 1; hop <= N; ++hop) push(a, hop % N, at, p);
 }
 
-// By any thread: whether no word of a loaded pack is the sentinel. Touches no memory.
-__device__ __forceinline__ bool arrived(const Pack& p) {
-  return p.word[0] != not_yet && p.word[1] != not_yet && p.word[2] != not_yet && p.word[3] != not_yet;
+// Internal: pushes packs of the input that may not be whole or aligned: `first` and every `stride`-th after it, below
+// `end`, each to as far an offset from `at` of the rank `hop` after this one, or with `Places` = N of all ranks.
+template <class T, int Places>
+__device__ __noinline__ void push_elements(const Arguments& a, u32 hop, u32 at, u32 first, u32 end, u32 stride) {
+  const Tensor<T> input(a.input, a.numel);
+#pragma unroll 1
+  for (u32 i = first; i < end; i += stride) {
+    const Pack p = input.load(i);
+#pragma unroll
+    for (int place = 0; place < Places; ++place) push(a, Places == 1 ? hop : place, at + i, p);
+  }
 }
 
-__device__ __forceinline__ bool arrived(const HalfPack& p) { return p.word[0] != not_yet && p.word[1] != not_yet; }
+// What a thread sends: packs of a tensor that are `stride` apart, each to places as far apart on `Places` ranks. It is
+// made before a kernel's wait, which it is named in (27).
+template <int Places>
+struct Outgoing {
+  static constexpr u32 ahead = Places == 1 ? 4 : Places == 2 ? 2 : 1;  // packs that a thread loads before it sends them
+  const Pack* from;
+  Pack* to[Places];
+  u32 stride, count;  // `count` from the first pack to the end
+  u32 loads;          // of these
+  Pack mine[ahead];
+
+  // By any thread: packs `first`, `first` + `stride`, ... below `end` of the tensor at `input`. If these are not all
+  // `whole` and aligned, it sends the first alone, which somebody else loads. Touches no memory.
+  __device__ __forceinline__ Outgoing(const void* input, u32 first, u32 end, u32 stride, bool whole)
+      : from(static_cast<const Pack*>(input) + first),
+        stride(stride),
+        count(first >= end ? 0 : whole ? end - first : 1),
+        loads(whole ? count : 0) {}
+
+  // Internal: (27).
+  __device__ __forceinline__ u32 hold() {
+    return ::hold(from) | ::hold(to) | ::hold(stride) | ::hold(count) | ::hold(loads);
+  }
+
+  // By any thread, after the wait: loads the first packs. Weak.
+  __device__ __forceinline__ void load() {
+#pragma unroll
+    for (u32 k = 0; k < ahead; ++k)
+      if (k * stride < loads) mine[k] = from[k * stride];
+  }
+
+  // By any thread, after read_epoch: pushes all packs, to places that are `slots` further on. Relaxed stores of system
+  // scope, as `push`.
+  __device__ __forceinline__ void push_all(u32 slots) {
+#pragma unroll 1
+    for (u32 i = 0; i < count;) {
+#pragma unroll
+      for (u32 k = 0; k < ahead && i < count; ++k, i += stride) {
+#pragma unroll
+        for (Pack* place : to) push(place + slots + i, mine[k]);
+        if (i + ahead * stride < count) mine[k] = from[i + ahead * stride];
+      }
+    }
+  }
+};
+
+// By any thread: whether no word of loaded packs, or half packs, is the sentinel. Touches no memory.
+template <class P, int Count>
+__device__ __forceinline__ bool arrived(const P (&parts)[Count]) {
+  u32 most[Count];
+#pragma unroll
+  for (int i = 0; i < Count; ++i) {
+    most[i] = max(parts[i].word[0], parts[i].word[1]);
+    if constexpr (sizeof(P) == sizeof(Pack)) most[i] = max(most[i], max(parts[i].word[2], parts[i].word[3]));
+  }
+#pragma unroll
+  for (int i = 1; i < Count; ++i) most[0] = max(most[0], most[i]);
+  return most[0] != not_yet;
+}
 
 // By one thread, which has received what was there: makes a place wait for data again. A relaxed store of system scope
 // into this rank's own scratch (3).
@@ -64,28 +136,72 @@ __device__ __forceinline__ void arm(Pack* place) {
 }
 __device__ __forceinline__ void arm(HalfPack* place) { store_relaxed_sys(place, HalfPack{{not_yet, not_yet}}); }
 
+// By any thread: loads what has come to offset `at` of this rank's scratch from each of N ranks, whose slots are
+// `capacity` apart. Relaxed loads of system scope: no other location may be read on the strength of them (4).
+template <int N, class P>
+__device__ __forceinline__ void look_at(const Arguments& a, u32 at, P (&part)[N]) {
+#pragma unroll
+  for (int r = 0; r < N; ++r) part[r] = load_relaxed_sys(slot<P>(a, 0, at + r * a.capacity));
+}
+
+// Internal: by a thread that has waited for some time for packs of N ranks at offset `at`. Returns when its wait began,
+// as `start` of the next time, or 0 if it gives up.
+template <int N, class P>
+__device__ __noinline__ u64 wait_longer(const Arguments& a, u32 epoch, u32 was_busy, int source, u32 at, u64 start) {
+  Deadline deadline(start);
+  const Deadline::State state = deadline.look(a, {epoch, was_busy, 0, nullptr, nullptr}, N == 1 ? 5 : 4);
+  if (state == Deadline::waiting) return deadline.start();
+  int missing = -1;
+#pragma unroll 1
+  for (int r = 0; r < N; ++r) {
+    const P seen[1] = {load_relaxed_sys(slot<P>(a, 0, at + r * a.capacity))};
+    if (!arrived(seen)) missing = r;
+  }
+  if (state == Deadline::aborted) return 0;
+  if (missing < 0) return start;  // all have come meanwhile
+  report(a, timed_out, epoch, source + missing, epoch, not_yet);
+  return 0;
+}
+
+// Internal: looks at a place until the packs of all N ranks have come. False when the wait expired. What a long wait
+// does is out of line, so that the loops of a kernel that lives by its latency are compact.
+template <int N, class P>
+__device__ __forceinline__ bool await(const Arguments& a, const Call& call, int source, u32 at, P (&part)[N]) {
+  static_assert(N == 1 || in_a_pack<P> == 1, "half packs come from one rank at a time");
+  u64 start = 0;
+  u32 spins = 0;
+  while (true) {
+    look_at(a, at, part);
+    if (arrived(part)) return true;
+    if (++spins % spins_a_look != 0) continue;
+    start = wait_longer<N, P>(a, call.epoch, call.was_busy, source, at, start);
+    if (start == 0) return false;
+  }
+}
+
+// By one thread, which has received what was there: makes the places of N ranks wait for data again. Relaxed stores of
+// system scope into this rank's own scratch (3).
+template <int N, class P>
+__device__ __forceinline__ void arm_all(const Arguments& a, u32 at, const P (&)[N]) {
+#pragma unroll
+  for (int r = 0; r < N; ++r) arm(slot<P>(a, 0, at + r * a.capacity));
+}
+
 // By one thread for each place: receives one pack from each of N ranks at each of `Count` places, polled in one loop,
 // and arms the slots again: `part[i][r]` from rank `source` + r, at offset `at[i]` + r * capacity of this rank's
-// scratch. Places may be equal. Relaxed loads and stores of system scope: no other location may be read on the strength
-// of them (4). After read_epoch. False when the wait expired, and then the thread receives no more and goes on to
-// end_call. With N = 1 the pack is a sum, for which its sender waits too. The wait for it has a longer deadline, so
-// that the record names the rank that did not come.
+// scratch. Relaxed loads and stores of system scope: no other location may be read on the strength of them (4). After
+// read_epoch. False when the wait expired, and then the thread receives no more and goes on to end_call. With N = 1 the
+// pack is a sum, for which its sender waits too. The wait for it has a longer deadline, so that the record names the
+// rank that did not come.
 template <int Count, int N, class P>
 __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, const u32 (&at)[Count],
                                         P (&part)[Count][N]) {
   static_assert(N == 1 || in_a_pack<P> == 1, "half packs come from one rank at a time");
   Deadline deadline;
   while (true) {
-    bool all = true;
 #pragma unroll
-    for (int i = 0; i < Count; ++i)
-#pragma unroll
-      for (int r = 0; r < N; ++r) part[i][r] = load_relaxed_sys(slot<P>(a, 0, at[i] + r * a.capacity));
-#pragma unroll
-    for (int i = 0; i < Count; ++i)
-#pragma unroll
-      for (int r = 0; r < N; ++r) all &= arrived(part[i][r]);
-    if (all) break;
+    for (int i = 0; i < Count; ++i) look_at(a, at[i], part[i]);
+    if (arrived(reinterpret_cast<P(&)[Count * N]>(part))) break;
     const Deadline::State state = deadline.check(a, call, N == 1 ? 5 : 4);
     if (state == Deadline::waiting) continue;
     if (state == Deadline::aborted) return false;
@@ -94,14 +210,12 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, in
     for (int i = 0; i < Count; ++i)
 #pragma unroll
       for (int r = 0; r < N; ++r)
-        if (!arrived(part[i][r])) missing = r;
+        if (!arrived(reinterpret_cast<P(&)[1]>(part[i][r]))) missing = r;
     report(a, timed_out, call.epoch, source + missing, call.epoch, not_yet);
     return false;
   }
 #pragma unroll
-  for (int i = 0; i < Count; ++i)
-#pragma unroll
-    for (int r = 0; r < N; ++r) arm(slot<P>(a, 0, at[i] + r * a.capacity));
+  for (int i = 0; i < Count; ++i) arm_all(a, at[i], part[i]);
   return true;
 }
 
@@ -127,26 +241,21 @@ __device__ __forceinline__ bool receive_sums(const Arguments& a, const Call& cal
 }
 
 // By one thread for each place: receives, relaxed and of system scope, from each of N ranks at every `stride`-th place
-// from `first` up to `end`, counted from offset `base`, and hands each place with its packs to `use`. A thread has the
-// packs of several places in flight, as many as half an SM's registers hold. If fewer places are left, it receives the
-// packs of the first of them twice.
-template <int N, class P = Pack, class Use>
+// from `first` up to `end`, counted from offset `base`. It hands each place with its packs to `use`, and then arms it.
+// With `Ahead` it looks at the next place before it uses one, which a thread with one place pays for.
+template <int N, bool Ahead = false, class P = Pack, class Use>
 __device__ __forceinline__ void receive_each(const Arguments& a, const Call& call, int source, u32 base, u32 first,
                                              u32 end, u32 stride, const Use& use) {
-  constexpr int count = N == 1 ? 4 : N <= 4 ? 2 : 1;
-  for (u32 i = first; i < end; i += count * stride) {
-    if (count > 1 && i + stride >= end) {  // as in a small call, whose latency counts
-      P last[N];
-      if (receive(a, call, source, base + i, last)) use(i, last);
-      return;
-    }
-    u32 at[count];
-    P part[count][N];
+  P next[N];
+  if (Ahead && first < end) look_at(a, base + first, next);
+#pragma unroll 1
+  for (u32 i = first; i < end; i += stride) {
+    P part[N];
 #pragma unroll
-    for (int k = 0; k < count; ++k) at[k] = base + (i + k * stride < end ? i + k * stride : i);
-    if (!receive(a, call, source, at, part)) return;
-#pragma unroll
-    for (int k = 0; k < count; ++k)
-      if (k == 0 || at[k] != at[0]) use(at[k] - base, part[k]);
+    for (int r = 0; Ahead && r < N; ++r) part[r] = next[r];
+    if (Ahead && i + stride < end) look_at(a, base + i + stride, next);
+    if (!(Ahead && arrived(part)) && !await(a, call, source, base + i, part)) return;
+    use(i, part);
+    arm_all(a, base + i, part);
   }
 }

@@ -42,10 +42,10 @@ __device__ __forceinline__ P* pipeline_slot(const Arguments& a, Shot shot, int h
 template <class Index, int Line, int N>
 struct Chunks {
   const Index total;
-  const Index shard;  // of one owner
-  const Index share;  // of a shard, in one block
-  const u32 number;   // of chunks in a share
-  const u32 length;   // of a chunk, at most a.chunk
+  Index shard;  // of one owner
+  Index share;  // of a shard, in one block
+  u32 number;   // of chunks in a share
+  u32 length;   // of a chunk, at most a.chunk
 
   __device__ Chunks(const Arguments& a, Index units)
       : total(units),
@@ -53,6 +53,9 @@ struct Chunks {
         share(equal_share<Index, Line>(shard, gridDim.x)),
         number((share + a.chunk - 1) / a.chunk),
         length(equal_share<Index, Line>(share, number)) {}
+
+  // (27)
+  __device__ __forceinline__ u32 hold() { return ::hold(shard) | ::hold(share) | ::hold(number) | ::hold(length); }
 
   // Where chunk k of `owner` begins, and its size: smaller, or 0, at the end of a share or shard.
   __device__ Index begin(u32 k, Index owner) const { return owner * shard + blockIdx.x * share + Index(k) * length; }
@@ -67,16 +70,19 @@ struct Chunks {
   }
 };
 
-// The kernel, after its wait for the previous one. Body(a, call) has `chunks`, the parts 1, 3 and 5 as scatter(k),
-// reduce(k) and gather(k), and whether it `gathers` at all.
-template <int N, class Body>
+// The kernel. Body(a, call) has `chunks`, the parts 1, 3 and 5 as scatter(k), reduce(k) and gather(k), and whether it
+// `gathers` at all. It is made before the wait for the previous kernel (27), and `call` is known after it. With
+// `Releases` the next kernel may be launched meanwhile.
+template <int N, class Body, bool Releases>
 __device__ __forceinline__ void run_two_shot_pipeline(const Arguments& a) {
-  Call call = begin_call(a);
+  Call call{};
+  Body body(a, call);
+  call = begin_call(a, body.chunks);
+  if constexpr (Releases) release_next_kernel();
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);
   advance_epoch(a, call);
-  const Body body(a, call);
   const u32 chunks = body.chunks.number;
 
   for (u32 k = 0; k < chunks + 2; ++k) {

@@ -8,11 +8,11 @@
 template <int N>
 struct LosslessParts {
   const Arguments& a;
-  const u32 first_step;
-  const PartChunks<N> chunks;
+  PartChunks<N> chunks;
+  u32 first_step = 0;
 
-  __device__ LosslessParts(const Arguments& arguments, const Call&, u32 step)
-      : a(arguments), first_step(step), chunks(a) {}
+  __device__ LosslessParts(const Arguments& arguments, const Call&) : a(arguments), chunks(a) {}
+  __device__ __forceinline__ u32 hold() { return chunks.hold(); }
 
   __device__ bool has_chunk(u32 k) const { return k < chunks.number; }
   __device__ bool has_step(u32 k) const { return k <= chunks.number; }

@@ -33,6 +33,9 @@ struct PartChunks {
     length = (share + number - 1) / number;
   }
 
+  // (27)
+  __device__ __forceinline__ u32 hold() { return ::hold(share) | ::hold(number) | ::hold(length); }
+
   __device__ u32 begin(u32 k) const { return blockIdx.x * share + k * length; }
   __device__ u32 count(u32 k, int owner) const {
     const u32 end = min(min(begin(k) + length, (blockIdx.x + 1) * share), tile_count(a.count[owner]));

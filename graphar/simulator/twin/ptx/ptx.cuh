@@ -170,6 +170,9 @@ inline u32 block_of_all() {
 }  // namespace twin
 
 inline u32 same_in_warp(u32 v) { return v; }
+inline u32 held(u32 v) { return v; }
+inline u64 __cvta_generic_to_global(const void* p) { return reinterpret_cast<u64>(p); }
+inline void* __cvta_global_to_generic(u64 p) { return reinterpret_cast<void*>(p); }
 inline bool elected() { return threadIdx.x % 32 == 5; }  // any one
 inline u32 block_in_cluster() { return blockIdx.x % twin::cluster_size(); }
 
@@ -454,7 +457,7 @@ inline void wait_for_previous_kernel() {
   twin::acquire(twin::order_of_kernels[simulator::self().rank][(simulator::self().kernel + 1) % 2]);
 }
 
-inline void wait_for_previous_kernel(const void*, const void*, const void*) { wait_for_previous_kernel(); }
+inline void wait_for_previous_kernel(u32) { wait_for_previous_kernel(); }
 
 namespace twin {
 inline void end_of_thread() {
