@@ -20,6 +20,7 @@ from graphar.plan.tables import Table, shipped_table
 from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, skinny_tile
 from graphar.plan.work import Norm
 from graphar.runtime.catalogue import (
+    GATHERING_KERNELS,
     NORM_KERNELS,
     SCALE_FORMATS,
     SKINNY_KERNELS,
@@ -179,6 +180,10 @@ def _matmuls_at(table: Table, world_size: int) -> Iterator[KernelSource]:
                 if world_size in TREE_WORLD_SIZES:
                     partial = skinny_tile(tile.rows, LEAVES // world_size)
                     yield fused_matmul_source(algorithm, dtype, world_size, partial, LAYOUTS[0])
+    if world_size in table.allgather_matmul.tiles_from_rows:
+        for algorithm in GATHERING_KERNELS:
+            for tile in algorithm.row.tiles:
+                yield fused_matmul_source(algorithm, dtype, world_size, tile, LAYOUTS[0])
     if world_size in policy.tiles_from_numel:
         for algorithm in SUMMED_TILE_KERNELS:
             for tile in (policy.small_tile, policy.large_tile, policy.alternating_tile):

@@ -34,7 +34,7 @@ def in_filled_blocks(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
 def in_groups(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Yields widths of blocks that have a group of whole warps for each rank."""
     most = MAX_THREADS // world_size // WARP * WARP
-    widths = {width for width in (32, 64, 128, 256) if width <= most} | {most}
+    widths = {width for width in (32, 64, 96, 128, 256) if width <= most} | {most}
     return ((width * world_size, 0) for width in sorted(widths))
 
 

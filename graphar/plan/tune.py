@@ -15,6 +15,7 @@ from graphar.plan.config import Config
 from graphar.plan.entries import entry_of, fitted, measured_config, serving
 from graphar.plan.explanation import format_us
 from graphar.plan.policy import Chip
+from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
 from graphar.plan.tables import POLICIES, Table
 from graphar.plan.times import expected_us
@@ -26,6 +27,7 @@ SIZES = (
 )
 PART_SIZES = (32 * KB, 128 * KB, 256 * KB, 512 * KB, 2 * MB, 8 * MB, 32 * MB)
 CODEC_SIZES = (*(32 * KB << 2 * power for power in range(6)), 64 * MB, 128 * MB, 256 * MB)  # a kernel's limit is 64 MB
+_FEW = 0.1  # of the packs of a round
 TOLERANCE = 0.01  # least total gain of a new entry; candidates are timed in turns, so noise is smaller
 
 Measured = Mapping[Config, float]  # microseconds of each candidate at one size
@@ -48,8 +50,14 @@ def candidates(op: str, world_sizes: Sequence[int], nbytes: int, chip: Chip) -> 
         if fits and serves and chip.is_at_least(row.minimum_arch):
             for threads, chunk in row.candidates(world_sizes[0], nbytes):
                 blocks = min(chip.shared_blocks(row.takes_half(threads)), row.max_blocks)
-                found.append(Config(algorithm, blocks, threads, chunk))
+                if not (row.in_groups and _leaves_a_few(nbytes / PACK_NBYTES / (blocks * threads))):
+                    found.append(Config(algorithm, blocks, threads, chunk))
     return found
+
+
+def _leaves_a_few(rounds: float) -> bool:
+    """Whether a few packs would have a second or third round of the grid to themselves, which takes as long as any."""
+    return 1 < rounds < 3 and rounds % 1 < _FEW
 
 
 def pick(measurements: Measurements) -> dict[int, tuple[Config, float]]:

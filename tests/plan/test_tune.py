@@ -10,7 +10,7 @@ import pytest
 from graphar.plan import tune
 from graphar.plan.algorithms import ROWS, Algorithm, in_tables
 from graphar.plan.config import Config
-from graphar.plan.entries import config_of, entry_of, fitted
+from graphar.plan.entries import by_entries, config_of, entry_of, fitted
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import TMA_THREADS, WORLD_SIZES
 from graphar.plan.sizes import KB, MB
@@ -82,6 +82,15 @@ def test_every_size_has_candidates_and_none_twice(world_size):
         found = candidates(world_size, nbytes)
         assert found
         assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(("world_size", "threads"), [(3, {96, 192, 288, 384}), (4, {128, 256, 384, 512})])
+def test_a_megabyte_takes_no_grid_that_leaves_a_few_packs_for_another_round(world_size, threads):
+    tried = {one.threads for one in candidates(world_size, MB) if one.algorithm is Algorithm.TWO_SHOT_PUSH}
+    assert tried == threads
+    for name in ("default", "nvidia_h200"):
+        taken = by_entries(shipped_table(name).rows[world_size], world_size, MB)
+        assert (taken.algorithm, taken.threads in threads) == (Algorithm.TWO_SHOT_PUSH, True)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
