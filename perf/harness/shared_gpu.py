@@ -13,6 +13,7 @@ PYTHONPATH. It reads a request a line, and prints an answer a line, both JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -53,8 +54,8 @@ TABLE, DEVICE = shipped_table("nvidia_h200"), "cuda"
 TIMEOUT_S = 3.0
 WARM_UP_S = 1.0  # for the clocks of an idle GPU to rise
 GATE_CYCLES = 4_000_000  # about 2 ms: until the graphs of all ranks are queued
-GRAPH_NBYTES = 64 << 20  # of all calls in a graph
-MOST_CALLS, LEAST_CALLS = 200, 10
+GRAPH_NBYTES = 4 << 30  # of all calls in a graph
+MOST_CALLS, LEAST_CALLS = 300, 10
 OVERWRITTEN = 7  # what each byte of a result holds before a verified call
 FAR = 2.0**-6  # of the sum of magnitudes, the most by which a sum of products may differ from that in fp32
 
@@ -371,35 +372,32 @@ class Server:
         self._bench: Bench | None = None
 
     def answer(self, asked: dict) -> dict:
-        if asked["do"] == "make":
-            return self._make(Case(*asked["case"]), asked["amount"])
-        return {"time_us": self._bench.time_us()} if asked["do"] == "time" else {"wrong": self._bench.count_wrong()}
+        try:
+            if asked["do"] == "make":
+                return self._make(Case(*asked["case"]), asked["amount"])
+            return {"time_us": self._bench.time_us()} if asked["do"] == "time" else {"wrong": self._bench.count_wrong()}
+        except Exception:  # ranks report the failure of a kernel from then on
+            self._close_ranks()
+            raise
 
     def _make(self, case: Case, amount: int | None) -> dict:
         self._bench = None
         torch.cuda.empty_cache()
         fitted = fit(case, self._whole, amount)
-        try:
-            self._bench = Bench(self._ranks_of(case.world_size), case, fitted)
-        except Exception:  # a failure of kernels stays
-            self._ranks.pop(case.world_size, None)
-            raise
-        config = fitted.config
+        if case.world_size not in self._ranks:
+            self._close_ranks()  # their scratch takes gigabytes
+            self._ranks[case.world_size] = Ranks(case.world_size, self._whole)
+        self._bench = Bench(self._ranks[case.world_size], case, fitted)
+        config, calls = fitted.config, self._bench.calls
         grid = f"{config.blocks} x {config.threads}" if config.blocks else ""
-        return {
-            "algorithm": config.algorithm.value,
-            "grid": grid,
-            "amount": fitted.amount,
-            "calls": self._bench.calls,
-        }
+        return {"algorithm": config.algorithm.value, "grid": grid, "amount": fitted.amount, "calls": calls}
 
-    def _ranks_of(self, world_size: int) -> Ranks:
-        if world_size not in self._ranks:
-            for ranks in self._ranks.values():  # their scratch takes gigabytes
+    def _close_ranks(self) -> None:
+        self._bench = None
+        while self._ranks:
+            _, ranks = self._ranks.popitem()
+            with contextlib.suppress(Exception):
                 ranks.runner.close()
-            self._ranks.clear()
-            self._ranks[world_size] = Ranks(world_size, self._whole)
-        return self._ranks[world_size]
 
 
 def serve(answer: Callable[[dict], dict]) -> None:

@@ -299,7 +299,9 @@ bits on all ranks, and errors below 2^-6 of the sum of magnitudes."""
         if options.baseline:
             if not (options.baseline / "graphar").is_dir():
                 sys.exit(f"--baseline: {options.baseline} is no checkout of graphar")
-            checkouts[f"{OWN} at {machine.commit(options.baseline) or options.baseline}"] = options.baseline.resolve()
+            folder = options.baseline.resolve()
+            known = machine.commit(folder) if (folder / ".git").exists() else None
+            checkouts[f"{OWN} at {known or folder.name}"] = folder
         listed = few_cases if options.few else cases
         wanted = [one for n in options.world_size for one in listed(n)]
         wanted = [one for one in wanted if any(text in " ".join(words_of(one)) for text in options.only)]

@@ -223,7 +223,7 @@ def test_calls_and_another_checkout_can_be_named(tmp_path):
     argv = ["latency", "--world-size", "4", "--only", "1 MB", "--baseline", str(tmp_path)]
     plan = Latency.plan(program.parse(argv), 1)
     assert {words_of(case)[1] for case in plan.cases} == {"1 MB"}
-    assert list(plan.checkouts.values()) == [machine.ROOT, tmp_path]
+    assert plan.checkouts == {OWN: machine.ROOT, f"{OWN} at {tmp_path.name}": tmp_path}
     assert Latency.count(plan) == 2 * len(plan.cases)
     with pytest.raises(SystemExit, match="is no checkout of graphar"):
         Latency.plan(program.parse([*argv[:-1], str(tmp_path / "graphar")]), 1)
