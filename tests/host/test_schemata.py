@@ -6,11 +6,12 @@ import importlib
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from graphar.simulator.build import Mutation
-from tests.host import build
+from tests.host import build, conftest
 from tests.host.mutants import MUTANTS
 from tests.host.schemata import NotSelectable, _masked, can_be_chosen, with_all
 
@@ -116,3 +117,15 @@ def test_what_a_mistake_chooses_is_the_text_with_this_mistake_alone():
                 assert resolved(made[mistake.file].new, number) == alone, mistake
         for one in made.values():
             assert resolved(one.new, 0) == re.sub(r"\s+", "", _masked(one.old))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("kind", conftest.MOST_PROGRAMS)
+def test_a_run_with_more_programs_than_the_budget_fails(kind, more, monkeypatch):
+    monkeypatch.setattr(build, "BUILT", {kind: {str(n) for n in range(conftest.MOST_PROGRAMS[kind] + more)}})
+    monkeypatch.setattr(conftest, "_built", {kind: set() for kind in conftest.MOST_PROGRAMS})
+    session = SimpleNamespace(config=SimpleNamespace(), exitstatus=pytest.ExitCode.OK)
+
+    conftest.pytest_sessionfinish(session)
+
+    assert bool(session.exitstatus) == bool(more)
