@@ -47,7 +47,10 @@ cubin = compile_kernel(residual_norm_source(torch.bfloat16), "sm_90a")
 print(f"{package.parent}: compiled {cubin.symbol}, {len(cubin.image)} bytes")
 """
 
-CATALOGUE = ("tests/runtime/test_compiled_catalogue.py", "tests/matmul/test_matmul.py")
+CATALOGUE = (
+    *("tests/runtime/test_compiled_catalogue.py", "tests/runtime/test_kernel_budget.py"),
+    "tests/matmul/test_matmul.py",
+)
 HOST = ("tests/host", "tests/simulator", "tests/cli", "tests/algorithms")
 # Neighbours, often of one program or process group, stay together.
 SIDE_BY_SIDE = ("--dist", "worksteal", "-n")

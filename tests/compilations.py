@@ -88,7 +88,8 @@ def sample() -> list[tuple[KernelSource, str]]:
             cases[source, "sm_90a"] = None
             found |= combinations(source)
     for source in sorted(catalogue(), key=effort):
-        if not combinations(source) <= found or any_changed(included(source.file)):
+        is_changed = (source, "sm_90a") not in cases and any_changed(included(source.file))
+        if is_changed or not combinations(source) <= found:
             arch = min((arch for arch in ARCHS if source.runs_on(arch)), key=lambda arch: turns[arch])
             cases[source, arch] = None
             turns[arch] += 1

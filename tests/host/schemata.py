@@ -83,7 +83,7 @@ def _edits(text: str, one: Mutation) -> list[tuple[int, int, str]]:
     found, at = [], text.find(one.old)
     while at >= 0:
         begin, end = at + first, at + len(one.old) - last
-        old, new = text[begin:end], one.new[first : len(one.new) - last]
+        old, new = _masked(text)[begin:end], one.new[first : len(one.new) - last]
         if new.strip() != old.strip():
             begin += len(old) - len(old.lstrip()) if old.strip() else 0
             end -= len(old) - len(old.rstrip()) if old.strip() else 0
