@@ -79,6 +79,7 @@ _batch_by_torch = dist.batch_isend_irecv
 
 
 @functools.wraps(_batch_by_torch)
+@untraced
 def _batch_isend_irecv(p2p_op_list):
     # For a group in Python torch makes the calls one by one. NCCL needs them at once: in a ring, each rank would
     # otherwise wait in its send for the next one's recv.

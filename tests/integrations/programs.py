@@ -243,7 +243,13 @@ def compiled_with_breaks(rank, n):
         dist.broadcast(x, 1 % n)
         dist.barrier()
         dist.all_reduce(x, dist.ReduceOp.MAX)
-        return x + 1
+        if n == 1:
+            return x + 1
+        out = torch.empty_like(x)
+        ops = [dist.P2POp(dist.isend, x, (rank + 1) % n), dist.P2POp(dist.irecv, out, (rank - 1) % n)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        return out + 1
 
     step = torch.compile(step, backend="aot_eager")
     return [(step(values(rank)), values(1 % n) + 1) for _ in range(2)]

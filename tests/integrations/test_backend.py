@@ -82,11 +82,13 @@ def call_with_gaps(rank, world_size, watch, names):
 
     def spreading(method):
         def call(self, *given, **named):
+            if self._window is not None:  # the call may be made only at the window's end
+                return method(self, *given, **named)
             tensors = {id(x): x for x in tensors_in([*given, *named.values()])}
             pairs = {at: (x, spread(x)) for at, x in tensors.items() if type(x) in (torch.Tensor, nn.Parameter)}
             spread_out = partial(tree_map, lambda x: pairs[id(x)][1] if id(x) in pairs else x)
             work = method(self, *spread_out(given), **spread_out(named))
-            if work is not None and self._window is None:
+            if work is not None:
                 work.wait()  # once: gloo's waits for messages end only once
                 work = GrapharWork([])
             for x, found in pairs.values():

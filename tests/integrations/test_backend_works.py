@@ -155,11 +155,34 @@ def wait_for_results_with_gaps(rank, world_size):
         x = whole[:, 0]
         finish(dist.all_reduce(x, async_op=True))
         found.append((torch.equal(x, total(world_size).long()), whole[:, 1].eq(0).all().item()))
-    return found
+    whole = torch.zeros(3, 2, dtype=torch.int64)
+    with coalescing_manager(async_ops=True) as manager:
+        dist.reduce_scatter_tensor(whole[:, 0], values(rank, 3 * world_size, torch.int64))
+    manager.wait()
+    part = total(world_size, 3 * world_size).long().chunk(world_size)[rank]
+    return [*found, (torch.equal(whole[:, 0], part), whole[:, 1].eq(0).all().item())]
 
 
 def test_results_with_gaps_are_there_however_a_call_is_waited_for():
-    assert run_ranks(wait_for_results_with_gaps, 2, backend=BACKEND) == [[(True, True)] * 3] * 2
+    assert run_ranks(wait_for_results_with_gaps, 2, backend=BACKEND) == [[(True, True)] * 4] * 2
+
+
+def call_with_unlike_dtypes(rank, world_size):
+    """gloo refuses them; nothing may be converted, or served by the first tensor's dtype."""
+    group, x, y = dist.group.WORLD, values(rank), values(rank, dtype=torch.int64)
+    for call in (
+        lambda: group.allreduce_coalesced([x, y], c10d.AllreduceCoalescedOptions()).wait(),
+        lambda: group.allreduce_coalesced([y, x], c10d.AllreduceCoalescedOptions()).wait(),
+        lambda: group.allgather([[torch.empty_like(x), y]], [x], GATHERED()).wait(),
+        lambda: group._allgather_base(values(0, 12, torch.int64), x, GATHERED()).wait(),
+    ):
+        with pytest.raises(RuntimeError, match="type"):
+            call()
+    return torch.equal(x, values(rank)) and torch.equal(y, values(rank, dtype=torch.int64))
+
+
+def test_tensors_of_unlike_dtypes_are_refused_and_stay_as_they_are():
+    assert run_ranks(call_with_unlike_dtypes, 2, backend=BACKEND) == [True] * 2
 
 
 def write_into_shared_memory(rank, world_size):
