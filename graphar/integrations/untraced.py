@@ -21,4 +21,5 @@ def untraced(kind: T) -> T:
     for one in vars(kind).values() if isinstance(kind, type) else [kind]:
         if isinstance(one, FunctionType):
             compiler.set_code_exec_strategy(one.__code__, skip)
+            one._torchdynamo_disable = True  # what calls it is traced up to here
     return kind
