@@ -397,9 +397,10 @@ def test_symmetric_tensors_are_kept_if_asked(runner, keeps):
     assert found == ([[1], [2]] if keeps else [[0], [0]])
 
 
-def test_a_graph_that_was_replayed_meanwhile_is_warned_of_once(runner):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_graph_that_was_replayed_meanwhile_is_warned_of_once(runner, rank):
     going_on = suspended(runner)
-    runner.members[1].record.kind = 2  # `overlapped` in cuda_src/device/sync/record.cuh
+    runner.members[rank].record.kind = 2  # `overlapped` in cuda_src/device/sync/record.cuh
 
     with pytest.raises(CommunicatorError, match="a captured graph was replayed while its communicator was suspended"):
         runner.raise_failure()
