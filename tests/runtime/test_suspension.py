@@ -467,10 +467,11 @@ def fail_everywhere(engine, step, fails_here=True):
         runner.fake.succeeding = len(seen) if fails_here else None
         with contextlib.suppress(GrapharError):
             engine.suspend("symmetric") if step == "suspend" else engine.resume()
-        # What is not mapped ends this process.
+        regions = runner.kernels.regions()
         mapped = all(
-            counters_of(runner, *one).epoch_state[3].aborted != runner.kernels.regions()[one[0]].resident
-            for one in counters
+            regions[algorithm].pointers[rank] in runner.fake.mapped
+            and counters_of(runner, algorithm, rank).epoch_state[3].aborted != regions[algorithm].resident
+            for algorithm, rank in counters
         )
         reached = ["True"] in engine._meet_to("look", str(fails_here and runner.fake.succeeding < 0))
         runner.fake.succeeding = None
