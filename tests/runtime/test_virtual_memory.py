@@ -178,22 +178,41 @@ def test_processes_share_memory_whose_addresses_stay(world_size):
         assert (left, held, is_virtual) == (0, ({}, {}, {}), True)
 
 
-def fill_without_room(rank, world_size, poor):
-    """What a rank's allocation raised, whether it left something, and whether the next one worked."""
+def fill_without_room(rank, world_size, poor, lacks_memory=True):
+    """What a rank's allocation raised, whether it left something, and whether the next one worked.
+
+    The ``poor`` rank has no memory, or else no file descriptors.
+    """
     with installed(FakeDriver()) as fake:
         meet = StoreRendezvous(dist.distributed_c10d._get_default_store(), "t", rank, world_size, timeout_s=20)
         memory = ProcessMemory(rank, meet)
         memory.check()
-        fake.left_nbytes = 0 if rank == poor else 1 << 40
+        fake.left_nbytes = 0 if rank == poor and lacks_memory else 1 << 40
+        send = memory._channel.send
+        if rank == poor and not lacks_memory:
+            memory._channel.send = refuse_to_send
         try:
             memory.allocate(NBYTES)
         except (DriverError, CommunicatorError) as error:
             said = str(error)
         left = {**fake.mapped}, {**fake.reserved}, {**fake.handles}
-        fake.left_nbytes = 1 << 40
+        fake.left_nbytes, memory._channel.send = 1 << 40, send
         works = memory.allocate(NBYTES).resident
         memory.close()
         return said, left, works
+
+
+def refuse_to_send(*given):
+    raise OSError("too many open files")
+
+
+def test_a_rank_that_cannot_share_its_memory_is_named_on_the_others_and_the_next_allocation_works():
+    said, left, works = zip(*run_ranks(fill_without_room, 2, 0, False), strict=True)
+
+    why = "sharing memory between processes: too many open files"
+    assert said == (why, f"allocating failed on another rank\nrank 0: CommunicatorError: {why}")
+    assert left == (({}, {}, {}),) * 2
+    assert works == (True,) * 2
 
 
 def test_a_rank_without_room_is_named_on_the_others_and_the_next_allocation_works():
