@@ -19,6 +19,7 @@ from graphar import Codec, Epilogue
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.runtime import engine as engines
+from graphar.runtime import runner
 from graphar.runtime.plan import Plan
 
 MOST_CALLS = 8  # Python calls from the public op to the launch
@@ -156,6 +157,21 @@ def test_a_repeated_call_launches_with_the_operands_of_the_call_that_ran(bound, 
     results = result if isinstance(result, tuple) else (result,)
     assert all(one is out for one, out in zip(results, outputs, strict=True))
     assert [(one.shape, one.dtype) for one in outputs] == [(one.shape, one.dtype) for one in own.outputs]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_repeated_call_counts_the_bytes_of_the_call_that_ran(bound, monkeypatch, name):
+    monkeypatch.setattr(runner, "is_capturing", lambda device: False)
+    communicator, _ = bound
+    counts = []
+    for _ in range(5):
+        OPS[name](communicator)
+        counts += [(one.calls, one.repeated, one.nbytes) for one in communicator.stats().calls]
+
+    (_, _, nbytes), *_, (_, repeated, _) = counts
+    assert nbytes > 0
+    assert repeated > 0
+    assert [(calls, total) for calls, _, total in counts] == [(calls, calls * nbytes) for calls in range(1, 6)]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
