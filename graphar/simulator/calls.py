@@ -96,9 +96,11 @@ def _draw_counts(world_size: int, numel: int, choices: random.Random) -> tuple[i
 
 
 def _draw_inputs(counts: Sequence[int], dtype: torch.dtype, choices: random.Random) -> list[torch.Tensor]:
-    """Returns the ranks' tensors: small whole numbers, or any bits."""
-    generator = torch.Generator().manual_seed(choices.getrandbits(32))
+    """Returns the ranks' tensors: small whole numbers, any bits, or words of zeros, of ones and between them."""
+    seed = choices.getrandbits(32)
+    generator = torch.Generator().manual_seed(seed)
     if choices.random() < 0.5:
         return [torch.randint(-15, 16, (count,), generator=generator).to(dtype) for count in counts]
-    nbytes = [count * dtype.itemsize for count in counts]
-    return [torch.randint(256, (n,), dtype=BYTE, generator=generator).view(dtype) for n in nbytes]
+    values = 256 if seed % 2 else 2
+    drawn = [torch.randint(values, (n * dtype.itemsize,), dtype=BYTE, generator=generator) for n in counts]
+    return [(x * (255 // (values - 1))).view(dtype) for x in drawn]
