@@ -38,6 +38,7 @@ class FakeDriver:
         handles: the open handles, as descriptors of files in memory.
         succeeding: how many calls succeed before one fails, and all after it succeed again; None: all succeed. What
             only gives back never fails.
+        granule_nbytes: what it recommends as granularity.
     """
 
     def __init__(self, left_nbytes: int = 1 << 40) -> None:
@@ -46,6 +47,7 @@ class FakeDriver:
         self.mapped: dict[int, int] = {}
         self.handles: dict[int, int] = {}
         self.succeeding: int | None = None
+        self.granule_nbytes = GRANULE_NBYTES
         self._next = 1
         for name in ("CUmemAllocationProp", "CUmemLocation", "CUmemAccessDesc"):
             setattr(self, name, SimpleNamespace)
@@ -101,7 +103,7 @@ class FakeDriver:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def cuMemGetAllocationGranularity(self, properties, flags):
-        return OK, GRANULE_NBYTES
+        return OK, self.granule_nbytes
 
     def cuMemCreate(self, nbytes, properties, flags):
         if nbytes > self.left_nbytes:
@@ -122,7 +124,11 @@ class FakeDriver:
         return OK, self._handle_of(os.dup(descriptor))
 
     def cuMemAddressReserve(self, nbytes, alignment, address, flags):
-        found = _forbidden(None, nbytes)
+        around = _forbidden(None, nbytes + alignment)
+        found = -(-around // alignment) * alignment
+        for begin, end in ((around, found), (found + nbytes, around + nbytes + alignment)):
+            if begin < end:
+                _libc.munmap(begin, end - begin)
         self.reserved[found] = nbytes
         return OK, found
 
@@ -183,7 +189,7 @@ _GIVING_BACK = (
     "cuMemUnmap",
 )
 _ENUMS = {
-    "CUmemAllocationGranularity_flags": ("CU_MEM_ALLOC_GRANULARITY_MINIMUM",),
+    "CUmemAllocationGranularity_flags": ("CU_MEM_ALLOC_GRANULARITY_RECOMMENDED",),
     "CUmemLocationType": ("CU_MEM_LOCATION_TYPE_DEVICE",),
     "CUmemAllocationType": ("CU_MEM_ALLOCATION_TYPE_PINNED",),
     "CUmemAllocationHandleType": ("CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",),
@@ -215,6 +221,7 @@ def _failing(fake: FakeDriver, name: str, function: Callable) -> Callable:
 @contextlib.contextmanager
 def installed(fake: FakeDriver):
     """Lets graphar use ``fake`` in place of the CUDA driver."""
+    ranges, virtual_memory.ranges = virtual_memory.ranges, virtual_memory.Ranges()
     caches = (virtual_memory.why_not, virtual_memory.granularity, drivers.primary_context, drivers._initialise)
     real, drivers.driver.__dict__ = drivers.driver.__dict__, {}
     for name in dir(fake):
@@ -226,7 +233,7 @@ def installed(fake: FakeDriver):
     try:
         yield fake
     finally:
-        drivers.driver.__dict__ = real
+        drivers.driver.__dict__, virtual_memory.ranges = real, ranges
         for cache in caches:
             cache.cache_clear()
 

@@ -27,6 +27,8 @@ class MemoryUse:
 class Memory:
     """The GPU memory that a communicator shares between ranks, on the GPU of this process's first rank.
 
+    Each allocation is rounded up to whole pages of 2 MB on the GPU, which is not counted here.
+
     ``print`` of it gives a table. Each GPU maps the memory of the others, too, which takes none of its own.
 
     Attributes:

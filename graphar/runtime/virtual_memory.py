@@ -2,6 +2,9 @@
 
 An address range is reserved once. Physical memory is mapped there, unmapped, and other memory is mapped there later:
 kernels whose arguments hold the addresses, such as those of captured graphs, stay valid.
+
+Allocations lie side by side in a few large ranges, in whole pages of the largest size, so that few entries of a GPU's
+translation buffers serve all ranks' memory.
 """
 
 from __future__ import annotations
@@ -9,12 +12,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from graphar.errors import DriverError
 from graphar.runtime.driver import attribute, call, driver, on_device
 
 IPC_SWITCH = "GRAPHAR_CUDA_IPC"
+PAGE_NBYTES = 2 << 20  # the largest page of a GPU's memory
+RANGE_NBYTES = 4 << 30  # the addresses that are reserved at a time
 
 
 @functools.cache
@@ -54,14 +61,68 @@ def _try(device: int) -> None:
         ends.callback(displace, address, nbytes)
 
 
+# ---- addresses -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ranges:
+    """Reserved address ranges, of which allocations take parts. A range is given back with its last part."""
+
+    sizes: dict[int, int] = field(default_factory=dict)  # of each range, by its begin
+    gaps: list[tuple[int, int]] = field(default_factory=list)  # begin and end, sorted; no two touch in a range
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, nbytes: int) -> int:
+        with self._lock:
+            found = next((gap for gap in self.gaps if gap[1] - _aligned(gap[0], nbytes) >= nbytes), None)
+            if found is None:
+                size = -(-nbytes // RANGE_NBYTES) * RANGE_NBYTES
+                begin = int(call(driver.cuMemAddressReserve, size, _alignment(nbytes), 0, 0))
+                self.sizes[begin], found = size, (begin, begin + size)
+                self.gaps.append(found)
+            begin = _aligned(found[0], nbytes)
+            self.gaps.remove(found)
+            self.gaps += [gap for gap in ((found[0], begin), (begin + nbytes, found[1])) if gap[0] < gap[1]]
+            self.gaps.sort()
+            return begin
+
+    def give_back(self, address: int, nbytes: int) -> None:
+        with self._lock:
+            begin, end = address, address + nbytes
+            for gap in [gap for gap in self.gaps if gap[1] == begin or gap[0] == end]:
+                if gap[1] == begin and begin not in self.sizes:
+                    begin = gap[0]
+                elif gap[0] == end and end not in self.sizes:
+                    end = gap[1]
+                else:
+                    continue  # of the range beside
+                self.gaps.remove(gap)
+            if self.sizes.get(begin) == end - begin:
+                call(driver.cuMemAddressFree, begin, self.sizes.pop(begin))
+            else:
+                self.gaps = sorted([*self.gaps, (begin, end)])
+
+
+def _alignment(nbytes: int) -> int:
+    """Returns the largest power of two that divides ``nbytes``, up to 512 MB: a multiple of its granularity."""
+    return min(nbytes & -nbytes, 512 << 20)
+
+
+def _aligned(address: int, nbytes: int) -> int:
+    return -(-address // _alignment(nbytes)) * _alignment(nbytes)
+
+
+ranges = Ranges()  # of this process
+
+
 # ---- the driver's calls ----------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def granularity(device: int) -> int:
-    """Returns the bytes of which every allocation and every mapping is a multiple."""
-    least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    return int(call(driver.cuMemGetAllocationGranularity, _properties(device), least))
+    """Returns the bytes of which every allocation and every mapping is a multiple: what the driver recommends."""
+    best = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+    return max(int(call(driver.cuMemGetAllocationGranularity, _properties(device), best)), PAGE_NBYTES)
 
 
 def whole(nbytes: int, device: int) -> int:
@@ -90,13 +151,13 @@ def adopt(descriptor: int):
 
 
 def reserve(nbytes: int) -> int:
-    """Returns the begin of an address range that nothing else uses."""
-    return int(call(driver.cuMemAddressReserve, nbytes, 0, 0, 0))
+    """Returns the begin of addresses that nothing else uses, for ``nbytes`` in whole granules."""
+    return ranges.take(nbytes)
 
 
 def unreserve(address: int, nbytes: int) -> None:
-    """Gives an address range back, where nothing is mapped any more."""
-    call(driver.cuMemAddressFree, address, nbytes)
+    """Gives addresses back, where nothing is mapped any more."""
+    ranges.give_back(address, nbytes)
 
 
 def place(address: int, nbytes: int, memory, devices: Sequence[int], times: int = 1) -> None:

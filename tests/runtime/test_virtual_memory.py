@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch.distributed as dist
@@ -104,6 +106,50 @@ def test_a_guard_lies_all_over_every_allocation(fake):
     a[0] = 7
     assert [one[at].item() for one in (a, b) for at in (0, GRANULE_NBYTES, 2 * GRANULE_NBYTES)] == [7] * 6  # one guard
     assert (buffer.resident, fake.handles, set(fake.mapped.values())) == (False, {}, {GRANULE_NBYTES})
+
+
+# ---- ranges of addresses ---------------------------------------------------------------------------------------------
+
+
+def test_allocations_of_all_ranks_lie_side_by_side_in_one_range(fake):
+    memory = LocalMemory([0, 1])
+    pointers = sorted(pointer for _ in range(5) for pointer in memory.allocate(NBYTES).pointers)
+
+    assert [after - before for before, after in pairwise(pointers)] == [3 * GRANULE_NBYTES] * 9
+    assert fake.reserved == {pointers[0]: virtual_memory.RANGE_NBYTES}
+    assert pointers[0] % GRANULE_NBYTES == 0
+
+
+@pytest.mark.parametrize(("recommended", "expected"), [(64 << 10, 2 << 20), (32 << 20, 32 << 20)])
+def test_an_allocation_is_whole_granules_as_recommended_and_of_the_largest_page(fake, recommended, expected):
+    fake.granule_nbytes = recommended
+    buffers = [LocalMemory([0, 1]).allocate(nbytes) for nbytes in (1, expected + 1)]
+
+    assert sorted(fake.mapped.values()) == [expected] * 2 + [2 * expected] * 2
+    assert {pointer % expected for buffer in buffers for pointer in buffer.pointers} == {0}
+
+
+def test_addresses_that_were_given_back_are_taken_again_and_none_twice(fake, monkeypatch):
+    monkeypatch.setattr(virtual_memory, "RANGE_NBYTES", 16 * GRANULE_NBYTES)
+    choices, held, most = random.Random(5), {}, 0
+    for _ in range(2000):
+        if held and choices.random() < 0.5:
+            address = choices.choice([*held])
+            virtual_memory.unreserve(address, held.pop(address))
+        else:
+            nbytes = choices.randint(1, 20 if choices.random() < 0.1 else 5) * GRANULE_NBYTES
+            held[virtual_memory.reserve(nbytes)] = nbytes
+        parts = sorted((address, address + nbytes) for address, nbytes in held.items())
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(parts))
+        ranges = [(begin, begin + nbytes) for begin, nbytes in fake.reserved.items()]
+        assert all(any(first <= begin and end <= last for first, last in ranges) for begin, end in parts)
+        most = max(most, len(ranges))
+
+    for address, nbytes in held.items():
+        virtual_memory.unreserve(address, nbytes)
+
+    assert (fake.reserved, virtual_memory.ranges.gaps) == ({}, [])
+    assert most < 60
 
 
 # ---- where the driver or a sandbox forbids it -----------------------------------------------------------------------
