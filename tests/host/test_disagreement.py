@@ -150,7 +150,8 @@ def test_a_rank_that_does_not_come_is_not_said_to_call_anything():
 
 AGREEMENT, RECORD, PAD = "device/sync/agreement.cuh", "device/sync/record.cuh", "device/sync/signal_pad.cuh"
 TELL = "->called[a.rank][epoch % kept_calls]"
-BLIND = Mutation("device/sync/deadline.cuh", "if (found_difference(", "if (false && found_difference(")  # while they wait
+LOOK = "if (found_difference("
+BLIND = Mutation("device/sync/deadline.cuh", LOOK, "if (false && found_difference(")  # while they wait
 
 
 @pytest.mark.parametrize(
