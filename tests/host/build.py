@@ -61,18 +61,23 @@ def known(files: Sequence[str], *tables: Iterable) -> None:
             (old text, new text) among their values.
     """
     entries = [one for table in tables for one in (table.values() if isinstance(table, Mapping) else table)]
-    found = tuple(dict.fromkeys(one if isinstance(one, Mutation) else _mutation(files, one) for one in entries))
-    _KNOWN.update({one: found for one in found if one.times == 1})
+    made = (one if isinstance(one, Mutation) else _mutation(files, one) for one in entries)
+    found = tuple(
+        one for one in dict.fromkeys(made) if one and (_text(one.file) or "").count(one.old) == one.times == 1
+    )
+    _KNOWN.update(dict.fromkeys(found, found))
 
 
-def _mutation(files: Sequence[str], entry: Sequence) -> Mutation:
+def _mutation(files: Sequence[str], entry: Sequence) -> Mutation | None:
+    """An entry's mutation; None if its text stands nowhere, of which its own test tells."""
     texts = [one for one in entry if isinstance(one, str)]
     named = next((at for at, one in enumerate(texts) if _text(one) is not None), None)
     if named is not None:
         return Mutation(*texts[named : named + 3])
     old = (at for at, text in enumerate(texts) if not text.isidentifier())  # as names of formats and sanitizers are
-    at, file = next((at, file) for at in old for file in files if texts[at] in (_text(file) or ""))
-    return Mutation(file, *texts[at : at + 2])
+    places = ((at, file) for at in old for file in files if texts[at] in (_text(file) or ""))
+    at, file = next(places, (0, ""))
+    return Mutation(file, *texts[at : at + 2]) if file else None
 
 
 @functools.cache

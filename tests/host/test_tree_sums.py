@@ -65,8 +65,8 @@ MUTANTS = {
     ),
     "a half pack of which one word is looked at": (
         SENTINEL,
-        "return p.word[0] != not_yet && p.word[1] != not_yet; }",
-        "return p.word[0] != not_yet; }",
+        "most[i] = max(parts[i].word[0], parts[i].word[1]);",
+        "most[i] = parts[i].word[0];",
         "two_shot_push",
     ),
     "a half pack that is not armed again": (
