@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -23,6 +24,9 @@ _SEPARATOR = b"\0"  # between a message's purpose and its payload
 _LONGEST_PAUSE_S = 0.02  # between two polls of the store
 _LIVENESS_S = 0.5  # between two checks whether an absent rank's process still runs
 _NOTHING = "\1"  # what the store answers for a key that it does not have
+# The number of rendezvous in a store by group and ranks: each has separate keys. A process may have met others in an
+# earlier store, which are new processes in this one.
+_made: weakref.WeakKeyDictionary[dist.Store, Counter[str]] = weakref.WeakKeyDictionary()
 _MET = "met"  # the outcome of a meeting to which all ranks came in time
 
 
@@ -334,16 +338,13 @@ class StoreRendezvous:
     def _ask(self, question: Callable[[], T]) -> T:
         if self._store is None:
             raise CommunicatorError(f"rank {self.rank} left the store: its group was destroyed, or communicator closed")
-        return _asked(self.rank, question)
-
-
-def _asked(rank: int, question: Callable[[], T]) -> T:
-    try:
-        return question()
-    except Exception as error:  # torch raises many types
-        raise CommunicatorError(
-            f"rank {rank} does not reach the process group's store; has the process that serves it ended? ({error})"
-        ) from error
+        try:
+            return question()
+        except Exception as error:  # torch raises many types
+            raise CommunicatorError(
+                f"rank {self.rank} does not reach the process group's store; has the process that serves it ended? "
+                f"({error})"
+            ) from error
 
 
 def _word_of(process: int) -> str:
@@ -355,11 +356,11 @@ def meet(group: dist.ProcessGroup, timeout_s: float) -> StoreRendezvous:
     processes = dist.get_process_group_ranks(group)
     prefix = f"graphar/{group.group_name}/{'-'.join(map(str, processes))}"
     # Make another store object, because the registry watches when torch drops the one that it holds with the group.
-    default, rank = dist.distributed_c10d._get_default_store(), group.rank()
+    default = dist.distributed_c10d._get_default_store()
     store, known = dist.PrefixStore("graphar", default), weakref.ref(default)
-    # Counted in the store: a process may have met others in an earlier store, and others may be new in this one.
-    number = _asked(rank, lambda: store.add(f"{prefix}/rendezvous of/{rank}", 1))
-    made = StoreRendezvous(store, f"{prefix}/{number}", rank, group.size(), timeout_s, processes)
+    counts = _made.setdefault(default, Counter())
+    counts[prefix] += 1
+    made = StoreRendezvous(store, f"{prefix}/{counts[prefix]}", group.rank(), group.size(), timeout_s, processes)
     # The store of an ended default group may be served no more, and its keys end with it.
     made.is_served = lambda: dist.is_initialized() and dist.distributed_c10d._get_default_store() is known()
     return made
