@@ -228,7 +228,7 @@ def suspend_what_one_rank_knows(rank, world_size):
     for group in (first, second):
         graphar.allreduce(x, group)
     if rank == 0:
-        graphar.explain(x)
+        graphar.explain(graphar.allgather, x)  # makes a plan
         graphar.Communicator().stats()
     graphar.suspend()
     for group in (first, second):
