@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(512, 2) one_shot_push(const __grid_constant__ 
   const u32 packs = pack_count<T>(a.numel), stride = gridDim.x * blockDim.x;
   u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   bool whole = are_whole(input, output, first, packs, stride);
-  Outgoing<N> outgoing(a.input, first, packs, stride, whole);
+  Outgoing<N> outgoing(a.input, first, whole ? packs : 0, stride);
 #pragma unroll
   for (int hop = 0; hop < N; ++hop) outgoing.to[(hop + N - 1) % N] = slot(a, hop, a.rank * a.capacity + first);
 
@@ -24,11 +24,10 @@ __global__ void __launch_bounds__(512, 2) one_shot_push(const __grid_constant__ 
   release_next_kernel();
   outgoing.load();
   read_epoch(a, call);
-  if (!whole && first < packs) outgoing.mine[0] = input.load(first);
   if (call.aborted) return end_aborted_call(a, call);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   outgoing.push_all(slots);
-  if (!whole) push_elements<T, N>(a, 0, slots + a.rank * a.capacity, first + stride, packs, stride);
+  if (!whole) push_elements<T, N>(a, 0, slots + a.rank * a.capacity, first, packs, stride);
   advance_epoch(a, call);
   prefetch_share(a);
   receive_each<N>(a, call, 0, slots, first, packs, stride, [&](u32 i, const Pack(&part)[N]) {

@@ -24,18 +24,17 @@ __global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ 
   u32 begin = min(owner * shard, packs), end = min(begin + shard, packs);
   u32 first = begin + blockIdx.x * width + threadIdx.x % width;
   bool whole = are_whole(input, output, first, end, stride);
-  Outgoing<1> outgoing(a.input, first, end, stride, whole);
+  Outgoing<1> outgoing(a.input, first, whole ? end : 0, stride);
   outgoing.to[0] = slot(a, hop, a.rank * a.capacity + first - begin);  // packs lie in a slot as in their shard
 
   Call call = begin_call(a, hop, begin, end, first, whole, outgoing);
   release_next_kernel();
   outgoing.load();
   read_epoch(a, call);
-  if (!whole && first < end) outgoing.mine[0] = input.load(first);
   if (call.aborted) return end_aborted_call(a, call);
   const u32 slots = (call.epoch & 1) * N * a.capacity, scatter = slots - begin;
   outgoing.push_all(slots);
-  if (!whole) push_elements<T, 1>(a, hop, scatter + a.rank * a.capacity, first + stride, end, stride);
+  if (!whole) push_elements<T, 1>(a, hop, scatter + a.rank * a.capacity, first, end, stride);
   advance_epoch(a, call);
   prefetch_share(a);
   constexpr u32 sums = in_a_pack<Sum>;

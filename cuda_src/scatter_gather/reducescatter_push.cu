@@ -9,6 +9,18 @@
 #include "device/epilogue.cuh"
 #include "device/sync/sentinel.cuh"
 
+// Pushes this thread's packs from `first` on, of parts of which some are not whole or aligned, to offsets from `at`.
+template <class T, int N>
+__device__ __noinline__ void push_elements_of_parts(const Arguments& a, u32 at, u32 first, u32 stride) {
+#pragma unroll 1
+  for (int hop = 1; hop <= N; ++hop) {
+    const Tensor<T> part = part_of<T>(a.input, a, (a.rank + hop) % N);
+    const u32 packs = max(u32(pack_count<T>(part.numel)), 1u);
+#pragma unroll 1
+    for (u32 j = first; j < packs; j += stride) push(a, hop % N, at + j, part.load(j));
+  }
+}
+
 template <class T, int N, class Expression = Identity, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(512, 2) reducescatter_push(const __grid_constant__ Arguments a) {
   u32 first = blockIdx.x * blockDim.x + threadIdx.x;
@@ -29,24 +41,28 @@ __global__ void __launch_bounds__(512, 2) reducescatter_push(const __grid_consta
   Call call = begin_call(a, first, most, whole, from);
   release_next_kernel();
   Pack mine[N];  // one for every owner
-  const auto load = [&](u32 j) {
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (j < packs[i]) {
-        const Pack* const at = from[i] + (j - first);
-        const Tensor<T> part = part_of<T>(a.input, a, (a.rank + i + 1) % N);
-        mine[i] = whole ? *at : Tensor<T>::load_elements(at, part.elements_of(j));
-      }
-  };
-  load(first);
+  for (int i = 0; i < N; ++i)
+    if (first < packs[i]) {
+      const Tensor<T> part = part_of<T>(a.input, a, (a.rank + i + 1) % N);
+      mine[i] = whole ? *from[i] : Tensor<T>::load_elements(from[i], part.elements_of(first));
+    }
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
   const u32 slots = (call.epoch & 1) * N * a.capacity, to = slots + a.rank * a.capacity;
-  for (u32 j = first; j < most; j += stride, load(j)) {
+  const auto push_mine = [&](u32 j) {
 #pragma unroll
     for (int i = 0; i < N; ++i)
       if (j < packs[i]) push(a, (i + 1) % N, to + j, mine[i]);
+  };
+  push_mine(first);
+  for (u32 j = first + stride; whole && j < most; j += stride) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (j < packs[i]) mine[i] = from[i][j - first];
+    push_mine(j);
   }
+  if (!whole && first + stride < most) push_elements_of_parts<T, N>(a, to, first + stride, stride);
   advance_epoch(a, call);
   receive_each<N>(a, call, 0, slots, first, packs[N - 1], stride, [&](u32 j, const Pack(&part)[N]) {
     const Epilogue<T, Expression> epilogue(a, j, a.count[a.rank], a.epilogue.skipped);

@@ -77,27 +77,21 @@ struct Outgoing {
   const Pack* from;
   Pack* to[Places];
   u32 stride, count;  // `count` from the first pack to the end
-  u32 loads;          // of these
   Pack mine[ahead];
 
-  // By any thread: packs `first`, `first` + `stride`, ... below `end` of the tensor at `input`. If these are not all
-  // `whole` and aligned, it sends the first alone, which somebody else loads. Touches no memory.
-  __device__ __forceinline__ Outgoing(const void* input, u32 first, u32 end, u32 stride, bool whole)
-      : from(static_cast<const Pack*>(input) + first),
-        stride(stride),
-        count(first >= end ? 0 : whole ? end - first : 1),
-        loads(whole ? count : 0) {}
+  // By any thread: packs `first`, `first` + `stride`, ... below `end` of the tensor at `input`, all of them whole and
+  // aligned. Touches no memory.
+  __device__ __forceinline__ Outgoing(const void* input, u32 first, u32 end, u32 stride)
+      : from(static_cast<const Pack*>(input) + first), stride(stride), count(first < end ? end - first : 0) {}
 
   // Internal: (27).
-  __device__ __forceinline__ u32 hold() {
-    return ::hold(from) | ::hold(to) | ::hold(stride) | ::hold(count) | ::hold(loads);
-  }
+  __device__ __forceinline__ u32 hold() { return ::hold(from) | ::hold(to) | ::hold(stride) | ::hold(count); }
 
   // By any thread, after the wait: loads the first packs. Weak.
   __device__ __forceinline__ void load() {
 #pragma unroll
     for (u32 k = 0; k < ahead; ++k)
-      if (k * stride < loads) mine[k] = from[k * stride];
+      if (k * stride < count) mine[k] = from[k * stride];
   }
 
   // By any thread, after read_epoch: pushes all packs, to places that are `slots` further on. Relaxed stores of system
