@@ -103,47 +103,26 @@ __device__ __forceinline__ void finish(const MatmulArguments& m, const Arguments
   }
 }
 
-template <class T, class Tile, int N, OperandLayout W, class Expression>
-__device__ void consume(const MatmulArguments& m, const Arguments& a, const RowsOfRanks<N>& c_maps,
+// `T`: the type of the result.
+template <class T, class Tile, int N, OperandLayout W, class Expression, class Scales>
+__device__ void consume(const typename Scales::Arguments& m, const Arguments& a, const RowsOfRanks<N>& c_maps,
                         const Ring<Tile>& ring, u32 index) {
-  const Multiplier<T, Tile, W> multiplier{m, ring, index};
+  using Operand = typename Scales::template Operand<T>;
+  const Multiplier<Operand, Tile, W> multiplier{m, ring, index};
   const TileStore<T, Tile> tiles{m, ring, index};
+  const GatheredRows<Operand, N, Scales> rows(m, a);
   Position<Tile> at;
   GatheredTile tile;
   for (GatheredWalk<Tile, N> walk(m, a); walk.next(tile);) {
     float sums[Tile::columns / 2];
-    multiplier.multiply(at, sums);
-    finish<T, Expression>(m, a, tile, index, sums);
-    tiles.store(c_maps.of[tile.owner], sums, tile.row, tile.column);
-  }
-  tiles.wait();
-}
-
-// The same of operands with scales, with results of type T. While a tile is stored, an own next tile's scales come.
-template <class T, class Tile, int N, class Expression, class Scales>
-__device__ void consume_scaled(const ScaledMatmulArguments& m, const Arguments& a, const RowsOfRanks<N>& c_maps,
-                               const Ring<Tile>& ring, u32 index) {
-  const Multiplier<e4m3, Tile, by_rows> multiplier{m, ring, index};
-  const TileStore<T, Tile> tiles{m, ring, index};
-  typename Scales::template OfTile<Tile> scales;
-  const auto load_scales = [&](const GatheredTile& tile) {
-    scales.load(GatheredRows<e4m3, N, Scales>(m, a).of_rows(tile.owner), tile.row, tile.column, index);
-  };
-  Position<Tile> at;
-  GatheredTile tile, next;
-  GatheredWalk<Tile, N> walk(m, a);
-  bool more = walk.next(next);
-  if (more && next.owner == a.rank) load_scales(next);
-  while (more) {
-    tile = next;
-    if (tile.owner != a.rank) {
+    if constexpr (is_scaled<Scales>) {
       while (!ring.filled[at.place].try_wait(at.use)) continue;
-      load_scales(tile);
+      const auto of_owner = rows.of_rows(tile.owner);
+      ScaledProducts<Multiplier<Operand, Tile, W>, Tile, Scales>{multiplier, of_owner, tile.row, tile.column}.multiply(
+          at, sums);
+    } else {
+      multiplier.multiply(at, sums);
     }
-    float sums[Tile::columns / 2];
-    ScaledProducts<decltype(multiplier), Tile, Scales>{multiplier}.multiply(at, sums, scales);
-    more = walk.next(next);
-    if (more && next.owner == a.rank) load_scales(next);
     finish<T, Expression>(m, a, tile, index, sums);
     tiles.store(c_maps.of[tile.owner], sums, tile.row, tile.column);
   }
@@ -174,10 +153,7 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
   const u32 warp = same_in_warp(threadIdx.x / 32);
   if (warp >= 4) {
     if constexpr (Tile::consumers == 2) grow_registers<is_scaled<Scales> ? 224 : 208>();
-    if constexpr (is_scaled<Scales>)
-      consume_scaled<T, Tile, N, Expression, Scales>(m, a, c_maps, ring, warp / 4 - 1);
-    else
-      consume<T, Tile, N, W, Expression>(m, a, c_maps, ring, warp / 4 - 1);
+    consume<T, Tile, N, W, Expression, Scales>(m, a, c_maps, ring, warp / 4 - 1);
   } else {
     if constexpr (Tile::consumers == 2) shrink_registers<is_scaled<Scales> ? 56 : 88>();
     if (warp == 0) {

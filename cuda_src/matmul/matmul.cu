@@ -62,14 +62,14 @@ __device__ void consume_scaled(const ScaledMatmulArguments& a, const TensorMap& 
   const auto find_tile = [&] {
     if (!walk.more()) return false;
     walk.locate(row, column);
-    scales.load(a, row, column, index);
+    Products{multiplier, a, row, column}.load(scales);
     walk.next();
     return true;
   };
   for (bool found = find_tile(); found;) {
     SumsOf<Tile> sums;
     const u32 first_row = row, first_column = column;
-    Products{multiplier}.multiply(at, sums, scales);
+    Products{multiplier, a, row, column}.multiply(at, sums, scales);
     found = find_tile();
     if constexpr (sizeof(typename Result::Storage) < sizeof(float)) add_bias<Result>(a, first_column, sums);
     tiles.store(c, sums, first_row, first_column);

@@ -139,8 +139,6 @@ def test_random_data_have_the_bits_of_the_specification(form):
 # ---- negative controls: what is wrong, whose scales, the text that makes it so, and the sanitizer that notices -------
 
 FILES = ("matmul/allgather_matmul.cu", "device/matmul/gathered_rows.cuh")
-MULTIPLIED = "    ScaledProducts<decltype(multiplier), Tile, Scales>{multiplier}.multiply(at, sums, scales);\n"
-NEXT = "    more = walk.next(next);\n    if (more && next.owner == a.rank) load_scales(next);\n"
 WAIT = "      while (!ring.filled[at.place].try_wait(at.use)) continue;\n"
 MUTANTS = {
     "a peer's scales loaded before its rows have come": ("BlockScales", WAIT, "", "plain"),
@@ -160,15 +158,8 @@ MUTANTS = {
         "      if constexpr (scaled) send_scales(unit);\n",
         "thread",
     ),
-    "own scales of the next tile": ("BlockScales", MULTIPLIED + NEXT, NEXT + MULTIPLIED, "plain"),
-    "the scales of an own tile for the next one as well": (
-        "RowScales",
-        NEXT,
-        NEXT.replace("scales(next)", "scales(tile)"),
-        "plain",
-    ),
     "scales that are not sent": ("RowScales", "if constexpr (scaled) send_scales(unit);", "", "plain"),
-    "the scales of another rank's rows": ("RowScales", ".of_rows(tile.owner)", ".of_rows(a.rank)", "plain"),
+    "the scales of another rank's rows": ("RowScales", "rows.of_rows(tile.owner)", "rows.of_rows(a.rank)", "plain"),
     "scales of the first rows for those of a later unit": (
         "BlockScales",
         "m.a_scale[(row + i / of_row) * m.a_scale_row",

@@ -184,7 +184,7 @@ def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():
 # ---- negative controls: what is wrong, whose kernel, and the text that makes it so -----------------------------------
 
 FILES = ("device/matmul/scaled_products.cuh", "device/matmul/pipeline.cuh", "matmul/matmul.cu")
-NEXT = """    Products{multiplier}.multiply(at, sums, scales);
+NEXT = """    Products{multiplier, a, row, column}.multiply(at, sums, scales);
     found = find_tile();
 """
 TWO, ONE = MatmulTile(64, 128, 2), MatmulTile(128, 192, 2)  # accumulators of blocks
@@ -225,8 +225,8 @@ MUTANTS_OF_INTEGERS = {
     "the first tile's scales for all": (
         TWO,
         "BlockScales",
-        "    scales.load(a, row, column, index);\n",
-        "    if (row + column == 0) scales.load(a, row, column, index);\n",
+        "    Products{multiplier, a, row, column}.load(scales);\n",
+        "    if (row + column == 0) Products{multiplier, a, row, column}.load(scales);\n",
     ),
     "a tile in the place of the next one": (
         ONE,

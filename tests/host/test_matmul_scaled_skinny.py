@@ -49,10 +49,7 @@ def program_of(algorithm, world_size: int, sanitizer: str, kinds, mutation: Muta
 
 def drawn_operands(choices: random.Random, form: str, m: int, n: int):
     """A rank's operands and their scales. K differs between ranks, and may end within a block."""
-    k, generator = (
-        choices.randint(1, choices.choice([3, 10]) * BLOCK + 40),
-        torch.Generator().manual_seed(choices.getrandbits(32)),
-    )
+    k, generator = choices.randint(1, 3 * BLOCK + 40), torch.Generator().manual_seed(choices.getrandbits(32))
     a, w = (RandomData.operand((count, k), generator) for count in (m, n))
     return a, w, scales_of(form, m, n, k, RandomData, choices, generator)
 
@@ -140,12 +137,9 @@ FILES = ("device/matmul/skinny_scales.cuh", "device/matmul/skinny.cuh")
 ONE, TWO = TILES[2], TILES[0]  # accumulators of blocks, if scales are of blocks
 ROWS, BLOCKS = SCALE_FORMATS
 QUEUED = "multiplier.queue_place(operands, at, it.sums, 0);"
-LAST = "    multiplier.finish(it.sums, it.place);\n    scales.add(i, it.sums, totals);\n"
-LATER = "if (i == 0) scales.load_blocks(m, column, block + ahead);\n          add_all"
-NEXT = "    if (walk.more()) scales.load(m, walk.column);"
-PRODUCT = "__fmul_rn(next.of_lane[i], of_w);"
+LAST = "    multiplier.finish(it.sums, it.place);\n    it.scales.add(it.sums, totals);\n"
 MULTIPLIED = "__fmul_rn(__fmul_rn(total, scale), of_w[half])"
-ADDED = "totals[sum] = __fmaf_rn(sums[sum], scale, totals[sum]);"
+ADDED = "totals[i] = __fmaf_rn(sums[i], scale, totals[i]);"
 MUTANTS = {
     "scales of the row of W eight above": (TWO, ROWS, "+ 8 * half;", "+ 0 * half;"),
     "scales of the first tile's rows of W": (TWO, ROWS, "at = column + threadIdx", "at = 0 * column + threadIdx"),
@@ -175,14 +169,12 @@ MUTANTS = {
         MULTIPLIED,
         MULTIPLIED.replace("total", "__uint_as_float(__float_as_uint(total) & 0xffffe000u)"),
     ),
-    "the scales of the block before": (TWO, BLOCKS, "min(first + number", "min(max(first, 1) - 1 + number"),
-    "the scales of the block before, from the fifth on": (TWO, BLOCKS, LATER, LATER.replace("ahead", "ahead - 1", 1)),
-    "the first blocks' scales for all": (TWO, BLOCKS, LATER, "add_all"),
-    "the last blocks' scales not taken": (TWO, BLOCKS, "      scales.take();\n      add_rest", "      add_rest"),
-    "scales of A with those of W of another block": (ONE, BLOCKS, "next.number(i) / Tile::columns", "0"),
-    "scales of the block beside": (TWO, BLOCKS, "block * (Tile", "(block ^ 1) * (Tile"),
-    "scales of the tile before": (TWO, BLOCKS, NEXT, ""),
-    "scales of the rows of A of the tile before": (ONE, ROWS, NEXT, NEXT.replace("walk.column", "column")),
+    "the scales of the block before": (
+        TWO,
+        BLOCKS,
+        "it.scales.load(m, column, block);",
+        "it.scales.load(m, column, block ? block - 1 : 0);",
+    ),
     "a row of A's first scale for all of K": (
         ONE,
         BLOCKS,
@@ -194,16 +186,22 @@ MUTANTS = {
         ONE,
         BLOCKS,
         ADDED,
-        "totals[sum] = __fadd_rn(__fmul_rn(sums[sum], scale), totals[sum]);",
+        "totals[i] = __fadd_rn(__fmul_rn(sums[i], scale), totals[i]);",
+    ),
+    "a block multiplied by one scale after the other": (
+        ONE,
+        BLOCKS,
+        ADDED,
+        "totals[i] = __fmaf_rn(__fmul_rn(sums[i], of_row), of_w, scale * 0 + totals[i]);",
     ),
     "promotion left out: blocks that go on from the sums of the one before": (
         ONE,
         BLOCKS,
         QUEUED,
-        QUEUED.replace("0)", "at.use + at.place)"),
+        QUEUED.replace("0)", "block)"),
     ),
     "totals that go on from the tile before": (TWO, ROWS, "totals[i] = 0;", "totals[i] = at.use ? totals[i] : 0;"),
-    "a last block left out": (TWO, ROWS, "left == I + 1", "left <= I + 2"),
+    "a last block left out": (TWO, ROWS, "      if (block < blocks) {", "      if (false) {"),
     "a block added before its products are complete": (
         TWO,
         BLOCKS,

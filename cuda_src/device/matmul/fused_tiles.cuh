@@ -107,28 +107,17 @@ struct Consumer {
     }
   }
 
-  // Begins to load the scales of the tile that is so many tiles later in a walk, if there is one.
-  __device__ void load_scales(WalkByOwner<Tile, N> walk, u32 tiles, typename Scales::template OfTile<Tile>& to) const {
-    walk.next(tiles);
-    if (!walk.more()) return;
-    u32 row, column;
-    walk.locate(row, column);
-    to.load(m, row, column, index);
-  }
-
   __device__ void run(Track<Tile::recorded>& track) const {
     const Products multiplier{m, ring, index};
     Position<Tile> at;
     u32 tiles = 0, staged_tiles = 0, own_tiles = 0;
     WalkByOwner<Tile, N> walk{m, a, first};
-    walk.next(Tile::turn(index));
-    typename Scales::template OfTile<Tile> scales;
-    if constexpr (is_scaled<Scales>) load_scales(walk, 0, scales);
-    for (; walk.more(); walk.next(Tile::turns)) {
+    for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
       Sums sums;
       if constexpr (is_scaled<Scales>) {
-        ScaledProducts<Products, Tile, Scales>{multiplier}.multiply(at, sums, scales);
-        load_scales(walk, 1, scales);  // they come while this tile is staged
+        u32 row, column;
+        walk.locate(row, column);
+        ScaledProducts<Products, Tile, Scales>{multiplier, m, row, column}.multiply(at, sums);
       } else if constexpr (Tile::leaves > 1)
         LeafTree<Products, Tile>{multiplier}.multiply(at, sums);
       else

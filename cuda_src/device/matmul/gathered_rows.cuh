@@ -13,9 +13,9 @@
 //       warp of the peer acquires the flags of a tile's rows, and after a barrier arrives at an mbarrier. The producer
 //       waits for that, and fences before the copy engine reads the rows (5). A rank's own rows were written before the
 //       kernel began, so one fence at the begin is enough for their tiles.
-//     - Scales. A unit's scales are stored before its flag is set, by the same warp. A consumer loads those of a peer's
-//       tile after it has waited for the tile's first place, which is filled after the producer has waited for the rows.
-//       They are stored and loaded by threads, so no fence stands between them. Own scales wait for nothing.
+//     - Scales. A unit's scales are stored before its flag is set, by the same warp. A consumer loads those of a tile
+//       after it has waited for the tile's first place, which is filled after the producer has waited for the rows. They
+//       are stored and loaded by threads, so no fence stands between them.
 //     - Reuse. Flags are compared with the value of the call, so nothing resets them. Before its first store a warp
 //       waits until all ranks have entered the call: by (13) they have read the rows of the call before.
 //     - Progress. Senders wait for ranks to enter the call and for nothing else, and block 0 enters before all else.

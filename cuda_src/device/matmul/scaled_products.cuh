@@ -14,8 +14,6 @@ struct Unscaled {
   using Arguments = MatmulArguments;
   template <class T>
   using Operand = T;  // the type of the operands of products whose results have type T
-  template <class Tile>
-  struct OfTile {};
 };
 
 template <class Scales>
@@ -44,8 +42,8 @@ struct RowScales {
     static_assert(Tile::columns % 32 == 0);
     float of_row[2], of_column[Tile::columns / 32];
 
-    // Before the products of consumer `index`.
-    __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column, u32 index) {
+    // Before the products.
+    __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column, u32 index, u32) {
       const u32 mine = first_row_of_warp<Tile>(row, index) + threadIdx.x % 32 / 4;
 #pragma unroll
       for (int half = 0; half < 2; ++half)
@@ -95,8 +93,8 @@ struct BlockScales {
     float loaded[2] = {};  // of an even block, and of an odd one
     float of[2][count];    // of the block that was taken last: what multiplies its sums
 
-    // Before the products of consumer `index`. `row` and `column` are the tile's first ones in C.
-    __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column, u32 index) {
+    // Before the products. `row` and `column` are the tile's first ones in C.
+    __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column, u32 index, u32 blocks) {
       const u32 lane = threadIdx.x % 32;
       // Rows and columns outside C take any scale.
       if (lane < 16) {
@@ -106,7 +104,7 @@ struct BlockScales {
         next = a.w_scale + min(column + min(lane - 16, count - 1) * width, a.n - 1) / rows * a.w_scale_row;
         stride = a.w_scale_block;
       }
-      left = of_row(a.k);
+      left = blocks;
       load_next(0);
       load_next(1);
     }
@@ -147,18 +145,32 @@ struct ScaledProducts {
   using Sums = SumsOf<Tile>;
   using OfTile = typename Scales::template OfTile<Tile>;
   const Multiplier& multiplier;
+  const ScaledMatmulArguments& a;
+  const u32 row, column;  // the tile's first ones in C
 
   struct Block {
     Sums sums;
     u32 place;
   };
 
-  // All of K, for one tile. The first loads of its scales have begun.
+  // The first loads of the tile's scales.
+  __device__ __forceinline__ void load(OfTile& scales) const {
+    scales.load(a, row, column, multiplier.index, blocks());
+  }
+
+  // All of K, for one tile.
+  __device__ __forceinline__ void multiply(Position<Tile>& at, Sums& totals) const {
+    OfTile scales;
+    load(scales);
+    multiply(at, totals, scales);
+  }
+
+  // The same with scales that `load` was called for.
   __device__ __forceinline__ void multiply(Position<Tile>& at, Sums& totals, OfTile& scales) const {
     const auto operands = multiplier.first_operands();
 #pragma unroll
     for (int i = 0; i < Tile::columns / 2; ++i) totals[i] = 0;
-    const u32 blocks = (multiplier.a.k + Multiplier::depth - 1) / Multiplier::depth;
+    const u32 blocks = this->blocks();
     if constexpr (Tile::columns <= 128) {
       Block even, odd;
       queue(operands, at, even);
@@ -190,6 +202,8 @@ struct ScaledProducts {
   }
 
  private:
+  __device__ u32 blocks() const { return (a.k + Multiplier::depth - 1) / Multiplier::depth; }
+
   template <class Operands>
   __device__ __forceinline__ void queue(const Operands& operands, Position<Tile>& at, Block& it) const {
     multiplier.queue_place(operands, at, it.sums, 0);

@@ -206,20 +206,14 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
   }
   const Multiplier<T, Tile, by_rows, W> multiplier{m, ring, 0};
   Position<Tile> at;
-  SkinnyScales<Scales, Tile> scales;
-  SkinnyWalk<Tile> walk{m};
-  scales.load(m, walk.column);
-  while (walk.more()) {
-    const u32 column = walk.column;
-    walk.next();
+  for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next()) {
     float sums[Tile::columns / 2];
     if constexpr (is_scaled<Scales>)
-      ScaledSkinnyProducts<decltype(multiplier), Tile, Scales>{multiplier, m, column}.multiply(at, sums, scales);
+      ScaledSkinnyProducts<decltype(multiplier), Tile, Scales>{multiplier, m, walk.column}.multiply(at, sums);
     else if constexpr (Tile::leaves > 1)
       LeafTree<decltype(multiplier), Tile>{multiplier}.multiply(at, sums);
     else
       multiplier.multiply(at, sums);
-    if (walk.more()) scales.load(m, walk.column);  // they come while this tile is sent
     sync_warpgroup(1);  // the box of the tile before has been read, and the call is known
     if constexpr (Tile::partials)
       write_transposed(sums, ring.staging);
@@ -230,7 +224,7 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
     const u32 parity = call.epoch & 1;
     using Sent = ResultPack<Tile::pack_columns>;
     for (u32 i = threadIdx.x; i < Sent::in_row * m.m; i += 128) {
-      const Sent pack(i, column);
+      const Sent pack(i, walk.column);
       if (pack.column < m.n) send(parity, pack, pack.in_box(ring.staging));
     }
   }
