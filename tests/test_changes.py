@@ -55,12 +55,14 @@ def test_files_and_folders(checkout):
     assert not any_changed(["old", "cuda"], folder)
 
 
-def test_all_may_have_changed_if_no_commit_is_older_or_there_is_none(checkout, tmp_path_factory):
+def test_all_may_have_changed_if_no_commit_is_older_or_there_is_none(checkout, tmp_path_factory, monkeypatch):
     folder, commit = checkout
     commit(0, new="1")
     assert changed(folder) is None
     assert any_changed(["any"], folder)
-    assert any_changed(["any"], tmp_path_factory.mktemp("no_checkout"))
+    elsewhere = tmp_path_factory.mktemp("no_checkout")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(elsewhere.parent))  # which may itself lie in a checkout
+    assert any_changed(["any"], elsewhere)
 
 
 def test_a_file_changes_with_what_it_includes():

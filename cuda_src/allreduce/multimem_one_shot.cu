@@ -10,8 +10,9 @@
 
 template <class T, int N, class Multimem>
 __global__ void __launch_bounds__(512, 2) multimem_one_shot(const __grid_constant__ Arguments a) {
-  Call call = begin_call(a);
+  wait_for_previous_kernel(a);
   release_next_kernel();
+  Call call = begin_call(a);
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);

@@ -18,8 +18,9 @@ constexpr int in_flight = 4;  // sums a thread loads before it stores the first
 //     (7) this holds for aliases too.
 template <class T, int N, class Multimem>
 __global__ void __launch_bounds__(512, 2) multimem_two_shot(const __grid_constant__ Arguments a) {
-  Call call = begin_call(a);
+  wait_for_previous_kernel(a);
   release_next_kernel();
+  Call call = begin_call(a);
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);

@@ -15,8 +15,9 @@ constexpr int max_threads = 256;  // ONE_SHOT_THREADS in graphar/plan/scratch.py
 template <class T, int N, int Depth>
 __global__ void __launch_bounds__(max_threads, 2) one_shot(const __grid_constant__ Arguments a) {
   Pack* const arrived = dynamic_shared();  // [Depth][N][blockDim.x]
-  Call call = begin_call(a);
+  wait_for_previous_kernel(a);
   release_next_kernel();
+  Call call = begin_call(a);
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);

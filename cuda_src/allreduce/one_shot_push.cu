@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(512, 2) one_shot_push(const __grid_constant__ 
 #pragma unroll
   for (int hop = 0; hop < N; ++hop) outgoing.to[(hop + N - 1) % N] = slot(a, hop, a.rank * a.capacity + first);
 
-  Call call = begin_call(a, first, whole, outgoing);
+  HeldCall call = begin_call(a, first, whole, outgoing);
   release_next_kernel();
   outgoing.load();
   read_epoch(a, call);

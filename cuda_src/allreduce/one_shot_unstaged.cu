@@ -15,8 +15,9 @@
 //     the stream may overwrite it. The output must not overlap the input.
 template <class T, int N, bool Direct = false>
 __global__ void __launch_bounds__(512, 2) one_shot_unstaged(const __grid_constant__ Arguments a) {
-  Call call = begin_call(a);
+  wait_for_previous_kernel(a);
   release_next_kernel();
+  Call call = begin_call(a);
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);

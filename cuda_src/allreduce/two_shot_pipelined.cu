@@ -90,5 +90,9 @@ struct TwoShotPipelined {
 
 template <class T, int N, bool Direct = false, class Expression = Identity, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(512, 2) two_shot_pipelined(const __grid_constant__ Arguments a) {
-  run_two_shot_pipeline<N, TwoShotPipelined<T, N, Direct, Expression, Order, Out>, true>(a);
+  HeldCall call{};
+  TwoShotPipelined<T, N, Direct, Expression, Order, Out> body(a, call);
+  call = begin_call(a, body.chunks);
+  release_next_kernel();
+  run_two_shot_pipeline<N>(a, body, call);
 }

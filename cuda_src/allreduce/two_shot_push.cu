@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ 
   Outgoing<1> outgoing(a.input, first, whole ? end : 0, stride);
   outgoing.to[0] = slot(a, hop, a.rank * a.capacity + first - begin);  // packs lie in a slot as in their shard
 
-  Call call = begin_call(a, hop, begin, end, first, whole, outgoing);
+  HeldCall call = begin_call(a, hop, begin, end, first, whole, outgoing);
   release_next_kernel();
   outgoing.load();
   read_epoch(a, call);

@@ -210,6 +210,7 @@ template <class T, int N>
 __global__ void __launch_bounds__(threads) two_shot_tma(const __grid_constant__ Arguments a) {
   Pack* const stages = dynamic_shared();
   auto& progress = static_shared<Progress[channels]>();
+  wait_for_previous_kernel(a);
   Call call = begin_call(a);
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);

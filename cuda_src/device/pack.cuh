@@ -183,7 +183,7 @@ struct Tensor {
         numel(n),
         whole(reinterpret_cast<u64>(p) % sizeof(P) ? 0 : n / E) {}
 
-  // (27)
+  // Internal: (28).
   __device__ __forceinline__ u32 hold() { return ::hold(base) | ::hold(whole); }
 
   __device__ __forceinline__ P load(u64 i) const {

@@ -43,21 +43,21 @@ struct RmsNorm {
   static constexpr int sums = E / elements_per_pack<Sum>;  // packs of sums for one pack of T
   static constexpr int together = C >= 4 ? sums : 1;  // of these, as many as registers hold while a thread waits
   static constexpr int own_slots = C == 1 ? 2 : 1;    // of a thread: `thread`, and norm_slots / 2 after it
-  u32 columns, packs, rows;  // packs of a row
-  u32 team, teams;
-  u32 thread, threads;  // of the team
+  const u32 columns, packs, rows;  // packs of a row
+  const u32 team, teams;
+  const u32 thread, threads;  // of the team
   const float eps, offset;
   const WholePacks<T> residual, weight, summed, normed;
   Words<E / 4>* const codes;        // e4m3 output, in place of `normed`
   const float* const caller_scale;  // static_fp8
   float* const scales;              // of rows or groups, written
   float given = 0;                  // one over the caller's scale
-  bool comes = true;                // false once a sum has not come; such a thread still takes part in barriers
+  bool comes;                       // false once a sum has not come; such a thread still takes part in barriers
   int turn = 0;
 
   // Of `numel` elements, which follow `skipped` elements of residual and sums that earlier launches have normed.
   // Touches no memory.
-  __device__ RmsNorm(const NormArguments& a, u64 numel, u64 skipped = 0)
+  __device__ RmsNorm(const NormArguments& a, bool aborted, u64 numel, u64 skipped = 0)
       : columns(a.columns),
         packs(columns / E),
         rows(numel / columns),
@@ -73,12 +73,10 @@ struct RmsNorm {
         normed(a.output),
         codes(static_cast<Words<E / 4>*>(a.output)),
         caller_scale(a.scale),
-        scales(a.scales + scales_of(skipped)) {
+        scales(a.scales + scales_of(skipped)),
+        comes(!aborted) {
     if constexpr (C > 1) arrive_at_cluster();
   }
-
-  // (27)
-  __device__ __forceinline__ u32 hold() { return ::hold(rows); }
 
   // By all threads before the first row. Call it after the first pushes, since it waits for memory.
   __device__ __forceinline__ void begin() {

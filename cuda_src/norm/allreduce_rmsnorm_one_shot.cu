@@ -11,7 +11,7 @@ template <class T, int N, int C, NormOutput O, class Order = RankOrder, class Ou
 __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
     allreduce_rmsnorm_one_shot(const __grid_constant__ NormArguments a) {
   using Norm = RmsNorm<Out, C, O, T>;
-  Norm norm(a, a.numel);
+  Norm norm(a, false, a.numel);
   u32 packs = Norm::sums * norm.packs;
   const WholePacks<T> input(a.input);
   const u32 first = norm.team * packs;  // of the team's first row
@@ -21,10 +21,11 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
   for (int hop = 0; hop < N; ++hop)
     outgoing.to[(hop + N - 1) % N] = slot(a, hop, a.rank * a.capacity + first + norm.thread);
 
-  Call call = begin_call(a, norm, packs, beyond, outgoing);
+  HeldCall call = begin_call(a, packs, beyond, outgoing);
   if constexpr (C == 1) release_next_kernel();
   outgoing.load();
   read_epoch(a, call);
+  if (C == 1 && call.aborted) return end_aborted_call(a, call);  // the blocks of a cluster meet below
   norm.comes = !call.aborted;
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   if (norm.comes) outgoing.push_all(slots);

@@ -20,20 +20,17 @@ struct Rows {
   static constexpr int sums = Norm::sums;
   const WholePacks<T> input;
   Norm norm;
-  u32 packs, scatter = 0, gather = 0;
+  const u32 packs, scatter;
 
   __device__ Rows(const NormArguments& arguments, const Call& this_call)
       : a(arguments),
         call(this_call),
         input(a.input),
-        norm(a, a.numel),
-        packs(norm.packs) {}
+        norm(a, call.aborted, a.numel),
+        packs(norm.packs),
+        scatter((call.epoch & 1) * N * a.capacity) {}
 
-  __device__ __forceinline__ void enter_call() {
-    norm.comes = !call.aborted;
-    scatter = (call.epoch & 1) * N * a.capacity;
-    gather = scatter + 2 * N * a.capacity;
-  }
+  __device__ __forceinline__ u32 gather() const { return scatter + 2 * N * a.capacity; }
 
   __device__ bool has_group(u32 g) const { return norm.team + g * N * norm.teams < norm.rows; }
 
@@ -65,7 +62,7 @@ struct Rows {
       if (hop != 0) return;
       const auto push_to_peers = [&](u32 i, const Pack& pack) {
 #pragma unroll
-        for (int peer = 1; peer < N; ++peer) push(a, peer, gather + a.rank * a.capacity + place(row, i), pack);
+        for (int peer = 1; peer < N; ++peer) push(a, peer, gather() + a.rank * a.capacity + place(row, i), pack);
       };
       if constexpr (is_tree<Order>)
         norm.take(
@@ -90,7 +87,7 @@ struct Rows {
       const u32 owner = (a.rank + hop) % N;
       norm.template take<is_tree<Order>>(row, [&](u32 i, Pack(&total)[1]) {
         Pack received[1];
-        if (!receive(a, call, owner, gather + owner * a.capacity + place(row, i), received)) return false;
+        if (!receive(a, call, owner, gather() + owner * a.capacity + place(row, i), received)) return false;
         total[0] = received[0];
         return true;
       });
@@ -101,12 +98,12 @@ struct Rows {
 template <class T, int N, int C, NormOutput O, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
     allreduce_rmsnorm_two_shot(const __grid_constant__ NormArguments a) {
-  Call call{};
-  Rows<T, N, C, O, Order, Out> rows(a, call);
-  call = begin_call(a);
+  wait_for_previous_kernel(a);
   if constexpr (C == 1) release_next_kernel();
+  Call call = begin_call(a);
   read_epoch(a, call);
-  rows.enter_call();
+  if (C == 1 && call.aborted) return end_aborted_call(a, call);  // the blocks of a cluster meet below
+  Rows<T, N, C, O, Order, Out> rows(a, call);
   rows.send(0);
   advance_epoch(a, call);
   rows.norm.begin();

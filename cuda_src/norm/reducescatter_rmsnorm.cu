@@ -17,22 +17,14 @@ struct RowsOfParts {
   const Call& call;
   using Norm = RmsNorm<Out, C, O, T>;
   Norm norm;
-  u32 packs;  // of sums in a row
-  u32 slots_of_call = 0;
+  const u32 packs, slots_of_call;  // packs of sums in a row
 
   __device__ RowsOfParts(const NormArguments& arguments, const Call& this_call)
       : a(arguments),
         call(this_call),
-        norm(a, a.count[a.rank], a.skipped),
-        packs(Norm::sums * norm.packs) {}
-
-  // (27)
-  __device__ __forceinline__ u32 hold() { return norm.hold(); }
-
-  __device__ __forceinline__ void enter_call() {
-    norm.comes = !call.aborted;
-    slots_of_call = (call.epoch & 1) * N * a.capacity;
-  }
+        norm(a, call.aborted, a.count[a.rank], a.skipped),
+        packs(Norm::sums * norm.packs),
+        slots_of_call((call.epoch & 1) * N * a.capacity) {}
 
   // Of the part of a rank. A launch has fewer than 2^32 elements.
   __device__ __forceinline__ u32 packs_of_part(int rank) const {
@@ -86,13 +78,13 @@ struct RowsOfParts {
 template <class T, int N, int C, NormOutput O, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
     reducescatter_rmsnorm(const __grid_constant__ NormArguments a) {
-  Call call{};
-  RowsOfParts<T, N, C, O, Order, Out> parts(a, call);
-  u32 rows = parts.rows_of_largest_part();
-  call = begin_call(a, parts, rows);
+  wait_for_previous_kernel(a);
   if constexpr (C == 1) release_next_kernel();
+  Call call = begin_call(a);
   read_epoch(a, call);
-  parts.enter_call();
+  if (C == 1 && call.aborted) return end_aborted_call(a, call);  // the blocks of a cluster meet below
+  RowsOfParts<T, N, C, O, Order, Out> parts(a, call);
+  const u32 rows = parts.rows_of_largest_part();
   for (u32 row = parts.norm.team; row < rows + parts.norm.teams; row += parts.norm.teams) {
     parts.send(row);
     if (row >= parts.norm.teams) {

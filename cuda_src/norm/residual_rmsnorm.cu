@@ -10,7 +10,7 @@ __global__ void __launch_bounds__(1024, 2) residual_rmsnorm(const __grid_constan
   wait_for_previous_kernel();
   release_next_kernel();
   const WholePacks<Sum> input(a.input);
-  RmsNorm<T, 1, like_input, Sum> norm(a, a.numel);
+  RmsNorm<T, 1, like_input, Sum> norm(a, false, a.numel);
   norm.begin();
   for (u32 row = norm.team; row < norm.rows; row += norm.teams)
     norm.take(row, [&](u32 i, Pack(&sum)[1]) {

@@ -61,5 +61,8 @@ struct QuantizedReducescatter {
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_reducescatter(const __grid_constant__ Arguments a) {
-  run_push_pipeline<N, QuantizedReducescatter<T, N, C>, false>(a);
+  HeldCall call{};
+  QuantizedReducescatter<T, N, C> body(a, call);
+  call = begin_call(a, body);
+  run_push_pipeline<N>(a, body, call);
 }

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
   u32 first = begin + blockIdx.x * width + warp % width;
   const u32 stride = gridDim.x * width;
 
-  Call call = begin_call(a, shard, hop, begin, end, first);
+  HeldCall call = begin_call(a, shard, hop, begin, end, first);
   if (blockDim.x <= 256) release_next_kernel();  // such a block takes half an SM at most: (18) in kernel_order.cuh
   Tile<T> mine;
   if (first < end) mine = load_values<C>(input, errors, first);

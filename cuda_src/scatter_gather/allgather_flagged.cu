@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
   auto input = input_of<T>(a), output = output_of<T>(a, a.rank);
   u32 own = packs_of(a.rank);
 
-  Call call = begin_call(a, first, own, input, output);
+  HeldCall call = begin_call(a, first, own, input, output);
   release_next_kernel();
   Pack mine = {};
   if (first < own) mine = input.load(first);

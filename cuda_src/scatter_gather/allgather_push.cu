@@ -22,7 +22,7 @@ struct AllgatherPush {
     for (int r = 0; r < N; ++r) most = max(most, pack_count<T>(a.count[r]));
   }
 
-  // (27)
+  // (28)
   __device__ __forceinline__ u32 hold() { return ::hold(most); }
 
   __device__ bool has_chunk(u32 k) const { return u64(k) * gridDim.x * a.chunk < most; }
@@ -84,5 +84,9 @@ struct AllgatherPush {
 
 template <class T, int N, class Given = Arguments>
 __global__ void __launch_bounds__(512, 2) allgather_push(const __grid_constant__ Given a) {
-  run_push_pipeline<N, AllgatherPush<T, N, Given>, true>(a);
+  HeldCall call{};
+  AllgatherPush<T, N, Given> body(a, call);
+  call = begin_call(a, body);
+  release_next_kernel();
+  run_push_pipeline<N>(a, body, call);
 }

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(512, 2) reducescatter_push(const __grid_consta
     whole = whole && are_whole(part, part, first, packs[i], stride);
   }
 
-  Call call = begin_call(a, first, most, whole, from);
+  HeldCall call = begin_call(a, first, most, whole, from);
   release_next_kernel();
   Pack mine[N];  // one for every owner
 #pragma unroll

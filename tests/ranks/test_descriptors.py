@@ -6,7 +6,9 @@ import os
 import resource
 import socket
 import stat
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -15,11 +17,12 @@ from graphar.ranks.descriptors import Channel
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """The directory of the sockets."""
-    path = tmp_path / "sockets"
-    monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(path))
-    return path
+def folder(monkeypatch):
+    """The directory of the sockets. Its path is short, so that a test can connect by it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        path = Path(made, "sockets")
+        monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(path))
+        yield path
 
 
 @pytest.fixture

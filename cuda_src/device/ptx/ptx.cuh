@@ -267,7 +267,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// Internal: the same, once a word has been computed: (27) in kernel_order.cuh. A block has threads, so it always waits,
+// Internal: the same, once a word has been computed: (28) in kernel_order.cuh. A block has threads, so it always waits,
 // but ptxas does not know that.
 __device__ __forceinline__ void wait_for_previous_kernel(u32 computed) {
 #if __CUDA_ARCH__ >= 900

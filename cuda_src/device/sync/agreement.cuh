@@ -5,9 +5,9 @@
 // signal_pad.cuh, and flagged.cuh. Elsewhere each rank tells all ranks its fingerprint, and at every eighth call
 // compares what they told of the last calls with its own. A difference is reported as an expired wait is. The host
 // compares the calls that no such comparison follows (compare_last_calls in graphar/runtime/failures.py). The last
-// block does this, while its packs travel: for small tensors, it has no other work (graphar/plan/grids.py). It does not
-// wait for what ranks tell of this very call: one_shot_push would take 4 % longer at 2 KB, and two_shot_push 2 % at
-// 64 KB. But who waits for a peer for some time looks whether that calls something else (deadline.cuh).
+// block does this: for small tensors, it has no other work (graphar/plan/grids.py). It does not wait for what ranks
+// tell of this very call: one_shot_push would take 4 % longer at 2 KB, and two_shot_push 2 % at 64 KB. But who waits
+// for a peer for some time looks whether that calls something else (deadline.cuh).
 //
 // (19) Relaxed accesses suffice: an entry is one word with its call's number, and publishes no other location. In call
 //      e, what a peer told of e - 2 has arrived: this rank has ended call e - 1, in which it heard from every rank, and
@@ -21,11 +21,22 @@ constexpr u32 calls_a_comparison = 8;
 
 __device__ __forceinline__ bool is_last_block() { return blockIdx.x == gridDim.x - 1; }
 
-// By all threads of the block, or of one warp, which are `count` and have an `index` each.
-__device__ __forceinline__ void tell_and_compare(const Arguments& a, u32 epoch, u32 index, u32 count) {
-  if (!is_last_block()) return;
-  Counters* const there = index < max_ranks ? a.peer_counters[index] : nullptr;
+__device__ __forceinline__ void tell_call(const Arguments& a, u32 epoch) {
+  if (!is_last_block() || threadIdx.x >= max_ranks) return;
+  Counters* const there = a.peer_counters[threadIdx.x];
   if (there != nullptr)
     store_relaxed_sys(&there->called[a.rank][epoch % kept_calls], u64(epoch + 1) << 32 | a.fingerprint);
-  if (epoch % calls_a_comparison == 0) found_difference(a, epoch, calls_a_comparison + 1, 2, index, count);
+}
+
+// By all threads, in call `now`.
+__device__ __forceinline__ void compare_calls(const Arguments& a, u32 now) {
+  if (!is_last_block()) return;
+  for (u32 i = threadIdx.x; i < a.world_size * kept_calls; i += blockDim.x) {
+    const u32 peer = i / kept_calls;
+    const u64 own = load_relaxed_sys(&a.counters->called[a.rank][i % kept_calls]);
+    const u64 told = load_relaxed_sys(&a.counters->called[peer][i % kept_calls]);
+    const u32 epoch = u32(own >> 32) - 1;
+    if (disagree(own, told) && now - epoch >= 2)
+      report(a, disagreed, epoch, peer, u32(own), u32(told));
+  }
 }

@@ -38,39 +38,66 @@ struct Call {
   u32 was_busy;
   u32 aborted;  // an earlier call gave up waiting; this one must send nothing, since peers may still be in the earlier
                 // call and would take this one's data for its data
-  const u64* state;  // internal: this block's EpochState
-  u32* busy;         // internal: this block's mark
 };
 
-// By all threads of the block, first of all. Waits for the kernels before this one, with `values` that were computed
-// before (27). Then marks the block as busy (22), with a relaxed exchange of gpu scope by thread 0. Its latency is the
-// longest, and its result is used in advance_epoch only.
+// The same, with addresses that were computed before the wait (28).
+struct HeldCall : Call {
+  const u64* state;  // this block's EpochState
+  u32* busy;         // this block's mark
+};
+
+// By all threads of the block, first after wait_for_previous_kernel. Marks the block as busy (22), with a relaxed
+// exchange of gpu scope by thread 0. Its latency is the longest, and its result is used in advance_epoch only.
+__device__ __forceinline__ Call begin_call(const Arguments& a) {
+  return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0, 0};
+}
+
+// By all threads of the block, first of all: wait_for_previous_kernel with values that were computed before (28), and
+// then the same, with a relaxed exchange of gpu scope.
 template <class... Values>
-__device__ __forceinline__ Call begin_call(const Arguments& a, Values&... values) {
-  Call call{0, 0, 0, reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x]), &a.counters->busy[blockIdx.x]};
+__device__ __forceinline__ HeldCall begin_call(const Arguments& a, Values&... values) {
+  HeldCall call{};
+  call.state = reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x]);
+  call.busy = &a.counters->busy[blockIdx.x];
   wait_for_previous_kernel(a, call.state, call.busy, values...);
   if (threadIdx.x == 0) call.was_busy = exchange_relaxed_gpu(call.busy, 1);
   return call;
 }
 
-// By all threads of the block, after begin_call and after the first loads of the input, before anything is sent. A
-// relaxed load of gpu scope. A call that is `aborted` sends nothing, and returns by end_aborted_call. The compiler
-// waits for this value at once, since it is uniform over the block, so everything after it starts later.
-__device__ __forceinline__ void read_epoch(const Arguments&, Call& call) {
-  const u64 state = load_relaxed_gpu(call.state);
+// Internal: the state of a block as read.
+__device__ __forceinline__ void take_state(Call& call, u64 state) {
   call.epoch = u32(state);
   call.aborted = u32(state >> 32);
 }
 
+// By all threads of the block, after begin_call and after the first loads of the input, before anything is sent. A
+// relaxed load of gpu scope. A call that is `aborted` sends nothing, and returns by end_aborted_call. The compiler
+// waits for this value at once, since it is uniform over the block, so everything after it starts later.
+__device__ __forceinline__ void read_epoch(const Arguments& a, Call& call) {
+  take_state(call, load_relaxed_gpu(reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x])));
+}
+__device__ __forceinline__ void read_epoch(const Arguments&, HeldCall& call) {
+  take_state(call, load_relaxed_gpu(call.state));
+}
+
 // By all threads of the block, once a call, after read_epoch, while the first packs travel. Relaxed, of gpu scope,
-// behind a barrier of the block. Tells all ranks what this one calls, and compares (19). An aborted call tells nothing,
-// and its epoch stays: what was told of the call that failed is there for ranks that come late.
+// behind a barrier of the block. Tells all ranks what this one calls (19). The epoch of an aborted call stays, so calls
+// behind a failed one overwrite nothing that was told before: it is there for ranks that come late.
 __device__ __forceinline__ void advance_epoch(const Arguments& a, Call& call) {
-  if (!call.aborted) tell_and_compare(a, call.epoch, threadIdx.x, blockDim.x);
+  tell_call(a, call.epoch);
   call.was_busy = __syncthreads_or(call.was_busy);  // a barrier: every warp has read the epoch
-  if (call.aborted) return;
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += blockDim.x * gridDim.x)
-    store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
+    store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1 - call.aborted);
+}
+
+// Internal: compare_calls, out of line.
+__device__ __noinline__ void compare_calls_apart(const Arguments& a, u32 now) { compare_calls(a, now); }
+
+// By all threads of the block: the same, relaxed and of gpu scope. It compares what ranks call at once, and not at the
+// end of the call, which would then end later.
+__device__ __forceinline__ void advance_epoch(const Arguments& a, HeldCall& call) {
+  advance_epoch(a, static_cast<Call&>(call));
+  if (call.epoch % calls_a_comparison == 0 && is_last_block()) compare_calls_apart(a, call.epoch);
 }
 
 // Internal: read_epoch where warp 0 alone reads it, for its block. Another block that gives up in this call changes
@@ -82,24 +109,36 @@ __device__ __forceinline__ void read_epoch_in_warp(const Arguments& a, Call& cal
 
 // Internal: advance_epoch after that.
 __device__ __forceinline__ void advance_epoch_in_warp(const Arguments& a, Call& call) {
-  tell_and_compare(a, call.epoch, threadIdx.x % 32, 32);
+  tell_call(a, call.epoch);
   call.was_busy = __any_sync(0xffffffff, call.was_busy);
   for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += 32 * gridDim.x)
     store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
 }
 
+// Internal: clears the mark of the block at `busy`.
+__device__ __forceinline__ void clear_mark(const Arguments& a, const Call& call, u32* busy) {
+  store_relaxed_gpu(busy, 0);
+  if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
+}
+
 // By all threads of the block, last of all in a call that was aborted before it sent or awaited anything. A relaxed
 // store of gpu scope clears the busy mark.
 __device__ __forceinline__ void end_aborted_call(const Arguments& a, const Call& call) {
-  if (threadIdx.x != 0) return;
-  store_relaxed_gpu(call.busy, 0);
-  if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
+  if (threadIdx.x == 0) clear_mark(a, call, &a.counters->busy[blockIdx.x]);
+}
+__device__ __forceinline__ void end_aborted_call(const Arguments& a, const HeldCall& call) {
+  if (threadIdx.x == 0) clear_mark(a, call, call.busy);
 }
 
 // By all threads of the block, last of all, also after a wait that failed. Relaxed, of gpu and system scope, behind a
 // barrier of the block: it releases nothing to peers. The block stays busy until its last thread has received
 // everything (22): a call that begins before could otherwise go unreported, and take this one's data.
 __device__ __forceinline__ void end_call(const Arguments& a, const Call& call) {
+  __syncthreads();
+  if (call.epoch % calls_a_comparison == 0) compare_calls(a, call.epoch);
+  end_aborted_call(a, call);
+}
+__device__ __forceinline__ void end_call(const Arguments& a, const HeldCall& call) {
   __syncthreads();
   end_aborted_call(a, call);
 }

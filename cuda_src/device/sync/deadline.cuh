@@ -27,7 +27,7 @@ class Deadline {
       stop_sending(a);  // the wait that expired may have been another algorithm's
       return aborted;
     }
-    if (found_difference(a, call.epoch, kept_calls - 1, 0)) return aborted;
+    if (found_difference(a, call.epoch)) return aborted;
     const u64 now = global_time_ns();
     if (start_ == 0) start_ = now;
     return now - start_ < a.timeout_ns / 4 * patience ? waiting : expired;

@@ -17,7 +17,7 @@
 //       wait, since the kernel before has then ended for that block as well.
 //     Nothing notices a broken promise: the copies may then have the old content.
 
-// (27) A small call is a chain of latencies, into which nothing belongs that touches no memory: indices, addresses,
+// (28) A small call is a chain of latencies, into which nothing belongs that touches no memory: indices, addresses,
 //     divisions, the kind of a thread's work. A kernel computes these before it waits, and names them in its wait.
 //     - They pass through a shuffle, so ptxas cannot compute them again behind the wait, and the wait depends on them,
 //       so it does not compute them there in the first place. It would do both.
@@ -25,18 +25,21 @@
 //       What a load has returned comes after the wait, but for (26).
 //     - The dependence is one that always holds: a wait that names no values waits as well.
 
-// Internal: values that were computed before a wait (27), held in registers, and the bits of all of them.
+// Internal: holds a value that was computed before a wait in a register (28), and returns its bits.
 __device__ __forceinline__ u32 hold(u32& v) { return v = held(v); }
+// Internal: the same.
 __device__ __forceinline__ u32 hold(u64& v) {
   const u32 low = held(u32(v)), high = held(u32(v >> 32));
   v = u64(high) << 32 | low;
   return low | high;
 }
+// Internal: the same.
 __device__ __forceinline__ u32 hold(bool& v) {
   const u32 word = held(v);
   v = word != 0;
   return word;
 }
+// Internal: the same of the address of global memory.
 template <class T>
 __device__ __forceinline__ u32 hold(T*& p) {
   u64 address = __cvta_generic_to_global(p);
@@ -44,11 +47,12 @@ __device__ __forceinline__ u32 hold(T*& p) {
   p = reinterpret_cast<T*>(__cvta_global_to_generic(address));
   return bits;
 }
-// Of a class: its member `hold` names what it has computed.
+// Internal: the same of a class, whose member `hold` names what it has computed.
 template <class T>
 __device__ __forceinline__ auto hold(T& object) -> decltype(object.hold()) {
   return object.hold();
 }
+// Internal: the same of an array.
 template <class T, int Count>
 __device__ __forceinline__ u32 hold(T (&values)[Count]) {
   u32 bits = 0;
@@ -57,10 +61,10 @@ __device__ __forceinline__ u32 hold(T (&values)[Count]) {
   return bits;
 }
 
-// By all threads of the block, first of all, but for (26) and (27). Waits until the kernels before this one have ended.
+// By all threads of the block, first of all, but for (26) and (28). Waits until the kernels before this one have ended.
 // Their writes are then visible to every thread that has waited, as by an acquire of gpu scope (1). `values` are words,
 // flags and pointers, and arrays of these, that the kernel has computed from its arguments: they are ready when the
-// wait ends (27). It reads an argument of each of the first three lines before it waits, so that they are in the
+// wait ends (28). It reads an argument of each of the first three lines before it waits, so that they are in the
 // constant cache when a small call needs them.
 template <class... Values>
 __device__ __forceinline__ void wait_for_previous_kernel(const Arguments& a, Values&... values) {

@@ -28,15 +28,10 @@ __device__ __forceinline__ Pack* push_slot(const Arguments& a, int hop, u32 step
   return after_signal_pad(a.ring[hop]) + index * a.capacity + (from * a.capacity + at);
 }
 
-// The kernel. Body(a, call) has parts 1 and 4 as send(k) and receive(k). has_chunk(k) and has_step(k) must be the same
-// on all ranks; there is one step more than chunks. It is made before the wait for the previous kernel (27); `call` and
-// `first_step` are known after it. With `Releases` the next kernel may be launched meanwhile.
-template <int N, class Body, bool Releases, class Given>
-__device__ __forceinline__ void run_push_pipeline(const Given& a) {
-  Call call{};
-  Body body(a, call);
-  call = begin_call(a, body);
-  if constexpr (Releases) release_next_kernel();
+// The kernel, once it has begun its call. The body has parts 1 and 4 as send(k) and receive(k), and takes `first_step`.
+// has_chunk(k) and has_step(k) must be the same on all ranks; there is one step more than chunks.
+template <int N, class Body, class Given>
+__device__ __forceinline__ void run_push_pipeline(const Given& a, Body& body, HeldCall& call) {
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);

@@ -38,19 +38,20 @@ __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32
   store_release_sys(&r->kind, kind);
 }
 
-// Internal: whether a peer has told of another call than this rank's, among those that are `youngest` to `oldest` calls
-// older than call `now`: by one thread, or by `count` threads with an `index` each. The earliest such call is reported.
-__device__ __noinline__ bool found_difference(const Arguments& a, u32 now, u32 oldest, u32 youngest, u32 index = 0,
-                                              u32 count = 1) {
+// Internal: by a thread that has waited in call `now` for some time: whether a peer has told of another call than this
+// rank's. The awaited rank may be missing because it has found that. The earliest such call is reported.
+__device__ __noinline__ bool found_difference(const Arguments& a, u32 now) {
 #pragma unroll 1
-  for (u32 i = index; i < (oldest + 1 - youngest) * max_ranks; i += count) {
-    const u32 peer = i % max_ranks, entry = (now - oldest + i / max_ranks) % kept_calls;
-    if (peer >= a.world_size) continue;
+  for (u32 age = kept_calls; age > 0; --age) {
+    const u32 entry = (now + 1 - age) % kept_calls;
     const u64 own = load_relaxed_sys(&a.counters->called[a.rank][entry]);
-    const u64 told = load_relaxed_sys(&a.counters->called[peer][entry]);
-    if (!disagree(own, told)) continue;
-    report(a, disagreed, u32(own >> 32) - 1, peer, u32(own), u32(told));
-    return true;
+#pragma unroll 1
+    for (u32 peer = 0; peer < a.world_size; ++peer) {
+      const u64 told = load_relaxed_sys(&a.counters->called[peer][entry]);
+      if (!disagree(own, told)) continue;
+      report(a, disagreed, u32(own >> 32) - 1, peer, u32(own), u32(told));
+      return true;
+    }
   }
   return false;
 }

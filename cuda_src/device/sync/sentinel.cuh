@@ -70,7 +70,7 @@ __device__ __noinline__ void push_elements(const Arguments& a, u32 hop, u32 at, 
 }
 
 // What a thread sends: packs of a tensor that are `stride` apart, each to places as far apart on `Places` ranks. It is
-// made before a kernel's wait, which it is named in (27).
+// made before a kernel's wait, which it is named in (28).
 template <int Places>
 struct Outgoing {
   static constexpr u32 ahead = Places == 1 ? 4 : Places == 2 ? 2 : 1;  // packs that a thread loads before it sends them
@@ -84,7 +84,7 @@ struct Outgoing {
   __device__ __forceinline__ Outgoing(const void* input, u32 first, u32 end, u32 stride)
       : from(static_cast<const Pack*>(input) + first), stride(stride), count(first < end ? end - first : 0) {}
 
-  // Internal: (27).
+  // Internal: (28).
   __device__ __forceinline__ u32 hold() { return ::hold(from) | ::hold(to) | ::hold(stride) | ::hold(count); }
 
   // By any thread, after the wait: loads the first packs. Weak.
@@ -108,6 +108,13 @@ struct Outgoing {
     }
   }
 };
+
+// By any thread: whether no word of a loaded pack, or half pack, is the sentinel. Touches no memory.
+__device__ __forceinline__ bool arrived(const Pack& p) {
+  return p.word[0] != not_yet && p.word[1] != not_yet && p.word[2] != not_yet && p.word[3] != not_yet;
+}
+
+__device__ __forceinline__ bool arrived(const HalfPack& p) { return p.word[0] != not_yet && p.word[1] != not_yet; }
 
 // By any thread: whether no word of loaded packs, or half packs, is the sentinel. Touches no memory.
 template <class P, int Count>
@@ -143,7 +150,7 @@ __device__ __forceinline__ void look_at(const Arguments& a, u32 at, P (&part)[N]
 template <int N, class P>
 __device__ __noinline__ u64 wait_longer(const Arguments& a, u32 epoch, u32 was_busy, int source, u32 at, u64 start) {
   Deadline deadline(start);
-  const Deadline::State state = deadline.look(a, {epoch, was_busy, 0, nullptr, nullptr}, N == 1 ? 5 : 4);
+  const Deadline::State state = deadline.look(a, {epoch, was_busy, 0}, N == 1 ? 5 : 4);
   if (state == Deadline::waiting) return deadline.start();
   int missing = -1;
 #pragma unroll 1
@@ -193,9 +200,16 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, in
   static_assert(N == 1 || in_a_pack<P> == 1, "half packs come from one rank at a time");
   Deadline deadline;
   while (true) {
+    bool all = true;
 #pragma unroll
-    for (int i = 0; i < Count; ++i) look_at(a, at[i], part[i]);
-    if (arrived(reinterpret_cast<P(&)[Count * N]>(part))) break;
+    for (int i = 0; i < Count; ++i)
+#pragma unroll
+      for (int r = 0; r < N; ++r) part[i][r] = load_relaxed_sys(slot<P>(a, 0, at[i] + r * a.capacity));
+#pragma unroll
+    for (int i = 0; i < Count; ++i)
+#pragma unroll
+      for (int r = 0; r < N; ++r) all &= arrived(part[i][r]);
+    if (all) break;
     const Deadline::State state = deadline.check(a, call, N == 1 ? 5 : 4);
     if (state == Deadline::waiting) continue;
     if (state == Deadline::aborted) return false;
@@ -204,12 +218,14 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, in
     for (int i = 0; i < Count; ++i)
 #pragma unroll
       for (int r = 0; r < N; ++r)
-        if (!arrived(reinterpret_cast<P(&)[1]>(part[i][r]))) missing = r;
+        if (!arrived(part[i][r])) missing = r;
     report(a, timed_out, call.epoch, source + missing, call.epoch, not_yet);
     return false;
   }
 #pragma unroll
-  for (int i = 0; i < Count; ++i) arm_all(a, at[i], part[i]);
+  for (int i = 0; i < Count; ++i)
+#pragma unroll
+    for (int r = 0; r < N; ++r) arm(slot<P>(a, 0, at[i] + r * a.capacity));
   return true;
 }
 

@@ -54,7 +54,7 @@ struct Chunks {
         number((share + a.chunk - 1) / a.chunk),
         length(equal_share<Index, Line>(share, number)) {}
 
-  // (27)
+  // (28)
   __device__ __forceinline__ u32 hold() { return ::hold(shard) | ::hold(share) | ::hold(number) | ::hold(length); }
 
   // Where chunk k of `owner` begins, and its size: smaller, or 0, at the end of a share or shard.
@@ -70,15 +70,10 @@ struct Chunks {
   }
 };
 
-// The kernel. Body(a, call) has `chunks`, the parts 1, 3 and 5 as scatter(k), reduce(k) and gather(k), and whether it
-// `gathers` at all. It is made before the wait for the previous kernel (27), and `call` is known after it. With
-// `Releases` the next kernel may be launched meanwhile.
-template <int N, class Body, bool Releases>
-__device__ __forceinline__ void run_two_shot_pipeline(const Arguments& a) {
-  Call call{};
-  Body body(a, call);
-  call = begin_call(a, body.chunks);
-  if constexpr (Releases) release_next_kernel();
+// The kernel, once it has begun its call. The body has `chunks`, the parts 1, 3 and 5 as scatter(k), reduce(k) and
+// gather(k), and whether it `gathers` at all.
+template <int N, class Body>
+__device__ __forceinline__ void run_two_shot_pipeline(const Arguments& a, const Body& body, HeldCall& call) {
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);

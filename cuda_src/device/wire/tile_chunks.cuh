@@ -33,7 +33,7 @@ struct PartChunks {
     length = (share + number - 1) / number;
   }
 
-  // (27)
+  // (28)
   __device__ __forceinline__ u32 hold() { return ::hold(share) | ::hold(number) | ::hold(length); }
 
   __device__ u32 begin(u32 k) const { return blockIdx.x * share + k * length; }
