@@ -67,7 +67,7 @@ MUTANTS = (
     mutant(
         "an epoch that is not advanced",
         CALL,
-        "i += blockDim.x * gridDim.x)\n    store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);",
+        "i += blockDim.x * gridDim.x)\n    store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1 - call.aborted);",
         "i += blockDim.x * gridDim.x)\n    store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch);",
         "one_shot_push",
     ),
