@@ -25,7 +25,6 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
   if constexpr (C == 1) release_next_kernel();
   outgoing.load();
   read_epoch(a, call);
-  if (C == 1 && call.aborted) return end_aborted_call(a, call);  // the blocks of a cluster meet below
   norm.comes = !call.aborted;
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   if (norm.comes) outgoing.push_all(slots);

@@ -102,7 +102,6 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
   if constexpr (C == 1) release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  if (C == 1 && call.aborted) return end_aborted_call(a, call);  // the blocks of a cluster meet below
   Rows<T, N, C, O, Order, Out> rows(a, call);
   rows.send(0);
   advance_epoch(a, call);

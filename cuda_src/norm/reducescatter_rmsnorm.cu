@@ -82,7 +82,6 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
   if constexpr (C == 1) release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  if (C == 1 && call.aborted) return end_aborted_call(a, call);  // the blocks of a cluster meet below
   RowsOfParts<T, N, C, O, Order, Out> parts(a, call);
   const u32 rows = parts.rows_of_largest_part();
   for (u32 row = parts.norm.team; row < rows + parts.norm.teams; row += parts.norm.teams) {

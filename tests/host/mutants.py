@@ -67,8 +67,8 @@ MUTANTS = (
     mutant(
         "an epoch that is not advanced",
         CALL,
-        "i += blockDim.x * gridDim.x)\n    store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1 - call.aborted);",
-        "i += blockDim.x * gridDim.x)\n    store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch);",
+        "call.epoch + 1 - call.aborted);",
+        "call.epoch);",
         "one_shot_push",
     ),
     mutant(
