@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -197,6 +198,7 @@ def share(rank, world_size):
         memory = ProcessMemory(rank, meet)
         memory.check()
         buffer = memory.allocate(NBYTES)
+        gc.collect()  # what earlier tests left in this process
         before = descriptors()
         pointers = list(buffer.pointers)
         for turn in range(2):
