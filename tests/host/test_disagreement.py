@@ -148,21 +148,21 @@ def test_a_rank_that_does_not_come_is_not_said_to_call_anything():
 
 # ---- mistakes that must be noticed ----------------------------------------------------------------------------------
 
-AGREEMENT, RECORD, PAD = "device/sync/agreement.cuh", "device/sync/record.cuh", "device/sync/signal_pad.cuh"
+AGREEMENT, PAD = "device/sync/agreement.cuh", "device/sync/signal_pad.cuh"
 TELL = "->called[a.rank][epoch % kept_calls]"
 LOOK = "if (found_difference("
 BLIND = Mutation("device/sync/deadline.cuh", LOOK, "if (false && found_difference(")  # while they wait
 
 
 @pytest.mark.parametrize(
-    ("file", "was", "becomes"),
+    ("was", "becomes"),
     [
-        (AGREEMENT, TELL, TELL.replace("epoch % kept_calls", "0")),
-        (AGREEMENT, TELL, TELL.replace("a.rank", "threadIdx.x")),
-        (RECORD, "called[peer][entry]", "called[a.rank][entry]"),
-        (RECORD, "called[peer][entry]", "called[peer][(entry + 1) % kept_calls]"),
-        (RECORD, "if (!disagree(own, told)) continue;", "continue;"),
-        (AGREEMENT, "if (there != nullptr)", "if (false)"),
+        (TELL, TELL.replace("epoch % kept_calls", "0")),
+        (TELL, TELL.replace("a.rank", "threadIdx.x")),
+        ("called[peer][i % kept_calls]", "called[a.rank][i % kept_calls]"),
+        ("called[peer][i % kept_calls]", "called[peer][(i + 1) % kept_calls]"),
+        ("    if (disagree(own, told) && ", "    if (false && "),
+        ("if (there != nullptr)", "if (false)"),
     ],
     ids=[
         "one entry for all calls",
@@ -173,12 +173,12 @@ BLIND = Mutation("device/sync/deadline.cuh", LOOK, "if (false && found_differenc
         "nothing is told",
     ],
 )
-def test_a_mistake_in_telling_is_noticed(file, was, becomes):
+def test_a_mistake_in_telling_is_noticed(was, becomes):
     first, *later = draw_calls(Algorithm.ONE_SHOT_PUSH, 3)
     calls = [replace(first, fingerprints=fingerprints(3)), *later]
 
     assert kinds_of(Algorithm.ONE_SHOT_PUSH, calls, BLIND) == {DISAGREED}
-    assert kinds_of(Algorithm.ONE_SHOT_PUSH, calls, BLIND, Mutation(file, was, becomes)) != {DISAGREED}
+    assert kinds_of(Algorithm.ONE_SHOT_PUSH, calls, BLIND, Mutation(AGREEMENT, was, becomes)) != {DISAGREED}
 
 
 def kinds_of(algorithm, calls, *mutations):
