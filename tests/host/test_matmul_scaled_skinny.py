@@ -144,7 +144,7 @@ MUTANTS = {
     "scales of the row of W eight above": (TWO, ROWS, "+ 8 * half;", "+ 0 * half;"),
     "scales of the first tile's rows of W": (TWO, ROWS, "at = column + threadIdx", "at = 0 * column + threadIdx"),
     "scales of another row of A": (TWO, ROWS, "threadIdx.x % 4 * 2 + pair % 2", "threadIdx.x % 2 * 2 + pair % 2"),
-    "the first 32 rows' scales for all": (ONE, ROWS, "of_lane[eight / 4]", "of_lane[0]"),
+    "the first 32 rows' scales for all": (ONE, ROWS, "of_lane[pair / 8]", "of_lane[0]"),
     "a scale of A in place of one of W": (
         TWO,
         ROWS,
