@@ -19,10 +19,10 @@ PLAIN = {"ranks": [2], "dtypes": [BF16], "sanitizers": ["plain"]}
 NEVER_SENT = Mutation(PAD, "threadIdx.x < N && threadIdx.x != a.rank, blockIdx.x", "threadIdx.x < a.rank, blockIdx.x")
 LEFT_OUT = Mutation(
     "allreduce/one_shot_push.cu",
-    "    output.store(i, sum_in_order<T, N, Order, Out>(part, epilogue));",
-    "    if (i != 3) output.store(i, sum_in_order<T, N, Order, Out>(part, epilogue));",
+    "    whole ? output.store_whole(i, sum) : output.store(i, sum);",
+    "    if (i != 3) whole ? output.store_whole(i, sum) : output.store(i, sum);",
 )
-FAR = Mutation("allreduce/one_shot_push.cu", "slots + i, part", "slots + i + 100000, part")
+FAR = Mutation("allreduce/one_shot_push.cu", "call, 0, slots, first", "call, 0, slots + 100000, first")
 NOT_ORDERED = Mutation(PAD, SET, NOT_RELEASED)
 
 
