@@ -50,12 +50,12 @@ from graphar.plan.explanation import Explanation
 from graphar.plan.outside import load_algorithm
 from graphar.plan.scratch import Scratch
 from graphar.ranks import logs as _logs
-from graphar.runtime import nvtx as _nvtx
 from graphar.runtime.availability import Availability, is_available
-from graphar.runtime.memory import Memory, MemoryUse
-from graphar.runtime.profiler import profile
+from graphar.runtime.memory.use import Memory, MemoryUse
 from graphar.runtime.registry import resume, stats, suspend
-from graphar.runtime.stats import CallStats, Stats
+from graphar.runtime.watch import nvtx as _nvtx
+from graphar.runtime.watch.profiler import profile
+from graphar.runtime.watch.stats import CallStats, Stats
 
 if _typing.TYPE_CHECKING:
     from graphar import nn as nn

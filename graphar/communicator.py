@@ -23,9 +23,9 @@ from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import local_devices, process_group
 from graphar.ranks.hierarchical import check_hosts
 from graphar.runtime.engine import Engine
-from graphar.runtime.memory import Memory
+from graphar.runtime.memory.use import Memory
 from graphar.runtime.registry import DEFAULT_TIMEOUT_S, check_keep
-from graphar.runtime.stats import Stats
+from graphar.runtime.watch.stats import Stats
 
 
 class Communicator:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphar.matmul.timelines import CONSUMER_TRACKS, PHASES, TRACKS
+from graphar.product.timelines import CONSUMER_TRACKS, PHASES, TRACKS
 
 BLOCKS = 8  # the number of thread blocks in a report
 DRAWN = ("consumer 0", "consumer 1", "sender 0", "gatherer 0")  # the warps in a report
@@ -80,7 +80,7 @@ def decode(recorded: Tensor, consumers: int) -> tuple[float, list[Mean], list[La
     """Returns total_us, means and lanes of a Timeline.
 
     Args:
-        recorded: a timeline of graphar/matmul/timelines.py, on the CPU. Blocks without a product did not run.
+        recorded: a timeline of graphar/product/timelines.py, on the CPU. Blocks without a product did not run.
         consumers: the number of consumer warpgroups of a block, 1 or 2.
     """
     begin, end, phase = recorded[..., 0], recorded[..., 0] + (recorded[..., 1] & 0xFFFFFFFF), recorded[..., 1] >> 32

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 
 from graphar.runtime import driver as drivers
-from graphar.runtime import virtual_memory
+from graphar.runtime.memory import virtual_memory
 
 GRANULE_NBYTES = 2 << 20
 OK, OUT_OF_MEMORY = 0, 2

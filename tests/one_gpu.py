@@ -14,8 +14,6 @@ from types import SimpleNamespace
 
 import torch
 
-from graphar.matmul.fused import FusedMatmul
-from graphar.matmul.operands import operands_of
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
@@ -33,12 +31,14 @@ from graphar.plan.slices import Slice, slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, Norm, Parts, Product, Sum, TensorTuple, Work
+from graphar.product.fused import FusedMatmul
+from graphar.product.operands import operands_of
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime.arguments import Arguments, NormArguments, TupleArguments
 from graphar.runtime.bind import collective, norm
 from graphar.runtime.launcher import chip
 from graphar.runtime.member import Member
-from graphar.runtime.peer_memory import LocalMemory
+from graphar.runtime.memory.peer_memory import LocalMemory
 from graphar.runtime.runner import Runner
 
 TABLE = shipped_table("default")

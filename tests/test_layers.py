@@ -22,7 +22,7 @@ LAYERS = (
     ("plan",),
     ("ranks",),
     ("runtime",),
-    ("matmul",),
+    ("product",),
     ("ops",),
     ("graph",),
     ("simulator",),

@@ -18,7 +18,7 @@ from graphar.plan.config import FALLBACK, Config
 from graphar.plan.work import Product, TensorTuple
 from graphar.runtime.engine import Engine, binders, open_engines, profilers
 from graphar.runtime.plan import Plan
-from graphar.runtime.profiler import tell_waits
+from graphar.runtime.watch.profiler import tell_waits
 from tests.processes import run_ranks
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from graphar.cli.options import add_command, fail
 from graphar.plan.sizes import format_nbytes
-from graphar.runtime import profiler
+from graphar.runtime.watch import profiler
 
 
 @dataclass(frozen=True)

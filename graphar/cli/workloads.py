@@ -11,10 +11,10 @@ from graphar import reference
 from graphar.cli.specified import Results, SpecifiedCall, count_wrong, random
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError
-from graphar.matmul import overlap
-from graphar.matmul.operands import MatmulOperands
 from graphar.numerics.partitions import split
 from graphar.plan.trials import Workload
+from graphar.product import overlap
+from graphar.product.operands import MatmulOperands
 
 WEIGHTS = 4  # weights of "prefetch", used in turn: together they do not fit into L2
 _CYCLED_NBYTES = 128 << 20  # the least bytes of the weights of "matmul", for the same reason

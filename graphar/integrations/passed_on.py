@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from graphar.runtime.stats import CallStats, Stats
+from graphar.runtime.watch.stats import CallStats, Stats
 
 _OPS = {  # graphar's names of calls that have others as methods
     "allreduce_coalesced": "allreduce",

@@ -29,9 +29,9 @@ from graphar.integrations.works import GrapharWork, combined
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.call_checks import LONGEST_S
 from graphar.plan.tensor_checks import check_own_memory
-from graphar.ranks import fallback
+from graphar.ranks.cpu import fallback
 from graphar.runtime.side_stream import SideStream
-from graphar.runtime.stats import Stats, beside
+from graphar.runtime.watch.stats import Stats, beside
 
 NAME = "graphar"
 _BETWEEN_TWO = ("send", "recv", "recv_anysource")

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from graphar.matmul import operands
 from graphar.numerics import leaf_tree, partitions
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import linear
 from graphar.ops.allgather import OP as ALLGATHER
 from graphar.ops.allgather_matmul import OP as ALLGATHER_MATMUL
 from graphar.ops.matmul_reducescatter import OP as MATMUL_REDUCESCATTER
+from graphar.product import operands
 from graphar.runtime.registry import ALONE
 
 

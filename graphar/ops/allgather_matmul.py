@@ -8,7 +8,6 @@ from typing import Literal, overload
 
 import torch
 
-from graphar.matmul import operands
 from graphar.numerics import partitions
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Epilogue
@@ -21,6 +20,7 @@ from graphar.ops.scaled_operands import UNSCALED, Scaled, scaled_of
 from graphar.plan import call_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
+from graphar.product import operands
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 

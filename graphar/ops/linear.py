@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from graphar.matmul import leaf_products, operands, scaled_sums
 from graphar.numerics import leaf_tree
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
@@ -13,6 +12,7 @@ from graphar.ops import parts, scaled_operands
 from graphar.ops.register import library, op_named
 from graphar.ops.scaled_operands import scaled_of
 from graphar.plan.work import MATMUL_ALLREDUCE
+from graphar.product import leaf_products, operands, scaled_sums
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "linear"

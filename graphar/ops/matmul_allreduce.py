@@ -8,7 +8,6 @@ from typing import overload
 
 import torch
 
-from graphar.matmul import operands
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
@@ -18,6 +17,7 @@ from graphar.ops.repeats import repeated
 from graphar.ops.scaled_operands import UNSCALED, Scaled, scaled_of
 from graphar.plan import tensor_checks
 from graphar.plan.matmuls import owned_rows
+from graphar.product import operands
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from graphar.matmul import operands
 from graphar.numerics import partitions
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import linear, norm_gradients
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import for_ranks
+from graphar.product import operands
 from graphar.runtime.registry import engine_of_group
 
 Tensors = Sequence[torch.Tensor]

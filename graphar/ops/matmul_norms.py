@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from graphar.matmul import operands
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 from graphar.ops import matmul_sums, norms, scaled_operands
@@ -16,6 +15,7 @@ from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import owned_rows
 from graphar.plan.work import Product
+from graphar.product import operands
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 

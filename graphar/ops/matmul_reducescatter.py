@@ -7,7 +7,6 @@ from typing import overload
 
 import torch
 
-from graphar.matmul import operands
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
@@ -16,6 +15,7 @@ from graphar.ops import matmul_gradients, matmul_sums, options, parts
 from graphar.ops.register import Asked, Op
 from graphar.ops.repeats import repeated
 from graphar.ops.scaled_operands import UNSCALED, Scaled, scaled_of
+from graphar.product import operands
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from graphar.matmul import operands
 from graphar.numerics import leaf_tree, partitions
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue
 from graphar.numerics.partitions import TP_INVARIANT
@@ -16,6 +15,7 @@ from graphar.ops.scaled_operands import Scaled
 from graphar.plan import call_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
+from graphar.product import operands
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 

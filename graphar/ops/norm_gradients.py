@@ -8,7 +8,7 @@ import torch
 
 from graphar.numerics import norm_gradients
 from graphar.ops.register import library
-from graphar.runtime import residual_norm
+from graphar.runtime.bind import residual_norm
 
 library.define(
     "residual_rmsnorm_backward(Tensor of_normed, Tensor? of_summed, Tensor summed, Tensor weight, float eps, "

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from graphar.matmul.fused import load_tile, sources_of_tile
-from graphar.matmul.tile_launches import Tile
 from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import TYPE_NAMES
@@ -21,6 +19,8 @@ from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_k
 from graphar.plan.matmuls import scaled_tiles
 from graphar.plan.tiles import PARTIAL_TILES, for_wire
 from graphar.plan.work import SCALES, Product
+from graphar.product.fused import load_tile, sources_of_tile
+from graphar.product.tile_launches import Tile
 from graphar.runtime.engine import Engine
 
 NeededTile = tuple[Algorithm, torch.dtype, Tile, Product]  # the product has no shape

@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.autograd import forward_ad
 
-from graphar.matmul import products
 from graphar.ops.repeats import deliver, keep
 from graphar.plan import tensor_checks
 from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple
+from graphar.product import products
 from graphar.runtime.bind import collective, norm, tensor_tuple
 from graphar.runtime.engine import Engine, binders
 from graphar.runtime.plan import Tensors

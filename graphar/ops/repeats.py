@@ -20,9 +20,9 @@ from graphar.plan.call import Operands
 from graphar.plan.tensor_checks import span
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.engine import Engine, Repeat
+from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.plan import Count, Launch, Plan, Tensors
 from graphar.runtime.registry import Group, known_engine
-from graphar.runtime.symmetric_tensors import SymmetricTensors
 
 _REPLACED_EACH = 64  # calls, if unlike ones of one key take turns: to make a repeat takes as long as a call
 _is_compiling = torch.compiler.is_dynamo_compiling  # other compilers have dispatch modes, or tensors of a subclass

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallError, TimeoutRecord
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
-from graphar.ranks import agreement, fallback
-from graphar.ranks.messages import hash_of, messages_of
+from graphar.ranks import agreement
+from graphar.ranks.cpu import fallback
+from graphar.ranks.cpu.messages import hash_of, messages_of
 from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous, at_once
 
 _GRACE_S = 1.0  # the time until a killed process is seen as ended

@@ -32,7 +32,8 @@ from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.call import Call, Operands
 from graphar.plan.tables import Table
 from graphar.plan.work import Parts
-from graphar.ranks import capture, fallback
+from graphar.ranks import capture
+from graphar.ranks.cpu import fallback
 from graphar.ranks.hosts import host
 from graphar.ranks.rendezvous import Ranks
 
@@ -194,7 +195,7 @@ class Hierarchy:
 
         Inside a host ``x`` is summed in fp32. That sends twice the bytes of bf16 over NVLink, but needs no kernel of
         its own. ``codec`` is the format across hosts, computed by torch on GPUs too; it rounds to nearest. It raises
-        what :func:`graphar.ranks.fallback.allreduce` raises.
+        what :func:`graphar.ranks.cpu.fallback.allreduce` raises.
         """
         fallback.check_backend(x, self._communicator.group)
         source, target, waiting = x.view(-1), out.view(-1), None

@@ -25,18 +25,18 @@ from graphar.plan.select import Facts
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.ranks import agreement
 from graphar.ranks.capture import check_can_prepare
+from graphar.ranks.cpu.without_kernels import WithoutKernels
 from graphar.ranks.debug import Comparison
 from graphar.ranks.groups import device_of_process
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
-from graphar.ranks.without_kernels import WithoutKernels
 from graphar.runtime import multicast
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.comms_metadata import ranks_of, recorded
-from graphar.runtime.memory import Memory, memory_of
+from graphar.runtime.memory.use import Memory, memory_of
 from graphar.runtime.plan import Count, Plan
-from graphar.runtime.stats import Stats, Totals
+from graphar.runtime.watch.comms_metadata import ranks_of, recorded
+from graphar.runtime.watch.stats import Stats, Totals
 
 _MAX_PLANS = 4096  # a plan has a few hundred bytes
 LOSSLESS_SWITCH = "GRAPHAR_LOSSLESS"
@@ -426,7 +426,7 @@ class Engine:
         with self.keeping_failure("suspend"):
             self.hierarchy.end_work(keep)
             if self.runner:
-                from graphar.runtime.suspension import Suspension  # needs cuda-python
+                from graphar.runtime.memory.suspension import Suspension  # needs cuda-python
 
                 suspension = Suspension(self.runner)
                 suspension.end_work(keep == "symmetric")

@@ -14,7 +14,7 @@ from graphar.errors import CommunicatorError
 from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import group_of_mesh, local_devices, no_group, process_group
 from graphar.runtime.engine import NAME_PREFIX, Engine, closed, open_engines
-from graphar.runtime.stats import Stats, with_beside
+from graphar.runtime.watch.stats import Stats, with_beside
 
 DEFAULT_TIMEOUT_S = 60.0
 ALONE = "alone"  # in a schema, the name of the only rank of a call without a group

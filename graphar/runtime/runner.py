@@ -32,10 +32,10 @@ from graphar.runtime.failures import (
 )
 from graphar.runtime.kernels import Kernels
 from graphar.runtime.member import Member
-from graphar.runtime.memory import Memory, memory_of
-from graphar.runtime.multicast_memory import TorchMemory
-from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
-from graphar.runtime.symmetric_tensors import SymmetricTensors
+from graphar.runtime.memory.multicast_memory import TorchMemory
+from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
+from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
+from graphar.runtime.memory.use import Memory, memory_of
 
 T = TypeVar("T", bound=Arguments)
 
@@ -70,7 +70,7 @@ class Runner:
         # Held during launches: threads share the arguments, and must reach the members in the same order.
         self.lock = threading.RLock()
         self._failure: GrapharError | None = None
-        self.suspended = False  # whether a guard is where scratch was (graphar.runtime.suspension)
+        self.suspended = False  # whether a guard is where scratch was (graphar.runtime.memory.suspension)
         self._launched: Counter[str] = Counter()  # before the counters were last set to zero
         self._fingerprints = Fingerprints(rendezvous)
         self._announces = False

@@ -27,8 +27,6 @@ import torch
 from torch import Tensor
 
 from graphar import reference
-from graphar.matmul.fused import FusedMatmul
-from graphar.matmul.operands import operands_of
 from graphar.numerics.fp8_products import BLOCK
 from graphar.numerics.norms import ALLREDUCE_NORM, FP8, REDUCESCATTER_NORM
 from graphar.ops import norms
@@ -42,12 +40,14 @@ from graphar.plan.slices import slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, Norm, Parts, Product, Sum, Work
+from graphar.product.fused import FusedMatmul
+from graphar.product.operands import operands_of
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime.arguments import Arguments, NormArguments
 from graphar.runtime.bind import collective, norm
 from graphar.runtime.launcher import chip
 from graphar.runtime.member import Member
-from graphar.runtime.peer_memory import LocalMemory
+from graphar.runtime.memory.peer_memory import LocalMemory
 from graphar.runtime.runner import Runner
 
 TABLE, DEVICE = shipped_table("nvidia_h200"), "cuda"

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import graphar
 import graphar.reference
-from graphar.matmul import gemm
-from graphar.matmul.products import gathering_method
 from graphar.plan.call import Call
 from graphar.plan.work import ALLGATHER_MATMUL, Product
+from graphar.product import gemm
+from graphar.product.products import gathering_method
 from graphar.runtime.registry import engine_of_group
 from perf.peers.matmuls import Layer, Variant
 

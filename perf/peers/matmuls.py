@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphar
-from graphar.matmul import gemm
-from graphar.matmul.operands import MatmulOperands
-from graphar.matmul.overlap import Beside, Panels
-from graphar.matmul.products import takes_tiles
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec, codec
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.plan.call import Call
 from graphar.plan.matmuls import is_skinny, owned_rows
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
+from graphar.product import gemm
+from graphar.product.operands import MatmulOperands
+from graphar.product.overlap import Beside, Panels
+from graphar.product.products import takes_tiles
 from graphar.runtime.registry import engine_of_group
 from perf.harness.cases import Plan
 from perf.harness.ranks import Ranks

@@ -12,9 +12,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from graphar.matmul import gemm, scaled_gemm
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.plan.trials import WEIGHTS
+from graphar.product import gemm, scaled_gemm
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn

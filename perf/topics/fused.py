@@ -12,14 +12,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from graphar.matmul import timelines
-from graphar.matmul.fused import FusedMatmul
-from graphar.matmul.timelines import PHASES
 from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import fused_algorithm, owned_rows, tile_for
 from graphar.plan.slices import rows_a_launch
 from graphar.plan.tiles import MatmulTile
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
+from graphar.product import timelines
+from graphar.product.fused import FusedMatmul
+from graphar.product.timelines import PHASES
 from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Figure, Mark, Rows
 from perf.fusion import (

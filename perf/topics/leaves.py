@@ -11,9 +11,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from graphar.matmul import gemm
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.plan.trials import WEIGHTS
+from graphar.product import gemm
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness import verify

@@ -13,11 +13,11 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from graphar.matmul import gemm
 from graphar.plan.algorithms import MATMUL_ARCH
 from graphar.plan.matmuls import WAVE_TILE, choose_matmul, fills_wave
 from graphar.plan.tiles import MATMUL_TILES, MatmulTile
 from graphar.plan.trials import WEIGHTS
+from graphar.product import gemm
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
 from graphar.runtime.user_tables import find_table

@@ -17,8 +17,8 @@ from torch.multiprocessing.spawn import ProcessException
 from graphar.errors import UnsupportedError
 from graphar.numerics import norm_gradients
 from graphar.numerics import norms as norm_numerics
-from graphar.runtime import residual_norm
 from graphar.runtime.availability import missing_software
+from graphar.runtime.bind import residual_norm
 from perf.charts import Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn

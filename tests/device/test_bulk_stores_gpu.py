@@ -14,7 +14,7 @@ import torch
 
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.launcher import Grid
-from graphar.runtime.peer_memory import LocalMemory
+from graphar.runtime.memory.peer_memory import LocalMemory
 from tests.small_kernels import bind
 
 pytestmark = pytest.mark.gpu(2)

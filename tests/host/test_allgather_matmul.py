@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import SIGNAL_PAD_NBYTES, Scratch, gathered_flags
 from graphar.plan.tiles import MatmulTile
+from graphar.product.gemm import STORE_COLUMNS
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation

@@ -10,13 +10,13 @@ import random
 import pytest
 import torch
 
-from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.fp8_products import Scales
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import SIGNAL_PAD_NBYTES, Scratch, gathered_flags
 from graphar.plan.tiles import MatmulTile
+from graphar.product.gemm import STORE_COLUMNS
 from graphar.runtime.catalogue import SCALE_FORMATS, KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation

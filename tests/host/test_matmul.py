@@ -12,13 +12,13 @@ import random
 import pytest
 import torch
 
-from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics import leaf_tree
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import Scratch
 from graphar.plan.tiles import MatmulTile
+from graphar.product.gemm import STORE_COLUMNS
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation

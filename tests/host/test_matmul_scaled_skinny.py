@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 
-from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.fp8_products import BLOCK, product
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.tiles import SkinnyTile
+from graphar.product.gemm import STORE_COLUMNS
 from graphar.runtime.catalogue import SCALE_FORMATS, SKINNY_KERNELS, KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.fp8_products import BLOCK, product
@@ -17,6 +16,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import SIGNAL_PAD_NBYTES, Scratch
 from graphar.plan.tiles import MatmulTile
+from graphar.product.gemm import STORE_COLUMNS
 from graphar.runtime.catalogue import SCALE_FORMATS, KernelSource
 from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch

@@ -8,12 +8,12 @@ import random
 import pytest
 
 from graphar import reference
-from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES, SENTINEL, Scratch
 from graphar.plan.tiles import LAYOUTS, SkinnyTile
+from graphar.product.gemm import STORE_COLUMNS
 from graphar.runtime.catalogue import SKINNY_KERNELS
 from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from graphar import reference
-from graphar.matmul.gemm import STORE_COLUMNS
 from graphar.numerics.codecs import FP8, Codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
@@ -18,6 +17,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import SIGNAL_PAD_NBYTES, Scratch
 from graphar.plan.tiles import LAYOUTS, MatmulTile
+from graphar.product.gemm import STORE_COLUMNS
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation

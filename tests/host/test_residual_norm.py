@@ -13,8 +13,8 @@ from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, Scratch
+from graphar.runtime.bind.residual_norm import COLUMNS_ADDED, PAIRS_NBYTES, STAGED_TENSORS, threads_of_sums
 from graphar.runtime.catalogue import residual_norm_backward_sources, residual_norm_source
-from graphar.runtime.residual_norm import COLUMNS_ADDED, PAIRS_NBYTES, STAGED_TENSORS, threads_of_sums
 from graphar.simulator.build import Mutation
 from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from tests.cases import HALVES, bit_patterns, normal, same_bits

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 import graphar
 from graphar import Epilogue, reference
-from graphar.matmul import gemm
-from graphar.matmul.tensor_maps import aligned_copy
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.plan.tiles import GATHERED_TILES
+from graphar.product import gemm
+from graphar.product.tensor_maps import aligned_copy
 from tests.cases import raw, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
@@ -86,7 +86,7 @@ def test_parts_that_are_no_whole_tiles_give_these_bits(ranks, tile):
 
 def test_ranks_that_take_different_tiles_give_these_bits(ranks, monkeypatch):
     turns = itertools.cycle(GATHERED_TILES)
-    monkeypatch.setattr("graphar.matmul.fused.gathered_tile", lambda *given: next(turns))
+    monkeypatch.setattr("graphar.product.fused.gathered_tile", lambda *given: next(turns))
 
     for counts in parts_of_every_height(ranks.world_size):
         assert wrong_elements(ranks, counts, 456, 328) == 0, counts
@@ -113,7 +113,7 @@ def test_gathered_rows_have_every_bit_pattern(ranks):
 
 
 def test_rows_that_fill_several_launches_give_these_bits(ranks, monkeypatch):
-    monkeypatch.setattr("graphar.matmul.fused.gathered_rows_a_launch", lambda *given: 256)
+    monkeypatch.setattr("graphar.product.fused.gathered_rows_a_launch", lambda *given: 256)
     counts = [choice for choice, _ in zip(itertools.cycle((700, 256, 0, 1000)), range(ranks.world_size))]
 
     assert wrong_elements(ranks, counts, 200, 264) == 0
@@ -172,7 +172,7 @@ def test_an_epilogue_of_ranks_without_rows_or_columns_gives_the_specification(ra
 
 
 def test_an_epilogue_counts_on_over_several_launches(ranks, monkeypatch):
-    monkeypatch.setattr("graphar.matmul.fused.gathered_rows_a_launch", lambda *given: 256)
+    monkeypatch.setattr("graphar.product.fused.gathered_rows_a_launch", lambda *given: 256)
     counts = [choice for choice, _ in zip(itertools.cycle((700, 256, 0, 1000)), range(ranks.world_size))]
 
     assert wrong_after_epilogue(ranks, counts, [200] * ranks.world_size, 264) == 0

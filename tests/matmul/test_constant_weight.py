@@ -8,9 +8,6 @@ import pytest
 import torch
 
 import graphar
-from graphar.matmul import fused, products, tile_launches
-from graphar.matmul.fused import FusedMatmul
-from graphar.matmul.operands import MatmulOperands, operands_of
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.policy import Chip
@@ -18,6 +15,9 @@ from graphar.plan.slices import Slice
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
+from graphar.product import fused, products, tile_launches
+from graphar.product.fused import FusedMatmul
+from graphar.product.operands import MatmulOperands, operands_of
 from graphar.ranks import agreement
 from graphar.runtime.arguments import MatmulArguments
 from graphar.runtime.engine import watching

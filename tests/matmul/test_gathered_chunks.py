@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from graphar import reference
-from graphar.matmul import gathered_chunks
-from graphar.matmul.gathered_chunks import GatheredChunks
-from graphar.matmul.operands import MatmulOperands
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
+from graphar.product import gathered_chunks
+from graphar.product.gathered_chunks import GatheredChunks
+from graphar.product.operands import MatmulOperands
 from tests.cases import same_bits
 
 ROWS_A_LAUNCH, K = 5, 12

@@ -9,13 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.matmul import fused, gemm, tile_launches
-from graphar.matmul.fused import FusedMatmul
-from graphar.matmul.gemm import layout_of
-from graphar.matmul.operands import MatmulOperands
-from graphar.matmul.scaled_gemm import placed
-from graphar.matmul.tensor_maps import matrix_of
-from graphar.matmul.tile_launches import Matrices, gathered_tiles, skinny, summed_tiles
 from graphar.numerics.epilogues.epilogue import bind
 from graphar.numerics.fp8_products import BLOCK, FP8, Scales
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
@@ -26,6 +19,13 @@ from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, SKINNY_TILES
 from graphar.plan.work import Product
+from graphar.product import fused, gemm, tile_launches
+from graphar.product.fused import FusedMatmul
+from graphar.product.gemm import layout_of
+from graphar.product.operands import MatmulOperands
+from graphar.product.scaled_gemm import placed
+from graphar.product.tensor_maps import matrix_of
+from graphar.product.tile_launches import Matrices, gathered_tiles, skinny, summed_tiles
 from graphar.runtime import launcher
 
 TILE, MEMBER, COUNTS = GATHERED_TILES[0], SimpleNamespace(rank=0, device=0), (16, 16)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul import gemm, tensor_maps
-from graphar.matmul.tensor_maps import Matrix, matrix_of
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.matmuls import fastest_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
+from graphar.product import gemm, tensor_maps
+from graphar.product.tensor_maps import Matrix, matrix_of
 from graphar.runtime import compiler
 from graphar.runtime.catalogue import fused_matmul_source, matmul_source
 from perf.cubin import resources

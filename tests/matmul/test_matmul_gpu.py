@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul.gemm import Order, _sms_in_clusters, matmul
 from graphar.numerics.leaf_tree import LEAVES, tree_sum
 from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.matmuls import fastest_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
+from graphar.product.gemm import Order, _sms_in_clusters, matmul
 from graphar.runtime.launcher import sm_count
 from tests.cases import same_bits
 

@@ -11,15 +11,15 @@ import torch
 
 import graphar
 from graphar.errors import CollectiveTimeout, UnsupportedError
-from graphar.matmul import fused, timelines
-from graphar.matmul.fused import FusedMatmul
-from graphar.matmul.gemm import matmul
 from graphar.numerics.codecs import Codec
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.call import Call as PlannedCall
 from graphar.plan.call import Operands
 from graphar.plan.tiles import MatmulTile, for_wire, travels_in_tiles
 from graphar.plan.work import Product
+from graphar.product import fused, timelines
+from graphar.product.fused import FusedMatmul
+from graphar.product.gemm import matmul
 from graphar.runtime import catalogue, launcher
 from graphar.runtime.engine import Engine
 from perf.timeline import decode

@@ -11,11 +11,11 @@ import torch
 
 import graphar
 from graphar import CollectiveTimeout, reference
-from graphar.matmul import products
-from graphar.matmul.gemm import matmul
 from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.matmuls import fused_algorithm
 from graphar.plan.tiles import SKINNY_TILES
+from graphar.product import products
+from graphar.product.gemm import matmul
 from graphar.runtime import launcher
 from graphar.runtime.catalogue import SKINNY_KERNELS
 from tests.cases import same_bits

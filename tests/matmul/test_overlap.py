@@ -11,16 +11,16 @@ import torch
 
 import graphar
 from graphar.errors import UnsupportedError
-from graphar.matmul import overlap
-from graphar.matmul.operands import MatmulOperands
-from graphar.matmul.overlap import Beside, Panels
-from graphar.matmul.tensor_maps import matrix_of
 from graphar.numerics.partitions import panels
 from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import fastest_tile
 from graphar.plan.policy import MeasuredMatmul, TileCost
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Parts, Product, Sum
+from graphar.product import overlap
+from graphar.product.operands import MatmulOperands
+from graphar.product.overlap import Beside, Panels
+from graphar.product.tensor_maps import matrix_of
 from graphar.runtime.bind import collective, norm
 from graphar.runtime.plan import Plan
 

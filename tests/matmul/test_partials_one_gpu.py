@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from graphar import reference
-from graphar.matmul.leaf_products import product
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE
+from graphar.product.leaf_products import product
 from graphar.runtime.catalogue import SKINNY_KERNELS
 from tests.cases import normal, same_bits
 from tests.one_gpu import RanksOfOneGpu

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from graphar.matmul.scaled_gemm import scaled_matmul
-from graphar.matmul.tensor_maps import aligned_copy
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.plan.tiles import FP8_TILES
+from graphar.product.scaled_gemm import scaled_matmul
+from graphar.product.tensor_maps import aligned_copy
 from tests.cases import same_bits
 from tests.one_gpu import RanksOfOneGpu
 
@@ -110,7 +110,7 @@ def test_parts_that_are_no_whole_tiles_give_these_bits(ranks, form, tile):
 @pytest.mark.parametrize("form", FORMATS)
 def test_ranks_that_take_different_tiles_give_these_bits(ranks, form, monkeypatch):
     turns = itertools.cycle(FP8_TILES)
-    monkeypatch.setattr("graphar.matmul.fused.gathered_tile", lambda *given: next(turns))
+    monkeypatch.setattr("graphar.product.fused.gathered_tile", lambda *given: next(turns))
 
     for rows in HEIGHTS:
         assert wrong_elements(ranks, form, [rows] * ranks.world_size, 456, 400) == 0, rows
@@ -130,7 +130,7 @@ def test_any_rows_and_columns_in_a_row_give_these_bits(ranks, form):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_rows_that_fill_several_launches_give_these_bits(ranks, form, monkeypatch):
-    monkeypatch.setattr("graphar.matmul.fused.gathered_rows_a_launch", lambda *given: 256)
+    monkeypatch.setattr("graphar.product.fused.gathered_rows_a_launch", lambda *given: 256)
     counts = [choice for choice, _ in zip(itertools.cycle((700, 256, 0, 1000)), range(ranks.world_size))]
 
     assert wrong_elements(ranks, form, counts, 200, 272) == 0

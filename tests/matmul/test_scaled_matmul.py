@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul import gemm, scaled_gemm
-from graphar.matmul.tensor_maps import Matrix, matrix_of
 from graphar.numerics.fp8_products import FP8, checked_scales
 from graphar.plan.matmuls import fastest_scaled_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, MatmulTile
+from graphar.product import gemm, scaled_gemm
+from graphar.product.tensor_maps import Matrix, matrix_of
 from graphar.runtime.catalogue import SCALE_FORMATS, scaled_matmul_source
 from perf.cubin import resources
 from tests.matmul.test_matmul import SHARED_NBYTES_OF_A_BLOCK, compile_with_log

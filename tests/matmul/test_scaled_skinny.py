@@ -7,10 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.matmul import fused, tile_launches
-from graphar.matmul.fused import FusedMatmul, load_tile
-from graphar.matmul.operands import operands_of
-from graphar.matmul.products import takes_tiles
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.fp8_products import FP8
 from graphar.plan.algorithms import Algorithm
@@ -18,6 +14,10 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
+from graphar.product import fused, tile_launches
+from graphar.product.fused import FusedMatmul, load_tile
+from graphar.product.operands import operands_of
+from graphar.product.products import takes_tiles
 from graphar.ranks import agreement
 from graphar.runtime.arguments import MatmulArguments, ScaledMatmulArguments
 from graphar.runtime.catalogue import SCALE_FORMATS, fused_matmul_source

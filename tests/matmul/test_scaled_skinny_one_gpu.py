@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from graphar import reference
-from graphar.matmul.scaled_gemm import scaled_matmul
-from graphar.matmul.tensor_maps import aligned_copy
 from graphar.numerics.fp8_products import FP8
+from graphar.product.scaled_gemm import scaled_matmul
+from graphar.product.tensor_maps import aligned_copy
 from graphar.runtime.catalogue import SKINNY_KERNELS
 from tests.cases import same_bits
 from tests.matmul.test_skinny_one_gpu import write_late

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from graphar import reference
-from graphar.matmul.scaled_gemm import scaled_matmul
 from graphar.numerics.fp8_products import FP8
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.tiles import REDUCED_FP8_TILES, SCATTERED_FP8_TILES
+from graphar.product.scaled_gemm import scaled_matmul
 from tests.cases import same_bits
 from tests.one_gpu import RanksOfOneGpu
 

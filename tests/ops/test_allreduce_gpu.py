@@ -234,7 +234,7 @@ def test_without_peer_access_the_fallback_answers(ranks: Ranks, monkeypatch):
     def refuse(self):
         raise graphar.UnsupportedError("cuda:0 has no peer access to cuda:1")
 
-    monkeypatch.setattr("graphar.runtime.peer_memory.LocalMemory.check", refuse)
+    monkeypatch.setattr("graphar.runtime.memory.peer_memory.LocalMemory.check", refuse)
     with graphar.Communicator(devices=range(ranks.world_size)) as communicator:
         parts = [normal(rank, 8192, torch.float32) for rank in range(ranks.world_size)]
         ys = communicator.allreduce(ranks.place(parts))

@@ -18,7 +18,7 @@ from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
 from graphar.plan.select import Facts, algorithms_of, select
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Parts, Sum
-from graphar.ranks import fallback
+from graphar.ranks.cpu import fallback
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 

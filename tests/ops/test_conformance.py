@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.ranks import fallback
+from graphar.ranks.cpu import fallback
 from tests.cases import (
     EVERY_16_BIT_PATTERN,
     KERNEL_DTYPES,

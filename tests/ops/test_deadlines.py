@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import graphar
-from graphar.matmul import fused, gathered_chunks, overlap, products
-from graphar.matmul.gathered_chunks import GatheredChunks
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call, Operands
@@ -28,6 +26,8 @@ from graphar.plan.work import (
     Sum,
     TensorTuple,
 )
+from graphar.product import fused, gathered_chunks, overlap, products
+from graphar.product.gathered_chunks import GatheredChunks
 from graphar.runtime import engine as engines
 from graphar.runtime import launcher
 from graphar.runtime.bind import collective, launches

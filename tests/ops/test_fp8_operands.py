@@ -9,11 +9,11 @@ import torch
 
 import graphar
 from graphar import CommunicatorError, reference
-from graphar.matmul import scaled_sums
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.ops import preparation
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.matmuls import scaled_tiles
+from graphar.product import scaled_sums
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 

@@ -9,7 +9,7 @@ import torch
 
 import graphar
 from graphar import Epilogue, reference
-from graphar.matmul.gemm import matmul
+from graphar.product.gemm import matmul
 from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.ops.test_fused_gpu import FUSED, KERNELS, SCATTER, WAYS, Layer, can_cut, every_op, hopper, integers, normal

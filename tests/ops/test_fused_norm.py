@@ -6,11 +6,11 @@ import torch
 
 import graphar
 from graphar import reference
-from graphar.matmul import products
-from graphar.matmul.operands import operands_of
 from graphar.numerics import norms
 from graphar.plan.config import FALLBACK
-from graphar.runtime import residual_norm
+from graphar.product import products
+from graphar.product.operands import operands_of
+from graphar.runtime.bind import residual_norm
 from graphar.runtime.plan import Plan
 from tests.cases import normal, same_bits
 

@@ -9,10 +9,10 @@ import torch
 
 import graphar
 from graphar import reference
-from graphar.matmul.gemm import matmul
 from graphar.numerics import norms
 from graphar.numerics.nan import with_canonical_nan
-from graphar.runtime import residual_norm
+from graphar.product.gemm import matmul
+from graphar.runtime.bind import residual_norm
 from tests import cases
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import graphar
-from graphar.matmul.leaf_products import product
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.ops import linear
 from graphar.plan.algorithms import with_tree
+from graphar.product.leaf_products import product
 from tests.cases import by_position, same_bits
 from tests.one_gpu import RanksOfOneGpu
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import graphar
-from graphar.matmul.leaf_products import product
 from graphar.numerics.leaf_tree import LEAVES
+from graphar.product.leaf_products import product
 from tests.cases import normal, same_bits
 from tests.gpu import Ranks, poison
 

@@ -17,7 +17,7 @@ from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import split
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Norm
-from graphar.runtime import residual_norm
+from graphar.runtime.bind import residual_norm
 from graphar.runtime.registry import engine_of_group
 from tests.cases import bit_patterns, normal, same_bits
 from tests.processes import run_ranks

@@ -16,7 +16,7 @@ from graphar.plan import select
 from graphar.plan.algorithms import with_kernels
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Norm
-from graphar.runtime import residual_norm
+from graphar.runtime.bind import residual_norm
 from graphar.runtime.registry import engine_of_group
 from tests.cases import HALVES, bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison

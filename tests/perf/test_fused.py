@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import graphar
-from graphar.matmul import timelines
 from graphar.plan.tiles import MatmulTile
+from graphar.product import timelines
 from graphar.runtime.compiler import source_directory
 from perf import __main__ as program
 from perf import fusion, timeline

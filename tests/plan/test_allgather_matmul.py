@@ -9,11 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.matmul.fused import FusedMatmul
-from graphar.matmul.gemm import layout_of
-from graphar.matmul.operands import MatmulOperands
-from graphar.matmul.products import gathering_method
-from graphar.matmul.tensor_maps import matrix_of
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
@@ -23,6 +18,11 @@ from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, gathered_flags
 from graphar.plan.slices import gathered_rows_a_launch, row_slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import ALLGATHER_MATMUL, Product
+from graphar.product.fused import FusedMatmul
+from graphar.product.gemm import layout_of
+from graphar.product.operands import MatmulOperands
+from graphar.product.products import gathering_method
+from graphar.product.tensor_maps import matrix_of
 
 H200 = shipped_table("nvidia_h200")
 FROM_1024 = replace(H200, allgather_matmul=AllgatherMatmulPolicy({4: 2048}, {4: 1024}))

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.matmul import tile_launches
-from graphar.matmul.tile_launches import Matrices, gathered_tiles, skinny, summed_tiles
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.plan import tune
 from graphar.plan.algorithms import Algorithm
@@ -23,6 +21,8 @@ from graphar.plan.slices import Slice
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import GATHERED_TILES, SKINNY_TILES, SUMMED_TILES
 from graphar.plan.work import Norm, Parts, Sum
+from graphar.product import tile_launches
+from graphar.product.tile_launches import Matrices, gathered_tiles, skinny, summed_tiles
 
 SMS, TABLE = 132, shipped_table("nvidia_h200")
 MANY = (2, 3, 4, 7, 14)

@@ -8,13 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.matmul import fused
-from graphar.matmul.fused import FusedMatmul
-from graphar.matmul.gemm import layout_of
-from graphar.matmul.operands import MatmulOperands
-from graphar.matmul.products import takes_tiles
-from graphar.matmul.tensor_maps import matrix_of
-from graphar.matmul.tile_launches import box_rows
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.plan import matmuls
@@ -24,6 +17,13 @@ from graphar.plan.policy import Chip
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import SKINNY_TILES, skinny_tile, travels_in_tiles
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
+from graphar.product import fused
+from graphar.product.fused import FusedMatmul
+from graphar.product.gemm import layout_of
+from graphar.product.operands import MatmulOperands
+from graphar.product.products import takes_tiles
+from graphar.product.tensor_maps import matrix_of
+from graphar.product.tile_launches import box_rows
 
 H200 = shipped_table("nvidia_h200")
 POLICY, SMS, CHIP = H200.matmul, 132, Chip(132, "sm_90a")

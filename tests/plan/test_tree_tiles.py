@@ -9,9 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.matmul import fused, tree_sums
-from graphar.matmul.fused import FusedMatmul
-from graphar.matmul.operands import MatmulOperands
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.leaf_tree import LEAF_UNIT, LEAVES
 from graphar.ops import preparation
@@ -22,6 +19,9 @@ from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, MATMUL_PAR
 from graphar.plan.slices import rows_a_launch
 from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
+from graphar.product import fused, tree_sums
+from graphar.product.fused import FusedMatmul
+from graphar.product.operands import MatmulOperands
 from graphar.ranks import agreement
 from graphar.runtime.catalogue import SKINNY_KERNELS
 from tests.plan.test_algorithms import MOST_SHARED_NBYTES, constant

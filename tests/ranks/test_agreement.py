@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphar.matmul.fused import sources_of_tile
 from graphar.numerics.codecs import Codec, codec
 from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import Pointwise
@@ -21,6 +20,7 @@ from graphar.plan.config import Config, Kernel
 from graphar.plan.matmuls import scaled_tiles
 from graphar.plan.slices import Slice
 from graphar.plan.work import SCALES, Norm, Parts, Product, Sum, TensorTuple
+from graphar.product.fused import sources_of_tile
 from graphar.ranks import agreement
 from graphar.ranks.agreement import Fingerprints
 from graphar.ranks.rendezvous import StoreRendezvous

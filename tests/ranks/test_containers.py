@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from graphar.errors import UnsupportedError
 from graphar.ranks.rendezvous import StoreRendezvous
-from graphar.runtime.peer_memory import ProcessMemory
+from graphar.runtime.memory.peer_memory import ProcessMemory
 from tests.fake_gpu import FakeDriver, installed, tensor_at
 
 NAMESPACES = ("--user", "--map-root-user", "--ipc", "--pid", "--fork", "--mount", "--mount-proc", "--uts", "--net")

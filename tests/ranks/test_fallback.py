@@ -14,7 +14,7 @@ from graphar import Codec, Communicator, Epilogue, reference
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts, Sum
-from graphar.ranks import fallback, message_sums
+from graphar.ranks.cpu import fallback, message_sums
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 

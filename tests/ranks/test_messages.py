@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError, reference
-from graphar.ranks import message_sums, rendezvous
-from graphar.ranks.messages import SMALL_NBYTES, messages_of
+from graphar.ranks import rendezvous
+from graphar.ranks.cpu import message_sums
+from graphar.ranks.cpu.messages import SMALL_NBYTES, messages_of
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 

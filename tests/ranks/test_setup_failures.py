@@ -24,7 +24,8 @@ from graphar.plan.policy import Chip
 from graphar.plan.work import Sum
 from graphar.ranks import capture
 from graphar.ranks.rendezvous import StoreRendezvous
-from graphar.runtime import availability, engine, ipc_memory, launcher
+from graphar.runtime import availability, engine, launcher
+from graphar.runtime.memory import ipc_memory
 from tests.processes import run_code, run_ranks
 
 ROOT = Path(__file__).parents[2]

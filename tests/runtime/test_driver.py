@@ -15,7 +15,7 @@ from graphar.runtime import driver as drivers
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_driver
 from graphar.runtime.driver import call, check
-from graphar.runtime.peer_memory import LocalMemory
+from graphar.runtime.memory.peer_memory import LocalMemory
 
 ROOT = Path(__file__).parents[2]
 OK, INVALID = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_INVALID_VALUE

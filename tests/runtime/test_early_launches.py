@@ -13,8 +13,8 @@ from graphar.plan.config import Config
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.plan.work import Sum
-from graphar.runtime import launcher, residual_norm
-from graphar.runtime.bind import collective
+from graphar.runtime import launcher
+from graphar.runtime.bind import collective, residual_norm
 
 SMS = 132
 

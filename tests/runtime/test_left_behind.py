@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import graphar
 from graphar import Communicator, CommunicatorError, UnsupportedError
-from graphar.matmul.overlap import Panels
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
+from graphar.product.overlap import Panels
 from graphar.runtime import registry
 from graphar.runtime.engine import Engine, open_engines
 from graphar.runtime.registry import engine_of_group

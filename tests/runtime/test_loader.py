@@ -9,11 +9,12 @@ import torch
 
 import graphar
 from graphar import UnsupportedError
-from graphar.matmul import gemm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Kernel
 from graphar.plan.tiles import MATMUL_TILES
-from graphar.runtime import launcher, residual_norm
+from graphar.product import gemm
+from graphar.runtime import launcher
+from graphar.runtime.bind import residual_norm
 from graphar.runtime.compiler import source_directory
 from graphar.runtime.kernels import Kernels
 

@@ -30,7 +30,7 @@ from graphar.runtime.catalogue import kernel_source
 from graphar.runtime.engine import Engine
 from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.member import Member
-from graphar.runtime.multicast_memory import TorchMemory
+from graphar.runtime.memory.multicast_memory import TorchMemory
 from graphar.runtime.runner import Runner
 
 PACKAGE = Path(graphar.__file__).parent

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.runtime import nvtx
+from graphar.runtime.watch import nvtx
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import torch
 import graphar
 from graphar.plan.algorithms import Algorithm
 from graphar.ranks.rendezvous import RanksAbsent
+from graphar.runtime.memory.suspension import Suspension
 from graphar.runtime.registry import engine_of_group
-from graphar.runtime.suspension import Suspension
 from tests.cases import integers, normal, same_bits
 from tests.fake_gpu import descriptors
 from tests.one_gpu import RanksOfOneGpu

@@ -20,14 +20,14 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.scratch import SENTINEL
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime import runner as runners
-from graphar.runtime import suspension
 from graphar.runtime.arguments import Counters, Record
 from graphar.runtime.engine import open_engines
 from graphar.runtime.kernels import COUNTERS_NBYTES
-from graphar.runtime.memory import Memory, MemoryUse
-from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
+from graphar.runtime.memory import suspension
+from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
+from graphar.runtime.memory.suspension import Suspension
+from graphar.runtime.memory.use import Memory, MemoryUse
 from graphar.runtime.runner import Runner
-from graphar.runtime.suspension import Suspension
 from tests.fake_gpu import FakeDriver, descriptors, installed, tensor_at
 from tests.processes import run_ranks
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from graphar.errors import UnsupportedError
 from graphar.ranks.rendezvous import StoreRendezvous
-from graphar.runtime import availability, peer_memory, virtual_memory
-from graphar.runtime.peer_memory import LocalMemory, ProcessMemory
+from graphar.runtime import availability
+from graphar.runtime.memory import peer_memory, virtual_memory
+from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 
 NO_PROBLEM = ""
 

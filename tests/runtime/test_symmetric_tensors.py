@@ -17,12 +17,12 @@ from graphar.plan.select import Facts
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Sum
 from graphar.ranks.rendezvous import Alone
-from graphar.runtime import symmetric_tensors
 from graphar.runtime.arguments import Arguments
 from graphar.runtime.bind.launches import put_agreed
-from graphar.runtime.peer_memory import SharedBuffer
+from graphar.runtime.memory import symmetric_tensors
+from graphar.runtime.memory.peer_memory import SharedBuffer
+from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.runner import Runner
-from graphar.runtime.symmetric_tensors import SymmetricTensors
 from tests.cases import integers, same_bits
 from tests.processes import run_ranks
 

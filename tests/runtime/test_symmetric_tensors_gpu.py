@@ -321,7 +321,7 @@ def test_without_peer_access_tensors_are_ordinary(monkeypatch):
     def refuse(self):
         raise graphar.UnsupportedError("cuda:0 has no peer access to cuda:1")
 
-    monkeypatch.setattr("graphar.runtime.peer_memory.LocalMemory.check", refuse)
+    monkeypatch.setattr("graphar.runtime.memory.peer_memory.LocalMemory.check", refuse)
     with graphar.Communicator(devices=range(2)) as communicator:
         outs = communicator.empty(8192, dtype=torch.float32)
         inputs = [normal(rank, 8192, torch.float32) for rank in range(2)]

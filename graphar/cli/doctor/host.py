@@ -15,8 +15,9 @@ from graphar.plan import tables
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.sizes import GB, MB
 from graphar.ranks import descriptors
-from graphar.runtime import cache, user_tables, virtual_memory
+from graphar.runtime import cache, user_tables
 from graphar.runtime.availability import missing_software
+from graphar.runtime.memory import virtual_memory
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LITTLE_NBYTES = 64 * MB  # the default of container engines

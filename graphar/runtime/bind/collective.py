@@ -14,7 +14,8 @@ from graphar.numerics.epilogues.code import Corner
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config, kernel_of
 from graphar.plan.slices import Slice, slices
-from graphar.ranks import agreement, fallback
+from graphar.ranks import agreement
+from graphar.ranks.cpu import fallback
 from graphar.runtime import launcher, prefetch
 from graphar.runtime.arguments import Arguments
 from graphar.runtime.bind.launches import Put, bind_launch, of_members, put_agreed

@@ -13,8 +13,8 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
 from graphar.plan.slices import Slice, slices
 from graphar.plan.work import Norm, Parts, Sum
-from graphar.runtime import residual_norm
 from graphar.runtime.arguments import NormArguments
+from graphar.runtime.bind import residual_norm
 from graphar.runtime.bind.collective import bind_slice, plan_of_slices
 from graphar.runtime.bind.launches import Put
 from graphar.runtime.engine import Engine

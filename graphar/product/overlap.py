@@ -22,15 +22,15 @@ import torch
 
 from graphar import reference
 from graphar.errors import UnsupportedError
-from graphar.matmul import gemm, scaled_sums
-from graphar.matmul.operands import MatmulOperands, flat
-from graphar.matmul.tensor_maps import aligned_copy, matrix_of
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import MatmulChoice, choose_matmul, fastest_tile
 from graphar.plan.policy import TileCost
 from graphar.plan.work import Parts, Product, Sum
+from graphar.product import gemm, scaled_sums
+from graphar.product.operands import MatmulOperands, flat
+from graphar.product.tensor_maps import aligned_copy, matrix_of
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache

@@ -5,7 +5,7 @@ memory to the other processes as file descriptors. Where that is not possible, b
 
 ProcessMemory does not use torch's symmetric memory, whose rendezvous counts per process and not per group, and hangs if
 two groups overlap (pytorch#196082). The multimem algorithms need a multicast address, and take their memory from
-graphar.runtime.multicast_memory.
+graphar.runtime.memory.multicast_memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
 from graphar.ranks.descriptors import Channel, close_all
 from graphar.ranks.hosts import host, several_hosts
 from graphar.ranks.rendezvous import StoreRendezvous
-from graphar.runtime import ipc_memory, virtual_memory
 from graphar.runtime.availability import may_share_gpu, no_peer_access
 from graphar.runtime.driver import call, check, driver, on_device, primary_context
-from graphar.runtime.ipc_memory import SharedBuffer
-from graphar.runtime.virtual_buffer import VirtualBuffer
+from graphar.runtime.memory import ipc_memory, virtual_memory
+from graphar.runtime.memory.ipc_memory import SharedBuffer
+from graphar.runtime.memory.virtual_buffer import VirtualBuffer
 
 Buffer: TypeAlias = VirtualBuffer | SharedBuffer
 

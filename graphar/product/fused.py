@@ -15,12 +15,6 @@ from dataclasses import replace
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul import scaled_gemm
-from graphar.matmul.gemm import STORE_COLUMNS, layout_of, why_not
-from graphar.matmul.leaf_products import in_whole_loads
-from graphar.matmul.operands import MatmulOperands, operands_of
-from graphar.matmul.tensor_maps import Matrix, aligned_copy, aligned_like, matrix_of
-from graphar.matmul.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
 from graphar.numerics.fp8_products import Scales
@@ -40,6 +34,12 @@ from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES, PACK_NB
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices, rows_a_launch
 from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import ALLGATHER_MATMUL, Product
+from graphar.product import scaled_gemm
+from graphar.product.gemm import STORE_COLUMNS, layout_of, why_not
+from graphar.product.leaf_products import in_whole_loads
+from graphar.product.operands import MatmulOperands, operands_of
+from graphar.product.tensor_maps import Matrix, aligned_copy, aligned_like, matrix_of
+from graphar.product.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
 from graphar.ranks import agreement
 from graphar.runtime import launcher
 from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed

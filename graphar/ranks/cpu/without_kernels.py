@@ -10,8 +10,8 @@ import torch
 
 from graphar.plan.call import Call
 from graphar.plan.config import HIERARCHICAL, Config
-from graphar.ranks import fallback, message_sums, specified
-from graphar.ranks.fallback import Run
+from graphar.ranks.cpu import fallback, message_sums, specified
+from graphar.ranks.cpu.fallback import Run
 from graphar.ranks.group_calls import GroupCalls
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.ranks.rendezvous import Ranks

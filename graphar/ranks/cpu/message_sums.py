@@ -16,8 +16,8 @@ from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
-from graphar.ranks.fallback import Run, sum_of
-from graphar.ranks.messages import SMALL_NBYTES, Messages
+from graphar.ranks.cpu.fallback import Run, sum_of
+from graphar.ranks.cpu.messages import SMALL_NBYTES, Messages
 
 _CHUNK_NBYTES = 8 << 20  # of which a communicator keeps memory for this rank's shard of each other rank
 _PIECE = 1 << 17  # elements that are summed at a time, in fp32

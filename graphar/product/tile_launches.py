@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from graphar.matmul.gemm import STORE_ROWS, Order, operand_maps, rows_map, weight_map
-from graphar.matmul.scaled_gemm import PlacedScales
-from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import MatmulTile, SkinnyTile
+from graphar.product.gemm import STORE_ROWS, Order, operand_maps, rows_map, weight_map
+from graphar.product.scaled_gemm import PlacedScales
+from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 from graphar.runtime.arguments import Arguments, MatmulArguments, ScaledMatmulArguments
 from graphar.runtime.launcher import Grid
 

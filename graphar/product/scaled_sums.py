@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul import scaled_gemm
-from graphar.matmul.operands import MatmulOperands, flat, flat_scale
 from graphar.numerics.fp8_products import Scales, checked_scales, rounded_product
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.matmuls import MatmulChoice
+from graphar.product import scaled_gemm
+from graphar.product.operands import MatmulOperands, flat, flat_scale
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 
 from graphar import reference
-from graphar.matmul import scaled_sums
-from graphar.matmul.operands import MatmulOperands, operands_of
 from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.numerics.fp8_products import Scales
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product, TensorTuple
+from graphar.product import scaled_sums
+from graphar.product.operands import MatmulOperands, operands_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Launch, Plan
 

@@ -1,6 +1,6 @@
 """Memory that cannot be given back while its addresses stay: by cuMemAlloc, and shared by legacy CUDA IPC.
 
-It serves where the driver or a sandbox forbids what graphar.runtime.virtual_memory does.
+It serves where the driver or a sandbox forbids what graphar.runtime.memory.virtual_memory does.
 """
 
 from __future__ import annotations

@@ -10,9 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from graphar.matmul import leaf_products
-from graphar.matmul.fused import FusedMatmul, why_not_columns
-from graphar.matmul.operands import MatmulOperands, flat, operands_of, with_bias_in_epilogue
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.plan.algorithms import MATMUL_TYPES
@@ -20,6 +17,9 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.config import FALLBACK
 from graphar.plan.matmuls import COLUMNS, fused_algorithm, prefers_tiles, sent_itemsize
 from graphar.plan.work import Norm, Parts, Product, Sum
+from graphar.product import leaf_products
+from graphar.product.fused import FusedMatmul, why_not_columns
+from graphar.product.operands import MatmulOperands, flat, operands_of, with_bias_in_epilogue
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Launch, Plan
 

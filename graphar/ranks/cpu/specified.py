@@ -13,9 +13,9 @@ import torch.distributed as dist
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.row import Specification
-from graphar.ranks import fallback
-from graphar.ranks.fallback import Run
-from graphar.ranks.messages import Messages
+from graphar.ranks.cpu import fallback
+from graphar.ranks.cpu.fallback import Run
+from graphar.ranks.cpu.messages import Messages
 
 
 def specification_of(call: Call) -> Specification | None:

@@ -10,7 +10,7 @@ import torch
 
 from graphar.runtime.arguments import Arguments
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.peer_memory import Buffer, LocalMemory, ProcessMemory
+from graphar.runtime.memory.peer_memory import Buffer, LocalMemory, ProcessMemory
 
 # Memory is shared in whole blocks of this size. An allocation of whole blocks exposes no other memory to peers.
 _BLOCK_NBYTES = 2 << 20

@@ -33,7 +33,7 @@ from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts, Sum, Work
-from graphar.ranks.messages import GroupFailed, Messages, deadline
+from graphar.ranks.cpu.messages import GroupFailed, Messages, deadline
 
 _SMALL_NBYTES = 32 << 10  # of an all-reduce whose messages take no longer than empty ones
 _CHUNK_NBYTES = 64 << 20

@@ -17,8 +17,8 @@ import torch
 from graphar.errors import CommunicatorError, DriverError
 from graphar.ranks.capture import is_capturing
 from graphar.runtime.driver import call, driver, on_device
+from graphar.runtime.memory.virtual_buffer import Guard, VirtualBuffer
 from graphar.runtime.runner import REPLAYED, Runner
-from graphar.runtime.virtual_buffer import Guard, VirtualBuffer
 
 
 class Suspension:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from graphar.plan.call import Call, Operands
 from graphar.ranks.capture import is_capturing
-from graphar.runtime import nvtx
-from graphar.runtime.comms_metadata import ranks_of
 from graphar.runtime.engine import Engine, watching
+from graphar.runtime.watch import nvtx
+from graphar.runtime.watch.comms_metadata import ranks_of
 
 
 @contextmanager

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
 from graphar.plan.matmuls import fastest_tile
 from graphar.plan.policy import MatmulPolicy
 from graphar.plan.tiles import LEAF_COUNTS, LEAF_TILES, MatmulTile
+from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 from graphar.runtime import launcher
 from graphar.runtime.arguments import MatmulArguments
 from graphar.runtime.catalogue import matmul_source

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 
 import torch
 
-from graphar.matmul.operands import MatmulOperands, operands_of
-from graphar.matmul.overlap import streams_of
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
 from graphar.plan.work import Sum
+from graphar.product.operands import MatmulOperands, operands_of
+from graphar.product.overlap import streams_of
 from graphar.ranks import agreement
 from graphar.runtime.bind.collective import bind_slice, plan_of_slices
 from graphar.runtime.bounded_cache import BoundedCache
@@ -36,7 +36,7 @@ from graphar.runtime.driver import call as driver_call
 from graphar.runtime.driver import driver, on_device
 from graphar.runtime.engine import Engine
 from graphar.runtime.member import Member
-from graphar.runtime.symmetric_tensors import tensor_at
+from graphar.runtime.memory.symmetric_tensors import tensor_at
 
 
 @dataclass(frozen=True)

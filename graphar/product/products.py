@@ -9,11 +9,6 @@ from dataclasses import replace
 import torch
 
 from graphar import reference
-from graphar.matmul import leaf_products, overlap, scaled_gathers, scaled_sums, tree_sums
-from graphar.matmul.fused import FusedMatmul, why_not_columns
-from graphar.matmul.gathered_chunks import GatheredChunks
-from graphar.matmul.operands import MatmulOperands, flat, operands_of, with_bias_in_epilogue
-from graphar.matmul.overlap import Panels
 from graphar.numerics import partitions
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
@@ -27,7 +22,12 @@ from graphar.plan.select import Choice, has_norm_kernel
 from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.tiles import travels_in_tiles
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Norm, Parts, Product, Sum
-from graphar.runtime import residual_norm
+from graphar.product import leaf_products, overlap, scaled_gathers, scaled_sums, tree_sums
+from graphar.product.fused import FusedMatmul, why_not_columns
+from graphar.product.gathered_chunks import GatheredChunks
+from graphar.product.operands import MatmulOperands, flat, operands_of, with_bias_in_epilogue
+from graphar.product.overlap import Panels
+from graphar.runtime.bind import residual_norm
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Launch, Plan
 

@@ -78,7 +78,7 @@ def deadline(seconds: float) -> timedelta:
 class Messages:
     """The messages of one communicator over gloo. They meet no messages of other communicators of the group.
 
-    It has those methods of a process group that :mod:`graphar.ranks.fallback` calls.
+    It has those methods of a process group that :mod:`graphar.ranks.cpu.fallback` calls.
 
     Args:
         gloo: the group's backend for CPU tensors.

@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import pad
 
 from graphar.errors import UnsupportedError
-from graphar.matmul import gemm
-from graphar.matmul.tensor_maps import aligned_copy, matrix_of
 from graphar.numerics import leaf_tree
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.numerics.nan import with_canonical_nan
+from graphar.product import gemm
+from graphar.product.tensor_maps import aligned_copy, matrix_of
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
 

@@ -6,9 +6,9 @@ import contextlib
 import ctypes
 from collections.abc import Mapping, Sequence
 
-from graphar.runtime import virtual_memory
 from graphar.runtime.arguments import Counters
 from graphar.runtime.driver import call, driver
+from graphar.runtime.memory import virtual_memory
 
 
 class VirtualBuffer:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.matmul import gemm
-from graphar.matmul.gemm import STORE_COLUMNS, STORE_ROWS, Order
-from graphar.matmul.tensor_maps import Matrix, matrix_of, tensor_map
 from graphar.numerics.fp8_products import Scales, check_operands, checked_scales
 from graphar.plan.matmuls import fastest_scaled_tile
 from graphar.plan.policy import TileCost
 from graphar.plan.tiles import FP8_TILES, MatmulTile
+from graphar.product import gemm
+from graphar.product.gemm import STORE_COLUMNS, STORE_ROWS, Order
+from graphar.product.tensor_maps import Matrix, matrix_of, tensor_map
 from graphar.runtime import launcher
 from graphar.runtime.arguments import ScaledMatmulArguments
 from graphar.runtime.catalogue import SCALE_FORMATS, scaled_matmul_source

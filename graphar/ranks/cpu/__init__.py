@@ -1,0 +1,1 @@
+"""Calls without kernels: over a process group, host by host, or within this process."""

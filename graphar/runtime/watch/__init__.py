@@ -1,0 +1,1 @@
+"""What watches calls: profiles, counts, and the ranges of NVTX and of torch's profiler."""
