@@ -9,7 +9,7 @@ What holds for each page:
   page with a block that begins with `# pip install ...` is skipped where one of these packages is missing.
 - Rows between `<!-- table: reports/... -->` and `<!-- end of table -->` have some of the report's columns, and are rows
   of the report.
-- Measured numbers in prose stand in a report that the page links to, or tests/test_docs_numbers.py computes them.
+- Measured numbers in prose stand in a report that the page links to, or tests/docs/test_numbers.py computes them.
 - `<!-- figure: NAME -->` and `<!-- generated: NAME -->` are replaced when docs are built (docs/hooks.py).
 - Links lead to other pages, and out of docs/ to `../../reports/` alone.
 """

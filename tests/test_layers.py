@@ -35,6 +35,7 @@ LAYERS = (
     ("__main__",),
 )
 FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}
+MAX_TEST_FILES_OUTSIDE_FOLDERS = 12
 MAX_ROOT_ENTRIES = 19  # 16 packages and modules, and `__init__.py`, `__main__.py` and `py.typed`
 MAX_INNER_IMPORTS = 8
 MAX_SCHEMAS = 31
@@ -120,6 +121,12 @@ def test_the_root_of_the_package_has_few_entries():
     entries = {path.name for path in ROOT.iterdir()} - {"__pycache__"}
 
     assert len(entries) <= MAX_ROOT_ENTRIES, sorted(entries)
+
+
+def test_few_files_of_tests_lie_outside_the_folders_that_mirror_the_package():
+    files = sorted(path.name for path in Path(__file__).parent.glob("test_*.py"))
+
+    assert len(files) <= MAX_TEST_FILES_OUTSIDE_FOLDERS, files
 
 
 def test_few_functions_import_modules_of_graphar():

@@ -20,7 +20,7 @@ from tests.runtime.test_read_only import MOUNT, mounts_are_possible
 ROOT = Path(__file__).parents[2]
 CHECKOUT = ("graphar", "cuda_src", "perf", "reports", "tests", "docs")
 SHORT = ("-m", "perf", "allreduce", "--world-size", "2", "--max-nbytes", "2K")
-OF_COMMITTED_REPORTS = ("tests/test_docs_numbers.py", "tests/test_readme.py", "tests/perf/test_page.py")
+OF_COMMITTED_REPORTS = ("tests/docs/test_numbers.py", "tests/docs/test_readme.py", "tests/perf/test_page.py")
 
 
 def git_ignores() -> list[str]:

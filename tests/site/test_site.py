@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.test_pages import MKDOCS, in_navigation
 from tests.pages import ROOT
-from tests.test_docs import MKDOCS, in_navigation
 
 
 @pytest.fixture(scope="module")

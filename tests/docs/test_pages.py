@@ -10,8 +10,8 @@ import pytest
 
 import graphar
 from graphar.runtime import availability, multicast, requirements
+from tests.docs.test_numbers import rows_of
 from tests.pages import FOLDER, PAGES, ROOT
-from tests.test_docs_numbers import rows_of
 
 MODULES = ("graphar", "graphar.numerics.codecs")
 MKDOCS = ROOT / "docs" / "mkdocs.yml"

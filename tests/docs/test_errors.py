@@ -13,8 +13,8 @@ from functools import cache
 
 import pytest
 
+from tests.docs.test_numbers import rows_of
 from tests.pages import PAGES, ROOT
-from tests.test_docs_numbers import rows_of
 
 ANY = "\0"
 FILLED_IN = re.compile(r"\.\.\.|\[[\d, ]*\]|\bcuda:(?:\d+|\0)|\btorch\.\w*\d+|\b\d+(?:\.\d+)*")

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphar import nn
 from tests.cases import normal, same_bits
-from tests.transformer import Transformer, plan, words
+from tests.nn.transformer import Transformer, plan, words
 
 pytestmark = pytest.mark.gpu(1)
 

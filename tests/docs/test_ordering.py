@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = {path.relative_to(ROOT / "cuda_src").as_posix(): path for path in (ROOT / "cuda_src").rglob("*.cu*")}
 
 

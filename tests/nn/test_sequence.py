@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from graphar import nn
 from tests.cases import normal, same_bits
+from tests.nn.transformer import Transformer, plan, words
 from tests.processes import run_ranks
-from tests.transformer import Transformer, plan, words
 
 BATCH, SEQUENCE, HIDDEN, INNER = 4, 16, 16, 64
 DTYPES = (torch.bfloat16, torch.float32)  # of bf16, rounding hides some wrong additions

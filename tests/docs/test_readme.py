@@ -17,10 +17,10 @@ from graphar.plan.scratch import MIB
 from graphar.plan.sizes import format_nbytes
 from perf.files import to_json
 from perf.report import read, topics
+from tests.docs.test_numbers import cells, rows_of
 from tests.perf.samples import REPORTS as SAMPLES
-from tests.test_docs_numbers import cells, rows_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 TABLES = sorted((ROOT / "graphar" / "plan" / "tables").glob("*.json"))
 MOST_LINES = 160
