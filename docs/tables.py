@@ -56,10 +56,10 @@ def what_auto_takes(world_size: int) -> dict[Algorithm, int | None]:
 
 
 def promises() -> str:
-    """The README's promises, with the tests that are marked with each."""
+    """The promises, with the tests that are marked with each."""
     marked = tests_of_promises()
     lines = []
-    for promise in promises_of_readme():
+    for promise in promises_of_page():
         tests = [may_break(path.relative_to(TESTS).as_posix(), name) for path, name in marked.get(promise, [])]
         lines.append([promise, "<br>".join(tests)])
     return markdown(["promise", "tests, in `tests/`"], lines)
@@ -70,9 +70,8 @@ def may_break(path: str, name: str) -> str:
     return f"<code>{path}::{name.replace('_', '_<wbr>')}</code>"
 
 
-def promises_of_readme() -> list[str]:
-    section = re.search(r"^## Promises\n(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
-    return re.findall(r"^- (.*)$", section, re.MULTILINE)
+def promises_of_page() -> list[str]:
+    return re.findall(r"^- (.*)$", (ROOT / "docs" / "pages" / "promises.md").read_text(), re.MULTILINE)
 
 
 def tests_of_promises() -> dict[str, list[tuple[Path, str]]]:

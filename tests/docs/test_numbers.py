@@ -192,6 +192,12 @@ def worst(ranks: int) -> str:
     return f"{100 * (max(ratios) - 1):.0f}"
 
 
+def eager_ratio() -> str:
+    """The time of an eager call of 2 KB / its best peer's."""
+    of = medians("h200x4/allreduce.json", world_size=4, mode="eager", dtype="bfloat16")[2 * KB]
+    return f"{of['graphar'] / min(time for name, time in of.items() if 'graphar' not in name):.2f}"
+
+
 def of_torchs_matmul(*shape: int) -> str:
     """The time of graphar's matmul / torch's at a measured shape, by the table of H200s."""
     (found,) = (one for one in shipped_table("nvidia_h200").matmul.against_torch if one[:3] == shape)
@@ -211,7 +217,8 @@ def of_torch_from_a_wave(machine: str) -> str:
 
 # By page, the numbers that are computed from reports, or stand in a tuning table.
 CLAIMS: dict[str, list[Callable[[], str | Sequence[str]]]] = {
-    "README": [
+    "README": [over_nccl, lambda: worst(4), eager_ratio],
+    "functions": [
         over_nccl,
         lambda: codec_ratios("int8", 2 * MB),
         lambda: codec_ratios("int8", GB),
