@@ -12,6 +12,10 @@ GrapharError
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
+
+# Why something cannot be done, in words. A function that is asked "why not?" returns `Reason | None`; None: it can.
+Reason: TypeAlias = str
 
 
 class GrapharError(RuntimeError):

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
+from graphar.errors import Reason
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.ranks.groups import device_of_process, process_group
@@ -30,7 +31,7 @@ class Place:
     host: str  # an identifier of its host
     gpu: str  # the UUID of its GPU; an empty string without one
     reaches: list[str]  # the UUIDs of the GPUs that its GPU has peer access to, and its own if ranks may share it
-    problem: str  # why the rank cannot use kernels, or an empty string
+    problem: Reason | None  # why the rank cannot use kernels
     sms: int = 0  # the streaming multiprocessors of its GPU; 0 without one
     arch: str = ""  # the architecture of its GPU, as in plan.policy.Chip; an empty string without one
     communicators: int = 2  # those that may have kernels on its GPU at the same time

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from graphar.communicator import Communicator
-from graphar.errors import GrapharError
+from graphar.errors import GrapharError, Reason
 from graphar.integrations import collectives
 from graphar.integrations.passed_on import PassedOn, tensors_in
 from graphar.integrations.strides import Arguments
@@ -104,7 +104,7 @@ class Routing:
         self._given_timeout_s: float | None = None  # that of set_timeout; None: the communicator's
         self._torch = TorchGroup(store, rank, ranks, name, timeout)
         self._communicator: Communicator | None = None
-        self._reasons: dict[tuple, str] = {}  # why torch's own group serves an op, by op, dtype and device
+        self._reasons: dict[tuple, Reason | None] = {}  # why torch's own group serves an op, by op, dtype and device
         self.passed_on = PassedOn()
         self._collectives = 0  # made so far
         self._sides: dict[torch.device, SideStream] = {}
@@ -248,14 +248,14 @@ class Routing:
 
     # ---- which calls graphar serves ---------------------------------------------------------------------------------
 
-    def _why_no_sum(self, op: str, opts: object | None, tensors: Sequence[torch.Tensor]) -> str:
+    def _why_no_sum(self, op: str, opts: object | None, tensors: Sequence[torch.Tensor]) -> Reason | None:
         """As :meth:`_why_not`, for a call that reduces."""
         if opts is not None and not (opts.reduceOp == dist.ReduceOp.SUM or _is_average(opts)):
             return "graphar's kernels add, and do nothing else"
         return self._why_not(op, opts, tensors)
 
-    def _why_not(self, op: str, opts: object | None, tensors: Sequence[torch.Tensor]) -> str:
-        """Returns why torch's own group serves a call, or an empty string. On GPUs the first call is collective.
+    def _why_not(self, op: str, opts: object | None, tensors: Sequence[torch.Tensor]) -> Reason | None:
+        """Returns why torch's own group serves a call. On GPUs the first call is collective.
 
         ``opts`` are its options, None for an overload without.
         """
@@ -273,12 +273,12 @@ class Routing:
                 or x.is_neg()
             ):
                 return "its tensors are not plain ones, of one dtype and on one device"
-        why = self._reasons.get((op, dtype, device))
-        if why is None:
-            why = self._reasons[op, dtype, device] = self._why_no_tensor(op, first)
-        return why
+        key = op, dtype, device
+        if key not in self._reasons:
+            self._reasons[key] = self._why_no_tensor(op, first)
+        return self._reasons[key]
 
-    def _why_no_tensor(self, op: str, x: torch.Tensor) -> str:
+    def _why_no_tensor(self, op: str, x: torch.Tensor) -> Reason | None:
         """Returns why graphar does not serve ``op`` with tensors of this dtype and device. Collective on GPUs."""
         if not self._is_backend_of(x.device):
             return f"the group has another backend for {x.device.type} tensors"
@@ -286,7 +286,7 @@ class Routing:
             return f"graphar's kernels do not add {x.dtype}"
         self._torch.serving(x.device)  # a communicator's fallback asks its group for a backend
         if x.device.type == "cpu":  # which has no kernels: graphar's fallback gives the bits that kernels give
-            return ""
+            return None
         engine = self.communicator.engine
         with engine.keeping_failure():
             return engine.why_no_kernel(op, x) if x.is_cuda else f"graphar does not serve {x.device.type} tensors"

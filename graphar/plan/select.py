@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphar.errors import UnsupportedError
+from graphar.errors import Reason, UnsupportedError
 from graphar.numerics import leaf_tree, norms
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
@@ -55,9 +55,9 @@ class Facts:
     world_size: int
     table: Table
     chip: Chip  # what the ranks' GPUs have in common; meaningless with a ``problem``
-    problem: str = ""  # why no kernel can serve the call, or an empty string
-    # Returns why multimem algorithms are not available, or an empty string. The first call is collective.
-    why_no_multicast: Callable[[], str] = lambda: ""
+    problem: Reason | None = None  # why no kernel can serve the call
+    # Returns why multimem algorithms are not available. The first call is collective.
+    why_no_multicast: Callable[[], Reason | None] = lambda: None
     # Makes the groups of the hierarchical algorithm, and returns their description. Collective.
     set_up_hierarchy: Callable[[], str] = _refuse_hierarchy
     stand_in: bool = False  # whether multimem algorithms run without multimem instructions, for tests
@@ -71,15 +71,15 @@ class Choice(NamedTuple):
     reason: str
 
 
-def why_no_kernel(world_size: int, device: str, dtype: torch.dtype, op: str) -> str:
-    """Returns why no kernel can compute ``op`` with these ranks, device type and dtype, or an empty string."""
+def why_no_kernel(world_size: int, device: str, dtype: torch.dtype, op: str) -> Reason | None:
+    """Returns why no kernel can compute ``op`` with these ranks, device type and dtype."""
     if world_size == 1:
         return "one rank has nothing to add"
     if device == "cpu":
         return "the tensor is on the CPU"
     if op != "allgather" and dtype not in TYPE_NAMES:
         return f"no kernel adds {dtype}"
-    return f"kernels serve at most {MAX_RANKS} ranks, not {world_size}" if world_size > MAX_RANKS else ""
+    return f"kernels serve at most {MAX_RANKS} ranks, not {world_size}" if world_size > MAX_RANKS else None
 
 
 def select(call: Call, facts: Facts) -> Choice:
@@ -117,8 +117,8 @@ def _asked(call: Call) -> Algorithm | None:
     return None if call.algorithm == "auto" else Algorithm(call.algorithm)
 
 
-def _why_no_kernel(call: Call, facts: Facts, asked: Algorithm | None) -> str:
-    """Returns why no kernel serves a call, or an empty string.
+def _why_no_kernel(call: Call, facts: Facts, asked: Algorithm | None) -> Reason | None:
+    """Returns why no kernel serves a call.
 
     Raises:
         UnsupportedError: the call names an algorithm that cannot serve it. One from outside the package serves calls
@@ -132,16 +132,16 @@ def _why_no_kernel(call: Call, facts: Facts, asked: Algorithm | None) -> str:
     problem = facts.problem or _why_not(asked, call, facts)
     if problem and not (facts.problem and is_from_outside(asked)):
         raise UnsupportedError(f"{call.op}: {asked.value} cannot serve this call: {problem}")
-    return f"{problem}; by the specification of {asked.value}" if problem else ""
+    return f"{problem}; by the specification of {asked.value}" if problem else None
 
 
-def _lacks(row: Row, work: Sum | Parts | TensorTuple) -> str:
-    """Returns in words what a work needs and an algorithm's kernels do not have, or an empty string."""
+def _lacks(row: Row, work: Sum | Parts | TensorTuple) -> Reason | None:
+    """Returns what a work needs and an algorithm's kernels do not have."""
     if work.epilogue and not row.takes_epilogue:
         return "has no kernel with an epilogue"
     if isinstance(work, TensorTuple) and TUPLE_VARIANT not in row.variants:
         return "has no kernel for several tensors"
-    return "has no kernel that adds as a tree" if work.order == "tree" and not row.adds_tree else ""
+    return "has no kernel that adds as a tree" if work.order == "tree" and not row.adds_tree else None
 
 
 def _fallback(call: Call, reason: str) -> Choice:
@@ -313,8 +313,8 @@ def _suits_compression(call: Call, facts: Facts) -> bool:
     return plain and call.dtype in COMPRESSING[call.op].row.dtypes and least is not None and call.nbytes >= least
 
 
-def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> str:
-    """Returns why an algorithm cannot serve a call, or an empty string."""
+def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:
+    """Returns why an algorithm cannot serve a call."""
     row = algorithm.row
     if call.dtype not in row.dtypes and BYTE not in row.dtypes:
         return f"it has no kernel for {call.dtype}"
@@ -325,17 +325,17 @@ def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> str:
     largest = row.limit(facts.world_size)
     if largest is not None and call.nbytes > largest:
         return f"its scratch takes {largest} bytes between {facts.world_size} ranks, not {call.nbytes}"
-    return facts.why_no_multicast() if row.multimem else ""
+    return facts.why_no_multicast() if row.multimem else None
 
 
-def _why_not_here(algorithm: Algorithm, facts: Facts) -> str:
-    """Returns why an algorithm has no kernel for these ranks, or an empty string."""
+def _why_not_here(algorithm: Algorithm, facts: Facts) -> Reason | None:
+    """Returns why an algorithm has no kernel for these ranks."""
     row = algorithm.row
     if facts.world_size not in row.world_sizes:
         return f"it serves {', '.join(map(str, row.world_sizes))} ranks, not {facts.world_size}"
     if not facts.chip.is_at_least(row.minimum_arch):
         return f"it needs sm_{row.minimum_arch} or newer, the GPUs have {facts.chip.arch}"
-    return ""
+    return None
 
 
 def can_encode(algorithm: Algorithm, codec: Codec) -> bool:

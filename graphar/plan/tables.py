@@ -15,6 +15,7 @@ from importlib import resources
 from itertools import pairwise
 from typing import Any
 
+from graphar.errors import Reason
 from graphar.numerics.codecs import codec
 from graphar.plan.algorithms import Algorithm, in_tables, is_from_outside, is_loaded
 from graphar.plan.policy import (
@@ -131,13 +132,13 @@ _PART_OPS = ("reducescatter", "allgather")
 _NUMBERS = ("max_nbytes", "blocks", "threads")  # of every entry
 
 
-def problem_with(content: object) -> str:
-    """Returns what is wrong with a table in JSON, or an empty string if its kernels can run every entry."""
+def problem_with(content: object) -> Reason | None:
+    """Returns what is wrong with a table in JSON; None if its kernels can run every entry."""
     try:
         _check_table(content)
     except (TypeError, ValueError) as error:
         return str(error)
-    return ""
+    return None
 
 
 def _require(holds: bool, rule: str) -> None:

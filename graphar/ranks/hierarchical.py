@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from graphar.errors import CommunicatorError, UnsupportedError
+from graphar.errors import CommunicatorError, Reason, UnsupportedError
 from graphar.numerics.codec_reference import decode, encode
 from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
@@ -48,7 +48,7 @@ class Kernels(Protocol):
 
     def run(self, call: Call, ranks: Sequence[Operands]) -> object: ...
     def synchronize(self) -> None: ...
-    def why_stays(self) -> str: ...
+    def why_stays(self) -> Reason | None: ...
     def end_work(self, keep: str | None) -> None: ...
     def give_back(self) -> None: ...
     def resume(self) -> None: ...
@@ -166,9 +166,9 @@ class Hierarchy:
         if self._kernels:
             self._kernels.synchronize()
 
-    def why_stays(self) -> str:
-        """Returns why the memory of the communicator inside this host cannot be given back, or an empty string."""
-        return self._kernels.why_stays() if self._kernels else ""
+    def why_stays(self) -> Reason | None:
+        """Returns why the memory of the communicator inside this host cannot be given back."""
+        return self._kernels.why_stays() if self._kernels else None
 
     def end_work(self, keep: str | None) -> None:
         """Ends the work of the communicators inside all hosts. Collective, and so are the next two."""

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from graphar.errors import Reason
 from graphar.ranks.descriptors import DIRECTORY_SWITCH, directory
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -26,11 +27,11 @@ def host() -> str:
     return f"{name}/{_BOOT.read_text().strip() if _BOOT.exists() else os.uname().release}"
 
 
-def several_hosts(names: Iterable[str]) -> str:
-    """Returns that ranks whose hosts have these names are on several, and what to do; an empty string if on one."""
+def several_hosts(names: Iterable[str]) -> Reason | None:
+    """Returns that ranks whose hosts have these names are on several, and what to do."""
     found = set(names)
     if len(found) == 1:
-        return ""
+        return None
     said = f"the ranks are on {len(found)} hosts"
     if len({name.rpartition("/")[2] for name in found}) == 1:
         said += f" by name, but on one machine; containers must share a directory: name it in {DIRECTORY_SWITCH}"

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from graphar.errors import CommunicatorError, UnsupportedError
+from graphar.errors import CommunicatorError, Reason, UnsupportedError
 from graphar.ranks.processes import has_ended, identify
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class Alone:
     def agree(self, what: str, step: Callable[[], T]) -> T:
         return step()
 
-    def agree_on_none(self, what: str, problem: str) -> None:
+    def agree_on_none(self, what: str, problem: Reason | None) -> None:
         if problem:
             raise UnsupportedError(problem)
 
@@ -179,9 +179,9 @@ class StoreRendezvous:
             raise CommunicatorError(f"{what} failed on another rank\n" + "\n".join(failed))
         return result
 
-    def agree_on_none(self, what: str, problem: str) -> None:
-        """Raises UnsupportedError on every rank if any rank has a ``problem`` (a non-empty string)."""
-        for rank, word in enumerate(self.exchange(what, problem.encode())):
+    def agree_on_none(self, what: str, problem: Reason | None) -> None:
+        """Raises UnsupportedError on every rank if any rank has a ``problem``."""
+        for rank, word in enumerate(self.exchange(what, (problem or "").encode())):
             if word != b"\0":
                 raise UnsupportedError(f"rank {rank}: {word.decode()}")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphar.errors import Reason
 from graphar.runtime.compiler import nvrtc_version
 from graphar.runtime.driver import check
 from graphar.runtime.requirements import install
@@ -83,32 +84,32 @@ def no_peer_access(device: int, peer: int) -> str:
     return f"cuda:{device} has no peer access to cuda:{peer} (`nvidia-smi topo -p2p r` says why)"
 
 
-def missing_software() -> str:
-    """Returns which software is missing to compile and launch kernels, and how to install it; or an empty string."""
+def missing_software() -> Reason | None:
+    """Returns which software is missing to compile and launch kernels, and how to install it."""
     return missing_cuda_python() or missing_nvrtc() or missing_driver()
 
 
-def missing_cuda_python() -> str:
-    """Returns why cuda-python cannot be imported, or an empty string."""
+def missing_cuda_python() -> Reason | None:
+    """Returns why cuda-python cannot be imported."""
     try:
         for name in ("cuda.bindings.driver", "cuda.core"):
             importlib.import_module(name)
     except ImportError as error:
         return f"cuda-python cannot be imported ({error}): {install('cuda-bindings', 'cuda-core')}"
-    return ""
+    return None
 
 
-def missing_nvrtc() -> str:
-    """Returns why NVRTC cannot be loaded, or an empty string."""
+def missing_nvrtc() -> Reason | None:
+    """Returns why NVRTC cannot be loaded."""
     try:
         nvrtc_version()
     except (ImportError, RuntimeError) as error:
         return f"NVRTC cannot be loaded ({_first_line(error)}): {install('nvidia-cuda-nvrtc')}"
-    return ""
+    return None
 
 
-def missing_driver() -> str:
-    """Returns why the CUDA driver cannot be used, or an empty string. Needs cuda-python."""
+def missing_driver() -> Reason | None:
+    """Returns why the CUDA driver cannot be used. Needs cuda-python."""
     try:
         version = driver_cuda_version()
     except RuntimeError as error:
@@ -116,7 +117,7 @@ def missing_driver() -> str:
     if version[0] < DRIVER_CUDA:
         found = ".".join(map(str, version))
         return f"the driver is for CUDA {found}: install NVIDIA driver {DRIVER} or newer, for CUDA {DRIVER_CUDA}"
-    return ""
+    return None
 
 
 def driver_cuda_version() -> tuple[int, int]:

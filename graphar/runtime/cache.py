@@ -23,6 +23,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphar.errors import Reason
+
 _KEY = re.compile("[0-9a-f]{64}")
 _UNFINISHED = "unfinished-"
 
@@ -108,13 +110,13 @@ def _directory() -> Path | None:
     return directory
 
 
-def place() -> tuple[Path | None, str]:
-    """Returns the cache's directory, made if missing, and why it cannot be used, or an empty string."""
+def place() -> tuple[Path | None, Reason | None]:
+    """Returns the cache's directory, made if missing, and why it cannot be used."""
     directory = None
     try:
         directory = _wanted_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return directory, _distrust(directory.stat()) or ""
+        return directory, _distrust(directory.stat())
     except RuntimeError:
         return None, "cannot be placed: no home directory is known"
     except OSError as error:
@@ -151,7 +153,7 @@ def _wanted_directory() -> Path:
     return Path.home() / ".cache" / "graphar"
 
 
-def _distrust(status: os.stat_result) -> str | None:
+def _distrust(status: os.stat_result) -> Reason | None:
     """Returns which rule a directory or an entry breaks; None if only this user can have written it."""
     if status.st_uid != os.geteuid():
         return "is not trusted: it must belong to the user of this process"

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, UnsupportedError
+from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, Reason, UnsupportedError
 from graphar.plan import call_checks, select, tensor_checks
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
@@ -157,7 +157,7 @@ class Engine:
         self.hierarchy, self.is_part = Hierarchy(self, hosts, self._part), False
         self._making = threading.RLock()  # held to make what threads must not make twice
         self.runner = None
-        self.why_no_runner = ""  # set when a set-up found that kernels cannot run
+        self.why_no_runner: Reason | None = None  # set when a set-up found that kernels cannot run
         self.table: Table = shipped_table(DEFAULT)
         self.symmetric = None  # the runner's symmetric tensors, from the first one on
         self.closed = False
@@ -281,21 +281,21 @@ class Engine:
         A call that names an algorithm without a kernel does not set up this group's kernels.
         """
         needs_none = call.algorithm != "auto" and not Algorithm(call.algorithm).row.folder
-        problem = "" if needs_none else self.why_no_kernel(call.op, x)
+        problem = None if needs_none else self.why_no_kernel(call.op, x)
         runner = None if problem else self.runner
         return Facts(
             self.world_size,
             self.table,
             runner.chip if runner else self.table.chip,
             problem,
-            runner.kernels.why_no_multicast if runner else lambda: "",
+            runner.kernels.why_no_multicast if runner else lambda: None,
             partial(self.hierarchy.set_up, x),
             self.multimem_stand_in,
             self.lossless,
         )
 
-    def why_no_kernel(self, op: str, x: torch.Tensor) -> str:
-        """Returns why no kernel serves calls of ``op`` with ``x``, or an empty string. The first call is collective."""
+    def why_no_kernel(self, op: str, x: torch.Tensor) -> Reason | None:
+        """Returns why no kernel serves calls of ``op`` with ``x``. The first call is collective."""
         reason = select.why_no_kernel(self.world_size, x.device.type, x.dtype, op)
         if reason or self.find_runner(x.device):
             return reason
@@ -399,9 +399,9 @@ class Engine:
             return ""
         return self._rendezvous.prefix if self._rendezvous and self._rendezvous.has_met else None
 
-    def why_stays(self) -> str:
-        """Returns why memory of this process cannot be given back while its addresses stay, or an empty string."""
-        own, inside = self.runner.memory.why_stays if self.runner else "", self.hierarchy.why_stays()
+    def why_stays(self) -> Reason | None:
+        """Returns why memory of this process cannot be given back while its addresses stay."""
+        own, inside = self.runner.memory.why_stays if self.runner else None, self.hierarchy.why_stays()
         return own or (inside and f"inside a host, {inside}")
 
     def suspend(self, keep: str | None) -> None:
@@ -413,7 +413,7 @@ class Engine:
             return
         with self.keeping_failure("suspend"):
             self.compare("suspend", f"keep={keep}")
-            kept, reasons = zip(*self._meet_to("suspend", str(keep), self.why_stays()), strict=True)
+            kept, reasons = zip(*self._meet_to("suspend", str(keep), self.why_stays() or ""), strict=True)
             if len(set(kept)) > 1:
                 raise CommunicatorError(f"suspend: ranks must pass the same keep, got, in rank order, {[*kept]}")
             if reason := next(filter(None, reasons), ""):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 
+from graphar.errors import Reason
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Kernel
 from graphar.ranks import agreement
@@ -60,9 +61,9 @@ class Kernels:
         self._regions: dict[Algorithm, Buffer | TorchBuffer] = {}
         self._functions: dict[Hashable, list] = {}
 
-    def why_no_multicast(self) -> str:
-        """Returns why multimem algorithms cannot run, or an empty string. The first call is collective."""
-        return self._multicast_memory.why_not() if self._multicast_memory else ""
+    def why_no_multicast(self) -> Reason | None:
+        """Returns why multimem algorithms cannot run. The first call is collective."""
+        return self._multicast_memory.why_not() if self._multicast_memory else None
 
     def prepare(self, kernel: Kernel) -> list:
         """Returns the functions of a kernel for each member. The first call for a kernel is collective.

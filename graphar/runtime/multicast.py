@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
+from graphar.errors import Reason
+
 OPT_IN = "GRAPHAR_MULTICAST"
 
 # Variables that switch multicast off in torch, NCCL and NVSHMEM, with the values that leave it on. Any other value
@@ -21,8 +23,8 @@ FORBIDDING = {
 }
 
 
-def why_not(environment: Mapping[str, str]) -> str:
-    """Returns why ``environment`` or torch.use_deterministic_algorithms forbids multicast, or an empty string."""
+def why_not(environment: Mapping[str, str]) -> Reason | None:
+    """Returns why ``environment`` or torch.use_deterministic_algorithms forbids multicast."""
     if environment.get(OPT_IN) != "1":
         return f"NVLink multicast needs the opt-in {OPT_IN}=1"
     for name, harmless in FORBIDDING.items():
@@ -31,4 +33,4 @@ def why_not(environment: Mapping[str, str]) -> str:
             return f"{name}={value} forbids NVLink multicast"
     if torch.are_deterministic_algorithms_enabled():
         return "torch.use_deterministic_algorithms forbids NVLink multicast, which adds in no defined order"
-    return ""
+    return None

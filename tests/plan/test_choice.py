@@ -64,13 +64,13 @@ def chosen(nbytes, algorithm="auto", **options):
 @pytest.mark.parametrize(
     ("world_size", "device", "dtype", "op", "reason"),
     [
-        (2, "cuda", torch.bfloat16, "allreduce", ""),
-        (8, "cuda", torch.bfloat16, "allreduce", ""),
+        (2, "cuda", torch.bfloat16, "allreduce", None),
+        (8, "cuda", torch.bfloat16, "allreduce", None),
         (9, "cuda", torch.bfloat16, "allreduce", "kernels serve at most 8 ranks, not 9"),
         (1, "cuda", torch.bfloat16, "allreduce", "one rank has nothing to add"),
         (2, "cpu", torch.float32, "allgather", "the tensor is on the CPU"),
         (2, "cuda", torch.float64, "reducescatter", "no kernel adds torch.float64"),
-        (2, "cuda", torch.float64, "allgather", ""),
+        (2, "cuda", torch.float64, "allgather", None),
     ],
 )
 def test_it_is_said_why_no_kernel_serves(world_size, device, dtype, op, reason):

@@ -193,7 +193,7 @@ def test_a_bad_table_of_the_users_is_ignored_with_one_warning_that_says_why(user
 def test_malformed_points_are_refused(points):
     content = json.loads(MINE.to_json())
 
-    assert problem_with(content | {"measured": {"2": [[1, 0.5], [2, 1]]}}) == ""
+    assert problem_with(content | {"measured": {"2": [[1, 0.5], [2, 1]]}}) is None
     assert problem_with(content | {"measured": {"2": points}}).startswith("2 ranks: measured points must be [bytes,")
 
 
@@ -209,7 +209,7 @@ def test_an_entry_may_have_the_smallest_and_the_largest_grid(algorithm, grid):
     entry = {"max_nbytes": 1, "algorithm": algorithm, **grid}
     content = json.loads(MINE.to_json())
 
-    assert problem_with(content | {"rows": {"2": [entry, *content["rows"]["2"]]}}) == ""
+    assert problem_with(content | {"rows": {"2": [entry, *content["rows"]["2"]]}}) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'"rows"'])

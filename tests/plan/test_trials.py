@@ -32,7 +32,7 @@ def test_every_value_makes_a_valid_table_that_differs_there_alone(world_size):
         present = trials.value_at(TABLE, trial.path)
         for value in trial.values:
             table = trials.with_value(TABLE, trial.path, value)
-            assert problem_with(json.loads(table.to_json())) == "", trial.name
+            assert problem_with(json.loads(table.to_json())) is None, trial.name
             assert trials.value_at(table, trial.path) == value
             assert trials.with_value(table, trial.path, present) == TABLE
 

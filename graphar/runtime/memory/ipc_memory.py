@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from graphar.errors import DriverError, GrapharError
+from graphar.errors import DriverError, GrapharError, Reason
 from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
 from graphar.runtime.driver import call, driver, on_device
 
@@ -20,7 +20,7 @@ class SharedBuffer:
     resident = True
 
     def __init__(
-        self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int], why_stays: str = ""
+        self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int], why_stays: Reason | None = None
     ) -> None:
         self.pointers = pointers  # the addresses of the allocations in this process, in rank order
         self.nbytes = nbytes  # the size of each allocation
@@ -40,7 +40,7 @@ class SharedBuffer:
         self._owned = []
 
 
-def allocate_local(devices: Sequence[int], nbytes: int, why_stays: str) -> SharedBuffer:
+def allocate_local(devices: Sequence[int], nbytes: int, why_stays: Reason) -> SharedBuffer:
     """Allocates ``nbytes`` bytes for every rank of this process, by its device; if one fails, for none."""
     pointers: list[int] = []
     buffer = SharedBuffer(pointers, nbytes, pointers, [], why_stays)
@@ -54,7 +54,7 @@ def allocate_local(devices: Sequence[int], nbytes: int, why_stays: str) -> Share
     return buffer
 
 
-def allocate_shared(device: int, meet: StoreRendezvous, nbytes: int, why_stays: str) -> SharedBuffer:
+def allocate_shared(device: int, meet: StoreRendezvous, nbytes: int, why_stays: Reason) -> SharedBuffer:
     """Allocates ``nbytes`` bytes on the device of every rank's process; if one rank fails, on none. Collective."""
     owned: list[int] = []
     opened: list[int] = []
@@ -88,7 +88,7 @@ def _allocate_shareable(nbytes: int, owned: list[int]) -> bytes:
     return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
 
 
-def _open(handles: list[bytes], own_rank: int, own: int, opened: list[int], why_stays: str) -> list[int]:
+def _open(handles: list[bytes], own_rank: int, own: int, opened: list[int], why_stays: Reason) -> list[int]:
     """Maps the peers' memory and returns every rank's address; adds the mapped ones to ``opened``."""
     pointers = []
     for rank, raw in enumerate(handles):

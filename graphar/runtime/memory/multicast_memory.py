@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from graphar.errors import UnsupportedError
+from graphar.errors import Reason, UnsupportedError
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import multicast
 
@@ -51,22 +51,20 @@ class TorchMemory:
     def __init__(self, group: dist.ProcessGroup | None, device: int, rendezvous: StoreRendezvous | Alone) -> None:
         self._group_name = group.group_name if group else None  # not the group, which would keep its store alive
         self._device, self._rendezvous = device, rendezvous
-        self._why_not: str | None = None
-
-    def why_not(self) -> str:
-        """Returns why there is no multicast address, or an empty string; the same on every rank.
-
-        The first call is collective.
-        """
-        if self._why_not is None and self._group_name is None:
+        self._is_known, self._why_not = False, None
+        if group is None:
+            self._is_known = True
             self._why_not = "NVLink multicast joins one process a rank, and this process holds all ranks"
-        if self._why_not is None:
+
+    def why_not(self) -> Reason | None:
+        """Returns why there is no multicast address, the same on every rank. The first call is collective."""
+        if not self._is_known:
             try:
                 self._rendezvous.agree_on_none("the multicast opt-in", multicast.why_not(os.environ))
                 self._rendezvous.agree_on_none("multicast support", self._why_not_here())
-                self._why_not = ""
             except UnsupportedError as error:
                 self._why_not = str(error)
+            self._is_known = True
         return self._why_not
 
     def allocate(self, nbytes: int) -> TorchBuffer:
@@ -88,7 +86,7 @@ class TorchMemory:
         tensor = self._agree("allocating", lambda: empty((nbytes,), (1,), torch.uint8, device))
         handle = self._agree("mapping", lambda: symmetric_memory.rendezvous(tensor, self._group_name))
         made = handle.multicast_ptr and handle.offset == 0
-        problem = "" if made else "torch's symmetric memory made no multicast object"
+        problem = None if made else "torch's symmetric memory made no multicast object"
         try:
             self._rendezvous.agree_on_none("multicast", problem)
         except UnsupportedError as error:
@@ -105,10 +103,10 @@ class TorchMemory:
 
         return self._rendezvous.agree(f"torch's symmetric memory: {what}", ask_torch)
 
-    def _why_not_here(self) -> str:
+    def _why_not_here(self) -> Reason | None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         supported = symmetric_memory._SymmetricMemory.has_multicast_support
         if supported(torch._C._autograd.DeviceType.CUDA, self._device):
-            return ""
+            return None
         return f"torch finds no NVLink multicast on cuda:{self._device}"

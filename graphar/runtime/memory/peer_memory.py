@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from graphar.errors import CommunicatorError, GrapharError, UnsupportedError
+from graphar.errors import CommunicatorError, GrapharError, Reason, UnsupportedError
 from graphar.ranks.descriptors import Channel, close_all
 from graphar.ranks.hosts import host, several_hosts
 from graphar.ranks.rendezvous import StoreRendezvous
@@ -32,14 +32,14 @@ class ProcessMemory:
     """Allocates memory shared between the processes of one host, one process per rank, each with one CUDA device.
 
     Attributes:
-        why_stays: why its memory cannot be given back while its addresses stay; an empty string if it can.
+        why_stays: why its memory cannot be given back while its addresses stay.
     """
 
     def __init__(self, device: int, rendezvous: StoreRendezvous) -> None:
         self._device, self._rendezvous = device, rendezvous
         self._channel: Channel | None = None
         self._exchanges = 0
-        self.why_stays = ""
+        self.why_stays: Reason | None = None
 
     def check(self) -> None:
         """Checks that all ranks can share memory, and how. Collective.
@@ -72,25 +72,25 @@ class ProcessMemory:
             if not self.why_stays:
                 failing.pop_all()
 
-    def _listen(self, failing: contextlib.ExitStack) -> tuple[str, str]:
+    def _listen(self, failing: contextlib.ExitStack) -> tuple[str, Reason | None]:
         """Returns the address of this rank's new socket, or why there is none; ``failing`` closes the socket."""
         reason = virtual_memory.why_not_wanted() or virtual_memory.why_not(self._device)
         if not reason:
             try:
                 self._channel = Channel(self._rendezvous.rank, self._rendezvous.world_size)
                 failing.callback(self.close)
-                return self._channel.address, ""
+                return self._channel.address, None
             except OSError as error:
                 reason = str(error)
         return "", reason
 
-    def _connect(self, everyone: list[dict]) -> str:
-        """Connects to the other ranks' sockets; returns why that failed, or an empty string."""
+    def _connect(self, everyone: list[dict]) -> Reason | None:
+        """Connects to the other ranks' sockets; returns why that failed."""
         try:
             self._channel.connect([one["address"] for one in everyone])
         except OSError as error:
             return str(error)
-        return ""
+        return None
 
     def _exchange(self, what: str, words: Mapping[str, object]) -> list[dict]:
         return [json.loads(word) for word in self._rendezvous.exchange(what, json.dumps(words).encode())]
@@ -161,12 +161,12 @@ class LocalMemory:
     """Allocates memory for the ranks of one process, one rank a CUDA device. In tests, several ranks may share one.
 
     Attributes:
-        why_stays: why its memory cannot be given back while its addresses stay; an empty string if it can.
+        why_stays: why its memory cannot be given back while its addresses stay.
     """
 
     def __init__(self, devices: list[int]) -> None:
         self._devices = devices
-        self.why_stays = ""
+        self.why_stays: Reason | None = None
 
     def check(self) -> None:
         """Enables peer access between all pairs of devices, and finds out how to allocate.
@@ -178,7 +178,7 @@ class LocalMemory:
                 if peer != device:
                     _enable_peer_access(device, peer)
         reasons = (virtual_memory.why_not(one) for one in dict.fromkeys(self._devices))
-        self.why_stays = virtual_memory.why_not_wanted() or next(filter(None, reasons), "")
+        self.why_stays = virtual_memory.why_not_wanted() or next(filter(None, reasons), None)
 
     def allocate(self, nbytes: int) -> Buffer:
         """Allocates ``nbytes`` bytes for every rank, uninitialised; if one allocation fails, for none."""
@@ -221,9 +221,9 @@ def _told():
         raise CommunicatorError(f"sharing memory between processes: {error}") from error
 
 
-def _first_reason(everyone: Sequence[dict], name: str = "why_not") -> str:
-    """Returns the first rank's reason of this name, with the rank; an empty string if none has one."""
-    return next((f"rank {rank}: {one[name]}" for rank, one in enumerate(everyone) if one[name]), "")
+def _first_reason(everyone: Sequence[dict], name: str = "why_not") -> Reason | None:
+    """Returns the first rank's reason of this name, with the rank."""
+    return next((f"rank {rank}: {one[name]}" for rank, one in enumerate(everyone) if one[name]), None)
 
 
 def _gpu(index: int) -> str:
@@ -238,8 +238,8 @@ def _check_distinct(gpus: list[str]) -> None:
             )
 
 
-def _unreachable(device: int, gpus: list[str]) -> str:
-    """Returns why ``device`` cannot reach one of ``gpus``, or an empty string."""
+def _unreachable(device: int, gpus: list[str]) -> Reason | None:
+    """Returns why ``device`` cannot reach one of ``gpus``."""
     visible = {_gpu(index): index for index in range(call(driver.cuDeviceGetCount))}
     for rank, gpu in enumerate(gpus):
         if gpu not in visible:
@@ -250,7 +250,7 @@ def _unreachable(device: int, gpus: list[str]) -> str:
         peer = visible[gpu]
         if peer != device and not call(driver.cuDeviceCanAccessPeer, device, peer):
             return no_peer_access(device, peer)
-    return ""
+    return None
 
 
 def _enable_peer_access(device: int, peer: int) -> None:

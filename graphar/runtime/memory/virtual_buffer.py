@@ -25,7 +25,7 @@ class VirtualBuffer:
     """
 
     multicast_pointer = 0  # only a TorchBuffer has one
-    why_stays = ""  # its memory can be given back
+    why_stays = None  # its memory can be given back
 
     def __init__(self, nbytes: int, own: Mapping[int, int], world_size: int) -> None:
         self.nbytes, self._own = nbytes, dict(own)

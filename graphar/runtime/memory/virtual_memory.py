@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from graphar.errors import DriverError
+from graphar.errors import DriverError, Reason
 from graphar.runtime.driver import attribute, call, driver, on_device
 
 IPC_SWITCH = "GRAPHAR_CUDA_IPC"
@@ -25,8 +25,8 @@ RANGE_NBYTES = 4 << 30  # the addresses that are reserved at a time
 
 
 @functools.cache
-def why_not(device: int) -> str:
-    """Returns why memory of ``device`` cannot be mapped at reserved addresses and shared, or an empty string.
+def why_not(device: int) -> Reason | None:
+    """Returns why memory of ``device`` cannot be mapped at reserved addresses and shared.
 
     Some sandboxes say that it can, and then fail. So this allocates a granule, exports and imports it, and maps it.
     """
@@ -38,12 +38,12 @@ def why_not(device: int) -> str:
             _try(device)
     except DriverError as error:
         return f"a trial on cuda:{device} failed: {error}"
-    return ""
+    return None
 
 
-def why_not_wanted() -> str:
-    """Returns that the environment has GRAPHAR_CUDA_IPC=1, which asks for cuMemAlloc's memory; else an empty string."""
-    return f"{IPC_SWITCH}=1" if os.environ.get(IPC_SWITCH) == "1" else ""
+def why_not_wanted() -> Reason | None:
+    """Returns that the environment has GRAPHAR_CUDA_IPC=1, which asks for cuMemAlloc's memory."""
+    return f"{IPC_SWITCH}=1" if os.environ.get(IPC_SWITCH) == "1" else None
 
 
 def _try(device: int) -> None:
