@@ -17,6 +17,7 @@ import nox
 
 TORCH_VERSION = os.environ.get("TORCH_VERSION")  # to test with: `TORCH_VERSION=2.15.0 nox -s tests`
 TORCH = f"torch=={TORCH_VERSION or '2.13.0'}"
+TORCH_NEWEST = "torch==2.15.0"
 TORCH_MINIMUM = (2, 11)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -51,6 +52,8 @@ CATALOGUE = (
     *("tests/runtime/test_compiled_catalogue.py", "tests/runtime/test_kernel_budget.py"),
     "tests/matmul/test_matmul.py",
 )
+# What stands on parts of torch that are not its public interface.
+BACKEND = tuple(f"tests/integrations/test_backend{of}.py" for of in ("", "_works", "_groups"))
 HOST = ("tests/host", "tests/simulator", "tests/cli", "tests/algorithms")
 # Neighbours, often of one program or process group, stay together.
 SIDE_BY_SIDE = ("--dist", "worksteal", "-n")
@@ -115,9 +118,9 @@ def checks(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV_PARAMS)
 def full(session: nox.Session) -> None:
-    """Run the same with all kernels, mistakes and runs on the host, then lint and package: before a release."""
-    session.notify("lint")
-    session.notify("package")
+    """Run the same with all kernels, mistakes and runs on the host, then lint, newest and package: before a release."""
+    for name in ("lint", "newest", "package"):
+        session.notify(name)
     run_all(session, "--whole")
 
 
@@ -132,6 +135,13 @@ def run_all(session: nox.Session, *options: str) -> None:
             failed.append(one.__name__)
     if failed:
         session.error(f"failed: {', '.join(failed)}")
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """Run the tests of the backend of torch.distributed with the newest torch."""
+    session.install("--editable", ".[dev]", TORCH_NEWEST, *cpu_index())
+    session.run("python", "-m", "pytest", *BACKEND, *workers_beside_gpus(), *session.posargs)
 
 
 @nox.session

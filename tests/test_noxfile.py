@@ -110,12 +110,12 @@ def test_every_file_of_tests_belongs_to_a_session(noxfile, tmp_path, name):
             assert is_run or ([] in runs and not is_apart), f"{path}, marked {mark!r}"
 
 
-def test_the_full_run_has_the_whole_of_what_has_a_sample_and_lint_and_package(noxfile, tmp_path):
+def test_the_full_run_has_the_whole_of_what_has_a_sample_and_the_other_checks(noxfile, tmp_path):
     short, full = (run(noxfile, name, tmp_path) for name in ("checks", "full"))
     assert [one for one in full.commands if "--whole" in one] == [
         [*one, "--whole"] for one in short.commands if selected(one)[1]
     ]
-    assert full.notified == ["lint", "package"]
+    assert full.notified == ["lint", "newest", "package"]
     assert len(full.commands) == len(short.commands)
 
 
@@ -154,8 +154,8 @@ def test_nox_alone_runs_the_tests_and_lint(noxfile):
 
 @pytest.mark.parametrize(
     ("stand_in", "code"),
-    [("exit 0", 0), ("exit 1", 1), ("touch new_file", 1), ('[[ "$*" == "-s lint checks package" ]]', 0)],
-    ids=["what passes", "what fails", "a file that tests leave", "lint, checks and package"],
+    [("exit 0", 0), ("exit 1", 1), ("touch new_file", 1), ('[[ "$*" == "-s lint checks newest package" ]]', 0)],
+    ids=["what passes", "what fails", "a file that tests leave", "lint, checks, newest and package"],
 )
 def test_the_script_of_ci_fails_if_nox_does_or_a_file_changed(tmp_path, stand_in, code):
     (tmp_path / ".ci").mkdir()
