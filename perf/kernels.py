@@ -75,8 +75,9 @@ def catalogue() -> Iterator[KernelSource]:
     yield from _norm_kernels()
     yield from map(residual_norm_source, TYPE_NAMES)
     yield from (residual_norm_source(dtype, torch.float32) for dtype in TYPE_NAMES if dtype != torch.float32)
-    for dtype, staging in itertools.product(TYPE_NAMES, ((1, 4), (2, 2), (4, 1))):
-        yield from residual_norm_backward_sources(dtype, *staging)
+    for dtype in TYPE_NAMES:
+        gradients = (residual_norm_backward_sources(dtype, *staging) for staging in ((1, 4), (2, 2), (4, 1)))
+        yield from dict.fromkeys(itertools.chain(*gradients))  # the weight's kernel is the same for all
     for dtype, tile in itertools.product(MATMUL_TYPES, MATMUL_TILES):
         for layout in tile.layouts:
             yield matmul_source(dtype, tile, layout)
@@ -90,6 +91,8 @@ def _partial_matmul_kernels() -> Iterator[KernelSource]:
     """Yields the matmuls in leaves, which store partials in fp32. With all leaves of all ranks they also round them."""
     types = itertools.cycle(MATMUL_TYPES)
     for tile in itertools.chain(*LEAF_TILES.values()):
+        if tile.of_tail:
+            continue  # has the kernels of two others
         for layout, dtype in zip(tile.layouts, types, strict=False):
             yield matmul_source(dtype, tile, layout, torch.float32)
             if tile.leaves == LEAF_COUNTS[-1]:

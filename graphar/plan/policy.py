@@ -147,7 +147,7 @@ class TileCost:
     clustered: float  # the factor for tiles of a cluster, whose blocks wait for each other
     wait_a_line: float  # clocks that the tensor cores wait for one line that the block loads itself
     clocks_a_result: float  # clocks of storing one element of a tile, for all of K
-    # The factor for a tile with leaves and one consumer: nothing is multiplied while it adds them (H100).
+    # The factor for a tile with leaves and one consumer: nothing is multiplied while it adds them (H200).
     alone_with_leaves: float
     # Clocks, for all of K, in which blocks that split the leaves of a tile exchange their sums: 3 to 5 us (H100).
     clocks_an_exchange: float

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -159,7 +158,7 @@ MATMUL_TILES = (
 
 
 # Rows and columns of tiles whose leaves are split, and their stages.
-_SPLIT_STAGES = {(64, 64): 13, (64, 128): 8, (128, 96): 6, (128, 128): 5}
+_SPLIT_STAGES = {(64, 64): 13, (64, 128): 8, (128, 128): 5}
 
 
 def split_tile(rows: int, columns: int, leaves: int, split: int) -> MatmulTile:
@@ -167,35 +166,20 @@ def split_tile(rows: int, columns: int, leaves: int, split: int) -> MatmulTile:
     return MatmulTile(rows, columns, _SPLIT_STAGES[rows, columns], leaves=leaves, split=split)
 
 
-def _with_splits(leaves: int, *tiles: MatmulTile) -> tuple[MatmulTile, ...]:
-    """Returns ``tiles``, those that split their leaves in the last round, and tiles that always do.
-
-    A few tiles with a long K, of a whole result or of its last round, keep more SMs busy so.
-    """
-    splits = [count for count in LEAF_COUNTS if 1 < count <= leaves]
-    large = next(tile for tile in tiles if (tile.rows, tile.columns) == (128, 128))
-    tails = [replace(large, tail_split=split) for split in splits]
-    sizes = itertools.product(_SPLIT_STAGES, splits)
-    always = [split_tile(*size, leaves, split) for size, split in sizes if size[1] % (8 * split) == 0]
-    return *tiles, *tails, *always
-
-
-# The tiles of the plain matmul, by the leaves of K. More leaves need more registers, or shared memory.
+# The tiles of the plain matmul, by the leaves of K. More leaves need more registers, or shared memory. A few tiles with
+# a long K, of a whole result or of its last round, keep more SMs busy if their leaves are split.
 LEAF_TILES = {
     1: MATMUL_TILES,
-    2: _with_splits(
-        2,
+    2: (
         MatmulTile(64, 64, stages=12, leaves=2),
         MatmulTile(64, 128, stages=8, leaves=2),
         MatmulTile(64, 160, stages=7, leaves=2),
-        MatmulTile(64, 192, stages=6, leaves=2),
         MatmulTile(128, 96, stages=6, leaves=2),
         MatmulTile(128, 128, stages=6, leaves=2),
         MatmulTile(128, 160, stages=5, leaves=2),
         MatmulTile(128, 192, stages=4, leaves=2),
     ),
-    4: _with_splits(
-        4,
+    4: (
         MatmulTile(64, 64, stages=12, leaves=4),
         MatmulTile(64, 128, stages=8, leaves=4),
         MatmulTile(64, 160, stages=6, leaves=4),
@@ -203,13 +187,19 @@ LEAF_TILES = {
         MatmulTile(128, 128, stages=6, leaves=4),
         MatmulTile(128, 160, stages=4, leaves=4),
         MatmulTile(128, 192, stages=3, leaves=4),
+        split_tile(64, 64, leaves=4, split=4),
+        split_tile(64, 128, leaves=4, split=4),
     ),
-    8: _with_splits(
-        8,
+    8: (
         MatmulTile(64, 64, stages=12, leaves=8),
         MatmulTile(64, 128, stages=8, leaves=8),
         MatmulTile(128, 96, stages=6, leaves=8),
         MatmulTile(128, 128, stages=5, leaves=8),
+        MatmulTile(128, 128, stages=5, leaves=8, tail_split=4),
+        split_tile(64, 128, leaves=8, split=4),
+        split_tile(64, 128, leaves=8, split=8),
+        split_tile(128, 128, leaves=8, split=4),
+        split_tile(128, 128, leaves=8, split=8),
     ),
 }
 # The tiles of matmuls that gather rows. All are loaded together, since ranks may choose different ones.

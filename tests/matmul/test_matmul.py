@@ -167,16 +167,15 @@ def test_few_rows_take_low_tiles():
     assert fastest_tile(POLICY.cost, 16, 8192, 4096, 132).rows == 64
 
 
-@pytest.mark.parametrize(
-    ("leaves", "in_clusters", "busy"), [(2, 0, 32), (4, 120, 64), (4, 128, 64), (8, 120, 64), (8, 128, 64)]
-)
+@pytest.mark.parametrize("leaves", [4, 8])
+@pytest.mark.parametrize("in_clusters", [120, 128])
 @pytest.mark.parametrize("m", [1, 16, 64, 128])
-def test_leaves_of_few_tiles_are_split_so_that_more_sms_work(m, leaves, in_clusters, busy):
+def test_leaves_of_few_tiles_are_split_so_that_more_sms_work(m, leaves, in_clusters):
     tile = fastest_tile(POLICY.cost, m, 1024, 8192, 132, leaves=leaves, in_clusters=in_clusters)
 
     tiles = -(-m // tile.rows) * -(-1024 // tile.columns)
     assert tile.split > 1
-    assert busy <= tiles * tile.split <= 132
+    assert 64 <= tiles * tile.split <= 132
 
 
 @pytest.mark.parametrize(
@@ -191,8 +190,10 @@ def test_leaves_are_not_split_where_memory_or_tiles_are_the_limit_or_k_is_short(
     ("m", "n", "split"),
     [
         (512, 5120, 4),  # 160 tiles: 28 beyond a round
-        (1024, 5120, 2),  # 320 tiles: 56 beyond two rounds
-        (1536, 4096, 1),  # 384 tiles: too many beyond two rounds to be split
+        (768, 6144, 4),  # 288 tiles: 24 beyond two rounds
+        (1024, 5120, 1),  # 320 tiles: too many beyond two rounds to be split
+        (1536, 4096, 1),  # 384 tiles: the same
+        (8192, 8192, 1),  # 4096 tiles: 4 beyond 31 rounds, which are a small part of the time
         (256, 5120, 1),  # less than a round
     ],
 )
