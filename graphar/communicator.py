@@ -192,6 +192,7 @@ class Communicator:
         ops: Iterable[str] = ("allreduce",),
         codecs: Iterable[Codec | str] = (),
         epilogues: Iterable[Epilogue | str] = (),
+        tp_invariant: bool = False,
     ) -> None:
         """Compiles and loads the kernels of later calls, and allocates their scratch. Collective.
 
@@ -211,14 +212,13 @@ class Communicator:
                 "allreduce_residual_rmsnorm", "reducescatter_residual_rmsnorm", "fused_matmul_allreduce",
                 "fused_matmul_reducescatter", "fused_allgather_matmul". For FP8 results of the two that end in a norm,
                 append "_static_fp8" for calls with a scale, "_grouped_fp8" for calls with a group_size, and
-                "_dynamic_fp8" for other calls. "allreduce_tree" and "reducescatter_tree" are calls with
-                ``order="tree"``, with ``dtypes`` as ``out_dtype``. "allreduce_residual_rmsnorm_tree" and
-                "reducescatter_residual_rmsnorm_tree" are such sums with a norm, of results of ``dtypes``. A fused
-                matmul together with such a sum is prepared with ``partition="tp_invariant"``, too. Or algorithms from
-                :func:`graphar.load_algorithm`, for calls that name them.
+                "_dynamic_fp8" for other calls. Or algorithms from :func:`graphar.load_algorithm`, for calls that name
+                them.
             codecs: the codecs of later calls. Calls without a codec are prepared too.
             epilogues: the epilogues of later calls. Calls without an epilogue are prepared too. Give expressions,
                 with arguments of the later dtypes. For a function, give its ``traced(x)``.
+            tp_invariant: prepare calls with ``partition="tp_invariant"`` too, whose results have ``dtypes``. Name a
+                fused matmul together with its sum, such as "allreduce" or "allreduce_residual_rmsnorm".
 
         Raises:
             ValueError: there is no such op, or an epilogue is a function.
@@ -227,7 +227,7 @@ class Communicator:
         """
         rounded = [as_codec("prepare", codec) for codec in codecs]
         forms = [form_to_prepare(epilogue) for epilogue in epilogues]
-        prepare(self.engine, call_checks.check_ops("prepare", ops), dtypes, max_nbytes, rounded, forms)
+        prepare(self.engine, call_checks.check_ops("prepare", ops), dtypes, max_nbytes, rounded, forms, tp_invariant)
 
     def synchronize(self) -> None:
         """Waits for all work on this process's devices, and raises the errors of calls in replayed graphs.

@@ -122,8 +122,8 @@ def enable(
         batch_invariant: fuse matmuls and their sums with ``partition="batch_invariant"``, at every size that graphar's
             matmul takes: the bits of a row then do not depend on the number of rows. Other matmuls stay torch's, also
             those of gathered rows.
-        constant_weights: in graphs without gradients, pass ``constant_weight=True`` to matmuls that were fused with an
-            all-reduce, if the weight is a tensor of a module, such as a parameter, and the graph only reads it. True
+        constant_weights: in graphs without gradients, let skinny matmuls that were fused with an all-reduce load their
+            weight early, if it is a tensor of a module, such as a parameter, and the graph only reads it. True
             promises that whatever wrote these weights has ended when the model is called, or a CUDA graph with it is
             replayed. So it is for inference with weights that stay in place. Not for FSDP, which gathers weights just
             before a layer, nor for weights that are updated, loaded, cast or copied between layers: results would be

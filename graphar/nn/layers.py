@@ -23,7 +23,7 @@ from graphar.ops.allgather_matmul import fused_allgather_matmul
 from graphar.ops.allreduce import OP as ALLREDUCE
 from graphar.ops.allreduce import allreduce
 from graphar.ops.linear import linear
-from graphar.ops.matmul_allreduce import fused_matmul_allreduce
+from graphar.ops.matmul_allreduce import fused_matmul_allreduce, with_constant_weight
 from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
 from graphar.ops.reducescatter import reducescatter
 from graphar.ranks.groups import process_group
@@ -144,12 +144,12 @@ class RowParallelLinear(_OfGroup):
             and sums by :func:`graphar.fused_matmul_allreduce`; the bias is added before the sum is rounded. With
             scales of blocks each rank has a multiple of 128 features.
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
-        constant_weight: take :func:`graphar.fused_matmul_allreduce` with ``constant_weight=True`` in place of a matmul
-            and an all-reduce; the product may have other bits. True promises that whatever wrote the weight has ended
-            when the layer is called, or a CUDA graph with it is replayed. So it is for inference with weights that
-            stay in place, not for FSDP, which gathers them just before the layer. Ignored while gradients of the weight
-            are recorded, and under autocast, which casts it. In compiled models prefer
-            ``graphar.enable(constant_weights=True)``, which also fuses norms.
+        constant_weight: take :func:`graphar.fused_matmul_allreduce` in place of a matmul and an all-reduce; the
+            product may have other bits. Its kernels for at most 64 rows load the weight early. True promises that
+            whatever wrote the weight has ended when the layer is called, or a CUDA graph with it is replayed. So it is
+            for inference with weights that stay in place, not for FSDP, which gathers them just before the layer.
+            Ignored while gradients of the weight are recorded, and under autocast, which casts it. In compiled models
+            prefer ``graphar.enable(constant_weights=True)``, which also fuses norms.
         tp_invariant: sum by :func:`graphar.fused_matmul_allreduce` with ``partition="tp_invariant"``: output and
             gradients have the same bits on 1, 2, 4 and 8 ranks. The bias is added before the sum is rounded. Without
             torch.distributed the layer has a single rank.
@@ -194,10 +194,10 @@ class RowParallelLinear(_OfGroup):
         constant = self.constant_weight and not learns and not torch.is_autocast_enabled(x.device.type)
         if self.tp_invariant:
             a, w, bias = in_dtype_of_autocast(x, self.weight, self.bias)
-            how = {"partition": TP_INVARIANT, "constant_weight": constant}
-            return fused_matmul_allreduce(a, w, bias=bias, group=self.group, **how)
+            multiply = with_constant_weight if constant else fused_matmul_allreduce
+            return multiply(a, w, bias=bias, group=self.group, partition=TP_INVARIANT)
         if constant:
-            y = fused_matmul_allreduce(x, self.weight, group=self.group, constant_weight=True)
+            y = with_constant_weight(x, self.weight, group=self.group)
         else:
             y = _sum_outputs(functional.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast changes the dtype of y alone
@@ -205,8 +205,8 @@ class RowParallelLinear(_OfGroup):
     def _of_fp8(self, x: Input) -> torch.Tensor:
         a, a_scale, how = self._scaled(x)
         if self.sequence_dim is None:
-            how["constant_weight"] = self.constant_weight
-            return fused_matmul_allreduce(a, self.weight, a_scale=a_scale, group=self.group, **how)
+            multiply = with_constant_weight if self.constant_weight else fused_matmul_allreduce
+            return multiply(a, self.weight, a_scale=a_scale, group=self.group, **how)
         tokens = self._tokens(a)
         tokens.check_even(a)
         a, a_scale = tokens.first(a), tokens.first(a_scale) if a_scale.ndim == a.ndim else a_scale

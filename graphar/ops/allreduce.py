@@ -32,8 +32,6 @@ def allreduce(
     codec: Codec | str | None = None,
     residual: torch.Tensor | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    order: str = "rank",
-    out_dtype: torch.dtype | None = None,
     prefetch: torch.Tensor | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor: ...
@@ -47,8 +45,6 @@ def allreduce(
     codec: Codec | str | None = None,
     residual: Sequence[torch.Tensor] | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    order: str = "rank",
-    out_dtype: torch.dtype | None = None,
     prefetch: Sequence[torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
@@ -61,8 +57,6 @@ def allreduce(
     codec=None,
     residual=None,
     epilogue=None,
-    order="rank",
-    out_dtype=None,
     prefetch=None,
     timeout_s=None,
 ):
@@ -95,9 +89,6 @@ def allreduce(
             was. A call whose kernel fails, which a later one raises, leaves it undefined. Not differentiable.
         epilogue: elementwise work on the fp32 sum before it is rounded: a :class:`graphar.Epilogue`, or an expression
             or a function without arguments, such as "-v". Not with a codec. For bf16, fp16 and fp32.
-        order: "rank", or "tree" for fp32 between 1, 2, 4 or 8 ranks: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), the
-            same bits for each number of ranks if their tensors are nodes of one tree. Not with a codec.
-        out_dtype: with ``order="tree"``, the dtype of the result and of ``out``: bf16, fp16 or fp32. None: fp32.
         prefetch: memory that is read next, such as the weight of the next matmul: a tensor on the device of ``x``, for
             a list one per device. "one_shot_push" and "two_shot_push" bring up to 4 MB of it into L2 while they wait,
             for sums of at most 2 MB, on sm_90 and newer. Other calls, and calls with a codec or an epilogue, ignore it.
@@ -112,23 +103,20 @@ def allreduce(
     tensors = (x,) if residual is None else (x, residual)
     if prefetch is not None:
         tensors = *tensors, prefetch
-    how = algorithm, timeout_s, type(timeout_s), codec, prefetch is None, order, out_dtype
+    how = algorithm, timeout_s, type(timeout_s), codec, prefetch is None
     if (found := repeated(NAME, group, tensors, how, epilogue, out)) is not None:
         return found
     asked = tensors, how, epilogue
-    return _allreduce(x, group, out, algorithm, codec, residual, epilogue, order, out_dtype, prefetch, timeout_s, asked)
+    return _allreduce(x, group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s, asked)
 
 
-def _allreduce(
-    x, group: Group, out, algorithm, codec, residual, epilogue, order, out_dtype, prefetch, timeout_s, asked: Asked
-):
+def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s, asked: Asked):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     options.check_together(NAME, codec, epilogue, residual)
     call_checks.check_call(NAME, "auto" if codec is not None else algorithm, timeout_s)
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     ranks, first = (len(x), x[0]) if in_list else (None, x)
-    out_dtype = options.order_option(NAME, order, out_dtype, first, codec)
     followed = options.epilogue_option(NAME, epilogue, first, ranks)
     arguments = OP.arguments(
         communicator=name,
@@ -138,8 +126,6 @@ def _allreduce(
         epilogue=followed.text,
         tensors=followed.tensors,
         scalars=followed.scalars,
-        order=order,
-        out_dtype=out_dtype,
         prefetch=options.prefetch_option(NAME, x, prefetch),
     )
     plain = is_plain(x) and options.is_memory(prefetch) and not followed.needs_gradient
@@ -152,7 +138,7 @@ def _allreduce(
     if out is None:
         made = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x if in_list else [x])]
         out = made if in_list else made[0]
-    check_output(NAME, x, out, dtype=out_dtype)
+    check_output(NAME, x, out)
     plain = plain and is_plain(out) and all(map(is_plain, residuals))
     OP.into(x, residuals, out, *arguments, plain=plain, asked=asked)
     return list(out) if in_list else out

@@ -37,7 +37,6 @@ def fused_matmul_allreduce(
     group: Group = None,
     out: torch.Tensor | None = None,
     prefetch: torch.Tensor | None = None,
-    constant_weight: bool = False,
     a_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -56,7 +55,6 @@ def fused_matmul_allreduce(
     group: Group = None,
     out: Sequence[torch.Tensor] | None = None,
     prefetch: Sequence[torch.Tensor] | None = None,
-    constant_weight: bool = False,
     a_scale: Sequence[torch.Tensor] | None = None,
     w_scale: Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
@@ -74,7 +72,6 @@ def fused_matmul_allreduce(
     group=None,
     out=None,
     prefetch=None,
-    constant_weight=False,
     a_scale=None,
     w_scale=None,
     out_dtype=None,
@@ -109,8 +106,6 @@ def fused_matmul_allreduce(
         out: a tensor for the result, which shares no memory with the operands. Not differentiable.
         prefetch: memory that is read next, on the device of ``a``. The last all-reduce may bring 4 MB of it into L2.
             Ignored in tiles, and with a codec, a bias or an epilogue.
-        constant_weight: True promises that whatever wrote ``w`` has ended when the call is made, or a graph with it is
-            replayed (not just after an FSDP gather, an update, a cast or a copy). Skinny kernels then load it early.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
             blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
             ``graphar.reference.scaled_linear``, whatever the number of rows; there are no gradients. None: no scales.
@@ -130,7 +125,7 @@ def fused_matmul_allreduce(
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     kinds = type(num_partitions), type(timeout_s)
-    how = partition, num_partitions, codec, prefetch is None, bool(constant_weight), timeout_s, out_dtype, kinds
+    how = partition, num_partitions, codec, prefetch is None, timeout_s, out_dtype, False, kinds
     is_scaled = a_scale is not None or w_scale is not None or out_dtype is not None
     scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype) if is_scaled else UNSCALED
     more = *scaled.scales, *(() if bias is None else (bias,)), *(() if prefetch is None else (prefetch,))
@@ -139,9 +134,31 @@ def fused_matmul_allreduce(
     return found if found is not None else _fused(a, w, bias, codec, epilogue, group, out, prefetch, asked, scaled)
 
 
+def with_constant_weight(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    partition: str = "auto",
+    group: Group = None,
+    a_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Returns what :func:`fused_matmul_allreduce` does. Skinny kernels may load ``w`` while the kernel before runs.
+
+    The caller promises that whatever wrote ``w`` has ended when the call is made, or when a graph with it is replayed.
+    """
+    how = partition, None, None, True, None, out_dtype, True, (type(None), type(None))
+    scaled = UNSCALED if a_scale is None else scaled_of(NAME, a, a_scale, w_scale, out_dtype)
+    asked = (a, w, *scaled.scales, *(() if bias is None else (bias,))), how, None
+    found = repeated(NAME, group, *asked)
+    return found if found is not None else _fused(a, w, bias, None, None, group, None, None, asked, scaled)
+
+
 def _fused(a, w, bias, codec, epilogue, group: Group, out, prefetch, asked: Asked, scaled: Scaled):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    *cut, _, _, constant, timeout_s = asked[1][:6]
+    *cut, _, _, timeout_s, _, constant, _ = asked[1]
     name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s, scaled)
     # An epilogue adds the bias itself.
     added, like = None, a[0] if in_list else a

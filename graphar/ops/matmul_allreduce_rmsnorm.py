@@ -28,7 +28,6 @@ def fused_matmul_allreduce_residual_rmsnorm(
     weight_offset: float = 0.0,
     partition: str = "auto",
     group: Group = None,
-    constant_weight: bool = False,
     a_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
     timeout_s: float | None = None,
@@ -44,7 +43,6 @@ def fused_matmul_allreduce_residual_rmsnorm(
     weight_offset: float = 0.0,
     partition: str = "auto",
     group: Group = None,
-    constant_weight: bool = False,
     a_scale: Sequence[torch.Tensor] | None = None,
     w_scale: Sequence[torch.Tensor] | None = None,
     timeout_s: float | None = None,
@@ -59,7 +57,6 @@ def fused_matmul_allreduce_residual_rmsnorm(
     weight_offset=0.0,
     partition="auto",
     group=None,
-    constant_weight=False,
     a_scale=None,
     w_scale=None,
     timeout_s=None,
@@ -92,9 +89,6 @@ def fused_matmul_allreduce_residual_rmsnorm(
             number of rows. "tp_invariant": leaves of K and then the residual added in fp32, and rounded once: the same
             bits, also of gradients, on 1, 2, 4 and 8 ranks of equal K.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        constant_weight: True promises that whatever wrote ``w`` has ended when the call is made, or a graph with it is
-            replayed. The kernel for at most 64 rows then loads ``w`` while the kernel before it may still run. Not for
-            weights just gathered (FSDP), updated, cast or copied: results would be undefined. Ranks may differ in it.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
             blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
             ``graphar.reference.scaled_linear``, rounded to the dtype of ``residual``, which is bf16 or fp16; there are
@@ -112,16 +106,15 @@ def fused_matmul_allreduce_residual_rmsnorm(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    constant = bool(constant_weight)
     scaled = UNSCALED
     if a_scale is not None or w_scale is not None:
         scaled = matmul_norms.scaled(NAME, a, a_scale, w_scale, residual)
     kinds = type(eps), type(weight_offset), type(timeout_s)
-    how = eps, weight_offset, partition, timeout_s, kinds, constant
+    how = eps, weight_offset, partition, timeout_s, kinds
     asked = (a, w, *scaled.scales, residual, weight), how, None
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return matmul_norms.call(OP, asked, group, scaled, constant_weight=constant)
+    return matmul_norms.call(OP, asked, group, scaled)
 
 
 def _backward(ctx, gradients):

@@ -100,17 +100,14 @@ def scaled(op: str, a, a_scale: object, w_scale: object, residual: object) -> Sc
     return scaled_of(op, a, a_scale, w_scale, None)._replace(dtype=getattr(first, "dtype", None))
 
 
-def call(op: Op, asked: Asked, group: Group, scaled: Scaled, **more):
-    """Makes a call as the user asked for it, and returns its results as users get them.
-
-    ``more`` are further arguments of the op.
-    """
+def call(op: Op, asked: Asked, group: Group, scaled: Scaled):
+    """Makes a call as the user asked for it, and returns its results as users get them."""
     (a, w, *_, residual, weight), (eps, weight_offset, partition, timeout_s, *_), _ = asked
     ranks, numbers = check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s, scaled)
     where, lengths = norms.place(op, "a", a, group, partition == TP_INVARIANT)
     check_residuals(op.name, ranks, lengths, scaled.dtype)
     norms.prepare_gradients(op.name, ranks)
-    how = where | {"partition": partition, "timeout_s": timeout_s, "scales": list(scaled.scales)} | more
+    how = where | {"partition": partition, "timeout_s": timeout_s, "scales": list(scaled.scales)}
     return norms.make(op, (a, w, residual, weight), ranks, numbers, how, asked, group)
 
 

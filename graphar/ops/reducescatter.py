@@ -35,8 +35,6 @@ def reducescatter(
     codec: Codec | str | None = None,
     residual: torch.Tensor | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    order: str = "rank",
-    out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor: ...
 @overload
@@ -49,8 +47,6 @@ def reducescatter(
     codec: Codec | str | None = None,
     residual: Sequence[torch.Tensor] | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    order: str = "rank",
-    out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
 def reducescatter(
@@ -62,8 +58,6 @@ def reducescatter(
     codec=None,
     residual=None,
     epilogue=None,
-    order="rank",
-    out_dtype=None,
     timeout_s=None,
 ):
     """Returns this rank's part of the sum over all ranks: the bits of :func:`allreduce`, split along ``axis``.
@@ -94,9 +88,6 @@ def reducescatter(
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "-v". row, col and
             index are positions in that part, and tensors have its shape. If ``axis`` is not the first dimension, an
             expression may use only col; if it is the last, none of them. Not with a codec. For bf16, fp16 and fp32.
-        order: "rank", or "tree" for fp32 between 1, 2, 4 or 8 ranks, as in :func:`allreduce`. Not with a codec.
-        out_dtype: with ``order="tree"``, the dtype of the result, to which the fp32 sum is rounded once: bf16, fp16 or
-            fp32. None: fp32. The gradient of ``x`` is fp32.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
@@ -108,16 +99,14 @@ def reducescatter(
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     tensors = (x,) if residual is None else (x, residual)
-    how = axis, type(axis), algorithm, codec, timeout_s, type(timeout_s), order, out_dtype
+    how = axis, type(axis), algorithm, codec, timeout_s, type(timeout_s)
     if (found := repeated(NAME, group, tensors, how, epilogue)) is not None:
         return found
     asked = tensors, how, epilogue
-    return _reducescatter(x, group, axis, algorithm, codec, residual, epilogue, order, out_dtype, timeout_s, asked)
+    return _reducescatter(x, group, axis, algorithm, codec, residual, epilogue, timeout_s, asked)
 
 
-def _reducescatter(
-    x, group: Group, axis, algorithm, codec, residual, epilogue, order, out_dtype, timeout_s, asked: Asked
-):
+def _reducescatter(x, group: Group, axis, algorithm, codec, residual, epilogue, timeout_s, asked: Asked):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     options.check_together(NAME, codec, epilogue, residual)
     if codec is not None and algorithm != "auto":
@@ -126,14 +115,15 @@ def _reducescatter(
     name, in_list = engine_name(group, NAME), isinstance(x, (list, tuple))
     check_input(NAME, x)
     first = x[0] if in_list else x
-    out_dtype = options.order_option(NAME, order, out_dtype, first, codec)
     axis = call_checks.check_axis(NAME, first, axis)
     rank, world_size = (-1, len(x)) if in_list else parts.place(group)
     sizes = split(first.shape[axis], world_size)
     part = first.narrow(axis, 0, sizes[max(rank, 0)]) if epilogue is not None else first
     followed = options.epilogue_option(NAME, epilogue, part, world_size if in_list else None, axis)
     text = options.codec_option(NAME, codec, residual)
-    arguments = (name, rank, axis, sizes, timeout_s, str(algorithm), text, *followed, order, out_dtype, [])
+    how = {"rank": rank, "axis": axis, "sizes": sizes, "timeout_s": timeout_s, "algorithm": str(algorithm)}
+    followed_by = {"epilogue": followed.text, "tensors": followed.tensors, "scalars": followed.scalars}
+    arguments = OP.arguments(communicator=name, codec=text, **how, **followed_by)
     if residual is None:
         return OP(x, *arguments, plain=is_plain(x) and not followed.needs_gradient, asked=asked)
     check_output(NAME, x, residual, "residual")

@@ -351,11 +351,9 @@ def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:
 # ---- what calls may need --------------------------------------------------------------------------------------------
 
 PREPARED_TUPLE = "allgather_tuple"  # the name under which the kernels of all-gathers of several tensors are prepared
-# The op by the name under which its kernels that add as a tree are prepared.
-PREPARED_TREES = {f"{one.op}_tree": one.op for one in kernels_that(lambda row: row.adds_tree)}
 _OF_KERNELS = [one.op for one in kernels_that(lambda row: True)]
 # The names under which kernels are prepared.
-PREPARED = tuple(dict.fromkeys([*_OF_KERNELS, PREPARED_TUPLE, *PREPARED_TREES, *norms.PREPARED]))
+PREPARED = tuple(dict.fromkeys([*_OF_KERNELS, PREPARED_TUPLE, *norms.PREPARED]))
 
 
 def needed_kernels(
@@ -366,6 +364,7 @@ def needed_kernels(
     codecs: Sequence[Codec] = (),
     epilogues: Sequence[Pointwise] = (),
     symmetric: bool = False,
+    trees: bool = False,
 ) -> Iterator[Kernel]:
     """Yields every kernel that calls of ``ops`` may need, apart from those of matmuls.
 
@@ -373,7 +372,7 @@ def needed_kernels(
     them. UnsupportedError if such an algorithm has no kernel for these ranks.
 
     Tensors have at most ``max_nbytes`` (None: any size). Calls may have one of ``codecs`` or of ``epilogues``, or
-    neither; with ``symmetric`` also symmetric tensors. Of sums as a tree ``dtypes`` are those of the results.
+    neither; with ``symmetric`` also symmetric tensors; with ``trees`` also sums as a tree, of results of ``dtypes``.
     """
     for op in ops:
         if is_from_outside(op):
@@ -389,20 +388,17 @@ def needed_kernels(
                     yield Kernel(algorithm, BYTE, template=TUPLE_VARIANT)
             continue
         if op in norms.PREPARED:
-            yield from _needed_norms(facts, dtypes, *norms.PREPARED[op])
+            of, output = norms.PREPARED[op]
+            for order in ("rank", "tree") if trees and output == "like_input" else ("rank",):
+                yield from _needed_norms(facts, dtypes, of, output, order)
             continue
-        if PREPARED_TREES.get(op) in norms.PREPARED:
-            yield from _needed_norms(facts, dtypes, PREPARED_TREES[op], "like_input", "tree")
-            continue
-        if op in PREPARED_TREES:
-            of = PREPARED_TREES[op]
-            fitting = _fitting(with_tree(of), _up_to(facts, max_nbytes, of), GENERAL[of])
+        plain = _up_to(facts, max_nbytes, op)
+        if trees and (takers := with_tree(op)):
+            fitting = _fitting(takers, plain, GENERAL[op])
             for dtype, epilogue in itertools.product(dtypes, (None, *epilogues)):
                 tree = Sum(0, order="tree", out_dtype=dtype).template(1)
                 for kernel in _variants(fitting, [torch.float32], symmetric, epilogue):
                     yield kernel._replace(template=tree)
-            continue
-        plain = _up_to(facts, max_nbytes, op)
         yield from _variants(plain, dtypes, symmetric)
         if _may_compress(facts, max_nbytes, op):
             yield from _variants([COMPRESSING[op]], dtypes, symmetric)

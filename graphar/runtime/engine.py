@@ -9,7 +9,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -514,20 +513,6 @@ class Engine:
 
     def __deepcopy__(self, memo: dict) -> Engine:  # a copied model has the same ranks
         return self
-
-
-@contextlib.contextmanager
-def planned() -> Iterator[list[Explanation]]:
-    """Makes plans of the calls inside, and does not run them. The list gets the explanation of each call's plan."""
-    found: list[Explanation] = []
-
-    def watch(engine: Engine, call: Call, ranks: Sequence[Operands], note: str, run: Callable[[], None]) -> None:
-        plan = engine.plan(call, ranks)
-        nbytes = plan.config.algorithm.row.scratch_nbytes(engine.world_size)
-        found.append(replace(plan.explain(ranks[0]), scratch_nbytes=nbytes))
-
-    with watching(watch):
-        yield found
 
 
 @contextlib.contextmanager

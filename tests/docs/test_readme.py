@@ -75,19 +75,14 @@ def test_the_matrix_of_ops_and_options_is_that_of_the_signatures():
         optional = [name for name, one in taken.items() if one.default is not inspect.Parameter.empty]
         expected[op] = [name.strip("`") for name in options if name.strip("`") in optional]
     assert told == expected
-    assert len(options) == 7
+    assert len(options) == 5
     assert told.keys() == {op for op in OPS if "timeout_s" in inspect.signature(getattr(graphar, op)).parameters}
     parameters = {op: inspect.signature(getattr(graphar, op)).parameters for op in told}
     assert {row["op"].strip("`") for row in rows if row["FP8 result"]} == {
-        op
-        for op, taken in parameters.items()
-        if "out_dtype" in taken and "order" not in taken and "a_scale" not in taken
+        op for op, taken in parameters.items() if "out_dtype" in taken and "a_scale" not in taken
     }
     assert {row["op"].strip("`") for row in rows if row["FP8 operands"]} == {
         op for op, taken in parameters.items() if "a_scale" in taken
-    }
-    assert {op for op, taken in parameters.items() if "order" in taken} <= {
-        op for op, taken in parameters.items() if "out_dtype" in taken
     }
 
 

@@ -21,6 +21,7 @@ from graphar.ops import (
 )
 from graphar.ops.register import op_of
 from graphar.plan.tables import shipped_table
+from tests import inside
 from tests.cases import integers, normal, same_bits
 from tests.graph.graphs import RANKS, given, rewritten
 from tests.graph.test_norm_pass import Traced, llamas, scattered, summed
@@ -92,7 +93,7 @@ def test_a_layer_of_three_dimensions_takes_its_input_as_it_is(make_pass, pays):
 @pytest.mark.parametrize("op", ["allreduce", "reducescatter"])
 def test_partials_that_are_added_as_a_tree_stay_apart_from_their_matmul(make_pass, pays, op, dtype):
     def partials(a, w):
-        return getattr(graphar, op)(functional.linear(a, w).float(), order="tree", out_dtype=torch.bfloat16)
+        return getattr(inside, op)(functional.linear(a, w).float(), order="tree", out_dtype=torch.bfloat16)
 
     graph = rewritten(make_pass(), traced(partials, dtype=dtype)).graph
 

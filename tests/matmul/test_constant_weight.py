@@ -21,6 +21,7 @@ from graphar.product.operands import MatmulOperands, operands_of
 from graphar.ranks import agreement
 from graphar.runtime.arguments import MatmulArguments
 from graphar.runtime.engine import watching
+from tests import inside
 from tests.cases import normal
 from tests.processes import run_ranks
 
@@ -135,7 +136,7 @@ def asked(op, *tensors, **options):
 def test_an_op_asks_for_what_its_caller_says(normed):
     a, w, weight = normal(0, ROWS * K, torch.float32).view(ROWS, K), torch.zeros(COLUMNS, K), torch.ones(COLUMNS)
     more = (torch.zeros(ROWS, COLUMNS), weight) if normed else ()
-    op = graphar.fused_matmul_allreduce_residual_rmsnorm if normed else graphar.fused_matmul_allreduce
+    op = inside.fused_matmul_allreduce_residual_rmsnorm if normed else inside.fused_matmul_allreduce
 
     for options in ({}, {"constant_weight": False}, {"constant_weight": True}):
         (work,) = asked(op, a, w, *more, **options)
@@ -147,7 +148,7 @@ def run_different_ranks(rank, world_size):
     communicator = graphar.Communicator(debug=True)
     a, w = normal(rank, ROWS * K, torch.float32).view(ROWS, K), normal(10 + rank, COLUMNS * K, torch.float32)
     return [
-        graphar.fused_matmul_allreduce(a, w.view(COLUMNS, K), constant_weight=said, group=communicator)
+        inside.fused_matmul_allreduce(a, w.view(COLUMNS, K), constant_weight=said, group=communicator)
         for said in (rank == 0, False)
     ]
 

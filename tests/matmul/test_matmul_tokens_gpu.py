@@ -18,6 +18,7 @@ from graphar.product import products
 from graphar.product.gemm import matmul
 from graphar.runtime import launcher
 from graphar.runtime.catalogue import SKINNY_KERNELS
+from tests import inside
 from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.processes import run_ranks
@@ -87,7 +88,7 @@ class Layer:
 
     def run(self, **options) -> None:
         communicator = self.ranks.communicator
-        graphar.fused_matmul_allreduce(
+        inside.fused_matmul_allreduce(
             self.a, self.w, bias=self.bias, out=self.out, partition="tiles", group=communicator, **options
         )
 
@@ -268,7 +269,7 @@ def chained(layers: list[Layer], norm: list, constant_weight: bool) -> list[list
     how = {"partition": "tiles", "constant_weight": constant_weight, "group": layers[0].ranks.communicator}
     found = [layers[0].a, layers[0].a]
     for layer in layers:
-        found += graphar.fused_matmul_allreduce_residual_rmsnorm(found[-2], layer.w, found[-1], norm, **how)
+        found += inside.fused_matmul_allreduce_residual_rmsnorm(found[-2], layer.w, found[-1], norm, **how)
     return found
 
 

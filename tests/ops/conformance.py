@@ -19,6 +19,7 @@ import torch.distributed as dist
 import graphar
 from graphar import Codec, Epilogue
 from graphar.numerics.partitions import TP_INVARIANT
+from tests import inside
 from tests.cases import ALL_DTYPES, INTEGERS, KERNEL_DTYPES, bit_patterns, integers, normal, raw
 from tests.ops import specified as by
 from tests.ops.specified import Results, Tensors
@@ -179,6 +180,7 @@ def tree(out_dtype: torch.dtype | None, **more) -> dict:
 
 
 TREE = tree(None)
+as_tree = partial(Form, inside.allreduce, make=by.sums, specify=by.allreduced, shapes=SHAPES, leaves=("x",))
 
 allreduce = partial(Form, graphar.allreduce, make=by.sums, specify=by.allreduced, shapes=SHAPES, leaves=("x",))
 ALLREDUCE = (
@@ -195,14 +197,17 @@ ALLREDUCE = (
     allreduce("epilogue", make=placed(by.sums, by.allreduced), **EVERY_PLACE, leaves=("x", *PLACES)),
     allreduce("function", make=placed(by.sums, by.allreduced, b="col"), **FUNCTION, leaves=("x", "b")),
     allreduce("prefetch", make=partial(by.with_prefetch, by.sums), backward=by.summed, twice=True),
-    allreduce("tree", **TREE, backward=by.summed_as_tree, twice=True),
-    allreduce("tree bf16", **tree(torch.bfloat16), backward=by.summed_as_tree),
-    allreduce("tree fp16", **tree(torch.float16), fill=normal, backward=by.summed_as_tree),
-    allreduce("tree epilogue", **TREE, make=placed(by.sums, by.allreduced), **EVERY_PLACE, leaves=("x", *PLACES)),
+    as_tree("tree", **TREE, backward=by.summed_as_tree, twice=True),
+    as_tree("tree bf16", **tree(torch.bfloat16), backward=by.summed_as_tree),
+    as_tree("tree fp16", **tree(torch.float16), fill=normal, backward=by.summed_as_tree),
+    as_tree("tree epilogue", **TREE, make=placed(by.sums, by.allreduced), **EVERY_PLACE, leaves=("x", *PLACES)),
 )
 
 reducescatter = partial(
     Form, graphar.reducescatter, make=by.sums, specify=by.reducescattered, shapes=MATRICES, leaves=("x",)
+)
+scattered_as_tree = partial(
+    Form, inside.reducescatter, make=by.sums, specify=by.reducescattered, shapes=MATRICES, leaves=("x",)
 )
 REDUCESCATTER = (
     reducescatter("", dtypes=ALL_DTYPES, shapes=SHAPES, backward=partial(by.joined, 0), twice=True),
@@ -221,9 +226,9 @@ REDUCESCATTER = (
     ),
     reducescatter("epilogue", make=placed(by.sums, by.reducescattered), **EVERY_PLACE, leaves=("x", *PLACES)),
     reducescatter("function", make=placed(by.sums, by.reducescattered, b="col"), **FUNCTION, leaves=("x", "b")),
-    reducescatter("tree", **TREE, backward=partial(by.joined_in_fp32, 0), twice=True),
-    reducescatter("tree bf16 last axis", **tree(torch.bfloat16, axis=-1), backward=partial(by.joined_in_fp32, -1)),
-    reducescatter(
+    scattered_as_tree("tree", **TREE, backward=partial(by.joined_in_fp32, 0), twice=True),
+    scattered_as_tree("tree bf16 last axis", **tree(torch.bfloat16, axis=-1), backward=partial(by.joined_in_fp32, -1)),
+    scattered_as_tree(
         "tree epilogue", **TREE, make=placed(by.sums, by.reducescattered), **EVERY_PLACE, leaves=("x", *PLACES)
     ),
 )
@@ -351,7 +356,7 @@ FUSED_ALLREDUCE = (
         **OPERANDS,
     ),
     Form(
-        graphar.fused_matmul_allreduce,
+        inside.fused_matmul_allreduce,
         "bias constant",
         specify=by.fused_allreduced,
         options={"constant_weight": True},
@@ -398,7 +403,6 @@ FUSED_NORM = (
     fused_normed_form("invariant", **INVARIANT | {"shapes": ((2, 5, 16, 8), (0, 8, 8), (7, 40, 136))}),
     fused_normed_form("offset none", options={"eps": 1e-5, "weight_offset": 1.0, "partition": "none"}),
     fused_normed_form("tiles", options={"partition": "tiles"}),
-    fused_normed_form("constant", options={"constant_weight": True}),
 )
 
 fused_scattered_norm = partial(
@@ -425,7 +429,7 @@ BY_OP = {
     )
 }
 FORMS = [form for forms in BY_OP.values() for form in forms]
-PARAMETERS = {op: set(inspect.signature(op).parameters) for op in BY_OP}
+PARAMETERS = {op: set(inspect.signature(op).parameters) for op in dict.fromkeys(form.op for form in FORMS)}
 
 PLAIN = [forms[0] for forms in BY_OP.values()]
 

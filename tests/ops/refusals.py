@@ -21,6 +21,7 @@ from graphar.ops import allgather as gather
 from graphar.ops import allreduce as reduce
 from graphar.ops import reducescatter as scatter
 from graphar.plan.algorithms import with_kernels
+from tests import inside
 from tests.ops.refusal import (
     BIAS,
     FP8,
@@ -259,29 +260,25 @@ def of_codecs(alone, pair):
 
 
 def of_trees(alone, pair):
-    for op, in_list in ((REDUCE, False), (REDUCE, True), (SCATTER, False), (SCATTER, True), (graphar.explain, True)):
+    for op, in_list in itertools.product((inside.allreduce, inside.reducescatter), (False, True)):
         x, name = ([X, Y], pair) if in_list else (X, alone), f"{op.__name__}{' list' if in_list else ''}"
         for what, argument, given in (
             ("order ring", "order", {"order": "ring"}),
-            ("order None", "order", {"order": None}),
             ("out_dtype without a tree", "out_dtype", {"out_dtype": FP8}),
             ("tree of FP8", "out_dtype", {"order": "tree", "out_dtype": FP8}),
-            ("tree of a name", "out_dtype", {"order": "tree", "out_dtype": "bfloat16"}),
             ("tree with a codec", "codec", {"order": "tree", "codec": "int8"}),
         ):
             yield row(f"{name} {what}", argument, ValueError, op, *x, **given)
-    for op in (REDUCE, SCATTER, graphar.explain):
+    for op in (inside.allreduce, inside.reducescatter):
         for dtype in (torch.bfloat16, torch.float64, torch.int32):
             yield row(f"{op.__name__} tree {dtype}", "float32", ValueError, op, X.to(dtype), alone, order="tree")
         for ranks in (3, 5, 6, 7):
             yield row(f"{op.__name__} tree between {ranks}", "ranks", ValueError, op, [X] * ranks, order="tree")
     for algorithm in ("hierarchical", "multimem_one_shot", "two_shot_tma", "one_shot"):
         given = {"order": "tree", "algorithm": algorithm}
-        yield row(f"allreduce tree {algorithm}", algorithm, UnsupportedError, REDUCE, [X, Y], pair, **given)
-    narrow = {"order": "tree", "out_dtype": torch.bfloat16}
-    yield row("allreduce tree out dtype", "out", ValueError, REDUCE, X, alone, out=full(X), **narrow)
-    inside = ROOM.view(torch.bfloat16)[:8]
-    yield row("allreduce tree out memory", "out", ValueError, REDUCE, ROOM[:8], alone, out=inside, **narrow)
+        yield row(f"allreduce tree {algorithm}", algorithm, UnsupportedError, inside.allreduce, [X, Y], pair, **given)
+    out, narrow = ROOM.view(torch.bfloat16)[:8], {"order": "tree", "out_dtype": torch.bfloat16}
+    yield row("allreduce tree out memory", "out", ValueError, inside.allreduce, ROOM[:8], alone, out=out, **narrow)
 
 
 def of_trees_of_leaves(alone):

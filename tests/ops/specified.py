@@ -212,7 +212,7 @@ def fused_allgathered(a, w, bias=None, gathered=False, partition="auto", epilogu
     return [(product, reference.allgather(a)) for product in products] if gathered else each(products)
 
 
-def fused_normed(a, w, residual, weight, partition="auto", constant_weight=False, **numbers) -> Results:
+def fused_normed(a, w, residual, weight, partition="auto", **numbers) -> Results:
     numbers |= {"tp_invariant": partition == TP_INVARIANT}
     call = functools.partial(reference.fused_matmul_allreduce_residual_rmsnorm, a, w, **numbers)
     return [call(*pair) for pair in zip(residual, weight, strict=True)]

@@ -13,7 +13,7 @@ from graphar.numerics import norms
 from graphar.numerics.nan import with_canonical_nan
 from graphar.product.gemm import matmul
 from graphar.runtime.bind import residual_norm
-from tests import cases
+from tests import cases, inside
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison
 from tests.ops.test_fused_gpu import hopper, integers, normal
@@ -30,6 +30,8 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, t
 class Layer:
     """Operands on every device: A_r [m, k], W_r [n, k], a residual and the norm's weight."""
 
+    op = staticmethod(fused)
+
     def __init__(self, ranks: Ranks, fill, m, n, k, dtype, seed=0) -> None:
         self.ranks = ranks
         self.a = [fill((m, k), dtype, rank, seed) for rank in range(ranks.world_size)]
@@ -38,7 +40,7 @@ class Layer:
         self.rest = [[one.to(a.device) for a in self.a] for one in (residual, weight)]
 
     def __call__(self, **options):
-        return fused(self.a, self.w, *self.rest, 1e-5, weight_offset=1.0, group=self.ranks.communicator, **options)
+        return self.op(self.a, self.w, *self.rest, 1e-5, weight_offset=1.0, group=self.ranks.communicator, **options)
 
     def specified(self, products=None):
         """The specification, with torch's matmul on the first device. Any matmul of integers gives its bits."""
@@ -92,7 +94,9 @@ def test_tiles_are_summed_by_one_kernel(ranks: Ranks, hopper, m, kernel):
 @pytest.mark.parametrize("partition", ["none", "tiles"])
 def test_a_constant_weight_gives_the_same_bits(ranks: Ranks, partition):
     for m in (1, 16, 64, 129):
-        Layer(ranks, integers, m, 1024, 2048, torch.bfloat16).check(m, partition=partition, constant_weight=True)
+        layer = Layer(ranks, integers, m, 1024, 2048, torch.bfloat16)
+        layer.op = inside.fused_matmul_allreduce_residual_rmsnorm
+        layer.check(m, partition=partition, constant_weight=True)
 
 
 @pytest.mark.parametrize("partition", ["auto", "none", "tiles"])

@@ -176,7 +176,7 @@ def test_a_prepared_call_replays_in_a_graph(fresh_ranks: Ranks, op, rows, column
         pytest.skip("a tree has 2, 4 or 8 ranks")
     drawn = [operands(fresh_ranks.world_size, rows, columns, BF16, seed=100 * seed) for seed in range(3)]
     placed = place(fresh_ranks, op, *drawn[0])
-    fresh_ranks.communicator.prepare(dtypes=[BF16], ops=[f"{op}_tree"])
+    fresh_ranks.communicator.prepare(dtypes=[BF16], ops=[op], tp_invariant=True)
 
     graph = fresh_ranks.capture(lambda: run(fresh_ranks, op, placed, BF16))
 

@@ -8,6 +8,7 @@ import torch
 import graphar
 from graphar import reference
 from graphar.plan.algorithms import with_tree
+from tests import inside
 from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
 from tests.gpu import DTYPES, Ranks, fits, poison
 
@@ -31,7 +32,7 @@ def ranks(ranks: Ranks):
 
 def reduce(ranks: Ranks, xs, **options):
     poison([x.nbytes for x in xs])
-    ys = ranks.communicator.allreduce(xs, order="tree", **options)
+    ys = inside.allreduce(xs, ranks.communicator, order="tree", **options)
     ranks.communicator.synchronize()
     return ys
 
@@ -62,7 +63,9 @@ def test_each_rank_gets_its_part_bit_for_bit(ranks: Ranks, out_dtype, fill):
     for shape in SHAPES:
         parts = [part.view(shape) for part in parts_of(ranks, fill, torch.Size(shape).numel())]
         for axis in range(len(shape)):
-            ys = ranks.communicator.reducescatter(ranks.place(parts), axis=axis, order="tree", out_dtype=out_dtype)
+            ys = inside.reducescatter(
+                ranks.place(parts), ranks.communicator, axis=axis, order="tree", out_dtype=out_dtype
+            )
             expected = reference.reducescatter(parts, axis, order="tree", out_dtype=out_dtype)
             for rank, (y, part) in enumerate(zip(ys, expected, strict=True)):
                 assert same_bits(y.cpu(), part) == 0, f"rank {rank}, {shape}, axis {axis}"
@@ -77,7 +80,7 @@ def test_large_tensors_give_the_specification(ranks: Ranks, out_dtype):
     total = reference.allreduce([x.to("cuda:0") for x in xs], order="tree", out_dtype=out_dtype).cpu()
 
     assert_all(reduce(ranks, xs, out_dtype=out_dtype), total)
-    scattered = ranks.communicator.reducescatter(xs, order="tree", out_dtype=out_dtype)
+    scattered = inside.reducescatter(xs, ranks.communicator, order="tree", out_dtype=out_dtype)
     assert same_bits(torch.cat([y.cpu() for y in scattered]), total) == 0
 
 
@@ -106,9 +109,8 @@ def test_an_epilogue_works_on_the_sum_before_it_is_rounded(ranks: Ranks, algorit
 def test_symmetric_outputs_are_stored_into_directly(ranks: Ranks, out_dtype):
     parts = parts_of(ranks, normal, 8199)
     outs = ranks.communicator.empty(8199, dtype=out_dtype)
-    ranks.communicator.allreduce(
-        ranks.place(parts), order="tree", out_dtype=out_dtype, out=outs, algorithm="two_shot_pipelined"
-    )
+    tree = {"order": "tree", "out_dtype": out_dtype, "algorithm": "two_shot_pipelined"}
+    inside.allreduce(ranks.place(parts), ranks.communicator, out=outs, **tree)
     ranks.communicator.synchronize()
 
     assert_all(outs, reference.allreduce(parts, order="tree", out_dtype=out_dtype))
@@ -121,7 +123,7 @@ def test_a_graph_replays(ranks: Ranks, algorithm):
     outs = [torch.empty_like(x, dtype=torch.bfloat16) for x in xs]
 
     def call() -> None:
-        ranks.communicator.allreduce(xs, order="tree", out_dtype=torch.bfloat16, out=outs, algorithm=algorithm)
+        inside.allreduce(xs, ranks.communicator, order="tree", out_dtype=torch.bfloat16, out=outs, algorithm=algorithm)
 
     call()
     graph = ranks.capture(call)
@@ -142,10 +144,10 @@ def test_a_prepared_sum_can_be_captured_first_of_all(fresh_ranks: Ranks):
     parts = parts_of(fresh_ranks, normal, 8199)
     xs = fresh_ranks.place(parts)
     outs = [torch.empty_like(x, dtype=torch.bfloat16) for x in xs]
-    fresh_ranks.communicator.prepare(dtypes=[torch.bfloat16], ops=["allreduce_tree"])
+    fresh_ranks.communicator.prepare(dtypes=[torch.bfloat16], tp_invariant=True)
 
     tree = {"order": "tree", "out_dtype": torch.bfloat16}
-    graph = fresh_ranks.capture(lambda: fresh_ranks.communicator.allreduce(xs, out=outs, **tree))
+    graph = fresh_ranks.capture(lambda: inside.allreduce(xs, fresh_ranks.communicator, out=outs, **tree))
     graph.replay()
     fresh_ranks.communicator.synchronize()
 
@@ -154,7 +156,7 @@ def test_a_prepared_sum_can_be_captured_first_of_all(fresh_ranks: Ranks):
 
 def test_gradients_are_added_as_a_tree(ranks: Ranks):
     xs = [x.requires_grad_() for x in ranks.place(parts_of(ranks, normal, 1000))]
-    ys = ranks.communicator.allreduce(xs, order="tree", out_dtype=torch.bfloat16)
+    ys = inside.allreduce(xs, ranks.communicator, order="tree", out_dtype=torch.bfloat16)
     given = [normal(50 + rank, 1000, torch.bfloat16) for rank in range(ranks.world_size)]
 
     found = torch.autograd.grad(ys, xs, ranks.place(given))
@@ -165,4 +167,4 @@ def test_gradients_are_added_as_a_tree(ranks: Ranks):
 def test_the_kernel_is_told(ranks: Ranks):
     xs = ranks.place(parts_of(ranks, normal, 1000))
 
-    assert "one_shot_push" in str(graphar.explain(xs, ranks.communicator, order="tree", out_dtype=torch.bfloat16))
+    assert "one_shot_push" in str(graphar.explain(inside.allreduce, xs, ranks.communicator, order="tree"))

@@ -213,11 +213,9 @@ ALLOWED = {
     "num_partitions": 1,
     "codec": Codec(8, rounding="stochastic"),
     "algorithm": "auto",
-    "order": "rank",
     "partition": "auto",
     "epilogue": SCALED,
     "gathered": True,
-    "constant_weight": True,
     "prefetch": W,
     "bias": BIAS,
 }

@@ -95,6 +95,12 @@ def test_explain_has_no_time_for_an_order_that_was_not_measured():
     assert times[1] is None
 
 
+def trees_of(*given):
+    """The kernels that calls need in addition, if they add as a tree."""
+    others = set(select.needed_kernels(*given))
+    return [one for one in select.needed_kernels(*given, trees=True) if one not in others]
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("max_nbytes", [4096, 1 << 19, 1 << 31])
 @pytest.mark.parametrize("op", ["allreduce", "reducescatter"])
@@ -110,7 +116,7 @@ def test_what_sums_as_a_tree_take_is_prepared_and_no_more(op, max_nbytes, symmet
 
     facts = Facts(4, TABLES[1], Chip(132, "sm_90a"))
     dtypes = (torch.bfloat16, FP32)
-    found = list(select.needed_kernels(facts, [f"{op}_tree"], dtypes, max_nbytes, (), [NEGATED], symmetric))
+    found = trees_of(facts, [op], dtypes, max_nbytes, (), [NEGATED], symmetric)
 
     assert set(found) == taken
     assert len(set(found)) == len(found)
@@ -167,7 +173,7 @@ def test_the_kernel_of_a_norm_differs_by_the_results_dtype(op):
 @pytest.mark.parametrize("op", [ALLREDUCE_NORM, REDUCESCATTER_NORM])
 def test_what_norms_as_a_tree_take_is_prepared(op):
     facts, dtypes = Facts(4, TABLES[1], Chip(132, "sm_90a")), (torch.bfloat16, FP32)
-    found = list(select.needed_kernels(facts, [f"{op}_tree"], dtypes, None))
+    found = trees_of(facts, [op], dtypes, None)
     taken = set()
     for rows, columns, out_dtype in itertools.product((1, 8, 64, 4096), (64, 1024, 8192), dtypes):
         call, (config, _) = choose(normed(op, rows, columns, out_dtype))
@@ -187,4 +193,4 @@ def test_trees_of_other_numbers_of_ranks_are_not_prepared():
         graphar.Communicator(devices=["cpu"] * 3) as communicator,
         pytest.raises(ValueError, match="prepare: a tree of 8 leaves is for 1, 2, 4 or 8 ranks, got 3"),
     ):
-        communicator.prepare(ops=["allreduce_tree"])
+        communicator.prepare(tp_invariant=True)

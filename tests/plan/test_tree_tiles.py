@@ -266,17 +266,16 @@ def test_ranks_with_another_k_are_told(bound, monkeypatch):
 @pytest.mark.parametrize(
     ("world_size", "ops", "prepared"),
     [
-        (4, ["fused_matmul_allreduce", "allreduce_tree"], True),
-        (2, ["fused_matmul_reducescatter", "reducescatter_tree"], True),
-        (4, ["fused_matmul_allreduce"], False),
-        (4, ["allreduce_tree"], False),
-        (8, ["fused_matmul_allreduce", "allreduce_tree"], False),  # no call takes them
+        (4, ["fused_matmul_allreduce", "allreduce"], True),
+        (2, ["fused_matmul_reducescatter"], True),
+        (4, ["allreduce"], False),
+        (8, ["fused_matmul_allreduce"], False),  # no call takes them
     ],
 )
-def test_what_calls_take_is_prepared_with_the_sums_that_add_as_a_tree(world_size, ops, prepared):
+def test_what_tensor_parallel_invariant_calls_take_is_prepared(world_size, ops, prepared):
     epilogue = form_to_prepare("-v")
 
-    needed = preparation._tiles(Ranks(world_size), ops, [torch.bfloat16], [], [epilogue])
+    needed = preparation._needed_tiles(Ranks(world_size), ops, [torch.bfloat16], [], [epilogue], tp_invariant=True)
 
     of_tree = [
         (algorithm, tile, work.epilogue) for algorithm, _, tile, work in needed if work.partition == "tp_invariant"

@@ -141,7 +141,7 @@ def test_several_threads_compile_the_first_kernels_of_a_process(tmp_path):
 
 # ---- what is prepared -----------------------------------------------------------------------------------------------
 
-OPS = ("allreduce", "allgather_tuple", "allreduce_residual_rmsnorm", "allreduce_tree", "fused_matmul_allreduce")
+OPS = ("allreduce", "allgather_tuple", "allreduce_residual_rmsnorm", "fused_matmul_allreduce")
 
 
 @pytest.mark.parametrize("ops", [OPS[:1], OPS], ids=["one op", "many ops"])
@@ -153,7 +153,9 @@ def test_all_that_is_loaded_was_compiled_ahead(monkeypatch, asked, ops):
     engine = mock.MagicMock(world_size=2, table=table, lossless=True, symmetric=None)
     engine.runner = SimpleNamespace(kernels=kernels_of(Alone()), chip=table.chip, world_size=2)
 
-    preparation.prepare(engine, ops, [torch.bfloat16, FP8], None, [codec("int8")], [form_to_prepare("-v")])
+    preparation.prepare(
+        engine, ops, [torch.bfloat16, FP8], None, [codec("int8")], [form_to_prepare("-v")], len(ops) > 1
+    )
 
     ahead = [source for sources, _, _ in asked for source in sources]
     assert len(ahead) == len(set(ahead))
