@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
-from graphar.plan.work import Work
+from graphar.plan.work import Product, Work
+
+W = TypeVar("W", bound=Work)
 
 
-class Call(NamedTuple):
-    """Everything that the plan of a call depends on. Equal calls share a plan."""
+class Call(NamedTuple, Generic[W]):
+    """Everything that the plan of a call depends on. Equal calls share a plan.
 
-    work: Work  # what is computed
+    ``Call[Norm]`` is a call whose work is a Norm; ``Call`` alone may have any work.
+    """
+
+    work: W  # what is computed
     dtype: torch.dtype  # the dtype of the tensors; BYTE for a TensorTuple
     device: int  # the CUDA device index of the first tensor; -1 on the CPU
     algorithm: str = "auto"  # the algorithm that the user names; "auto" goes by the tuning table
@@ -25,10 +30,10 @@ class Call(NamedTuple):
     symmetric: tuple[str, ...] = ()  # which of "input" and "output" lie in symmetric memory
     prefetches: bool = False  # whether the call has memory to bring into L2 while it waits
 
-    @classmethod
-    def of(cls, work: Work, x: torch.Tensor, **how) -> Call:
+    @staticmethod
+    def of(work: W, x: torch.Tensor, **how) -> Call[W]:
         """Returns the call that does ``work`` with a first tensor like ``x``."""
-        return cls(work, x.dtype, x.get_device(), **how)
+        return Call(work, x.dtype, x.get_device(), **how)
 
     @property
     def op(self) -> str:
@@ -47,8 +52,9 @@ class Call(NamedTuple):
 
     @property
     def _unit_nbytes(self) -> int:
-        itemsize, unit = self.dtype.itemsize, self.work.unit
-        return itemsize if unit == "elements" else 1 if unit == "bytes" else self.work.columns * itemsize
+        if isinstance(self.work, Product):
+            return self.work.columns * self.dtype.itemsize
+        return 1 if self.work.unit == "bytes" else self.dtype.itemsize
 
     @property
     def wire(self) -> Codec | None:

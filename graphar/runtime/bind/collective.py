@@ -14,6 +14,7 @@ from graphar.numerics.epilogues.code import Corner
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config, kernel_of
 from graphar.plan.slices import Slice, slices
+from graphar.plan.work import Parts, Sum
 from graphar.ranks import agreement
 from graphar.ranks.cpu import fallback
 from graphar.runtime import launcher, prefetch
@@ -31,7 +32,7 @@ PutOf = Callable[[Arguments, Config, Slice], "Put | None"]
 _log = logging.getLogger(__name__)
 
 
-def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+def bind(engine: Engine, call: Call[Sum] | Call[Parts], ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of a sum or of parts. Collective."""
     x = ranks[0].inputs[0]
     if call.wire and call.wire.seed is None:

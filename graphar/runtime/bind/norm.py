@@ -21,7 +21,7 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 
 
-def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+def bind(engine: Engine, call: Call[Norm], ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of a norm. Collective."""
     select.check_norm(call, engine.world_size)
     work, x = call.work, ranks[0].inputs[0]
@@ -32,7 +32,7 @@ def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     return _in_pieces(engine, call, x, select.norm_rows(engine.world_size, work.columns * call.dtype.itemsize))
 
 
-def _in_pieces(engine: Engine, call: Call, x: torch.Tensor, step: int) -> Plan:
+def _in_pieces(engine: Engine, call: Call[Norm], x: torch.Tensor, step: int) -> Plan:
     """Returns the plan of an all-reduce with norm, whose kernel takes at most ``step`` rows."""
     (numel,), columns = call.work.parts, call.work.columns
     starts = range(0, numel, step * columns)
@@ -57,7 +57,7 @@ def _rows(own: Operands, columns: int, first: int, count: int) -> Operands:
     return own._replace(inputs=(cut(x), cut(residual), *rest), outputs=tuple(map(cut, own.outputs)))
 
 
-def _bind_kernel(engine: Engine, call: Call, x: torch.Tensor) -> Plan:
+def _bind_kernel(engine: Engine, call: Call[Norm], x: torch.Tensor) -> Plan:
     config, reason = engine.select(call, x)
     work = call.work
     parts = slices(config.algorithm, engine.world_size, work.parts, call.dtype.itemsize, work.columns)
@@ -72,7 +72,7 @@ def _put_of(work: Norm, arguments: NormArguments, config: Config, one: Slice) ->
     return arguments.put
 
 
-def _in_steps(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+def _in_steps(engine: Engine, call: Call[Norm], ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of a norm without a kernel between ranks: a sum, and then each rank's norm of its rows."""
     work, dtype = call.work, call.dtype
     sums = Sum(work.parts[0]) if work.op == ALLREDUCE_NORM else Parts("reducescatter", work.parts)

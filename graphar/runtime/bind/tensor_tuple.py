@@ -18,7 +18,7 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 
 
-def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+def bind(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of an all-gather of several tensors. Collective."""
     work, first = call.work, ranks[0].inputs[0]
     if engine.why_no_kernel(work.op, first) or not any(work.sizes):
@@ -36,7 +36,7 @@ def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     return Plan(run_windows, plans[0].config, plans[0].reason)
 
 
-def _bind_kernel(engine: Engine, call: Call, x: torch.Tensor) -> Plan:
+def _bind_kernel(engine: Engine, call: Call[TensorTuple], x: torch.Tensor) -> Plan:
     config, reason = engine.select(call, x)
     (only,) = slices(config.algorithm, engine.world_size, call.work.parts, BYTE.itemsize)
 
@@ -48,7 +48,7 @@ def _bind_kernel(engine: Engine, call: Call, x: torch.Tensor) -> Plan:
     return plan_of_slices(engine.runner, config, [only], [launches])._replace(reason=reason)
 
 
-def _each(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+def _each(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> Plan:
     """Returns the plan that gathers one tensor after another.
 
     A call says which ones follow, so that unlike tuples are found at the first.
