@@ -201,17 +201,22 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(items, config):
-    """Skips tests marked ``gpu`` (2 GPUs) or ``gpu(n)`` if torch sees fewer GPUs, and those marked ``whole``."""
+    """Skips tests marked ``gpu`` (2 GPUs) or ``gpu(n)`` if torch sees fewer GPUs, and those marked ``whole``.
+
+    Ranks of a test marked ``gpu(n, shared=True)`` are processes, and share a GPU where there is only one. Such a test
+    asks for bits: it needs no links between GPUs, no time of several devices, and no error of an access to a peer.
+    """
     if not config.getoption("--whole"):
         left_out = [item for item in items if item.get_closest_marker("whole")]
         items[:] = [item for item in items if not item.get_closest_marker("whole")]
         config.hook.pytest_deselected(items=left_out)
     found = torch.cuda.device_count()
     for item in items:
-        for mark in item.iter_markers("gpu"):
-            needed = mark.args[0] if mark.args else 2
-            if found < needed:
-                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, torch sees {found}"))
+        marks = list(item.iter_markers("gpu"))
+        shares = found < 2 and any(mark.kwargs.get("shared") for mark in marks)
+        needed = 1 if shares else max((mark.args[0] if mark.args else 2 for mark in marks), default=0)
+        if found < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, torch sees {found}"))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -28,6 +28,8 @@ if not torch.cuda.is_available():  # Inductor would initialise CUDA, which forks
     _IMPORTED += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 PROCESSES.set_forkserver_preload([*_IMPORTED, "tests.garbage"])
 
+SHARE_SWITCH = "GRAPHAR_TEST_SHARE_GPU"
+
 # gloo's first connections fail now and then on a busy machine ("Connection closed by peer"): those of the group that
 # ranks begin with, and of groups that tests make.
 _TRIES = 3
@@ -66,14 +68,19 @@ def run_ranks(
         function: of a module's top level, for it is pickled, as are its arguments and results.
         world_size: how many ranks.
         args: the same for every rank.
-        backend: of the process group. If it names cuda or nccl, rank r has cuda:r as its current device.
+        backend: of the process group. If it names cuda or nccl, rank r has cuda:r as its current device. If there are
+            fewer GPUs than ranks, all have cuda:0, and gloo: NCCL refuses ranks that share a GPU. Tests that need a GPU
+            for each rank have a mark that skips them there: see ``gpu`` in tests/conftest.py.
         timeout_s: after so many seconds every process is killed.
         lost: ranks that are to die before they return; their result is None.
 
     Raises:
         RankFailed: by the first rank that raised or died, or at the time limit. No process is left.
     """
-    work = pickle.dumps((function, args, dict(os.environ)))
+    environment = dict(os.environ)
+    if "cuda" in backend and torch.cuda.device_count() < world_size:
+        backend, environment[SHARE_SWITCH] = "cpu:gloo,cuda:gloo", "1"
+    work = pickle.dumps((function, args, environment))
     for _ in range(_TRIES - 1):
         try:
             return _run_once(work, world_size, backend, timeout_s, lost)
@@ -200,7 +207,7 @@ def _run(rank: int, world_size: int, port: int, backend: str, timeout_s: float, 
     os.environ.update(environment)
     if "cuda" in backend or "nccl" in backend:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank if torch.cuda.device_count() >= world_size else 0)
     else:
         torch.set_num_threads(1)  # as in the tests' own process: some matmuls have other bits with more
     limit = timedelta(seconds=timeout_s)

@@ -13,7 +13,7 @@ from graphar import CollectiveTimeout, Epilogue, reference
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison
 from tests.processes import run_ranks
-from tests.worlds import GPU_WORLD_SIZES
+from tests.worlds import GPU_WORLD_SIZES, SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +22,7 @@ PARTITIONS = ("none", "tiles", "chunks")
 every_partition = pytest.mark.parametrize("partition", PARTITIONS)
 both_overlaps = pytest.mark.parametrize("partition", PARTITIONS[1:])
 every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+every_shared_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 
 
 def integers(shape, dtype, device, seed):
@@ -158,7 +159,7 @@ def calls_in_a_row(rank, world_size):
     return found
 
 
-@every_world_size
+@every_shared_world_size
 def test_processes_get_the_specification_while_one_is_late(world_size):
     for wrong in run(calls_in_a_row, world_size):
         assert wrong == [0] * len(wrong)
@@ -216,7 +217,7 @@ def gradients(rank, world_size, epilogue):
 
 
 @pytest.mark.parametrize("epilogue", [None, "relu(v)"])
-@every_world_size
+@every_shared_world_size
 def test_gradients_are_those_of_a_gather_and_matmuls(world_size, epilogue):
     for distances in run(gradients, world_size, epilogue):
         assert max(distances) < 0.02

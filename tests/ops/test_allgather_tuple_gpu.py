@@ -160,6 +160,7 @@ def norm_then_gather(rank, world_size):
     communicator.close()
 
 
+@pytest.mark.gpu(2, shared=True)
 def test_fp8_rows_and_scales_of_a_norm_are_gathered_in_a_graph():
     run_ranks(norm_then_gather, 2, backend=BACKEND, timeout_s=300)
 
@@ -180,5 +181,6 @@ def eager_and_compiled(rank, world_size):
         assert tokens == 16 or kernel_calls() == before + 2
 
 
+@pytest.mark.gpu(2, shared=True)
 def test_torch_compile_takes_a_tuple_whole():
     run_ranks(eager_and_compiled, 2, backend=BACKEND, timeout_s=300)

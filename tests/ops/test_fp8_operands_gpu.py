@@ -12,7 +12,7 @@ from graphar import reference
 from graphar.product.scaled_gemm import scaled_matmul
 from tests.cases import same_bits
 from tests.processes import run_ranks
-from tests.worlds import GPU_WORLD_SIZES
+from tests.worlds import SHARED_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -178,7 +178,7 @@ def wrong_elements_of_norms(rank, world_size):
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.gpu(1)), *GPU_WORLD_SIZES])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.gpu(1)), *SHARED_WORLD_SIZES])
 def test_processes_get_the_sums_of_the_scaled_matmuls_partials(world_size):
     for found in run_ranks(wrong_elements, world_size, backend=BACKEND, timeout_s=300):
         assert set(found) == {0}

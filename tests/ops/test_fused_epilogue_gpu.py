@@ -14,6 +14,7 @@ from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.ops.test_fused_gpu import FUSED, KERNELS, SCATTER, WAYS, Layer, can_cut, every_op, hopper, integers, normal
 from tests.processes import run_ranks
+from tests.worlds import SHARED_WORLD_SIZES
 
 __all__ = ["hopper"]  # a fixture
 pytestmark = pytest.mark.gpu
@@ -137,7 +138,6 @@ def test_a_graph_replays_with_new_data(ranks: Ranks, op, partition):
 
 def as_rank(rank, world_size):
     """How many elements are wrong, by partition, and whether gradients are near those of the parts."""
-    torch.cuda.set_device(rank)
     m, n, k = 640, 512, 72
     a, w = (
         [
@@ -159,20 +159,19 @@ def as_rank(rank, world_size):
     return found
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)])
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_processes_get_the_specification(world_size):
     for found in run_ranks(as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
         assert not any(found.values()), found
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, shared=True)
 def test_a_compiled_layer_gives_the_eager_bits():
     for found in run_ranks(compiled_as_rank, 2, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
         assert found == [0, 0]
 
 
 def compiled_as_rank(rank, world_size):
-    torch.cuda.set_device(rank)
     a, w = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in ((256, 64), (512, 64)))
 
     def layer(a, w):

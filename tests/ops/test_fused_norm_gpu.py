@@ -18,7 +18,7 @@ from tests.cases import same_bits
 from tests.gpu import Ranks, poison
 from tests.ops.test_fused_gpu import hopper, integers, normal
 from tests.processes import run_ranks
-from tests.worlds import GPU_WORLD_SIZES
+from tests.worlds import SHARED_WORLD_SIZES
 
 __all__ = ["hopper"]  # a fixture
 pytestmark = pytest.mark.gpu
@@ -159,7 +159,6 @@ def test_a_graph_replays_with_new_data(ranks: Ranks, partition):
 
 
 def as_rank(rank, world_size):
-    torch.cuda.set_device(rank)
     found = {}
     for m, partition in itertools.product((1, 64, 700), ("none", "tiles")):
         generator = torch.Generator().manual_seed(m)
@@ -174,7 +173,7 @@ def as_rank(rank, world_size):
     return found
 
 
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_processes_get_the_specification(world_size):
     for found in run_ranks(as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
         assert all(wrong == [0, 0] for wrong in found.values()), found

@@ -11,10 +11,10 @@ import graphar
 from graphar import CollectiveTimeout, UnsupportedError, reference
 from tests.cases import same_bits
 from tests.processes import run_ranks
-from tests.worlds import GPU_WORLD_SIZES
+from tests.worlds import SHARED_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
-every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+every_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 WAYS = (
     ("none", None),
     ("split_m", None),

@@ -14,7 +14,7 @@ from graphar.plan.select import has_norm_kernel
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.processes import run_ranks
-from tests.worlds import GPU_WORLD_SIZES
+from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -179,7 +179,7 @@ def replays(rank, world_size):
     ]
 
 
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_layers_replay_in_graphs_beside_eager_calls(world_size):
     for found in run_ranks(replays, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180):
         assert set(found) == {0}

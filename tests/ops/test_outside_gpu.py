@@ -137,6 +137,7 @@ def call_different_ones(rank, world_size):
         graphar.allreduce(torch.ones(8, device="cuda"), algorithm=mine)
 
 
+@pytest.mark.gpu(2, shared=True)
 def test_processes_may_load_them_in_another_order():
     """A record's number is that of its process."""
     run_ranks(call_after_others, 2, backend=BACKEND)

@@ -20,7 +20,7 @@ from graphar.plan.work import Sum
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, launches_of, poison
 from tests.processes import run_ranks
-from tests.worlds import GPU_WORLD_SIZES
+from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -257,7 +257,7 @@ def reduce_as_rank(rank, world_size):
     return wrong, graphar.allreduce(x, codec=Codec(3, rounding="stochastic")).cpu()
 
 
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_processes_get_the_specification(world_size):
     results = run_ranks(reduce_as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0)
 

@@ -22,7 +22,7 @@ from graphar.plan.slices import slices
 from tests.cases import bit_patterns, left_after_scatter, normal, same_bits
 from tests.gpu import DTYPES, Ranks, launches_of, poison
 from tests.processes import run_ranks
-from tests.worlds import GPU_WORLD_SIZES
+from tests.worlds import GPU_WORLD_SIZES, SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -212,6 +212,7 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks
 # ---- one process a GPU ----------------------------------------------------------------------------------------------
 
 every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+every_shared_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 
 
 def scatter_as_rank(rank, world_size):
@@ -230,7 +231,7 @@ def scatter_as_rank(rank, world_size):
     return wrong
 
 
-@every_world_size
+@every_shared_world_size
 def test_processes_get_the_specification(world_size):
     for wrong in run_ranks(scatter_as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
         assert not any(wrong.values()), wrong

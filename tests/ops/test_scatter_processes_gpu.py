@@ -14,10 +14,11 @@ from graphar.ops import allgather, reducescatter
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import kernel_calls
 from tests.processes import run_ranks
-from tests.worlds import GPU_WORLD_SIZES
+from tests.worlds import GPU_WORLD_SIZES, SHARED_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
 every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+every_shared_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 
 
 def run(function, world_size, *args, timeout_s=120.0):
@@ -75,7 +76,7 @@ def a_hundred_calls(rank, world_size):
     assert kernel_calls() == 210
 
 
-@every_world_size
+@every_shared_world_size
 def test_calls_back_to_back(world_size):
     run(a_hundred_calls, world_size)
 
@@ -94,7 +95,7 @@ def subgroups(rank, world_size):
                 assert same_bits(total.cpu(), graphar.reference.allreduce(parts)) == 0, f"{ranks}"
 
 
-@pytest.mark.gpu(4)
+@pytest.mark.gpu(4, shared=True)
 def test_overlapping_subgroups_in_turn():
     run(subgroups, 4)
 
@@ -109,7 +110,7 @@ def pairs_of_four(rank, world_size):
             assert_part(graphar.reducescatter(parts[mine].cuda(), group), mine, parts, 0, f"{rows} rows")
 
 
-@pytest.mark.gpu(4)
+@pytest.mark.gpu(4, shared=True)
 def test_pairs_of_four_ranks_split_five_and_three_rows():
     run(pairs_of_four, 4)
 
@@ -128,7 +129,7 @@ def operators(rank, world_size):
     assert_joined(x.grad, mine)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2, shared=True)
 def test_the_operators_check_and_differentiate():
     run(operators, 2, timeout_s=300)
 
@@ -152,7 +153,7 @@ def compiled(rank, world_size):
         check(replayed(parts[rank].cuda()), parts)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2, shared=True)
 def test_torch_compile_takes_them_whole_also_in_cuda_graphs():
     run(compiled, 2, timeout_s=300)
 
@@ -178,7 +179,7 @@ def graph_replays(rank, world_size):
             assert_part(graphar.reducescatter(x), rank, parts, what=f"turn {turn}, eager")
 
 
-@every_world_size
+@every_shared_world_size
 def test_a_thousand_graph_replays_between_eager_calls(world_size):
     run(graph_replays, world_size)
 

@@ -21,7 +21,7 @@ from graphar.runtime.registry import engine_of_group
 from tests.cases import HALVES, bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
 from tests.processes import run_ranks
-from tests.worlds import GPU_WORLD_SIZES
+from tests.worlds import SHARED_WORLD_SIZES
 
 FP32, BF16 = torch.float32, torch.bfloat16
 OPS = (ALLREDUCE_NORM, REDUCESCATTER_NORM)
@@ -225,7 +225,7 @@ def answers(rank: int, world_size: int):
 
 
 @several_gpus
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_processes_get_the_specifications_bits(world_size):
     if world_size not in (2, 4, 8):
         pytest.skip("a tree has 2, 4 or 8 ranks")

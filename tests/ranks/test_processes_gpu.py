@@ -18,7 +18,7 @@ from graphar.ops import allreduce
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import EXACT_ALGORITHMS, fits, kernel_calls
 from tests.processes import RankFailed, run_ranks
-from tests.worlds import GPU_WORLD_SIZES
+from tests.worlds import GPU_WORLD_SIZES, SHARED_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
 
@@ -51,7 +51,7 @@ def every_algorithm(rank, world_size):
 
 
 @pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_every_algorithm_gives_the_specification(world_size):
     run(every_algorithm, world_size)
 
@@ -69,7 +69,7 @@ def a_hundred_calls(rank, world_size):
     assert kernel_calls() == 107
 
 
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_calls_back_to_back_and_in_place(world_size):
     run(a_hundred_calls, world_size)
 
@@ -84,7 +84,7 @@ def subgroups(rank, world_size):
                 assert_reduced(graphar.allreduce(parts[ranks.index(rank)].cuda(), group), parts, f"{ranks}")
 
 
-@pytest.mark.gpu(4)
+@pytest.mark.gpu(4, shared=True)
 def test_overlapping_subgroups_in_turn():
     run(subgroups, 4)
 
@@ -99,7 +99,7 @@ def skewed_start(rank, world_size):
             assert_reduced(communicator.allreduce(parts[rank].cuda()), parts)
 
 
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_ranks_that_come_seconds_apart(world_size):
     run(skewed_start, world_size)
 
@@ -141,7 +141,7 @@ def compiled(rank, world_size):
 
 
 @pytest.mark.promise("The CPU gives the same bits, and so do compiled, captured and replayed calls.")
-@pytest.mark.gpu
+@pytest.mark.gpu(2, shared=True)
 def test_torch_compile_takes_it_whole_also_in_cuda_graphs():
     run(compiled, 2, timeout_s=300)
 
@@ -161,7 +161,7 @@ def operators(rank, world_size):
     assert torch.equal(exported(torch.ones(64, device="cuda")), torch.full((64,), 2.0 * world_size, device="cuda"))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2, shared=True)
 def test_the_operator_checks_differentiates_and_exports():
     run(operators, 2, timeout_s=300)
 
@@ -190,7 +190,7 @@ def graph_replays(rank, world_size):
     assert bool((junk == 0x55).all())
 
 
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_a_thousand_graph_replays_between_eager_calls(world_size):
     run(graph_replays, world_size)
 
@@ -201,7 +201,7 @@ def expandable(rank, world_size):
 
 
 @pytest.mark.promise("Any strides, alignment and allocator work, and nothing is written beside the result.")
-@pytest.mark.gpu
+@pytest.mark.gpu(2, shared=True)
 def test_expandable_segments(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     run(expandable, 2)
