@@ -117,6 +117,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())
 
 
+def times(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """``x * factor``, of FP8 too, which torch does not multiply."""
+    return (x.float() * factor).to(x.dtype) if x.dtype.itemsize == 1 and x.dtype.is_floating_point else x * factor
+
+
 def left_after_scatter(x: torch.Tensor, codec: Codec, noise: Noise, counts: Sequence[int]) -> torch.Tensor:
     """The rounding error of one rank's flat tensor in a reduce-scatter whose parts have these lengths."""
     left = []
@@ -136,7 +141,7 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
         case "misaligned":
             y = x.new_empty(x.numel() + 1)[1:].view(x.shape)
         case "transposed":
-            y = x.new_empty(x.shape[::-1]).permute(*range(x.ndim - 1, -1, -1))
+            y = x.new_empty(x.shape[::-1]).permute(tuple(reversed(range(x.ndim))))
         case "every_other":
             y = x.new_empty((*x.shape, 2))[..., 0]
         case _:

@@ -100,7 +100,7 @@ def rank_products(
     """Returns each rank's scaled product [rows, N], rounded to ``out_dtype``; None: to bf16."""
     return [
         scaled_linear(
-            one.reshape(-1, one.shape[-1]),
+            one.flatten(0, -2),  # a reshape to -1 rows refuses columns of length 0
             weight,
             rows_of_scale(one, of_a),
             of_w,
@@ -114,7 +114,7 @@ def rows_of_scale(a: torch.Tensor, a_scale: torch.Tensor) -> torch.Tensor:
     """Returns the scales of ``a`` [..., K] as a matrix with a row for each of its rows: [rows, 1 or blocks of K]."""
     if a_scale.numel() == 1:
         return a_scale.reshape(1, 1).expand(a.shape[:-1].numel(), 1)
-    return a_scale.reshape(-1, a_scale.shape[-1])
+    return a_scale.flatten(0, -2)
 
 
 def product(a: torch.Tensor, w: torch.Tensor, scales: Scales) -> torch.Tensor:

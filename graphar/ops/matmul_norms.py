@@ -42,22 +42,21 @@ def check(
             tensor_checks.check_one_each(op, name, given, a, "a")
         ranks = list(zip(a, w, residual, weight, strict=True))
     if scaled.scales:
-        _check_scaled(op, ranks, scaled, partition)
+        _check_scaled(op, ranks, scaled)
+        scaled_operands.check(op, a, w, None, scaled, partition)
     for of_rank in ranks:
         _check_rank(op, *of_rank, bool(scaled.scales))
     return ranks, (norms.check_number(op, "eps", eps), norms.check_number(op, "weight_offset", weight_offset))
 
 
-def _check_scaled(op: str, ranks: Sequence[tuple], scaled: Scaled, partition: str) -> None:
-    """Checks the operands of a call with scales, whose results have the dtype of the residuals."""
+def _check_scaled(op: str, ranks: Sequence[tuple], scaled: Scaled) -> None:
+    """Checks what goes with the operands of a call with scales, whose results have the dtype of the residuals."""
     for _, _, residual, weight in ranks:
         for name, x in (("residual", residual), ("weight", weight)):
             tensor_checks.check_tensor(op, name, x)
             scaled_operands.check_no_gradient(op, name, x)
         if residual.dtype != scaled.dtype or scaled.dtype not in scaled_operands.RESULT_DTYPES:
             raise ValueError(f"{op}: with scales residual must be bfloat16 or float16, got {residual.dtype}")
-    a, w, *_ = zip(*ranks, strict=True)
-    scaled_operands.check(op, list(a), list(w), None, scaled, partition)
 
 
 def _check_rank(op: str, a: torch.Tensor, w: object, residual: object, weight: object, has_scales: bool) -> None:

@@ -63,7 +63,8 @@ def check(op: str, a, w, bias, scaled: Scaled, partition: object, rows_differ: b
     """
     if partition not in PARTITIONS:
         raise ValueError(f"{op}: with scales partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
-    if not isinstance(a, (list, tuple)):
+    in_list = isinstance(a, (list, tuple))
+    if not in_list:
         a, w, bias = [a], [w], None if bias is None else [bias]
     check_one_each(op, "w", w, a, "a")
     if bias is not None:
@@ -71,7 +72,8 @@ def check(op: str, a, w, bias, scaled: Scaled, partition: object, rows_differ: b
     for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
         _check_rank(op, x, weight, None if bias is None else bias[rank], scaled, rank)
         operands.check_alike(op, (a[0], w[0]), (x, weight), rank, rows_differ)
-    check_devices(op, [x.device for x in a])
+    if in_list:
+        check_devices(op, [x.device for x in a])
     in_blocks = format_of(op, a, w, scaled.scales) == "blocks"
     if in_blocks and partition == "split_n":
         raise ValueError(f"{op}: partition 'split_n' would cut blocks of w; scales of blocks go with the others")

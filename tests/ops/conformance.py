@@ -20,9 +20,9 @@ import graphar
 from graphar import Codec, Epilogue
 from graphar.numerics.partitions import TP_INVARIANT
 from tests import inside
-from tests.cases import ALL_DTYPES, INTEGERS, KERNEL_DTYPES, bit_patterns, integers, normal, raw
+from tests.cases import ALL_DTYPES, HALVES, INTEGERS, KERNEL_DTYPES, bit_patterns, integers, normal, raw
 from tests.ops import specified as by
-from tests.ops.specified import Results, Tensors
+from tests.ops.specified import FP8, Results, Tensors
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,7 @@ SPLIT_ROWS = tuple(shape for shape in ROWS if len(shape) > 1)
 GROUPED_ROWS = ((1, 128), (3, 2, 256), (0, 384), (5, 384))
 PRODUCTS = ((1, 1, 1), (0, 5, 4), (5, 0, 4), (6, 8, 0), (6, 5, 8, 7), (33, 40, 130), (7, 129, 65))  # [..., N, K]
 TREE_PRODUCTS = ((1, 1, 8), (0, 5, 8), (5, 0, 8), (6, 8, 0), (6, 5, 8, 8), (7, 9, 136))  # of whole leaves of K
+SCALED_PRODUCTS = ((1, 1, 1), (0, 5, 4), (5, 0, 4), (6, 8, 0), (6, 5, 8, 7), (24, 136, 200))
 LARGE_PRODUCTS = ((33, 40, 130), (19, 24, 33))
 NORMED_PRODUCTS = ((2, 5, 16, 1), (0, 8, 4), (3, 9, 0), (24, 12), (7, 40, 33))
 SPLIT_NORMED_PRODUCTS = tuple(shape for shape in NORMED_PRODUCTS if len(shape) > 2)
@@ -155,7 +156,6 @@ MINMAX = Codec(8, 64, scheme="minmax")
 FOLLOWED = "relu(v * s - c[col]) + f[index] * r[row] + row * 0.5 - col / 3 + index"
 EVERYTHING = "v * s + a[row] - b[col] * c[index] + d[0] + row - 2 * col + index"
 PLACES = {"a": "row", "b": "col", "c": "index", "d": "0"}
-FP8 = torch.float8_e4m3fn
 
 
 def biased(v, b, s):
@@ -304,6 +304,14 @@ INVARIANT = {"options": {"partition": TP_INVARIANT}, "shapes": TREE_PRODUCTS}
 UNEVEN = BIASED | {"make": by.uneven_products}
 
 
+def scaled(of: str, make: Callable = by.products, dtype: torch.dtype = torch.bfloat16, **options) -> dict:
+    """Operands in FP8 with scales. ``dtype`` is that of the result."""
+    if dtype != torch.bfloat16:
+        options["out_dtype"] = dtype
+    own = {"make": partial(by.scaled, of, make), "shapes": SCALED_PRODUCTS, "dtypes": (dtype,)}
+    return own | {"options": options, "leaves": (), "twice": False}
+
+
 def matmuls(op: Callable, specify: Callable, **shared) -> tuple[Form, ...]:
     """The forms that both fused matmuls have."""
     form = partial(Form, op, make=by.products, specify=specify, **OPERANDS | shared)
@@ -331,6 +339,16 @@ def matmuls(op: Callable, specify: Callable, **shared) -> tuple[Form, ...]:
         form("invariant", **INVARIANT, twice=True),
         form("bias invariant", **BIASED, **INVARIANT, twice=True),
         form("epilogue invariant", **followed, **INVARIANT, leaves=leaves),
+        form("rows", **scaled("rows", partial(by.with_unequal_columns, by.products))),
+        form("rows bias fp16", **scaled("rows", by.with_bias, torch.float16)),
+        form("rows split_n", **scaled("rows", partition="split_n")),
+        form("rows int8", **scaled("rows", codec="int8")),
+        form("numbers tiles", **scaled("numbers", partition="tiles")),
+        form("blocks bias", **scaled("blocks", partial(by.with_unequal_columns, by.with_bias))),
+        form("blocks split_m", **scaled("blocks", partition="split_m")),
+        form(
+            "blocks epilogue", **scaled("blocks") | followed | {"make": partial(by.scaled, "blocks", followed["make"])}
+        ),
     )
 
 
@@ -397,12 +415,30 @@ FUSED_ALLGATHER = (
         options={"gathered": True},
         of_processes=sizes_along(0, "a"),
     ),
+    fused_allgather("rows bias", **scaled("rows", by.with_bias)),
+    fused_allgather(
+        "rows bias sizes gathered",
+        **scaled("rows", by.uneven_products, gathered=True) | {"of_processes": sizes_along(0, "a")},
+    ),
+    fused_allgather("numbers gathered fp16", **scaled("numbers", by.products, torch.float16, gathered=True)),
+    fused_allgather("blocks tiles", **scaled("blocks", partition="tiles")),
+    fused_allgather("blocks none gathered", **scaled("blocks", partition="none", gathered=True)),
+    fused_allgather(
+        "blocks epilogue",
+        **FOLLOWED_GATHER | scaled("blocks") | {"make": partial(by.scaled, "blocks", FOLLOWED_GATHER["make"])},
+    ),
 )
+SCALED_NORM = {"shapes": ((2, 5, 16, 1), (0, 8, 4), (3, 9, 0), (7, 40, 33), (24, 136, 200)), "dtypes": HALVES}
+SCALED_NORMS = {"rows": {"weight_offset": 1.0}, "numbers": {"partition": "none"}, "blocks": {}}
 FUSED_NORM = (
     fused_normed_form(""),
     fused_normed_form("invariant", **INVARIANT | {"shapes": ((2, 5, 16, 8), (0, 8, 8), (7, 40, 136))}),
     fused_normed_form("offset none", options={"eps": 1e-5, "weight_offset": 1.0, "partition": "none"}),
     fused_normed_form("tiles", options={"partition": "tiles"}),
+    *(
+        fused_normed_form(of, **scaled(of, partial(by.with_norm, by.products)) | SCALED_NORM | {"options": options})
+        for of, options in SCALED_NORMS.items()
+    ),
 )
 
 fused_scattered_norm = partial(
@@ -419,6 +455,12 @@ FUSED_SCATTERED_NORM = (
     fused_scattered_norm("invariant", options={"partition": TP_INVARIANT}, shapes=((4, 5, 16, 8), (8, 40, 136))),
     fused_scattered_norm("offset none", options={"eps": 1e-5, "weight_offset": 1.0, "partition": "none"}),
     fused_scattered_norm("tiles", options={"partition": "tiles"}),
+    *(
+        fused_scattered_norm(
+            of, **scaled(of, partial(by.with_norm_of_parts, by.products)) | SCALED_NORM | {"options": options}
+        )
+        for of, options in SCALED_NORMS.items()
+    ),
 )
 
 BY_OP = {
@@ -432,6 +474,7 @@ FORMS = [form for forms in BY_OP.values() for form in forms]
 PARAMETERS = {op: set(inspect.signature(op).parameters) for op in dict.fromkeys(form.op for form in FORMS)}
 
 PLAIN = [forms[0] for forms in BY_OP.values()]
+SCALED = [one for forms in BY_OP.values() for one in [form for form in forms if form.label.startswith("blocks")][:1]]
 
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 every_op = pytest.mark.parametrize("op", BY_OP, ids=lambda op: op.__name__)

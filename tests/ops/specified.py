@@ -13,6 +13,7 @@ from graphar.numerics.codecs import as_codec
 from graphar.numerics.partitions import TP_INVARIANT
 from tests.cases import left_after_scatter, normal
 
+FP8 = torch.float8_e4m3fn
 Tensors = dict[str, list[torch.Tensor]]  # by argument, a tensor a rank
 Results = list[tuple[torch.Tensor, ...]]  # by rank, what it gets
 
@@ -62,6 +63,35 @@ def uneven_products(ranks: int, shape, dtype, fill) -> Tensors:
 def with_bias(ranks: int, shape, dtype, fill) -> Tensors:
     bias = fill(200, shape[-2], dtype)
     return products(ranks, shape, dtype, fill) | {"bias": [bias.clone() for _ in range(ranks)]}
+
+
+def scaled(of: str, make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
+    """Operands of matmuls in FP8, with scales of "rows", of "blocks" of 128, or "numbers": one of a whole tensor."""
+    tensors = make(ranks, shape, dtype, fill)
+    for at, name in enumerate(("a", "w")):
+        tensors[name] = [one.to(FP8) for one in tensors[name]]
+        tensors[f"{name}_scale"] = [
+            normal(60 + 10 * at + rank, one.numel(), torch.float32).view(one).abs() + 0.1
+            for rank, one in enumerate(torch.Size(scale_shape(of, x, is_weight=name == "w")) for x in tensors[name])
+        ]
+    return tensors
+
+
+def scale_shape(of: str, x: torch.Tensor, is_weight: bool) -> tuple[int, ...]:
+    if of == "numbers":
+        return (1,) if is_weight else ()
+    *rows, columns = x.shape
+    if of == "rows":
+        return (1, *rows) if is_weight else (*rows, 1)
+    return (*[-(-one // 128) if is_weight else one for one in rows], -(-columns // 128))
+
+
+def with_unequal_columns(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
+    """Operands of matmuls of which every other rank has a third of K less."""
+    tensors = make(ranks, shape, dtype, fill)
+    columns = [shape[-1] - shape[-1] // 3 * (rank % 2) for rank in range(ranks)]
+    own = {name: [x[..., :k].clone() for x, k in zip(tensors[name], columns, strict=True)] for name in ("a", "w")}
+    return tensors | own
 
 
 def with_norm(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
@@ -179,17 +209,17 @@ def _seeded(codec) -> dict:
     return {} if codec is None else {"codec": codec, "seed": as_codec("fused", codec).seed or 0}
 
 
-def _cut(partition: str = "auto", num_partitions: int | None = None) -> dict:
-    """How the specification takes a partition."""
+def _cut(partition: str = "auto", num_partitions: int | None = None, **scaled) -> dict:
+    """How the specification takes a partition. Scales, and the dtype of the result, it takes as they are."""
     if partition == TP_INVARIANT:
         return {"tp_invariant": True}
-    return {"partition": partition, "num_partitions": num_partitions}
+    return {"partition": partition, "num_partitions": num_partitions, **scaled}
 
 
 def fused_allreduced(
-    a, w, bias=None, epilogue=None, codec=None, prefetch=None, constant_weight=False, **cut
+    a, w, bias=None, epilogue=None, codec=None, prefetch=None, constant_weight=False, **options
 ) -> Results:
-    call = functools.partial(reference.fused_matmul_allreduce, a, w, **_cut(**cut), **_seeded(codec))
+    call = functools.partial(reference.fused_matmul_allreduce, a, w, **_cut(**options), **_seeded(codec))
     follow = [(bias and bias[rank], epilogue and epilogue.of_rank(rank)) for rank in range(len(a))]
     own = [bias, *(epilogue.tensors.values() if epilogue else ())]
     if not any(one.requires_grad for ones in own for one in ones or ()):  # equal, and without gradients of their own
@@ -197,19 +227,29 @@ def fused_allreduced(
     return each([call(one, epilogue=followed) for one, followed in follow])
 
 
-def fused_reducescattered(a, w, bias=None, codec=None, epilogue=None, **cut) -> Results:
-    how = _cut(**cut) | _seeded(codec)
+def fused_reducescattered(a, w, bias=None, codec=None, epilogue=None, **options) -> Results:
+    how = _cut(**options) | _seeded(codec)
     call = functools.partial(reference.fused_matmul_reducescatter, a, w, epilogue=epilogue, **how)
     if not bias or not bias[0].requires_grad:
         return each(call(bias and bias[0]))
     return each([call(one)[rank] for rank, one in enumerate(bias)])
 
 
-def fused_allgathered(a, w, bias=None, gathered=False, partition="auto", epilogue=None) -> Results:
-    follow = [(bias and bias[rank], epilogue and epilogue.of_rank(rank)) for rank in range(len(w))]
-    how = {"tp_invariant": partition == TP_INVARIANT}
-    products = [reference.fused_allgather_matmul(a, one, *more, **how) for one, more in zip(w, follow, strict=True)]
-    return [(product, reference.allgather(a)) for product in products] if gathered else each(products)
+def fused_allgathered(
+    a, w, bias=None, gathered=False, partition="auto", epilogue=None, a_scale=None, w_scale=None, out_dtype=None
+) -> Results:
+    how = {"tp_invariant": partition == TP_INVARIANT, "a_scale": a_scale, "out_dtype": out_dtype}
+    products = []
+    for rank, own in enumerate(w):
+        follow = bias and bias[rank], epilogue and epilogue.of_rank(rank), w_scale and w_scale[rank]
+        products.append(reference.fused_allgather_matmul(a, own, *follow[:2], w_scale=follow[2], **how))
+    if not gathered:
+        return each(products)
+    rows = reference.allgather(a)
+    if a_scale is None:
+        return [(product, rows) for product in products]
+    wide = [of if of.ndim else of.expand(*x.shape[:-1], 1) for x, of in zip(a, a_scale, strict=True)]
+    return [(product, rows, torch.cat(wide)) for product in products]
 
 
 def fused_normed(a, w, residual, weight, partition="auto", **numbers) -> Results:

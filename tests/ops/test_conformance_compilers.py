@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import graphar
 from graphar.graph import order
 from graphar.ops.register import op_of
-from tests.cases import normal, same_bits
+from tests.cases import normal, same_bits, times
 from tests.ops.conformance import (
     ALLGATHER_TUPLE,
     ALLREDUCE,
@@ -24,6 +24,7 @@ from tests.ops.conformance import (
     FORMS,
     FUSED_REDUCESCATTER,
     PLAIN,
+    SCALED,
     both,
     changed,
     compiled,
@@ -54,7 +55,7 @@ def steady(op):
 
 def calls(forms, tensors):
     """The results of all forms, with one tensor and with lists, between other ops."""
-    inputs = [changed(lambda x: x * 1, one) for one in tensors]
+    inputs = [changed(lambda x: times(x, 1), one) for one in tensors]
     return [[y.float() * 2 for y in both(*pair)] for pair in zip(forms, inputs, strict=True)]
 
 
@@ -151,23 +152,23 @@ def test_an_input_that_is_the_output_may_be_compiled(compiled):
 def compile_as_rank(rank, world_size):
     """Which forms differ if compiled, with the default group, another group, a mesh and a communicator."""
     group, mesh = torch.distributed.new_group(), init_device_mesh("cpu", (world_size,))
-    found = []
+    forms, found = [*PLAIN, *SCALED], []
     with graphar.Communicator() as communicator:
         for which in (None, group, mesh, communicator):
             torch._dynamo.reset()
 
             def function(tensors, which=which):
-                return [form.of_rank(rank, one, group=which) for form, one in zip(PLAIN, tensors, strict=True)]
+                return [form.of_rank(rank, one, group=which) for form, one in zip(forms, tensors, strict=True)]
 
             fast = torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
-            tensors = [form.tensors(world_size, form.small, fill=normal) for form in PLAIN]
+            tensors = [form.tensors(world_size, form.small, fill=normal) for form in forms]
             found += [same_bits(*pair) for pair in zip(flat(fast(tensors)), flat(function(tensors)), strict=True)]
     return found
 
 
 def test_processes_can_compile_their_calls():
     for found in run_ranks(compile_as_rank, 2, timeout_s=200):
-        assert found.count(0) == len(found) > 4 * len(PLAIN)
+        assert found.count(0) == len(found) > 4 * len([*PLAIN, *SCALED])
 
 
 WITH_EPILOGUE = (graphar.fused_allgather_matmul, graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)
