@@ -40,9 +40,9 @@ MAX_ROOT_ENTRIES = 19  # 16 packages and modules, and `__init__.py`, `__main__.p
 MAX_INNER_IMPORTS = 8
 MAX_SCHEMAS = 31
 
-# What functions may import besides graphar's own modules: optional packages, perf in a checkout, and parts of torch
-# that are slow to import or not in every build.
-IMPORTED_LATE = {"cuda", "importlib", "nvtx", "perf", "pynvml", "rich", "sglang", "torch", "vllm"}
+# What functions may import besides graphar's own modules: optional packages, and parts of torch that are slow to
+# import or not in every build.
+IMPORTED_LATE = {"cuda", "importlib", "nvtx", "pynvml", "rich", "sglang", "torch", "vllm"}
 
 
 def modules():

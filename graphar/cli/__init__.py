@@ -1,1 +1,1 @@
-"""The commands of `python -m graphar`: doctor, bench, explain, tune, report and trace."""
+"""The commands of `python -m graphar`: doctor, bench, explain, tune, simulate and trace."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import graphar
-from graphar.cli import bench, explain, report, simulate, trace, tune
+from graphar.cli import bench, explain, simulate, trace, tune
 from graphar.cli.doctor import examination
 from graphar.cli.options import EXIT_STATUS, INTERRUPTED, fail
 from graphar.errors import GrapharError
@@ -23,8 +23,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "graphar") -> int:
     )
     parser.add_argument("--version", action="version", version=f"graphar {graphar.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (examination, bench, explain, tune, simulate, report, trace):
+    for command in (examination, bench, explain, tune, simulate, trace):
         command.add(commands)
+    if (sys.argv[1:] if argv is None else argv)[:1] == ["report"]:
+        return fail("a folder of reports is read in a checkout: python -m perf report FOLDER")
     options = parser.parse_args(argv)
     if "run" not in options:
         parser.print_help()

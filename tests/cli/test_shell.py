@@ -15,9 +15,6 @@ from graphar.cli.main import main
 from graphar.plan.entries import measured_config
 from graphar.plan.sizes import KB, MB
 from graphar.runtime.user_tables import find_table
-from perf.topics.allreduce import AllReduce
-from tests.perf.samples import MACHINE
-from tests.perf.samples import row as row_of
 
 ROOT = Path(__file__).parents[2]
 NO_GPUS = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it measures those")
@@ -152,7 +149,7 @@ def test_quietly_explain_says_nothing_but_the_answers(capsys):
 
 # ---- all commands ---------------------------------------------------------------------------------------------------
 
-COMMANDS = ("doctor", "bench", "explain", "tune", "simulate", "report", "trace")
+COMMANDS = ("doctor", "bench", "explain", "tune", "simulate", "trace")
 
 
 def test_the_console_script_and_python_m_say_their_own_names_in_usage(new_interpreter):
@@ -185,6 +182,11 @@ def test_every_command_has_the_same_modes_and_tells_its_statuses(command, capsys
     assert [option for option in ("--json", "--quiet", "Exit status") if option not in said] == []
 
 
+def test_report_names_the_command_of_a_checkout(capsys):
+    assert main(["report", "reports/h200x4"]) == 1
+    assert capsys.readouterr().err.endswith("in a checkout: python -m perf report FOLDER\n")
+
+
 def test_what_is_no_size_is_told_in_a_users_words(capsys):
     with pytest.raises(SystemExit):
         main(["explain", "large"])
@@ -200,53 +202,6 @@ def test_an_interrupt_ends_a_command_with_a_line_and_without_a_traceback(monkeyp
 
     assert main(["explain", "1M"]) == 130
     assert capsys.readouterr().err == "graphar: interrupted\n"
-
-
-# ---- report ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path):
-    AllReduce(rows=[row_of()]).write(tmp_path, MACHINE, "python -m perf allreduce")
-    return tmp_path
-
-
-def test_report_says_what_a_folder_says_and_writes_nothing(folder, capsys):
-    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-
-    assert main(["report", str(folder)]) == 0
-
-    assert "All 1 results were verified: none is wrong." in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-
-
-def test_report_writes_the_page_if_it_is_told_to(folder, capsys):
-    assert main(["report", str(folder), "--write"]) == 0
-
-    assert f"page: {folder / 'index.html'}" in capsys.readouterr().out
-    assert (folder / "index.html").exists()
-
-
-def test_report_tells_by_its_status_alone_when_quiet(folder, capsys):
-    AllReduce(rows=[row_of(wrong=1)]).write(folder, MACHINE, "python -m perf allreduce")
-
-    assert main(["report", str(folder), "--quiet"]) == 1
-    assert capsys.readouterr() == ("", "")
-
-
-def test_report_compares_with_an_earlier_folder(folder, tmp_path_factory, capsys):
-    earlier = tmp_path_factory.mktemp("earlier")
-    AllReduce(rows=[row_of(time_us=5.0)]).write(earlier, MACHINE, "python -m perf allreduce")
-
-    assert main(["report", str(folder), "--compare", str(earlier), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["comparisons"][0]["regressions"]
-
-
-def test_an_installed_copy_says_where_reports_are_read(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("graphar.cli.report.ROOT", tmp_path / "elsewhere")
-
-    assert main(["report", str(folder)]) == 1
-    assert "in a checkout" in capsys.readouterr().err
 
 
 # ---- bench ----------------------------------------------------------------------------------------------------------

@@ -136,7 +136,11 @@ def report_on(folder, *more):
 
 def test_a_report_is_told_again_and_its_page_is_made_if_asked_for(tmp_path, capsys):
     write(tmp_path, MACHINE, [10.0])
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
 
+    assert report_on(tmp_path) == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    capsys.readouterr()
     assert report_on(tmp_path, "--write") == 0
 
     text = capsys.readouterr().out
