@@ -29,7 +29,7 @@ from graphar.integrations.works import GrapharWork, combined
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.call_checks import LONGEST_S
 from graphar.plan.tensor_checks import check_own_memory
-from graphar.ranks.cpu import fallback
+from graphar.ranks.cpu.transport import wait
 from graphar.runtime.side_stream import SideStream
 from graphar.runtime.watch.stats import Stats, beside
 
@@ -206,7 +206,7 @@ class Routing:
         timeout_s = _seconds(opts.timeout) or _seconds(self._timeout)
         with engine.keeping_failure(), calls.naming_absent("barrier", "barrier", "gloo", timeout_s):
             work = group.barrier(opts)
-            fallback.wait(work, timeout_s)
+            wait([work], timeout_s)
         return work
 
     def _by_torch(self, name: str, why: str, *given, **named):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from graphar.integrations.untraced import untraced
-from graphar.ranks.cpu.messages import deadline
+from graphar.ranks.cpu.transport import deadline
 
 
 @untraced

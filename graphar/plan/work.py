@@ -105,6 +105,11 @@ class Sum(NamedTuple):
     def template(self, cluster: int) -> str | None:
         return _order_in_template(self)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether no option changes the result: it is the sum in rank order, in the dtype of the tensor."""
+        return self._replace(shape=(), beside="") == type(self)(self.numel)
+
     def amount(self, dtype: torch.dtype) -> str:
         return f"{list(self.shape)} {dtype}" if self.shape else f"{self.numel} elements of {dtype}"
 
@@ -133,6 +138,11 @@ class Parts(NamedTuple):
 
     def template(self, cluster: int) -> str | None:
         return _order_in_template(self)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no option changes the result: sums are in rank order, in the dtype of the tensor."""
+        return self._replace(axis=0, beside="", row=()) == type(self)(self.op, self.parts)
 
     def amount(self, dtype: torch.dtype) -> str:
         axis = f" along axis {self.axis}" if self.axis else ""

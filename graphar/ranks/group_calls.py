@@ -16,8 +16,8 @@ from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallE
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.ranks import agreement
-from graphar.ranks.cpu import fallback
 from graphar.ranks.cpu.messages import hash_of, messages_of
+from graphar.ranks.cpu.transport import GroupFailed
 from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous, at_once
 
 _GRACE_S = 1.0  # the time until a killed process is seen as ended
@@ -47,7 +47,7 @@ class OneCall:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
-            if isinstance(error, (fallback.GroupFailed, RanksAbsent)):
+            if isinstance(error, (GroupFailed, RanksAbsent)):
                 raise self._calls.failure(self, error, time.monotonic() - self._begin) from error
         finally:
             self._calls.leave(self.op)
@@ -139,7 +139,7 @@ class GroupCalls:
     def _await_headers(self, what: str, timeout_s: float) -> None:
         try:
             self.messages.await_headers(timeout_s)
-        except fallback.GroupFailed as error:
+        except GroupFailed as error:
             raise RanksAbsent(f"{what}: {error}", error.absent or ()) from error
 
     def naming_absent(self, op: str, agreed: str, by: str, timeout_s: float, notes: bool = True) -> OneCall:
@@ -173,7 +173,7 @@ class GroupCalls:
         if self._crossed:  # whatever became of the call
             raise ConcurrentCallError(_CROSSED.format(op=op))
 
-    def failure(self, call: OneCall, error: fallback.GroupFailed | RanksAbsent, took_s: float) -> CollectiveTimeout:
+    def failure(self, call: OneCall, error: GroupFailed | RanksAbsent, took_s: float) -> CollectiveTimeout:
         """Returns the error that tells users of ``error``, which ended a call after so many seconds."""
         waited_s = getattr(error, "waited_s", None)
         broken = (took_s if waited_s is None else waited_s) < call.timeout_s

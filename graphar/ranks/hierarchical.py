@@ -31,9 +31,10 @@ from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.call import Call, Operands
 from graphar.plan.tables import Table
-from graphar.plan.work import Parts
+from graphar.plan.work import Parts, Sum
 from graphar.ranks import capture
 from graphar.ranks.cpu import fallback
+from graphar.ranks.cpu.transport import Group, check_backend
 from graphar.ranks.hosts import host
 from graphar.ranks.rendezvous import Ranks
 
@@ -195,9 +196,9 @@ class Hierarchy:
 
         Inside a host ``x`` is summed in fp32. That sends twice the bytes of bf16 over NVLink, but needs no kernel of
         its own. ``codec`` is the format across hosts, computed by torch on GPUs too; it rounds to nearest. It raises
-        what :func:`graphar.ranks.cpu.fallback.allreduce` raises.
+        what a transport does.
         """
-        fallback.check_backend(x, self._communicator.group)
+        check_backend(x.device, self._communicator.group)
         source, target, waiting = x.view(-1), out.view(-1), None
         step = _CHUNK_NUMEL // 4 if codec else _CHUNK_NUMEL
         for begin in range(0, source.numel(), step):
@@ -225,7 +226,7 @@ class Hierarchy:
         group = self._groups[1]
         if group.size() == 1 or not part.numel():
             return lambda: None
-        step = partial(fallback.allreduce, part, part, group, timeout_s)
+        step = partial(_run, Sum(part.numel()), part, part, group, timeout_s)
         if codec:
             step = partial(_quantized_allreduce, part, group, timeout_s, codec)
         if not part.is_cuda:
@@ -254,19 +255,23 @@ class Hierarchy:
             call = Call.of(Parts(op, counts), x, timeout_s=timeout_s, blocks=blocks)
             self._kernels.run(call, [Operands((x,), (out,))])
         else:
-            step = fallback.reducescatter if op == "reducescatter" else fallback.allgather
-            step(x, out, self._groups[0], timeout_s, counts)
+            _run(Parts(op, counts), x, out, self._groups[0], timeout_s)
+
+
+def _run(work: Sum | Parts, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Does a work over a process group, without kernels."""
+    fallback.bind(Call.of(work, x), Group(group), timeout_s, repeat(0))([Operands((x,), (out,))])
 
 
 def _quantized_allreduce(part: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, codec: Codec) -> None:
     """Sums ``part`` over the group in place, as graphar.reference.quantized_allreduce does."""
     counts = _counts(part.numel(), group.size(), TILE_NUMEL)
     own = part.new_empty(counts[group.rank()])
-    fallback.quantized_reducescatter(part, own, group, timeout_s, counts, codec, repeat(0))
+    _run(Parts("reducescatter", counts, codec.text), part, own, group, timeout_s)
     wire = encode(own, codec)
-    nbytes = [-(-count // TILE_NUMEL) * codec.tile_nbytes for count in counts]
+    nbytes = tuple(-(-count // TILE_NUMEL) * codec.tile_nbytes for count in counts)
     wires = wire.new_empty(sum(nbytes))
-    fallback.allgather(wire, wires, group, timeout_s, nbytes)
+    _run(Parts("allgather", nbytes), wire, wires, group, timeout_s)
     for target, one in zip(part.split(counts), wires.split(nbytes), strict=True):
         if target.numel():
             target.copy_(decode(one, codec)[: target.numel()])

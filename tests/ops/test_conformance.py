@@ -10,6 +10,7 @@ import torch
 
 import graphar
 from graphar.ranks.cpu import fallback
+from graphar.ranks.cpu.messages import Messages
 from tests.cases import (
     EVERY_16_BIT_PATTERN,
     KERNEL_DTYPES,
@@ -203,10 +204,10 @@ def test_every_process_gets_the_specifications_bits(answers, form, world_size):
 def call_in_chunks(rank, world_size):
     """By form, how many elements differ if tensors are sent in many pieces."""
     found = {}
-    fallback._SMALL_NBYTES, fallback._CHUNK_NUMEL = 40, 1024
+    fallback._CHUNK_NUMEL = 1024
     for form in (*ALLREDUCE, *REDUCESCATTER, *ALLGATHER):
         for shape in form.shapes:
-            fallback._CHUNK_NBYTES = 100 if math.prod(shape) < 1024 else 1000  # a piece takes as long as a call
+            Messages.chunk_nbytes = 100 if math.prod(shape) < 1024 else 1000  # a piece takes as long as a call
             tensors = form.tensors(world_size, shape)
             expected = form.expected(copies(tensors))[rank]
             ys = call_anew(form, rank, tensors)
@@ -223,8 +224,8 @@ def test_processes_send_large_tensors_in_chunks():
 def call_plain_forms(rank, world_size):
     """By form, how many elements differ; all-reduces are also made as those of large tensors."""
     found = {}
-    for small_nbytes in (fallback._SMALL_NBYTES, 0):
-        fallback._SMALL_NBYTES = small_nbytes
+    for small_nbytes in (Messages.small_nbytes, 0):
+        Messages.small_nbytes = small_nbytes
         for form in PLAIN:
             tensors = form.tensors(world_size)
             pairs = zip(form.of_rank(rank, tensors), form.expected(tensors)[rank], strict=True)

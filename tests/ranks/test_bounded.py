@@ -20,7 +20,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
 from graphar.ranks import group_calls, processes
-from graphar.ranks.cpu.fallback import GroupFailed
+from graphar.ranks.cpu.transport import GroupFailed
 from graphar.ranks.processes import has_ended, identify
 from graphar.ranks.rendezvous import LastWord, RanksAbsent, meet
 from graphar.runtime.registry import engine_of

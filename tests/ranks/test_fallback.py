@@ -5,16 +5,21 @@ from __future__ import annotations
 import itertools
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import graphar
-from graphar import Codec, Communicator, Epilogue, reference
+from graphar import Codec, Communicator, Epilogue, UnsupportedError, reference
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.plan.call import Call, Operands
+from graphar.plan.config import FALLBACK
 from graphar.plan.work import Parts, Sum
-from graphar.ranks.cpu import fallback, message_sums
+from graphar.ranks import group_calls
+from graphar.ranks.cpu import fallback, messages, reduction
+from graphar.ranks.cpu.messages import Messages
+from graphar.ranks.cpu.transport import Group
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 
@@ -28,27 +33,32 @@ def inputs():
     return [normal(rank, 12 * 301, torch.float32).view(SHAPE) for rank in range(RANKS)]
 
 
-def call_in_pieces(rank, world_size):
+def call_in_pieces(rank, world_size, by_messages):
     """An all-reduce and a reduce-scatter for each option, and an all-gather, all in small pieces."""
-    message_sums.SMALL_NBYTES, message_sums._CHUNK_NBYTES = 0, 1000
-    fallback._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 1000, 1024
+    messages._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 1000, 1024
+    for transport in (Messages, Group):
+        transport.small_nbytes, transport.chunk_nbytes = 0, 1000
+    if not by_messages:
+        group_calls.messages_of = lambda group, name: None
     x, found = inputs()[rank], []
-    for options in ({"codec": STOCHASTIC}, {"epilogue": PLACES}):
+    for options in ({"codec": STOCHASTIC}, {"epilogue": PLACES}, {}):
         for op in (graphar.allreduce, graphar.reducescatter):
             with Communicator() as communicator:  # random numbers depend on the calls before
                 found.append(op(x, communicator, **options))
     return [*found, graphar.allgather(x[: rank + 1], sizes=[1, 2])]
 
 
-def test_neither_random_numbers_nor_places_begin_again_with_a_piece():
+@pytest.mark.parametrize("by_messages", [True, False], ids=["messages", "process group"])
+def test_neither_random_numbers_nor_places_begin_again_with_a_piece(by_messages):
     xs = inputs()
     with Communicator(devices=["cpu"] * RANKS) as whole:
         placed = whole.allreduce(xs, epilogue=PLACES)[0], whole.reducescatter(xs, epilogue=PLACES)
     parts = reference.quantized_reducescatter(xs, STOCHASTIC, STOCHASTIC.seed)
     total = reference.quantized_allreduce(xs, STOCHASTIC, STOCHASTIC.seed)
-    for rank, found in enumerate(run_ranks(call_in_pieces, RANKS)):
-        expected = [total, parts[rank], placed[0], placed[1][rank], torch.cat([xs[0][:1], xs[1][:2]])]
-        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 5
+    for rank, found in enumerate(run_ranks(call_in_pieces, RANKS, by_messages)):
+        plain = [reference.allreduce(xs), reference.reducescatter(xs)[rank]]
+        expected = [total, parts[rank], placed[0], placed[1][rank], *plain, torch.cat([xs[0][:1], xs[1][:2]])]
+        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 7
 
 
 INFINITIES = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40, 65504.0, 3e38]
@@ -59,14 +69,14 @@ INFINITIES = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40, 65504.0, 3
 @pytest.mark.parametrize("more", [[], INFINITIES], ids=["finite", "with NaNs"])
 @pytest.mark.parametrize("into", [None, 0, 1], ids=["another tensor", "the first", "the second"])
 def test_sums_on_the_cpu_have_the_bits_of_the_specification(dtype, world_size, more, into, monkeypatch):
-    monkeypatch.setattr(message_sums, "_PIECE", 300)
+    monkeypatch.setattr(reduction, "_PIECE", 300)
     parts = [normal(rank, 1000, torch.float32).mul(100) for rank in range(world_size)]
     if more and dtype.is_floating_point:
         parts = [torch.cat([part, torch.tensor(more).roll(rank)]) for rank, part in enumerate(parts)]
     parts = [part.to(dtype) for part in parts]
     expected, out = reference.allreduce(parts), torch.empty_like(parts[0]) if into is None else parts[into]
 
-    message_sums.sum_into(out, parts)
+    reduction.sum_into(out, parts)
 
     assert same_bits(out, expected) == 0
 
@@ -106,12 +116,69 @@ class Waits:
     ],
 )
 def test_gloo_has_the_deadline_in_its_options_and_waits_no_longer(monkeypatch, op, codec, small_nbytes, messages):
-    monkeypatch.setattr(fallback, "_SMALL_NBYTES", small_nbytes)
+    monkeypatch.setattr(Group, "small_nbytes", small_nbytes)
     group, x, out = Waits(), torch.zeros(8), torch.zeros(16 if op == "allgather" else 8)
     counts = {"reducescatter": (8, 0), "allgather": (8, 8)}.get(op)
     work = Parts(op, counts, codec) if counts else Sum(8, codec)
 
-    fallback.over_group(Call.of(work, x), group, 7.0, itertools.count())([Operands((x,), (out,))])
+    fallback.bind(Call.of(work, x), Group(group), 7.0, itertools.count())([Operands((x,), (out,))])
 
     assert len(group.of_options) == messages
     assert set(group.of_options) == set(group.of_waits) == {timedelta(seconds=7)}
+
+
+# ---- an option that only kernels know -------------------------------------------------------------------------------
+
+
+def with_option(kind, **required):
+    """A kind of work with one option more, ``halved``, which nothing but its author knows."""
+    fields = [*kind.__annotations__.items(), ("halved", "bool")]
+    made = NamedTuple(kind.__name__, fields)
+    made.__new__.__defaults__ = (*kind._field_defaults.values(), False)
+    for name, one in vars(kind).items():
+        if name not in vars(made):
+            setattr(made, name, one)
+    return made(**required)
+
+
+WORKS = {
+    "sum": (with_option(Sum, numel=8), 8),
+    "sum with a codec": (with_option(Sum, numel=8, codec="int8"), 8),
+    "large sum": (with_option(Sum, numel=1 << 17), 1 << 17),
+    "reducescatter": (with_option(Parts, op="reducescatter", parts=(4, 4)), 4),
+    "allgather": (with_option(Parts, op="allgather", parts=(8, 8)), 16),
+}
+
+
+def run_with_option(communicator, name, **options):
+    work, out_numel = WORKS[name]
+    work, ranks = work._replace(**options), len(communicator.devices or [0])
+    x = torch.ones(work.parts[0] if work.op != "reducescatter" else 8)
+    operands = [Operands((x,), (torch.empty(out_numel),)) for _ in range(ranks)]
+    run = communicator.engine.without_kernels.bind(Call.of(work, x), x, FALLBACK, 5.0)
+    run(operands)
+    return operands[0].outputs[0].unique().tolist()
+
+
+def call_with_an_option(rank, world_size):
+    return {name: refused_alone(Communicator(), name) for name in WORKS}
+
+
+def refused_alone(communicator, name):
+    with communicator:
+        plain = run_with_option(communicator, name)
+        with pytest.raises(UnsupportedError, match=r"without kernels there is no .*halved=True"):
+            run_with_option(communicator, name, halved=True)
+        return plain
+
+
+@pytest.mark.parametrize("how", ["processes", "devices"])
+def test_an_option_that_only_kernels_know_is_refused(how):
+    if how == "processes":
+        found = run_ranks(call_with_an_option, RANKS)
+    else:
+        found = [{name: refused_alone(Communicator(devices=["cpu"] * RANKS), name) for name in WORKS}]
+
+    for by_name in found:
+        for name, plain in by_name.items():
+            assert plain == pytest.approx([1.0 if name == "allgather" else 2.0], abs=0.001)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError, reference
 from graphar.ranks import rendezvous
-from graphar.ranks.cpu import message_sums
+from graphar.ranks.cpu import messages, reduction
 from graphar.ranks.cpu.messages import SMALL_NBYTES, messages_of
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
@@ -205,13 +205,13 @@ def test_a_rank_that_misses_a_later_call_is_named_with_the_one_before(numel):
 
 def sum_slowly(rank, world_size):
     """A sum of 16 chunks, of which each takes a tenth of a second."""
-    x, add = ones(LARGE), message_sums.sum_into
+    x, add = ones(LARGE), reduction.sum_into
 
     def add_slowly(target, parts):
         time.sleep(0.1)
         add(target, parts)
 
-    message_sums._CHUNK_NBYTES, message_sums.sum_into = x.nbytes // 16, add_slowly
+    messages._CHUNK_NBYTES, reduction.sum_into = x.nbytes // 16, add_slowly
     begin = time.monotonic()
     summed = graphar.allreduce(x, timeout_s=1.0)
     return summed.unique().tolist(), time.monotonic() - begin > 1.0

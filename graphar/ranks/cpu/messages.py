@@ -5,35 +5,32 @@
 A header is the number of the call and a hash of the call in words, so a call that repeats needs no message besides its
 data. gloo puts a message into any buffer that is large enough for it: ranks that disagree on the size of a small tensor
 still read each other's headers. Larger data travel in messages of their own, tagged by the header, or behind it.
+
+A large all-reduce is a two-shot:
+
+    every rank -> rank r              shard r of a chunk, in a message that only ranks with equal headers receive
+    rank r -> every other rank        the sum of shard r, once all headers are known to be equal
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from graphar.ranks.cpu.transport import Add, GroupFailed, deadline, wait
+
 SMALL_NBYTES = 256 << 10  # of a tensor that travels behind the header
 _HEADER_NBYTES = 64  # a multiple of every dtype's size, so that the tensor behind it is aligned
-
-
-class GroupFailed(Exception):
-    """A rank of the process group failed, or did not take part in time. The message is torch's.
-
-    The ranks ``absent`` are known not to have made the call; None: nothing is known. The wait that failed began at
-    ``begin``, by time.monotonic(); None: with the call.
-    """
-
-    def __init__(self, message: str, absent: Collection[int] | None = None, begin: float | None = None) -> None:
-        super().__init__(message)
-        self.absent, self.waited_s = absent, None if begin is None else time.monotonic() - begin
+_CHUNK_NBYTES = 8 << 20  # of a two-shot; a communicator keeps memory for this rank's shard of each other rank
+_SHARD_UNIT = 64  # elements; shards begin where those of other dtypes and parts would, in lines of a cache
+_KEPT_VIEWS = 64
 
 
 class Pending:
@@ -70,43 +67,31 @@ class Pending:
                     self.arrived.add(peer)
 
 
-def deadline(seconds: float) -> timedelta:
-    """Returns a deadline for gloo, which counts whole milliseconds, and takes 0 for none: not before ``seconds``."""
-    return timedelta(milliseconds=max(1, math.ceil(seconds * 1e3)))
-
-
 class Messages:
-    """The messages of one communicator over gloo. They meet no messages of other communicators of the group.
-
-    It has those methods of a process group that :mod:`graphar.ranks.cpu.fallback` calls.
+    """The messages of one communicator over gloo, a transport. They meet no messages of other communicators.
 
     Args:
         gloo: the group's backend for CPU tensors.
         name: the communicator's name, equal on every rank and unlike the names of all other communicators.
     """
 
+    small_nbytes, chunk_nbytes = SMALL_NBYTES, 64 << 20
+
     def __init__(self, gloo: dist.ProcessGroupGloo, name: str) -> None:
-        self._gloo, self._rank, self._world_size = gloo, gloo.rank(), gloo.size()
+        self._gloo, self._rank, self.world_size = gloo, gloo.rank(), gloo.size()
+        self.ranks = (self._rank,)
         self.peers = [(gloo.rank() + step) % gloo.size() for step in range(1, gloo.size())]
         self._tag = zlib.crc32(f"graphar {name}".encode()) >> 1  # gloo's tags are not negative
         self._letters = [bytearray(_HEADER_NBYTES + SMALL_NBYTES) for _ in range(gloo.size())]
         with torch.inference_mode(False):  # else no call outside of that mode could write into them
             self._tensors = [torch.frombuffer(letter, dtype=torch.uint8) for letter in self._letters]
         self._own, self._incoming = self._tensors[self._rank], {peer: self._tensors[peer] for peer in self.peers}
+        self._views: dict[tuple, list[torch.Tensor]] = {}  # of data behind headers, by dtype and lengths
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._pending: Pending | None = None  # the headers
         self._under_way: list[tuple[int, dist.Work]] = []  # with the rank of each; sent before the headers came
         self._header, self._sequence = b"", 0  # of a call that has sent none
         self._if_unlike: Callable[[int], None] = lambda sequence: None
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._world_size
-
-    def _get_backend(self, device: torch.device) -> dist.ProcessGroupGloo:
-        return self._gloo
 
     def let_go_of_group(self) -> None:
         """Drops gloo, and with it the group's store. No call follows."""
@@ -123,14 +108,20 @@ class Messages:
         """
         self._header, self._sequence, self._if_unlike = words_hash, sequence, if_unlike
 
-    def behind_headers(self, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
+    def _behind_headers(self, dtype: torch.dtype, lengths: tuple[int, ...]) -> list[torch.Tensor]:
         """Returns where a tensor of each rank lies behind its header: this rank's before agreement, all of them after.
 
         It has at most SMALL_NBYTES bytes.
         """
-        end = _HEADER_NBYTES + numel * dtype.itemsize
-        with torch.inference_mode(False):
-            return [one[_HEADER_NBYTES:end].view(dtype) for one in self._tensors]
+        found = self._views.get((dtype, lengths))
+        if found is None:
+            if len(self._views) >= _KEPT_VIEWS:
+                self._views.clear()
+            ends = [_HEADER_NBYTES + length * dtype.itemsize for length in lengths]
+            with torch.inference_mode(False):
+                found = [one[_HEADER_NBYTES:end].view(dtype) for one, end in zip(self._tensors, ends, strict=True)]
+            self._views[dtype, lengths] = found
+        return found
 
     def agree(self, timeout_s: float, nbytes: int = 0) -> None:
         """Returns once all ranks have begun this call. Brings ``nbytes`` bytes of each behind its header.
@@ -163,11 +154,64 @@ class Messages:
         unlike = [peer for peer in self.peers if not self._letters[peer].startswith(self._sent)]
         if unlike:
             # What began between ranks that agree must end: gloo cannot take back half a message.
-            self.wait([work for peer, work in under_way if peer not in unlike], timeout_s)
+            wait([work for peer, work in under_way if peer not in unlike], timeout_s)
             self._if_unlike(self._sequence)
 
-    def scratch(self, like: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Returns memory for a tensor like ``like`` from every other rank. It is used again by the next call."""
+    # ---- data -------------------------------------------------------------------------------------------------------
+
+    def collect(
+        self, sent: Sequence[torch.Tensor], lengths: Sequence[int], timeout_s: float
+    ) -> Sequence[Sequence[torch.Tensor]]:
+        (mine,) = sent
+        if self._header and max(lengths) * mine.element_size() <= SMALL_NBYTES:
+            behind = self._behind_headers(mine.dtype, tuple(lengths))
+            behind[self._rank].copy_(mine)
+            self.agree(timeout_s, mine.nbytes)
+            return [behind]
+        if self._header:
+            self.agree(timeout_s)
+        received = [mine if rank == self._rank else mine.new_empty(length) for rank, length in enumerate(lengths)]
+        full = {peer: received[peer] for peer in self.peers if lengths[peer]}
+        self._finish(full, dict.fromkeys(self.peers if mine.numel() else (), mine), timeout_s)
+        return [received]
+
+    def exchange(self, sent: Sequence[Sequence[torch.Tensor]], timeout_s: float) -> Sequence[Sequence[torch.Tensor]]:
+        if self._header:
+            self.agree(timeout_s)
+        (parts,), rank = sent, self._rank
+        received = [torch.empty_like(parts[rank]) if peer != rank else parts[rank] for peer in range(self.world_size)]
+        full = {peer: received[peer] for peer in self.peers if parts[rank].numel()}
+        self._finish(full, {peer: parts[peer] for peer in self.peers if parts[peer].numel()}, timeout_s)
+        return [received]
+
+    def two_shot(self, source: torch.Tensor, target: torch.Tensor, add: Add, timeout_s: float) -> None:
+        """``target`` may be ``source``: a rank's sum of a shard comes after that rank has all summands of the shard."""
+        self.announce()
+        step = max(1, _CHUNK_NBYTES // source.element_size())
+        for start in range(0, source.numel(), step):
+            self._sum_chunk(source[start : start + step], target[start : start + step], start, add, timeout_s)
+
+    def _sum_chunk(self, source: torch.Tensor, target: torch.Tensor, start: int, add: Add, timeout_s: float) -> None:
+        """Sums a chunk that begins at element ``start``. Its summands are under way while headers are."""
+        rank, peers = self._rank, self.peers
+        parts, results = (_shards(x, self.world_size) for x in (source, target))
+        mine = parts[rank].numel()
+        summands = self._scratch_like(parts[rank]) | {rank: parts[rank]}
+        arriving = [self._post(self._gloo.recv, summands[peer], peer) for peer in peers if mine]
+        sending = [self._post(self._gloo.send, parts[peer], peer) for peer in peers if parts[peer].numel()]
+        if self._pending:
+            self.await_headers(timeout_s)
+        gathering = [self._post(self._gloo.recv, results[peer], peer) for peer in peers if results[peer].numel()]
+        wait(arriving, timeout_s)
+        if mine:
+            first = start + sum(part.numel() for part in parts[:rank])
+            add(results[rank], [summands[one] for one in range(self.world_size)], first)
+            sending += [self._post(self._gloo.send, results[rank], peer) for peer in peers]
+        wait(gathering, timeout_s)
+        wait(sending, timeout_s)
+
+    def _scratch_like(self, like: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Returns memory for a tensor like ``like`` from every other rank. It is used again by the next chunk."""
         nbytes = -(-like.nbytes // _HEADER_NBYTES) * _HEADER_NBYTES  # aligned for every dtype
         if self._scratch.numel() < len(self.peers) * nbytes:
             with torch.inference_mode(False):
@@ -175,20 +219,11 @@ class Messages:
         rows = {peer: self._scratch[at * nbytes :][: like.nbytes] for at, peer in enumerate(self.peers)}
         return {peer: row.view(like.dtype) for peer, row in rows.items()}
 
-    # ---- data ---------------------------------------------------------------------------------------------------
-
-    def receive(self, x: torch.Tensor, peer: int) -> dist.Work:
-        """Begins to receive the next message of this call from a rank. GroupFailed if the connection is broken.
+    def _post(self, start: Callable[..., dist.Work], x: torch.Tensor, peer: int) -> dist.Work:
+        """Begins the next message of this call. GroupFailed if the connection is broken.
 
         Other calls have other messages: ranks that disagree do not receive each other's.
         """
-        return self._begin(self._gloo.recv, x, peer)
-
-    def send(self, x: torch.Tensor, peer: int) -> dist.Work:
-        """Begins to send the next message of this call to a rank. GroupFailed if the connection is broken."""
-        return self._begin(self._gloo.send, x, peer)
-
-    def _begin(self, start: Callable[..., dist.Work], x: torch.Tensor, peer: int) -> dist.Work:
         try:
             work = start([x], peer, self._tag_of_call)
         except RuntimeError as error:
@@ -197,39 +232,12 @@ class Messages:
             self._under_way.append((peer, work))
         return work
 
-    def wait(self, works: Sequence[dist.Work], timeout_s: float) -> None:
-        """Waits for messages; GroupFailed if a rank failed, or was not done within ``timeout_s`` seconds."""
-        begin = time.monotonic()
+    def _finish(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor], timeout_s: float) -> None:
+        begin, pending = time.monotonic(), self._start(received, sent, self._tag)
         try:
-            for work in works:
-                work.wait(deadline(begin + timeout_s - time.monotonic()))
+            pending.wait(deadline(timeout_s))
         except RuntimeError as error:
             raise GroupFailed(str(error), begin=begin) from error
-
-    # ---- data, as a process group's methods -------------------------------------------------------------------------
-
-    def alltoall_base(self, received: torch.Tensor, sent: torch.Tensor, *given) -> Pending:
-        if self._header:
-            self.agree(given[-1].timeout.total_seconds())
-        theirs, mine = received.chunk(self._world_size), sent.chunk(self._world_size)
-        theirs[self._rank].copy_(mine[self._rank])
-        return self._start(
-            {peer: theirs[peer] for peer in self.peers}, {peer: mine[peer] for peer in self.peers}, self._tag
-        )
-
-    def allgather(self, received: Sequence[Sequence[torch.Tensor]], sent: Sequence[torch.Tensor], options) -> Pending:
-        (theirs,), (mine,) = received, sent
-        if self._header:
-            small = self.behind_headers(torch.uint8, mine.numel()) if mine.numel() <= SMALL_NBYTES else []
-            if small:
-                small[self._rank].copy_(mine)
-            self.agree(options.timeout.total_seconds(), len(small) and mine.numel())
-            for target, one in zip(theirs, small, strict=False):
-                target.copy_(one)
-            if small:
-                return Pending({}, [])
-        theirs[self._rank].copy_(mine)
-        return self._start({peer: theirs[peer] for peer in self.peers}, dict.fromkeys(self.peers, mine), self._tag)
 
     def _start(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor], tag: int) -> Pending:
         gloo, receives, sends = self._gloo, {}, []
@@ -241,6 +249,12 @@ class Messages:
         except RuntimeError as error:  # a connection is broken
             return Pending(receives, sends, error)
         return Pending(receives, sends)
+
+
+def _shards(x: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """Returns each rank's shard: equal ones, and smaller ones or empty ones at the end."""
+    shard = -(-x.numel() // (world_size * _SHARD_UNIT)) * _SHARD_UNIT
+    return [x[rank * shard : (rank + 1) * shard] for rank in range(world_size)]
 
 
 def hash_of(words: str) -> bytes:

@@ -10,8 +10,9 @@ import torch
 
 from graphar.plan.call import Call
 from graphar.plan.config import HIERARCHICAL, Config
-from graphar.ranks.cpu import fallback, message_sums, specified
+from graphar.ranks.cpu import fallback
 from graphar.ranks.cpu.fallback import Run
+from graphar.ranks.cpu.transport import Group, InProcess
 from graphar.ranks.group_calls import GroupCalls
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.ranks.rendezvous import Ranks
@@ -31,21 +32,15 @@ class WithoutKernels:
 
     def bind(self, call: Call, x: torch.Tensor, config: Config, timeout_s: float) -> Run:
         """Returns the function of a call whose first tensor is like ``x``."""
-        ranks, specification = self._communicator, specified.specification_of(call)
-        if ranks.devices and specification:
-            return specified.in_process(call, specification)
+        ranks, numbers = self._communicator, self._quantized_calls
         if ranks.devices:
-            return fallback.feeding_back(call, fallback.in_process(call, self._quantized_calls))
+            return fallback.bind(call, InProcess(ranks.world_size), timeout_s, numbers)
         calls = self.group_calls()
-        messages = calls.messages if x.device.type == "cpu" else None
         if config is HIERARCHICAL:
             run = self._hierarchical(call, timeout_s)
-        elif specification:
-            run = specified.over_group(call, specification, messages or ranks.group, timeout_s)
         else:
-            by_messages = message_sums.bind(call, messages, timeout_s) if messages else None
-            run = by_messages or fallback.over_group(call, messages or ranks.group, timeout_s, self._quantized_calls)
-            run = fallback.feeding_back(call, run)
+            messages = calls.messages if x.device.type == "cpu" else None
+            run = fallback.bind(call, messages or Group(ranks.group), timeout_s, numbers)
         return calls.bind(call, x, timeout_s, run, config.algorithm)
 
     def group_calls(self) -> GroupCalls:

@@ -1,0 +1,154 @@
+"""What a call without kernels makes of the ranks' tensors: sums with the bits of every exact algorithm, or of a codec.
+
+A reduction says what a rank sends of its elements, and writes the sum of what it received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from graphar import reference
+from graphar.errors import UnsupportedError
+from graphar.numerics.codec_reference import SUM, Noise, encode, error_of_wire, part_of_wires, sum_of_wires
+from graphar.numerics.codecs import Codec
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES
+from graphar.numerics.epilogues.epilogue import EpilogueInputs
+from graphar.numerics.nan import with_canonical_nan
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Parts, Sum
+
+_PIECE = 1 << 17  # elements that are summed at a time, in fp32
+_SEED_NBYTES = 8
+
+
+class Reduction(Protocol):
+    """The arithmetic of one call."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a rank's sum depends on operands of its own besides what is summed."""
+
+    def encode(self, part: torch.Tensor, rank: int, first: int) -> torch.Tensor:
+        """Returns what a rank sends of elements of its tensor; ``first`` is the index of the first one."""
+
+    def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> None:
+        """Writes the sum of what all ranks sent; ``first`` is the index of the first element in this rank's result."""
+
+
+def reduction_of(call: Call, calls: Iterator[int], tells_seed: bool) -> Callable[[], Reduction]:
+    """Returns a function that begins a call, and returns its reduction.
+
+    ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the codec's seed, since all take rank 0's.
+
+    Raises:
+        UnsupportedError: the work has an option that is not known here.
+    """
+    work, codec = call.work, call.wire
+    known = work._replace(codec="") if codec else work._replace(epilogue=None, order="rank", out_dtype=None)
+    if not known.is_plain:
+        raise UnsupportedError(f"{call.op}: no kernel serves this call, and without kernels there is no {known}")
+    if codec:
+        scatters = work.op == "reducescatter"
+        return lambda: CodedSum(codec, next(calls), scatters, tells_seed and not scatters)
+    exact = ExactSum(work, work.is_plain)
+    return lambda: exact
+
+
+@dataclass(frozen=True)
+class ExactSum:
+    """The sum of elements as they are, in the order and with the epilogue of a work."""
+
+    work: Sum | Parts
+    is_plain: bool
+
+    @property
+    def is_own(self) -> bool:
+        return self.work.epilogue is not None
+
+    def encode(self, part: torch.Tensor, rank: int, first: int) -> torch.Tensor:
+        return part
+
+    def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> None:
+        if self.is_plain and target.device.type == "cpu":
+            sum_into(target, parts)
+            return
+        form, order, out_dtype = self.work.epilogue, self.work.order, self.work.out_dtype
+        if form:
+            inputs = EpilogueInputs(list(own.inputs[1:]), list(own.numbers), own.corner)
+            numel = own.outputs[0].numel()
+            total = reference.sum_with_epilogue(parts, form, inputs, first, numel, order, out_dtype)
+        else:
+            total = reference.allreduce(parts, order=order, out_dtype=out_dtype)
+        target.copy_(total)
+
+
+@dataclass(frozen=True)
+class CodedSum:
+    """The sum of codes, with the bits of the kernels. A scattered sum is not encoded again."""
+
+    codec: Codec
+    call: int  # its number, which random numbers depend on
+    scatters: bool
+    tells_seed: bool
+    is_own = False
+
+    def encode(self, part: torch.Tensor, rank: int, first: int) -> torch.Tensor:
+        """A codec with feedback overwrites the part with its rounding errors."""
+        seed = self.codec.seed or 0
+        wire = encode(part, self.codec, Noise(seed, self.call, rank, first))
+        if self.codec.feedback:
+            part.copy_(error_of_wire(part, wire, self.codec))
+        if not self.tells_seed:
+            return wire
+        said = torch.tensor(list(seed.to_bytes(_SEED_NBYTES, "little")), dtype=torch.uint8, device=part.device)
+        return torch.cat([said, wire])
+
+    def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> None:
+        if self.scatters:
+            target.copy_(part_of_wires(parts, self.codec, target))
+            return
+        seed = self.codec.seed or 0
+        if self.tells_seed:
+            seed = int.from_bytes(bytes(parts[0][:_SEED_NBYTES].tolist()), "little")
+            parts = [one[_SEED_NBYTES:].clone() for one in parts]
+        target.copy_(sum_of_wires(parts, self.codec, Noise(seed, self.call, SUM, first), target))
+
+
+def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Writes the bits of reference.allreduce of at least two parts into ``target``, in fewer passes over memory.
+
+    ``target`` may be one of the parts, and shares no memory with others.
+    """
+    wide = ACCUMULATION_DTYPES[target.dtype]
+    if target.dtype is wide:
+        _sum_as_they_are(target, parts)
+    else:
+        _sum_in_pieces(target, parts, wide)
+    if wide.is_floating_point and target.sum().isnan():  # it is, if an element is; few tensors have one
+        target.copy_(with_canonical_nan(target))
+
+
+def _sum_as_they_are(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    first, second, *rest = parts
+    in_place = target.data_ptr() not in [part.data_ptr() for part in rest]
+    total = torch.add(first, second, out=target) if in_place else first + second
+    for part in rest:
+        total.add_(part)
+    if not in_place:
+        target.copy_(total)
+
+
+def _sum_in_pieces(target: torch.Tensor, parts: Sequence[torch.Tensor], wide: torch.dtype) -> None:
+    """Sums in memory that stays in the cache. torch's sums of two dtypes take up to ten times as long (2 M bf16)."""
+    room = torch.empty((2, min(target.numel(), _PIECE)), dtype=wide, device=target.device)
+    first, *rest = (part.split(_PIECE) for part in parts)
+    for piece, begin, *others in zip(target.split(_PIECE), first, *rest, strict=True):
+        total, one = (memory[: piece.numel()] for memory in room)
+        total.copy_(begin)
+        for other in others:
+            total.add_(one.copy_(other))
+        piece.copy_(total)
