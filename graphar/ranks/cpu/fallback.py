@@ -18,6 +18,7 @@ from graphar.numerics.codecs import TILE_NUMEL
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.row import Specification
+from graphar.plan.work import Parts, Sum
 from graphar.ranks.cpu.reduction import Reduction, reduction_of
 from graphar.ranks.cpu.transport import InProcess, Transport, bytes_of
 
@@ -26,7 +27,7 @@ _CHUNK_NUMEL = 256 << 10  # with a codec, whose encoder takes some hundred bytes
 Run = Callable[[Sequence[Operands]], None]  # takes the operands of this process's ranks
 
 
-def bind(call: Call, transport: Transport, timeout_s: float, calls: Iterator[int]) -> Run:
+def bind(call: Call[Sum | Parts], transport: Transport, timeout_s: float, calls: Iterator[int]) -> Run:
     """Returns the function of a call. It raises what the transport does: GroupFailed or UnsupportedError.
 
     ``timeout_s`` is the deadline of each wait on another rank. ``calls`` counts the calls with a codec, equally on all
@@ -41,7 +42,7 @@ def bind(call: Call, transport: Transport, timeout_s: float, calls: Iterator[int
     return feeding_back(call, lambda ranks: run(begin(), call, transport, timeout_s, ranks))
 
 
-def alone(call: Call) -> Run:
+def alone(call: Call[Sum | Parts]) -> Run:
     """Returns the function of a call between one rank."""
     if not call.work._replace(codec="").is_plain:
         return bind(call, InProcess(1), 0.0, repeat(0))
@@ -59,7 +60,7 @@ def do_nothing(ranks: Sequence[Operands]) -> None:
     """The function of a call without elements."""
 
 
-def feeding_back(call: Call, run: Run) -> Run:
+def feeding_back(call: Call[Sum | Parts], run: Run) -> Run:
     """Returns ``run``, which leaves rounding errors in its inputs, for a call that adds those of earlier calls to them.
 
     They are replaced once ``run`` has ended: a call that fails leaves them as they were.
@@ -76,7 +77,9 @@ def feeding_back(call: Call, run: Run) -> Run:
     return run_with_errors
 
 
-def _allreduce(how: Reduction, call: Call, transport: Transport, timeout_s: float, ranks: Sequence[Operands]) -> None:
+def _allreduce(
+    how: Reduction, call: Call[Sum | Parts], transport: Transport, timeout_s: float, ranks: Sequence[Operands]
+) -> None:
     xs, outs = [own.inputs[0].view(-1) for own in ranks], [own.outputs[0].view(-1) for own in ranks]
     numel, is_coded = xs[0].numel(), bool(call.work.codec)
     if call.nbytes > transport.small_nbytes and not is_coded:
@@ -105,7 +108,7 @@ def _allreduce(how: Reduction, call: Call, transport: Transport, timeout_s: floa
 
 
 def _reducescatter(
-    how: Reduction, call: Call, transport: Transport, timeout_s: float, ranks: Sequence[Operands]
+    how: Reduction, call: Call[Sum | Parts], transport: Transport, timeout_s: float, ranks: Sequence[Operands]
 ) -> None:
     counts: Sequence[int] = call.work.parts
     firsts, most = first_elements(counts), max(counts)
@@ -122,7 +125,9 @@ def _reducescatter(
             how.into(own.outputs[0].view(-1)[window], parts, own, start)
 
 
-def _allgather(how: Reduction, call: Call, transport: Transport, timeout_s: float, ranks: Sequence[Operands]) -> None:
+def _allgather(
+    how: Reduction, call: Call[Sum | Parts], transport: Transport, timeout_s: float, ranks: Sequence[Operands]
+) -> None:
     nbytes = [count * call.dtype.itemsize for count in call.work.parts]
     xs, outs = [bytes_of(own.inputs[0]) for own in ranks], [bytes_of(own.outputs[0]).split(nbytes) for own in ranks]
     for start, window in _windows(max(nbytes), transport.chunk_nbytes):
@@ -145,7 +150,11 @@ def _windows(numel: int, step: int) -> Iterator[tuple[int, slice]]:
 
 
 def _by_specification(
-    call: Call, specification: Specification, transport: Transport, timeout_s: float, ranks: Sequence[Operands]
+    call: Call[Sum | Parts],
+    specification: Specification,
+    transport: Transport,
+    timeout_s: float,
+    ranks: Sequence[Operands],
 ) -> None:
     x = ranks[0].inputs[0]
     joins, world_size = call.op == "allgather", transport.world_size
@@ -160,7 +169,7 @@ def _by_specification(
         _put(call, made[own.outputs[0].device][rank], own.outputs[0])
 
 
-def _results(call: Call, specification: Specification, xs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _results(call: Call[Sum | Parts], specification: Specification, xs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Returns each rank's result. ``xs`` are copies of the ranks' tensors, which the function may overwrite."""
     found = specification(xs)
     results = [found] * len(xs) if isinstance(found, torch.Tensor) else found
@@ -169,7 +178,7 @@ def _results(call: Call, specification: Specification, xs: list[torch.Tensor]) -
     return results
 
 
-def _put(call: Call, result: torch.Tensor, out: torch.Tensor) -> None:
+def _put(call: Call[Sum | Parts], result: torch.Tensor, out: torch.Tensor) -> None:
     if (result.numel(), result.dtype) != (out.numel(), out.dtype):
         found, wanted = (f"{list(one.shape)} {one.dtype}" for one in (result, out))
         raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {found} in place of {wanted}")

@@ -29,17 +29,17 @@ class Reduction(Protocol):
     """The arithmetic of one call."""
 
     @property
-    def is_own(self) -> bool:
-        """Whether a rank's sum depends on operands of its own besides what is summed."""
+    def is_own(self) -> bool: ...  # whether a rank's sum depends on operands of its own besides what is summed
 
     def encode(self, part: torch.Tensor, rank: int, first: int) -> torch.Tensor:
         """Returns what a rank sends of elements of its tensor; ``first`` is the index of the first one."""
+        ...
 
     def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> None:
         """Writes the sum of what all ranks sent; ``first`` is the index of the first element in this rank's result."""
 
 
-def reduction_of(call: Call, calls: Iterator[int], tells_seed: bool) -> Callable[[], Reduction]:
+def reduction_of(call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool) -> Callable[[], Reduction]:
     """Returns a function that begins a call, and returns its reduction.
 
     ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the codec's seed, since all take rank 0's.

@@ -37,16 +37,14 @@ class GroupFailed(Exception):
 class Transport(Protocol):
     """Moves data between ranks. On the CPU each method raises GroupFailed if a rank fails, or is late."""
 
-    ranks: Sequence[int]  # those of this process
-    world_size: int
-
     @property
-    def small_nbytes(self) -> float:
-        """An all-reduce of so many bytes sends whole tensors: one message in place of two."""
-
+    def ranks(self) -> Sequence[int]: ...  # those of this process
     @property
-    def chunk_nbytes(self) -> int:
-        """The most bytes of a rank that travel at a time."""
+    def world_size(self) -> int: ...
+    @property
+    def small_nbytes(self) -> float: ...  # an all-reduce of so many bytes sends whole tensors: one message, not two
+    @property
+    def chunk_nbytes(self) -> int: ...  # the most bytes of a rank that travel at a time
 
     def collect(
         self, sent: Sequence[torch.Tensor], lengths: Sequence[int], timeout_s: float
@@ -55,12 +53,14 @@ class Transport(Protocol):
 
         ``lengths`` are the elements that each rank sends. The result stays until the next call.
         """
+        ...
 
     def exchange(self, sent: Sequence[Sequence[torch.Tensor]], timeout_s: float) -> Sequence[Sequence[torch.Tensor]]:
         """All-to-all: returns for each rank of this process what each rank has sent to it.
 
         A rank sends a tensor to each rank, and all ranks send tensors of equal lengths to one.
         """
+        ...
 
     def two_shot(self, source: torch.Tensor, target: torch.Tensor, add: Add, timeout_s: float) -> None:
         """All-reduce of a large tensor of the only rank of this process: each rank adds its shard of all inputs."""
