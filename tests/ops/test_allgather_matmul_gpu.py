@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphar
-from graphar import CollectiveTimeout, Epilogue, reference
+from graphar import Epilogue, reference
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison
 from tests.processes import run_ranks
@@ -163,32 +163,6 @@ def calls_in_a_row(rank, world_size):
 def test_processes_get_the_specification_while_one_is_late(world_size):
     for wrong in run(calls_in_a_row, world_size):
         assert wrong == [0] * len(wrong)
-
-
-def alone(rank, world_size, partition):
-    """What every rank but the last hears after a call that the last rank leaves out."""
-    a, w, _ = operands(["cuda"] * world_size, [256] * world_size, 256, 256)
-    options = {"partition": partition, "timeout_s": 3.0}
-    with graphar.Communicator(timeout_s=30.0) as ranks:
-        graphar.fused_allgather_matmul(a[rank], w[rank], group=ranks, **options)
-        ranks.synchronize()
-        if rank == world_size - 1:
-            time.sleep(8)
-            return ""
-        graphar.fused_allgather_matmul(a[rank], w[rank], group=ranks, **options)
-        try:
-            ranks.synchronize()
-        except CollectiveTimeout as error:
-            return str(error)
-    return "nothing"
-
-
-@both_overlaps
-@every_world_size
-def test_a_rank_that_does_not_call_is_named(world_size, partition):
-    *told, _ = run(alone, world_size, partition)
-
-    assert all(f"rank {world_size - 1}" in one for one in told), told
 
 
 def gradients(rank, world_size, epilogue):

@@ -177,26 +177,3 @@ def as_rank(rank, world_size):
 def test_processes_get_the_specification(world_size):
     for found in run_ranks(as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
         assert all(wrong == [0, 0] for wrong in found.values()), found
-
-
-def without_a_rank(rank, world_size):
-    torch.cuda.set_device(rank)
-    given = [
-        torch.ones(shape, dtype=torch.bfloat16, device="cuda") for shape in ((300, 64), (512, 64), (300, 512), (512,))
-    ]
-    with graphar.Communicator() as communicator:
-        fused(*given, partition="tiles", group=communicator)
-        communicator.synchronize()
-        if rank == 0:
-            return 0
-        try:
-            fused(*given, partition="tiles", group=communicator, timeout_s=1.0)
-            communicator.synchronize()
-        except graphar.CollectiveTimeout as error:
-            torch.cuda.synchronize()
-            return error.record.peer
-
-
-@pytest.mark.gpu(2)
-def test_a_rank_that_does_not_come_is_named():
-    assert run_ranks(without_a_rank, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120) == [0, 0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graphar
-from graphar import CollectiveTimeout, UnsupportedError, reference
+from graphar import UnsupportedError, reference
 from tests.cases import same_bits
 from tests.processes import run_ranks
 from tests.worlds import SHARED_WORLD_SIZES
@@ -168,25 +168,3 @@ def test_a_kernel_that_is_not_loaded_is_an_error_during_capture():
     for message, wrong in run(not_loaded, 2):
         assert "is not loaded and cannot be during graph capture; make one such call before" in message
         assert wrong == 0
-
-
-def without_a_rank(rank, world_size, way):
-    layer = Layer(rank, world_size, 2048, 2048, 256)
-    with graphar.Communicator() as communicator:
-        layer(partition=way, group=communicator)
-        communicator.synchronize()
-        if rank == 0:
-            return 0
-        try:
-            layer(partition=way, group=communicator, timeout_s=1.0)
-            communicator.synchronize()
-        except CollectiveTimeout as error:
-            torch.cuda.synchronize()
-            assert torch.ones(8, device="cuda").sum().item() == 8
-            return error.record.peer
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", ["split_m", "tiles"])
-def test_a_rank_that_does_not_come_is_named(way):
-    assert run(without_a_rank, 2, way) == [0, 0]

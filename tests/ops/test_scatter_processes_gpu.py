@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,28 +180,3 @@ def graph_replays(rank, world_size):
 @every_shared_world_size
 def test_a_thousand_graph_replays_between_eager_calls(world_size):
     run(graph_replays, world_size)
-
-
-def absent_rank(rank, world_size, op):
-    communicator = graphar.Communicator(timeout_s=2)
-    communicator.prepare(dtypes=[torch.bfloat16], ops=[op])
-    x = torch.ones(8192, dtype=torch.bfloat16, device="cuda")
-    call = getattr(communicator, op)
-    call(x)
-    communicator.synchronize()
-    if rank < world_size - 1:
-        call(x)
-        begin = time.monotonic()
-        with pytest.raises(graphar.CollectiveTimeout, match=f"for rank {world_size - 1} "):
-            communicator.synchronize()
-        assert time.monotonic() - begin < 4
-        with pytest.raises(graphar.CollectiveTimeout):
-            call(x)
-        assert x.sum().item() == 8192
-    dist.barrier()
-
-
-@every_world_size
-@pytest.mark.parametrize("op", ["reducescatter", "allgather"])
-def test_a_rank_that_never_calls_is_named_by_the_others(world_size, op):
-    run(absent_rank, world_size, op)

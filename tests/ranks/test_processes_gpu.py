@@ -18,7 +18,7 @@ from graphar.ops import allreduce
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import EXACT_ALGORITHMS, fits, kernel_calls
 from tests.processes import RankFailed, run_ranks
-from tests.worlds import GPU_WORLD_SIZES, SHARED_WORLD_SIZES
+from tests.worlds import SHARED_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
 
@@ -205,29 +205,6 @@ def expandable(rank, world_size):
 def test_expandable_segments(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     run(expandable, 2)
-
-
-def absent_rank(rank, world_size):
-    communicator = graphar.Communicator(timeout_s=2)
-    communicator.prepare(dtypes=[torch.bfloat16])
-    x = torch.ones(8192, dtype=torch.bfloat16, device="cuda")
-    communicator.allreduce(x)
-    communicator.synchronize()
-    if rank < world_size - 1:
-        communicator.allreduce(x)
-        begin = time.monotonic()
-        with pytest.raises(graphar.CollectiveTimeout, match=f"for rank {world_size - 1} "):
-            communicator.synchronize()
-        assert time.monotonic() - begin < 4
-        with pytest.raises(graphar.CollectiveTimeout):
-            communicator.allreduce(x)
-        assert x.sum().item() == 8192
-    dist.barrier()
-
-
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-def test_a_rank_that_never_calls_is_named_by_the_others(world_size):
-    run(absent_rank, world_size)
 
 
 def loop_until_killed(rank, port, number, verdicts):
