@@ -1,32 +1,35 @@
-"""All-reduce with a codec on real GPUs: every kernel, format and size gives the specification's bits on every rank."""
+"""Sums with a codec on real GPUs: every kernel, format, size and part gives the specification's bits on every rank."""
 
 from __future__ import annotations
 
 import gc
+import random
 import time
 
 import pytest
 import torch
 
 import graphar
-from graphar import Codec
-from graphar.numerics.codec_reference import Noise, encode, error_of_wire
+from graphar import Codec, reference
+from graphar.numerics.codec_reference import Noise
 from graphar.numerics.codecs import FP8, NAMES, codec
 from graphar.plan.algorithms import Algorithm, with_kernels
 from graphar.plan.call import Call
 from graphar.plan.select import by_policy
-from graphar.plan.slices import Slice
+from graphar.plan.slices import Slice, slices
 from graphar.plan.work import Sum
-from tests.cases import bit_patterns, normal, same_bits
+from tests.cases import bit_patterns, left_after_scatter, normal, same_bits
 from tests.gpu import DTYPES, Ranks, launches_of, poison
 from tests.processes import run_ranks
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
-PUSH, PIPELINED = ALGORITHMS = tuple(one.value for one in with_kernels("allreduce", codec=True))
+PUSH, PIPELINED = SUMS = tuple(one.value for one in with_kernels("allreduce", codec=True))
+SCATTER = Algorithm.QUANTIZED_REDUCESCATTER.value
 SMALL = (1, 7, 1024, 1025, 8199, 131072, 262149)
-STOCHASTIC = Codec(4, 128, "stochastic", seed=0xFEDCBA9876543210)
+INT4, SEED = codec("int4"), 0xFEDCBA9876543210
+STOCHASTIC = Codec(4, 128, "stochastic", seed=SEED)
 MINMAX = Codec(8, 64, scheme="minmax")
 CODECS = (
     *(codec(name) for name in NAMES),
@@ -36,31 +39,64 @@ CODECS = (
     Codec(2, 512, "stochastic", "minmax", torch.float32, seed=2),
 )
 
-every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
-
-
-def reduce(ranks: Ranks, parts, one, algorithm, **more):
-    xs = ranks.place(parts)
-    poison([x.nbytes for x in xs])
-    ys = ranks.communicator.allreduce(xs, codec=one, algorithm=algorithm, **more)
-    ranks.communicator.synchronize()
-    return ys
-
-
-def check(ranks: Ranks, parts, one: Codec, algorithm: str) -> None:
-    call = ranks.calls_of(algorithm)
-    ys = reduce(ranks, parts, one, algorithm)
-    expected = graphar.reference.quantized_allreduce(parts, one, one.seed or 0, call)
-    assert [same_bits(y.cpu(), expected) for y in ys] == [0] * ranks.world_size, f"{one.text}, {len(expected)} elements"
-    assert ranks.calls_of(algorithm) == call + 1
+every_sum = pytest.mark.parametrize("algorithm", SUMS)
+every_algorithm = pytest.mark.parametrize("algorithm", [*SUMS, SCATTER])
 
 
 def parts_of(ranks: Ranks, fill, numel, dtype=torch.bfloat16):
     return [fill(rank, numel, dtype) for rank in range(ranks.world_size)]
 
 
+def even(ranks: Ranks, numel):
+    return tuple(len(part) for part in torch.empty(numel).tensor_split(ranks.world_size))
+
+
+def counts_of(ranks: Ranks, algorithm: str, numel: int):
+    """How many elements each rank gets."""
+    return even(ranks, numel) if algorithm == SCATTER else (numel,) * ranks.world_size
+
+
+def call(ranks: Ranks, xs, one, algorithm: str, **more):
+    if algorithm == SCATTER:
+        return ranks.communicator.reducescatter(xs, codec=one, **more)
+    return ranks.communicator.allreduce(xs, codec=one, algorithm=algorithm, **more)
+
+
+def call_into(ranks: Ranks, xs, outs, one: Codec, algorithm: str) -> None:
+    if algorithm == SCATTER:
+        ranks.run_parts("reducescatter", xs, outs, [len(out) for out in outs], codec=one.text)
+    else:
+        ranks.communicator.allreduce(xs, out=outs, codec=one, algorithm=algorithm)
+
+
+def specified(parts, one: Codec, algorithm: str, at: int = 0, counts=None) -> list[torch.Tensor]:
+    """What each rank gets from call number ``at``."""
+    if algorithm == SCATTER:
+        return reference.quantized_reducescatter(parts, one, one.seed or 0, at, sizes=counts)
+    return [reference.quantized_allreduce(parts, one, one.seed or 0, at)] * len(parts)
+
+
+def assert_bits(ranks: Ranks, ys, expected, what: object = "") -> None:
+    ranks.communicator.synchronize()
+    wrong = [same_bits(y.cpu(), part) for y, part in zip(ys, expected, strict=True)]
+    assert wrong == [0] * ranks.world_size, f"{what}, {[len(part) for part in expected]} elements"
+
+
+def check(ranks: Ranks, parts, one: Codec, algorithm: str, counts=None) -> None:
+    """Checks one call. Parts of a reduce-scatter have the lengths ``counts``, or those of torch.tensor_split."""
+    at, xs = ranks.calls_of(algorithm), ranks.place(parts)
+    if counts is None:
+        poison([count * parts[0].itemsize for count in counts_of(ranks, algorithm, len(parts[0]))])
+        ys = call(ranks, xs, one, algorithm)
+    else:
+        ys = ranks.place([parts[0].new_full((count,), 7) for count in counts])
+        call_into(ranks, xs, ys, one, algorithm)
+    assert_bits(ranks, ys, specified(parts, one, algorithm, at, counts), one.text)
+    assert ranks.calls_of(algorithm) == at + 1
+
+
 def can_run(one: Codec, algorithm: str) -> bool:
-    return algorithm == PIPELINED or one.spares_a_word
+    return algorithm != PUSH or one.spares_a_word
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------
@@ -77,18 +113,21 @@ def test_every_kernel_gives_the_specification_bit_for_bit(ranks: Ranks, algorith
         check(ranks, parts_of(ranks, bit_patterns if numel < 10000 else normal, numel, dtype), one, algorithm)
 
 
-@every_algorithm
-def test_a_large_tensor_gives_the_specification(ranks: Ranks, algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "numel"), [(PUSH, 16777240), (PIPELINED, 16777240), (SCATTER, 67108864)], ids=str
+)
+def test_a_large_tensor_gives_the_specification(ranks: Ranks, algorithm, numel):
     generators = [torch.Generator(f"cuda:{rank}").manual_seed(rank) for rank in range(ranks.world_size)]
-    numel, window = 16777240, 1 << 20
     xs = [torch.randn(numel, dtype=torch.bfloat16, device=one.device, generator=one) for one in generators]
-    ys = ranks.communicator.allreduce(xs, codec="int8", algorithm=algorithm)
+    ys, first, window = call(ranks, xs, codec("int8"), algorithm), 0, 1 << 20
     ranks.communicator.synchronize()
-    for start in range(0, numel, window):
-        pieces = [x[start : start + window].to("cuda:0") for x in xs]
-        expected = graphar.reference.quantized_allreduce(pieces, codec("int8"))
-        for rank, y in enumerate(ys):
-            assert same_bits(y[start : start + window].to("cuda:0"), expected) == 0, f"rank {rank}, from {start}"
+    for rank, y in enumerate(ys):
+        for start in range(0, len(y), window):
+            mine = y[start : start + window].to("cuda:0")
+            pieces = [x[first + start :][: len(mine)].to("cuda:0") for x in xs]
+            (*_, expected) = specified(pieces, codec("int8"), algorithm, 0, [0] * (len(xs) - 1) + [len(mine)])
+            assert same_bits(mine, expected) == 0, f"rank {rank}, from {start}"
+        first += len(y) if algorithm == SCATTER else 0
 
 
 def test_what_the_push_has_no_room_for_is_pipelined(ranks: Ranks):
@@ -104,7 +143,7 @@ def test_what_the_push_has_no_room_for_is_pipelined(ranks: Ranks):
         assert abs(float(y[0]) - sum(range(1, ranks.world_size + 1))) < 0.5
 
 
-@every_algorithm
+@every_sum
 def test_codecs_and_sizes_that_follow_one_another_do_not_mix(ranks: Ranks, algorithm):
     able = [one for one in CODECS if can_run(one, algorithm)]
     for turn in range(60):
@@ -113,38 +152,60 @@ def test_codecs_and_sizes_that_follow_one_another_do_not_mix(ranks: Ranks, algor
     assert ranks.scratch_is_as_before(algorithm)
 
 
-@every_algorithm
-def test_misaligned_inputs_and_guarded_outputs(ranks: Ranks, algorithm):
-    numel, guard = 8199, 64
-    parts = parts_of(ranks, normal, numel + 1, torch.float16)
-    around = ranks.place([torch.full((numel + 2 * guard + 1,), 7.0, dtype=torch.float16) for _ in parts])
-    outs = [one[guard + 1 : guard + 1 + numel] for one in around]
-    ranks.communicator.allreduce([x[1:] for x in ranks.place(parts)], out=outs, codec="int6", algorithm=algorithm)
-    ranks.communicator.synchronize()
-    expected = graphar.reference.quantized_allreduce([part[1:] for part in parts], codec("int6"))
-    for one, out in zip(around, outs, strict=True):
-        assert same_bits(out.cpu(), expected) == 0
-        assert bool((one[: guard + 1] == 7).all())
-        assert bool((one[guard + 1 + numel :] == 7).all())
+def test_parts_of_any_lengths_one_after_another(ranks: Ranks):
+    choices = random.Random(5)
+    for turn in range(60):
+        counts = tuple(
+            choices.choice([0, 1, choices.randrange(3000), choices.randrange(300000)]) for _ in range(ranks.world_size)
+        )
+        if any(counts):
+            check(ranks, parts_of(ranks, normal, sum(counts)), CODECS[turn % len(CODECS)], SCATTER, counts)
+
+
+def test_an_empty_tensor_launches_nothing(ranks: Ranks):
+    before = ranks.calls_of(SCATTER)
+    ys = ranks.communicator.reducescatter(ranks.place([torch.ones(0, 4)] * ranks.world_size), codec="int4")
+    assert [y.shape for y in ys] == [(0, 4)] * ranks.world_size
+    assert ranks.calls_of(SCATTER) == before
 
 
 @every_algorithm
+def test_misaligned_inputs(ranks: Ranks, algorithm):
+    parts, at = parts_of(ranks, normal, 8200, torch.float16), ranks.calls_of(algorithm)
+    ys = call(ranks, [x[1:] for x in ranks.place(parts)], STOCHASTIC, algorithm)
+    assert_bits(ranks, ys, specified([part[1:] for part in parts], STOCHASTIC, algorithm, at))
+
+
+@every_algorithm
+@pytest.mark.parametrize("offset", [0, 1])
+def test_nothing_is_written_beside_the_outputs(ranks: Ranks, algorithm, offset):
+    guard, counts = 64, counts_of(ranks, algorithm, 8199)
+    parts = parts_of(ranks, normal, 8199, torch.float16)
+    around = ranks.place([torch.full((count + 2 * guard + 1,), 7.0, dtype=torch.float16) for count in counts])
+    outs = [one[guard + offset :][:count] for one, count in zip(around, counts, strict=True)]
+    call_into(ranks, ranks.place(parts), outs, codec("int6"), algorithm)
+    assert_bits(ranks, outs, specified(parts, codec("int6"), algorithm))
+    for one, count in zip(around, counts, strict=True):
+        assert bool((one[: guard + offset] == 7).all())
+        assert bool((one[guard + offset + count :] == 7).all())
+
+
+@every_sum
 def test_the_output_may_be_the_input(ranks: Ranks, algorithm):
     parts = parts_of(ranks, normal, 262149)
     xs = ranks.place(parts)
-    ranks.communicator.allreduce(xs, out=xs, codec="int4", algorithm=algorithm)
-    ranks.communicator.synchronize()
-    expected = graphar.reference.quantized_allreduce(parts, codec("int4"))
-    assert [same_bits(x.cpu(), expected) for x in xs] == [0] * ranks.world_size
+    call(ranks, xs, INT4, algorithm, out=xs)
+    assert_bits(ranks, xs, specified(parts, INT4, algorithm))
 
 
-def test_calls_in_a_row_without_a_wait(ranks: Ranks):
+@pytest.mark.parametrize("algorithm", ["auto", SCATTER])
+def test_calls_in_a_row_without_a_wait(ranks: Ranks, algorithm):
     parts = [[normal(100 * seed + r, 65536, torch.bfloat16) for r in range(ranks.world_size)] for seed in range(3)]
     xs = [ranks.place(one) for one in parts]
-    results = [ranks.communicator.allreduce(xs[turn % 3], codec="fp8_e4m3") for turn in range(200)]
-    ranks.communicator.synchronize()
-    expected = [graphar.reference.quantized_allreduce(one, codec("fp8_e4m3")) for one in parts]
-    assert sum(same_bits(y.cpu(), expected[turn % 3]) for turn, ys in enumerate(results) for y in ys) == 0
+    results = [call(ranks, xs[turn % 3], "fp8_e4m3", algorithm) for turn in range(200)]
+    expected = [specified(one, codec("fp8_e4m3"), algorithm) for one in parts]
+    for turn, ys in enumerate(results):
+        assert_bits(ranks, ys, expected[turn % 3], f"call {turn}")
 
 
 @pytest.mark.promise("Error feedback adds what a codec took to the next tensor, and loses nothing.")
@@ -152,19 +213,17 @@ def test_calls_in_a_row_without_a_wait(ranks: Ranks):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [7, 1025, 262149])
 def test_residuals_are_what_the_specification_leaves(ranks: Ranks, algorithm, dtype, numel):
-    xs, residuals = ([normal(rank + at, numel, dtype) for rank in range(ranks.world_size)] for at in (0, 50))
-    xs, residuals = ranks.place(xs), ranks.place(residuals)
+    xs, residuals = (ranks.place([normal(r + at, numel, dtype) for r in range(ranks.world_size)]) for at in (0, 50))
+    messages = even(ranks, numel) if algorithm == SCATTER else [numel]
     for _ in range(3):
-        call = ranks.calls_of(algorithm)
+        at = ranks.calls_of(algorithm)
         parts = [(residual + x).cpu() for x, residual in zip(xs, residuals, strict=True)]
-        ys = ranks.communicator.allreduce(xs, codec=STOCHASTIC, residual=residuals, algorithm=algorithm)
-        ranks.communicator.synchronize()
+        ys = call(ranks, xs, STOCHASTIC, algorithm, residual=residuals)
 
-        wires = [encode(part, STOCHASTIC, Noise(STOCHASTIC.seed, call, rank)) for rank, part in enumerate(parts)]
-        left = [error_of_wire(*pair, STOCHASTIC) for pair in zip(parts, wires, strict=True)]
-        expected = graphar.reference.quantized_allreduce(parts, STOCHASTIC, STOCHASTIC.seed, call)
-        assert [same_bits(y.cpu(), expected) for y in ys] == [0] * ranks.world_size
-        assert [same_bits(mine.cpu(), x) for mine, x in zip(residuals, left, strict=True)] == [0] * ranks.world_size
+        assert_bits(ranks, ys, specified(parts, STOCHASTIC, algorithm, at))
+        for rank, (residual, part) in enumerate(zip(residuals, parts, strict=True)):
+            left = left_after_scatter(part, STOCHASTIC, Noise(SEED, at, rank), messages)
+            assert same_bits(residual.cpu(), left) == 0, f"rank {rank}"
 
 
 # ---- graphs and epochs ----------------------------------------------------------------------------------------------
@@ -175,32 +234,28 @@ def test_residuals_are_what_the_specification_leaves(ranks: Ranks, algorithm, dt
 def test_every_replay_rounds_in_other_directions(ranks: Ranks, algorithm):
     parts = parts_of(ranks, normal, 8199)
     xs = ranks.place(parts)
-    outs = [torch.empty_like(x) for x in xs]
-    ranks.communicator.allreduce(xs, out=outs, codec=STOCHASTIC, algorithm=algorithm)
-    graph = ranks.capture(lambda: ranks.communicator.allreduce(xs, out=outs, codec=STOCHASTIC, algorithm=algorithm))
+    outs = ranks.place([parts[0].new_empty(count) for count in counts_of(ranks, algorithm, 8199)])
+    ranks.communicator.prepare([torch.bfloat16], ops=[Algorithm(algorithm).op], codecs=[STOCHASTIC])
+    graph = ranks.capture(lambda: call_into(ranks, xs, outs, STOCHASTIC, algorithm))
     first = ranks.calls_of(algorithm)
-    for call in range(first, first + 4):
+    for at in range(first, first + 4):
         graph.replay()
-        ranks.communicator.synchronize()
-        expected = graphar.reference.quantized_allreduce(parts, STOCHASTIC, STOCHASTIC.seed, call)
-        assert [same_bits(out.cpu(), expected) for out in outs] == [0] * ranks.world_size
+        assert_bits(ranks, outs, specified(parts, STOCHASTIC, algorithm, at))
 
 
-@every_algorithm
+@every_sum
 def test_a_graph_replays_after_every_reference_is_gone(fresh_ranks: Ranks, algorithm):
     ranks = fresh_ranks
     parts = parts_of(ranks, normal, 8199)
     xs = ranks.place(parts)
     outs = [torch.full_like(x, torch.nan) for x in xs]
     ranks.communicator.prepare([torch.bfloat16], codecs=["int4"])
-    graph = ranks.capture(lambda: ranks.communicator.allreduce(xs, out=outs, codec="int4", algorithm=algorithm))
+    graph = ranks.capture(lambda: call_into(ranks, xs, outs, INT4, algorithm))
     ranks.communicator.engine.plans.clear()
     gc.collect()
     for _ in range(500):
         graph.replay()
-    ranks.communicator.synchronize()
-    expected = graphar.reference.quantized_allreduce(parts, codec("int4"))
-    assert [same_bits(out.cpu(), expected) for out in outs] == [0] * ranks.world_size
+    assert_bits(ranks, outs, specified(parts, INT4, algorithm))
 
 
 @every_algorithm
@@ -208,11 +263,10 @@ def test_epochs_wrap(fresh_ranks: Ranks, algorithm):
     check(fresh_ranks, parts_of(fresh_ranks, normal, 1025), STOCHASTIC, algorithm)
     fresh_ranks.set_epochs(algorithm, (1 << 32) - 4)
     for turn in range(8):
-        call = ((1 << 32) - 4 + turn) % (1 << 32)
+        at = ((1 << 32) - 4 + turn) % (1 << 32)
         parts = parts_of(fresh_ranks, normal, 1025 + turn)
-        ys = reduce(fresh_ranks, parts, STOCHASTIC, algorithm)
-        expected = graphar.reference.quantized_allreduce(parts, STOCHASTIC, STOCHASTIC.seed, call)
-        assert [same_bits(y.cpu(), expected) for y in ys] == [0] * fresh_ranks.world_size
+        ys = call(fresh_ranks, fresh_ranks.place(parts), STOCHASTIC, algorithm)
+        assert_bits(fresh_ranks, ys, specified(parts, STOCHASTIC, algorithm, at))
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------
@@ -221,45 +275,53 @@ def test_epochs_wrap(fresh_ranks: Ranks, algorithm):
 @every_algorithm
 def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks, algorithm):
     numel, world_size = 65536, fresh_ranks.world_size
-    check(fresh_ranks, parts_of(fresh_ranks, normal, numel), codec("int4"), algorithm)
-    engine = fresh_ranks.communicator.engine
-    xs = [torch.ones(numel, dtype=torch.bfloat16, device=f"cuda:{rank}") for rank in range(world_size)]
-    call = Call.of(Sum(numel, codec("int4").text), xs[0])
-    config = by_policy(Algorithm(algorithm), call, engine.facts(call, xs[0]))
-    launches = launches_of(engine, call, config, Slice(numel), 0.5)
+    parts, counts = parts_of(fresh_ranks, normal, numel), counts_of(fresh_ranks, algorithm, numel)
+    check(fresh_ranks, parts, INT4, algorithm)
+    engine, xs, kernel = fresh_ranks.communicator.engine, fresh_ranks.place(parts), Algorithm(algorithm)
+    if algorithm == SCATTER:
+        asked = fresh_ranks.call_of_parts("reducescatter", xs[0], counts, INT4.text)
+        (only,) = slices(kernel, world_size, counts, 2)
+    else:
+        asked, only = Call.of(Sum(numel, INT4.text), xs[0]), Slice(numel)
+    launches = launches_of(engine, asked, by_policy(kernel, asked, engine.facts(asked, xs[0])), only, 0.5)
     begin = time.monotonic()
-    for launch, x in zip(launches[:-1], xs, strict=False):
-        launch(x, torch.empty_like(x))
+    for launch, x, count in zip(launches[:-1], xs, counts, strict=False):
+        launch(x, x.new_empty(count))
     with pytest.raises(graphar.CollectiveTimeout, match="waited past the deadline for rank") as raised:
         fresh_ranks.communicator.synchronize()
     assert time.monotonic() - begin < 5
     record = raised.value.record
-    assert (record.algorithm, record.sequence, record.peer) == (algorithm, 1, world_size - 1)
+    assert (record.op, record.algorithm, record.sequence, record.peer) == (kernel.op, kernel, 1, world_size - 1)
     with pytest.raises(graphar.CollectiveTimeout):
-        reduce(fresh_ranks, parts_of(fresh_ranks, normal, 8), codec("int4"), "auto")
+        call(fresh_ranks, fresh_ranks.place(parts), INT4, "auto" if algorithm in SUMS else SCATTER)
 
 
 # ---- one process a GPU ----------------------------------------------------------------------------------------------
 
 
-def reduce_as_rank(rank, world_size):
+def sum_as_rank(rank, world_size):
     """How many elements of each call are wrong, by its description; and a result of random rounding without a seed."""
     wrong = {}
-    for one in (codec("int4"), MINMAX):
-        for numel in (1, 8199, 262149):
-            parts = [normal(peer, numel, torch.bfloat16) for peer in range(world_size)]
-            y = graphar.allreduce(parts[rank].cuda(), codec=one)
-            wrong[one.text, numel] = same_bits(y.cpu(), graphar.reference.quantized_allreduce(parts, one))
+    for one in (INT4, MINMAX):
+        for shape in ((1,), (8199,), (262149,), (9, 7168)):
+            parts = [normal(peer, torch.Size(shape).numel(), torch.bfloat16).view(shape) for peer in range(world_size)]
+            x, axis = parts[rank].cuda(), len(shape) - 1
+            whole, part = graphar.allreduce(x, codec=one), graphar.reducescatter(x, codec=one, axis=-1)
+            wrong[one.text, shape] = same_bits(whole.cpu(), reference.quantized_allreduce(parts, one))
+            expected = reference.quantized_reducescatter(parts, one, axis=axis)[rank]
+            wrong[one.text, shape, "part"] = same_bits(part.cpu(), expected)
     x = normal(rank, 65536, torch.bfloat16).cuda()
     y = graphar.allreduce(x, codec="int8")
     wrong["fallback"] = same_bits(graphar.allreduce(x, codec="int8", algorithm="fallback"), y)
-    wrong["compiled"] = same_bits(torch.compile(lambda x: graphar.allreduce(x, codec="int8"), fullgraph=True)(x), y)
+    for op in (graphar.allreduce, graphar.reducescatter):
+        compiled = torch.compile(lambda x, op=op: op(x, codec="int8"), fullgraph=True)(x)
+        wrong[f"{op.__name__}, compiled"] = same_bits(compiled, op(x, codec="int8"))
     return wrong, graphar.allreduce(x, codec=Codec(3, rounding="stochastic")).cpu()
 
 
 @pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_processes_get_the_specification(world_size):
-    results = run_ranks(reduce_as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0)
+    results = run_ranks(sum_as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0)
 
     for wrong, unseeded in results:
         assert not any(wrong.values()), wrong

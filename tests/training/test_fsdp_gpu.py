@@ -1,4 +1,4 @@
-"""Training by fully_shard on GPUs: bits with and without lossless compression, and gathers into their own input."""
+"""Training by fully_shard on GPUs: bits with and without lossless compression, gradients with a codec, gathers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import graphar
 from graphar import fsdp
@@ -19,6 +19,7 @@ from graphar.plan.policy import LosslessPolicy
 from graphar.plan.work import Parts
 from tests.cases import bit_patterns, same_bits
 from tests.processes import run_ranks
+from tests.worlds import GPU_WORLD_SIZES
 
 STEPS = 4
 COMPRESSED = {Algorithm.ALLGATHER_LOSSLESS, Algorithm.REDUCESCATTER_LOSSLESS}
@@ -154,3 +155,50 @@ def in_place_as_rank(rank, world_size):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_kernel_gathers_into_the_tensor_that_its_input_is_a_part_of(world_size):
     assert run(in_place_as_rank, world_size) == [{}] * world_size
+
+
+def make_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+
+
+def gradients_with(make_reduce_scatter, rank, **options):
+    """Each layer in a group of its own, so that reduce-scatters run beside the backward pass."""
+    model = make_layers().cuda()
+    for module in (*model, model):
+        fully_shard(module, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and make_reduce_scatter:
+            module.set_custom_reduce_scatter(make_reduce_scatter())
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(5):
+        model.zero_grad()
+        model(torch.randn(64, 256, generator=generator).cuda()).square().mean().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def fully_shard_as_rank(rank, world_size):
+    """The relative errors of gradients by torch's own reduce-scatter, and by int8 without and with feedback."""
+    exact = gradients_with(fsdp.ExactReduceScatter, rank)
+    assert all(same_bits(*pair) == 0 for pair in zip(exact, gradients_with(fsdp.ExactReduceScatter, rank), strict=True))
+    errors = []
+    for make in (
+        None,
+        lambda: fsdp.QuantizedReduceScatter("int8"),
+        lambda: fsdp.QuantizedReduceScatter("int8", error_feedback=True),
+    ):
+        found = gradients_with(make, rank)
+        errors.append(max(float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)))
+    dist.barrier()
+    return errors
+
+
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+def test_fully_shard_gets_exact_and_quantised_gradients(world_size):
+    results = run(fully_shard_as_rank, world_size)
+
+    for torchs, quantised, fed_back in results:
+        assert torchs < 1e-5
+        assert 0 < quantised < 0.02
+        assert 0 < fed_back < 0.02
+    assert results == [results[0]] * world_size
