@@ -46,6 +46,17 @@ def by_position(seed: int, *shape: int, mostly: int = 0, device: str = "cpu") ->
     return (found * (mixed.bitwise_right_shift(13) % (mostly + 1) == 0)).double().view(shape)
 
 
+def leaf_product(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    leaves: int,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``a @ w.T + bias`` with K in so many leaves that are added as a tree: what graphar.linear makes."""
+    return torch.ops.graphar.linear(a, w, bias, leaves, out_dtype, "", None, None)
+
+
 def bit_patterns(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Arbitrary bits: every 16-bit pattern, or random patterns of wider types. They differ by rank.
 

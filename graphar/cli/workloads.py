@@ -13,7 +13,8 @@ from graphar.communicator import Communicator
 from graphar.errors import GrapharError
 from graphar.numerics.partitions import split
 from graphar.plan.trials import Workload
-from graphar.product import overlap
+from graphar.plan.work import MATMUL_ALLREDUCE, Product
+from graphar.product.multiply.choice import choose, step_of
 from graphar.product.operands import MatmulOperands
 
 WEIGHTS = 4  # weights of "prefetch", used in turn: together they do not fit into L2
@@ -93,14 +94,17 @@ def _matmul(workload: Workload, communicator: Communicator) -> tuple[Callable[[i
     """A matmul on each rank, by the one that the communicator's table takes before a sum."""
     devices, engine = communicator.devices, communicator.engine
     m, n, k = workload.rows, workload.columns, workload.k
+    work = Product(MATMUL_ALLREDUCE, (m,), n)
     count = next(count for count in (4, 6, 12) if count == 12 or count * 2 * n * k >= _CYCLED_NBYTES)
     xs = random(devices, (m, k))
     weights = [random(devices, (n, k), seed=1 + at) for at in range(count)]
 
     def run(at: int) -> Results:
         pairs = zip(xs, weights[at % count], strict=True)
-        members = [MatmulOperands(x, w, None, out=x) for x, w in pairs]  # products are new tensors: nothing is written
-        return [(product,) for product in overlap.products(engine, members)]
+        members = [MatmulOperands(x, w, None, out=x.new_empty(m, n)) for x, w in pairs]
+        for one in members:
+            choose(engine, work, one).multiply.make(step_of(one))
+        return [(one.out,) for one in members]
 
     first = [x.to(devices[0]) for x in xs]
     return run, [

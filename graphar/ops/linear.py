@@ -6,19 +6,23 @@ import torch
 
 from graphar.numerics import leaf_tree
 from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.fp8_products import checked_scales
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import parts, scaled_operands
 from graphar.ops.register import library, op_named
 from graphar.ops.scaled_operands import scaled_of
 from graphar.plan.work import MATMUL_ALLREDUCE
-from graphar.product import leaf_products, operands, scaled_sums
+from graphar.product import operands
+from graphar.product.multiply.leaves import Leaves
+from graphar.product.multiply.scaled import Scaled
+from graphar.product.multiply.step import Step
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "linear"
 
-# ``leaves`` and ``out_dtype`` are those of leaf_products.product. ``communicator`` is of the ranks between which the
-# rows of ``w`` are divided, or an empty string. The scales are those of operands in e4m3.
+# ``leaves`` are those of K in multiply/leaves.py. ``communicator`` is of the ranks between which the rows of ``w`` are
+# divided, or an empty string. The scales are those of operands in e4m3.
 library.define(
     "linear(Tensor a, Tensor w, Tensor? bias, int leaves, ScalarType? out_dtype, str communicator, "
     "Tensor? a_scale, Tensor? w_scale) -> Tensor"
@@ -89,10 +93,12 @@ def linear(
 def _linear(
     a, w, bias, leaves: int, out_dtype: torch.dtype | None, communicator: str, a_scale, w_scale
 ) -> torch.Tensor:
+    rows, out = operands.flat(a), a.new_empty((*a.shape[:-1], len(w)), dtype=out_dtype)
+    multiply, scales = Leaves(leaves, NAME), None
     if a_scale is not None:
-        return scaled_sums.product(NAME, a, w, a_scale, w_scale, bias, dtype=out_dtype)
-    found = leaf_products.product(NAME, operands.flat(a), w, leaves, bias=bias, out_dtype=out_dtype)
-    return found.view(*a.shape[:-1], len(w))
+        multiply, scales = Scaled(), checked_scales(NAME, rows, w, operands.flat_scale(a_scale), w_scale)
+    multiply.make(Step(rows, w, operands.flat(out), scales, bias))
+    return out
 
 
 for _key in ("CPU", "CUDA"):

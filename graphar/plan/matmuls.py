@@ -62,7 +62,7 @@ def sent_itemsize(work: Product) -> int:
 def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
     """Returns the algorithm of a product of 16-bit elements in one kernel, summed or with gathered rows."""
     rows, columns = sum(work.parts), work.columns
-    takers = with_kernels(work.op.removesuffix("_residual_rmsnorm"))
+    takers = with_kernels(work.summing_op)
     # With a codec or an epilogue each rank sums its own rows, which no skinny kernel does.
     itemsize = sent_itemsize(work)
     skinny = not work.codec and not work.epilogue and is_skinny(world_size, rows, columns, itemsize)

@@ -29,6 +29,8 @@ import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.numerics.leaf_tree import LEAVES
+from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.plan.scratch import PACK_NBYTES
 
@@ -268,9 +270,33 @@ class Product(NamedTuple):
         return 4 if self.scales else 2
 
     @property
+    def summing_op(self) -> str:
+        """The op without residual and norm."""
+        return self.op.removesuffix("_residual_rmsnorm")
+
+    @property
     def scattered(self) -> bool:
         """Whether each rank gets its own rows of the sum only."""
-        return self.op in (MATMUL_REDUCESCATTER, f"{MATMUL_REDUCESCATTER}_residual_rmsnorm")
+        return self.summing_op == MATMUL_REDUCESCATTER
+
+    def leaves(self, world_size: int) -> int:
+        """Into how many leaves each of so many ranks cuts its K. They are added in the order of K, or as a tree."""
+        return LEAVES // world_size if self.order == "tree" and self.op != ALLGATHER_MATMUL else 1
+
+    def then(self, k: int, dtype: torch.dtype) -> Sum | Parts | Norm:
+        """Returns what takes the ranks' products of ``k`` columns, and has results of ``dtype``."""
+        as_tree = self.order == "tree"
+        counts = tuple([rows * self.columns for rows in self.parts])
+        counts = counts if self.scattered else (sum(counts),)
+        if self.norm:
+            op = REDUCESCATTER_NORM if self.scattered else ALLREDUCE_NORM
+            work = Norm(op, counts, self.columns, "like_input", *self.norm)
+        elif self.scattered:
+            work = Parts("reducescatter", counts, self.codec, self.epilogue)
+        else:
+            work = Sum(counts[0], self.codec, self.epilogue)
+        beside = f"after products of {k} columns" if as_tree else self.beside
+        return work._replace(order=self.order, out_dtype=dtype if as_tree else None, beside=beside)
 
     @property
     def order(self) -> str:

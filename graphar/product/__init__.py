@@ -1,1 +1,13 @@
-"""graphar's matmul kernel, and matmuls whose result is summed over ranks."""
+"""graphar's matmul, and matmuls whose result is summed over ranks or whose rows are gathered.
+
+A Product (plan/work.py) is factors, rows, and what comes then. The binder, products.py, makes one of three plans of it:
+
+    fused      one kernel multiplies and sums, or gathers and multiplies: fused.py
+    Then       a matmul, and then the work that takes its products, a Sum, Parts or a Norm: then.py
+    after      a gather, and then each rank's matmul: gathers.py; or a fused sum, and then each rank's norm
+
+    multiply/  what multiplies one rank's factors: four objects with one interface
+               by_torch | own | scaled | leaves
+    gemm.py    graphar's matmul kernel; scaled_gemm.py: with scales
+    overlap.py the streams on which panels are multiplied while others are summed
+"""

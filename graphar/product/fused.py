@@ -14,11 +14,10 @@ from dataclasses import replace
 
 import torch
 
-from graphar.errors import UnsupportedError
+from graphar.errors import Reason, UnsupportedError
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
 from graphar.numerics.fp8_products import Scales
-from graphar.numerics.leaf_tree import LEAVES
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
@@ -36,7 +35,7 @@ from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import scaled_gemm
 from graphar.product.gemm import STORE_COLUMNS, layout_of, why_not
-from graphar.product.leaf_products import in_whole_loads
+from graphar.product.multiply.leaves import in_whole_loads
 from graphar.product.operands import MatmulOperands, operands_of
 from graphar.product.tensor_maps import Matrix, aligned_copy, aligned_like, matrix_of
 from graphar.product.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
@@ -52,14 +51,14 @@ from graphar.runtime.plan import Launch, Plan
 from graphar.runtime.runner import Runner
 
 
-def why_not_columns(engine: Engine, work: Product) -> str:
-    """Returns why no kernel sums tiles of such columns, or an empty string; the same on every rank."""
+def why_not_columns(engine: Engine, work: Product) -> Reason | None:
+    """Returns why no kernel sums tiles of such columns; the same on every rank."""
     columns = work.columns
     if engine.runner.chip.arch != MATMUL_ARCH:
         return f"a rank's device is not of {MATMUL_ARCH}"
     if rows_a_launch(engine.world_size, columns, _places(work)) < 4 * MATMUL_BOX_ROWS:
         return f"{columns} columns are too many for its scratch"
-    return ""
+    return None
 
 
 def _places(work: Product) -> int:
@@ -117,7 +116,7 @@ class FusedMatmul:
     def __init__(
         self,
         engine: Engine,
-        call: Call,
+        call: Call[Product],
         algorithm: Algorithm,
         rows: int,
         tile: Tile | None = None,
@@ -127,7 +126,7 @@ class FusedMatmul:
         work, world_size = call.work, engine.world_size
         self._skinny, self._gathers = algorithm.row.is_skinny, work.op == ALLGATHER_MATMUL
         self._adds_tree = work.order == "tree" and not self._gathers
-        self._leaves = LEAVES // world_size if self._adds_tree else 1  # of a rank
+        self._leaves = work.leaves(world_size)
         # Skinny algorithms are chosen only for results that fit their scratch (plan.matmuls.is_skinny).
         if not (self._gathers or self._skinny) and (reason := why_not_columns(engine, work)):
             raise UnsupportedError(f"{work.op}: {reason}")
@@ -191,8 +190,7 @@ class FusedMatmul:
         work, given = self._call.work, operands_of(self._call.work, own)
         if len(self._slices) > 1 or len(self._runner.members) > 1 or self._timelines or self._place(given) is not given:
             return None
-        flattened = [given.a, *([given.scales.a] if given.scales else [])]
-        if any(x.data_ptr() != one.data_ptr() for x, one in zip(flattened, own.inputs[::2], strict=False)):  # copies
+        if given.is_copy_of(own):
             return None
         (one,), (member,) = self._slices, self._runner.members
         operands = work.product_inputs + work.bias
@@ -336,7 +334,7 @@ class FusedMatmul:
 _PLACED = ("a", "w", "bias", "out", "gathered", "tensors")  # the fields that may be copies
 
 
-def _why_not(own: MatmulOperands) -> str:
-    """Returns why a kernel cannot take one rank's operands, or an empty string. Ranks may differ in alignment."""
+def _why_not(own: MatmulOperands) -> Reason | None:
+    """Returns why a kernel cannot take one rank's operands. Ranks may differ in alignment."""
     of_kind = scaled_gemm.why_not if own.scales else why_not
     return "a rank has nothing to add" if own.a.numel() == 0 else of_kind(own.a, own.w, own.out)

@@ -26,7 +26,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
-from graphar.plan.work import Sum
+from graphar.plan.work import Product, Sum
 from graphar.product.operands import MatmulOperands, operands_of
 from graphar.product.overlap import streams_of
 from graphar.ranks import agreement
@@ -71,7 +71,7 @@ class _Lane:
 class GatheredChunks:
     """One call of an all-gather and matmul, made in chunks."""
 
-    def __init__(self, engine: Engine, call: Call, algorithm: Algorithm) -> None:
+    def __init__(self, engine: Engine, call: Call[Product], algorithm: Algorithm) -> None:
         self._engine, self._runner, self._call, self._algorithm = engine, engine.runner, call, algorithm
         self._slots: BoundedCache[torch.Tensor] = BoundedCache()
         self._meet = self._meeting()

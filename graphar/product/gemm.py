@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphar.errors import UnsupportedError
+from graphar.errors import Reason, UnsupportedError
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
 from graphar.plan.matmuls import fastest_tile
@@ -125,8 +125,8 @@ def bind(
         return _bind(device, tile, layout, sms, order or Order(), matrix_of(a), weights, matrix_of(out), pointer)
 
 
-def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> str:
-    """Returns why the kernel cannot compute ``out`` from ``a`` and ``w`` in ``leaves``, or an empty string."""
+def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> Reason | None:
+    """Returns why the kernel cannot compute ``out`` from ``a`` and ``w`` in ``leaves``."""
     if reason := why_none_like(a):
         return reason
     for name, x in (("a", a), ("out", out)):
@@ -138,21 +138,21 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1
         return "the rows or the columns of w must be contiguous and begin at multiples of 16 bytes"
     if leaves > 1 and a.shape[1] % (leaves * LEAF_UNIT):
         return f"the columns of a must be a multiple of {leaves * LEAF_UNIT} for {leaves} leaves, got {a.shape[1]}"
-    return ""
+    return None
 
 
-def why_none_like(a: torch.Tensor) -> str:
-    """Returns why the kernel has no products of ``a``, whatever its layout, or an empty string."""
+def why_none_like(a: torch.Tensor) -> Reason | None:
+    """Returns why the kernel has no products of ``a``, whatever its layout."""
     if a.dtype not in MATMUL_TYPES:
         return f"the kernel has no {a.dtype}"
     return why_not_on(a.device)
 
 
-def why_not_on(device: torch.device) -> str:
-    """Returns why the kernel cannot run on a device, or an empty string."""
+def why_not_on(device: torch.device) -> Reason | None:
+    """Returns why the kernel cannot run on a device."""
     if device.type != "cuda" or launcher.architecture(device.index) != MATMUL_ARCH:
         return f"the kernel needs a device of {MATMUL_ARCH}, got tensors on {device}"
-    return ""
+    return None
 
 
 def default_tile(device: int, m: int, n: int, k: int, sms: int, layout: str = "by_rows", leaves: int = 1) -> MatmulTile:

@@ -27,12 +27,17 @@ class MatmulOperands:
     out: torch.Tensor  # takes the result; contiguous
     gathered: torch.Tensor | None = None  # takes the rows of all ranks; None: they are not wanted, or none are gathered
     gathered_scales: torch.Tensor | None = None  # takes the scales of these rows, if they have scales
-    tensors: tuple[torch.Tensor, ...] = ()  # of the epilogue, bound for the tensor that ``out`` is
+    tensors: tuple[torch.Tensor, ...] = ()  # of the epilogue, bound for the tensor that ``out`` is; or of the norm
     numbers: tuple[float, ...] = ()  # of the epilogue
-    prefetch: torch.Tensor | None = None  # the tensor that the last all-reduce may prefetch into L2, or None
     constant_weight: bool = False  # whether ``w`` may be loaded while the kernel before still runs
     given_k: int | None = None  # the K of the caller's operands, if ``a`` and ``w`` are copies with zeros in between
     scales: Scales | None = None  # of e4m3 operands; None: they are as they are
+
+    def is_copy_of(self, own: Operands) -> bool:
+        """Whether these are copies of the tensors ``own``, since they have more dimensions and gaps."""
+        flattened = [self.a, *([self.scales.a] if self.scales else [])]
+        pairs = zip(flattened, own.inputs[::2], strict=False)
+        return any(x.data_ptr() != one.data_ptr() for x, one in pairs)
 
 
 def operands_of(work: Product, own: Operands) -> MatmulOperands:
@@ -41,15 +46,13 @@ def operands_of(work: Product, own: Operands) -> MatmulOperands:
     a = flat(a)
     scales = checked_scales(work.op, a, w, flat_scale(rest.pop(0)), rest.pop(0)) if work.scales else None
     bias = rest.pop(0) if work.bias else None
-    out, *gathered = own.outputs
-    count = len(work.epilogue.dtypes) if work.epilogue else 0
-    prefetch = rest[count] if len(rest) > count else None
-    both = [flat(one) for one in gathered]  # the gathered rows, and their scales if they have some
-    more = tuple(rest[:count]), own.numbers, prefetch, work.constant_weight
-    return MatmulOperands(a, w, bias, flat(out), *[*both, None, None][:2], *more, scales=scales)
+    # The gathered rows, and their scales if they have some.
+    gathered = [flat(one) for one in own.outputs[1:]] if work.gathered else []
+    more = tuple(rest), own.numbers, work.constant_weight
+    return MatmulOperands(a, w, bias, flat(own.outputs[0]), *[*gathered, None, None][:2], *more, scales=scales)
 
 
-def with_bias_in_epilogue(call: Call) -> Call:
+def with_bias_in_epilogue(call: Call[Product]) -> Call[Product]:
     """Returns the call with its bias as an epilogue of the sum, where sums take one.
 
     It has the same bits, half the bytes on the wire, since products stay rounded there, and one kernel.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphar.errors import UnsupportedError
+from graphar.errors import Reason, UnsupportedError
 from graphar.numerics.fp8_products import Scales, check_operands, checked_scales
 from graphar.plan.matmuls import fastest_scaled_tile
 from graphar.plan.policy import TileCost
@@ -106,8 +106,8 @@ def bind(
         return _bind(device, tile, sms, order or Order(), *operands, pointer, placed(scales))
 
 
-def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
-    """Returns why the kernel cannot compute ``out`` from ``a`` and ``w``, or an empty string."""
+def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Reason | None:
+    """Returns why the kernel cannot compute ``out`` from ``a`` and ``w``."""
     if reason := gemm.why_not_on(a.device):
         return reason
     for name, x in (("a", a), ("w", w), ("out", out)):
@@ -115,7 +115,7 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> str:
             return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
     if out.shape[1] % STORE_COLUMNS:
         return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
-    return ""
+    return None
 
 
 def _check(

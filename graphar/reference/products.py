@@ -33,7 +33,7 @@ def linear(
 
     With ``tp_invariant`` it is accumulated in the order of K, 16 columns at a time.
     """
-    product = _unrounded_product(a, w, tp_invariant)
+    product = unrounded_product(a, w, tp_invariant)
     return with_canonical_nan((product if bias is None else product + bias.to(product.dtype)).to(a.dtype))
 
 
@@ -41,7 +41,7 @@ def linear_with_epilogue(
     a: torch.Tensor, w: torch.Tensor, form: Pointwise, inputs: EpilogueInputs, tp_invariant: bool = False
 ) -> torch.Tensor:
     """Returns ``a @ w.T``, accumulated as :func:`linear` does, with an epilogue applied before rounding."""
-    return rounded_after(form, inputs, _unrounded_product(a, w, tp_invariant), a.dtype)
+    return rounded_after(form, inputs, unrounded_product(a, w, tp_invariant), a.dtype)
 
 
 def rounded_after(form: Pointwise, inputs: EpilogueInputs, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -49,7 +49,8 @@ def rounded_after(form: Pointwise, inputs: EpilogueInputs, v: torch.Tensor, dtyp
     return with_canonical_nan(form.apply_whole(v, inputs).to(dtype))
 
 
-def _unrounded_product(a: torch.Tensor, w: torch.Tensor, tp_invariant: bool) -> torch.Tensor:
+def unrounded_product(a: torch.Tensor, w: torch.Tensor, tp_invariant: bool = False) -> torch.Tensor:
+    """Returns ``a @ w.T``, accumulated as :func:`linear` does, before it is rounded."""
     if tp_invariant:
         return leaf_tree.product(_flat(a), w).view(*a.shape[:-1], len(w))
     kind = ACCUMULATION_DTYPES[a.dtype]

@@ -11,16 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphar
-from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec, codec
 from graphar.numerics.leaf_tree import LEAVES
-from graphar.plan.call import Call
+from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import is_skinny, owned_rows
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.product import gemm
-from graphar.product.operands import MatmulOperands
-from graphar.product.overlap import Beside, Panels
+from graphar.product.overlap import Beside
 from graphar.product.products import takes_tiles
+from graphar.product.then import Then
 from graphar.runtime.registry import engine_of_group
 from perf.harness.cases import Plan
 from perf.harness.ranks import Ranks
@@ -304,7 +303,7 @@ def symm_fused(a: Tensor, w: Tensor) -> Tensor:
 def partitioned(cut: str, count: int, beside: Beside, a: Tensor, w: Tensor) -> Tensor:
     """Runs graphar's op in ``count`` chunks. ``beside`` has algorithm and thread blocks of the all-reduces."""
     out = a.new_empty(len(a), len(w))
-    panels = partitions.panels("perf", cut, count, [len(a)], len(w))
     work = Product(MATMUL_ALLREDUCE, (len(a),), len(w), partition=cut, num_partitions=count)
-    Panels(work, panels, beside=beside).allreduce(engine_of_group(""), [MatmulOperands(a, w, None, out)])
+    own = Operands((a, w), (out,))
+    Then(engine_of_group(""), Call.of(work, a), own, beside).run([own])
     return out

@@ -11,16 +11,22 @@ import torch
 
 import graphar
 from graphar.errors import UnsupportedError
-from graphar.numerics.partitions import panels
 from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import fastest_tile
 from graphar.plan.policy import MeasuredMatmul, TileCost
 from graphar.plan.tables import shipped_table
-from graphar.plan.work import Parts, Product, Sum
-from graphar.product import overlap
+from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Parts, Product, Sum
+from graphar.product import overlap, then
+from graphar.product.multiply import own, step
+from graphar.product.multiply.by_torch import ByTorch
+from graphar.product.multiply.choice import Chosen, choose
+from graphar.product.multiply.own import Own
+from graphar.product.multiply.step import Step
 from graphar.product.operands import MatmulOperands
-from graphar.product.overlap import Beside, Panels
+from graphar.product.overlap import Beside
 from graphar.product.tensor_maps import matrix_of
+from graphar.product.then import Then
+from graphar.runtime import launcher
 from graphar.runtime.bind import collective, norm
 from graphar.runtime.plan import Plan
 
@@ -30,12 +36,13 @@ ENGINE = SimpleNamespace(table=shipped_table("nvidia_h200"))
 class Recorder:
     """Records events in order: (stream, what)."""
 
-    def __init__(self, monkeypatch, operands):
-        self.events, self.current, self.operands = [], "main", operands
+    def __init__(self, monkeypatch):
+        self.events, self.current = [], "main"
         streams = {name: self._stream(name) for name in ("main", "side")}
         monkeypatch.setattr(overlap, "streams_of", lambda device: (streams["main"], streams["side"]))
         monkeypatch.setattr(torch.cuda, "stream", self._enter)
-        monkeypatch.setattr(overlap, "_bind", lambda engine, one, cut, products, blocks, only_own: self._multiply)
+        monkeypatch.setattr(Then, "_bind", lambda then, one, products: self._multiply)
+        monkeypatch.setattr(Then, "_take", lambda then, at, is_beside, *rest: self.sum_panel(at, then, is_beside))
 
     def _stream(self, name):
         wait = lambda other: self.events.append((name, f"wait for {other.name}"))  # noqa: E731
@@ -50,20 +57,25 @@ class Recorder:
     def _multiply(self, at):
         self.events.append((self.current, f"multiply {at}"))
 
-    def sum_panel(self, at, beside):
-        self.events.append((self.current, f"sum {at} with {beside.blocks if beside else 'all'}"))
+    def sum_panel(self, at, then, is_beside):
+        call = (then._beside if is_beside else then._alone)[at]
+        self.events.append((self.current, f"sum {at} with {call.blocks or 'all'}"))
 
     def run(self, partition, count):
-        cut = panels("op", partition, count, [8], 8)
-        products = [[None] for _ in cut]
-        how = Panels(None, cut, beside=Beside(blocks=24))
-        how._multiply_and_sum(ENGINE, [self.operands], products, self.sum_panel)
+        a = on_gpu(8, 8)
+        then_of(a, a, partition, count, [8]).run([Operands((a, a), (a,))])
+
+
+def then_of(a, w, partition, count, parts, engine=ENGINE):
+    """A product whose rows are summed by ranks that own so many."""
+    op = MATMUL_ALLREDUCE if len(parts) == 1 else MATMUL_REDUCESCATTER
+    work = Product(op, tuple(parts), len(w), partition=partition, num_partitions=count)
+    return Then(engine, Call(work, a.dtype, 0), Operands((a, w), ()), Beside(blocks=24))
 
 
 @pytest.fixture
 def recorder(monkeypatch):
-    on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0")
-    return Recorder(monkeypatch, MatmulOperands(on_gpu, None, None, None))
+    return Recorder(monkeypatch)
 
 
 def test_one_panel_stays_on_the_callers_stream(recorder):
@@ -90,7 +102,7 @@ def test_the_next_panel_is_multiplied_while_one_is_summed(recorder):
 
 
 def test_a_sum_that_fails_leaves_nothing_running_beside_the_callers_stream(recorder):
-    def fail(at, beside):
+    def fail(at, then, is_beside):
         raise RuntimeError("a rank did not come")
 
     recorder.sum_panel = fail
@@ -104,9 +116,9 @@ def test_a_sum_that_fails_leaves_nothing_running_beside_the_callers_stream(recor
 def test_sums_of_whole_rows_are_made_where_the_result_lies_if_that_is_aligned(offset):
     out = torch.zeros(8 * 16 + 4)[offset : offset + 8 * 16].view(8, 16)
     one = MatmulOperands(torch.ones(8, 2), torch.ones(16, 2), None, out)
-    cut = panels("op", "split_m", 2, [8], 16)
+    then = then_of(one.a, one.w, "split_m", 2, [8])
 
-    place = overlap._place(one, cut, cut[1], 0, cut[1].shape)
+    place = then._place(one, then._panels[1], 0, then._panels[1].shape)
 
     assert (place.data_ptr() == one.out[4:].data_ptr()) == (offset == 0)
     assert place.data_ptr() % 16 == 0
@@ -138,7 +150,7 @@ def on_gpu(*shape):
 
 
 @pytest.fixture
-def own(monkeypatch):
+def gemm(monkeypatch):
     """Stands in for graphar's matmul and records the operands' shapes, the SMs and the tile of each call."""
     made, tiles = [], []
 
@@ -149,28 +161,28 @@ def own(monkeypatch):
 
     fake = SimpleNamespace(bind=bind, why_not=lambda *step: "", sm_count=lambda device: 132, made=made, tiles=tiles)
     fake.layout_of = lambda w: "by_rows"
-    monkeypatch.setattr(overlap, "gemm", fake)
-    monkeypatch.setattr(overlap, "launcher", fake)
-    monkeypatch.setattr(overlap, "_missing_software", lambda: "")
+    monkeypatch.setattr(own, "gemm", fake)
+    monkeypatch.setattr(own, "lacks_software", lambda: None)
+    monkeypatch.setattr(launcher, "sm_count", lambda device: fake.sm_count(device))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     return fake
 
 
-def multiply(a, w, partition, count, parts, only_own=False, engine=ENGINE):
+def multiply(a, w, partition, count, parts, engine=ENGINE):
     """The products of all panels."""
-    cut = panels("op", partition, count, parts, len(w))
-    products = [torch.zeros(panel.shape) for panel in cut]
-    run = overlap._bind(engine, MatmulOperands(a, w, None, None), cut, products, 24, only_own)
-    for at in range(len(cut)):
+    then = then_of(a, w, partition, count, parts, engine)
+    products = [torch.zeros(panel.shape) for panel in then._panels]
+    run = then._bind(MatmulOperands(a, w, None, None), products)
+    for at in range(len(products)):
         run(at)
     return products
 
 
-def test_the_first_panel_has_all_sms_and_later_ones_leave_some_to_the_sum(own):
+def test_the_first_panel_has_all_sms_and_later_ones_leave_some_to_the_sum(gemm):
     products = multiply(on_gpu(128, 2), on_gpu(16, 2), "split_m", 3, [128])
 
-    assert own.made == [([42, 2], [16, 2], 132), ([42, 2], [16, 2], 108), ([44, 2], [16, 2], 108)]
+    assert gemm.made == [([42, 2], [16, 2], 132), ([42, 2], [16, 2], 108), ([44, 2], [16, 2], 108)]
     assert all((product == 2).all() for product in products)
 
 
@@ -182,79 +194,79 @@ def with_matmul(**changes):
 MEASURED = with_matmul(against_torch=(MeasuredMatmul(64, 16, 2, 0.5), MeasuredMatmul(64, 16, 8, 1.5)))
 
 
-def test_one_panel_takes_the_matmul_that_was_measured_to_be_faster_and_cuts_of_it_graphars(own):
+def test_one_panel_takes_the_matmul_that_was_measured_to_be_faster_and_cuts_of_it_graphars(gemm):
     whole = multiply(on_gpu(64, 8), on_gpu(16, 8), "none", None, [64], engine=MEASURED)
-    assert own.made == []
+    assert gemm.made == []
 
     cut = multiply(on_gpu(64, 8), on_gpu(16, 8), "split_m", 2, [64], engine=MEASURED)
-    assert len(own.made) == 2
+    assert len(gemm.made) == 2
     assert all((product == 8).all() for product in whole + cut)
 
 
-def test_ranks_with_different_k_may_take_different_matmuls(own):
+def test_ranks_with_different_k_may_take_different_matmuls(gemm):
     for k in (2, 8):
         multiply(on_gpu(64, k), on_gpu(16, k), "none", None, [64], engine=MEASURED)
 
-    assert own.made == [([64, 2], [16, 2], 132)]
+    assert gemm.made == [([64, 2], [16, 2], 132)]
 
 
-def test_one_panel_of_a_wave_of_tiles_takes_graphars_matmul(own):
+def test_one_panel_of_a_wave_of_tiles_takes_graphars_matmul(gemm):
     for rows in (131 * 128, 131 * 128 + 1):
         multiply(on_gpu(rows, 8), on_gpu(16, 8), "none", None, [rows], engine=MEASURED)
 
-    assert own.made == [([131 * 128 + 1, 8], [16, 8], 132)]
+    assert gemm.made == [([131 * 128 + 1, 8], [16, 8], 132)]
 
 
-def test_tiles_are_those_of_the_engines_table(own):
+def test_tiles_are_those_of_the_engines_table(gemm):
     costs = [ENGINE.table.matmul.cost, TileCost(0.001, 99.0, 1.0, *[0.001] * 7)]
     for cost in costs:
         multiply(on_gpu(8192, 8), on_gpu(1536, 8), "split_m", 2, [8192], engine=with_matmul(cost=cost))
 
-    assert own.tiles == [fastest_tile(cost, 4096, 1536, 8, sms) for cost in costs for sms in (132, 108)]
-    assert len(set(own.tiles)) > 2
+    assert gemm.tiles == [fastest_tile(cost, 4096, 1536, 8, sms) for cost in costs for sms in (132, 108)]
+    assert len(set(gemm.tiles)) > 2
 
 
-def test_where_graphars_matmul_cannot_multiply_one_panel_torchs_multiplies_all(own):
-    own.why_not = lambda a, w, out: "too many rows" if len(a) == 44 else ""
+def test_where_graphars_matmul_cannot_multiply_one_panel_torchs_multiplies_all(gemm):
+    gemm.why_not = lambda a, w, out: "too many rows" if len(a) == 44 else ""
 
     products = multiply(on_gpu(128, 2), on_gpu(16, 2), "split_m", 3, [128])
 
-    assert own.made == []
+    assert gemm.made == []
     assert all((product == 2).all() for product in products)
 
 
-def test_a_gpu_without_sms_to_spare_multiplies_on_one(own):
-    own.sm_count = lambda device: 24
+def test_a_gpu_without_sms_to_spare_multiplies_on_one(gemm):
+    gemm.sm_count = lambda device: 24
 
     multiply(on_gpu(128, 2), on_gpu(16, 2), "split_m", 2, [128])
 
-    assert [sms for *_, sms in own.made] == [24, 1]
+    assert [sms for *_, sms in gemm.made] == [24, 1]
 
 
-def test_a_panel_of_all_ranks_rows_is_several_matmuls(own):
+def test_a_panel_of_all_ranks_rows_is_several_matmuls(gemm):
     products = multiply(on_gpu(130, 2), on_gpu(16, 2), "split_m", 2, [65, 65, 0])
 
-    assert own.made == [([32, 2], [16, 2], 132)] * 2 + [([33, 2], [16, 2], 108)] * 2
+    assert gemm.made == [([32, 2], [16, 2], 132)] * 2 + [([33, 2], [16, 2], 108)] * 2
     assert all((product == 2).all() for product in products)
 
 
 @pytest.mark.parametrize("parts", [[65, 65, 0], [0, 1, 64], [64]])
-def test_rows_that_follow_each_other_are_one_matmul(own, parts):
+def test_rows_that_follow_each_other_are_one_matmul(gemm, parts):
     a, w, engine = on_gpu(sum(parts), 2), on_gpu(16, 2), with_matmul(against_torch=())
 
     (product,) = multiply(a, w, "none", None, parts, engine=engine)
 
-    assert own.made == [([sum(parts), 2], [16, 2], 132)]
+    assert gemm.made == [([sum(parts), 2], [16, 2], 132)]
     assert (product == 2).all()
 
 
 @pytest.mark.parametrize(("rows", "problem"), [(63, ""), (128, "the rows of w must begin at multiples of 16 bytes")])
-def test_few_rows_and_what_graphars_matmul_cannot_do_take_torchs(own, rows, problem):
-    own.why_not = lambda *step: problem
+def test_few_rows_and_what_graphars_matmul_cannot_do_take_torchs(gemm, rows, problem):
+    gemm.why_not = lambda *step: problem
 
     products = multiply(on_gpu(rows, 2), on_gpu(16, 2), "split_n", 2, [rows])
 
-    assert own.made == []
+    assert gemm.made == []
     assert all((product == 2).all() for product in products)
 
 
@@ -262,36 +274,36 @@ def test_few_rows_and_what_graphars_matmul_cannot_do_take_torchs(own, rows, prob
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 2047, 2048, 100000])
-def test_a_batch_invariant_product_of_any_number_of_rows_is_graphars(own, rows):
-    (product,) = multiply(on_gpu(rows, 8).half(), on_gpu(16, 8).half(), "batch_invariant", None, [rows], only_own=True)
+def test_a_batch_invariant_product_of_any_number_of_rows_is_graphars(gemm, rows):
+    (product,) = multiply(on_gpu(rows, 8).half(), on_gpu(16, 8).half(), "batch_invariant", None, [rows])
 
-    assert own.made == [([rows, 8], [16, 8], 132)]
+    assert gemm.made == [([rows, 8], [16, 8], 132)]
     assert (product == 8).all()
 
 
-def test_a_batch_invariant_product_of_misaligned_operands_is_graphars_too(own):
+def test_a_batch_invariant_product_of_misaligned_operands_is_graphars_too(gemm):
     a, w = on_gpu(4, 12).half()[:, 1:6], on_gpu(8, 5).half()
-    own.why_not = lambda a, w, out: "" if matrix_of(a) and matrix_of(w) else "rows must begin at multiples of 16 bytes"
+    gemm.why_not = lambda a, w, out: "" if matrix_of(a) and matrix_of(w) else "rows must begin at multiples of 16 bytes"
 
-    (product,) = multiply(a, w, "batch_invariant", None, [4], only_own=True)
+    (product,) = multiply(a, w, "batch_invariant", None, [4])
 
-    assert own.made == [([4, 5], [8, 5], 132)]
+    assert gemm.made == [([4, 5], [8, 5], 132)]
     assert (product == 5).all()
 
 
 @pytest.mark.parametrize("missing", ["", "cuda-python is not installed"])
-def test_a_batch_invariant_product_that_graphars_matmul_cannot_compute_is_an_error(own, monkeypatch, missing):
-    own.why_not = lambda *step: "the columns of out must be a multiple of 8, got 12"
-    monkeypatch.setattr(overlap, "_missing_software", lambda: missing)
+def test_a_batch_invariant_product_that_graphars_matmul_cannot_compute_is_an_error(gemm, monkeypatch, missing):
+    gemm.why_not = lambda *step: "the columns of out must be a multiple of 8, got 12"
+    monkeypatch.setattr(own, "lacks_software", lambda: missing)
 
     with pytest.raises(UnsupportedError, match=f"no batch-invariant kernel: {missing or 'the columns of out'}"):
-        multiply(on_gpu(4, 8), on_gpu(12, 8), "batch_invariant", None, [4], only_own=True)
+        multiply(on_gpu(4, 8), on_gpu(12, 8), "batch_invariant", None, [4])
 
 
-def test_a_batch_invariant_product_of_no_columns_is_zero(own):
-    own.why_not = lambda *step: "a has no columns"
+def test_a_batch_invariant_product_of_no_columns_is_zero(gemm):
+    gemm.why_not = lambda *step: "a has no columns"
 
-    (product,) = multiply(on_gpu(4, 0), on_gpu(8, 0), "batch_invariant", None, [4], only_own=True)
+    (product,) = multiply(on_gpu(4, 0), on_gpu(8, 0), "batch_invariant", None, [4])
 
     assert (product == 0).all()
 
@@ -322,13 +334,13 @@ every_op = pytest.mark.parametrize(
 @every_op
 @pytest.mark.parametrize("partition", ["auto", "none", "batch_invariant"])
 def test_an_op_asks_for_graphars_matmul_alone_if_it_is_to_be_batch_invariant(monkeypatch, op, partition):
-    asked, bind = [], overlap._bind
+    asked = []
 
-    def recording(engine, one, cut, products, blocks, only_own):
-        asked.append(only_own)
-        return bind(engine, one, cut, products, blocks, False)
+    def recording(*given):
+        asked.append(choose(*given).multiply == Own(given[0].table.matmul.cost, is_invariant=True))
+        return Chosen(ByTorch())
 
-    monkeypatch.setattr(overlap, "_bind", recording)
+    monkeypatch.setattr(then, "choose", recording)
     of_two_ranks(op, partition)
 
     assert asked == [partition == "batch_invariant"] * 2
@@ -427,7 +439,7 @@ def explained(communicator, work, k):
         ("split_m", 8, "graphar's matmul, for all panels"),
     ],
 )
-def test_it_is_told_whose_matmul_multiplies_and_why_also_if_k_alone_differs(bound, own, partition, k, words):
+def test_it_is_told_whose_matmul_multiplies_and_why_also_if_k_alone_differs(bound, gemm, partition, k, words):
     communicator, _ = bound
     communicator.engine.table = MEASURED.table
     work = SUMMED._replace(partition=partition)
@@ -439,7 +451,7 @@ def test_it_is_told_whose_matmul_multiplies_and_why_also_if_k_alone_differs(boun
     assert reason.endswith(f"; {words}")
 
 
-def test_it_is_told_for_a_norm_too(bound, own, monkeypatch):
+def test_it_is_told_for_a_norm_too(bound, gemm, monkeypatch):
     communicator, _ = bound
     communicator.engine.table = MEASURED.table
     monkeypatch.setattr(norm, "_bind_kernel", lambda engine, call, x: Plan(None, *engine.select(call, x)))
@@ -449,9 +461,9 @@ def test_it_is_told_for_a_norm_too(bound, own, monkeypatch):
     assert reason.endswith("; torch's matmul, which was measured to be 1.50 times as fast at 64 x 16 x 8")
 
 
-def test_what_graphars_matmul_cannot_multiply_is_torchs_for_that_reason(bound, own):
+def test_what_graphars_matmul_cannot_multiply_is_torchs_for_that_reason(bound, gemm):
     communicator, _ = bound
-    own.why_not = lambda *step: "the kernel has no torch.float32"
+    gemm.why_not = lambda *step: "the kernel has no torch.float32"
 
     reason = explained(communicator, SUMMED._replace(partition="split_m"), 8)
 
@@ -465,10 +477,10 @@ def test_what_graphars_matmul_cannot_multiply_is_torchs_for_that_reason(bound, o
 @pytest.mark.parametrize(
     ("k", "problem", "is_own"), [(8, "", False), (2, "", True), (2, "the kernel has no torch.float32", False)]
 )
-def test_a_repeated_call_multiplies_as_the_call_did(bound, own, monkeypatch, work, k, problem, is_own):
+def test_a_repeated_call_multiplies_as_the_call_did(bound, gemm, monkeypatch, work, k, problem, is_own):
     communicator, _ = bound
     communicator.engine.table = MEASURED.table
-    own.why_not = lambda *step: problem
+    gemm.why_not = lambda *step: problem
     launched = []
 
     def bind(engine, call, *more):
@@ -484,30 +496,37 @@ def test_a_repeated_call_multiplies_as_the_call_did(bound, own, monkeypatch, wor
     (((product, *rest), *_),) = launched
     assert (product == k).all()
     assert len(rest) == len(operands.inputs) - 2
-    assert bool(own.made) == is_own
+    assert bool(gemm.made) == is_own
 
 
-def test_a_product_is_bound_once_for_the_same_addresses(own, monkeypatch):
+def repeating(a, w):
+    """What makes the product of calls like one with these operands."""
+    example = Step(a, w, torch.empty(64, 16))
+    found = choose(MEASURED, SUMMED, MatmulOperands(a, w, None, example.out)).multiply
+    return found.repeating(example, lambda inputs, out: Step(*inputs, out), 132)
+
+
+def test_a_product_is_bound_once_for_the_same_addresses(gemm, monkeypatch):
     a, w = on_gpu(64, 2), on_gpu(16, 2)
-    repeated = overlap.product_like(MEASURED, MatmulOperands(a, w, None, None), False)
+    repeated = repeating(a, w)
     place = torch.empty(64, 16)
-    monkeypatch.setattr(OnGpu, "new_empty", lambda self, shape: place, raising=False)
+    monkeypatch.setattr(OnGpu, "new_empty", lambda self, shape, dtype=None: place, raising=False)
 
     assert all((repeated(a, w) == 2).all() for _ in range(3))
-    assert len(own.made) == 1
+    assert len(gemm.made) == 1
 
     other = on_gpu(64, 2) * 2
     assert (repeated(other, w) == 4).all()
-    assert len(own.made) == 2
+    assert len(gemm.made) == 2
 
 
-def test_a_repeated_product_of_misaligned_operands_is_multiplied_as_its_first_call_would_be(own):
+def test_a_repeated_product_of_misaligned_operands_is_multiplied_as_its_first_call_would_be(gemm):
     a, w = on_gpu(64, 2), on_gpu(16, 2)
-    repeated = overlap.product_like(MEASURED, MatmulOperands(a, w, None, None), False)
-    own.why_not = lambda *step: "the rows of a must begin at multiples of 16 bytes"
+    repeated = repeating(a, w)
+    gemm.why_not = lambda *step: "the rows of a must begin at multiples of 16 bytes"
 
     assert (repeated(a, w) == 2).all()
-    assert own.made == []
+    assert gemm.made == []
 
 
 # ---- what a call asks ------------------------------------------------------------------------------------------------
@@ -515,17 +534,17 @@ def test_a_repeated_product_of_misaligned_operands_is_multiplied_as_its_first_ca
 
 def test_calls_on_the_cpu_ask_for_no_software_and_all_others_ask_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(overlap, "missing_software", lambda: asked.append(True) or "no driver")
-    overlap._missing_software.cache_clear()
+    monkeypatch.setattr(step, "missing_software", lambda: asked.append(True) or "no driver")
+    step.lacks_software.cache_clear()
     matrices = [torch.ones(4, 4)] * 2
 
     for partition in ("auto", "split_m", "split_n", "none"):
         graphar.fused_matmul_allreduce(matrices, matrices, partition=partition)
     assert asked == []
 
-    assert [overlap._missing_software() for _ in range(3)] == ["no driver"] * 3
+    assert [step.lacks_software() for _ in range(3)] == ["no driver"] * 3
     assert len(asked) == 1
-    overlap._missing_software.cache_clear()
+    step.lacks_software.cache_clear()
 
 
 def fused_sums(op, a, w, bias, **options):

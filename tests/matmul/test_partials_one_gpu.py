@@ -13,9 +13,8 @@ from graphar.numerics.leaf_tree import LEAVES
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE
-from graphar.product.leaf_products import product
 from graphar.runtime.catalogue import SKINNY_KERNELS
-from tests.cases import normal, same_bits
+from tests.cases import leaf_product, normal, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
 pytestmark = [
@@ -63,7 +62,7 @@ def test_every_tile_gives_the_bits_of_one_rank(ranks, algorithm, layout):
     for tile, dtype, k in itertools.product(PARTIAL_TILES[LEAVES // ranks.world_size], DTYPES, (512, 3072)):
         a, w = operands(k, dtype, layout)
         bias = drawn(2, COLUMNS, dtype=dtype)
-        whole = product("op", a, w, LEAVES, bias=bias)
+        whole = leaf_product(a, w, LEAVES, bias=bias)
 
         for _ in range(2):
             found = ranks.matmul_in_leaves(of_ranks(ranks, a, w), algorithm, tile, bias)
@@ -74,7 +73,7 @@ def test_every_tile_gives_the_bits_of_one_rank(ranks, algorithm, layout):
 def test_an_epilogue_is_done_to_the_sum_before_it_is_rounded(ranks, algorithm):
     tile, form = PARTIAL_TILES[LEAVES // ranks.world_size][2], Pointwise("max(v, 0) * 0.37", (), COLUMNS)
     a, w = operands(1024, torch.bfloat16, "by_rows")
-    total = product("op", a, w, LEAVES, out_dtype=torch.float32)
+    total = leaf_product(a, w, LEAVES, out_dtype=torch.float32)
     whole = reference.rounded_after(form, EpilogueInputs([], []), total, torch.bfloat16)
 
     found = ranks.matmul_in_leaves(of_ranks(ranks, a, w), algorithm, tile, epilogue=form.text)
@@ -88,7 +87,7 @@ def test_leaves_that_are_no_whole_loads_give_the_bits_of_one_rank(ranks, algorit
 
     found = ranks.matmul_in_leaves(of_ranks(ranks, a, w), algorithm, PARTIAL_TILES[LEAVES // ranks.world_size][0])
 
-    assert_parts(found, product("op", a, w, LEAVES), algorithm)
+    assert_parts(found, leaf_product(a, w, LEAVES), algorithm)
 
 
 @pytest.mark.parametrize("algorithm", SKINNY_KERNELS, ids=str)
@@ -97,7 +96,7 @@ def test_few_rows_have_the_bits_of_one_rank(ranks, algorithm, layout):
     for rows, dtype, k in itertools.product((1, 8, 17, 64), DTYPES, (512, 800, 3072)):
         a, w = operands(k, dtype, layout, rows)
         bias, tile = drawn(2, COLUMNS, dtype=dtype), skinny_tile(rows, LEAVES // ranks.world_size)
-        whole = product("op", a, w, LEAVES, bias=bias)
+        whole = leaf_product(a, w, LEAVES, bias=bias)
 
         for _ in range(2):
             found = ranks.matmul_in_leaves(of_ranks(ranks, a, w), algorithm, tile, bias)

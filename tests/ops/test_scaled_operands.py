@@ -14,7 +14,6 @@ from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.ops import preparation
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.matmuls import scaled_tiles
-from graphar.product import scaled_sums
 from tests.cases import normal, same_bits
 from tests.ops import specified as by
 from tests.ops.conformance import PARAMETERS, Form, scaled
@@ -130,7 +129,7 @@ def test_gathered_rows_have_their_own_scales_and_may_be_multiplied_again(of):
 def test_the_product_of_a_repeated_launch_has_the_specifications_bits(of):
     for rank in range(2):
         a, w, *scales = map(own(operands(of, (2, M // 2, N, K)), rank).get, ARGUMENTS)
-        made = scaled_sums.product(SUM.__name__, a, w, *scales, dtype=BF16)
+        made = graphar.linear(a, w, a_scale=scales[0], w_scale=scales[1])
 
         rows = scales[0].flatten(0, -2) if scales[0].ndim else scales[0]
         assert same_bits(made.flatten(0, 1), reference.scaled_linear(a.flatten(0, 1), w, rows, scales[1])) == 0

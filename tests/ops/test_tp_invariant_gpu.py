@@ -7,8 +7,7 @@ import torch
 
 import graphar
 from graphar.numerics.leaf_tree import LEAVES, tree_sum
-from graphar.product.leaf_products import product
-from tests.cases import normal, same_bits
+from tests.cases import leaf_product, normal, same_bits
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -37,7 +36,7 @@ def test_the_partials_of_all_ranks_add_up_to_the_product_of_one(shape, dtype):
     assert (whole.double() - exact).abs().max() <= exact.abs().max() * torch.finfo(dtype).eps
     for ranks in (1, 2, 4, 8):
         parts = zip(a.chunk(ranks, 1), w.chunk(ranks, 1), strict=True)
-        partials = [product("op", *own, LEAVES // ranks, out_dtype=torch.float32) for own in parts]
+        partials = [leaf_product(*own, LEAVES // ranks, out_dtype=torch.float32) for own in parts]
         assert same_bits((tree_sum(partials) + bias.float()).to(dtype), whole) == 0, ranks
 
 
@@ -79,7 +78,7 @@ def test_the_gradient_of_divided_features_is_a_node_of_their_tree():
 
     for ranks in (2, 4, 8):
         parts = zip(dy.chunk(ranks, 1), w.chunk(ranks), strict=True)
-        partials = [product("op", one, own.t(), LEAVES // ranks, out_dtype=torch.float32) for one, own in parts]
+        partials = [leaf_product(one, own.t(), LEAVES // ranks, out_dtype=torch.float32) for one, own in parts]
         assert same_bits(tree_sum(partials).bfloat16(), dx) == 0
 
 
@@ -87,7 +86,7 @@ def test_the_gradient_of_divided_features_is_a_node_of_their_tree():
 def test_a_norm_adds_the_residual_before_the_only_rounding(shape):
     m, n, k = shape
     a, w, residual, weight = drawn(0, m, k), drawn(1, n, k), drawn(2, m, n), drawn(3, n)
-    total = product("op", a, w, LEAVES, out_dtype=torch.float32)
+    total = leaf_product(a, w, LEAVES, out_dtype=torch.float32)
 
     normed, summed = graphar.fused_matmul_allreduce_residual_rmsnorm(a, w, residual, weight, **INVARIANT)
     scattered = graphar.fused_matmul_reducescatter_residual_rmsnorm(a, w, residual, weight, **INVARIANT)

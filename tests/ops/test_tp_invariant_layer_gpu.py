@@ -9,8 +9,7 @@ import graphar
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.ops import linear
 from graphar.plan.algorithms import with_tree
-from graphar.product.leaf_products import product
-from tests.cases import by_position, same_bits
+from tests.cases import by_position, leaf_product, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
 pytestmark = pytest.mark.gpu(1)
@@ -72,7 +71,7 @@ def sums(ranks, partials):
 def partials_of(ranks, a, w):
     parts = zip(a.chunk(ranks.world_size, 1), w.chunk(ranks.world_size, 1), strict=True)
     leaves = LEAVES // ranks.world_size
-    return [product("op", *own, leaves, out_dtype=torch.float32) for own in parts]
+    return [leaf_product(*own, leaves, out_dtype=torch.float32) for own in parts]
 
 
 def test_a_row_parallel_layer_sums_to_the_bits_of_one_rank(ranks, operands):

@@ -7,8 +7,7 @@ import torch
 
 import graphar
 from graphar.numerics.leaf_tree import LEAVES
-from graphar.product.leaf_products import product
-from tests.cases import normal, same_bits
+from tests.cases import leaf_product, normal, same_bits
 from tests.gpu import Ranks, poison
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +39,7 @@ class Layer:
         self.biases = [self.bias.to(a.device) for a in self.a]
 
     def check(self, op, **options) -> None:
-        expected = product("op", *self.whole, LEAVES, bias=self.bias)
+        expected = leaf_product(*self.whole, LEAVES, bias=self.bias)
         parts = [expected] * self.ranks.world_size
         if op is graphar.fused_matmul_reducescatter:
             parts = expected.tensor_split(self.ranks.world_size)

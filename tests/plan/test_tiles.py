@@ -175,7 +175,7 @@ def test_auto_takes_few_rows_of_two_ranks_from_fewer_columns_on_if_they_are_one_
 @pytest.mark.parametrize(
     ("archs", "columns", "reason"),
     [
-        (("sm_90a", "sm_90a"), 8192, ""),
+        (("sm_90a", "sm_90a"), 8192, None),
         (("sm_90a", "sm_100a"), 8192, "a rank's device is not of sm_90a"),
         (("sm_90a", "sm_90a"), 1 << 20, "1048576 columns are too many for its scratch"),
     ],

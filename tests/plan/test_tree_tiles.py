@@ -19,7 +19,7 @@ from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, MATMUL_PAR
 from graphar.plan.slices import rows_a_launch
 from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
-from graphar.product import fused, tree_sums
+from graphar.product import fused, products
 from graphar.product.fused import FusedMatmul
 from graphar.product.operands import MatmulOperands
 from graphar.ranks import agreement
@@ -41,7 +41,7 @@ def call_of(op=MATMUL_ALLREDUCE, rows=4096, columns=8192, world_size=4, **option
 
 def takes(ranks=None, a=None, **options):
     ranks = ranks or Ranks()
-    return tree_sums.takes_one_kernel(ranks, call_of(world_size=ranks.world_size, **options), a or operand())
+    return products.takes_tiles(ranks, call_of(world_size=ranks.world_size, **options), a or operand())
 
 
 # ---- which calls ----------------------------------------------------------------------------------------------------
@@ -126,9 +126,9 @@ def test_communicators_that_share_a_gpu_multiply_and_then_sum():
 
 @every_op
 def test_the_plan_says_that_one_kernel_does_it(op):
-    given = [Operands((operand(), operand()), (None,))]
+    given = [Operands((operand(), operand()), (operand(),))]
 
-    plan = tree_sums.bind(Ranks(), call_of(op, bias=True), given)
+    plan = products.bind(Ranks(), call_of(op, bias=True), given)
 
     assert plan.config.algorithm is OPS[op]
     assert plan.reason == "multiplied in 2 leaves a rank and summed as a tree in one kernel"

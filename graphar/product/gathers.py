@@ -1,0 +1,119 @@
+"""How an all-gather and the matmul of the gathered rows become kernels: in one kernel, in chunks, or one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from graphar import reference
+from graphar.numerics.dtypes import BYTE
+from graphar.numerics.epilogues.epilogue import EpilogueInputs
+from graphar.numerics.partitions import Panel
+from graphar.plan.algorithms import MATMUL_ARCH
+from graphar.plan.call import Call, Operands
+from graphar.plan.config import Config
+from graphar.plan.matmuls import fused_algorithm
+from graphar.plan.slices import gathered_rows_a_launch
+from graphar.plan.work import Parts, Product, TensorTuple
+from graphar.product.fused import FusedMatmul
+from graphar.product.gathered_chunks import GatheredChunks
+from graphar.product.multiply import by_torch
+from graphar.product.multiply.choice import choose, explained, step_of
+from graphar.product.operands import flat, operands_of
+from graphar.product.then import after
+from graphar.runtime.engine import Engine
+from graphar.runtime.plan import Plan, Tensors
+
+
+def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of a product of gathered rows. Collective."""
+    method = gathering_method(engine, call, ranks[0].inputs[0])
+    algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
+    if method == "tiles":
+        launches = FusedMatmul(engine, call, algorithm, sum(call.work.parts))
+        return launches.plan("gathered and multiplied in one kernel")
+    if method == "chunks":
+        run = GatheredChunks(engine, call, algorithm).run
+        return Plan(run, Config(algorithm, 0, 0), "gathered in chunks by copy engines")
+    return _gathered_then_multiplied(engine, call, ranks)
+
+
+def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> str:
+    """Returns how rows are gathered and multiplied: in "tiles", in "chunks", or, if it is "none", by two kernels.
+
+    The first call is collective. It depends only on facts that ranks share. Memory layouts and weights may differ
+    between ranks.
+    """
+    work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
+    like = a.new_empty(0, dtype=call.dtype) if work.scales else a
+    if work.partition == "none" or not a.is_cuda or like.dtype not in algorithm.row.dtypes:
+        return "none"
+    with engine.keeping_failure():
+        if engine.why_no_kernel(work.op, like):
+            return "none"
+    k, rows, has_tiles = work.columns, sum(work.parts), engine.runner.chip.arch == MATMUL_ARCH
+    if not k or not gathered_rows_a_launch(algorithm, engine.world_size, k, work.scales):
+        return "none"
+    by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, engine.runner.chip)
+    method = by_table if work.partition == "auto" else work.partition
+    if work.order == "tree" or (work.epilogue and work.partition == "auto"):
+        method = "tiles"  # elsewhere an epilogue is some twenty kernels of torch
+    method = "tiles" if work.scales and method == "chunks" else method  # torch multiplies no chunks with scales
+    served = has_tiles if method == "tiles" else not work.epilogue
+    return method if served else "none"
+
+
+def _gathered_then_multiplied(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan:
+    work = call.work
+    is_plain = not (work.scales or work.epilogue or work.order == "tree")
+    shape = sum(work.parts), work.columns
+
+    def rows_of(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
+        rows = outputs[1].view(shape) if work.gathered else inputs[0].new_empty(shape)
+        if not work.scales:
+            return (inputs[0].flatten(0, -2).contiguous(),), (rows,)
+        one = operands_of(work, Operands(inputs, outputs))
+        scales = one.gathered_scales
+        if scales is None:
+            scales = one.scales.a.new_empty(len(one.out), one.scales.a.shape[1])
+        return (one.a.contiguous(), one.scales.a.contiguous()), (rows, scales)
+
+    first = operands_of(work, ranks[0])
+    multiply, _ = choose(engine, work, first)
+
+    def multiply_rows(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], made: Tensors) -> None:
+        if is_plain:  # most calls; each call of Python counts
+            by_torch.multiply(made[0], inputs[1], inputs[2] if work.bias else None, flat(outputs[0]))
+            return
+        one = operands_of(work, Operands(inputs, outputs, numbers))
+        scales = one.scales and replace(one.scales, a=made[1])
+        step = step_of(one)._replace(a=made[0], scales=scales)
+        if not work.epilogue:
+            multiply.make(step)
+            return
+        product = torch.empty_like(one.out, dtype=torch.float32)
+        multiply.make(step._replace(out=product, bias=None))
+        form, tensors = replace(work.epilogue, columns=max(1, len(one.w))), EpilogueInputs([*one.tensors], [*numbers])
+        one.out.copy_(reference.rounded_after(form, tensors, product, one.out.dtype))
+
+    def matmul(own: Operands) -> str:
+        one = operands_of(work, own)
+        return explained(engine, work, one, [Panel((slice(0, len(one.a)),), slice(0, len(one.w)))])
+
+    gathers = [Operands(*rows_of(own.inputs, own.outputs)) for own in ranks]
+    plan = engine.plan(_gather(call, gathers[0].inputs), gathers)
+    return after(plan, rows_of, multiply_rows)._replace(matmul=matmul)
+
+
+def _gather(call: Call[Product], parts: Tensors) -> Call:
+    """Returns the call that gathers each rank's rows, and with them their scales if they have some."""
+    work = call.work
+    follow = f"followed by epilogue {work.epilogue.words}" if work.epilogue else ""
+    words = ", ".join(filter(None, (work.beside, follow)))
+    if len(parts) > 1:
+        gathered = TensorTuple(tuple([x.dtype for x in parts]), tuple([x.shape[1:] for x in parts]), work.parts, words)
+        return Call(gathered, BYTE, call.device, timeout_s=call.timeout_s)
+    gathered = Parts("allgather", tuple([rows * work.columns for rows in work.parts]), beside=words)
+    return Call(gathered, call.dtype, call.device, timeout_s=call.timeout_s)

@@ -1,0 +1,1 @@
+"""What multiplies one rank's factors: four kinds of :class:`graphar.product.multiply.step.Multiply`."""

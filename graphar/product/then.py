@@ -1,0 +1,252 @@
+"""Two steps of a call, and how later calls repeat them: a product and a plan, or a plan and each rank's own work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from graphar import reference
+from graphar.numerics import partitions
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES
+from graphar.numerics.partitions import Panel, length
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Product
+from graphar.product.multiply import by_torch
+from graphar.product.multiply.by_torch import ByTorch
+from graphar.product.multiply.choice import choose, explained, step_of
+from graphar.product.multiply.step import Step
+from graphar.product.operands import MatmulOperands, operands_of
+from graphar.product.overlap import AUTO, Beside, in_turn
+from graphar.runtime import launcher
+from graphar.runtime.engine import Engine
+from graphar.runtime.plan import Launch, Plan, Tensors
+
+
+class Then:
+    """The products of all ranks, and the plans that take them: they sum them, or also norm the sums.
+
+    A product is cut into panels as its partition asks for. Each panel is multiplied, and taken by a call of its own, in
+    this order. A bias is added to the sum, by torch: calls that can have it in their epilogue.
+
+    Args:
+        call: a call of a Product whose products are summed.
+        own: the operands of a rank of this process.
+        beside: how sums run beside a multiplication. The algorithm must be one of exact all-reduces, and is ignored in
+            a reduce-scatter.
+    """
+
+    def __init__(self, engine: Engine, call: Call[Product], own: Operands, beside: Beside = AUTO) -> None:
+        work = call.work
+        self._engine, self._work, self._call = engine, work, call
+        parts = work.parts if work.scattered else [sum(work.parts)]
+        self._panels = partitions.panels(work.op, work.partition, work.num_partitions, parts, work.columns)
+        self._blocks = beside.blocks or engine.table.beside.blocks
+        # Partials stay in fp32. Sums are made where the products lie, unless a result has another shape or dtype.
+        self._dtype = torch.float32 if work.order == "tree" else call.dtype
+        self._in_place = not (work.scattered or work.norm or work.order == "tree")
+        k = own.inputs[1].shape[1]
+        algorithm = beside.algorithm if self._in_place else "auto"
+        self._alone = [self._taking(panel, k) for panel in self._panels]
+        self._beside = [one._replace(algorithm=algorithm, blocks=self._blocks) for one in self._alone]
+        self._whole = self._taking(Panel(tuple([slice(0, rows) for rows in parts]), slice(0, work.columns)), k)
+
+    def _taking(self, panel: Panel, k: int) -> Call:
+        """Returns the call that takes the products of a panel."""
+        counts, columns = tuple(map(length, panel.rows)), length(panel.columns)
+        epilogue = self._work.epilogue and replace(self._work.epilogue, columns=columns)
+        work = self._work._replace(parts=counts, columns=columns, epilogue=epilogue)
+        dtype = ACCUMULATION_DTYPES[self._dtype] if work.bias else self._dtype
+        return Call(work.then(k, self._call.dtype), dtype, self._call.device, timeout_s=self._call.timeout_s)
+
+    def plan(self, ranks: Sequence[Operands]) -> Plan:
+        """Returns the plan of the call. Collective."""
+        engine, work, panel = self._engine, self._work, self._panels[0]
+        taken = []
+        for at, own in enumerate(ranks):
+            one = operands_of(work, own)
+            taken.append(self._to_take(panel, at, own, one, reference.widened(self._room(one, panel), one.bias)))
+        if work.norm or work.order == "tree":
+            found = engine.plan(self._whole, taken)
+            config, reason = found.config, found.reason
+        else:  # panels and symmetric tensors may take other plans
+            config, reason = engine.select(self._whole, taken[0].inputs[0])
+        leaves = f" in {work.leaves(engine.world_size)} leaves a rank" if work.order == "tree" else ""
+        reason = f"multiplied{leaves}, then summed: {reason}"
+        return Plan(self.run, config, reason, self.launch_like, self._explained)
+
+    def _explained(self, own: Operands) -> str:
+        return explained(self._engine, self._work, operands_of(self._work, own), self._panels)
+
+    # ---- the call ----------------------------------------------------------------------------------------------------
+
+    def run(self, ranks: Sequence[Operands]) -> None:
+        """Makes the call with the operands of each rank of this process. Collective."""
+        given, panels = [operands_of(self._work, own) for own in ranks], self._panels
+        products = [[self._room(one, panel) for one in given] for panel in panels]
+        multiplies = [self._bind(*pair) for pair in zip(given, zip(*products, strict=True), strict=True)]
+
+        def take(at: int, is_beside: bool) -> None:
+            self._take(at, is_beside, ranks, given, products[at])
+
+        if len(panels) > 1 and given[0].a.is_cuda:
+            in_turn(len(panels), [one.a.device for one in given], multiplies, take)
+            return
+        for at in range(len(panels)):
+            for multiply in multiplies:
+                multiply(at)
+            take(at, False)
+
+    def _room(self, one: MatmulOperands, panel: Panel) -> torch.Tensor:
+        """Returns memory for a rank's product of a panel."""
+        if self._in_place:
+            return self._place(one, panel, 0, panel.shape)
+        return one.out.new_empty(panel.shape, dtype=self._dtype)
+
+    def _bind(self, one: MatmulOperands, products: Sequence[torch.Tensor]) -> Callable[[int], None]:
+        """Returns a function of a panel's number that multiplies a rank's panel, on the current stream."""
+        multiply, _ = choose(self._engine, self._work, one, len(products))
+        whole, pairs = step_of(one), list(zip(self._panels, products, strict=True))
+        if not one.a.is_cuda:  # smaller matmuls would give other bits
+            several = len(pairs) > 1
+            product = one.out.new_empty(len(one.a), len(one.w), dtype=self._dtype) if several else products[0]
+            multiply.make(whole._replace(out=product, bias=None))
+            return lambda at: _copy_rows(product, *pairs[at]) if several else None
+        steps = [whole.in_panel(*pair) for pair in pairs]
+        if isinstance(multiply, ByTorch):
+            return lambda at: by_torch.multiply_all(steps[at])
+        sms = launcher.sm_count(one.a.device.index)
+        few = max(sms - self._blocks, 1)
+        # Load all kernels before the first launch: loading beside a kernel that waits for other ranks could hang.
+        bound = multiply.bind_all([[(step, few if at else sms) for step in mine] for at, mine in enumerate(steps)])
+
+        def multiply_panel(at: int) -> None:
+            with torch.cuda.device(one.a.device):
+                stream = torch.cuda.current_stream().cuda_stream
+                for enqueue in bound[at]:
+                    enqueue(stream)
+
+        return multiply_panel
+
+    def _take(self, at: int, is_beside: bool, ranks: Sequence[Operands], given, products) -> None:
+        """Lets a call take the products of a panel."""
+        panel, engine, work = self._panels[at], self._engine, self._work
+        products = [reference.widened(product, one.bias) for one, product in zip(given, products, strict=True)]
+        triples = enumerate(zip(ranks, given, products, strict=True))
+        taken = [self._to_take(panel, index, *triple) for index, triple in triples]
+        call = (self._beside if is_beside else self._alone)[at]
+        if self._in_place and not work.codec:
+            call = call._replace(symmetric=engine.symmetric_sides(products, products))
+        engine.plan(call, taken).run(taken)
+        if not work.norm:
+            for index, (one, of_rank) in enumerate(zip(given, taken, strict=True)):
+                _keep(one, of_rank.outputs[0], self._rows_of_out(panel, index), panel.columns)
+
+    def _to_take(self, panel: Panel, index: int, own: Operands, one: MatmulOperands, product: torch.Tensor) -> Operands:
+        """Returns the operands of the call that takes a rank's product of a panel."""
+        rows, epilogue, outputs = self._rows_of_out(panel, index), self._work.epilogue, own.outputs
+        if not self._work.norm:
+            dtype = None if self._work.order == "tree" else product.dtype
+            shape = length(rows), length(panel.columns)
+            outputs = (product if self._in_place else self._place(one, panel, index, shape, dtype),)
+        corner = epilogue and (rows.start, panel.columns.start, epilogue.columns)
+        return Operands((product, *[x.contiguous() for x in one.tensors]), outputs, one.numbers, corner)
+
+    # ---- later calls -------------------------------------------------------------------------------------------------
+
+    def launch_like(self, own: Operands) -> Launch | None:
+        """Returns the launch of calls with tensors like these: see :class:`graphar.runtime.plan.Plan`."""
+        work, one, (panel, *others) = self._work, operands_of(self._work, own), self._panels
+        count = work.product_inputs
+        if others or not one.a.is_cuda or work.bias or one.is_copy_of(own):
+            return None
+        if not all(x.is_contiguous() for x in own.inputs[count:]):
+            return None
+        product = one.out.new_empty(panel.shape, dtype=self._dtype)
+        example = self._to_take(panel, 0, own, one, product)
+        launch, corner = self._engine.plan(self._alone[0], [example]).launch_like(example), example.corner
+        if launch is None:
+            return None
+        multiply, _ = choose(self._engine, work, one)
+        sms = launcher.sm_count(one.a.device.index)
+        repeated = multiply.repeating(step_of(one)._replace(out=product), self._step, sms)
+
+        def multiply_and_take(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], _=None) -> None:
+            launch((repeated(*inputs[:count]), *inputs[count:]), outputs, numbers, corner)
+
+        return multiply_and_take
+
+    def _step(self, inputs: Tensors, out: torch.Tensor) -> Step:
+        return step_of(operands_of(self._work, Operands(inputs, (out,))))
+
+    # ---- where panels and their sums lie -----------------------------------------------------------------------------
+
+    def _rows_of_out(self, panel: Panel, index: int) -> slice:
+        """Returns the rows of a result that hold its rows of a panel: of this process's rank with an index."""
+        engine = self._engine
+        owner = 0 if not self._work.scattered else index if engine.devices else engine.rank
+        first, rows = self._panels[0].rows[owner].start, panel.rows[owner]
+        return slice(rows.start - first, rows.stop - first)
+
+    def _place(
+        self,
+        one: MatmulOperands,
+        panel: Panel,
+        index: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Returns a contiguous tensor for a panel: a view of ``out`` if the panel is contiguous there and has no bias.
+
+        A view of a misaligned ``out`` would give the panel to torch's matmul, and so other bits.
+        """
+        if one.bias is None and shape[1] == one.out.shape[1] and one.out.data_ptr() % 16 == 0:
+            return one.out[self._rows_of_out(panel, index)]
+        return one.out.new_empty(shape, dtype=dtype)
+
+
+def _copy_rows(whole: torch.Tensor, panel: Panel, product: torch.Tensor) -> None:
+    torch.cat([whole[rows, panel.columns] for rows in panel.rows], out=product)
+
+
+def _keep(one: MatmulOperands, total: torch.Tensor, rows: slice, columns: slice) -> None:
+    """Adds the bias to a sum and copies it to ``out``, unless it already lies there."""
+    if one.bias is not None:
+        total = reference.with_bias(total, one.bias[columns], one.out.dtype)
+    place = one.out[rows, columns]
+    if total.data_ptr() != place.data_ptr():
+        place.copy_(total)
+
+
+def after(
+    plan: Plan,
+    inner: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]],
+    work: Callable[[Tensors, Tensors, tuple[float, ...], Tensors], None],
+) -> Plan:
+    """Returns the plan of calls by ``plan``, whose results each rank then works on alone.
+
+    Args:
+        inner: takes a rank's inputs and outputs; returns the inputs and outputs of ``plan``.
+        work: takes a rank's inputs, outputs and numbers, and the outputs of ``plan``.
+    """
+
+    def run(ranks: Sequence[Operands]) -> None:
+        inners = [Operands(*inner(own.inputs, own.outputs), own.numbers) for own in ranks]
+        plan.run(inners)
+        for own, one in zip(ranks, inners, strict=True):
+            work(own.inputs, own.outputs, own.numbers, one.outputs)
+
+    def launch_like(own: Operands) -> Launch | None:
+        launch = plan.launch_like(Operands(*inner(own.inputs, own.outputs), own.numbers))
+        if launch is None:
+            return None
+
+        def launch_and_work(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner=None) -> None:
+            given, made = inner(inputs, outputs)
+            launch(given, made, numbers, corner)
+            work(inputs, outputs, numbers, made)
+
+        return launch_and_work
+
+    return plan._replace(run=run, launch_like=launch_like)
