@@ -121,7 +121,7 @@ class Communicator:
         Args:
             x: this rank's tensor; with ``devices``, a list with one per device.
             options: ``out``, ``algorithm``, ``codec``, ``residual``, ``epilogue``, ``order``, ``out_dtype``,
-                ``prefetch`` and ``timeout_s`` of :func:`graphar.allreduce`.
+                and ``timeout_s`` of :func:`graphar.allreduce`.
         """
         return allreduce(x, self, **options)
 

@@ -248,7 +248,6 @@ def allreduces(given: Operands) -> Iterator[Trial]:
         [reference.allreduce(given.xs, added(bias=given.bias))],
     )
     yield trial("epilogue=, a function", partial(call, epilogue=negated), [reference.allreduce(given.xs, negated)])
-    yield trial("prefetch=", partial(call, prefetch=given.own(given.w)), total)
 
 
 def reducescatters(given: Operands) -> Iterator[Trial]:

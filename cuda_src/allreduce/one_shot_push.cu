@@ -6,7 +6,6 @@
 // One hop and no barrier: readiness travels in the data, (3) and (4) in sentinel.cuh. Wins at the smallest sizes. With
 // two ranks it wins far beyond them, since it sends no more than a two-shot. Every rank applies the epilogue.
 #include "device/epilogue.cuh"
-#include "device/prefetch.cuh"
 #include "device/sync/sentinel.cuh"
 
 template <class T, int N, class Expression = Identity, class Order = RankOrder, class Out = T>
@@ -29,7 +28,6 @@ __global__ void __launch_bounds__(512, 2) one_shot_push(const __grid_constant__ 
   outgoing.push_all(slots);
   if (!whole) push_elements<T, N>(a, 0, slots + a.rank * a.capacity, first, packs, stride);
   advance_epoch(a, call);
-  prefetch_share(a);
   receive_each<N>(a, call, 0, slots, first, packs, stride, [&](u32 i, const Pack(&part)[N]) {
     const Epilogue<T, Expression> epilogue(a, i);
     const auto sum = sum_in_order<T, N, Order, Out>(part, epilogue);

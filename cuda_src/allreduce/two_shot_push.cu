@@ -9,7 +9,6 @@
 // rank last. A group pushes its owner's shard and receives the owner's sum; the last group sums this rank's shard
 // meanwhile. Wins at middle sizes. Its scratch is 4 x nbytes.
 #include "device/epilogue.cuh"
-#include "device/prefetch.cuh"
 #include "device/sync/sentinel.cuh"
 
 template <class T, int N, class Expression = Identity, class Order = RankOrder, class Out = T>
@@ -36,7 +35,6 @@ __global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ 
   outgoing.push_all(slots);
   if (!whole) push_elements<T, 1>(a, hop, scatter + a.rank * a.capacity, first, end, stride);
   advance_epoch(a, call);
-  prefetch_share(a);
   constexpr u32 sums = in_a_pack<Sum>;
   const u32 gather = sums * (scatter + 2 * N * a.capacity) + (sums - 1) * begin;  // the same, counted in sums
   const auto store = [&](u32 i, const Sum& sum) { whole ? output.store_whole(i, sum) : output.store(i, sum); };

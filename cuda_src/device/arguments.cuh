@@ -62,7 +62,7 @@ struct Arguments {
   u32 capacity;                        // packs, or boxes, in one slot of the scratch
   u32 rank;                            // this one, below N
   u32 fingerprint;                     // of the call: equal where ranks call the same; not 0
-  u32 prefetch_nbytes;                 // a multiple of 16, or 0
+  u32 algorithm;                       // its index, for the record
   char* ring[max_ranks];               // this algorithm's scratch by distance: of rank (rank + hop) % N
   Counters* peer_counters[max_ranks];  // the same on every rank; null beyond the last
 
@@ -78,8 +78,6 @@ struct Arguments {
   u64 count[max_ranks];  // elements, or rows, of each part that this launch handles
   u32* abort;            // of this rank: set once a wait has expired, so that queued kernels end at once
   Record* record;        // of this rank, in host-visible memory
-  u32 algorithm;         // its index, for the record
-  const char* prefetch;  // memory to bring into L2 (prefetch.cuh); aligned to 16 bytes
   void* errors;          // like the input: the rounding errors of earlier calls; of a codec with feedback only
   EpilogueArguments epilogue;  // of calls with one (epilogue.cuh)
 };

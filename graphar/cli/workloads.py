@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-import graphar
 from graphar import reference
 from graphar.cli.specified import Results, SpecifiedCall, count_wrong, random
 from graphar.communicator import Communicator
@@ -17,8 +16,7 @@ from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.product.multiply.choice import choose, step_of
 from graphar.product.operands import MatmulOperands
 
-WEIGHTS = 4  # weights of "prefetch", used in turn: together they do not fit into L2
-_CYCLED_NBYTES = 128 << 20  # the least bytes of the weights of "matmul", for the same reason
+_CYCLED_NBYTES = 128 << 20  # the least bytes of the weights of "matmul", used in turn: together they do not fit into L2
 _CLOSE = 0.01  # relative error of a sum of matmuls: kernels add the products in another order than torch
 _CLOSE_WITH_CODEC = 0.05
 
@@ -29,14 +27,13 @@ class Prepared:
     def __init__(self, workload: Workload, communicator: Communicator) -> None:
         self.workload = workload
         # Whether results must have the bits of `expected`.
-        self.exact = workload.op not in ("matmul", "matmul_allreduce", "allgather_matmul", "prefetch")
+        self.exact = workload.op not in ("matmul", "matmul_allreduce", "allgather_matmul")
         # `run` makes the call with the given number, on the current streams, and returns each rank's results.
         # `expected` are the ranks' results of the first calls, on the first device; later calls repeat them.
         self.run: Callable[[int], Results]
         self.expected: Sequence[Results]
-        in_turn = {"prefetch": _prefetch, "matmul": _matmul}
-        if make := in_turn.get(workload.op):
-            self.run, self.expected = make(workload, communicator)
+        if workload.op == "matmul":
+            self.run, self.expected = _matmul(workload, communicator)
         else:
             call = _call(workload, communicator.devices)
             make, self.expected = call.over(communicator), [call.expected()]
@@ -58,7 +55,7 @@ class Prepared:
 
 
 def _call(workload: Workload, devices: Sequence[torch.device]) -> SpecifiedCall:
-    """Returns the call of every workload but "prefetch" and "matmul"."""
+    """Returns the call of every workload but "matmul"."""
     op, rows, columns, k = workload.op, workload.rows, workload.columns, workload.k
     codec = {"codec": workload.codec} if workload.codec else {}
     named = {"algorithm": workload.algorithm} if workload.algorithm != "auto" else {}
@@ -73,21 +70,6 @@ def _call(workload: Workload, devices: Sequence[torch.device]) -> SpecifiedCall:
     if op == "allreduce_residual_rmsnorm":
         equal = [*random(devices[:1], (rows, columns), seed=1), *random(devices[:1], columns, seed=2)]
     return SpecifiedCall(op, [xs], equal, **codec, **named)
-
-
-def _prefetch(workload: Workload, communicator: Communicator) -> tuple[Callable[[int], Results], Sequence[Results]]:
-    """An all-reduce and the matmul that follows it, whose weight the all-reduce prefetches."""
-    devices = communicator.devices
-    xs = random(devices, (workload.rows, workload.columns))
-    weights = [random(devices, (workload.k, workload.columns), seed=1 + at) for at in range(WEIGHTS)]
-    total = reference.allreduce([x.to(devices[0]) for x in xs])
-
-    def run(at: int) -> Results:
-        of_ranks = weights[at % WEIGHTS]
-        sums = graphar.allreduce(xs, communicator, prefetch=of_ranks)
-        return [(torch.mm(x, w.t()),) for x, w in zip(sums, of_ranks, strict=True)]
-
-    return run, [[(reference.matmul(total, w.to(devices[0])),) for w in of_ranks] for of_ranks in weights]
 
 
 def _matmul(workload: Workload, communicator: Communicator) -> tuple[Callable[[int], Results], Sequence[Results]]:

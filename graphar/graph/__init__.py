@@ -5,8 +5,8 @@
     places.py       which process groups graphar serves, found without calling a collective op
     collectives.py  what a collective looks like in a graph, and how it is replaced
     single.py       the rewrites "allreduce", "reducescatter" and "allgather"
-    norm.py  epilogue.py  prefetch.py    one rewrite each
-    weights.py      which inputs are weights, and which of these are constant
+    norm.py  epilogue.py    one rewrite each
+    weights.py      weights as layers store them, and which of them are constant
     scaled.py       torch's products of e4m3 operands with scales
     matmul.py  allgather_matmul.py    the rewrite "matmul": a matmul and its sum, an all-gather and its matmul
     tp_invariance.py  breaks.py    with tp_invariant=True: the other matmuls, and what may still change bits
@@ -14,7 +14,7 @@
     order.py        keeps the collectives of a graph in order, also in graphs of programs that do not call enable()
     report.py       which collectives were rewritten, and why the others were not
 
-To add a rewrite, write a module with ``find``, ``why_not`` and ``replace``, as prefetch.py has them, and add it to
+To add a rewrite, write a module with ``find``, ``why_not`` and ``replace``, as norm.py has them, and add it to
 ``passes.REWRITES``. Rewrites run in the order of that dict.
 """
 
@@ -65,9 +65,6 @@ def compile_pass(
       several matmuls it is the one of the largest weight, and the others take the gathered rows from the op. Both
       happen if the tuning table says that this is faster. A number of rows that varies counts as many, and the op
       decides again at each call. The product may have other bits than torch's.
-    - "prefetch": an all-reduce whose sum goes into a matmul gets the matmul's weight as ``prefetch``, which brings it
-      into L2, if the weight is an input of the graph and the sum has at most 2 MB or a size that varies. The results
-      stay the same.
 
     Other collectives stay, and the pass's ``report`` says why: the reduction is not a sum, graphar's kernels do not
     reach the group, or they do not add the dtype.
@@ -117,8 +114,8 @@ def enable(
 
     Args:
         on: optional rewrites to switch on: "epilogue", with ``tp_invariant=True`` also "norm".
-        off: rewrites to switch off: "norm", "epilogue", "allreduce", "reducescatter", "allgather", "matmul" or
-            "prefetch".
+        off: rewrites to switch off: "norm", "epilogue", "allreduce", "reducescatter", "allgather" or
+            "matmul".
         batch_invariant: fuse matmuls and their sums with ``partition="batch_invariant"``, at every size that graphar's
             matmul takes: the bits of a row then do not depend on the number of rows. Other matmuls stay torch's, also
             those of gathered rows.

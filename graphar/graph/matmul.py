@@ -5,7 +5,7 @@ a, w -- mm -- views -- allreduce_residual_rmsnorm    becomes fused_matmul_allred
 a, w -- mm -- views -- reducescatter, of rows        becomes fused_matmul_reducescatter
 ... -- reducescatter_residual_rmsnorm                becomes fused_matmul_reducescatter_residual_rmsnorm
 
-The options of the sum carry over. A sum with a codec or a prefetch is not fused. Where rows are reordered before the
+The options of the sum carry over. A sum with a codec is not fused. Where rows are reordered before the
 sum, as in a reduce-scatter along another dimension than the first, the rows of ``a`` are reordered instead.
 
 torch's scaled products of e4m3 operands (scaled.py) are fused like mm, with their scales.
@@ -94,7 +94,7 @@ class Matmul:
         if op not in _FUSED or node.kwargs:
             return None
         given = op.read(node.args)
-        if given.get("codec") or given.get("prefetch") or given.get("output", "like_input") != "like_input":
+        if given.get("codec") or given.get("output", "like_input") != "like_input":
             return None
         matmul = _before(node.args[0])
         biased = self.partition == TP_INVARIANT and matmul.target is _aten.addmm.default

@@ -35,7 +35,7 @@ def keep(graph: Graph) -> None:
             if last is not None and not _needs(node, last):
                 with graph.inserting_before(node):
                     node.args = op.write(op.read(node.args) | {"after": [_tensor(graph, last)]})
-            # Inductor cuts lists to the lengths in the traced call: it would drop an ``after`` or a ``prefetch``.
+            # Inductor cuts lists to the lengths in the traced call: it would drop an ``after``.
             node.meta.pop("eager_input_vals", None)
             last = node
         elif node.target is _wait:

@@ -9,7 +9,7 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from graphar.graph import breaks, collectives, epilogue, norm, order, prefetch, tp_invariance
+from graphar.graph import breaks, collectives, epilogue, norm, order, tp_invariance
 from graphar.graph.allgather_matmul import AllgatherMatmul
 from graphar.graph.collectives import Collective
 from graphar.graph.matmul import Matmul
@@ -26,7 +26,6 @@ REWRITES: dict[str, tuple[Any, ...]] = {  # by name
     "allgather": (ALLGATHER,),
     # These find the graphar ops that the rewrites above have made.
     "matmul": (Matmul(), AllgatherMatmul()),
-    "prefetch": (prefetch,),
 }
 OPTIONAL = {"epilogue"}  # off by default: changes the bits of a model that already uses graphar's ops
 # A norm that is fused with a sum is not rounded between them, as it is in training and in a graph of one rank.
@@ -79,11 +78,11 @@ class CompilePass(CustomGraphPass):
         collectives.take_results(graph)
         collectives.drop_views_of_same_shape(graph)
         for name in self._rewrites:
-            if name == "prefetch" and self.tp_invariant:  # a prefetch hides what is before a sum, and changes no bit
-                self.report.breaks += breaks.find(graph, self._places, self.report.graphs)
-                tp_invariance.add_in_order(graph, self._places)
             if name not in self._optional - self.on:
                 self._rewrite(graph, name)
+        if self.tp_invariant:
+            self.report.breaks += breaks.find(graph, self._places, self.report.graphs)
+            tp_invariance.add_in_order(graph, self._places)
         order.keep(graph)
         self.report.graphs += 1
 

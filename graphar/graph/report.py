@@ -23,7 +23,6 @@ _BECAME = {
     "norm": "graphar::{op}_residual_rmsnorm",
     "epilogue": "one op with the pointwise operations behind it",
     "matmul": "one op with a matmul",
-    "prefetch": "prefetches the next matmul's weight",
 }
 
 
@@ -96,8 +95,7 @@ class Report:
     Attributes:
         entries: one for each tensor of each collective and each rewrite that found it. A collective can have several:
             an all-reduce before a norm that cannot be fused has one of "norm", with the reason, and one of
-            "allreduce". A sum after a matmul and an all-gather before one also have one of "matmul", and a sum before a
-            matmul has one of "prefetch".
+            "allreduce". A sum after a matmul and an all-gather before one also have one of "matmul".
         graphs: how many graphs the pass has seen.
         breaks: with ``tp_invariant=True``, the ops that may give other bits on another number of ranks; otherwise None.
     """

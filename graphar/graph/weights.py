@@ -1,4 +1,4 @@
-"""The weights of a graph's matmuls: as layers store them, the inputs behind them, and which of these are constant."""
+"""The weights of a graph's matmuls: as layers store them, and which of them are constant."""
 
 from __future__ import annotations
 
@@ -20,13 +20,6 @@ def stored(graph: Graph, weight: Node) -> Node:
     if weight.target is _aten.t.default or (weight.target is _aten.permute.default and list(weight.args[1]) == [1, 0]):
         return weight.args[0]
     return call(graph, _aten.permute.default, (weight, [1, 0]), weight.meta["val"].t())
-
-
-def input_behind(weight: Node) -> Node | None:
-    """Returns the graph's input that ``weight`` is or is a view of; None if it is computed."""
-    while weight.target in (*_SAME, *VIEWS):
-        weight = weight.args[0]
-    return weight if weight.op in ("placeholder", "get_attr") else None
 
 
 def is_constant(weight: Node) -> bool:

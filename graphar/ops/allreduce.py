@@ -32,7 +32,6 @@ def allreduce(
     codec: Codec | str | None = None,
     residual: torch.Tensor | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    prefetch: torch.Tensor | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor: ...
 @overload
@@ -45,7 +44,6 @@ def allreduce(
     codec: Codec | str | None = None,
     residual: Sequence[torch.Tensor] | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    prefetch: Sequence[torch.Tensor] | None = None,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
 def allreduce(
@@ -57,8 +55,8 @@ def allreduce(
     codec=None,
     residual=None,
     epilogue=None,
-    prefetch=None,
     timeout_s=None,
+    **removed,
 ):
     """Returns the sum over all ranks, on every rank, accumulated in fp32 in rank order and rounded once.
 
@@ -89,10 +87,6 @@ def allreduce(
             was. A call whose kernel fails, which a later one raises, leaves it undefined. Not differentiable.
         epilogue: elementwise work on the fp32 sum before it is rounded: a :class:`graphar.Epilogue`, or an expression
             or a function without arguments, such as "-v". Not with a codec. For bf16, fp16 and fp32.
-        prefetch: memory that is read next, such as the weight of the next matmul: a tensor on the device of ``x``, for
-            a list one per device. "one_shot_push" and "two_shot_push" bring up to 4 MB of it into L2 while they wait,
-            for sums of at most 2 MB, on sm_90 and newer. Other calls, and calls with a codec or an epilogue, ignore it.
-            It changes no result. Like ``x``, it must outlive graphs captured with it.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Raises:
@@ -100,17 +94,17 @@ def allreduce(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
+    if removed:
+        options.check_removed(NAME, removed)
     tensors = (x,) if residual is None else (x, residual)
-    if prefetch is not None:
-        tensors = *tensors, prefetch
-    how = algorithm, timeout_s, type(timeout_s), codec, prefetch is None
+    how = algorithm, timeout_s, type(timeout_s), codec
     if (found := repeated(NAME, group, tensors, how, epilogue, out)) is not None:
         return found
     asked = tensors, how, epilogue
-    return _allreduce(x, group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s, asked)
+    return _allreduce(x, group, out, algorithm, codec, residual, epilogue, timeout_s, asked)
 
 
-def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, prefetch, timeout_s, asked: Asked):
+def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, timeout_s, asked: Asked):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     options.check_together(NAME, codec, epilogue, residual)
     call_checks.check_call(NAME, "auto" if codec is not None else algorithm, timeout_s)
@@ -126,9 +120,8 @@ def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, prefe
         epilogue=followed.text,
         tensors=followed.tensors,
         scalars=followed.scalars,
-        prefetch=options.prefetch_option(NAME, x, prefetch),
     )
-    plain = is_plain(x) and options.is_memory(prefetch) and not followed.needs_gradient
+    plain = is_plain(x) and not followed.needs_gradient
     if out is None and residual is None:
         return OP(x, *arguments, plain=plain, asked=asked)
     residuals = []
@@ -154,16 +147,14 @@ def _run(engine: Engine, xs, outs, given, residuals=()):
     if codec:
         call_checks.check_quantized_call(NAME, codec, given.algorithm, xs[0])
     followed = options.applied(NAME, given, xs)
-    prefetches = bool(given.prefetch) and not codec and not followed
     call = Call.of(
         Sum(xs[0].numel(), codec, followed and followed.form, tuple(xs[0].shape), given.order, given.out_dtype),
         xs[0],
         algorithm=given.algorithm,
         timeout_s=given.timeout_s,
         symmetric=() if codec else engine.symmetric_sides(xs, outs),
-        prefetches=prefetches,
     )
-    ranks = options.operands_of_sum(xs, outs, followed, given.prefetch if prefetches else residuals)
+    ranks = options.operands_of_sum(xs, outs, followed, residuals)
     return engine.run(call, ranks), ranks
 
 
@@ -185,7 +176,7 @@ def _with_feedback(xs, residuals, outs, given):
 
 
 def _backward(ctx, gradients):
-    """Returns the gradients. Rounding is treated as the identity. Prefetched tensors get no gradient."""
+    """Returns the gradients. Rounding is treated as the identity."""
     call = {name: ctx.given[name] for name in ("communicator", "algorithm", "timeout_s", "codec", "order")}
     (xs,), tensors = OP.saved(ctx)
     of_sums, rest = of_sums_before_epilogue(ctx, NAME, call, gradients, xs, tensors)
@@ -196,7 +187,7 @@ OP = Op(
     NAME,
     ["x"],
     "str communicator, str algorithm, float? timeout_s, "
-    f"{options.CODEC}, {options.EPILOGUE}, {options.ORDER}, {options.PREFETCH}, {options.AFTER}",
+    f"{options.CODEC}, {options.EPILOGUE}, {options.ORDER}, {options.AFTER}",
     _run,
     _fake,
     check=_check,

@@ -36,7 +36,6 @@ def fused_matmul_allreduce(
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     out: torch.Tensor | None = None,
-    prefetch: torch.Tensor | None = None,
     a_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -54,7 +53,6 @@ def fused_matmul_allreduce(
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     out: Sequence[torch.Tensor] | None = None,
-    prefetch: Sequence[torch.Tensor] | None = None,
     a_scale: Sequence[torch.Tensor] | None = None,
     w_scale: Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
@@ -71,11 +69,11 @@ def fused_matmul_allreduce(
     epilogue=None,
     group=None,
     out=None,
-    prefetch=None,
     a_scale=None,
     w_scale=None,
     out_dtype=None,
     timeout_s=None,
+    **removed,
 ):
     """Returns the sum over all ranks of ``a @ w.T``, plus ``bias``, on every rank: a row-parallel linear layer.
 
@@ -104,8 +102,6 @@ def fused_matmul_allreduce(
             result. With a bias, an epilogue has at most three tensors. Not with a codec, and not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: a tensor for the result, which shares no memory with the operands. Not differentiable.
-        prefetch: memory that is read next, on the device of ``a``. The last all-reduce may bring 4 MB of it into L2.
-            Ignored in tiles, and with a codec, a bias or an epilogue.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
             blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
             ``graphar.reference.scaled_linear``, whatever the number of rows; there are no gradients. None: no scales.
@@ -124,14 +120,16 @@ def fused_matmul_allreduce(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
+    if removed:
+        options.check_removed(NAME, removed)
     kinds = type(num_partitions), type(timeout_s)
-    how = partition, num_partitions, codec, prefetch is None, timeout_s, out_dtype, False, kinds
+    how = partition, num_partitions, codec, timeout_s, out_dtype, False, kinds
     is_scaled = a_scale is not None or w_scale is not None or out_dtype is not None
     scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype) if is_scaled else UNSCALED
-    more = *scaled.scales, *(() if bias is None else (bias,)), *(() if prefetch is None else (prefetch,))
+    more = *scaled.scales, *(() if bias is None else (bias,))
     asked = (a, w, *more), how, epilogue
     found = repeated(NAME, group, *asked, out)
-    return found if found is not None else _fused(a, w, bias, codec, epilogue, group, out, prefetch, asked, scaled)
+    return found if found is not None else _fused(a, w, bias, codec, epilogue, group, out, asked, scaled)
 
 
 def with_constant_weight(
@@ -149,25 +147,25 @@ def with_constant_weight(
 
     The caller promises that whatever wrote ``w`` has ended when the call is made, or when a graph with it is replayed.
     """
-    how = partition, None, None, True, None, out_dtype, True, (type(None), type(None))
+    how = partition, None, None, None, out_dtype, True, (type(None), type(None))
     scaled = UNSCALED if a_scale is None else scaled_of(NAME, a, a_scale, w_scale, out_dtype)
     asked = (a, w, *scaled.scales, *(() if bias is None else (bias,))), how, None
     found = repeated(NAME, group, *asked)
-    return found if found is not None else _fused(a, w, bias, None, None, group, None, None, asked, scaled)
+    return found if found is not None else _fused(a, w, bias, None, None, group, None, asked, scaled)
 
 
-def _fused(a, w, bias, codec, epilogue, group: Group, out, prefetch, asked: Asked, scaled: Scaled):
+def _fused(a, w, bias, codec, epilogue, group: Group, out, asked: Asked, scaled: Scaled):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    *cut, _, _, timeout_s, _, constant, _ = asked[1]
+    *cut, _, timeout_s, _, constant, _ = asked[1]
     name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s, scaled)
     # An epilogue adds the bias itself.
     added, like = None, a[0] if in_list else a
     if epilogue is not None:
         added, like = bias, matmul_sums.sum_like(like, w[0] if in_list else w, scaled)
     followed = options.epilogue_option(NAME, epilogue, like, len(a) if in_list else None, bias=added)
-    text, following = options.codec_option(NAME, codec), options.prefetch_option(NAME, a, prefetch, "a")
-    arguments = (biases, name, *cut, timeout_s, text, *followed, following, constant, *scaled, [])
-    plain = not in_list and matmul_sums.is_plain_fused(a, w, biases, followed, scaled) and options.is_memory(prefetch)
+    text = options.codec_option(NAME, codec)
+    arguments = (biases, name, *cut, timeout_s, text, *followed, constant, *scaled, [])
+    plain = not in_list and matmul_sums.is_plain_fused(a, w, biases, followed, scaled)
     if out is None:
         return OP(a, w, *arguments, plain=plain, asked=asked)
     operands.check_results(NAME, a, w, bias, out, scaled.dtype)
@@ -206,7 +204,7 @@ OP = Op(
     NAME,
     ["a", "w"],
     f"Tensor[] bias, str communicator, {matmul_sums.CUT}, float? timeout_s, "
-    f"{options.CODEC}, {options.EPILOGUE}, {options.PREFETCH}, bool constant_weight, "
+    f"{options.CODEC}, {options.EPILOGUE}, bool constant_weight, "
     f"{options.SCALES}, {options.SCALED_DTYPE}, {options.AFTER}",
     _run,
     _fake,

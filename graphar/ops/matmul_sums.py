@@ -86,11 +86,10 @@ def run(op: str, engine: Engine, a, w, outs, given, parts: Sequence[int], follow
     if scales:
         how["scales"] = scaled_operands.format_of(op, a, w, scales)
     work = Product(op, tuple(parts), columns, bool(given.bias), given.codec, followed and followed.form, **how)
-    prefetch = getattr(given, "prefetch", ())
     ranks = []
     for rank, (x, weight, out) in enumerate(zip(a, w, outs, strict=True)):
         more = [given.bias[rank].resolve_neg().contiguous()] if given.bias else []  # kernels read raw memory
-        more += followed.inputs[rank].tensors if followed else [prefetch[rank]] if prefetch else []
+        more += followed.inputs[rank].tensors if followed else []
         numbers = tuple(followed.inputs[rank].scalars) if followed else ()
         ranks.append(Operands((x, weight, *scales[2 * rank : 2 * rank + 2], *more), (out,), numbers))
     return engine.run(Call.of(work, outs[0], timeout_s=given.timeout_s), ranks), ranks

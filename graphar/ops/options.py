@@ -1,13 +1,13 @@
 """The options that ops share: their checks, and their form in a schema.
 
 In a schema a codec and an epilogue are texts, which a graph can hold and a compiler does not trace. The inputs of an
-epilogue are in the order of their names; in a call with a list, rank by rank. The prefetched memory is a tensor for
-each rank. An option that is not used is an empty string or list.
+epilogue are in the order of their names; in a call with a list, rank by rank. An option that is not used is an empty
+string or list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,10 +24,11 @@ from graphar.runtime.engine import Engine
 EPILOGUE = "str epilogue, Tensor[] tensors, float[] scalars"
 CODEC = "str codec"
 ORDER = "str order, ScalarType? out_dtype"
-PREFETCH = "Tensor[] prefetch"
 AFTER = "Tensor[] after"
 SCALES = "Tensor[] scales"
 SCALED_DTYPE = "ScalarType? scaled_dtype"
+
+REMOVED = {"prefetch": "leave it out, since it made calls at most 1 % faster"}  # options of earlier versions
 
 
 class EpilogueOption(NamedTuple):
@@ -40,6 +41,14 @@ class EpilogueOption(NamedTuple):
     @property
     def needs_gradient(self) -> bool:
         return torch.is_grad_enabled() and any(one.requires_grad for one in self.tensors)
+
+
+def check_removed(op: str, given: Iterable[str]) -> None:
+    """Raises TypeError for arguments that an op does not take; of an option that it once took, says what to do."""
+    for name in given:
+        if name in REMOVED:
+            raise TypeError(f"{op}: {name}= was removed: {REMOVED[name]}")
+        raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
 
 
 def check_together(op: str, codec: object, epilogue: object, residual: object = None) -> None:
@@ -129,31 +138,6 @@ def _tensors(op: str, given: list, ranks: int | None) -> list[torch.Tensor]:
     return given
 
 
-def prefetch_option(op: str, x, prefetch: object, x_name: str = "x") -> list[torch.Tensor]:
-    """Returns the tensors that a call with ``x`` prefetches, on its devices.
-
-    They are detached: otherwise the result would need a gradient because of them.
-    """
-    if prefetch is None:
-        return []
-    if not isinstance(x, (list, tuple)):
-        return [_prefetched(op, x, prefetch, x_name)]
-    tensor_checks.check_one_each(op, "prefetch", prefetch, x, x_name)
-    return [_prefetched(op, one, following, x_name) for one, following in zip(x, prefetch, strict=True)]
-
-
-def _prefetched(op: str, x: torch.Tensor, prefetch: object, x_name: str) -> torch.Tensor:
-    tensor_checks.check_strided(op, "prefetch", prefetch)
-    if prefetch.device != x.device:
-        raise ValueError(f"{op}: prefetch must be on the device of {x_name}, {x.device}, got {prefetch.device}")
-    return prefetch.detach() if prefetch.requires_grad else prefetch
-
-
-def is_memory(x: object) -> bool:
-    """Whether ``x`` is None, or a tensor or parameter of torch's own classes."""
-    return x is None or type(x) in (torch.Tensor, torch.nn.Parameter)
-
-
 def codec_with_feedback(op: str, codec: str, algorithm: str, xs, residuals, outs) -> str:
     """Checks a call's residuals, and returns the text of its codec with feedback, which stores rounding errors."""
     found = call_checks.check_quantized_call(op, codec, algorithm, xs[0])
@@ -187,7 +171,7 @@ def operands_of_sum(
 ) -> list[Operands]:
     """Returns the operands of each rank of this process, of a sum or of parts.
 
-    ``seconds`` are the ranks' second inputs, if there are any: the prefetched tensors, or the residuals of a codec.
+    ``seconds`` are the ranks' second inputs, if there are any: the residuals of a codec.
     """
     if followed:
         each = zip(xs, outs, followed.inputs, strict=True)

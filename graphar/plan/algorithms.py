@@ -185,7 +185,6 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.ONE_SHOT_PUSH: _allreduce(
             layouts.rotating(_packs(pushed), 2),
             pushed,
-            prefetches=True,
             takes_epilogue=True,
             adds_tree=True,
             candidates=grids.in_filled_blocks,
@@ -223,7 +222,6 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.TWO_SHOT_PUSH: _allreduce(
             layouts.rotating(_packs_a_shard(sizes.two_shot_nbytes), 4),
             limit,
-            prefetches=True,
             takes_epilogue=True,
             adds_tree=True,
             candidates=grids.in_groups,

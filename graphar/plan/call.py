@@ -28,7 +28,6 @@ class Call(NamedTuple, Generic[W]):
     # The most thread blocks that a kernel may have while other work runs beside it; None: no limit.
     blocks: int | None = None
     symmetric: tuple[str, ...] = ()  # which of "input" and "output" lie in symmetric memory
-    prefetches: bool = False  # whether the call has memory to bring into L2 while it waits
 
     @staticmethod
     def of(work: W, x: torch.Tensor, **how) -> Call[W]:
@@ -70,10 +69,10 @@ class Call(NamedTuple, Generic[W]):
 class Operands(NamedTuple):
     """The tensors of one rank in a call, which are contiguous unless the op takes others, in the order of the op.
 
-    Sum, Parts   x, and the epilogue's tensors, the prefetched one or the rounding errors | the result
+    Sum, Parts   x, and the epilogue's tensors or the rounding errors | the result
     Norm         x, residual, weight, and perhaps a scale            | normed rows, the new residual, perhaps scales
     TensorTuple  a tensor of each kind                               | a result of each kind
-    Product      a, w, perhaps a bias, and the epilogue's or the norm's tensors, or the prefetched one | the results
+    Product      a, w, perhaps a bias, and the epilogue's or the norm's tensors | the results
     """
 
     inputs: tuple[torch.Tensor, ...]

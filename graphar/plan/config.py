@@ -26,7 +26,6 @@ class Config:
     chunk: int = 0
     direct: bool = False  # whether the kernel is the direct variant, for symmetric tensors
     cluster: int = 1  # the blocks of a thread block cluster
-    prefetches: bool = False  # whether calls bring memory into L2 while they wait
 
 
 FALLBACK, HIERARCHICAL = (Config(WITHOUT_KERNEL[across_hosts], 0, 0) for across_hosts in (False, True))

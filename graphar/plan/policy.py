@@ -78,11 +78,6 @@ class Chip:
         """Whether thread blocks can be launched in clusters."""
         return self.is_at_least(90)
 
-    @property
-    def can_prefetch(self) -> bool:
-        """Whether bulk prefetches can bring memory into L2."""
-        return self.is_at_least(90)
-
 
 def _number(arch: str) -> int:
     """Returns the number in an architecture's name: 90 for "sm_90a"."""
@@ -119,15 +114,6 @@ class NormPolicy:
     """All-reduces with residual and RMSNorm. Reduce-scatters have no choice."""
 
     one_shot_sent_nbytes: int  # the most bytes that a rank sends in a one-shot; beyond, a two-shot is faster
-
-
-@dataclass(frozen=True)
-class PrefetchPolicy:
-    """Prefetching the next weight into L2 while a small all-reduce waits."""
-
-    budget_nbytes: int  # the most bytes that one call fetches
-    # The largest all-reduce that fetches. With more rows, loading the weight does not limit the next matmul.
-    largest_nbytes: int
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,6 @@ class Row:
     # The operand, "input" or "output", that the kernel's direct variant accesses in symmetric memory on every rank; an
     # empty string without such a variant.
     direct: str = ""
-    prefetches: bool = False  # whether it can bring memory into L2 while it waits
     takes_epilogue: bool = False  # whether it has kernels with an epilogue
     adds_tree: bool = False  # whether it has kernels that add fp32 as a binary tree over 2, 4 or 8 ranks
     takes_codec: bool = False  # whether it has a codec on the wire; it then has no kernel without one

@@ -196,17 +196,12 @@ def _served(config: Config, reason: str, entries: Sequence[dict], world_size: in
 
 
 def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
-    """Returns the choice with the call's options added: symmetric tensors, an epilogue, memory to prefetch."""
+    """Returns the choice with the call's options added: symmetric tensors and an epilogue."""
     config, reason = choice
-    can, epilogue = config.algorithm.row, call.work.epilogue
+    can = config.algorithm.row
     if can.direct and can.direct in call.symmetric:
         config, reason = replace(config, direct=True), f"{reason}, {_DIRECTLY[can.direct]}"
-    reason = f"{reason}{_what_is_added(call.work)}"
-    small = call.nbytes <= facts.table.prefetch.largest_nbytes
-    if call.prefetches and can.prefetches and not epilogue and small and facts.chip.can_prefetch:
-        # The additional blocks only prefetch.
-        config = replace(config, blocks=max(config.blocks, facts.chip.shared_blocks(halves=True)), prefetches=True)
-    return Choice(config, reason)
+    return Choice(config, f"{reason}{_what_is_added(call.work)}")
 
 
 def _encoded_sum(call: Call, facts: Facts, codec: Codec, asked: Algorithm | None) -> Choice:

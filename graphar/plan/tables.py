@@ -25,7 +25,6 @@ from graphar.plan.policy import (
     LosslessPolicy,
     MatmulPolicy,
     NormPolicy,
-    PrefetchPolicy,
     QuantizedPolicy,
 )
 from graphar.plan.scratch import WARP, WORLD_SIZES
@@ -60,7 +59,6 @@ class Table:
     quantized: QuantizedPolicy = field(default_factory=_default("quantized"))  # grids with a codec on the wire
     lossless: LosslessPolicy = field(default_factory=_default("lossless"))  # thresholds of lossless compression
     norm: NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
-    prefetch: PrefetchPolicy = field(default_factory=_default("prefetch"))  # limits of prefetching into L2
     beside: BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
     matmul: MatmulPolicy = field(default_factory=_default("matmul"))  # thresholds and tiles of matmuls
     # When an all-gather and a matmul are one kernel.
@@ -119,7 +117,6 @@ POLICIES = {
     "quantized": QuantizedPolicy,
     "lossless": LosslessPolicy,
     "norm": NormPolicy,
-    "prefetch": PrefetchPolicy,
     "beside": BesidePolicy,
     "matmul": MatmulPolicy,
     "allgather_matmul": AllgatherMatmulPolicy,

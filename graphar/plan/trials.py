@@ -35,12 +35,11 @@ class Workload:
     """A call of one op on tensors of random values."""
 
     # One of "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", "matmul_allreduce",
-    # "matmul", "allgather_matmul", "prefetch". "matmul" is the one that a sum would follow. "prefetch" is an all-reduce
-    # that prefetches the weight of the next matmul.
+    # "matmul", "allgather_matmul". "matmul" is the one that a sum would follow.
     op: str
     rows: int  # rows of each rank's tensor; of a matmul, of the result
     columns: int = COLUMNS  # columns of each rank's tensor; of a matmul, of the result
-    k: int = 4096  # columns of a matmul's operands on each rank; of "prefetch", rows of the weight
+    k: int = 4096  # columns of a matmul's operands on each rank
     codec: str = ""  # the codec's text, or an empty string
     partition: str = "auto"  # the partition of a fused matmul
     dtype: torch.dtype = torch.bfloat16
@@ -101,7 +100,6 @@ def trials(world_size: int, table: Table) -> Iterator[Trial]:
     yield from _quantized()
     yield from _lossless(world_size)
     yield from _norm(world_size)
-    yield from _prefetch()
     yield from _beside()
     yield from _skinny(world_size)
     yield from _tiles(world_size, table.matmul)
@@ -136,12 +134,6 @@ def _norm(world_size: int) -> Iterator[Trial]:
     rows = (8, 16, 32, 48, 64, 96, 128)
     sent = [(world_size - 1) * 2 * COLUMNS * one for one in rows]
     yield Trial(("norm", "one_shot_sent_nbytes"), sent, [Workload("allreduce_residual_rmsnorm", one) for one in rows])
-
-
-def _prefetch() -> Iterator[Trial]:
-    calls = [Workload("prefetch", rows) for rows in (1, 16, 64, 128, 256, 512)]
-    yield Trial(("prefetch", "budget_nbytes"), (MB, 2 * MB, 4 * MB, 8 * MB), calls[:3])
-    yield Trial(("prefetch", "largest_nbytes"), [2 * COLUMNS * call.rows for call in calls], calls)
 
 
 def _beside() -> Iterator[Trial]:

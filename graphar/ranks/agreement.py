@@ -43,11 +43,8 @@ def words_of_tensor(call: Call, x: torch.Tensor) -> str:
 
 
 def words_of_launch(call: Call, config: Config, one: Slice) -> str:
-    """Returns in words what one launch of a call must have alike on all ranks.
-
-    Algorithms that can prefetch work with unlike grids: one rank alone may ask for a prefetch, which takes more blocks.
-    """
-    grid = "" if config.algorithm.row.prefetches else f" in {config.blocks} blocks of {config.threads} threads"
+    """Returns in words what one launch of a call must have alike on all ranks."""
+    grid = f" in {config.blocks} blocks of {config.threads} threads"
     columns = call.work.epilogue.columns if call.work.epilogue else 1
     wide = f", {columns} columns" if columns > 1 else ""
     direct = ", in symmetric memory" if config.direct else ""

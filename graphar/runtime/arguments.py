@@ -64,7 +64,7 @@ class EpilogueArguments(ctypes.Structure):
 class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("input", "output", "numel", "counters")),
-        *((name, ctypes.c_uint32) for name in ("capacity", "rank", "fingerprint", "prefetch_nbytes")),
+        *((name, ctypes.c_uint32) for name in ("capacity", "rank", "fingerprint", "algorithm")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("ring", "peer_counters")),
         *((name, ctypes.c_uint64) for name in ("timeout_ns", "seed")),
         *((name, ctypes.c_uint32) for name in ("chunk", "world_size")),
@@ -73,8 +73,6 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("peer_input", "peer_output", "begin", "count")),
         ("abort", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
-        ("algorithm", ctypes.c_uint32),
-        ("prefetch", ctypes.c_uint64),
         ("errors", ctypes.c_uint64),
         ("epilogue", EpilogueArguments),
     ]

@@ -77,7 +77,6 @@ class Call:
         cluster: the blocks of each.
         waits: whether the kernel waits for its predecessor, which still writes the input. False is a mistake.
         skipped: elements of every rank's part before those of this call, if it has an epilogue.
-        prefetch_nbytes: of what it prefetches on every rank.
         fingerprints: of what each rank calls; empty: alike.
         places: of a GPU's room that a block takes.
         next_blocks: of a kernel that is launched early behind it, and waits for it. It takes as many places a block.
@@ -106,7 +105,6 @@ class Call:
     cluster: int = 1
     waits: bool = True
     skipped: int = 0
-    prefetch_nbytes: int = 0
     fingerprints: tuple[int, ...] = ()
     places: int = 1
     next_blocks: int = 0
@@ -123,7 +121,7 @@ class Outcome:
         results: the bytes of its output, by call.
         record: why a kernel gave up; ``kind`` is 0 if none did.
         seen: the record as the host found it when it first had a kind.
-        broken_guards: how often a call wrote beside the tensors or the scratch, to its input, or prefetched wrongly.
+        broken_guards: how often a call wrote beside the tensors or the scratch, or to its input.
         unmarked_polls: how often a thread looked for a peer's data while its block was not marked as busy.
         released_polls: how often a thread looked for a peer's data after it had released the next kernel.
         sent_nbytes: bytes that the rank stored into the scratch of others, but for flags that release something.
@@ -247,7 +245,6 @@ class Simulation:
             self.seed,
             self.scratch.nbytes,
             _largest_nbytes(calls),
-            max(call.prefetch_nbytes for call in calls),
         )
         data = b"".join(_raw(x) for call in calls for x in call.inputs)
         data += b"".join(_padded(x) for call in calls for x in call.operands)
@@ -268,7 +265,6 @@ class Simulation:
             twice=sum(1 << rank for rank in call.twice),
             feeds_back=call.feeds_back,
             errors_at=call.errors_at,
-            prefetch_nbytes=call.prefetch_nbytes,
             places=call.places,
             next_blocks=call.next_blocks,
             numel=sum(call.counts),
@@ -355,7 +351,7 @@ class _Case(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
         *((name, ctypes.c_uint32) for name in ("busy", "aborted", "suspended", "room", "communicators")),
-        *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes", "prefetch_nbytes")),
+        *((name, ctypes.c_uint64) for name in ("seed", "scratch_nbytes", "tensor_nbytes")),
     ]
 
 
@@ -375,7 +371,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("kernel", "threads", "shared_nbytes", "capacity", "chunk")),
         *((name, ctypes.c_uint32) for name in ("cluster", "waits", "in_place", "absent", "twice")),
-        *((name, ctypes.c_uint32) for name in ("feeds_back", "errors_at", "prefetch_nbytes", "places", "next_blocks")),
+        *((name, ctypes.c_uint32) for name in ("feeds_back", "errors_at", "places", "next_blocks")),
         ("blocks", ctypes.c_uint32 * MAX_RANKS),
         *((name, ctypes.c_uint64) for name in ("numel", "timeout_ns", "seed", "late_ns")),
         *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("begin", "count", "input_nbytes", "output_nbytes")),

@@ -18,6 +18,7 @@ from graphar.product import gemm, scaled_gemm
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
+from perf.models.decoder import normal
 from perf.report import (
     NOT_SERVED,
     Arguments,
@@ -35,6 +36,7 @@ from perf.report import (
     time_cell,
 )
 from perf.topics.matmul import (
+    CYCLED_NBYTES,
     LEAST_CALLS,
     MOST_CALLS,
     NEEDED,
@@ -47,7 +49,6 @@ from perf.topics.matmul import (
     words_of,
 )
 from perf.topics.matmul import ROWS as MANY_ROWS
-from perf.topics.prefetch import CYCLED_NBYTES, normal
 
 TORCH, TORCH_BLOCKS = "torch, scales of rows", "torch, scales of blocks"
 ROWS, BLOCKS, BF16 = "graphar, scales of rows", "graphar, scales of blocks", "graphar, bf16"

@@ -241,7 +241,6 @@ MEASURED = {
     "quantized": ("quantized", "many_tiles", 77),
     "lossless": ("lossless", "allreduce_from_nbytes", {2: 777}),
     "norm": ("norm", "one_shot_sent_nbytes", 777),
-    "prefetch": ("prefetch", "budget_nbytes", 777),
     "beside": ("beside", "blocks", 7),
     "matmul": ("matmul", "skinny_least_busy", 0.7),
     "allgather_matmul": ("allgather_matmul", "tiles_from_rows", {2: 777}),

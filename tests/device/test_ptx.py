@@ -112,7 +112,6 @@ VOLATILE = {
     "multimem_store(pack, Pack{v, w, v, w})": "multimem.st.relaxed.sys.global.v4.f32 pack v w v w",
     "global_time_ns()": "mov.u64 %globaltimer",
     "elected()": "elect.sync 0xffffffff; selp.u32 1 0",
-    "prefetch_to_l2(pack, v)": "cp.async.bulk.prefetch.L2.global pack v",
     "shrink_registers<40>()": "setmaxnreg.dec.sync.aligned.u32 40",
     "grow_registers<232>()": "setmaxnreg.inc.sync.aligned.u32 232",
     **{

@@ -75,7 +75,7 @@ def test_the_matrix_of_ops_and_options_is_that_of_the_signatures():
         optional = [name for name, one in taken.items() if one.default is not inspect.Parameter.empty]
         expected[op] = [name.strip("`") for name in options if name.strip("`") in optional]
     assert told == expected
-    assert len(options) == 5
+    assert len(options) == 4
     assert told.keys() == {op for op in OPS if "timeout_s" in inspect.signature(getattr(graphar, op)).parameters}
     parameters = {op: inspect.signature(getattr(graphar, op)).parameters for op in told}
     assert {row["op"].strip("`") for row in rows if row["FP8 result"]} == {
@@ -139,7 +139,6 @@ MARKS = {
     "lossless": {"rows": lambda row: any(row.get("wrong", {}).values())},
     "norms": {"rows": lambda row: row["wrong"]},
     "norm_gradients": {"rows": lambda row: row["wrong"]},
-    "prefetch": {"rows": lambda row: row["wrong"]},
     "matmul": {"rows": lambda row: row["wrong"]},
     "leaves": {"rows": lambda row: row["wrong"]},
     "latency": {"rows": lambda row: row["wrong"]},

@@ -380,7 +380,7 @@ def test_before_any_graph_nothing_is_known_to_be_invariant(make_pass):
         ({"batch_invariant": True}, "tp_invariant=True or batch_invariant=True"),
         ({"off": ["matmul", "allgather"]}, r"tp_invariant=True needs the rewrites that off=\['matmul'\]"),
         ({"off": ["allreduce"]}, r"tp_invariant=True needs the rewrites that off=\['allreduce'\]"),
-        ({"on": ["prefetch"]}, "on must name rewrites, of epilogue, norm,"),
+        ({"on": ["matmul"]}, "on must name rewrites, of epilogue, norm,"),
     ],
 )
 def test_options_that_contradict_are_refused(make_pass, how, named):

@@ -196,7 +196,6 @@ ALLREDUCE = (
     ),
     allreduce("epilogue", make=placed(by.sums, by.allreduced), **EVERY_PLACE, leaves=("x", *PLACES)),
     allreduce("function", make=placed(by.sums, by.allreduced, b="col"), **FUNCTION, leaves=("x", "b")),
-    allreduce("prefetch", make=partial(by.with_prefetch, by.sums), backward=by.summed, twice=True),
     as_tree("tree", **TREE, backward=by.summed_as_tree, twice=True),
     as_tree("tree bf16", **tree(torch.bfloat16), backward=by.summed_as_tree),
     as_tree("tree fp16", **tree(torch.float16), fill=normal, backward=by.summed_as_tree),
@@ -364,15 +363,6 @@ fused_normed_form = partial(
 )
 FUSED_ALLREDUCE = (
     *matmuls(graphar.fused_matmul_allreduce, by.fused_allreduced, one_loss=True),
-    Form(
-        graphar.fused_matmul_allreduce,
-        "prefetch",
-        make=partial(by.with_prefetch, by.products),
-        specify=by.fused_allreduced,
-        one_loss=True,
-        twice=True,
-        **OPERANDS,
-    ),
     Form(
         inside.fused_matmul_allreduce,
         "bias constant",

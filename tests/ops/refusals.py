@@ -45,7 +45,7 @@ from tests.ops.refusal import (
     Y,
     row,
 )
-from tests.ops.refusals_of_layers import of_epilogues, of_lists_of_operands, of_norms, of_operands, of_prefetches
+from tests.ops.refusals_of_layers import of_epilogues, of_lists_of_operands, of_norms, of_operands
 
 GOLDEN = Path(__file__).with_name("refusals.json")
 
@@ -108,13 +108,13 @@ def refusals(alone: Communicator, pair: Communicator) -> list[Refusal]:
         of_trees_of_leaves(alone),
         of_residuals(alone, pair),
         of_epilogues(pair),
-        of_prefetches(),
         of_operands(alone),
         of_lists_of_operands(),
         of_tuples(alone, pair),
         of_gathered_matmuls(alone),
         of_norms(),
         of_groups(alone, pair),
+        of_removed_options(),
         of_raw_ops(),
     )
     return [one for rows in by_subject for one in rows]
@@ -404,6 +404,12 @@ def of_groups(alone, pair):
         ("matmul", FUSED_SCATTER, {"a": matrix, "w": matrix, "epilogue": "-v"}),
     ):
         yield row(f"a tensor for devices and {name}", "tensor", ValueError, op, **given, group=pair)
+
+
+def of_removed_options():
+    for name, op, given in (("allreduce", REDUCE, (X,)), ("fused", FUSED, (A, W))):
+        yield row(f"{name} prefetch", "prefetch= was removed", TypeError, op, *given, prefetch=W)
+        yield row(f"{name} unknown", "unexpected keyword argument 'out_type'", TypeError, op, *given, out_type=FP8)
 
 
 def of_raw_ops():

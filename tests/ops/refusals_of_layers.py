@@ -1,4 +1,4 @@
-"""Refusals of epilogues, of what is prefetched, of matmuls and of norms."""
+"""Refusals of epilogues, of matmuls and of norms."""
 
 from __future__ import annotations
 
@@ -91,22 +91,6 @@ def of_epilogues(pair):
 
 def added(v, b):
     return v + b
-
-
-def of_prefetches():
-    x, w = torch.ones(2, 3), torch.ones(4, 3)
-    bad = {
-        "no tensor": (False, 3, TypeError),
-        "sparse": (False, x.to_sparse(), TypeError),
-        "device": (False, torch.ones(3, device="meta"), ValueError),
-        "one for a list": (True, x, ValueError),
-        "a short list": (True, [x], ValueError),
-        "a list for one": (False, [x], TypeError),
-    }
-    for what, (in_list, one, error) in bad.items():
-        given = ([x] * 2, [w] * 2) if in_list else (x, w)
-        yield row(f"allreduce prefetch {what}", "prefetch", error, REDUCE, given[0], prefetch=one)
-        yield row(f"fused prefetch {what}", "prefetch", error, FUSED, *given, prefetch=one)
 
 
 def of_operands(alone):

@@ -121,10 +121,6 @@ def with_scale(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
     return make(sums, ranks, shape, dtype, fill) | {"scale": [torch.tensor([0.3]) for _ in range(ranks)]}
 
 
-def with_prefetch(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
-    return make(ranks, shape, dtype, fill) | {"prefetch": [torch.randn(3, 5).t() for _ in range(ranks)]}
-
-
 def with_places(make: Callable, specify: Callable, ranks: int, shape, dtype, fill, **places: str) -> Tensors:
     """Tensors of an epilogue, each with as many elements as the result has rows, columns or elements.
 
@@ -154,9 +150,7 @@ def each(xs: Sequence[torch.Tensor]) -> Results:
     return [(x,) for x in xs]
 
 
-def allreduced(
-    x, codec=None, residual=None, epilogue=None, prefetch=None, order="rank", out_dtype=None, **choices
-) -> Results:
+def allreduced(x, codec=None, residual=None, epilogue=None, order="rank", out_dtype=None, **choices) -> Results:
     if codec is None:
         return everyone(reference.allreduce(x, epilogue and epilogue.of_rank(0), order, out_dtype), len(x))
     codec = as_codec("allreduce", codec)
@@ -216,9 +210,7 @@ def _cut(partition: str = "auto", num_partitions: int | None = None, **scaled) -
     return {"partition": partition, "num_partitions": num_partitions, **scaled}
 
 
-def fused_allreduced(
-    a, w, bias=None, epilogue=None, codec=None, prefetch=None, constant_weight=False, **options
-) -> Results:
+def fused_allreduced(a, w, bias=None, epilogue=None, codec=None, constant_weight=False, **options) -> Results:
     call = functools.partial(reference.fused_matmul_allreduce, a, w, **_cut(**options), **_seeded(codec))
     follow = [(bias and bias[rank], epilogue and epilogue.of_rank(rank)) for rank in range(len(a))]
     own = [bias, *(epilogue.tensors.values() if epilogue else ())]

@@ -122,7 +122,7 @@ def test_options_are_no_ops_of_their_own():
 
     assert {f"graphar::{op.__name__}" for op in BY_OP} < set(names)
     assert len(names) <= 31
-    for option in ("quantized", "codec", "epilogue", "prefetch", "residual_out", "feedback", "after"):
+    for option in ("quantized", "codec", "epilogue", "residual_out", "feedback", "after"):
         assert [name for name in names if option in name and name != "graphar::epilogue_backward"] == []
 
 

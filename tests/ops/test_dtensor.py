@@ -34,7 +34,6 @@ CALLS = {
         WHOLE,
         lambda d: graphar.allreduce([X, X], epilogue=graphar.Epilogue("v * scale[col]", scale=[ROW, d(ROW)])),
     ),
-    "prefetch": ("allreduce: prefetch", WHOLE, lambda d: graphar.allreduce(X, prefetch=d(X))),
     "reducescatter": ("reducescatter: x", [Shard(0)], lambda d: graphar.reducescatter(d(X))),
     "allgather": ("allgather: x", [Shard(0)], lambda d: graphar.allgather(d(X))),
     "norm": (

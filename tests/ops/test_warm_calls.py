@@ -38,7 +38,7 @@ class Form:
         self.op, signature = op, inspect.signature(op)
         bound = signature.bind(*given, **options)
         bound.apply_defaults()
-        self.given = {name: one for name, one in bound.arguments.items() if name != "group"}
+        self.given = {name: one for name, one in bound.arguments.items() if name not in ("group", "removed")}
 
     def __call__(self, group, **changed):
         return self.op(group=group, **self.given | changed)
@@ -57,7 +57,6 @@ OPS = {
     ),
     "allreduce, epilogue": Form(graphar.allreduce, SUMMED, epilogue=SCALED),
     "allreduce, expression": Form(graphar.allreduce, SUMMED, epilogue="-v"),
-    "allreduce, prefetch": Form(graphar.allreduce, SUMMED, prefetch=W),
     "reducescatter": Form(graphar.reducescatter, SUMMED),
     "reducescatter, codec": Form(graphar.reducescatter, SUMMED, codec="int8"),
     "reducescatter, residual": Form(graphar.reducescatter, SUMMED, codec="int8", residual=RESIDUAL),
@@ -216,10 +215,9 @@ ALLOWED = {
     "partition": "auto",
     "epilogue": SCALED,
     "gathered": True,
-    "prefetch": W,
     "bias": BIAS,
 }
-TENSORS = {"x", "a", "w", "out", "residual", "weight", "bias", "prefetch", "scale", "a_scale", "w_scale"}
+TENSORS = {"x", "a", "w", "out", "residual", "weight", "bias", "scale", "a_scale", "w_scale"}
 
 
 class Subclass(torch.Tensor):

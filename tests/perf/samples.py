@@ -29,7 +29,6 @@ from perf.topics.model import Model, ModelRow
 from perf.topics.norm_gradients import BACKWARD, BOTH, NormGradientRow, NormGradients, least_nbytes
 from perf.topics.norms import NormRow, Norms
 from perf.topics.nvlink import NVLink
-from perf.topics.prefetch import METHODS, Prefetch, PrefetchRow
 from perf.topics.quantized import ErrorRow, Quantized
 from perf.topics.suspend import Suspend, SuspendRow
 from perf.topics.throughput import Reduction, Throughput, ThroughputRow
@@ -132,13 +131,6 @@ def scaled_row(method, median, shape=(64, 8192, 7168), wrong=0):
     return ScaledRow(method, *shape, spread(median, "p90"), wrong)
 
 
-def prefetch_rows(*times, wrong=0, m=16):
-    return [
-        PrefetchRow(method, 4, m, 7168, 8192, spread(time_us, "p90"), wrong)
-        for method, time_us in zip(METHODS, times, strict=True)
-    ]
-
-
 def suspend_row(**more):
     """A row of decoding between 2 ranks, which hold 32 MB and suspend in 2 ms."""
     found = SuspendRow(
@@ -199,7 +191,6 @@ REPORTS = [
         [norm_gradient_row(method, 200.0, passes) for passes in (BACKWARD, BOTH) for method in ("graphar", "torch")],
         skipped=["torch.compile: no compiler"],
     ),
-    Prefetch(prefetch_rows(2.0, 2.5, 10.0, 12.0, 9.0)),
     Matmul(
         [
             matmul_row(TORCH, 200.0),

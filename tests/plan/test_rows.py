@@ -145,11 +145,6 @@ def test_a_row_claims_an_epilogue_a_tree_a_codec_and_direct_access_where_the_tem
 
 
 @every_kernel
-def test_a_row_claims_to_prefetch_where_the_kernel_does(algorithm):
-    assert algorithm.row.prefetches == ("prefetch_share(a)" in text_of(algorithm))
-
-
-@every_kernel
 def test_a_kernel_that_takes_no_floats_is_told_bytes(algorithm):
     assert algorithm.row.dtypes
     if algorithm.row.folder in ("allreduce", "norm"):
@@ -212,7 +207,6 @@ def made_up(content):
     }
     content["quantized"] = {"half_sm_tiles": 4, "pipelined_tiles": 3, "many_tiles": 100}
     content["norm"] = {"one_shot_sent_nbytes": 4096}
-    content["prefetch"] = {"budget_nbytes": 1 << 16, "largest_nbytes": 1024}
     content["beside"] = {"blocks": 3, "pipelined_from_nbytes": 512}
     content["matmul"] |= {
         "own_from_rows": 16,
@@ -301,12 +295,6 @@ def test_a_norm_takes_no_kernel_whose_scratch_is_too_small_whatever_the_policy_s
     ]
 
     assert taken == [Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT]
-
-
-def test_prefetches_follow_its_policy_and_sms(table):
-    assert not chosen(table, Sum(513), prefetches=True).prefetches
-    config = chosen(table, Sum(512), prefetches=True)
-    assert (config.prefetches, config.blocks) == (True, SMS - 1)
 
 
 def test_sums_beside_other_work_follow_its_policy(table):

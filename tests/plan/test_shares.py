@@ -42,7 +42,7 @@ def works(world_size):
 
 
 def configs(chip):
-    """The grids of all calls: by the table, by name, of lossless compression and with a prefetch."""
+    """The grids of all calls: by the table, by name, and of lossless compression."""
     for world_size in WORLD_SIZES:
         facts = Facts(world_size, TABLE, chip)
         for work in works(world_size):
@@ -51,7 +51,6 @@ def configs(chip):
             limit = Algorithm(algorithm).row.limit(world_size)
             if limit is None or nbytes <= limit:
                 yield select(Call(Sum(nbytes // 2), torch.bfloat16, 0, algorithm=algorithm), facts).config
-        yield select(Call(Sum(4096), torch.bfloat16, 0, prefetches=True), facts).config
 
 
 def grids_of_tiles(chip, monkeypatch):

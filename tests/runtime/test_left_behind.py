@@ -50,7 +50,6 @@ WRITING = {
     "codec": {"codec": "int8"},
     "residual": {"codec": "int8", "residual": ...},
     "epilogue": {"epilogue": "-v"},
-    "prefetch": {"prefetch": ...},
 }
 
 

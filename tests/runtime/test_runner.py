@@ -81,7 +81,7 @@ def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, the
     chip, _ = setup.set_up(group, devices if len(own) > 1 else None, devices[0], peers, lossless=True, stand_in=False)
 
     assert chip == common
-    assert (chip.has_clusters, chip.can_prefetch) == (common is not AMPERE,) * 2
+    assert chip.has_clusters == (common is not AMPERE)
     assert peers.meetings == [
         "agreeing on lossless compression",
         "agreeing on concurrent communicators",

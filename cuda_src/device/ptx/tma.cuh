@@ -117,10 +117,3 @@ __device__ __forceinline__ void fence_async_proxy_shared() {
 __device__ __forceinline__ void fence_async_proxy_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-
-// Prefetches this GPU's global memory into its L2 cache. A hint, without effect before sm_90.
-__device__ __forceinline__ void prefetch_to_l2(const void* from, u32 nbytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(nbytes));
-#endif
-}

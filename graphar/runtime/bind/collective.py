@@ -6,7 +6,6 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -17,7 +16,7 @@ from graphar.plan.slices import Slice, slices
 from graphar.plan.work import Parts, Sum
 from graphar.ranks import agreement
 from graphar.ranks.cpu import fallback
-from graphar.runtime import launcher, prefetch
+from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
 from graphar.runtime.bind.launches import Put, bind_launch, of_members, put_agreed
 from graphar.runtime.engine import Engine
@@ -39,8 +38,6 @@ def bind(engine: Engine, call: Call[Sum] | Call[Parts], ranks: Sequence[Operands
         codec = replace(call.wire, seed=secrets.randbits(64)).text
         call = call._replace(work=call.work._replace(codec=codec))
     config, reason = engine.select(call, x)
-    if call.prefetches and not config.prefetches:
-        return bind(engine, call._replace(prefetches=False), ranks)
     plan = Plan(fallback.alone(call), config, reason) if engine.world_size == 1 else _bind(engine, call, x, config)
     plan = plan._replace(reason=reason)
     _log.debug("%s: %s", agreement.words(call), plan.explanation)
@@ -124,11 +121,9 @@ def bind_slice(
 
 def put_of(engine: Engine, call: Call) -> PutOf:
     """Returns what writes the tensors of a sum or of parts into a launch's arguments, beside input and output."""
-    epilogue, budget_nbytes = call.work.epilogue, engine.table.prefetch.budget_nbytes
+    epilogue = call.work.epilogue
 
     def put(arguments: Arguments, config: Config, one: Slice) -> Put | None:
-        if config.prefetches:
-            return partial(prefetch.put, arguments, budget_nbytes)
         if call.feeds_back:
             return arguments.put_errors
         if not epilogue:

@@ -30,7 +30,7 @@ struct Case {
   u32 suspended;      // whether counters are those of a suspended communicator's guard, and scratch is only read
   u32 room;           // places for blocks on each GPU
   u32 communicators;  // of the same ranks, which all make the calls; each has its own scratch
-  u64 seed, scratch_nbytes, tensor_nbytes, prefetch_nbytes;
+  u64 seed, scratch_nbytes, tensor_nbytes;
 };
 
 struct Call {
@@ -42,7 +42,6 @@ struct Call {
   u32 twice;       // ranks that also launch it on a second stream, which waits for nothing
   u32 feeds_back;  // whether the final content of the input is a result, too
   u32 errors_at;   // the bytes in the input after which it has the rounding errors of earlier calls
-  u32 prefetch_nbytes;
   u32 places;       // that a block takes
   u32 next_blocks;  // of a kernel that is launched early behind it, and waits for it
   u32 blocks[max_ranks];
@@ -97,7 +96,7 @@ class Region {
 
 // A rank of one communicator.
 struct Rank {
-  Region scratch, input, output, next;  // the last is what a call prefetches
+  Region scratch, input, output;
   Counters counters{};
   Record record{}, seen{};  // seen: the record at the moment when it gets a kind
   u32 abort = 0;
@@ -152,7 +151,6 @@ void prepare(Rank& rank) {
   if (!the_case.suspended) std::memset(rank.scratch.data(), the_case.fill, the_case.scratch_nbytes);
   rank.input.allocate(the_case.tensor_nbytes);
   rank.output.allocate(the_case.tensor_nbytes);
-  rank.next.allocate(the_case.prefetch_nbytes);
   rank.results.resize(the_case.calls);
   rank.ended_at.resize(the_case.calls);
   for (EpochState& state : rank.counters.epoch_state) state.epoch = the_case.epoch;
@@ -197,8 +195,6 @@ Arguments arguments_of(const Call& call, u32 c, u32 m) {
   a.epilogue.skipped = call.skipped;
   a.epilogue.pitch = call.columns;
   a.errors = ranks[m].input.data() + call.input_offset[r] + call.errors_at;
-  a.prefetch = ranks[m].next.data();
-  a.prefetch_nbytes = call.prefetch_nbytes;
   a.multicast = multicast.base;
   a.counters = &ranks[m].counters;
   a.abort = &ranks[m].abort;
@@ -216,25 +212,13 @@ void fill(u32 c, u32 m) {
   const u32 r = m % the_case.world_size;
   Rank& rank = ranks[m];
   const Call& call = calls[c];
-  for (Region* region : {&rank.input, &rank.output, &rank.next}) region->close();
-  rank.next.open(0, call.prefetch_nbytes);
+  for (Region* region : {&rank.input, &rank.output}) region->close();
   rank.input.open(call.input_offset[r], call.input_nbytes[r]);
   output_of(call, rank).open(call.output_offset[r], call.output_nbytes[r]);
   for (int i = 0; i < 64; ++i) simulator::step_after_load();  // the call has begun, and finds no input yet
   const u64 begin = global_time_ns(), late_ns = r + 1 == the_case.world_size ? call.late_ns : 0;
   while (global_time_ns() - begin < late_ns) simulator::step_after_load();
   std::memcpy(rank.input.data() + call.input_offset[r], rank.inputs[c].data(), rank.inputs[c].size());
-}
-
-// Whether a call prefetched each 16 bytes of its operand exactly once, and nothing else.
-bool prefetched_once(const Call& call, Rank& rank) {
-  bool once = rank.next.intact(0, call.prefetch_nbytes);
-  for (u32 at = 0; at < call.prefetch_nbytes; at += sizeof(Pack)) {
-    u32 count;
-    std::memcpy(&count, rank.next.data() + at, sizeof count);
-    once &= count == 0x01010101u * u32(static_cast<unsigned char>(guard)) + 1;
-  }
-  return once;
 }
 
 void meet_ranks(std::atomic<u32>& meeting) {
@@ -264,7 +248,6 @@ void collect(u32 c, u32 m) {
   const char* result = output_of(call, rank).data() + call.output_offset[r];
   rank.results[c].assign(result, result + call.output_nbytes[r]);
   rank.broken_guards += !rank.scratch.intact(0, the_case.suspended ? 0 : the_case.scratch_nbytes);
-  rank.broken_guards += !prefetched_once(call, rank);
   const u64 written = std::max(call.output_nbytes[r], call.in_place ? call.input_nbytes[r] : 0);
   rank.broken_guards += !output_of(call, rank).intact(call.output_offset[r], written);
   if (call.in_place && !call.feeds_back) return;

@@ -171,13 +171,6 @@ inline void store_async_in_cluster(Pack* here, u32 block, const Pack& p, Mbarrie
   twin::after_access();
 }
 
-// Counts, in the memory itself, how often each 16 bytes were to be brought into L2 (sources/run.cpp).
-inline void prefetch_to_l2(const void* from, u32 nbytes) {
-  for (u32 at = 0; at < nbytes; at += sizeof(Pack))
-    __atomic_fetch_add(static_cast<u32*>(const_cast<void*>(from)) + at / sizeof(u32), 1, __ATOMIC_RELAXED);
-  twin::after_access();
-}
-
 inline void wait_for_bulk_stores() {
   twin::carry_out_where([](const simulator::Copy& copy) { return copy.kind == simulator::Copy::bulk_store; });
   simulator::fence(simulator::async_shared, simulator::generic);
