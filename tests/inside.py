@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from graphar.numerics.partitions import split
 from graphar.ops import options, parts
-from graphar.ops.register import by_result, op_named
+from graphar.ops.register import by_result, check_input, op_named
+from graphar.product import operands
 from graphar.runtime.registry import engine_name
 
 
 def call(op: str, *tensors, group=None, out=None, residual=None, codec=None, epilogue=None, axis=0, bias=None, **given):
     """Returns the result of an op, given its tensors in order, and other arguments as its public function has them."""
     of_schema, in_list = op_named(op), isinstance(tensors[0], (list, tuple))
+    if of_schema.takes("order"):
+        check_input(op, *tensors)
+    else:
+        operands.check_given(op, *tensors[:2], bias)
     first, ranks = (tensors[0][0], len(tensors[0])) if in_list else (tensors[0], None)
     if of_schema.takes("epilogue"):
         given["codec"], whole = options.codec_option(op, codec), None
@@ -23,14 +28,14 @@ def call(op: str, *tensors, group=None, out=None, residual=None, codec=None, epi
             given |= {"rank": rank, "axis": axis, "sizes": sizes}
             first, whole = first.narrow(axis, 0, sizes[max(rank, 0)]), axis
         followed = options.epilogue_option(op, epilogue, first, ranks, whole)
-        given |= {"epilogue": followed.text, "tensors": followed.tensors, "scalars": followed.scalars}
+        given |= followed
     if bias is not None:
         given["bias"] = bias if in_list else [bias]
-    arguments = of_schema.arguments(communicator=engine_name(group, op), **given)
+    arguments = of_schema.given(communicator=engine_name(group, op), **given)
     if out is None:
-        return of_schema(*tensors, *arguments)
+        return of_schema(*tensors, given=arguments)
     residuals = [[]] if of_schema.takes("order") else []
-    of_schema.into(*tensors, *residuals, out, *arguments)
+    of_schema.into(*tensors, *residuals, out, given=arguments)
     return out
 
 

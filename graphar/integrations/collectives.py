@@ -38,9 +38,9 @@ def allreduce(communicator: Communicator, average: bool, tensors: Tensors, timeo
 def _allreduce_one(communicator: Communicator, average: bool, x: torch.Tensor, timeout_s: float | None) -> None:
     x = x.detach() if x.requires_grad else x
     if average:
-        given = {"communicator": communicator.engine.name, "timeout_s": timeout_s}
-        given["epilogue"] = _division(communicator, x)
-        allreduce_op.OP.into(x, [], x, *allreduce_op.OP.arguments(**given), plain=True)
+        name, epilogue = communicator.engine.name, _division(communicator, x)
+        given = allreduce_op.Arguments(communicator=name, timeout_s=timeout_s, epilogue=epilogue)
+        allreduce_op.OP.into(x, [], x, given=given, plain=True)
     else:
         allreduce_op.allreduce(x, communicator, out=x, timeout_s=timeout_s)
 
@@ -80,10 +80,9 @@ def _reducescatter_one(
 ) -> None:
     engine = communicator.engine
     if average:
-        given = {"communicator": engine.name, "rank": engine.rank, "axis": 0, "sizes": counts}
-        given["epilogue"] = _division(communicator, x)
-        arguments = reducescatter_op.OP.arguments(**given, timeout_s=timeout_s)
-        _run_into(out, x, lambda x, out: reducescatter_op.OP.into(x, [], out, *arguments, plain=True))
+        place = {"communicator": engine.name, "rank": engine.rank, "sizes": counts}
+        given = reducescatter_op.Arguments(**place, timeout_s=timeout_s, epilogue=_division(communicator, x))
+        _run_into(out, x, lambda x, out: reducescatter_op.OP.into(x, [], out, given=given, plain=True))
     else:
         _run_into(
             out, x, functools.partial(_run, engine, Call.of(Parts("reducescatter", counts), x, timeout_s=timeout_s))

@@ -112,14 +112,15 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
         if sizes is not None:
             raise ValueError("allgather: sizes is for calls with one tensor; omit it for a list")
         axis = tensor_checks.check_list_to_join(NAME, x, axis)
-        return OP(x, name, -1, axis, [one.shape[axis] for one in x], timeout_s, str(algorithm), [])
+        sizes = [one.shape[axis] for one in x]
+        return OP(x, given=parts.AlongAxis(name, timeout_s, (), -1, sizes, axis, str(algorithm)))
     tensor_checks.check_strided(NAME, "x", x)
     axis = call_checks.check_axis(NAME, x, axis)
     rank, world_size = parts.place(group)
     length = x.shape[axis]
     sizes = [length] * world_size if sizes is None else call_checks.check_sizes(NAME, sizes, world_size, rank, length)
-    given = name, rank, axis, sizes, timeout_s, str(algorithm), []
-    return OP(x, *given, plain=is_plain(x) and not x.is_conj(), asked=asked)
+    given = parts.AlongAxis(name, timeout_s, (), rank, sizes, axis, str(algorithm))
+    return OP(x, given=given, plain=is_plain(x) and not x.is_conj(), asked=asked)
 
 
 def _gather_tuple(xs: tuple, group: Group, axis: object, sizes, timeout_s: float | None, asked) -> tuple:
@@ -130,11 +131,11 @@ def _gather_tuple(xs: tuple, group: Group, axis: object, sizes, timeout_s: float
     return allgather_tuple(xs, group, sizes, timeout_s, asked)
 
 
-def _fake(xs, given) -> list[torch.Tensor]:
+def _fake(xs, given: parts.AlongAxis) -> list[torch.Tensor]:
     return [parts.with_length(x, given.axis, sum(given.sizes)) for x in xs]
 
 
-def _run(engine: Engine, xs, outs, given):
+def _run(engine: Engine, xs, outs, given: parts.AlongAxis):
     """Writes the tensors of all ranks into every tensor of ``outs``, which are contiguous."""
     axis = given.axis
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
@@ -146,7 +147,7 @@ def _run(engine: Engine, xs, outs, given):
     return None if axis else (plan, ranks)
 
 
-def _check(engine: Engine, xs, given) -> None:
+def _check(engine: Engine, xs, given: parts.AlongAxis) -> None:
     parts.check_place(NAME, engine, given)
     parts.check_lengths(NAME, given.sizes, [x.shape[given.axis] for x in xs], parts.own_sizes(given))
 
@@ -165,7 +166,7 @@ def _as_real(x: torch.Tensor) -> torch.Tensor:
 OP = Op(
     NAME,
     ["x"],
-    f"{parts.ARGUMENTS}, {options.AFTER}",
+    parts.AlongAxis,
     _run,
     _fake,
     check=_check,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 import torch
@@ -14,8 +14,8 @@ from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_gradients, options, parts, scaled_operands
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
-from graphar.ops.register import Asked, Op, for_ranks, is_plain
-from graphar.ops.repeats import repeated, typed
+from graphar.ops.register import Op, for_ranks, is_plain
+from graphar.ops.repeats import Asked, repeated, typed
 from graphar.ops.scaled_operands import UNSCALED, Scaled, scaled_of
 from graphar.plan import call_checks
 from graphar.plan.call import Call, Operands
@@ -26,6 +26,13 @@ from graphar.runtime.registry import Group, engine_name
 
 NAME = "fused_allgather_matmul"
 PARTITIONS = ("auto", "tiles", "chunks", "none", TP_INVARIANT)
+
+
+@dataclass(eq=False)
+class Arguments(options.Followed, options.Multiplied, options.InParts):
+    bias: options.Tensors = ()
+    gathered: bool = False
+    scaled_dtype: torch.dtype | None = None  # of the result, with scales
 
 
 @overload
@@ -195,36 +202,40 @@ def fused_allgather_matmul(
     scaled = UNSCALED
     if a_scale is not None or w_scale is not None or out_dtype is not None:
         scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
-        how = *how, scaled.dtype
+        how = *how, scaled.scaled_dtype
     asked = (a, w, *scaled.scales, *(() if bias is None else (bias,))), how, epilogue
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return _gather(a, w, bias, sizes, epilogue, group, asked, scaled)
+    how = {"timeout_s": timeout_s, "partition": partition, "gathered": gathered}
+    given = Arguments(**how, **scaled._asdict())
+    return _gather(a, w, bias, sizes, epilogue, group, given, asked)
 
 
-def _gather(a, w, bias, sizes, epilogue, group: Group, asked: Asked, scaled: Scaled):
+def _gather(a, w, bias, sizes, epilogue, group: Group, given: Arguments, asked: Asked):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    gathered, _, partition, _, timeout_s, *_ = asked[1]
-    if timeout_s is not None:
-        call_checks.check_timeout(NAME, timeout_s)
-    served = PARTITIONS[:-1] if scaled.scales else PARTITIONS
+    partition, scales = given.partition, given.scales
+    if given.timeout_s is not None:
+        call_checks.check_timeout(NAME, given.timeout_s)
+    served = PARTITIONS[:-1] if scales else PARTITIONS
     if partition not in served:
-        of = "with scales partition" if scaled.scales else "partition"
+        of = "with scales partition" if scales else "partition"
         raise ValueError(f"{NAME}: {of} must be one of {', '.join(served)}, got {partition!r}")
     in_list, alone = isinstance(a, (list, tuple)), partition == TP_INVARIANT
     name = engine_name(group, NAME, alone and not in_list)
-    _check_operands(a, w, bias, scaled)
+    _check_operands(a, w, bias, Scaled(scales, given.scaled_dtype))
     if partition == TP_INVARIANT:
-        _check_invariant(a, gathered)
+        _check_invariant(a, given.gathered)
     rank, sizes = _place(a, sizes, group, alone)
-    followed = _epilogue_option(a, w, bias, epilogue, sizes, scaled)
+    followed = _epilogue_option(a, w, bias, epilogue, sizes, given.scaled_dtype)
     biases = [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
-    plain = not in_list and all(map(is_plain, (a, w, *biases, *scaled.scales))) and not followed.needs_gradient
-    how = partition, gathered, timeout_s
-    found = OP(a, w, biases, name, rank, sizes, *how, *followed, *scaled, [], plain=plain, asked=asked)
-    each = 3 if scaled.scales else 2
+    plain = (
+        not in_list and all(map(is_plain, (a, w, *biases, *scales))) and not options.needs_gradient(followed["tensors"])
+    )
+    where = {"communicator": name, "rank": rank, "sizes": sizes}
+    found = OP(a, w, given=replace(given, bias=biases, **where, **followed), plain=plain, asked=asked)
+    each = 3 if scales else 2
     results = tuple(found[at::each] for at in range(each)) if in_list else tuple(found)
-    return results if gathered else results[0]
+    return results if given.gathered else results[0]
 
 
 def _check_invariant(a, gathered: bool) -> None:
@@ -253,14 +264,14 @@ def _place(a, sizes: Sequence[int] | None, group: Group, alone: bool) -> tuple[i
     return rank, call_checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
 
 
-def _epilogue_option(a, w, bias, epilogue, sizes: Sequence[int], scaled: Scaled) -> options.EpilogueOption:
+def _epilogue_option(a, w, bias, epilogue, sizes: Sequence[int], dtype: torch.dtype | None) -> options.EpilogueOption:
     """Returns the epilogue of the product of all ranks' rows. It also adds the bias."""
     if epilogue is None:
-        return options.EpilogueOption()
+        return options.NO_EPILOGUE
     in_list = isinstance(a, (list, tuple))
     first, weight = (a[0], w[0]) if in_list else (a, w)
-    dtype = scaled.dtype or first.dtype
-    like = torch.empty((sum(sizes), *first.shape[1:-1], len(weight)), dtype=dtype, device="meta")
+    shape = sum(sizes), *first.shape[1:-1], len(weight)
+    like = torch.empty(shape, dtype=dtype or first.dtype, device="meta")
     return options.epilogue_option(NAME, epilogue, like, len(a) if in_list else None, bias=bias)
 
 
@@ -336,7 +347,7 @@ def _backward(ctx, gradients):
     if needs_w:
         wholes = wholes or for_ranks(ctx, "allgather", a, **where)
         of_w = [matmul_gradients.of_weight(ctx, *pair) for pair in zip(of_products, wholes, strict=True)]
-    wanted = zip(of_products, ctx.needs_input_grad[2], strict=False)
+    wanted = zip(of_products, ctx.needs["bias"], strict=False)
     of_biases = [matmul_gradients.of_bias(ctx, of_one) if need else None for of_one, need in wanted]
     return of_a, of_w, {"bias": of_biases} | rest
 
@@ -354,8 +365,7 @@ def _of_rows(ctx, of_products, of_rows, w, where: dict) -> list[torch.Tensor]:
 OP = Op(
     NAME,
     ["a", "w"],
-    f"Tensor[] bias, str communicator, int rank, SymInt[] sizes, str partition, bool gathered, float? timeout_s, "
-    f"{options.EPILOGUE}, {options.SCALES}, {options.SCALED_DTYPE}, {options.AFTER}",
+    Arguments,
     _run,
     _fake,
     check=_check,

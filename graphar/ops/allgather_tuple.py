@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from graphar.numerics.dtypes import BYTE
 from graphar.ops import options, parts
-from graphar.ops.register import Asked, Op, by_result, is_plain
+from graphar.ops.register import Op, by_result, is_plain
+from graphar.ops.repeats import Asked
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import TensorTuple
@@ -16,6 +18,11 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 NAME, TUPLE = "allgather", "allgather_tuple"
+
+
+@dataclass(eq=False)
+class Arguments(options.InParts):
+    more: options.Tensors = ()  # rank by rank, those after the first
 
 
 def allgather_tuple(
@@ -29,12 +36,12 @@ def allgather_tuple(
     if isinstance(xs[0], (list, tuple)):
         more = [x for of_rank in zip(*xs[1:], strict=True) for x in of_rank]
         lengths = [x.shape[0] for x in xs[0]]
-        return by_result(OP(list(xs[0]), more, name, -1, lengths, timeout_s, []), len(xs[0]))
+        return by_result(OP(list(xs[0]), given=Arguments(name, timeout_s, (), -1, lengths, more)), len(xs[0]))
     rank, world_size = parts.place(group)
     length, (first, *more) = xs[0].shape[0], xs
     sizes = [length] * world_size if sizes is None else call_checks.check_sizes(NAME, sizes, world_size, rank, length)
     plain = all(is_plain(x) and not x.is_conj() for x in xs)
-    return tuple(OP(first, more, name, rank, sizes, timeout_s, [], plain=plain, asked=asked))
+    return tuple(OP(first, given=Arguments(name, timeout_s, (), rank, sizes, more), plain=plain, asked=asked))
 
 
 def check_tuple(xs: tuple, axis: object, sizes: object) -> None:
@@ -73,13 +80,13 @@ def _empty(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tens
     return tuple([x.new_empty((length, *x.shape[1:])) for x in xs])
 
 
-def _of_ranks(xs, given) -> list[list[torch.Tensor]]:
+def _of_ranks(xs, given: Arguments) -> list[list[torch.Tensor]]:
     """Returns the tensors of each rank of this process."""
     each = len(given.more) // len(xs)
     return [[x, *given.more[rank * each : (rank + 1) * each]] for rank, x in enumerate(xs)]
 
 
-def _run(engine: Engine, xs, outs, given):
+def _run(engine: Engine, xs, outs, given: Arguments):
     """Writes the tensors of all ranks into the results of each rank of this process."""
     ranks = [
         Operands(tuple([x.contiguous() for x in of_rank]), results)
@@ -90,11 +97,11 @@ def _run(engine: Engine, xs, outs, given):
     return engine.run(call, ranks), ranks
 
 
-def _fake(xs, given) -> list[tuple[torch.Tensor, ...]]:
+def _fake(xs, given: Arguments) -> list[tuple[torch.Tensor, ...]]:
     return [_empty(of_rank, given.sizes) for of_rank in _of_ranks(xs, given)]
 
 
-def _check(engine: Engine, xs, given) -> None:
+def _check(engine: Engine, xs, given: Arguments) -> None:
     parts.check_place(NAME, engine, given)
     lengths = [len(x) for of_rank in _of_ranks(xs, given) for x in of_rank]
     each = len(lengths) // len(xs)
@@ -104,7 +111,7 @@ def _check(engine: Engine, xs, given) -> None:
 OP = Op(
     TUPLE,
     ["x"],
-    f"Tensor[] more, str communicator, int rank, SymInt[] sizes, float? timeout_s, {options.AFTER}",
+    Arguments,
     _run,
     _fake,
     check=_check,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
@@ -11,8 +12,8 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops import options
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
-from graphar.ops.register import Asked, Op, check_input, check_output, for_ranks, is_plain
-from graphar.ops.repeats import repeated
+from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
+from graphar.ops.repeats import Asked, repeated
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call
 from graphar.plan.work import Sum
@@ -20,6 +21,11 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "allreduce"
+
+
+@dataclass(eq=False)
+class Arguments(options.Ordered):
+    algorithm: str = "auto"
 
 
 @overload
@@ -112,18 +118,16 @@ def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, timeo
     check_input(NAME, x)
     ranks, first = (len(x), x[0]) if in_list else (None, x)
     followed = options.epilogue_option(NAME, epilogue, first, ranks)
-    arguments = OP.arguments(
+    given = Arguments(
         communicator=name,
         algorithm=str(algorithm),
         timeout_s=timeout_s,
         codec=options.codec_option(NAME, codec, residual),
-        epilogue=followed.text,
-        tensors=followed.tensors,
-        scalars=followed.scalars,
+        **followed,
     )
-    plain = is_plain(x) and not followed.needs_gradient
+    plain = is_plain(x) and not options.needs_gradient(given.tensors)
     if out is None and residual is None:
-        return OP(x, *arguments, plain=plain, asked=asked)
+        return OP(x, given=given, plain=plain, asked=asked)
     residuals = []
     if residual is not None:
         check_output(NAME, x, residual, "residual")
@@ -133,15 +137,15 @@ def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, timeo
         out = made if in_list else made[0]
     check_output(NAME, x, out)
     plain = plain and is_plain(out) and all(map(is_plain, residuals))
-    OP.into(x, residuals, out, *arguments, plain=plain, asked=asked)
+    OP.into(x, residuals, out, given=given, plain=plain, asked=asked)
     return list(out) if in_list else out
 
 
-def _fake(xs, given) -> list[torch.Tensor]:
+def _fake(xs, given: Arguments) -> list[torch.Tensor]:
     return [torch.empty_like(x.contiguous(), dtype=given.out_dtype) for x in xs]
 
 
-def _run(engine: Engine, xs, outs, given, residuals=()):
+def _run(engine: Engine, xs, outs, given: Arguments, residuals=()):
     """Writes the sum into every tensor of ``outs``, which are contiguous."""
     xs, codec = [x.contiguous() for x in xs], given.codec
     if codec:
@@ -158,11 +162,11 @@ def _run(engine: Engine, xs, outs, given, residuals=()):
     return engine.run(call, ranks), ranks
 
 
-def _check(engine: Engine, xs, given) -> None:
+def _check(engine: Engine, xs, given: Arguments) -> None:
     options.check_order(NAME, engine, xs, given)
 
 
-def _check_out(xs, outs, given) -> None:
+def _check_out(xs, outs, given: Arguments) -> None:
     for x, out in zip(xs, outs, strict=True):
         if given.out_dtype is None:
             tensor_checks.check_memory(NAME, x, out)
@@ -171,8 +175,8 @@ def _check_out(xs, outs, given) -> None:
     options.check_apart_from_epilogue(NAME, outs, given.tensors)
 
 
-def _with_feedback(xs, residuals, outs, given):
-    return given._replace(codec=options.codec_with_feedback(NAME, given.codec, given.algorithm, xs, residuals, outs))
+def _with_feedback(xs, residuals, outs, given: Arguments) -> Arguments:
+    return replace(given, codec=options.codec_with_feedback(NAME, given.codec, given.algorithm, xs, residuals, outs))
 
 
 def _backward(ctx, gradients):
@@ -186,8 +190,7 @@ def _backward(ctx, gradients):
 OP = Op(
     NAME,
     ["x"],
-    "str communicator, str algorithm, float? timeout_s, "
-    f"{options.CODEC}, {options.EPILOGUE}, {options.ORDER}, {options.AFTER}",
+    Arguments,
     _run,
     _fake,
     check=_check,

@@ -9,7 +9,7 @@ from typing import overload
 import torch
 
 from graphar.numerics.norms import ALLREDUCE_NORM as NAME
-from graphar.ops import norms, options
+from graphar.ops import norms
 from graphar.ops.norm_gradients import of_rows_and_weights
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated
@@ -98,7 +98,7 @@ def allreduce_residual_rmsnorm(
     how = eps, weight_offset, out_dtype, group_size, timeout_s, kinds
     if (found := repeated(NAME, group, tensors, how)) is not None:
         return found
-    return norms.call(OP, (tensors, how, None), group)
+    return norms.call(OP, (tensors, how, None), group, eps, weight_offset, out_dtype, group_size, timeout_s)
 
 
 def _backward(ctx, gradients):
@@ -111,7 +111,7 @@ def _backward(ctx, gradients):
 OP = Op(
     NAME,
     ["x", "residual", "weight"],
-    f"{norms.ARGUMENTS}, str communicator, float? timeout_s, {options.AFTER}",
+    norms.Arguments,
     partial(norms.run, NAME),
     norms.fake,
     backward=_backward,

@@ -80,7 +80,7 @@ def linear(
     if a_scale is not None or w_scale is not None or out_dtype is not None:
         scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
         scaled_operands.check(NAME, a, w, bias, scaled, "auto")
-        return torch.ops.graphar.linear(a, w, bias, 1, scaled.dtype, "", *scaled.scales)
+        return torch.ops.graphar.linear(a, w, bias, 1, scaled.scaled_dtype, "", *scaled.scales)
     scaled_operands.check_not_needed(NAME, a)
     operands.check_operands(NAME, a, w, bias)
     if a.dtype not in TYPE_NAMES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import overload
 
@@ -12,9 +13,9 @@ from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops import matmul_gradients, matmul_sums, options
-from graphar.ops.register import Asked, Op, is_plain
-from graphar.ops.repeats import repeated
-from graphar.ops.scaled_operands import UNSCALED, Scaled, scaled_of
+from graphar.ops.register import Op, is_plain
+from graphar.ops.repeats import Asked, repeated
+from graphar.ops.scaled_operands import UNSCALED, scaled_of
 from graphar.plan import tensor_checks
 from graphar.plan.matmuls import owned_rows
 from graphar.product import operands
@@ -22,6 +23,12 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 
 NAME = "fused_matmul_allreduce"
+
+
+@dataclass(eq=False)
+class Arguments(matmul_sums.Arguments):
+    # Whether skinny kernels may load w while the kernel before runs: (26) in cuda_src/device/sync/kernel_order.cuh.
+    constant_weight: bool = False
 
 
 @overload
@@ -129,7 +136,10 @@ def fused_matmul_allreduce(
     more = *scaled.scales, *(() if bias is None else (bias,))
     asked = (a, w, *more), how, epilogue
     found = repeated(NAME, group, *asked, out)
-    return found if found is not None else _fused(a, w, bias, codec, epilogue, group, out, asked, scaled)
+    if found is not None:
+        return found
+    given = Arguments(timeout_s=timeout_s, partition=partition, num_partitions=num_partitions, **scaled._asdict())
+    return _fused(a, w, bias, codec, epilogue, group, out, given, asked)
 
 
 def with_constant_weight(
@@ -151,25 +161,27 @@ def with_constant_weight(
     scaled = UNSCALED if a_scale is None else scaled_of(NAME, a, a_scale, w_scale, out_dtype)
     asked = (a, w, *scaled.scales, *(() if bias is None else (bias,))), how, None
     found = repeated(NAME, group, *asked)
-    return found if found is not None else _fused(a, w, bias, None, None, group, None, asked, scaled)
+    if found is not None:
+        return found
+    given = Arguments(partition=partition, constant_weight=True, **scaled._asdict())
+    return _fused(a, w, bias, None, None, group, None, given, asked)
 
 
-def _fused(a, w, bias, codec, epilogue, group: Group, out, asked: Asked, scaled: Scaled):
+def _fused(a, w, bias, codec, epilogue, group: Group, out, given: Arguments, asked: Asked):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    *cut, _, timeout_s, _, constant, _ = asked[1]
-    name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s, scaled)
+    name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, codec, epilogue, group, given)
     # An epilogue adds the bias itself.
     added, like = None, a[0] if in_list else a
     if epilogue is not None:
-        added, like = bias, matmul_sums.sum_like(like, w[0] if in_list else w, scaled)
+        added, like = bias, matmul_sums.sum_like(like, w[0] if in_list else w, given.scaled_dtype)
     followed = options.epilogue_option(NAME, epilogue, like, len(a) if in_list else None, bias=added)
     text = options.codec_option(NAME, codec)
-    arguments = (biases, name, *cut, timeout_s, text, *followed, constant, *scaled, [])
-    plain = not in_list and matmul_sums.is_plain_fused(a, w, biases, followed, scaled)
+    given = replace(given, communicator=name, bias=biases, codec=text, **followed)
+    plain = not in_list and matmul_sums.is_plain_fused(a, w, given)
     if out is None:
-        return OP(a, w, *arguments, plain=plain, asked=asked)
-    operands.check_results(NAME, a, w, bias, out, scaled.dtype)
-    OP.into(a, w, out, *arguments, plain=plain and is_plain(out), asked=asked)
+        return OP(a, w, given=given, plain=plain, asked=asked)
+    operands.check_results(NAME, a, w, bias, out, given.scaled_dtype)
+    OP.into(a, w, out, given=given, plain=plain and is_plain(out), asked=asked)
     return list(out) if in_list else out
 
 
@@ -203,9 +215,7 @@ def _backward(ctx, gradients):
 OP = Op(
     NAME,
     ["a", "w"],
-    f"Tensor[] bias, str communicator, {matmul_sums.CUT}, float? timeout_s, "
-    f"{options.CODEC}, {options.EPILOGUE}, bool constant_weight, "
-    f"{options.SCALES}, {options.SCALED_DTYPE}, {options.AFTER}",
+    Arguments,
     _run,
     _fake,
     check=partial(matmul_sums.check_leaves, NAME),

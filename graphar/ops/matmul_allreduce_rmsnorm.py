@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import overload
 
 import torch
 
-from graphar.ops import matmul_gradients, matmul_norms, options
+from graphar.ops import matmul_gradients, matmul_norms
 from graphar.ops.register import Op
 from graphar.ops.repeats import repeated
 from graphar.ops.scaled_operands import UNSCALED
 from graphar.runtime.registry import Group
 
 NAME = "fused_matmul_allreduce_residual_rmsnorm"
+
+
+@dataclass(eq=False)
+class Arguments(matmul_norms.Arguments):
+    constant_weight: bool = False  # as of fused_matmul_allreduce
 
 
 @overload
@@ -114,7 +120,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
     asked = (a, w, *scaled.scales, residual, weight), how, None
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return matmul_norms.call(OP, asked, group, scaled)
+    return matmul_norms.call(OP, asked, group, scaled, eps, weight_offset, partition, timeout_s)
 
 
 def _backward(ctx, gradients):
@@ -129,8 +135,7 @@ def _backward(ctx, gradients):
 OP = Op(
     NAME,
     ["a", "w", "residual", "weight"],
-    "float eps, float weight_offset, str communicator, str partition, float? timeout_s, bool constant_weight, "
-    f"{options.SCALES}, {options.AFTER}",
+    Arguments,
     partial(matmul_norms.run, NAME),
     matmul_norms.fake,
     check=partial(matmul_norms.check_leaves, NAME),

@@ -106,7 +106,7 @@ def of_sums(ctx, summing: str, call: dict, gradients, a: Tensors, w: Tensors, te
     of_added = _of_bias_of_parts if summing == "reducescatter" else of_bias
     of_biases = [
         of_added(ctx, gradient) if wanted else None
-        for gradient, wanted in zip(gradients, ctx.needs_input_grad[2], strict=False)
+        for gradient, wanted in zip(gradients, ctx.needs["bias"], strict=False)
     ]
     products, more = [], {}
     if ctx.given["epilogue"]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
-from graphar.ops import matmul_sums, norms, scaled_operands
-from graphar.ops.register import Asked, Op
+from graphar.ops import matmul_sums, norms, options, scaled_operands
+from graphar.ops.register import Op
+from graphar.ops.repeats import Asked
 from graphar.ops.scaled_operands import Scaled, scaled_of
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call, Operands
@@ -18,6 +20,17 @@ from graphar.plan.work import Product
 from graphar.product import operands
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
+
+
+@dataclass(eq=False)
+class Arguments(options.Normed, options.Multiplied):
+    """The arguments of matmuls whose products are summed and normed."""
+
+
+@dataclass(eq=False)
+class ArgumentsOfParts(Arguments, options.InParts):
+    """Those of a reduce-scatter."""
+
 
 PARTITIONS = ("auto", "tiles", "none", BATCH_INVARIANT, TP_INVARIANT)
 
@@ -55,7 +68,7 @@ def _check_scaled(op: str, ranks: Sequence[tuple], scaled: Scaled) -> None:
         for name, x in (("residual", residual), ("weight", weight)):
             tensor_checks.check_tensor(op, name, x)
             scaled_operands.check_no_gradient(op, name, x)
-        if residual.dtype != scaled.dtype or scaled.dtype not in scaled_operands.RESULT_DTYPES:
+        if residual.dtype != scaled.scaled_dtype or scaled.scaled_dtype not in scaled_operands.RESULT_DTYPES:
             raise ValueError(f"{op}: with scales residual must be bfloat16 or float16, got {residual.dtype}")
 
 
@@ -96,15 +109,15 @@ def check_parts(op: str, engine: Engine, *lists_and_given) -> None:
 def scaled(op: str, a, a_scale: object, w_scale: object, residual: object) -> Scaled:
     """Returns the scales of a call that has some; its results have the dtype of the residual."""
     first = residual[0] if isinstance(residual, (list, tuple)) and residual else residual
-    return scaled_of(op, a, a_scale, w_scale, None)._replace(dtype=getattr(first, "dtype", None))
+    return scaled_of(op, a, a_scale, w_scale, None)._replace(scaled_dtype=getattr(first, "dtype", None))
 
 
-def call(op: Op, asked: Asked, group: Group, scaled: Scaled):
+def call(op: Op, asked: Asked, group: Group, scaled: Scaled, eps, weight_offset, partition, timeout_s):
     """Makes a call as the user asked for it, and returns its results as users get them."""
-    (a, w, *_, residual, weight), (eps, weight_offset, partition, timeout_s, *_), _ = asked
+    a, w, *_, residual, weight = asked[0]
     ranks, numbers = check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s, scaled)
     where, lengths = norms.place(op, "a", a, group, partition == TP_INVARIANT)
-    check_residuals(op.name, ranks, lengths, scaled.dtype)
+    check_residuals(op.name, ranks, lengths, scaled.scaled_dtype)
     norms.prepare_gradients(op.name, ranks)
     how = where | {"partition": partition, "timeout_s": timeout_s, "scales": list(scaled.scales)}
     return norms.make(op, (a, w, residual, weight), ranks, numbers, how, asked, group)
@@ -124,7 +137,7 @@ def run(op: str, engine: Engine, a, w, residual, weight, outs, given):
     """Writes each rank's results: normed rows, and the new residual."""
     rows = a[0].shape[:-1].numel()
     counts = owned_rows(rows, engine.world_size)
-    if hasattr(given, "sizes"):
+    if isinstance(given, options.InParts):
         counts = [size * a[0].shape[1:-1].numel() for size in given.sizes]
     numbers = given.eps, given.weight_offset
     constant = getattr(given, "constant_weight", False)

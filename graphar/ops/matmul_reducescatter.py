@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
@@ -12,14 +13,19 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import split
 from graphar.ops import matmul_gradients, matmul_sums, options, parts
-from graphar.ops.register import Asked, Op
-from graphar.ops.repeats import repeated
-from graphar.ops.scaled_operands import UNSCALED, Scaled, scaled_of
+from graphar.ops.register import Op
+from graphar.ops.repeats import Asked, repeated
+from graphar.ops.scaled_operands import UNSCALED, scaled_of
 from graphar.product import operands
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 
 NAME = "fused_matmul_reducescatter"
+
+
+@dataclass(eq=False)
+class Arguments(matmul_sums.Arguments, options.InParts):
+    """Those of a reduce-scatter."""
 
 
 @overload
@@ -127,35 +133,36 @@ def fused_matmul_reducescatter(
     how = partition, num_partitions, codec, bias is None, timeout_s, kinds
     if a_scale is not None or w_scale is not None or out_dtype is not None:
         scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
-        how = *how, scaled.dtype
+        how = *how, scaled.scaled_dtype
     asked = (a, w, *scaled.scales, *(() if bias is None else (bias,))), how, epilogue
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return _fused(a, w, bias, codec, epilogue, group, asked, scaled)
+    given = Arguments(timeout_s=timeout_s, partition=partition, num_partitions=num_partitions, **scaled._asdict())
+    return _fused(a, w, bias, codec, epilogue, group, given, asked)
 
 
-def _fused(a, w, bias, codec, epilogue, group: Group, asked: Asked, scaled: Scaled):
+def _fused(a, w, bias, codec, epilogue, group: Group, given: Arguments, asked: Asked):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    *cut, _, _, timeout_s = asked[1][:5]
-    name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, cut[0], codec, epilogue, group, timeout_s, scaled)
+    name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, codec, epilogue, group, given)
     first = a[0] if in_list else a
     operands.check_has_rows(NAME, first)
-    rank, world_size = (-1, len(a)) if in_list else parts.place(group, cut[0] == partitions.TP_INVARIANT)
+    rank, world_size = (-1, len(a)) if in_list else parts.place(group, given.partition == partitions.TP_INVARIANT)
     sizes = split(first.shape[0], world_size)
-    followed = _epilogue_option(first, w, bias, epilogue, sizes, rank, scaled)
-    how = *cut, timeout_s, options.codec_option(NAME, codec)
-    plain = not in_list and matmul_sums.is_plain_fused(a, w, biases, followed, scaled)
-    return OP(a, w, biases, name, rank, sizes, *how, *followed, *scaled, [], plain=plain, asked=asked)
+    followed = _epilogue_option(first, w, bias, epilogue, sizes, rank, given.scaled_dtype)
+    where = {"communicator": name, "rank": rank, "sizes": sizes}
+    given = replace(given, bias=biases, codec=options.codec_option(NAME, codec), **where, **followed)
+    plain = not in_list and matmul_sums.is_plain_fused(a, w, given)
+    return OP(a, w, given=given, plain=plain, asked=asked)
 
 
 def _epilogue_option(
-    first: torch.Tensor, w, bias, epilogue, sizes: Sequence[int], rank: int, scaled: Scaled
+    first: torch.Tensor, w, bias, epilogue, sizes: Sequence[int], rank: int, dtype: torch.dtype | None
 ) -> options.EpilogueOption:
     """Returns the epilogue for each rank's rows. It also adds the bias."""
     if epilogue is None:
-        return options.EpilogueOption()
+        return options.NO_EPILOGUE
     in_list = isinstance(w, (list, tuple))
-    like = matmul_sums.sum_like(first.narrow(0, 0, sizes[max(rank, 0)]), w[0] if in_list else w, scaled)
+    like = matmul_sums.sum_like(first.narrow(0, 0, sizes[max(rank, 0)]), w[0] if in_list else w, dtype)
     return options.epilogue_option(NAME, epilogue, like, len(sizes) if in_list else None, 0, bias)
 
 
@@ -189,8 +196,7 @@ def _backward(ctx, gradients):
 OP = Op(
     NAME,
     ["a", "w"],
-    f"Tensor[] bias, str communicator, int rank, SymInt[] sizes, {matmul_sums.CUT}, float? timeout_s, "
-    f"{options.CODEC}, {options.EPILOGUE}, {options.SCALES}, {options.SCALED_DTYPE}, {options.AFTER}",
+    Arguments,
     _run,
     _fake,
     check=_check,

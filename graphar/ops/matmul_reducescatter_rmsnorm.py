@@ -8,7 +8,7 @@ from typing import overload
 
 import torch
 
-from graphar.ops import matmul_gradients, matmul_norms, options
+from graphar.ops import matmul_gradients, matmul_norms
 from graphar.ops.register import Op
 from graphar.ops.repeats import repeated
 from graphar.ops.scaled_operands import UNSCALED
@@ -114,7 +114,7 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     asked = (a, w, *scaled.scales, residual, weight), (eps, weight_offset, partition, timeout_s, kinds), None
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    return matmul_norms.call(OP, asked, group, scaled)
+    return matmul_norms.call(OP, asked, group, scaled, eps, weight_offset, partition, timeout_s)
 
 
 def _backward(ctx, gradients):
@@ -128,8 +128,7 @@ def _backward(ctx, gradients):
 OP = Op(
     NAME,
     ["a", "w", "residual", "weight"],
-    "float eps, float weight_offset, str communicator, int rank, SymInt[] sizes, str partition, float? timeout_s, "
-    f"{options.SCALES}, {options.AFTER}",
+    matmul_norms.ArgumentsOfParts,
     partial(matmul_norms.run, NAME),
     matmul_norms.fake,
     check=partial(matmul_norms.check_parts, NAME),

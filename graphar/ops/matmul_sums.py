@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,28 +20,36 @@ from graphar.product import operands
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
-CUT = "str partition, int? num_partitions"
+
+@dataclass(eq=False)
+class Arguments(options.Coded, options.Multiplied):
+    """The arguments of matmuls whose products are summed."""
+
+    bias: options.Tensors = ()
+    num_partitions: int | None = None
+    scaled_dtype: torch.dtype | None = None  # of the result, with scales
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
 def check_fused(
-    op: str, a, w, bias, partition, codec, epilogue, group: Group, timeout_s: float | None, scaled: Scaled
+    op: str, a, w, bias, codec, epilogue, group: Group, given: Arguments
 ) -> tuple[str, bool, list[torch.Tensor]]:
     """Checks a fused matmul. Returns the communicator's name, whether it has lists, and the biases.
 
     There are no biases if an epilogue adds them.
     """
-    if timeout_s is not None:
-        call_checks.check_timeout(op, timeout_s)
+    partition = given.partition
+    if given.timeout_s is not None:
+        call_checks.check_timeout(op, given.timeout_s)
     in_list = isinstance(a, (list, tuple))
     name = engine_name(group, op, alone=partition == TP_INVARIANT and not in_list)
     options.check_together(op, codec, epilogue)
     if partition in (partitions.BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
         raise ValueError(f"{op}: takes a codec or partition={partition!r}, not both")
-    if scaled.scales:
-        scaled_operands.check(op, a, w, bias, scaled, partition)
+    if given.scales:
+        scaled_operands.check(op, a, w, bias, Scaled(given.scales, given.scaled_dtype), partition)
     else:
         scaled_operands.check_not_needed(op, a)
         operands.check_given(op, a, w, bias)
@@ -56,15 +65,13 @@ def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], w, given) -
     leaf_tree.check_operands(op, a if engine.devices else list(a) * engine.world_size)
 
 
-def is_plain_fused(
-    a: torch.Tensor, w: torch.Tensor, biases: list, followed: options.EpilogueOption, scaled: Scaled
-) -> bool:
-    return is_plain(a) and is_plain(w) and all(map(is_plain, [*biases, *scaled.scales])) and not followed.needs_gradient
+def is_plain_fused(a: torch.Tensor, w: torch.Tensor, given: Arguments) -> bool:
+    return all(map(is_plain, (a, w, *given.bias, *given.scales))) and not options.needs_gradient(given.tensors)
 
 
-def sum_like(a: torch.Tensor, w: torch.Tensor, scaled: Scaled) -> torch.Tensor:
+def sum_like(a: torch.Tensor, w: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Returns a meta tensor with the shape and dtype of the sum."""
-    return torch.empty((*a.shape[:-1], w.shape[0]), dtype=scaled.dtype or a.dtype, device="meta")
+    return torch.empty((*a.shape[:-1], w.shape[0]), dtype=dtype or a.dtype, device="meta")
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------

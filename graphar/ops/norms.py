@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.norms import FP8, output_of, scales_of
 from graphar.numerics.partitions import TP_INVARIANT, split
-from graphar.ops import norm_gradients, parts
-from graphar.ops.register import Asked, Op, by_result, is_plain
+from graphar.ops import norm_gradients, options, parts
+from graphar.ops.register import Op, by_result, is_plain
+from graphar.ops.repeats import Asked
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Norm
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
-# A text of numerics.norms.NORM_OUTPUTS, and for "static_fp8" each rank's scale.
-ARGUMENTS = "float eps, float weight_offset, str output, Tensor[] scales"
+
+@dataclass(eq=False)
+class Arguments(options.Normed):
+    output: str = "like_input"  # one of numerics.norms.NORM_OUTPUTS
+    scales: options.Tensors = ()  # for "static_fp8", each rank's scale
+
+
+@dataclass(eq=False)
+class ArgumentsOfParts(Arguments, options.InParts):
+    """Those of a reduce-scatter with a norm."""
+
+
 _TENSORS = ("x", "residual", "weight", "scale")
 
 
@@ -115,10 +127,10 @@ def prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: 
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def call(op: Op, asked: Asked, group: Group):
+def call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s):
     """Makes a call as the user asked for it, and returns its results as users get them."""
-    tensors, (eps, weight_offset, out_dtype, group_size, timeout_s, _), _ = asked
-    (x, residual, weight, *_), scale, name = tensors, tensors[3] if len(tensors) > 3 else None, op.name
+    (x, residual, weight, *rest), name = asked[0], op.name
+    scale = rest[0] if rest else None
     call_checks.check_call(name, "auto", timeout_s)
     numbers = check_number(name, "eps", eps), check_number(name, "weight_offset", weight_offset)
     ranks = ranks_of(name, x, residual, weight, scale)
@@ -157,7 +169,7 @@ def make(op: Op, tensors: tuple, ranks: Sequence[tuple], numbers: tuple[float, f
     name = engine_name(group, op.name, alone=how.get("partition") == TP_INVARIANT and not in_list)
     how |= {"eps": numbers[0], "weight_offset": numbers[1], "communicator": name}
     plain = not in_list and all(map(is_plain, (*ranks[0], *how.get("scales", ()))))
-    found = op(*tensors, *op.arguments(**how), plain=plain, asked=asked)
+    found = op(*tensors, given=op.given(**how), plain=plain, asked=asked)
     return by_result(found, len(ranks) if in_list else None)
 
 
@@ -182,7 +194,7 @@ def run(op: str, engine: Engine, xs, residuals, weights, outs, given):
         for of_rank, results in zip(zip(*lists, strict=True), outs, strict=True)
     ]
     x = ranks[0].inputs[0]
-    counts = parts.counts_of(x, given.sizes) if hasattr(given, "sizes") else (x.numel(),)
+    counts = parts.counts_of(x, given.sizes) if isinstance(given, options.InParts) else (x.numel(),)
     numbers = given.eps, given.weight_offset
     work = Norm(op, counts, x.shape[-1], given.output, *numbers, row=tuple(x.shape[1:]))
     return engine.run(Call.of(work, x, timeout_s=given.timeout_s), ranks), ranks

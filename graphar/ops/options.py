@@ -1,15 +1,16 @@
-"""The options that ops share: their checks, and their form in a schema.
+"""The options that ops share: their arguments in a schema, and their checks.
 
-In a schema a codec and an epilogue are texts, which a graph can hold and a compiler does not trace. The inputs of an
-epilogue are in the order of their names; in a call with a list, rank by rank. An option that is not used is an empty
-string or list.
+An op's arguments after its tensors are a dataclass. Its fields are the schema, with its defaults, and the ``given`` of
+the op's functions. In a schema a codec and an epilogue are texts, which a graph can hold and a compiler does not trace.
+The inputs of an epilogue are in the order of their names; in a call with a list, rank by rank. An option that is not
+used is an empty string or list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict
 
 import torch
 
@@ -21,26 +22,118 @@ from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Operands
 from graphar.runtime.engine import Engine
 
-EPILOGUE = "str epilogue, Tensor[] tensors, float[] scalars"
-CODEC = "str codec"
-ORDER = "str order, ScalarType? out_dtype"
-AFTER = "Tensor[] after"
-SCALES = "Tensor[] scales"
-SCALED_DTYPE = "ScalarType? scaled_dtype"
+Tensors = Sequence[torch.Tensor]
+Numbers = Sequence[float]
+Lengths = Sequence[int]
+_KINDS = {
+    "str": "str",
+    "bool": "bool",
+    "int": "int",
+    "int | None": "int?",
+    "float": "float",
+    "float | None": "float?",
+    "torch.dtype | None": "ScalarType?",
+    "Tensors": "Tensor[]",
+    "Numbers": "float[]",
+    "Lengths": "SymInt[]",
+}
 
-REMOVED = {"prefetch": "leave it out, since it made calls at most 1 % faster"}  # options of earlier versions
+
+# ---- arguments of schemas -------------------------------------------------------------------------------------------
 
 
-class EpilogueOption(NamedTuple):
+@dataclass(eq=False)  # never changed; a frozen one takes 5 us to make
+class Given:
+    """The arguments that every op has."""
+
+    communicator: str = ""
+    timeout_s: float | None = None
+    after: Tensors = ()  # results of earlier collectives, so that a compiled graph keeps the order; not read
+
+
+@dataclass(eq=False)
+class InParts(Given):
+    """Those of an op whose ranks have parts along a dimension: see parts.py."""
+
+    rank: int = -1
+    sizes: Lengths = ()
+
+
+@dataclass(eq=False)
+class Followed(Given):
+    """Those of an op that takes an epilogue."""
+
+    epilogue: str = ""
+    tensors: Tensors = ()
+    scalars: Numbers = ()
+
+
+@dataclass(eq=False)
+class Coded(Followed):
+    """Those of an op that takes a codec or an epilogue."""
+
+    codec: str = ""
+
+
+@dataclass(eq=False)
+class Ordered(Coded):
+    """Those of a sum, whose order may be "tree": then its result may have another dtype."""
+
+    order: str = "rank"
+    out_dtype: torch.dtype | None = None
+
+
+@dataclass(eq=False)
+class Normed(Given):
+    """Those of an op that ends with residual and RMSNorm."""
+
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+
+
+@dataclass(eq=False)
+class Multiplied(Given):
+    """Those of an op that multiplies. ``scales`` are those of e4m3 operands, rank by rank: of a, and of w."""
+
+    partition: str = "auto"
+    scales: Tensors = ()
+
+
+def kinds(given: type[Given]) -> dict[str, str]:
+    """Returns the types of arguments in a schema, by name."""
+    return {one.name: _KINDS[str(one.type).removeprefix("options.")] for one in fields(given)}
+
+
+def defaults(given: type[Given]) -> dict[str, Any]:
+    """Returns what arguments are that are not used, by name."""
+    return {one.name: [] if one.default == () else one.default for one in fields(given)}
+
+
+class EpilogueOption(TypedDict):
     """An epilogue in the form that schemas have."""
 
-    text: str = ""
-    tensors: Sequence[torch.Tensor] = []
-    scalars: Sequence[float] = []
+    epilogue: str
+    tensors: Tensors
+    scalars: Numbers
 
-    @property
-    def needs_gradient(self) -> bool:
-        return torch.is_grad_enabled() and any(one.requires_grad for one in self.tensors)
+
+NO_EPILOGUE: EpilogueOption = {"epilogue": "", "tensors": (), "scalars": ()}
+
+
+def needs_gradient(tensors: Tensors) -> bool:
+    """Whether a call with an epilogue's ``tensors`` needs a gradient because of them."""
+    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+REMOVED = {  # options of earlier versions, and what to do
+    "prefetch": "leave it out, since it made calls at most 1 % faster",
+    "constant_weight": "declare it by graphar.enable(constant_weights=True), or of a graphar.nn.RowParallelLinear",
+    "order": "partition='tp_invariant' of the fused matmuls adds as a tree",
+    "out_dtype": "partition='tp_invariant' of the fused matmuls adds as a tree",
+}
 
 
 def check_removed(op: str, given: Iterable[str]) -> None:
@@ -115,13 +208,13 @@ def epilogue_option(
         bias: the bias that is added first, one element a column, or a list of biases; None: no bias.
     """
     if epilogue is None:
-        return EpilogueOption()
+        return NO_EPILOGUE
     wanted = as_epilogue(epilogue)
     if bias is not None:
         wanted = wanted.after_bias(bias, like, whole)
     text = wanted.text(like, whole)
     tensors, scalars = wanted.arguments()
-    return EpilogueOption(text, _tensors(op, tensors, ranks), scalars)
+    return {"epilogue": text, "tensors": _tensors(op, tensors, ranks), "scalars": scalars}
 
 
 def _tensors(op: str, given: list, ranks: int | None) -> list[torch.Tensor]:

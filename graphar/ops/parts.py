@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphar.ops.options import InParts
 from graphar.ranks.groups import group_of_mesh
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import ALONE, Group, check_takes_tensors, engine_name, engine_of_either
 
-ARGUMENTS = "str communicator, int rank, int axis, SymInt[] sizes, float? timeout_s, str algorithm"
+
+@dataclass(eq=False)
+class AlongAxis(InParts):
+    """The arguments of an op whose ranks have parts along an axis."""
+
+    axis: int = 0
+    algorithm: str = "auto"
 
 
 def place(group: Group, alone: bool = False) -> tuple[int, int]:
@@ -59,12 +67,12 @@ def counts_of(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple([size * in_a_row for size in sizes])
 
 
-def how(given) -> dict[str, object]:
+def how(given: AlongAxis) -> dict[str, object]:
     """Returns how a call is done, as plan.call.Call has it."""
     return {"algorithm": given.algorithm, "timeout_s": given.timeout_s}
 
 
-def own_sizes(given) -> list[int]:
+def own_sizes(given: InParts) -> list[int]:
     """Returns the lengths of the parts of this process's ranks."""
     return list(given.sizes) if given.rank < 0 else [given.sizes[given.rank]]
 
@@ -75,7 +83,7 @@ def with_length(x: torch.Tensor, axis: int, length: int, dtype: torch.dtype | No
 
 
 # The public functions ensure this, but compiled graphs and torch.ops do not. Kernels compute addresses from it.
-def check_place(op: str, engine: Engine, given) -> None:
+def check_place(op: str, engine: Engine, given: InParts) -> None:
     """Raises ValueError if a call was made for another rank, or for another number of ranks."""
     mine, ranks = -1 if engine.devices else engine.rank, len(given.sizes)
     if (given.rank, ranks) != (mine, engine.world_size):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
@@ -14,8 +14,8 @@ from graphar.numerics.epilogues.syntax import parse
 from graphar.numerics.partitions import split
 from graphar.ops import options, parts
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
-from graphar.ops.register import Asked, Op, check_input, check_output, for_ranks, is_plain
-from graphar.ops.repeats import repeated
+from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
+from graphar.ops.repeats import Asked, repeated
 from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call
 from graphar.plan.work import Parts
@@ -23,6 +23,11 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "reducescatter"
+
+
+@dataclass(eq=False)
+class Arguments(options.Ordered, parts.AlongAxis):
+    """Those of a reduce-scatter."""
 
 
 @overload
@@ -122,25 +127,24 @@ def _reducescatter(x, group: Group, axis, algorithm, codec, residual, epilogue, 
     followed = options.epilogue_option(NAME, epilogue, part, world_size if in_list else None, axis)
     text = options.codec_option(NAME, codec, residual)
     how = {"rank": rank, "axis": axis, "sizes": sizes, "timeout_s": timeout_s, "algorithm": str(algorithm)}
-    followed_by = {"epilogue": followed.text, "tensors": followed.tensors, "scalars": followed.scalars}
-    arguments = OP.arguments(communicator=name, codec=text, **how, **followed_by)
+    given = Arguments(communicator=name, codec=text, **how, **followed)
     if residual is None:
-        return OP(x, *arguments, plain=is_plain(x) and not followed.needs_gradient, asked=asked)
+        return OP(x, given=given, plain=is_plain(x) and not options.needs_gradient(followed["tensors"]), asked=asked)
     check_output(NAME, x, residual, "residual")
     residuals, xs = (list(residual), list(x)) if in_list else ([residual], [x])
     lengths = sizes if in_list else [sizes[rank]]
     made = [parts.with_length(one, axis, length) for one, length in zip(xs, lengths, strict=True)]
     out = made if in_list else made[0]
-    OP.into(x, residuals, out, *arguments, plain=is_plain(x) and all(map(is_plain, residuals)), asked=asked)
+    OP.into(x, residuals, out, given=given, plain=is_plain(x) and all(map(is_plain, residuals)), asked=asked)
     return out
 
 
-def _fake(xs, given) -> list[torch.Tensor]:
+def _fake(xs, given: Arguments) -> list[torch.Tensor]:
     sizes = parts.own_sizes(given)
     return [parts.with_length(x, given.axis, size, given.out_dtype) for x, size in zip(xs, sizes, strict=True)]
 
 
-def _run(engine: Engine, xs, outs, given, residuals=()):
+def _run(engine: Engine, xs, outs, given: Arguments, residuals=()):
     """Writes each rank's part of the sum into its tensor of ``outs``, which are contiguous."""
     axis, codec = given.axis, given.codec
     if codec:
@@ -157,13 +161,13 @@ def _run(engine: Engine, xs, outs, given, residuals=()):
     return None if axis else (plan, ranks)
 
 
-def _check(engine: Engine, xs, given) -> None:
+def _check(engine: Engine, xs, given: Arguments) -> None:
     parts.check_lengths(NAME, given.sizes, [x.shape[given.axis] for x in xs], [sum(given.sizes)] * len(xs))
     parts.check_place(NAME, engine, given)
     options.check_order(NAME, engine, xs, given)
 
 
-def _applied(given, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
+def _applied(given: Arguments, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
     """Returns the epilogue for parts that have the axis first. Its form is equal on all ranks."""
     if not given.epilogue:
         return None
@@ -180,13 +184,13 @@ def _applied(given, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
     return options.applied(NAME, given, rooms, bind_part)
 
 
-def _check_out(xs, outs, given) -> None:
+def _check_out(xs, outs, given: Arguments) -> None:
     for x, out in zip(xs, outs, strict=True):
         tensor_checks.check_apart(NAME, out, x=x)
 
 
-def _with_feedback(xs, residuals, outs, given):
-    return given._replace(codec=options.codec_with_feedback(NAME, given.codec, "auto", xs, residuals, outs))
+def _with_feedback(xs, residuals, outs, given: Arguments) -> Arguments:
+    return replace(given, codec=options.codec_with_feedback(NAME, given.codec, "auto", xs, residuals, outs))
 
 
 def _backward(ctx, gradients):
@@ -201,7 +205,7 @@ def _backward(ctx, gradients):
 OP = Op(
     NAME,
     ["x"],
-    f"{parts.ARGUMENTS}, {options.CODEC}, {options.EPILOGUE}, {options.ORDER}, {options.AFTER}",
+    Arguments,
     _run,
     _fake,
     check=_check,

@@ -9,7 +9,7 @@ from typing import overload
 import torch
 
 from graphar.numerics.norms import REDUCESCATTER_NORM as NAME
-from graphar.ops import norms, options
+from graphar.ops import norms
 from graphar.ops.norm_gradients import of_rows_and_weights
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated
@@ -96,7 +96,7 @@ def reducescatter_residual_rmsnorm(
     how = eps, weight_offset, out_dtype, group_size, timeout_s, kinds
     if (found := repeated(NAME, group, tensors, how)) is not None:
         return found
-    return norms.call(OP, (tensors, how, None), group)
+    return norms.call(OP, (tensors, how, None), group, eps, weight_offset, out_dtype, group_size, timeout_s)
 
 
 def _backward(ctx, gradients):
@@ -109,7 +109,7 @@ def _backward(ctx, gradients):
 OP = Op(
     NAME,
     ["x", "residual", "weight"],
-    f"{norms.ARGUMENTS}, str communicator, int rank, SymInt[] sizes, float? timeout_s, {options.AFTER}",
+    norms.ArgumentsOfParts,
     partial(norms.run, NAME),
     norms.fake,
     check=partial(norms.check_parts, NAME),

@@ -7,27 +7,28 @@ process's ranks. :class:`Op` registers it as
     name(Tensor x, ...) -> Tensor            name_out(Tensor x, ..., Tensor(a!) out, ...) -> ()
     name_list(Tensor[] x, ...) -> Tensor[]   name_list_out(Tensor[] x, ..., Tensor(a!)[] out, ...) -> ()
 
-The arguments after the tensors are the same in all forms. They have no defaults, because torch's autograd of lists does
-not allow them. An option that is not used is an empty string or list. ``after`` holds the results of earlier
-collectives, so that a compiled graph keeps the order. It is not read.
+The arguments after the tensors are the same in all forms: the fields of a dataclass, see options.py. In a schema they
+have no defaults, because torch's autograd of lists does not allow them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
-from graphar.ops.repeats import deliver, keep
+from graphar.ops.batching import check_transform, over_batch, transforms
+from graphar.ops.differentiation import Differentiation, Saved, with_own_nodes
+from graphar.ops.options import Given, defaults, kinds
+from graphar.ops.repeats import Asked, deliver, keep
 from graphar.plan import tensor_checks
 from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple
 from graphar.product import products
 from graphar.runtime.bind import collective, norm, tensor_tuple
 from graphar.runtime.engine import Engine, binders
-from graphar.runtime.plan import Tensors
 from graphar.runtime.registry import engine_of_devices, engine_of_group
 
 binders.update(
@@ -43,30 +44,21 @@ library = torch.library.Library("graphar", "DEF")
 _ops: dict[str, Op] = {}  # by name
 when_traced: list[Callable[[], None]] = []  # functions to call when an op is given tensors without data
 
-Asked = tuple[Tensors, tuple, object]  # the tensors, options and epilogue of a call, as repeats.repeated takes them
-
-_DEFAULTS = {"str": "", "Tensor[]": [], "float[]": [], "float?": None, "int?": None, "ScalarType?": None, "bool": False}
-_NAMED_DEFAULTS = {
-    "algorithm": "auto",
-    "order": "rank",
-    "partition": "auto",
-    "rank": -1,
-    "axis": 0,
-    "output": "like_input",
-}
+G = TypeVar("G", bound=Given)
+Lists = list[list[torch.Tensor]]  # of each of an op's tensors, those of this process's ranks
 
 # Looked up once: each look-up in a module costs a call 30 ns.
 _is_compiling = torch.compiler.is_compiling
 _strided = torch.strided
+_contiguous = torch.contiguous_format
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_transforms, _TRANSFORMS = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.TransformType
-_is_profiling = torch.autograd._profiler_enabled
+_is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _records_gradients = torch.is_grad_enabled
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 
 
-def is_plain(x: object) -> bool:
+def is_plain(x: Any) -> bool:
     """Whether a call with ``x`` may skip torch's dispatcher, and call the implementation directly in half the time."""
     return (
         not _is_compiling()
@@ -77,19 +69,19 @@ def is_plain(x: object) -> bool:
         and not x.is_meta
         and not _dispatch_modes()
         and not _function_modes()
-        and _transforms() is None
+        and transforms() is None
         and forward_ad._current_level < 0
         and not _is_profiling()
     )
 
 
-class Op:
-    """One op. Its functions take a list for each tensor, and ``given``: the arguments after the tensors, by name.
+class Op(Generic[G]):
+    """One op. Its functions take a list for each tensor, and ``given``: the arguments after the tensors.
 
     Args:
         name: the op's name.
         tensors: the names of each rank's tensors. The list form has a list for each name.
-        arguments: the schema of the arguments after the tensors, such as "str communicator, float? timeout_s".
+        arguments: the dataclass of the arguments after the tensors; its fields are the schema's.
         run: makes the call, which writes the results: ``run(engine, *lists, outs, given)``, with residuals also these.
             It returns what ``engine.run`` returned, and the operands, if it did nothing else; otherwise None.
         fake: ``fake(*lists, given)`` returns new tensors like the results, one for each rank; with ``returns`` other
@@ -99,12 +91,7 @@ class Op:
             ``out=`` forms.
         residual: ``residual(xs, residuals, outs, given)`` raises if residuals do not fit, and returns the ``given`` of
             a call that replaces them by its rounding errors. None: the op takes no residual.
-        backward: ``backward(ctx, gradients)`` returns the gradients of the tensors, as lists, and a dict with the
-            gradients of other arguments by name. It is given those of the results, rank by rank. None: the op is not
-            differentiable.
-        saved: the names of the tensors that the backward pass needs, given the arguments by name. None: all.
-        saved_result: which result of each rank it needs, counted from 0. The gradient of an unused result is None then,
-            and zeros otherwise. None: no result.
+        backward, saved, saved_result: see :class:`Differentiation`. Without ``backward`` it is not differentiable.
         returns: the result type in the schema of the first form.
     """
 
@@ -112,39 +99,29 @@ class Op:
         self,
         name: str,
         tensors: Sequence[str],
-        arguments: str,
+        arguments: type[G],
         run: Callable,
         fake: Callable,
         *,
-        check: Callable | None = None,
+        check: Callable = lambda *given: None,
         check_out: Callable | None = None,
         residual: Callable | None = None,
         backward: Callable | None = None,
-        saved: Callable[[dict], Sequence[str]] | None = None,
+        saved: Callable[[dict[str, Any]], Sequence[str]] | None = None,
         saved_result: int | None = None,
         returns: str = "Tensor",
     ) -> None:
-        self.name, self.tensors = name, tuple(tensors)
+        self.name, self.tensors, self.returns = name, tuple(tensors), returns
         _ops[name] = self
-        self._types = dict(reversed(one.split(" ")) for one in arguments.split(", "))
-        self._given = namedtuple("Given", self._types)
+        self.given, self._kinds, self._defaults = arguments, kinds(arguments), defaults(arguments)
         self._run, self._fake, self._check = run, fake, check
         self._check_out, self._residual = check_out, residual
-        self._backward, self.returns = backward, returns
-        self._saved, self._saved_result = saved or (lambda given: self.tensors), saved_result
-        for suffix, kind in (("", "Tensor"), ("_list", "Tensor[]")):
-            given = ", ".join(f"{kind} {one}" for one in self.tensors)
-            result = returns if returns != "Tensor" else kind
-            self._define(f"{name}{suffix}", f"({given}, {arguments}) -> {result}", suffix, self._implement, self._meta)
-            if check_out:
-                rest = "Tensor(a!)[] residual, " if residual else ""
-                out = kind.replace("Tensor", "Tensor(b!)")
-                schema = f"({given}, {rest}{out} out, {arguments}) -> ()"
-                self._define(f"{name}{suffix}_out", schema, suffix, self._implement_out, lambda *given, in_list: None)
-            over_batch = functools.partial(self._over_batch, in_list=bool(suffix))
-            torch.library.register_vmap(f"graphar::{name}{suffix}", over_batch, lib=library)
-            if backward:
-                self._differentiate(f"{name}{suffix}", in_list=bool(suffix))
+        self._rule = None
+        if backward:
+            several = returns != "Tensor"
+            self._rule = Differentiation(self.tensors, self._kinds, backward, saved, saved_result, several)
+        for in_list in (False, True):
+            self._register(in_list)
         ops = torch.ops.graphar
         self.one, self.list = getattr(ops, name).default, getattr(ops, f"{name}_list").default
         if check_out:
@@ -152,84 +129,115 @@ class Op:
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *given, plain: bool = False, asked: Asked | None = None):
-        """Calls the list form if the first argument is a list. Calls a ``plain`` call's implementation directly.
+    def __call__(self, *tensors, given: G, plain: bool = False, asked: Asked | None = None):
+        """Calls the list form if the first argument is a list. Makes a ``plain`` call without torch's dispatcher.
 
         Later calls like a plain one may repeat it, if ``asked`` says what the user asked for: see repeats.py.
         """
-        if not (plain or torch.compiler.is_compiling()):
-            _check_transform(self.name, given)
-        if isinstance(given[0], (list, tuple)):
-            lists, arguments = self._split(given, in_list=True)
-            kinds = zip(arguments, self._types.values(), strict=True)
-            rest = [_with_own_nodes(one) if kind == "Tensor[]" else one for one, kind in kinds]
-            return self.list(*map(_with_own_nodes, lists), *rest)
-        return self._implement(*given, in_list=False, asked=asked) if plain else self.one(*given)
+        if plain:
+            outs = self._results([[one] for one in tensors], given, False, asked)
+            return outs if self.returns != "Tensor" else outs[0]
+        rest = self._values(given)
+        if not _is_compiling():
+            check_transform(self.name, (*tensors, *rest))
+        if not isinstance(tensors[0], (list, tuple)):
+            return self.one(*tensors, *rest)
+        pairs = zip(rest, self._kinds.values(), strict=True)
+        rest = [with_own_nodes(one) if kind == "Tensor[]" else one for one, kind in pairs]
+        return self.list(*[with_own_nodes(list(ones)) for ones in tensors], *rest)
 
-    def into(self, *given, plain: bool = False, asked: Asked | None = None) -> None:
+    def into(self, *given_tensors, given: G, plain: bool = False, asked: Asked | None = None) -> None:
         """Calls the ``out=`` form, in the same way as :meth:`__call__`."""
-        if isinstance(given[0], (list, tuple)):
-            self.list_out(*given)
-        elif plain:
-            self._implement_out(*given, in_list=False, asked=asked)
+        if plain:
+            self._implement_out(*given_tensors, *self._values(given), in_list=False, asked=asked)
+        elif isinstance(given_tensors[0], (list, tuple)):
+            self.list_out(*given_tensors, *self._values(given))
         else:
-            self.one_out(*given)
+            self.one_out(*given_tensors, *self._values(given))
 
-    def arguments(self, **given) -> tuple:
+    def _values(self, given: G) -> list:
+        return [getattr(given, name) for name in self._kinds]
+
+    def arguments(self, **given: Any) -> tuple:
         """Returns the arguments after the tensors, in order, with defaults for those that are not given."""
-        if unknown := given.keys() - self._types.keys():
+        if unknown := given.keys() - self._kinds.keys():
             raise TypeError(f"{self.name} takes no {unknown}")
-        return tuple([given[name] if name in given else self._default(name) for name in self._types])
+        return tuple([given[name] if name in given else self._defaults[name] for name in self._kinds])
 
     def takes(self, name: str) -> bool:
         """Whether the op has a tensor or an argument of that name."""
-        return name in self.tensors or name in self._types
+        return name in self.tensors or name in self._kinds
 
-    def read(self, given: Sequence) -> dict[str, object]:
+    def read(self, given: Sequence) -> dict[str, Any]:
         """Returns by name the tensors and arguments of a call of the first form."""
-        return dict(zip((*self.tensors, *self._types), given, strict=True))
+        return dict(zip((*self.tensors, *self._kinds), given, strict=True))
 
-    def write(self, given: dict[str, object]) -> tuple:
+    def write(self, given: Mapping[str, Any]) -> tuple:
         """Returns tensors and arguments in order: the inverse of :meth:`read`, with defaults for missing ones."""
         rest = {name: one for name, one in given.items() if name not in self.tensors}
         return *[given[name] for name in self.tensors], *self.arguments(**rest)
 
-    def _default(self, name: str):
-        return _NAMED_DEFAULTS[name] if name in _NAMED_DEFAULTS else _DEFAULTS[self._types[name]]
+    def saved(self, ctx) -> Saved:
+        """Returns in a backward pass what it needs of the forward pass: see :meth:`Differentiation.saved`."""
+        assert self._rule
+        return self._rule.saved(ctx)
+
+    # ---- schemas ----------------------------------------------------------------------------------------------------
+
+    def _register(self, in_list: bool) -> None:
+        """Registers a form of the op, its form with ``out=``, if it has one, vmap and the backward pass."""
+        name, kind = (f"{self.name}_list", "Tensor[]") if in_list else (self.name, "Tensor")
+        tensors = ", ".join(f"{kind} {one}" for one in self.tensors)
+        arguments = ", ".join(f"{kind} {name}" for name, kind in self._kinds.items())
+        result = self.returns if self.returns != "Tensor" else kind
+        self._define(name, f"({tensors}, {arguments}) -> {result}", in_list, self._implement, self._meta)
+        if self._check_out:
+            rest = "Tensor(a!)[] residual, " if self._residual else ""
+            schema = f"({tensors}, {rest}{kind.replace('Tensor', 'Tensor(b!)')} out, {arguments}) -> ()"
+            self._define(f"{name}_out", schema, in_list, self._implement_out, lambda *given, in_list: None)
+
+        def over(info, dims: Sequence, *given):
+            is_one = self.returns == "Tensor" and not in_list
+            return over_batch(self.name, self.list if in_list else self.one, is_one, info.batch_size, dims, given)
+
+        torch.library.register_vmap(f"graphar::{name}", over, lib=library)
+        if self._rule:
+            self._rule.register(library, name, in_list)
+
+    def _define(self, name: str, schema: str, in_list: bool, implement: Callable, meta: Callable) -> None:
+        library.define(name + schema)
+        for key in ("CPU", "CUDA"):
+            library.impl(name, functools.partial(implement, in_list=in_list), key)
+        torch.library.register_fake(f"graphar::{name}", functools.partial(meta, in_list=in_list), lib=library)
 
     # ---- implementations --------------------------------------------------------------------------------------------
 
-    def _define(self, name: str, schema: str, suffix: str, implement: Callable, meta: Callable) -> None:
-        library.define(name + schema)
-        for key in ("CPU", "CUDA"):
-            library.impl(name, functools.partial(implement, in_list=bool(suffix)), key)
-        torch.library.register_fake(f"graphar::{name}", functools.partial(meta, in_list=bool(suffix)), lib=library)
-
-    def _split(self, given: Sequence, in_list: bool) -> tuple[list[list[torch.Tensor]], Sequence]:
+    def _split(self, given: Sequence, in_list: bool) -> tuple[Lists, Sequence]:
         """Returns the tensors, as lists of this process's ranks, and the arguments after them."""
         count = len(self.tensors)
         return [list(one) if in_list else [one] for one in given[:count]], given[count:]
 
-    def _engine(self, lists: list[list[torch.Tensor]], given, in_list: bool) -> Engine:
+    def _engine(self, lists: Lists, given: G, in_list: bool) -> Engine:
         """Checks a call, and returns its engine."""
         name = given.communicator
         if in_list:
             engine = engine_of_devices(name, tuple([x.device for x in lists[0]]), self.name)
         else:
             engine = engine_of_group(name, self.name)
-        if self._check:
-            self._check(engine, *lists, given)
+        self._check(engine, *lists, given)
         return engine
 
-    def _implement(self, *call, in_list: bool, asked: Asked | None = None):
-        lists, arguments = self._split(call, in_list)
-        given = self._given(*arguments)
+    def _results(self, lists: Lists, given: G, in_list: bool, asked: Asked | None = None) -> list[torch.Tensor]:
+        """Makes a call, and returns new results, rank by rank."""
         engine = self._engine(lists, given, in_list)
         outs = self._fake(*lists, given)
         self._make(engine, lists, outs, given, asked)
-        if self.returns != "Tensor":
-            return [one for results in outs for one in results]
-        return outs if in_list else outs[0]
+        return outs if self.returns == "Tensor" else [one for results in outs for one in results]
+
+    def _implement(self, *call, in_list: bool):
+        lists, arguments = self._split(call, in_list)
+        outs = self._results(lists, self.given(*arguments), in_list)
+        return outs if in_list or self.returns != "Tensor" else outs[0]
 
     def _implement_out(self, *call, in_list: bool, asked: Asked | None = None) -> None:
         lists, rest = self._split(call, in_list)
@@ -237,10 +245,11 @@ class Op:
         if self._residual:
             residuals, *rest = rest
         out, *arguments = rest
-        given, outs = self._given(*arguments), list(out) if in_list else [out]
+        given, outs = self.given(*arguments), list(out) if in_list else [out]
         engine = self._engine(lists, given, in_list)
+        assert self._check_out
         self._check_out(*lists, outs, given)
-        if residuals:
+        if residuals and self._residual:
             given = self._residual(*lists, residuals, outs, given)
         targets = [one if one.is_contiguous() else torch.empty_like(one, memory_format=_contiguous) for one in outs]
         asked = None if targets[0] is not outs[0] else asked
@@ -248,7 +257,7 @@ class Op:
         for target, one in zip((*targets, *residuals), (*outs, *residuals), strict=True):
             deliver(target, one)
 
-    def _make(self, engine: Engine, lists: list, outs: list, given, asked: Asked | None, *residuals) -> None:
+    def _make(self, engine: Engine, lists: Lists, outs: list, given: G, asked: Asked | None, *residuals) -> None:
         """Makes a call, and keeps it if calls like it can repeat it."""
         repeats = engine.warm.repeats
         made = self._run(engine, *lists, outs, given, *residuals)
@@ -260,91 +269,10 @@ class Op:
         for one in when_traced:
             one()
         lists, arguments = self._split(call, in_list)
-        results = self._fake(*lists, self._given(*arguments))
+        results = self._fake(*lists, self.given(*arguments))
         if self.returns != "Tensor":
             return [one for of_rank in results for one in of_rank]
         return results if in_list else results[0]
-
-    def _over_batch(self, info, in_dims: Sequence, *given, in_list: bool):
-        """Implements vmap: makes a call for each slice in order, so that every rank makes the same calls."""
-        if not info.batch_size:
-            raise ValueError(f"{self.name}: vmap over no slices")
-        op = self.list if in_list else self.one
-        found = [op(*_slices(given, in_dims, at)) for at in range(info.batch_size)]
-        if self.returns == "Tensor" and not in_list:
-            return torch.stack(found), 0
-        return [torch.stack(of_calls) for of_calls in zip(*found, strict=True)], [0] * len(found[0])
-
-    # ---- gradients --------------------------------------------------------------------------------------------------
-
-    def _differentiate(self, name: str, in_list: bool) -> None:
-        def keep(ctx, inputs, output) -> None:
-            lists, arguments = self._split(inputs, in_list)
-            named = dict(zip(self._types, arguments, strict=True))
-            tensors = named.get("tensors", ())
-            ctx.given = {name: one for name, one in named.items() if self._types[name] != "Tensor[]"}
-            ctx.in_list, ctx.ranks = in_list, len(lists[0])
-            ctx.none = [_no_gradient(one) for one in arguments]
-            ctx.wanted = [one.requires_grad for one in tensors]
-            saved = [one for at in self._places_saved(ctx) for one in lists[at]]
-            if self._saved_result is not None:
-                saved += output[self._saved_result :: len(output) // ctx.ranks]
-            ctx.save_for_backward(*saved, *tensors)
-            ctx.set_materialize_grads(self._saved_result is None)
-
-        several = in_list or self.returns != "Tensor"
-
-        def rule(ctx, gradient):
-            *of_lists, of_named = self._backward(ctx, list(gradient) if several else [gradient])
-            of_lists = of_lists if in_list else [one[0] for one in of_lists]
-            rest = [of_named.get(one, none) for one, none in zip(self._types, ctx.none, strict=True)]
-            return *of_lists, *rest
-
-        torch.library.register_autograd(
-            f"graphar::{name}", _in_stream_order(rule) if in_list else rule, setup_context=keep, lib=library
-        )
-
-    def saved(self, ctx) -> tuple[list[Sequence[torch.Tensor]], list[torch.Tensor]]:
-        """Returns in a backward pass what it needs of the forward pass.
-
-        These are lists of this process's ranks, of each of the op's tensors, empty if it is not saved, and of
-        ``saved_result``, if there is one; and the tensors of the epilogue.
-        """
-        places, left, ranks = self._places_saved(ctx), list(ctx.saved_tensors), ctx.ranks
-        lists: list[Sequence[torch.Tensor]] = [()] * len(self.tensors)
-        if self._saved_result is not None:
-            places, lists = [*places, len(lists)], [*lists, ()]
-        for at in places:
-            lists[at], left = left[:ranks], left[ranks:]
-        return lists, left
-
-    def _places_saved(self, ctx) -> list[int]:
-        needed = self._saved(ctx.given)
-        return [at for at, name in enumerate(self.tensors) if name in needed]
-
-
-_contiguous = torch.contiguous_format
-
-
-def _check_transform(op: str, given: Sequence) -> None:
-    """Raises NotImplementedError if a transform of torch.func, such as grad and jacrev, differentiates a tensor."""
-    within = _transforms()
-    if within is None or within.key() not in (_TRANSFORMS.Grad, _TRANSFORMS.Jvp):
-        return
-    tensors = [x for one in given for x in (one if isinstance(one, (list, tuple)) else [one])]
-    if any(isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
-        raise NotImplementedError(
-            f"{op}: torch.func.{within.key().name.lower()} cannot differentiate it, nor can vjp, jacrev and the like; "
-            "use torch.autograd.grad() or backward(), and torch.autograd.functional.jacobian() for all rows"
-        )
-
-
-def _slices(given: Sequence, dims: Sequence, at: int) -> list:
-    """Returns slice ``at`` of each tensor that has a batch dimension, and all other arguments unchanged."""
-    return [
-        _slices(one, dim, at) if isinstance(dim, (list, tuple)) else one if dim is None else one.select(dim, at)
-        for one, dim in zip(given, dims, strict=True)
-    ]
 
 
 def op_of(target: object) -> Op | None:
@@ -402,42 +330,3 @@ def check_output(op: str, xs, outs: object, name: str = "out", dtype: torch.dtyp
     tensor_checks.check_one_each(op, name, outs, xs)
     for x, out in zip(xs, outs, strict=True):
         tensor_checks.check_out(op, x, out, name, dtype)
-
-
-def _no_gradient(argument: object) -> list | None:
-    # torch treats any empty list as a list of tensors, and expects a list of gradients for it.
-    if isinstance(argument, (list, tuple)) and (not argument or isinstance(argument[0], torch.Tensor)):
-        return [None] * len(argument)
-    return None
-
-
-def _with_own_nodes(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns ``xs`` with a view in place of each leaf on a GPU that needs a gradient.
-
-    torch warns if a leaf's gradient comes from an op on another stream, and therefore also if it is on another device.
-    """
-    if torch.compiler.is_compiling():
-        return xs
-    return [x.view_as(x) if x.requires_grad and x.is_cuda and x.is_leaf else x for x in xs]
-
-
-def _in_stream_order(backward: Callable) -> Callable:
-    """Returns ``backward(ctx, gradients)`` of a list form, ordered with the streams of all devices.
-
-    torch tracks one stream of an op, the one on its first tensor's device. That stream has waited for the gradients,
-    and users of the results wait for it. On the other devices the backward pass runs on the default streams, on
-    whichever streams the op was called.
-    """
-
-    @functools.wraps(backward)
-    def backward_in_order(ctx, gradients):
-        on_gpus = [one for one in gradients if type(one) is torch.Tensor and one.is_cuda]  # excludes fake tensors
-        known, *others = [torch.cuda.current_stream(one.device) for one in on_gpus] or [None]
-        for other in others:
-            other.wait_stream(known)
-        found = backward(ctx, gradients)
-        for other in others:
-            known.wait_stream(other)
-        return found
-
-    return backward_in_order

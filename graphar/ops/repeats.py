@@ -24,6 +24,8 @@ from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.plan import Count, Launch, Plan, Tensors
 from graphar.runtime.registry import Group, known_engine
 
+Asked = tuple[Tensors, tuple, object]  # the tensors, options and epilogue of a call, as :func:`repeated` takes them
+
 _REPLACED_EACH = 64  # calls, if unlike ones of one key take turns: to make a repeat takes as long as a call
 _is_compiling = torch.compiler.is_dynamo_compiling  # other compilers have dispatch modes, or tensors of a subclass
 _records_gradients = torch.is_grad_enabled
@@ -109,7 +111,7 @@ def keep(
     engine: Engine,
     repeats: BoundedCache[Repeat],
     op: str,
-    asked: tuple[Tensors, tuple, object],
+    asked: Asked,
     plan: Plan,
     own: Operands,
     codec: str = "",

@@ -22,7 +22,7 @@ class Scaled(NamedTuple):
     """The scales of a call's operands, in the form that schemas have."""
 
     scales: Sequence[torch.Tensor] = ()  # rank by rank: of a, and of w
-    dtype: torch.dtype | None = None  # of products and results; None: that of ``a``
+    scaled_dtype: torch.dtype | None = None  # of products and results; None: that of ``a``
 
 
 UNSCALED = Scaled()
@@ -88,7 +88,7 @@ def _check_rank(op: str, a: object, w: object, bias: object, scaled: Scaled, ran
         check_no_gradient(op, name, x)
     if a.ndim < 1:
         raise ValueError(f"{op}: a must have 1 or more dimensions, got []")
-    fp8_products.check_operands(op, flat(a), w, bias, scaled.dtype)
+    fp8_products.check_operands(op, flat(a), w, bias, scaled.scaled_dtype)
 
 
 def check_no_gradient(op: str, name: str, x: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.ops.register import _in_stream_order
+from graphar.ops.differentiation import _in_stream_order
 from graphar.ranks import hierarchical
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.runtime import side_stream
