@@ -89,14 +89,13 @@ def catalogue() -> Iterator[KernelSource]:
 
 def _partial_matmul_kernels() -> Iterator[KernelSource]:
     """Yields the matmuls in leaves, which store partials in fp32. With all leaves of all ranks they also round them."""
-    types = itertools.cycle(MATMUL_TYPES)
+    ways = itertools.cycle(itertools.product(MATMUL_TYPES, LAYOUTS))
     for tile in itertools.chain(*LEAF_TILES.values()):
         if tile.of_tail:
             continue  # has the kernels of two others
-        for layout, dtype in zip(tile.layouts, types, strict=False):
-            yield matmul_source(dtype, tile, layout, torch.float32)
-            if tile.leaves == LEAF_COUNTS[-1]:
-                yield matmul_source(dtype, tile, layout)
+        for out_dtype in (torch.float32, None)[: 2 if tile.leaves == LEAF_COUNTS[-1] else 1]:
+            dtype, layout = next(ways)
+            yield matmul_source(dtype, tile, layout if layout in tile.layouts else tile.layouts[0], out_dtype)
 
 
 def _scaled_matmul_kernels() -> Iterator[KernelSource]:
@@ -113,7 +112,11 @@ def _plain_kernels() -> Iterator[KernelSource]:
             variants = [one.type_name for one in codecs]
             every = zip(itertools.cycle(can.dtypes), itertools.cycle(WORLD_SIZES), variants, strict=False)
         else:
-            every = itertools.product(can.dtypes, WORLD_SIZES, can.variants)
+            dtypes, (first, *others) = itertools.cycle(can.dtypes), can.variants
+            every = [
+                *itertools.product(can.dtypes, WORLD_SIZES, (first,)),
+                *((next(dtypes), *one) for one in itertools.product(WORLD_SIZES, others)),
+            ]
         for dtype, world_size, variant in every:
             yield kernel_source(algorithm, dtype, world_size, variant)
 
@@ -173,10 +176,10 @@ def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
 
 
 def _skinny_kernels_of_partials(algorithm: Algorithm) -> Iterator[KernelSource]:
-    dtypes = itertools.cycle(MATMUL_TYPES)
-    for leaves, tile, layout in itertools.product(PARTIAL_TILES, algorithm.row.tiles, LAYOUTS):
-        partial = skinny_tile(tile.rows, leaves)
-        yield fused_matmul_source(algorithm, next(dtypes), LEAVES // leaves, partial, layout)
+    ways = itertools.cycle(itertools.product(MATMUL_TYPES, LAYOUTS))
+    for leaves, tile in itertools.product(PARTIAL_TILES, algorithm.row.tiles):
+        dtype, layout = next(ways)
+        yield fused_matmul_source(algorithm, dtype, LEAVES // leaves, skinny_tile(tile.rows, leaves), layout)
 
 
 def _skinny_kernels_with_scales(algorithm: Algorithm) -> Iterator[KernelSource]:
@@ -196,10 +199,11 @@ def _tile_kernels_with_scales(algorithm: Algorithm, epilogue: Generated) -> Iter
 
 
 def _kernels_of_partials(algorithm: Algorithm, epilogue: Generated) -> Iterator[KernelSource]:
-    dtypes = itertools.cycle(MATMUL_TYPES)
+    ways = itertools.cycle(itertools.product(MATMUL_TYPES, LAYOUTS))
     for leaves, tiles in PARTIAL_TILES.items():
-        for tile, layout in itertools.product(tiles, LAYOUTS):
-            yield fused_matmul_source(algorithm, next(dtypes), LEAVES // leaves, tile, layout)
+        for tile in tiles:
+            dtype, layout = next(ways)
+            yield fused_matmul_source(algorithm, dtype, LEAVES // leaves, tile, layout)
         yield fused_matmul_source(algorithm, torch.bfloat16, LEAVES // leaves, tiles[0], "by_rows", epilogue)
 
 
