@@ -2,12 +2,15 @@
 
 - `<!-- figure: NAME -->` becomes a figure of perf/figures.py, drawn from a committed report.
 - `<!-- generated: NAME -->` becomes a table of GENERATED, made from the code's own data.
-- Links to `../../reports/` lead to copies of the reports' pages; the changelog is a page.
+- Links to `../../reports/` lead to the reports' pages. Pages and CSV are made from the committed JSON.
+- The changelog is a page.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -18,6 +21,10 @@ sys.path.insert(0, str(ROOT))  # perf and tests are of the checkout, and not ins
 
 from docs import headers, tables  # noqa: E402
 from perf import figures  # noqa: E402
+from perf.page import build  # noqa: E402
+from perf.report import topics  # noqa: E402
+
+REPORTS = ROOT / "reports"
 
 GENERATED = {
     "arguments": headers.arguments,
@@ -32,10 +39,26 @@ GENERATED = {
 def on_files(files, config):
     files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text()))
     files.append(File.generated(config, "figures.css", content=style_of_figures()))
-    for page in sorted((ROOT / "reports").rglob("index.html")):
-        name = page.relative_to(ROOT).as_posix()
-        files.append(File.generated(config, name, abs_src_path=str(page), inclusion=InclusionLevel.NOT_IN_NAV))
+    for name, text in made_of_reports().items():
+        if name.endswith(build.INDEX):
+            files.append(File.generated(config, name, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
+
+
+def on_post_build(config):
+    """Writes what the reports' pages link to: tables as Markdown, which mkdocs would turn into pages, CSV and JSON."""
+    site = Path(config.site_dir)
+    shutil.copytree(REPORTS, site / REPORTS.name, ignore=shutil.ignore_patterns("*.html"), dirs_exist_ok=True)
+    for name, text in made_of_reports().items():
+        (site / name).write_text(text)
+
+
+@functools.cache
+def made_of_reports() -> dict[str, str]:
+    """The texts of the reports' pages and tables, by path in the site."""
+    made = {REPORTS.name: build.index_texts(REPORTS)}
+    made |= {f"{REPORTS.name}/{folder.name}": build.texts(folder) for folder in build.folders_of(REPORTS)}
+    return {f"{folder}/{name}": text for folder, texts in made.items() for name, text in texts.items()}
 
 
 def on_page_markdown(text, page, config, files):
@@ -53,9 +76,14 @@ def with_source(name: str, up: str) -> str:
 
 
 def to_reports(text: str, up: str) -> str:
-    """Links to a report in the repository, as links to its place on its folder's page."""
-    text = re.sub(r"\]\((?:\.\./)+reports/([\w/]+)/(\w+)\.md\)", rf"]({up}reports/\1/index.html#\2)", text)
-    return re.sub(r"\]\((?:\.\./)+reports/([\w/]*)index\.html\)", rf"]({up}reports/\1index.html)", text)
+    """Links to a report in the repository, as links to its place on its folder's page; the page lists other files."""
+    names = {topic.name for topic in topics()}
+
+    def to_page(link: re.Match) -> str:
+        folder, name = link.groups()
+        return f"]({up}reports/{folder}{build.INDEX}{f'#{name}' if name in names else ''})"
+
+    return re.sub(r"\]\((?:\.\./)+reports/((?:\w+/)*)(\w+)\.md\)", to_page, text)
 
 
 def style_of_figures() -> str:

@@ -1,4 +1,6 @@
-"""A report's files: TOPIC.json for programs, TOPIC.csv for spreadsheets, TOPIC.md for people.
+"""A report's files: TOPIC.json for programs, TOPIC.md for people, TOPIC.csv for spreadsheets.
+
+The last two are made from the JSON file. git has the first two.
 
 The JSON file is one object. It has ``schema``, the version of this format; ``topic``; ``machine``, see perf/machine.py;
 ``command``, the command line; and the fields of the topic's dataclass in perf/topics/. Each row is one line of the

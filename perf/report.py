@@ -352,16 +352,14 @@ class Report:
         """Creates the folder and writes the report's files. Returns the path of the Markdown file."""
         folder.mkdir(parents=True, exist_ok=True)
         head = {"schema": files.VERSION, "topic": self.name, "machine": machine, "command": command}
-        (folder / f"{self.name}.json").write_text(files.text_of(head | self._content()))
-        return self.write_tables(folder, machine, command)
+        content = {f"{self.name}.json": files.text_of(head | self._content()), **self.tables(machine, command)}
+        for name, text in content.items():
+            (folder / name).write_text(text)
+        return folder / f"{self.name}.md"
 
-    def write_tables(self, folder: Path, machine: dict, command: str) -> Path:
-        """Writes the CSV and the Markdown file. Returns the path of the Markdown file."""
-        lists = self._rows()
-        (folder / f"{self.name}.csv").write_text(files.csv_of(lists))
-        path = folder / f"{self.name}.md"
-        path.write_text(self.markdown(machine, command))
-        return path
+    def tables(self, machine: dict, command: str) -> dict[str, str]:
+        """Returns the texts of the Markdown and the CSV file, by file name."""
+        return {f"{self.name}.md": self.markdown(machine, command), f"{self.name}.csv": files.csv_of(self._rows())}
 
     def _rows(self) -> dict[str, list]:
         """Returns the non-empty lists of rows for JSON, by field."""

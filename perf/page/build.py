@@ -36,6 +36,7 @@ from perf.topics.allreduce import FAMILIES, MODES, AllReduce, Row, main_first, m
 
 FOLDER = Path(__file__).parent
 INDEX, NOTES, SUMMARY = "index.html", "notes.md", "report.md"
+README = "README.md"  # of all folders: the index as Markdown
 MAX_LISTED = 6  # more findings than this are folded
 MAX_SIZES = 4  # of more slower sizes than this, only the worst is named
 
@@ -113,11 +114,10 @@ class Page:
     folds: Sequence[Fold] = ()
     others: Sequence[str] = ()
 
-    def write(self, path: Path) -> Path:
+    def html(self) -> str:
         settings = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
         template = Environment(loader=FileSystemLoader(FOLDER), **settings).get_template("page.html")
-        path.write_text(template.render(page=self) + "\n")
-        return path
+        return template.render(page=self) + "\n"
 
 
 def html(markdown: str) -> Markup:
@@ -138,7 +138,18 @@ def drawn(figures: Iterable[charts.Figure | None]) -> list[Markup]:
 
 
 def write(folder: Path) -> Path:
-    """Writes a folder's page and tables. Returns the path of index.html.
+    """Writes the files of :func:`texts` into the folder. Returns the path of index.html."""
+    return _write(folder, texts(folder))
+
+
+def _write(folder: Path, made: Mapping[str, str]) -> Path:
+    for name, text in made.items():
+        (folder / name).write_text(text)
+    return folder / INDEX
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """Returns the text of a folder's page and tables, by file name.
 
     The files are index.html, report.md (the text of its first screen), and a .md and a .csv file for each report. They
     are made from the folder's JSON files and from notes.md, if there is one.
@@ -148,10 +159,8 @@ def write(folder: Path) -> Path:
         ValueError: a report cannot be read.
     """
     found = read_all(folder)
-    for one in found:
-        one.report.write_tables(folder, one.machine, one.command)
+    tables = {name: text for one in found for name, text in one.report.tables(one.machine, one.command).items()}
     sweep = sweep_of(found)
-    (folder / SUMMARY).write_text(summary(found))
     has_notes = (folder / NOTES).exists()
     notes = [Part("notes", "Notes", html((folder / NOTES).read_text()))] if has_notes else []
     not_measured = missing(found)
@@ -171,7 +180,7 @@ def write(folder: Path) -> Path:
         [Fold("Not measured", html(bullets(not_measured)))] if not_measured else [],
         _others(folder),
     )
-    return page.write(folder / INDEX)
+    return {INDEX: page.html(), SUMMARY: summary(found), **tables}
 
 
 def sweep_of(found: Sequence[StoredReport]) -> AllReduce:
@@ -310,7 +319,7 @@ def summary(found: Sequence[StoredReport]) -> str:
         lines.append([f"[{one.report.title}]({one.report.name}.md)", figure or NOT_SERVED, words, shortfall, loss])
     header = ["report", "result", "meaning", "where graphar is slower", "largest of_best_variant"]
     parts += ["## All reports", table(header, lines)]
-    parts += ["`index.html` in this folder has the plots. A browser opens it without a server."]
+    parts += ["`python -m perf report FOLDER --write` writes a page with the plots, and the rows as CSV."]
     if not_measured := missing(found):
         parts += ["## Not measured", bullets(not_measured)]
     return "\n\n".join(parts) + "\n"
@@ -375,13 +384,23 @@ def _nbytes(row) -> int:
 # ---- all folders, and two -------------------------------------------------------------------------------------------
 
 
+def folders_of(reports: Path) -> list[Path]:
+    """Returns the folders that hold a report."""
+    return sorted({path.parent for topic in topics() for path in reports.glob(f"*/{topic.name}.json")})
+
+
 def write_index(reports: Path) -> Path:
-    """Writes the page of all report folders, with a table of topics by machine. Returns its path.
+    """Writes the files of :func:`index_texts` beside the folders. Returns the path of index.html."""
+    return _write(reports, index_texts(reports))
+
+
+def index_texts(reports: Path) -> dict[str, str]:
+    """Returns the index of all report folders, with a table of topics by machine: as a page, and as README.md.
 
     Raises:
         FileNotFoundError: there is no folder with a report.
     """
-    folders = sorted({path.parent for topic in topics() for path in reports.glob(f"*/{topic.name}.json")})
+    folders = folders_of(reports)
     if not folders:
         raise FileNotFoundError(f"{reports} holds no folder of reports")
     found = {folder: {one.report.name: one for one in read_all(folder)} for folder in folders}
@@ -389,19 +408,24 @@ def write_index(reports: Path) -> Path:
     for topic in topics():
         cells = [_index_cell(folder, mine.get(topic.name)) for folder, mine in found.items()]
         lines.append([topic.title, *cells])
-    header = ["topic", *(f"[{folder.name}]({folder.name}/{INDEX})" for folder in folders)]
     entries = []
     for folder, mine in found.items():
         written = list(mine.values())
         dates = sorted({str(one.machine["date"]) for one in written})
         words = f"{len(written)} reports, {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}"
         entries.append(Entry(f"{folder.name}/{INDEX}", title_of(written), words=words))
+    title = "Reports of graphar"
     note = (
         "A number without a unit is graphar's time / the time that the report compares it with, usually the best"
         " peer's. Below 1 graphar is faster. Other results are explained in the reports."
     )
-    tables = [Part("topics", "All reports", html(f"{note}\n\n{table(header, lines)}"))]
-    return Page("Reports of graphar", "", html(WHAT), tables, entries=entries).write(reports / INDEX)
+    by_machine = {
+        name: f"{note}\n\n{table(['topic', *(f'[{folder.name}]({folder.name}/{name})' for folder in folders)], lines)}"
+        for name in (INDEX, SUMMARY)
+    }
+    page = Page(title, "", html(WHAT), [Part("topics", "All reports", html(by_machine[INDEX]))], entries=entries)
+    listed = bullets(f"[{one.title}]({one.link.replace(INDEX, SUMMARY)}): {one.words}" for one in entries)
+    return {INDEX: page.html(), README: "\n\n".join([f"# {title}", WHAT, listed, by_machine[SUMMARY]]) + "\n"}
 
 
 def _index_cell(folder: Path, one: StoredReport | None) -> str:
@@ -430,7 +454,8 @@ def write_comparison(first: Path, second: Path, path: Path) -> Path:
     sections = [_compared(pair) for pair in pairs]
     entries = [Entry(f"#{part.anchor}", part.title) for part in sections]
     title = f"{second.name} compared with {first.name}"
-    return Page(title, "", html(text), sections, entries=entries).write(path)
+    path.write_text(Page(title, "", html(text), sections, entries=entries).html())
+    return path
 
 
 def _compared(pair: Pair) -> Part:

@@ -29,7 +29,7 @@ def add(commands) -> None:
     report.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/h200x4")
     report.add_argument("--write", action="store_true", help="rewrite index.html and the tables in FOLDER")
     report.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    index = commands.add_parser("index", help="make the index page of all report folders")
+    index = commands.add_parser("index", help="make the index of all report folders: index.html and README.md")
     index.add_argument("reports", type=Path, nargs="?", default=LOCAL, metavar="REPORTS", help="default: %(default)s")
     two = commands.add_parser("compare", help="make a page that compares two folders of reports")
     two.add_argument("first", type=Path, metavar="FIRST", help="such as reports/h200x2")
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 def write(folder: Path) -> Path:
     """Writes the folder's page and tables, and updates its parent's index if there is one. Returns the page's path."""
     page = build.write(folder)
-    if (folder.parent / build.INDEX).exists():
+    if (folder.parent / build.README).exists():
         build.write_index(folder.parent)
     return page
 

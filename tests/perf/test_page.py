@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import re
-import shutil
 from dataclasses import replace
 from html import unescape
 from itertools import combinations
@@ -24,7 +24,7 @@ from tests.perf.samples import CPU, MACHINE, REPORTS, norm_row, row
 
 BROWSER = browser.find()
 REPORTS_FOLDER = Path(__file__).parents[2] / "reports"
-COMMITTED = sorted(path.parent for path in REPORTS_FOLDER.glob("*/index.html"))
+COMMITTED = build.folders_of(REPORTS_FOLDER)
 
 
 def sweep(mode="cpu", peer="gloo", wrong=0):
@@ -297,31 +297,27 @@ def test_a_small_rate_has_two_significant_digits():
 # ---- what is committed ----------------------------------------------------------------------------------------------
 
 
-def without_charts(text):
-    """Which Matplotlib's versions draw a little differently."""
-    return re.sub(r"<svg.*?</svg>", "<svg></svg>", text)
-
-
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
-def test_what_is_committed_is_what_is_made_of_its_json(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(charts, "_plot", lambda plot: "<svg></svg>" if any(line.points for line in plot.lines) else "")
-    monkeypatch.setattr(charts, "_rows", lambda chart: "<svg></svg>")
-    mine = shutil.copytree(folder, tmp_path / folder.name)
+def test_what_is_committed_is_what_is_made_of_its_json(folder, monkeypatch):
+    monkeypatch.setattr(charts, "render", lambda figure: "")
 
-    build.write(mine)
+    made = build.texts(folder)
 
-    made, there = ({path.name: path.read_text() for path in one.iterdir()} for one in (mine, folder))
-    assert made.keys() == there.keys()
-    differing = [name for name, text in made.items() if without_charts(text) != without_charts(there[name])]
+    committed = {path.name: path.read_text() for path in folder.glob("*.md") if path.name in made}
+    assert committed.keys() == {name for name in made if name.endswith(".md")}
+    differing = [name for name, text in committed.items() if made[name] != text]
     assert differing == [], f"make them anew: python -m perf report reports/{folder.name} --write"
 
 
-def test_the_committed_index_is_that_of_its_folders(tmp_path):
-    mine = shutil.copytree(REPORTS_FOLDER, tmp_path / "reports")
+def test_the_committed_index_is_that_of_its_folders():
+    committed = (REPORTS_FOLDER / "README.md").read_text()
 
-    build.write_index(mine)
+    assert build.index_texts(REPORTS_FOLDER)["README.md"] == committed, "make it anew: python -m perf index reports"
 
-    assert (mine / "index.html").read_text() == (REPORTS_FOLDER / "index.html").read_text()
+
+@functools.cache
+def page_of_committed(name: str) -> str:
+    return build.texts(REPORTS_FOLDER / name)["index.html"]
 
 
 def boxes(svg, size, shift):
@@ -338,7 +334,7 @@ def boxes(svg, size, shift):
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_no_labels_of_a_plot_overlap_on_a_narrow_page(folder):
-    page = (folder / "index.html").read_text()
+    page = page_of_committed(folder.name)
     size, shift = (int(re.search(found, page)[1]) for found in (r"font-size: (\d+)px", r"translateY\((\d+)px\)"))
     plots = [boxes(svg, size, shift) for svg in re.findall(r'<svg class="plot".*?</svg>', page, re.DOTALL)]
 
@@ -367,7 +363,10 @@ LOOKS += [("h200x4", 390, True), ("h200x2", 1280, False)]
 @pytest.mark.skipif(BROWSER is None, reason=f"there is no browser: none of {', '.join(browser.NAMES)}")
 @pytest.mark.parametrize(("which", "width", "dark"), LOOKS)
 def test_a_browser_shows_all_of_it_at_any_width_by_day_and_night(sample_page, tmp_path, which, width, dark):
-    page = sample_page if which == "sample" else REPORTS_FOLDER / which / "index.html"
+    page = sample_page
+    if which != "sample":
+        page = tmp_path / "index.html"
+        page.write_text(page_of_committed(which))
 
     seen = browser.look(BROWSER, page, width, dark=dark, folder=tmp_path)
 

@@ -52,4 +52,11 @@ def test_figures_and_generated_tables_are_on_the_pages(site):
     assert "test_allreduce_gpu.py::" in texts["promises"]
     assert "Changelog" in texts["changelog"]
     assert [name for name, text in texts.items() if "<!-- generated" in text or "<!-- figure" in text] == []
-    assert (site / "reports" / "h200x4" / "index.html").exists()
+
+
+def test_links_of_reports_pages_lead_to_files_of_the_site(site):
+    pages = [site / "reports" / "index.html", *(site / "reports").glob("*/index.html")]
+    links = {page.parent / link for page in pages for link in re.findall(r'href="(?!#|http)([^"#]+)', page.read_text())}
+
+    assert len(links) > 100
+    assert [link for link in links if not link.exists()] == []
