@@ -52,6 +52,7 @@ from perf.peers.matmuls import (
     own_product,
     product_of_tiles,
 )
+from perf.products import sentence
 from perf.report import (
     NOT_SERVED,
     Arguments,
@@ -65,7 +66,6 @@ from perf.report import (
     time_cell,
 )
 from perf.timeline import DRAWN, Timeline, decode
-from perf.topics.matmul import sentence
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 

@@ -36,9 +36,9 @@ from perf.peers.fp8_matmuls import (
     make_variants,
     own_product,
 )
+from perf.products import sentence
 from perf.report import Arguments, by_method, of_best_peer, plural
 from perf.topics.fp8 import LOST, of_elements
-from perf.topics.matmul import sentence
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
