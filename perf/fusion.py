@@ -18,8 +18,8 @@ from torch import Tensor
 from perf.charts import Axis, Line, Plot
 from perf.choices import choice_table, choices
 from perf.harness import verify
-from perf.harness.ranks import Ranks, agreed_launches
-from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
+from perf.harness.ranks import Ranks, timed_in_turn
+from perf.harness.timing import WARM_UP, capture, spread
 from perf.machine import check_world_sizes
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
 from perf.report import (
@@ -199,18 +199,13 @@ def measure(
     """
     operands = layer.operands(ranks.rank, ranks.device)
     trials = ((f"{variant.name}, {layer}", Trial(variant, layer, operands)) for variant in variants)
-    ready, refused = agreed_launches(ranks, trials)
+    how = ("graph", layer.iterations) if ranks.device.type == "cuda" else ("cpu", 1)
+    timed, refused = timed_in_turn(ranks, trials, layer.repeats, *how)
     yield from refused
-    if not ready:
+    if not timed:
         return
-    on_gpu = ranks.device.type == "cuda"
-    mode, iterations = ("graph", layer.iterations) if on_gpu else ("cpu", 1)
-    launches = [launch for _, launch in ready]
-    times_us = ranks.slowest(
-        time_in_turn(launches, layer.repeats, lambda launch: ranks.time_us(launch, mode) / iterations)
-    )
-    wrong = ranks.total([count_wrong(trial, launch, ranks) for trial, launch in ready])
-    for (trial, _), times, bad in zip(ready, times_us, wrong, strict=True):
+    wrong = ranks.total([count_wrong(trial, launch, ranks) for trial, launch, _ in timed])
+    for (trial, _, times), bad in zip(timed, wrong, strict=True):
         sizes = (layer.world_size, layer.m, layer.n, layer.k)
         yield row(trial.variant.name, *sizes, spread(times), bad)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException
 
 from perf.harness.cases import HOST_MODES, Case
+from perf.harness.timing import time_in_turn
 
 # After this many calls the host waits for the device, untimed. The driver queues about 1024 launches. With a full queue
 # the host time of a call would be the time of its kernel.
@@ -255,6 +256,21 @@ def agreed_launches(
         else:
             ready.append((trial, launch))
     return ready, refused
+
+
+def timed_in_turn(
+    ranks: Ranks, trials: Iterable[tuple[str, T]], repeats: int, mode: str, iterations: int = 1
+) -> tuple[list[tuple[T, Callable[[], None], list[float]]], list[str]]:
+    """Returns what :func:`agreed_launches` does, each launch with its times by repeat in microseconds. Collective.
+
+    Launches take turns. A time is that of the slowest rank, divided by ``iterations``.
+    """
+    ready, refused = agreed_launches(ranks, trials)
+    if not ready:
+        return [], refused
+    launches = [launch for _, launch in ready]
+    mine = time_in_turn(launches, repeats, lambda launch: ranks.time_us(launch, mode) / iterations)
+    return [(*one, times) for one, times in zip(ready, ranks.slowest(mine), strict=True)], refused
 
 
 def first_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ same seed and takes its shard.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,15 +143,15 @@ class Inputs:
     """The inputs of one case.
 
     Attributes:
-        x: embedded tokens, [tokens, hidden].
+        x: embedded tokens, [tokens, hidden], or this rank's rows of them.
         cos_sin: cosine and sine of RoPE's angles, each [new tokens of a sequence, head size].
-        caches: one cache for each layer.
+        caches: one cache for each layer; empty if sequences have no earlier tokens.
     """
 
     case: Case
     x: Tensor
     cos_sin: tuple[Tensor, Tensor]
-    caches: list[Cache]
+    caches: Sequence[Cache] = ()
 
 
 @dataclass(frozen=True)
@@ -174,31 +174,45 @@ class Decoder:
     layers: list[Layer]
     final_norm: Tensor
 
-    def step(self, inputs: Inputs, elementwise: Elementwise, row_parallel_and_norm: RowParallelAndNorm) -> Tensor:
-        """Returns the normalised output of the last layer, [tokens, hidden]. Updates the caches."""
+    def step(
+        self,
+        inputs: Inputs,
+        elementwise: Elementwise,
+        row_parallel_and_norm: RowParallelAndNorm,
+        column_parallel: Callable[[Tensor, Tensor], Tensor] = functional.linear,
+    ) -> Tensor:
+        """Returns the normalised output of the last layer. It has the rows of ``inputs.x``. Updates the caches.
+
+        Args:
+            column_parallel: takes normalised rows and a weight. Returns this rank's features of all rows.
+        """
         residual, normed = inputs.x, rms_norm(inputs.x, self.layers[0].attention_norm)
         next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.final_norm]
-        for layer, cache, next_norm in zip(self.layers, inputs.caches, next_norms, strict=True):
-            attended = self._attend(normed @ layer.query_key_value.t(), cache, inputs, elementwise.rotate)
+        for at, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+            projected = column_parallel(normed, layer.query_key_value)
+            cache = inputs.caches[at] if inputs.caches else None
+            attended = self._attend(projected, layer, cache, inputs, elementwise.rotate)
             normed, residual = row_parallel_and_norm(attended, layer.out, residual, layer.mlp_norm)
-            inner = elementwise.swiglu(normed @ layer.gate_up.t())
+            inner = elementwise.swiglu(column_parallel(normed, layer.gate_up))
             normed, residual = row_parallel_and_norm(inner, layer.down, residual, next_norm)
         return normed
 
-    def _attend(self, projected: Tensor, cache: Cache, inputs: Inputs, rotate: Callable) -> Tensor:
+    def _attend(self, projected: Tensor, layer: Layer, cache: Cache | None, inputs: Inputs, rotate: Callable) -> Tensor:
         """Returns the attention's output, [tokens, this rank's heads x head size].
 
         ``projected`` has queries, keys and values concatenated along the features.
         """
-        case, kv_heads = inputs.case, cache.keys.shape[1]
-        heads = projected.view(case.sequences, case.new, -1, self.size.head_size).transpose(1, 2)
-        queries_and_keys, values = heads[:, :-kv_heads], heads[:, -kv_heads:]
-        rotated = rotate(queries_and_keys, *inputs.cos_sin)
+        case, head_size = inputs.case, self.size.head_size
+        heads = projected.view(case.sequences, case.new, -1, head_size).transpose(1, 2)
+        kv_heads = (heads.shape[1] - layer.out.shape[1] // head_size) // 2
+        rotated, values = rotate(heads[:, :-kv_heads], *inputs.cos_sin), heads[:, -kv_heads:]
         queries, keys = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
-        cache.keys[:, :, -case.new :] = keys
-        cache.values[:, :, -case.new :] = values
+        if cache is not None:
+            cache.keys[:, :, -case.new :] = keys
+            cache.values[:, :, -case.new :] = values
+            keys, values = cache.keys, cache.values
         attended = functional.scaled_dot_product_attention(
-            queries, cache.keys, cache.values, is_causal=case.new > 1, enable_gqa=True
+            queries, keys, values, is_causal=case.new > 1, enable_gqa=True
         )
         return attended.transpose(1, 2).reshape(len(projected), -1)
 

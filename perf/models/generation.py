@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, agreed, host_time_of_calls_us
 from perf.harness.timing import WARM_UP, spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
+from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, compared, worst_of
 from perf.models.decoder import EPS, SIZES, THETA
 from perf.report import NOT_SERVED, Spread, Timing, best_peer, method_cell, plural, ratio, ratio_cell, table
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 NEEDS = ("transformers", "accelerate")  # accelerate: to shard the model
-UNSHARDED, GRAPHAR = "unsharded", "graphar"
+GRAPHAR = "graphar"
 PROMPT = 16  # tokens
 CALL_NBYTES = 2 * KB
 # By device: repeats of a generation, and calls over which the host time of a call is averaged.
@@ -41,46 +41,24 @@ REPEATS, CALLS = {"cuda": 9, "cpu": 5}, {"cuda": 2000, "cpu": 20}
 
 
 @dataclass(frozen=True)
-class GenerationPlan:
-    """The generation for one number of ranks.
+class GenerationPlan(BenchPlan):
+    """The generation of ``tokens`` tokens."""
 
-    Attributes:
-        device: "cuda" or "cpu".
-        size: a name in perf.models.decoder.SIZES.
-        layers: the number of layers of the model.
-        tokens: the number of tokens that are generated.
-    """
-
-    device: str
-    world_size: int
-    size: str
-    layers: int
     tokens: int
 
 
 @dataclass(frozen=True)
-class GenerationRow(Timing):
-    """The measured and verified time of generating tokens over one backend.
+class GenerationRow(BenchRow):
+    """One backend: the time for the prompt and all generated tokens.
 
     Attributes:
-        method: UNSHARDED, or the backend.
-        size: a name in perf.models.decoder.SIZES.
-        layers: the number of layers of the model.
+        method: UNSHARDED, or the backend. With graphar all ranks must have logits with the same bits.
         prompt: the number of tokens of the prompt.
         tokens: the number of generated tokens.
-        time_us: the time for the prompt and all tokens: median, p10 and p99 over the repeats. Each repeat has the time
-            of the slowest rank.
-        error: the largest relative error of a token's logits, compared with the unsharded model; None for that model.
         same_tokens: the number of generated tokens before the first one that differs from torch's backend.
         same_bits: the number of generated tokens whose logits have the same bits as with torch's backend.
-        wrong: the number of wrong tokens, summed over all ranks. A token is wrong if the error of its logits is too
-            large. With graphar it is also wrong if its logits differ in bits from the first rank's.
     """
 
-    method: str
-    size: str
-    world_size: int
-    layers: int
     prompt: int
     tokens: int
     time_us: Spread
@@ -91,7 +69,11 @@ class GenerationRow(Timing):
 
     @property
     def what(self) -> tuple[str, ...]:
-        return f"{plural(self.layers, 'layer')} of {self.size}", f"generation of {plural(self.tokens, 'token')}"
+        return self.of_layers, f"generation of {plural(self.tokens, 'token')}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.world_size} ranks, {self.of_layers}: eager {self.what[-1]} with transformers"
 
     @property
     def is_peer(self) -> bool:
@@ -123,6 +105,10 @@ class CallRow(Timing):
     @property
     def what(self) -> tuple[str, ...]:
         return (f"dist.all_reduce of {format_nbytes(self.nbytes)}",)
+
+    @property
+    def title(self) -> str:
+        return f"{self.world_size} ranks: host time of {self.what[0]}"
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
@@ -232,7 +218,7 @@ class Bench:
         expected = self._models[UNSHARDED](read.unsqueeze(0)).logits[0, PROMPT - 1 :]
         errors, apart = logit_errors(logits, expected)
         bad = ~(errors <= LOGITS_TOLERANCE * row.layers**0.5) | (apart & row.is_own)
-        (error,) = self._ranks.slowest([errors.nan_to_num(nan=math.inf).max().item()])
+        (error,) = self._ranks.slowest([worst_of(errors)])
         (wrong,) = self._ranks.total([int(bad.sum())])
         return replace(row, error=error, wrong=wrong)
 
@@ -321,46 +307,31 @@ for the GPU before the driver's queue is full. The wait is not timed. On the CPU
 result of one more call was verified."""
 
 
-def title(row: GenerationRow) -> str:
-    layers = f"{plural(row.layers, 'layer')} of {row.size}"
-    return f"{row.world_size} ranks, {layers}: eager generation of {plural(row.tokens, 'token')} with transformers"
-
-
-def call_title(row: CallRow) -> str:
-    return f"{row.world_size} ranks: host time of {row.what[0]}"
-
-
-def generation_table(rows: Mapping[str, GenerationRow]) -> str:
+def table_of(rows: Mapping[str, GenerationRow]) -> str:
     """Returns the table of one model. It has a row for each method."""
     peer = best_peer(rows.values())
     known = next((row.method for row in rows.values() if row.is_peer), "torch's backend")
     header = ["method", "time (ms)", "p10 to p99 (ms)", "tokens/s", "of_best_peer", "error"]
-    header += [f"tokens as with {known}", "logits with the same bits"]
-    return table(header, [_cells(row, peer) for row in rows.values()])
-
-
-def _cells(row: GenerationRow, peer: GenerationRow | None) -> list[str]:
-    low, high = (row.time_us[name] / 1e3 for name in ("p10", "p99"))
-    return [
-        method_cell(row),
-        f"{row.median / 1e3:.1f}",
-        f"{low:.1f} to {high:.1f}",
-        f"{row.per_second:,.0f}",
-        ratio_cell(ratio(row, peer)),
-        NOT_SERVED if row.error is None else f"{row.error:.4f}",
-        f"{row.same_tokens} of {row.tokens}",
-        f"{row.same_bits} of {row.tokens}",
-    ]
-
-
-def call_table(rows: Sequence[CallRow]) -> str:
-    """Returns the table of calls for one world size. It has a row for each backend."""
-    peer = best_peer(rows)
     lines = []
-    for row in rows:
-        low, high = (row.time_us[name] for name in ("p10", "p99"))
-        lines.append([method_cell(row), f"{row.median:.1f}", f"{low:.1f} to {high:.1f}", ratio_cell(ratio(row, peer))])
+    for row in rows.values():
+        cells = [method_cell(row), f"{row.median / 1e3:.1f}", extent(row, 1e3), f"{row.per_second:,.0f}"]
+        cells += [ratio_cell(ratio(row, peer)), NOT_SERVED if row.error is None else f"{row.error:.4f}"]
+        lines.append([*cells, f"{row.same_tokens} of {row.tokens}", f"{row.same_bits} of {row.tokens}"])
+    return table([*header, f"tokens as with {known}", "logits with the same bits"], lines)
+
+
+def call_table(rows: Mapping[str, CallRow]) -> str:
+    """Returns the table of calls for one world size. It has a row for each backend."""
+    peer = best_peer(rows.values())
+    lines = [
+        [method_cell(row), f"{row.median:.1f}", extent(row), ratio_cell(ratio(row, peer))] for row in rows.values()
+    ]
     return table(["method", "time (us)", "p10 to p99 (us)", "of_best_peer"], lines)
+
+
+def extent(row: Timing, unit_us: float = 1.0) -> str:
+    """Returns the 10th and the 99th percentile."""
+    return " to ".join(f"{row.time_us[name] / unit_us:.1f}" for name in ("p10", "p99"))
 
 
 def in_words(rows: Mapping[str, GenerationRow]) -> str:
@@ -368,14 +339,14 @@ def in_words(rows: Mapping[str, GenerationRow]) -> str:
     own, peer = rows.get(GRAPHAR), best_peer(rows.values())
     if not (own and peer):
         return ""
-    told = "; ".join(f"{row.method} {row.per_second:,.0f} tokens/s" for row in (peer, own))
-    return f"{title(own)}: {told}; ratio of times {own.median / peer.median:.2f}"
+    times = [f"{row.method} {row.per_second:,.0f} tokens/s" for row in (peer, own)]
+    return compared(own.title, times, own, peer, "ratio of times")
 
 
-def call_in_words(rows: Sequence[CallRow]) -> str:
+def call_in_words(rows: Mapping[str, CallRow]) -> str:
     """Returns a sentence that compares a call of both backends; empty if one of them was not measured."""
-    own, peer = next((row for row in rows if row.is_own), None), best_peer(rows)
+    own, peer = next((row for row in rows.values() if row.is_own), None), best_peer(rows.values())
     if not (own and peer):
         return ""
-    told = "; ".join(f"{row.method} {row.median:.1f} us" for row in (peer, own))
-    return f"host time of {own.what[0]} on {own.world_size} ranks: {told}; ratio {own.median / peer.median:.2f}"
+    times = [f"{row.method} {row.median:.1f} us" for row in (peer, own)]
+    return compared(f"host time of {own.what[0]} on {own.world_size} ranks", times, own, peer)

@@ -22,13 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import _symmetric_memory as symmetric_memory
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 
 import graphar
 from perf.harness import ranks as ranks_of
-from perf.harness.ranks import ProcessRanks, agreed, agreed_launches
-from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
+from perf.harness.ranks import ProcessRanks, agreed, timed_in_turn
+from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
+from perf.models.bench import BenchPlan, BenchRow, compared, whole_header, worst_of
 from perf.models.decoder import (
     EMBEDDED,
     EPS,
@@ -37,18 +38,18 @@ from perf.models.decoder import (
     Case,
     Decoder,
     Elementwise,
+    Inputs,
     Layer,
     Shard,
     Size,
     make_decoder,
     make_head,
     normal,
-    rms_norm,
     rope_cos_sin,
     rotate,
     swiglu,
 )
-from perf.report import NOT_SERVED, Spread, Timing, best_peer, method_cell, plural, ratio, ratio_cell, table
+from perf.report import NOT_SERVED, Spread, best_peer, method_cell, plural, ratio, ratio_cell, table
 from perf.topics.norms import add_and_norm, compiled
 
 TRAINING = "training"
@@ -59,42 +60,22 @@ GRADIENT_TOLERANCE = 2 * LOGITS_TOLERANCE
 
 
 @dataclass(frozen=True)
-class SequencePlan:
-    """The sequences to measure with one number of ranks.
+class SequencePlan(BenchPlan):
+    """The sequences to measure. ``tokens`` are their lengths."""
 
-    Attributes:
-        device: "cuda" or "cpu".
-        size: a name in perf.models.decoder.SIZES.
-        layers: the number of layers that are timed.
-        tokens: the lengths of the sequence.
-    """
-
-    device: str
-    world_size: int
-    size: str
-    layers: int
     tokens: Sequence[int]
 
 
 @dataclass(frozen=True)
-class SequenceRow(Timing):
-    """The measured and verified time of one method for one sequence.
+class SequenceRow(BenchRow):
+    """One method for one sequence. ``wrong`` counts gradients with too large an error, too.
 
     Attributes:
-        size: a name in perf.models.decoder.SIZES.
-        layers: the number of layers that were timed.
         phase: PREFILL: the forward pass. TRAINING: forward and backward pass.
         tokens: the length of the sequence.
-        time_us: median, p10 and p99 over the repeats. Each repeat has the time of the slowest rank.
-        error: the largest relative error of a token's logits, compared with the unsharded model.
         gradient_error: the largest relative error of the gradient of a weight or of the input; None after a prefill.
-        wrong: the number of tokens and gradients with too large an error, summed over all ranks.
     """
 
-    method: str
-    size: str
-    world_size: int
-    layers: int
     phase: str
     tokens: int
     time_us: Spread
@@ -104,7 +85,12 @@ class SequenceRow(Timing):
 
     @property
     def what(self) -> tuple[str, ...]:
-        return f"{plural(self.layers, 'layer')} of {self.size}", f"{self.phase} on a sequence of {self.tokens} tokens"
+        return self.of_layers, f"{self.phase} on a sequence of {self.tokens} tokens"
+
+    @property
+    def title(self) -> str:
+        what = f"{self.phase} on {plural(self.tokens, 'token')}"
+        return f"{self.world_size} ranks, {self.of_layers}, sequence parallelism: {what}"
 
 
 # ---- methods --------------------------------------------------------------------------------------------------------
@@ -238,40 +224,18 @@ class ElementwiseWithNorm(Elementwise):
 PLAIN = ElementwiseWithNorm(rotate, swiglu, add_and_norm)
 
 
-def forward(
-    decoder: Decoder, x: Tensor, cos_sin: tuple[Tensor, Tensor], method: Method, elementwise: ElementwiseWithNorm
-) -> Tensor:
-    """Returns the normalised output of the last layer. It has the rows of ``x``."""
-    residual, normed = x, rms_norm(x, decoder.layers[0].attention_norm)
-    next_norms = [*(layer.attention_norm for layer in decoder.layers[1:]), decoder.final_norm]
+def forward(decoder: Decoder, inputs: Inputs, method: Method, elementwise: ElementwiseWithNorm) -> Tensor:
+    """Returns the normalised output of the last layer. It has the rows of ``inputs.x``."""
     row_parallel_and_norm = method.row_parallel_and_norm or partial(
         row_parallel_then_norm, method.row_parallel, elementwise.add_and_norm
     )
-    for layer, next_norm in zip(decoder.layers, next_norms, strict=True):
-        attended = attend(
-            method.column_parallel(normed, layer.query_key_value), layer, decoder.size, cos_sin, elementwise.rotate
-        )
-        normed, residual = row_parallel_and_norm(attended, layer.out, residual, layer.mlp_norm)
-        inner = elementwise.swiglu(method.column_parallel(normed, layer.gate_up))
-        normed, residual = row_parallel_and_norm(inner, layer.down, residual, next_norm)
-    return normed
+    return decoder.step(inputs, elementwise, row_parallel_and_norm, method.column_parallel)
 
 
 def row_parallel_then_norm(
     row_parallel: Callable, add_and_norm: Callable, a: Tensor, w: Tensor, residual: Tensor, norm: Tensor
 ) -> tuple[Tensor, Tensor]:
     return add_and_norm(row_parallel(a, w), residual, norm)
-
-
-def attend(projected: Tensor, layer: Layer, size: Size, cos_sin: tuple[Tensor, Tensor], rotate: Callable) -> Tensor:
-    """Returns the causal attention of one sequence, without a cache: [tokens, this rank's heads x head size]."""
-    heads = projected.view(1, len(projected), -1, size.head_size).transpose(1, 2)
-    query_heads = layer.out.shape[1] // size.head_size
-    kv_heads = (heads.shape[1] - query_heads) // 2
-    rotated, values = rotate(heads[:, :-kv_heads], *cos_sin), heads[:, -kv_heads:]
-    queries, keys = rotated[:, :query_heads], rotated[:, query_heads:]
-    attended = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-    return attended.transpose(1, 2).reshape(len(projected), -1)
 
 
 def named_weights(decoder: Decoder) -> dict[str, Tensor]:
@@ -295,17 +259,8 @@ def part_of(name: str, whole: Tensor, size: Size, shard: Shard) -> Tensor:
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SequenceInputs:
-    """The inputs of one sequence: embedded tokens, cosine and sine of RoPE's angles, and the gradient of the output."""
-
-    x: Tensor
-    cos_sin: tuple[Tensor, Tensor]
-    cotangent: Tensor
-
-
 class Trial:
-    """Runs one method on one sequence.
+    """Runs one method on one sequence. ``cotangent`` is the gradient of the output.
 
     Attributes:
         result: the output of the last step: this rank's rows or all rows.
@@ -313,9 +268,16 @@ class Trial:
     """
 
     def __init__(
-        self, method: Method, decoder: Decoder, inputs: SequenceInputs, phase: str, elementwise: ElementwiseWithNorm
+        self,
+        method: Method,
+        decoder: Decoder,
+        inputs: Inputs,
+        cotangent: Tensor,
+        phase: str,
+        elementwise: ElementwiseWithNorm,
     ) -> None:
-        self.method, self._decoder, self._inputs, self._phase = method, decoder, inputs, phase
+        self.method, self._decoder, self._phase = method, decoder, phase
+        self._inputs, self._cotangent = inputs, cotangent
         self.result: Tensor | None = None
         self.gradients: dict[str, Tensor] = {}
         self._fused = CountFused()
@@ -327,14 +289,14 @@ class Trial:
     def run(self) -> None:
         if self._phase == PREFILL:
             with torch.no_grad():
-                self.result = self._forward(self._decoder, self._inputs.x, self._inputs.cos_sin, method=self.method)
+                self.result = self._forward(self._decoder, self._inputs, method=self.method)
         else:
             self._train()
 
     def _train(self) -> None:
         weights, x = named_weights(self._decoder), self._inputs.x.detach().requires_grad_()
-        out = self._forward(self._decoder, x, self._inputs.cos_sin, method=self.method)
-        found = torch.autograd.grad(out, [*weights.values(), x], self._inputs.cotangent)
+        out = self._forward(self._decoder, replace(self._inputs, x=x), method=self.method)
+        found = torch.autograd.grad(out, [*weights.values(), x], self._cotangent)
         self.result, self.gradients = out.detach(), dict(zip([*weights, "x"], found, strict=True))
         if self.method.sum_norms:
             norms = {name: one for name, one in self.gradients.items() if name.endswith("norm")}
@@ -366,24 +328,19 @@ class Bench:
         """Yields a row for each method, or a message that says why there is none. Collective."""
         plan, ranks = self._plan, self._ranks
         torch.compiler.reset()  # torch.compile limits the number of graphs of a function
-        inputs = self._make_sequence(tokens)
-        expected = Trial(WHOLE, self._whole, inputs, phase, self._elementwise)
+        x, cotangent = (normal(seed, (tokens, self._size.hidden), ranks.device) for seed in (EMBEDDED, COTANGENT))
+        case = Case(PREFILL, tokens, tokens)
+        inputs = Inputs(case, x, rope_cos_sin(case, self._size.head_size, ranks.device))
+        expected = Trial(WHOLE, self._whole, inputs, cotangent, phase, self._elementwise)
         expected.run()
         trials = (
-            (
-                f"{method.name}, {phase} on a sequence of {tokens} tokens",
-                Trial(method, self._own, self._rows_of(inputs, method), phase, self._elementwise),
-            )
+            (f"{method.name}, {phase} on a sequence of {tokens} tokens", self._trial(method, inputs, cotangent, phase))
             for method in methods
         )
-        ready, refused = agreed_launches(ranks, trials)
-        yield from refused
-        if not ready:
-            return
         mode = "cpu" if plan.device == "cpu" else "graph" if phase == PREFILL else "eager"
-        launches = [launch for _, launch in ready]
-        times_us = ranks.slowest(time_in_turn(launches, REPEATS, lambda launch: ranks.time_us(launch, mode)))
-        for (trial, launch), times in zip(ready, times_us, strict=True):
+        timed, refused = timed_in_turn(ranks, trials, REPEATS, mode)
+        yield from refused
+        for trial, launch, times in timed:
             trial.result.fill_(torch.nan)
             launch()
             ranks.barrier()
@@ -391,15 +348,10 @@ class Bench:
             where = (plan.size, plan.world_size, plan.layers, phase, tokens)
             yield SequenceRow(trial.method.name, *where, spread(times), error, gradient_error, wrong)
 
-    def _make_sequence(self, tokens: int) -> SequenceInputs:
-        size, device = self._size, self._ranks.device
-        x, cotangent = (normal(seed, (tokens, size.hidden), device) for seed in (EMBEDDED, COTANGENT))
-        return SequenceInputs(x, rope_cos_sin(Case(PREFILL, tokens, tokens), size.head_size, device), cotangent)
-
-    def _rows_of(self, inputs: SequenceInputs, method: Method) -> SequenceInputs:
-        if not method.shards_rows:
-            return inputs
-        return replace(inputs, x=self._own_rows(inputs.x), cotangent=self._own_rows(inputs.cotangent))
+    def _trial(self, method: Method, inputs: Inputs, cotangent: Tensor, phase: str) -> Trial:
+        if method.shards_rows:
+            inputs, cotangent = replace(inputs, x=self._own_rows(inputs.x)), self._own_rows(cotangent)
+        return Trial(method, self._own, inputs, cotangent, phase, self._elementwise)
 
     def _own_rows(self, whole: Tensor) -> Tensor:
         return self._shard.part(whole, 0)
@@ -411,7 +363,7 @@ class Bench:
             errors, _ = compare_logits(trial.result, rows(expected.result), self._head)
         growth = self._plan.layers**0.5
         wrong = int((~(errors <= LOGITS_TOLERANCE * growth)).sum())
-        worst = [errors.nan_to_num(nan=math.inf).max().item()]
+        worst = [worst_of(errors)]
         if trial.gradients:
             of_gradients = []
             for name, found in trial.gradients.items():
@@ -477,30 +429,21 @@ unsharded model's gradient / the norm of that gradient. It is the largest over a
 most 2^-5 times the square root of the number of layers. The verified training step runs after the timed ones."""
 
 
-def title(row: SequenceRow) -> str:
-    """Returns the title of a row's step."""
-    layers = f"{plural(row.layers, 'layer')} of {row.size}"
-    return f"{row.world_size} ranks, {layers}, sequence parallelism: {row.phase} on {plural(row.tokens, 'token')}"
-
-
 def in_words(rows: Mapping[str, SequenceRow]) -> str:
     """Returns a sentence that compares sequence parallelism with the best peer; empty if one of them is missing."""
     own, peer, other = rows.get(SEQUENCE_PARALLEL), best_peer(rows.values()), rows.get(TENSOR_PARALLEL)
     if own is None or peer is None:
         return ""
-    told = [f"{one.method} {one.median / 1e3:.4g} ms" for one in (peer, other, own) if one]
-    return f"{title(own)}: {'; '.join(told)}; ratio {own.median / peer.median:.2f}"
+    times = [f"{row.method} {row.median / 1e3:.4g} ms" for row in (peer, other, own) if row]
+    return compared(own.title, times, own, peer)
 
 
-def sequence_table(rows: Mapping[str, SequenceRow]) -> str:
+def table_of(rows: Mapping[str, SequenceRow]) -> str:
     """Returns the table of one step. It has a row for each method."""
-    first, peer = next(iter(rows.values())), best_peer(rows.values())
-    layers = SIZES[first.size].layers
-    header = ["method", "step (us)", "of_best_peer", f"whole model, {layers} layers (ms)", "tokens/s", "error"]
-    lines = []
+    peer, lines = best_peer(rows.values()), []
     for row in rows.values():
-        whole_us = row.median * layers / row.layers
-        cells = [method_cell(row), f"{row.median:.1f}", ratio_cell(ratio(row, peer)), f"{whole_us / 1e3:.4g}"]
-        cells += [f"{row.tokens / whole_us * 1e6:,.0f}", f"{row.error:.4f}"]
-        lines.append([*cells, NOT_SERVED if row.gradient_error is None else f"{row.gradient_error:.4f}"])
+        cells = [method_cell(row), f"{row.median:.1f}", ratio_cell(ratio(row, peer)), *row.whole_cells()]
+        gradient_error = NOT_SERVED if row.gradient_error is None else f"{row.gradient_error:.4f}"
+        lines.append([*cells, f"{row.error:.4f}", gradient_error])
+    header = ["method", "step (us)", "of_best_peer", *whole_header(next(iter(rows.values()))), "error"]
     return table([*header, "gradient error"], lines)

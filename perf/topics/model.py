@@ -7,12 +7,11 @@ torch.distributed backend.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,11 +20,12 @@ import graphar
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
-from perf.harness.ranks import ProcessRanks, Ranks, agreed_launches
-from perf.harness.timing import WARM_UP, capture, spread, time_in_turn
+from perf.harness.ranks import ProcessRanks, Ranks, timed_in_turn
+from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
 from perf.machine import check_world_sizes
 from perf.models import generation, sequence
+from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, by_title, compared, whole_header, worst_of
 from perf.models.decoder import (
     CONTEXT,
     DECODE,
@@ -46,7 +46,7 @@ from perf.models.decoder import (
     rotate,
     swiglu,
 )
-from perf.models.generation import UNSHARDED, CallRow, GenerationPlan, GenerationRow
+from perf.models.generation import CallRow, GenerationPlan, GenerationRow
 from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
 from perf.peers.methods import Method
@@ -61,7 +61,6 @@ from perf.report import (
     Timing,
     best,
     best_peer,
-    group,
     method_cell,
     number,
     plural,
@@ -78,24 +77,11 @@ SIZE, LAYERS, DECODED, PREFILLED = "llama-3-70b", 4, (1, 8, 64), (2048, 8192)
 GENERATING_SIZE, GENERATED = "llama-3-8b", 64
 CPU_WORLD_SIZE, CPU_DECODED, CPU_PREFILLED, CPU_GENERATED = 2, (1, 8), (128,), 16
 
-Row = TypeVar("Row", bound=Timing)
-
 
 @dataclass(frozen=True)
-class ModelPlan:
-    """The decoder's cases for one number of ranks.
+class ModelPlan(BenchPlan):
+    """The decoder's cases. ``decode`` and ``prefill`` are their numbers of tokens."""
 
-    Attributes:
-        device: "cuda" or "cpu".
-        size: a name in SIZES.
-        layers: the number of layers that are timed.
-        decode, prefill: the numbers of tokens of the cases.
-    """
-
-    device: str
-    world_size: int
-    size: str
-    layers: int
     decode: Sequence[int]
     prefill: Sequence[int]
 
@@ -191,25 +177,12 @@ QUANTISED_TOLERANCE = 2.0**-4
 
 
 @dataclass(frozen=True)
-class ModelRow(Timing):
-    """The measured and verified time of one method in one case.
+class ModelRow(BenchRow):
+    """One method in one case: ``phase``, ``tokens`` and ``context`` are the fields of perf.models.decoder.Case.
 
-    Attributes:
-        size: a name in perf.models.decoder.SIZES.
-        layers: the number of layers that were timed.
-        phase, tokens, context: the fields of perf.models.decoder.Case.
-        time_us: the time of one step: median, p10 and p99 over the repeats. Each repeat has the time of the slowest
-            rank.
-        error: the largest relative error of a token's logits, compared with the unsharded model. None for the unsharded
-            model and without all-reduces.
-        wrong: the number of wrong tokens, summed over all ranks. A token is wrong if the error of its logits is too
-            large. If the method promises the same bits on all ranks, a token whose bits differ is wrong too.
+    ``error`` is None for the unsharded model and without all-reduces.
     """
 
-    method: str
-    size: str
-    world_size: int
-    layers: int
     phase: str
     tokens: int
     context: int
@@ -219,7 +192,11 @@ class ModelRow(Timing):
 
     @property
     def what(self) -> tuple[str, ...]:
-        return f"{plural(self.layers, 'layer')} of {self.size}", f"{self.phase} of {plural(self.tokens, 'token')}"
+        return self.of_layers, f"{self.phase} of {plural(self.tokens, 'token')}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.world_size} ranks, {': '.join(self.what)}"
 
     @property
     def is_peer(self) -> bool:
@@ -288,19 +265,15 @@ class Bench:
             )
             for variant in variants
         )
-        ready, refused = agreed_launches(ranks, trials)
+        how = ("graph", case.iterations) if ranks.device.type == "cuda" else ("cpu", 1)
+        timed, refused = timed_in_turn(ranks, trials, case.repeats, *how)
         yield from refused
-        mode, times_us = "graph" if ranks.device.type == "cuda" else "cpu", []
-        if ready:
-            launches, iterations = [launch for _, launch in ready], ready[0][0].iterations
-            times_us = ranks.slowest(
-                time_in_turn(launches, case.repeats, lambda launch: ranks.time_us(launch, mode) / iterations)
-            )
-        expected = next((result_of(*one, ranks) for one in ready if one[0].variant.name == UNSHARDED), None)
+        of_whole = (result_of(*one, ranks) for *one, _ in timed if one[0].variant.name == UNSHARDED)
+        expected = next(of_whole, None)
         if expected is None:
             yield f"{case.phase} of {case.tokens} tokens: no result of the unsharded model to compare with"
             return
-        for (trial, launch), times in zip(ready, times_us, strict=True):
+        for trial, launch, times in timed:
             error, wrong = self._check(trial, launch, expected)
             where = (plan.size, plan.world_size, plan.layers, case.phase, case.tokens, case.context)
             yield ModelRow(trial.variant.name, *where, spread(times), error, wrong)
@@ -312,7 +285,7 @@ class Bench:
         found = result_of(trial, launch, self._ranks)
         errors, apart = compare_logits(found, expected, self._head)
         bad = wrong_tokens(errors, apart, trial.variant, self._plan.layers)
-        (error,) = self._ranks.slowest([errors.nan_to_num(nan=math.inf).max().item()])
+        (error,) = self._ranks.slowest([worst_of(errors)])
         (wrong,) = self._ranks.total([int(bad.sum())])
         return error, wrong
 
@@ -465,36 +438,34 @@ on."""
         """Returns a sentence for each step (extrapolated to all layers), each generation and each call."""
         if self.wrong():
             return []
-        lines = [in_words(rows) for rows in by_title(self.rows, title).values()]
-        lines += [generation.in_words(rows) for rows in by_title(self.generations, generation.title).values()]
-        lines += [generation.call_in_words(rows) for rows in group(self.calls, generation.call_title).values()]
-        lines += [sequence.in_words(rows) for rows in by_title(self.sequences, sequence.title).values()]
+        words = {
+            in_words: self.rows,
+            generation.in_words: self.generations,
+            generation.call_in_words: self.calls,
+            sequence.in_words: self.sequences,
+        }
+        lines = [sentence(case) for sentence, rows in words.items() for case in by_title(rows).values()]
         return [line for line in lines if line]
 
     def sections(self) -> list[Section]:
-        steps = by_title(self.rows, title).items()
-        found = [Section(step, [step_table(rows)], [breakdown(step, rows)]) for step, rows in steps]
-        for one, rows in by_title(self.generations, generation.title).items():
-            found.append(Section(one, [generation.generation_table(rows)]))
-        for one, rows in group(self.calls, generation.call_title).items():
-            found.append(Section(one, [generation.call_table(rows)]))
+        steps = by_title(self.rows).items()
+        found = [Section(title, [step_table(rows)], [breakdown(title, rows)]) for title, rows in steps]
+        found += [Section(title, [generation.table_of(rows)]) for title, rows in by_title(self.generations).items()]
+        found += [Section(title, [generation.call_table(rows)]) for title, rows in by_title(self.calls).items()]
         if self.calls:
             found.append(Section("How generation and calls were measured", [generation.NOTES]))
-        for one, rows in by_title(self.sequences, sequence.title).items():
-            found.append(Section(one, [sequence.sequence_table(rows)]))
+        found += [Section(title, [sequence.table_of(rows)]) for title, rows in by_title(self.sequences).items()]
         if self.sequences:
             found.append(Section("How sequence parallelism was measured", [sequence.NOTES]))
         return found
 
     def glance(self) -> Glance:
-        measured = by_title(self.rows, title) | by_title(self.generations, generation.title)
-        measured |= by_title(self.sequences, sequence.title)
-        ratios = {
-            one: found for one, rows in measured.items() if (found := ratio(best_own(rows), best_peer(rows.values())))
-        }
+        measured = by_title([*self.rows, *self.generations, *self.sequences])
+        ratios = {title: ratio(best_own(rows), best_peer(rows.values())) for title, rows in measured.items()}
         over = words_for([row.method for rows in measured.values() for row in rows.values() if row.is_peer], FAMILIES)
         timed = "a step or of generation" if self.generations else "a step"
-        return Glance(f"time of {timed} with graphar's fastest exact method / with {over}", ratios)
+        known = {title: one for title, one in ratios.items() if one}
+        return Glance(f"time of {timed} with graphar's fastest exact method / with {over}", known)
 
 
 def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tuple[str, int]:
@@ -507,20 +478,6 @@ def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tupl
     return size.name, layers
 
 
-def by_title(rows: Iterable[Row], title: Callable[[Row], str]) -> dict[str, dict[str, Row]]:
-    """Returns the rows by title and method."""
-    return {one: {row.method: row for row in mine} for one, mine in group(rows, title).items()}
-
-
-def title(row: ModelRow) -> str:
-    """Returns the title of a row's step."""
-    return f"{row.world_size} ranks, {plural(row.layers, 'layer')} of {row.size}: {row.phase} of {_tokens(row)}"
-
-
-def _tokens(row: ModelRow) -> str:
-    return plural(row.tokens, "token")
-
-
 def in_words(rows: Mapping[str, ModelRow]) -> str:
     """Returns a sentence that compares graphar's best method with the best peer, for a step of the whole model.
 
@@ -529,44 +486,30 @@ def in_words(rows: Mapping[str, ModelRow]) -> str:
     peer, own, alone = best_peer(rows.values()), best_own(rows), rows.get(ALONE)
     if not (peer and own and alone):
         return ""
-    told = [f"{row.method} {whole_us(row) / 1e3:.4g} ms, {share(row, alone):.0%} communication" for row in (peer, own)]
+    told = [f"{row.method} {row.whole_us / 1e3:.4g} ms, {share(row, alone):.0%} communication" for row in (peer, own)]
     layers = SIZES[own.size].layers
     known = "" if layers == own.layers else f" (extrapolated from {own.layers})"
-    what = f"{own.phase} of {_tokens(own)}, {layers} layers of {own.size} on {own.world_size} ranks{known}"
-    return f"{what}: {'; '.join(told)}; ratio {own.median / peer.median:.2f}"
+    what = f"{own.what[-1]}, {layers} layers of {own.size} on {own.world_size} ranks{known}"
+    return compared(what, told, own, peer)
 
 
 def step_table(rows: Mapping[str, ModelRow]) -> str:
     """Returns the table of one step. It has a row for each method."""
-    first = next(iter(rows.values()))
-    whole = f"whole model, {SIZES[first.size].layers} layers (ms)"
-    header = ["method", "step (us)", "of_best_peer", "communication (us a layer)", "communication (%)", whole]
+    header = ["method", "step (us)", "of_best_peer", "communication (us a layer)", "communication (%)"]
     peer, alone = best_peer(rows.values()), rows.get(ALONE)
-    return table([*header, "tokens/s", "error"], [_cells(row, peer, alone) for row in rows.values()])
-
-
-def _cells(row: ModelRow, peer: ModelRow | None, alone: ModelRow | None) -> list[str]:
-    is_sum = alone is not None and row.method not in (ALONE, UNSHARDED)
-    return [
-        method_cell(row),
-        f"{row.median:.1f}",
-        ratio_cell(ratio(row, peer) if row.method != ALONE else None),
-        f"{(row.median - alone.median) / row.layers:.1f}" if is_sum else NOT_SERVED,
-        f"{100 * share(row, alone):.1f}" if is_sum else NOT_SERVED,
-        f"{whole_us(row) / 1e3:.4g}",
-        f"{row.tokens / whole_us(row) * 1e6:,.0f}",
-        NOT_SERVED if row.error is None else f"{row.error:.4f}",
-    ]
+    lines = []
+    for row in rows.values():
+        is_sum = alone is not None and row.method not in (ALONE, UNSHARDED)
+        cells = [method_cell(row), f"{row.median:.1f}", ratio_cell(ratio(row, peer) if row.method != ALONE else None)]
+        cells += [f"{(row.median - alone.median) / row.layers:.1f}" if is_sum else NOT_SERVED]
+        cells += [f"{100 * share(row, alone):.1f}" if is_sum else NOT_SERVED, *row.whole_cells()]
+        lines.append([*cells, NOT_SERVED if row.error is None else f"{row.error:.4f}"])
+    return table([*header, *whole_header(next(iter(rows.values()))), "error"], lines)
 
 
 def share(row: ModelRow, alone: ModelRow) -> float:
     """Returns exposed communication as a share of the step's time."""
     return 1 - alone.median / row.median
-
-
-def whole_us(row: ModelRow) -> float:
-    """Returns the time of a step of the whole model, extrapolated from the timed layers."""
-    return row.median * SIZES[row.size].layers / row.layers
 
 
 def best_own(rows: Mapping[str, ModelRow]) -> ModelRow | None:

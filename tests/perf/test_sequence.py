@@ -53,7 +53,7 @@ ALONE = Shard(0, 1, CPU)
 def test_it_has_the_output_of_the_decoder_with_a_cache():
     decoder, inputs = make_decoder(SIZE, 2, ALONE), make_inputs(SIZE, 2, Case(PREFILL, TOKENS, TOKENS), ALONE)
 
-    found = sequence.forward(decoder, inputs.x, inputs.cos_sin, WHOLE, PLAIN)
+    found = sequence.forward(decoder, replace(inputs, caches=()), WHOLE, PLAIN)
 
     def row_parallel_and_norm(a, weight, residual, scale):
         return add_and_norm(torch.nn.functional.linear(a, weight), residual, scale)
@@ -140,8 +140,8 @@ def test_torchs_pass_fuses_every_collective_of_both_passes():
 
 def test_where_torch_fuses_nothing_there_is_no_row():
     x = torch.randn(TOKENS, SIZE.hidden, dtype=torch.bfloat16)
-    inputs = sequence.SequenceInputs(x, make_inputs(SIZE, 1, Case(PREFILL, TOKENS, TOKENS), ALONE).cos_sin, x)
-    trial = Trial(replace(WHOLE, name=ASYNC), make_decoder(SIZE, 1, ALONE), inputs, PREFILL, PLAIN)
+    inputs = replace(make_inputs(SIZE, 1, Case(PREFILL, TOKENS, TOKENS), ALONE), x=x, caches=())
+    trial = Trial(replace(WHOLE, name=ASYNC), make_decoder(SIZE, 1, ALONE), inputs, x, PREFILL, PLAIN)
 
     with pytest.raises(RuntimeError, match="torch fused no collective with a matmul"):
         trial.make_launch()

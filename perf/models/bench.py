@@ -1,0 +1,89 @@
+"""What the benches of a model share: their plans and rows, the columns of the whole model, and sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from perf.models.decoder import SIZES
+from perf.report import Timing, group, plural
+
+Row = TypeVar("Row", bound=Timing)
+
+UNSHARDED = "unsharded"  # the method that has the whole model on each GPU
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """What to measure with one number of ranks.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        size: a name in perf.models.decoder.SIZES.
+        layers: the number of layers of the measured model.
+    """
+
+    device: str
+    world_size: int
+    size: str
+    layers: int
+
+
+@dataclass(frozen=True)
+class BenchRow(Timing):
+    """The measured and verified time of one method.
+
+    A subclass adds the case, with a number of ``tokens``, and these:
+
+    - time_us: median, p10 and p99 over the repeats. Each repeat has the time of the slowest rank.
+    - error: the largest relative error of a token's logits, compared with the unsharded model; None if that has no
+      meaning.
+    - wrong: the number of wrong results, summed over all ranks. A token is wrong if the error of its logits is too
+      large. If a method promises the same bits on all ranks, a token whose bits differ is wrong too.
+
+    Attributes:
+        size: a name in perf.models.decoder.SIZES.
+        layers: the number of layers of the measured model.
+    """
+
+    method: str
+    size: str
+    world_size: int
+    layers: int
+
+    @property
+    def of_layers(self) -> str:
+        return f"{plural(self.layers, 'layer')} of {self.size}"
+
+    @property
+    def whole_us(self) -> float:
+        """The time of a step of all layers, extrapolated from the timed layers."""
+        return self.median * SIZES[self.size].layers / self.layers
+
+    def whole_cells(self) -> list[str]:
+        """Returns the time of a step of the whole model, and its tokens per second."""
+        return [f"{self.whole_us / 1e3:.4g}", f"{self.tokens / self.whole_us * 1e6:,.0f}"]
+
+
+def whole_header(row: BenchRow) -> list[str]:
+    """Returns the titles of :meth:`BenchRow.whole_cells`."""
+    return [f"whole model, {SIZES[row.size].layers} layers (ms)", "tokens/s"]
+
+
+def by_title(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
+    """Returns the rows by title and method."""
+    return {title: {row.method: row for row in mine} for title, mine in group(rows, lambda row: row.title).items()}
+
+
+def compared(what: str, times: Iterable[str], own: Timing, peer: Timing, ratio: str = "ratio") -> str:
+    """Returns a sentence with the times of methods in words, and graphar's time / the peer's."""
+    return f"{what}: {'; '.join(times)}; {ratio} {own.median / peer.median:.2f}"
+
+
+def worst_of(errors: Tensor) -> float:
+    """Returns the largest error; infinity for NaN."""
+    return errors.nan_to_num(nan=math.inf).max().item()
