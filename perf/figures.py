@@ -10,6 +10,7 @@ from pathlib import Path
 
 from perf import charts
 from perf.charts import Axis, Figure, Line, Mark, Plot, Rows
+from perf.models.bench import by_title
 from perf.report import Report, StoredReport, best, best_peer, by_method, ratio, read
 from perf.topics import allreduce, fused, lossless, model, norms, quantized
 
@@ -104,7 +105,7 @@ def model_speedups(report: model.Model) -> Rows:
         "best peer": lambda rows: best_peer(rows.values()),
     }
     marks = []
-    for step, rows in model.by_title(report.rows, model.title).items():
+    for step, rows in by_title(report.rows).items():
         for name, pick in picks.items():
             row = pick(rows)
             gain = rows["nccl"].median / row.median
