@@ -178,10 +178,10 @@ def forked_ranks(monkeypatch, no_gpus):
 @pytest.fixture
 def on_gpus(tmp_path, monkeypatch):
     """Runs a function on 2 ranks with a GPU each. Inductor's cache begins empty: a cached graph is in no report."""
-    from tests.processes import run_ranks
+    from tests.processes import run_on_gpus
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    return lambda function, *args: run_ranks(function, 2, *args, backend="cpu:gloo,cuda:nccl", timeout_s=300)
+    return lambda function, *args: run_on_gpus(function, 2, *args, timeout_s=300)
 
 
 def pytest_addoption(parser):

@@ -68,18 +68,37 @@ def run_ranks(
         function: of a module's top level, for it is pickled, as are its arguments and results.
         world_size: how many ranks.
         args: the same for every rank.
-        backend: of the process group. If it names cuda or nccl, rank r has cuda:r as its current device. If there are
-            fewer GPUs than ranks, all have cuda:0, and gloo: NCCL refuses ranks that share a GPU. Tests that need a GPU
-            for each rank have a mark that skips them there: see ``gpu`` in tests/conftest.py.
+        backend: of the process group. If it names cuda or nccl, rank r has cuda:r as its current device.
         timeout_s: after so many seconds every process is killed.
         lost: ranks that are to die before they return; their result is None.
 
     Raises:
         RankFailed: by the first rank that raised or died, or at the time limit. No process is left.
     """
-    environment = dict(os.environ)
-    if "cuda" in backend and torch.cuda.device_count() < world_size:
+    return _run_with(dict(os.environ), function, world_size, args, backend, timeout_s, lost)
+
+
+def run_on_gpus(function: Callable, world_size: int, *args, timeout_s: float = 180.0, **options) -> list:
+    """Runs a function like :func:`run_ranks`, with NCCL and with cuda:r as the current device of rank r.
+
+    If there are fewer GPUs than ranks, all ranks have cuda:0, and gloo: NCCL refuses ranks that share a GPU. Tests that
+    need a GPU for each rank have a mark that skips them there: see ``gpu`` in tests/conftest.py.
+    """
+    environment, backend = dict(os.environ), "cpu:gloo,cuda:nccl"
+    if torch.cuda.device_count() < world_size:
         backend, environment[SHARE_SWITCH] = "cpu:gloo,cuda:gloo", "1"
+    return _run_with(environment, function, world_size, args, backend, timeout_s, **options)
+
+
+def _run_with(
+    environment: dict[str, str],
+    function: Callable,
+    world_size: int,
+    args: tuple,
+    backend: str,
+    timeout_s: float,
+    lost: Collection[int] = (),
+) -> list:
     work = pickle.dumps((function, args, environment))
     for _ in range(_TRIES - 1):
         try:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import conftest, processes
-from tests.processes import SHARE_SWITCH, run_code, run_ranks
+from tests.processes import SHARE_SWITCH, run_code, run_on_gpus
 
 TESTS = Path(__file__).parent
 IMPORT = """
@@ -61,7 +61,7 @@ def test_ranks_of_one_gpu_share_it_by_the_switch_and_gloo(monkeypatch, gpus, sha
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(processes, "_run_once", lambda *given: asked.append(given))
 
-    run_ranks(len, 2, backend="cpu:gloo,cuda:nccl")
+    run_on_gpus(len, 2)
 
     ((work, _, backend, *_),) = asked
     assert (SHARE_SWITCH in pickle.loads(work)[2], backend) == (

@@ -281,7 +281,7 @@ def test_inductor_gives_compiled_models_the_bits_of_one_rank():
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 
-def run_on_gpus(rank, ranks):
+def run_compiled_on_gpus(rank, ranks):
     """How many elements differ from those of the whole model on this GPU, in every result and gradient."""
     dtype, how = torch.bfloat16, {"fullgraph": True, "dynamic": False}
     whole_model, parts = made_invariant(dtype, 0, 1).cuda(), FunctionalMLP(dtype, rank, ranks).cuda()
@@ -295,6 +295,6 @@ def run_on_gpus(rank, ranks):
 
 @pytest.mark.gpu
 def test_compiled_models_have_the_bits_of_one_gpu(on_gpus):
-    for differing, is_invariant in on_gpus(run_on_gpus):
+    for differing, is_invariant in on_gpus(run_compiled_on_gpus):
         assert differing == [0] * len(differing)
         assert is_invariant

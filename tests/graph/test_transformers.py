@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 import graphar
 from tests.cases import same_bits
 from tests.parallel_models import backend, compiled
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus, run_ranks
 
 LAYERS, TOKENS = 1, (6, 9, 11)
 
@@ -184,7 +184,7 @@ def run_in_graphs(rank, world_size):
 def test_it_replays_in_cuda_graphs_with_graphars_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
-    results = run_ranks(run_in_graphs, 2, backend="cpu:gloo,cuda:nccl", timeout_s=300)
+    results = run_on_gpus(run_in_graphs, 2, timeout_s=300)
 
     for logits, others, report, skips in results:
         assert [entry.rewrite for entry in report.rewritten] == expected_rewrites()

@@ -7,7 +7,7 @@ import torch
 
 from graphar import nn
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -57,5 +57,5 @@ def differing(rank, ranks):
 
 
 def test_divided_tokens_have_the_bits_of_one_gpu():
-    for wrong in run_ranks(differing, 2, backend="cpu:gloo,cuda:nccl", timeout_s=300):
+    for wrong in run_on_gpus(differing, 2, timeout_s=300):
         assert wrong == {0: [0] * 6, 1: [0] * 6}

@@ -7,7 +7,7 @@ import torch
 
 from graphar import nn
 from tests.cases import same_bits
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 
 HIDDEN, INNER = 8192, 28672  # of a model of 70 billion parameters
 BF16 = torch.bfloat16
@@ -55,5 +55,5 @@ def differing(rank, ranks, tokens):
 @pytest.mark.parametrize("tokens", [1, 64, 2048])
 @pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])
 def test_results_and_gradients_have_the_bits_of_one_gpu(ranks, tokens):
-    for wrong in run_ranks(differing, ranks, tokens, backend="cpu:gloo,cuda:nccl", timeout_s=300):
+    for wrong in run_on_gpus(differing, ranks, tokens, timeout_s=300):
         assert wrong == [0] * 4

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import GPU_COUNTS
 
 TIMEOUT_S = 2.0
@@ -85,7 +85,7 @@ def leave_out(rank, world_size, name):
     ],
 )
 def test_a_rank_that_leaves_out_a_call_is_named_by_the_others(name, world_size):
-    *others, last = run_ranks(leave_out, world_size, name, backend="cpu:gloo,cuda:nccl", timeout_s=120)
+    *others, last = run_on_gpus(leave_out, world_size, name)
 
     assert last is None
     for peer, seconds in others:

@@ -12,7 +12,7 @@ import graphar
 from graphar import Epilogue, reference
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES, SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
@@ -139,10 +139,6 @@ def test_a_captured_graph_gathers_what_the_rows_hold_then(ranks: Ranks, partitio
 # ---- with a process each --------------------------------------------------------------------------------------------
 
 
-def run(function, world_size, *args):
-    return run_ranks(function, world_size, *args, backend="cpu:gloo,cuda:nccl", timeout_s=180)
-
-
 def calls_in_a_row(rank, world_size):
     """The wrong elements of each of many calls. Each rank is late in turn."""
     choices, found = random.Random(world_size), []
@@ -161,7 +157,7 @@ def calls_in_a_row(rank, world_size):
 
 @every_shared_world_size
 def test_processes_get_the_specification_while_one_is_late(world_size):
-    for wrong in run(calls_in_a_row, world_size):
+    for wrong in run_on_gpus(calls_in_a_row, world_size):
         assert wrong == [0] * len(wrong)
 
 
@@ -193,5 +189,5 @@ def gradients(rank, world_size, epilogue):
 @pytest.mark.parametrize("epilogue", [None, "relu(v)"])
 @every_shared_world_size
 def test_gradients_are_those_of_a_gather_and_matmuls(world_size, epilogue):
-    for distances in run(gradients, world_size, epilogue):
+    for distances in run_on_gpus(gradients, world_size, epilogue):
         assert max(distances) < 0.02

@@ -9,12 +9,11 @@ import torch.distributed as dist
 import graphar
 from tests.cases import normal, raw, same_bits
 from tests.gpu import Ranks, kernel_calls
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 
 pytestmark = pytest.mark.gpu
 
 KERNELS = ("allgather_flagged", "allgather_push")
-BACKEND = "cpu:gloo,cuda:nccl"
 FP8 = torch.float8_e4m3fn
 # The dtypes and columns of what is gathered together: FP8 rows and their scales, and tensors that are never aligned.
 KINDS = {
@@ -162,7 +161,7 @@ def norm_then_gather(rank, world_size):
 
 @pytest.mark.gpu(2, shared=True)
 def test_fp8_rows_and_scales_of_a_norm_are_gathered_in_a_graph():
-    run_ranks(norm_then_gather, 2, backend=BACKEND, timeout_s=300)
+    run_on_gpus(norm_then_gather, 2, timeout_s=300)
 
 
 def eager_and_compiled(rank, world_size):
@@ -183,4 +182,4 @@ def eager_and_compiled(rank, world_size):
 
 @pytest.mark.gpu(2, shared=True)
 def test_torch_compile_takes_a_tuple_whole():
-    run_ranks(eager_and_compiled, 2, backend=BACKEND, timeout_s=300)
+    run_on_gpus(eager_and_compiled, 2, timeout_s=300)

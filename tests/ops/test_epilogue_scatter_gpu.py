@@ -10,7 +10,7 @@ from graphar import Epilogue
 from graphar.plan.scratch import Sizes
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
@@ -132,5 +132,5 @@ def scatter_as_rank(rank, world_size):
 
 @pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_processes_get_the_specification(world_size):
-    for wrong in run_ranks(scatter_as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
+    for wrong in run_on_gpus(scatter_as_rank, world_size):
         assert not any(wrong.values()), wrong

@@ -11,7 +11,7 @@ from graphar import Epilogue
 from graphar.plan.algorithms import Algorithm, with_epilogue
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, fits, poison
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
@@ -314,5 +314,5 @@ def reduce_as_rank(rank, world_size):
 
 @pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_processes_get_the_specification(world_size):
-    for wrong in run_ranks(reduce_as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
+    for wrong in run_on_gpus(reduce_as_rank, world_size):
         assert not any(wrong.values()), wrong

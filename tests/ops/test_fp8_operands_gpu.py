@@ -11,10 +11,9 @@ import graphar
 from graphar import reference
 from graphar.product.scaled_gemm import scaled_matmul
 from tests.cases import same_bits
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
-BACKEND = "cpu:gloo,cuda:nccl"
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHAPES = ((1, 64, 128), (33, 136, 272), (200, 1032, 1024), (1024, 2048, 4096))  # M, N, K
 FORMATS = ("rows", "numbers", "blocks")
@@ -180,5 +179,5 @@ def wrong_elements_of_norms(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.gpu(1)), *SHARED_WORLD_SIZES])
 def test_processes_get_the_sums_of_the_scaled_matmuls_partials(world_size):
-    for found in run_ranks(wrong_elements, world_size, backend=BACKEND, timeout_s=300):
+    for found in run_on_gpus(wrong_elements, world_size, timeout_s=300):
         assert set(found) == {0}

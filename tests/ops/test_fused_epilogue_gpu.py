@@ -13,7 +13,7 @@ from graphar.product.gemm import matmul
 from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.ops.test_fused_gpu import FUSED, KERNELS, SCATTER, WAYS, Layer, can_cut, every_op, hopper, integers, normal
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 __all__ = ["hopper"]  # a fixture
@@ -161,13 +161,13 @@ def as_rank(rank, world_size):
 
 @pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_processes_get_the_specification(world_size):
-    for found in run_ranks(as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
+    for found in run_on_gpus(as_rank, world_size):
         assert not any(found.values()), found
 
 
 @pytest.mark.gpu(2, shared=True)
 def test_a_compiled_layer_gives_the_eager_bits():
-    for found in run_ranks(compiled_as_rank, 2, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
+    for found in run_on_gpus(compiled_as_rank, 2):
         assert found == [0, 0]
 
 

@@ -17,7 +17,7 @@ from tests import cases, inside
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison
 from tests.ops.test_fused_gpu import hopper, integers, normal
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 __all__ = ["hopper"]  # a fixture
@@ -175,5 +175,5 @@ def as_rank(rank, world_size):
 
 @pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_processes_get_the_specification(world_size):
-    for found in run_ranks(as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0):
+    for found in run_on_gpus(as_rank, world_size):
         assert all(wrong == [0, 0] for wrong in found.values()), found

@@ -10,10 +10,9 @@ import torch
 import graphar
 from graphar import UnsupportedError, reference
 from tests.cases import same_bits
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
-BACKEND = "cpu:gloo,cuda:nccl"
 every_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 WAYS = (
     ("none", None),
@@ -26,10 +25,6 @@ WAYS = (
 )
 SHAPES = ((64, 64, 64), (129, 136, 72), (1024, 2048, 256), (2050, 1032, 136))  # M, N, K
 OPS = (graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)
-
-
-def run(function, world_size, *args):
-    return run_ranks(function, world_size, *args, backend=BACKEND, timeout_s=180)
 
 
 def integers(shape, seed):
@@ -69,7 +64,7 @@ def every_way(rank, world_size):
 
 @every_world_size
 def test_every_partition_gives_the_specification(world_size):
-    for found in run(every_way, world_size):
+    for found in run_on_gpus(every_way, world_size):
         assert found == [0] * len(SHAPES) * len(OPS) * len(WAYS)
 
 
@@ -93,7 +88,7 @@ def any_order(rank, world_size):
 @pytest.mark.promise("A fused matmul has the bits of its specification, whatever the partition and the codec.")
 @every_world_size
 def test_any_sequence_of_calls_with_late_ranks_is_right(world_size):
-    assert run(any_order, world_size) == [[0] * 150] * world_size
+    assert run_on_gpus(any_order, world_size) == [[0] * 150] * world_size
 
 
 def replays(rank, world_size, way):
@@ -117,7 +112,7 @@ def replays(rank, world_size, way):
 @every_world_size
 @pytest.mark.parametrize("way", ["none", "split_m", "split_n", "tiles"])
 def test_graphs_replay(world_size, way):
-    assert run(replays, world_size, way) == [[0] * 7] * world_size
+    assert run_on_gpus(replays, world_size, way) == [[0] * 7] * world_size
 
 
 def compiled(rank, world_size):
@@ -141,7 +136,7 @@ def compiled(rank, world_size):
 
 @every_world_size
 def test_torch_compile_and_gradients(world_size):
-    for found, near in run(compiled, world_size):
+    for found, near in run_on_gpus(compiled, world_size):
         assert found == [0, 0]
         assert near > 0.999
 
@@ -165,6 +160,6 @@ def test_a_kernel_that_is_not_loaded_is_an_error_during_capture():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs graphar's own matmul, which is for sm_90")
 
-    for message, wrong in run(not_loaded, 2):
+    for message, wrong in run_on_gpus(not_loaded, 2):
         assert "is not loaded and cannot be during graph capture; make one such call before" in message
         assert wrong == 0

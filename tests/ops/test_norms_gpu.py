@@ -13,7 +13,7 @@ from graphar.plan.algorithms import Algorithm, with_kernels
 from graphar.plan.select import has_norm_kernel
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
@@ -267,5 +267,5 @@ def replays(rank, world_size, op):
 @every_op
 @pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_layers_replay_in_graphs_beside_eager_calls(world_size, op):
-    for found in run_ranks(replays, world_size, op, backend="cpu:gloo,cuda:nccl", timeout_s=180):
+    for found in run_on_gpus(replays, world_size, op):
         assert set(found) == {0}

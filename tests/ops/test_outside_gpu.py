@@ -12,12 +12,10 @@ from graphar.plan import algorithms
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, kernel_calls
 from tests.outside import FOLDER, MAX_NBYTES, forget_loaded, load, load_own
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
-
-BACKEND = "cpu:gloo,cuda:nccl"
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +103,7 @@ def ranks_of_ones(ranks: Ranks) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_a_wait_for_a_rank_that_does_not_call_ends_with_its_name(world_size):
-    run_ranks(call_without_the_last_rank, world_size, backend=BACKEND)
+    run_on_gpus(call_without_the_last_rank, world_size)
 
 
 def call_without_the_last_rank(rank, world_size):
@@ -127,7 +125,7 @@ def call_without_the_last_rank(rank, world_size):
 
 @pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_ranks_that_loaded_different_ones_are_told_so(world_size):
-    run_ranks(call_different_ones, world_size, backend=BACKEND)
+    run_on_gpus(call_different_ones, world_size)
 
 
 def call_different_ones(rank, world_size):
@@ -140,7 +138,7 @@ def call_different_ones(rank, world_size):
 @pytest.mark.gpu(2, shared=True)
 def test_processes_may_load_them_in_another_order():
     """A record's number is that of its process."""
-    run_ranks(call_after_others, 2, backend=BACKEND)
+    run_on_gpus(call_after_others, 2)
 
 
 def call_after_others(rank, world_size):

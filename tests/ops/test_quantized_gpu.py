@@ -20,7 +20,7 @@ from graphar.plan.slices import Slice, slices
 from graphar.plan.work import Sum
 from tests.cases import bit_patterns, left_after_scatter, normal, same_bits
 from tests.gpu import DTYPES, Ranks, launches_of, poison
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
@@ -321,7 +321,7 @@ def sum_as_rank(rank, world_size):
 
 @pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_processes_get_the_specification(world_size):
-    results = run_ranks(sum_as_rank, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180.0)
+    results = run_on_gpus(sum_as_rank, world_size)
 
     for wrong, unseeded in results:
         assert not any(wrong.values()), wrong

@@ -11,16 +11,15 @@ import graphar
 from graphar.ops import allgather, reducescatter
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import kernel_calls
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES, SHARED_WORLD_SIZES
 
-BACKEND = "cpu:gloo,cuda:nccl"
 every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 every_shared_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 
 
 def run(function, world_size, *args, timeout_s=120.0):
-    return run_ranks(function, world_size, *args, backend=BACKEND, timeout_s=timeout_s)
+    return run_on_gpus(function, world_size, *args, timeout_s=timeout_s)
 
 
 def parts_of(fill, world_size, shape, dtype):

@@ -20,7 +20,7 @@ from graphar.runtime.bind import residual_norm
 from graphar.runtime.registry import engine_of_group
 from tests.cases import HALVES, bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, poison
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -229,7 +229,7 @@ def answers(rank: int, world_size: int):
 def test_processes_get_the_specifications_bits(world_size):
     if world_size not in (2, 4, 8):
         pytest.skip("a tree has 2, 4 or 8 ranks")
-    assert run_ranks(answers, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=180) == [[0] * 36] * world_size
+    assert run_on_gpus(answers, world_size) == [[0] * 36] * world_size
 
 
 # ---- one GPU, one rank ----------------------------------------------------------------------------------------------

@@ -16,10 +16,9 @@ from graphar import CollectiveTimeout, CommunicatorError
 from graphar.plan.algorithms import Algorithm
 from tests.cases import normal, same_bits
 from tests.gpu import EXACT_ALGORITHMS
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES
 
-BACKEND = "cpu:gloo,cuda:nccl"
 NUMEL = 8199
 # Elements of an input that takes each algorithm. All-reduces name their algorithm and take any input.
 NUMELS = {
@@ -35,7 +34,7 @@ every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 
 
 def run(function, world_size, *args, timeout_s=240.0, lost=()):
-    return run_ranks(function, world_size, *args, backend=BACKEND, timeout_s=timeout_s, lost=lost)
+    return run_on_gpus(function, world_size, *args, timeout_s=timeout_s, lost=lost)
 
 
 def caller(communicator, algorithm):

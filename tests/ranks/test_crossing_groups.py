@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphar
 from graphar.nn import ColumnParallelLinear, RowParallelLinear
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus, run_ranks
 from tests.ranks.test_two_communicators_gpu import CALLS, MB
 
 WORLD_SIZE = 4
@@ -115,4 +115,4 @@ def call_in_any_order(rank, world_size):
 )
 @pytest.mark.gpu(WORLD_SIZE)
 def test_calls_of_crossing_groups_end_in_any_order_of_launches():
-    assert run_ranks(call_in_any_order, WORLD_SIZE, backend="cpu:gloo,cuda:nccl", timeout_s=300) == [0] * WORLD_SIZE
+    assert run_on_gpus(call_in_any_order, WORLD_SIZE, timeout_s=300) == [0] * WORLD_SIZE

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -126,7 +126,7 @@ def what_is_raised(rank, world_size):
 
 @pytest.fixture(scope="module")
 def raised():
-    return run_ranks(what_is_raised, torch.cuda.device_count(), backend="cpu:gloo,cuda:nccl", timeout_s=300)
+    return run_on_gpus(what_is_raised, torch.cuda.device_count(), timeout_s=300)
 
 
 @pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
@@ -168,7 +168,7 @@ def what_kernels_say_at_once(rank, world_size):
 
 
 def test_ranks_are_told_in_the_same_call_where_flags_announce_the_data():
-    for told in run_ranks(what_kernels_say_at_once, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120):
+    for told in run_on_gpus(what_kernels_say_at_once, 2):
         assert all(told.values()), told
 
 
@@ -189,7 +189,7 @@ def time_until_sizes_are_told_apart(rank, world_size):
 
 
 def test_ranks_that_wait_for_what_another_does_not_send_are_told_long_before_the_deadline():
-    assert max(run_ranks(time_until_sizes_are_told_apart, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120)) < 20
+    assert max(run_on_gpus(time_until_sizes_are_told_apart, 2)) < 20
 
 
 def call_and_wait(communicator, call):
@@ -209,7 +209,7 @@ def what_a_new_call_meets(rank, world_size):
 
 
 def test_a_rank_with_a_new_call_and_one_that_waits_for_it_are_told_what_each_called():
-    known, new = run_ranks(what_a_new_call_meets, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120)
+    known, new = run_on_gpus(what_a_new_call_meets, 2)
 
     assert "torch.bfloat16" in new
     assert "torch.float16" in known
@@ -233,7 +233,7 @@ def call_on_after_unlike_ones(rank, world_size):
 
 
 def test_calls_that_follow_raise():
-    for made in run_ranks(call_on_after_unlike_ones, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120):
+    for made in run_on_gpus(call_on_after_unlike_ones, 2):
         assert made is not None
         assert made < 10  # kernels compare at every eighth call, and the error of one is raised by the next
 
@@ -254,4 +254,4 @@ def replay_unlike_graphs(rank, world_size):
 
 
 def test_replays_of_unlike_graphs_are_told_apart():
-    run_ranks(replay_unlike_graphs, 2, backend="cpu:gloo,cuda:nccl", timeout_s=120)
+    run_on_gpus(replay_unlike_graphs, 2)

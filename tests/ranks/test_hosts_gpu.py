@@ -9,7 +9,7 @@ import graphar
 from graphar import reference
 from graphar.ranks import hierarchical
 from tests.cases import KERNEL_DTYPES, bit_patterns, integers, normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 
 pytestmark = pytest.mark.gpu(4)
 
@@ -19,7 +19,7 @@ NUMELS = (0, 1, 8199, CHUNK, 3 * CHUNK + 77)
 
 
 def run(function):
-    return run_ranks(function, 4, backend="cpu:gloo,cuda:nccl", timeout_s=120.0)
+    return run_on_gpus(function, 4)
 
 
 def parts_of(fill, numel, dtype):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import graphar
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus, run_ranks
 from tests.ranks.test_two_communicators_gpu import CALLS, MB
 
 WORLD_SIZE, MEMBERS = 4, 3
@@ -82,7 +82,7 @@ def cross_on_one_gpu(rank, world_size, names):
 def test_calls_of_three_communicators_of_a_rank_end_in_rotated_orders(monkeypatch, names):
     monkeypatch.setenv(SWITCH, "3")
 
-    assert run_ranks(cross, WORLD_SIZE, names, backend="cpu:gloo,cuda:nccl", timeout_s=240) == [0] * WORLD_SIZE
+    assert run_on_gpus(cross, WORLD_SIZE, names, timeout_s=240) == [0] * WORLD_SIZE
 
 
 @pytest.mark.gpu(WORLD_SIZE)
@@ -90,7 +90,7 @@ def test_calls_of_three_communicators_of_a_rank_block_each_other_without_a_decla
     """The negative control: every group lacks room on one rank."""
     monkeypatch.delenv(SWITCH, raising=False)
 
-    found = run_ranks(cross, WORLD_SIZE, ("64 MB",) * 3, backend="cpu:gloo,cuda:nccl", timeout_s=240)
+    found = run_on_gpus(cross, WORLD_SIZE, ("64 MB",) * 3, timeout_s=240)
 
     assert any(isinstance(one, str) for one in found)
 

@@ -17,14 +17,14 @@ import graphar
 from graphar.ops import allreduce
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import EXACT_ALGORITHMS, fits, kernel_calls
-from tests.processes import RankFailed, run_ranks
+from tests.processes import RankFailed, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
 
 
 def run(function, world_size, *args, timeout_s=120.0):
-    return run_ranks(function, world_size, *args, backend=BACKEND, timeout_s=timeout_s)
+    return run_on_gpus(function, world_size, *args, timeout_s=timeout_s)
 
 
 def parts_of(fill, world_size, numel, dtype):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import graphar
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -122,7 +122,7 @@ def cross_each_pair(rank, world_size):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return run_ranks(cross_each_pair, 2, backend="cpu:gloo,cuda:nccl", timeout_s=600)
+    return run_on_gpus(cross_each_pair, 2, timeout_s=600)
 
 
 @pytest.mark.promise(

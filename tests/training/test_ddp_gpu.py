@@ -11,14 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 import graphar
 from graphar import Codec, reference
 from tests.gpu import kernel_calls
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 
 STEPS = 4
 WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
-
-
-def run(function, world_size, *args):
-    return run_ranks(function, world_size, *args, backend="cpu:gloo,cuda:nccl", timeout_s=120.0)
 
 
 def make_model() -> nn.Module:
@@ -72,7 +68,7 @@ def exactly(rank, world_size):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_exact_gradients_are_the_specifications_bit_for_bit(world_size):
-    assert all(map(all, run(exactly, world_size)))
+    assert all(map(all, run_on_gpus(exactly, world_size)))
 
 
 def with_a_codec(rank, world_size, feedback):
@@ -90,7 +86,7 @@ def with_a_codec(rank, world_size, feedback):
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_matrices_are_rounded_alike_on_all_ranks_and_the_rest_stays_exact(world_size, feedback):
-    (errors, sums), *others = run(with_a_codec, world_size, feedback)
+    (errors, sums), *others = run_on_gpus(with_a_codec, world_size, feedback)
 
     assert all(other == sums for _, other in others)
     dimensions = [parameter.dim() for parameter in make_model().parameters()] * STEPS

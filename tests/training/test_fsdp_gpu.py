@@ -18,16 +18,12 @@ from graphar.plan.call import Call
 from graphar.plan.policy import LosslessPolicy
 from graphar.plan.work import Parts
 from tests.cases import bit_patterns, same_bits
-from tests.processes import run_ranks
+from tests.processes import run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES
 
 STEPS = 4
 COMPRESSED = {Algorithm.ALLGATHER_LOSSLESS, Algorithm.REDUCESCATTER_LOSSLESS}
 WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
-
-
-def run(function, world_size, *args):
-    return run_ranks(function, world_size, *args, backend="cpu:gloo,cuda:nccl", timeout_s=180.0)
 
 
 def make_model() -> nn.Sequential:
@@ -95,7 +91,7 @@ def lossless_as_rank(rank, world_size):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_training_has_the_same_bits_with_and_without_lossless_compression(world_size):
-    for found in run(lossless_as_rank, world_size):
+    for found in run_on_gpus(lossless_as_rank, world_size):
         assert len(found) == 5
         assert all(found.values()), found
 
@@ -108,7 +104,7 @@ def near_torch_as_rank(rank, world_size):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_training_comes_near_that_with_nccl(world_size):
-    for differences in run(near_torch_as_rank, world_size):
+    for differences in run_on_gpus(near_torch_as_rank, world_size):
         assert max(differences) < 0.03  # in bf16 NCCL rounds sums of four more than once
 
 
@@ -124,7 +120,7 @@ def replicas_as_rank(rank, world_size):
 
 @pytest.mark.gpu(4)
 def test_replicas_of_a_sharded_model_have_the_same_bits_with_and_without_compression():
-    assert run(replicas_as_rank, 4) == [True] * 4
+    assert run_on_gpus(replicas_as_rank, 4) == [True] * 4
 
 
 def in_place_as_rank(rank, world_size):
@@ -154,7 +150,7 @@ def in_place_as_rank(rank, world_size):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_kernel_gathers_into_the_tensor_that_its_input_is_a_part_of(world_size):
-    assert run(in_place_as_rank, world_size) == [{}] * world_size
+    assert run_on_gpus(in_place_as_rank, world_size) == [{}] * world_size
 
 
 def make_layers():
@@ -195,7 +191,7 @@ def fully_shard_as_rank(rank, world_size):
 
 @pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 def test_fully_shard_gets_exact_and_quantised_gradients(world_size):
-    results = run(fully_shard_as_rank, world_size)
+    results = run_on_gpus(fully_shard_as_rank, world_size)
 
     for torchs, quantised, fed_back in results:
         assert torchs < 1e-5
