@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import torch
@@ -126,6 +126,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     kind = _SAME_SIZE_INTEGER[a.element_size()]
     return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())
+
+
+def parts_of(fill: Callable, world_size: int, shape: int | Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The tensors of all ranks, of one shape."""
+    shape = torch.Size([shape] if isinstance(shape, int) else shape)
+    return [fill(rank, shape.numel(), dtype).view(shape) for rank in range(world_size)]
 
 
 def times(x: torch.Tensor, factor: int) -> torch.Tensor:

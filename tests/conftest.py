@@ -142,11 +142,25 @@ def gpu_count(request):
 
 
 @pytest.fixture(scope="session")
+def as_many_as_trees(gpu_count):
+    """Skips a test of sums as a tree for other numbers of GPUs."""
+    if gpu_count not in (2, 4, 8):
+        pytest.skip("a tree has 2, 4 or 8 ranks")
+
+
+@pytest.fixture(scope="session")
 def ranks(gpu_count):
     """A communicator of the first GPUs in this process, shared by the whole run."""
     from tests.gpu import Ranks
 
     return Ranks(gpu_count)
+
+
+@pytest.fixture(scope="session")
+def hopper():
+    """Skips a test where graphar's own matmul does not run."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of sm_90")
 
 
 @pytest.fixture

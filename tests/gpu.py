@@ -25,6 +25,7 @@ from graphar.runtime.driver import call, on_device
 from graphar.runtime.engine import Engine
 from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.registry import engine_of_group
+from tests import cases
 from tests.cases import same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -90,6 +91,11 @@ def bare_launches(engine: Engine, call: Call, config: Config, one: Slice, timeou
 
     with mock.patch.object(collective, "bind_launch", bind_launch):
         return collective.bind_slice(engine.runner, call, config, one, timeout_s, collective.put_of(engine, call))
+
+
+def parts_of(ranks: Ranks, fill: Callable, shape, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """The tensors of all ranks, on the CPU."""
+    return cases.parts_of(fill, ranks.world_size, shape, dtype)
 
 
 class Ranks:

@@ -10,16 +10,10 @@ from graphar import nn
 from tests.cases import normal, same_bits
 from tests.processes import run_on_gpus
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu(2, shared=True), pytest.mark.usefixtures("hopper")]
 
 TOKENS, HIDDEN, INNER = 64, 1024, 2048
 FORMATS, BF16 = ("tensor", "rows", "blocks"), torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs GPUs of sm_90")
 
 
 def drawn(seed, *shape):

@@ -9,14 +9,10 @@ from graphar import nn
 from tests.cases import same_bits
 from tests.processes import run_on_gpus
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 HIDDEN, INNER = 8192, 28672  # of a model of 70 billion parameters
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs GPUs of sm_90")
 
 
 def random_numbers(seed, *shape):
@@ -53,7 +49,7 @@ def differing(rank, ranks, tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 2048])
-@pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count, shared=True)) for count in (2, 4)])
 def test_results_and_gradients_have_the_bits_of_one_gpu(ranks, tokens):
     for wrong in run_on_gpus(differing, ranks, tokens, timeout_s=300):
         assert wrong == [0] * 4

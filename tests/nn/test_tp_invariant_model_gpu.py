@@ -11,15 +11,9 @@ from graphar import nn
 from tests.cases import normal, same_bits
 from tests.nn.transformer import Transformer, plan, words
 
-pytestmark = pytest.mark.gpu(1)
+pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("hopper")]
 
 LENGTH, BATCHES = 24, (1, 3, 64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of sm_90")
 
 
 @pytest.fixture

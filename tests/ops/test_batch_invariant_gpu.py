@@ -10,9 +10,8 @@ from graphar.errors import UnsupportedError
 from graphar.plan.algorithms import MATMUL_TYPES
 from tests.cases import same_bits
 from tests.gpu import Ranks
-from tests.ops.test_fused_gpu import hopper, normal
+from tests.ops.test_fused_gpu import normal
 
-__all__ = ["hopper"]  # a fixture
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 MOST = 4096

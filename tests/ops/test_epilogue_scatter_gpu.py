@@ -9,7 +9,7 @@ import graphar
 from graphar import Epilogue
 from graphar.plan.scratch import Sizes
 from tests.cases import bit_patterns, normal, same_bits
-from tests.gpu import DTYPES, Ranks, poison
+from tests.gpu import DTYPES, Ranks, parts_of, poison
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
@@ -22,10 +22,6 @@ EXACT = {
     "max(v, a[row]) / (abs(d[0]) + 1) + sqrt(row) - col + index": ("a", "d"),
 }
 SHAPES = ((1, 1), (1, 8192), (15, 128), (9, 7168), (4099, 64))
-
-
-def parts_of(ranks: Ranks, fill, shape, dtype):
-    return [fill(rank, torch.Size(shape).numel(), dtype).view(shape) for rank in range(ranks.world_size)]
 
 
 def tensors_of(names, rows: int, world_size: int, columns: int) -> dict[str, list[torch.Tensor]]:

@@ -12,15 +12,11 @@ from torch.nn import functional
 import graphar
 from graphar import Epilogue
 from graphar.numerics.epilogues.epilogue import bind
-from tests.cases import KERNEL_DTYPES, SMALL_NUMELS, bit_patterns, integers, normal, same_bits
+from tests.cases import KERNEL_DTYPES, SMALL_NUMELS, bit_patterns, integers, normal, parts_of, same_bits
 from tests.processes import run_ranks
 
 ops = torch.ops.graphar
 BIASED = "v * scale + bias[col]"
-
-
-def parts_of(fill, world_size, numel, dtype):
-    return [fill(rank, numel, dtype) for rank in range(world_size)]
 
 
 def fp32_sum(parts):

@@ -10,7 +10,7 @@ import graphar
 from graphar import Epilogue
 from graphar.plan.algorithms import Algorithm, with_epilogue
 from tests.cases import bit_patterns, normal, same_bits
-from tests.gpu import DTYPES, Ranks, fits, poison
+from tests.gpu import DTYPES, Ranks, fits, parts_of, poison
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
@@ -50,10 +50,6 @@ def on_all(ranks: Ranks, what, arguments: dict) -> Epilogue:
         for name, one in arguments.items()
     }
     return Epilogue(what, **placed)
-
-
-def parts_of(ranks: Ranks, fill, shape, dtype):
-    return [fill(rank, shape[0] * shape[1], dtype).view(shape) for rank in range(ranks.world_size)]
 
 
 def check(ranks: Ranks, parts, what, arguments: dict, algorithm: str = "auto", **more) -> None:

@@ -14,17 +14,13 @@ from tests.cases import same_bits
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHAPES = ((1, 64, 128), (33, 136, 272), (200, 1032, 1024), (1024, 2048, 4096))  # M, N, K
 FORMATS = ("rows", "numbers", "blocks")
 OPS = ("fused_matmul_allreduce", "fused_matmul_reducescatter")
 HOW = ({}, {"partition": "none"}, {"partition": "split_m", "num_partitions": 1}, {"epilogue": "max(v, 0)"})
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of sm_90")
 
 
 def drawn(seed, *shape):

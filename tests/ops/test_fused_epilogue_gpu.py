@@ -12,11 +12,10 @@ from graphar import Epilogue, reference
 from graphar.product.gemm import matmul
 from tests.cases import same_bits
 from tests.gpu import Ranks
-from tests.ops.test_fused_gpu import FUSED, KERNELS, SCATTER, WAYS, Layer, can_cut, every_op, hopper, integers, normal
+from tests.ops.test_fused_gpu import FUSED, KERNELS, SCATTER, WAYS, Layer, can_cut, every_op, integers, normal
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
-__all__ = ["hopper"]  # a fixture
 pytestmark = pytest.mark.gpu
 
 EXACT = "max(v * scale, c[col]) + f[index] * r[row] + row * 0.5 - col + bf16(index)"
@@ -68,7 +67,7 @@ def test_several_launches_a_call_go_on_counting(ranks: Ranks, op):
 
 
 @every_op
-def test_random_products_give_the_bits_of_the_same_products_reduced(ranks: Ranks, hopper, op):
+def test_random_products_give_the_bits_of_the_same_products_reduced(ranks: Ranks, op):
     layer = Layer(ranks, normal, 700, 904, 200, torch.bfloat16)
     given, wanted = epilogues(op, layer)
     products = [matmul(a, w).to("cuda:0") for a, w in zip(layer.a, layer.w, strict=True)]
@@ -98,7 +97,7 @@ def test_transcendental_functions_come_near(ranks: Ranks, op):
 
 
 @every_op
-def test_tiles_are_one_kernel_whose_numbers_and_tensors_may_change(ranks: Ranks, hopper, op):
+def test_tiles_are_one_kernel_whose_numbers_and_tensors_may_change(ranks: Ranks, op):
     layer = Layer(ranks, integers, 500, 264, 136, torch.bfloat16)
     before = ranks.calls_of(KERNELS[op])
 

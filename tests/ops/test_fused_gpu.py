@@ -192,12 +192,6 @@ def test_sums_beside_a_multiplication_have_few_blocks_and_the_last_has_all(ranks
     assert ranks.grid_is_idle("two_shot_pipelined")
 
 
-@pytest.fixture
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs graphar's own matmul, which is for sm_90")
-
-
 @every_op
 def test_tiles_are_one_kernel_wherever_it_serves(ranks: Ranks, hopper, op):
     layer = Layer(ranks, integers, 500, 264, 136, torch.bfloat16)

@@ -16,11 +16,10 @@ from graphar.runtime.bind import residual_norm
 from tests import cases, inside
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison
-from tests.ops.test_fused_gpu import hopper, integers, normal
+from tests.ops.test_fused_gpu import integers, normal
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
-__all__ = ["hopper"]  # a fixture
 pytestmark = pytest.mark.gpu
 
 fused = graphar.fused_matmul_allreduce_residual_rmsnorm
@@ -68,7 +67,7 @@ def test_integers_of_any_size_give_the_specification(ranks: Ranks, dtype, partit
 
 
 @pytest.mark.parametrize("m", [4096, 2051, 10000])
-def test_prefill_gives_the_bits_of_the_products_reduced_and_normed(ranks: Ranks, hopper, m):
+def test_prefill_gives_the_bits_of_the_products_reduced_and_normed(ranks: Ranks, m):
     layer = Layer(ranks, normal, m, 8192, 256, torch.bfloat16)
     products = [matmul(a, w).to("cuda:0") for a, w in zip(layer.a, layer.w, strict=True)]
 
@@ -81,7 +80,7 @@ def test_columns_that_no_kernel_takes_go_another_way(ranks: Ranks):
 
 
 @pytest.mark.parametrize(("m", "kernel"), [(520, "matmul_allreduce"), (3, "matmul_one_shot")])
-def test_tiles_are_summed_by_one_kernel(ranks: Ranks, hopper, m, kernel):
+def test_tiles_are_summed_by_one_kernel(ranks: Ranks, m, kernel):
     layer = Layer(ranks, integers, m, 1024, 136, torch.bfloat16)
     before = ranks.calls_of(kernel)
 

@@ -16,16 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import graphar
 from graphar import Communicator, UnsupportedError
 from graphar.runtime.registry import engine_of
-from tests.cases import ALL_DTYPES, integers, normal, same_bits
+from tests.cases import ALL_DTYPES, integers, normal, parts_of, same_bits
 from tests.ops.conformance import PLAIN
 from tests.processes import run_ranks
 
 MATRICES = [torch.ones(2, 2)] * 2
 SUBGROUPS = ([1, 3], [0, 2, 3], [2], [0, 1])
-
-
-def parts_of(fill, world_size, numel, dtype):
-    return [fill(rank, numel, dtype) for rank in range(world_size)]
 
 
 def assert_sum(y, parts, what=""):

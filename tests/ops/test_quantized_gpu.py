@@ -19,7 +19,7 @@ from graphar.plan.select import by_policy
 from graphar.plan.slices import Slice, slices
 from graphar.plan.work import Sum
 from tests.cases import bit_patterns, left_after_scatter, normal, same_bits
-from tests.gpu import DTYPES, Ranks, launches_of, poison
+from tests.gpu import DTYPES, Ranks, launches_of, parts_of, poison
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
@@ -41,10 +41,6 @@ CODECS = (
 
 every_sum = pytest.mark.parametrize("algorithm", SUMS)
 every_algorithm = pytest.mark.parametrize("algorithm", [*SUMS, SCATTER])
-
-
-def parts_of(ranks: Ranks, fill, numel, dtype=torch.bfloat16):
-    return [fill(rank, numel, dtype) for rank in range(ranks.world_size)]
 
 
 def even(ranks: Ranks, numel):

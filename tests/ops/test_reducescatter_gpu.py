@@ -10,7 +10,7 @@ import torch
 import graphar
 from graphar.plan.scratch import Sizes
 from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
-from tests.gpu import DTYPES, Ranks, poison
+from tests.gpu import DTYPES, Ranks, parts_of, poison
 
 pytestmark = pytest.mark.gpu
 
@@ -18,10 +18,6 @@ KERNEL = "reducescatter_push"
 SMALL = (1, 3, 7, 8, 64, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149)
 SHAPES = ((16, 128), (15, 128), (9, 7168), (32, 256), (5, 3, 7), (3, 1), (1, 5), (3, 0), (0, 4))
 LARGE = (16777216, 16777224, 16777240, 67108864)
-
-
-def parts_of(ranks: Ranks, fill, shape, dtype):
-    return [fill(rank, torch.Size(shape).numel(), dtype).view(shape) for rank in range(ranks.world_size)]
 
 
 def scatter(ranks: Ranks, xs, axis=0):

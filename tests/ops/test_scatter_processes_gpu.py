@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 import graphar
 from graphar.ops import allgather, reducescatter
-from tests.cases import bit_patterns, integers, normal, same_bits
+from tests.cases import bit_patterns, integers, normal, parts_of, same_bits
 from tests.gpu import kernel_calls
 from tests.processes import run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES, SHARED_WORLD_SIZES
@@ -20,10 +20,6 @@ every_shared_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZ
 
 def run(function, world_size, *args, timeout_s=120.0):
     return run_on_gpus(function, world_size, *args, timeout_s=timeout_s)
-
-
-def parts_of(fill, world_size, shape, dtype):
-    return [fill(rank, torch.Size(shape).numel(), dtype).view(shape) for rank in range(world_size)]
 
 
 def assert_part(y, rank, parts, axis=0, what=""):

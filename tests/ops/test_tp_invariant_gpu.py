@@ -9,16 +9,10 @@ import graphar
 from graphar.numerics.leaf_tree import LEAVES, tree_sum
 from tests.cases import leaf_product, normal, same_bits
 
-pytestmark = pytest.mark.gpu(1)
+pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("hopper")]
 
 SHAPES = ((1, 64, 512), (33, 120, 1024), (64, 5120, 1024), (130, 264, 3584), (512, 1024, 8192), (7, 12, 600))
 INVARIANT = {"partition": "tp_invariant"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of sm_90")
 
 
 def drawn(seed, *shape, dtype=torch.bfloat16):

@@ -12,19 +12,13 @@ from graphar.plan.algorithms import with_tree
 from tests.cases import by_position, leaf_product, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
-pytestmark = pytest.mark.gpu(1)
+pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("hopper")]
 
 ROWS, HIDDEN, INNER = 64, 8192, 28672  # of the feed-forward layers of a model of 70 billion parameters
 ALLREDUCES, REDUCESCATTERS = with_tree("allreduce"), with_tree("reducescatter")
 BF16 = torch.bfloat16
 RANDOM = "random numbers"
 FILLS = (RANDOM, "integers")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of sm_90")
 
 
 @pytest.fixture(scope="module", params=[2, 4, 8], ids=lambda n: f"{n}ranks")

@@ -10,21 +10,12 @@ from graphar.numerics.leaf_tree import LEAVES
 from tests.cases import leaf_product, normal, same_bits
 from tests.gpu import Ranks, poison
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_many_as_trees", "hopper")]
 
 OPS = (graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)
 M, N = 2056, 8192  # from the size on from which tiles are taken
 INVARIANT = {"partition": "tp_invariant"}
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-
-
-@pytest.fixture
-def ranks(ranks: Ranks):
-    if ranks.world_size not in (2, 4, 8):
-        pytest.skip("a tree has 2, 4 or 8 ranks")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs GPUs of sm_90")
-    return ranks
 
 
 class Layer:

@@ -12,7 +12,7 @@ from tests import inside
 from tests.cases import bit_patterns, integers, negative_zeros, normal, same_bits
 from tests.gpu import DTYPES, Ranks, fits, poison
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_many_as_trees")]
 
 ALGORITHMS = ("auto", *(one.value for one in with_tree()))
 SMALL = (0, 1, 3, 4, 5, 8, 64, 8192, 8193, 8199, 8216, 131072, 262149)
@@ -21,13 +21,6 @@ LARGE = 40 << 20  # elements: 160 MB, more than the scratch of two_shot_push tak
 FP32 = torch.float32
 FILLS = pytest.mark.parametrize("fill", [integers, normal, bit_patterns, negative_zeros], ids=lambda f: f.__name__)
 every_result = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-
-
-@pytest.fixture
-def ranks(ranks: Ranks):
-    if ranks.world_size not in (2, 4, 8):
-        pytest.skip("a tree has 2, 4 or 8 ranks")
-    return ranks
 
 
 def reduce(ranks: Ranks, xs, **options):
@@ -139,8 +132,6 @@ def test_a_graph_replays(ranks: Ranks, algorithm):
 
 
 def test_a_prepared_sum_can_be_captured_first_of_all(fresh_ranks: Ranks):
-    if fresh_ranks.world_size not in (2, 4, 8):
-        pytest.skip("a tree has 2, 4 or 8 ranks")
     parts = parts_of(fresh_ranks, normal, 8199)
     xs = fresh_ranks.place(parts)
     outs = [torch.empty_like(x, dtype=torch.bfloat16) for x in xs]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphar
 from graphar import CollectiveTimeout, Communicator, CommunicatorError, UnsupportedError, reference
 from graphar.ranks import hierarchical
-from tests.cases import ALL_DTYPES, HALVES, KERNEL_DTYPES, bit_patterns, integers, normal, same_bits
+from tests.cases import ALL_DTYPES, HALVES, KERNEL_DTYPES, bit_patterns, integers, normal, parts_of, same_bits
 from tests.processes import run_ranks
 
 TWO_BY_TWO = [[0, 1], [2, 3]]
@@ -26,10 +26,6 @@ SHORT_S = 0.5
 
 def summed(communicator, x, **options):
     return communicator.allreduce(x, algorithm="hierarchical", **options)
-
-
-def parts_of(fill, world_size, numel, dtype):
-    return [fill(rank, numel, dtype) for rank in range(world_size)]
 
 
 def wrong_sums(rank, world_size, split, fill, dtypes, codec=None):

@@ -15,7 +15,7 @@ from torch.library import opcheck
 
 import graphar
 from graphar.ops import allreduce
-from tests.cases import bit_patterns, integers, normal, same_bits
+from tests.cases import bit_patterns, integers, normal, parts_of, same_bits
 from tests.gpu import EXACT_ALGORITHMS, fits, kernel_calls
 from tests.processes import RankFailed, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
@@ -25,10 +25,6 @@ BACKEND = "cpu:gloo,cuda:nccl"
 
 def run(function, world_size, *args, timeout_s=120.0):
     return run_on_gpus(function, world_size, *args, timeout_s=timeout_s)
-
-
-def parts_of(fill, world_size, numel, dtype):
-    return [fill(rank, numel, dtype) for rank in range(world_size)]
 
 
 def assert_reduced(y, parts, what=""):
