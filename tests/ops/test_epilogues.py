@@ -209,7 +209,7 @@ def test_explain_tells_the_expression():
     epilogue = Epilogue(lambda v, b: torch.relu(v + b), b=[torch.ones(3)] * 2)
 
     assert str(graphar.explain(xs, epilogue=epilogue)).endswith("on the CPU; with the epilogue relu((v + b[col]))")
-    with pytest.raises(ValueError, match="explain: takes a codec or an epilogue, not both"):
+    with pytest.raises(ValueError, match="allreduce: takes a codec or an epilogue, not both"):
         graphar.explain(xs, codec="int8", epilogue="-v")
 
 
