@@ -13,9 +13,7 @@ import torch.distributed as dist
 import graphar
 from graphar.graph import places
 from graphar.ops import allgather, allgather_matmul
-from tests.graph.graphs import RANKS, Drawing, given, rewritten
-from tests.graph.test_matmul_pass import DEFAULT, PAYS, of_matmul
-from tests.graph.test_norm_pass import Traced
+from tests.graph.graphs import DEFAULT, PAYS, RANKS, Drawing, Traced, gathered, given, of_matmul, rewritten
 from tests.parallel_models import HIDDEN, Block, FunctionalBlock, compiled, sequence_parallel
 from tests.processes import run_ranks
 
@@ -23,17 +21,6 @@ ops, aten, functional = torch.ops.graphar, torch.ops.aten, torch.nn.functional
 torch_ops = torch.ops._c10d_functional
 FUSED = ops.fused_allgather_matmul.default
 ROWS, COLUMNS, K = 6, 16, 24
-
-
-@pytest.fixture
-def pays(monkeypatch):
-    monkeypatch.setattr(places, "shipped_table", lambda name: PAYS)
-
-
-def gathered(x, dim=0):
-    """The tensors of all ranks, joined along a dimension, as torch.distributed's functional collectives write it."""
-    whole = torch_ops.wait_tensor(torch_ops.all_gather_into_tensor(x, RANKS, "0"))
-    return torch.cat(whole.chunk(RANKS), dim) if dim else whole
 
 
 def traced(function, *more, rows=(ROWS,), **kinds):

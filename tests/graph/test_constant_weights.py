@@ -13,18 +13,15 @@ from torch._subclasses import FakeTensorMode
 import graphar
 from graphar.graph import matmul, places
 from graphar.ops.register import op_of
-from tests.graph.graphs import given, rewritten
-from tests.graph.test_matmul_pass import COLUMNS, FORMS, PAYS, ROWS, K, normed, traced
+from tests.graph.graphs import PAYS, given, rewritten
+from tests.graph.test_matmul_pass import COLUMNS, FORMS, ROWS, K, normed, traced
 from tests.parallel_models import HIDDEN, compiled, tokens
 from tests.processes import run_ranks
 
+pytestmark = pytest.mark.usefixtures("pays")
+
 aten = torch.ops.aten
 WEIGHT = 1  # its number among the graph's inputs
-
-
-@pytest.fixture(autouse=True)
-def pays(monkeypatch):
-    monkeypatch.setattr(places, "shipped_table", lambda name: PAYS)
 
 
 def flags(compile_pass, graph, static=(WEIGHT,), tokens=()):

@@ -12,8 +12,8 @@ import graphar
 from graphar.numerics.epilogues.syntax import parse
 from graphar.ops import reducescatter
 from tests.cases import same_bits
-from tests.graph.graphs import RANKS, given, rewritten
-from tests.graph.test_norm_pass import Traced, scattered, summed, torchs, traced
+from tests.graph.graphs import RANKS, Traced, given, rewritten, scattered, summed, torchs
+from tests.graph.test_norm_pass import traced
 from tests.parallel_models import compiled
 from tests.processes import run_ranks
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,11 +19,9 @@ from graphar.ops import (
     reducescatter,
 )
 from graphar.ops.register import op_of
-from graphar.plan.tables import shipped_table
 from tests import inside
 from tests.cases import integers, normal, same_bits
-from tests.graph.graphs import RANKS, given, rewritten
-from tests.graph.test_norm_pass import Traced, llamas, scattered, summed
+from tests.graph.graphs import EPS, PAYS, RANKS, Traced, given, llamas, of_matmul, rewritten, scattered, summed
 from tests.parallel_models import MLP, TOKENS, SequenceParallelMLP, compiled, tokens
 from tests.processes import run_ranks
 
@@ -32,31 +29,9 @@ ops, functional = torch.ops.graphar, torch.nn.functional
 ROWS, COLUMNS, K = 8, 16, 24
 
 
-DEFAULT = shipped_table("default")
-# As if all sizes had been measured to be faster.
-PAYS = replace(
-    DEFAULT,
-    matmul=replace(
-        DEFAULT.matmul,
-        tiles_from_numel=dict.fromkeys(range(2, 9), 1),
-        skinny_from_columns=dict.fromkeys(range(2, 9), 1),
-    ),
-    allgather_matmul=replace(DEFAULT.allgather_matmul, tiles_from_rows=dict.fromkeys(range(2, 9), 1)),
-)
-
-
-@pytest.fixture
-def pays(monkeypatch):
-    monkeypatch.setattr(places, "shipped_table", lambda name: PAYS)
-
-
 def traced(function, *more, dtype=torch.bfloat16, rows=(ROWS,)):
     """Traces a function of a [rows, K], w [COLUMNS, K] and ``more``."""
     return Traced(function, (*rows, K), (COLUMNS, K), *more, dtype=dtype)
-
-
-def of_matmul(report):
-    return [entry for entry in report.entries if entry.rewrite == "matmul"]
 
 
 FORMS = {
@@ -358,7 +333,7 @@ def test_a_compiled_model_has_the_bits_that_it_has_without(name):
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
 
-WIDE, INNER, EPS = 8192, 512, 1e-5
+WIDE, INNER = 8192, 512
 PAYING, LEFT_APART = (8, 1024), 256  # rows, between two ranks
 
 

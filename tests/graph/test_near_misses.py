@@ -20,10 +20,7 @@ from torch.utils import _pytree as pytree
 from graphar.graph import places
 from graphar.graph.collectives import VIEWS
 from graphar.ops.register import op_of
-from tests.graph.graphs import RANKS
-from tests.graph.test_allgather_matmul_pass import gathered
-from tests.graph.test_matmul_pass import PAYS
-from tests.graph.test_norm_pass import NORMS, Traced, scattered, summed
+from tests.graph.graphs import NORMS, PAYS, RANKS, Traced, gathered, scattered, summed
 
 torch_ops = torch.ops._c10d_functional
 ROWS, COLUMNS, K = 8, 16, 32

@@ -8,68 +8,25 @@ import operator
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphar
 from graphar.ops import reducescatter_rmsnorm
 from graphar.ops.allreduce_rmsnorm import OP
 from tests.cases import same_bits
-from tests.graph.graphs import RANKS, Drawing, given, rewritten
+from tests.graph.graphs import EPS, NORMS, RANKS, Traced, given, llamas, rewritten, scattered, summed, torchs
 from tests.parallel_models import compiled
 from tests.processes import run_ranks
 
 torch_ops, ops, aten = torch.ops._c10d_functional, torch.ops.graphar, torch.ops.aten
-EPS, COLUMNS, TOKENS = 1e-5, 64, (5, 9, 12)
+COLUMNS, TOKENS = 64, (5, 9, 12)
 
 
 # ---- norms as models write them -------------------------------------------------------------------------------------
 
 
-def torchs(x, weight):
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, EPS)
-
-
-def llamas(x, weight):
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * wide.to(x.dtype)
-
-
-def gemmas(x, weight):
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-    return (wide * (1.0 + weight.float())).type_as(x)
-
-
-NORMS = {"torch's": torchs, "Llama's": llamas, "Gemma's": gemmas}
 OFFSETS = {"torch's": 0.0, "Llama's": 0.0, "Gemma's": 1.0}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 every_norm = pytest.mark.parametrize("name", NORMS)
-
-
-def summed(x, reduction="sum"):
-    return torch_ops.wait_tensor(torch_ops.all_reduce(x, reduction, "0"))
-
-
-def scattered(x, world_size=RANKS, reduction="sum"):
-    return torch_ops.wait_tensor(torch_ops.reduce_scatter_tensor(x, reduction, world_size, "0"))
-
-
-class Traced:
-    """The graph of a function as Inductor's pass gets it. ``dtype`` is that of all tensors, or a list of each one's."""
-
-    def __init__(self, function, *shapes, dtype=torch.bfloat16, device="cpu"):
-        from torch._inductor.decomposition import select_decomp_table
-
-        dtypes = dtype if isinstance(dtype, list) else [dtype] * len(shapes)
-        with FakeTensorMode():
-            values = [torch.empty(shape, dtype=one, device=device) for shape, one in zip(shapes, dtypes, strict=True)]
-            decomposed = make_fx(function, decomposition_table=select_decomp_table())(*values)
-            self.graph = make_fx(torch.func.functionalize(decomposed))(*values).graph
-        self.graph.eliminate_dead_code()
-
-    calls = Drawing.calls
 
 
 def traced(function, columns=COLUMNS, **kinds):

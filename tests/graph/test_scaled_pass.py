@@ -14,20 +14,13 @@ import graphar
 from graphar.graph import places
 from graphar.ops.register import op_of
 from tests.cases import same_bits
-from tests.graph.graphs import RANKS, given, rewritten
-from tests.graph.test_matmul_pass import PAYS, of_matmul
-from tests.graph.test_norm_pass import Traced, llamas, scattered, summed
+from tests.graph.graphs import PAYS, RANKS, Traced, gathered, given, llamas, of_matmul, rewritten, scattered, summed
 from tests.parallel_models import compiled
 from tests.processes import run_ranks
 
 ops, aten, torch_ops = torch.ops.graphar, torch.ops.aten, torch.ops._c10d_functional
 FP8, FP32, BF16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
 ROWS, COLUMNS, K = 8, 256, 384
-
-
-@pytest.fixture
-def pays(monkeypatch):
-    monkeypatch.setattr(places, "shipped_table", lambda name: PAYS)
 
 
 def torchs(a, w, a_scale, w_scale, out_dtype=BF16, **more):
@@ -187,11 +180,6 @@ def test_a_batch_invariant_pass_fuses_products_with_scales_at_every_size(make_pa
 
 
 # ---- behind an all-gather -------------------------------------------------------------------------------------------
-
-
-def gathered(x, dim=0):
-    whole = torch_ops.wait_tensor(torch_ops.all_gather_into_tensor(x, RANKS, "0"))
-    return torch.cat(whole.chunk(RANKS), dim) if dim else whole
 
 
 def traced_gather(function, *more, of_a=(ROWS, 1), of_w=(1, COLUMNS), kinds=(), rows=(ROWS,)):

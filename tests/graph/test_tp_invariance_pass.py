@@ -9,8 +9,7 @@ from torch.nn import functional
 import graphar
 from graphar.ops.register import op_of
 from tests import inside
-from tests.graph.graphs import RANKS, given, rewritten
-from tests.graph.test_norm_pass import Traced, llamas, scattered, summed
+from tests.graph.graphs import RANKS, Traced, given, llamas, rewritten, scattered, summed
 
 ops, aten, torch_ops = torch.ops.graphar, torch.ops.aten, torch.ops._c10d_functional
 ROWS, COLUMNS, K = 8, 16, 32

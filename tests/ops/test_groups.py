@@ -219,7 +219,7 @@ def test_a_closed_communicator_refuses_every_call():
     for op, call in calls.items():
         with pytest.raises(graphar.CommunicatorError, match=f"^{op}: this communicator is closed; make another, and"):
             call(xs)
-    with pytest.raises(graphar.CommunicatorError, match="^allreduce: this communicator is closed"):
+    with pytest.raises(graphar.CommunicatorError, match=r"^allreduce: this communicator is closed"):
         communicator.explain(xs)
 
 

@@ -1,0 +1,14 @@
+"""Fixtures of the tests of Inductor's pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphar.graph import places
+from tests.graph.graphs import PAYS
+
+
+@pytest.fixture
+def pays(monkeypatch):
+    """Has the pass take all sizes of matmuls for faster as one op."""
+    monkeypatch.setattr(places, "shipped_table", lambda name: PAYS)
