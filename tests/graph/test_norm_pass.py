@@ -320,7 +320,7 @@ def test_a_weight_that_a_rounded_sum_makes_is_that_weight(make_pass):
 
     fused = next(node for node in graph.nodes if node.target is ops.allreduce_residual_rmsnorm.default)
     assert fused.args[2].target is aten.add.Tensor
-    assert fused.args[4] == 0.0
+    assert given(fused)["weight_offset"] == 0.0
 
 
 # ---- on ranks -------------------------------------------------------------------------------------------------------
