@@ -49,10 +49,10 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.explanation import Explanation
 from graphar.plan.outside import load_algorithm
 from graphar.plan.scratch import Scratch
-from graphar.ranks import logs as _logs
 from graphar.runtime.availability import Availability, is_available
 from graphar.runtime.memory.use import Memory, MemoryUse
 from graphar.runtime.registry import resume, stats, suspend
+from graphar.runtime.watch import logs as _logs
 from graphar.runtime.watch import nvtx as _nvtx
 from graphar.runtime.watch.profiler import profile
 from graphar.runtime.watch.stats import CallStats, Stats

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     table = find_table(device)
     dtype = DTYPES[options.dtype]
     if options.codec:
-        call_checks.check_quantized_call("explain", options.codec, "auto", torch.empty(0, dtype=dtype))
+        call_checks.check_quantized_call("allreduce", options.codec, "auto", torch.empty(0, dtype=dtype))
     wire = codec(options.codec) if options.codec else None
     found = list(explanations(table, world_size, options.sizes, dtype, wire))
     if table.name == DEFAULT:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 
@@ -15,8 +15,9 @@ from graphar.ops.allreduce import allreduce
 from graphar.plan.call import Call, Operands
 from graphar.plan.explanation import Explanation
 from graphar.plan.work import Sum
-from graphar.runtime.engine import Engine, watching
+from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
+from graphar.runtime.watch.hook import watching
 
 
 @overload
@@ -75,8 +76,8 @@ class _Explained(Exception):
         self.explanation = explanation
 
 
-def _explain(engine: Engine, call: Call, ranks: Sequence[Operands], note: str, run: Callable[[], None]) -> None:
-    """Watches a call in place of making it. An all-reduce needs no plan. Other plans know their matmuls."""
+def _explain(engine: Engine, call: Call, ranks: Sequence[Operands]) -> NoReturn:
+    """A sink that ends a call before it is made. An all-reduce needs no plan. Other plans know their matmuls."""
     if isinstance(call.work, Sum):
         raise _Explained(engine.explain(call, ranks[0].inputs[0]))
     plan = engine.plan(call, ranks)

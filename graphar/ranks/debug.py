@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+
+import torch
 
 from graphar.errors import CollectiveTimeout, TimeoutRecord
-from graphar.plan.call import Call, Operands
+from graphar.plan.call import Call
 from graphar.plan.work import without_seeds
 from graphar.ranks import agreement
 from graphar.ranks.capture import is_capturing
@@ -47,15 +48,10 @@ class Comparison:
         with self._lock:
             self._meet(f"{what} {details}".rstrip(), None)
 
-    def watch(self, engine: Ranks, call: Call, ranks: Sequence[Operands], note: str, run: Callable[[], None]) -> None:
-        """Compares a call unless a graph captures it, and then runs it. The engine calls this for every call.
-
-        ``note`` says in words where the tensors lie.
-        """
-        x = ranks[0].inputs[0]
+    def compare_call(self, call: Call, x: torch.Tensor, note: str) -> None:
+        """Compares a call whose first tensor is ``x``, unless a graph captures it; ``note`` says where tensors lie."""
         if not (x.is_cuda and is_capturing(x.device)):
             self._compare_call(call, f"{agreement.words_of_tensor(call, x)}{note}")
-        run()
 
     def _compare_call(self, call: Call, described: str) -> None:
         with self._ranks.keeping_failure(), self._lock:

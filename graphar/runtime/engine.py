@@ -8,7 +8,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -34,7 +35,8 @@ from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.memory.use import Memory, memory_of
 from graphar.runtime.plan import Count, Plan
-from graphar.runtime.watch.comms_metadata import ranks_of, recorded
+from graphar.runtime.watch import hook
+from graphar.runtime.watch.kineto import ranks_of
 from graphar.runtime.watch.stats import Stats, Totals
 
 _MAX_PLANS = 4096  # a plan has a few hundred bytes
@@ -49,12 +51,10 @@ _is_profiling = torch.autograd._profiler_enabled
 
 # Takes the tensors of a call, its output or None, and the numbers of its epilogue; returns its result, or None.
 Repeat = Callable[[tuple[torch.Tensor, ...], "torch.Tensor | None", tuple[float, ...]], object]
-Watcher = Callable[..., None]  # takes an engine, a call, its operands, a note, and the function that makes the call
 Binder = Callable[["Engine", Call, Sequence[Operands]], Plan]  # makes the plan of a call with such operands
 
 binders: dict[type, Binder] = {}  # by the kind of work
 open_engines: dict[str, Engine] = {}  # by name; an engine stays here until it is closed
-profilers: list[Watcher] = []  # watch the calls of all engines
 _names = itertools.count()
 
 
@@ -129,7 +129,7 @@ class Engine:
 
     Attributes:
         plans: a cache of plans by call.
-        warm: the plans that an op may run directly: ``plans``, or an empty cache while a watcher is active and while
+        warm: the plans that an op may run directly: ``plans``, or an empty cache while a sink is active and while
             the engine is suspended.
         table: the tuning table that choices go by: the default one, and rank 0's after kernels are set up.
         is_part: whether it is the part of another engine for the ranks of one host.
@@ -168,8 +168,9 @@ class Engine:
         self._failure: GrapharError | None = None  # the host's error that ended this engine; kernels report theirs
         self._comparison = Comparison(self) if debug and group and self.world_size > 1 else None
         compares = self._comparison is None  # otherwise debug mode compares the calls
+        self._own_sinks = () if compares else (self._compare_call,)
         self.without_kernels = WithoutKernels(self, self.hierarchy, compares)
-        self.find_watchers()
+        self.find_warm_plans()
         open_engines[self.name] = self
 
     def _part(self, inside: dist.ProcessGroup, timeout_s: float) -> Engine:
@@ -183,7 +184,7 @@ class Engine:
     def run(self, call: Call, ranks: Sequence[Operands]) -> Plan | None:
         """Makes a call, with the operands of each rank of this process. Collective.
 
-        The op has checked the operands. Returns the call's plan if it was cached, and neither a watcher nor torch's
+        The op has checked the operands. Returns the call's plan if it was cached, and neither a sink nor torch's
         profiler is active; else None.
         """
         plan = self.warm.get(call)
@@ -192,18 +193,10 @@ class Engine:
             plan.run(ranks)
             return plan
         self.check_open(call.op)  # a suspended engine has no warm plan
-
-        def run_planned() -> None:
+        with hook.around(self, call, ranks, *self._own_sinks):
             plan = self.plan(call, ranks)
             plan.count.looked_up += 1
-            described = (call, ranks, plan.config, self.group, self.world_size)
-            with recorded(*described) if _is_profiling() else contextlib.nullcontext():
-                plan.run(ranks)
-
-        note = ""
-        if self._comparison and self.symmetric and call.op == "allreduce":
-            note = self.symmetric.describe(ranks[0].inputs[0], ranks[0].outputs[0])
-        self._watch(call, ranks, run_planned, note)
+            plan.run(ranks)
         return None
 
     def plan(self, call: Call, ranks: Sequence[Operands]) -> Plan:
@@ -232,14 +225,14 @@ class Engine:
                 f"kernels for {chip.sms} SMs of {chip.arch}, tuning table {self.table.name}, lossless compression "
                 f"{'on' if self.lossless else 'off'}, {forbidden or 'NVLink multicast allowed'}"
             )
-        _log.info("communicator of ranks %s: %s", ranks_of(self.group, self.world_size), how)
+        _log.info("communicator of ranks %s: %s", ranks_of(self), how)
 
-    def _watch(self, call: Call, ranks: Sequence[Operands], run: Callable[[], None], note: str) -> None:
-        """Runs ``run``, which makes the call, inside debug mode, which compares ``note``, and profilers."""
-        watchers = [self._comparison.watch] if self._comparison else []
-        for watcher in (*watchers, *profilers):
-            run = partial(watcher, self, call, ranks, note, run)
-        run()
+    def _compare_call(self, engine: Engine, call: Call, ranks: Sequence[Operands]) -> AbstractContextManager[None]:
+        note = ""
+        if self.symmetric and call.op == "allreduce":
+            note = self.symmetric.describe(ranks[0].inputs[0], ranks[0].outputs[0])
+        self._comparison.compare_call(call, ranks[0].inputs[0], note)
+        return contextlib.nullcontext()
 
     def deadline(self, call: Call) -> float:
         """Returns the deadline of each wait on another rank in a call, in seconds."""
@@ -250,9 +243,9 @@ class Engine:
         self.table = table
         self.plans.clear()
 
-    def find_watchers(self) -> None:
-        """Updates ``warm``: ops run plans directly only while there is no watcher, and the engine is not suspended."""
-        self.warm = Plans(0) if self._comparison or profilers or self.suspended else self.plans
+    def find_warm_plans(self) -> None:
+        """Updates ``warm``: ops run plans directly only while there is no sink, and the engine is not suspended."""
+        self.warm = Plans(0) if self._own_sinks or hook.sinks or self.suspended else self.plans
 
     def symmetric_sides(self, x, out) -> tuple[str, ...]:
         """Returns which of "input" and "output" of a call lie in symmetric memory."""
@@ -461,7 +454,7 @@ class Engine:
     def set_suspended(self, suspended: bool) -> None:
         """Refuses calls, or lets them be made again. Not collective: what other ranks do not know holds no memory."""
         self.suspended = suspended
-        self.find_watchers()
+        self.find_warm_plans()
 
     def _meet_to(self, what: str, *words: str) -> list[list[str]]:
         """Meets the ranks of other processes, and returns each one's words, in rank order."""
@@ -515,21 +508,12 @@ class Engine:
         return self
 
 
-@contextlib.contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Lets ``watcher`` make the calls of all engines inside."""
-    profilers.append(watcher)
-    _find_watchers()
-    try:
-        yield
-    finally:
-        profilers.remove(watcher)
-        _find_watchers()
-
-
-def _find_watchers() -> None:
+def _find_warm_plans() -> None:
     for engine in [*open_engines.values()]:  # another thread may add one
-        engine.find_watchers()
+        engine.find_warm_plans()
+
+
+hook.when_changed.append(_find_warm_plans)
 
 
 def compresses(lossless: bool | None) -> bool:

@@ -117,7 +117,7 @@ def test_explain_refuses_what_a_call_refuses(capsys):
     assert main(["explain", "1M", "--dtype", "float64", "--codec", "int8"]) == 1
 
     with pytest.raises(ValueError, match="a codec rounds") as refusal:
-        graphar.explain(torch.zeros(1, dtype=torch.float64), codec="int8")
+        graphar.explain([torch.zeros(1, dtype=torch.float64)] * 2, codec="int8")
     assert capsys.readouterr().err == f"graphar: {refusal.value}\n"
 
 

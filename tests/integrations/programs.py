@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import graphar
-from graphar.runtime import engine
+from graphar.runtime.watch.hook import watching
 from tests.integrations.entry_points import values
 
 WHOLE_GROUP = torch.__version__ < "2.14"  # the backend is then a process group in Python
@@ -167,19 +167,12 @@ def launches():
     """The ops of calls that graphar serves meanwhile."""
     ops = []
 
-    def record(engine, call, x, note, run):
+    def record(engine, call, ranks):
         ops.append(call.op)
-        run()
+        return contextlib.nullcontext()
 
-    engine.profilers.append(record)
-    for one in engine.open_engines.values():
-        one.find_watchers()
-    try:
+    with watching(record):
         yield ops
-    finally:
-        engine.profilers.remove(record)
-        for one in engine.open_engines.values():
-            one.find_watchers()
 
 
 def calls_of_graphar(rank, n):

@@ -24,8 +24,8 @@ from graphar.ops import repeats
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.work import Sum
-from graphar.runtime import engine as engines
 from graphar.runtime import failures, runner
+from graphar.runtime.watch.hook import watching
 from tests.ops.conftest import NUMEL, PLAIN
 
 
@@ -340,20 +340,13 @@ def test_a_plan_that_another_thread_drops_during_its_call_is_not_repeated(commun
     assert not plans.repeats
 
 
-def test_a_watched_call_is_not_repeated(warm, machine, like, monkeypatch):
+def test_a_watched_call_is_not_repeated(warm, machine, like):
     watched = []
 
-    def watch(engine, call, ranks, note, run):
-        watched.append(call.op)
-        run()
-
-    monkeypatch.setattr(engines, "profilers", [watch])
-    warm.engine.find_watchers()
-    assert repeats_of(machine, lambda: warm.allreduce(like)) == 0
+    with watching(lambda engine, call, ranks: contextlib.nullcontext(watched.append(call.op))):
+        assert repeats_of(machine, lambda: warm.allreduce(like)) == 0
     assert watched == ["allreduce"]
 
-    monkeypatch.setattr(engines, "profilers", [])
-    warm.engine.find_watchers()
     assert repeats_of(machine, lambda: warm.allreduce(like)) == 1
 
 

@@ -11,6 +11,7 @@ import torch
 
 import graphar
 from graphar.runtime.watch import nvtx
+from graphar.runtime.watch.hook import watching
 
 
 @pytest.fixture
@@ -32,11 +33,12 @@ def ranges(monkeypatch):
 
 
 def on_a_gpu():
-    return SimpleNamespace(op="allreduce"), [SimpleNamespace(inputs=[SimpleNamespace(is_cuda=True)])]
+    return None, SimpleNamespace(op="allreduce"), [SimpleNamespace(inputs=[SimpleNamespace(is_cuda=True)])]
 
 
 def test_a_call_is_a_range_of_graphars_domain(ranges):
-    nvtx.watch(None, *on_a_gpu(), "", lambda: ranges.append("the call"))
+    with nvtx.sink(*on_a_gpu()):
+        ranges.append("the call")
 
     assert ranges == [("graphar.allreduce", "graphar"), "the call", None]
 
@@ -44,35 +46,34 @@ def test_a_call_is_a_range_of_graphars_domain(ranges):
 def test_without_the_package_a_call_is_a_range_of_torchs_domain(ranges, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvtx", None)
 
-    nvtx.watch(None, *on_a_gpu(), "", lambda: ranges.append("the call"))
+    with nvtx.sink(*on_a_gpu()):
+        ranges.append("the call")
 
     assert ranges == [("graphar.allreduce", None), "the call", None]
 
 
 def test_a_call_on_the_cpu_is_no_range(ranges):
-    call, _ = on_a_gpu()
-
-    with nvtx.around(call, torch.ones(1)):
-        pass
+    with watching(nvtx.sink):
+        graphar.allreduce([torch.ones(4)] * 2)
 
     assert ranges == []
 
 
 @pytest.mark.parametrize(("given", "watched"), [("1", True), ("0", False), ("", False), (None, False)])
 def test_the_switch_of_the_environment_puts_all_later_calls_into_ranges(monkeypatch, given, watched):
-    monkeypatch.setattr(nvtx, "profilers", found := [])
+    monkeypatch.setattr(nvtx, "sinks", found := [])
     monkeypatch.delenv(nvtx.SWITCH, raising=False)
     if given is not None:
         monkeypatch.setenv(nvtx.SWITCH, given)
 
     nvtx.start()
 
-    assert found == ([nvtx.watch] if watched else [])
+    assert found == ([nvtx.sink] if watched else [])
 
 
 def test_calls_inside_graphars_profile_are_ranges(ranges, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(nvtx, "around", lambda call, x: seen.append(call.op) or contextlib.nullcontext())
+    monkeypatch.setattr(nvtx, "sink", lambda engine, call, ranks: contextlib.nullcontext(seen.append(call.op)))
 
     with graphar.profile(tmp_path / "trace.json"):
         graphar.allreduce([torch.ones(4)] * 2)

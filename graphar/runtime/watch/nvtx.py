@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from graphar.plan.call import Call, Operands
-from graphar.runtime.engine import Engine, profilers
+from graphar.runtime.watch.hook import Planner, sinks
 
 SWITCH = "GRAPHAR_NVTX"
 DOMAIN = "graphar"
@@ -20,21 +20,15 @@ DOMAIN = "graphar"
 def start() -> None:
     """Puts each later call of the process into a range, if the environment has GRAPHAR_NVTX=1."""
     if os.environ.get(SWITCH) == "1":
-        profilers.append(watch)
+        sinks.append(sink)
 
 
-def watch(engine: Engine, call: Call, ranks: Sequence[Operands], note: str, run: Callable[[], None]) -> None:
-    """Makes the call inside a range; a Watcher."""
-    with around(call, ranks[0].inputs[0]):
-        run()
-
-
-def around(call: Call, x: torch.Tensor) -> AbstractContextManager[object]:
-    """Returns a range such as "graphar.allreduce" for a call with a first tensor ``x``; on the CPU no range.
+def sink(engine: Planner, call: Call, ranks: Sequence[Operands]) -> AbstractContextManager[object]:
+    """Returns a range such as "graphar.allreduce" for a call; on the CPU no range.
 
     It is in the NVTX domain "graphar" if the package nvtx is installed, and in torch's domain otherwise.
     """
-    return _range_of()(f"graphar.{call.op}") if x.is_cuda else nullcontext()
+    return _range_of()(f"graphar.{call.op}") if ranks[0].inputs[0].is_cuda else nullcontext()
 
 
 @functools.cache

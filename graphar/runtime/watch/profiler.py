@@ -7,8 +7,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from graphar.plan.call import Call, Operands
 from graphar.ranks.capture import is_capturing
-from graphar.runtime.engine import Engine, watching
 from graphar.runtime.watch import nvtx
-from graphar.runtime.watch.comms_metadata import ranks_of
+from graphar.runtime.watch.hook import Planner, sinks, watching
+from graphar.runtime.watch.kineto import ranks_of
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     with open(_path_of_rank(Path(path)), "ab"):  # fail now, and not after a block that may take hours
         pass
     try:
-        with watching(recorder.watch):
+        with nullcontext() if nvtx.sink in sinks else watching(nvtx.sink), watching(recorder.sink):
             yield
     finally:
         recorder.write(Path(path))
@@ -69,22 +69,23 @@ class _Recorder:
         self._is_open = True
         self._thread = threading.local()  # is_inside: whether the thread is inside a recorded call
 
-    def watch(self, engine: Engine, call: Call, ranks: Sequence[Operands], note: str, run: Callable[[], None]) -> None:
-        """Makes the call, and records it unless it is part of another call; a Watcher."""
+    @contextmanager
+    def sink(self, engine: Planner, call: Call, ranks: Sequence[Operands]) -> Iterator[None]:
+        """Records a call unless it is part of another call."""
         if not self._is_open or getattr(self._thread, "is_inside", False):
-            return run()
+            yield
+            return
         xs = [own.inputs[0] for own in ranks]
         devices = [x.get_device() for x in xs if x.is_cuda]
         timed = bool(devices) and not any(map(is_capturing, devices))
         before = [self._record(device) for device in devices] if timed else []
-        numbers = ranks_of(engine.group, engine.world_size)
+        numbers = ranks_of(engine)
         details = {"dtype": str(xs[0].dtype).removeprefix("torch."), "world_size": engine.world_size}
         details |= {"ranks": numbers, "call": next(self._numbers.setdefault(tuple(numbers), itertools.count()))}
         self._thread.is_inside = True
         begin_ns = time.perf_counter_ns()
         try:
-            with nvtx.around(call, xs[0]):
-                run()
+            yield
         except Exception as error:
             details["error"] = type(error).__name__
             raise
@@ -122,7 +123,7 @@ class _Recorder:
         return event
 
 
-def _taken(engine: Engine, call: Call) -> dict[str, object]:
+def _taken(engine: Planner, call: Call) -> dict[str, object]:
     """Returns the algorithm of a call that was made, and its codec, its epilogue or the tensors of its tuple."""
     work, plan = call.work, engine.plans.get(call)
     details = {"codec": work.codec, "epilogue": work.epilogue and work.epilogue.text}

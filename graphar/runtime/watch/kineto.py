@@ -14,31 +14,30 @@ import torch
 import torch.distributed as dist
 
 from graphar.plan.call import Call, Operands
-from graphar.plan.config import Config
+from graphar.ranks.rendezvous import Ranks
+from graphar.runtime.plan import Plan
 
 
-def ranks_of(group: dist.ProcessGroup | None, world_size: int) -> list[int]:
+def ranks_of(engine: Ranks) -> list[int]:
     """Returns the ranks of a communicator as ranks in the world; without a group, as ranks of this process."""
-    return dist.get_process_group_ranks(group) if group else [*range(world_size)]
+    return dist.get_process_group_ranks(engine.group) if engine.group else [*range(engine.world_size)]
 
 
-def recorded(
-    call: Call, ranks: Sequence[Operands], config: Config, group: dist.ProcessGroup | None, world_size: int
-) -> AbstractContextManager[object]:
+def recorded(engine: Ranks, call: Call, ranks: Sequence[Operands], plan: Plan) -> AbstractContextManager[object]:
     """Returns a range of torch's profiler around a call, such as "graphar:allreduce", with the call's metadata.
 
     The metadata is of the first of this process's ``ranks``. It is in the trace if the profiler records shapes.
     """
-    x, out = ranks[0].inputs[0], ranks[0].outputs[0]
+    x, out, group = ranks[0].inputs[0], ranks[0].outputs[0], engine.group
     metadata = {
         "Collective name": call.op,
         "In msg nelems": x.numel(),
         "Out msg nelems": out.numel(),
         "dtype": x.type().rpartition(".")[2].removesuffix("Tensor"),  # as Kineto writes it: BFloat16
-        "Group size": world_size,
+        "Group size": engine.world_size,
         "Process Group Name": group.group_name if group else "",
         "Process Group Description": group.group_desc if group else "devices of one process",
-        "Process Group Ranks": str(ranks_of(group, world_size)),
-        "Algorithm": config.algorithm.value,
+        "Process Group Ranks": str(ranks_of(engine)),
+        "Algorithm": plan.config.algorithm.value,
     }
     return torch._C._profiler._RecordFunctionFast(f"graphar:{call.op}", (), metadata)

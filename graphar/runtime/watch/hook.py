@@ -1,0 +1,65 @@
+"""The hook on the way of a call: sinks see each call that an engine makes, and decide in what context it is made.
+
+graphar.profile, NVTX, torch's profiler and graphar.explain are sinks. What :mod:`graphar.runtime.watch.stats` tells is
+counted by the plans, since an op runs a known plan directly while no sink is active.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from graphar.plan.call import Call, Operands
+from graphar.ranks.rendezvous import Ranks
+from graphar.runtime.bounded_cache import BoundedCache
+from graphar.runtime.plan import Plan
+from graphar.runtime.watch import kineto
+
+_is_profiling = torch.autograd._profiler_enabled
+
+
+class Planner(Ranks, Protocol):
+    """The part of an engine that sinks use."""
+
+    @property
+    def plans(self) -> BoundedCache[Plan]: ...
+    def plan(self, call: Call, ranks: Sequence[Operands]) -> Plan: ...
+
+
+# Returns the context in which a call with such operands of this process's ranks is made.
+Sink = Callable[[Planner, Call, Sequence[Operands]], AbstractContextManager[object]]
+
+sinks: list[Sink] = []  # of the calls of all engines; a later one is outside of those before
+when_changed: list[Callable[[], None]] = []  # called when the sinks change
+
+
+@contextlib.contextmanager
+def watching(sink: Sink) -> Iterator[None]:
+    """Shows the calls of all engines inside to ``sink``."""
+    sinks.append(sink)
+    _tell()
+    try:
+        yield
+    finally:
+        sinks.remove(sink)
+        _tell()
+
+
+def _tell() -> None:
+    for tell in when_changed:
+        tell()
+
+
+@contextlib.contextmanager
+def around(engine: Planner, call: Call, ranks: Sequence[Operands], *own: Sink) -> Iterator[None]:
+    """The contexts of all sinks around a call, and of the ``own`` ones of its engine."""
+    with contextlib.ExitStack() as contexts:
+        for sink in (*reversed(sinks), *own):
+            contexts.enter_context(sink(engine, call, ranks))
+        if _is_profiling():
+            contexts.enter_context(kineto.recorded(engine, call, ranks, engine.plan(call, ranks)))
+        yield
