@@ -19,9 +19,10 @@ from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.plan.call import Operands
 from graphar.plan.tensor_checks import span
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.engine import Engine, Repeat
+from graphar.runtime.engine import Engine
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.plan import Count, Launch, Plan, Tensors
+from graphar.runtime.plans import Repeat
 from graphar.runtime.registry import Group, known_engine
 
 Asked = tuple[Tensors, tuple, object]  # the tensors, options and epilogue of a call, as :func:`repeated` takes them

@@ -3,140 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import logging
 import os
-import threading
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, Reason, UnsupportedError
+from graphar.errors import Reason
 from graphar.plan import call_checks, select, tensor_checks
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.explanation import Explanation
-from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.select import Facts
-from graphar.plan.tables import DEFAULT, Table, shipped_table
+from graphar.plan.tables import Table
 from graphar.ranks import agreement
-from graphar.ranks.capture import check_can_prepare
-from graphar.ranks.cpu.without_kernels import WithoutKernels
-from graphar.ranks.debug import Comparison
-from graphar.ranks.groups import device_of_process
-from graphar.ranks.hierarchical import Hierarchy
-from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
 from graphar.runtime import multicast
-from graphar.runtime.availability import missing_software
-from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.memory.use import Memory, memory_of
-from graphar.runtime.plan import Count, Plan
+from graphar.runtime.life import NOT_MADE, Life
+from graphar.runtime.plan import Plan
 from graphar.runtime.watch import hook
 from graphar.runtime.watch.kineto import ranks_of
-from graphar.runtime.watch.stats import Stats, Totals
+from graphar.runtime.watch.stats import Stats
 
-_MAX_PLANS = 4096  # a plan has a few hundred bytes
-LOSSLESS_SWITCH = "GRAPHAR_LOSSLESS"
-_NOT_MADE = (
-    "this call was not made: an earlier one of its communicator failed, as told below; go on with another communicator "
-    "in a new process group, as graphar.allreduce(x, dist.new_group()) does\n"
-)
-NAME_PREFIX = "graphar:"  # no name of a process group begins with this prefix
 _log = logging.getLogger(__name__)
 _is_profiling = torch.autograd._profiler_enabled
 
-# Takes the tensors of a call, its output or None, and the numbers of its epilogue; returns its result, or None.
-Repeat = Callable[[tuple[torch.Tensor, ...], "torch.Tensor | None", tuple[float, ...]], object]
 Binder = Callable[["Engine", Call, Sequence[Operands]], Plan]  # makes the plan of a call with such operands
 
 binders: dict[type, Binder] = {}  # by the kind of work
 open_engines: dict[str, Engine] = {}  # by name; an engine stays here until it is closed
-_names = itertools.count()
 
 
-class Plans(BoundedCache[Plan]):
-    """A cache of plans by call.
-
-    Attributes:
-        repeats: functions that repeat a call by a plan, by the op, the shape and the options of the call. Dropped with
-            the plans: there is a new cache from then on, and a thread that is about to add a repeat of a dropped plan
-            adds it to the old one.
-        unrepeated: a count of the calls that could be repeated, but were not.
-        made: how many plans there have been.
-        totals: the counts of the plans that were dropped.
-    """
-
-    def __init__(self, max_entries: int) -> None:
-        super().__init__(max_entries)
-        self.repeats: BoundedCache[Repeat] = BoundedCache()
-        self.unrepeated = self.made = 0
-        self.totals = Totals()
-        self._seen: BoundedCache[None] = BoundedCache()
-
-    def was_seen(self, key: Hashable) -> bool:
-        """Whether a call with this key was made before. A key with a new function each time is never seen again."""
-        if key in self._seen:
-            return True
-        self._seen.keep(key, None)
-        return False
-
-    def keep(self, key: Hashable, value: Plan) -> Plan:
-        """Adds a plan, and returns it with a count of its own."""
-        self.made += 1
-        return super().keep(key, value._replace(count=Count()))
-
-    def clear(self) -> None:
-        self.repeats = BoundedCache()
-        self.totals.add(self.items())
-        super().clear()
-
-
-class KeepingFailure:
-    """A context, or a decorator of a call's function, of :meth:`Engine.keeping_failure`."""
-
-    def __init__(self, engine: Engine, op: str) -> None:
-        self._engine, self._op = engine, op
-
-    def __enter__(self) -> None:
-        self._engine.check_ready(self._op)
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, (CollectiveTimeout, RanksAbsent)):
-            self._engine.keep_failure(error)
-
-    def __call__(self, run: Callable[[Sequence[Operands]], None]) -> Callable[[Sequence[Operands]], None]:
-        def run_in_context(ranks: Sequence[Operands]) -> None:
-            with self:
-                run(ranks)
-
-        return run_in_context
-
-
-class Engine:
-    """Runs the calls of one communicator.
-
-    Args:
-        group: the process group, whose ranks are processes; None with ``devices``.
-        devices: the devices of this process's ranks: CUDA devices, or the CPU once for each rank.
-        timeout_s: the deadline of every wait on another rank, in seconds.
-        debug: whether ranks compare each call before they make it.
-        hosts: the ranks of each host, for the hierarchical algorithm; None: found by the processes.
-        lossless: whether "auto" may compress bf16 without loss; None: unless the environment has GRAPHAR_LOSSLESS=0.
-
-    Attributes:
-        plans: a cache of plans by call.
-        warm: the plans that an op may run directly: ``plans``, or an empty cache while a sink is active and while
-            the engine is suspended.
-        table: the tuning table that choices go by: the default one, and rank 0's after kernels are set up.
-        is_part: whether it is the part of another engine for the ranks of one host.
-    """
-
-    # Tests set it before the first call: multimem kernels then use ordinary accesses and need no multicast.
-    multimem_stand_in = False
+class Engine(Life):
+    """Runs the calls of one communicator: the way of a call, from the look-up of its plan to its launch."""
 
     def __init__(
         self,
@@ -147,39 +47,9 @@ class Engine:
         hosts: list[list[int]] | None = None,
         lossless: bool | None = None,
     ) -> None:
-        self.lossless = compresses(lossless)
-        self.timeout_s = float(timeout_s)
-        self.name = f"{NAME_PREFIX}{next(_names)}"
-        self.group, self.devices = group, devices
-        self.world_size = len(devices) if devices else group.size()
-        self.rank = None if devices else group.rank()  # with devices, this process has all ranks
-        self.hierarchy, self.is_part = Hierarchy(self, hosts, self._part), False
-        self._making = threading.RLock()  # held to make what threads must not make twice
-        self.runner = None
-        self.why_no_runner: Reason | None = None  # set when a set-up found that kernels cannot run
-        self.table: Table = shipped_table(DEFAULT)
-        self.symmetric = None  # the runner's symmetric tensors, from the first one on
-        self.closed = False
-        self.suspended = False
-        self._suspension = None  # with kernels, what a suspended engine goes on with
-        self.plans = Plans(_MAX_PLANS)
-        self._rendezvous: StoreRendezvous | None = None  # made at first use
+        super().__init__(group, devices, timeout_s, debug, hosts, lossless)
         self._has_said = False  # how calls are made
-        self._failure: GrapharError | None = None  # the host's error that ended this engine; kernels report theirs
-        self._comparison = Comparison(self) if debug and group and self.world_size > 1 else None
-        compares = self._comparison is None  # otherwise debug mode compares the calls
-        self._own_sinks = () if compares else (self._compare_call,)
-        self.without_kernels = WithoutKernels(self, self.hierarchy, compares)
-        self.find_warm_plans()
         open_engines[self.name] = self
-
-    def _part(self, inside: dist.ProcessGroup, timeout_s: float) -> Engine:
-        """Returns the engine of the ranks of this process's host."""
-        made = Engine(inside, None, timeout_s, lossless=self.lossless)
-        made.is_part = True
-        return made
-
-    # ---- calls ------------------------------------------------------------------------------------------------------
 
     def run(self, call: Call, ranks: Sequence[Operands]) -> Plan | None:
         """Makes a call, with the operands of each rank of this process. Collective.
@@ -227,13 +97,6 @@ class Engine:
             )
         _log.info("communicator of ranks %s: %s", ranks_of(self), how)
 
-    def _compare_call(self, engine: Engine, call: Call, ranks: Sequence[Operands]) -> AbstractContextManager[None]:
-        note = ""
-        if self.symmetric and call.op == "allreduce":
-            note = self.symmetric.describe(ranks[0].inputs[0], ranks[0].outputs[0])
-        self._comparison.compare_call(call, ranks[0].inputs[0], note)
-        return contextlib.nullcontext()
-
     def deadline(self, call: Call) -> float:
         """Returns the deadline of each wait on another rank in a call, in seconds."""
         return call.timeout_s or self.timeout_s
@@ -242,10 +105,6 @@ class Engine:
         """Makes later calls go by ``table``."""
         self.table = table
         self.plans.clear()
-
-    def find_warm_plans(self) -> None:
-        """Updates ``warm``: ops run plans directly only while there is no sink, and the engine is not suspended."""
-        self.warm = Plans(0) if self._own_sinks or hook.sinks or self.suspended else self.plans
 
     def symmetric_sides(self, x, out) -> tuple[str, ...]:
         """Returns which of "input" and "output" of a call lie in symmetric memory."""
@@ -265,7 +124,7 @@ class Engine:
         launches = self.runner.launches() if self.runner else {}
         failure = self._failure or (self.runner and self.runner.failure())
         calls = self.plans.totals.stats(self.plans.items())
-        return Stats(calls, self.plans.made, launches, waited_s, str(failure or "").removeprefix(_NOT_MADE))
+        return Stats(calls, self.plans.made, launches, waited_s, str(failure or "").removeprefix(NOT_MADE))
 
     def facts(self, call: Call, x: torch.Tensor) -> Facts:
         """Returns the facts that decide on the kernel of a call. The first call is collective.
@@ -293,219 +152,9 @@ class Engine:
             return reason
         return self.why_no_runner or f"the tensor is on {x.device}"
 
-    # ---- set-up -----------------------------------------------------------------------------------------------------
-
-    def first_device(self) -> torch.device:
-        """Returns the device of this process's first rank."""
-        return self.devices[0] if self.devices else device_of_process(self.group)
-
-    def find_runner(self, device: torch.device) -> bool:
-        """Whether graphar's kernels reach all ranks. The first call sets them up, and is collective."""
-        if device.type == "cuda" and self.runner is None and not self.why_no_runner:
-            if self.world_size == 1 or self.world_size > MAX_RANKS:
-                self.why_no_runner = f"kernels serve 2 to {MAX_RANKS} ranks, not {self.world_size}"
-            else:
-                self._set_up(device)
-        if self.runner and self.group and device.index != (own := self.runner.members[0].device):
-            raise ValueError(f"graphar: this rank's communicator is on cuda:{own}, got {device}")
-        return self.runner is not None
-
-    def _set_up(self, device: torch.device) -> None:
-        check_can_prepare("this communicator", self.devices or [device])
-        with self._making:
-            if self.runner or self.why_no_runner:  # by another thread meanwhile
-                return
-            rendezvous = Alone() if self.devices else self.rendezvous()
-            try:
-                rendezvous.agree_on_none("set-up", missing_software())
-                from graphar.runtime.setup import set_up  # needs cuda-python
-
-                self.runner, self.table = set_up(
-                    self.group, self.devices, device, rendezvous, self.lossless, self.multimem_stand_in
-                )
-            except UnsupportedError as error:
-                self.why_no_runner = str(error)
-
-    def rendezvous(self) -> StoreRendezvous:
-        """Returns the rendezvous of the group's processes. The first call makes it."""
-        with self._making:
-            self._rendezvous = self._rendezvous or meet(self.group, self.timeout_s)
-            return self._rendezvous
-
-    def compare(self, what: str, details: str = "") -> None:
-        """In debug mode, raises CommunicatorError unless every rank does ``what`` with the same ``details``."""
-        if self._comparison:
-            self._comparison.compare(what, details)
-
-    # ---- failures and the end ---------------------------------------------------------------------------------------
-
-    def keeping_failure(self, op: str = "graphar") -> KeepingFailure:
-        """Records a failure of the code inside, which needs all ranks: every later call raises it again.
-
-        Raises what :meth:`check_ready` does, before the code inside runs.
-        """
-        return KeepingFailure(self, op)
-
-    def check_open(self, op: str = "graphar") -> None:
-        """Raises CommunicatorError, which names ``op``, if the engine is closed or suspended.
-
-        Enough for what needs no other rank: an explanation is given after a failure, too. torch.compile traces it.
-        """
-        if self.closed:
-            raise closed(op)
-        if self.suspended:
-            raise CommunicatorError(f"{op}: this communicator is suspended; call its resume() on every rank before")
-
-    def check_ready(self, op: str) -> None:
-        """Raises as :meth:`check_open` does, or raises the error of an earlier failure again.
-
-        What needs other ranks begins with it, as :meth:`keeping_failure` does. The launch of a kernel asks the runner.
-        """
-        self.check_open(op)
-        if self.runner:
-            self.runner.raise_failure()
-        if self._failure:
-            raise self._failure.again()
-
-    def is_usable(self) -> bool:
-        """Whether calls can be made, or can after a resumption."""
-        failed = self._failure or (self.runner and not self.suspended and self.runner.failure())
-        return not (self.closed or failed)
-
-    def keep_failure(self, error: GrapharError) -> None:
-        """Makes later calls raise ``error`` again."""
-        self._failure = error.again(_NOT_MADE)
-
-    def synchronize(self) -> None:
-        """Waits for all work on this process's devices, and raises the errors that kernels reported."""
-        self.hierarchy.synchronize()
-        if self.runner:
-            self.runner.synchronize()
-
-    def common_order(self) -> str | None:
-        """Returns a key by which all ranks sort engines alike; None if the other ranks may not know this one yet.
-
-        A rank may make an engine alone, such as by an explanation. Once all ranks have met, all of them have it.
-        """
-        if self.devices:
-            return ""
-        return self._rendezvous.prefix if self._rendezvous and self._rendezvous.has_met else None
-
-    def why_stays(self) -> Reason | None:
-        """Returns why memory of this process cannot be given back while its addresses stay."""
-        own, inside = self.runner.memory.why_stays if self.runner else None, self.hierarchy.why_stays()
-        return own or (inside and f"inside a host, {inside}")
-
-    def suspend(self, keep: str | None) -> None:
-        """Gives the memory shared with other ranks back until :meth:`resume`. Collective.
-
-        An error before any rank gives memory back leaves all ranks as they were. After a later one they are suspended.
-        """
-        if self.suspended:
-            return
-        with self.keeping_failure("suspend"):
-            self.compare("suspend", f"keep={keep}")
-            kept, reasons = zip(*self._meet_to("suspend", str(keep), self.why_stays() or ""), strict=True)
-            if len(set(kept)) > 1:
-                raise CommunicatorError(f"suspend: ranks must pass the same keep, got, in rank order, {[*kept]}")
-            if reason := next(filter(None, reasons), ""):
-                raise UnsupportedError(f"suspend: this memory cannot be given back while its addresses stay: {reason}")
-            self.end_work(keep)
-            self.give_back()
-
-    def end_work(self, keep: str | None) -> None:
-        """Ends all ranks' work, and saves what to keep: the first half of :meth:`suspend`. Collective."""
-        with self.keeping_failure("suspend"):
-            self.hierarchy.end_work(keep)
-            if self.runner:
-                from graphar.runtime.memory.suspension import Suspension  # needs cuda-python
-
-                suspension = Suspension(self.runner)
-                suspension.end_work(keep == "symmetric")
-                self._suspension = suspension
-
-    def give_back(self) -> None:
-        """Gives memory back once all work has ended: the second half of :meth:`suspend`. Collective."""
-        with self.keeping_failure("suspend"):
-            self.set_suspended(True)
-            self.hierarchy.give_back()
-            if self._suspension:
-                self._suspension.give_back()
-
-    def resume(self) -> None:
-        """Brings the memory back, and lets calls be made again. Collective."""
-        if self.closed:
-            raise closed("resume")
-        if not self.suspended:
-            return
-        if self._failure:
-            raise self._failure.again()
-        try:
-            self._meet_to("resume")
-            self.hierarchy.resume()
-            if self._suspension:
-                self._suspension.resume()
-        except RanksAbsent as error:
-            self.keep_failure(error)
-            raise
-        self._suspension = None
-        self.set_suspended(False)
-
-    def set_suspended(self, suspended: bool) -> None:
-        """Refuses calls, or lets them be made again. Not collective: what other ranks do not know holds no memory."""
-        self.suspended = suspended
-        self.find_warm_plans()
-
-    def _meet_to(self, what: str, *words: str) -> list[list[str]]:
-        """Meets the ranks of other processes, and returns each one's words, in rank order."""
-        if self.devices:
-            return [[*words]]
-        return [json.loads(said) for said in self.rendezvous().exchange(what, json.dumps(words).encode())]
-
-    def memory(self) -> Memory:
-        """Returns the memory of this process's first rank on its GPU."""
-        return self.runner.memory_use() if self.runner else memory_of({}, [])
-
-    def close(self) -> None:
-        """Frees the memory shared with other ranks. Collective.
-
-        Raises:
-            RanksAbsent: a rank did not arrive in time; memory that it may still use is not freed.
-        """
-        if self.closed:
-            return
-        try:
-            if self._failure is None:
-                self.compare("close")
-        except RanksAbsent:
-            self._end()
-            raise
-        self._end()
-
     def _end(self) -> None:
-        self.closed = True
-        self.plans.clear()
         open_engines.pop(self.name, None)
-        with contextlib.ExitStack() as ends:
-            ends.callback(self.let_go_of_group)
-            ends.callback(self.hierarchy.close)
-            if self._suspension:
-                self._suspension.end()
-            if self.runner:
-                self.runner.close()
-
-    def let_go_of_group(self) -> None:
-        """Drops the process group and its store. Later calls fail; memory and captured graphs stay valid."""
-        self._failure = self._failure or CommunicatorError("the process group of this communicator was destroyed")
-        self.plans.clear()
-        self.hierarchy.let_go_of_groups()
-        if self._rendezvous:
-            self._rendezvous.leave()
-        self.without_kernels.let_go_of_group()
-        self.group = None
-
-    def __deepcopy__(self, memo: dict) -> Engine:  # a copied model has the same ranks
-        return self
+        super()._end()
 
 
 def _find_warm_plans() -> None:
@@ -514,15 +163,3 @@ def _find_warm_plans() -> None:
 
 
 hook.when_changed.append(_find_warm_plans)
-
-
-def compresses(lossless: bool | None) -> bool:
-    """Returns ``lossless``; if it is None, False if the environment has GRAPHAR_LOSSLESS=0, else True."""
-    return os.environ.get(LOSSLESS_SWITCH) != "0" if lossless is None else lossless
-
-
-def closed(op: str) -> CommunicatorError:
-    """Returns the error of a call with a closed communicator."""
-    return CommunicatorError(
-        f"{op}: this communicator is closed; make another, and whatever was compiled or captured with this one again"
-    )

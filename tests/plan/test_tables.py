@@ -24,7 +24,7 @@ from graphar.plan.tables import DEFAULT, Table, problem_with, shipped_table
 from graphar.plan.tiles import SUMMED_TILES
 from graphar.plan.times import expected_quantized_us, expected_us
 from graphar.plan.work import Sum
-from graphar.runtime import cache, engine, launcher, setup
+from graphar.runtime import cache, launcher, life, setup
 from graphar.runtime.user_tables import find_table
 from tests.cases import of_table
 from tests.processes import run_ranks
@@ -241,7 +241,7 @@ def set_up_with_a_table_of_its_own(rank, world_size, folder):
     os.environ["GRAPHAR_CACHE_DIR"] = f"{folder}/{rank}"
     store(replace(MINE, machine=f"that of rank {rank}"))
     torch.cuda.get_device_name = lambda device: DEVICE
-    engine.missing_software = lambda: ""
+    life.missing_software = lambda: ""
     launcher.chip = lambda device: Chip(132, "sm_90a")
     setup.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
     setup.Member = setup.Runner = setup.TorchMemory = lambda *_: None

@@ -24,7 +24,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.work import Sum
 from graphar.ranks import capture
 from graphar.ranks.rendezvous import StoreRendezvous
-from graphar.runtime import availability, engine, launcher
+from graphar.runtime import availability, launcher, life
 from graphar.runtime.memory import ipc_memory
 from tests.processes import run_code, run_ranks
 
@@ -136,7 +136,7 @@ def explained(communicator, algorithm):
 
 @pytest.mark.promise("What the kernels cannot serve takes an exact fallback, and `explain` says why.")
 def test_calls_take_the_fallback_and_say_why(communicator, monkeypatch):
-    monkeypatch.setattr("graphar.runtime.engine.missing_software", lambda: "NVRTC cannot be loaded: install it")
+    monkeypatch.setattr("graphar.runtime.life.missing_software", lambda: "NVRTC cannot be loaded: install it")
 
     said = explained(communicator, "auto")
 
@@ -151,7 +151,7 @@ def set_up(rank, world_size, lacking, absent=()):
     if rank in absent:
         store.wait([f"done/{other}" for other in range(world_size) if other not in absent])
         return None
-    engine.missing_software = lambda: lacking.get(rank, "")
+    life.missing_software = lambda: lacking.get(rank, "")
     communicator, begin = graphar.Communicator(timeout_s=1 if absent else 20), time.monotonic()
     try:
         communicator.engine.find_runner(torch.device("cuda", 0))
@@ -181,7 +181,7 @@ def test_a_rank_that_is_absent_at_set_up_is_named_within_the_deadline():
 
 def set_up_in_a_capture(rank, world_size, capturing):
     """What a set-up says on a rank while the ranks ``capturing`` capture a graph; then, if all did, what one says."""
-    engine.missing_software = lambda: "NVRTC cannot be loaded: install it"
+    life.missing_software = lambda: "NVRTC cannot be loaded: install it"
     capture.is_capturing, device = (lambda *_: rank in capturing), torch.device("cuda", 0)
     communicator, begin, said = graphar.Communicator(timeout_s=2), time.monotonic(), []
     try:
@@ -220,7 +220,7 @@ def test_where_one_rank_captures_its_first_call_the_others_name_it():
 
 def prepare_and_ask(rank, world_size):
     """Why a call with a GPU's tensor has no kernel, after ``prepare`` had no GPU to prepare."""
-    engine.missing_software = lambda: "NVRTC cannot be loaded: install it"
+    life.missing_software = lambda: "NVRTC cannot be loaded: install it"
     with graphar.Communicator() as communicator:
         communicator.prepare()
         return explained(communicator, "auto").reason
@@ -258,7 +258,7 @@ def test_a_gpu_that_cannot_be_prepared_is_told_on_all_ranks_at_once():
 def set_up_with(rank, world_size, settings, lossless):
     """What two set-ups say on a rank with its ``settings`` of GRAPHAR_LOSSLESS and of the communicator."""
     os.environ["GRAPHAR_LOSSLESS"] = settings[rank]
-    engine.missing_software = lambda: ""
+    life.missing_software = lambda: ""
     communicator, said = graphar.Communicator(timeout_s=20, lossless=lossless[rank]), []
     for _ in range(2):
         with pytest.raises(CommunicatorError) as raised:
@@ -287,7 +287,7 @@ def set_up_for(rank, world_size, declared):
     from graphar.runtime import setup
 
     os.environ["GRAPHAR_CONCURRENT_COMMUNICATORS"] = declared[rank]
-    engine.missing_software = lambda: ""
+    life.missing_software = lambda: ""
     launcher.sm_count, launcher.architecture = (lambda device: 132), (lambda device: "sm_90a")
     torch.cuda.get_device_name = lambda device: "no GPU"
     setup.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -30,8 +30,8 @@ class Planner(Ranks, Protocol):
     def plan(self, call: Call, ranks: Sequence[Operands]) -> Plan: ...
 
 
-# Returns the context in which a call with such operands of this process's ranks is made.
-Sink = Callable[[Planner, Call, Sequence[Operands]], AbstractContextManager[object]]
+# Takes the engine, a call and its operands; returns the context in which the call is made.
+Sink = Callable[[Any, Call, Sequence[Operands]], AbstractContextManager[object]]
 
 sinks: list[Sink] = []  # of the calls of all engines; a later one is outside of those before
 when_changed: list[Callable[[], None]] = []  # called when the sinks change

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from graphar.plan.call import Call
 from graphar.runtime.plan import Plan
 
 
@@ -88,11 +88,11 @@ class Totals:
     def __init__(self) -> None:
         self._calls: dict[tuple[str, str, str], tuple[int, int, int]] = {}  # calls, repeated ones, and their bytes
 
-    def add(self, plans: Iterable[tuple[Call, Plan]]) -> None:
+    def add(self, plans: Iterable[tuple[Any, Plan]]) -> None:
         """Adds the counts of plans, by their calls."""
         self._calls = self._with(plans)
 
-    def stats(self, plans: Iterable[tuple[Call, Plan]]) -> tuple[CallStats, ...]:
+    def stats(self, plans: Iterable[tuple[Any, Plan]]) -> tuple[CallStats, ...]:
         """Returns the sums, with the counts of further plans."""
         return tuple(
             CallStats(op, algorithm, *counts, reason)
@@ -100,7 +100,7 @@ class Totals:
             if counts[0]
         )
 
-    def _with(self, plans: Iterable[tuple[Call, Plan]]) -> dict[tuple[str, str, str], tuple[int, int, int]]:
+    def _with(self, plans: Iterable[tuple[Any, Plan]]) -> dict[tuple[str, str, str], tuple[int, int, int]]:
         totals = dict(self._calls)
         for call, plan in list(plans):  # a copy: another thread may add one
             algorithm, count = plan.config.algorithm, plan.count
