@@ -14,7 +14,7 @@ from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.grids import CLUSTERS
-from graphar.plan.matmuls import scaled_tiles
+from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.tiles import (
     FP8_TILES,
@@ -23,10 +23,10 @@ from graphar.plan.tiles import (
     LEAF_TILES,
     MATMUL_TILES,
     PARTIAL_TILES,
-    for_wire,
+    narrow,
     skinny_tile,
 )
-from graphar.plan.work import Sum
+from graphar.plan.work import SCALES, Product, Sum
 from graphar.runtime.catalogue import (
     GATHERING_KERNELS,
     KERNELS,
@@ -169,7 +169,7 @@ def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
             yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
         yield from _kernels_of_partials(algorithm, epilogues[0])
         yield from _tile_kernels_with_scales(algorithm, epilogues[0])
-        encoded = itertools.cycle(for_wire(tiles, codec(NAMES[1])))
+        encoded = itertools.cycle(narrow(tiles))
         for name, tile in zip(NAMES[1:], encoded, strict=False):
             world_size, dtype = next(ways)
             yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", codec=codec(name))
@@ -190,7 +190,7 @@ def _skinny_kernels_with_scales(algorithm: Algorithm) -> Iterator[KernelSource]:
 
 
 def _tile_kernels_with_scales(algorithm: Algorithm, epilogue: Generated) -> Iterator[KernelSource]:
-    tiles = scaled_tiles(algorithm)
+    tiles = tiles_that_serve(algorithm, Product(algorithm.op, (), 1, scales=SCALES[0]), 2).tiles
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
     for tile, scales in itertools.product(tiles, SCALE_FORMATS):
         world_size, dtype = next(ways)

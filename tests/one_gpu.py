@@ -309,7 +309,7 @@ class RanksOfOneGpu:
     ) -> None:
         """Makes a call, and waits for it; results that kernels cannot write in place are copied there."""
         call = Call.of(work, ranks[0].outputs[0], timeout_s=_TIMEOUT_S)  # its dtype is that of the result
-        made = FusedMatmul(self._engine, call, algorithm, sum(work.parts), tile)
+        made = FusedMatmul(self._engine, call, algorithm, tile)
         given = [operands_of(work, own) for own in ranks]
         placed = [made._place(own) for own in given]
         launches = [

@@ -16,8 +16,7 @@ from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.plan import select
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
-from graphar.plan.matmuls import scaled_tiles
-from graphar.plan.tiles import PARTIAL_TILES, for_wire
+from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.work import SCALES, Product
 from graphar.product.fused import load_tile, sources_of_tile
 from graphar.product.tile_launches import Tile
@@ -77,40 +76,23 @@ def _needed_tiles(
         return
     results = [one for one in dtypes if one in MATMUL_TYPES]
     algorithms = [one for op in ops for one in with_kernels(op) if one.row.tiles]
-    yield from _tiles(algorithms, results, codecs, epilogues)
-    if tp_invariant:
-        yield from _tree_tiles(engine, [one for one in algorithms if one.row.sends_tiles], results, epilogues)
-    if FP8 in dtypes:
-        yield from _scaled_tiles(algorithms, results or [torch.bfloat16], epilogues)
+    forms = (None, *epilogues)
+    for algorithm, epilogue in itertools.product(algorithms, forms):
+        if epilogue and not algorithm.row.takes_epilogue:
+            continue
+        work, adds = Product(algorithm.op, (), 1, epilogue=epilogue), algorithm.row.sends_tiles
+        works = [work, *[work._replace(codec=one.text) for one in codecs if adds and not epilogue]]
+        if tp_invariant and adds and engine.table.matmul.tiles_from(engine.world_size, codec=False) < math.inf:
+            works.append(work._replace(partition=TP_INVARIANT))
+        yield from _tiles(engine, algorithm, works, results)
+        if FP8 in dtypes:
+            scaled = [work._replace(scales=scales) for scales in SCALES]
+            yield from _tiles(engine, algorithm, scaled, results or [torch.bfloat16])
 
 
 def _tiles(
-    algorithms: Sequence[Algorithm], dtypes: Sequence[torch.dtype], codecs: Sequence[Codec], epilogues
+    engine: Engine, algorithm: Algorithm, works: Sequence[Product], results: Sequence[torch.dtype]
 ) -> Iterator[NeededTile]:
-    given = [(None, None), *((one, None) for one in codecs), *((None, one) for one in epilogues)]
-    for algorithm, (codec, epilogue) in itertools.product(algorithms, given):
-        row, text = algorithm.row, codec.text if codec else ""
-        takes = row.sends_tiles if codec else row.takes_epilogue if epilogue else True
-        for tile, dtype in itertools.product(for_wire(row.tiles, codec) if takes else (), dtypes):
-            yield algorithm, dtype, tile, Product(row.op, (), 1, codec=text, epilogue=epilogue)
-
-
-def _scaled_tiles(algorithms: Sequence[Algorithm], results: Sequence[torch.dtype], epilogues) -> Iterator[NeededTile]:
-    """Yields the fused kernels of e4m3 operands with scales, of results with these dtypes."""
-    for algorithm, epilogue, scales in itertools.product(algorithms, (None, *epilogues), SCALES):
-        takes = epilogue is None or algorithm.row.takes_epilogue
-        work = Product(algorithm.op, (), 1, epilogue=epilogue, scales=scales)
-        for tile, dtype in itertools.product(scaled_tiles(algorithm) if takes else (), results):
+    for work, dtype in itertools.product(works, results):
+        for tile in tiles_that_serve(algorithm, work, engine.world_size).tiles:
             yield algorithm, dtype, tile, work
-
-
-def _tree_tiles(
-    engine: Engine, algorithms: Sequence[Algorithm], dtypes: Sequence[torch.dtype], epilogues
-) -> Iterator[NeededTile]:
-    """Yields the fused kernels that add as a tree, where calls take them."""
-    if engine.table.matmul.tiles_from(engine.world_size, codec=False) == math.inf:
-        return
-    tiles = PARTIAL_TILES[leaf_tree.LEAVES // engine.world_size]
-    for algorithm, epilogue, tile, dtype in itertools.product(algorithms, (None, *epilogues), tiles, dtypes):
-        work = Product(algorithm.op, (), 1, epilogue=epilogue, partition=TP_INVARIANT)
-        yield algorithm, dtype, tile, work

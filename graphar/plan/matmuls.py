@@ -5,25 +5,21 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from graphar.numerics.codecs import Codec
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
-from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
+from graphar.plan.best_tile import GATHERED, Kind, Shape, best_tile
+from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul
 from graphar.plan.tables import Table
 from graphar.plan.tiles import (
-    FP8_TILES,
-    GATHERED_TILES,
-    LEAF_TILES,
     PARTIAL_TILES,
     REDUCED_FP8_TILES,
     SCATTERED_FP8_TILES,
     MatmulTile,
     SkinnyTile,
-    for_wire,
+    narrow,
+    skinny_tile,
 )
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
 
@@ -31,7 +27,6 @@ COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 1
 _ROWS = 128  # rows of the tallest MatmulTile of a sum
 _TYPICAL_K = 4096  # of estimates on which ranks with different K agree
 WAVE_TILE = 128  # rows and columns of the tile by which waves are counted
-_CLUSTERED_WITH_BLOCKS = 0.92  # TileCost.clustered of e4m3 operands with scales of blocks (H100)
 # A skinny kernel has registers for the sums of one block of 64 rows only, and adds them while nothing is multiplied:
 # 74 us for 64 x 8192 x 14336 between two H200s, and 34 with scales of rows.
 _MOST_ROWS_OF_BLOCKS = 32
@@ -153,191 +148,61 @@ def _fills_waves(policy: MatmulPolicy, columns: int, chip: Chip) -> bool:
     return waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
 
 
-@functools.lru_cache(maxsize=1024)
-def fastest_tile(
-    cost: TileCost, m: int, n: int, k: int, sms: int, layout: str = "by_rows", leaves: int = 1, in_clusters: int = 0
-) -> MatmulTile:
-    """Returns the tile of a plain matmul that is estimated to multiply [m, k] by [k, n] fastest on ``sms`` SMs.
+# ---- the tiles of fused kernels -------------------------------------------------------------------------------------
 
-    ``layout`` is the layout of the weight, one of LAYOUTS, and ``leaves`` one of LEAF_COUNTS. Clusters of 4 or 8 blocks
-    find at most ``in_clusters`` SMs of the device, since those of a cluster lie in one GPC.
+
+def tiles_that_serve(algorithm: Algorithm, work: Product, world_size: int) -> Kind:
+    """Returns the tiles that a fused algorithm has for a product's factors and for what it sends."""
+    as_tree = work.order == "tree" and algorithm.row.sends_tiles
+    return _kind(algorithm, work.scales, work.leaves(world_size) if as_tree else 0, bool(work.codec))
+
+
+@functools.cache
+def _kind(algorithm: Algorithm, scales: str, leaves: int, is_encoded: bool) -> Kind:
+    row = algorithm.row
+    if row.is_skinny or not (scales or leaves or is_encoded):
+        return Kind(row.tiles, scales)
+    if leaves:
+        return Kind(PARTIAL_TILES[leaves])
+    if not scales:
+        return Kind(narrow(row.tiles))
+    reduced = REDUCED_FP8_TILES if algorithm.op == MATMUL_ALLREDUCE else SCATTERED_FP8_TILES
+    return Kind(reduced, scales) if row.sends_tiles else GATHERED[scales]
+
+
+def tiles_to_load(
+    policy: MatmulPolicy, algorithm: Algorithm, work: Product, chip: Chip, world_size: int
+) -> tuple[MatmulTile | SkinnyTile, ...]:
+    """Returns the tiles of a fused kernel that all ranks load; each takes one of them.
+
+    Large sums take measured tiles, those with partials one of their shape, and small sums and those of e4m3 operands a
+    tile by an estimate. Tiles of a sum have equally many columns, so that warpgroup tiles have the same width on ranks
+    with different K: :func:`tile_for`.
     """
-    fitting = [tile for tile in LEAF_TILES[leaves] if layout in tile.layouts]
-
-    def room(tile: MatmulTile) -> int:
-        return min(sms, in_clusters) if max(tile.blocks, tile.tail_split) > 2 else sms
-
-    return min(
-        (tile for tile in fitting if _is_useful(tile, m, n, sms, room(tile))),
-        key=lambda tile: _estimate(cost, tile, m, n, k, sms, room(tile)),
-    )
-
-
-def _is_useful(tile: MatmulTile, m: int, n: int, sms: int, room: int) -> bool:
-    """Whether a tile is one for this result: clusters find ``room`` on so many SMs.
-
-    Leaves are split, in all rounds or in the last one, for one round of clusters: they gain nothing where SMs have
-    several (H100). A last round gains less than 10 % after more than four others. A tile of 96 columns loads its rows
-    for few products, and is for one round, too.
-    """
-    tiles = _tiles(tile, [m], n)
-    if tile.tail_split > 1:
-        return sms <= tiles < 5 * sms and 0 < tiles % sms <= room // tile.tail_split
-    return (tile.split == 1 and tile.columns != 96) or tiles <= room // tile.split
-
-
-def _estimate(cost: TileCost, tile: MatmulTile, m: int, n: int, k: int, sms: int, room: int) -> tuple[float, float]:
-    """Returns the estimated clocks of a plain matmul for 64 of K, and those of the busiest SM alone.
-
-    The weight comes from memory. That limits matmuls with few rows whether their leaves are split or not.
-    """
-    tiles, rows = _tiles(tile, [m], n), min(m, tile.rows)
-    if tail := tile.of_tail:
-        busiest = tiles // sms * clocks(cost, tile, [rows], tile.columns, k, 1)
-        busiest += _split_clocks(cost, tail, rows, tiles % sms, k) + cost.clocks_a_tail * 64 / k
-    else:
-        busiest = clocks(cost, tile, [m], n, k, room)
-    limit = max(busiest, n * cost.clocks_a_line_of_memory)
-    return (limit if tile.split == 1 else _split_clocks(cost, tile, rows, tiles, k, limit)), busiest
-
-
-def _split_clocks(cost: TileCost, tile: MatmulTile, rows: int, tiles: int, k: int, limit: float = 0) -> float:
-    """Returns the estimated clocks, for 64 of K, of a round of tiles of ``rows`` whose leaves are split.
-
-    Blocks that split leaves load as many lines through L2 as fewer blocks do, and exchange their sums. Something else
-    takes ``limit`` clocks or more.
-    """
-    alone, lines = clocks(cost, tile, [rows], tile.columns, k, tile.blocks), tiles * (rows + tile.columns)
-    return max(alone, limit, lines * cost.clocks_a_line_of_l2) + cost.clocks_an_exchange * 64 / k
-
-
-@functools.lru_cache(maxsize=1024)
-def gathered_tile(
-    cost: TileCost, counts: tuple[int, ...], n: int, k: int, chip: Chip, layout: str = "by_rows", scaled: bool = False
-) -> MatmulTile:
-    """Returns the tile that is estimated to multiply gathered rows, ``counts`` of each rank, with [n, k] fastest.
-
-    ``layout`` is the layout of the weight, one of LAYOUTS. ``scaled``: operands are e4m3, with costs as in
-    :func:`fastest_scaled_tile`.
-    """
-    fitting = FP8_TILES if scaled else [tile for tile in GATHERED_TILES if layout in tile.layouts]
-    k = max(k // 2, 1) if scaled else k
-    return min(fitting, key=lambda tile: clocks(cost, tile, counts, n, k, chip.shared_blocks(cluster=tile.cluster)))
-
-
-@functools.lru_cache(maxsize=1024)
-def fastest_scaled_tile(cost: TileCost, m: int, n: int, k: int, sms: int, in_blocks: bool = False) -> MatmulTile:
-    """Returns the tile of FP8_TILES that is estimated to multiply e4m3 operands [m, k] and [n, k] fastest.
-
-    The costs are those of 16-bit operands: 128 of K have the bytes of 64 of 16 bits, and the tensor cores multiply them
-    in the same time. Adding the sums of blocks is not counted. With scales of blocks (``in_blocks``) clusters gain.
-    Over 72 shapes the chosen tile takes 1.01 of the fastest one's time, and 1.005 with scales of rows (H100). The
-    weight comes from memory, which limits matmuls with few rows.
-    """
-    cost = replace(cost, clustered=_CLUSTERED_WITH_BLOCKS) if in_blocks else cost
-
-    def estimate(tile: MatmulTile) -> tuple[float, float]:
-        busiest = clocks(cost, tile, [m], n, max(k // 2, 1), sms)
-        return max(busiest, n * cost.clocks_a_line_of_memory), busiest
-
-    return min(FP8_TILES, key=estimate)
-
-
-def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int, sms: int) -> float:
-    """Returns the estimated clocks of the busiest SM for 64 of K, over all its tiles.
-
-    A tile is limited by the tensor cores or by L2, whichever takes longer, and waits a little for each line that its
-    block loads. The tensor cores wait while a tile is stored, unless consumers alternate: then for the last one alone.
-    Blocks that split the leaves of a tile each compute a part of it, not counting what they exchange. ``rows`` are the
-    rows of each part of C, which has ``n`` columns; no tile spans two parts.
-    """
-    rounds = _rounds(tile, rows, n, sms)
-    step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
-    step += (tile.rows + tile.columns / tile.cluster) * cost.wait_a_line
-    step *= cost.clustered if tile.cluster > 1 else 1
-    step *= cost.alone_with_leaves if tile.leaves > 1 and tile.consumers == 1 else 1
-    stored = (1 if tile.alternating else rounds) * tile.rows * tile.columns * cost.clocks_a_result
-    return (rounds * step + stored * 64 / k) / tile.split
-
-
-def _rounds(tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> int:
-    """Returns how many tiles the busiest cluster computes."""
-    return -(-_tiles(tile, rows, n) // max(sms // tile.blocks, 1))
-
-
-def _tiles(tile: MatmulTile, rows: Sequence[int], n: int) -> int:
-    """Returns how many tiles clusters compute: a cluster that loads W together has tiles below each other."""
-    return sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
-
-
-def tiles_of_sum(
-    policy: MatmulPolicy, algorithm: Algorithm, counts: tuple[int, ...], n: int, chip: Chip, codec: Codec | None = None
-) -> tuple[MatmulTile, ...]:
-    """Returns the fastest tiles of a matmul that sends finished tiles; :func:`tile_for` chooses one by K.
-
-    Large results take measured tiles, and small ones a tile by an estimate. All have equally many columns, so that
-    warpgroup tiles have the same width on ranks with different K. ``counts`` are the rows that each rank sums, and the
-    result has ``n`` columns.
-    """
-    numel = sum(counts) * n
-    if numel < policy.estimated_below_numel:
-        measured = policy.large_tile, policy.alternating_tile
-        return (_estimated_tile(policy.cost, measured, algorithm, counts, n, chip, codec),)
-    tile = policy.large_tile if numel >= policy.large_from_numel else policy.small_tile
-    # With a codec fewer bytes travel, so the tensor cores are the limit for every K.
-    alternates = policy.alternating_tile in algorithm.row.tiles and codec is None
-    return (policy.alternating_tile, tile) if alternates else (tile,)
-
-
-@functools.lru_cache(maxsize=1024)
-def _estimated_tile(cost: TileCost, measured, algorithm, counts, n: int, chip: Chip, codec) -> MatmulTile:
-    others = tuple(tile for tile in for_wire(algorithm.row.tiles, codec) if tile not in measured)
-    return _estimated_of(others, cost, counts, n, chip, _TYPICAL_K)
-
-
-def tile_of_partials(policy: MatmulPolicy, counts: tuple[int, ...], n: int, chip: Chip, leaves: int) -> MatmulTile:
-    """Returns the tile of a matmul that sends partials of so many ``leaves``; all ranks take the same one.
-
-    Large results take one with the shape that was measured to be the fastest for rounded tiles, and small ones a tile
-    by an estimate. ``counts`` are the rows that each rank sums, and the result has ``n`` columns.
-    """
-    numel = sum(counts) * n
-    measured = policy.large_tile if numel >= policy.large_from_numel else policy.small_tile
-    alike = [tile for tile in PARTIAL_TILES[leaves] if _shape(tile) == _shape(measured)]
-    if alike and numel >= policy.estimated_below_numel:
-        return alike[0]
-    return _estimated_of(PARTIAL_TILES[leaves], policy.cost, counts, n, chip, _TYPICAL_K)
-
-
-def scaled_tiles(algorithm: Algorithm) -> tuple[MatmulTile | SkinnyTile, ...]:
-    """Returns the tiles that a fused algorithm has for e4m3 operands."""
+    kind, as_tree = tiles_that_serve(algorithm, work, world_size), work.order == "tree"
     if algorithm.row.is_skinny:
-        return algorithm.row.tiles
+        return (skinny_tile(sum(work.parts), work.leaves(world_size) if as_tree else None),)
     if not algorithm.row.sends_tiles:
-        return FP8_TILES
-    return REDUCED_FP8_TILES if algorithm.op == MATMUL_ALLREDUCE else SCATTERED_FP8_TILES
+        return kind.tiles
+    numel = sum(work.parts) * work.columns
+    if numel >= policy.estimated_below_numel and not work.scales:
+        tile = policy.large_tile if numel >= policy.large_from_numel else policy.small_tile
+        if not as_tree:
+            # With a codec fewer bytes travel, so the tensor cores are the limit for every K.
+            alternates = policy.alternating_tile in kind.tiles and not work.codec
+            return (policy.alternating_tile, tile) if alternates else (tile,)
+        if alike := [one for one in kind.tiles if one.size == tile.size]:
+            return (alike[0],)
+    kind = kind if work.scales else _without(kind, policy.large_tile, policy.alternating_tile)
+    return (best_tile(kind, Shape(work.parts, work.columns, _TYPICAL_K), policy.cost, chip),)
 
 
-def tile_of_scaled_sum(
-    policy: MatmulPolicy, algorithm: Algorithm, counts: tuple[int, ...], n: int, chip: Chip
-) -> MatmulTile:
-    """Returns the tile of a matmul of e4m3 operands that sends finished tiles; all ranks take the same one.
-
-    It is estimated as in :func:`fastest_scaled_tile`. ``counts`` are the rows that each rank sums, and the result has
-    ``n`` columns.
-    """
-    return _estimated_of(scaled_tiles(algorithm), policy.cost, counts, n, chip, _TYPICAL_K // 2)
-
-
-def _shape(tile: MatmulTile) -> tuple[int, int, int]:
-    return tile.rows, tile.columns, tile.cluster
-
-
-@functools.lru_cache(maxsize=1024)
-def _estimated_of(tiles: tuple[MatmulTile, ...], cost: TileCost, counts, n: int, chip: Chip, k: int) -> MatmulTile:
-    return min(tiles, key=lambda tile: clocks(cost, tile, counts, n, k, chip.shared_blocks(cluster=tile.cluster)))
+@functools.cache
+def _without(kind: Kind, *measured: MatmulTile) -> Kind:
+    """Returns the tiles of a kind that are for small results: not those that were measured on large ones."""
+    return Kind(tuple(tile for tile in kind.tiles if tile not in measured))
 
 
 def tile_for(policy: MatmulPolicy, tiles: tuple[MatmulTile, ...], k: int) -> MatmulTile:
-    """Returns the tile of ``tiles``, from :func:`tiles_of_sum`, for a rank whose operands have ``k`` columns."""
+    """Returns the tile of a sum, of :func:`tiles_to_load`, for a rank whose operands have ``k`` columns."""
     return tiles[0 if k < policy.alternating_below_k else -1]

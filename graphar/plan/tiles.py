@@ -26,7 +26,8 @@ class MatmulTile:
     # Whether two consumer warpgroups compute separate tiles, so that one multiplies while the other finishes its tile.
     # Otherwise each warpgroup computes 64 rows of the same tile.
     alternating: bool = False
-    recorded: bool = False  # whether the kernel writes a timeline of its warps
+    # Whether the kernel writes a timeline of its warps.
+    recorded: bool = field(default=False, metadata={"measured": False})
     # Leaves into which K is cut, added as a binary tree: 1, 2, 4 or 8. A caller asks for them: no part of tables.
     leaves: int = field(default=1, metadata={"measured": False})
     # Thread blocks of a cluster that compute the leaves of one tile together, each equally many: 1, 2, 4 or 8.
@@ -51,6 +52,11 @@ class MatmulTile:
             raise ValueError("leaves are split in all rounds, or in the last one alone")
         if self.partials and (not self.whole or self.split > 1 or self.spills):
             raise ValueError("shared memory that holds a whole tile in fp32 has no room for other sums")
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Rows and columns, and the thread blocks that load W together."""
+        return self.rows, self.columns, self.cluster
 
     @property
     def of_tail(self) -> MatmulTile | None:
@@ -254,9 +260,9 @@ NAMED_TILES = tuple(tile for tile in SUMMED_TILES if tile.columns == 128)
 SKINNY_TILES = (SkinnyTile(8, 22), SkinnyTile(16, 20), SkinnyTile(32, 16, cluster=2), SkinnyTile(64, 12, cluster=2))
 
 
-def for_wire(tiles: tuple[MatmulTile, ...], codec: Codec | None) -> tuple[MatmulTile, ...]:
-    """Returns those of ``tiles`` that kernels can send with ``codec``: others leave too few registers to encode."""
-    return tuple(tile for tile in tiles if codec is None or tile.columns <= 128)
+def narrow(tiles: tuple[MatmulTile, ...]) -> tuple[MatmulTile, ...]:
+    """Returns those of ``tiles`` that kernels can encode: others leave too few registers."""
+    return tuple(tile for tile in tiles if tile.columns <= 128)
 
 
 def skinny_tile(rows: int, leaves: int | None = None) -> SkinnyTile:

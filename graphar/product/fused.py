@@ -19,19 +19,13 @@ from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
 from graphar.numerics.fp8_products import Scales
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
+from graphar.plan.best_tile import Shape, best_tile
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
-from graphar.plan.matmuls import (
-    gathered_tile,
-    scaled_tiles,
-    tile_for,
-    tile_of_partials,
-    tile_of_scaled_sum,
-    tiles_of_sum,
-)
+from graphar.plan.matmuls import tile_for, tiles_that_serve, tiles_to_load
 from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES, PACK_NBYTES
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices, rows_a_launch
-from graphar.plan.tiles import LAYOUTS, skinny_tile
+from graphar.plan.tiles import LAYOUTS
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import scaled_gemm
 from graphar.product.gemm import STORE_COLUMNS, layout_of, why_not
@@ -103,7 +97,6 @@ class FusedMatmul:
         engine: an engine that has a runner.
         call: a call whose work is a Product.
         algorithm: the fused algorithm.
-        rows: the rows of the result.
         tile: the tile, of gathered tiles one of GATHERED_TILES that serves the weight; None: the one that plans choose.
         timelines: one timeline of timelines.py for each rank of this process, with a block for each of its SMs. The
             recorded variant of the tile writes its events there, and overwrites, without clearing, the events of the
@@ -118,7 +111,6 @@ class FusedMatmul:
         engine: Engine,
         call: Call[Product],
         algorithm: Algorithm,
-        rows: int,
         tile: Tile | None = None,
         timelines: Sequence[torch.Tensor] | None = None,
     ) -> None:
@@ -131,9 +123,10 @@ class FusedMatmul:
         if not (self._gathers or self._skinny) and (reason := why_not_columns(engine, work)):
             raise UnsupportedError(f"{work.op}: {reason}")
         self._tile, self._timelines = tile, timelines
-        self.tiles = tuple(replace(one, recorded=True) if timelines else one for one in self._tiles_to_load(rows))
+        tiles = (tile,) if tile and not self._gathers else self._tiles()
+        self.tiles = tuple(replace(one, recorded=True) if timelines else one for one in tiles)
         if self._skinny:  # rows are not divided between ranks
-            self._slices = [Slice(rows * work.columns)]
+            self._slices = [Slice(sum(work.parts) * work.columns)]
         else:
             step = rows_a_launch(world_size, work.columns, _places(work))
             if self._gathers:
@@ -142,20 +135,9 @@ class FusedMatmul:
         self._functions = self._load()
         self._launches: BoundedCache[Launch] = BoundedCache()
 
-    def _tiles_to_load(self, rows: int) -> tuple[Tile, ...]:
-        """Returns the tiles whose kernels every rank loads: ranks may take different ones of them."""
-        if self._gathers:
-            return scaled_tiles(self.algorithm) if self._call.work.scales else self.algorithm.row.tiles
-        if self._tile:
-            return (self._tile,)
-        if self._skinny:
-            return (skinny_tile(rows, self._leaves if self._adds_tree else None),)
-        policy, chip, call = self._engine.table.matmul, self._runner.chip, self._call
-        if call.work.scales:
-            return (tile_of_scaled_sum(policy, self.algorithm, call.work.parts, call.work.columns, chip),)
-        if self._adds_tree:
-            return (tile_of_partials(policy, call.work.parts, call.work.columns, chip, self._leaves),)
-        return tiles_of_sum(policy, self.algorithm, call.work.parts, call.work.columns, chip, call.wire)
+    def _tiles(self) -> tuple[Tile, ...]:
+        engine, chip = self._engine, self._runner.chip
+        return tiles_to_load(engine.table.matmul, self.algorithm, self._call.work, chip, engine.world_size)
 
     def _load(self) -> list[dict]:
         """Returns each member's kernels by tile and layout of W, in which ranks may differ. Collective."""
@@ -252,8 +234,8 @@ class FusedMatmul:
     def _tile_of(self, own: MatmulOperands, one: Slice, layout: str) -> Tile:
         table = self._engine.table.matmul
         if self._gathers:  # each rank takes the one with the least estimated time for its weight
-            of_weight = *own.w.shape, self._runner.chip, layout, own.scales is not None
-            return self._tile or gathered_tile(table.cost, one.count, *of_weight)
+            kind = tiles_that_serve(self.algorithm, self._call.work, self._engine.world_size)
+            return self._tile or best_tile(kind, Shape(one.count, *own.w.shape, layout), table.cost, self._runner.chip)
         return tile_for(table, self.tiles, own.a.shape[1])
 
     def _bind(self, at: int, member: Member, tile: Tile, matrices: Matrices, own: MatmulOperands, one: Slice) -> Launch:

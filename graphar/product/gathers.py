@@ -32,7 +32,7 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
     method = gathering_method(engine, call, ranks[0].inputs[0])
     algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
     if method == "tiles":
-        launches = FusedMatmul(engine, call, algorithm, sum(call.work.parts))
+        launches = FusedMatmul(engine, call, algorithm)
         return launches.plan("gathered and multiplied in one kernel")
     if method == "chunks":
         run = GatheredChunks(engine, call, algorithm).run

@@ -11,7 +11,7 @@ import torch
 from graphar.errors import Reason, UnsupportedError
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
-from graphar.plan.matmuls import fastest_tile
+from graphar.plan.best_tile import ALONE, Shape, Sms, best_tile
 from graphar.plan.policy import MatmulPolicy
 from graphar.plan.tiles import LEAF_COUNTS, LEAF_TILES, MatmulTile
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
@@ -161,7 +161,7 @@ def default_tile(device: int, m: int, n: int, k: int, sms: int, layout: str = "b
     ``layout`` is the layout of the weight, one of LAYOUTS, and ``leaves`` one of LEAF_COUNTS.
     """
     in_clusters = _sms_in_clusters(device) if leaves > 2 else 0
-    return fastest_tile(_policy(device).cost, m, n, k, sms, layout, leaves, in_clusters)
+    return best_tile(ALONE[leaves], Shape((m,), n, k, layout), _policy(device).cost, Sms(sms, in_clusters))
 
 
 @functools.cache

@@ -80,7 +80,7 @@ def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
 def _fused(engine: Engine, call: Call[Product]) -> Plan:
     """Returns the plan of a product that is multiplied and summed in one kernel."""
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
-    launches = FusedMatmul(engine, call, algorithm, sum(work.parts))
+    launches = FusedMatmul(engine, call, algorithm)
     as_tree = f" in {work.leaves(engine.world_size)} leaves a rank", " as a tree"
     leaves, order = as_tree if work.order == "tree" else ("", "")
     early = ", which loads its constant weight early" if work.constant_weight and algorithm.row.is_skinny else ""

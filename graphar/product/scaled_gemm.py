@@ -10,7 +10,7 @@ import torch
 
 from graphar.errors import Reason, UnsupportedError
 from graphar.numerics.fp8_products import Scales, check_operands, checked_scales
-from graphar.plan.matmuls import fastest_scaled_tile
+from graphar.plan.best_tile import ALONE_SCALED, Shape, Sms, best_tile
 from graphar.plan.policy import TileCost
 from graphar.plan.tiles import FP8_TILES, MatmulTile
 from graphar.product import gemm
@@ -99,7 +99,9 @@ def bind(
     """
     device = a.device.index
     sms = sms or launcher.sm_count(device)
-    tile = tile or fastest_scaled_tile(_cost(device), *out.shape, a.shape[1], sms, scales.in_blocks)
+    if tile is None:
+        (m, n), kind = out.shape, ALONE_SCALED["blocks" if scales.in_blocks else "rows"]
+        tile = best_tile(kind, Shape((m,), n, a.shape[1]), _cost(device), Sms(sms))
     pointer = 0 if bias is None else bias.data_ptr()
     operands = matrix_of(a), matrix_of(w), matrix_of(out)
     with torch.cuda.device(device):

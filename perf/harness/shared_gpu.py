@@ -302,7 +302,7 @@ class Ranks:
         return [partial(launch, *own) for launch, own in zip(bound, ranks, strict=True)]
 
     def _matmul_launches(self, call: Call, algorithm: Algorithm, ranks: Sequence[Operands]) -> list[Callable[[], None]]:
-        made = FusedMatmul(self.engine, call, algorithm, ranks[0].outputs[0].shape[0])
+        made = FusedMatmul(self.engine, call, algorithm)
         (one,) = made._slices
         placed = [operands_of(call.work, own) for own in ranks]
         return [

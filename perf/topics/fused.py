@@ -141,7 +141,7 @@ class Recorder:
         out = a.new_empty(len(a), len(w))
         mine = self.timelines[self.calls % len(self.timelines)]
         algorithm = fused_algorithm(engine.table, self.work, engine.world_size)
-        launches = FusedMatmul(engine, Call.of(self.work, a), algorithm, len(a), timelines=[mine])
+        launches = FusedMatmul(engine, Call.of(self.work, a), algorithm, timelines=[mine])
         launches.run([Operands((a, w), (out,))])
         self.tile = replace(tile_for(engine.table.matmul, launches.tiles, a.shape[1]), recorded=False)
         self.calls += 1

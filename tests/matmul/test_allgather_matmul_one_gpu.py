@@ -86,7 +86,7 @@ def test_parts_that_are_no_whole_tiles_give_these_bits(ranks, tile):
 
 def test_ranks_that_take_different_tiles_give_these_bits(ranks, monkeypatch):
     turns = itertools.cycle(GATHERED_TILES)
-    monkeypatch.setattr("graphar.product.fused.gathered_tile", lambda *given: next(turns))
+    monkeypatch.setattr("graphar.product.fused.best_tile", lambda *given: next(turns))
 
     for counts in parts_of_every_height(ranks.world_size):
         assert wrong_elements(ranks, counts, 456, 328) == 0, counts

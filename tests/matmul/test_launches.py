@@ -12,8 +12,8 @@ import torch
 from graphar.numerics.epilogues.epilogue import bind
 from graphar.numerics.fp8_products import BLOCK, FP8, Scales
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
+from graphar.plan.best_tile import GATHERED, Shape, best_tile
 from graphar.plan.call import Call
-from graphar.plan.matmuls import gathered_tile
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table
@@ -75,7 +75,7 @@ def test_epilogues_that_differ_in_their_text_alone_share_no_launch(engine, algor
     for form in forms:
         call = Call.of(Product(algorithm.op, COUNTS, 64, epilogue=form), a)
         if call not in by_call:
-            by_call[call] = FusedMatmul(engine, call, algorithm, 32, TILE)
+            by_call[call] = FusedMatmul(engine, call, algorithm, TILE)
         launches = by_call[call]
         launches._launch(MEMBER, launches._place(MatmulOperands(a, w, None, out)), one)
 
@@ -90,7 +90,7 @@ def test_epilogues_that_differ_in_their_text_alone_share_no_launch(engine, algor
 def test_a_weight_and_a_transposed_weight_at_its_address_share_no_launch(engine, algorithm):
     a, w, out = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (32, 64, 32))  # w is square
     (one,) = row_slices(COUNTS, 32)
-    launches = FusedMatmul(engine, Call.of(Product(algorithm.op, COUNTS, 64), a), algorithm, 32, TILE)
+    launches = FusedMatmul(engine, Call.of(Product(algorithm.op, COUNTS, 64), a), algorithm, TILE)
 
     bound = [launches._launch(MEMBER, MatmulOperands(a, weight, None, out), one) for weight in (w, w.t(), w)]
 
@@ -151,7 +151,7 @@ def test_calls_whose_scales_have_other_addresses_share_no_launch(engine):
     own, (one,) = scaled(), row_slices((32, 32), 32)
     others = [replace(own, scales=replace(own.scales, **{of: getattr(own.scales, of).clone()})) for of in "aw"]
     call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), 256, scales="blocks"), torch.bfloat16, -1)
-    launches = FusedMatmul(engine, call, Algorithm.ALLGATHER_MATMUL, 64, FP8_TILES[0])
+    launches = FusedMatmul(engine, call, Algorithm.ALLGATHER_MATMUL, FP8_TILES[0])
 
     bound = [launches._launch(MEMBER, given, one) for given in (own, *others, own)]
 
@@ -186,8 +186,8 @@ def test_rows_in_e4m3_are_sent_in_whole_packs(k, copied):
 def test_parts_of_few_rows_take_low_tiles(rows, columns, height):
     cost = shipped_table("nvidia_h200").matmul.cost
 
-    assert gathered_tile(cost, (rows, rows), columns, 8192, CHIP).rows == height
-    assert gathered_tile(cost, (rows, rows), columns, 16384, CHIP, scaled=True).rows == height
+    for scales, k in (("", 8192), ("rows", 16384), ("blocks", 16384)):
+        assert best_tile(GATHERED[scales], Shape((rows, rows), columns, k), cost, CHIP).rows == height
 
 
 # ---- room for another communicator ----------------------------------------------------------------------------------

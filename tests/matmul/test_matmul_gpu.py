@@ -9,7 +9,7 @@ import torch
 from graphar.errors import UnsupportedError
 from graphar.numerics.leaf_tree import LEAVES, tree_sum
 from graphar.plan.algorithms import MATMUL_TYPES
-from graphar.plan.matmuls import fastest_tile
+from graphar.plan.best_tile import ALONE, Shape, Sms, best_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
 from graphar.product.gemm import Order, _sms_in_clusters, matmul
@@ -195,7 +195,10 @@ def test_what_is_not_a_number_stays_in_its_row_and_column():
 @pytest.mark.parametrize("m", [1, 16, 64, 256, 1024, 4096])
 def test_the_tile_that_is_chosen_gives_the_exact_result(m):
     for sms in (108, 132):
-        assert fastest_tile(shipped_table("nvidia_h200").matmul.cost, m, 2048, 512, sms) in MATMUL_TILES
+        assert (
+            best_tile(ALONE[1], Shape((m,), 2048, 512), shipped_table("nvidia_h200").matmul.cost, Sms(sms))
+            in MATMUL_TILES
+        )
         check_integers(m, 2048, 512, torch.bfloat16, "by_rows", None, sms=sms)
 
 

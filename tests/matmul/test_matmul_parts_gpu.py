@@ -15,7 +15,7 @@ from graphar.numerics.codecs import Codec
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.call import Call as PlannedCall
 from graphar.plan.call import Operands
-from graphar.plan.tiles import MatmulTile, for_wire, travels_in_tiles
+from graphar.plan.tiles import MatmulTile, narrow, travels_in_tiles
 from graphar.plan.work import Product
 from graphar.product import fused, timelines
 from graphar.product.fused import FusedMatmul
@@ -29,14 +29,15 @@ from tests.processes import run_ranks
 
 
 def summed_tiles(op: str, codec: Codec | None = None) -> tuple[MatmulTile, ...]:
-    return for_wire(Algorithm(op).row.tiles, codec)
+    tiles = Algorithm(op).row.tiles
+    return tiles if codec is None else narrow(tiles)
 
 
 def run_fused(engine: Engine, op: str, counts: tuple[int, ...], ranks: list[Operands], codec="", **how) -> None:
     """One call of a fused kernel by its name. The inputs of ``ranks`` are a, w and perhaps a bias."""
     (a, w, *bias), _, *_ = ranks[0]
     work = Product(Algorithm(op).op, counts, len(w), bool(bias), codec)
-    FusedMatmul(engine, PlannedCall.of(work, a), Algorithm(op), sum(counts), **how).run(ranks)
+    FusedMatmul(engine, PlannedCall.of(work, a), Algorithm(op), **how).run(ranks)
 
 
 SUMMED_TILE_KERNELS = tuple(one.value for one in catalogue.SUMMED_TILE_KERNELS)

@@ -11,8 +11,8 @@ import torch
 
 import graphar
 from graphar.errors import UnsupportedError
+from graphar.plan.best_tile import ALONE, Shape, Sms, best_tile
 from graphar.plan.call import Call, Operands
-from graphar.plan.matmuls import fastest_tile
 from graphar.plan.policy import MeasuredMatmul, TileCost
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Parts, Product, Sum
@@ -222,7 +222,9 @@ def test_tiles_are_those_of_the_engines_table(gemm):
     for cost in costs:
         multiply(on_gpu(8192, 8), on_gpu(1536, 8), "split_m", 2, [8192], engine=with_matmul(cost=cost))
 
-    assert gemm.tiles == [fastest_tile(cost, 4096, 1536, 8, sms) for cost in costs for sms in (132, 108)]
+    assert gemm.tiles == [
+        best_tile(ALONE[1], Shape((4096,), 1536, 8), cost, Sms(sms)) for cost in costs for sms in (132, 108)
+    ]
     assert len(set(gemm.tiles)) > 2
 
 

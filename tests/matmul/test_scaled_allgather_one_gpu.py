@@ -110,7 +110,7 @@ def test_parts_that_are_no_whole_tiles_give_these_bits(ranks, form, tile):
 @pytest.mark.parametrize("form", FORMATS)
 def test_ranks_that_take_different_tiles_give_these_bits(ranks, form, monkeypatch):
     turns = itertools.cycle(FP8_TILES)
-    monkeypatch.setattr("graphar.product.fused.gathered_tile", lambda *given: next(turns))
+    monkeypatch.setattr("graphar.product.fused.best_tile", lambda *given: next(turns))
 
     for rows in HEIGHTS:
         assert wrong_elements(ranks, form, [rows] * ranks.world_size, 456, 400) == 0, rows

@@ -13,11 +13,13 @@ from graphar import CommunicatorError, reference
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.ops import preparation
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.matmuls import scaled_tiles
+from graphar.plan.matmuls import tiles_that_serve
+from graphar.plan.work import Product
 from tests.cases import normal, same_bits
 from tests.ops import specified as by
 from tests.ops.conformance import PARAMETERS, Form, scaled
 from tests.ops.specified import FP8
+from tests.plan.test_tiles import Ranks
 from tests.processes import run_ranks
 
 BF16 = torch.bfloat16
@@ -242,12 +244,14 @@ def test_no_rows_and_no_columns_of_k_give_zeros_or_nothing():
 def test_with_e4m3_the_kernels_of_both_formats_are_prepared():
     form = form_to_prepare("-v")
 
-    needed = list(preparation._scaled_tiles([SUM.__name__, GATHER.__name__], [BF16], [form]))
-
+    ops, fp8 = [SUM.__name__, GATHER.__name__], torch.float8_e4m3fn
+    every = preparation._needed_tiles(Ranks(), ops, [BF16, fp8], [], [form], tp_invariant=False)
+    needed = [one for one in every if one[-1].scales]
     found = {(algorithm, tile, work.scales, work.epilogue) for algorithm, dtype, tile, work in needed if dtype == BF16}
     for algorithm in (Algorithm.MATMUL_ALLREDUCE, Algorithm.MATMUL_TWO_SHOT, Algorithm.ALLGATHER_MATMUL):
         forms = (None, form) if algorithm.row.takes_epilogue else (None,)
-        kinds = set(itertools.product([algorithm], scaled_tiles(algorithm), ("rows", "blocks"), forms))
+        tiles = tiles_that_serve(algorithm, Product(algorithm.op, (), 1, scales="rows"), 4).tiles
+        kinds = set(itertools.product([algorithm], tiles, ("rows", "blocks"), forms))
         assert {one for one in found if one[0] is algorithm} == kinds
     assert len(found) == len(needed)
 

@@ -109,7 +109,7 @@ def place(own):
     ranks = engine()
     ranks.runner.kernels = SimpleNamespace(prepare_all=lambda *_: [{}])
     call = Call(Product(ALLGATHER_MATMUL, (3,) * 4, own.a.shape[1]), torch.bfloat16, 0)
-    return FusedMatmul(ranks, call, Algorithm.ALLGATHER_MATMUL, 12)._place(own)
+    return FusedMatmul(ranks, call, Algorithm.ALLGATHER_MATMUL)._place(own)
 
 
 def placed(a, w=None):

@@ -322,7 +322,9 @@ def test_matmuls_follow_its_policy_and_sms(table):
     assert matmuls.fused_algorithm(table, one_shot, 4) is Algorithm.MATMUL_ONE_SHOT
     assert matmuls.fused_algorithm(table, two_shot, 4) is Algorithm.MATMUL_TWO_SHOT
     assert [matmuls.choose_matmul(policy, m, 64, 64, SMS).own for m in (15, 16, 32)] == [False, False, True]
-    tiles = [matmuls.tiles_of_sum(policy, Algorithm.MATMUL_REDUCESCATTER, (rows,) * 4, 8, CHIP) for rows in (1, 2, 4)]
+    scattered = Algorithm.MATMUL_REDUCESCATTER
+    works = [Product(scattered.op, (rows,) * 4, 8) for rows in (1, 2, 4)]
+    tiles = [matmuls.tiles_to_load(policy, scattered, work, CHIP, 4) for work in works]
     assert tiles[1:] == [(policy.small_tile,), (policy.large_tile,)]
     assert tiles[0][0] not in (policy.large_tile, policy.alternating_tile)
 

@@ -192,7 +192,7 @@ def bound(op, rows, columns, codec="", ranks=None):
     work = Product(op, (rows, 8, 8, 8), columns, codec=codec)
     ranks = ranks or Ranks()
     call = Call(work, torch.bfloat16, 0)
-    return FusedMatmul(ranks, call, matmuls.fused_algorithm(H200, work, ranks.world_size), sum(work.parts))
+    return FusedMatmul(ranks, call, matmuls.fused_algorithm(H200, work, ranks.world_size))
 
 
 def test_ranks_whose_codecs_differ_in_their_seeds_meet_for_the_same_kernel():
@@ -290,7 +290,8 @@ def test_other_products_have_one_algorithm_whatever_their_size(op, algorithm, ro
 
 
 def chosen(algorithm, rows, columns=8192, codec=None):
-    return matmuls.tiles_of_sum(POLICY, algorithm, (rows,) * 4, columns, CHIP, codec)
+    work = Product(algorithm.op, (rows,) * 4, columns, codec=codec.text if codec else "")
+    return matmuls.tiles_to_load(POLICY, algorithm, work, CHIP, 4)
 
 
 def test_a_codec_takes_tiles_that_leave_registers_to_code():

@@ -83,7 +83,7 @@ def test_a_skinny_result_of_partials_has_half_of_the_scratch():
 def test_a_skinny_call_loads_a_tile_with_the_leaves_of_a_rank(world_size, monkeypatch):
     monkeypatch.setattr(fused, "load_tile", lambda *given: [{}])
 
-    launches = FusedMatmul(Ranks(world_size), call_of(rows=17, world_size=world_size), Algorithm.MATMUL_ONE_SHOT, 17)
+    launches = FusedMatmul(Ranks(world_size), call_of(rows=17, world_size=world_size), Algorithm.MATMUL_ONE_SHOT)
 
     assert launches.tiles == (SkinnyTile(32, 16, 2, leaves=LEAVES // world_size, partials=True),)
 
@@ -158,11 +158,17 @@ def test_a_tile_without_room_for_its_partials_is_refused(options):
         MatmulTile(**{"rows": 64, "columns": 64, "stages": 2, "whole": True, "partials": True} | options)
 
 
+def tiles_of(counts, columns, world_size):
+    """The tiles that ranks load for sums of partials."""
+    work = Product(MATMUL_ALLREDUCE, counts, columns, **INVARIANT)
+    return matmuls.tiles_to_load(H200.matmul, Algorithm.MATMUL_ALLREDUCE, work, CHIP, world_size)
+
+
 @every_world_size
 def test_every_size_has_a_tile_with_the_leaves_of_a_rank(world_size):
     for rows, columns in itertools.product((64, 1000, 4096, 16384), (512, 4096, 16384)):
         counts = tuple(matmuls.owned_rows(rows, world_size))
-        tile = matmuls.tile_of_partials(H200.matmul, counts, columns, CHIP, LEAVES // world_size)
+        (tile,) = tiles_of(counts, columns, world_size)
         assert tile in PARTIAL_TILES[LEAVES // world_size]
 
 
@@ -170,7 +176,7 @@ def test_every_size_has_a_tile_with_the_leaves_of_a_rank(world_size):
     ("rows", "shape"), [(128, (64, 128, 1)), (1000, (128, 128, 1)), (1024, (128, 128, 2)), (8192, (128, 128, 2))]
 )
 def test_large_results_take_the_shape_that_was_measured_for_rounded_tiles(rows, shape):
-    tile = matmuls.tile_of_partials(H200.matmul, tuple(matmuls.owned_rows(rows, 4)), 8192, CHIP, 2)
+    (tile,) = tiles_of(tuple(matmuls.owned_rows(rows, 4)), 8192, 4)
 
     assert (tile.rows, tile.columns, tile.cluster) == shape
 
@@ -197,7 +203,7 @@ def bound(monkeypatch):
     def bind(op=MATMUL_ALLREDUCE, **options):
         ranks = Ranks(options.get("world_size", 4))
         call = call_of(op, **options)
-        return FusedMatmul(ranks, call, OPS[op], sum(call.work.parts))
+        return FusedMatmul(ranks, call, OPS[op])
 
     return bind
 

@@ -17,7 +17,7 @@ from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config, Kernel
-from graphar.plan.matmuls import scaled_tiles
+from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.slices import Slice
 from graphar.plan.work import SCALES, Norm, Parts, Product, Sum, TensorTuple
 from graphar.product.fused import sources_of_tile
@@ -181,8 +181,9 @@ def every_tile():
         )
         for dtype, tile in itertools.product((BF16, torch.float16), algorithm.row.tiles):
             yield from ((algorithm, dtype, tile, work) for work in works)
-        for tile, scales in itertools.product(scaled_tiles(algorithm), SCALES):
-            yield algorithm, BF16, tile, Product(algorithm.op, ROWS, 512, scales=scales)
+        for scales in SCALES:
+            work = Product(algorithm.op, ROWS, 512, scales=scales)
+            yield from ((algorithm, BF16, tile, work) for tile in tiles_that_serve(algorithm, work, 2).tiles)
 
 
 @pytest.mark.parametrize("kind", ["kernels", "tiles"])

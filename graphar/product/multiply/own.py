@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from graphar.errors import Reason, UnsupportedError
-from graphar.plan.matmuls import fastest_tile
+from graphar.plan.best_tile import ALONE, Shape, Sms, best_tile
 from graphar.plan.policy import TileCost
 from graphar.product import gemm
 from graphar.product.multiply.by_torch import ByTorch
@@ -36,8 +36,8 @@ class Own(Multiply):
         return lacks_software() or gemm.why_not(step.a, step.w, step.out)
 
     def bind(self, step: Step, sms: int) -> Enqueue:
-        layout = gemm.layout_of(step.w)
-        tile = fastest_tile(self.cost, *step.out.shape, step.a.shape[1], sms, layout)
+        (m, n), k, layout = step.out.shape, step.a.shape[1], gemm.layout_of(step.w)
+        tile = best_tile(ALONE[1], Shape((m,), n, k, layout), self.cost, Sms(sms))
         return gemm.bind(step.a, step.w, step.out, sms=sms, tile=tile)
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
