@@ -17,11 +17,11 @@ from graphar.ops.empty import empty
 from graphar.ops.explain import explain
 from graphar.ops.preparation import prepare
 from graphar.ops.reducescatter import reducescatter
-from graphar.plan import call_checks
 from graphar.plan.explanation import Explanation
 from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import local_devices, process_group
 from graphar.ranks.hierarchical import check_hosts
+from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.memory.use import Memory
 from graphar.runtime.registry import DEFAULT_TIMEOUT_S, check_keep

@@ -13,9 +13,9 @@ from torch import Tensor
 from graphar.fsdp import ExactReduceScatter as ExactReduceScatter
 from graphar.fsdp import QuantizedReduceScatter as QuantizedReduceScatter
 from graphar.numerics.codecs import Codec, as_codec
-from graphar.plan import call_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
+from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name, engine_of
 from graphar.runtime.side_stream import SideStream

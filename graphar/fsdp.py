@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from graphar.integrations.works import GrapharWork
 from graphar.numerics.codecs import Codec, as_codec
-from graphar.plan import call_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts
+from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_of
 from graphar.runtime.side_stream import SideStream

@@ -12,13 +12,14 @@ import torch
 from graphar.cli.options import add_call, add_command, add_load, by_name, default_world_size, load
 from graphar.numerics.codecs import Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.plan import call_checks, select
+from graphar.plan import select
 from graphar.plan.call import Call
 from graphar.plan.explanation import Explanation
 from graphar.plan.sizes import format_nbytes
 from graphar.plan.tables import DEFAULT, Table
 from graphar.plan.work import Sum
 from graphar.runtime.availability import concurrent_communicators
+from graphar.runtime.checks import call_checks
 from graphar.runtime.life import compresses
 from graphar.runtime.user_tables import find_table
 

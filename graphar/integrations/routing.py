@@ -27,9 +27,9 @@ from graphar.integrations.torch_group import TorchGroup
 from graphar.integrations.untraced import untraced
 from graphar.integrations.works import GrapharWork, combined
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.plan.call_checks import LONGEST_S
-from graphar.plan.tensor_checks import check_own_memory
 from graphar.ranks.cpu.transport import wait
+from graphar.runtime.checks.call_checks import LONGEST_S
+from graphar.runtime.checks.tensor_checks import check_own_memory
 from graphar.runtime.side_stream import SideStream
 from graphar.runtime.watch.stats import Stats, beside
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from graphar.integrations.untraced import untraced
-from graphar.plan.tensor_checks import check_own_memory
+from graphar.runtime.checks.tensor_checks import check_own_memory
 
 
 class Arguments:

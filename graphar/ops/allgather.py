@@ -11,9 +11,9 @@ from graphar.ops import options, parts
 from graphar.ops.allgather_tuple import TUPLE, allgather_tuple, check_tuple
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.ops.repeats import repeated, typed
-from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call
 from graphar.plan.work import Parts
+from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 

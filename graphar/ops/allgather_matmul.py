@@ -17,10 +17,10 @@ from graphar.ops.epilogue_gradients import before_epilogue, in_backward
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.ops.repeats import Asked, repeated, typed
 from graphar.ops.scaled_operands import UNSCALED, Scaled, scaled_of
-from graphar.plan import call_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
 from graphar.product import operands
+from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 

@@ -14,9 +14,9 @@ from graphar.ops import options
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
 from graphar.ops.repeats import Asked, repeated
-from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call
 from graphar.plan.work import Sum
+from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphar.plan import tensor_checks
 from graphar.ranks.capture import check_not_capturing
+from graphar.runtime.checks import tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, HasEngine, engine_of_either
 

@@ -16,9 +16,9 @@ from graphar.ops import matmul_gradients, matmul_sums, options
 from graphar.ops.register import Op, is_plain
 from graphar.ops.repeats import Asked, repeated
 from graphar.ops.scaled_operands import UNSCALED, scaled_of
-from graphar.plan import tensor_checks
 from graphar.plan.matmuls import owned_rows
 from graphar.product import operands
+from graphar.runtime.checks import tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 

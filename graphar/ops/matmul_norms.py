@@ -13,11 +13,11 @@ from graphar.ops import matmul_sums, norms, options, scaled_operands
 from graphar.ops.register import Op
 from graphar.ops.repeats import Asked
 from graphar.ops.scaled_operands import Scaled, scaled_of
-from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import owned_rows
 from graphar.plan.work import Product
 from graphar.product import operands
+from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 

@@ -13,10 +13,10 @@ from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import options, scaled_operands
 from graphar.ops.register import is_plain
 from graphar.ops.scaled_operands import Scaled
-from graphar.plan import call_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
 from graphar.product import operands
+from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 

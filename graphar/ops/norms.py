@@ -14,9 +14,9 @@ from graphar.numerics.partitions import TP_INVARIANT, split
 from graphar.ops import norm_gradients, options, parts
 from graphar.ops.register import Op, by_result, is_plain
 from graphar.ops.repeats import Asked
-from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Norm
+from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 

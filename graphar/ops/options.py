@@ -18,8 +18,8 @@ from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, as_epilogue, bind
-from graphar.plan import call_checks, tensor_checks
 from graphar.plan.call import Operands
+from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
 
 Tensors = Sequence[torch.Tensor]

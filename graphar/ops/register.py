@@ -24,10 +24,10 @@ from graphar.ops.batching import check_transform, over_batch, transforms
 from graphar.ops.differentiation import Differentiation, Saved, with_own_nodes
 from graphar.ops.options import Given, defaults, kinds
 from graphar.ops.repeats import Asked, deliver, keep
-from graphar.plan import tensor_checks
 from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple
 from graphar.product import products
 from graphar.runtime.bind import collective, norm, tensor_tuple
+from graphar.runtime.checks import tensor_checks
 from graphar.runtime.engine import Engine, binders
 from graphar.runtime.registry import engine_of_devices, engine_of_group
 

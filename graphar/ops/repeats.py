@@ -17,8 +17,8 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.plan.call import Operands
-from graphar.plan.tensor_checks import span
 from graphar.runtime.bounded_cache import BoundedCache
+from graphar.runtime.checks.tensor_checks import span
 from graphar.runtime.engine import Engine
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.plan import Count, Launch, Plan, Tensors

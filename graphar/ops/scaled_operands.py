@@ -10,9 +10,9 @@ import torch
 from graphar.numerics import fp8_products
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT
-from graphar.plan.tensor_checks import check_devices, check_one_each, check_strided
 from graphar.product import operands
 from graphar.product.operands import flat, flat_scale
+from graphar.runtime.checks.tensor_checks import check_devices, check_one_each, check_strided
 
 RESULT_DTYPES = (torch.bfloat16, torch.float16)
 PARTITIONS = ("auto", "tiles", "none", "split_m", "split_n", BATCH_INVARIANT)

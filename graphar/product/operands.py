@@ -11,8 +11,14 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.fp8_products import Scales, checked_scales
 from graphar.plan.call import Call, Operands
-from graphar.plan.tensor_checks import check_apart, check_destination, check_devices, check_one_each, check_strided
 from graphar.plan.work import Product
+from graphar.runtime.checks.tensor_checks import (
+    check_apart,
+    check_destination,
+    check_devices,
+    check_one_each,
+    check_strided,
+)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

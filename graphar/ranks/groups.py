@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphar.plan import tensor_checks
-
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None, instead: str = "") -> dist.ProcessGroup:
     """Returns ``group``, the group of a mesh, or the default group for None.
@@ -68,8 +66,17 @@ def local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
         found.append(torch.device("cpu") if device.type == "cpu" else device)  # CPU tensors have no index
     if len({device.type for device in found}) > 1:
         raise ValueError(f"Communicator: devices must be all the CPU or all CUDA, got {[str(d) for d in found]}")
-    tensor_checks.check_devices("Communicator", found)
+    check_devices("Communicator", found)
     return tuple(found)
+
+
+def check_devices(op: str, devices: Sequence[torch.device]) -> None:
+    """Raises ValueError for devices that are neither CPU nor CUDA, and for a CUDA device that occurs twice."""
+    for i, device in enumerate(devices):
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{op}: tensors must be on the CPU or on CUDA devices, got {device}")
+        if device.type == "cuda" and device in devices[:i]:
+            raise ValueError(f"{op}: tensors must be on distinct devices, got {device} twice")
 
 
 def device_of_process(group: dist.ProcessGroup) -> torch.device:

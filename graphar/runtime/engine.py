@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from graphar.errors import Reason
-from graphar.plan import call_checks, select, tensor_checks
+from graphar.plan import select
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.explanation import Explanation
@@ -20,6 +20,7 @@ from graphar.plan.select import Facts
 from graphar.plan.tables import Table
 from graphar.ranks import agreement
 from graphar.runtime import multicast
+from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.life import NOT_MADE, Life
 from graphar.runtime.plan import Plan
 from graphar.runtime.watch import hook

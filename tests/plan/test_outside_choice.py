@@ -10,7 +10,7 @@ import torch
 from graphar.errors import UnsupportedError
 from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import form_to_prepare
-from graphar.plan import call_checks, select
+from graphar.plan import select
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK, Config, Kernel
@@ -20,6 +20,7 @@ from graphar.plan.slices import Slice
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Parts, Sum, TensorTuple
 from graphar.ranks import agreement
+from graphar.runtime.checks import call_checks
 from tests.outside import MAX_NBYTES, forget_loaded, load
 
 BF16 = torch.bfloat16

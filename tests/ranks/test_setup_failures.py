@@ -110,7 +110,9 @@ def test_a_driver_for_an_older_cuda_is_named(monkeypatch, version, is_enough):
 
     said = availability.missing_driver()
 
-    assert said == ("" if is_enough else "the driver is for CUDA 12.9: install NVIDIA driver 580 or newer, for CUDA 13")
+    assert said == (
+        None if is_enough else "the driver is for CUDA 12.9: install NVIDIA driver 580 or newer, for CUDA 13"
+    )
 
 
 @pytest.mark.promise("NVML, `/tmp`, a home directory and a writable cache are all optional.")

@@ -8,7 +8,8 @@ import torch
 from torch.autograd import forward_ad
 
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
-from graphar.plan.call_checks import check_axis
+from graphar.ranks.groups import check_devices
+from graphar.runtime.checks.call_checks import check_axis
 
 
 def check_strided(op: str, name: str, x: object) -> None:
@@ -101,15 +102,6 @@ def check_one_each(op: str, name: str, given: object, xs: Sequence, xs_name: str
     if not isinstance(given, (list, tuple)) or len(given) != len(xs):
         what = f"a list of {len(given)}" if isinstance(given, (list, tuple)) else type(given).__name__
         raise ValueError(f"{op}: {name} must be a list of {len(xs)} tensors, one for each of {xs_name}, got {what}")
-
-
-def check_devices(op: str, devices: Sequence[torch.device]) -> None:
-    """Raises ValueError for devices that are neither CPU nor CUDA, and for a CUDA device that occurs twice."""
-    for i, device in enumerate(devices):
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"{op}: tensors must be on the CPU or on CUDA devices, got {device}")
-        if device.type == "cuda" and device in devices[:i]:
-            raise ValueError(f"{op}: tensors must be on distinct devices, got {device} twice")
 
 
 def check_out(op: str, x: torch.Tensor, out: object, name: str = "out", dtype: torch.dtype | None = None) -> None:
