@@ -174,90 +174,47 @@ class RanksOfOneGpu:
         self._launch_in_turn(work, _by_table(algorithm, max(work.parts)), [ranks])
         return outs
 
-    def matmul_allreduce(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], tile: MatmulTile, beside: AbstractContextManager
-    ) -> list:
-        """What every rank receives of the sum of each rank's ``a @ w.t()``, by the fused kernel with ``tile``.
-
-        Everything is ready when ``beside`` is entered, and all kernels have ended when it is left.
-        """
-        rows, columns = len(pairs[0][0]), len(pairs[0][1])
-        counts = tuple(len(part) for part in torch.empty(rows).tensor_split(self.world_size))
-        outs = [torch.full((rows, columns), 7, dtype=a.dtype, device="cuda:0") for a, _ in pairs]
-        ranks = [Operands((a.cuda(0), w.cuda(0)), (out,)) for (a, w), out in zip(pairs, outs, strict=True)]
-        self._launch_matmul(Product(MATMUL_ALLREDUCE, counts, columns), Algorithm.MATMUL_ALLREDUCE, ranks, tile, beside)
-        return outs
-
-    def matmul_in_leaves(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        algorithm: Algorithm,
-        tile: MatmulTile | SkinnyTile,
-        bias: torch.Tensor | None = None,
-        epilogue: str = "",
-    ) -> list:
-        """What every rank receives of ``a @ w.t()`` of all ranks, added as a tree by a fused kernel with ``tile``.
-
-        ``epilogue`` is an expression without tensors.
-        """
-        rows, columns = len(pairs[0][0]), len(pairs[0][1])
-        counts = tuple(len(part) for part in torch.empty(rows).tensor_split(self.world_size))
-        received = [rows] * self.world_size if algorithm.op == MATMUL_ALLREDUCE else counts
-        outs = [pairs[0][0].new_full((own, columns), 7) for own in received]
-        more = () if bias is None else (bias,)
-        ranks = [Operands((*pair, *more), (out,)) for pair, out in zip(pairs, outs, strict=True)]
-        form = Pointwise(epilogue, (), columns) if epilogue else None
-        work = Product(algorithm.op, counts, columns, bool(more), epilogue=form, partition=TP_INVARIANT)
-        self._launch_matmul(work, algorithm, ranks, tile)
-        return outs
-
-    def skinny_allreduce(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        algorithm: Algorithm,
-        constant_weight: bool,
-        before: Callable[[int], None],
-    ) -> list:
-        """What every rank receives of the sum of each rank's ``a @ w.t()`` by a skinny kernel; all are on the GPU.
-
-        ``before`` is called for each rank, on its stream, just before the kernel is launched there.
-        """
-        rows, columns = len(pairs[0][0]), len(pairs[0][1])
-        outs = [torch.full((rows, columns), 7, dtype=a.dtype, device="cuda:0") for a, _ in pairs]
-        ranks = [Operands(pair, (out,)) for pair, out in zip(pairs, outs, strict=True)]
-        counts = (rows,) + (0,) * (self.world_size - 1)
-        work = Product(MATMUL_ALLREDUCE, counts, columns, constant_weight=constant_weight)
-        self._launch_matmul(work, algorithm, ranks, None, before=before)
-        return outs
-
-    def scaled_sum(
+    def fused_sum(
         self,
         operands: Sequence[tuple[torch.Tensor, ...]],
         algorithm: Algorithm,
-        scales: str,
-        out_dtype: torch.dtype,
+        dtype: torch.dtype,
         *,
-        tile: MatmulTile | None = None,
+        factors: str = "",
+        tile: MatmulTile | SkinnyTile | None = None,
         bias: torch.Tensor | None = None,
+        epilogue: str = "",
         constant_weight: bool = False,
         replays: int = 0,
         before: Callable[[int], None] = lambda rank: None,
+        beside: AbstractContextManager | None = None,
     ) -> list:
-        """What every rank receives of the sum of products of e4m3 operands by a fused kernel; all are on the GPU.
+        """What every rank receives of the sum of the ranks' ``a @ w.t()`` by a fused kernel; all are on the GPU.
 
-        ``operands`` are each rank's a, w, a_scale and w_scale; ``scales`` says of what they are, "rows" or "blocks".
-        With ``replays`` each rank's launch is captured, and replayed so often. ``before`` is as in
-        :meth:`skinny_allreduce`.
+        Args:
+            operands: each rank's a and w; of e4m3 also a_scale and w_scale.
+            algorithm: which kernel.
+            dtype: of the results.
+            factors: what scales are of, "rows" or "blocks"; "leaves" if partials are added as a tree.
+            tile: of the kernel; None: the chosen one.
+            bias: the same on all ranks.
+            epilogue: an expression without tensors.
+            constant_weight: whether weights are called constant.
+            replays: each rank's launch is captured, and replayed so often; 0: it is launched.
+            before: is called for each rank, on its stream, just before the kernel is launched there.
+            beside: is entered once everything is ready, and left once all kernels have ended.
         """
         rows, columns, more = len(operands[0][0]), len(operands[0][1]), () if bias is None else (bias,)
         counts = (rows,) + (0,) * (self.world_size - 1)
         if not algorithm.row.is_skinny:
             counts = tuple(len(part) for part in torch.empty(rows).tensor_split(self.world_size))
         received = [rows] * self.world_size if algorithm.op == MATMUL_ALLREDUCE else counts
-        outs = [torch.full((own, columns), 7, dtype=out_dtype, device="cuda:0") for own in received]
+        outs = [torch.full((own, columns), 7, dtype=dtype, device="cuda:0") for own in received]
         ranks = [Operands((*own, *more), (out,)) for own, out in zip(operands, outs, strict=True)]
-        work = Product(algorithm.op, counts, columns, bool(more), constant_weight=constant_weight, scales=scales)
-        self._launch_matmul(work, algorithm, ranks, tile, before=before, replays=replays)
+        how = {"partition": TP_INVARIANT} if factors == "leaves" else {"scales": factors}
+        form = Pointwise(epilogue, (), columns) if epilogue else None
+        work = Product(algorithm.op, counts, columns, bool(more), epilogue=form, constant_weight=constant_weight, **how)
+        self._launch_matmul(work, algorithm, ranks, tile, beside, before, replays)
         return outs
 
     def allgather_matmul(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,39 +14,38 @@ from graphar.plan.scratch import WORLD_SIZES
 from graphar.runtime.catalogue import KERNELS, NORM_KERNELS, SKINNY_KERNELS, SUMMED_TILE_KERNELS
 from graphar.simulator.calls import Drawn, first_epoch
 from graphar.simulator.simulation import Call, Outcome, Simulation
-from tests.host import cases, test_allgather_matmul, test_matmul_skinny, test_matmul_tiles, test_norms
+from tests.host import cases, test_norms
 from tests.host.build import build
 from tests.host.cases import Kernels, dtypes_of
+from tests.host.products import Products, of_ranks
 from tests.host.test_norms import Norms
 
-_FILES = {
-    **dict.fromkeys(KERNELS, cases),
-    **dict.fromkeys(NORM_KERNELS, test_norms),
-    **dict.fromkeys(SUMMED_TILE_KERNELS, test_matmul_tiles),
-    **dict.fromkeys(SKINNY_KERNELS, test_matmul_skinny),
-    Algorithm.ALLGATHER_MATMUL: test_allgather_matmul,
+# At which the kernels' own test files run them.
+_WORLD_SIZES = {
+    **dict.fromkeys(KERNELS, cases.WORLD_SIZES),
+    **dict.fromkeys(NORM_KERNELS, test_norms.WORLD_SIZES),
+    **dict.fromkeys(SUMMED_TILE_KERNELS, (2, 3, 4)),
+    **dict.fromkeys(SKINNY_KERNELS, (2, 3)),
+    Algorithm.ALLGATHER_MATMUL: (2, 3, 4),
 }
-EVERY_KERNEL = tuple(_FILES)
-_MOST_THREADS = 1 << 13  # of all ranks
+EVERY_KERNEL = tuple(_WORLD_SIZES)
 
 
 def other_world_sizes(algorithm: Algorithm) -> tuple[int, ...]:
     """The world sizes at which the kernel's own test file does not run it."""
-    return tuple(n for n in WORLD_SIZES if n not in _FILES[algorithm].WORLD_SIZES)
+    return tuple(n for n in WORLD_SIZES if n not in _WORLD_SIZES[algorithm])
 
 
 def draw(algorithm: Algorithm, world_size: int, seed: int, calls: int) -> Drawn:
     """Calls, and the bytes that each rank must get. A test with norms needs the fixture few_slots."""
     if algorithm in KERNELS:
         return cases.draw(algorithm, world_size, dtypes_of(algorithm)[0], seed, calls)
-    choices, made = random.Random(f"{algorithm} {world_size} {seed}"), []
+    choices = random.Random(f"{algorithm} {world_size} {seed}")
+    if algorithm not in NORM_KERNELS:
+        return _products(algorithm, world_size).draw(choices, calls)
+    norms, made = _norms(algorithm, world_size), []
     for _ in range(calls):
-        if algorithm in NORM_KERNELS:
-            norms = _norms(algorithm, world_size)
-            call, result = test_norms.draw_call(norms, world_size, torch.bfloat16, choices)
-        else:
-            kinds = _kinds(algorithm, world_size)
-            call, result = _FILES[algorithm].draw_call(algorithm, choices, world_size, kinds, _MOST_THREADS)
+        call, result = test_norms.draw_call(norms, world_size, torch.bfloat16, choices)
         made.append((call, result if isinstance(result, list) else [result] * world_size))
     return Drawn([call for call, _ in made], [results for _, results in made])
 
@@ -54,7 +54,6 @@ def run(
     algorithm: Algorithm, world_size: int, seed: int, calls: Sequence[Call], sanitizer: str = "plain", **options
 ) -> list[Outcome]:
     """The outcome of every rank, by the programs of the kernel's own tests. ``options`` go to Simulation."""
-    file, first = _FILES[algorithm], 0
     if algorithm in KERNELS:
         kernels = _kernels(algorithm, world_size, sanitizer)
         program, first = build(kernels.sources(), sanitizer), kernels.first(world_size, kernels.dtypes[0])
@@ -62,8 +61,8 @@ def run(
         norms = _norms(algorithm, world_size)
         program, first = norms.build(sanitizer), norms.first(world_size, torch.bfloat16)
     else:
-        program = file.program_of(algorithm, world_size, sanitizer, _kinds(algorithm, world_size))
-    scratch, epoch = file.scratch_of(algorithm, world_size), first_epoch(seed)
+        return _products(algorithm, world_size, sanitizer).run(calls, seed, **options)
+    scratch, epoch = cases.scratch_of(algorithm, world_size), first_epoch(seed)
     return Simulation(program, algorithm, world_size, scratch, first, seed, epoch, **options).run(calls)
 
 
@@ -79,6 +78,6 @@ def _norms(algorithm: Algorithm, world_size: int) -> Norms:
     return Norms(algorithm, (torch.bfloat16,), others) if world_size in others else Norms(algorithm, tuple(TYPE_NAMES))
 
 
-def _kinds(algorithm: Algorithm, world_size: int) -> tuple:
-    kinds = _FILES[algorithm].KINDS
-    return kinds[:1] if world_size in other_world_sizes(algorithm) else kinds
+def _products(algorithm: Algorithm, world_size: int, sanitizer: str = "plain") -> Products:
+    made = of_ranks(algorithm, world_size, sanitizer)
+    return replace(made, kinds=made.kinds[:1]) if world_size in other_world_sizes(algorithm) else made

@@ -15,11 +15,11 @@ from graphar.plan.algorithms import Algorithm
 from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import ENOUGH_NS, KernelFailure, has_pad
-from tests.host import test_allgather_matmul
 from tests.host.build import build
 from tests.host.cases import WORLD_SIZES, Kernels, dtypes_of, simulate
 from tests.host.every_kernel import EVERY_KERNEL, run
 from tests.host.every_kernel import draw as draw_every
+from tests.host.products import GATHER, of_ranks
 from tests.host.test_faults import DEADLINE_OF_WARPS_NS, SEED, TIMED_OUT
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
@@ -254,16 +254,14 @@ def test_ranks_that_wait_without_a_look_at_what_others_call_are_noticed():
 
 def test_lanes_that_each_read_whether_their_call_is_aborted_are_noticed():
     """Another block gives up while the lanes of a warp read: some then vote that others never come to."""
-    gather, world_size = test_allgather_matmul.GATHER, 2
-    (first, _), *others = draw_with_results(gather, world_size, 12)
+    (first, _), *others = draw_with_results(GATHER, 2, 12)
     second = max((call for call, _ in others), key=lambda call: sum(call.blocks))
-    calls = [first, replace(second, fingerprints=fingerprints(world_size))]
+    calls = [first, replace(second, fingerprints=fingerprints(2))]
     apart = Mutation("device/sync/call.cuh", "  call.aborted = __shfl_sync(0xffffffff, call.aborted, 0);\n", "")
-    program = test_allgather_matmul.program_of(gather, world_size, "plain", mutation=apart)
 
     def hangs(seed):
         try:
-            test_allgather_matmul.simulate(gather, program, world_size, seed, calls)
+            of_ranks(GATHER, 2).run(calls, seed, apart)
         except KernelFailure:
             return True
         return False

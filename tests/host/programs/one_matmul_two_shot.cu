@@ -1,7 +1,8 @@
+#include "device/ptx/codec.cuh"
 #include "matmul/matmul_two_shot.cu"
-#include "one_matmul_skinny.hpp"
+#include "products.hpp"
 
-template <class T, int N, class Tile, OperandLayout W>
+template <class T, int N, class Tile, OperandLayout W, class Scales>
 void one_matmul_two_shot(Arguments a) {
-  one_matmul_skinny<Tile, W>(matmul_two_shot<T, N, Tile, W>, a);
+  run_skinny<Tile, W, Scales>(matmul_two_shot<T, N, Tile, W, Scales>, a);
 }
