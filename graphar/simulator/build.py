@@ -22,7 +22,7 @@ UNOBSERVED = ("-std=c++20", "-O2", *WARNINGS)
 # -Og compiles in half the time, but has the views of a thread (sources/views.hpp) pass things to one another on its
 # stack, which ThreadSanitizer takes for races.
 SANITIZERS = {
-    "plain": ("-Og",),
+    "plain": ("-O1",),
     "thread": ("-O1", "-fsanitize=thread", "-Wno-tsan"),
     "address": ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
 }
