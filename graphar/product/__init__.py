@@ -2,7 +2,7 @@
 
 A Product (plan/work.py) is factors, rows, and what comes then. The binder, products.py, makes one of three plans of it:
 
-    fused      one kernel multiplies and sums, or gathers and multiplies: fused.py
+    fused      one kernel multiplies and sums, or gathers and multiplies: fused.py (Summed, Skinny, Gathered)
     Then       a matmul, and then the work that takes its products, a Sum, Parts or a Norm: then.py
     after      a gather, and then each rank's matmul: gathers.py; or a fused sum, and then each rank's norm
 

@@ -1,16 +1,11 @@
-"""Fused kernels: a matmul, with the sum of its products over ranks or the all-gather of its rows, in one launch.
-
-summed tiles    Each finished tile is pushed to the rank that owns its rows. A rank computes its own rows last, and
-                gathers the summed tiles of its peers meanwhile.
-skinny          For at most 64 rows. Either every rank pushes its whole product to all ranks (one-shot), or each rank
-                sums a shard (two-shot).
-gathered tiles  Each tile begins when its rows have arrived.
-"""
+"""Fused kernels: a matmul, with the sum of its products over ranks or the all-gather of its rows, in one launch."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -23,10 +18,11 @@ from graphar.plan.best_tile import Shape, best_tile
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
 from graphar.plan.matmuls import tile_for, tiles_that_serve, tiles_to_load
+from graphar.plan.policy import Chip
 from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES, PACK_NBYTES
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices, rows_a_launch
 from graphar.plan.tiles import LAYOUTS
-from graphar.plan.work import ALLGATHER_MATMUL, Product
+from graphar.plan.work import Product
 from graphar.product import scaled_gemm
 from graphar.product.gemm import STORE_COLUMNS, layout_of, why_not
 from graphar.product.multiply.leaves import in_whole_loads
@@ -39,9 +35,10 @@ from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.catalogue import SCALE_FORMATS, KernelSource, fused_matmul_source
 from graphar.runtime.engine import Engine
+from graphar.runtime.launcher import Grid
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
-from graphar.runtime.plan import Launch, Plan
+from graphar.runtime.plan import Launch, Plan, Tensors
 from graphar.runtime.runner import Runner
 
 
@@ -90,12 +87,17 @@ def _scales_of(work: Product) -> str:
     return SCALE_FORMATS[work.scales == "blocks"] if work.scales else ""
 
 
-class FusedMatmul:
-    """The launches of one call by a fused kernel, bound to the addresses of the operands. To make it is collective.
+def fused_matmul(
+    engine: Engine,
+    call: Call[Product],
+    algorithm: Algorithm,
+    tile: Tile | None = None,
+    timelines: Sequence[torch.Tensor] | None = None,
+) -> FusedMatmul:
+    """Returns the launches of one call by a fused kernel. Collective.
 
     Args:
         engine: an engine that has a runner.
-        call: a call whose work is a Product.
         algorithm: the fused algorithm.
         tile: the tile, of gathered tiles one of GATHERED_TILES that serves the weight; None: the one that plans choose.
         timelines: one timeline of timelines.py for each rank of this process, with a block for each of its SMs. The
@@ -105,39 +107,29 @@ class FusedMatmul:
     Raises:
         UnsupportedError: no kernel serves the call; the message says why.
     """
+    row = algorithm.row
+    kind = Skinny if row.is_skinny else Summed if row.sends_tiles else Gathered
+    return kind(engine, call, algorithm, tile, timelines)
+
+
+class FusedMatmul(ABC):
+    """The launches of one call by a fused kernel, bound to the addresses of the operands."""
 
     def __init__(
         self,
         engine: Engine,
         call: Call[Product],
         algorithm: Algorithm,
-        tile: Tile | None = None,
-        timelines: Sequence[torch.Tensor] | None = None,
+        tile: Tile | None,
+        timelines: Sequence[torch.Tensor] | None,
     ) -> None:
         self._engine, self._runner, self._call, self.algorithm = engine, engine.runner, call, algorithm
-        work, world_size = call.work, engine.world_size
-        self._skinny, self._gathers = algorithm.row.is_skinny, work.op == ALLGATHER_MATMUL
-        self._adds_tree = work.order == "tree" and not self._gathers
-        self._leaves = work.leaves(world_size)
-        # Skinny algorithms are chosen only for results that fit their scratch (plan.matmuls.is_skinny).
-        if not (self._gathers or self._skinny) and (reason := why_not_columns(engine, work)):
-            raise UnsupportedError(f"{work.op}: {reason}")
         self._tile, self._timelines = tile, timelines
-        tiles = (tile,) if tile and not self._gathers else self._tiles()
+        self._slices = self._cut(call.work)
+        tiles = self._tiles_to_load()
         self.tiles = tuple(replace(one, recorded=True) if timelines else one for one in tiles)
-        if self._skinny:  # rows are not divided between ranks
-            self._slices = [Slice(sum(work.parts) * work.columns)]
-        else:
-            step = rows_a_launch(world_size, work.columns, _places(work))
-            if self._gathers:
-                step = gathered_rows_a_launch(algorithm, world_size, work.columns, work.scales)
-            self._slices = row_slices(work.parts, step)
         self._functions = self._load()
         self._launches: BoundedCache[Launch] = BoundedCache()
-
-    def _tiles(self) -> tuple[Tile, ...]:
-        engine, chip = self._engine, self._runner.chip
-        return tiles_to_load(engine.table.matmul, self.algorithm, self._call.work, chip, engine.world_size)
 
     def _load(self) -> list[dict]:
         """Returns each member's kernels by tile and layout of W, in which ranks may differ. Collective."""
@@ -150,6 +142,51 @@ class FusedMatmul:
     def plan(self, reason: str) -> Plan:
         """Returns the plan of a call by these launches, with the ``reason`` for them."""
         return Plan(self.run, Config(self.algorithm, 0, self.tiles[0].threads), reason, self.launch_like)
+
+    # ---- what kinds differ in ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _cut(self, work: Product) -> list[Slice]:
+        """Returns the slices of the call, each of one launch."""
+
+    def _tiles_to_load(self) -> tuple[Tile, ...]:
+        """Returns the tiles whose kernels every rank loads: ranks may take different ones of them."""
+        engine, chip = self._engine, self._runner.chip
+        return tiles_to_load(engine.table.matmul, self.algorithm, self._call.work, chip, engine.world_size)
+
+    @abstractmethod
+    def _tile_of(self, own: MatmulOperands, one: Slice, layout: str) -> Tile:
+        """Returns the tile that a rank takes."""
+
+    @abstractmethod
+    def _place(self, own: MatmulOperands) -> MatmulOperands:
+        """Returns operands as kernels take them: the same ones, or copies where their alignment requires it."""
+
+    def _first_row(self, member: Member, one: Slice) -> int:
+        """Returns the first row of a member's ``out`` that a launch writes."""
+        return 0
+
+    def _matrix_of_a(self, a: torch.Tensor) -> Matrix:
+        return matrix_of(a)
+
+    @abstractmethod
+    def _parameters(self, *given: Any) -> tuple[list, Grid]:
+        """Returns the parameters of a launch, without the collective arguments, and its grid: tile_launches.py."""
+
+    def _chip(self, member: Member) -> Chip:
+        return self._runner.chip
+
+    def _words(self, own: MatmulOperands, one: Slice) -> str:
+        """Returns in words what a launch must have alike on all ranks."""
+        return agreement.words_of_matmul_launch(self._call, self.algorithm, one)
+
+    def _tensors(self, member: Member, own: MatmulOperands, one: Slice) -> tuple:
+        """Returns what one member's launch of a slice takes."""
+        return (own.a, *own.tensors), (own.out,), own.numbers, self._corner(member, own, one)
+
+    def _again(self, a: torch.Tensor) -> tuple[int, Tensors]:
+        """Returns from which of a repeated call's outputs on its launch is given them, or what it is always given."""
+        return 0, ()
 
     # ---- launching --------------------------------------------------------------------------------------------------
 
@@ -177,7 +214,7 @@ class FusedMatmul:
         (one,), (member,) = self._slices, self._runner.members
         operands = work.product_inputs + work.bias
         corner = self._corner(member, given, one)
-        nothing, launches = given.a.new_empty(0), BoundedCache()
+        (first, always), launches = self._again(given.a), BoundedCache[Launch]()
 
         def launch(inputs, outputs, numbers, _=None) -> None:
             # Each launch is given the address of the gathered rows, but bound to that of their scales.
@@ -189,29 +226,13 @@ class FusedMatmul:
                     self.run([Operands(inputs, outputs, numbers)])
                     return
                 bound = launches.keep(key, self._launch(member, own, one))
-            if self._gathers:
-                outputs = outputs[1:] if work.gathered else (nothing,)
-            bound((inputs[0], *inputs[operands:]), outputs, numbers, corner)
+            bound((inputs[0], *inputs[operands:]), always or outputs[first:], numbers, corner)
 
         return launch
 
-    def _tensors(self, member: Member, own: MatmulOperands, one: Slice) -> tuple:
-        """Returns what one member's launch of a slice takes."""
-        a, out = own.a, own.out
-        if self._gathers:
-            # An empty tensor's address is null: the rows are not wanted.
-            a, out = a[one.offset : one.offset + one.count[member.rank]], own.gathered
-            out = a.new_empty(0) if out is None else out
-        return (a, *own.tensors), (out,), own.numbers, self._corner(member, own, one)
-
     def _corner(self, member: Member, own: MatmulOperands, one: Slice) -> Corner:
         """Returns where the epilogue's row, col and index of a launch begin, in this rank's result."""
-        first = 0 if self._gathers or self._skinny else self._first_row(member, one)
-        return first, 0, own.out.shape[1]
-
-    def _first_row(self, member: Member, one: Slice) -> int:
-        """Returns the first row of a member's ``out`` that a launch writes."""
-        return one.offset if self._call.work.scattered else one.begin[member.rank]
+        return self._first_row(member, one), 0, own.out.shape[1]
 
     def _launch(self, member: Member, own: MatmulOperands, one: Slice) -> Launch:
         """Returns one member's launch of a slice, bound to the addresses of its operands; cached."""
@@ -220,62 +241,67 @@ class FusedMatmul:
         w = matrix_of(own.w if layout == "by_rows" else own.w.t())
         pointers = [0 if x is None else x.data_ptr() for x in (own.bias, self._timelines and self._timelines[at])]
         of_gathered = 0 if own.gathered_scales is None else own.gathered_scales.data_ptr()
-        # The gathered rows are bound whole, and may be empty on this rank.
-        rows, k = own.a.shape
-        unit = PACK_NBYTES // own.a.dtype.itemsize
-        a = Matrix(own.a.data_ptr(), own.a.dtype, rows, k, -(-k // unit) * unit) if self._gathers else matrix_of(own.a)
         scales = own.scales and scaled_gemm.placed(own.scales)
+        a = self._matrix_of_a(own.a)
         matrices = Matrices(a, w, layout, own.out, *pointers, own.constant_weight, scales, of_gathered)
         tile = self._tile_of(own, one, layout)
         key = (member.rank, one, tile, matrices.key, own.given_k)
         launch = self._launches.get(key)
         return self._launches.keep(key, self._bind(at, member, tile, matrices, own, one)) if launch is None else launch
 
-    def _tile_of(self, own: MatmulOperands, one: Slice, layout: str) -> Tile:
-        table = self._engine.table.matmul
-        if self._gathers:  # each rank takes the one with the least estimated time for its weight
-            kind = tiles_that_serve(self.algorithm, self._call.work, self._engine.world_size)
-            return self._tile or best_tile(kind, Shape(one.count, *own.w.shape, layout), table.cost, self._runner.chip)
-        return tile_for(table, self.tiles, own.a.shape[1])
-
     def _bind(self, at: int, member: Member, tile: Tile, matrices: Matrices, own: MatmulOperands, one: Slice) -> Launch:
-        k = own.a.shape[1] if own.given_k is None else own.given_k
-        words = agreement.words_of_matmul_launch(self._call, self.algorithm, one, k if self._adds_tree else None)
-        seconds, chip = self._engine.deadline(self._call), self._runner.chip
+        words, seconds = self._words(own, one), self._engine.deadline(self._call)
         arguments = self._runner.arguments(member, self.algorithm, one, seconds, words)
-        if self._gathers:
-            chip = replace(chip, sms=min(launcher.sm_count(member.device), chip.sms))
-        first = 0 if self._gathers or self._skinny else self._first_row(member, one)
+        first = self._first_row(member, one)
         rows = slice(first, first + one.count[member.rank]) if one.count else slice(None)
-        bind = gathered_tiles if self._gathers else skinny if self._skinny else summed_tiles
-        parameters, grid = bind(tile, matrices, one, arguments, rows, chip)
+        parameters, grid = self._parameters(tile, matrices, one, arguments, rows, self._chip(member))
         launch = KernelLaunch(self._functions[at][tile, matrices.layout], [*parameters, arguments], grid)
         epilogue = self._call.work.epilogue
         put = epilogue and put_agreed(self._runner, arguments, words, epilogue, arguments.epilogue.put)
         return bind_launch(self._runner, member, launch, arguments, put)
 
-    # ---- operands as kernels take them ------------------------------------------------------------------------------
+
+class Summed(FusedMatmul):
+    """Each finished tile is pushed to the rank that owns its rows.
+
+    A rank computes its own rows last, and gathers the summed tiles of its peers meanwhile.
+    """
+
+    def _cut(self, work: Product) -> list[Slice]:
+        if reason := why_not_columns(self._engine, work):
+            raise UnsupportedError(f"{work.op}: {reason}")
+        return row_slices(work.parts, rows_a_launch(self._engine.world_size, work.columns, _places(work)))
+
+    def _tiles_to_load(self) -> tuple[Tile, ...]:
+        return (self._tile,) if self._tile else super()._tiles_to_load()
+
+    def _tile_of(self, own: MatmulOperands, one: Slice, layout: str) -> Tile:
+        return tile_for(self._engine.table.matmul, self.tiles, own.a.shape[1])
+
+    def _first_row(self, member: Member, one: Slice) -> int:
+        return one.offset if self._call.work.scattered else one.begin[member.rank]
+
+    def _parameters(self, *given: Any) -> tuple[list, Grid]:
+        return summed_tiles(*given)
+
+    def _words(self, own: MatmulOperands, one: Slice) -> str:
+        k = own.a.shape[1] if own.given_k is None else own.given_k
+        as_tree = self._call.work.order == "tree"
+        return agreement.words_of_matmul_launch(self._call, self.algorithm, one, k if as_tree else None)
 
     def _place(self, own: MatmulOperands) -> MatmulOperands:
-        """Returns operands as kernels take them: the same ones, or copies where their alignment requires it."""
-        placed = self._place_gathering(own) if self._gathers else self._place_summed(own)
-        if not self._gathers and (reason := _why_not(placed)):
-            raise UnsupportedError(f"{self._call.op}: {reason}")
-        changed = any(getattr(placed, name) is not getattr(own, name) for name in _PLACED)
-        return placed if changed else own
-
-    def _place_summed(self, own: MatmulOperands) -> MatmulOperands:
         a, w, out, scales = own.a, own.w, own.out, own.scales
         if a.shape[1] == 0:
             a, w = (x.new_zeros(len(x), PACK_NBYTES // x.dtype.itemsize) for x in (a, w))
             if scales and scales.in_blocks:  # there are none
                 scales = Scales(True, *[x.new_ones(1, 1, dtype=torch.float32).expand(len(x), 1) for x in (a, w)])
-        a, w = in_whole_loads(a, self._leaves), in_whole_loads(w, self._leaves)
+        leaves = self._call.work.leaves(self._engine.world_size)
+        a, w = in_whole_loads(a, leaves), in_whole_loads(w, leaves)
         given_k = None if a.shape[1] == own.a.shape[1] else own.a.shape[1]
         if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
             out = torch.empty_like(out)
         w = w if (matrix_of(w) if scales else layout_of(w)) else aligned_copy(w)
-        return replace(
+        placed = replace(
             own,
             a=a if matrix_of(a) else aligned_copy(a),
             w=w,
@@ -285,35 +311,98 @@ class FusedMatmul:
             constant_weight=own.constant_weight and w is own.w,  # the kernel before writes a copy
             given_k=given_k,
         )
+        if reason := _why_not(placed):
+            raise UnsupportedError(f"{self._call.op}: {reason}")
+        return _placed_or_same(placed, own)
 
-    @staticmethod
-    def _place_gathering(own: MatmulOperands) -> MatmulOperands:
-        k, n, scales = own.a.shape[1], own.w.shape[0], own.scales
-        if n == 0:  # this rank sends its rows all the same
-            own = replace(
-                own,
-                w=own.w.new_zeros(STORE_COLUMNS, k),
-                bias=None,
-                out=own.out.new_empty(len(own.out), STORE_COLUMNS),
-                # Zeros in place of tensors without elements, as many as a kernel reads.
-                tensors=tuple([x if x.numel() else x.new_zeros(len(own.out) * STORE_COLUMNS) for x in own.tensors]),
-                scales=scales and replace(scales, w=scales.w.new_zeros(STORE_COLUMNS, scales.w.shape[1])),
-            )
-        # The rows are sent as they lie: without gaps, and each in whole packs.
-        in_packs = k * own.a.dtype.itemsize % PACK_NBYTES == 0
-        whole = in_packs and own.a.is_contiguous() and own.a.data_ptr() % PACK_NBYTES == 0
-        rows, layouts = own.gathered, ("by_rows",) if scales else LAYOUTS  # tensor cores transpose no e4m3
-        return replace(
+
+class Skinny(Summed):
+    """For at most 64 rows, which are not divided between ranks.
+
+    Either every rank pushes its whole product to all ranks (one-shot), or each rank sums a shard (two-shot).
+    """
+
+    def _cut(self, work: Product) -> list[Slice]:
+        # It is chosen only for results that fit its scratch (plan.matmuls.is_skinny).
+        return [Slice(sum(work.parts) * work.columns)]
+
+    def _first_row(self, member: Member, one: Slice) -> int:
+        return 0
+
+    def _parameters(self, *given: Any) -> tuple[list, Grid]:
+        return skinny(*given)
+
+
+class Gathered(FusedMatmul):
+    """Each tile begins when its rows have arrived."""
+
+    def _cut(self, work: Product) -> list[Slice]:
+        step = gathered_rows_a_launch(self.algorithm, self._engine.world_size, work.columns, work.scales)
+        return row_slices(work.parts, step)
+
+    def _tile_of(self, own: MatmulOperands, one: Slice, layout: str) -> Tile:
+        # Each rank takes the one with the least estimated time for its weight.
+        cost, world_size = self._engine.table.matmul.cost, self._engine.world_size
+        kind = tiles_that_serve(self.algorithm, self._call.work, world_size)
+        return self._tile or best_tile(kind, Shape(one.count, *own.w.shape, layout), cost, self._runner.chip)
+
+    def _matrix_of_a(self, a: torch.Tensor) -> Matrix:
+        # The gathered rows are bound whole, and may be empty on this rank.
+        (rows, k), unit = a.shape, PACK_NBYTES // a.dtype.itemsize
+        return Matrix(a.data_ptr(), a.dtype, rows, k, -(-k // unit) * unit)
+
+    def _parameters(self, *given: Any) -> tuple[list, Grid]:
+        return gathered_tiles(*given)
+
+    def _chip(self, member: Member) -> Chip:
+        chip = self._runner.chip
+        return replace(chip, sms=min(launcher.sm_count(member.device), chip.sms))
+
+    def _tensors(self, member: Member, own: MatmulOperands, one: Slice) -> tuple:
+        # An empty tensor's address is null: the rows are not wanted.
+        a = own.a[one.offset : one.offset + one.count[member.rank]]
+        out = a.new_empty(0) if own.gathered is None else own.gathered
+        return (a, *own.tensors), (out,), own.numbers, self._corner(member, own, one)
+
+    def _again(self, a: torch.Tensor) -> tuple[int, Tensors]:
+        return (1, ()) if self._call.work.gathered else (0, (a.new_empty(0),))
+
+    def _place(self, own: MatmulOperands) -> MatmulOperands:
+        return _placed_or_same(place_gathering(own), own)
+
+
+def place_gathering(own: MatmulOperands) -> MatmulOperands:
+    """Returns the operands of gathered tiles as kernels take them, in part copies."""
+    k, n, scales = own.a.shape[1], own.w.shape[0], own.scales
+    if n == 0:  # this rank sends its rows all the same
+        own = replace(
             own,
-            a=own.a if whole else aligned_copy(own.a),
-            w=own.w if layout_of(own.w) in layouts else aligned_copy(own.w),
-            bias=None if own.bias is None else own.bias.contiguous(),
-            out=own.out if n % STORE_COLUMNS == 0 else aligned_like(own.out),
-            gathered=rows if rows is None or in_packs else aligned_like(rows),
+            w=own.w.new_zeros(STORE_COLUMNS, k),
+            bias=None,
+            out=own.out.new_empty(len(own.out), STORE_COLUMNS),
+            # Zeros in place of tensors without elements, as many as a kernel reads.
+            tensors=tuple([x if x.numel() else x.new_zeros(len(own.out) * STORE_COLUMNS) for x in own.tensors]),
+            scales=scales and replace(scales, w=scales.w.new_zeros(STORE_COLUMNS, scales.w.shape[1])),
         )
+    # The rows are sent as they lie: without gaps, and each in whole packs.
+    in_packs = k * own.a.dtype.itemsize % PACK_NBYTES == 0
+    whole = in_packs and own.a.is_contiguous() and own.a.data_ptr() % PACK_NBYTES == 0
+    rows, layouts = own.gathered, ("by_rows",) if scales else LAYOUTS  # tensor cores transpose no e4m3
+    return replace(
+        own,
+        a=own.a if whole else aligned_copy(own.a),
+        w=own.w if layout_of(own.w) in layouts else aligned_copy(own.w),
+        bias=None if own.bias is None else own.bias.contiguous(),
+        out=own.out if n % STORE_COLUMNS == 0 else aligned_like(own.out),
+        gathered=rows if rows is None or in_packs else aligned_like(rows),
+    )
 
 
 _PLACED = ("a", "w", "bias", "out", "gathered", "tensors")  # the fields that may be copies
+
+
+def _placed_or_same(placed: MatmulOperands, own: MatmulOperands) -> MatmulOperands:
+    return placed if any(getattr(placed, name) is not getattr(own, name) for name in _PLACED) else own
 
 
 def _why_not(own: MatmulOperands) -> Reason | None:

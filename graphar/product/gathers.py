@@ -17,7 +17,7 @@ from graphar.plan.config import Config
 from graphar.plan.matmuls import fused_algorithm
 from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.work import Parts, Product, TensorTuple
-from graphar.product.fused import FusedMatmul
+from graphar.product.fused import fused_matmul
 from graphar.product.gathered_chunks import GatheredChunks
 from graphar.product.multiply import by_torch
 from graphar.product.multiply.choice import choose, explained, step_of
@@ -32,7 +32,7 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
     method = gathering_method(engine, call, ranks[0].inputs[0])
     algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
     if method == "tiles":
-        launches = FusedMatmul(engine, call, algorithm)
+        launches = fused_matmul(engine, call, algorithm)
         return launches.plan("gathered and multiplied in one kernel")
     if method == "chunks":
         run = GatheredChunks(engine, call, algorithm).run

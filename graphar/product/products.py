@@ -17,7 +17,7 @@ from graphar.plan.select import has_norm_kernel
 from graphar.plan.tiles import travels_in_tiles
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import gathers
-from graphar.product.fused import FusedMatmul, why_not_columns
+from graphar.product.fused import fused_matmul, why_not_columns
 from graphar.product.multiply.choice import choose, step_of
 from graphar.product.operands import operands_of, with_bias_in_epilogue
 from graphar.product.then import Then, after
@@ -80,7 +80,7 @@ def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
 def _fused(engine: Engine, call: Call[Product]) -> Plan:
     """Returns the plan of a product that is multiplied and summed in one kernel."""
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
-    launches = FusedMatmul(engine, call, algorithm)
+    launches = fused_matmul(engine, call, algorithm)
     as_tree = f" in {work.leaves(engine.world_size)} leaves a rank", " as a tree"
     leaves, order = as_tree if work.order == "tree" else ("", "")
     early = ", which loads its constant weight early" if work.constant_weight and algorithm.row.is_skinny else ""

@@ -18,7 +18,7 @@ from graphar.plan.slices import rows_a_launch
 from graphar.plan.tiles import MatmulTile
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.product import timelines
-from graphar.product.fused import FusedMatmul
+from graphar.product.fused import fused_matmul
 from graphar.product.timelines import PHASES
 from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Figure, Mark, Rows
@@ -141,7 +141,7 @@ class Recorder:
         out = a.new_empty(len(a), len(w))
         mine = self.timelines[self.calls % len(self.timelines)]
         algorithm = fused_algorithm(engine.table, self.work, engine.world_size)
-        launches = FusedMatmul(engine, Call.of(self.work, a), algorithm, timelines=[mine])
+        launches = fused_matmul(engine, Call.of(self.work, a), algorithm, timelines=[mine])
         launches.run([Operands((a, w), (out,))])
         self.tile = replace(tile_for(engine.table.matmul, launches.tiles, a.shape[1]), recorded=False)
         self.calls += 1

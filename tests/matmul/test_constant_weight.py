@@ -17,7 +17,7 @@ from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.product import fused, products, tile_launches
-from graphar.product.fused import FusedMatmul
+from graphar.product.fused import FusedMatmul, fused_matmul
 from graphar.product.operands import MatmulOperands, operands_of
 from graphar.ranks import agreement
 from graphar.runtime.arguments import MatmulArguments
@@ -62,7 +62,7 @@ def launches_of(monkeypatch):
 
     def launches(work):
         call = Call(work, torch.bfloat16, 0)
-        return FusedMatmul(engine, call, Algorithm.MATMUL_ONE_SHOT)
+        return fused_matmul(engine, call, Algorithm.MATMUL_ONE_SHOT)
 
     return launches
 
@@ -105,7 +105,7 @@ def test_launches_at_equal_addresses_are_apart(launches_of):
 
 @pytest.mark.parametrize(("rows", "says"), [(ROWS, True), (8192, False)])
 def test_the_reason_names_it_where_the_kernel_heeds_it(monkeypatch, rows, says):
-    monkeypatch.setattr(products, "FusedMatmul", lambda *given: SimpleNamespace(plan=lambda reason: reason))
+    monkeypatch.setattr(products, "fused_matmul", lambda *given: SimpleNamespace(plan=lambda reason: reason))
     engine = SimpleNamespace(table=shipped_table("nvidia_h200"), world_size=2)
 
     reasons = [

@@ -20,7 +20,7 @@ from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, SKINNY_TILES
 from graphar.plan.work import Product
 from graphar.product import fused, gemm, tile_launches
-from graphar.product.fused import FusedMatmul
+from graphar.product.fused import fused_matmul, place_gathering
 from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands
 from graphar.product.scaled_gemm import placed
@@ -75,7 +75,7 @@ def test_epilogues_that_differ_in_their_text_alone_share_no_launch(engine, algor
     for form in forms:
         call = Call.of(Product(algorithm.op, COUNTS, 64, epilogue=form), a)
         if call not in by_call:
-            by_call[call] = FusedMatmul(engine, call, algorithm, TILE)
+            by_call[call] = fused_matmul(engine, call, algorithm, TILE)
         launches = by_call[call]
         launches._launch(MEMBER, launches._place(MatmulOperands(a, w, None, out)), one)
 
@@ -90,7 +90,7 @@ def test_epilogues_that_differ_in_their_text_alone_share_no_launch(engine, algor
 def test_a_weight_and_a_transposed_weight_at_its_address_share_no_launch(engine, algorithm):
     a, w, out = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (32, 64, 32))  # w is square
     (one,) = row_slices(COUNTS, 32)
-    launches = FusedMatmul(engine, Call.of(Product(algorithm.op, COUNTS, 64), a), algorithm, TILE)
+    launches = fused_matmul(engine, Call.of(Product(algorithm.op, COUNTS, 64), a), algorithm, TILE)
 
     bound = [launches._launch(MEMBER, MatmulOperands(a, weight, None, out), one) for weight in (w, w.t(), w)]
 
@@ -151,7 +151,7 @@ def test_calls_whose_scales_have_other_addresses_share_no_launch(engine):
     own, (one,) = scaled(), row_slices((32, 32), 32)
     others = [replace(own, scales=replace(own.scales, **{of: getattr(own.scales, of).clone()})) for of in "aw"]
     call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), 256, scales="blocks"), torch.bfloat16, -1)
-    launches = FusedMatmul(engine, call, Algorithm.ALLGATHER_MATMUL, FP8_TILES[0])
+    launches = fused_matmul(engine, call, Algorithm.ALLGATHER_MATMUL, FP8_TILES[0])
 
     bound = [launches._launch(MEMBER, given, one) for given in (own, *others, own)]
 
@@ -163,18 +163,18 @@ def test_a_transposed_weight_in_e4m3_is_copied():
     own = scaled()
     transposed = replace(own, w=own.w.t().contiguous().t())
 
-    placed_there = FusedMatmul._place_gathering(transposed)
+    placed_there = place_gathering(transposed)
 
     assert layout_of(transposed.w) == "by_columns"
     assert layout_of(placed_there.w) == "by_rows"
-    assert FusedMatmul._place_gathering(own).w is own.w
+    assert place_gathering(own).w is own.w
 
 
 @pytest.mark.parametrize(("k", "copied"), [(256, False), (264, True)])
 def test_rows_in_e4m3_are_sent_in_whole_packs(k, copied):
     a, w, out = torch.zeros(32, k, dtype=FP8), torch.zeros(384, k, dtype=FP8), torch.zeros(64, 384)
 
-    found = FusedMatmul._place_gathering(MatmulOperands(a, w, None, out)).a
+    found = place_gathering(MatmulOperands(a, w, None, out)).a
 
     assert (found is not a) == copied
     assert found.stride() == (-(-k // 16) * 16, 1)

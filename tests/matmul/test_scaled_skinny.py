@@ -15,7 +15,7 @@ from graphar.plan.slices import Slice
 from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.product import fused, tile_launches
-from graphar.product.fused import FusedMatmul, load_tile
+from graphar.product.fused import fused_matmul, load_tile
 from graphar.product.operands import operands_of
 from graphar.product.products import takes_tiles
 from graphar.ranks import agreement
@@ -120,7 +120,7 @@ def launches_of(monkeypatch):
     engine.deadline, engine.runner.arguments = lambda call: 1.0, lambda *given: None
 
     def launches(work):
-        return FusedMatmul(engine, Call(work, torch.bfloat16, 0), Algorithm.MATMUL_ONE_SHOT)
+        return fused_matmul(engine, Call(work, torch.bfloat16, 0), Algorithm.MATMUL_ONE_SHOT)
 
     return launches
 

@@ -18,7 +18,7 @@ from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, gathered_flags
 from graphar.plan.slices import gathered_rows_a_launch, row_slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import ALLGATHER_MATMUL, Product
-from graphar.product.fused import FusedMatmul
+from graphar.product.fused import fused_matmul
 from graphar.product.gathers import gathering_method
 from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands
@@ -109,7 +109,7 @@ def place(own):
     ranks = engine()
     ranks.runner.kernels = SimpleNamespace(prepare_all=lambda *_: [{}])
     call = Call(Product(ALLGATHER_MATMUL, (3,) * 4, own.a.shape[1]), torch.bfloat16, 0)
-    return FusedMatmul(ranks, call, Algorithm.ALLGATHER_MATMUL)._place(own)
+    return fused_matmul(ranks, call, Algorithm.ALLGATHER_MATMUL)._place(own)
 
 
 def placed(a, w=None):
