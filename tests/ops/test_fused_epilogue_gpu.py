@@ -114,15 +114,16 @@ def test_tiles_are_one_kernel_whose_numbers_and_tensors_may_change(ranks: Ranks,
 
 @every_op
 @pytest.mark.parametrize("partition", ["none", "split_m", "split_n", "tiles"])
-def test_a_graph_replays_with_new_data(ranks: Ranks, op, partition):
-    layers = [Layer(ranks, integers, 1024, 2048, 256, torch.bfloat16, with_bias=True, seed=at) for at in range(3)]
-    first, (given, wanted) = layers[0], epilogues(op, layers[0])
+@pytest.mark.parametrize("followed", [False, True], ids=["", "epilogue"])
+def test_a_graph_replays_with_new_data(ranks: Ranks, op, partition, followed):
+    layers = [Layer(ranks, integers, 1024, 2048, 256, torch.bfloat16, with_bias=followed, seed=at) for at in range(3)]
+    first, (given, wanted) = layers[0], epilogues(op, layers[0]) if followed else (None, None)
     first(op, partition=partition, epilogue=given)
     ranks.communicator.synchronize()
     results = []
     graph = ranks.capture(lambda: results.extend(first(op, partition=partition, epilogue=given) for _ in range(2)))
 
-    for layer in layers[1:] * 2:
+    for layer in layers[1:] * 3:
         for mine, other in zip((*first.a, *first.w), (*layer.a, *layer.w), strict=True):
             mine.copy_(other)
         for device in range(ranks.world_size):

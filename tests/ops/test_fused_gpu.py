@@ -286,23 +286,3 @@ def test_the_next_input_may_be_written_right_after_the_call(ranks: Ranks):
 
     for y, wanted in zip(ys, expected, strict=True):
         assert same_bits(y.to("cuda:0"), wanted) == 0
-
-
-@every_op
-@pytest.mark.parametrize("partition", ["none", "split_m", "split_n", "tiles"])
-def test_a_graph_replays_with_new_data(ranks: Ranks, op, partition):
-    layers = [Layer(ranks, integers, 1024, 2048, 256, torch.bfloat16, seed=seed) for seed in range(3)]
-    first = layers[0]
-    first(op, partition=partition)
-    ranks.communicator.synchronize()
-    results = []
-    graph = ranks.capture(lambda: results.extend([first(op, partition=partition), first(op, partition=partition)]))
-
-    for layer in layers[1:] * 3:
-        for mine, other in zip((*first.a, *first.w), (*layer.a, *layer.w), strict=True):
-            mine.copy_(other)
-        for device in range(ranks.world_size):
-            torch.cuda.synchronize(device)
-        graph.replay()
-        for ys in results:
-            layer.check_results(ys, op)
