@@ -59,7 +59,7 @@ def kernels_inside(rank, world_size):
 
 
 def test_graphars_kernels_serve_what_is_inside_and_nothing_else():
-    assert run(kernels_inside) == [("", True)] * 4
+    assert run(kernels_inside) == [(None, True)] * 4
 
 
 def call_in_turn(rank, world_size):
