@@ -7,11 +7,9 @@ import contextlib
 import hashlib
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from typing import ClassVar
 
@@ -27,25 +25,35 @@ from graphar.plan.sizes import MB, parse_nbytes
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
-from perf.machine import check_world_sizes
 from perf.models.decoder import SIZES, TINY, Size
 from perf.models.llama import Llama, fill, fitting_layers
-from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, ratio_cell, table
-from perf.topics.throughput import BLOCK, WARM_UP_STEPS, time_blocks
-from perf.topics.training import loss_of
+from perf.report import NOT_SERVED, Arguments, Glance, Section, table
+from perf.training_steps import (
+    ALONE,
+    BLOCK,
+    WARM_UP_STEPS,
+    StepRow,
+    TrainingReport,
+    alone_ms,
+    baseline_ms,
+    check_blocks,
+    loss_of,
+    of_torch,
+    ratio_chart,
+    time_blocks,
+)
 
 MODEL = "llama-3-8b"
-CPU_WORLD_SIZE, CPU_STEPS, CPU_TOKENS = 2, 30, (64,)
-STEPS, TOKENS = 30, (2048, 8192)
+TOKENS, CPU_TOKENS = (2048, 8192), (64,)
 CHECKED_STEPS = 5  # steps after which losses and parameters are compared
 COMPRESSED_FROM = 8 * MB  # the smallest size to compress if the tuning table has none
 TOLERANCE = 0.02  # the largest relative difference of a loss from the loss with torch's collectives
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-ALONE, PLAIN, LOSSLESS = "alone", "graphar", "graphar lossless"
+PLAIN, LOSSLESS = "graphar", "graphar lossless"
 
 
 @dataclass(frozen=True)
-class FsdpRow:
+class FsdpRow(StepRow):
     """The measured training steps of a model with one kind of collectives.
 
     Attributes:
@@ -74,10 +82,16 @@ class FsdpRow:
     losses: list[float]
     digest: str
 
+    wrong: ClassVar[int] = 0  # rows are compared with each other: :meth:`Fsdp.is_wrong`
+
     @property
     def label(self) -> str:
         """The method, and the limit on thread blocks if it is not the default."""
         return f"{self.method}, {self.blocks} blocks" if self.blocks else self.method
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return self.model, f"{self.layers} layers", f"{self.tokens} tokens"
 
     @property
     def is_own(self) -> bool:
@@ -86,6 +100,10 @@ class FsdpRow:
     @property
     def is_baseline(self) -> bool:
         return self.method not in (PLAIN, LOSSLESS, ALONE)
+
+    @property
+    def is_alone(self) -> bool:
+        return self.method == ALONE
 
     @property
     def case(self) -> tuple:
@@ -349,7 +367,7 @@ def rows_of(
 
 
 @dataclass
-class Fsdp(Report):
+class Fsdp(TrainingReport):
     rows: list[FsdpRow] = field(default_factory=list)
 
     name: ClassVar[str] = "fsdp"
@@ -357,6 +375,9 @@ class Fsdp(Report):
     order: ClassVar[int] = 16
     help: ClassVar[str] = "time training steps of a sharded model with torch's and graphar's collectives"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--layers 4 --steps 10", quick_on_cpu="--steps 10")
+    work: ClassVar = staticmethod(run_rank)
+    steps_on_gpus: ClassVar[int] = 30
+    steps_on_cpu: ClassVar[int] = 30
     notes: ClassVar[str] = f"""\
 Collectives:
 
@@ -389,14 +410,11 @@ Each rank uses the same sequence in every step. On GPUs attention is FlashAttent
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
+        super().add_options(parser)
         models = f"{', '.join(SIZES)} (default: {MODEL}; on the CPU {TINY})"
         parser.add_argument("--model", choices=list(SIZES), metavar="MODEL", help=models)
         parser.add_argument("--layers", type=int, metavar="N", help="layers (default: as many as fit into memory)")
         parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="tokens per rank and step")
-        parser.add_argument(
-            "--steps", type=int, metavar="N", help=f"timed steps (default: {STEPS}; {CPU_STEPS} on the CPU)"
-        )
         parser.add_argument("--reduce-dtype", choices=list(DTYPES), default="bf16", help="dtype of reduced gradients")
         blocks = "limits on thread blocks of an uncompressed call to measure beside the default"
         parser.add_argument("--blocks", type=int, nargs="+", metavar="N", default=[], help=blocks)
@@ -408,19 +426,14 @@ Each rank uses the same sequence in every step. On GPUs attention is FlashAttent
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> FsdpPlan:
         """Returns a plan of Llama 3 8B's layers on GPUs, or of a tiny model on the CPU."""
-        on_gpus = gpu_count >= 2
-        world_size = options.world_size or (gpu_count if on_gpus else CPU_WORLD_SIZE)
-        check_world_sizes([world_size], gpu_count)
-        steps = options.steps or (STEPS if on_gpus else CPU_STEPS)
-        if steps < BLOCK:
-            sys.exit(f"--steps must be at least {BLOCK}, which are timed as one block")
-        tokens = tuple(options.tokens or (TOKENS if on_gpus else CPU_TOKENS))
-        if min(*tokens, *options.blocks, options.layers or 1, options.seconds or 1) <= 0:
-            sys.exit("--tokens, --layers, --blocks and --seconds must be positive")
+        device, world_size, steps = cls.world(options, gpu_count)
+        tokens = tuple(options.tokens or (TOKENS if device == "cuda" else CPU_TOKENS))
+        positive = (*tokens, *options.blocks, options.layers, options.seconds)
+        check_blocks(steps, positive, "--tokens, --layers, --blocks and --seconds")
         return FsdpPlan(
-            device="cuda" if on_gpus else "cpu",
+            device=device,
             world_size=world_size,
-            model=options.model or (MODEL if on_gpus else TINY),
+            model=options.model or (MODEL if device == "cuda" else TINY),
             layers=options.layers,
             tokens=tokens,
             steps=steps,
@@ -434,20 +447,13 @@ Each rank uses the same sequence in every step. On GPUs attention is FlashAttent
     def count(cls, plan: FsdpPlan) -> int:
         return (4 + len(plan.blocks)) * len(plan.tokens)
 
-    def measure(self, plan: FsdpPlan) -> Iterator[FsdpRow]:
-        yield from ranks_of.run(plan.world_size, partial(run_rank, plan))
-
     def line(self, row: FsdpRow) -> str:
         return f"{row.label:>20}: {row.step_ms:.2f} ms a step of {row.tokens} tokens, loss {row.losses[-1]:.4f}"
 
     # ---- the report --------------------------------------------------------------------------------------------------
 
-    def wrong(self) -> list[str]:
-        """Returns a message for each training with graphar whose losses or parameters are wrong."""
-        return [f"{row.label} at {row.tokens} tokens" for row in self.rows if self.is_wrong(row)]
-
-    def wrong_peers(self) -> list[str]:
-        return []
+    def where(self, row: FsdpRow) -> str:
+        return f"{row.label} at {row.tokens} tokens"
 
     def checked(self) -> int:
         return sum(row.is_own for row in self.rows)
@@ -467,7 +473,7 @@ Each rank uses the same sequence in every step. On GPUs attention is FlashAttent
 
     def _finding(self, rows: Sequence[FsdpRow]) -> str:
         lossless = next((row for row in rows if row.method == LOSSLESS and not self.is_wrong(row)), None)
-        torchs, alone = step_of(rows, "is_baseline"), step_of_alone(rows)
+        torchs, alone = baseline_ms(rows), alone_ms(rows)
         if lossless is None or torchs is None or alone is None:
             return ""
         return (
@@ -484,13 +490,13 @@ Each rank uses the same sequence in every step. On GPUs attention is FlashAttent
         return found
 
     def _details(self, rows: Sequence[FsdpRow]) -> str:
-        torchs, alone = step_of(rows, "is_baseline"), step_of_alone(rows)
+        alone = alone_ms(rows)
         header = ["collectives", "step (ms)", "of_torch", "exposed (ms)", "tokens/s", "compressed", "losses (nats)"]
         lines = [
             [
                 f"{row.label} **(WRONG)**" if self.is_wrong(row) else row.label,
                 f"{row.step_ms:.2f}",
-                ratio_cell(torchs and row.step_ms / torchs),
+                of_torch(row, rows),
                 NOT_SERVED if alone is None or row.method == ALONE else f"{row.step_ms - alone:.2f}",
                 f"{row.tokens * row.world_size / row.step_ms * 1e3:,.0f}",
                 ", ".join(row.compressed) or NOT_SERVED,
@@ -503,36 +509,16 @@ Each rank uses the same sequence in every step. On GPUs attention is FlashAttent
     def glance(self) -> Glance:
         ratios = {}
         for rows in by_case(self.rows):
-            torchs = step_of(rows, "is_baseline")
+            torchs = baseline_ms(rows)
             for row in rows:
                 if torchs and row.is_own and not self.is_wrong(row):
                     ratios[f"{row.label}, {row.tokens} tokens, {row.world_size} ranks"] = row.step_ms / torchs
         return Glance("time of a training step with graphar.fsdp / with torch's own collectives", ratios)
 
-    def timed(self) -> list[Timed]:
-        return [
-            Timed(
-                (row.label, f"{row.world_size} ranks", row.model, f"{row.layers} layers", f"{row.tokens} tokens"),
-                row.step_ms * 1e3,
-                self.is_wrong(row),
-                row.is_own,
-            )
-            for row in self.rows
-        ]
-
 
 def by_case(rows: Sequence[FsdpRow]) -> list[list[FsdpRow]]:
     """Returns the rows by case. The rows of a case are compared with each other."""
     return [list(of_case) for _, of_case in groupby(sorted(rows, key=lambda row: row.case), key=lambda row: row.case)]
-
-
-def step_of(rows: Sequence[FsdpRow], which: str) -> float | None:
-    """Returns the time of a step; None if there is no such row, for example in a partial run."""
-    return next((row.step_ms for row in rows if getattr(row, which)), None)
-
-
-def step_of_alone(rows: Sequence[FsdpRow]) -> float | None:
-    return next((row.step_ms for row in rows if row.method == ALONE), None)
 
 
 def title_of(row: FsdpRow) -> str:
@@ -545,16 +531,16 @@ def step_chart(rows: Sequence[FsdpRow]) -> Rows:
     """Charts step time / step time with torch's own collectives."""
     marks = []
     for of_case in by_case(rows):
-        torchs = step_of(of_case, "is_baseline")
+        torchs = baseline_ms(of_case)
         marks += [_mark(row, row.step_ms / torchs) for row in of_case if torchs and not row.is_baseline]
-    return Rows("Step time / torch's own", marks, Axis("time / time of torch's own", form="{:.2f}".format), 1.0)
+    return ratio_chart("Step time / torch's own", marks)
 
 
 def exposed_chart(rows: Sequence[FsdpRow]) -> Rows:
     """Charts exposed communication."""
     marks = []
     for of_case in by_case(rows):
-        alone = step_of_alone(of_case)
+        alone = alone_ms(of_case)
         marks += [_mark(row, row.step_ms - alone) for row in of_case if alone and row.method != ALONE]
     return Rows("Exposed communication", marks, Axis("time (ms)"))
 

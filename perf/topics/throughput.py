@@ -7,12 +7,9 @@ import contextlib
 import copy
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import groupby
 from typing import ClassVar
 
 import torch
@@ -27,20 +24,27 @@ from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
-from perf.machine import check_world_sizes
 from perf.models.workloads import TINY, WORKLOADS, Workload
-from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, ratio_cell, table
+from perf.report import NOT_SERVED, Arguments, Glance, Section, group, table
 from perf.topics.allreduce import FAMILIES
-from perf.topics.training import loss_of, same_on_all_ranks
+from perf.training_steps import (
+    ALONE,
+    BLOCK,
+    WARM_UP_STEPS,
+    StepRow,
+    TrainingReport,
+    alone_ms,
+    baseline_ms,
+    check_blocks,
+    loss_of,
+    of_torch,
+    ratio_chart,
+    same_on_all_ranks,
+    time_blocks,
+)
 
-CPU_WORLD_SIZE, CPU_STEPS = 2, 20
-STEPS = 200
 BITS, BUCKET_SIZE = (8, 6, 5, 4, 2), 128
-BLOCK = 10  # steps that are timed together, before the next reduction's turn
-WARM_UP_STEPS = 3  # DistributedDataParallel rebuilds its buckets after the first step
-MIN_BLOCKS = 2
 LEARNING_RATE = 1e-4
-ALONE = "alone"
 NAIVE = ("one by one", "flattened")
 
 
@@ -89,7 +93,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class ThroughputRow:
+class ThroughputRow(StepRow):
     """The measured training steps of one model with one gradient reduction.
 
     Attributes:
@@ -118,6 +122,30 @@ class ThroughputRow:
     same_bits: bool
 
     derived: ClassVar[tuple[str, ...]] = ("throughput", "sent_nbytes")
+
+    @property
+    def method(self) -> str:
+        return str(self.way)
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return self.model, f"batch {self.batch_size}"
+
+    @property
+    def wrong(self) -> int:
+        return int(not self.same_bits)
+
+    @property
+    def is_own(self) -> bool:
+        return self.way.backend == "graphar"
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.way.is_baseline
+
+    @property
+    def is_alone(self) -> bool:
+        return self.way.is_alone
 
     @property
     def throughput(self) -> float:
@@ -187,9 +215,9 @@ def rows_of(plan: ThroughputPlan, workload: Workload, ranks: ProcessRanks) -> It
     batch = workload.batch(batch_size, ranks.device, seed=ranks.rank)
     every = reductions(dist.get_backend())
     groups = [every] if workload.copies_fit else [[reduction] for reduction in every]
-    for at, group in enumerate(groups, start=1):
+    for at, together in enumerate(groups, start=1):
         limited = replace(plan, budget_s=plan.budget_s and plan.budget_s * at / len(groups))
-        trainings = [Training(reduction, model, batch) for reduction in group]
+        trainings = [Training(reduction, model, batch) for reduction in together]
         for training, blocks in train_and_time(trainings, limited, ranks, begin):
             yield row_of(training, blocks, workload, batch_size, plan.world_size)
         del training, trainings  # the last references to these copies of the model
@@ -307,31 +335,11 @@ def average(model: nn.Module, *, flattened: bool) -> None:
     torch._foreach_copy_(gradients, [part.view(one.shape) for part, one in zip(parts, gradients, strict=True)])
 
 
-def time_blocks(
-    trainings: list[Training], plan: ThroughputPlan, ranks: ProcessRanks, begin: float
-) -> list[list[float]]:
-    """Returns the microseconds of each training's blocks on the slowest rank. Trainings take turns. Collective.
-
-    Args:
-        begin: the time.perf_counter at which this rank began to work on the model.
-    """
-    mode = "cpu" if plan.device == "cpu" else "eager"
-    times: list[list[float]] = [[] for _ in trainings]
-    for block in range(max(1, plan.steps // BLOCK)):
-        (spent,) = ranks.slowest([time.perf_counter() - begin])
-        if plan.budget_s and block >= MIN_BLOCKS and spent > plan.budget_s:
-            break
-        mine = [ranks.time_us(partial(one.make_steps, BLOCK, seed=1 + block), mode) for one in trainings]
-        for of_one, time_us in zip(times, ranks.slowest(mine), strict=True):
-            of_one.append(time_us)
-    return times
-
-
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Throughput(Report):
+class Throughput(TrainingReport):
     rows: list[ThroughputRow] = field(default_factory=list)
 
     name: ClassVar[str] = "throughput"
@@ -344,6 +352,9 @@ class Throughput(Report):
         on_cpu="--steps 10",
         quick_on_cpu="--steps 10",
     )
+    work: ClassVar = staticmethod(run_rank)
+    steps_on_gpus: ClassVar[int] = 200
+    steps_on_cpu: ClassVar[int] = 20
     notes: ClassVar[str] = """\
 Gradient reductions:
 
@@ -377,12 +388,9 @@ ranks were compared bit for bit."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
+        super().add_options(parser)
         models = f"{', '.join(WORKLOADS)} (default: all but {TINY}; on the CPU {TINY} alone)"
         parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), metavar="MODEL", help=models)
-        parser.add_argument(
-            "--steps", type=int, metavar="N", help=f"timed steps per model (default: {STEPS}; {CPU_STEPS} on the CPU)"
-        )
         parser.add_argument(
             "--batch-size", type=int, metavar="N", help="samples per rank (default: depends on the model)"
         )
@@ -396,25 +404,15 @@ ranks were compared bit for bit."""
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> ThroughputPlan:
         """Returns a plan of all well-known models on GPUs, or of a tiny model on the CPU."""
-        on_gpus = gpu_count >= 2
-        world_size = options.world_size or (gpu_count if on_gpus else CPU_WORLD_SIZE)
-        check_world_sizes([world_size], gpu_count)
-        steps = options.steps or (STEPS if on_gpus else CPU_STEPS)
-        if steps < BLOCK:
-            sys.exit(f"--steps must be at least {BLOCK}, which are timed as one block")
-        if min(options.batch_size or 1, options.seconds or 1) <= 0:
-            sys.exit("--batch-size and --seconds must be positive")
-        default = tuple(name for name in WORKLOADS if (name == TINY) != on_gpus)
-        device = "cuda" if on_gpus else "cpu"
+        device, world_size, steps = cls.world(options, gpu_count)
+        check_blocks(steps, (options.batch_size, options.seconds), "--batch-size and --seconds")
+        default = tuple(name for name in WORKLOADS if (name == TINY) != (device == "cuda"))
         models = tuple(options.models or default)
         return ThroughputPlan(device, world_size, models, steps, options.batch_size, options.seconds)
 
     @classmethod
     def count(cls, plan: ThroughputPlan) -> int:
         return len(plan.models) * len(reductions(""))
-
-    def measure(self, plan: ThroughputPlan) -> Iterator[ThroughputRow | str]:
-        yield from ranks_of.run(plan.world_size, partial(run_rank, plan))
 
     def line(self, row: ThroughputRow) -> str:
         return (
@@ -424,22 +422,14 @@ ranks were compared bit for bit."""
 
     # ---- the report --------------------------------------------------------------------------------------------------
 
-    def wrong(self) -> list[str]:
-        """Returns a message for each training with graphar whose ranks ended with different parameters."""
-        return self._apart(own=True)
-
-    def wrong_peers(self) -> list[str]:
-        return self._apart(own=False)
-
-    def _apart(self, own: bool) -> list[str]:
-        mine = [row for row in self.rows if (row.way.backend == "graphar") is own]
-        return [f"{row.model} {row.way}" for row in mine if not row.same_bits]
+    def where(self, row: ThroughputRow) -> str:
+        return f"{row.model} {row.way}"
 
     def sections(self) -> list[Section]:
-        by_model = [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.model)]
+        by_model = list(group(self.rows, lambda row: row.model).values())
         if not by_model:
             return []
-        found = [Section("All models", [overview(by_model)], [ratio_chart(self.rows), communication_chart(self.rows)])]
+        found = [Section("All models", [overview(by_model)], [step_chart(self.rows), communication_chart(self.rows)])]
         for rows in by_model:
             one = rows[0]
             ranks = f"{one.world_size} ranks, batch of {one.batch_size} per rank"
@@ -449,32 +439,14 @@ ranks were compared bit for bit."""
 
     def glance(self) -> Glance:
         ratios, base = {}, "torch's own reduction"
-        for rows in _by_model(self.rows).values():
+        for rows in group(self.rows, lambda row: row.model).values():
             exact = next((row for row in rows if str(row.way) == "exact" and row.same_bits), None)
-            if exact and (step_ms := _step_of(rows, "is_baseline")):
+            if exact and (step_ms := baseline_ms(rows)):
                 base = next(
                     f"DistributedDataParallel over {FAMILIES[str(row.way)]}" for row in rows if row.way.is_baseline
                 )
                 ratios[exact.model] = exact.step_ms / step_ms
         return Glance(f"time of a training step with graphar's exact hook / with {base}, by model", ratios)
-
-    def timed(self) -> list[Timed]:
-        return [
-            Timed(
-                (str(row.way), f"{row.world_size} ranks", row.model, f"batch {row.batch_size}"),
-                row.step_ms * 1e3,
-                not row.same_bits,
-                row.way.backend == "graphar",
-            )
-            for row in self.rows
-        ]
-
-
-def _by_model(rows: Sequence[ThroughputRow]) -> dict[str, list[ThroughputRow]]:
-    found: dict[str, list[ThroughputRow]] = {}
-    for row in rows:
-        found.setdefault(row.model, []).append(row)
-    return found
 
 
 def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
@@ -482,8 +454,7 @@ def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
     names = list(dict.fromkeys(str(row.way) for rows in by_model for row in rows if not row.way.is_alone))
     lines = []
     for rows in by_model:
-        base = _step_of(rows, "is_baseline")
-        cells = {str(row.way): flagged(ratio_cell(base and row.step_ms / base), row) for row in rows}
+        cells = {str(row.way): flagged(of_torch(row, rows), row) for row in rows}
         first = next((row for row in rows if row.way.is_baseline), None)
         rate = f"{first.throughput:,.0f}" if first else NOT_SERVED
         lines.append([f"{rows[0].model}, {rows[0].unit}", rate, *(cells.get(name, NOT_SERVED) for name in names)])
@@ -492,7 +463,7 @@ def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
 
 def communication_shares(rows: Sequence[ThroughputRow]) -> list[str]:
     """Returns a sentence on exposed communication with exact gradients, as a share of a step."""
-    alone = _step_of(rows, "is_alone")
+    alone = alone_ms(rows)
     compared = [row for row in rows if row.way.is_naive or row.way.is_baseline or str(row.way) == "exact"]
     if alone is None or not any(row.way.is_naive for row in compared):
         return []
@@ -502,7 +473,7 @@ def communication_shares(rows: Sequence[ThroughputRow]) -> list[str]:
 
 def details(rows: Sequence[ThroughputRow]) -> str:
     """Returns the table of one model's reductions."""
-    base, alone = _step_of(rows, "is_baseline"), _step_of(rows, "is_alone")
+    alone = alone_ms(rows)
     header = ["gradients", "bits", "step (ms)", "of_torch", f"{rows[0].unit}/s", "communication (%)", "sent (MB)"]
     lines = [
         [
@@ -511,7 +482,7 @@ def details(rows: Sequence[ThroughputRow]) -> str:
                 NOT_SERVED if row.way.is_alone else f"{row.way.bits:g}",
                 f"{row.step_ms:.2f}",
             ),
-            *(ratio_cell(base and row.step_ms / base), f"{row.throughput:,.0f}"),
+            *(of_torch(row, rows), f"{row.throughput:,.0f}"),
             NOT_SERVED if alone is None else f"{100 * (1 - alone / row.step_ms):.1f}",
             *(f"{row.sent_nbytes / 1e6:.1f}", f"{row.loss:.3f}", str(row.steps)),
         ]
@@ -524,12 +495,7 @@ def flagged(text: str, row: ThroughputRow) -> str:
     return text if row.same_bits else f"{text} **(WRONG)**"
 
 
-def _step_of(rows: Sequence[ThroughputRow], which: str) -> float | None:
-    """Returns the time of a step. None if no such row has a correct result, for example in a partial run."""
-    return next((row.step_ms for row in rows if getattr(row.way, which) and row.same_bits), None)
-
-
-def ratio_chart(rows: Sequence[ThroughputRow]) -> Rows:
+def step_chart(rows: Sequence[ThroughputRow]) -> Rows:
     """Charts step time with graphar's reductions / step time with the built-in all-reduce, for each model."""
     base = {row.model: row for row in rows if row.way.is_baseline and row.same_bits}
     marks = [
@@ -537,9 +503,7 @@ def ratio_chart(rows: Sequence[ThroughputRow]) -> Rows:
         for row in rows
         if row.model in base and row.way.backend == "graphar"
     ]
-    return Rows(
-        "Step time / torch's own reduction", marks, Axis("time / time of torch's own", form="{:.2f}".format), 1.0
-    )
+    return ratio_chart("Step time / torch's own reduction", marks)
 
 
 def communication_chart(rows: Sequence[ThroughputRow]) -> Rows:

@@ -23,12 +23,11 @@ from graphar.numerics.codecs import Codec
 from perf.charts import Axis, Line, Plot
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
-from perf.machine import check_world_sizes
 from perf.models.tasks import TASKS, Data, Task
-from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, Timed, table
+from perf.report import NOT_SERVED, Arguments, Glance, Section, Timed, group, table
+from perf.training_steps import TrainingReport, loss_of, same_on_all_ranks
 
-CPU_WORLD_SIZE, CPU_SEEDS, CPU_STEPS = 2, 1, 30
-SEEDS, STEPS = 3, 600
+SEEDS, CPU_SEEDS = 3, 1
 WARM_UP_STEPS = 5  # the first steps, which are not timed
 CURVE_POINTS = 50  # the most points of a loss curve
 BITS, BUCKET_SIZES = (8, 6, 5, 4, 2), (128, 1024)
@@ -92,6 +91,10 @@ class TrainingRow:
     outcome: Outcome
 
     derived: ClassVar[tuple[str, ...]] = ("mode", "bits", "sent_nbytes")
+
+    @property
+    def is_own(self) -> bool:
+        return self.backend == "graphar"
 
     @property
     def mode(self) -> str:
@@ -247,10 +250,6 @@ def batches(task: Task, data: Data, run: Run) -> Iterator[tuple[Tensor, Tensor]]
         yield xs[mine], ys[mine]
 
 
-def loss_of(logits: Tensor, classes: Tensor, reduction: str = "mean") -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, -2), classes.flatten(), reduction=reduction)
-
-
 def finished(device: torch.device) -> float:
     """Waits for the device and returns the time."""
     if device.type == "cuda":
@@ -275,23 +274,11 @@ def evaluate(model: nn.Module, data: tuple[Tensor, Tensor], batch_size: int, dev
     return loss / count if math.isfinite(loss) else math.inf, right / count
 
 
-def same_on_all_ranks(model: nn.Module) -> bool:
-    """Whether every rank has the first rank's parameters, which are fp32, bit for bit. Collective."""
-    differ = []
-    for parameter in model.parameters():
-        first = parameter.detach().clone()
-        dist.broadcast(first, 0)
-        differ.append((first.view(torch.int32) != parameter.detach().view(torch.int32)).any())
-    count = torch.stack(differ).sum()
-    dist.all_reduce(count)
-    return count.item() == 0
-
-
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Training(Report):
+class Training(TrainingReport):
     rows: list[TrainingRow] = field(default_factory=list)
 
     name: ClassVar[str] = "training"
@@ -305,6 +292,9 @@ class Training(Report):
         on_cpu="--tasks digits",
         quick_on_cpu="--tasks digits --steps 10",
     )
+    work: ClassVar = staticmethod(run_rank)
+    steps_on_gpus: ClassVar[int] = 600
+    steps_on_cpu: ClassVar[int] = 30
     notes: ClassVar[str] = f"""\
 - backend: "torch" is DistributedDataParallel's built-in all-reduce over NCCL or gloo. "graphar" is a communication hook
   of `graphar.ddp`.
@@ -325,37 +315,28 @@ bit."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
+        super().add_options(parser)
         parser.add_argument(
             "--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="tasks to train on (default: all)"
         )
         seeds = f"seeds, each of which is a run of every configuration (default: {SEEDS}; {CPU_SEEDS} on the CPU)"
         parser.add_argument("--seeds", type=int, metavar="N", help=seeds)
-        parser.add_argument(
-            "--steps", type=int, metavar="N", help=f"steps per run (default: {STEPS}; {CPU_STEPS} on the CPU)"
-        )
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> TrainingPlan:
         """Returns a plan of every codec on GPUs, and of a few codecs on the CPU."""
-        on_gpus = gpu_count >= 2
-        world_size = options.world_size or (gpu_count if on_gpus else CPU_WORLD_SIZE)
-        seeds = options.seeds or (SEEDS if on_gpus else CPU_SEEDS)
-        steps = options.steps or (STEPS if on_gpus else CPU_STEPS)
-        check_world_sizes([world_size], gpu_count)
+        device, world_size, steps = cls.world(options, gpu_count)
+        seeds = options.seeds or (SEEDS if device == "cuda" else CPU_SEEDS)
         if steps <= WARM_UP_STEPS:
             sys.exit(f"--steps must be more than the {WARM_UP_STEPS} that are not timed")
         if "digits" in options.tasks:
             check_digits()
-        device = "cuda" if on_gpus else "cpu"
-        return TrainingPlan(device, world_size, tuple(options.tasks), tuple(range(seeds)), steps, every_codec=on_gpus)
+        every_codec = device == "cuda"
+        return TrainingPlan(device, world_size, tuple(options.tasks), tuple(range(seeds)), steps, every_codec)
 
     @classmethod
     def count(cls, plan: TrainingPlan) -> int:
         return plan.run_count()
-
-    def measure(self, plan: TrainingPlan) -> Iterator[TrainingRow]:
-        yield from ranks_of.run(plan.world_size, partial(run_rank, plan))
 
     def line(self, row: TrainingRow) -> str:
         run, outcome = row.run, row.outcome
@@ -367,16 +348,11 @@ bit."""
 
     # ---- the report --------------------------------------------------------------------------------------------------
 
-    def wrong(self) -> list[str]:
-        """Returns a message for each run with graphar whose ranks ended with different parameters."""
-        return self._apart(own=True)
+    def is_wrong(self, row: TrainingRow) -> bool:
+        return not row.outcome.same_bits
 
-    def wrong_peers(self) -> list[str]:
-        return self._apart(own=False)
-
-    def _apart(self, own: bool) -> list[str]:
-        mine = [row for row in self.rows if (row.backend == "graphar") is own]
-        return [f"{row.task} {row.backend} {row.mode}" for row in mine if not row.outcome.same_bits]
+    def where(self, row: TrainingRow) -> str:
+        return f"{row.task} {row.backend} {row.mode}"
 
     def findings(self) -> list[str]:
         return [f"{task}: {conclusion(rows)}" for task, rows in self._by_task().items()]
@@ -411,7 +387,7 @@ bit."""
                 ),
                 mean(rows, "step_ms") * 1e3,
                 not all(row.outcome.same_bits for row in rows),
-                rows[0].backend == "graphar",
+                rows[0].is_own,
             )
             for rows in by_configuration(self.rows)
         ]
@@ -493,10 +469,7 @@ def run_table(rows: Sequence[TrainingRow]) -> str:
 
 def by_configuration(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
     """Returns groups of rows. The rows of a group differ only in their seed."""
-    found: dict[tuple, list[TrainingRow]] = {}
-    for row in rows:
-        found.setdefault(row.configuration(), []).append(row)
-    return list(found.values())
+    return list(group(rows, TrainingRow.configuration).values())
 
 
 def _values(rows: Sequence[TrainingRow], name: str) -> list[float]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from graphar.numerics.codecs import Codec
 from perf import __main__ as program
+from perf import training_steps
 from perf.harness.ranks import InProcessRanks, ProcessRanks
 from perf.models.workloads import WORKLOADS, Decoder, Workload
 from perf.topics import throughput as runs
@@ -143,9 +144,9 @@ def test_where_the_time_is_spent_fewer_steps_are_made():
     ranks = SimpleNamespace(slowest=list, time_us=lambda steps, mode: steps() or 1.0)
     plan = runs.ThroughputPlan("cpu", 2, ("tiny",), steps=100, batch_size=1, budget_s=1e-9)
 
-    times = runs.time_blocks([training], plan, ranks, begin=0.0)
+    times = training_steps.time_blocks([training], plan, ranks, begin=0.0)
 
-    assert (times, made) == ([[1.0] * 2], [runs.BLOCK] * 2)
+    assert (times, made) == ([[1.0] * 2], [training_steps.BLOCK] * 2)
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,174 @@
+"""The common code of `train`, `throughput` and `fsdp`: what a training is verified by, and steps that take turns.
+
+A report compares the steps of several methods with those of torch's own collectives, and with steps without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from perf.between_ranks import BetweenRanks
+from perf.charts import Axis, Mark, Rows
+from perf.harness.ranks import ProcessRanks
+from perf.report import Timed, Timing, ratio_cell
+
+BLOCK = 10  # steps that are timed together, before the next training's turn
+MIN_BLOCKS = 2
+WARM_UP_STEPS = 3  # DistributedDataParallel rebuilds its buckets after the first step
+ALONE = "alone"  # the method without communication
+
+
+def loss_of(logits: Tensor, classes: Tensor, reduction: str = "mean") -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, -2), classes.flatten(), reduction=reduction)
+
+
+def same_on_all_ranks(model: nn.Module) -> bool:
+    """Whether every rank has the first rank's parameters, which are fp32, bit for bit. Collective."""
+    differ = []
+    for parameter in model.parameters():
+        first = parameter.detach().clone()
+        dist.broadcast(first, 0)
+        differ.append((first.view(torch.int32) != parameter.detach().view(torch.int32)).any())
+    count = torch.stack(differ).sum()
+    dist.all_reduce(count)
+    return count.item() == 0
+
+
+class Training(Protocol):
+    """A training whose steps are timed. ``seed`` determines what is random in a step."""
+
+    def make_steps(self, count: int, seed: int) -> None: ...
+
+
+class StepPlan(Protocol):
+    """How long steps are timed: their device, their number, and the time limit in seconds; None: there is none."""
+
+    device: str
+    steps: int
+    budget_s: float | None
+
+
+def time_blocks(trainings: Sequence[Training], plan: StepPlan, ranks: ProcessRanks, begin: float) -> list[list[float]]:
+    """Returns the microseconds of each training's blocks on the slowest rank. Trainings take turns. Collective.
+
+    Args:
+        begin: the time.perf_counter at which this rank began to work on the model.
+    """
+    mode = "cpu" if plan.device == "cpu" else "eager"
+    times: list[list[float]] = [[] for _ in trainings]
+    for block in range(max(1, plan.steps // BLOCK)):
+        (spent,) = ranks.slowest([time.perf_counter() - begin])
+        if plan.budget_s and block >= MIN_BLOCKS and spent > plan.budget_s:
+            break
+        mine = [ranks.time_us(partial(one.make_steps, BLOCK, seed=1 + block), mode) for one in trainings]
+        for of_training, time_us in zip(times, ranks.slowest(mine), strict=True):
+            of_training.append(time_us)
+    return times
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepRow(Timing):
+    """The base of rows. A subclass adds ``step_ms``, the median time of a step.
+
+    It also says whether the row is ``is_baseline``, torch's own collectives, or ``is_alone``, without communication.
+    """
+
+    @property
+    def time_us(self) -> dict[str, float]:
+        return {"median": self.step_ms * 1e3}
+
+    @property
+    def label(self) -> str:
+        """The method, with what else tells it apart."""
+        return self.method
+
+
+Row = TypeVar("Row", bound=StepRow)
+
+
+def step_of(rows: Iterable[StepRow], which: Callable[[StepRow], bool]) -> float | None:
+    """Returns the time of a step. None if no such row has a correct result, for example in a partial run."""
+    return next((row.step_ms for row in rows if which(row) and not row.wrong), None)
+
+
+def baseline_ms(rows: Iterable[StepRow]) -> float | None:
+    return step_of(rows, lambda row: row.is_baseline)
+
+
+def alone_ms(rows: Iterable[StepRow]) -> float | None:
+    return step_of(rows, lambda row: row.is_alone)
+
+
+def of_torch(row: StepRow, rows: Iterable[StepRow]) -> str:
+    """Returns the step's time / the time with torch's own collectives among ``rows``."""
+    base = baseline_ms(rows)
+    return ratio_cell(base and row.step_ms / base)
+
+
+def ratio_chart(title: str, marks: Sequence[Mark]) -> Rows:
+    return Rows(title, marks, Axis("time / time of torch's own", form="{:.2f}".format), 1.0)
+
+
+# ---- the topics -----------------------------------------------------------------------------------------------------
+
+
+class TrainingReport(BetweenRanks):
+    """The base of the topics.
+
+    Class attributes:
+        steps_on_gpus, steps_on_cpu: the number of timed steps unless another is named.
+    """
+
+    takes_many: ClassVar[bool] = False
+    steps_on_gpus: ClassVar[int]
+    steps_on_cpu: ClassVar[int]
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        super().add_options(parser)
+        steps = f"steps of each training (default: {cls.steps_on_gpus}; {cls.steps_on_cpu} on the CPU)"
+        parser.add_argument("--steps", type=int, metavar="N", help=steps)
+
+    @classmethod
+    def world(cls, options: argparse.Namespace, gpu_count: int) -> tuple[str, int, int]:
+        """Returns the device, the number of ranks, and the number of steps."""
+        (world_size,) = cls.world_sizes(options, gpu_count)
+        device, steps = ("cuda", cls.steps_on_gpus) if gpu_count >= 2 else ("cpu", cls.steps_on_cpu)
+        return device, world_size, options.steps or steps
+
+    def is_wrong(self, row: Row) -> bool:
+        return bool(row.wrong)
+
+    def wrong(self) -> list[str]:
+        """Returns a message for each training with graphar that is wrong."""
+        return [self.where(row) for row in self.rows if row.is_own and self.is_wrong(row)]
+
+    def wrong_peers(self) -> list[str]:
+        return [self.where(row) for row in self.rows if not row.is_own and self.is_wrong(row)]
+
+    def timed(self) -> list[Timed]:
+        return [
+            Timed((row.label, f"{row.world_size} ranks", *row.what), row.median, self.is_wrong(row), row.is_own)
+            for row in self.rows
+        ]
+
+
+def check_blocks(steps: int, positive: Iterable[float | None], named: str) -> None:
+    """Ends the program if there is no whole block of steps, or if one of the numbers is not positive."""
+    if steps < BLOCK:
+        sys.exit(f"--steps must be at least {BLOCK}, which are timed as one block")
+    if any(number is not None and number <= 0 for number in positive):
+        sys.exit(f"{named} must be positive")
