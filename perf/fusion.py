@@ -15,18 +15,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Line, Plot
 from perf.choices import choice_table, choices
 from perf.harness import verify
 from perf.harness.ranks import Ranks, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
-from perf.machine import check_world_sizes
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
 from perf.report import (
     NOT_SERVED,
     Choice,
     Glance,
-    Report,
     Section,
     Spread,
     Timing,
@@ -45,7 +44,7 @@ from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
 
 # ---- options --------------------------------------------------------------------------------------------------------
 
-CPU_WORLD_SIZE, CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = 2, (16, 256), 256, (256,)
+CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 
 
 def add_methods(parser: argparse.ArgumentParser, *known: Sequence[str]) -> None:
@@ -64,23 +63,16 @@ def add_methods(parser: argparse.ArgumentParser, *known: Sequence[str]) -> None:
     )
 
 
-def worlds_and_methods(
-    options: argparse.Namespace, gpu_count: int, known: Sequence[str]
-) -> tuple[Sequence[int], Sequence[str]]:
-    """Returns the world sizes and the methods to measure. Ends the program if a method is not in ``known``."""
-    world_sizes = options.world_size or [gpu_count if gpu_count >= 2 else CPU_WORLD_SIZE]
-    check_world_sizes(world_sizes, gpu_count)
+def methods_of(options: argparse.Namespace, known: Sequence[str]) -> Sequence[str]:
+    """Returns the methods to measure. Ends the program if one is not in ``known``."""
     methods = options.methods or known
     if unknown := [name for name in methods if name not in known]:
         sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
-    return world_sizes, methods
+    return methods
 
 
 def add_row_parallel(parser: argparse.ArgumentParser, *known: Sequence[str]) -> None:
     """Adds the options of a topic of row-parallel layers. ``known`` are the methods of each kind of device."""
-    parser.add_argument(
-        "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
-    )
     parser.add_argument(
         "--rows", type=int, nargs="+", metavar="M", help="rows of the activations (default: 1 to 16384)"
     )
@@ -93,7 +85,8 @@ def add_row_parallel(parser: argparse.ArgumentParser, *known: Sequence[str]) -> 
 def row_parallel_plans(
     plan: Callable[..., FusedPlan],
     options: argparse.Namespace,
-    gpu_count: int,
+    world_sizes: Sequence[int],
+    is_on_gpus: bool,
     on_gpus: Sequence[str],
     on_cpu: Sequence[str],
 ) -> list[FusedPlan]:
@@ -103,13 +96,13 @@ def row_parallel_plans(
         plan: makes a plan from the fields of FusedPlan.
         on_gpus, on_cpu: the methods of each kind of device.
     """
-    if gpu_count >= 2:
+    if is_on_gpus:
         device, known, defaults = "cuda", on_gpus, (ROWS, HIDDEN, FEATURES)
     else:
         device, known, defaults = "cpu", on_cpu, (CPU_ROWS, CPU_COLUMNS, CPU_FEATURES)
-    world_sizes, methods = worlds_and_methods(options, gpu_count, known)
-    given = options.rows, options.columns, options.features
-    sizes = [one or default for one, default in zip(given, defaults, strict=True)]
+    methods = methods_of(options, known)
+    named = options.rows, options.columns, options.features
+    sizes = [one or default for one, default in zip(named, defaults, strict=True)]
     return [plan(device, world_size, *sizes, methods) for world_size in world_sizes]
 
 
@@ -297,7 +290,7 @@ def _line(name: str, rows: Mapping[int, FusionRow], over: Mapping[int, FusionRow
 
 
 @dataclass
-class FusionReport(Report):
+class FusionReport(BetweenRanks):
     """The base class of topics that compare a fused op with its variants and its peers.
 
     Class attributes:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -44,24 +44,12 @@ def same_on_all_ranks(model: nn.Module) -> bool:
     return count.item() == 0
 
 
-class Training(Protocol):
-    """A training whose steps are timed. ``seed`` determines what is random in a step."""
-
-    def make_steps(self, count: int, seed: int) -> None: ...
-
-
-class StepPlan(Protocol):
-    """How long steps are timed: their device, their number, and the time limit in seconds; None: there is none."""
-
-    device: str
-    steps: int
-    budget_s: float | None
-
-
-def time_blocks(trainings: Sequence[Training], plan: StepPlan, ranks: ProcessRanks, begin: float) -> list[list[float]]:
+def time_blocks(trainings: Sequence, plan, ranks: ProcessRanks, begin: float) -> list[list[float]]:
     """Returns the microseconds of each training's blocks on the slowest rank. Trainings take turns. Collective.
 
     Args:
+        trainings: ``make_steps(count, seed)`` of one enqueues steps. ``seed`` determines what is random in them.
+        plan: the device, the number of steps, and the time limit ``budget_s``, or None.
         begin: the time.perf_counter at which this rank began to work on the model.
     """
     mode = "cpu" if plan.device == "cpu" else "eager"
@@ -96,20 +84,13 @@ class StepRow(Timing):
         return self.method
 
 
-Row = TypeVar("Row", bound=StepRow)
-
-
-def step_of(rows: Iterable[StepRow], which: Callable[[StepRow], bool]) -> float | None:
-    """Returns the time of a step. None if no such row has a correct result, for example in a partial run."""
-    return next((row.step_ms for row in rows if which(row) and not row.wrong), None)
-
-
 def baseline_ms(rows: Iterable[StepRow]) -> float | None:
-    return step_of(rows, lambda row: row.is_baseline)
+    """Returns the time of a step. None if there is no correct one, for example in a partial run."""
+    return next((row.step_ms for row in rows if row.is_baseline and not row.wrong), None)
 
 
 def alone_ms(rows: Iterable[StepRow]) -> float | None:
-    return step_of(rows, lambda row: row.is_alone)
+    return next((row.step_ms for row in rows if row.is_alone), None)
 
 
 def of_torch(row: StepRow, rows: Iterable[StepRow]) -> str:
@@ -149,7 +130,7 @@ class TrainingReport(BetweenRanks):
         device, steps = ("cuda", cls.steps_on_gpus) if gpu_count >= 2 else ("cpu", cls.steps_on_cpu)
         return device, world_size, options.steps or steps
 
-    def is_wrong(self, row: Row) -> bool:
+    def is_wrong(self, row: StepRow) -> bool:
         return bool(row.wrong)
 
     def wrong(self) -> list[str]:

@@ -6,7 +6,6 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -199,6 +198,7 @@ class Fused(FusionReport):
     )
     added_fields: ClassVar[tuple[str, ...]] = ("skipped", "timelines")
     has_spread: ClassVar[bool] = True
+    work: ClassVar = staticmethod(run_rank)
     comparison: ClassVar = Comparison(FLOORS, SEQUENCE)
     variants: ClassVar = VARIANTS
     notes: ClassVar[str] = """\
@@ -245,16 +245,14 @@ turned it on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        super().add_options(parser)
         add_row_parallel(parser, CUDA_METHODS, CPU_METHODS)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[FusedPlan]:
         """Returns one plan for each world size."""
-        return row_parallel_plans(FusedPlan, options, gpu_count, CUDA_METHODS, CPU_METHODS)
-
-    def measure(self, plan: Sequence[FusedPlan]) -> Iterator[FusedRow | Timeline | str]:
-        for one in plan:
-            yield from ranks_of.run(one.world_size, partial(run_rank, one))
+        world_sizes = cls.world_sizes(options, gpu_count)
+        return row_parallel_plans(FusedPlan, options, world_sizes, gpu_count >= 2, CUDA_METHODS, CPU_METHODS)
 
     def line(self, row: FusedRow | Timeline) -> str:
         name, time_us = ("timeline", row.total_us) if isinstance(row, Timeline) else (row.method, row.median)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -115,6 +115,7 @@ class FusedFp8(FusionReport):
         on_gpus="--rows 1 64 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192 --scales rows"
     )
     has_spread: ClassVar[bool] = True
+    work: ClassVar = staticmethod(run_rank)
     comparison: ClassVar = Comparison(FLOORS, SEQUENCE)
     variants: ClassVar = VARIANTS
     notes: ClassVar[str] = f"""\
@@ -146,17 +147,17 @@ timed graph. NVLink multicast was off for all methods, unless the user turned it
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         scales = "scales of rows, of blocks, or both (default: both; rows on the CPU)"
         parser.add_argument("--scales", nargs="+", choices=SCALES, help=scales)
+        super().add_options(parser)
         add_row_parallel(parser, CUDA_METHODS, CPU_METHODS)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[Fp8Plan]:
         """Returns one plan for each world size."""
         scales = options.scales or (SCALES if gpu_count >= 2 else (OF_ROWS,))  # on the CPU torch has none of blocks
-        return row_parallel_plans(partial(Fp8Plan, scales=scales), options, gpu_count, CUDA_METHODS, CPU_METHODS)
-
-    def measure(self, plan: Sequence[Fp8Plan]) -> Iterator[FusedFp8Row | str]:
-        for one in plan:
-            yield from ranks_of.run(one.world_size, partial(run_rank, one))
+        world_sizes = cls.world_sizes(options, gpu_count)
+        return row_parallel_plans(
+            partial(Fp8Plan, scales=scales), options, world_sizes, gpu_count >= 2, CUDA_METHODS, CPU_METHODS
+        )
 
     def line(self, row: FusedFp8Row) -> str:
         sizes = f"{row.world_size:>2} ranks {row.m:>6} x {row.n} x {row.k:<6} {row.scales:<6}"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 import torch
 
-from perf.fusion import Comparison, FusionReport, FusionRow, Trial, add_methods, is_far, measure, worlds_and_methods
+from perf.fusion import Comparison, FusionReport, FusionRow, Trial, add_methods, is_far, measure, methods_of
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks
@@ -86,6 +85,7 @@ class Gathered(FusionReport):
         on_gpus="--rows 64 1024 4096 16384", quick_on_gpus="--rows 64 4096 --columns 10240"
     )
     has_spread: ClassVar[bool] = True
+    work: ClassVar = staticmethod(run_rank)
     comparison: ClassVar = Comparison(FLOORS, SEQUENCE)
     variants: ClassVar = VARIANTS
     notes: ClassVar[str] = """\
@@ -123,9 +123,7 @@ the timed graph. NVLink multicast was off for all methods, unless the user turne
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
-        )
+        super().add_options(parser)
         parser.add_argument("--rows", type=int, nargs="+", metavar="M", help="gathered rows (default: 64 to 16384)")
         whole = "output features of the whole layers, over all ranks (default: 10240 57344)"
         parser.add_argument("--columns", type=int, nargs="+", metavar="N", help=whole)
@@ -137,17 +135,13 @@ the timed graph. NVLink multicast was off for all methods, unless the user turne
         """Returns one plan for each world size."""
         on_gpus = gpu_count >= 2
         device, known = ("cuda", CUDA_METHODS) if on_gpus else ("cpu", CPU_METHODS)
-        world_sizes, methods = worlds_and_methods(options, gpu_count, known)
+        world_sizes, methods = cls.world_sizes(options, gpu_count), methods_of(options, known)
         rows = options.rows or (ROWS if on_gpus else CPU_ROWS)
         if min(rows) < max(world_sizes):
             sys.exit(f"--rows must be at least the number of ranks, {max(world_sizes)}, got {min(rows)}")
         columns = options.columns or (COLUMNS if on_gpus else CPU_COLUMNS)
         features = options.features or (FEATURES if on_gpus else CPU_FEATURES)
         return [GatheredPlan(device, world_size, rows, columns, features, methods) for world_size in world_sizes]
-
-    def measure(self, plan: Sequence[GatheredPlan]) -> Iterator[GatheredRow | str]:
-        for one in plan:
-            yield from ranks_of.run(one.world_size, partial(run_rank, one))
 
     def line(self, row: GatheredRow) -> str:
         sizes = f"{row.world_size:>2} ranks {row.m:>6} x {row.n:<6} x {row.k:<6}"

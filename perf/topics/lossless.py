@@ -27,18 +27,17 @@ from graphar.plan.call import Call
 from graphar.plan.policy import LosslessPolicy
 from graphar.plan.sizes import MB, format_nbytes
 from graphar.plan.work import Parts, Sum
+from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Line, Plot
 from perf.harness import collectives
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
-from perf.machine import check_world_sizes
 from perf.models.tasks import ByteTransformer, load_bytes
 from perf.peers import catalogue
 from perf.report import (
     NOT_SERVED,
     Arguments,
     Glance,
-    Report,
     Section,
     Timed,
     Timing,
@@ -55,7 +54,6 @@ OPS = {"allreduce": "All-reduce", "reducescatter": "Reduce-scatter", "allgather"
 METHODS = ("plain", "lossless", "nccl")
 WORDS = {"plain": "plain", "nccl": "NCCL's"}
 SIZES = tuple(8 * MB << step for step in range(9))
-CPU_WORLD_SIZE = 4
 STEPS, BATCH_SIZE, LEARNING_RATE = 40, 32, 2e-3  # for training the model whose weights are gathered
 ROW_NUMEL = TILE_NUMEL // ROWS
 
@@ -316,9 +314,10 @@ class LosslessPlan:
 
 
 @dataclass
-class Lossless(Report):
+class Lossless(BetweenRanks):
     rows: list[LosslessRow] = field(default_factory=list)
 
+    cpu_world_size: ClassVar[int] = 4
     name: ClassVar[str] = "lossless"
     title: ClassVar[str] = "Lossless bf16 compression"
     order: ClassVar[int] = 3
@@ -353,17 +352,14 @@ All-gathers are not timed with gradients, and the other ops are not timed with w
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 4 on the CPU)"
-        )
+        super().add_options(parser)
         parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="the largest tensor (default: 2G)")
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[LosslessPlan]:
         """Returns one plan for each world size. Times need GPUs."""
         on_gpus = gpu_count >= 2
-        world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
-        check_world_sizes(world_sizes, gpu_count)
+        world_sizes = cls.world_sizes(options, gpu_count)
         most = (options.max_nbytes or SIZES[-1]) if on_gpus else 0
         return [LosslessPlan(world_size, [one for one in SIZES if one <= most]) for world_size in world_sizes]
 

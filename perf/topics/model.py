@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 import graphar
+from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, Ranks, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
-from perf.machine import check_world_sizes
 from perf.models import generation, sequence
 from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, by_title, compared, whole_header, worst_of
 from perf.models.decoder import (
@@ -54,7 +54,6 @@ from perf.report import (
     NOT_SERVED,
     Arguments,
     Glance,
-    Report,
     Section,
     Spread,
     Timed,
@@ -75,7 +74,7 @@ from perf.topics.norms import add_and_norm, compiled
 
 SIZE, LAYERS, DECODED, PREFILLED = "llama-3-70b", 4, (1, 8, 64), (2048, 8192)
 GENERATING_SIZE, GENERATED = "llama-3-8b", 64
-CPU_WORLD_SIZE, CPU_DECODED, CPU_PREFILLED, CPU_GENERATED = 2, (1, 8), (128,), 16
+CPU_DECODED, CPU_PREFILLED, CPU_GENERATED = (1, 8), (128,), 16
 
 
 @dataclass(frozen=True)
@@ -306,13 +305,19 @@ def wrong_tokens(errors: Tensor, apart: Tensor, variant: Variant, layers: int) -
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
+
+def run_plan(plan: BenchPlan, rank: int, port: int) -> Iterator[AnyRow | str]:
+    works = {ModelPlan: run_rank, GenerationPlan: generation.run_rank, SequencePlan: sequence.run_rank}
+    yield from works[type(plan)](plan, rank, port)
+
+
 EXACT = ("graphar", MATMUL, NORM, BOTH, *sequence.OWN)  # graphar's methods without a codec
 
 AnyRow = ModelRow | GenerationRow | CallRow | SequenceRow
 
 
 @dataclass
-class Model(Report):
+class Model(BetweenRanks):
     rows: list[ModelRow] = field(default_factory=list)
     generations: list[GenerationRow] = field(default_factory=list)
     calls: list[CallRow] = field(default_factory=list)
@@ -327,6 +332,7 @@ class Model(Report):
         quick_on_cpu="--decode 1 --prefill --generate 4",
     )
     has_spread: ClassVar[bool] = True
+    work: ClassVar = staticmethod(run_plan)
     added_fields: ClassVar[tuple[str, ...]] = ("skipped", "generations", "calls", "sequences")
     notes: ClassVar[str] = f"""\
 - step: the time of one step of the timed layers in microseconds. It is the median over the repeats. Each repeat runs
@@ -364,9 +370,7 @@ on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
-        )
+        super().add_options(parser)
         sizes = f"shape of the model (default: {SIZE}, and {GENERATING_SIZE} for generation; {TINY} on the CPU)"
         parser.add_argument("--size", choices=list(SIZES), help=sizes)
         layers = f"layers to time (default: {LAYERS}, or all of a smaller model)"
@@ -385,8 +389,7 @@ on."""
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[ModelPlan | GenerationPlan | SequencePlan]:
         """Returns the plans of each world: for the decoder, for generation, and for sequence parallelism."""
         on_gpus = gpu_count >= 2
-        world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
-        check_world_sizes(world_sizes, gpu_count)
+        world_sizes = cls.world_sizes(options, gpu_count)
         decode, prefill, generate = (
             (DECODED, PREFILLED, GENERATED) if on_gpus else (CPU_DECODED, CPU_PREFILLED, CPU_GENERATED)
         )
@@ -415,11 +418,6 @@ on."""
                 shape = shape_of(options, SIZE if on_gpus else TINY, world_size)
                 plans.append(SequencePlan(device, world_size, *shape, in_sequence))
         return plans
-
-    def measure(self, plan: Sequence[ModelPlan | GenerationPlan | SequencePlan]) -> Iterator[AnyRow | str]:
-        works = {ModelPlan: run_rank, GenerationPlan: generation.run_rank, SequencePlan: sequence.run_rank}
-        for one in plan:
-            yield from ranks_of.run(one.world_size, partial(works[type(one)], one))
 
     def line(self, row: AnyRow) -> str:
         is_step = isinstance(row, (ModelRow, SequenceRow))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import graphar
+from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Line, Plot
 from perf.choices import choices
 from perf.harness import ranks as ranks_of
@@ -19,14 +20,12 @@ from perf.harness import verify
 from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
-from perf.machine import check_world_sizes
 from perf.peers import catalogue
 from perf.peers.flashinfer import load_trtllm
 from perf.report import (
     Choice,
     Deciles,
     Glance,
-    Report,
     Section,
     Timing,
     by_method,
@@ -39,7 +38,7 @@ from perf.report import (
 from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
 
 HIDDEN, TOKENS = 8192, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-CPU_WORLD_SIZE, CPU_HIDDEN, CPU_TOKENS = 2, 1024, (1, 16, 256)
+CPU_HIDDEN, CPU_TOKENS = 1024, (1, 16, 256)
 EPS, OFFSET = 1e-6, 0.0
 CALLS, REPEATS = 20, {"cuda": 15, "cpu": 4}
 SMALL = 2.0**-30  # scale of the timed input: CALLS consecutive sums in place must stay finite
@@ -293,7 +292,7 @@ class Trial:
 
 
 @dataclass
-class Norms(Report):
+class Norms(BetweenRanks):
     rows: list[NormRow] = field(default_factory=list)
 
     name: ClassVar[str] = "norms"
@@ -301,6 +300,7 @@ class Norms(Report):
     order: ClassVar[int] = 4
     help: ClassVar[str] = "time fused all-reduce, residual and RMSNorm"
     has_spread: ClassVar[bool] = True
+    work: ClassVar = staticmethod(run_rank)
     notes: ClassVar[str] = """\
 - graphar: `graphar.allreduce_residual_rmsnorm`. graphar fp8: the same op with normalised rows in FP8 and one scale per
   row.
@@ -318,24 +318,16 @@ to call. Its bound is then twice as large with 8 ranks, and four times as large 
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 2 on the CPU)"
-        )
+        super().add_options(parser)
         columns = f"hidden size (default: {HIDDEN}; {CPU_HIDDEN} on the CPU)"
         parser.add_argument("--hidden", type=int, metavar="H", help=columns)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[NormPlan]:
         """Returns one plan for each world size."""
-        on_gpus = gpu_count >= 2
-        world_sizes = options.world_size or [gpu_count if on_gpus else CPU_WORLD_SIZE]
-        check_world_sizes(world_sizes, gpu_count)
-        device, hidden, tokens = ("cuda", HIDDEN, TOKENS) if on_gpus else ("cpu", CPU_HIDDEN, CPU_TOKENS)
+        device, hidden, tokens = ("cuda", HIDDEN, TOKENS) if gpu_count >= 2 else ("cpu", CPU_HIDDEN, CPU_TOKENS)
+        world_sizes = cls.world_sizes(options, gpu_count)
         return [NormPlan(device, world_size, options.hidden or hidden, tokens) for world_size in world_sizes]
-
-    def measure(self, plan: Sequence[NormPlan]) -> Iterator[NormRow | str]:
-        for one in plan:
-            yield from ranks_of.run(one.world_size, partial(run_rank, one))
 
     # ---- the report --------------------------------------------------------------------------------------------------
 

@@ -16,16 +16,15 @@ from graphar import reference
 from graphar.cli.options import size
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
+from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Line, Plot
 from perf.harness import sweep
 from perf.harness.cases import SIZES, Case, LinkCeiling, Plan, Row
-from perf.machine import check_world_sizes
 from perf.peers.catalogue import CODEC_METHODS
 from perf.report import (
     NOT_SERVED,
     Arguments,
     Glance,
-    Report,
     Section,
     Timed,
     best_peer,
@@ -40,7 +39,6 @@ from perf.report import (
 )
 from perf.topics.allreduce import EVEN, FAMILIES, HEAD, OF_BEST_PEER, SIZE, AllReduce, line_of
 
-CPU_WORLD_SIZE = 4
 MIN_NBYTES = 256 * KB
 LARGE_NBYTES = 16 * MB  # from this size on, the time is limited by bandwidth and not by latency
 CODEC_PREFIX = "graphar_"
@@ -173,12 +171,13 @@ class QuantizedPlan(Plan):
 
 
 @dataclass
-class Quantized(Report):
+class Quantized(BetweenRanks):
     """The errors and times of codecs. ``times`` is empty on machines without GPUs."""
 
     errors: list[ErrorRow] = field(default_factory=list)
     times: list[Row] = field(default_factory=list)
 
+    cpu_world_size: ClassVar[int] = 4
     name: ClassVar[str] = "quantized"
     title: ClassVar[str] = "Quantised all-reduce"
     order: ClassVar[int] = 2
@@ -206,17 +205,14 @@ specification, bit for bit, on all ranks."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs; 4 on the CPU)"
-        )
+        super().add_options(parser)
         parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="the largest tensor (default: 1G)")
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[QuantizedPlan]:
         """Returns one plan for each world size. Times need GPUs."""
         device = "cuda" if gpu_count >= 2 else "cpu"
-        world_sizes = options.world_size or [gpu_count if device == "cuda" else CPU_WORLD_SIZE]
-        check_world_sizes(world_sizes, gpu_count)
+        world_sizes = cls.world_sizes(options, gpu_count)
         methods = ("nccl", "graphar", PEER, *CODEC_METHODS) if device == "cuda" else ()
         return [
             QuantizedPlan(device, world_size, "process", ("bfloat16",), methods, options.max_nbytes or GB, full=False)

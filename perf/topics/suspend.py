@@ -17,12 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import graphar
 from graphar.errors import UnsupportedError
 from graphar.plan.sizes import MB, format_nbytes
+from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, first_line, host_time_us
 from perf.harness.timing import WARM_UP, capture, deciles, spread, time_in_turn
 from perf.harness.verify import differs
-from perf.machine import check_world_sizes
 from perf.models.decoder import (
     CONTEXT,
     DECODE,
@@ -39,7 +39,7 @@ from perf.models.decoder import (
     rotate,
     swiglu,
 )
-from perf.report import NOT_SERVED, Arguments, Deciles, Glance, Report, Section, Spread, Timed, group, plural, table
+from perf.report import NOT_SERVED, Arguments, Deciles, Glance, Section, Spread, Timed, group, plural, table
 
 SIZE, LAYERS, CYCLES = "llama-3-70b", 4, 11
 REPLAYS = 3  # after each resumption. Scratch has two or more copies of its slots, which calls use in turn.
@@ -298,7 +298,7 @@ def free_nbytes() -> int:
 
 
 @dataclass
-class Suspend(Report):
+class Suspend(BetweenRanks):
     rows: list[SuspendRow] = field(default_factory=list)
 
     name: ClassVar[str] = "suspend"
@@ -307,6 +307,8 @@ class Suspend(Report):
     help: ClassVar[str] = "suspend and resume communicators between replays of a captured decoder step"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--cycles 3", quick_on_cpu="--cycles 3")
     has_spread: ClassVar[bool] = True
+    work: ClassVar = staticmethod(run_rank)
+    cpu_world_size: ClassVar[int] = 0  # it needs GPUs
     notes: ClassVar[str] = f"""\
 - step: one step of a tensor-parallel decoder in bf16, captured in a CUDA graph. It has the all-reduce of a
   vocabulary-parallel embedding, and in each layer two calls of `graphar.fused_matmul_allreduce_residual_rmsnorm`.
@@ -334,7 +336,7 @@ class Suspend(Report):
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs)")
+        super().add_options(parser)
         cycles = "how often to suspend and resume in each case (default: %(default)s)"
         parser.add_argument("--cycles", type=int, default=CYCLES, metavar="N", help=cycles)
 
@@ -343,17 +345,12 @@ class Suspend(Report):
         """Returns one plan for each world size. Ends the program with fewer than 2 GPUs."""
         if gpu_count < 2:
             sys.exit(NEEDED)
-        world_sizes = options.world_size or [gpu_count]
-        check_world_sizes(world_sizes, gpu_count)
+        world_sizes = cls.world_sizes(options, gpu_count)
         for world_size in world_sizes:
             check_heads(SIZES[SIZE], world_size)
         if options.cycles < 1:
             sys.exit("--cycles must be at least 1")
         return [SuspendPlan(world_size, options.cycles) for world_size in world_sizes]
-
-    def measure(self, plan: Sequence[SuspendPlan]) -> Iterator[SuspendRow | str]:
-        for one in plan:
-            yield from ranks_of.run(one.world_size, partial(run_rank, one))
 
     @classmethod
     def count(cls, plan: Sequence[SuspendPlan]) -> int:
