@@ -240,8 +240,8 @@ class Products(Report):
         return bf16_operands(shape, device)
 
     @classmethod
-    def why_not(cls, operands: ProductOperands) -> str:
-        """Returns why graphar's kernel cannot multiply these; an empty string if it can."""
+    def why_not(cls, operands: ProductOperands) -> str | None:
+        """Returns why graphar's kernel cannot multiply these; None if it can."""
         raise NotImplementedError
 
     @classmethod

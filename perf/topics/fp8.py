@@ -161,7 +161,7 @@ element's terms, and one rounding to bf16."""
         return make_operands(shape, device)
 
     @classmethod
-    def why_not(cls, operands: ScaledOperands) -> str:
+    def why_not(cls, operands: ScaledOperands) -> str | None:
         return scaled_gemm.why_not(operands.a, operands.weight(0), operands.out)
 
     @classmethod

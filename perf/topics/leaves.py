@@ -102,7 +102,7 @@ Every result is that of a replay of the timed graph, and was compared with float
 leaves must have the bits of leaves that were multiplied one by one and added as a tree."""
 
     @classmethod
-    def why_not(cls, operands: ProductOperands) -> str:
+    def why_not(cls, operands: ProductOperands) -> str | None:
         return gemm.why_not(operands.a, operands.weight(0), operands.out, LEAVES)
 
     @classmethod

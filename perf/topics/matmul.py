@@ -170,7 +170,7 @@ and round partial products, so half a machine epsilon of that sum is allowed, to
 the same bits."""
 
     @classmethod
-    def why_not(cls, operands: ProductOperands) -> str:
+    def why_not(cls, operands: ProductOperands) -> str | None:
         return gemm.why_not(operands.a, operands.weight(0), operands.out)
 
     @classmethod
