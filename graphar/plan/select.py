@@ -14,6 +14,7 @@ import torch
 from graphar.errors import Reason, UnsupportedError
 from graphar.numerics import leaf_tree, norms
 from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan.algorithms import (
@@ -30,7 +31,7 @@ from graphar.plan.algorithms import (
 )
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
-from graphar.plan.entries import by_entries, loaded, measured_config, named_by, serving
+from graphar.plan.entries import by_entries, loaded, named_by, serving
 from graphar.plan.explanation import Explanation
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip
@@ -98,18 +99,17 @@ def select(call: Call, facts: Facts) -> Choice:
     return choice
 
 
-# ---- all-reduce -----------------------------------------------------------------------------------------------------
+# ---- sums, parts and tuples -----------------------------------------------------------------------------------------
 
 
-def _sum(call: Call, facts: Facts) -> Choice:
-    asked, codec = _asked(call), call.wire
-    if asked is FALLBACK.algorithm:
-        return _fallback(call, "asked for")
-    if asked is HIERARCHICAL.algorithm and not _lacks(asked.row, call.work):
-        return _hierarchical(facts, codec)
-    if problem := _why_no_kernel(call, facts, asked):
-        return _fallback(call, problem)
-    return _encoded_sum(call, facts, codec, asked) if codec else _measured_sum(call, facts, asked)
+def _elements(call: Call[Sum | Parts | TensorTuple], facts: Facts) -> Choice:
+    work, asked = call.work, _asked(call)
+    if asked is HIERARCHICAL.algorithm and not _lacks(asked.row, work):
+        return _hierarchical(facts, call.wire)
+    problem = "asked for" if asked is FALLBACK.algorithm else _why_no_kernel(call, facts, asked)
+    if problem:
+        return Choice(FALLBACK, f"{problem}{_what_is_added(work)}")
+    return _encoded(call, facts, asked) if work.codec else _measured(call, facts, asked)
 
 
 def _asked(call: Call) -> Algorithm | None:
@@ -144,11 +144,7 @@ def _lacks(row: Row, work: Sum | Parts | TensorTuple) -> Reason | None:
     return "has no kernel that adds as a tree" if work.order == "tree" and not row.adds_tree else None
 
 
-def _fallback(call: Call, reason: str) -> Choice:
-    return Choice(FALLBACK, f"{reason}{_what_is_added(call.work)}")
-
-
-def _what_is_added(work: Sum) -> str:
+def _what_is_added(work: Sum | Parts | TensorTuple) -> str:
     tree = _as_tree(work)
     return f"{tree}; with the epilogue {work.epilogue.text}" if work.epilogue else tree
 
@@ -168,21 +164,35 @@ def _hierarchical(facts: Facts, codec: Codec | None) -> Choice:
     return Choice(HIERARCHICAL, across)
 
 
-def _measured_sum(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
-    if call.blocks and call.nbytes >= facts.table.beside.pipelined_from_nbytes:
+def _encoded(call: Call[Sum | Parts], facts: Facts, asked: Algorithm | None) -> Choice:
+    if not any(call.work.parts):
+        return Choice(FALLBACK, "an empty tensor has no tile")
+    bits = codec_of_text(call.work.codec).bits_per_element
+    saved = 8 * call.dtype.itemsize / bits
+    wire = f"{bits:g} bits an element on the wire, {saved:.2g} times fewer than {call.dtype}"
+    config = by_policy(asked or _first_that_suits(call, facts), call, facts)
+    return Choice(config, f"{wire}, {_by_table(facts.table, call, facts)}")
+
+
+def _measured(call: Call[Sum | Parts | TensorTuple], facts: Facts, asked: Algorithm | None) -> Choice:
+    is_sum = isinstance(call.work, Sum)
+    if is_sum and call.blocks and call.nbytes >= facts.table.beside.pipelined_from_nbytes:
         asked = asked or GENERAL[call.op]
     suits = asked is None and _suits_compression(call, facts)
     compressing = COMPRESSING[call.op] if suits and facts.lossless else None
-    config, table = measured_config(facts.table, facts.world_size, call.nbytes, asked or compressing)
-    why = "asked for, shaped" if asked else "a guess" if table == DEFAULT else "the fastest"
-    why = _COMPRESSED if compressing else why
-    reason = f"{why} by table {table!r} for {facts.world_size} ranks and {call.nbytes} bytes"
-    if suits and not compressing:
-        reason = f"{reason}{_NOT_COMPRESSED}"
-    if not (asked or compressing):
-        entries = serving(facts.table, facts.world_size).rows[facts.world_size]
-        config, reason = _served(config, reason, entries, facts.world_size, call, facts)
-    return _with_options(Choice(config, reason), call, facts)
+    table = serving(facts.table, facts.world_size) if is_sum else facts.table
+    entries, ranks = (table.rows[facts.world_size], facts.world_size) if is_sum else (table.parts[call.op], 1)
+    config = by_entries(entries, ranks, call.nbytes, asked or compressing)
+    by_size = ("a guess " if table.name == DEFAULT else "the fastest ") if is_sum else ""
+    why = f"{_COMPRESSED} " if compressing else "asked for, shaped " if asked else by_size
+    off = _NOT_COMPRESSED if suits and not compressing else ""
+    choice = Choice(config, f"{why}{_by_table(table, call, facts)}{off}")
+    return _with_options(choice if asked or compressing else _served(*choice, entries, ranks, call, facts), call)
+
+
+def _by_table(table: Table, call: Call, facts: Facts) -> str:
+    size = f"{call.nbytes} bytes" if isinstance(call.work, Sum) else f"a largest part of {call.nbytes} bytes"
+    return f"by table {table.name!r} for {facts.world_size} ranks and {size}"
 
 
 def _served(config: Config, reason: str, entries: Sequence[dict], world_size: int, call: Call, facts: Facts) -> Choice:
@@ -195,7 +205,7 @@ def _served(config: Config, reason: str, entries: Sequence[dict], world_size: in
     return Choice(config, reason)
 
 
-def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
+def _with_options(choice: Choice, call: Call) -> Choice:
     """Returns the choice with the call's options added: symmetric tensors and an epilogue."""
     config, reason = choice
     can = config.algorithm.row
@@ -204,35 +214,7 @@ def _with_options(choice: Choice, call: Call, facts: Facts) -> Choice:
     return Choice(config, f"{reason}{_what_is_added(call.work)}")
 
 
-def _encoded_sum(call: Call, facts: Facts, codec: Codec, asked: Algorithm | None) -> Choice:
-    if not call.work.numel:
-        return Choice(FALLBACK, "an empty tensor has no tile")
-    saved = 8 * call.dtype.itemsize / codec.bits_per_element
-    wire = f"{codec.bits_per_element:g} bits an element on the wire, {saved:.2g} times fewer than {call.dtype}"
-    config = by_policy(asked or _first_that_suits(call, facts), call, facts)
-    return Choice(config, f"{wire}, by table {facts.table.name!r} for {facts.world_size} ranks and {call.nbytes} bytes")
-
-
-# ---- parts and norms ------------------------------------------------------------------------------------------------
-
-
-def _parts(call: Call, facts: Facts) -> Choice:
-    tree, asked = _as_tree(call.work), _asked(call)
-    if problem := _why_no_kernel(call, facts, asked):
-        return Choice(FALLBACK, f"{problem}{tree}")
-    sizes = f"{facts.world_size} ranks and a largest part of {call.nbytes} bytes"
-    reason = f"{'asked for, shaped ' if asked else ''}by table {facts.table.name!r} for {sizes}{tree}"
-    if call.work.codec:
-        if not any(call.work.parts):
-            return Choice(FALLBACK, "an empty tensor has no tile")
-        return Choice(by_policy(_first_that_suits(call, facts), call, facts), reason)
-    suits = asked is None and _suits_compression(call, facts)
-    compressing = COMPRESSING[call.op] if suits and facts.lossless else None
-    entries = facts.table.parts[call.op]
-    config = by_entries(entries, 1, call.nbytes, asked or compressing)
-    if asked or compressing:
-        return Choice(config, f"{_COMPRESSED} {reason}" if compressing else reason)
-    return _served(config, f"{reason}{_NOT_COMPRESSED if suits else ''}", entries, 1, call, facts)
+# ---- norms -----------------------------------------------------------------------------------------------------------
 
 
 def _norm(call: Call, facts: Facts) -> Choice:
@@ -258,10 +240,10 @@ def check_norm(call: Call, world_size: int) -> None:
 
 
 _CHOOSERS: dict[type, Callable[[Call, Facts], Choice]] = {
-    Sum: _sum,
-    Parts: _parts,
+    Sum: _elements,
+    Parts: _elements,
     Norm: _norm,
-    TensorTuple: _parts,
+    TensorTuple: _elements,
 }
 
 
