@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 from graphar.numerics.partitions import split
-from graphar.ops import options, parts
+from graphar.ops import matmul_operands, options, parts
 from graphar.ops.register import by_result, check_input, op_named
-from graphar.product import operands
 from graphar.runtime.registry import engine_name
 
 
@@ -18,7 +17,7 @@ def call(op: str, *tensors, group=None, out=None, residual=None, codec=None, epi
     if of_schema.takes("order"):
         check_input(op, *tensors)
     else:
-        operands.check_given(op, *tensors[:2], bias)
+        matmul_operands.check(op, *tensors[:2], bias)
     first, ranks = (tensors[0][0], len(tensors[0])) if in_list else (tensors[0], None)
     if of_schema.takes("epilogue"):
         given["codec"], whole = options.codec_option(op, codec), None

@@ -21,7 +21,7 @@ from graphar.graph import rows
 from graphar.graph.collectives import are_same
 from graphar.graph.weights import stored
 from graphar.numerics.fp8_products import BLOCK, FP8
-from graphar.ops.scaled_operands import RESULT_DTYPES
+from graphar.ops.matmul_operands import RESULT_DTYPES
 
 _aten = torch.ops.aten
 _V2 = _aten._scaled_mm_v2.default

@@ -19,7 +19,7 @@ from torch.nn import functional
 from graphar.numerics import fp8_rows
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.ops.linear import linear
-from graphar.ops.scaled_operands import RESULT_DTYPES, check_no_gradient
+from graphar.ops.matmul_operands import RESULT_DTYPES, check_no_gradient
 
 # Names in checkpoints: the first ones are those of compressed-tensors and FBGEMM, the second ones those of DeepSeek,
 # Qwen and transformers.

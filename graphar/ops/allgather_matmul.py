@@ -12,14 +12,13 @@ from graphar.numerics import partitions
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import matmul_gradients, options, parts, scaled_operands
+from graphar.ops import matmul_gradients, matmul_operands, options, parts
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
+from graphar.ops.matmul_operands import UNSCALED, Scaled, scaled_of
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.ops.repeats import Asked, repeated, typed
-from graphar.ops.scaled_operands import UNSCALED, Scaled, scaled_of
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
-from graphar.product import operands
 from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
@@ -222,7 +221,8 @@ def _gather(a, w, bias, sizes, epilogue, group: Group, given: Arguments, asked: 
         raise ValueError(f"{NAME}: {of} must be one of {', '.join(served)}, got {partition!r}")
     in_list, alone = isinstance(a, (list, tuple)), partition == TP_INVARIANT
     name = engine_name(group, NAME, alone and not in_list)
-    _check_operands(a, w, bias, Scaled(scales, given.scaled_dtype))
+    matmul_operands.check(NAME, a, w, bias, Scaled(scales, given.scaled_dtype), rows_differ=True)
+    matmul_operands.check_has_rows(NAME, a[0] if in_list else a)
     if partition == TP_INVARIANT:
         _check_invariant(a, given.gathered)
     rank, sizes = _place(a, sizes, group, alone)
@@ -275,20 +275,6 @@ def _epilogue_option(a, w, bias, epilogue, sizes: Sequence[int], dtype: torch.dt
     return options.epilogue_option(NAME, epilogue, like, len(a) if in_list else None, bias=bias)
 
 
-def _check_operands(a: object, w: object, bias: object, scaled: Scaled) -> None:
-    if scaled.scales:
-        scaled_operands.check(NAME, a, w, bias, scaled, "auto", rows_differ=True)
-        operands.check_has_rows(NAME, a[0] if isinstance(a, (list, tuple)) else a)
-        return
-    scaled_operands.check_not_needed(NAME, a)
-    if not isinstance(a, (list, tuple)):
-        operands.check_operands(NAME, a, w, bias)
-        operands.check_has_rows(NAME, a)
-        return
-    operands.check_operand_lists(NAME, a, w, bias, rows_differ=True)
-    operands.check_has_rows(NAME, a[0])
-
-
 def _fake(a, w, given) -> list[tuple[torch.Tensor, torch.Tensor]]:
     rows, found = sum(given.sizes), []
     for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
@@ -313,7 +299,7 @@ def _run(engine: Engine, a, w, outs, given):
     form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
     how = {"partition": given.partition, "gathered": given.gathered}
     if given.scales:
-        how["scales"] = scaled_operands.format_of(NAME, a, w, given.scales)
+        how["scales"] = matmul_operands.format_of(NAME, a, w, given.scales)
     work = Product(NAME, counts, a[0].shape[-1], bool(given.bias), epilogue=form, **how)
     ranks = []
     for rank, (x, weight, results) in enumerate(zip(a, w, outs, strict=True)):

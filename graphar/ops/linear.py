@@ -9,9 +9,9 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.fp8_products import checked_scales
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import parts, scaled_operands
+from graphar.ops import matmul_operands, parts
+from graphar.ops.matmul_operands import scaled_of
 from graphar.ops.register import library, op_named
-from graphar.ops.scaled_operands import scaled_of
 from graphar.plan.work import MATMUL_ALLREDUCE
 from graphar.product import operands
 from graphar.product.multiply.leaves import Leaves
@@ -79,10 +79,9 @@ def linear(
     leaf_tree.check_ranks(NAME, ranks)
     if a_scale is not None or w_scale is not None or out_dtype is not None:
         scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
-        scaled_operands.check(NAME, a, w, bias, scaled, "auto")
+        matmul_operands.check(NAME, a, w, bias, scaled)
         return torch.ops.graphar.linear(a, w, bias, 1, scaled.scaled_dtype, "", *scaled.scales)
-    scaled_operands.check_not_needed(NAME, a)
-    operands.check_operands(NAME, a, w, bias)
+    matmul_operands.check(NAME, a, w, bias)
     if a.dtype not in TYPE_NAMES:
         raise ValueError(f"{NAME}: a must be bfloat16, float16 or float32, got {a.dtype}")
     if a.requires_grad and torch.is_grad_enabled():

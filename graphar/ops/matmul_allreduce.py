@@ -12,12 +12,11 @@ import torch
 from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
-from graphar.ops import matmul_gradients, matmul_sums, options
+from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, options
+from graphar.ops.matmul_operands import UNSCALED, scaled_of
 from graphar.ops.register import Op, is_plain
 from graphar.ops.repeats import Asked, repeated
-from graphar.ops.scaled_operands import UNSCALED, scaled_of
 from graphar.plan.matmuls import owned_rows
-from graphar.product import operands
 from graphar.runtime.checks import tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
@@ -180,7 +179,7 @@ def _fused(a, w, bias, codec, epilogue, group: Group, out, given: Arguments, ask
     plain = not in_list and matmul_sums.is_plain_fused(a, w, given)
     if out is None:
         return OP(a, w, given=given, plain=plain, asked=asked)
-    operands.check_results(NAME, a, w, bias, out, given.scaled_dtype)
+    matmul_operands.check_results(NAME, a, w, bias, out, given.scaled_dtype)
     OP.into(a, w, out, given=given, plain=plain and is_plain(out), asked=asked)
     return list(out) if in_list else out
 
@@ -201,7 +200,7 @@ def _run(engine: Engine, a, w, outs, given):
 def _check_out(a, w, outs, given) -> None:
     tensor_checks.check_distinct(NAME, "out", outs)
     for rank, out in enumerate(outs):
-        operands.check_result_memory(NAME, a[rank], w[rank], given.bias[rank] if given.bias else None, out)
+        matmul_operands.check_result_memory(NAME, a[rank], w[rank], given.bias[rank] if given.bias else None, out)
     options.check_apart_from_epilogue(NAME, outs, given.tensors)
 
 

@@ -9,14 +9,13 @@ import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
-from graphar.ops import matmul_sums, norms, options, scaled_operands
+from graphar.ops import matmul_operands, matmul_sums, norms, options
+from graphar.ops.matmul_operands import Scaled, scaled_of
 from graphar.ops.register import Op
 from graphar.ops.repeats import Asked
-from graphar.ops.scaled_operands import Scaled, scaled_of
 from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import owned_rows
 from graphar.plan.work import Product
-from graphar.product import operands
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
@@ -46,17 +45,15 @@ def check(
     if partition not in PARTITIONS:
         raise ValueError(f"{op}: partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
     if not scaled.scales:
-        scaled_operands.check_not_needed(op, a)
+        matmul_operands.check(op, a, w, None)
     ranks = [(a, w, residual, weight)]
     if isinstance(a, (list, tuple)):
-        if not scaled.scales:
-            operands.check_operand_lists(op, a, w, None)
         for name, given in (("residual", residual), ("weight", weight)):
             tensor_checks.check_one_each(op, name, given, a, "a")
         ranks = list(zip(a, w, residual, weight, strict=True))
     if scaled.scales:
         _check_scaled(op, ranks, scaled)
-        scaled_operands.check(op, a, w, None, scaled, partition)
+        matmul_operands.check(op, a, w, None, scaled, partition)
     for of_rank in ranks:
         _check_rank(op, *of_rank, bool(scaled.scales))
     return ranks, (norms.check_number(op, "eps", eps), norms.check_number(op, "weight_offset", weight_offset))
@@ -67,16 +64,14 @@ def _check_scaled(op: str, ranks: Sequence[tuple], scaled: Scaled) -> None:
     for _, _, residual, weight in ranks:
         for name, x in (("residual", residual), ("weight", weight)):
             tensor_checks.check_tensor(op, name, x)
-            scaled_operands.check_no_gradient(op, name, x)
-        if residual.dtype != scaled.scaled_dtype or scaled.scaled_dtype not in scaled_operands.RESULT_DTYPES:
+            matmul_operands.check_no_gradient(op, name, x)
+        if residual.dtype != scaled.scaled_dtype or scaled.scaled_dtype not in matmul_operands.RESULT_DTYPES:
             raise ValueError(f"{op}: with scales residual must be bfloat16 or float16, got {residual.dtype}")
 
 
 def _check_rank(op: str, a: torch.Tensor, w: object, residual: object, weight: object, has_scales: bool) -> None:
-    if not has_scales:
-        operands.check_operands(op, a, w, None)
-        if a.dtype not in TYPE_NAMES:
-            raise ValueError(f"{op}: a must be bfloat16, float16 or float32, got {a.dtype}")
+    if not has_scales and a.dtype not in TYPE_NAMES:
+        raise ValueError(f"{op}: a must be bfloat16, float16 or float32, got {a.dtype}")
     if not w.shape[0]:
         raise ValueError(f"{op}: w must have rows, got the shape {list(w.shape)}")
     norms.check_beside(op, "weight", weight, (w.shape[0],), a, residual.dtype if has_scales else None)
@@ -143,7 +138,7 @@ def run(op: str, engine: Engine, a, w, residual, weight, outs, given):
     constant = getattr(given, "constant_weight", False)
     how = {"partition": given.partition, "norm": numbers, "constant_weight": constant}
     if given.scales:
-        how["scales"] = scaled_operands.format_of(op, a, w, given.scales)
+        how["scales"] = matmul_operands.format_of(op, a, w, given.scales)
     work = Product(op, tuple(counts), w[0].shape[0], **how)
     ranks = []
     for rank, (x, matrix, *beside, results) in enumerate(zip(a, w, residual, weight, outs, strict=True)):

@@ -12,11 +12,10 @@ from graphar.numerics import partitions
 from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import split
-from graphar.ops import matmul_gradients, matmul_sums, options, parts
+from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, options, parts
+from graphar.ops.matmul_operands import UNSCALED, scaled_of
 from graphar.ops.register import Op
 from graphar.ops.repeats import Asked, repeated
-from graphar.ops.scaled_operands import UNSCALED, scaled_of
-from graphar.product import operands
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 
@@ -145,7 +144,7 @@ def _fused(a, w, bias, codec, epilogue, group: Group, given: Arguments, asked: A
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, codec, epilogue, group, given)
     first = a[0] if in_list else a
-    operands.check_has_rows(NAME, first)
+    matmul_operands.check_has_rows(NAME, first)
     rank, world_size = (-1, len(a)) if in_list else parts.place(group, given.partition == partitions.TP_INVARIANT)
     sizes = split(first.shape[0], world_size)
     followed = _epilogue_option(first, w, bias, epilogue, sizes, rank, given.scaled_dtype)

@@ -9,9 +9,9 @@ from typing import overload
 import torch
 
 from graphar.ops import matmul_gradients, matmul_norms
+from graphar.ops.matmul_operands import UNSCALED
 from graphar.ops.register import Op
 from graphar.ops.repeats import repeated
-from graphar.ops.scaled_operands import UNSCALED
 from graphar.runtime.registry import Group
 
 NAME = "fused_matmul_reducescatter_residual_rmsnorm"

@@ -10,12 +10,11 @@ import torch
 from graphar.numerics import leaf_tree, partitions
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import options, scaled_operands
+from graphar.ops import matmul_operands, options
+from graphar.ops.matmul_operands import Scaled
 from graphar.ops.register import is_plain
-from graphar.ops.scaled_operands import Scaled
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
-from graphar.product import operands
 from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
@@ -48,11 +47,7 @@ def check_fused(
     options.check_together(op, codec, epilogue)
     if partition in (partitions.BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
         raise ValueError(f"{op}: takes a codec or partition={partition!r}, not both")
-    if given.scales:
-        scaled_operands.check(op, a, w, bias, Scaled(given.scales, given.scaled_dtype), partition)
-    else:
-        scaled_operands.check_not_needed(op, a)
-        operands.check_given(op, a, w, bias)
+    matmul_operands.check(op, a, w, bias, Scaled(given.scales, given.scaled_dtype), partition)
     return name, in_list, [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
 
 
@@ -91,7 +86,7 @@ def run(op: str, engine: Engine, a, w, outs, given, parts: Sequence[int], follow
     how["constant_weight"] = getattr(given, "constant_weight", False)
     scales = getattr(given, "scales", ())  # rank by rank: of a, of w
     if scales:
-        how["scales"] = scaled_operands.format_of(op, a, w, scales)
+        how["scales"] = matmul_operands.format_of(op, a, w, scales)
     work = Product(op, tuple(parts), columns, bool(given.bias), given.codec, followed and followed.form, **how)
     ranks = []
     for rank, (x, weight, out) in enumerate(zip(a, w, outs, strict=True)):

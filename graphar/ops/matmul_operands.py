@@ -1,0 +1,204 @@
+"""Operands of ops with a matmul: their checks, and the form in a schema of the scales of those in e4m3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from graphar.numerics import fp8_products
+from graphar.numerics.fp8_products import FP8
+from graphar.numerics.partitions import BATCH_INVARIANT
+from graphar.product.operands import flat, flat_scale
+from graphar.runtime.checks.tensor_checks import (
+    check_apart,
+    check_destination,
+    check_devices,
+    check_one_each,
+    check_strided,
+)
+
+RESULT_DTYPES = (torch.bfloat16, torch.float16)
+_DTYPES = (*RESULT_DTYPES, torch.float32, torch.float64)  # of operands without scales
+PARTITIONS = ("auto", "tiles", "none", "split_m", "split_n", BATCH_INVARIANT)
+
+
+class Scaled(NamedTuple):
+    """The scales of a call's operands, in the form that schemas have."""
+
+    scales: Sequence[torch.Tensor] = ()  # rank by rank: of a, and of w
+    scaled_dtype: torch.dtype | None = None  # of products and results; None: that of ``a``
+
+
+UNSCALED = Scaled()
+
+
+def scaled_of(op: str, a: object, a_scale: object, w_scale: object, out_dtype: object) -> Scaled:
+    """Returns the scales of a call that has scales or an ``out_dtype``; :func:`check` checks them.
+
+    Raises:
+        ValueError: a scale is missing, there is no such ``out_dtype``, or lists do not have one scale for each rank.
+    """
+    in_list = isinstance(a, (list, tuple))
+    if a_scale is None and w_scale is None and out_dtype is not None:
+        raise ValueError(f"{op}: out_dtype goes with a_scale and w_scale, of e4m3 operands")
+    if a_scale is None or w_scale is None:
+        raise ValueError(f"{op}: operands in {FP8} need both a_scale and w_scale")
+    if out_dtype not in (None, *RESULT_DTYPES):
+        raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or None, got {out_dtype}")
+    dtype = out_dtype or torch.bfloat16
+    if not in_list:
+        return Scaled((a_scale, w_scale), dtype)
+    check_one_each(op, "a_scale", a_scale, a, "a")
+    check_one_each(op, "w_scale", w_scale, a, "a")
+    return Scaled([one for pair in zip(a_scale, w_scale, strict=True) for one in pair], dtype)
+
+
+def check(
+    op: str,
+    a,
+    w,
+    bias,
+    scaled: Scaled = UNSCALED,
+    partition: object = "auto",
+    rows_differ: bool = False,
+) -> None:
+    """Raises TypeError or ValueError unless one rank's operands fit together, or lists with those of each rank.
+
+    Ranks may differ in K only; if ``rows_differ``, in the rows of ``a`` and of ``w`` only. Each rank's operands are on
+    a device of its own, or all are on the CPU.
+    """
+    if scaled.scales and partition not in PARTITIONS:
+        raise ValueError(f"{op}: with scales partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
+    in_list = isinstance(a, (list, tuple))
+    a, w, bias = (a, w, bias) if in_list else ([a], [w], None if bias is None else [bias])
+    if not a:
+        raise ValueError(f"{op}: needs at least one tensor, got an empty list")
+    check_one_each(op, "w", w, a, "a")
+    if bias is not None:
+        check_one_each(op, "bias", bias, a, "a")
+    for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
+        where = f"[{rank}]" if in_list else ""
+        _check_rank(op, x, weight, None if bias is None else bias[rank], scaled, rank, where)
+        _check_alike(op, (a[0], w[0]), (x, weight), rank, rows_differ)
+    if in_list:
+        check_devices(op, [x.device for x in a])
+    if scaled.scales and format_of(op, a, w, scaled.scales) == "blocks" and partition == "split_n":
+        raise ValueError(f"{op}: partition 'split_n' would cut blocks of w; scales of blocks go with the others")
+
+
+def _check_rank(op: str, a, w, bias, scaled: Scaled, rank: int, where: str) -> None:
+    """Checks one rank's operands; ``where`` follows their names in errors."""
+    if not scaled.scales:
+        _check_plain(op, a, w, bias, where)
+        return
+    given = scaled.scales[2 * rank : 2 * rank + 2]
+    for name, x in (("a", a), ("w", w), ("bias", bias), ("a_scale", given[0]), ("w_scale", given[1])):
+        if x is None:
+            continue
+        check_strided(op, name, x)
+        check_no_gradient(op, name, x)
+    if a.ndim < 1:
+        raise ValueError(f"{op}: a must have 1 or more dimensions, got []")
+    fp8_products.check_operands(op, flat(a), w, bias, scaled.scaled_dtype)
+
+
+def _check_plain(op: str, a, w, bias, where: str) -> None:
+    if getattr(a, "dtype", None) == FP8:
+        raise ValueError(f"{op}: operands in {FP8} need both a_scale and w_scale")
+    for name, x, kind in ((f"a{where}", a, "1 or more"), (f"w{where}", w, "2"), (f"bias{where}", bias, "1")):
+        if x is None and x is bias:
+            continue
+        check_strided(op, name, x)
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{op}: {name} must be bfloat16, float16, float32 or float64, got {x.dtype}")
+        if x.dtype != a.dtype:
+            raise ValueError(f"{op}: {name} must have the dtype of a, {a.dtype}, got {x.dtype}")
+        if x.device != a.device:
+            raise ValueError(f"{op}: {name} must be on the device of a, {a.device}, got {x.device}")
+        if x.ndim != int(kind[0]) and (kind != "1 or more" or x.ndim < 1):
+            raise ValueError(f"{op}: {name} must have {kind} dimension{'s' * (kind != '1')}, got {list(x.shape)}")
+    if a.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"{op}: a{where} must have the last dimension of w{where}, which is [out, in] as in torch.nn.Linear, got "
+            f"{list(a.shape)} and {list(w.shape)}"
+        )
+    if bias is not None and bias.shape[0] != w.shape[0]:
+        raise ValueError(
+            f"{op}: bias{where} must have shape [{w.shape[0]}], an element for each row of w, got {list(bias.shape)}"
+        )
+
+
+def _check_alike(
+    op: str, first: Sequence[torch.Tensor], own: Sequence[torch.Tensor], rank: int, rows_differ: bool
+) -> None:
+    """Raises ValueError unless a rank's ``a`` and ``w`` have the shapes of the first rank's, but for K, or for rows."""
+    (x, _), (mine, _) = first, own
+    if mine.dtype != x.dtype:
+        raise ValueError(f"{op}: tensors must have equal dtypes, got {x.dtype} and, at {rank}, {mine.dtype}")
+    if mine.device.type != x.device.type:
+        raise ValueError(f"{op}: tensors must be all on the CPU or all on GPUs, got {x.device} and {mine.device}")
+    fixed = [(a.shape[1:], w.shape[1]) if rows_differ else (a.shape[:-1], len(w)) for a, w in (first, own)]
+    if fixed[0] != fixed[1]:
+        free, shapes = "the rows of a and w" if rows_differ else "K", [list(one.shape) for one in (*first, *own)]
+        raise ValueError(
+            f"{op}: the shapes of ranks may differ only in {free}, got {shapes[0]} and {shapes[1]} at 0, {shapes[2]} "
+            f"and {shapes[3]} at {rank}"
+        )
+
+
+def check_no_gradient(op: str, name: str, x: torch.Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: products of {FP8} have no gradients, but {name} requires one; use torch.no_grad()")
+
+
+def format_of(op: str, a: Sequence[torch.Tensor], w: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> str:
+    """Returns the format of the ranks' scales, "rows" or "blocks"; raises unless all have the same."""
+    pairs = zip(a, w, scales[::2], scales[1::2], strict=True)
+    found = [fp8_products.checked_scales(op, flat(x), weight, flat_scale(s), t).in_blocks for x, weight, s, t in pairs]
+    if len(set(found)) > 1:
+        raise ValueError(f"{op}: the scales of all ranks must be of rows, or all of blocks")
+    return "blocks" if found[0] else "rows"
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def check_has_rows(op: str, a: torch.Tensor) -> None:
+    if a.ndim < 2:
+        raise ValueError(f"{op}: a must have 2 dimensions or more, since its rows are split, got {list(a.shape)}")
+
+
+def check_results(op: str, a, w, bias, outs: object, out_dtype: torch.dtype | None = None) -> None:
+    """Checks the destination of a call: one rank's, or a list with one for each rank."""
+    if not isinstance(a, (list, tuple)):
+        _check_result(op, a, w, bias, outs, out_dtype)
+        return
+    check_one_each(op, "out", outs, a, "a")
+    for rank, out in enumerate(outs):
+        _check_result(op, a[rank], w[rank], bias[rank] if bias else None, out, out_dtype)
+
+
+def _check_result(
+    op: str,
+    a: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: object,
+    out_dtype: torch.dtype | None = None,
+) -> None:
+    """Checks a destination for one rank's result; :func:`check_result_memory` checks its memory.
+
+    ``out_dtype`` is the dtype of the result; None: that of ``a``.
+    """
+    check_strided(op, "out", out)
+    wanted = {"shape": torch.Size([*a.shape[:-1], w.shape[0]]), "dtype": out_dtype or a.dtype, "device": a.device}
+    check_destination(op, "out", out, wanted, "result", (a, w, bias))
+
+
+def check_result_memory(
+    op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Checks that ``out`` shares no memory with an operand. torch.compile cannot trace this check."""
+    check_apart(op, out, **{"a": a, "w": w} | ({} if bias is None else {"bias": bias}))
