@@ -75,7 +75,7 @@ def earlier(options: argparse.Namespace, topic: type[Report], block: dict[str, o
     if options.compare is None:
         return None
     if not topic.has_spread:
-        able = ", ".join(one.command for one in topics() if one.has_spread)
+        able = ", ".join(other.command for other in topics() if other.has_spread)
         sys.exit(f"--compare: {topic.command} has no times to compare. Topics with times: {able}")
     try:
         return times_of(options.compare, topic, block)
@@ -165,18 +165,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command")
     measuring, compared = [parser], [parser]
     for topic in topics():
-        one = commands.add_parser(topic.command, help=topic.help, description=topic.help)
-        topic.add_options(one)
-        measuring.append(one)
+        command = commands.add_parser(topic.command, help=topic.help, description=topic.help)
+        topic.add_options(command)
+        measuring.append(command)
         if topic.has_spread:
-            compared.append(one)
+            compared.append(command)
     pages.add(commands)
-    for one in measuring:
-        add(one, "--out", f"folder for reports (default: {machine.LOCAL})", type=Path, metavar="FOLDER")
-        add(one, "--quick", "measure only a few sizes", action="store_true")
-    for one in (*compared, commands.choices["report"]):
+    for command in measuring:
+        add(command, "--out", f"folder for reports (default: {machine.LOCAL})", type=Path, metavar="FOLDER")
+        add(command, "--quick", "measure only a few sizes", action="store_true")
+    for command in (*compared, commands.choices["report"]):
         earlier_help = "fail if graphar is slower than in this earlier report"
-        add(one, "--compare", earlier_help, type=Path, metavar="FOLDER")
+        add(command, "--compare", earlier_help, type=Path, metavar="FOLDER")
     parser.set_defaults(out=None, quick=False, compare=None)
     return parser.parse_args(argv)
 

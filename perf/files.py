@@ -104,16 +104,16 @@ def _flat(row: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 def to_json(value: object) -> object:
     """Returns a value as JSON types. A dataclass becomes an object of its fields and its properties in ``derived``."""
     if isinstance(value, Codec):
-        names = [one.name for one in fields(value)]
+        names = [field.name for field in fields(value)]
         dtype = str(value.scale_dtype).removeprefix("torch.")
         return {name: getattr(value, name) for name in names} | {"scale_dtype": dtype}
     if is_dataclass(value):
-        names = [one.name for one in fields(value)] + list(getattr(value, "derived", ()))
+        names = [field.name for field in fields(value)] + list(getattr(value, "derived", ()))
         return {name: to_json(getattr(value, name)) for name in names}
     if isinstance(value, dict):
-        return {str(key): to_json(one) for key, one in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_json(one) for one in value]
+        return [to_json(item) for item in value]
     return value
 
 
@@ -127,13 +127,13 @@ def from_json(kind: object, value: object, where: str = "") -> object:
     if origin in (typing.Union, types.UnionType):
         return _one_of(arguments, value, where)
     if origin is list:
-        return [from_json(arguments[0], one, f"{where}[{at}]") for at, one in enumerate(_checked(list, value, where))]
+        return [from_json(arguments[0], item, f"{where}[{at}]") for at, item in enumerate(_checked(list, value, where))]
     if origin is dict:
         items = _checked(dict, value, where).items()
-        return {arguments[0](key): from_json(arguments[1], one, f"{where}.{key}") for key, one in items}
+        return {arguments[0](key): from_json(arguments[1], item, f"{where}.{key}") for key, item in items}
     if kind is Codec:
-        given = _checked(dict, value, where)
-        return replace(codec(given["text"]), seed=given["seed"])
+        values = _checked(dict, value, where)
+        return replace(codec(values["text"]), seed=values["seed"])
     if is_dataclass(kind) or typing.is_typeddict(kind):
         return kind(**_fields_of(kind, _checked(dict, value, where), where))
     if isinstance(kind, type) and issubclass(kind, tuple):
@@ -151,25 +151,25 @@ def _one_of(kinds: Sequence, value: object, where: str) -> object:
     raise errors[0]
 
 
-def _fields_of(kind, given: dict, where: str) -> dict:
+def _fields_of(kind, values: dict, where: str) -> dict:
     hints = _hints(kind)
-    if unknown := sorted(given.keys() - hints.keys() - set(getattr(kind, "derived", ()))):
+    if unknown := sorted(values.keys() - hints.keys() - set(getattr(kind, "derived", ()))):
         raise ValueError(f"{where}.{unknown[0]} is unknown".removeprefix("."))
     optional = (
-        {one.name for one in fields(kind) if (one.default, one.default_factory) != (MISSING, MISSING)}
+        {field.name for field in fields(kind) if (field.default, field.default_factory) != (MISSING, MISSING)}
         if (is_dataclass(kind))
         else set()
     )
-    if missing := sorted(hints.keys() - given.keys() - optional):
+    if missing := sorted(hints.keys() - values.keys() - optional):
         raise ValueError(f"{where}.{missing[0]} is missing".removeprefix("."))
-    return {name: from_json(hints[name], given[name], f"{where}.{name}") for name in hints if name in given}
+    return {name: from_json(hints[name], values[name], f"{where}.{name}") for name in hints if name in values}
 
 
 @functools.cache
 def _hints(kind) -> dict[str, object]:
     """Returns the types of the fields, by name."""
     hints = typing.get_type_hints(kind)
-    return {one.name: hints[one.name] for one in fields(kind)} if is_dataclass(kind) else hints
+    return {field.name: hints[field.name] for field in fields(kind)} if is_dataclass(kind) else hints
 
 
 def _checked(kind: type, value, where: str):

@@ -221,173 +221,175 @@ def sum_and_2(x: Tensor) -> tuple[Tensor, ...]:
 BASELINES = {1: PLAIN, 2: "and 1 torch.empty_like", 3: "and 2 torch.empty_like"}
 
 
-def own_trials(given: Operands) -> Iterator[Trial]:
+def own_trials(operands: Operands) -> Iterator[Trial]:
     """Yields the calls of graphar's ops."""
     for make in (allreduces, reducescatters, allgathers, norms, matmul_sums, gathered_matmuls):
-        yield from make(given)
+        yield from make(operands)
 
 
-def allreduces(given: Operands) -> Iterator[Trial]:
-    x, total = given.own(given.xs), [reference.allreduce(given.xs)]
+def allreduces(operands: Operands) -> Iterator[Trial]:
+    x, total = operands.own(operands.xs), [reference.allreduce(operands.xs)]
     trial = partial(Trial, OWN, "allreduce", limit=SUM_LIMIT)
     call, residual = partial(graphar.allreduce, x), torch.zeros_like(x)
     named = "one_shot_push" if x.is_cuda else "fallback"
     added = partial(graphar.Epilogue, "relu(v + bias[col])")
-    rounded = [reference.quantized_allreduce(given.xs, "int8")]
+    rounded = [reference.quantized_allreduce(operands.xs, "int8")]
     yield trial(PLAIN, call, total)
     for outputs, make in ((2, sum_and_1), (3, sum_and_2)):
         yield replace(trial(BASELINES[outputs], partial(make, x), total), limit=None)
     yield trial("out=", partial(call, out=torch.empty_like(x)), total)
-    yield trial(GROUP, partial(call, given.group), total)
+    yield trial(GROUP, partial(call, operands.group), total)
     yield trial("algorithm=", partial(call, algorithm=named), total)
     yield trial("codec=", partial(call, codec="int8"), rounded)
     yield trial("codec=, residual=", partial(call, codec="int8", residual=residual), rounded, prepare=residual.zero_)
     yield trial(
         "epilogue=, an expression with a tensor",
-        partial(call, epilogue=added(bias=given.here(given.bias))),
-        [reference.allreduce(given.xs, added(bias=given.bias))],
+        partial(call, epilogue=added(bias=operands.here(operands.bias))),
+        [reference.allreduce(operands.xs, added(bias=operands.bias))],
     )
-    yield trial("epilogue=, a function", partial(call, epilogue=negated), [reference.allreduce(given.xs, negated)])
+    yield trial("epilogue=, a function", partial(call, epilogue=negated), [reference.allreduce(operands.xs, negated)])
 
 
-def reducescatters(given: Operands) -> Iterator[Trial]:
-    x, rank = given.own(given.xs), given.rank
+def reducescatters(operands: Operands) -> Iterator[Trial]:
+    x, rank = operands.own(operands.xs), operands.rank
     trial = partial(Trial, OWN, "reducescatter", limit=SUM_LIMIT)
     call, residual = partial(graphar.reducescatter, x), torch.zeros_like(x)
-    total = [reference.reducescatter(given.xs)[rank]]
-    rounded = [reference.quantized_reducescatter(given.xs, "int8")[rank]]
+    total = [reference.reducescatter(operands.xs)[rank]]
+    rounded = [reference.quantized_reducescatter(operands.xs, "int8")[rank]]
     added = partial(graphar.Epilogue, "relu(v + bias[col])")
     yield trial(PLAIN, call, total)
-    yield trial(GROUP, partial(call, given.group), total)
+    yield trial(GROUP, partial(call, operands.group), total)
     yield trial("codec=", partial(call, codec="int8"), rounded)
     yield trial("codec=, residual=", partial(call, codec="int8", residual=residual), rounded, prepare=residual.zero_)
     yield trial(
         "epilogue=, an expression with a tensor",
-        partial(call, epilogue=added(bias=given.here(given.bias))),
-        [reference.reducescatter(given.xs, epilogue=added(bias=given.bias))[rank]],
+        partial(call, epilogue=added(bias=operands.here(operands.bias))),
+        [reference.reducescatter(operands.xs, epilogue=added(bias=operands.bias))[rank]],
     )
 
 
-def allgathers(given: Operands) -> Iterator[Trial]:
-    x, scales = given.own(given.xs), given.own(given.scales)
-    trial, every = partial(Trial, OWN, "allgather", limit=SUM_LIMIT), [reference.allgather(given.xs)]
-    both = [*every, reference.allgather(given.scales)]
+def allgathers(operands: Operands) -> Iterator[Trial]:
+    x, scales = operands.own(operands.xs), operands.own(operands.scales)
+    trial, every = partial(Trial, OWN, "allgather", limit=SUM_LIMIT), [reference.allgather(operands.xs)]
+    both = [*every, reference.allgather(operands.scales)]
     yield trial(PLAIN, partial(graphar.allgather, x), every)
-    yield trial(GROUP, partial(graphar.allgather, x, given.group), every)
-    yield trial("sizes=", partial(graphar.allgather, x, sizes=[ROWS] * given.size), every)
+    yield trial(GROUP, partial(graphar.allgather, x, operands.group), every)
+    yield trial("sizes=", partial(graphar.allgather, x, sizes=[ROWS] * operands.size), every)
     yield trial("a tuple of 2", partial(graphar.allgather, (x, scales)), both)
-    yield trial("a tuple of 2, sizes=", partial(graphar.allgather, (x, scales), sizes=[ROWS] * given.size), both)
+    yield trial("a tuple of 2, sizes=", partial(graphar.allgather, (x, scales), sizes=[ROWS] * operands.size), both)
 
 
-def norms(given: Operands) -> Iterator[Trial]:
+def norms(operands: Operands) -> Iterator[Trial]:
     """Yields the all-reduce and the reduce-scatter with residual and RMSNorm."""
-    x, residual, weight = given.own(given.xs), given.here(given.residual), given.here(given.weight)
+    x, residual, weight = operands.own(operands.xs), operands.here(operands.residual), operands.here(operands.weight)
     trial = partial(Trial, OWN, "allreduce_residual_rmsnorm", limit=SUM_LIMIT)
     call = partial(graphar.allreduce_residual_rmsnorm, x, residual, weight)
-    promised = partial(reference.allreduce_residual_rmsnorm, given.xs, given.residual, given.weight)
+    promised = partial(reference.allreduce_residual_rmsnorm, operands.xs, operands.residual, operands.weight)
     yield trial(PLAIN, call, promised())
-    yield trial(GROUP, partial(call, group=given.group), promised())
+    yield trial(GROUP, partial(call, group=operands.group), promised())
     yield trial("FP8", partial(call, out_dtype=FP8), promised(out_dtype=FP8))
     scale = torch.tensor([0.25])
     yield trial(
         "FP8, scale=",
-        partial(call, out_dtype=FP8, scale=given.here(scale)),
+        partial(call, out_dtype=FP8, scale=operands.here(scale)),
         promised(out_dtype=FP8, scale=scale),
     )
 
-    parts = given.rows(given.residual)
+    parts = operands.rows(operands.residual)
     trial = partial(Trial, OWN, "reducescatter_residual_rmsnorm", limit=SUM_LIMIT)
-    call = partial(graphar.reducescatter_residual_rmsnorm, x, given.own(parts), weight)
-    promised = partial(reference.reducescatter_residual_rmsnorm, given.xs, parts, given.weight)
-    yield trial(PLAIN, call, promised()[given.rank])
-    yield trial("FP8", partial(call, out_dtype=FP8), promised(out_dtype=FP8)[given.rank])
+    call = partial(graphar.reducescatter_residual_rmsnorm, x, operands.own(parts), weight)
+    promised = partial(reference.reducescatter_residual_rmsnorm, operands.xs, parts, operands.weight)
+    yield trial(PLAIN, call, promised()[operands.rank])
+    yield trial("FP8", partial(call, out_dtype=FP8), promised(out_dtype=FP8)[operands.rank])
 
 
-def matmul_sums(given: Operands) -> Iterator[Trial]:
+def matmul_sums(operands: Operands) -> Iterator[Trial]:
     """Yields matmuls with an all-reduce of one row, and with a reduce-scatter of one row for each rank."""
-    w, weight = given.own(given.w), given.here(given.features_weight)
-    bias, added = given.features_bias, partial(graphar.Epilogue, "relu(v * scale[col])")
-    followed = {"epilogue": added(scale=given.here(bias))}
-    one, each = given.own(given.one_row), given.own(given.row_each)
+    w, weight = operands.own(operands.w), operands.here(operands.features_weight)
+    bias, added = operands.features_bias, partial(graphar.Epilogue, "relu(v * scale[col])")
+    followed = {"epilogue": added(scale=operands.here(bias))}
+    one, each = operands.own(operands.one_row), operands.own(operands.row_each)
 
     trial = partial(Trial, OWN, "fused_matmul_allreduce", limit=MATMUL_LIMIT)
     call = partial(graphar.fused_matmul_allreduce, one, w)
-    promised = partial(reference.fused_matmul_allreduce, given.one_row, given.w)
+    promised = partial(reference.fused_matmul_allreduce, operands.one_row, operands.w)
     out = torch.empty(1, FEATURES, dtype=one.dtype, device=one.device)
     yield trial(PLAIN, call, [promised()])
     yield trial("out=", partial(call, out=out), [promised()])
-    yield trial(GROUP, partial(call, group=given.group), [promised()])
+    yield trial(GROUP, partial(call, group=operands.group), [promised()])
     yield trial(ONE_KERNEL, partial(call, partition="tiles"), [promised()])
-    yield trial("bias=", partial(call, bias=given.here(bias)), [promised(bias)])
+    yield trial("bias=", partial(call, bias=operands.here(bias)), [promised(bias)])
     yield trial("epilogue=", partial(call, **followed), [promised(epilogue=added(scale=bias))])
     yield trial("codec=", partial(call, codec="int8"), [promised(codec="int8")])
 
     trial = partial(Trial, OWN, "fused_matmul_reducescatter", limit=MATMUL_LIMIT)
     call = partial(graphar.fused_matmul_reducescatter, each, w)
-    scattered = partial(reference.fused_matmul_reducescatter, given.row_each, given.w)
-    of_ranks = [bias] * given.size
-    yield trial(PLAIN, call, [scattered()[given.rank]])
-    yield trial(ONE_KERNEL, partial(call, partition="tiles"), [scattered()[given.rank]])
-    yield trial("bias=", partial(call, bias=given.here(bias)), [scattered(bias)[given.rank]])
-    yield trial("epilogue=", partial(call, **followed), [scattered(epilogue=added(scale=of_ranks))[given.rank]])
-    yield trial("codec=", partial(call, codec="int8"), [scattered(codec="int8")[given.rank]])
+    scattered = partial(reference.fused_matmul_reducescatter, operands.row_each, operands.w)
+    of_ranks = [bias] * operands.size
+    yield trial(PLAIN, call, [scattered()[operands.rank]])
+    yield trial(ONE_KERNEL, partial(call, partition="tiles"), [scattered()[operands.rank]])
+    yield trial("bias=", partial(call, bias=operands.here(bias)), [scattered(bias)[operands.rank]])
+    yield trial("epilogue=", partial(call, **followed), [scattered(epilogue=added(scale=of_ranks))[operands.rank]])
+    yield trial("codec=", partial(call, codec="int8"), [scattered(codec="int8")[operands.rank]])
 
-    first, parts = given.features_residual[:1], given.rows(given.features_residual)
+    first, parts = operands.features_residual[:1], operands.rows(operands.features_residual)
     yield Trial(
         OWN,
         "fused_matmul_allreduce_residual_rmsnorm",
         PLAIN,
-        partial(graphar.fused_matmul_allreduce_residual_rmsnorm, one, w, given.here(first), weight),
-        reference.fused_matmul_allreduce_residual_rmsnorm(given.one_row, given.w, first, given.features_weight),
+        partial(graphar.fused_matmul_allreduce_residual_rmsnorm, one, w, operands.here(first), weight),
+        reference.fused_matmul_allreduce_residual_rmsnorm(
+            operands.one_row, operands.w, first, operands.features_weight
+        ),
         MATMUL_LIMIT,
     )
     yield Trial(
         OWN,
         "fused_matmul_reducescatter_residual_rmsnorm",
         PLAIN,
-        partial(graphar.fused_matmul_reducescatter_residual_rmsnorm, each, w, given.own(parts), weight),
-        reference.fused_matmul_reducescatter_residual_rmsnorm(given.row_each, given.w, parts, given.features_weight)[
-            given.rank
-        ],
+        partial(graphar.fused_matmul_reducescatter_residual_rmsnorm, each, w, operands.own(parts), weight),
+        reference.fused_matmul_reducescatter_residual_rmsnorm(
+            operands.row_each, operands.w, parts, operands.features_weight
+        )[operands.rank],
         MATMUL_LIMIT,
     )
 
 
-def gathered_matmuls(given: Operands) -> Iterator[Trial]:
+def gathered_matmuls(operands: Operands) -> Iterator[Trial]:
     """Yields matmuls of the gathered rows, one of each rank."""
-    rows, w, bias = given.own(given.one_row), given.own(given.w), given.features_bias
+    rows, w, bias = operands.own(operands.one_row), operands.own(operands.w), operands.features_bias
     trial = partial(Trial, OWN, "fused_allgather_matmul", limit=MATMUL_LIMIT)
     call = partial(graphar.fused_allgather_matmul, rows, w)
-    promised = partial(reference.fused_allgather_matmul, given.one_row, given.w[given.rank])
+    promised = partial(reference.fused_allgather_matmul, operands.one_row, operands.w[operands.rank])
     followed = partial(graphar.Epilogue, "relu(v * scale[col])")
     yield trial(PLAIN, call, [promised()])
     yield trial(ONE_KERNEL, partial(call, partition="tiles"), [promised()])
-    yield trial("gathered=True", partial(call, gathered=True), [promised(), reference.allgather(given.one_row)])
-    yield trial("bias=", partial(call, bias=given.here(bias)), [promised(bias)])
+    yield trial("gathered=True", partial(call, gathered=True), [promised(), reference.allgather(operands.one_row)])
+    yield trial("bias=", partial(call, bias=operands.here(bias)), [promised(bias)])
     yield trial(
         "epilogue=",
-        partial(call, epilogue=followed(scale=given.here(bias))),
+        partial(call, epilogue=followed(scale=operands.here(bias))),
         [promised(epilogue=followed(scale=bias))],
     )
 
 
-def peer_trials(given: Operands, ranks: ProcessRanks, place: str) -> tuple[list[Trial], list[str]]:
+def peer_trials(operands: Operands, ranks: ProcessRanks, place: str) -> tuple[list[Trial], list[str]]:
     """Returns torch's addition and matmul, and the all-reduces of peers, and why some are missing. Collective."""
-    x, row, w = given.own(given.xs), given.own(given.one_row), given.own(given.w)
+    x, row, w = operands.own(operands.xs), operands.own(operands.one_row), operands.own(operands.w)
     linear = partial(torch.nn.functional.linear, row, w)
     alone = [
         Trial("torch", "x + x", PLAIN, partial(operator.add, x, x), [x + x]),
         Trial("torch", "linear", PLAIN, linear, [reference.linear(row.cpu(), w.cpu())]),
     ]
-    of_backends, skipped = backend_trials(given, ranks)
+    of_backends, skipped = backend_trials(operands, ranks)
     # The kernels of other packages need a GPU for each rank.
-    of_packages, missing = package_trials(given, ranks) if place == APART else ([], [])
+    of_packages, missing = package_trials(operands, ranks) if place == APART else ([], [])
     return [*alone, *of_backends, *of_packages], [*skipped, *missing]
 
 
-def backend_trials(given: Operands, ranks: ProcessRanks) -> tuple[list[Trial], list[str]]:
+def backend_trials(operands: Operands, ranks: ProcessRanks) -> tuple[list[Trial], list[str]]:
     """Returns the all-reduces of torch.distributed's backends, and why some are missing. Collective."""
-    x, total = given.own(given.xs), [reference.allreduce(given.xs)]
+    x, total = operands.own(operands.xs), [reference.allreduce(operands.xs)]
     trials, skipped = [], []
     known = dist.get_backend()
     for backend in dict.fromkeys((known, "gloo")):
@@ -406,11 +408,11 @@ def backend_trials(given: Operands, ranks: ProcessRanks) -> tuple[list[Trial], l
     return trials, skipped
 
 
-def package_trials(given: Operands, ranks: ProcessRanks) -> tuple[list[Trial], list[str]]:
+def package_trials(operands: Operands, ranks: ProcessRanks) -> tuple[list[Trial], list[str]]:
     """Returns the all-reduces of PEERS, and why some are missing. Collective."""
     plan = Plan("cuda", ranks.size, "process", ("bfloat16",), PEERS, MB)
     methods, skipped = catalogue.make_methods(plan, ranks)
-    x, total = given.own(given.xs).view(-1), [reference.allreduce(given.xs).view(-1)]
+    x, total = operands.own(operands.xs).view(-1), [reference.allreduce(operands.xs).view(-1)]
     trials = []
     for method in methods:
         source = x if method.buffer is None else method.buffer[: x.numel()].copy_(x)
@@ -458,10 +460,10 @@ def count_rank(plan: HostPlan, rank: int, port: int) -> Iterator[dict[tuple[str,
 def run_rank(plan: HostPlan, rank: int, port: int) -> Iterator[HostRow | str]:
     """Yields one rank's rows. Every result is verified before and after the measurement."""
     ranks = join(plan, rank, port)
-    given = Operands(ranks)
-    peers, skipped = peer_trials(given, ranks, plan.place)
+    operands = Operands(ranks)
+    peers, skipped = peer_trials(operands, ranks, plan.place)
     yield from skipped
-    trials = [*peers, *own_trials(given)]
+    trials = [*peers, *own_trials(operands)]
     outputs = [warm_up(trial, ranks) for trial in trials]
     ranks.warm_up()
     before = [trial.count_wrong(ranks) for trial in trials]

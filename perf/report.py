@@ -430,16 +430,16 @@ def read(folder: Path, topic: type[Report]) -> StoredReport:
     """
     path = folder / f"{topic.name}.json"
     content = files.read(path)
-    given = {name: value for name, value in content.items() if name not in ("schema", "topic", "machine", "command")}
+    values = {name: value for name, value in content.items() if name not in ("schema", "topic", "machine", "command")}
     try:
         if content.get("topic") != topic.name:
             raise ValueError(f"its topic is {content.get('topic')!r}")
-        if missing := sorted({one.name for one in fields(topic)} - given.keys() - set(topic.added_fields)):
+        if missing := sorted({one.name for one in fields(topic)} - values.keys() - set(topic.added_fields)):
             raise ValueError(f"{missing[0]} is missing")
         files.from_json(files.Machine, content.get("machine"), "machine")
         # the topic "compile" had no command in version 1
         command = content.get("command", f"python -m perf {topic.command}")
-        return StoredReport(files.from_json(topic, given), content["machine"], command)
+        return StoredReport(files.from_json(topic, values), content["machine"], command)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

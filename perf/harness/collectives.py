@@ -108,9 +108,9 @@ def count_wrong(op: str, x: Tensor, result: Tensor, ranks: Ranks, exact: bool, s
 
 def windows_of(op: str, x: Tensor, result: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
     """Yields this rank's result, the expected result, and all ranks' inputs, for each window. Collective."""
-    for owner, given in enumerate(x.chunk(ranks.size) if op == "reducescatter" else [x]):
-        for window in verify.windows(given.numel()):
-            parts = ranks.gather(given.flatten(), window)
+    for owner, part in enumerate(x.chunk(ranks.size) if op == "reducescatter" else [x]):
+        for window in verify.windows(part.numel()):
+            parts = ranks.gather(part.flatten(), window)
             if op == "allgather":
                 yield result.view(ranks.size, -1)[:, window], torch.stack(parts), parts
             elif op == "allreduce" or owner == ranks.rank:

@@ -46,8 +46,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"no report: {error}", file=sys.stderr)
         return 1
     print(json.dumps(found, indent=1)) if options.json else show(found, page)
-    slower = any(one["regressions"] or not one["compared"] for one in found["comparisons"])
-    return int(slower or any(one["wrong"] for one in found["reports"]))
+    slower = any(each["regressions"] or not each["compared"] for each in found["comparisons"])
+    return int(slower or any(report["wrong"] for report in found["reports"]))
 
 
 def write(folder: Path) -> Path:
@@ -88,13 +88,13 @@ def read(folder: Path, earlier: Path | None) -> dict[str, object]:
     """
     written = read_all(folder)
     reports, comparisons = [], []
-    for one in written:
-        said = one.report.summary().replace("**", "")
-        wrong = {"wrong": bool(one.report.wrong()), "wrong_peers": bool(one.report.wrong_peers())}
-        reports.append({"topic": one.report.name, "title": one.report.title, "verdict": said} | wrong)
-        topic = type(one.report)
+    for stored in written:
+        said = stored.report.summary().replace("**", "")
+        wrong = {"wrong": bool(stored.report.wrong()), "wrong_peers": bool(stored.report.wrong_peers())}
+        reports.append({"topic": stored.report.name, "title": stored.report.title, "verdict": said} | wrong)
+        topic = type(stored.report)
         if earlier and topic.has_spread and (earlier / f"{topic.name}.json").exists():
-            compared = compare(times_of(earlier, topic, one.machine), one.report.timed())
+            compared = compare(times_of(earlier, topic, stored.machine), stored.report.timed())
             comparisons.append({"topic": topic.name, "summary": str(compared), **asdict(compared)})
     if earlier and not comparisons:
         raise ValueError(f"{earlier} has no report to compare with those in {folder}")
@@ -105,11 +105,11 @@ def show(found: dict, page: Path | None) -> None:
     """Prints the results as text. Wrong results and regressions are red."""
     console = Console(soft_wrap=True, markup=False, highlight=False)
     console.print(f"# {one_line(found['machine'])}")
-    for one in found["reports"]:
-        console.print(f"\n{one['title']}", style="bold")
-        console.print(one["verdict"], style="red" if one["wrong"] or one["wrong_peers"] else None)
-    for one in found["comparisons"]:
-        console.print(f"\n{one['topic']}, compared", style="bold")
-        console.print(one["summary"], style="red" if one["regressions"] else None)
+    for report in found["reports"]:
+        console.print(f"\n{report['title']}", style="bold")
+        console.print(report["verdict"], style="red" if report["wrong"] or report["wrong_peers"] else None)
+    for comparison in found["comparisons"]:
+        console.print(f"\n{comparison['topic']}, compared", style="bold")
+        console.print(comparison["summary"], style="red" if comparison["regressions"] else None)
     if page:
         console.print(f"\npage: {page}")

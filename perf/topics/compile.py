@@ -88,7 +88,7 @@ class Compile(Report):
 
     name: ClassVar[str] = "compile"
     title: ClassVar[str] = "Compile times of the kernels"
-    order: ClassVar[int] = 19
+    order: ClassVar[int] = 18
     help: ClassVar[str] = "time the compilation of every kernel"
     arguments: ClassVar[Arguments] = Arguments("--every 4", "--every 10", "--every 30", "--every 100")
     notes: ClassVar[str] = """\

@@ -120,7 +120,7 @@ class Scaled(Products):
 
     name: ClassVar[str] = "fp8"
     title: ClassVar[str] = "Matmuls of e4m3 operands"
-    order: ClassVar[int] = 9
+    order: ClassVar[int] = 8
     help: ClassVar[str] = "time graphar's matmul of e4m3 operands with scales, torch._scaled_mm, and bf16, on one GPU"
     arguments: ClassVar[Arguments] = run_with("1x8192x7168 512x5120x8192 4096x8192x7168", "64x8192x7168 4096x8192x7168")
     row: ClassVar[type[ScaledRow]] = ScaledRow

@@ -372,7 +372,7 @@ class Fsdp(TrainingReport):
 
     name: ClassVar[str] = "fsdp"
     title: ClassVar[str] = "Training with fully_shard (FSDP2)"
-    order: ClassVar[int] = 16
+    order: ClassVar[int] = 15
     help: ClassVar[str] = "time training steps of a sharded model with torch's and graphar's collectives"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--layers 4 --steps 10", quick_on_cpu="--steps 10")
     work: ClassVar = staticmethod(run_rank)

@@ -109,7 +109,7 @@ class FusedFp8(FusionReport):
 
     name: ClassVar[str] = "fused_fp8"
     title: ClassVar[str] = "Fused matmul and all-reduce of e4m3 operands"
-    order: ClassVar[int] = 11
+    order: ClassVar[int] = 10
     help: ClassVar[str] = "time a fused matmul and all-reduce of e4m3 operands, and torch._scaled_mm with all-reduces"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--rows 1 64 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192 --scales rows"

@@ -79,7 +79,7 @@ class Gathered(FusionReport):
 
     name: ClassVar[str] = "gathered"
     title: ClassVar[str] = "Fused all-gather and matmul"
-    order: ClassVar[int] = 12
+    order: ClassVar[int] = 11
     help: ClassVar[str] = "time a fused all-gather and matmul, separate ops, and other fused ops"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--rows 64 1024 4096 16384", quick_on_gpus="--rows 64 4096 --columns 10240"

@@ -38,7 +38,7 @@ class Host(Report):
 
     name: ClassVar[str] = "host"
     title: ClassVar[str] = "Host time of eager calls"
-    order: ClassVar[int] = 17
+    order: ClassVar[int] = 16
     help: ClassVar[str] = "time eager calls of every public op on the host"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--bursts 15", quick_on_cpu="--bursts 3")
     has_spread: ClassVar[bool] = True

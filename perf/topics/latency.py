@@ -230,14 +230,14 @@ def rows_of(
                 yield f"{where}, {method}: {found['error']}"
                 break
             times[method].append(found["time_us"])
-    for method, given in made.items():
+    for method, call in made.items():
         wrong = processes[method].ask(do="verify")
         if "error" in wrong or not times[method]:
             yield f"{where}, {method}: {wrong.get('error', 'it was not timed')}"
             continue
         before = plan.before.get((case.world_size, op, size)) if method == OWN else None
-        what = op, size, case.world_size, given["algorithm"], given["grid"], round(amount / case.amount, 4)
-        yield LatencyRow(method, *what, given["calls"], deciles(times[method]), wrong["wrong"], before)
+        what = op, size, case.world_size, call["algorithm"], call["grid"], round(amount / case.amount, 4)
+        yield LatencyRow(method, *what, call["calls"], deciles(times[method]), wrong["wrong"], before)
 
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class Latency(Report):
 
     name: ClassVar[str] = "latency"
     title: ClassVar[str] = "Calls between ranks that share one GPU"
-    order: ClassVar[int] = 20
+    order: ClassVar[int] = 19
     help: ClassVar[str] = "time calls between 2 to 4 ranks that share one GPU, beside the last committed report"
     # A run of all topics skips this one, because it measures no links.
     arguments: ClassVar[Arguments] = Arguments(

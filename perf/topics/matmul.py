@@ -130,7 +130,7 @@ class Matmul(Products):
 
     name: ClassVar[str] = "matmul"
     title: ClassVar[str] = "graphar's matmul and torch's"
-    order: ClassVar[int] = 7
+    order: ClassVar[int] = 6
     help: ClassVar[str] = "time graphar's matmul with each of its tiles, and torch.mm, on one GPU"
     arguments: ClassVar[Arguments] = run_with(SOME, "64x8192x2048 4096x8192x2048")
     row: ClassVar[type[MatmulRow]] = MatmulRow

@@ -325,7 +325,7 @@ class Model(BetweenRanks):
 
     name: ClassVar[str] = "model"
     title: ClassVar[str] = "Tensor-parallel decoder"
-    order: ClassVar[int] = 13
+    order: ClassVar[int] = 12
     help: ClassVar[str] = "time a tensor-parallel Llama decoder with several all-reduce methods"
     arguments: ClassVar[Arguments] = Arguments(
         quick_on_gpus="--layers 1 --decode 1 --prefill 2048 --generate 16",

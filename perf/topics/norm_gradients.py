@@ -174,11 +174,11 @@ def own_forward(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Te
 
 
 @torch.no_grad()
-def own_backward(normed: Tensor, summed: Tensor, given: Operands, retain: bool) -> tuple[Tensor, ...]:
+def own_backward(normed: Tensor, summed: Tensor, operands: Operands, retain: bool) -> tuple[Tensor, ...]:
     if summed.is_cuda and not residual_norm.serves_backward(summed):  # the op would take its specification
         raise UnsupportedError(missing_software() or NO_KERNEL)
     op = torch.ops.graphar.residual_rmsnorm_backward
-    of_rows, of_weight = op(given.of_normed, given.of_summed, summed, given.weight, EPS, OFFSET, True, 0)
+    of_rows, of_weight = op(operands.of_normed, operands.of_summed, summed, operands.weight, EPS, OFFSET, True, 0)
     return of_rows, of_rows, of_weight
 
 
@@ -200,26 +200,26 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
-def autograd(normed: Tensor, summed: Tensor, given: Operands, retain: bool) -> tuple[Tensor, ...]:
-    outputs = [(normed, given.of_normed), (summed, given.of_summed)]
+def autograd(normed: Tensor, summed: Tensor, operands: Operands, retain: bool) -> tuple[Tensor, ...]:
+    outputs = [(normed, operands.of_normed), (summed, operands.of_summed)]
     used, gradients = zip(*[one for one in outputs if one[1] is not None], strict=True)
-    return torch.autograd.grad(used, given[:3], gradients, retain_graph=retain)
+    return torch.autograd.grad(used, operands[:3], gradients, retain_graph=retain)
 
 
 # ---- what is right --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def specified(given: Operands) -> tuple[Tensor, ...]:
+def specified(operands: Operands) -> tuple[Tensor, ...]:
     """Returns the bits that graphar promises: normed rows, sums, the gradients of x and residual, and the weight's."""
-    normed, summed = norm_numerics.specification(*given[:3], EPS, OFFSET)
-    gradients = given.of_normed, given.of_summed
-    of_rows, of_weight = norm_gradients.specification(*gradients, summed, given.weight, EPS, OFFSET)
+    normed, summed = norm_numerics.specification(*operands[:3], EPS, OFFSET)
+    gradients = operands.of_normed, operands.of_summed
+    of_rows, of_weight = norm_gradients.specification(*gradients, summed, operands.weight, EPS, OFFSET)
     return normed, summed, of_rows, of_rows, of_weight
 
 
 @torch.no_grad()
-def exact(given: Operands) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def exact(operands: Operands) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Returns the results of :func:`specified` in fp64, and the errors that a peer may have.
 
     With r the rounded sum, s = 1 / root mean square, u = r s and g w the gradient times the weight, a row's gradient is
@@ -230,7 +230,7 @@ def exact(given: Operands) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     ROUNDINGS. The first term, the normed rows and a weight's gradient have fewer. So an error may be half an epsilon
     times ROUNDINGS of the sum of the terms' magnitudes. Sums in fp32 add much less: the errors of s average out.
     """
-    x, residual, weight, of_normed, more = given
+    x, residual, weight, of_normed, more = operands
     r, w, g = (one.double() for one in (x + residual, weight + OFFSET, of_normed))
     s = (r.square().mean(-1, keepdim=True) + EPS).rsqrt()
     u, scaled = r * s, g * w
@@ -251,8 +251,8 @@ def exact(given: Operands) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 class Trial:
     """Runs one method. ``results`` are those of its last call: gradients, for BOTH after normed rows and sums."""
 
-    def __init__(self, name: str, passes: str, method: Method, given: Operands) -> None:
-        self.name, self.passes, self.given = name, passes, given
+    def __init__(self, name: str, passes: str, method: Method, operands: Operands) -> None:
+        self.name, self.passes, self.operands = name, passes, operands
         self._forward, self._backward = method
         self._retained: tuple[Tensor, Tensor] | None = None
         self.results: tuple[Tensor, ...] = ()
@@ -264,15 +264,15 @@ class Trial:
 
     def _call(self) -> tuple[Tensor, ...]:
         if self.passes == BACKWARD:
-            return self._backward(*self._retained, self.given, True)
-        outputs = self._forward(*self.given[:3])
-        return *outputs, *self._backward(*outputs, self.given, False)
+            return self._backward(*self._retained, self.operands, True)
+        outputs = self._forward(*self.operands[:3])
+        return *outputs, *self._backward(*outputs, self.operands, False)
 
     def make_launch(self) -> Callable[[], None]:
         if self.passes == BACKWARD:
-            self._retained = self._forward(*self.given[:3])
+            self._retained = self._forward(*self.operands[:3])
         self.run(WARM_UP)
-        if not self.given.x.is_cuda:
+        if not self.operands.x.is_cuda:
             return partial(self.run, CALLS["cpu"])
         if self.passes == BOTH:
             self.peak_nbytes = self._peak_nbytes()
@@ -294,8 +294,8 @@ class Trial:
         launch()
         found = tuple(one.detach() for one in self.results)
         if self.name == OWN:
-            return count_wrong(found, specified(self.given)[-len(found) :])
-        values, limits = exact(self.given)
+            return count_wrong(found, specified(self.operands)[-len(found) :])
+        values, limits = exact(self.operands)
         return count_far(found, values[-len(found) :], limits[-len(found) :])
 
 
@@ -312,12 +312,12 @@ def run_shape(plan: NormGradientPlan, shape: Shape, rank: int, port: int) -> Ite
 
 
 def rows_of(plan: NormGradientPlan, shape: Shape, summed: bool) -> Iterator[NormGradientRow | str]:
-    given, ready = make_operands(shape, summed, plan.device), []
+    operands, ready = make_operands(shape, summed, plan.device), []
     rate = memory_rate() if plan.device == "cuda" else None
     for name in plan.methods:
         method = make_method(name, summed)
         for passes in PASSES:
-            trial = Trial(name, passes, method, given)
+            trial = Trial(name, passes, method, operands)
             try:
                 ready.append((trial, trial.make_launch()))
             except Exception as error:

@@ -344,7 +344,7 @@ class Throughput(TrainingReport):
 
     name: ClassVar[str] = "throughput"
     title: ClassVar[str] = "Training throughput of well-known models"
-    order: ClassVar[int] = 15
+    order: ClassVar[int] = 14
     help: ClassVar[str] = "time training steps of well-known models on random data"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--models resnet50 bert_base gpt2_xl --seconds 15",

@@ -284,7 +284,7 @@ class Training(TrainingReport):
     name: ClassVar[str] = "training"
     command: ClassVar[str] = "train"
     title: ClassVar[str] = "Training with quantised gradients"
-    order: ClassVar[int] = 14
+    order: ClassVar[int] = 13
     help: ClassVar[str] = "train small models with exact and with quantised gradients"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--seeds 1 --steps 200",
