@@ -39,6 +39,11 @@ MAX_TEST_FILES_OUTSIDE_FOLDERS = 12
 MAX_ROOT_ENTRIES = 19  # 16 packages and modules, and `__init__.py`, `__main__.py` and `py.typed`
 MAX_INNER_IMPORTS = 8
 MAX_SCHEMAS = 31
+LIMITS = {
+    "entries of `graphar/`": MAX_ROOT_ENTRIES,
+    "imports of graphar's modules inside functions": MAX_INNER_IMPORTS,
+    "dispatcher schemas": MAX_SCHEMAS,
+}  # as the rows of contributing.md begin
 
 # What functions may import besides graphar's own modules: optional packages, and parts of torch that are slow to
 # import or not in every build.
@@ -147,3 +152,12 @@ def test_the_dispatcher_has_few_schemas_of_graphar():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("graphar::")]
 
     assert len(names) <= MAX_SCHEMAS, sorted(names)
+
+
+def test_the_pages_have_these_limits_and_all_packages():
+    limits, map_ = ((ROOT.parent / "docs" / "pages" / page).read_text() for page in ("contributing.md", "internals.md"))
+    rows = {line.split(" | ")[0]: line.split(" | ")[1] for line in limits.splitlines() if line.startswith("| ")}
+    told = {what: rows[next(row for row in rows if row.startswith(f"| {what}"))] for what in LIMITS}
+
+    assert told == {what: str(most) for what, most in LIMITS.items()}
+    assert [one for one in FLOOR if "__" not in one and f"`{one}" not in map_] == []

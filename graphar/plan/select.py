@@ -164,7 +164,7 @@ def _hierarchical(facts: Facts, codec: Codec | None) -> Choice:
     return Choice(HIERARCHICAL, across)
 
 
-def _encoded(call: Call[Sum | Parts], facts: Facts, asked: Algorithm | None) -> Choice:
+def _encoded(call: Call[Sum | Parts | TensorTuple], facts: Facts, asked: Algorithm | None) -> Choice:
     if not any(call.work.parts):
         return Choice(FALLBACK, "an empty tensor has no tile")
     bits = codec_of_text(call.work.codec).bits_per_element
