@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any, Never
 
 import torch
 
@@ -12,6 +12,7 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops import options
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
+from graphar.ops.options import T
 from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
 from graphar.ops.repeats import Asked, repeated
 from graphar.plan.call import Call
@@ -28,42 +29,18 @@ class Arguments(options.Ordered):
     algorithm: str = "auto"
 
 
-@overload
 def allreduce(
-    x: torch.Tensor,
+    x: T,
     group: Group = None,
     *,
-    out: torch.Tensor | None = None,
+    out: T | None = None,
     algorithm: str = "auto",
     codec: Codec | str | None = None,
-    residual: torch.Tensor | None = None,
+    residual: T | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     timeout_s: float | None = None,
-) -> torch.Tensor: ...
-@overload
-def allreduce(
-    x: Sequence[torch.Tensor],
-    group: Group = None,
-    *,
-    out: Sequence[torch.Tensor] | None = None,
-    algorithm: str = "auto",
-    codec: Codec | str | None = None,
-    residual: Sequence[torch.Tensor] | None = None,
-    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    timeout_s: float | None = None,
-) -> list[torch.Tensor]: ...
-def allreduce(
-    x,
-    group=None,
-    *,
-    out=None,
-    algorithm="auto",
-    codec=None,
-    residual=None,
-    epilogue=None,
-    timeout_s=None,
-    **removed,
-):
+    **removed: Never,
+) -> T:
     """Returns the sum over all ranks, on every rank, accumulated in fp32 in rank order and rounded once.
 
     fp64 is accumulated in fp64. Every rank, exact algorithm, size and device gives the same bits, which
@@ -110,7 +87,7 @@ def allreduce(
     return _allreduce(x, group, out, algorithm, codec, residual, epilogue, timeout_s, asked)
 
 
-def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, timeout_s, asked: Asked):
+def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, timeout_s, asked: Asked) -> Any:
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     options.check_together(NAME, codec, epilogue, residual)
     call_checks.check_call(NAME, "auto" if codec is not None else algorithm, timeout_s)

@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import overload
 
 import torch
 
 from graphar.numerics.norms import ALLREDUCE_NORM as NAME
 from graphar.ops import norms
 from graphar.ops.norm_gradients import of_rows_and_weights
+from graphar.ops.options import T
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated
 from graphar.runtime.registry import Group
 
 
-@overload
 def allreduce_residual_rmsnorm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
+    x: T,
+    residual: T,
+    weight: T,
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
-    scale: torch.Tensor | None = None,
+    scale: T | None = None,
     group_size: int | None = None,
     group: Group = None,
     timeout_s: float | None = None,
-) -> tuple[torch.Tensor, ...]: ...
-@overload
-def allreduce_residual_rmsnorm(
-    x: Sequence[torch.Tensor],
-    residual: Sequence[torch.Tensor],
-    weight: Sequence[torch.Tensor],
-    eps: float = 1e-6,
-    *,
-    weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
-    scale: Sequence[torch.Tensor] | None = None,
-    group_size: int | None = None,
-    group: Group = None,
-    timeout_s: float | None = None,
-) -> tuple[list[torch.Tensor], ...]: ...
-def allreduce_residual_rmsnorm(
-    x,
-    residual,
-    weight,
-    eps=1e-6,
-    *,
-    weight_offset=0.0,
-    out_dtype=None,
-    scale=None,
-    group_size=None,
-    group=None,
-    timeout_s=None,
-):
+) -> tuple[T, ...]:
     """Returns the root-mean-square norm of the sum over all ranks plus a residual, and that total, from one kernel.
 
     residual_out = total + residual, rounded to the dtype, where total is the rounded sum;

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import overload
+from typing import Any, Never
 
 import torch
 
@@ -14,6 +14,7 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, options
 from graphar.ops.matmul_operands import UNSCALED, scaled_of
+from graphar.ops.options import T
 from graphar.ops.register import Op, is_plain
 from graphar.ops.repeats import Asked, repeated
 from graphar.plan.matmuls import owned_rows
@@ -30,57 +31,23 @@ class Arguments(matmul_sums.Arguments):
     constant_weight: bool = False
 
 
-@overload
 def fused_matmul_allreduce(
-    a: torch.Tensor,
-    w: torch.Tensor,
+    a: T,
+    w: T,
     *,
-    bias: torch.Tensor | None = None,
+    bias: T | None = None,
     partition: str = "auto",
     num_partitions: int | None = None,
     codec: Codec | str | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
-    out: torch.Tensor | None = None,
-    a_scale: torch.Tensor | None = None,
-    w_scale: torch.Tensor | None = None,
+    out: T | None = None,
+    a_scale: T | None = None,
+    w_scale: T | None = None,
     out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
-) -> torch.Tensor: ...
-@overload
-def fused_matmul_allreduce(
-    a: Sequence[torch.Tensor],
-    w: Sequence[torch.Tensor],
-    *,
-    bias: Sequence[torch.Tensor] | None = None,
-    partition: str = "auto",
-    num_partitions: int | None = None,
-    codec: Codec | str | None = None,
-    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    group: Group = None,
-    out: Sequence[torch.Tensor] | None = None,
-    a_scale: Sequence[torch.Tensor] | None = None,
-    w_scale: Sequence[torch.Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
-    timeout_s: float | None = None,
-) -> list[torch.Tensor]: ...
-def fused_matmul_allreduce(
-    a,
-    w,
-    *,
-    bias=None,
-    partition="auto",
-    num_partitions=None,
-    codec=None,
-    epilogue=None,
-    group=None,
-    out=None,
-    a_scale=None,
-    w_scale=None,
-    out_dtype=None,
-    timeout_s=None,
-    **removed,
-):
+    **removed: Never,
+) -> T:
     """Returns the sum over all ranks of ``a @ w.T``, plus ``bias``, on every rank: a row-parallel linear layer.
 
     Each rank's product is accumulated in fp32 (fp64 for fp64), in an order of the device's, and rounded to its dtype.
@@ -166,7 +133,7 @@ def with_constant_weight(
     return _fused(a, w, bias, None, None, group, None, given, asked)
 
 
-def _fused(a, w, bias, codec, epilogue, group: Group, out, given: Arguments, asked: Asked):
+def _fused(a, w, bias, codec, epilogue, group: Group, out, given: Arguments, asked: Asked) -> Any:
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, codec, epilogue, group, given)
     # An epilogue adds the bias itself.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -107,7 +108,7 @@ def scaled(op: str, a, a_scale: object, w_scale: object, residual: object) -> Sc
     return scaled_of(op, a, a_scale, w_scale, None)._replace(scaled_dtype=getattr(first, "dtype", None))
 
 
-def call(op: Op, asked: Asked, group: Group, scaled: Scaled, eps, weight_offset, partition, timeout_s):
+def call(op: Op, asked: Asked, group: Group, scaled: Scaled, eps, weight_offset, partition, timeout_s) -> Any:
     """Makes a call as the user asked for it, and returns its results as users get them."""
     a, w, *_, residual, weight = asked[0]
     ranks, numbers = check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s, scaled)

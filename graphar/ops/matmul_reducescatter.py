@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import split
 from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, options, parts
 from graphar.ops.matmul_operands import UNSCALED, scaled_of
+from graphar.ops.options import T
 from graphar.ops.register import Op
 from graphar.ops.repeats import Asked, repeated
 from graphar.runtime.engine import Engine
@@ -27,53 +28,21 @@ class Arguments(matmul_sums.Arguments, options.InParts):
     """Those of a reduce-scatter."""
 
 
-@overload
 def fused_matmul_reducescatter(
-    a: torch.Tensor,
-    w: torch.Tensor,
+    a: T,
+    w: T,
     *,
-    bias: torch.Tensor | None = None,
+    bias: T | None = None,
     partition: str = "auto",
     num_partitions: int | None = None,
     codec: Codec | str | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
-    a_scale: torch.Tensor | None = None,
-    w_scale: torch.Tensor | None = None,
+    a_scale: T | None = None,
+    w_scale: T | None = None,
     out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
-) -> torch.Tensor: ...
-@overload
-def fused_matmul_reducescatter(
-    a: Sequence[torch.Tensor],
-    w: Sequence[torch.Tensor],
-    *,
-    bias: Sequence[torch.Tensor] | None = None,
-    partition: str = "auto",
-    num_partitions: int | None = None,
-    codec: Codec | str | None = None,
-    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    group: Group = None,
-    a_scale: Sequence[torch.Tensor] | None = None,
-    w_scale: Sequence[torch.Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
-    timeout_s: float | None = None,
-) -> list[torch.Tensor]: ...
-def fused_matmul_reducescatter(
-    a,
-    w,
-    *,
-    bias=None,
-    partition="auto",
-    num_partitions=None,
-    codec=None,
-    epilogue=None,
-    group=None,
-    a_scale=None,
-    w_scale=None,
-    out_dtype=None,
-    timeout_s=None,
-):
+) -> T:
     """Returns this rank's rows of the sum over all ranks of ``a @ w.T``, plus ``bias``.
 
     The result of :func:`fused_matmul_allreduce` is split along the first dimension of ``a`` as by torch.tensor_split:
@@ -140,7 +109,7 @@ def fused_matmul_reducescatter(
     return _fused(a, w, bias, codec, epilogue, group, given, asked)
 
 
-def _fused(a, w, bias, codec, epilogue, group: Group, given: Arguments, asked: Asked):
+def _fused(a, w, bias, codec, epilogue, group: Group, given: Arguments, asked: Asked) -> Any:
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     name, in_list, biases = matmul_sums.check_fused(NAME, a, w, bias, codec, epilogue, group, given)
     first = a[0] if in_list else a

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import overload
-
-import torch
 
 from graphar.ops import matmul_gradients, matmul_norms
 from graphar.ops.matmul_operands import UNSCALED
+from graphar.ops.options import T
 from graphar.ops.register import Op
 from graphar.ops.repeats import repeated
 from graphar.runtime.registry import Group
@@ -17,50 +14,20 @@ from graphar.runtime.registry import Group
 NAME = "fused_matmul_reducescatter_residual_rmsnorm"
 
 
-@overload
 def fused_matmul_reducescatter_residual_rmsnorm(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
+    a: T,
+    w: T,
+    residual: T,
+    weight: T,
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
     partition: str = "auto",
     group: Group = None,
-    a_scale: torch.Tensor | None = None,
-    w_scale: torch.Tensor | None = None,
+    a_scale: T | None = None,
+    w_scale: T | None = None,
     timeout_s: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def fused_matmul_reducescatter_residual_rmsnorm(
-    a: Sequence[torch.Tensor],
-    w: Sequence[torch.Tensor],
-    residual: Sequence[torch.Tensor],
-    weight: Sequence[torch.Tensor],
-    eps: float = 1e-6,
-    *,
-    weight_offset: float = 0.0,
-    partition: str = "auto",
-    group: Group = None,
-    a_scale: Sequence[torch.Tensor] | None = None,
-    w_scale: Sequence[torch.Tensor] | None = None,
-    timeout_s: float | None = None,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
-def fused_matmul_reducescatter_residual_rmsnorm(
-    a,
-    w,
-    residual,
-    weight,
-    eps=1e-6,
-    *,
-    weight_offset=0.0,
-    partition="auto",
-    group=None,
-    a_scale=None,
-    w_scale=None,
-    timeout_s=None,
-):
+) -> tuple[T, T]:
     """Returns the root-mean-square norm of this rank's rows of the sum of ``a @ w.T`` plus a residual, and that total.
 
     The rows are split as by :func:`fused_matmul_reducescatter`: lengths differ by at most one, and earlier ranks have

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -127,7 +128,7 @@ def prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: 
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s):
+def call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s) -> Any:
     """Makes a call as the user asked for it, and returns its results as users get them."""
     (x, residual, weight, *rest), name = asked[0], op.name
     scale = rest[0] if rest else None

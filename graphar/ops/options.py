@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from graphar.plan.call import Operands
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
 
+T = TypeVar("T", torch.Tensor, list[torch.Tensor])  # of this rank, or one for each device of this process
 Tensors = Sequence[torch.Tensor]
 Numbers = Sequence[float]
 Lengths = Sequence[int]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from graphar.numerics.epilogues.syntax import parse
 from graphar.numerics.partitions import split
 from graphar.ops import options, parts
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
+from graphar.ops.options import T
 from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
 from graphar.ops.repeats import Asked, repeated
 from graphar.plan.call import Call
@@ -30,41 +31,17 @@ class Arguments(options.Ordered, parts.AlongAxis):
     """Those of a reduce-scatter."""
 
 
-@overload
 def reducescatter(
-    x: torch.Tensor,
+    x: T,
     group: Group = None,
     *,
     axis: int = 0,
     algorithm: str = "auto",
     codec: Codec | str | None = None,
-    residual: torch.Tensor | None = None,
+    residual: T | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     timeout_s: float | None = None,
-) -> torch.Tensor: ...
-@overload
-def reducescatter(
-    x: Sequence[torch.Tensor],
-    group: Group = None,
-    *,
-    axis: int = 0,
-    algorithm: str = "auto",
-    codec: Codec | str | None = None,
-    residual: Sequence[torch.Tensor] | None = None,
-    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    timeout_s: float | None = None,
-) -> list[torch.Tensor]: ...
-def reducescatter(
-    x,
-    group=None,
-    *,
-    axis=0,
-    algorithm="auto",
-    codec=None,
-    residual=None,
-    epilogue=None,
-    timeout_s=None,
-):
+) -> T:
     """Returns this rank's part of the sum over all ranks: the bits of :func:`allreduce`, split along ``axis``.
 
     The split is that by torch.tensor_split: lengths differ by at most one, and earlier ranks have the longer parts.
@@ -111,7 +88,7 @@ def reducescatter(
     return _reducescatter(x, group, axis, algorithm, codec, residual, epilogue, timeout_s, asked)
 
 
-def _reducescatter(x, group: Group, axis, algorithm, codec, residual, epilogue, timeout_s, asked: Asked):
+def _reducescatter(x, group: Group, axis, algorithm, codec, residual, epilogue, timeout_s, asked: Asked) -> Any:
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     options.check_together(NAME, codec, epilogue, residual)
     if codec is not None and algorithm != "auto":

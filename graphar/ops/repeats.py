@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -68,11 +69,11 @@ _NOWHERE = Nowhere()
 def repeated(
     op: str,
     group: Group,
-    tensors: Tensors,
+    tensors: tuple,
     options: tuple,
     epilogue: object = None,
-    out: torch.Tensor | None = None,
-):
+    out: object = None,
+) -> Any:
     """Returns the result of a call that repeats an earlier one; None, if there is none that it can repeat.
 
     ``tensors`` are those of one rank in the order of the work's operands, without those of the epilogue. ``options`` is
