@@ -7,10 +7,16 @@ import itertools
 import math
 from typing import NamedTuple
 
-from graphar.numerics.partitions import split
-from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
+import torch
+
+from graphar.errors import Reason
+from graphar.numerics.codecs import codec as codec_of_text
+from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, split
+from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that, with_kernels
 from graphar.plan.best_tile import GATHERED, Kind, Shape, best_tile
 from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul
+from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES
+from graphar.plan.slices import rows_a_launch
 from graphar.plan.tables import Table
 from graphar.plan.tiles import (
     PARTIAL_TILES,
@@ -20,6 +26,7 @@ from graphar.plan.tiles import (
     SkinnyTile,
     narrow,
     skinny_tile,
+    travels_in_tiles,
 )
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
 
@@ -146,6 +153,40 @@ def _fills_waves(policy: MatmulPolicy, columns: int, chip: Chip) -> bool:
     blocks, room = -(-columns // SkinnyTile.columns), chip.shared_blocks()
     waves = -(-blocks // room)
     return waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
+
+
+def may_take_one_kernel(work: Product, dtype: torch.dtype) -> bool:
+    """Whether some chip has a kernel that multiplies and sums ``work``, whose result has ``dtype``."""
+    if work.norm or work.partition not in ("auto", "tiles", BATCH_INVARIANT, TP_INVARIANT):
+        return False
+    if work.columns % COLUMNS or dtype not in MATMUL_TYPES or (work.scales and work.codec):
+        return False
+    return not work.codec or travels_in_tiles(codec_of_text(work.codec), work.columns)
+
+
+def takes_one_kernel(work: Product, policy: MatmulPolicy, chip: Chip, world_size: int) -> bool:
+    """Whether one kernel multiplies and sums: it can, and the call asks for it, or it was measured to be faster."""
+    if why_not_columns(work, chip, world_size):
+        return False
+    if work.partition == "tiles":
+        return True
+    shape, scattered = (sum(work.parts), work.columns), work.scattered or work.epilogue is not None
+    sent = work.codec, sent_itemsize(work), work.scales
+    return prefers_tiles(policy, chip, world_size, *shape, scattered, *sent)
+
+
+def why_not_columns(work: Product, chip: Chip, world_size: int) -> Reason | None:
+    """Returns why no kernel sums tiles of such columns; the same on every rank."""
+    if chip.arch != MATMUL_ARCH:
+        return f"a rank's device is not of {MATMUL_ARCH}"
+    if summed_rows_a_launch(work, world_size) < 4 * MATMUL_BOX_ROWS:
+        return f"{work.columns} columns are too many for its scratch"
+    return None
+
+
+def summed_rows_a_launch(work: Product, world_size: int) -> int:
+    """Returns how many rows of each rank's part one launch sums. Partials take several places in the scratch."""
+    return rows_a_launch(world_size, work.columns, MATMUL_PARTIAL_PLACES if work.order == "tree" else 1)
 
 
 # ---- the tiles of fused kernels -------------------------------------------------------------------------------------

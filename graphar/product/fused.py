@@ -13,14 +13,14 @@ from graphar.errors import Reason, UnsupportedError
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
 from graphar.numerics.fp8_products import Scales
-from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
+from graphar.plan.algorithms import Algorithm
 from graphar.plan.best_tile import Shape, best_tile
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
-from graphar.plan.matmuls import tile_for, tiles_that_serve, tiles_to_load
+from graphar.plan.matmuls import summed_rows_a_launch, tile_for, tiles_that_serve, tiles_to_load, why_not_columns
 from graphar.plan.policy import Chip
-from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES, PACK_NBYTES
-from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices, rows_a_launch
+from graphar.plan.scratch import PACK_NBYTES
+from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
 from graphar.plan.tiles import LAYOUTS
 from graphar.plan.work import Product
 from graphar.product import scaled_gemm
@@ -40,21 +40,6 @@ from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
 from graphar.runtime.plan import Launch, Plan, Tensors
 from graphar.runtime.runner import Runner
-
-
-def why_not_columns(engine: Engine, work: Product) -> Reason | None:
-    """Returns why no kernel sums tiles of such columns; the same on every rank."""
-    columns = work.columns
-    if engine.runner.chip.arch != MATMUL_ARCH:
-        return f"a rank's device is not of {MATMUL_ARCH}"
-    if rows_a_launch(engine.world_size, columns, _places(work)) < 4 * MATMUL_BOX_ROWS:
-        return f"{columns} columns are too many for its scratch"
-    return None
-
-
-def _places(work: Product) -> int:
-    """Returns how many places in the scratch a box of a rank's product takes on its way."""
-    return MATMUL_PARTIAL_PLACES if work.order == "tree" else 1
 
 
 def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Tile, work: Product) -> list[dict]:
@@ -268,9 +253,9 @@ class Summed(FusedMatmul):
     """
 
     def _cut(self, work: Product) -> list[Slice]:
-        if reason := why_not_columns(self._engine, work):
+        if reason := why_not_columns(work, self._runner.chip, self._engine.world_size):
             raise UnsupportedError(f"{work.op}: {reason}")
-        return row_slices(work.parts, rows_a_launch(self._engine.world_size, work.columns, _places(work)))
+        return row_slices(work.parts, summed_rows_a_launch(work, self._engine.world_size))
 
     def _tiles_to_load(self) -> tuple[Tile, ...]:
         return (self._tile,) if self._tile else super()._tiles_to_load()

@@ -6,18 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.leaf_tree import LEAVES
-from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
-from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import FALLBACK
-from graphar.plan.matmuls import COLUMNS, fused_algorithm, prefers_tiles, sent_itemsize
+from graphar.plan.matmuls import fused_algorithm, may_take_one_kernel, takes_one_kernel
 from graphar.plan.select import has_norm_kernel
-from graphar.plan.tiles import travels_in_tiles
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import gathers
-from graphar.product.fused import fused_matmul, why_not_columns
+from graphar.product.fused import fused_matmul
 from graphar.product.multiply.choice import choose, step_of
 from graphar.product.operands import operands_of, with_bias_in_epilogue
 from graphar.product.then import Then, after
@@ -33,15 +29,14 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
     work = call.work
     if engine.world_size == 1 and work.order == "tree" and not (work.epilogue or work.norm):
         return _of_one_rank(engine, work)
-    out, row_nbytes = ranks[0].outputs[0], work.columns * call.dtype.itemsize
-    if takes_tiles(engine, call, out):
-        return _fused(engine, call)
-    if work.norm and work.order == "rank" and sum(work.parts) and has_norm_kernel(row_nbytes):
-        summed = call._replace(work=work._replace(op=work.summing_op, norm=None))
-        if takes_tiles(engine, summed, out):
-            for own in ranks:  # loading beside a kernel that waits for other ranks could hang
-                residual_norm.load(own.inputs[0].device.index, call.dtype)
-            return _then_normed(_fused(engine, summed), work)
+    row_nbytes, summed = work.columns * call.dtype.itemsize, call._replace(work=work.without_norm)
+    can_norm = work.order == "rank" and sum(work.parts) and has_norm_kernel(row_nbytes)
+    if (can_norm or not work.norm) and takes_tiles(engine, summed, ranks[0].outputs[0]):
+        if not work.norm:
+            return _fused(engine, call)
+        for own in ranks:  # loading beside a kernel that waits for other ranks could hang
+            residual_norm.load(own.inputs[0].device.index, call.dtype)
+        return _then_normed(_fused(engine, summed), work)
     return Then(engine, with_bias_in_epilogue(call), ranks[0]).plan(ranks)
 
 
@@ -51,30 +46,12 @@ def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
     ``out`` is a tensor with the device and the dtype of the result. It depends only on facts that ranks share. K and
     the memory layout of the operands may differ between ranks.
     """
-    work = call.work
-    if work.norm or work.partition not in ("auto", "tiles", BATCH_INVARIANT, TP_INVARIANT) or not out.is_cuda:
-        return False
-    if work.columns % COLUMNS or out.dtype not in MATMUL_TYPES or (work.scales and work.codec):
-        return False
-    if work.codec and not travels_in_tiles(codec_of_text(work.codec), work.columns):
+    if not out.is_cuda or not may_take_one_kernel(call.work, out.dtype):
         return False
     with engine.keeping_failure():
-        if engine.why_no_kernel(work.op, out) or why_not_columns(engine, work):
+        if engine.why_no_kernel(call.op, out):
             return False
-    if work.partition == "tiles":
-        return True
-    scattered = work.scattered or work.epilogue is not None
-    return prefers_tiles(
-        engine.table.matmul,
-        engine.runner.chip,
-        engine.world_size,
-        sum(work.parts),
-        work.columns,
-        scattered,
-        work.codec,
-        sent_itemsize(work),
-        work.scales,
-    )
+    return takes_one_kernel(call.work, engine.table.matmul, engine.runner.chip, engine.world_size)
 
 
 def _fused(engine: Engine, call: Call[Product]) -> Plan:

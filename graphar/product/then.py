@@ -48,9 +48,9 @@ class Then:
         self._in_place = not (work.scattered or work.norm or work.order == "tree")
         k = own.inputs[1].shape[1]
         algorithm = beside.algorithm if self._in_place else "auto"
-        self._alone = [self._taking(panel, k) for panel in self._panels]
+        whole = Panel(tuple([slice(0, rows) for rows in parts]), slice(0, work.columns))
+        self._whole, *self._alone = [self._taking(panel, k) for panel in (whole, *self._panels)]
         self._beside = [one._replace(algorithm=algorithm, blocks=self._blocks) for one in self._alone]
-        self._whole = self._taking(Panel(tuple([slice(0, rows) for rows in parts]), slice(0, work.columns)), k)
 
     def _taking(self, panel: Panel, k: int) -> Call:
         """Returns the call that takes the products of a panel."""

@@ -184,7 +184,7 @@ def test_ranks_agree_on_what_serves(archs, columns, reason):
     ranks = Ranks(2)
     ranks.runner.chip = Chip.in_common(Chip(SMS, arch) for arch in archs)
 
-    assert fused.why_not_columns(ranks, Product(MATMUL_ALLREDUCE, (), columns)) == reason
+    assert matmuls.why_not_columns(Product(MATMUL_ALLREDUCE, (), columns), ranks.runner.chip, 2) == reason
 
 
 def bound(op, rows, columns, codec="", ranks=None):
