@@ -47,9 +47,14 @@ _SMALLER = (
 )
 
 
-WHOLE = True  # whether mistakes are made that no change has to do with
+WHOLE = True  # whether all is run, mistakes that no change has to do with among it
 BUILT = {"kernels": set(), "choices": set(), "mistakes": set()}  # the names of programs, by what they run
 _KNOWN: dict[Mutation, tuple[Mutation, ...]] = {}  # a mistake, and those that share its program
+
+
+def seeds(count: int, share: int = 2) -> range:
+    """So many seeds; without WHOLE a share of them."""
+    return range(count if WHOLE else -(-count // share))
 
 
 def known(files: Sequence[str], *tables: Iterable) -> None:

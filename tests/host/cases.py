@@ -164,6 +164,13 @@ class Kernels:
         return at * len(WAYS[self.algorithm].variants)
 
 
+def world_sizes_of(algorithm: Algorithm, sanitizer: str) -> tuple[int, ...]:
+    """The numbers of ranks whose threads a sanitizer can take. A block of two_shot_tma has 320."""
+    most = {"plain": 8, "thread": 5, "address": 8}[sanitizer]
+    most = 3 if algorithm is Algorithm.TWO_SHOT_TMA and sanitizer != "plain" else most
+    return tuple(size for size in WORLD_SIZES if size <= most)
+
+
 def dtypes_of(algorithm: Algorithm) -> tuple[torch.dtype, ...]:
     return algorithm.row.dtypes
 

@@ -70,7 +70,9 @@ def _kernels(algorithm: Algorithm, world_size: int, sanitizer: str) -> Kernels:
     dtypes, others = dtypes_of(algorithm), other_world_sizes(algorithm)
     if world_size in others:
         return Kernels(algorithm, others, dtypes[:1])
-    return Kernels(algorithm, cases.WORLD_SIZES, dtypes if sanitizer == "plain" else dtypes[:1])
+    return Kernels(
+        algorithm, cases.world_sizes_of(algorithm, sanitizer), dtypes if sanitizer == "plain" else dtypes[:1]
+    )
 
 
 def _norms(algorithm: Algorithm, world_size: int) -> Norms:

@@ -18,7 +18,7 @@ from graphar.runtime.catalogue import KERNELS, kernel_source
 from graphar.simulator.build import Mutation
 from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from tests.cases import bit_patterns, normal, same_bits
-from tests.host.build import build, known
+from tests.host.build import build, known, seeds
 from tests.host.cases import WAYS, scratch_of
 
 pytestmark = pytest.mark.host
@@ -59,12 +59,20 @@ def variants(algorithm: Algorithm) -> tuple[str | None, ...]:
     return WAYS[algorithm].variants
 
 
+def expressions_of(sanitizer: str) -> tuple:
+    return (*EXACT, NEAR) if sanitizer == "plain" else EXACT
+
+
+def world_sizes_of(sanitizer: str) -> tuple[int, ...]:
+    return WORLD_SIZES[:1] if sanitizer == "address" else WORLD_SIZES
+
+
 def program(algorithm: Algorithm, dtypes, sanitizer: str, mutation: Mutation | None = None):
     sources = [
         kernel_source(algorithm, dtype, world_size, variant, generate(*expression))
         for dtype in dtypes
-        for world_size in WORLD_SIZES
-        for expression in (*EXACT, NEAR)
+        for world_size in world_sizes_of(sanitizer)
+        for expression in expressions_of(sanitizer)
         for variant in variants(algorithm)
     ]
     return build(tuple(sources), sanitizer, mutation)
@@ -124,8 +132,8 @@ def simulate(algorithm, world_size, dtypes, dtype, sanitizer, seed, expressions,
     """What each rank got from each call, and what it must get."""
     choices = random.Random(f"{algorithm} {world_size} {dtype} {seed}")
     drawn = [draw_call(algorithm, world_size, dtype, choices.choice(expressions), choices) for _ in range(CALLS)]
-    each = (len(EXACT) + 1) * len(variants(algorithm))
-    first = (dtypes.index(dtype) * len(WORLD_SIZES) + WORLD_SIZES.index(world_size)) * each
+    each, world_sizes = len(expressions_of(sanitizer)) * len(variants(algorithm)), world_sizes_of(sanitizer)
+    first = (dtypes.index(dtype) * len(world_sizes) + world_sizes.index(world_size)) * each
     needs = scratch_of(algorithm, world_size)
     made = program(algorithm, dtypes, sanitizer, mutation)
     outcomes = Simulation(made, algorithm, world_size, needs, first, seed).run([call for call, _ in drawn])
@@ -140,7 +148,7 @@ def simulate(algorithm, world_size, dtypes, dtype, sanitizer, seed, expressions,
 def cases():
     for algorithm in ALGORITHMS:
         for sanitizer in ("plain", "thread", "address"):
-            for world_size in WORLD_SIZES[:1] if sanitizer == "address" else WORLD_SIZES:
+            for world_size in world_sizes_of(sanitizer):
                 yield algorithm, sanitizer, world_size
 
 
@@ -148,7 +156,7 @@ def cases():
 def test_exact_expressions_give_the_specifications_bits(algorithm, sanitizer, world_size):
     dtypes = tuple(TYPE_NAMES) if sanitizer == "plain" else (BF16,)
     for dtype in dtypes:
-        for seed in range(4 if sanitizer == "plain" else 2):
+        for seed in seeds(4 if sanitizer == "plain" else 2):
             results = simulate(algorithm, world_size, dtypes, dtype, sanitizer, seed, range(len(EXACT)))
             assert [same_bits(mine, total) for mine, total in results] == [0] * len(results), f"{dtype}, seed {seed}"
 

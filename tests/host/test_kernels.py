@@ -11,13 +11,11 @@ import pytest
 
 from graphar.plan.algorithms import Algorithm
 from tests.host.build import build
-from tests.host.cases import ALGORITHMS, WAYS, WORLD_SIZES, Kernels, differences, draw, dtypes_of, simulate
+from tests.host.cases import ALGORITHMS, WAYS, Kernels, differences, draw, dtypes_of, simulate, world_sizes_of
 
 pytestmark = pytest.mark.host
 
-# A block of two_shot_tma has 320 threads, which makes a run ten times as long, and more than ThreadSanitizer can take.
-_LARGE = Algorithm.TWO_SHOT_TMA
-MOST_RANKS = {"plain": 8, "thread": 5, "address": 8}
+_LARGE = Algorithm.TWO_SHOT_TMA  # of which a run takes ten times as long
 SEEDS = {"plain": 8, "thread": 6, "address": 3}
 SEEDS_OF_LARGE = {"plain": 2, "thread": 1, "address": 1}
 SEEDS_OF_OTHER_DTYPES = 3
@@ -27,10 +25,8 @@ SEEDS_IN_TILES = {"plain": 3, "thread": 2, "address": 1}  # whole warps, and a r
 def runs():
     for algorithm in ALGORITHMS:
         for sanitizer in SEEDS:
-            for world_size in WORLD_SIZES:
-                most = 3 if algorithm is _LARGE and sanitizer != "plain" else MOST_RANKS[sanitizer]
-                if world_size <= most:
-                    yield algorithm, sanitizer, world_size
+            for world_size in world_sizes_of(algorithm, sanitizer):
+                yield algorithm, sanitizer, world_size
 
 
 def seeds_of(algorithm: Algorithm, sanitizer: str, asked: str | None, whole: bool) -> range:
@@ -46,7 +42,7 @@ def seeds_of(algorithm: Algorithm, sanitizer: str, asked: str | None, whole: boo
 @pytest.mark.parametrize(("algorithm", "sanitizer", "world_size"), list(runs()))
 def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_size, request, whole):
     dtypes = dtypes_of(algorithm) if sanitizer == "plain" else dtypes_of(algorithm)[:1]
-    kernels = Kernels(algorithm, WORLD_SIZES, dtypes)
+    kernels = Kernels(algorithm, world_sizes_of(algorithm, sanitizer), dtypes)
     program = build(kernels.sources(), sanitizer)
     seeds = seeds_of(algorithm, sanitizer, request.config.getoption("--seeds"), whole)
     for seed in seeds:
@@ -60,7 +56,7 @@ def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_siz
 @pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT_PUSH, Algorithm.TWO_SHOT_LOSSLESS])  # in packs, and in tiles
 def test_tensors_aligned_to_half_a_pack_are_accessed_by_elements(algorithm):
     dtype = dtypes_of(algorithm)[0]
-    kernels = Kernels(algorithm, WORLD_SIZES, (dtype,))
+    kernels = Kernels(algorithm, world_sizes_of(algorithm, "address"), (dtype,))
     drawn = draw(algorithm, 2, dtype, 0, 2)
     calls = [replace(call, offset=8) for call in drawn.calls]
 

@@ -19,7 +19,7 @@ from graphar.runtime.catalogue import NORM_KERNELS, kernel_source
 from graphar.simulator.build import Mutation
 from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from tests.cases import bit_patterns, normal, same_bits
-from tests.host.build import NORM_SLOTS, build, known
+from tests.host.build import NORM_SLOTS, build, known, seeds
 from tests.host.cases import scratch_of
 
 pytestmark = pytest.mark.host
@@ -219,7 +219,7 @@ def cases():
 def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_size, few_slots):
     norms = Norms(algorithm, tuple(TYPE_NAMES) if sanitizer == "plain" else (torch.bfloat16,))
     for dtype in norms.dtypes:
-        for seed in range(4 if sanitizer == "plain" else 2):
+        for seed in seeds(4 if sanitizer == "plain" else 2):
             found = list(simulate(norms, world_size, dtype, sanitizer, seed))
             assert found == [0] * CALLS * world_size, f"{dtype}, seed {seed}"
 
@@ -272,7 +272,7 @@ IN_FP8 = (
 def test_fp8_has_the_specifications_bits(norms, sanitizer, few_slots):
     (world_size,) = norms.world_sizes
     for dtype in norms.dtypes:
-        for seed in range(4 if sanitizer == "plain" else 2):
+        for seed in seeds(4 if sanitizer == "plain" else 2):
             found = list(simulate(norms, world_size, dtype, sanitizer, seed))
             assert found == [0] * CALLS * world_size, f"{dtype}, seed {seed}"
 

@@ -23,7 +23,7 @@ from graphar.simulator.build import Mutation
 from graphar.simulator.simulation import Call
 from tests.changes import included
 from tests.host import matmul_mistakes, scaled_mistakes, summed_mistakes
-from tests.host.build import known
+from tests.host.build import known, seeds
 from tests.host.mutant import notices
 from tests.host.products import (
     BF16,
@@ -120,19 +120,19 @@ every_tile = pytest.mark.parametrize("tile", [*TILES, *LEAF_TILES, *SPLIT_TILES]
 every_scaled_tile = pytest.mark.parametrize("tile", SCALED_TILES, ids=str)
 
 
-def expect_no_faults(products: Products, seeds: int, whole: bool = True) -> None:
-    for seed in range(seeds if whole else (seeds + 2) // 3):
+def expect_no_faults(products: Products, most_seeds: int) -> None:
+    for seed in seeds(most_seeds, share=3):
         assert products.faults(seed) == [], seed
 
 
 @pytest.mark.host
 @pytest.mark.parametrize("sanitizer", SEEDS)
 @every_tile
-def test_integers_give_the_exact_result(tile, sanitizer, whole):
+def test_integers_give_the_exact_result(tile, sanitizer):
     kinds = of_one_rank(tile)
     kinds = kinds if sanitizer == "plain" else kinds[:1]  # what orders accesses does not depend on the others
 
-    expect_no_faults(Products(None, kinds, 1, sanitizer, calls=len(kinds)), SEEDS[sanitizer], whole)
+    expect_no_faults(Products(None, kinds, 1, sanitizer, calls=len(kinds)), SEEDS[sanitizer])
 
 
 @pytest.mark.host
@@ -146,11 +146,11 @@ def test_random_data_are_added_in_the_order_of_the_specification(tile):
 @pytest.mark.host
 @pytest.mark.parametrize("sanitizer", SEEDS)
 @every_scaled_tile
-def test_integers_with_scales_give_the_exact_result(tile, sanitizer, whole):
+def test_integers_with_scales_give_the_exact_result(tile, sanitizer):
     results = (BF16, FP16, FP32) if sanitizer == "plain" else (BF16,)
     kinds = tuple(Kind(tile, scales=form, result=result) for result in results for form in SCALE_FORMATS)
 
-    expect_no_faults(Products(None, kinds, 1, sanitizer, calls=len(kinds)), SEEDS[sanitizer], whole)
+    expect_no_faults(Products(None, kinds, 1, sanitizer, calls=len(kinds)), SEEDS[sanitizer])
 
 
 @pytest.mark.host
@@ -229,24 +229,24 @@ INT8, INT3, FP8_IN_64 = Codec(8), Codec(3, 64, scale_dtype=torch.float32), Codec
 every_summed = pytest.mark.parametrize("algorithm", SUMMED)
 
 
-def runs(algorithms, kinds, seeds: dict, then=None):
+def runs(algorithms, kinds, most_seeds: dict, then=None):
     """A test's parameters: products, and seeds by sanitizer and ranks. ``kinds``, or a function of the ranks."""
-    for algorithm, ((sanitizer, world_size), count) in itertools.product(algorithms, seeds.items()):
+    for algorithm, ((sanitizer, world_size), count) in itertools.product(algorithms, most_seeds.items()):
         these = kinds(world_size) if callable(kinds) else kinds
         made = Products(algorithm, these, world_size, sanitizer, then)
         yield pytest.param(made, count, id=f"{algorithm}-{sanitizer}-{world_size}")
 
 
 def in_a_row(*given):
-    return pytest.mark.parametrize(("products", "seeds"), [one for several in given for one in runs(*several)])
+    return pytest.mark.parametrize(("products", "most_seeds"), [one for several in given for one in runs(*several)])
 
 
 @pytest.mark.host
 @in_a_row((SUMMED, kinds_of(SUMMED_TILES), {("plain", 2): 4, ("plain", 3): 4, ("plain", 4): 2, ("thread", 2): 1}))
-def test_tiles_give_the_sum_of_what_all_ranks_round(products, seeds, whole):
-    few = whole or products.sanitizer == "plain"
+def test_tiles_give_the_sum_of_what_all_ranks_round(products, most_seeds, whole):
+    every = whole or products.sanitizer == "plain"
 
-    expect_no_faults(products if few else replace(products, kinds=products.kinds[::2]), seeds, whole)
+    expect_no_faults(products if every else replace(products, kinds=products.kinds[::2]), most_seeds)
 
 
 @pytest.mark.host
@@ -256,8 +256,8 @@ def test_tiles_give_the_sum_of_what_all_ranks_round(products, seeds, whole):
     (SUMMED, CODED, {("plain", 3): 4, ("thread", 2): 1}, INT3),
     (SUMMED, CODED, {("plain", 5): 2}, FP8_IN_64),
 )
-def test_codes_give_what_a_matmul_and_a_collective_with_the_codec_do(products, seeds, whole):
-    expect_no_faults(products, seeds, whole)
+def test_codes_give_what_a_matmul_and_a_collective_with_the_codec_do(products, most_seeds):
+    expect_no_faults(products, most_seeds)
 
 
 @pytest.mark.host
@@ -268,8 +268,8 @@ def test_codes_give_what_a_matmul_and_a_collective_with_the_codec_do(products, s
         {("plain", 2): 4, ("plain", 4): 3, ("plain", 8): 2, ("thread", 2): 1},
     )
 )
-def test_partials_are_added_as_a_tree(products, seeds, whole):
-    expect_no_faults(products, seeds, whole)
+def test_partials_are_added_as_a_tree(products, most_seeds):
+    expect_no_faults(products, most_seeds)
 
 
 SCALED = kinds_of(SUMMED_SCALED_TILES, scales=SCALE_FORMATS)
@@ -281,8 +281,8 @@ SCALED = kinds_of(SUMMED_SCALED_TILES, scales=SCALE_FORMATS)
     ((REDUCE,), SCALED, {("thread", 2): 1}),
     ((SCATTER,), SCALED, {("address", 2): 1}),
 )
-def test_tiles_with_scales_give_the_sum_of_what_all_ranks_round(products, seeds, whole):
-    expect_no_faults(products, seeds, whole)
+def test_tiles_with_scales_give_the_sum_of_what_all_ranks_round(products, most_seeds):
+    expect_no_faults(products, most_seeds)
 
 
 @pytest.mark.host
@@ -302,16 +302,16 @@ def test_tiles_with_scales_give_the_sum_of_what_all_ranks_round(products, seeds,
     ((ONE_SHOT,), kinds_of(SKINNY_TILES, scales=SCALE_FORMATS), {("thread", 2): 1}),
     ((TWO_SHOT,), kinds_of(SKINNY_TILES, scales=SCALE_FORMATS), {("address", 2): 1}),
 )
-def test_few_rows_give_the_bits_of_the_specification(products, seeds, whole):
-    expect_no_faults(products, seeds, whole)
+def test_few_rows_give_the_bits_of_the_specification(products, most_seeds):
+    expect_no_faults(products, most_seeds)
 
 
 @pytest.mark.host
 @in_a_row(((GATHER,), kinds_of(GATHERED_TILES), {("plain", 2): 4, ("plain", 3): 4, ("plain", 4): 4, ("thread", 2): 1}))
-def test_gathered_rows_are_multiplied_and_returned(products, seeds, whole):
-    few = whole or products.sanitizer == "plain"
+def test_gathered_rows_are_multiplied_and_returned(products, most_seeds, whole):
+    every = whole or products.sanitizer == "plain"
 
-    expect_no_faults(products if few else replace(products, kinds=products.kinds[::2]), seeds, whole)
+    expect_no_faults(products if every else replace(products, kinds=products.kinds[::2]), most_seeds)
 
 
 OF_GATHERED = kinds_of(GATHERED_SCALED_TILES, scales=SCALE_FORMATS)
@@ -322,8 +322,8 @@ OF_GATHERED = kinds_of(GATHERED_SCALED_TILES, scales=SCALE_FORMATS)
     ((GATHER,), OF_GATHERED, {("plain", 2): 4, ("plain", 3): 4, ("plain", 4): 4, ("plain", 8): 4}),
     ((GATHER,), OF_GATHERED, {("thread", 2): 1, ("address", 2): 1}),
 )
-def test_gathered_rows_are_multiplied_and_returned_with_their_scales(products, seeds, whole):
-    expect_no_faults(products, seeds, whole)
+def test_gathered_rows_are_multiplied_and_returned_with_their_scales(products, most_seeds):
+    expect_no_faults(products, most_seeds)
 
 
 @pytest.mark.host
@@ -337,7 +337,7 @@ def test_random_gathered_rows_with_scales_have_the_bits_of_the_specification():
 @pytest.mark.host
 @every_summed
 @pytest.mark.parametrize(
-    ("kind", "world_size", "seeds"),
+    ("kind", "world_size", "most_seeds"),
     [
         (Kind(SUMMED_TILES[2]), 3, 1),
         (Kind(partial_tiles(4)[2]), 4, 2),
@@ -345,8 +345,8 @@ def test_random_gathered_rows_with_scales_have_the_bits_of_the_specification():
     ],
     ids=["rounded", "partials", "scales"],
 )
-def test_an_epilogue_is_applied_to_each_sum_in_its_place(algorithm, kind, world_size, seeds):
-    expect_no_faults(Products(algorithm, (kind,), world_size, then=EPILOGUE), seeds)
+def test_an_epilogue_is_applied_to_each_sum_in_its_place(algorithm, kind, world_size, most_seeds):
+    expect_no_faults(Products(algorithm, (kind,), world_size, then=EPILOGUE), most_seeds)
 
 
 @pytest.mark.host
@@ -422,7 +422,7 @@ def test_the_text_of_a_mistake_stands_in_one_of_its_kernels_files(products, what
 @pytest.mark.host
 @every_mistake
 def test_a_mistake_is_noticed(products, what):
-    (calls, seeds), mutation = OF_RANKS if products.algorithm else ALONE, mutation_of(products, what)
+    (calls, most_seeds), mutation = OF_RANKS if products.algorithm else ALONE, mutation_of(products, what)
     few = replace(products, calls=calls)
 
-    assert any(notices(functools.partial(few.faults, seed, mutation)) for seed in range(seeds))
+    assert any(notices(functools.partial(few.faults, seed, mutation)) for seed in range(most_seeds))
