@@ -20,7 +20,7 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.fp8_products import BLOCK, FP8, Scales
-from graphar.numerics.leaf_tree import LEAF_UNIT
+from graphar.numerics.leaf_tree import LEAF_UNIT, LEAVES
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES, SENTINEL, SIGNAL_PAD_NBYTES, Scratch, gathered_flags
@@ -448,6 +448,16 @@ class Products:
 def alone(tile: MatmulTile, scales: str = UNSCALED, result: torch.dtype = BF16, **more) -> Products:
     """A matmul of one rank with this tile."""
     return Products(None, (Kind(tile, scales=scales, result=result),), **more)
+
+
+def partial_tiles(world_size: int) -> tuple[MatmulTile, ...]:
+    sizes = ((64, 64, 2), (64, 128, 2, 2), (128, 64, 2), (128, 128, 2))
+    return tuple(MatmulTile(*size, whole=True, leaves=LEAVES // world_size, partials=True) for size in sizes)
+
+
+def partial_skinny_tiles(world_size: int) -> tuple[SkinnyTile, ...]:
+    """With one of rounded packs, which use the same scratch."""
+    return SKINNY_TILES[0], *(replace(one, leaves=LEAVES // world_size, partials=True) for one in SKINNY_TILES)
 
 
 def of_ranks(algorithm: Algorithm, world_size: int, sanitizer: str = "plain") -> Products:

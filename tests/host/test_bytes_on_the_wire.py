@@ -11,13 +11,22 @@ import torch
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
-from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.runtime.catalogue import kernel_source
 from graphar.simulator.simulation import Call, Outcome, Simulation
 from tests.host import cases
 from tests.host.build import build
 from tests.host.cases import scratch_of
-from tests.host.products import REDUCE, SCATTER, Kind, Operands, Products, packed
+from tests.host.products import (
+    REDUCE,
+    SCATTER,
+    Kind,
+    Operands,
+    Products,
+    kinds_of,
+    packed,
+    partial_skinny_tiles,
+    partial_tiles,
+)
 
 pytestmark = pytest.mark.host
 
@@ -54,13 +63,13 @@ def test_a_sum_of_partials_sends_each_to_its_owner_and_its_rounded_sum_back(algo
     assert found == numel * (world_size - 1) * nbytes * (world_size if algorithm == "one_shot_push" else 1)
 
 
-def bytes_of_ones(products: Products, m: int, counts: tuple[int, ...], received: int) -> int:
+def bytes_of_ones(products: Products, tile, m: int, counts: tuple[int, ...], received: int) -> int:
     """The bytes that ranks send for a product of ones with ``m`` rows, of which each receives some."""
-    world_size, tile, k = products.world_size, products.kinds[0].tile, 64 * LEAVES // products.world_size
+    world_size, k = products.world_size, 64 * LEAVES // products.world_size
     a, w, bias = (torch.ones(shape, dtype=products.dtype) for shape in ((m, k), (N, k), (N,)))
     shape, x = Config(products.algorithm, 1, tile.threads), packed(Operands(a, w, bias, None), m, group_rows=1)
-    call = Call(0, shape, [x] * world_size, counts, (2 * received * N,) * world_size)
-    return sent(products.run([call], 0))
+    kernel, results = products.fitting.index(Kind(tile)), (2 * received * N,) * world_size
+    return sent(products.run([Call(kernel, shape, [x] * world_size, counts, results)], 0))
 
 
 @every_world_size
@@ -70,9 +79,10 @@ def bytes_of_ones(products: Products, m: int, counts: tuple[int, ...], received:
     ids=lambda one: str(one),
 )
 def test_a_skinny_matmul_sends_as_much(algorithm, nbytes, world_size):
-    m, tile = 8, SkinnyTile(8, 2, 1, LEAVES // world_size, True)
+    tiles = partial_skinny_tiles(world_size)
+    m, products = 8, Products(algorithm, kinds_of(tiles), world_size)
 
-    found = bytes_of_ones(Products(algorithm, (Kind(tile),), world_size), m, (m * N,), m)
+    found = bytes_of_ones(products, tiles[1], m, (m * N,), m)
 
     # A sum of 8 columns is one pack, of whose partials each rank sends two.
     assert found == m * N * (world_size - 1) * nbytes * (world_size if algorithm == "matmul_one_shot" else 1)
@@ -81,9 +91,9 @@ def test_a_skinny_matmul_sends_as_much(algorithm, nbytes, world_size):
 @every_world_size
 @pytest.mark.parametrize(("algorithm", "nbytes"), [(SCATTER, PARTIAL), (REDUCE, PARTIAL + ROUNDED)], ids=str)
 def test_tiles_send_as_much(algorithm, nbytes, world_size):
-    rows, tile = 64, MatmulTile(64, 64, 2, whole=True, leaves=LEAVES // world_size, partials=True)
-    products, counts = Products(algorithm, (Kind(tile),), world_size), (rows,) * world_size
+    rows, counts, (tile, *others) = 64, (64,) * world_size, partial_tiles(world_size)
+    products = Products(algorithm, kinds_of((tile, *others)), world_size)
 
-    found = bytes_of_ones(products, sum(counts), counts, rows if algorithm is SCATTER else sum(counts))
+    found = bytes_of_ones(products, tile, sum(counts), counts, rows if algorithm is SCATTER else sum(counts))
 
     assert found == rows * world_size * N * (world_size - 1) * nbytes

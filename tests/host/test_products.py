@@ -5,18 +5,20 @@ The GPU tests of tests/matmul test what needs a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import operator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from graphar.numerics.codecs import FP8, Codec
-from graphar.numerics.leaf_tree import LEAF_UNIT, LEAVES
+from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.config import Config
-from graphar.plan.tiles import MatmulTile, SkinnyTile
+from graphar.plan.tiles import MatmulTile
 from graphar.runtime.catalogue import SCALE_FORMATS, SKINNY_KERNELS
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation
@@ -46,6 +48,8 @@ from tests.host.products import (
     alone,
     kinds_of,
     packed,
+    partial_skinny_tiles,
+    partial_tiles,
 )
 
 ONE_SHOT, TWO_SHOT = Algorithm.MATMUL_ONE_SHOT, Algorithm.MATMUL_TWO_SHOT
@@ -90,16 +94,6 @@ SUMMED_SCALED_TILES = tuple(
     MatmulTile(*size, whole=True) for size in ((64, 64, 2), (64, 128, 2, 2), (128, 64, 2), (128, 128, 2), (128, 192, 2))
 )
 GATHERED_SCALED_TILES = (MatmulTile(64, 64, 2), MatmulTile(128, 128, 2), MatmulTile(128, 192, 2, cluster=2))
-
-
-def partial_tiles(world_size: int) -> tuple[MatmulTile, ...]:
-    sizes = ((64, 64, 2), (64, 128, 2, 2), (128, 64, 2), (128, 128, 2))
-    return tuple(MatmulTile(*size, whole=True, leaves=LEAVES // world_size, partials=True) for size in sizes)
-
-
-def partial_skinny_tiles(world_size: int) -> tuple[SkinnyTile, ...]:
-    """With one of rounded packs, which use the same scratch."""
-    return SKINNY_TILES[0], *(replace(one, leaves=LEAVES // world_size, partials=True) for one in SKINNY_TILES)
 
 
 def of_one_rank(tile: MatmulTile) -> tuple[Kind, ...]:
@@ -397,19 +391,25 @@ def mutation_of(products: Products, what: str) -> Mutation:
     return Mutation(found[0], old, new)
 
 
-def texts_that_stand() -> dict[Products, list[Mutation]]:
-    """The mistakes of each program; those whose text stands nowhere are left to their tests."""
+def groups() -> list[dict[Mutation, None]]:
+    """The mistakes that share a program: those of the same products, and of others that have one of them.
+
+    A mistake whose text stands nowhere is left to its test.
+    """
     found = {}
     for products, what in MISTAKES:
-        try:
-            found.setdefault(products, []).append(mutation_of(products, what))
-        except ValueError:
-            continue
-    return found
+        with contextlib.suppress(ValueError):
+            found.setdefault(products, {})[mutation_of(products, what)] = None
+    joined = []
+    for mistakes in found.values():
+        apart = [one for one in joined if one.keys().isdisjoint(mistakes)]
+        near = [one for one in joined if one not in apart]
+        joined = [*apart, functools.reduce(operator.or_, near, mistakes)]
+    return joined
 
 
-for of_program in texts_that_stand().values():
-    known([], of_program)
+for group in groups():
+    known([], list(group))
 
 
 @every_mistake
