@@ -56,8 +56,5 @@ struct TwoShotLossless {
 
 template <class T, int N>
 __global__ void __launch_bounds__(512, 1) two_shot_lossless(const __grid_constant__ Arguments a) {
-  HeldCall call{};
-  TwoShotLossless<T, N> body(a, call);
-  call = begin_call(a, body.chunks);
-  run_two_shot_pipeline<N>(a, body, call);
+  run_two_shot_pipeline<N, TwoShotLossless<T, N>>(a);
 }

@@ -4,7 +4,7 @@
 //           slots of all ranks     -> sum of shard r, epilogue -> output
 //           sum of shard r         ---> slots of the all-gather on every peer   (N - 1) / N x nbytes sent, of Out
 //           slots of every peer p  -> output, shard p
-//   direct: sum of shard r         ---> output of every rank, a symmetric tensor, in place of the last two lines
+//   direct: sum of shard r         ---> output of every rank, a symmetric tensor, instead of the last two lines
 //
 // The steps, and why no slot is overwritten early, are in two_shot_pipeline.cuh, (11). Wins where two_shot_push would
 // need more scratch than it has.
@@ -90,9 +90,5 @@ struct TwoShotPipelined {
 
 template <class T, int N, bool Direct = false, class Expression = Identity, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(512, 2) two_shot_pipelined(const __grid_constant__ Arguments a) {
-  HeldCall call{};
-  TwoShotPipelined<T, N, Direct, Expression, Order, Out> body(a, call);
-  call = begin_call(a, body.chunks);
-  release_next_kernel();
-  run_two_shot_pipeline<N>(a, body, call);
+  run_two_shot_pipeline<N, TwoShotPipelined<T, N, Direct, Expression, Order, Out>, true>(a);
 }

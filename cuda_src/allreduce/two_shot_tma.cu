@@ -78,7 +78,7 @@ struct TwoShotTma {
   __device__ int peer(int hop) const { return (a.rank + hop) % N; }
   __device__ Pack* stage(int hop) const { return stages + (hop - 1) * a.capacity; }
   __device__ Pack* sum_stage() const { return stages + (N - 1) * a.capacity; }
-  __device__ WarpSignals signals(Shot shot) const { return {shot * max_channels + channel, base}; }
+  __device__ Signals<true> signals(Shot shot) const { return {shot * max_channels + channel, base}; }
 
   // Waits for another warp of this channel. If a wait for a peer expires, `a.abort` is set, and this wait ends too.
   __device__ bool wait(const Mbarrier& barrier, u32 phase) const {
@@ -109,7 +109,7 @@ struct TwoShotTma {
     fence_async_proxy_global();  // and the kernel before may have written the input
     if (chunks > 0) load(0);
     for (u32 k = 0; k < chunks; ++k) {
-      while (!progress.loaded.try_wait(k)) continue;
+      progress.loaded.wait(k);
       if (k >= tma_depth && !wait(progress.gathered[k % tma_depth], k / tma_depth - 1)) break;
       if (lane == 0) {
         fence_async_proxy_global();
@@ -131,7 +131,7 @@ struct TwoShotTma {
       if (!signals(scattered).template wait<N>(a, call, k + 1)) break;
       if (k > 0 && !wait(progress.pushed, k - 1)) break;
       const u64 at = piece(k, a.rank);
-      const auto finish = [&](u32 j, const Pack(&part)[N]) {
+      const auto store_sum = [&](u32 j, const Pack(&part)[N]) {
         const Pack sum = sum_in_rank_order<T, N>(part);
         sum_stage()[j] = sum;
         output.store(at + j, sum);
@@ -149,7 +149,7 @@ struct TwoShotTma {
             if (j + u * stride < whole(at)) part[u][r] = from[r][j + u * stride];
 #pragma unroll
         for (int u = 0; u < U; ++u)
-          if (j + u * stride < whole(at)) finish(j + u * stride, part[u]);
+          if (j + u * stride < whole(at)) store_sum(j + u * stride, part[u]);
       }
       // The packs that bulk copies cannot load: all of a misaligned input, or else its last elements.
       for (u32 j = whole(at) + warp * 32 + lane; j < size(at); j += stride) {
@@ -157,7 +157,7 @@ struct TwoShotTma {
         Pack part[N];
 #pragma unroll
         for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : from[r][j];
-        finish(j, part);
+        store_sum(j, part);
       }
       fence_async_proxy_shared();
       __syncwarp();

@@ -130,7 +130,7 @@ struct MatmulArguments {
   void* timeline = nullptr;  // of a kernel whose tile is `recorded` (timeline.cuh); else null
   // Whether the caller promises that W is constant: (26) in kernel_order.cuh. Only skinny kernels read it.
   u32 constant_weight = 0;
-  // C's first element, and the elements from the begin of a row to the next. Only split tiles read them.
+  // C's first element, and the elements from a row to the next. Only split tiles read them.
   u32 c_leading = 0;
   void* c = nullptr;
   u32 first_tile = 0, end_tile = 0;  // which tiles the grid computes, of a kernel with several leaves

@@ -5,13 +5,13 @@
 #pragma once
 #include "device/pack.cuh"
 
-// The place of an element in a tensor, seen as rows of its last dimension.
-struct Place {
+// The indices of an element in a tensor, seen as rows of its last dimension.
+struct Indices {
   u64 index, row, col;
 };
 
-// The place in the whole tensor of an element in this launch's row and column.
-__device__ __forceinline__ Place place_of(const EpilogueArguments& e, u64 row, u64 col) {
+// Those in the whole tensor of an element in this launch's row and column.
+__device__ __forceinline__ Indices indices_of(const EpilogueArguments& e, u64 row, u64 col) {
   return {(e.first_row + row) * e.pitch + e.first_col + col, e.first_row + row, e.first_col + col};
 }
 
@@ -59,7 +59,7 @@ template <class T, class Expression>
 struct Epilogue {
   static constexpr int E = elements_per_pack<T>;
   const EpilogueArguments& arguments;
-  Place place[E];
+  Indices indices[E];
   float operand[E][Expression::operands ? Expression::operands : 1];
 
   __device__ __forceinline__ Epilogue(const Arguments& a, u64 pack) : Epilogue(a, pack, a.numel, 0) {}
@@ -68,11 +68,11 @@ struct Epilogue {
   __device__ __forceinline__ Epilogue(const Arguments& a, u64 pack, u64 numel, u64 skipped) : arguments(a.epilogue) {
     const u32 count = min(numel - pack * E, u64(E));
     const u64 first = skipped + pack * E, row = first / arguments.columns;
-    Place at = place_of(arguments, row, first - row * arguments.columns);
+    Indices at = indices_of(arguments, row, first - row * arguments.columns);
     const u64 end = arguments.first_col + arguments.columns, beside = arguments.pitch - arguments.columns;
 #pragma unroll
     for (u32 e = 0; e < E; ++e) {
-      place[e] = at;
+      indices[e] = at;
 #pragma unroll
       for (float& one : operand[e]) one = 0.0f;
       if (e < count) Expression::load(arguments, at, operand[e]);
@@ -83,7 +83,7 @@ struct Epilogue {
 
   // The value for element e. An fp32 NaN becomes the canonical one here; for other types rounding does that.
   __device__ __forceinline__ float operator()(int e, float v) const {
-    const float result = Expression::value(arguments, place[e], operand[e], v);
+    const float result = Expression::value(arguments, indices[e], operand[e], v);
     return elements_per_word<T> == 1 && is_nan(result) ? __uint_as_float(0x7fffffffu) : result;
   }
 };
@@ -103,7 +103,7 @@ __device__ __forceinline__ void apply_to_rows(const EpilogueArguments& e, u32 ro
 #pragma unroll
   for (int i = 0; i < Count; ++i) {
     const u32 my_row = row + (i & 2) * 4, my_column = column + i / 4 * 8 + (i & 1);
-    const Place at = place_of(e, my_row, my_column);
+    const Indices at = indices_of(e, my_row, my_column);
     float operand[Expression::operands ? Expression::operands : 1] = {};
     if (my_row < rows && my_column < columns) Expression::load(e, at, operand);
     sums[i] = Expression::value(e, at, operand, sums[i]);

@@ -65,7 +65,7 @@ using PackOf = typename Share<elements_per_word<Out> / elements_per_word<T>>::Ty
 template <class P>
 constexpr u32 in_a_pack = sizeof(Pack) / sizeof(P);
 
-// In place of an epilogue: leaves the sum as it is. By any thread.
+// Instead of an epilogue: leaves the sum as it is. By any thread.
 struct Identity {
   __device__ __forceinline__ float operator()(int, float v) const { return v; }
 };
@@ -74,22 +74,6 @@ template <class Expression>
 constexpr bool is_identity = false;
 template <>
 constexpr bool is_identity<Identity> = true;
-
-// Internal: word w of part[0] + part[1] + ... + part[N - 1], in fp32 and in that order. An addition turns any NaN into
-// 0x7fffffff, and so does an epilogue (epilogue.cuh). So a NaN result, once rounded, is the canonical NaN of its dtype,
-// and never the sentinel (sentinel.cuh).
-template <class T, int N>
-__device__ __forceinline__ void add_in_rank_order(const Pack (&part)[N], int w, float* total) {
-  constexpr int E = elements_per_word<T>;
-  T::unpack(part[0].word[w], total);
-#pragma unroll
-  for (int r = 1; r < N; ++r) {
-    float v[E];
-    T::unpack(part[r].word[w], v);
-#pragma unroll
-    for (int e = 0; e < E; ++e) total[e] += v[e];
-  }
-}
 
 // Internal: element w of ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), the ranks' fp32 packs as a binary tree. The host's
 // order is `tree_sum` in the package's leaf_tree.py.
@@ -101,11 +85,21 @@ __device__ __forceinline__ float sum_of_tree(const Pack* part, int w) {
     return sum_of_tree<Count / 2>(part, w) + sum_of_tree<Count / 2>(part + Count / 2, w);
 }
 
-// An order in which a kernel adds word w of the ranks' packs: part[0] + part[1] + ... in fp32. By any thread.
+// An order in which a kernel adds word w of the ranks' packs: part[0] + part[1] + ... + part[N - 1] in fp32. By any
+// thread. An addition turns any NaN into 0x7fffffff, and so does an epilogue (epilogue.cuh). So a NaN result, once
+// rounded, is the canonical NaN of its dtype, and never the sentinel (sentinel.cuh).
 struct RankOrder {
   template <class T, int N>
   static __device__ __forceinline__ void add(const Pack (&part)[N], int w, float* total) {
-    add_in_rank_order<T, N>(part, w, total);
+    constexpr int E = elements_per_word<T>;
+    T::unpack(part[0].word[w], total);
+#pragma unroll
+    for (int r = 1; r < N; ++r) {
+      float v[E];
+      T::unpack(part[r].word[w], v);
+#pragma unroll
+      for (int e = 0; e < E; ++e) total[e] += v[e];
+    }
   }
 };
 

@@ -48,7 +48,7 @@ struct RmsNorm {
   const u32 thread, threads;  // of the team
   const float eps, offset;
   const WholePacks<T> residual, weight, summed, normed;
-  Words<E / 4>* const codes;        // e4m3 output, in place of `normed`
+  Words<E / 4>* const codes;        // e4m3 output, instead of `normed`
   const float* const caller_scale;  // static_fp8
   float* const scales;              // of rows or groups, written
   float given = 0;                  // one over the caller's scale
@@ -79,7 +79,7 @@ struct RmsNorm {
   }
 
   // By all threads before the first row. Call it after the first pushes, since it waits for memory.
-  __device__ __forceinline__ void begin() {
+  __device__ __forceinline__ void start() {
     if constexpr (O == static_fp8) given = __fdiv_rn(1.0f, *caller_scale);
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
@@ -88,13 +88,13 @@ struct RmsNorm {
   // not come. `then(i, r)` gets each pack of r. With `has_residual` it is `next` that gives packs of r.
   template <bool has_residual = false, class Next, class Then = Nothing>
   __device__ __forceinline__ void take(u32 row, Next next, Then then = {}) {
-    const u64 begin = u64(row) * packs;
+    const u64 start = u64(row) * packs;
     float squares[own_slots] = {};
     Pack mine{}, by{};
     if (thread < packs) by = weight.load(thread);
     for (u32 i = thread; i < packs; i += threads) {
       Pack from = {};
-      if constexpr (!has_residual) from = residual.load(begin + i);
+      if constexpr (!has_residual) from = residual.load(start + i);
       Pack sum[has_residual ? 1 : together] = {};
       if (!(comes = comes && next(has_residual ? i : sums * i, sum))) continue;
       // Chosen by value: an index known at run time only would put `squares` into local memory.
@@ -114,7 +114,7 @@ struct RmsNorm {
       }
       if (!second) squares[0] = of_slot;
       if (second) squares[own_slots - 1] = of_slot;
-      summed.store(begin + i, one);
+      summed.store(start + i, one);
       then(i, one);
       if (i == thread) mine = one;
     }
@@ -122,8 +122,8 @@ struct RmsNorm {
     if constexpr (C > 1) release_next_kernel();  // the team's only row has come: (18) in kernel_order.cuh
     if constexpr (O == like_input) {
       for (u32 i = thread; comes && i < packs; i += threads) {
-        if (i != thread) mine = summed.load(begin + i), by = weight.load(i);  // which this thread stored
-        normed.store(begin + i, round(mine, by, inverse));
+        if (i != thread) mine = summed.load(start + i), by = weight.load(i);  // which this thread stored
+        normed.store(start + i, round(mine, by, inverse));
       }
     } else {
       store_codes(row, mine, by, inverse);
@@ -145,12 +145,12 @@ struct RmsNorm {
 
   // Stores the row in e4m3. `mine` and `by` are the thread's first pack of sums and weights.
   __device__ __forceinline__ void store_codes(u32 row, const Pack& mine, const Pack& by, float inverse) {
-    const u64 begin = u64(row) * packs;
+    const u64 start = u64(row) * packs;
     const auto load = [&](u32 i, float* v) {
       if (i == thread)
         norm(mine, by, inverse, v);
       else
-        norm(summed.load(begin + i), weight.load(i), inverse, v);  // which this thread stored
+        norm(summed.load(start + i), weight.load(i), inverse, v);  // which this thread stored
     };
     if constexpr (O == grouped_fp8) return store_groups(row, load);
     float by_scale = given;
@@ -168,7 +168,7 @@ struct RmsNorm {
     for (u32 i = thread; comes && i < packs; i += threads) {
       float v[E];
       load(i, v);
-      codes[begin + i] = encode(v, by_scale);
+      codes[start + i] = encode(v, by_scale);
     }
   }
 

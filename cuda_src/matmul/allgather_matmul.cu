@@ -21,9 +21,9 @@ struct RowsOfRanks {
 };
 
 struct GatheredSharedStorage {
-  Mbarrier begun;    // phase 0: `call` is known
-  Mbarrier arrived;  // phase k: the rows of the block's k-th tile of peers' rows are here
-  Mbarrier awaited;  // phase k: the producer has waited for that. So `arrived` is at most a phase ahead.
+  Mbarrier call_known;  // phase 0: `call` has been read
+  Mbarrier arrived;     // phase k: the rows of the block's k-th tile of peers' rows are here
+  Mbarrier awaited;     // phase k: the producer has waited for that. So `arrived` is at most a phase ahead.
   Call call;
 };
 
@@ -31,18 +31,14 @@ struct GatheredSharedStorage {
 template <class Tile, class Rows>
 __device__ void begin_and_await_rows(const Rows& rows, const Arguments& a, GatheredSharedStorage& shared) {
   const bool first = threadIdx.x == 0;
-  Call call = begin_call(a);
-  read_epoch_in_warp(a, call);
-  if (!call.aborted) {
-    advance_epoch_in_warp(a, call);
-    if (blockIdx.x == 0) {
-      rows.clear_next_call(call);
-      enter<Rows::ranks>(a, call);
-    }
+  const Call call = begin_call_in_warp(a);
+  if (!call.aborted && blockIdx.x == 0) {
+    rows.clear_next_call(call);
+    enter<Rows::ranks>(a, call);
   }
   if (first) {
     shared.call = call;
-    shared.begun.arrive();
+    shared.call_known.arrive();
   }
   __syncwarp();
   bool failed = call.aborted;
@@ -54,7 +50,7 @@ __device__ void begin_and_await_rows(const Rows& rows, const Arguments& a, Gathe
     const u32 row = Rows::scaled ? min(tile.row, u32(a.count[tile.owner]) - 1) : tile.row;
     failed = failed || !rows.wait(call, tile.owner, row, Tile::rows);
     if (!first) continue;
-    while (!shared.awaited.try_wait(number - 1)) continue;
+    shared.awaited.wait(number - 1);
     shared.arrived.arrive();
     ++number;
   }
@@ -71,7 +67,7 @@ __device__ void produce(const MatmulArguments& m, const Arguments& a, const Rows
   GatheredWalk<Tile, N> walk(m, a);
   for (u32 number = 0; walk.next(tile);) {
     if (tile.owner != a.rank) {
-      while (!shared.arrived.try_wait(number)) continue;
+      shared.arrived.wait(number);
       shared.awaited.arrive();
       fence_async_proxy_global();
       ++number;
@@ -90,11 +86,11 @@ __device__ void send_and_gather(const Rows& rows, const Arguments& a, const Call
   if (a.output != nullptr) rows.gather(call, 2 * blockIdx.x + sender, 2 * gridDim.x);
 }
 
-// Adds the bias, or applies the epilogue, before the sums of a consumer's 64 rows are rounded. The places of an
+// Adds the bias, or applies the epilogue, before the sums of a consumer's 64 rows are rounded. The indices of an
 // epilogue are those in the product of all ranks' rows.
 template <class T, class Expression, int Count>
-__device__ __forceinline__ void finish(const MatmulArguments& m, const Arguments& a, const GatheredTile& tile,
-                                       u32 index, float (&sums)[Count]) {
+__device__ __forceinline__ void add_bias_or_epilogue(const MatmulArguments& m, const Arguments& a,
+                                                     const GatheredTile& tile, u32 index, float (&sums)[Count]) {
   if constexpr (is_identity<Expression>) {
     add_bias<T>(m, tile.column, sums);
   } else {
@@ -116,14 +112,14 @@ __device__ void consume(const typename Scales::Arguments& m, const Arguments& a,
   for (GatheredWalk<Tile, N> walk(m, a); walk.next(tile);) {
     float sums[Tile::columns / 2];
     if constexpr (is_scaled<Scales>) {
-      while (!ring.filled[at.place].try_wait(at.use)) continue;
+      ring.filled[at.place].wait(at.use);
       const auto of_owner = rows.of_rows(tile.owner);
       ScaledProducts<Multiplier<Operand, Tile, W>, Tile, Scales>{multiplier, of_owner, tile.row, tile.column}.multiply(
           at, sums);
     } else {
       multiplier.multiply(at, sums);
     }
-    finish<T, Expression>(m, a, tile, index, sums);
+    add_bias_or_epilogue<T, Expression>(m, a, tile, index, sums);
     tiles.store(c_maps.of[tile.owner], sums, tile.row, tile.column);
   }
   tiles.wait();
@@ -143,7 +139,7 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
       prefetch(a_maps.of[a.rank]);
       prefetch(c_maps.of[a.rank]);
     }
-    shared.begun.init(1);
+    shared.call_known.init(1);
     shared.arrived.init(1);
     shared.awaited.init(1);
     ring.init();
@@ -162,7 +158,7 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
       if (elected()) produce<Operand, Tile, N, W>(m, a, a_maps, w_map, ring, shared);
       __syncwarp();
     } else {
-      while (!shared.begun.try_wait(0)) continue;
+      shared.call_known.wait(0);
       send_and_gather(GatheredRows<Operand, N, Scales>(m, a), a, shared.call, warp - 1);
     }
   }

@@ -9,9 +9,8 @@
 // The producer runs ahead across tiles, so the next tile's operands are loaded while one is stored. A grid of any size
 // walks all tiles: the caller chooses how many SMs it takes. Products are added in the order of K, so the bits of C
 // depend on A and W alone. Or K is cut into leaves: the tree of leaf_tree.cuh. The blocks of a cluster may split the
-// leaves of a tile: node_exchange.cuh. Operands in e4m3 have scales: scaled_products.cuh. Results in fp32 are the sums as
-// they are, without a bias: a rank's partial.
-// Ordering of the ring: (9) in ring.cuh.
+// leaves of a tile: node_exchange.cuh. Operands in e4m3 have scales: scaled_products.cuh. Results in fp32 are the sums
+// as they are, without a bias: a rank's partial. Ordering of the ring: (9) in ring.cuh.
 #include "device/matmul/leaf_tree.cuh"
 #include "device/matmul/node_exchange.cuh"
 #include "device/matmul/scaled_products.cuh"
@@ -30,7 +29,7 @@ __device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring
   for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
     SumsOf<Tile> sums;
     u32 row, column;
-    if constexpr (Tile::split > 1) exchange.begin(number);
+    if constexpr (Tile::split > 1) exchange.free_places(number);
     if constexpr (Tile::leaves > 1)
       LeafTree<Multiplier<T, Tile, W>, Tile>{multiplier}.multiply(at, sums);
     else
@@ -41,7 +40,8 @@ __device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring
     } else {
       if constexpr (sizeof(typename Result::Storage) < sizeof(float)) {
 #pragma unroll
-        for (int block = 0; block < Tile::row_blocks; ++block) add_bias<Result>(a, column, sums_of_block<Tile>(sums, block));
+        for (int block = 0; block < Tile::row_blocks; ++block)
+          add_bias<Result>(a, column, sums_of_block<Tile>(sums, block));
       }
       tiles.store(c, sums, row, column);
     }

@@ -8,12 +8,11 @@
 //   other warps        finished tiles of every peer -> output
 //
 // matmul_reducescatter and an all-gather in one: while own rows are computed the links carry finished tiles. Gives the
-// bits of a matmul followed by an all-reduce. With a codec, tiles travel as codes (tile_as_codes.cuh). Partial tiles may
-// travel unrounded, of K in leaves, and be added as a tree (tile_as_partials.cuh). Operands in e4m3 have scales
+// bits of a matmul followed by an all-reduce. With a codec, tiles travel as codes (tile_as_codes.cuh). Partial tiles
+// may travel unrounded, of K in leaves, and be added as a tree (tile_as_elements.cuh). Operands in e4m3 have scales
 // (scaled_products.cuh). Ordering between ranks: (10) in warpgroup_tile.cuh.
 #include "device/matmul/fused_tiles.cuh"
 #include "device/matmul/tile_as_codes.cuh"
-#include "device/matmul/tile_as_partials.cuh"
 
 template <class T, int N, class Tile, OperandLayout W, class Expression = Identity, class Travel = AsElements<T>,
           class Scales = Unscaled>

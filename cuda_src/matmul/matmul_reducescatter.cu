@@ -8,17 +8,16 @@
 // No SM is spent on the links: a warp beside the consumers sends a tile while they compute the next, and waits for the
 // peers' partial tiles while they compute theirs. Gives the bits of a matmul followed by a reduce-scatter. With a
 // codec, tiles travel as codes (tile_as_codes.cuh). Partial tiles may travel unrounded, of K in leaves, and be added as
-// a tree (tile_as_partials.cuh). Operands in e4m3 have scales (scaled_products.cuh). Ordering between ranks: (10) in
+// a tree (tile_as_elements.cuh). Operands in e4m3 have scales (scaled_products.cuh). Ordering between ranks: (10) in
 // warpgroup_tile.cuh.
 #include "device/matmul/fused_tiles.cuh"
 #include "device/matmul/tile_as_codes.cuh"
-#include "device/matmul/tile_as_partials.cuh"
 
 template <class T, int N, class Tile, OperandLayout W, class Expression = Identity, class Travel = AsElements<T>,
           class Scales = Unscaled>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     matmul_reducescatter(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
-                         const __grid_constant__ TensorMap output_map, const __grid_constant__ typename Scales::Arguments m,
-                         const __grid_constant__ Arguments a) {
+                         const __grid_constant__ TensorMap output_map,
+                         const __grid_constant__ typename Scales::Arguments m, const __grid_constant__ Arguments a) {
   multiply_and_sum<T, N, Tile, W, reduce_scatter, Expression, Travel, Scales>(a_map, w_map, output_map, m, a);
 }

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
     for (u32 i = norm.thread; i < packs; i += norm.threads)
       push_to_all<N>(a, slots + a.rank * a.capacity + row * packs + i, input.load(u64(row) * packs + i));
   advance_epoch(a, call);
-  norm.begin();
+  norm.start();
   for (u32 row = norm.team; row < norm.rows; row += norm.teams)
     norm.take(row, [&](u32 i, Pack(&sum)[Norm::together]) {
       return receive_sums<T, N, Order>(a, call, slots + row * packs + i, sum);

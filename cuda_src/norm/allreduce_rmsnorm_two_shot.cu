@@ -44,16 +44,16 @@ struct Rows {
     }
   }
 
-  // The place of pack i of a row in its owner's part of a slot: of what is gathered, or with `sums` packs for one of it.
+  // The offset of pack i of a row in its owner's part of a slot: of what is gathered, or with `sums` packs for each.
   template <int Count = 1>
-  __device__ __forceinline__ u32 place(u32 row, u32 i) const {
+  __device__ __forceinline__ u32 offset(u32 row, u32 i) const {
     return row / N * (Count * packs) + i;
   }
 
   __device__ __forceinline__ void send(u32 g) {
     visit_group(g, [&](u32 row, u32 hop) {
       for (u32 i = norm.thread; norm.comes && i < sums * packs; i += norm.threads)
-        push(a, hop, scatter + a.rank * a.capacity + place<sums>(row, i), input.load(u64(row) * (sums * packs) + i));
+        push(a, hop, scatter + a.rank * a.capacity + offset<sums>(row, i), input.load(u64(row) * (sums * packs) + i));
     });
   }
 
@@ -62,19 +62,19 @@ struct Rows {
       if (hop != 0) return;
       const auto push_to_peers = [&](u32 i, const Pack& pack) {
 #pragma unroll
-        for (int peer = 1; peer < N; ++peer) push(a, peer, gather() + a.rank * a.capacity + place(row, i), pack);
+        for (int peer = 1; peer < N; ++peer) push(a, peer, gather() + a.rank * a.capacity + offset(row, i), pack);
       };
       if constexpr (is_tree<Order>)
         norm.take(
             row,
             [&](u32 i, Pack(&total)[Norm::together]) {
-              return receive_sums<T, N, Order>(a, call, scatter + place<sums>(row, i), total);
+              return receive_sums<T, N, Order>(a, call, scatter + offset<sums>(row, i), total);
             },
             push_to_peers);
       else
         norm.take(row, [&](u32 i, Pack(&total)[1]) {
           Pack part[N];
-          if (!receive(a, call, 0, scatter + place(row, i), part)) return false;
+          if (!receive(a, call, 0, scatter + offset(row, i), part)) return false;
           push_to_peers(i, total[0] = sum_in_rank_order<T, N>(part));
           return true;
         });
@@ -87,7 +87,7 @@ struct Rows {
       const u32 owner = (a.rank + hop) % N;
       norm.template take<is_tree<Order>>(row, [&](u32 i, Pack(&total)[1]) {
         Pack received[1];
-        if (!receive(a, call, owner, gather() + owner * a.capacity + place(row, i), received)) return false;
+        if (!receive(a, call, owner, gather() + owner * a.capacity + offset(row, i), received)) return false;
         total[0] = received[0];
         return true;
       });
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
   Rows<T, N, C, O, Order, Out> rows(a, call);
   rows.send(0);
   advance_epoch(a, call);
-  rows.norm.begin();
+  rows.norm.start();
   for (u32 g = 0; g == 0 || rows.has_group(g - 1); ++g) {
     rows.send(g + 1);
     rows.sum(g);

@@ -38,7 +38,7 @@ struct RowsOfParts {
     return (most + packs - 1) / packs;
   }
 
-  // Calls `visit` with pack u of a row of all parts: the distance to its owner, and its place in the part. 32 packs of
+  // Calls `visit` with pack u of a row of all parts: the distance to its owner, and its index in the part. 32 packs of
   // one part, of a warp's lanes, are followed by 32 of the next. The parts of this rank's next peers come first.
   template <class Visit>
   __device__ __forceinline__ void visit_pack(u32 row, u32 u, Visit visit) const {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
       parts.take(row - parts.norm.teams);
     } else {
       advance_epoch(a, call);
-      parts.norm.begin();
+      parts.norm.start();
     }
   }
   end_call(a, call);

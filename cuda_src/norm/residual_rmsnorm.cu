@@ -11,7 +11,7 @@ __global__ void __launch_bounds__(1024, 2) residual_rmsnorm(const __grid_constan
   release_next_kernel();
   const WholePacks<Sum> input(a.input);
   RmsNorm<T, 1, like_input, Sum> norm(a, false, a.numel);
-  norm.begin();
+  norm.start();
   for (u32 row = norm.team; row < norm.rows; row += norm.teams)
     norm.take(row, [&](u32 i, Pack(&sum)[1]) {
       sum[0] = input.load(u64(row) * norm.sums * norm.packs + i);

@@ -140,18 +140,18 @@ __global__ void __launch_bounds__(columns_added / 4 * group_lanes) residual_rmsn
   auto& sums = *reinterpret_cast<float(*)[group_lanes][columns_added]>(dynamic_shared());
   wait_for_previous_kernel();
   release_next_kernel();
-  const u32 place = threadIdx.x % (columns_added / 4) * 4, lane = threadIdx.x / (columns_added / 4);
+  const u32 column = threadIdx.x % (columns_added / 4) * 4, lane = threadIdx.x / (columns_added / 4);
   const u32 first = blockIdx.x * columns_added;
   float sum[4] = {};
-  if (first + place < a.columns)
+  if (first + column < a.columns)
 #pragma unroll 4
     for (u32 group = lane; group < a.row_groups; group += group_lanes) {
-      const Pack four = *reinterpret_cast<const Pack*>(a.groups + group * a.columns + first + place);
+      const Pack four = *reinterpret_cast<const Pack*>(a.groups + group * a.columns + first + column);
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], __uint_as_float(four.word[i]));
     }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sums[lane][place + i] = sum[i];
+  for (int i = 0; i < 4; ++i) sums[lane][column + i] = sum[i];
   __syncthreads();
   if (threadIdx.x >= columns_added || first + threadIdx.x >= a.columns) return;
   float total[2] = {};

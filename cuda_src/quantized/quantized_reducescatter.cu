@@ -52,17 +52,12 @@ struct QuantizedReducescatter {
       float total[tile_rows][run_numel];
       sum_of_slots<C, N>([&](int r) { return slot(0, k, r); }, j, total);
       const u32 tile = chunks.begin(k) + j;
-      const bool whole = is_whole(output, tile);
-#pragma unroll
-      for (int row = 0; row < tile_rows; ++row) store_row(output, tile, whole, row, total[row]);
+      store_tile(output, tile, {}, [&](Tile<T>& t, int row) { t.round(row, total[row]); });
     }
   }
 };
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_reducescatter(const __grid_constant__ Arguments a) {
-  HeldCall call{};
-  QuantizedReducescatter<T, N, C> body(a, call);
-  call = begin_call(a, body);
-  run_push_pipeline<N>(a, body, call);
+  run_push_pipeline<N, QuantizedReducescatter<T, N, C>>(a);
 }

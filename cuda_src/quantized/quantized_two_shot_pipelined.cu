@@ -63,8 +63,5 @@ struct QuantizedTwoShotPipelined {
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_two_shot_pipelined(const __grid_constant__ Arguments a) {
-  HeldCall call{};
-  QuantizedTwoShotPipelined<T, N, C> body(a, call);
-  call = begin_call(a, body.chunks);
-  run_two_shot_pipeline<N>(a, body, call);
+  run_two_shot_pipeline<N, QuantizedTwoShotPipelined<T, N, C>>(a);
 }

@@ -35,8 +35,5 @@ struct AllgatherLossless : LosslessParts<N> {
 
 template <class T, int N>
 __global__ void __launch_bounds__(512, 1) allgather_lossless(const __grid_constant__ Arguments a) {
-  HeldCall call{};
-  AllgatherLossless<T, N> body(a, call);
-  call = begin_call(a, body);
-  run_push_pipeline<N>(a, body, call);
+  run_push_pipeline<N, AllgatherLossless<T, N>>(a);
 }

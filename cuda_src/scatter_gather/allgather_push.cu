@@ -84,9 +84,5 @@ struct AllgatherPush {
 
 template <class T, int N, class Given = Arguments>
 __global__ void __launch_bounds__(512, 2) allgather_push(const __grid_constant__ Given a) {
-  HeldCall call{};
-  AllgatherPush<T, N, Given> body(a, call);
-  call = begin_call(a, body);
-  release_next_kernel();
-  run_push_pipeline<N>(a, body, call);
+  run_push_pipeline<N, AllgatherPush<T, N, Given>, true>(a);
 }

@@ -34,8 +34,5 @@ struct ReducescatterLossless : LosslessParts<N> {
 
 template <class T, int N>
 __global__ void __launch_bounds__(512, 1) reducescatter_lossless(const __grid_constant__ Arguments a) {
-  HeldCall call{};
-  ReducescatterLossless<T, N> body(a, call);
-  call = begin_call(a, body);
-  run_push_pipeline<N>(a, body, call);
+  run_push_pipeline<N, ReducescatterLossless<T, N>>(a);
 }

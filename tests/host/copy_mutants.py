@@ -32,7 +32,7 @@ COPY_MUTANTS = (
     mutant(
         "a bulk load that is not waited for",
         "allreduce/two_shot_tma.cu",
-        "      while (!progress.loaded.try_wait(k)) continue;\n",
+        "      progress.loaded.wait(k);\n",
         "",
         "two_shot_tma",
         world_size=2,

@@ -22,8 +22,8 @@ NODES_OF_A_TREE = """        for (int width = 1; width < split; width *= 2)
           for (int left = 0; left < split; left += 2 * width) sums[left] = sums[left] + sums[left + width];
 """
 PART_OF_K = "block_in_cluster() * (a.k / Tile::split)"
-WAIT_FOR_NODES = "while (!mine.try_wait_for_cluster(number)) continue;"
-WAIT_FOR_PLACES = "while (!freed(ring, index).try_wait_for_cluster(number - 1)) continue;"
+WAIT_FOR_NODES = "mine.wait_for_cluster(number);"
+WAIT_FOR_PLACES = "freed(ring, index).wait_for_cluster(number - 1);"
 
 # Random data tell an order of additions. Integers tell everything else.
 MISTAKES = {
@@ -38,10 +38,10 @@ MISTAKES = {
         ),
         "sums read before the last products are complete": ("    wait_for_products(sums);\n", "    (void)sums;\n"),
         "a load that does not wait for the place": (
-            "while (!emptied[at.place].try_wait(at.use - 1)) continue;",
+            "emptied[at.place].wait(at.use - 1);",
             "(void)at;",
         ),
-        "products that do not wait for the load": ("while (!ring.filled[at.place].try_wait(at.use)) continue;", ""),
+        "products that do not wait for the load": ("ring.filled[at.place].wait(at.use);", ""),
         "sums that go on from the tile before": ("k + step == 0", "0 * k + at.use + at.place + step == 0"),
         "a staged box written before the one before was read": (
             "if (leader && box > 0) wait_for_bulk_sources<Tile::staged - 1>();",
@@ -69,7 +69,7 @@ MISTAKES = {
     },
     alone(ALTERNATING): {
         "consumers that alternate and do not wait for each other": (
-            "while (!queued[1 - index].try_wait(index + number - 1)) continue;",
+            "queued[1 - index].wait(index + number - 1);",
             "",
         ),
         "a consumer that does not step over the other's operands": (

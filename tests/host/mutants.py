@@ -37,8 +37,8 @@ MUTANTS = (
     mutant(
         "a signal before the block's writes",
         PAD,
-        "u32 steps) const {\n    __syncthreads();",
-        "u32 steps) const {",
+        "OfWarp ? __syncwarp() : __syncthreads();",
+        "if (OfWarp) __syncwarp();",
         "allgather_push",
         "thread",
     ),
@@ -53,8 +53,8 @@ MUTANTS = (
     mutant(
         "lanes that only vote with the one that waits",
         PAD,
-        "wait_for_flag<true>(a, call, row_, lane, base_ + steps);\n    __syncwarp();\n",
-        "wait_for_flag<true>(a, call, row_, lane, base_ + steps);\n",
+        "    __syncwarp();\n    return !__any_sync",
+        "    return !__any_sync",
         "two_shot_tma",
         "thread",
         2,

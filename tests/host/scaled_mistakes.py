@@ -14,23 +14,24 @@ NEXT = """    Products{multiplier, a, row, column}.multiply(at, sums, scales);
 QUEUED = "multiplier.queue_place(operands, at, it.sums, 0);"
 GOES_ON = "multiplier.queue_place(operands, at, it.sums, at.use + at.place);"
 WAIT = "    wait_for_all_but_last_products(it.sums);\n    multiplier.release(it.place);\n"
-LAST = "    multiplier.finish(it.sums, it.place);\n    add(it, scales, totals);\n"
-TAKE = """          of[half][i] = __fmul_rn(of_row, __shfl_sync(0xffffffff, loaded[odd], 16 + i));
-      }
-      load_next(odd);
+LAST = "    multiplier.finish(it.sums, it.place);\n    scales.add(it.scales, it.sums, totals);\n"
+TAKE = """        of[half][i] = __fmul_rn(of_row, __shfl_sync(0xffffffff, loaded[odd], 16 + i));
     }
+    load_next(odd);
+  }
 """
 ADD = """
-    __device__ __forceinline__ float add(int i, float sum, float total) const {
-      return __fmaf_rn(sum, of[i / 2 % 2][2 * i / width], total);
-    }
+  __device__ __forceinline__ void add(const OfBlock&, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
+#pragma unroll
+    for (int i = 0; i < Tile::columns / 2; ++i)
+      totals[i] = __fmaf_rn(sums[i], of[i / 2 % 2][2 * i / width], totals[i]);
+  }
 """
-LOADED = "      load_next(0);\n      load_next(1);\n"
-SKINNY_LAST = "    multiplier.finish(it.sums, it.place);\n    it.scales.add(it.sums, totals);\n"
-MULTIPLIED = "__fmul_rn(__fmul_rn(total, scale), of_w[half])"
+LOADED = "    load_next(0);\n    load_next(1);\n"
+MULTIPLIED = "__fmul_rn(__fmul_rn(total, of_a), of_w)"
 ADDED = "totals[i] = __fmaf_rn(sums[i], scale, totals[i]);"
-ARRIVED = "      while (!ring.filled[at.place].try_wait(at.use)) continue;\n"
-SCALED, SKINNY = "device/matmul/scaled_products.cuh", "device/matmul/skinny_scales.cuh"
+ARRIVED = "      ring.filled[at.place].wait(at.use);\n"
+SCALED = "device/matmul/scaled_products.cuh"
 FOUND = "        walk.locate(row, column);\n"
 
 
@@ -49,9 +50,9 @@ def gathered(scales, sanitizer="plain"):
 # Random data tell an order of additions, and where a scale is multiplied.
 MISTAKES = {
     alone(TWO, ROWS, FP32): {
-        "scales of the row eight above": ("min(mine + 8 * half,", "min(mine + 0 * half,"),
+        "scales of the row eight above": ("of_a(mine + 8 * half)", "of_a(mine + 0 * half)"),
         "scales of the columns of another thread": ("threadIdx.x % 4 * 2 + pair", "threadIdx.x % 2 * 2 + pair"),
-        "scales of the first tile's columns": ("min(column + 32 * i", "min(0 * column + 32 * i"),
+        "scales of the first tile's columns": ("row : column) + i", "row : 0 * column) + i"),
         "a block that goes on from the sums of the one before": (QUEUED, GOES_ON),
         "totals that go on from the tile before": ("totals[i] = 0;", "totals[i] = at.use ? totals[i] : 0;"),
         "a last block left out": ("      if (block < blocks) {", "      if (false) {"),
@@ -70,18 +71,18 @@ MISTAKES = {
             "    if (row + column == 0) Products{multiplier, a, row, column}.load(scales);\n",
         ),
         "the scale of a row for that of weights": ("16 + i)", "15 + i)"),
-        "scales of the block before": ("      next += stride;", "      if (left % 2) next += 2 * stride;"),
+        "scales of the block before": ("    next += stride;", "    if (left % 2) next += 2 * stride;"),
         "weights' scales a row's stride apart": ("stride = a.w_scale_block;", "stride = a.a_scale_block;"),
         "scales of the next block but one": (
             TAKE,
-            """          (void)of_row;
-      }
-      load_next(odd);
-      for (int half = 0; half < 2; ++half)
-        for (int i = 0; i < int(count); ++i)
-          of[half][i] = __fmul_rn(__shfl_sync(0xffffffff, loaded[odd], row + 8 * half),
-                                  __shfl_sync(0xffffffff, loaded[odd], 16 + i));
+            """        (void)of_row;
     }
+    load_next(odd);
+    for (int half = 0; half < 2; ++half)
+      for (int i = 0; i < int(count); ++i)
+        of[half][i] = __fmul_rn(__shfl_sync(0xffffffff, loaded[odd], row + 8 * half),
+                                __shfl_sync(0xffffffff, loaded[odd], 16 + i));
+  }
 """,
         ),
         "the scales of even and odd blocks exchanged": (
@@ -95,12 +96,12 @@ MISTAKES = {
     },
     alone(ONE, ROWS, FP32): {
         "scales of the rows of another warpgroup": (SCALED, "64 * Tile::warpgroup(index)", "64 * (index ^ 1)"),
-        "the first 32 columns' scales for all": ("of_column[pair / 8]", "of_column[0]"),
+        "the first 32 columns' scales for all": ("of_lane[pair / 8]", "of_lane[0]"),
         "scales of rows of the next tile": (NEXT, "".join(reversed(NEXT.splitlines(keepends=True)))),
         "an only accumulator that goes on from the block before": (QUEUED, GOES_ON),
         "a last block added before its products are complete": (
             LAST,
-            "    add(it, scales, totals);\n    multiplier.finish(it.sums, it.place);\n",
+            "    scales.add(it.scales, it.sums, totals);\n    multiplier.finish(it.sums, it.place);\n",
         ),
     },
     alone(ONE, BLOCKS, FP32): {
@@ -112,9 +113,9 @@ MISTAKES = {
             "min(lane - 16, count - 1) * width",
             "min(lane - 16, count - 1) * 128",
         ),
-        "scales of weights in blocks of 64": ("rows = 128;", "rows = 64;"),
+        "scales of weights in blocks of 64": ("block_rows = 128;", "block_rows = 64;"),
         "the first scale of weights for all columns": ("16 + i)", "16)"),
-        "the first block's scales for all": ("      next += stride;", ""),
+        "the first block's scales for all": ("    next += stride;", ""),
         "an only accumulator with the scales of the block before": (
             "add_last(only, scales, 1, totals);",
             "add_last(only, scales, 0, totals);",
@@ -122,47 +123,48 @@ MISTAKES = {
     },
     alone(ONE, ROWS, FP32, data=RandomData): {
         "promotion left out: a single sum in the tensor core": (
-            "for (u32 block = 0; block < blocks; block += 2) {\n        queue(operands, at, only);\n",
+            "for (u32 block = 0; block < blocks; block += step) {\n        queue(only, block);\n",
             "for (u32 block = 0; block < blocks; ++block) {\n"
             "        multiplier.queue_place(operands, at, only.sums, block);\n"
             "        multiplier.finish(only.sums, at.place);\n        at.next();\n"
-            "        if (block + 1 == blocks) add(only, scales, totals);\n        continue;\n",
+            "        if (block + 1 == blocks) scales.add(only.scales, only.sums, totals);\n        continue;\n",
         ),
     },
     alone(TWO, ROWS, FP32, data=RandomData): {
         "scales of rows multiplied with each other first": (
-            "__fmul_rn(__fmul_rn(total, of_row[half]), scale)",
-            "__fmul_rn(total, __fmul_rn(of_row[half], scale))",
+            MULTIPLIED,
+            "__fmul_rn(total, __fmul_rn(of_a, of_w))",
         ),
         "blocks added from the last one on": (
             "        add_all_but_last(even, scales, 0, totals);\n        add_last(odd, scales, 1, totals);",
             "        add_last(odd, scales, 1, totals);\n        multiplier.release(even.place);\n"
-            "        add(even, scales, totals);",
+            "        scales.add(even.scales, even.sums, totals);",
         ),
     },
     alone(TWO, BLOCKS, FP32, data=RandomData): {
         "a block rounded before it is added": (
-            "return __fmaf_rn(sum, of[i / 2 % 2][2 * i / width], total);",
-            "return __fadd_rn(__fmul_rn(sum, of[i / 2 % 2][2 * i / width]), total);",
+            "__fmaf_rn(sums[i], of[i / 2 % 2][2 * i / width], totals[i]);",
+            "__fadd_rn(__fmul_rn(sums[i], of[i / 2 % 2][2 * i / width]), totals[i]);",
         ),
     },
     alone(ONE, BLOCKS, FP32, data=RandomData): {
         "a block multiplied by one scale after the other": (
             TAKE + ADD,
-            """          of[half][i] = __shfl_sync(0xffffffff, loaded[odd], 16 + i);
-        of_rows[half] = of_row;
-      }
-      load_next(odd);
+            """        of[half][i] = __shfl_sync(0xffffffff, loaded[odd], 16 + i);
+      of_rows[half] = of_row;
     }
-    float of_rows[2];
-    __device__ __forceinline__ float add(int i, float sum, float total) const {
-      return __fmaf_rn(__fmul_rn(sum, of_rows[i / 2 % 2]), of[i / 2 % 2][2 * i / width], total);
-    }
+    load_next(odd);
+  }
+  float of_rows[2];
+  __device__ __forceinline__ void add(const OfBlock&, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
+    for (int i = 0; i < Tile::columns / 2; ++i)
+      totals[i] = __fmaf_rn(__fmul_rn(sums[i], of_rows[i / 2 % 2]), of[i / 2 % 2][2 * i / width], totals[i]);
+  }
 """,
         ),
     },
     alone(TWO, BLOCKS, FP32, sanitizer="address"): {
-        "scales of a block that is not there": ("      if (left == 0) return;\n", ""),
+        "scales of a block that is not there": ("    if (left == 0) return;\n", ""),
     },
     of_tiles(ROWS): {
         "scales of rows that are counted from the owner's first": (FOUND, FOUND.replace("locate", "locate_in_part")),
@@ -172,8 +174,8 @@ MISTAKES = {
             "    if (row < u32(a.m) / 2) scales.multiply(totals);\n",
         ),
         "scales that multiply a rounded partial": (
-            "__fmul_rn(__fmul_rn(total, of_row[half]), scale)",
-            "__fmul_rn(__fmul_rn(__uint_as_float(__float_as_uint(total) & 0xffff0000u), of_row[half]), scale)",
+            MULTIPLIED,
+            MULTIPLIED.replace("total", "__uint_as_float(__float_as_uint(total) & 0xffff0000u)"),
         ),
     },
     of_tiles(BLOCKS): {
@@ -182,22 +184,22 @@ MISTAKES = {
             FOUND.replace("locate", "locate_in_part"),
         ),
         "scales of blocks of the first columns": (FOUND, FOUND + "        column = 0;\n"),
-        "scales of the block before": (LOADED, LOADED.replace("load_next(0);", "load_next(0);\n      next -= stride;")),
+        "scales of the block before": (LOADED, LOADED.replace("load_next(0);", "load_next(0);\n    next -= stride;")),
     },
     skinny(FEW, ROWS): {
-        "scales of the row of W eight above": ("+ 8 * half;", "+ 0 * half;"),
-        "scales of the first tile's rows of W": ("at = column + threadIdx", "at = 0 * column + threadIdx"),
-        "scales of another row of A": (SKINNY, "threadIdx.x % 4 * 2 + pair % 2", "threadIdx.x % 2 * 2 + pair % 2"),
+        "scales of the row of W eight above": ("of_w(mine + 8 * half)", "of_w(mine + 0 * half)"),
+        "scales of the first tile's rows of W": ("row : column) + i", "0 * row : column) + i"),
+        "scales of another row of A": ("threadIdx.x % 4 * 2 + pair % 2", "threadIdx.x % 2 * 2 + pair % 2"),
         "a scale of A in place of one of W": (
-            "m.w_scale[min(at, m.n - 1) * m.w_scale_row]",
-            "m.a_scale[min(at, m.m - 1) * m.a_scale_row]",
+            "return a.w_scale[min(row, a.n - 1) * a.w_scale_row];",
+            "return a.a_scale[min(row, a.m - 1) * a.a_scale_row];",
         ),
         "scales that multiply a rounded partial": (
             MULTIPLIED,
             MULTIPLIED.replace("total", "__uint_as_float(__float_as_uint(total) & 0xffffe000u)"),
         ),
-        "totals that go on from the tile before": (SKINNY, "totals[i] = 0;", "totals[i] = at.use ? totals[i] : 0;"),
-        "a last block left out": (SKINNY, "      if (block < blocks) {", "      if (false) {"),
+        "totals that go on from the tile before": ("totals[i] = 0;", "totals[i] = at.use ? totals[i] : 0;"),
+        "a last block left out": ("      if (block < blocks) {", "      if (false) {"),
         "steps of as many columns of K as 16-bit operands have": ("k += depth_of<T>;", "k += tile_depth;"),
         "scales read before the kernel before has written them": (
             "  wait_for_previous_kernel(a);\n",
@@ -208,37 +210,35 @@ MISTAKES = {
         "the first 32 rows' scales for all": ("of_lane[pair / 8]", "of_lane[0]"),
         "the scales of A and of W multiplied with each other first": (
             MULTIPLIED,
-            "__fmul_rn(total, __fmul_rn(scale, of_w[half]))",
+            "__fmul_rn(total, __fmul_rn(of_a, of_w))",
         ),
-        "the scale of W multiplied before that of A": (MULTIPLIED, "__fmul_rn(__fmul_rn(total, of_w[half]), scale)"),
+        "the scale of W multiplied before that of A": (MULTIPLIED, "__fmul_rn(__fmul_rn(total, of_w), of_a)"),
     },
     skinny(FEW, BLOCKS): {
         "the scales of the block before": (
-            "it.scales.load(m, column, block);",
-            "it.scales.load(m, column, block ? block - 1 : 0);",
+            "scales.load_block(it.scales, block);",
+            "scales.load_block(it.scales, block ? block - 1 : 0);",
         ),
-        "scales of W in blocks of 64 rows": ("/ BlockScales::rows * m.", "/ 64 * m."),
+        "scales of W in blocks of 64 rows": ("min(row, a.n - 1) / block_rows", "min(row, a.n - 1) / 64"),
         "a block added before its products are complete": (
-            SKINNY,
             "    wait_for_all_but_last_products(it.sums);\n",
             "",
         ),
     },
     skinny(MANY, BLOCKS): {
-        "a row of A's first scale for all of K": ("+ block * m.a_scale_block", "+ (block & 0) * m.a_scale_block"),
+        "a row of A's first scale for all of K": ("+ block * a.a_scale_block", "+ (block & 0) * a.a_scale_block"),
         "a block rounded before it is added": (ADDED, "totals[i] = __fadd_rn(__fmul_rn(sums[i], scale), totals[i]);"),
         "a block multiplied by one scale after the other": (
             ADDED,
-            "totals[i] = __fmaf_rn(__fmul_rn(sums[i], of_row), of_w, scale * 0 + totals[i]);",
+            "totals[i] = __fmaf_rn(__fmul_rn(sums[i], of_a), scales.of_w, scale * 0 + totals[i]);",
         ),
         "promotion left out: blocks that go on from the sums of the one before": (
-            SKINNY,
             QUEUED,
             QUEUED.replace("0)", "block)"),
         ),
         "a last block added before its products are complete": (
-            SKINNY_LAST,
-            "".join(reversed(SKINNY_LAST.splitlines(keepends=True))),
+            LAST,
+            "".join(reversed(LAST.splitlines(keepends=True))),
         ),
     },
     gathered(BLOCKS): {

@@ -9,6 +9,8 @@ from tests.host.products import EPILOGUE, GATHER, REDUCE, SCATTER, Kind, Product
 
 SENT = "      wait_for_bulk_stores();\n"
 STAGED = "      fence_async_proxy_shared();\n      __syncwarp();\n"
+ADDED = "        Travel::template add_partials<N, Tile>(m, a, tile, sums);\n"
+FOLLOWED = "        add_bias_or_epilogue(sums, tile);\n"
 NBYTES = "owner == a.rank ? Travel::finished_nbytes : Travel::partial_nbytes;"
 ONE_SHOT, TWO_SHOT = Algorithm.MATMUL_ONE_SHOT, Algorithm.MATMUL_TWO_SHOT
 OF_PARTIALS = SkinnyTile(16, 3, 2, leaves=2, partials=True)
@@ -76,13 +78,16 @@ MISTAKES = {
     tiles(SCATTER): {
         "a flag that stays set": ("    store_relaxed_gpu(there, 0);\n", ""),
         "tiles for ranks that have not entered the call": (" || !exchange.wait_until_all_entered(call);", ";"),
-        "an epoch that does not advance": ("  advance_epoch_in_warp(a, call);\n", ""),
+        "an epoch that does not advance": (
+            "epoch_state[i].epoch, call.epoch + 1);",
+            "epoch_state[i].epoch, call.epoch);",
+        ),
         "partial tiles added in the order of distance": (
-            "place(a.rank, r, tile.box)",
-            "place(a.rank, (2 * a.rank + N - r) % N, tile.box)",
+            "place(a.rank, r, tile.box * places)",
+            "place(a.rank, (2 * a.rank + N - r) % N, tile.box * places)",
         ),
         "partial tiles read before they are there": (
-            "        while (!handover.arrived.try_wait(own_tiles)) continue;\n",
+            "        handover.arrived.wait(own_tiles);\n",
             "",
         ),
     },
@@ -125,19 +130,19 @@ MISTAKES = {
     partials: {
         "the order of ranks in place of the tree": (
             "total[0] = sum_of_tree<N>(part, w);",
-            "add_in_rank_order<T, N>(part, w, total);",
+            "RankOrder::add<T, N>(part, w, total);",
         ),
         "leaves that are added one after another": (
             "if constexpr (Tile::leaves > 1)",
             "if constexpr (Tile::leaves > 8)",
         ),
         "a partial that is rounded to bf16": (
-            "= word_of_sum(sums[4 * i + w]);",
-            "= word_of_sum(sums[4 * i + w]) & 0xffff0000u;",
+            "= word_of_sum(*from);",
+            "= word_of_sum(*from) & 0xffff0000u;",
         ),
         "a bias that is added before the sum": (
-            "        Travel::template add_partials<N, Tile>(m, a, tile, sums);\n        finish(sums, tile);\n",
-            "        finish(sums, tile);\n        Travel::template add_partials<N, Tile>(m, a, tile, sums);\n",
+            f"{ADDED}{FOLLOWED}",
+            f"{FOLLOWED}{ADDED}",
         ),
         "places that are counted as boxes of elements": ("(tile.box + box) * Travel::places)", "tile.box + box)"),
         "places that are read as boxes of elements": (
@@ -192,7 +197,7 @@ MISTAKES = {
     skinny(ONE_SHOT, OF_PARTIALS, 4): {
         "the order of ranks in place of the tree": (
             "total[0] = sum_of_tree<N>(part, w);",
-            "add_in_rank_order<T, N>(part, w, total);",
+            "RankOrder::add<T, N>(part, w, total);",
         ),
         "leaves that are added one after another": (
             "if constexpr (Tile::leaves > 1)",
@@ -219,7 +224,7 @@ MISTAKES = {
             "(void)failed, (void)row;",
         ),
         "a peer's rows that the producer does not wait for": (
-            "      while (!shared.arrived.try_wait(number)) continue;\n",
+            "      shared.arrived.wait(number);\n",
             "",
         ),
         "phases that count own tiles as well": (
@@ -235,9 +240,9 @@ MISTAKES = {
             "const u32 beyond = min(row + rows,",
             "const u32 beyond = min(row + rows / 2,",
         ),
-        "a next unit that is never cleared": ("      rows.clear_next_call(call);\n", ""),
+        "a next unit that is never cleared": ("    rows.clear_next_call(call);\n", ""),
         "flags that do not tell the call": ("seen != flag_value(call); seen", "seen == 0; seen"),
-        "arrivals that run ahead of the producer": ("    while (!shared.awaited.try_wait(number - 1)) continue;\n", ""),
+        "arrivals that run ahead of the producer": ("    shared.awaited.wait(number - 1);\n", ""),
         "a tensor map that nobody filled": ("if (a.count[a.rank] != 0) {", "if (true) {"),
         "own rows that are not gathered": ("copy<N>(packs", "copy<N - 1>(packs"),
     },

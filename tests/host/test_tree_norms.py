@@ -151,7 +151,7 @@ MUTANTS = {
     "the order of ranks in place of the tree": (
         PACK,
         ADD,
-        "add_in_rank_order<T, N>(part, w, total);",
+        "RankOrder::add<T, N>(part, w, total);",
         "allreduce_rmsnorm_one_shot",
     ),
     "a sum rounded before the residual is added": (
@@ -180,8 +180,8 @@ MUTANTS = {
     ),
     "sums of a row that lie as closely as its results": (
         TWO_SHOT,
-        "a.rank * a.capacity + place<sums>(row, i), input",
-        "a.rank * a.capacity + place(row, i), input",
+        "a.rank * a.capacity + offset<sums>(row, i), input",
+        "a.rank * a.capacity + offset(row, i), input",
         "allreduce_rmsnorm_two_shot",
     ),
     "a row of which half the sums are sent": (

@@ -101,14 +101,18 @@ def test_a_kernel_releases_the_next_one_early_if_half_an_sm_is_enough_for_its_bl
     elif algorithm in NORM_KERNELS:  # blocks of a cluster release it in rms_norm.cuh
         assert (condition[1], bounds[1:]) == ("if constexpr (C == 1)", ["2"])
     else:
-        assert (condition is not None) == (bounds[1:] == ["2"] and most <= 113 << 10)
+        in_pipeline = re.search(r"run_\w+_pipeline<N, .*, true>\(a\);", text)  # HalfSm
+        assert bool(condition or in_pipeline) == (bounds[1:] == ["2"] and most <= 113 << 10)
         assert condition is None or not condition[1]
 
 
-def test_only_the_header_of_norms_releases_the_next_kernel():
-    headers = (compiler.source_directory() / "device").rglob("*.cuh")
+def test_only_headers_of_norms_and_of_pipelines_release_the_next_kernel():
+    headers = {path.name: path.read_text() for path in (compiler.source_directory() / "device").rglob("*.cuh")}
+    releasing = {name for name, text in headers.items() if "release_next_kernel()" in text}
 
-    assert {path.name for path in headers if "release_next_kernel()" in path.read_text()} == {"ptx.cuh", "rms_norm.cuh"}
+    pipelines = {"push_pipeline.cuh", "two_shot_pipeline.cuh"}
+    assert releasing == {"ptx.cuh", "rms_norm.cuh", *pipelines}
+    assert all("if constexpr (HalfSm) release_next_kernel();" in headers[name] for name in pipelines)
 
 
 @every_kernel

@@ -11,7 +11,7 @@
 //   ring.filled[i]      a use of place i          1: producer; and bytes        the consumers of that use
 //   ring.emptied[i]     a use of place i          4: warps of each consumer     producer
 //   turns.queued[i]     a tile of consumer i      4: its warps                  the other one, if the two alternate
-//   begun               the call                  1: thread 0                   first warpgroup
+//   call_known          the call                  1: thread 0                   first warpgroup
 //   of each consumer:
 //     staged[box]       its warpgroup tile        4: its warps                  its sender, one thread
 //     sent              its warpgroup tile        1: its sender                 itself, before it stages the next
@@ -44,7 +44,7 @@ template <class Tile>
 struct SummedSharedStorage {
   Handover<Tile> handover[Tile::consumers];
   Turns<Tile> turns;
-  Mbarrier begun;  // phase 0: `call` is known
+  Mbarrier call_known;  // phase 0: `call` has been read
   Call call;
   u32 taken;             // warpgroup tiles of the peers that gathering warps have taken
   u32 first[max_ranks];  // of each owner's tiles, the first that is this block's
@@ -76,7 +76,7 @@ struct Consumer {
   using Sums = float[Tile::columns / 2];
 
   // Adds the bias, or applies the epilogue, before the sum is rounded.
-  __device__ void finish(Sums& sums, const WarpgroupTile& tile) const {
+  __device__ void add_bias_or_epilogue(Sums& sums, const WarpgroupTile& tile) const {
     if constexpr (sum_is_coded)
       return;  // the bias is added to the values that the codes of the sum decode to
     else if constexpr (is_identity<Expression>)
@@ -126,14 +126,14 @@ struct Consumer {
       WarpgroupTile tile;
       if (!walk.find(Tile::warpgroup(index), tile)) continue;
       if (walk.own()) {
-        while (!handover.arrived.try_wait(own_tiles)) continue;
+        handover.arrived.wait(own_tiles);
         track.mark(waiting);
         ++own_tiles;
         Travel::template add_partials<N, Tile>(m, a, tile, sums);
-        finish(sums, tile);
+        add_bias_or_epilogue(sums, tile);
         track.mark(adding);
       }
-      while (!handover.sent.try_wait(staged_tiles - 1)) continue;
+      handover.sent.wait(staged_tiles - 1);
       track.mark(waiting);
       stage(sums, tile, walk.own());
       track.mark(staging);
@@ -184,7 +184,7 @@ struct Sender {
                        Track<Tile::recorded>& track) const {
 #pragma unroll 1
     for (int box = 0; box < Tile::boxes; ++box) {
-      while (!handover.staged[box].try_wait(sent)) continue;
+      handover.staged[box].wait(sent);
       if (box == 0) track.mark(waiting);
       if (!failed && tile.column + 64 * box < m.n) send_box(tile, box, owner);
     }
@@ -264,17 +264,6 @@ struct Gatherer {
   }
 };
 
-// By warp 0.
-template <int N>
-__device__ __forceinline__ Call begin(const Arguments& a) {
-  Call call = begin_call(a);
-  read_epoch_in_warp(a, call);
-  if (call.aborted) return call;
-  advance_epoch_in_warp(a, call);
-  if (blockIdx.x == 0) enter<N>(a, call);
-  return call;
-}
-
 // The warps of the first warpgroup, which multiply nothing: a sender for each consumer, then the producer. With
 // all_reduce all of them gather once they have nothing else to do.
 template <class Operand, int N, class Tile, OperandLayout W, Collective Op, class Travel>
@@ -283,10 +272,11 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, SummedSharedS
                                            const MatmulArguments& m, const Arguments& a) {
   const u32 warp = same_in_warp(threadIdx.x / 32);
   if (warp == 0) {
-    const Call call = begin<N>(a);
+    const Call call = begin_call_in_warp(a);
+    if (!call.aborted && blockIdx.x == 0) enter<N>(a, call);
     if (threadIdx.x == 0) {
       shared.call = call;
-      shared.begun.arrive();
+      shared.call_known.arrive();
     }
     __syncwarp();
   }
@@ -297,7 +287,7 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, SummedSharedS
     }
     __syncwarp();
   }
-  while (!shared.begun.try_wait(0)) continue;
+  shared.call_known.wait(0);
   Track<Tile::recorded> track(m, 2 + warp, threadIdx.x % 32 == 0);
   if (warp < Tile::consumers)
     Sender<N, Tile, Op, Travel>{m, a, output_map, ring, shared.first, shared.handover[warp], warp}.run(shared.call,
@@ -325,7 +315,7 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
     prefetch(output_map);
     for (int i = 0; i < Tile::consumers; ++i) shared.handover[i].init();
     shared.turns.init();
-    shared.begun.init(1);
+    shared.call_known.init(1);
     shared.taken = 0;
     ring.init();
   }
@@ -343,7 +333,8 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
         .run(track);
   } else {
     if constexpr (Tile::consumers == 2) shrink_registers<504 - 2 * registers>();
-    run_helper<typename Scales::template Operand<T>, N, Tile, W, Op, Travel>(ring, shared, a_map, w_map, output_map, m, a);
+    using Operand = typename Scales::template Operand<T>;
+    run_helper<Operand, N, Tile, W, Op, Travel>(ring, shared, a_map, w_map, output_map, m, a);
   }
   end_call(a, shared.call);
 }

@@ -5,17 +5,17 @@
 //            flags[N - 1][stride]    by source, the next rank first: of each unit of its rows
 //            slots[N - 1][capacity]  by source: its rows, each padded to whole packs; then the scales of its rows
 //
-// A unit is as many rows as have at most `unit_packs` packs, or one row. Rows of e4m3 have scales (scaled_products.cuh):
-// in a slot those of a row follow each other, and those of the next row follow them.
+// A unit is as many rows as have at most `unit_packs` packs, or one row. Rows of e4m3 have scales
+// (scaled_products.cuh): in a slot those of a row follow each other, and those of the next row follow them.
 //
 // (21) A warp takes a unit, stores it to every peer, and sets its flag there to a value that names the call.
 //     - Visibility. After a barrier of the warp the release store of the flag publishes the stores of its threads. A
 //       warp of the peer acquires the flags of a tile's rows, and after a barrier arrives at an mbarrier. The producer
 //       waits for that, and fences before the copy engine reads the rows (5). A rank's own rows were written before the
-//       kernel began, so one fence at the begin is enough for their tiles.
+//       kernel began, so one fence at the start is enough for their tiles.
 //     - Scales. A unit's scales are stored before its flag is set, by the same warp. A consumer loads those of a tile
-//       after it has waited for the tile's first place, which is filled after the producer has waited for the rows. They
-//       are stored and loaded by threads, so no fence stands between them.
+//       after it has waited for the tile's first place, which is filled after the producer has waited for the rows.
+//       They are stored and loaded by threads, so no fence stands between them.
 //     - Reuse. Flags are compared with the value of the call, so nothing resets them. Before its first store a warp
 //       waits until all ranks have entered the call: by (13) they have read the rows of the call before.
 //     - Progress. Senders wait for ranks to enter the call and for nothing else, and block 0 enters before all else.

@@ -41,7 +41,7 @@ struct NodeExchange {
   }
 
   // Before the products of tile `number`: the places of the tile before may be overwritten.
-  __device__ __forceinline__ void begin(u32 number) const {
+  __device__ __forceinline__ void free_places(u32 number) const {
     if (number == 0) return;
     const u32 lane = threadIdx.x % 32;
     fence_async_proxy_shared();
@@ -53,11 +53,11 @@ struct NodeExchange {
   __device__ __forceinline__ void store(const SumsOf<Tile>& sums, u32 row, u32 column, u32 number) const {
     Mbarrier& mine = received(ring, index);
     if (threadIdx.x % 128 == 0) mine.arrive_and_expect((split - 1) * packs * 128 * sizeof(Pack));
-    while (!freed(ring, index).try_wait_for_cluster(number - 1)) continue;
+    freed(ring, index).wait_for_cluster(number - 1);
 #pragma unroll
     for (int from = 0; from < split; ++from)
       if (block == from) send(sums, from);
-    while (!mine.try_wait_for_cluster(number)) continue;
+    mine.wait_for_cluster(number);
     float part[count];
     add_nodes(part);
     const u32 first = column + block * (Tile::columns / split);

@@ -124,7 +124,7 @@ struct Multiplier {
   __device__ __forceinline__ void queue_place(const Operands& operands, const Position<Tile>& at, Sums& sums,
                                               u32 k) const {
     const auto [rows, columns] = operands;
-    while (!ring.filled[at.place].try_wait(at.use)) continue;
+    ring.filled[at.place].wait(at.use);
     const u32 place = at.place * Tile::place_nbytes;
     fence_sums();
 #pragma unroll
@@ -155,7 +155,8 @@ struct Turns {
   }
 
   // By a consumer: all of K, for its tile `number`. Consumers that alternate wait for each other's products. Otherwise
-  // one could mistake operands loaded for the other for its own, since only the parity distinguishes the uses of a place
+  // one could mistake operands loaded for the other for its own, since only the parity distinguishes the uses of a
+  // place
   // (9).
   template <class Multiplier>
   __device__ void multiply(const Multiplier& multiplier, Position<Tile>& at, SumsOf<Tile>& sums, u32 number) {
@@ -164,7 +165,7 @@ struct Turns {
     } else {
       const u32 index = multiplier.index;
       if (index + number > 0) at.skip((multiplier.a.k + Multiplier::depth - 1) / Multiplier::depth);
-      while (!queued[1 - index].try_wait(index + number - 1)) continue;
+      queued[1 - index].wait(index + number - 1);
       const u32 last = multiplier.queue(at, sums);
       if (multiplier.lane == 0) queued[index].arrive();
       multiplier.finish(sums, last);

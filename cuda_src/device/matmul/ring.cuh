@@ -63,7 +63,7 @@ struct Ring {
   }
 
   __device__ void wait_for_emptied(const Position<Tile>& at) const {
-    while (!emptied[at.place].try_wait(at.use - 1)) continue;
+    emptied[at.place].wait(at.use - 1);
   }
 
   // By the producer, after the last fill: consumers of the cluster's other blocks arrive at mbarriers of this block.

@@ -4,14 +4,14 @@
 //   warpgroup            ring --wgmma--> fp32 sums --round--> a box in shared memory -> packs of 8 columns ---> ranks
 //   then all threads     receive and sum
 //
-// Or K is cut into leaves (leaf_tree.cuh). Partials are then not rounded: a pack has 4 columns in fp32, and ranks' packs
-// are added as the rest of the tree.
+// Or K is cut into leaves (leaf_tree.cuh). Partials are then not rounded: a pack has 4 columns in fp32, and ranks'
+// packs are added as the rest of the tree.
 //
 // The operands are swapped: wgmma's 64 rows are 64 rows of W, which are columns of the result, and wgmma's columns are
-// the rows of A. So few products are wasted on rows outside A. Operands in e4m3 have scales: skinny_scales.cuh.
+// the rows of A. So few products are wasted on rows outside A. Operands in e4m3 have scales: scaled_products.cuh.
 #pragma once
 #include "device/matmul/leaf_tree.cuh"
-#include "device/matmul/skinny_scales.cuh"
+#include "device/matmul/scaled_products.cuh"
 #include "device/sync/call.cuh"
 #include "device/sync/sentinel.cuh"
 
@@ -24,7 +24,7 @@ struct SkinnyTile {
   static constexpr int rows = 64, columns = MaxRows, stages = Stages, cluster = Cluster;
   static constexpr int warpgroups = 1, consumers = 1, row_blocks = 1, turns = 1, staged = Partials ? 2 : 1;
   static constexpr int leaves = Leaves, own_leaves = Leaves;
-  static constexpr bool partials = Partials, spills = false;
+  static constexpr bool partials = Partials, spills = false, swapped = true;
   static constexpr int pack_columns = Partials ? 4 : 8;  // of a pack on its way to the rank that sums it
   static constexpr u32 a_nbytes = box_nbytes, w_nbytes = MaxRows * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
 
@@ -128,8 +128,8 @@ __device__ __forceinline__ void round_transposed(const float (&sums)[Count], cha
   }
 }
 
-// By a warpgroup: writes the sums into a box that has a row of 64 columns in fp32 for each row of A. Chunks of 16 bytes are
-// swizzled, so that a warp's stores, which are to four rows, take different banks.
+// By a warpgroup: writes the sums into a box that has a row of 64 columns in fp32 for each row of A. Chunks of 16 bytes
+// are swizzled, so that a warp's stores, which are to four rows, take different banks.
 template <int Count>
 __device__ __forceinline__ void write_transposed(const float (&sums)[Count], char* box) {
   const u32 lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -168,7 +168,8 @@ struct ResultPack {
   }
 };
 
-// By all threads: calls `visit` with each pack of 8 columns of the block's tiles that lies in the result, until it returns false.
+// By all threads: calls `visit` with each pack of 8 columns of the block's tiles that lies in the result, until it
+// returns false.
 template <class Tile, class Visit>
 __device__ __forceinline__ bool visit_packs(const MatmulArguments& m, const Visit& visit) {
   for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next())
@@ -199,9 +200,7 @@ template <class T, class Tile, OperandLayout W, class Result, class Scales, clas
 __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const typename Scales::Arguments& m,
                                                   const Arguments& a, Call& call, const Send& send) {
   if (same_in_warp(threadIdx.x / 32) == 0) {
-    Call read = begin_call(a);
-    read_epoch_in_warp(a, read);
-    if (!read.aborted) advance_epoch_in_warp(a, read);
+    const Call read = begin_call_in_warp(a);
     if (threadIdx.x == 0) call = read;
   }
   const Multiplier<T, Tile, by_rows, W> multiplier{m, ring, 0};
@@ -209,7 +208,7 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
   for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next()) {
     float sums[Tile::columns / 2];
     if constexpr (is_scaled<Scales>)
-      ScaledSkinnyProducts<decltype(multiplier), Tile, Scales>{multiplier, m, walk.column}.multiply(at, sums);
+      ScaledProducts<Multiplier<T, Tile, by_rows, W>, Tile, Scales>{multiplier, m, walk.column, 0}.multiply(at, sums);
     else if constexpr (Tile::leaves > 1)
       LeafTree<decltype(multiplier), Tile>{multiplier}.multiply(at, sums);
     else
@@ -258,8 +257,8 @@ __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, c
   return call;
 }
 
-// Receives a pack of the result from every rank, at the places of this call's slots, and adds them: rounded packs in the
-// order of ranks, partials as a tree. Then adds the bias, and rounds. False when the wait expired.
+// Receives a pack of the result from every rank, at the places of this call's slots, and adds them: rounded packs in
+// the order of ranks, partials as a tree. Then adds the bias, and rounds. False when the wait expired.
 template <class T, int N, class Tile>
 __device__ __forceinline__ bool receive_sum(const MatmulArguments& m, const Arguments& a, const Call& call, u32 slots,
                                             const ResultPack<8>& at, Pack& sum) {

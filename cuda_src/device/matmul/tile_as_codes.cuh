@@ -42,7 +42,7 @@ struct AsCodes {
   static constexpr u32 finished_nbytes = partial_nbytes;
 
   // The index of element e of run j among a thread's sums.
-  __device__ static constexpr int place_of(int box, int j, int e) {
+  __device__ static constexpr int index_of(int box, int j, int e) {
     return 32 * box + (j % 2 * 4 + e / 2) * 4 + j / 2 * 2 + e % 2;
   }
 
@@ -59,7 +59,7 @@ struct AsCodes {
       for (int j = 0; j < 4; ++j)
 #pragma unroll
         for (int e = 0; e < run_numel; e += E) {
-          const u32 word = From::round(sums + place_of(first + box, j, e));
+          const u32 word = From::round(sums + index_of(first + box, j, e));
           largest[box][j] = e == 0 ? word : larger_magnitude(From{}, largest[box][j], word);
           // Unpacked here and not later: otherwise the compiler keeps the sums as words in other registers, and copies
           // them from and to the accumulators of the tensor cores.
@@ -175,11 +175,11 @@ struct AsCodes {
         for (int j = 0; j < 4; ++j) {
           float v[run_numel];
 #pragma unroll
-          for (int e = 0; e < run_numel; ++e) v[e] = first > 0 ? sums[place_of(box, j, e)] : 0;
+          for (int e = 0; e < run_numel; ++e) v[e] = first > 0 ? sums[index_of(box, j, e)] : 0;
 #pragma unroll
           for (int r = first; r < first + most && r < N; ++r) part[r - first].decode(j, v, r > 0);
 #pragma unroll
-          for (int e = 0; e < run_numel; ++e) sums[place_of(box, j, e)] = v[e];
+          for (int e = 0; e < run_numel; ++e) sums[index_of(box, j, e)] = v[e];
         }
       }
     }

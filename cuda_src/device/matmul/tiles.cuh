@@ -12,13 +12,13 @@ constexpr u32 box_nbytes = 64 * row_nbytes;
 
 enum OperandLayout { by_rows, by_columns };  // of W: [N, K], [K, N]
 
-// M x N elements of C, computed by a block of a cluster of `Cluster`, with `Stages` places in the ring. A tile is divided
-// between consumer warpgroups, 64 rows each: a warpgroup tile. With `Alternating` two consumers compute separate tiles,
-// all rows in blocks of 64, so that one multiplies while the other finishes a tile. Shared memory holds two finished
-// boxes of each consumer, one of each of three consumers, or with `Whole` the whole tile. With `Recorded` the kernel
-// writes a timeline (timeline.cuh). K is added in `Leaves` leaves (leaf_tree.cuh); 1: in its order. The `Split` blocks of
-// a cluster compute the leaves of one tile together (node_exchange.cuh). With `Partials` shared memory has room for the
-// whole tile in fp32 (tile_as_partials.cuh).
+// M x N elements of C, computed by a block of a cluster of `Cluster`, with `Stages` places in the ring. A tile is
+// divided between consumer warpgroups, 64 rows each: a warpgroup tile. With `Alternating` two consumers compute
+// separate tiles, all rows in blocks of 64, so that one multiplies while the other finishes a tile. Shared memory holds
+// two finished boxes of each consumer, one of each of three consumers, or with `Whole` the whole tile. With `Recorded`
+// the kernel writes a timeline (timeline.cuh). K is added in `Leaves` leaves (leaf_tree.cuh); 1: in its order. The
+// `Split` blocks of a cluster compute the leaves of one tile together (node_exchange.cuh). With `Partials` shared
+// memory has room for the whole tile in fp32 (tile_as_elements.cuh).
 template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, bool Recorded = false,
           int Leaves = 1, int Split = 1, bool Partials = false>
 struct MatmulTile {
@@ -39,7 +39,7 @@ struct MatmulTile {
                                 : Whole || boxes < 2  ? boxes
                                 : consumers > 2       ? 1
                                                       : 2;
-  static constexpr bool recorded = Recorded;
+  static constexpr bool recorded = Recorded, swapped = false;
   static constexpr u32 a_nbytes = M * row_nbytes, w_nbytes = N * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
 
   // A consumer computes every `turns`-th tile of its block, from tile `turn` on, and in it warpgroup tile `warpgroup`.
@@ -49,8 +49,8 @@ struct MatmulTile {
 
 // The tiles of a block, in the order of the whole grid. `group_rows` rows of tiles are walked at a time, column by
 // column, so that tiles computed at the same time share operands in L2. The walk begins at row `first_row` and wraps to
-// row 0. A row of tiles is as high as a cluster. No group crosses row `border`. With leaves a grid computes a part of the
-// tiles: those of the walk from `first_tile` on, before `end_tile`.
+// row 0. A row of tiles is as high as a cluster. No group crosses row `border`. With leaves a grid computes a part of
+// the tiles: those of the walk from `first_tile` on, before `end_tile`.
 template <class Tile>
 struct Walk {
   const MatmulArguments& a;

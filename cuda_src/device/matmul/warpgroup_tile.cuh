@@ -1,8 +1,7 @@
 // Warpgroup tiles on their way between ranks: the 64 rows of a tile that one warpgroup computes (sm_90 and newer). A
 // warpgroup tile is boxes of 64 x 64 elements. A slot has a place of 8 KB for every box of a rank's rows. With partials
 // in fp32 a box takes two places, so a slot has room for half as many of them. Flags stay where they are, and there are
-// more of them than boxes. The bytes in a place are described in tile_as_elements.cuh, tile_as_codes.cuh and
-// tile_as_partials.cuh.
+// more of them than boxes. The bytes in a place are described in tile_as_elements.cuh and tile_as_codes.cuh.
 //
 //   scratch: the signal pad, whose row 0 holds the call that each rank has entered
 //            partial, for this rank's rows:
@@ -129,11 +128,11 @@ struct TileExchange {
 
   // The flag on rank `to` of a box from rank `from`.
   __device__ u32* flag(int to, int from, u32 box) const {
-    return reinterpret_cast<u32*>(begin(to)) + slot(to, from) + box;
+    return reinterpret_cast<u32*>(area_of(to)) + slot(to, from) + box;
   }
   // A place on rank `to` of the slot of rank `from`; a box may take several.
   __device__ char* place(int to, int from, u32 number) const {
-    return begin(to) + (N - 1) * a.capacity * sizeof(u32) + (slot(to, from) + number) * box_nbytes;
+    return area_of(to) + (N - 1) * a.capacity * sizeof(u32) + (slot(to, from) + number) * box_nbytes;
   }
 
   // By one warp, whose first thread stores later: waits until every peer has entered this call. False if a peer did not
@@ -164,7 +163,7 @@ struct TileExchange {
   }
 
  private:
-  __device__ char* begin(int rank) const {
+  __device__ char* area_of(int rank) const {
     return reinterpret_cast<char*>(after_signal_pad(a, rank)) +
            area * (N - 1) * a.capacity * u64(sizeof(u32) + box_nbytes);
   }

@@ -163,7 +163,7 @@ __device__ __forceinline__ u32 add_relaxed_cta(u32* address, u32 v) {
 // ---- asynchronous copies ------------------------------------------------------------------------------------------
 //
 // (6) A copy is an ordinary weak load and store that the hardware finishes later. It reads through the generic proxy
-//     and not before it is issued, so it is ordered as a load at the same place would be: after the wait of (2) it sees
+//     and not before it is issued, so it is ordered as a load at the same point would be: after the wait of (2) it sees
 //     the data that the peers signalled. It bypasses the L1 cache. After wait_for_copies its write is visible to the
 //     thread that issued it; another thread would need a barrier as well. A thread reuses only places that it has
 //     itself read.

@@ -75,6 +75,14 @@ class Mbarrier {
     return ended;
   }
 
+  // Waits until a phase has ended.
+  __device__ __forceinline__ void wait(u32 phase) const {
+    while (!try_wait(phase)) continue;
+  }
+  __device__ __forceinline__ void wait_for_cluster(u32 phase) const {
+    while (!try_wait_for_cluster(phase)) continue;
+  }
+
  private:
   u64 state_;
 };
@@ -93,8 +101,8 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, u32
 }
 
 // Stores a pack later, at the address of `here` in a block of the cluster, whose mbarrier at the address of `stored`
-// counts the bytes. The store is ordered as a copy is: it may overwrite what ordinary accesses have touched only after a
-// fence, and is visible after a wait for the cluster at the mbarrier. It releases no other access.
+// counts the bytes. The store is ordered as a copy is: it may overwrite what ordinary accesses have touched only after
+// a fence, and is visible after a wait for the cluster at the mbarrier. It releases no other access.
 __device__ __forceinline__ void store_async_in_cluster(Pack* here, u32 block, const Pack& p, Mbarrier& stored) {
   asm volatile(
       "{\n\t.reg .b32 there, counts;\n\tmapa.shared::cluster.u32 there, %0, %2;\n\t"

@@ -7,8 +7,8 @@
 // ---- products -------------------------------------------------------------------------------------------------------
 
 // sums[64, N] += A[64, 16] * B[16, N], or = with `first`. Each operand is one of operand_by_rows or operand_by_columns
-// (operands.cuh). Of e4m3, A is [64, 32] and B [32, N], both by rows, and the sums have fewer bits than fp32. Row r of a warp's 16, columns 8 j + 2 c and 8 j + 2 c + 1, are sums[4 j + r / 8 * 2 + {0, 1}] of
-// thread 4 (r % 8) + c.
+// (operands.cuh). Of e4m3, A is [64, 32] and B [32, N], both by rows, and the sums have fewer bits than fp32. Row r of
+// a warp's 16, columns 8 j + 2 c and 8 j + 2 c + 1, are sums[4 j + r / 8 * 2 + {0, 1}] of thread 4 (r % 8) + c.
 template <int N, bool a_by_columns, bool b_by_columns>
 struct Product;
 
@@ -90,8 +90,8 @@ __device__ __forceinline__ void wait_for_products(float (&sums)[Count]) {
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// The bits of a sum. With __float_as_uint in its place the compiler would keep sums as words in other registers, and copy
-// them from and to those of the products, which then wait for each other.
+// The bits of a sum. With __float_as_uint the compiler would keep sums as words in other registers, and copy them from
+// and to those of the products, which then wait for each other.
 __device__ __forceinline__ u32 word_of_sum(float sum) {
   u32 word;
   asm("mov.b32 %0, %1;" : "=r"(word) : "f"(sum));

@@ -23,7 +23,7 @@
 //        the two did not swap. All counters end at e + 2, so no later call notices either.
 //      - Blocks beyond the other call's grid. Where only such blocks of a call are left, or have yet to begin, a call
 //        with a smaller grid meets no mark, and advances their counters. One that has not read its counter yet then
-//        reads e + 2 in place of e. One that has sets it back to e + 1, and the next call's blocks differ in epochs.
+//        reads e + 2 instead of e. One that has sets it back to e + 1, and the next call's blocks differ in epochs.
 //      Reporting these would cost every call something. A count of the blocks that run has the atomics of all blocks on
 //      one word, at both ends of a call, and could not tell a call's own blocks from another's, since each replay
 //      of a launch has the same arguments. The marks beyond a call's grid could be loaded by idle threads, but the
@@ -100,19 +100,20 @@ __device__ __forceinline__ void advance_epoch(const Arguments& a, HeldCall& call
   if (call.epoch % calls_a_comparison == 0 && is_last_block()) compare_calls_apart(a, call.epoch);
 }
 
-// Internal: read_epoch where warp 0 alone reads it, for its block. Another block that gives up in this call changes
-// `aborted` meanwhile, so all threads take what the first one has read.
-__device__ __forceinline__ void read_epoch_in_warp(const Arguments& a, Call& call) {
+// Internal: begin_call, read_epoch and, unless the call is aborted, advance_epoch, where warp 0 alone does so for its
+// block. Another block that gives up in this call changes `aborted` meanwhile, so all threads take what the first one
+// has read.
+__device__ __forceinline__ Call begin_call_in_warp(const Arguments& a) {
+  Call call = begin_call(a);
   read_epoch(a, call);
   call.aborted = __shfl_sync(0xffffffff, call.aborted, 0);
-}
-
-// Internal: advance_epoch after that.
-__device__ __forceinline__ void advance_epoch_in_warp(const Arguments& a, Call& call) {
-  tell_call(a, call.epoch);
-  call.was_busy = __any_sync(0xffffffff, call.was_busy);
-  for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += 32 * gridDim.x)
-    store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
+  if (!call.aborted) {
+    tell_call(a, call.epoch);
+    call.was_busy = __any_sync(0xffffffff, call.was_busy);
+    for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < max_blocks; i += 32 * gridDim.x)
+      store_relaxed_gpu(&a.counters->epoch_state[i].epoch, call.epoch + 1);
+  }
+  return call;
 }
 
 // Internal: clears the mark of the block at `busy`.

@@ -21,7 +21,7 @@
 //     divisions, the kind of a thread's work. A kernel computes these before it waits, and names them in its wait.
 //     - They pass through a shuffle, so ptxas cannot compute them again behind the wait, and the wait depends on them,
 //       so it does not compute them there in the first place. It would do both.
-//     - They come from arguments and from the thread's place in the grid, which are constant while the kernel runs.
+//     - They come from arguments and from the thread's index in the grid, which are constant while the kernel runs.
 //       What a load has returned comes after the wait, but for (26).
 //     - The dependence is one that always holds: a wait that names no values waits as well.
 
@@ -77,25 +77,27 @@ __device__ __forceinline__ void wait_for_previous_kernel(const Arguments& a, Val
 // (18) Several communicators: two, or as many as GRAPHAR_CONCURRENT_COMMUNICATORS declares, g. Ranks may launch their
 //     kernels in different orders. Then one rank's kernel may wait for a peer's that finds no room because other
 //     communicators' kernels wait there for peers in turn. With room for c communicators on a GPU, and s ranks in each,
-//     such a cycle exists if (g - c) s >= g. So there is room for all of them, c = g:
+//     such a cycle exists if (g - c) s >= g. So there is room for all of them, c = g. What stays free beside g - 1:
+//
+//       their kernels take     with g = 2                     with g > 2, where a grid has at most a g-th
+//       half SMs               a half SM                      of the halves of SMs: as much for the last one
+//       whole SMs              an SM                          of the SMs: an SM
+//       SMs in clusters        the SMs of two clusters        of the SMs, one a block: 9 SMs, so 2 of one of 8 GPCs
+//       clusters of halves     half of each SM but one        of the halves: over half of them, so 8 in some GPC
+//
 //     - One block is enough, of a grid in clusters one cluster. A block exchanges data with the blocks of its index
 //       alone, and blocks start in the order of their indices, so on all ranks the first unfinished blocks are on their
 //       GPUs or will be. Where K differs between the ranks of a matmul, tiles may differ, and then this does not hold:
 //       (10) in warpgroup_tile.cuh.
-//     - Kernels of half SMs find room for a block. __launch_bounds__ asks for two blocks of up to 512 threads on an SM.
-//       Such a kernel releases the next one after it has waited for the previous one, so at most two of a communicator
-//       are on a GPU, one of them waiting for the other. Of all communicators but one, such pairs leave a half SM
-//       (Chip.may_overlap in graphar/plan/policy.py). With g = 2, a second kernel that takes whole SMs leaves a half
-//       beside each block of the first.
-//     - Kernels of whole SMs release no other while they wait for ranks. With g = 2 their grids leave an SM free, those
-//       of clusters two clusters' SMs. So another communicator's kernels of half SMs go on beside them and end, and of
-//       two kernels of whole SMs the second has free SMs; of a kernel in clusters and one without, the one without has.
-//       Where all communicators' kernels wait for whole SMs, those of half SMs before them end first.
-//     - Clusters of norms (rms_norm.cuh) find room beside kernels of half SMs, but none on a single free SM, whatever
-//       its registers (H200). So it is the kernel of whole SMs that goes on: such a norm, alone of its communicator
-//       until it waits for no rank, has at most half of each SM but one.
-//     - With g > 2, a grid has at most a g-th of the GPU's halves of SMs, or of its SMs if its blocks take whole ones
-//       or lie in clusters (Chip.shared_blocks). So g - 1 kernels leave as much to the last one: a kernel of whole SMs
-//       finds one, since clusters count an SM for each block; then one in clusters of two finds a pair of SMs in a GPC,
-//       since at least 9 SMs are free and a GPU has 8 GPCs (Chip.most_communicators); then norms have more than half of
-//       the halves of SMs, which are 8 or more in some GPC.
+//     - Half SMs: __launch_bounds__ asks for two blocks of up to 512 threads on an SM. Such a kernel releases the next
+//       one after it has waited for the previous one, so at most two of a communicator are on a GPU, one of them
+//       waiting for the other. Of all communicators but one, such pairs leave a half SM (Chip.may_overlap in
+//       graphar/plan/policy.py). With g = 2, a kernel of whole SMs leaves a half beside each block of such a kernel.
+//     - Whole SMs, in clusters or not, release no other kernel while they wait for ranks. Another communicator's
+//       kernels of half SMs go on beside them and end. With g = 2 the second of two kernels without clusters has a free
+//       SM, and so has the one without beside one in clusters. Where all communicators' kernels wait for whole SMs,
+//       those of half SMs before them end first.
+//     - Clusters of halves are those of norms (rms_norm.cuh). They find room beside kernels of half SMs, but none on a
+//       single free SM, whatever its registers (H200). So it is the kernel of whole SMs that goes on beside such a
+//       norm, which is alone of its communicator until it waits for no rank.
+//     - With g > 2 the numbers are those of Chip.shared_blocks and Chip.most_communicators.

@@ -12,7 +12,7 @@
 // (12) Slots are reused after `push_depth` = 4 steps. A block numbers its steps on from call to call, and a slot
 //     depends on block, step and source alone, so calls with other grids and sizes continue one sequence. Step s
 //     overwrites what step s - 4 brought to the peer. Before it, this rank has seen the peer's signal of step s - 2: in
-//     part 3 of the step before, or, at the begin of a call, in the last wait of the previous one. That signal follows
+//     part 3 of the step before, or, at the start of a call, in the last wait of the previous one. That signal follows
 //     part 4 of the peer's step s - 3, its last read of what step s - 4 had brought: by (2) in one call, and between
 //     calls by (13). Steps may wrap: 2^32 is a multiple of 4. Slots are read with plain loads (20).
 #pragma once
@@ -28,10 +28,15 @@ __device__ __forceinline__ Pack* push_slot(const Arguments& a, int hop, u32 step
   return after_signal_pad(a.ring[hop]) + index * a.capacity + (from * a.capacity + at);
 }
 
-// The kernel, once it has begun its call. The body has parts 1 and 4 as send(k) and receive(k), and takes `first_step`.
-// has_chunk(k) and has_step(k) must be the same on all ranks; there is one step more than chunks.
-template <int N, class Body, class Given>
-__device__ __forceinline__ void run_push_pipeline(const Given& a, Body& body, HeldCall& call) {
+// The kernel. The body is made before the call is read. It has parts 1 and 4 as send(k) and receive(k), and takes
+// `first_step`. has_chunk(k) and has_step(k) must be the same on all ranks; there is one step more than chunks. With
+// `HalfSm` a block takes half an SM at most, and the kernel releases the next one: (18) in kernel_order.cuh.
+template <int N, class Body, bool HalfSm = false, class Given>
+__device__ __forceinline__ void run_push_pipeline(const Given& a) {
+  HeldCall call{};
+  Body body(a, call);
+  call = begin_call(a, body);
+  if constexpr (HalfSm) release_next_kernel();
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);
   const Signals signals(a);

@@ -2,8 +2,8 @@
 //
 // All ones is a NaN (two NaNs in 16-bit types). A sender turns a word of all ones into another NaN. A sum with a NaN in
 // it is the canonical NaN whatever the payload, so no bit of a result depends on this. Each of a pack's words is
-// checked, since a store of several may arrive torn. Sums of a narrower type travel as half packs. A slot takes packs in
-// one call and half packs in another: what is said here holds for each word by itself.
+// checked, since a store of several may arrive torn. Sums of a narrower type travel as half packs. A slot takes packs
+// in one call and half packs in another: what is said here holds for each word by itself.
 //
 // (3) Two slots alternate by the epoch's parity. The receiver arms a word again (all ones) right after reading it. The
 //     sender's next store to that word comes in its call e + 2, after its call e + 1 ended. No rank ends a call before
@@ -13,7 +13,7 @@
 //     rank whose part is empty would wait for nobody, run ahead, and push into slots that a slower rank has yet to arm.
 //     So an empty part is sent as one pack, and an empty tensor launches nothing.
 //     PTX alone does not promise this, since no synchronizes-with edge leads from the arming store to the sender's next
-//     one. It rests on the owner's L2 as the one place where both stores are performed, the first before the second.
+//     one. It rests on the owner's L2 as the one memory where both stores are performed, the first before the second.
 //     That is so on GPUs of one die, to Hopper. Nobody has measured it where two dies share an L2, as in Blackwell.
 // (4) Relaxed accesses suffice: the words of a pack publish no other location.
 #pragma once

@@ -122,12 +122,17 @@ __device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& ca
 }
 
 // Signals between the blocks of one index on all ranks, in steps, by the row of that index. Each thread of the block
-// has an equal copy, made after begin_call.
+// has an equal copy, made after begin_call. With `OfWarp` they are signals of one warp, in a row of its own, and a
+// barrier is the warp's.
+template <bool OfWarp = false>
 class Signals {
  public:
   // By all threads of the block: reads the count of earlier steps, relaxed and of gpu scope.
   __device__ __forceinline__ explicit Signals(const Arguments& a)
-      : base_(load_relaxed_gpu(&a.counters->steps[blockIdx.x])) {}
+      : row_(blockIdx.x), base_(load_relaxed_gpu(&a.counters->steps[blockIdx.x])) {}
+
+  // By all threads of a warp: `base` is the row's count before this call. Touches no memory.
+  __device__ __forceinline__ Signals(u32 row, u32 base) : row_(row), base_(base) {}
 
   // By any thread: the number of this call's step 0. Numbers continue from call to call.
   __device__ __forceinline__ u32 first_step() const { return base_; }
@@ -137,8 +142,9 @@ class Signals {
   // block wrote before, here and there (2).
   template <int N>
   __device__ __forceinline__ void send(const Arguments& a, const Call& call, u32 steps) const {
-    __syncthreads();
-    set_flag(a, call, threadIdx.x < N && threadIdx.x != a.rank, blockIdx.x, threadIdx.x, base_ + steps);
+    const u32 peer = OfWarp ? threadIdx.x % 32 : threadIdx.x;
+    OfWarp ? __syncwarp() : __syncthreads();
+    set_flag(a, call, peer < N && peer != a.rank, row_, peer, base_ + steps);
   }
 
   // By all threads of the block: waits until this block of every peer has finished `steps` steps; at 0, all those of
@@ -148,10 +154,13 @@ class Signals {
   // the block reads no slots, and goes on to `end`.
   template <int N>
   __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
+    const u32 peer = OfWarp ? threadIdx.x % 32 : threadIdx.x;
     bool failed = false;
-    if (threadIdx.x < N && threadIdx.x != a.rank)
-      failed = !wait_for_flag<true>(a, call, blockIdx.x, threadIdx.x, base_ + steps, steps > 0);
-    return !__syncthreads_or(failed);
+    if (peer < N && peer != a.rank)
+      failed = !wait_for_flag<true>(a, call, row_, peer, base_ + steps, OfWarp || steps > 0);
+    if constexpr (!OfWarp) return !__syncthreads_or(failed);
+    __syncwarp();
+    return !__any_sync(0xffffffff, failed);
   }
 
   // By all threads of the block, once a call, after its last wait: the next call continues from this step. Relaxed, of
@@ -161,32 +170,5 @@ class Signals {
   }
 
  private:
-  u32 base_;
-};
-
-// The same for one warp, in a row of its own.
-class WarpSignals {
- public:
-  // By all threads of a warp: `base` is the row's count before this call. Touches no memory.
-  __device__ __forceinline__ WarpSignals(u32 row, u32 base) : row_(row), base_(base) {}
-
-  // By all threads of a warp: as Signals::send, with a barrier of the warp, then release stores of system scope.
-  template <int N>
-  __device__ __forceinline__ void send(const Arguments& a, const Call& call, u32 steps) const {
-    const u32 lane = threadIdx.x % 32;
-    __syncwarp();
-    set_flag(a, call, lane < N && lane != a.rank, row_, lane, base_ + steps);
-  }
-
-  // By all threads of a warp: as Signals::wait, with acquire loads of system scope, then a barrier of the warp.
-  template <int N>
-  __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
-    const u32 lane = threadIdx.x % 32;
-    const bool failed = lane < N && lane != a.rank && !wait_for_flag<true>(a, call, row_, lane, base_ + steps);
-    __syncwarp();
-    return !__any_sync(0xffffffff, failed);
-  }
-
- private:
-  u32 row_, base_;
+  const u32 row_, base_;
 };

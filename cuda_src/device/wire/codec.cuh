@@ -97,18 +97,18 @@ struct Int {
     }
     const Byte low = byte_of(word, at), high = byte_of(word, at + Bits);
     const u32 bytes = __byte_perm(low.word, high.word, low.index * 0x11 + (high.index + 4) * 0x1100);
-    const u32 places = (1u << low.place) + (0x10000u << high.place);
-    const u32 powers = 0x43004300 - (low.place << 7) - (high.place << 23);  // 2^7, less for codes at higher places
-    const u32 raised = choose_bits(((1u << Bits) - 1) * places, bytes, powers);
-    return fma_bf16x2(raised, bf16_ones, (powers + largest<absmax> * places) | 0x80008000);
+    const u32 units = (1u << low.bit) + (0x10000u << high.bit);  // of the codes
+    const u32 powers = 0x43004300 - (low.bit << 7) - (high.bit << 23);  // 2^7, less for codes at higher bits
+    const u32 raised = choose_bits(((1u << Bits) - 1) * units, bytes, powers);
+    return fma_bf16x2(raised, bf16_ones, (powers + largest<absmax> * units) | 0x80008000);
   }
 
  private:
-  // The byte of a word that holds a code, whose lowest bit has a place from which it fits into 7 bits, those of a bf16
+  // The byte of a word that holds a code, and the code's lowest bit in it: it fits into 7 bits, those of a bf16
   // mantissa.
   struct Byte {
     u32 word;
-    int index, place;
+    int index, bit;
   };
 
   // For the code that begins at bit `at`.
@@ -126,15 +126,15 @@ struct Int {
 
   // Of the code that begins at bit `at`.
   static __device__ __forceinline__ Raised raised(const u32 (&word)[Bits], int at) {
-    constexpr int window = 24 - Bits;  // places for a code's lowest bit in the mantissa
-    constexpr u32 mask = (1u << Bits) - 1, at_place_0 = 0x4b000000;
+    constexpr int window = 24 - Bits;  // of the mantissa's bits that may be a code's lowest
+    constexpr u32 mask = (1u << Bits) - 1, at_bit_0 = 0x4b000000;
     const int w = at / 32, s = at % 32;
     if (Bits == 8)
-      return {__uint_as_float(at_place_0), __uint_as_float(__byte_perm(word[w], at_place_0, 0x7440 + s / 8))};
-    const int shift = s / window * window, place = s - shift;
+      return {__uint_as_float(at_bit_0), __uint_as_float(__byte_perm(word[w], at_bit_0, 0x7440 + s / 8))};
+    const int shift = s / window * window, bit = s - shift;
     const u64 both = u64(s + Bits > 32 ? word[w + 1] : 0) << 32 | word[w];
-    const u32 power = at_place_0 - (place << 23);
-    return {__uint_as_float(power), __uint_as_float(choose_bits(mask << place, u32(both >> shift), power))};
+    const u32 power = at_bit_0 - (bit << 23);
+    return {__uint_as_float(power), __uint_as_float(choose_bits(mask << bit, u32(both >> shift), power))};
   }
 };
 

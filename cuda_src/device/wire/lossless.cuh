@@ -7,7 +7,7 @@
 //   word 2       4 bits an element: the row's largest exponent minus its own, up to 14; 15: exponent 0, as in zeros
 //
 // All other elements are odd: their exponents are sent in the tile's header. A header of 32 bytes has the rows' largest
-// exponents, the number of odd elements, and the place and exponent of each. A tile with more odd elements than fit
+// exponents, the number of odd elements, and the index and exponent of each. A tile with more odd elements than fit
 // there is sent uncompressed.
 //
 //   slot: 2048 bytes for each tile (codes fill 1536) | 32 bytes for each tile: headers
@@ -16,7 +16,7 @@
 
 constexpr u32 header_words = 8;
 constexpr u32 most_odd = header_words - 2;
-constexpr u32 as_it_is = 0xffffffffu;  // in place of the number of odd elements: the tile is uncompressed
+constexpr u32 as_it_is = 0xffffffffu;  // instead of the number of odd elements: the tile is uncompressed
 
 // The places of one tile in a slot.
 struct LosslessTile {
@@ -206,14 +206,4 @@ __device__ __forceinline__ Tile<bf16> decode_tile(const LosslessTile& from, cons
     }
   }
   return t;
-}
-
-// Stores the elements of a tile that lie in the tensor.
-__device__ __forceinline__ void store_tile(const Tensor<bf16>& y, u64 tile, const Tile<bf16>& t) {
-  const bool whole = is_whole(y, tile);
-#pragma unroll
-  for (int j = 0; j < tile_rows; ++j) {
-    const Pack pack = {{t.word[j][0], t.word[j][1], t.word[j][2], t.word[j][3]}};
-    store_pack(y, whole, pack_of<bf16>(tile, j), pack);
-  }
 }

@@ -29,8 +29,6 @@ __device__ __forceinline__ Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& m
   }
   Tile<bf16> sum;
 #pragma unroll
-  for (int j = 0; j < tile_rows; ++j)
-#pragma unroll
-    for (int w = 0; w < 4; ++w) sum.word[j][w] = bf16::round(total[j] + 2 * w);
+  for (int j = 0; j < tile_rows; ++j) sum.round(j, total[j]);
   return sum;
 }

@@ -2,7 +2,7 @@
 #pragma once
 #include "device/ptx/ptx.cuh"
 
-// The random bits depend on these and on the place in the tensor.
+// The random bits depend on these and on the index in the tensor.
 struct Noise {
   u64 seed;
   u32 call;

@@ -30,14 +30,16 @@ struct Tile {
 #pragma unroll
     for (int w = 0; w < words; ++w) T::unpack(word[j][w], v + w * elements_per_word<T>);
   }
+  __device__ __forceinline__ void round(int j, const float (&v)[run_numel]) {
+#pragma unroll
+    for (int w = 0; w < words; ++w) word[j][w] = T::round(v + w * elements_per_word<T>);
+  }
 };
 
 __device__ __forceinline__ Tile<fp32> tile_of(const float (&v)[tile_rows][run_numel]) {
   Tile<fp32> t;
 #pragma unroll
-  for (int j = 0; j < tile_rows; ++j)
-#pragma unroll
-    for (int e = 0; e < run_numel; ++e) t.word[j][e] = __float_as_uint(v[j][e]);
+  for (int j = 0; j < tile_rows; ++j) t.round(j, v[j]);
   return t;
 }
 
@@ -105,33 +107,31 @@ __device__ __forceinline__ Tile<T> load_values(const Tensor<T>& x, const Tensor<
       left.unpack(j, error);
 #pragma unroll
       for (int e = 0; e < run_numel; ++e) v[e] = __fadd_rn(v[e], error[e]);
-#pragma unroll
-      for (int w = 0; w < Tile<T>::words; ++w) t.word[j][w] = T::round(v + w * elements_per_word<T>);
+      t.round(j, v);
     }
   }
   return t;
 }
 
-// Stores the elements of a pack that lie in the tensor.
-template <class T>
-__device__ __forceinline__ void store_pack(const Tensor<T>& y, bool whole, u64 i, const Pack& pack) {
-  if (whole)
-    reinterpret_cast<Pack*>(y.base)[i] = pack;
-  else if (i * elements_per_pack<T> < y.numel)
-    y.store(i, pack);
-}
-
-// Rounds a lane's run of row j to T and stores it.
-template <class T>
-__device__ __forceinline__ void store_row(const Tensor<T>& y, u64 tile, bool whole, int j,
-                                          const float (&v)[run_numel]) {
+// Stores the elements of a tile that lie in the tensor. `set_row(t, j)` sets row j before it is stored.
+template <class T, class SetRow>
+__device__ __forceinline__ void store_tile(const Tensor<T>& y, u64 tile, Tile<T> t, const SetRow& set_row) {
+  const bool whole = is_whole(y, tile);
 #pragma unroll
-  for (int p = 0; p < Tile<T>::packs; ++p) {
-    Pack pack;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) pack.word[w] = T::round(v + (4 * p + w) * elements_per_word<T>);
-    store_pack(y, whole, pack_of<T>(tile, j * Tile<T>::packs + p), pack);
+  for (int p = 0; p < tile_rows * Tile<T>::packs; ++p) {
+    const int j = p / Tile<T>::packs, first = p % Tile<T>::packs * 4;
+    if (first == 0) set_row(t, j);
+    const Pack pack = {{t.word[j][first], t.word[j][first + 1], t.word[j][first + 2], t.word[j][first + 3]}};
+    const u64 i = pack_of<T>(tile, p);
+    if (whole)
+      reinterpret_cast<Pack*>(y.base)[i] = pack;
+    else if (i * elements_per_pack<T> < y.numel)
+      y.store(i, pack);
   }
+}
+template <class T>
+__device__ __forceinline__ void store_tile(const Tensor<T>& y, u64 tile, const Tile<T>& t) {
+  store_tile(y, tile, t, [](Tile<T>&, int) {});
 }
 
 // ---- buckets --------------------------------------------------------------------------------------------------------
@@ -248,34 +248,30 @@ struct Received {
   }
 };
 
-// Row j of a tile, for a codec that has_bf16_products.
+// Sets row j of a tile, for a codec that has_bf16_products.
 template <class C>
-__device__ __forceinline__ Pack products_of_row(const Received<C>& received, int j) {
+__device__ __forceinline__ void set_row_of_products(Tile<bf16>& t, int j, const Received<C>& received) {
   constexpr u32 minus_zeros = 0x80008000;  // leave a product as it is
   const int index = j / WireLayout<C>::rows_of_bucket;
   u32 scale = __byte_perm(received.entry[index / 2], 0, index % 2 ? 0x3232 : 0x1010);
   if (C::Code::divisor != bf16_ones) scale = fma_bf16x2(scale, C::Code::divisor, minus_zeros);
-  Pack pack;
 #pragma unroll
   for (int w = 0; w < 4; ++w)
-    pack.word[w] = fma_bf16x2(C::Code::decode_pair(received.code, j, w), scale, minus_zeros);
-  return pack;
+    t.word[j][w] = fma_bf16x2(C::Code::decode_pair(received.code, j, w), scale, minus_zeros);
 }
 
 // Stores the values of a tile, rounded to T.
 template <class C, class T>
 __device__ __forceinline__ void store_values(const Tensor<T>& y, u64 tile, const Received<C>& received) {
-  const bool whole = is_whole(y, tile);
-#pragma unroll
-  for (int j = 0; j < tile_rows; ++j) {
+  store_tile(y, tile, {}, [&](Tile<T>& t, int j) {
     if constexpr (has_bf16_products<C, T>) {
-      store_pack(y, whole, pack_of<T>(tile, j), products_of_row(received, j));
+      set_row_of_products(t, j, received);
     } else {
       float v[run_numel];
       received.decode(j, v);
-      store_row(y, tile, whole, j, v);
+      t.round(j, v);
     }
-  }
+  });
 }
 
 // What a lane's own codes decode to. The lanes exchange their scales.
@@ -299,16 +295,14 @@ __device__ __forceinline__ Received<C> as_received(const Coded<C>& coded) {
 template <class C, class T>
 __device__ __forceinline__ void store_error(const Tensor<T>& to, u64 tile, const Tile<T>& t, const Coded<C>& coded) {
   const Received<C> received = as_received(coded);
-  const bool whole = is_whole(to, tile);
-#pragma unroll
-  for (int j = 0; j < tile_rows; ++j) {
+  store_tile(to, tile, t, [&](Tile<T>& left, int j) {
     float v[run_numel], decoded[run_numel];
-    t.unpack(j, v);
+    left.unpack(j, v);
     received.decode(j, decoded);
 #pragma unroll
     for (int e = 0; e < run_numel; ++e) v[e] = decoded[e] == decoded[e] ? __fsub_rn(v[e], decoded[e]) : 0;
-    store_row(to, tile, whole, j, v);
-  }
+    left.round(j, v);
+  });
 }
 
 // ---- the wire -------------------------------------------------------------------------------------------------------

@@ -125,9 +125,10 @@ def generate(text: str, dtypes: tuple[torch.dtype, ...]) -> Generated:
         loads.append(f"    operand[{k}] = element<{TYPE_NAMES[dtypes[tensor]]}>(e.tensor[{tensor}], {at});\n")
     body = (
         f"  static constexpr int operands = {len(loads)};\n"
-        "  static __device__ __forceinline__ void load(const EpilogueArguments& e, const Place& at, float* operand) {\n"
+        "  static __device__ __forceinline__ void load(const EpilogueArguments& e, const Indices& at,\n"
+        "                                              float* operand) {\n"
         f"    (void)e, (void)at, (void)operand;\n{''.join(loads)}  }}\n"
-        "  static __device__ __forceinline__ float value(const EpilogueArguments& e, const Place& at,\n"
+        "  static __device__ __forceinline__ float value(const EpilogueArguments& e, const Indices& at,\n"
         "                                                const float* operand, float v) {\n"
         f"    (void)e, (void)at, (void)operand;\n    return {_printed(found.tree, found)};\n  }}\n"
     )

@@ -43,13 +43,13 @@ struct ProductWait {
 struct Arrival {
   static void pass(Mbarrier& mbarrier) {
     if (threadIdx.x == 0) mbarrier.arrive();
-    while (!mbarrier.try_wait(0)) continue;
+    mbarrier.wait(0);
   }
 };
 struct RelaxedArrival {
   static void pass(Mbarrier& mbarrier) {
     if (threadIdx.x == 0) mbarrier.arrive_at(block_in_cluster());
-    while (!mbarrier.try_wait(0)) continue;
+    mbarrier.wait(0);
   }
 };
 struct ClusterWait {
@@ -126,7 +126,7 @@ void load_then_store_async(Arguments a) {
   } else {
     give(a, 1);
   }
-  while (!shared.mbarrier.try_wait_for_cluster(0)) continue;
+  shared.mbarrier.wait_for_cluster(0);
 }
 
 // An mbarrier that is new, used by another thread.
@@ -137,7 +137,7 @@ void init_then_wait(Arguments a) {
   if (threadIdx.x == 0) shared.mbarrier.init(32);
   Between::pass(shared.mbarrier);
   shared.mbarrier.arrive();
-  while (!shared.mbarrier.try_wait(0)) continue;
+  shared.mbarrier.wait(0);
   give(a, 1);
 }
 
@@ -176,7 +176,7 @@ struct ReleaseAfterArrival : Release {
     __syncwarp();
     if (threadIdx.x == 7) mbarrier.arrive();
     if (threadIdx.x != 0) return;
-    while (!mbarrier.try_wait(0)) continue;
+    mbarrier.wait(0);
     store_release_sys(flag, 1);
   }
 };

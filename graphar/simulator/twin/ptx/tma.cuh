@@ -89,6 +89,13 @@ class Mbarrier {
     me.end(copy, me.order_of_cluster_[me.ended_ % 2]);
   }
 
+  void wait(u32 phase) const {
+    while (!try_wait(phase)) continue;
+  }
+  void wait_for_cluster(u32 phase) const {
+    while (!try_wait_for_cluster(phase)) continue;
+  }
+
  private:
   void end(const simulator::Copy& copy, std::atomic<u32>& order) {
     simulator::release_views(&order);
