@@ -56,12 +56,11 @@ NEEDED = f"graphar's matmul kernel needs a GPU of {MATMUL_ARCH}"
 class ProductRow(Timing):
     """The measured and verified time of one method.
 
-    A subclass adds ``time_us``, the time of one call (median, p10 and p90 over the repeats), and ``wrong``, the number
-    of wrong elements.
-
     Attributes:
         method: one of the topic's methods.
         m, n, k: the operands are [m, k] and [n, k].
+        time_us: the time of one call: median, p10 and p90 over the repeats.
+        wrong: the number of elements that are too far from float64, or do not have the bits that the method promises.
     """
 
     world_size: ClassVar[int] = 1
@@ -69,6 +68,8 @@ class ProductRow(Timing):
     m: int
     n: int
     k: int
+    time_us: Deciles
+    wrong: int
 
     @property
     def shape(self) -> Shape:
@@ -210,7 +211,6 @@ class Products(Report):
     """The base of the topics.
 
     Class attributes:
-        row: the class of the rows.
         shapes: the shapes that are measured unless others are named.
         columns: the methods, each with the name of its column.
         refusable: the methods that may refuse a shape.
@@ -221,7 +221,6 @@ class Products(Report):
         subject: the first ratio of the findings, in words.
     """
 
-    row: ClassVar[type[ProductRow]]
     shapes: ClassVar[Sequence[Shape]]
     columns: ClassVar[Mapping[str, str]]
     refusable: ClassVar[tuple[str, ...]] = ()
@@ -256,7 +255,7 @@ class Products(Report):
 
     @classmethod
     def make_row(cls, method: str, shape: Shape, time_us: Deciles, wrong: int) -> ProductRow:
-        return cls.row(method, *shape, time_us, wrong)
+        return ProductRow(method, *shape, time_us, wrong)
 
     # ---- common to the topics ----
 

@@ -33,23 +33,12 @@ from perf.products import (
     run_with,
     weight_count,
 )
-from perf.report import Arguments, Deciles
+from perf.report import Arguments
 
 TORCH, TORCH_BLOCKS = "torch, scales of rows", "torch, scales of blocks"
 ROWS, BLOCKS, BF16 = "graphar, scales of rows", "graphar, scales of blocks", "graphar, bf16"
 METHODS = (TORCH, ROWS, TORCH_BLOCKS, BLOCKS, BF16)
 SHAPES: tuple[Shape, ...] = tuple((m, n, k) for n, k in WEIGHTS for m in (*DECODE_ROWS, *MANY_ROWS[1:]))
-
-
-@dataclass(frozen=True)
-class ScaledRow(ProductRow):
-    """The measured and verified time of one method. Operands are e4m3, or bf16 with the same values.
-
-    ``wrong`` is the number of elements that are too far from float64.
-    """
-
-    time_us: Deciles
-    wrong: int
 
 
 # ---- operands and what is right -------------------------------------------------------------------------------------
@@ -116,14 +105,13 @@ def of_elements(scale: Tensor, x: Tensor) -> Tensor:
 
 @dataclass
 class Scaled(Products):
-    rows: list[ScaledRow] = field(default_factory=list)
+    rows: list[ProductRow] = field(default_factory=list)
 
     name: ClassVar[str] = "fp8"
     title: ClassVar[str] = "Matmuls of e4m3 operands"
     order: ClassVar[int] = 8
     help: ClassVar[str] = "time graphar's matmul of e4m3 operands with scales, torch._scaled_mm, and bf16, on one GPU"
     arguments: ClassVar[Arguments] = run_with("1x8192x7168 512x5120x8192 4096x8192x7168", "64x8192x7168 4096x8192x7168")
-    row: ClassVar[type[ScaledRow]] = ScaledRow
     shapes: ClassVar = SHAPES
     columns: ClassVar = dict(zip(METHODS, ("torch", "rows", "torch, blocks", "blocks", "bf16"), strict=True))
     refusable: ClassVar = (TORCH_BLOCKS,)  # torch serves some shapes, and with some releases of CUDA

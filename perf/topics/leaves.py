@@ -32,23 +32,12 @@ from perf.products import (
     pair,
     run_with,
 )
-from perf.report import Arguments, Deciles
+from perf.report import Arguments
 
 TORCH, PLAIN, TREE = METHODS = ("torch.mm", "graphar, in the order of K", f"graphar, {LEAVES} leaves")
 LEAST_K = 4096
 SHAPES: tuple[Shape, ...] = tuple((m, n, k) for n, k in WEIGHTS if k >= LEAST_K for m in (*DECODE_ROWS, *MANY_ROWS[1:]))
 LEAVES_OF_TORCH = "leaves/torch"
-
-
-@dataclass(frozen=True)
-class LeavesRow(ProductRow):
-    """The measured and verified time of one method. Operands are bf16.
-
-    ``wrong`` is the number of elements that are too far from float64, or have other bits than the tree of leaves.
-    """
-
-    time_us: Deciles
-    wrong: int
 
 
 def tree_of_leaves(operands: ProductOperands, call: int) -> Tensor:
@@ -65,7 +54,7 @@ def tree_of_leaves(operands: ProductOperands, call: int) -> Tensor:
 
 @dataclass
 class Leaves(Products):
-    rows: list[LeavesRow] = field(default_factory=list)
+    rows: list[ProductRow] = field(default_factory=list)
 
     name: ClassVar[str] = "leaves"
     title: ClassVar[str] = "The tensor-parallel invariant matmul and torch's"
@@ -74,7 +63,6 @@ class Leaves(Products):
     arguments: ClassVar[Arguments] = run_with(
         "1x8192x7168 512x5120x8192 4096x4096x14336", "64x8192x7168 4096x8192x7168"
     )
-    row: ClassVar[type[LeavesRow]] = LeavesRow
     shapes: ClassVar = SHAPES
     columns: ClassVar = {TORCH: "torch", PLAIN: "order of K", TREE: f"{LEAVES} leaves"}
     ratios: ClassVar[dict[str, Callable[[Case], Pair]]] = {

@@ -70,20 +70,17 @@ TILES = {f"{OWN}{name_of(tile)}": tile for tile in MATMUL_TILES}
 
 @dataclass(frozen=True)
 class MatmulRow(ProductRow):
-    """The measured and verified time of one method. Operands are bf16.
+    """One tile, or torch. All tiles must have the same bits.
 
     Attributes:
         is_taken: whether it is the tile that graphar takes by default.
         is_auto: whether "auto" multiplies by it before a sum: the tile taken, or torch.mm.
         sms: the number of SMs of the GPU.
-        wrong: the number of elements that are too far from float64, or differ from the other tiles' bits.
     """
 
     is_taken: bool
     is_auto: bool
     sms: int
-    time_us: Deciles
-    wrong: int
 
 
 # ---- the rows of a case ---------------------------------------------------------------------------------------------
@@ -133,7 +130,6 @@ class Matmul(Products):
     order: ClassVar[int] = 6
     help: ClassVar[str] = "time graphar's matmul with each of its tiles, and torch.mm, on one GPU"
     arguments: ClassVar[Arguments] = run_with(SOME, "64x8192x2048 4096x8192x2048")
-    row: ClassVar[type[MatmulRow]] = MatmulRow
     shapes: ClassVar = SHAPES
     columns: ClassVar = {TORCH: "torch"} | {method: name_of(tile) for method, tile in TILES.items()}
     ratios: ClassVar[dict[str, Callable[[Case], Pair]]] = {
@@ -204,7 +200,7 @@ the same bits."""
         default = gemm.default_tile(device, *shape, sms)
         policy = find_table(torch.cuda.get_device_name(device)).matmul
         of_auto = default if choose_matmul(policy, *shape, sms).own else None
-        return MatmulRow(method, *shape, tile == default, tile == of_auto, sms, time_us, wrong)
+        return MatmulRow(method, *shape, time_us, wrong, tile == default, tile == of_auto, sms)
 
     def line(self, row: MatmulRow) -> str:
         return super().line(row) + (", taken" if row.is_taken else "") + (", auto" if row.is_auto else "")

@@ -10,11 +10,12 @@ from perf.harness.links import Reading, utilisation
 from perf.host_calls import SHARED, HostRow
 from perf.models.generation import CallRow, GenerationRow
 from perf.models.sequence import SequenceRow
+from perf.products import ProductRow
 from perf.timeline import Event, Lane, Mean, Timeline
 from perf.topics.allreduce import AllReduce
 from perf.topics.compile import Compile, Compiled
 from perf.topics.fp8 import METHODS as SCALED_METHODS
-from perf.topics.fp8 import Scaled, ScaledRow
+from perf.topics.fp8 import Scaled
 from perf.topics.fsdp import Fsdp, FsdpRow
 from perf.topics.fused import Fused, FusedRow
 from perf.topics.fused_fp8 import FusedFp8, FusedFp8Row
@@ -22,7 +23,7 @@ from perf.topics.gathered import Gathered, GatheredRow
 from perf.topics.host import Host
 from perf.topics.latency import Latency, LatencyRow
 from perf.topics.leaves import METHODS as LEAF_METHODS
-from perf.topics.leaves import Leaves, LeavesRow
+from perf.topics.leaves import Leaves
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.matmul import TORCH, Matmul, MatmulRow
 from perf.topics.model import Model, ModelRow
@@ -114,21 +115,17 @@ def sequence_row(method, time_us, gradient_error=0.02, wrong=0):
 
 def matmul_row(method, time_us, shape=(4096, 8192, 2048), is_taken=False, is_auto=False, wrong=0):
     """A row on a GPU of 132 SMs."""
-    return MatmulRow(method, *shape, is_taken, is_auto, 132, spread(time_us, "p90"), wrong)
+    return MatmulRow(method, *shape, spread(time_us, "p90"), wrong, is_taken, is_auto, 132)
 
 
-def leaves_row(method, median, shape=(64, 8192, 7168), wrong=0):
-    return LeavesRow(method, *shape, spread(median, "p90"), wrong)
+def product_row(method, median, shape=(64, 8192, 7168), wrong=0):
+    return ProductRow(method, *shape, spread(median, "p90"), wrong)
 
 
 def latency_row(time_us=10.0, size="2 KB", wrong=0, before_us=None):
     """A row of an all-reduce between 4 ranks that share a GPU."""
     how = "one_shot_push", "3 x 64", 1.0, 200
     return LatencyRow("graphar", "all-reduce", size, 4, *how, spread(time_us, "p90"), wrong, before_us)
-
-
-def scaled_row(method, median, shape=(64, 8192, 7168), wrong=0):
-    return ScaledRow(method, *shape, spread(median, "p90"), wrong)
 
 
 def suspend_row(**more):
@@ -199,8 +196,8 @@ REPORTS = [
         ],
         skipped=["4 x 4 x 4: misaligned"],
     ),
-    Leaves([leaves_row(method, 200.0) for method in LEAF_METHODS], skipped=["4 x 4 x 4: misaligned"]),
-    Scaled([scaled_row(method, 200.0) for method in SCALED_METHODS], skipped=["4 x 4 x 4: misaligned"]),
+    Leaves([product_row(method, 200.0) for method in LEAF_METHODS], skipped=["4 x 4 x 4: misaligned"]),
+    Scaled([product_row(method, 200.0) for method in SCALED_METHODS], skipped=["4 x 4 x 4: misaligned"]),
     Fused([fused_row("graphar", 400.0), fused_row("matmul+nccl", 500.0)], [TIMELINE]),
     FusedFp8([fused_fp8_row("graphar", 400.0), fused_fp8_row("scaled_mm+nccl", 500.0)]),
     Gathered([gathered_row("graphar", 400.0), gathered_row("nccl+matmul", 500.0)]),

@@ -14,7 +14,7 @@ from perf import machine, products
 from perf.products import NEEDED, bf16_operands, calls_of, exact, is_far, limit_of, shape_of
 from perf.report import read
 from perf.topics import fp8, leaves, matmul
-from tests.perf.samples import MACHINE, leaves_row, matmul_row, scaled_row
+from tests.perf.samples import MACHINE, matmul_row, product_row
 
 TOPICS = [matmul.Matmul, leaves.Leaves, fp8.Scaled]
 SMALL = (24, 16, 512)  # M, N, K
@@ -262,19 +262,17 @@ def test_a_shape_that_the_kernel_refuses_is_told_and_the_others_are_measured(gpu
 
 FEW, MANY = (16, 8192, 7168), (4096, 8192, 7168)
 TIMES = {
-    leaves.Leaves: (leaves_row, {FEW: (20.0, 19.0, 18.0), MANY: (200.0, 210.0, 220.0)}),
-    fp8.Scaled: (scaled_row, {FEW: (20.0, 19.0, 25.0, 19.0, 38.0), MANY: (200.0, 180.0, 240.0, 216.0, 360.0)}),
+    leaves.Leaves: {FEW: (20.0, 19.0, 18.0), MANY: (200.0, 210.0, 220.0)},
+    fp8.Scaled: {FEW: (20.0, 19.0, 25.0, 19.0, 38.0), MANY: (200.0, 180.0, 240.0, 216.0, 360.0)},
 }
-each_table = pytest.mark.parametrize("topic", TIMES, ids=lambda topic: topic.name)
 
 
 def report(topic, wrong_method=None):
     """A report of few rows and of many. Results of ``wrong_method`` are wrong."""
-    row, times = TIMES[topic]
     return topic(
         [
-            row(method, time, shape, wrong=3 if method == wrong_method else 0)
-            for shape, of_shape in times.items()
+            product_row(method, time, shape, wrong=3 if method == wrong_method else 0)
+            for shape, of_shape in TIMES[topic].items()
             for method, time in zip(topic.columns, of_shape, strict=True)
         ]
     )
