@@ -151,7 +151,7 @@ def _counts(communicator: Communicator, op: str, parts: Tensors, own: torch.Tens
 
 def _division(communicator: Communicator, x: torch.Tensor) -> str:
     """Returns the epilogue of an average, which divides the fp32 sum before it is rounded."""
-    return options.epilogue_option("average", f"v / {communicator.world_size}", x, None).text
+    return options.epilogue_option("average", f"v / {communicator.world_size}", x, None)["epilogue"]
 
 
 def _run_into(out: torch.Tensor, x: torch.Tensor, run: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
