@@ -15,10 +15,10 @@ from graphar.ops.allgather import allgather
 from graphar.ops.allreduce import allreduce
 from graphar.ops.empty import empty
 from graphar.ops.explain import explain
+from graphar.ops.options import check_removed
 from graphar.ops.preparation import prepare
 from graphar.ops.reducescatter import reducescatter
 from graphar.plan.explanation import Explanation
-from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import local_devices, process_group
 from graphar.ranks.hierarchical import check_hosts
 from graphar.runtime.checks import call_checks
@@ -50,9 +50,6 @@ class Communicator:
             several hosts, but graphar's kernels serve only groups whose ranks share a host.
         devices: the devices of this process's ranks, instead of a group: CUDA devices, or ``"cpu"`` once for each rank.
         timeout_s: the deadline of every wait on another rank, in seconds. The default is 60.
-        debug: whether the ranks of a group compare each call before they make it. A mismatch raises CommunicatorError
-            on every rank, with the call of each. Calls under graph capture are not compared. None: whether the
-            environment has GRAPHAR_DEBUG=1. The same on every rank.
         hosts: the ranks of each host, such as [[0, 1], [2, 3]], for the hierarchical algorithm, which adds in this
             order. The same on every rank. None: hosts are found from host names, or a common GRAPHAR_SOCKET_DIR.
         lossless: whether ``auto`` may compress large bf16 tensors without loss. The same on every rank; otherwise
@@ -69,17 +66,19 @@ class Communicator:
         *,
         devices: Sequence[torch.device | str | int] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        debug: bool | None = None,
         hosts: Sequence[Sequence[int]] | None = None,
         lossless: bool | None = None,
+        **removed: object,
     ) -> None:
+        if removed:
+            check_removed("Communicator", removed)
         call_checks.check_timeout("Communicator", timeout_s)
         if devices is not None and group is not None:
             raise ValueError("Communicator: give a group or devices, not both")
         found = group if devices is not None else process_group(group, "give devices, such as devices=[0, 1]")
         local = None if devices is None else local_devices(devices)
         given = check_hosts(hosts, None if local else found.size())
-        self.engine = Engine(found, local, timeout_s, is_enabled(debug), given, lossless)
+        self.engine = Engine(found, local, timeout_s, given, lossless)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -262,8 +261,8 @@ class Communicator:
 
         Raises:
             ValueError: ``keep`` is neither.
-            UnsupportedError: on every rank, if the driver or a sandbox does not let memory go while its addresses stay,
-                or the environment has GRAPHAR_CUDA_IPC=1. The message has the reason.
+            UnsupportedError: on every rank, if the driver or a sandbox does not let memory go while its addresses stay.
+                The message has the reason.
             CommunicatorError: a graph is being captured, the communicator is closed, the ranks differ in ``keep``, or a
                 rank did not arrive in time.
             GrapharError: the error of an earlier call.

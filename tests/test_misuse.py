@@ -139,18 +139,3 @@ def train_a_pickled_model(rank, world_size):
 
 def test_a_hook_can_be_pickled():
     assert run_ranks(train_a_pickled_model, 2) == [[0.5, 1.5, 2.5, 3.5, 4.5, 5.5]] * 2
-
-
-@pytest.mark.parametrize("given", ["yes", "on", "2"])
-def test_a_value_of_graphar_debug_that_means_nothing_is_refused(monkeypatch, given):
-    monkeypatch.setenv("GRAPHAR_DEBUG", given)
-
-    with pytest.raises(ValueError, match=f"GRAPHAR_DEBUG must be 1 to compare the ranks' calls, or 0, got '{given}'"):
-        graphar.Communicator(devices=["cpu", "cpu"])
-
-
-@pytest.mark.parametrize("given", ["", "0"])
-def test_graphar_debug_is_off_at_zero(monkeypatch, given):
-    monkeypatch.setenv("GRAPHAR_DEBUG", given)
-
-    assert graphar.Communicator(devices=["cpu", "cpu"]).engine._comparison is None

@@ -156,16 +156,15 @@ def test_a_call_that_fails_is_traced_with_its_error(tmp_path, monkeypatch):
     assert [event["args"]["error"] for event in slices(tmp_path / "trace.json")] == ["CommunicatorError"] * 2
 
 
-def trace_here(rank, world_size, folder, debug):
-    communicator = Communicator(debug=debug)
+def trace_here(rank, world_size, folder):
+    communicator = Communicator()
     with graphar.profile(folder / "trace.json"):
         graphar.allreduce(torch.ones(8), communicator)
     communicator.close()
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_each_process_writes_a_file_of_its_own(tmp_path, debug):
-    run_ranks(trace_here, 2, tmp_path, debug)
+def test_each_process_writes_a_file_of_its_own(tmp_path):
+    run_ranks(trace_here, 2, tmp_path)
 
     for rank, name in enumerate(("trace.json", "trace.rank1.json")):
         (event,) = slices(tmp_path / name)

@@ -64,7 +64,6 @@ def _empty(engine: Engine, like: torch.Tensor) -> list[torch.Tensor]:
     with engine.keeping_failure("empty"):
         devices = engine.devices or (engine.first_device(),)
         check_not_capturing("empty", devices)
-        engine.compare("empty", f"of {list(like.shape)} {like.dtype}")
         _agree(engine, like)
         if not engine.find_runner(devices[0]):
             return [torch.empty_like(like, device=device) for device in devices]

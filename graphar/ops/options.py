@@ -131,6 +131,7 @@ def needs_gradient(tensors: Tensors) -> bool:
 
 REMOVED = {  # options of earlier versions, and what to do
     "prefetch": "leave it out, since it made calls at most 1 % faster",
+    "debug": "leave it out, since ranks always compare their calls",
     "constant_weight": "declare it by graphar.enable(constant_weights=True), or of a graphar.nn.RowParallelLinear",
     "order": "partition='tp_invariant' of the fused matmuls adds as a tree",
     "out_dtype": "partition='tp_invariant' of the fused matmuls adds as a tree",

@@ -17,7 +17,7 @@ from graphar.numerics.partitions import TP_INVARIANT
 from graphar.plan import select
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
 from graphar.plan.matmuls import tiles_that_serve
-from graphar.plan.work import SCALES, Product
+from graphar.plan.work import SCALES, Product, without_seeds
 from graphar.product.fused import load_tile, sources_of_tile
 from graphar.product.tile_launches import Tile
 from graphar.runtime.engine import Engine
@@ -47,7 +47,9 @@ def prepare(
     named += f", epilogues {[one.text for one in epilogues]}" if epilogues else ""
     named += ", tensor-parallel invariant" if tp_invariant else ""
     with engine.keeping_failure("prepare"):
-        engine.compare("prepare", f"of {ops} for {added}, max_nbytes {max_nbytes}{named}")
+        if engine.group and engine.world_size > 1:
+            said = f"prepare of {ops} for {added}, max_nbytes {max_nbytes}{named}"
+            engine.rendezvous().exchange(without_seeds(said), b"")
         if not engine.find_runner(engine.first_device()):
             return
         facts = select.Facts(engine.world_size, engine.table, engine.runner.chip, lossless=engine.lossless)

@@ -167,7 +167,7 @@ def _repeat(
     or wants to see it. ``out`` must be like the earlier result, or be the first tensor. Nothing may lie in symmetric
     memory. ``select`` takes the launch's operands from the tensors; None: all, in order.
     Callers look the function up in the engine's ``warm`` plans, which are dropped with what they depend on, and are out
-    of reach while debug mode or a profiler watches. The launch looks for the current stream and for failures.
+    of reach while a profiler watches. The launch looks for the current stream and for failures.
     """
     device, alike, on_cpu = tensors[0].get_device(), _guard(tensors), symmetric is _NOWHERE
     new = _new_on_cpu if on_cpu else _new_on_current_device

@@ -15,7 +15,6 @@ All have these attributes. They are tuples, so that a call is hashed and compare
     epilogue  the epilogue of the sum or product, or None
     template  a function from the blocks of a cluster to the work's template arguments of its kernels, or None
     amount    a function from the dtype to the work's size in words
-    amount_of a function from the first tensor to the same, with the shape if that must be equal on all ranks
     options   what else ranks must agree on, in words
 """
 
@@ -45,18 +44,6 @@ _SEED = re.compile(", seed=[0-9]+")
 def without_seeds(text: str) -> str:
     """Returns a text without the seeds of the codecs in it, which may differ between ranks."""
     return _SEED.sub("", text)
-
-
-def _shape_of_parts(x: torch.Tensor, parts: tuple[int, ...], axis: int = 0, joined: bool = False) -> str:
-    """Returns shape, axis and lengths in words of a tensor in parts; ``x`` has the axis in front.
-
-    With ``joined`` each rank has one part, so the ranks' lengths along the axis differ.
-    """
-    in_a_row = max(1, torch.Size(x.shape[1:]).numel())
-    lengths = [count // in_a_row for count in parts]
-    shape = [str(size) for size in x.shape[1:]]
-    shape.insert(axis, "*" if joined else str(sum(lengths)))
-    return f"[{', '.join(shape)}] {x.dtype}, axis {axis}, sizes {lengths}"
 
 
 def _in_rows(row: tuple[int, ...]) -> str:
@@ -115,9 +102,6 @@ class Sum(NamedTuple):
     def amount(self, dtype: torch.dtype) -> str:
         return f"{list(self.shape)} {dtype}" if self.shape else f"{self.numel} elements of {dtype}"
 
-    def amount_of(self, x: torch.Tensor) -> str:
-        return f"{list(x.shape)} {x.dtype}"
-
     @property
     def options(self) -> list[str]:
         return _wire_and_epilogue(self) + _order(self) + _beside(self)
@@ -149,9 +133,6 @@ class Parts(NamedTuple):
     def amount(self, dtype: torch.dtype) -> str:
         axis = f" along axis {self.axis}" if self.axis else ""
         return f"parts of {list(self.parts)} elements of {dtype}{_in_rows(self.row)}{axis}"
-
-    def amount_of(self, x: torch.Tensor) -> str:
-        return _shape_of_parts(x, self.parts, self.axis, joined=self.op == "allgather")
 
     @property
     def options(self) -> list[str]:
@@ -186,11 +167,6 @@ class Norm(NamedTuple):
     def amount(self, dtype: torch.dtype) -> str:
         numbers = self.parts[0] if len(self.parts) == 1 else f"parts of {list(self.parts)}"
         return f"{numbers} elements of {dtype}{_in_rows(self.row)}"
-
-    def amount_of(self, x: torch.Tensor) -> str:
-        if len(self.parts) == 1:
-            return f"{list(x.shape)} {x.dtype}"
-        return _shape_of_parts(x, self.parts)
 
     @property
     def options(self) -> list[str]:
@@ -231,9 +207,6 @@ class TensorTuple(NamedTuple):
         pairs = zip(self.dtypes, self.rows, strict=True)
         tensors = [f"{dtype} [{', '.join(map(str, ('*', *row)))}]" for dtype, row in pairs]
         return f"({', '.join(tensors)}), sizes {list(self.sizes)}"
-
-    def amount_of(self, x: torch.Tensor) -> str:
-        return self.amount(x.dtype)
 
     @property
     def options(self) -> list[str]:
@@ -314,9 +287,6 @@ class Product(NamedTuple):
     def amount(self, dtype: torch.dtype) -> str:
         bias = " with a bias" if self.bias else ""
         return f"parts of {list(self.parts)} rows of {self.columns} columns of {dtype}{bias}"
-
-    def amount_of(self, x: torch.Tensor) -> str:
-        return self.amount(x.dtype)
 
     @property
     def options(self) -> list[str]:

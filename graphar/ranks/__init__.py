@@ -1,1 +1,1 @@
-"""Process groups and ranks: rendezvous, debug comparison of calls, and collectives without graphar's kernels."""
+"""Process groups and ranks: rendezvous, comparison of calls, and collectives without graphar's kernels."""

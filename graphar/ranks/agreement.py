@@ -1,6 +1,6 @@
 """What ranks must agree on, in words: the only place that puts a call into words.
 
-The fingerprints that kernels compare, process groups, debug mode, time-outs and logs take their words from here, so
+The fingerprints that kernels compare, process groups, time-outs and logs take their words from here, so
 that they cannot disagree about what a call is. A deadline and a codec's seed may differ between ranks.
 """
 
@@ -33,13 +33,6 @@ def words(call: Call) -> str:
 def _from_outside(call: Call) -> list[str]:
     """Returns the algorithm that a call names if it is from outside the package: it may compute something else."""
     return [f"algorithm {call.algorithm}"] if is_from_outside(call.algorithm) else []
-
-
-def words_of_tensor(call: Call, x: torch.Tensor) -> str:
-    """Returns a call in words that also have the shape of its first tensor ``x``, as debug mode compares them."""
-    asked = [] if call.algorithm == "auto" else [f"algorithm {call.algorithm}"]
-    where = ["on a GPU"] if x.is_cuda else []
-    return ", ".join([f"{call.op} of {call.work.amount_of(x)}", *asked, *call.work.options, *where])
 
 
 def words_of_launch(call: Call, config: Config, one: Slice) -> str:

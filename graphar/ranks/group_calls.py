@@ -56,16 +56,16 @@ class OneCall:
 class GroupCalls:
     """The calls of one communicator over torch.distributed.
 
-    Unless something else ``compares`` their calls, ranks compare them before data is delivered: over gloo by headers of
-    their messages, over another backend at ``rendezvous``. They meet there before their first call in any case.
+    Ranks compare their calls before data is delivered: over gloo by headers of their messages, over another backend at
+    ``rendezvous``. They meet there before their first call in any case.
 
     Attributes:
         messages: the messages over gloo; None if calls have no headers.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rendezvous: StoreRendezvous, compares: bool) -> None:
-        self._rendezvous, self._compares = rendezvous, compares
-        self.messages = messages_of(group, rendezvous.prefix) if compares else None
+    def __init__(self, group: dist.ProcessGroup, rendezvous: StoreRendezvous) -> None:
+        self._rendezvous = rendezvous
+        self.messages = messages_of(group, rendezvous.prefix)
         self._made, self._met = 0, False
         self._current = self._previous = ("", -1)  # this call and the one before, in words, and their numbers
         self._one_thread, self._crossed = threading.Lock(), False
@@ -85,8 +85,7 @@ class GroupCalls:
         to be fast between hosts, compares nothing on GPUs.
         """
         on_cpu, by_hosts = x.device.type == "cpu", algorithm.row.across_hosts
-        compares = self._compares and (on_cpu or not by_hosts)
-        if not (on_cpu or compares):
+        if by_hosts and not on_cpu:
             return run
         agreed, by = agreement.words(call), algorithm.value
         what = f"{agreed} on {'the CPU' if on_cpu else 'a GPU'}{f' by {by}' if by_hosts else ''}"
@@ -97,9 +96,9 @@ class GroupCalls:
             self._compare(call.op, f"{what}, call {sequence}", timeout_s)
 
         def run_or_tell(ranks: Sequence[Operands]) -> None:
-            messages = self.messages if compares else None
-            meets = compares and not (messages and self._met)
-            with OneCall(self, call.op, agreed, by, timeout_s, meets or not compares) as sequence:
+            messages = self.messages
+            meets = not (messages and self._met)
+            with OneCall(self, call.op, agreed, by, timeout_s, meets) as sequence:
                 if meets:
                     compare(sequence)
                     self._connect()

@@ -44,11 +44,10 @@ class Engine(Life):
         group: dist.ProcessGroup | None,
         devices: tuple[torch.device, ...] | None,
         timeout_s: float,
-        debug: bool = False,
         hosts: list[list[int]] | None = None,
         lossless: bool | None = None,
     ) -> None:
-        super().__init__(group, devices, timeout_s, debug, hosts, lossless)
+        super().__init__(group, devices, timeout_s, hosts, lossless)
         self._has_said = False  # how calls are made
         open_engines[self.name] = self
 
@@ -64,7 +63,7 @@ class Engine(Life):
             plan.run(ranks)
             return plan
         self.check_open(call.op)  # a suspended engine has no warm plan
-        with hook.around(self, call, ranks, *self._own_sinks):
+        with hook.around(self, call, ranks):
             plan = self.plan(call, ranks)
             plan.count.looked_up += 1
             plan.run(ranks)

@@ -66,8 +66,7 @@ def failure_of_kernel(
     waited = record.sequence, record.rank, record.peer, tuple(last_calls()), record.block, record.expected, record.seen
     return CollectiveTimeout(
         f"{what}: rank {record.rank} waited past the deadline for rank {record.peer} (block {record.block}, expected "
-        f"{record.expected:#x}, saw {record.seen:#x}); close this communicator (GRAPHAR_DEBUG=1 compares "
-        "ranks' calls before they are made)",
+        f"{record.expected:#x}, saw {record.seen:#x}); close this communicator",
         TimeoutRecord(algorithm.op, algorithm.value, *waited),
     )
 

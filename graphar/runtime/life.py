@@ -8,19 +8,17 @@ import json
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, Reason, UnsupportedError
-from graphar.plan.call import Call, Operands
+from graphar.plan.call import Operands
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.ranks.capture import check_can_prepare
 from graphar.ranks.cpu.without_kernels import WithoutKernels
-from graphar.ranks.debug import Comparison
 from graphar.ranks.groups import device_of_process
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
@@ -48,7 +46,6 @@ class Life:
         group: the process group, whose ranks are processes; None with ``devices``.
         devices: the devices of this process's ranks: CUDA devices, or the CPU once for each rank.
         timeout_s: the deadline of every wait on another rank, in seconds.
-        debug: whether ranks compare each call before they make it.
         hosts: the ranks of each host, for the hierarchical algorithm; None: found by the processes.
         lossless: whether "auto" may compress bf16 without loss; None: unless the environment has GRAPHAR_LOSSLESS=0.
 
@@ -68,7 +65,6 @@ class Life:
         group: dist.ProcessGroup | None,
         devices: tuple[torch.device, ...] | None,
         timeout_s: float,
-        debug: bool = False,
         hosts: list[list[int]] | None = None,
         lossless: bool | None = None,
     ) -> None:
@@ -90,10 +86,7 @@ class Life:
         self.plans = Plans(_MAX_PLANS)
         self._rendezvous: StoreRendezvous | None = None  # made at first use
         self._failure: GrapharError | None = None  # the host's error that ended this engine; kernels report theirs
-        self._comparison = Comparison(self) if debug and group and self.world_size > 1 else None
-        compares = self._comparison is None  # otherwise debug mode compares the calls
-        self._own_sinks = () if compares else (self._compare_call,)
-        self.without_kernels = WithoutKernels(self, self.hierarchy, compares)
+        self.without_kernels = WithoutKernels(self, self.hierarchy)
         self.find_warm_plans()
 
     def _part(self, inside: dist.ProcessGroup, timeout_s: float) -> Any:
@@ -141,23 +134,9 @@ class Life:
             self._rendezvous = self._rendezvous or meet(self.group, self.timeout_s)
             return self._rendezvous
 
-    def compare(self, what: str, details: str = "") -> None:
-        """In debug mode, raises CommunicatorError unless every rank does ``what`` with the same ``details``."""
-        if self._comparison:
-            self._comparison.compare(what, details)
-
     def find_warm_plans(self) -> None:
         """Updates ``warm``: ops run plans directly only while there is no sink, and the engine is not suspended."""
-        self.warm = Plans(0) if self._own_sinks or hook.sinks or self.suspended else self.plans
-
-    def _compare_call(
-        self, engine: hook.Planner, call: Call, ranks: Sequence[Operands]
-    ) -> AbstractContextManager[None]:
-        note = ""
-        if self.symmetric and call.op == "allreduce":
-            note = self.symmetric.describe(ranks[0].inputs[0], ranks[0].outputs[0])
-        self._comparison.compare_call(call, ranks[0].inputs[0], note)
-        return contextlib.nullcontext()
+        self.warm = Plans(0) if hook.sinks or self.suspended else self.plans
 
     # ---- failures and the end ---------------------------------------------------------------------------------------
 
@@ -226,7 +205,6 @@ class Life:
         if self.suspended:
             return
         with self.keeping_failure("suspend"):
-            self.compare("suspend", f"keep={keep}")
             kept, reasons = zip(*self._meet_to("suspend", str(keep), self.why_stays() or ""), strict=True)
             if len(set(kept)) > 1:
                 raise CommunicatorError(f"suspend: ranks must pass the same keep, got, in rank order, {[*kept]}")
@@ -294,15 +272,8 @@ class Life:
         Raises:
             RanksAbsent: a rank did not arrive in time; memory that it may still use is not freed.
         """
-        if self.closed:
-            return
-        try:
-            if self._failure is None:
-                self.compare("close")
-        except RanksAbsent:
+        if not self.closed:
             self._end()
-            raise
-        self._end()
 
     def _end(self) -> None:
         self.closed = True

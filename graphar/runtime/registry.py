@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.errors import CommunicatorError
-from graphar.ranks.debug import is_enabled
 from graphar.ranks.groups import group_of_mesh, local_devices, no_group, process_group
 from graphar.runtime.engine import Engine, open_engines
 from graphar.runtime.life import NAME_PREFIX, closed
@@ -90,7 +89,7 @@ def engine_of_group(name: str, op: str = "graphar", instead: str = _LIST_INSTEAD
     with _making:
         found = _made_for(name, group)
         if found is None:
-            found = _by_group[name] = Engine(group, None, DEFAULT_TIMEOUT_S, is_enabled(None))
+            found = _by_group[name] = Engine(group, None, DEFAULT_TIMEOUT_S)
             # torch has no hook for the end of a group, but drops the group's store then.
             store = dist.distributed_c10d._get_process_group_store(group)
             weakref.finalize(store, _outlive_group, name, found).atexit = False

@@ -209,7 +209,7 @@ def test_variables_of_graphar_are_listed(monkeypatch):
 
 
 def test_a_variable_that_graphar_does_not_read_is_a_problem(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"GRAPHAR_CACHEDIR": "/tmp/kernels", "GRAPHAR_DEBUG": "1"})
+    monkeypatch.setattr(os, "environ", {"GRAPHAR_CACHEDIR": "/tmp/kernels", "GRAPHAR_NVTX": "1"})
 
     said = told(software.environment)
 
@@ -263,7 +263,9 @@ def test_a_gpu_whose_memory_must_stay_is_noted_with_the_reason(monkeypatch):
 
 
 def test_namespaces_other_than_the_hosts_are_noted_where_cuda_ipc_needs_them(monkeypatch):
-    monkeypatch.setenv("GRAPHAR_CUDA_IPC", "1")
+    monkeypatch.setattr(host, "gpu_count", lambda: 2)
+    monkeypatch.setattr(host, "missing_software", lambda: "")
+    monkeypatch.setattr(host.virtual_memory, "why_not", lambda device: "it is a sandbox")
     monkeypatch.setattr(host, "_namespace", lambda kind: {"ipc": 0xEFFFFFFF, "pid": 4026532999}[kind])
 
     said = told(host.sharing)["CUDA IPC"]

@@ -128,7 +128,7 @@ def test_every_environment_variable_of_the_code_is_on_its_page():
     sources = [path.read_text() for path in (ROOT / "graphar").rglob("*.py")]
     read = {name for text in sources for name in re.findall(r"\bGRAPHAR_[A-Z_]*[A-Z]\b", text)}
 
-    assert {"GRAPHAR_CACHE_DIR", "GRAPHAR_DEBUG", "GRAPHAR_MULTICAST"} <= read
+    assert {"GRAPHAR_CACHE_DIR", "GRAPHAR_MULTICAST"} <= read
     assert set(re.findall(r"^\| `(GRAPHAR_\w+)`", page, re.MULTILINE)) == read
     assert [name for name in multicast.FORBIDDING if f"| `{name}` |" not in page] == []
 

@@ -146,7 +146,7 @@ def test_an_op_asks_for_what_its_caller_says(normed):
 
 def run_different_ranks(rank, world_size):
     """A call that ranks make differently, then one that one of them makes for the first time."""
-    communicator = graphar.Communicator(debug=True)
+    communicator = graphar.Communicator()
     a, w = normal(rank, ROWS * K, torch.float32).view(ROWS, K), normal(10 + rank, COLUMNS * K, torch.float32)
     return [
         inside.fused_matmul_allreduce(a, w.view(COLUMNS, K), constant_weight=said, group=communicator)

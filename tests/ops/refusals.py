@@ -407,9 +407,15 @@ def of_groups(alone, pair):
 
 
 def of_removed_options():
-    for name, op, given in (("allreduce", REDUCE, (X,)), ("fused", FUSED, (A, W))):
-        yield row(f"{name} prefetch", "prefetch= was removed", TypeError, op, *given, prefetch=W)
-        yield row(f"{name} unknown", "unexpected keyword argument 'out_type'", TypeError, op, *given, out_type=FP8)
+    for op, given, removed in (
+        (REDUCE, (X,), {"prefetch": W, "order": "tree", "out_dtype": FP8}),
+        (FUSED, (A, W), {"prefetch": W, "constant_weight": True}),
+        (Communicator, (), {"debug": True}),
+    ):
+        for name, one in removed.items():
+            yield row(f"{op.__name__} {name}", f"{name}= was removed", TypeError, op, *given, **{name: one})
+        said = "unexpected keyword argument 'out_type'"
+        yield row(f"{op.__name__} unknown", said, TypeError, op, *given, out_type=FP8)
 
 
 def of_raw_ops():

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import graphar
 from graphar import reference
@@ -258,15 +257,3 @@ def disagree(rank, world_size):
         graphar.allreduce(torch.ones(4), algorithm=ring)
 
     assert f"rank {rank}: allreduce of [4] torch.float32, algorithm {ring} on the CPU" in str(raised.value)
-
-
-def test_where_ranks_are_compared_in_debug_mode_the_algorithm_is_named():
-    run_ranks(disagree_in_debug_mode, 2)
-
-
-def disagree_in_debug_mode(rank, world_size):
-    ring = load(threads=128 << rank)
-
-    communicator = graphar.Communicator(dist.group.WORLD, debug=True)
-    with pytest.raises(graphar.CommunicatorError, match=f"algorithm {ring}"):
-        communicator.allreduce(torch.ones(4), algorithm=ring)

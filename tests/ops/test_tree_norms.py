@@ -232,7 +232,7 @@ def test_processes_get_the_specifications_bits(world_size):
 
 def call_in_other_orders(rank, world_size):
     """What a rank is told that adds in another order than its peer."""
-    communicator = graphar.Communicator(debug=True, timeout_s=20)
+    communicator = graphar.Communicator(timeout_s=20)
     x, (residual, weight) = partials(world_size)[rank], residual_and_weight(FP32)
     operands = Operands((x, residual, weight), (torch.empty_like(x), torch.empty_like(x)))
     with pytest.raises(CommunicatorError) as raised:
@@ -244,5 +244,4 @@ def call_in_other_orders(rank, world_size):
 
 def test_ranks_that_add_in_other_orders_are_told():
     for message in run_ranks(call_in_other_orders, 2):
-        assert message.count("added as a tree") == 1
-        assert message.count("result torch.float32") == 1
+        assert message.count("added as a tree") == 1, message

@@ -90,11 +90,11 @@ def test_processes_get_the_specifications_bits(world_size):
         assert same_bits(of_leaf, gradient) == 0
 
 
-def call_in_other_orders(rank, world_size, debug):
+def call_in_other_orders(rank, world_size):
     """The messages of calls that differ between ranks in the order, and in the dtype of the result."""
     messages = []
     for given in ({}, {"order": "tree", "out_dtype": torch.bfloat16}):
-        communicator = graphar.Communicator(debug=debug, timeout_s=20)
+        communicator = graphar.Communicator(timeout_s=20)
         communicator.allreduce(torch.ones(4))
         with pytest.raises(CommunicatorError) as raised:
             inside.allreduce(torch.ones(4), communicator, **(given if rank else {"order": "tree"}))
@@ -102,9 +102,8 @@ def call_in_other_orders(rank, world_size, debug):
     return messages
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_ranks_that_add_in_other_orders_are_told(debug):
-    for by_order, by_dtype in run_ranks(call_in_other_orders, 2, debug):
+def test_ranks_that_add_in_other_orders_are_told():
+    for by_order, by_dtype in run_ranks(call_in_other_orders, 2):
         assert by_order.count("added as a tree") == 1
         assert by_dtype.count("added as a tree") == 2
         assert by_dtype.count("result torch.bfloat16") == 1

@@ -89,25 +89,6 @@ def test_works_that_differ_have_different_words(work):
     assert len(set(words)) == len(words)
 
 
-@pytest.mark.parametrize("work", DIFFERENCES, ids=lambda work: type(work).__name__)
-def test_debug_mode_tells_works_that_differ_apart_too(work):
-    """The rows of a matmul are counted as they are, and not divided by its columns."""
-    x = torch.empty(16, 8)
-    words = [agreement.words_of_tensor(Call(one, BF16, 0), x) for one in (work, *DIFFERENCES[work])]
-
-    # The shape of the tensor, which is the same here, stands for elements and rows.
-    of_shape = {Sum: 2, Parts: 1, Norm: 2}
-    assert len(set(words)) >= len(words) - of_shape.get(type(work), 0)
-
-
-def test_row_counts_of_a_gathered_matmul_differ_in_debug_mode():
-    x = torch.empty(128, 512)
-    one, other = (Call(Product("fused_allgather_matmul", rows, 512), BF16, -1) for rows in ((128, 128), (256, 128)))
-
-    assert "[128, 128] rows" in agreement.words_of_tensor(one, x)
-    assert "[256, 128] rows" in agreement.words_of_tensor(other, x)
-
-
 def test_works_of_two_kinds_are_never_equal():
     """They are tuples, and plans are found by them."""
     works = [one for work, others in DIFFERENCES.items() for one in (work, *others)]

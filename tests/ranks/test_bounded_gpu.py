@@ -14,7 +14,7 @@ import torch.distributed as dist
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError
 from graphar.plan.algorithms import Algorithm
-from tests.cases import normal, same_bits
+from tests.cases import normal
 from tests.gpu import EXACT_ALGORITHMS
 from tests.processes import run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES
@@ -251,47 +251,3 @@ def memory_after_each_life(rank, world_size):
 def test_closing_gives_all_memory_back():
     for used in run(memory_after_each_life, 2):
         assert used[1] == used[2] == used[3]
-
-
-# ---- debug mode -----------------------------------------------------------------------------------------------------
-
-
-def call_something_else(rank, world_size):
-    messages = []
-    with graphar.Communicator(timeout_s=PATIENCE_S, debug=True) as communicator:
-        x = normal(rank, NUMEL, torch.bfloat16).cuda()
-        a, b = communicator.empty(NUMEL, dtype=x.dtype), communicator.empty(NUMEL, dtype=x.dtype)
-        a.copy_(x)
-        for call in (
-            lambda: communicator.allreduce(x[: 8 + rank]),
-            lambda: communicator.allreduce(x, algorithm="one_shot_push" if rank else "two_shot_push"),
-            lambda: communicator.allreduce(x, out=a if rank else b),
-            lambda: communicator.allgather(x) if rank else communicator.reducescatter(x),
-            lambda: communicator.empty(8 + rank),
-        ):
-            with pytest.raises(CommunicatorError, match="same graphar calls") as raised:
-                call()
-            messages.append(str(raised.value))
-        y = communicator.allreduce(x)
-        gc.collect()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            z = communicator.allreduce(x)
-        graph.replay()
-        communicator.synchronize()
-        expected = graphar.reference.allreduce([normal(r, NUMEL, x.dtype) for r in range(world_size)])
-        assert same_bits(y.cpu(), expected) == same_bits(z.cpu(), expected) == 0
-        del graph
-    return messages
-
-
-@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
-@every_world_size
-def test_debug_mode_tells_every_rank_what_each_called(world_size):
-    first, *others = run(call_something_else, world_size)
-
-    assert others == [first] * (world_size - 1)
-    for message, word in zip(
-        first, ("of [9]", "one_shot_push", "symmetric tensor 1", "reducescatter", "empty"), strict=True
-    ):
-        assert word in message

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import graphar
 from graphar import CommunicatorError
@@ -102,3 +103,101 @@ def gather_uneven_parts(rank, world_size):
 
 def test_uneven_parts_are_gathered_by_their_sizes_or_refused():
     assert run_ranks(gather_uneven_parts, 2, timeout_s=60) == [[0, 2, 4]] * 2
+
+
+# ---- in words -------------------------------------------------------------------------------------------------------
+
+
+def x(*shape, dtype=F32):
+    return torch.ones(shape, dtype=dtype)
+
+
+# For each: what rank 1 calls and what the others do, and how each is described.
+SAID = {
+    "op": (
+        lambda c: c.reducescatter(x(8)),
+        lambda c: c.allreduce(x(8)),
+        "reducescatter of parts of [3, 3, 2] elements of torch.float32 on the CPU, call 1",
+        "allreduce of [8] torch.float32 on the CPU, call 1",
+    ),
+    "shape": (
+        lambda c: c.allreduce(x(2, 4)),
+        lambda c: c.allreduce(x(4, 2)),
+        "allreduce of [2, 4] torch.float32 on the CPU, call 1",
+        "allreduce of [4, 2] torch.float32 on the CPU, call 1",
+    ),
+    "axis": (
+        lambda c: c.reducescatter(x(6, 4), axis=0),
+        lambda c: c.reducescatter(x(4, 6), axis=1),
+        "reducescatter of parts of [8, 8, 8] elements of torch.float32 in rows of [4] on the CPU, call 1",
+        "reducescatter of parts of [8, 8, 8] elements of torch.float32 in rows of [4] along axis 1 on the CPU, call 1",
+    ),
+    "codec, whose seeds may differ": (
+        lambda c: c.allreduce(x(6), codec="int4"),
+        lambda c: c.allreduce(x(6), codec=graphar.Codec(2, rounding="stochastic", seed=c.rank)),
+        "allreduce of [6] torch.float32, codec bits=4, bucket_size=32, rounding=nearest, scheme=absmax, "
+        "scale_dtype=bfloat16 on the CPU, call 1",
+        "allreduce of [6] torch.float32, codec bits=2, bucket_size=32, rounding=stochastic, scheme=absmax, "
+        "scale_dtype=bfloat16 on the CPU, call 1",
+    ),
+    "prepare": (
+        lambda c: c.prepare([torch.float16], max_nbytes=64),
+        lambda c: c.prepare(iter([torch.float16]), codecs=[graphar.Codec(2, rounding="stochastic", seed=c.rank)]),
+        "prepare of ['allreduce'] for [torch.float16], max_nbytes 64",
+        "prepare of ['allreduce'] for [torch.float16], max_nbytes None, codecs ['bits=2, bucket_size=32, "
+        "rounding=stochastic, scheme=absmax, scale_dtype=bfloat16']",
+    ),
+}
+
+
+def call_something_else(rank, world_size):
+    """The messages of the mismatches. The communicators still work after them."""
+    told = []
+    for by_rank_one, by_others, *_ in SAID.values():
+        with graphar.Communicator(timeout_s=20) as communicator:
+            assert communicator.allreduce(x(3)).tolist() == [3.0] * 3
+            with pytest.raises(CommunicatorError) as raised:
+                (by_rank_one if rank == 1 else by_others)(communicator)
+            assert communicator.allreduce(x(3)).tolist() == [3.0] * 3
+            told.append(str(raised.value))
+    return told
+
+
+@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
+def test_every_rank_is_told_in_words_what_each_called():
+    expected = [
+        "ranks must make the same graphar calls in the same order, got\n"
+        f"rank 0: {by_others}\nrank 1: {by_rank_one}\nrank 2: {by_others}"
+        for *_, by_rank_one, by_others in SAID.values()
+    ]
+
+    assert run_ranks(call_something_else, 3, timeout_s=60) == [expected] * 3
+
+
+def call_in_another_group(rank, world_size):
+    pair, everyone = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    if rank == 2:
+        return None
+    communicator = graphar.Communicator(pair if rank == 0 else everyone, timeout_s=1)
+    with pytest.raises(graphar.CollectiveTimeout) as raised:
+        communicator.allreduce(x(3))
+    dist.barrier(pair)
+    return raised.value.record
+
+
+def test_a_rank_that_calls_in_another_group_is_told_apart():
+    first, second, _ = run_ranks(call_in_another_group, 3)
+
+    call = "allreduce of [3] torch.float32, call 0 over torch.distributed, in another communicator, between ranks"
+    assert first.last_calls[1].startswith(f"{call} [0, 1, 2] of the default group")
+    assert second.last_calls[0].startswith(f"{call} [0, 1] of the default group")
+
+
+def prepare_alike(rank, world_size):
+    with graphar.Communicator(timeout_s=20) as communicator:
+        communicator.prepare(codecs=[graphar.Codec(2, rounding="stochastic", seed=rank)])
+        return communicator.allreduce(x(3)).tolist()
+
+
+def test_ranks_that_prepare_alike_go_on():
+    assert run_ranks(prepare_alike, 3) == [[3.0] * 3] * 3

@@ -49,6 +49,14 @@ def gathered(rows, epilogue=None, partition="tiles"):
     )
 
 
+def into_symmetric(which):
+    def call(group):
+        outs = [graphar.empty(1 << 20, dtype=BF16, group=group) for _ in range(2)]
+        return graphar.allreduce(ones(1 << 20), group, algorithm="two_shot_pipelined", out=outs[which])
+
+    return call
+
+
 def gather_fp16(group):
     return graphar.allgather(ones(512, dtype=FP16), group)
 
@@ -90,6 +98,7 @@ UNLIKE = {
         lambda group: graphar.allgather(ones(1 << 20), group),
         lambda group: graphar.allgather(ones((1 << 20) - 8), group),
     ),
+    "symmetric tensors": (into_symmetric(0), into_symmetric(1)),
     "small parts to gather": (
         lambda group: graphar.allgather(ones(2), group),
         lambda group: graphar.allgather(ones(1), group),

@@ -106,7 +106,7 @@ def calls_of_every_kind(rank, world_size):
     parts = parts_of(normal, world_size, 2 * CHUNK + 6, torch.bfloat16)
     expected = reference.hierarchical_allreduce(parts, TWO_BY_TWO)
     found = {}
-    with Communicator(hosts=TWO_BY_TWO, debug=True) as communicator:
+    with Communicator(hosts=TWO_BY_TWO) as communicator:
         out = torch.empty_like(parts[rank])
         found["out"] = summed(communicator, parts[rank], out=out)
         inplace = parts[rank].clone()

@@ -180,9 +180,8 @@ def use_a_group(call):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_a_closed_communicator_leaves_no_key_in_the_store_and_no_engine(debug):
-    use = partial(call_one_of_the_callers_and_close, debug=debug)
+def test_a_closed_communicator_leaves_no_key_in_the_store_and_no_engine():
+    use = call_one_of_the_callers_and_close
 
     assert [ours for ours, _ in run_ranks(count_what_stays, 2, use)] == [[(0, 0)] * 3] * 2
 
@@ -222,8 +221,8 @@ def test_first_calls_in_threads_make_one_engine():
 # ---- the store of a group that was destroyed ------------------------------------------------------------------------
 
 
-def call_one_of_the_callers_and_close(**options):
-    communicator = Communicator(**options)
+def call_one_of_the_callers_and_close():
+    communicator = Communicator()
     communicator.allreduce(torch.ones(3))
     communicator.close()
     return communicator
@@ -239,7 +238,6 @@ USES = {
     "another": call_a_part,
     "hierarchical": partial(graphar.allreduce, torch.ones(3), algorithm="hierarchical"),
     "closed": call_one_of_the_callers_and_close,
-    "closed, in debug mode": partial(call_one_of_the_callers_and_close, debug=True),
 }
 
 

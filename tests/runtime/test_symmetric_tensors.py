@@ -133,7 +133,7 @@ def test_a_tensor_made_during_capture_is_refused(monkeypatch):
 
 
 def test_explain_takes_the_outputs_a_call_would_take(pair):
-    with pytest.raises(ValueError, match="explain: out must be a list of 2 tensors"):
+    with pytest.raises(ValueError, match="allreduce: out must be a list of 2 tensors"):
         pair.explain([torch.ones(2)] * 2, out=[torch.ones(2)])
 
 

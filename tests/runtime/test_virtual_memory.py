@@ -32,7 +32,6 @@ def fake():
 @pytest.fixture(autouse=True)
 def sockets(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(tmp_path / "sockets"))
-    monkeypatch.delenv("GRAPHAR_CUDA_IPC", raising=False)
 
 
 # ---- ranks of one process -------------------------------------------------------------------------------------------
@@ -296,12 +295,6 @@ def test_if_one_rank_cannot_no_rank_does():
     found = reasons(3, lambda rank: "it is a sandbox" if rank == 1 else "")
 
     assert found == ["rank 1: it is a sandbox"] * 3
-
-
-def test_the_environment_can_ask_for_cuda_ipc(monkeypatch):
-    monkeypatch.setenv("GRAPHAR_CUDA_IPC", "1")
-
-    assert reasons(2, lambda rank: "") == ["rank 0: GRAPHAR_CUDA_IPC=1"] * 2
 
 
 def test_a_directory_that_is_not_trusted_is_the_reason(tmp_path):

@@ -49,8 +49,6 @@ def _why_no_sockets() -> str:
 
 def _why_no_virtual_memory() -> str:
     """Returns why memory of this machine's GPUs cannot be given back while its addresses stay, or an empty string."""
-    if asked := virtual_memory.why_not_wanted():
-        return asked
     usable = 0 if missing_software() else gpu_count()
     return next(filter(None, map(virtual_memory.why_not, range(usable))), "")
 

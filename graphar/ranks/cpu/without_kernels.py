@@ -20,13 +20,10 @@ from graphar.ranks.rendezvous import Ranks
 
 
 class WithoutKernels:
-    """The calls of one communicator without kernels.
+    """The calls of one communicator without kernels."""
 
-    ``compares`` says whether ranks compare calls over a process group before anything is sent.
-    """
-
-    def __init__(self, communicator: Ranks, hierarchy: Hierarchy, compares: bool) -> None:
-        self._communicator, self._hierarchy, self._compares = communicator, hierarchy, compares
+    def __init__(self, communicator: Ranks, hierarchy: Hierarchy) -> None:
+        self._communicator, self._hierarchy = communicator, hierarchy
         self._group_calls: GroupCalls | None = None  # made at first use
         self._making = threading.Lock()
         self._quantized_calls = itertools.count()  # kernels count their own calls
@@ -48,7 +45,7 @@ class WithoutKernels:
         """Returns the calls over the process group. The first call makes them."""
         ranks = self._communicator
         with self._making:
-            self._group_calls = self._group_calls or GroupCalls(ranks.group, ranks.rendezvous(), self._compares)
+            self._group_calls = self._group_calls or GroupCalls(ranks.group, ranks.rendezvous())
             return self._group_calls
 
     def _hierarchical(self, call: Call, timeout_s: float) -> Run:

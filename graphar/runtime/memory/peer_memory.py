@@ -74,7 +74,7 @@ class ProcessMemory:
 
     def _listen(self, failing: contextlib.ExitStack) -> tuple[str, Reason | None]:
         """Returns the address of this rank's new socket, or why there is none; ``failing`` closes the socket."""
-        reason = virtual_memory.why_not_wanted() or virtual_memory.why_not(self._device)
+        reason = virtual_memory.why_not(self._device)
         if not reason:
             try:
                 self._channel = Channel(self._rendezvous.rank, self._rendezvous.world_size)
@@ -178,7 +178,7 @@ class LocalMemory:
                 if peer != device:
                     _enable_peer_access(device, peer)
         reasons = (virtual_memory.why_not(one) for one in dict.fromkeys(self._devices))
-        self.why_stays = virtual_memory.why_not_wanted() or next(filter(None, reasons), None)
+        self.why_stays = next(filter(None, reasons), None)
 
     def allocate(self, nbytes: int) -> Buffer:
         """Allocates ``nbytes`` bytes for every rank, uninitialised; if one allocation fails, for none."""

@@ -63,11 +63,8 @@ class SymmetricTensors:
         """Whether ``x`` may lie in symmetric memory: no other tensor that is farther away than these does."""
         return self.begin <= x.data_ptr() < self.end
 
-    def describe(self, x: torch.Tensor, out: torch.Tensor) -> str:
-        """Returns where a call's operands lie, in words that are the same on every rank."""
-        return f", x at {self._place(x.data_ptr())}, out at {self._place(out.data_ptr())}"
-
     def _place(self, pointer: int) -> str:
+        """Returns where an address of this process lies, in words that are the same on every rank."""
         if (found := self._find(pointer)) is None:
             return "no symmetric tensor"
         buffer, offset = found

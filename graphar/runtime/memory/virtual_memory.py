@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from graphar.errors import DriverError, Reason
 from graphar.runtime.driver import attribute, call, driver, on_device
 
-IPC_SWITCH = "GRAPHAR_CUDA_IPC"
 PAGE_NBYTES = 2 << 20  # the largest page of a GPU's memory
 RANGE_NBYTES = 4 << 30  # the addresses that are reserved at a time
 
@@ -39,11 +38,6 @@ def why_not(device: int) -> Reason | None:
     except DriverError as error:
         return f"a trial on cuda:{device} failed: {error}"
     return None
-
-
-def why_not_wanted() -> Reason | None:
-    """Returns that the environment has GRAPHAR_CUDA_IPC=1, which asks for cuMemAlloc's memory."""
-    return f"{IPC_SWITCH}=1" if os.environ.get(IPC_SWITCH) == "1" else None
 
 
 def _try(device: int) -> None:

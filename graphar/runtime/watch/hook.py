@@ -55,10 +55,10 @@ def _tell() -> None:
 
 
 @contextlib.contextmanager
-def around(engine: Planner, call: Call, ranks: Sequence[Operands], *own: Sink) -> Iterator[None]:
-    """The contexts of all sinks around a call, and of the ``own`` ones of its engine."""
+def around(engine: Planner, call: Call, ranks: Sequence[Operands]) -> Iterator[None]:
+    """The contexts of all sinks around a call."""
     with contextlib.ExitStack() as contexts:
-        for sink in (*reversed(sinks), *own):
+        for sink in reversed(sinks):
             contexts.enter_context(sink(engine, call, ranks))
         if _is_profiling():
             contexts.enter_context(kineto.recorded(engine, call, ranks, engine.plan(call, ranks)))

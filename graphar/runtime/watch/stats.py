@@ -42,7 +42,7 @@ class Stats:
         launches: the launches that kernels have counted on the GPU of this process's first rank, by the name of the
             algorithm, modulo 2^32. Replays of graphs are among them. A large call takes several launches. Empty without
             kernels, and while a graph is captured.
-        host_waited_s: how long the host met other ranks, in seconds: to set up, to make plans, in debug mode and
+        host_waited_s: how long the host met other ranks, in seconds: to set up, to make plans and
             to close. What calls themselves waited is in the trace of :func:`graphar.profile`.
         failure: the error that ended the communicator, such as a deadline that expired; an empty string without one.
     """
