@@ -182,25 +182,39 @@ class RowParallelLinear(_OfGroup):
         super().__init__(linear, group, tp_invariant, sequence_dim, out_dtype)
         self.constant_weight = constant_weight
         self.bias = linear.bias
+        kind = type(self)
+        self._way = kind._of_sum
+        if self.weight.dtype == FP8:
+            self._way = kind._of_fp8
+        elif sequence_dim is not None:
+            self._way = kind._of_own_tokens
+        elif tp_invariant:
+            self._way = kind._of_leaves
 
     def forward(self, x: Input) -> torch.Tensor:
         """Returns the whole layer's output, from this rank's features of the input. Collective."""
         self._check_features(x)
-        if self.weight.dtype == FP8:
-            return self._of_fp8(x)
-        if self.sequence_dim is not None:
-            return self._of_tokens(sequence.row_parallel, x)
-        learns = self.weight.requires_grad and torch.is_grad_enabled()
-        constant = self.constant_weight and not learns and not torch.is_autocast_enabled(x.device.type)
-        if self.tp_invariant:
-            a, w, bias = in_dtype_of_autocast(x, self.weight, self.bias)
-            multiply = with_constant_weight if constant else fused_matmul_allreduce
-            return multiply(a, w, bias=bias, group=self.group, partition=TP_INVARIANT)
-        if constant:
+        return self._way(self, x)
+
+    def _of_sum(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_constant(x):
             y = with_constant_weight(x, self.weight, group=self.group)
         else:
             y = _sum_outputs(functional.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast changes the dtype of y alone
+
+    def _of_leaves(self, x: torch.Tensor) -> torch.Tensor:
+        a, w, bias = in_dtype_of_autocast(x, self.weight, self.bias)
+        multiply = with_constant_weight if self._is_constant(x) else fused_matmul_allreduce
+        return multiply(a, w, bias=bias, group=self.group, partition=TP_INVARIANT)
+
+    def _of_own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        return self._of_tokens(sequence.row_parallel, x)
+
+    def _is_constant(self, x: torch.Tensor) -> bool:
+        """Whether nothing writes the weight that is multiplied by ``x``: no gradient is recorded, and no cast made."""
+        learns = self.weight.requires_grad and torch.is_grad_enabled()
+        return self.constant_weight and not learns and not torch.is_autocast_enabled(x.device.type)
 
     def _of_fp8(self, x: Input) -> torch.Tensor:
         a, a_scale, how = self._scaled(x)

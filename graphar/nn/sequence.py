@@ -14,11 +14,10 @@ import torch
 
 from graphar.numerics import leaf_tree, partitions
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import linear
 from graphar.ops.allgather import OP as ALLGATHER
 from graphar.ops.allgather_matmul import OP as ALLGATHER_MATMUL
+from graphar.ops.matmul_gradients import of_bias, of_weight
 from graphar.ops.matmul_reducescatter import OP as MATMUL_REDUCESCATTER
-from graphar.product import operands
 from graphar.runtime.registry import ALONE
 
 
@@ -99,8 +98,8 @@ class _ColumnParallel(torch.autograd.Function):
         (x, w), tokens, partition = ctx.saved_tensors, ctx.tokens, partitions.in_backward(ctx.partition)
         needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
         of_x = tokens.own_sums(dy, w.t(), [], partition) if needs_x else None
-        of_w = _of_weight(dy, tokens.joined(x), partition) if needs_w else None
-        return of_x, of_w, _of_bias(dy, partition) if needs_bias else None, None, None
+        of_w = of_weight(partition, dy, tokens.joined(x)) if needs_w else None
+        return of_x, of_w, of_bias(partition, dy) if needs_bias else None, None, None
 
 
 class _RowParallel(torch.autograd.Function):
@@ -117,24 +116,12 @@ class _RowParallel(torch.autograd.Function):
         (x, w), partition = ctx.saved_tensors, partitions.in_backward(ctx.partition)
         _, needs_w, needs_bias, *_ = ctx.needs_input_grad
         of_x, whole = ctx.tokens.gathered_product(dy, w.t(), [], partition)
-        of_w = _of_weight(whole, x, partition) if needs_w else None
-        return of_x, of_w, _of_bias(whole, partition) if needs_bias else None, None, None
+        of_w = of_weight(partition, whole, x) if needs_w else None
+        return of_x, of_w, of_bias(partition, whole) if needs_bias else None, None, None
 
 
 def _listed(bias: torch.Tensor | None) -> list[torch.Tensor]:
     return [] if bias is None else [bias]
-
-
-def _of_weight(dy: torch.Tensor, x: torch.Tensor, partition: str) -> torch.Tensor:
-    if partition == TP_INVARIANT:
-        return linear.of_weight(dy, x)
-    return operands.flat(dy).t() @ operands.flat(x)
-
-
-def _of_bias(dy: torch.Tensor, partition: str) -> torch.Tensor:
-    if partition == TP_INVARIANT:
-        return linear.of_bias(dy).to(dy.dtype)
-    return operands.flat(dy).sum(0)
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------

@@ -332,9 +332,11 @@ def _backward(ctx, gradients):
         of_a = _of_rows(ctx, of_products, of_rows, w, where)
     if needs_w:
         wholes = wholes or for_ranks(ctx, "allgather", a, **where)
-        of_w = [matmul_gradients.of_weight(ctx, *pair) for pair in zip(of_products, wholes, strict=True)]
+        of_w = [
+            matmul_gradients.of_weight(ctx.given["partition"], *pair) for pair in zip(of_products, wholes, strict=True)
+        ]
     wanted = zip(of_products, ctx.needs["bias"], strict=False)
-    of_biases = [matmul_gradients.of_bias(ctx, of_one) if need else None for of_one, need in wanted]
+    of_biases = [matmul_gradients.of_bias(ctx.given["partition"], of_one) if need else None for of_one, need in wanted]
     return of_a, of_w, {"bias": of_biases} | rest
 
 

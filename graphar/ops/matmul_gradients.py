@@ -36,16 +36,16 @@ def of_input(ctx, of_product: torch.Tensor, x: torch.Tensor, w: torch.Tensor) ->
     return (operands.flat(of_product) @ w).view(x.shape)
 
 
-def of_weight(ctx, of_product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def of_weight(partition: str, of_product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of the second operand of a product with ``x``."""
-    if is_invariant(ctx):
+    if partition == TP_INVARIANT:
         return linear.of_weight(of_product, x)
     return operands.flat(of_product).t() @ operands.flat(x)
 
 
-def of_bias(ctx, of_product: torch.Tensor) -> torch.Tensor:
+def of_bias(partition: str, of_product: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of a bias that was added to rows which this rank has all."""
-    if is_invariant(ctx):
+    if partition == TP_INVARIANT:
         return linear.of_bias(of_product).to(of_product.dtype)
     return operands.flat(of_product).sum(0)
 
@@ -61,7 +61,7 @@ def of_products(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, 
         for gradient, x, weight, wanted in zip(gradients, a, w, needed[0], strict=True)
     ]
     of_w = [
-        of_weight(ctx, gradient, x) if wanted else None
+        of_weight(ctx.given["partition"], gradient, x) if wanted else None
         for gradient, x, wanted in zip(gradients, a, needed[1], strict=True)
     ]
     return of_a, of_w
@@ -81,7 +81,7 @@ def of_parts(ctx, gradients: Tensors, a: Tensors, w: Tensors, where: dict) -> tu
     elif needs_w:
         wholes = for_ranks(ctx, "allgather", gradients, **where)
     if needs_w:
-        of_w = [of_weight(ctx, whole, x) for whole, x in zip(wholes, a, strict=True)]
+        of_w = [of_weight(ctx.given["partition"], whole, x) for whole, x in zip(wholes, a, strict=True)]
     return of_a, of_w
 
 
@@ -103,7 +103,7 @@ def of_sums(ctx, summing: str, call: dict, gradients, a: Tensors, w: Tensors, te
 
     The op ``summing`` with the arguments ``call`` sums products.
     """
-    of_added = _of_bias_of_parts if summing == "reducescatter" else of_bias
+    of_added = _of_bias_of_parts if summing == "reducescatter" else _of_bias_of_all
     of_biases = [
         of_added(ctx, gradient) if wanted else None
         for gradient, wanted in zip(gradients, ctx.needs["bias"], strict=False)
@@ -125,13 +125,17 @@ def _products(ctx, a: Tensors, w: Tensors) -> list[torch.Tensor]:
     ]
 
 
+def _of_bias_of_all(ctx, gradient: torch.Tensor) -> torch.Tensor:
+    return of_bias(ctx.given["partition"], gradient)
+
+
 def _of_bias_of_parts(ctx, of_part: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of a bias that was added to the rows of this rank's part.
 
     It covers these rows only, unless a call of processes is to be invariant: then it is the sum over all ranks' rows.
     """
     if not is_invariant(ctx) or ctx.in_list:
-        return of_bias(ctx, of_part)
+        return _of_bias_of_all(ctx, of_part)
     return _sums_of_rows(ctx, [linear.of_bias(of_part, _ranks(ctx))], of_part.dtype)[0]
 
 
