@@ -78,7 +78,7 @@ struct TwoShotTma {
   __device__ int peer(int hop) const { return (a.rank + hop) % N; }
   __device__ Pack* stage(int hop) const { return stages + (hop - 1) * a.capacity; }
   __device__ Pack* sum_stage() const { return stages + (N - 1) * a.capacity; }
-  __device__ Signals<true> signals(Shot shot) const { return {shot * max_channels + channel, base}; }
+  __device__ RowSignals<true> signals(Shot shot) const { return {shot * max_channels + channel, base}; }
 
   // Waits for another warp of this channel. If a wait for a peer expires, `a.abort` is set, and this wait ends too.
   __device__ bool wait(const Mbarrier& barrier, u32 phase) const {

@@ -124,15 +124,15 @@ __device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& ca
 // Signals between the blocks of one index on all ranks, in steps, by the row of that index. Each thread of the block
 // has an equal copy, made after begin_call. With `OfWarp` they are signals of one warp, in a row of its own, and a
 // barrier is the warp's.
-template <bool OfWarp = false>
-class Signals {
+template <bool OfWarp>
+class RowSignals {
  public:
   // By all threads of the block: reads the count of earlier steps, relaxed and of gpu scope.
-  __device__ __forceinline__ explicit Signals(const Arguments& a)
+  __device__ __forceinline__ explicit RowSignals(const Arguments& a)
       : row_(blockIdx.x), base_(load_relaxed_gpu(&a.counters->steps[blockIdx.x])) {}
 
   // By all threads of a warp: `base` is the row's count before this call. Touches no memory.
-  __device__ __forceinline__ Signals(u32 row, u32 base) : row_(row), base_(base) {}
+  __device__ __forceinline__ RowSignals(u32 row, u32 base) : row_(row), base_(base) {}
 
   // By any thread: the number of this call's step 0. Numbers continue from call to call.
   __device__ __forceinline__ u32 first_step() const { return base_; }
@@ -172,3 +172,6 @@ class Signals {
  private:
   const u32 row_, base_;
 };
+
+// Those of a block.
+using Signals = RowSignals<false>;
