@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Never
 
 from graphar.ops import matmul_gradients, matmul_norms
 from graphar.ops.matmul_operands import UNSCALED
-from graphar.ops.options import T
+from graphar.ops.options import T, check_removed
 from graphar.ops.register import Op
 from graphar.ops.repeats import repeated
 from graphar.runtime.registry import Group
@@ -33,6 +34,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
     a_scale: T | None = None,
     w_scale: T | None = None,
     timeout_s: float | None = None,
+    **removed: Never,
 ) -> tuple[T, T]:
     """Returns the root-mean-square norm of the sum over all ranks of ``a @ w.T`` plus a residual, and that total.
 
@@ -79,6 +81,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
+    if removed:
+        check_removed(NAME, removed)
     scaled = UNSCALED
     if a_scale is not None or w_scale is not None:
         scaled = matmul_norms.scaled(NAME, a, a_scale, w_scale, residual)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -41,6 +41,7 @@ def reducescatter(
     residual: T | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     timeout_s: float | None = None,
+    **removed: Never,
 ) -> T:
     """Returns this rank's part of the sum over all ranks: the bits of :func:`allreduce`, split along ``axis``.
 
@@ -80,6 +81,8 @@ def reducescatter(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
+    if removed:
+        options.check_removed(NAME, removed)
     tensors = (x,) if residual is None else (x, residual)
     how = axis, type(axis), algorithm, codec, timeout_s, type(timeout_s)
     if (found := repeated(NAME, group, tensors, how, epilogue)) is not None:

@@ -409,7 +409,9 @@ def of_groups(alone, pair):
 def of_removed_options():
     for op, given, removed in (
         (REDUCE, (X,), {"prefetch": W, "order": "tree", "out_dtype": FP8}),
+        (SCATTER, (X,), {"order": "tree"}),
         (FUSED, (A, W), {"prefetch": W, "constant_weight": True}),
+        (FUSED_NORM, (A, W, SUMMED, BIAS), {"constant_weight": True}),
         (Communicator, (), {"debug": True}),
     ):
         for name, one in removed.items():
