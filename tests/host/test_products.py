@@ -368,7 +368,7 @@ def test_a_weight_that_the_kernel_before_writes_is_read_stale_if_it_is_called_co
 # ---- negative controls ----------------------------------------------------------------------------------------------
 
 # Calls in a row and seeds until a mistake is noticed: calls of one rank alone leave nothing to later ones.
-ALONE, OF_RANKS = (1, 30), (2, 24)
+ALONE, OF_RANKS = (1, 30), (4, 24)
 MISTAKES = {
     (products, what): texts
     for module in (matmul_mistakes, scaled_mistakes, summed_mistakes)
