@@ -67,7 +67,7 @@ CALLS = {
         [Shard(0)],
         lambda d: graphar.fused_matmul_reducescatter_residual_rmsnorm(X, X, d(X), X[0]),
     ),
-    "explain": ("explain: x", [Shard(0)], lambda d: graphar.explain(d(X))),
+    "explain": ("allreduce: x", [Shard(0)], lambda d: graphar.explain(d(X))),
 }
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,15 +103,18 @@ def test_a_rank_that_is_killed_is_named_by_the_others(number, op):
 
 
 class Notes:
-    """Stands in for a rendezvous of two ranks: stores notes, and finds no rank at fault."""
+    """Stands in for a rendezvous of two ranks: all come, notes are stored, and no rank is found at fault."""
 
-    rank = 0
+    rank, prefix = 0, "a communicator"
 
     def __init__(self):
         self.notes = []
 
     def note(self, what, gave_up=False):
         self.notes.append(what)
+
+    def exchange_at_once(self, what, data, timeout_s):
+        pass
 
     def last_words(self):
         return [LastWord("a call", behind=False, ended=False)] * 2
@@ -128,8 +132,8 @@ def test_a_failure_says_when_it_came_and_what_is_known_of_ranks(monkeypatch, tim
         raise GroupFailed("connection closed")
 
     monkeypatch.setattr(group_calls, "_GRACE_S", 0.0)
-    rendezvous, x = Notes(), torch.ones(3)
-    calls = group_calls.GroupCalls(None, rendezvous, compares=False)
+    rendezvous, x, without_gloo = Notes(), torch.ones(3), SimpleNamespace(_get_backend=lambda device: None)
+    calls = group_calls.GroupCalls(without_gloo, rendezvous)
 
     with pytest.raises(CollectiveTimeout, match=said):
         calls.bind(Call.of(Sum(3), x), x, timeout_s, fail, Algorithm.FALLBACK)([Operands((x,), (x,))])

@@ -14,7 +14,7 @@ from graphar.runtime import availability
 from graphar.runtime.memory import peer_memory, virtual_memory
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 
-NO_PROBLEM = ""
+NO_PROBLEM = None
 
 
 @pytest.fixture
