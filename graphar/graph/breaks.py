@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from graphar.graph import collectives, tp_invariance
 from graphar.graph.collectives import CASTS, VIEWS, Collective, reached
 from graphar.graph.matmul import Matmul
+from graphar.graph.nodes import arguments, first, value
 from graphar.graph.places import Places
 from graphar.graph.report import Break
 from graphar.numerics.partitions import TP_INVARIANT
@@ -37,7 +38,7 @@ _OF_ONE_RANK = "one rank does not tell whether the layer is row-parallel: call g
 def find(graph: Graph, places: Places, number: int) -> list[Break]:
     """Returns the ops of the graph, of that number in the report, that break the chain of invariance."""
     tree, found = Matmul(TP_INVARIANT), []
-    biased = {node: tp_invariance.why_not_added(node.args[0], places) for node in tp_invariance.bias_gradients(graph)}
+    biased = {node: tp_invariance.why_not_added(first(node), places) for node in tp_invariance.bias_gradients(graph)}
     divided = any(op.takes("sizes") for node in graph.nodes if (op := op_of(node.target)))
     for node in [one for one in graph.nodes if one.op == "call_function"]:
         why = biased[node] if node in biased else _why(node, tree, places)
@@ -54,7 +55,7 @@ def _why(node: Node, tree: Matmul, places: Places) -> str:
         return "graphar has no such product"
     if node.target in tp_invariance.MATMULS:
         return tp_invariance.why_not(node, places) or _OF_ONE_RANK * (places.count == 1) if node.users else ""
-    if node.target is _aten.sum.dim_IntList and _is_product_in_parts(node.args[0]):
+    if node.target is _aten.sum.dim_IntList and _is_product_in_parts(first(node)):
         return "torch has written a matmul as products and a sum"
     if op_of(node.target):
         return _why_ours(node, tree, places)
@@ -67,7 +68,7 @@ def _why_ours(node: Node, tree: Matmul, places: Places) -> str:
     given = op.read(node.args)
     if "partition" in given:
         return "" if given["partition"] == TP_INVARIANT else f"its partition is {given['partition']!r}"
-    if op.name.startswith("allgather") or given.get("order") == "tree" or _is_lookup(node.args[0]):
+    if op.name.startswith("allgather") or given.get("order") == "tree" or _is_lookup(first(node)):
         return ""
     product = tree.product(node)
     return (product and tree.why_not(product, places)) or _why_sum(node)
@@ -99,11 +100,12 @@ def _why_sum(node: Node) -> str:
 def _is_lookup(node: Node, masked: bool = False) -> bool:
     """Whether a node holds rows of a table, and zeros where another rank has the row."""
     if node.target in (*VIEWS, *CASTS, _aten.clone.default):
-        return _is_lookup(node.args[0], masked)
+        return _is_lookup(first(node), masked)
     if node.target in (_aten.index_put.default, _aten.masked_fill.Scalar):
-        return _is_lookup(node.args[0], True)
+        return _is_lookup(first(node), True)
     if node.target is _aten.where.self:
-        rest = [one for one in node.args[1:] if one.target not in _CONSTANTS]
+        given = arguments(node)
+        rest = [given[name] for name in ("self", "other") if given[name].target not in _CONSTANTS]
         return len(rest) == 1 and _is_lookup(rest[0], True)
     if node.target is _aten.mul.Tensor:
         x, mask = node.args
@@ -113,8 +115,8 @@ def _is_lookup(node: Node, masked: bool = False) -> bool:
 
 def _is_mask(node: Node) -> bool:
     while node.target in (*VIEWS, *CASTS, _aten.unsqueeze.default):
-        node = node.args[0]
-    return node.meta["val"].dtype == torch.bool
+        node = first(node)
+    return value(node).dtype == torch.bool
 
 
 def _is_sum_of_rows(node: Node) -> bool:

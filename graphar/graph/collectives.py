@@ -11,11 +11,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from graphar.graph.nodes import arguments
 from graphar.graph.places import Places
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
 from graphar.ops.register import Op
@@ -65,9 +67,8 @@ def find(graph: Graph, op: str) -> list[Collective]:
 
 def read(node: Node, op: str) -> Collective:
     """Returns the collective that a node of torch's ``op``, or of its coalesced form, is."""
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    x = given[names[0]]
+    given = arguments(node)
+    x = next(iter(given.values()))
     results = [[node]]
     if not isinstance(x, Node):
         taken = [user for user in node.users if user.target is operator.getitem]
@@ -75,7 +76,7 @@ def read(node: Node, op: str) -> Collective:
     return Collective(node, op, results, given["group_name"], given.get("reduce_op", "").lower())
 
 
-def ours(node: Node, op: Op) -> dict[str, object]:
+def ours(node: Node, op: Op) -> dict[str, Any]:
     """Returns the fields of the collective that a node of graphar's ``op`` is."""
     group = op.read(node.args)["communicator"] or torch.distributed.group.WORLD.group_name
     return {"node": node, "op": op.name, "results": [[node]], "group": group, "reduction": ""}

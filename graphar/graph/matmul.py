@@ -26,6 +26,7 @@ from torch.fx.node import map_arg
 
 from graphar.graph import rows, scaled
 from graphar.graph.collectives import VIEWS, Collective, are_same, ours
+from graphar.graph.nodes import first, value
 from graphar.graph.places import Places
 from graphar.graph.scaled import ScaledProduct
 from graphar.graph.weights import is_constant, stored
@@ -96,7 +97,7 @@ class Matmul:
         given = op.read(node.args)
         if given.get("codec") or given.get("output", "like_input") != "like_input":
             return None
-        matmul = _before(node.args[0])
+        matmul = _before(first(node))
         biased = self.partition == TP_INVARIANT and matmul.target is _aten.addmm.default
         if not biased and not _is_product(matmul):
             return None
@@ -224,14 +225,16 @@ def _is_part(bias: Node, ranks: int) -> bool:
 
 def _take_bias(graph: Graph, total: Node, op: Op) -> None:
     """Gives a fused sum the bias that is added to it, if nothing else uses the sum."""
-    given, add = op.read(total.args), next(iter(total.users), None)
-    takes = op.takes("bias") and not given["bias"] and not given["epilogue"] and len(total.users) == 1
-    if not takes or add.target is not _aten.add.Tensor or add.kwargs:
+    given = op.read(total.args)
+    if not op.takes("bias") or given["bias"] or given["epilogue"] or len(total.users) != 1:
         return
-    value, others = total.meta["val"], [one for one in add.args if one is not total]
+    add = next(iter(total.users))
+    if add.target is not _aten.add.Tensor or add.kwargs:
+        return
+    kind, others = value(total), [one for one in add.args if one is not total]
     if not all(isinstance(one, Node) and one < total for one in others):
         return
-    if [(one.meta["val"].dtype, *one.meta["val"].shape) for one in others] == [(value.dtype, value.shape[-1])]:
+    if [(value(one).dtype, *value(one).shape) for one in others] == [(kind.dtype, kind.shape[-1])]:
         total.args = op.write(given | {"bias": others})
         add.replace_all_uses_with(total)
         graph.erase_node(add)
@@ -268,7 +271,7 @@ def _seen_as(a: Node, node: Node) -> Node | None:
         return None
     leading = node.meta["val"].shape[:-1]
     while not are_same(a.meta["val"].shape[:-1], leading):
-        if a.target not in VIEWS or not are_same(a.args[0].meta["val"].shape[-1:], a.meta["val"].shape[-1:]):
+        if a.target not in VIEWS or not are_same(value(first(a)).shape[-1:], value(a).shape[-1:]):
             return None
-        a = a.args[0]
+        a = first(a)
     return a

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph import collectives, rows
 from graphar.graph.collectives import CASTS, VIEWS, Collective, call, path_behind
+from graphar.graph.nodes import arguments, first, value
 from graphar.graph.places import Places
 from graphar.graph.single import ALLREDUCE, REDUCESCATTER, place
 from graphar.numerics.dtypes import TYPE_NAMES
@@ -142,7 +143,7 @@ def _is_square(node: Node, of: Node) -> bool:
 def _is_cast(node: Node, dtype: torch.dtype) -> bool:
     if node.target not in CASTS:
         return False
-    before, after = node.args[0].meta["val"], node.meta["val"]
+    before, after = value(first(node)), value(node)
     return after.dtype == dtype and after.device == before.device
 
 
@@ -152,7 +153,8 @@ def _read(collective: NormedSum) -> Norm:
     residual = _residual(total, add)
     if wide.meta["val"].dtype != torch.float32:
         raise _OtherForm("the norm is not in fp32")
-    if [one % max(1, x.ndim) for one in mean.args[1] or ()] != [x.ndim - 1] or mean.args[2:] != (True,) or mean.kwargs:
+    axes = arguments(mean)["dim"] or ()
+    if [axis % max(1, x.ndim) for axis in axes] != [x.ndim - 1] or mean.args[2:] != (True,) or mean.kwargs:
         raise _OtherForm("the norm is not over the last dimension alone")
     shifted = _only_user(mean, *_ADDS)
     eps = _other_operand(shifted, mean)
@@ -207,9 +209,9 @@ def _offset(scale: Node, dtype: torch.dtype) -> tuple[Node, float]:
     """Returns the weight, and the number that is added to it in fp32."""
     offset, wide = 0.0, scale.meta["val"].dtype == torch.float32
     if wide and scale.target in _ADDS and isinstance(scale.args[1], (int, float)) and not scale.kwargs:
-        scale, offset = scale.args[0], float(scale.args[1])
+        scale, offset = first(scale), float(scale.args[1])
     if dtype != torch.float32 and _is_cast(scale, torch.float32):
-        scale = scale.args[0]
+        scale = first(scale)
     return scale, offset
 
 

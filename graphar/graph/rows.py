@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
@@ -20,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from graphar.graph.collectives import VIEWS, are_same, call, reached
+from graphar.graph.nodes import first
 
 _aten = torch.ops.aten
 # By op, the position of the dimension among the arguments.
@@ -61,7 +63,7 @@ def move(graph: Graph, node: Node, new: Node) -> Node:
         return reshape(graph, new, sizes)
     moved = {origin(node): new}
     for one in path(node)[1:]:
-        target, (x, *rest) = one.target, map_arg(one.args, lambda old: moved.get(old, old))
+        target, (x, *rest) = one.target, cast(tuple, map_arg(one.args, lambda old: moved.get(old, old)))
         if target in VIEWS:
             target, rest = _aten.reshape.default, [[*rest[0][:-1], columns]]
         moved[one] = called(graph, target, (x, *rest))
@@ -134,7 +136,7 @@ def _sources(node: Node) -> list[Node]:
 
 def _moves_rows(node: Node) -> bool:
     if node.target is operator.getitem:
-        return node.args[0].target is _aten.split.Tensor and _moves_rows(node.args[0])
+        return first(node).target is _aten.split.Tensor and _moves_rows(first(node))
     if node.kwargs or node.target not in (*_DIMS, *VIEWS):
         return False
     before, after = [one.meta["val"] for one in _sources(node)], node.meta["val"]

@@ -11,6 +11,7 @@ _scaled_mm_v2(a, w.t(), [scale_a], [recipe], [swizzle], [scale_b], [recipe], [sw
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -19,6 +20,7 @@ from torch.nn.functional import ScalingType
 
 from graphar.graph import rows
 from graphar.graph.collectives import are_same
+from graphar.graph.nodes import arguments, value
 from graphar.graph.weights import stored
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.ops.matmul_operands import RESULT_DTYPES
@@ -59,8 +61,7 @@ def read(node: Node) -> ScaledProduct | None:
     """Returns the scaled product that a node is; None if it is something else."""
     if node.target not in TARGETS:
         return None
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    given = arguments(node)
     of_a, of_w, why = given["scale_a"], given["scale_b"], ""
     if node.target is _V2:
         why, of_a, of_w = _why_no_recipe(given), of_a[0], of_w[0]
@@ -76,7 +77,7 @@ def is_number(scale: Node) -> bool:
     return statically_known_true(scale.meta["val"].numel() == 1)
 
 
-def _why_no_recipe(given: dict[str, object]) -> str:
+def _why_no_recipe(given: dict[str, Any]) -> str:
     recipes = list(given["recipe_a"]), list(given["recipe_b"])
     if recipes not in _RECIPES or any([*given["swizzle_a"], *given["swizzle_b"], *given.get("contraction_dim", ())]):
         return "graphar has no such recipe of scales"
@@ -109,7 +110,7 @@ def format_of(product: ScaledProduct) -> str:
 
 def _has_shape(scale: Node, shape: tuple) -> bool:
     """Whether a scale has a shape, or is one number."""
-    return is_number(scale) or are_same(scale.meta["val"].shape, shape)
+    return is_number(scale) or are_same(value(scale).shape, shape)
 
 
 def _blocks(length: int | torch.SymInt) -> int | torch.SymInt:

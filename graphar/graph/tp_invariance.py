@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from graphar.graph import rows
 from graphar.graph.collectives import VIEWS, call, first_size
 from graphar.graph.matmul import TRANSPOSES, why_no_kernel
+from graphar.graph.nodes import arguments, first, value
 from graphar.graph.places import Places
 from graphar.graph.weights import stored
 from graphar.numerics.dtypes import TYPE_NAMES
@@ -35,7 +36,7 @@ MATMULS = {
 def add_in_order(graph: Graph, places: Places) -> None:
     """Rewrites every matmul and every bias's gradient of a graph that no other rewrite has taken."""
     for total in bias_gradients(graph):
-        if not why_not_added(total.args[0], places):
+        if not why_not_added(first(total), places):
             _replace_bias_gradient(graph, total)
     found = [node for node in graph.nodes if node.target in MATMULS and node.users and not why_not(node, places)]
     for node in found:
@@ -72,8 +73,8 @@ def _is_of(x: Node, multiplied: dict[Node, int | torch.SymInt]) -> bool:
 
 def is_over_rows(total: Node) -> bool:
     """Whether a sum is one over all dimensions but the last."""
-    kind = total.args[0].meta["val"]
-    axes = sorted(axis % kind.ndim for axis in total.args[1] or ()) if kind.ndim else []
+    kind = value(first(total))
+    axes = sorted(axis % kind.ndim for axis in arguments(total)["dim"] or ()) if kind.ndim else []
     return kind.ndim > 1 and axes == [*range(kind.ndim - 1)] and isinstance(kind.shape[-1], int)
 
 
@@ -92,7 +93,7 @@ def _multiplied(node: Node) -> list[tuple[Node, int | torch.SymInt]]:
 
 def _origin(node: Node) -> Node:
     while node.target in (*VIEWS, *TRANSPOSES):
-        node = node.args[0]
+        node = first(node)
     return node
 
 
@@ -116,17 +117,17 @@ def _replace_matmul(graph: Graph, node: Node) -> None:
 
 
 def _replace_bias_gradient(graph: Graph, total: Node) -> None:
-    x, value = total.args[0], total.meta["val"]
-    kind = x.meta["val"]
+    x, result = first(total), value(total)
+    kind = value(x)
     with graph.inserting_before(total):
         dy = rows.called(graph, _aten.reshape.default, (x, [-1, kind.shape[-1]])) if kind.ndim > 2 else x
-        like = dy.meta["val"]
+        like = value(dy)
         ones = call(graph, _aten.full.default, ([1, first_size(graph, dy)], 1), like.new_ones((1, like.shape[0])))
         ones.kwargs = {"dtype": kind.dtype, "device": kind.device, "pin_memory": False}
         added = rows.called(graph, LINEAR, (ones, stored(graph, dy), None, LEAVES, torch.float32, "", None, None))
-        new = rows.called(graph, _aten.reshape.default, (added, list(value.shape)))
-        if value.dtype != torch.float32:
-            new = rows.called(graph, torch.ops.prims.convert_element_type.default, (new, value.dtype))
+        new = rows.called(graph, _aten.reshape.default, (added, list(result.shape)))
+        if result.dtype != torch.float32:
+            new = rows.called(graph, torch.ops.prims.convert_element_type.default, (new, result.dtype))
     added.stack_trace = total.stack_trace
     total.replace_all_uses_with(new)
     graph.erase_node(total)

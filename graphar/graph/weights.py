@@ -7,6 +7,7 @@ from torch._guards import TracingContext
 from torch.fx import Graph, Node
 
 from graphar.graph.collectives import VIEWS, call
+from graphar.graph.nodes import first
 
 _aten = torch.ops.aten
 _TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
@@ -18,7 +19,7 @@ _OF_TRAINING = ("primals", "tangents")  # how names of inputs begin in graphs wi
 def stored(graph: Graph, weight: Node) -> Node:
     """Returns the weight as torch.nn.Linear stores it, [out, in]: the source of a transpose, or a new transpose."""
     if weight.target is _aten.t.default or (weight.target is _aten.permute.default and list(weight.args[1]) == [1, 0]):
-        return weight.args[0]
+        return first(weight)
     return call(graph, _aten.permute.default, (weight, [1, 0]), weight.meta["val"].t())
 
 
@@ -28,7 +29,7 @@ def is_constant(weight: Node) -> bool:
     Other inputs may be results of the kernel before the graph, and in training an optimizer writes the weights.
     """
     while weight.target in _SAME:
-        weight = weight.args[0]
+        weight = first(weight)
     return (weight.op == "get_attr" or _is_static(weight)) and _is_only_read(weight)
 
 
