@@ -45,13 +45,9 @@ def explain(x, *operands, **options):
 
     Args:
         x: this rank's tensor, or a list with one for each device of this process. Its values are not read. Or an op.
-        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        out: the tensor that the call would write into, or None.
-        algorithm: "auto", the name of an all-reduce in :class:`graphar.Algorithm`, or one from
-            :func:`graphar.load_algorithm`.
-        codec: a :class:`graphar.Codec`, the name of one, or None.
-        epilogue: a :class:`graphar.Epilogue`, an expression, a function without arguments, or None.
-        options: further options of the op.
+        operands: the ``group`` of the all-reduce, or the operands of the op.
+        options: ``group``, ``out``, ``algorithm``, ``codec`` and ``epilogue``, as :func:`graphar.allreduce` takes them;
+            or the options of the op.
 
     Returns:
         The algorithm, its grid, the expected time and the reason. Printing it gives a sentence.
