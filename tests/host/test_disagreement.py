@@ -216,7 +216,7 @@ def test_a_call_that_is_not_compared_at_once_is_noticed(algorithm, file, was, be
     ("was", "becomes"),
     [
         ("!of_this_call || ", "(false && of_this_call) || "),
-        ("base_ + steps, steps > 0);", "base_ + steps, true);"),
+        ("base_ + steps, OfWarp || steps > 0);", "base_ + steps, true);"),
         ("u64(2 * step + call.epoch % 2)", "u64(2 * step + 0 * call.epoch)"),
     ],
     ids=["flags of the next call are compared", "flags of the last call are compared", "flags have no parity"],
