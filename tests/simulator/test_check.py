@@ -16,7 +16,7 @@ from tests.host.mutants import NOT_RELEASED, PAD, SET
 
 BF16 = torch.bfloat16
 PLAIN = {"ranks": [2], "dtypes": [BF16], "sanitizers": ["plain"]}
-NEVER_SENT = Mutation(PAD, "threadIdx.x < N && threadIdx.x != a.rank, blockIdx.x", "threadIdx.x < a.rank, blockIdx.x")
+NEVER_SENT = Mutation(PAD, "peer < N && peer != a.rank, row_", "peer < a.rank, row_")
 LEFT_OUT = Mutation(
     "allreduce/one_shot_push.cu",
     "    whole ? output.store_whole(i, sum) : output.store(i, sum);",

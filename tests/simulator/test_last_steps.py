@@ -20,8 +20,8 @@ LATE, DEADLINE_NS = 1, 400_000_000
 RELAXED = Mutation(PAD, SET, NOT_RELEASED)
 APART = Mutation(
     PAD,
-    "u32 steps) const {\n    __syncthreads();",
-    "u32 steps) const {\n    if (threadIdx.x) __syncthreads(); else __syncwarp();",
+    "OfWarp ? __syncwarp() : __syncthreads();",
+    "OfWarp || threadIdx.x == 0 ? __syncwarp() : __syncthreads();",
 )
 
 
