@@ -12,7 +12,7 @@ from graphar.errors import Reason, UnsupportedError
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
 from graphar.plan.best_tile import ALONE, Shape, Sms, best_tile
-from graphar.plan.policy import MatmulPolicy
+from graphar.plan.policy import TileCost
 from graphar.plan.tiles import LEAF_COUNTS, LEAF_TILES, MatmulTile
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 from graphar.runtime import launcher
@@ -129,15 +129,22 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1
     """Returns why the kernel cannot compute ``out`` from ``a`` and ``w`` in ``leaves``."""
     if reason := why_none_like(a):
         return reason
-    for name, x in (("a", a), ("out", out)):
-        if x.numel() and matrix_of(x) is None:
-            return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
-    if out.shape[1] % STORE_COLUMNS:
-        return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
+    if reason := why_not_lying(a=a, out=out):
+        return reason
     if layout_of(w) is None:
         return "the rows or the columns of w must be contiguous and begin at multiples of 16 bytes"
     if leaves > 1 and a.shape[1] % (leaves * LEAF_UNIT):
         return f"the columns of a must be a multiple of {leaves * LEAF_UNIT} for {leaves} leaves, got {a.shape[1]}"
+    return None
+
+
+def why_not_lying(*, out: torch.Tensor, **operands: torch.Tensor) -> Reason | None:
+    """Returns why a kernel cannot load operands by rows, or cannot store ``out``, where they lie."""
+    for name, x in (operands | {"out": out}).items():
+        if x.numel() and matrix_of(x) is None:
+            return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
+    if out.shape[1] % STORE_COLUMNS:
+        return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
     return None
 
 
@@ -161,7 +168,7 @@ def default_tile(device: int, m: int, n: int, k: int, sms: int, layout: str = "b
     ``layout`` is the layout of the weight, one of LAYOUTS, and ``leaves`` one of LEAF_COUNTS.
     """
     in_clusters = _sms_in_clusters(device) if leaves > 2 else 0
-    return best_tile(ALONE[leaves], Shape((m,), n, k, layout), _policy(device).cost, Sms(sms, in_clusters))
+    return best_tile(ALONE[leaves], Shape((m,), n, k, layout), cost_on(device), Sms(sms, in_clusters))
 
 
 @functools.cache
@@ -173,8 +180,9 @@ def _sms_in_clusters(device: int) -> int:
 
 
 @functools.cache
-def _policy(device: int) -> MatmulPolicy:
-    return find_table(torch.cuda.get_device_name(device)).matmul
+def cost_on(device: int) -> TileCost:
+    """Returns the costs by which tiles are chosen on a device."""
+    return find_table(torch.cuda.get_device_name(device)).matmul.cost
 
 
 def _check(

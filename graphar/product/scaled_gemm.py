@@ -11,16 +11,14 @@ import torch
 from graphar.errors import Reason, UnsupportedError
 from graphar.numerics.fp8_products import Scales, check_operands, checked_scales
 from graphar.plan.best_tile import ALONE_SCALED, Shape, Sms, best_tile
-from graphar.plan.policy import TileCost
 from graphar.plan.tiles import FP8_TILES, MatmulTile
 from graphar.product import gemm
-from graphar.product.gemm import STORE_COLUMNS, STORE_ROWS, Order
+from graphar.product.gemm import STORE_ROWS, Order
 from graphar.product.tensor_maps import Matrix, matrix_of, tensor_map
 from graphar.runtime import launcher
 from graphar.runtime.arguments import ScaledMatmulArguments
 from graphar.runtime.catalogue import SCALE_FORMATS, scaled_matmul_source
 from graphar.runtime.launcher import Grid, Launch
-from graphar.runtime.user_tables import find_table
 
 
 def scaled_matmul(
@@ -101,7 +99,7 @@ def bind(
     sms = sms or launcher.sm_count(device)
     if tile is None:
         (m, n), kind = out.shape, ALONE_SCALED["blocks" if scales.in_blocks else "rows"]
-        tile = best_tile(kind, Shape((m,), n, a.shape[1]), _cost(device), Sms(sms))
+        tile = best_tile(kind, Shape((m,), n, a.shape[1]), gemm.cost_on(device), Sms(sms))
     pointer = 0 if bias is None else bias.data_ptr()
     operands = matrix_of(a), matrix_of(w), matrix_of(out)
     with torch.cuda.device(device):
@@ -110,14 +108,7 @@ def bind(
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Reason | None:
     """Returns why the kernel cannot compute ``out`` from ``a`` and ``w``."""
-    if reason := gemm.why_not_on(a.device):
-        return reason
-    for name, x in (("a", a), ("w", w), ("out", out)):
-        if x.numel() and matrix_of(x) is None:
-            return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
-    if out.shape[1] % STORE_COLUMNS:
-        return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
-    return None
+    return gemm.why_not_on(a.device) or gemm.why_not_lying(a=a, w=w, out=out)
 
 
 def _check(
@@ -158,11 +149,6 @@ def placed(scales: Scales) -> PlacedScales:
     """Returns where scales lie."""
     strides = [scale.stride(dim) for scale in (scales.a, scales.w) for dim in (0, 1)]
     return PlacedScales(scales.in_blocks, scales.a.data_ptr(), scales.w.data_ptr(), *strides)
-
-
-@functools.cache
-def _cost(device: int) -> TileCost:
-    return find_table(torch.cuda.get_device_name(device)).matmul.cost
 
 
 @functools.cache

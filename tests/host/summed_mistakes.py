@@ -35,6 +35,26 @@ def gathered(tile, sanitizer="plain", then=None):
 
 partials = Products(REDUCE, (Kind(MatmulTile(128, 128, 2, whole=True, leaves=2, partials=True)),), 4)
 
+HANDED_OVER_IN_CLUSTERS = {
+    "tiles that are dealt and read with nothing but a relaxed arrival between": (
+        "  if constexpr (Tile::cluster > 1) __syncthreads();",
+        "",
+    ),
+    "a box whose arrival is relaxed": (
+        "handover.staged[box].arrive();",
+        "handover.staged[box].arrive_at(block_in_cluster());",
+    ),
+}
+ADDED_IN_ANOTHER_ORDER = {
+    "the order of ranks in place of the tree": (
+        "total[0] = sum_of_tree<N>(part, w);",
+        "RankOrder::add<T, N>(part, w, total);",
+    ),
+    "leaves that are added one after another": (
+        "if constexpr (Tile::leaves > 1)",
+        "if constexpr (Tile::leaves > 8)",
+    ),
+}
 MISTAKES = {
     tiles(REDUCE, then=Codec(8)): {
         "the scale of a neighbour's bucket": (
@@ -107,35 +127,10 @@ MISTAKES = {
             "bulk_store(TileExchange<N>{a}.place((a.rank + hop)",
         ),
     },
-    in_clusters(SCATTER, sanitizer="thread"): {
-        "tiles that are dealt and read with nothing but a relaxed arrival between": (
-            "  if constexpr (Tile::cluster > 1) __syncthreads();",
-            "",
-        ),
-        "a box whose arrival is relaxed": (
-            "handover.staged[box].arrive();",
-            "handover.staged[box].arrive_at(block_in_cluster());",
-        ),
-    },
-    in_clusters(REDUCE, sanitizer="thread"): {
-        "tiles that are dealt and read with nothing but a relaxed arrival between": (
-            "  if constexpr (Tile::cluster > 1) __syncthreads();",
-            "",
-        ),
-        "a box whose arrival is relaxed": (
-            "handover.staged[box].arrive();",
-            "handover.staged[box].arrive_at(block_in_cluster());",
-        ),
-    },
+    in_clusters(SCATTER, sanitizer="thread"): HANDED_OVER_IN_CLUSTERS,
+    in_clusters(REDUCE, sanitizer="thread"): HANDED_OVER_IN_CLUSTERS,
     partials: {
-        "the order of ranks in place of the tree": (
-            "total[0] = sum_of_tree<N>(part, w);",
-            "RankOrder::add<T, N>(part, w, total);",
-        ),
-        "leaves that are added one after another": (
-            "if constexpr (Tile::leaves > 1)",
-            "if constexpr (Tile::leaves > 8)",
-        ),
+        **ADDED_IN_ANOTHER_ORDER,
         "a partial that is rounded to bf16": (
             "= word_of_sum(*from);",
             "= word_of_sum(*from) & 0xffff0000u;",
@@ -195,14 +190,7 @@ MISTAKES = {
         "a sum that its owner does not keep": ("    output.store(at.in_result(m), sum);\n", ""),
     },
     skinny(ONE_SHOT, OF_PARTIALS, 4): {
-        "the order of ranks in place of the tree": (
-            "total[0] = sum_of_tree<N>(part, w);",
-            "RankOrder::add<T, N>(part, w, total);",
-        ),
-        "leaves that are added one after another": (
-            "if constexpr (Tile::leaves > 1)",
-            "if constexpr (Tile::leaves > 8)",
-        ),
+        **ADDED_IN_ANOTHER_ORDER,
         "a partial that is rounded to bf16": (
             "x % 4 * 4) = sums[i];",
             "x % 4 * 4) = __uint_as_float(__float_as_uint(sums[i]) & 0xffff0000u);",

@@ -321,7 +321,7 @@ def test_a_result_in_fp32_takes_the_kernel_that_does_not_round(launches, monkeyp
 
 
 def test_the_default_tile_has_the_leaves(monkeypatch):
-    monkeypatch.setattr(gemm, "_policy", lambda device: POLICY)
+    monkeypatch.setattr(gemm, "cost_on", lambda device: POLICY.cost)
     monkeypatch.setattr(gemm, "_sms_in_clusters", lambda device: 120)
 
     assert [gemm.default_tile(0, 64, 1024, 1024, 132, leaves=count).leaves for count in LEAF_COUNTS] == [*LEAF_COUNTS]
