@@ -194,7 +194,8 @@ def is_on_gpus(found: Sequence[StoredReport]) -> bool:
 
 def title_of(found: Sequence[StoredReport]) -> str:
     machine = found[0].machine
-    return f"graphar on {machine['gpu_count']}x {machine['gpu']}" if machine["gpu"] else f"graphar on {machine['cpu']}"
+    where = f"{machine['gpu_count']}x {machine['gpu']}" if machine["gpu"] else f"CPU ({machine['cpu']})"
+    return f"graphar on {where}"
 
 
 def intro(found: Sequence[StoredReport]) -> str:
@@ -343,6 +344,8 @@ def cards(found: AllReduce) -> list[tuple[str, str]]:
         figures.append((f"{mean:.2f}", words))
     ceiling = (found.link_ceiling or {}).get(key.world_size)
     of_link = f", {large.busbw / ceiling:.0%} of the links' measured rate" if ceiling else ""
+    if large.algorithm == "two_shot_lossless":
+        of_link += ": compressed without loss, it sends fewer bytes"
     return [*figures, (f"{number(large.busbw)} GB/s", f"bus bandwidth at {format_nbytes(large.nbytes)}{of_link}")]
 
 
@@ -397,17 +400,16 @@ def write_index(reports: Path) -> Path:
 def index_texts(reports: Path) -> dict[str, str]:
     """Returns the index of all report folders, with a table of topics by machine: as a page, and as README.md.
 
+    Machines with GPUs come first. The page links to pages, and README.md to the Markdown that git has.
+
     Raises:
         FileNotFoundError: there is no folder with a report.
     """
     folders = folders_of(reports)
     if not folders:
         raise FileNotFoundError(f"{reports} holds no folder of reports")
-    found = {folder: {one.report.name: one for one in read_all(folder)} for folder in folders}
-    lines = []
-    for topic in topics():
-        cells = [_index_cell(folder, mine.get(topic.name)) for folder, mine in found.items()]
-        lines.append([topic.title, *cells])
+    read = {folder: {one.report.name: one for one in read_all(folder)} for folder in folders}
+    found = dict(sorted(read.items(), key=lambda one: not _has_gpus(one[1].values())))
     entries = []
     for folder, mine in found.items():
         written = list(mine.values())
@@ -419,21 +421,32 @@ def index_texts(reports: Path) -> dict[str, str]:
         "A number without a unit is graphar's time / the time that the report compares it with, usually the best"
         " peer's. Below 1 graphar is faster. Other results are explained in the reports."
     )
-    by_machine = {
-        name: f"{note}\n\n{table(['topic', *(f'[{folder.name}]({folder.name}/{name})' for folder in folders)], lines)}"
-        for name in (INDEX, SUMMARY)
-    }
+    by_machine = {name: f"{note}\n\n{_by_machine(found, name)}" for name in (INDEX, SUMMARY)}
     page = Page(title, "", html(WHAT), [Part("topics", "All reports", html(by_machine[INDEX]))], entries=entries)
     listed = bullets(f"[{one.title}]({one.link.replace(INDEX, SUMMARY)}): {one.words}" for one in entries)
     return {INDEX: page.html(), README: "\n\n".join([f"# {title}", WHAT, listed, by_machine[SUMMARY]]) + "\n"}
 
 
-def _index_cell(folder: Path, one: StoredReport | None) -> str:
+def _has_gpus(found: Iterable[StoredReport]) -> bool:
+    return any(one.machine["gpu_count"] for one in found)
+
+
+def _by_machine(found: Mapping[Path, Mapping[str, StoredReport]], name: str) -> str:
+    """Returns the table of topics by machine. ``name`` is the file of a folder to which it links."""
+    lines = []
+    for topic in topics():
+        link = f"{INDEX}#{topic.name}" if name == INDEX else f"{topic.name}.md"
+        cells = [_index_cell(f"{folder.name}/{link}", mine.get(topic.name)) for folder, mine in found.items()]
+        lines.append([topic.title, *cells])
+    return table(["topic", *(f"[{folder.name}]({folder.name}/{name})" for folder in found)], lines)
+
+
+def _index_cell(link: str, one: StoredReport | None) -> str:
     if one is None:
         return NOT_SERVED
     figure = glance(one)[0]
     marks = (" **WRONG**" if figure == "wrong" else "") + (" (partial)" if one.report.is_partial else "")
-    return f"[{figure or 'report'}]({folder.name}/{one.report.name}.md){marks}"
+    return f"[{figure or 'report'}]({link}){marks}"
 
 
 def write_comparison(first: Path, second: Path, path: Path) -> Path:

@@ -52,7 +52,7 @@ def first_screen(text):
 def test_the_first_screen_says_machine_answer_and_where_graphar_is_slower(tmp_path):
     text = first_screen(page_of(tmp_path, sweep()))
 
-    assert "<h1>graphar on a CPU</h1>" in text
+    assert "<h1>graphar on CPU (a CPU)</h1>" in text
     assert "<b>10 us</b>all-reduce of 2 KB between 4 ranks" in text
     # the geometric mean of 1/2, 2/3 and 3/2
     assert "<b>0.79</b>graphar&#39;s time / the best peer&#39;s time, geometric mean over 3 sizes" in text
@@ -259,11 +259,31 @@ def test_the_index_has_a_column_a_folder_and_a_row_a_topic(tmp_path, capsys):
     text = (tmp_path / "index.html").read_text()
     assert '<a href="large/index.html">graphar on 4x NVIDIA B300</a>' in text
     assert "2 reports, 2026-01-31" in text
-    cells = (f'<td><a href="{name}/allreduce.md">0.50</a></td>' for name in ("large", "small"))
+    cells = (f'<td><a href="{name}/index.html#allreduce">0.50</a></td>' for name in ("large", "small"))
     assert f"<td>All-reduce</td>{''.join(cells)}" in text
-    assert '<td>All-reduce with residual and RMSNorm</td><td>-</td><td><a href="small/norms.md">0.50</a></td>' in text
+    norms = '<td><a href="small/index.html#norms">0.50</a></td>'
+    assert f"<td>All-reduce with residual and RMSNorm</td><td>-</td>{norms}" in text
+    assert "[0.50](small/norms.md)" in (tmp_path / "README.md").read_text()
     assert program.main(["index", str(tmp_path / "none")]) == 1
     assert "holds no folder of reports" in capsys.readouterr().err
+
+
+def test_machines_with_gpus_come_first_in_the_index(tmp_path):
+    two_folders(tmp_path)
+    without = MACHINE | {"gpu": None, "gpu_count": 0}
+    AllReduce(rows=[row(), row("gloo")]).write(tmp_path / "a_cpu", without, "python -m perf allreduce")
+
+    text = build.index_texts(tmp_path)["README.md"]
+
+    assert "| topic | [large](large/report.md) | [small](small/report.md) | [a_cpu](a_cpu/report.md) |" in text
+
+
+def test_a_rate_above_that_of_the_links_says_that_it_is_compressed():
+    large = replace(row(nbytes=1 << 30), algorithm="two_shot_lossless")
+
+    *_, (_, words) = build.cards(AllReduce(rows=[row(), large], link_ceiling={4: 0.1}))
+
+    assert words.endswith("% of the links' measured rate: compressed without loss, it sends fewer bytes")
 
 
 def test_two_folders_of_two_machines_stand_beside_each_other(tmp_path, capsys):
