@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphar.numerics.codecs import Codec, as_codec
+from graphar.numerics.codecs import Codec, CodecName, as_codec
 from graphar.numerics.epilogues.epilogue import Epilogue, form_to_prepare
 from graphar.ops.allgather import allgather
 from graphar.ops.allreduce import allreduce
@@ -189,7 +189,7 @@ class Communicator:
         dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
         max_nbytes: int | None = None,
         ops: Iterable[str] = ("allreduce",),
-        codecs: Iterable[Codec | str] = (),
+        codecs: Iterable[Codec | CodecName] = (),
         epilogues: Iterable[Epilogue | str] = (),
         tp_invariant: bool = False,
     ) -> None:

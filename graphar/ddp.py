@@ -12,7 +12,8 @@ from torch import Tensor
 
 from graphar.fsdp import ExactReduceScatter as ExactReduceScatter
 from graphar.fsdp import QuantizedReduceScatter as QuantizedReduceScatter
-from graphar.numerics.codecs import Codec, as_codec
+from graphar.numerics.codecs import Codec, CodecName, as_codec
+from graphar.plan.algorithms import AllReduceAlgorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
 from graphar.runtime.checks import call_checks
@@ -23,7 +24,7 @@ from graphar.runtime.side_stream import SideStream
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
 
 
-def exact_hook(group: Group = None, *, algorithm: str = "auto") -> Hook:
+def exact_hook(group: Group = None, *, algorithm: AllReduceAlgorithm = "auto") -> Hook:
     """Returns a DDP communication hook that averages gradients with :func:`graphar.allreduce`, exactly.
 
     Use: ``model.register_comm_hook(None, graphar.ddp.exact_hook())``.
@@ -47,7 +48,7 @@ def has_one_dimension(parameter: Tensor) -> bool:
 
 
 def quantized_hook(
-    codec: Codec | str,
+    codec: Codec | CodecName,
     group: Group = None,
     *,
     error_feedback: bool = False,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphar.integrations.works import GrapharWork
-from graphar.numerics.codecs import Codec, as_codec
+from graphar.numerics.codecs import Codec, CodecName, as_codec
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts
 from graphar.runtime.checks import call_checks
@@ -23,7 +23,7 @@ def set_collectives(
     model: nn.Module,
     group: Group = None,
     *,
-    codec: Codec | str | None = None,
+    codec: Codec | CodecName | None = None,
     error_feedback: bool = False,
     blocks: int | None = None,
 ) -> None:
@@ -276,7 +276,7 @@ class QuantizedReduceScatter(ExactReduceScatter):
         ValueError: the codec is not known.
     """
 
-    def __init__(self, codec: Codec | str, group: Group = None, *, error_feedback: bool = False) -> None:
+    def __init__(self, codec: Codec | CodecName, group: Group = None, *, error_feedback: bool = False) -> None:
         super().__init__(group)
         found = as_codec(self._name, codec)
         self._codec = replace(found, feedback=error_feedback).text

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+import graphar
+from graphar.plan import algorithms
 from tests.pages import FOLDER, PAGES, ROOT, blocks_of
 
 ORDINARY = """
@@ -111,6 +115,54 @@ def test_a_name_spelt_as_torch_does_is_refused(mypy):
     said = mypy(spelt=ORDINARY + "graphar.all_reduce(x)\n")
 
     assert 'Module has no attribute "all_reduce"; maybe "allreduce"' in said
+
+
+# Calls with a name that an option has, and with a name that it does not have.
+OPTIONS = [
+    ("graphar.allreduce(x, codec={})", "int8", "int9"),
+    ("graphar.reducescatter([x, x], codec={})", "fp8_e4m3", "fp8"),
+    ("graphar.allreduce(x, algorithm={})", "one_shot_push", "one_shot_pull"),
+    ("graphar.reducescatter(x, algorithm={})", "reducescatter_push", "one_shot"),
+    ("graphar.allgather(x, algorithm={})", "allgather_push", "ring"),
+    ("graphar.explain(x, algorithm={}).reason", "hierarchical", "hierarchic"),
+    ("graphar.fused_matmul_allreduce(x, w, partition={})", "split_n", "split_k"),
+    ("graphar.fused_allgather_matmul(x, w, partition={})", "chunks", "split_m"),
+    ("graphar.fused_matmul_allreduce_residual_rmsnorm(x, w, x, w, partition={})", "tiles", "split_m"),
+    ("graphar.reference.allreduce([x], order={})", "tree", "ring"),
+    ("graphar.ddp.quantized_hook({})", "int4", "int9"),
+    ("graphar.ddp.exact_hook(algorithm={})", "one_shot", "ring"),
+    ("of_group.prepare(codecs=[{}])", "int2", "int1"),
+]
+
+
+@needs_mypy
+def test_a_name_that_an_option_does_not_have_is_refused(mypy):
+    right, wrong = (
+        ORDINARY + "".join(f"{call.format(repr(name))}\n" for call, name in named)
+        for named in ([option[:2] for option in OPTIONS], [(option[0], option[2]) for option in OPTIONS])
+    )
+
+    said = mypy(right=right, misspelt=wrong)
+
+    first = ORDINARY.count("\n") + 1
+    refused = {int(line) for line in re.findall(r"^misspelt\.py:(\d+): error: ", said, re.MULTILINE)}
+    assert refused == {*range(first, first + len(OPTIONS))}, said
+    assert "right.py" not in said
+
+
+@pytest.mark.parametrize(
+    ("op", "hints"),
+    [
+        ("allreduce", algorithms.AllReduceAlgorithm),
+        ("reducescatter", algorithms.ReduceScatterAlgorithm),
+        ("allgather", algorithms.AllGatherAlgorithm),
+    ],
+)
+def test_the_types_of_algorithms_have_the_names_of_the_rows(op, hints):
+    algorithm, *literals = get_args(hints)
+
+    assert algorithm is graphar.Algorithm
+    assert [name for one in literals for name in get_args(one)] == ["auto", *algorithms.NAMED[op]]
 
 
 def test_the_package_says_that_it_has_types():

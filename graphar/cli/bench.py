@@ -16,16 +16,7 @@ import torch
 
 from graphar.cli import bench_ranks
 from graphar.cli.bench_ranks import BACKENDS
-from graphar.cli.options import (
-    add_call,
-    add_command,
-    add_load,
-    algorithm_named,
-    by_name,
-    default_world_size,
-    load,
-    size,
-)
+from graphar.cli.options import add_call, add_command, add_load, algorithm_named, by_name, count, load, ranks_here, size
 from graphar.cli.progress import progress
 from graphar.cli.timing import Timer
 from graphar.cli.workloads import Prepared
@@ -105,13 +96,6 @@ def add(commands) -> None:
     )
 
 
-def count(text: str) -> int:
-    """Returns a positive number; an argparse type."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number")
-    return int(text)
-
-
 def backends(text: str) -> list[str]:
     """Returns the names of backends; an argparse type."""
     names = text.split(",")
@@ -155,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"bench: --codec needs --op allreduce, got {options.op}")
     if options.codec and options.algorithm != "auto":
         raise ValueError("bench: give --codec or --algorithm")
-    world_size = options.world_size or default_world_size()
+    world_size = options.world_size or ranks_here()
     if available and world_size > torch.cuda.device_count():
         raise GrapharError(f"bench: {world_size} ranks need as many GPUs, torch sees {torch.cuda.device_count()}")
     text = codec(options.codec).text if options.codec else ""

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from graphar.cli.options import add_call, add_command, add_load, by_name, default_world_size, load
+from graphar.cli.options import add_call, add_command, add_load, by_name, load, ranks_here
 from graphar.numerics.codecs import Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan import select
@@ -47,7 +47,7 @@ def add(commands) -> None:
 def run(options: argparse.Namespace) -> int:
     load(options.load)
     device, assumed = device_of(options.device)
-    world_size = options.world_size or default_world_size()
+    world_size = options.world_size or ranks_here()
     table = find_table(device)
     dtype = DTYPES[options.dtype]
     if options.codec:

@@ -45,6 +45,13 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2K, 1.5MB, 1GiB or a number of bytes") from None
 
 
+def count(text: str) -> int:
+    """Returns a positive number; an argparse type."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number")
+    return int(text)
+
+
 def world_size(text: str) -> int:
     """Returns a number of ranks; an argparse type."""
     if not text.isdecimal() or int(text) not in WORLD_SIZES:
@@ -73,7 +80,7 @@ def add_call(command: argparse.ArgumentParser, dtypes: Iterable[str], *, count: 
     """Adds the sizes, dtype, ranks and codec of calls.
 
     ``dtypes`` are names. ``count`` is argparse's number of sizes, which are those of ``what``. ``ranks`` says which
-    ranks are the default, which :func:`default_world_size` counts.
+    ranks are the default, which :func:`ranks_here` counts.
     """
     command.add_argument("sizes", type=size, nargs=count, metavar="SIZE", help=f"size of {what}, such as 2K or 1.5M")
     command.add_argument(
@@ -115,7 +122,7 @@ def algorithm_named(op: str, name: str) -> str:
     raise ValueError(f"--algorithm of {op} must be one of {', '.join(('auto', *NAMED[op]))}, got {name!r}")
 
 
-def default_world_size() -> int:
+def ranks_here() -> int:
     count = torch.cuda.device_count()
     return min(count, MAX_RANKS) if count >= 2 else 4
 

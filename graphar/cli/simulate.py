@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphar.cli.options import add_command, by_name, dtype_name, load, world_size
+from graphar.cli.options import add_command, by_name, count, dtype_name, load, world_size
 from graphar.cli.progress import progress
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import NAMED, is_from_outside
@@ -45,10 +45,10 @@ def add(commands) -> None:
         help=f"some of {','.join(SANITIZERS)} (default: all): plain runs use none, thread is ThreadSanitizer, and"
         " address is AddressSanitizer and UBSan",
     )
-    one.add_argument("--seeds", type=_count, default=3, metavar="N", help="seeds of each case (default: 3)")
+    one.add_argument("--seeds", type=count, default=3, metavar="N", help="seeds of each case (default: 3)")
     one.add_argument("--seed", type=int, metavar="SEED", help="this seed alone, which repeats a failure")
     sizes = f"elements of a tensor, or of the largest part (default: {','.join(map(str, NUMELS))})"
-    one.add_argument("--numel", type=_some(_count), default=list(NUMELS), metavar="N,N", help=sizes)
+    one.add_argument("--numel", type=_some(count), default=list(NUMELS), metavar="N,N", help=sizes)
     one.add_argument(
         "--dtypes",
         type=_some(_dtype),
@@ -144,12 +144,6 @@ def _world_sizes(text: str) -> list[int]:
     """Returns numbers of ranks: "2", "2,4" or "2-8"; an argparse type."""
     first, dash, last = text.partition("-")
     return list(range(world_size(first), world_size(last) + 1)) if dash else _some(world_size)(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return int(text)
 
 
 def _sanitizer(text: str) -> str:

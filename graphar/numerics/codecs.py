@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
 
 import torch
 
@@ -51,11 +52,12 @@ TILE_NUMEL = 1024  # `tile_numel` in cuda_src/device/wire/wire.cuh
 WORD_NBYTES = 4
 
 
+CodecName = Literal["fp8_e4m3", "int8", "int6", "int5", "int4", "int3", "int2"]
+NAMES = get_args(CodecName)
 _NAMED = {
     FP8: {"bits": FP8, "bucket_size": 128, "scale_dtype": torch.float32},
-    **{f"int{bits}": {"bits": bits} for bits in (8, 6, 5, 4, 3, 2)},
+    **{name: {"bits": int(name.removeprefix("int"))} for name in NAMES if name != FP8},
 }
-NAMES = tuple(_NAMED)
 
 
 def _check(name: str, value: object, allowed: tuple) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 # "auto", by graphar's matmul kernels alone: a row of the result has the same bits for every number of rows.
 BATCH_INVARIANT = "batch_invariant"
 # The sum of products as a tree of leaves of K: the same bits on 1, 2, 4 and 8 ranks (numerics.leaf_tree).
 TP_INVARIANT = "tp_invariant"
-PARTITIONS = ("auto", "split_m", "split_n", "tiles", "none", BATCH_INVARIANT, TP_INVARIANT)
+Partition = Literal["auto", "split_m", "split_n", "tiles", "none", "batch_invariant", "tp_invariant"]
+PARTITIONS = get_args(Partition)
 _COUNT = 4  # default number of panels
 _WIDTH = 8  # 16-bit elements in 16 bytes: kernels need rows that begin at a multiple of 16 bytes
 

@@ -11,6 +11,7 @@ from graphar.ops import options, parts
 from graphar.ops.allgather_tuple import TUPLE, allgather_tuple, check_tuple
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.ops.repeats import repeated, typed
+from graphar.plan.algorithms import AllGatherAlgorithm
 from graphar.plan.call import Call
 from graphar.plan.work import Parts
 from graphar.runtime.checks import call_checks, tensor_checks
@@ -27,7 +28,7 @@ def allgather(
     *,
     axis: int = 0,
     sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
+    algorithm: AllGatherAlgorithm = "auto",
     timeout_s: float | None = None,
 ) -> torch.Tensor: ...
 @overload
@@ -37,7 +38,7 @@ def allgather(
     *,
     axis: int = 0,
     sizes: None = None,
-    algorithm: str = "auto",
+    algorithm: AllGatherAlgorithm = "auto",
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]: ...
 @overload
@@ -47,7 +48,7 @@ def allgather(
     *,
     axis: Literal[0] = 0,
     sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
+    algorithm: AllGatherAlgorithm = "auto",
     timeout_s: float | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
 @overload

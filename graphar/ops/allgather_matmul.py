@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, overload
+from typing import Literal, get_args, overload
 
 import torch
 
@@ -24,7 +24,8 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "fused_allgather_matmul"
-PARTITIONS = ("auto", "tiles", "chunks", "none", TP_INVARIANT)
+GatherPartition = Literal["auto", "tiles", "chunks", "none", "tp_invariant"]
+PARTITIONS = get_args(GatherPartition)
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ def fused_allgather_matmul(
     bias: torch.Tensor | None = None,
     gathered: Literal[False] = False,
     sizes: Sequence[int] | None = None,
-    partition: str = "auto",
+    partition: GatherPartition = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     a_scale: torch.Tensor | None = None,
@@ -58,7 +59,7 @@ def fused_allgather_matmul(
     bias: torch.Tensor | None = None,
     gathered: Literal[True],
     sizes: Sequence[int] | None = None,
-    partition: str = "auto",
+    partition: GatherPartition = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     a_scale: None = None,
@@ -74,7 +75,7 @@ def fused_allgather_matmul(
     bias: torch.Tensor | None = None,
     gathered: Literal[True],
     sizes: Sequence[int] | None = None,
-    partition: str = "auto",
+    partition: GatherPartition = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     a_scale: torch.Tensor,
@@ -90,7 +91,7 @@ def fused_allgather_matmul(
     bias: Sequence[torch.Tensor] | None = None,
     gathered: Literal[False] = False,
     sizes: None = None,
-    partition: str = "auto",
+    partition: GatherPartition = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     a_scale: Sequence[torch.Tensor] | None = None,
@@ -106,7 +107,7 @@ def fused_allgather_matmul(
     bias: Sequence[torch.Tensor] | None = None,
     gathered: Literal[True],
     sizes: None = None,
-    partition: str = "auto",
+    partition: GatherPartition = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     a_scale: None = None,
@@ -122,7 +123,7 @@ def fused_allgather_matmul(
     bias: Sequence[torch.Tensor] | None = None,
     gathered: Literal[True],
     sizes: None = None,
-    partition: str = "auto",
+    partition: GatherPartition = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     a_scale: Sequence[torch.Tensor],

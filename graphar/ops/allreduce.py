@@ -8,13 +8,14 @@ from typing import Any, Never
 
 import torch
 
-from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops import options
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.options import T
 from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
 from graphar.ops.repeats import Asked, repeated
+from graphar.plan.algorithms import AllReduceAlgorithm
 from graphar.plan.call import Call
 from graphar.plan.work import Sum
 from graphar.runtime.checks import call_checks, tensor_checks
@@ -34,8 +35,8 @@ def allreduce(
     group: Group = None,
     *,
     out: T | None = None,
-    algorithm: str = "auto",
-    codec: Codec | str | None = None,
+    algorithm: AllReduceAlgorithm = "auto",
+    codec: Codec | CodecName | None = None,
     residual: T | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     timeout_s: float | None = None,

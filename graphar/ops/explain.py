@@ -9,9 +9,10 @@ from typing import Any, NoReturn, overload
 
 import torch
 
-from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops.allreduce import allreduce
+from graphar.plan.algorithms import AllReduceAlgorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.explanation import Explanation
 from graphar.plan.work import Sum
@@ -26,8 +27,8 @@ def explain(
     group: Group = None,
     *,
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    algorithm: str = "auto",
-    codec: Codec | str | None = None,
+    algorithm: AllReduceAlgorithm = "auto",
+    codec: Codec | CodecName | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Explanation: ...
 @overload

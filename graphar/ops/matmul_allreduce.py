@@ -10,8 +10,9 @@ from typing import Any, Never
 import torch
 
 from graphar.numerics import partitions
-from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import Epilogue
+from graphar.numerics.partitions import Partition
 from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, options
 from graphar.ops.matmul_operands import UNSCALED, scaled_of
 from graphar.ops.options import T
@@ -36,9 +37,9 @@ def fused_matmul_allreduce(
     w: T,
     *,
     bias: T | None = None,
-    partition: str = "auto",
+    partition: Partition = "auto",
     num_partitions: int | None = None,
-    codec: Codec | str | None = None,
+    codec: Codec | CodecName | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     out: T | None = None,
@@ -113,7 +114,7 @@ def with_constant_weight(
     w: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    partition: str = "auto",
+    partition: Partition = "auto",
     group: Group = None,
     a_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
+from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_operands, matmul_sums, norms, options
 from graphar.ops.matmul_operands import Scaled, scaled_of
 from graphar.ops.register import Op
@@ -32,7 +32,8 @@ class ArgumentsOfParts(Arguments, options.InParts):
     """Those of a reduce-scatter."""
 
 
-PARTITIONS = ("auto", "tiles", "none", BATCH_INVARIANT, TP_INVARIANT)
+NormPartition = Literal["auto", "tiles", "none", "batch_invariant", "tp_invariant"]
+PARTITIONS = get_args(NormPartition)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from graphar.numerics import partitions
-from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import Epilogue
-from graphar.numerics.partitions import split
+from graphar.numerics.partitions import Partition, split
 from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, options, parts
 from graphar.ops.matmul_operands import UNSCALED, scaled_of
 from graphar.ops.options import T
@@ -33,9 +33,9 @@ def fused_matmul_reducescatter(
     w: T,
     *,
     bias: T | None = None,
-    partition: str = "auto",
+    partition: Partition = "auto",
     num_partitions: int | None = None,
-    codec: Codec | str | None = None,
+    codec: Codec | CodecName | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
     a_scale: T | None = None,

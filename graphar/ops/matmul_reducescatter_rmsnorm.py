@@ -22,7 +22,7 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
-    partition: str = "auto",
+    partition: matmul_norms.NormPartition = "auto",
     group: Group = None,
     a_scale: T | None = None,
     w_scale: T | None = None,

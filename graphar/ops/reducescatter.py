@@ -8,7 +8,7 @@ from typing import Any, Never
 
 import torch
 
-from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise, bind
 from graphar.numerics.epilogues.syntax import parse
 from graphar.numerics.partitions import split
@@ -17,6 +17,7 @@ from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.options import T
 from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
 from graphar.ops.repeats import Asked, repeated
+from graphar.plan.algorithms import ReduceScatterAlgorithm
 from graphar.plan.call import Call
 from graphar.plan.work import Parts
 from graphar.runtime.checks import call_checks, tensor_checks
@@ -36,8 +37,8 @@ def reducescatter(
     group: Group = None,
     *,
     axis: int = 0,
-    algorithm: str = "auto",
-    codec: Codec | str | None = None,
+    algorithm: ReduceScatterAlgorithm = "auto",
+    codec: Codec | CodecName | None = None,
     residual: T | None = None,
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     timeout_s: float | None = None,

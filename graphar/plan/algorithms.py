@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -96,6 +97,16 @@ class Algorithm(StrEnum):
     def exact(self) -> bool:
         """Whether it adds in rank order and rounds once, or moves bits unchanged."""
         return ROWS[self].exact
+
+
+# What ``algorithm`` of each op takes, for type checkers: the names of the rows. :data:`NAMED` has them at run time.
+AllReduceAlgorithm = (
+    Algorithm
+    | Literal["auto", "one_shot_push", "one_shot", "one_shot_unstaged", "two_shot_push", "two_shot_pipelined"]
+    | Literal["two_shot_tma", "two_shot_lossless", "multimem_one_shot", "multimem_two_shot", "fallback", "hierarchical"]
+)
+ReduceScatterAlgorithm = Algorithm | Literal["auto", "reducescatter_push", "reducescatter_lossless"]
+AllGatherAlgorithm = Algorithm | Literal["auto", "allgather_flagged", "allgather_push", "allgather_lossless"]
 
 
 _BEFORE_DIGEST = "@"  # in the value of an algorithm from outside the package, between kernel_name and a digest

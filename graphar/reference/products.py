@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from graphar.numerics import leaf_tree, norms, partitions
-from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, Pointwise, as_epilogue, bind
 from graphar.numerics.fp8_products import rank_products, rows_of_scale, scaled_linear
 from graphar.numerics.nan import with_canonical_nan
+from graphar.numerics.partitions import Partition
 from graphar.reference.sums import (
     allgather,
     allreduce,
@@ -67,9 +68,9 @@ def fused_matmul_allreduce(
     a: Sequence[torch.Tensor],
     w: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
-    partition: str = "none",
+    partition: Partition = "none",
     num_partitions: int | None = None,
-    codec: Codec | str | None = None,
+    codec: Codec | CodecName | None = None,
     seed: int = 0,
     call: int = 0,
     epilogue: object = None,
@@ -236,9 +237,9 @@ def fused_matmul_reducescatter(
     a: Sequence[torch.Tensor],
     w: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
-    partition: str = "none",
+    partition: Partition = "none",
     num_partitions: int | None = None,
-    codec: Codec | str | None = None,
+    codec: Codec | CodecName | None = None,
     seed: int = 0,
     call: int = 0,
     epilogue: object = None,

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Literal
 
 import torch
 
 from graphar.numerics import leaf_tree, norms
 from graphar.numerics.codec_reference import SUM, Noise, encode, first_elements, part_of_wires, sum_of_wires
-from graphar.numerics.codecs import Codec, as_codec
+from graphar.numerics.codecs import Codec, CodecName, as_codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise, as_epilogue, bind
 from graphar.numerics.nan import with_canonical_nan
+
+Order = Literal["rank", "tree"]  # in which the tensors of ranks are added
 
 
 def allreduce(
     parts: Sequence[torch.Tensor],
     epilogue: object = None,
-    order: str = "rank",
+    order: Order = "rank",
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Returns the sum that every rank receives: ``parts[0] + parts[1] + ...``, added in rank order and rounded once.
@@ -58,7 +61,7 @@ def sum_with_epilogue(
     inputs: EpilogueInputs,
     first: int,
     numel: int,
-    order: str = "rank",
+    order: Order = "rank",
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Returns the sum of one flat chunk of every rank's tensor, with an epilogue applied before rounding.
@@ -85,7 +88,7 @@ def _sum(parts: Sequence[torch.Tensor], order: str = "rank") -> torch.Tensor:
 
 
 def hierarchical_allreduce(
-    parts: Sequence[torch.Tensor], hosts: Sequence[Sequence[int]], codec: Codec | str | None = None
+    parts: Sequence[torch.Tensor], hosts: Sequence[Sequence[int]], codec: Codec | CodecName | None = None
 ) -> torch.Tensor:
     """Returns the sum that every rank receives from the algorithm "hierarchical".
 
@@ -113,7 +116,7 @@ def reducescatter(
     parts: Sequence[torch.Tensor],
     axis: int = 0,
     epilogue: object = None,
-    order: str = "rank",
+    order: Order = "rank",
     out_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """Returns what each rank receives: its part of the sum, split along ``axis`` as torch.tensor_split does.
@@ -149,7 +152,7 @@ def allgather(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
 
 
 def quantized_allreduce(
-    parts: Sequence[torch.Tensor], codec: Codec | str, seed: int = 0, call: int = 0
+    parts: Sequence[torch.Tensor], codec: Codec | CodecName, seed: int = 0, call: int = 0
 ) -> torch.Tensor:
     """Returns the sum that every rank receives with a codec on the wire.
 
@@ -174,7 +177,7 @@ def quantized_allreduce(
 
 def quantized_reducescatter(
     parts: Sequence[torch.Tensor],
-    codec: Codec | str,
+    codec: Codec | CodecName,
     seed: int = 0,
     call: int = 0,
     axis: int = 0,

@@ -8,17 +8,8 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 
-from graphar.cli.doctor import gpus, host, self_test, software
-from graphar.cli.doctor.findings import (
-    Section,
-    examine,
-    is_healthy,
-    problems_of,
-    summary,
-    text_of,
-    to_json,
-    was_interrupted,
-)
+from graphar.cli.doctor import findings, gpus, host, self_test, software
+from graphar.cli.doctor.findings import Section, examine
 from graphar.cli.options import INTERRUPTED, add_command
 
 _DEADLINE_S = 20.0  # for a section; a driver may never answer
@@ -53,14 +44,14 @@ def run(options: argparse.Namespace) -> int:
     sections, as_json, quiet = [], options.json, options.quiet
     for section in examine_all():
         sections.append(section)
-        shown = problems_of(section) if quiet else section
+        shown = findings.problems_of(section) if quiet else section
         if not as_json and (shown.findings or not quiet):
-            print(text_of(shown), flush=True)
+            print(findings.text_of(shown), flush=True)
     if as_json:
-        print(to_json(sections), flush=True)
-    elif not quiet or was_interrupted(sections):
-        print(summary(sections), flush=True)
-    status = INTERRUPTED if was_interrupted(sections) else 0 if is_healthy(sections) else 1
+        print(findings.to_json(sections), flush=True)
+    elif not quiet or findings.was_interrupted(sections):
+        print(findings.summary(sections), flush=True)
+    status = INTERRUPTED if findings.was_interrupted(sections) else 0 if findings.is_healthy(sections) else 1
     if any(section.hung or section.interrupted for section in sections):
         sys.stderr.flush()
         os._exit(status)  # an ordinary exit would wait for a hanging thread, and abort while one computes
@@ -83,10 +74,10 @@ def examine_algorithms() -> Section:
     It stops after one that hangs or was interrupted.
     """
     title = "Self-test"
-    findings, tested = [], Section(title, ())
+    found, tested = [], Section(title, ())
     for algorithm in self_test.algorithms():
         tested = examine(algorithm.value, partial(self_test.self_test, algorithm), _ALGORITHM_DEADLINE_S)
-        findings += tested.findings
+        found += tested.findings
         if tested.hung or tested.interrupted:
             break
-    return Section(title, tuple(findings), tested.hung, tested.interrupted)
+    return Section(title, tuple(found), tested.hung, tested.interrupted)
