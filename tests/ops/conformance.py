@@ -25,6 +25,12 @@ from tests.ops import specified as by
 from tests.ops.specified import FP8, Results, Tensors
 
 
+@functools.cache
+def parameters(op: Callable) -> set[str]:
+    """The names of a public function's arguments."""
+    return set(inspect.signature(op).parameters)
+
+
 @dataclass(frozen=True)
 class Form:
     """An op with some of its options.
@@ -76,7 +82,7 @@ class Form:
 
     @property
     def takes_out(self) -> bool:
-        return "out" in PARAMETERS[self.op] and not self.writes
+        return "out" in parameters(self.op) and not self.writes
 
     @property
     def is_random(self) -> bool:
@@ -96,7 +102,7 @@ class Form:
         """
         if self.options.get("partition") == TP_INVARIANT:
             return (6, 8, 16)
-        return (6, 8, 5) if "w" in PARAMETERS[self.op] else (6, self.options.get("group_size", 8))
+        return (6, 8, 5) if "w" in parameters(self.op) else (6, self.options.get("group_size", 8))
 
     def tensors(self, ranks: int, shape=None, dtype=None, fill=None) -> Tensors:
         """Every rank's tensors. The last of ``shapes`` is the default shape."""
@@ -106,7 +112,7 @@ class Form:
 
     def arguments(self, tensors: dict) -> dict:
         """All arguments of a call with these tensors: lists, or one rank's."""
-        known = PARAMETERS[self.op]
+        known = parameters(self.op)
         found = self.options | {name: one for name, one in tensors.items() if name in known}
         if self.epilogue is not None:
             rest = {name: one for name, one in tensors.items() if name not in known}
@@ -125,9 +131,9 @@ class Form:
         found = self.op(**self.arguments(own), **self.of_processes(tensors), **more)
         return (*(found if isinstance(found, tuple) else (found,)), *(own[name] for name in self.writes))
 
-    def expected(self, tensors: Tensors) -> Results:
+    def expected(self, tensors: Tensors, **more) -> Results:
         """What each rank must get."""
-        return self.specify(**self.arguments(tensors))
+        return self.specify(**self.arguments(tensors), **more)
 
 
 def copies(tensors: Tensors) -> Tensors:
@@ -461,7 +467,6 @@ BY_OP = {
     )
 }
 FORMS = [form for forms in BY_OP.values() for form in forms]
-PARAMETERS = {op: set(inspect.signature(op).parameters) for op in dict.fromkeys(form.op for form in FORMS)}
 
 PLAIN = [forms[0] for forms in BY_OP.values()]
 SCALED = [one for forms in BY_OP.values() for one in [form for form in forms if form.label.startswith("blocks")][:1]]

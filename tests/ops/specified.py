@@ -121,10 +121,12 @@ def with_scale(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
     return make(sums, ranks, shape, dtype, fill) | {"scale": [torch.tensor([0.3]) for _ in range(ranks)]}
 
 
-def with_places(make: Callable, specify: Callable, ranks: int, shape, dtype, fill, **places: str) -> Tensors:
+def with_places(
+    make: Callable, specify: Callable, ranks: int, shape, dtype, fill, dtypes=(torch.float16,), **places: str
+) -> Tensors:
     """Tensors of an epilogue, each with as many elements as the result has rows, columns or elements.
 
-    They are the same on all ranks that get the same result.
+    They are the same on all ranks that get the same result. Their dtypes are ``dtypes`` in turn.
     """
     tensors = make(ranks, shape, dtype, fill)
     of_ranks = [y for y, *_ in specify(**{name: [torch.zeros_like(x) for x in xs] for name, xs in tensors.items()})]
@@ -134,7 +136,7 @@ def with_places(make: Callable, specify: Callable, ranks: int, shape, dtype, fil
             {"row": y.shape[:-1].numel(), "col": y.shape[-1], "index": y.numel(), "0": 1}[place] for y in of_ranks
         ]
         tensors[name] = [
-            normal(30 + at + 10 * rank * is_own, numel, torch.float16) for rank, numel in enumerate(numels)
+            normal(30 + at + 10 * rank * is_own, numel, dtypes[at % len(dtypes)]) for rank, numel in enumerate(numels)
         ]
     return tensors
 
@@ -150,31 +152,34 @@ def each(xs: Sequence[torch.Tensor]) -> Results:
     return [(x,) for x in xs]
 
 
-def allreduced(x, codec=None, residual=None, epilogue=None, order="rank", out_dtype=None, **choices) -> Results:
+def allreduced(x, codec=None, residual=None, epilogue=None, order="rank", out_dtype=None, call=0, **choices) -> Results:
+    """``call``: the number of this call, for rounding at random."""
     if codec is None:
         return everyone(reference.allreduce(x, epilogue and epilogue.of_rank(0), order, out_dtype), len(x))
     codec = as_codec("allreduce", codec)
     if residual is None:
-        return everyone(reference.quantized_allreduce(x, codec, codec.seed or 0), len(x))
+        return everyone(reference.quantized_allreduce(x, codec, codec.seed or 0, call), len(x))
     parts = [one + other for one, other in zip(x, residual, strict=True)]
-    total = reference.quantized_allreduce(parts, codec, codec.seed or 0)
-    noises = [Noise(codec.seed or 0, 0, rank) for rank in range(len(x))]
+    total = reference.quantized_allreduce(parts, codec, codec.seed or 0, call)
+    noises = [Noise(codec.seed or 0, call, rank) for rank in range(len(x))]
     wires = [encode(part.reshape(-1), codec, noise) for part, noise in zip(parts, noises, strict=True)]
     return [(total, error_of_wire(*pair, codec)) for pair in zip(parts, wires, strict=True)]
 
 
-def reducescattered(x, axis=0, codec=None, residual=None, epilogue=None, order="rank", out_dtype=None) -> Results:
+def reducescattered(
+    x, axis=0, codec=None, residual=None, epilogue=None, order="rank", out_dtype=None, call=0
+) -> Results:
     if codec is None:
         return each(reference.reducescatter(x, axis, epilogue, order, out_dtype))
     codec = as_codec("reducescatter", codec)
     if residual is None:
-        return each(reference.quantized_reducescatter(x, codec, codec.seed or 0, axis=axis))
+        return each(reference.quantized_reducescatter(x, codec, codec.seed or 0, call, axis=axis))
     parts = [one + other for one, other in zip(x, residual, strict=True)]
-    received = reference.quantized_reducescatter(parts, codec, codec.seed or 0, axis=axis)
+    received = reference.quantized_reducescatter(parts, codec, codec.seed or 0, call, axis=axis)
     counts, left = [one.numel() for one in received], []
     for rank, part in enumerate(parts):
         rows = part.movedim(axis, 0).contiguous()
-        errors = left_after_scatter(rows.view(-1), codec, Noise(codec.seed or 0, 0, rank), counts)
+        errors = left_after_scatter(rows.view(-1), codec, Noise(codec.seed or 0, call, rank), counts)
         left.append(errors.view(rows.shape).movedim(0, axis).contiguous())
     return list(zip(received, left, strict=True))
 

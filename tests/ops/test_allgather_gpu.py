@@ -7,32 +7,13 @@ import random
 import pytest
 import torch
 
-from graphar.plan.scratch import PACK_NBYTES, PUSH_DEPTH, Sizes
+from graphar.plan.scratch import PACK_NBYTES, PUSH_DEPTH
 from tests.gpu import Ranks, poison
+from tests.ops.gpu_cases import LAST_FLAGGED, STEP_NBYTES
 
 pytestmark = pytest.mark.gpu
 
 KERNELS = ("allgather_flagged", "allgather_push")
-DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.int64,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
-STEP_NBYTES = Sizes.allgather_blocks * Sizes.allgather_chunk * PACK_NBYTES  # of a part, in one step of the largest grid
-# Bytes of a part: around a pack, a block's first chunk, a row of the shapes, a step, and what takes every slot twice.
-LAST_FLAGGED = Sizes.allgather_flagged_nbytes
-NBYTES = (
-    *(1, 15, 16, 17, 2047, 2048, 2049, LAST_FLAGGED - 1, LAST_FLAGGED, LAST_FLAGGED + 1, 524304),
-    *(STEP_NBYTES - 1, STEP_NBYTES, STEP_NBYTES + 1),
-)
 NBYTES_OF_MANY_STEPS = (2 * PUSH_DEPTH + 1) * STEP_NBYTES + 7
 
 
@@ -78,13 +59,6 @@ def uneven(ranks: Ranks, choices: random.Random, largest: int) -> list[int]:
 # ---- every size and dtype -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("Reduce-scatter, then all-gather, gives the bits of the all-reduce.")
-@pytest.mark.parametrize("nbytes", [*NBYTES, NBYTES_OF_MANY_STEPS])
-def test_equal_parts_of_any_size(ranks: Ranks, nbytes):
-    xs = inputs_of([nbytes] * ranks.world_size)
-    assert_joined(gather(ranks, xs), xs)
-
-
 @pytest.mark.parametrize("longest", [17, 8199, 300_001, STEP_NBYTES + 5, NBYTES_OF_MANY_STEPS])
 def test_parts_of_very_different_sizes(ranks: Ranks, longest):
     for owner in range(ranks.world_size):
@@ -97,18 +71,6 @@ def test_parts_may_begin_at_any_byte(ranks: Ranks):
     for shift in range(1, 33):
         xs = inputs_of([shift, 4096 + shift, 3 * shift, 100][: ranks.world_size])
         assert_joined(gather(ranks, xs), xs, what=f"shift {shift}")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_dtype_along_any_axis(ranks: Ranks, dtype):
-    for axis in (0, 1, 2, -1):
-        shapes = [(5, 3, 4) for _ in range(ranks.world_size)]
-        shapes = [(*s[: axis % 3], rank + 2, *s[axis % 3 + 1 :]) for rank, s in enumerate(shapes)]
-        xs = []
-        for rank, shape in enumerate(shapes):
-            data = bytes_on(rank, torch.Size(shape).numel() * dtype.itemsize)
-            xs.append((data % 2 if dtype == torch.bool else data).view(dtype).view(shape))
-        assert_joined(gather(ranks, xs, axis), xs, axis, f"axis {axis}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -174,32 +136,7 @@ def test_strided_negated_and_conjugated_inputs(ranks: Ranks):
     ] * len(outs)
 
 
-@pytest.mark.parametrize("offset", [0, 1])
-def test_nothing_is_written_beside_the_output_or_the_scratch(ranks: Ranks, offset):
-    guard = 64
-    for lengths in ([8199] * ranks.world_size, [STEP_NBYTES + 3, 0, 77, 12345][: ranks.world_size]):
-        total = sum(lengths)
-        xs = inputs_of(lengths)
-        around = ranks.place([torch.full((total + 2 * guard,), 7, dtype=torch.uint8)] * ranks.world_size)
-        ys = [one[guard + offset : guard + offset + total] for one in around]
-        ranks.run_parts("allgather", xs, ys, lengths)
-        ranks.communicator.synchronize()
-        assert_joined(ys, xs)
-        for one in around:
-            assert bool((one[: guard + offset] == 7).all())
-            assert bool((one[guard + offset + total :] == 7).all())
-
-
 # ---- call after call ------------------------------------------------------------------------------------------------
-
-
-def test_calls_that_shrink_back_to_back(ranks: Ranks):
-    sizes = [3 * STEP_NBYTES, 262149, 262144, 8192, 64, 1, 3, 8199, 1, STEP_NBYTES, 131072, 7] * 12
-    calls = [inputs_of([nbytes] * ranks.world_size, call) for call, nbytes in enumerate(sizes)]
-    results = [ranks.communicator.allgather(xs) for xs in calls]
-    ranks.communicator.synchronize()
-    for call, (xs, ys) in enumerate(zip(calls, results, strict=True)):
-        assert_joined(ys, xs, what=f"call {call}")
 
 
 @pytest.mark.parametrize("nbytes", [64, 8192, STEP_NBYTES])
@@ -233,14 +170,3 @@ def test_sizes_and_delays_at_random(ranks: Ranks):
         if call % 10 == 0:
             ranks.communicator.synchronize()
             assert_joined(ys, xs, what=f"call {call}: {lengths}")
-
-
-def test_epochs_and_steps_wrap(fresh_ranks: Ranks):
-    for nbytes, kernel in zip((8192, STEP_NBYTES), KERNELS, strict=True):
-        gather(fresh_ranks, inputs_of([nbytes] * fresh_ranks.world_size))
-        fresh_ranks.set_epochs(kernel, 2**32 - 4)
-    for call in range(24):
-        sizes = [8199, 2 * STEP_NBYTES, 64, LAST_FLAGGED + 1]
-        xs = inputs_of([sizes[call % 4]] * fresh_ranks.world_size, call)
-        assert_joined(gather(fresh_ranks, xs), xs, what=f"call {call}")
-    assert calls_of_both(fresh_ranks) == [8, 8]

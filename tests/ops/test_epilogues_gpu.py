@@ -9,8 +9,8 @@ from torch.nn import functional
 import graphar
 from graphar import Epilogue
 from graphar.plan.algorithms import Algorithm, with_epilogue
-from tests.cases import bit_patterns, normal, same_bits
-from tests.gpu import DTYPES, Ranks, fits, parts_of, poison
+from tests.cases import normal, same_bits
+from tests.gpu import DTYPES, Ranks, parts_of, poison
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.gpu
 
 EPILOGUE_KERNELS = tuple(one.value for one in with_epilogue())
 NUMELS = (0, 7, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149, 16777216, 16777224, 16777240, 67108864)
-SHAPES = ((1, 1), (3, 5), (1, 8192), (64, 128), (17, 4099), (4097, 64))
 EXACT = {
     "-v": {},
     "v * scale + bias[col]": {"scale": 0.1, "bias": ("col", torch.bfloat16)},
@@ -30,8 +29,6 @@ EXACT = {
     },
     "row > col ? bf16(v) : clamp(fp16(v * 3), -low, 2.5) + rint(v) * isnan(v) - sqrt(index)": {"low": 1.5},
 }
-
-every_algorithm = pytest.mark.parametrize("algorithm", EPILOGUE_KERNELS)
 
 
 def arguments_of(kinds: dict, shape: tuple[int, int]) -> dict:
@@ -65,19 +62,6 @@ def check(ranks: Ranks, parts, what, arguments: dict, algorithm: str = "auto", *
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("An epilogue has the bits of its specification; only expressions reach the compiler.")
-@every_algorithm
-@pytest.mark.parametrize("what", EXACT)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_kernel_gives_the_specification_bit_for_bit(ranks: Ranks, algorithm, what, dtype):
-    for shape in SHAPES:
-        if fits(algorithm, ranks.world_size, shape[0] * shape[1], dtype):
-            before = ranks.calls_of(algorithm)
-            for fill in (normal, bit_patterns):
-                check(ranks, parts_of(ranks, fill, shape, dtype), what, arguments_of(EXACT[what], shape), algorithm)
-            assert ranks.calls_of(algorithm) == before + 2
-
-
 def test_every_size_gives_the_specification(ranks: Ranks):
     before = [ranks.calls_of(algorithm) for algorithm in EPILOGUE_KERNELS]
 
@@ -98,52 +82,6 @@ def test_sums_of_any_size_are_negated(ranks: Ranks, dtype):
         ranks.communicator.synchronize()
         expected = graphar.reference.allreduce([x.to("cuda:0") for x in xs], "-v")
         assert [same_bits(y.to("cuda:0"), expected) for y in ys] == [0] * ranks.world_size, numel
-
-
-@every_algorithm
-def test_calls_with_and_without_an_epilogue_follow_one_another(ranks: Ranks, algorithm):
-    for turn in range(40):
-        parts = parts_of(ranks, normal, ((3, 5), (64, 128), (17, 999), (1, 8))[turn % 4], torch.bfloat16)
-        if turn % 3 == 0:
-            ranks.check_parts(parts, algorithm)
-        else:
-            check(ranks, parts, ("-v", "v + row")[turn % 2], {}, algorithm)
-    assert ranks.scratch_is_as_before(algorithm)
-    assert ranks.grid_is_idle(algorithm)
-
-
-@every_algorithm
-def test_misaligned_inputs_operands_and_guarded_outputs(ranks: Ranks, algorithm):
-    rows, columns, guard = 17, 241, 64
-    numel = rows * columns
-    parts = [normal(rank, numel + 1, torch.float16) for rank in range(ranks.world_size)]
-    bias = normal(40, columns + 1, torch.float16)
-    around = ranks.place([torch.full((numel + 2 * guard + 1,), 7.0, dtype=torch.float16) for _ in parts])
-    outs = [one[guard + 1 : guard + 1 + numel].view(rows, columns) for one in around]
-    biases = [one[1:] for one in ranks.place([bias] * ranks.world_size)]
-    xs = [x[1:].view(rows, columns) for x in ranks.place(parts)]
-    epilogue = Epilogue("v * scale + bias[col]", scale=3, bias=biases)
-
-    ranks.communicator.allreduce(xs, out=outs, epilogue=epilogue, algorithm=algorithm)
-
-    ranks.communicator.synchronize()
-    expected = graphar.reference.allreduce(
-        [part[1:].view(rows, columns) for part in parts], Epilogue("v * scale + bias[col]", scale=3, bias=bias[1:])
-    )
-    for one, out in zip(around, outs, strict=True):
-        assert same_bits(out.cpu(), expected) == 0
-        assert bool((one[: guard + 1] == 7).all())
-        assert bool((one[guard + 1 + numel :] == 7).all())
-
-
-@every_algorithm
-def test_the_output_may_be_the_input(ranks: Ranks, algorithm):
-    parts = parts_of(ranks, normal, (65, 129), torch.bfloat16)
-    xs = ranks.place(parts)
-    ranks.communicator.allreduce(xs, out=xs, epilogue="v - col", algorithm=algorithm)
-    ranks.communicator.synchronize()
-    expected = graphar.reference.allreduce(parts, "v - col")
-    assert [same_bits(x.cpu(), expected) for x in xs] == [0] * ranks.world_size
 
 
 def test_symmetric_outputs_are_written_directly(ranks: Ranks):
@@ -201,60 +139,6 @@ def test_another_number_or_tensor_needs_no_other_plan(ranks: Ranks):
         check(ranks, parts, "v * s + b[col]", {"s": 0.7 * turn, "b": normal(turn, 64, torch.float32)})
 
     assert len(ranks.communicator.engine.plans) == plans
-
-
-@every_algorithm
-def test_a_graph_reads_what_its_tensors_hold_when_it_is_replayed(ranks: Ranks, algorithm):
-    parts = parts_of(ranks, normal, (32, 256), torch.bfloat16)
-    xs, biases = ranks.place(parts), ranks.place([torch.zeros(256)] * ranks.world_size)
-    outs = [torch.empty_like(x) for x in xs]
-
-    def call():
-        epilogue = Epilogue("v * s + bias[col]", s=0.5, bias=biases)
-        ranks.communicator.allreduce(xs, out=outs, epilogue=epilogue, algorithm=algorithm)
-
-    call()
-    graph = ranks.capture(call)
-    for turn in range(3):
-        for bias in biases:
-            bias.copy_(normal(turn, 256, torch.float32))
-        graph.replay()
-        ranks.communicator.synchronize()
-        expected = graphar.reference.allreduce(
-            parts, Epilogue("v * s + bias[col]", s=0.5, bias=normal(turn, 256, torch.float32))
-        )
-        assert [same_bits(out.cpu(), expected) for out in outs] == [0] * ranks.world_size
-
-
-def test_capturing_an_epilogue_not_seen_before_is_refused(fresh_ranks: Ranks):
-    xs = fresh_ranks.place([torch.ones(8192)] * fresh_ranks.world_size)
-    outs = [torch.empty_like(x) for x in xs]
-    fresh_ranks.communicator.prepare()
-    graph = torch.cuda.CUDAGraph()
-    refused = pytest.raises(graphar.CommunicatorError, match="no plan yet")
-    with refused, torch.cuda.device(0), torch.cuda.graph(graph):
-        xs[0].add(1)  # torch warns of an empty graph
-        fresh_ranks.communicator.allreduce(xs, out=outs, epilogue="v + 7")
-    fresh_ranks.check_parts([x.cpu() for x in xs], "auto")
-
-
-@every_algorithm
-def test_what_was_prepared_is_captured_the_first_time(fresh_ranks: Ranks, algorithm):
-    parts, bias = parts_of(fresh_ranks, normal, (8, 64), torch.bfloat16), normal(9, 64, torch.float32)
-    xs = fresh_ranks.place(parts)
-    outs = [torch.full_like(x, torch.nan) for x in xs]
-    what = "v * 5 + bias[col]"
-    epilogue = on_all(fresh_ranks, what, {"bias": bias})
-    fresh_ranks.communicator.prepare([torch.bfloat16], epilogues=[Epilogue(what, bias=bias)])
-
-    graph = fresh_ranks.capture(
-        lambda: fresh_ranks.communicator.allreduce(xs, out=outs, epilogue=epilogue, algorithm=algorithm)
-    )
-    graph.replay()
-
-    fresh_ranks.communicator.synchronize()
-    expected = graphar.reference.allreduce(parts, Epilogue(what, bias=bias))
-    assert [same_bits(out.cpu(), expected) for out in outs] == [0] * fresh_ranks.world_size
 
 
 def test_gradients_are_those_of_the_cpu(ranks: Ranks):

@@ -11,8 +11,8 @@ import graphar
 from graphar import reference
 from graphar.plan.algorithms import Algorithm, with_kernels
 from graphar.plan.select import has_norm_kernel
-from tests.cases import bit_patterns, normal, same_bits
-from tests.gpu import DTYPES, Ranks, poison
+from tests.cases import normal, same_bits
+from tests.gpu import Ranks, poison
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
@@ -21,18 +21,6 @@ pytestmark = pytest.mark.gpu
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 ALL, PARTS = graphar.allreduce_residual_rmsnorm, graphar.reducescatter_residual_rmsnorm
 # By op: few rows, many, and rows of several launches; long rows, and rows without a kernel. Ranks may have no row.
-ROWS_AND_COLUMNS = {
-    ALL: (
-        *((1, 4096), (8, 4096), (1, 8192), (8, 8192), (1, 16384), (1024, 4096), (4096, 8192), (8192, 8192)),
-        *((17, 16384), (20, 16384), (48, 8192), (1, 2048), (1, 7168), (8, 7168), (16, 7168), (32, 1024), (4, 8192)),
-        *((1, 8), (5, 24), (300, 264), (133, 1032), (700, 32768)),
-        *((3, 40000), (9, 7)),
-    ),
-    PARTS: (
-        *((1, 8), (1, 8192), (2, 4096), (7, 16384), (8, 8192), (33, 1024), (131, 7168), (1027, 4096)),
-        *((4099, 8192), (40001, 128), (700, 32768), (5, 24), (300, 264), (9, 7)),
-    ),
-}
 KERNELS = {ALL: tuple(with_kernels(ALL.__name__)), PARTS: (Algorithm.REDUCESCATTER_RMSNORM,)}
 OUTPUTS = {
     "as x": {},
@@ -98,37 +86,7 @@ def check(ranks: Ranks, op, rows: int, columns: int, dtype=BF16, fill=normal, **
     assert (calls(ranks, op) != before) == has_norm_kernel(columns * dtype.itemsize)
 
 
-def fitting(columns: int, outputs=OUTPUTS) -> list[str]:
-    return [name for name in outputs if name != "groups" or columns % 128 == 0]
-
-
 # ---- bits -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
-@pytest.mark.parametrize(
-    ("op", "rows", "columns", "output"),
-    [(op, *shape, name) for op, shapes in ROWS_AND_COLUMNS.items() for shape in shapes for name in fitting(shape[1])],
-)
-def test_any_shape_gives_the_specification(ranks: Ranks, op, rows, columns, output):
-    check(ranks, op, rows, columns, eps=1e-5, **OUTPUTS[output])
-
-
-@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [pair for pair in ROWS_AND_COLUMNS[ALL] if pair[1] % 128 == 0])
-def test_fp8_with_scales_of_groups_gives_the_specification(ranks: Ranks, rows, columns, dtype):
-    fill = bit_patterns if rows * columns < 1 << 16 else normal
-    check(ranks, ALL, rows, columns, dtype, fill, **OUTPUTS["groups"])
-
-
-@every_op
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fill", [normal, bit_patterns], ids=lambda fill: fill.__name__)
-def test_any_data_of_any_dtype_gives_the_specification(ranks: Ranks, op, dtype, fill):
-    for rows, columns in ((3, 512), (129, 2048), (33, 8200)):
-        for name in fitting(columns):
-            check(ranks, op, rows, columns, dtype, fill, weight_offset=1.0, **OUTPUTS[name])
 
 
 def test_weights_that_are_no_numbers_and_rows_of_zeros_in_fp8(ranks: Ranks):
@@ -145,31 +103,7 @@ def test_weights_that_are_no_numbers_and_rows_of_zeros_in_fp8(ranks: Ranks):
             assert_bits(found, specified(ALL, drawn, scale, out_dtype=FP8), (special, scale))
 
 
-@every_op
-@pytest.mark.parametrize("columns", [264, 384])
-def test_misaligned_tensors(ranks: Ranks, op, columns):
-    drawn = operands(op, ranks.world_size, 9, columns, BF16)
-    shifted = [
-        [torch.cat([one.new_zeros(1), one.flatten()])[1:].view(one.shape) for one in ones]
-        for ones in place(ranks, drawn)
-    ]
-    for name in fitting(columns, ("as x", "dynamic", "groups")):
-        found = run(ranks, op, shifted, **OUTPUTS[name])
-        ranks.communicator.synchronize()
-        assert_bits(found, specified(op, drawn, **OUTPUTS[name]), name)
-
-
 # ---- call after call ------------------------------------------------------------------------------------------------
-
-
-@every_op
-def test_calls_of_other_shapes_follow_one_another_and_leave_their_scratch_as_before(ranks: Ranks, op):
-    outputs = list(OUTPUTS.values())
-    for turn in range(40):
-        few = 128 if turn % 4 == 3 else 64  # a group's columns
-        rows, columns = ((1, 8192), (64, 4096), (17, 8192), (2, few), (400, 1024))[turn * 7 % 5]
-        check(ranks, op, rows, columns, **outputs[turn % 4])
-    assert all(ranks.grid_is_idle(kernel) and ranks.scratch_is_as_before(kernel) for kernel in KERNELS[op])
 
 
 @pytest.mark.parametrize(("rows", "launches"), [(1, [1, 0]), (1024, [0, 1])])
@@ -178,54 +112,6 @@ def test_few_rows_go_in_one_hop_and_many_in_two(ranks: Ranks, rows, launches):
         before = calls(ranks, ALL)
         check(ranks, ALL, rows, 4096, **OUTPUTS[name])
         assert [now - one for now, one in zip(calls(ranks, ALL), before, strict=True)] == launches
-
-
-@every_op
-def test_calls_in_a_row_without_a_wait(ranks: Ranks, op):
-    shapes = ((1, 2048), (1, 7168), (8, 4096), (8, 7168), (16, 7168), (32, 1024), (4, 8192), (300, 7168))
-    made = [operands(op, ranks.world_size, *shapes[turn % 8], BF16, seed=100 * turn) for turn in range(32)]
-    placed, before = [place(ranks, drawn) for drawn in made], sum(calls(ranks, op))
-
-    results = [run(ranks, op, given) for given in placed]
-
-    ranks.communicator.synchronize()
-    assert op is PARTS or sum(calls(ranks, op)) == before + 32
-    for turn, (found, drawn) in enumerate(zip(results, made, strict=True)):
-        assert_bits(found, specified(op, drawn), turn)
-
-
-@pytest.mark.parametrize(
-    ("op", "kernel", "shapes"),
-    [
-        *(
-            (ALL, one, [(rows + turn, 4096) for turn in range(8)])
-            for rows, one in zip((1, 1024), KERNELS[ALL], strict=True)
-        ),
-        (PARTS, *KERNELS[PARTS], [(1 + 40 * turn, 4096) for turn in range(8)]),
-    ],
-)
-def test_epochs_wrap(fresh_ranks: Ranks, op, kernel, shapes):
-    check(fresh_ranks, op, *shapes[0])
-    fresh_ranks.set_epochs(kernel, 2**32 - 4)
-    for rows, columns in shapes:
-        check(fresh_ranks, op, rows, columns)
-    assert fresh_ranks.calls_of(kernel) == 4
-
-
-@pytest.mark.parametrize(("op", "what", "output"), [(ALL, "dynamic", "dynamic"), (PARTS, "grouped", "groups")])
-def test_what_is_prepared_can_be_captured_first(fresh_ranks: Ranks, op, what, output):
-    fresh_ranks.communicator.prepare([BF16], ops=[f"{op.__name__}_{what}_fp8"])
-    drawn = {rows: operands(op, fresh_ranks.world_size, rows, 2048, BF16) for rows in (3, 200)}
-    placed, found = {rows: place(fresh_ranks, one) for rows, one in drawn.items()}, {}
-
-    def call() -> None:
-        for rows, given in placed.items():
-            found[rows] = run(fresh_ranks, op, given, **OUTPUTS[output])
-
-    fresh_ranks.capture(call).replay()
-    fresh_ranks.communicator.synchronize()
-    for rows, one in drawn.items():
-        assert_bits(found[rows], specified(op, one, **OUTPUTS[output]), rows)
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 
@@ -12,14 +11,15 @@ import torch
 import graphar
 from graphar import Codec, reference
 from graphar.numerics.codec_reference import Noise
-from graphar.numerics.codecs import FP8, NAMES, codec
+from graphar.numerics.codecs import codec
 from graphar.plan.algorithms import Algorithm, with_kernels
 from graphar.plan.call import Call
 from graphar.plan.select import by_policy
 from graphar.plan.slices import Slice, slices
 from graphar.plan.work import Sum
-from tests.cases import bit_patterns, left_after_scatter, normal, same_bits
+from tests.cases import left_after_scatter, normal, same_bits
 from tests.gpu import DTYPES, Ranks, launches_of, parts_of, poison
+from tests.ops.gpu_cases import CODECS, STOCHASTIC
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
@@ -27,19 +27,9 @@ pytestmark = pytest.mark.gpu
 
 PUSH, PIPELINED = SUMS = tuple(one.value for one in with_kernels("allreduce", codec=True))
 SCATTER = Algorithm.QUANTIZED_REDUCESCATTER.value
-SMALL = (1, 7, 1024, 1025, 8199, 131072, 262149)
-INT4, SEED = codec("int4"), 0xFEDCBA9876543210
-STOCHASTIC = Codec(4, 128, "stochastic", seed=SEED)
+INT4 = codec("int4")
 MINMAX = Codec(8, 64, scheme="minmax")
-CODECS = (
-    *(codec(name) for name in NAMES),
-    STOCHASTIC,
-    Codec(FP8, 1024, "stochastic", scale_dtype=torch.float16, seed=1),
-    MINMAX,
-    Codec(2, 512, "stochastic", "minmax", torch.float32, seed=2),
-)
 
-every_sum = pytest.mark.parametrize("algorithm", SUMS)
 every_algorithm = pytest.mark.parametrize("algorithm", [*SUMS, SCATTER])
 
 
@@ -91,22 +81,7 @@ def check(ranks: Ranks, parts, one: Codec, algorithm: str, counts=None) -> None:
     assert ranks.calls_of(algorithm) == at + 1
 
 
-def can_run(one: Codec, algorithm: str) -> bool:
-    return algorithm != PUSH or one.spares_a_word
-
-
 # ---- bits -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.promise("A codec's results have the bits of its specification, at every size and on every rank.")
-@every_algorithm
-@pytest.mark.parametrize("one", CODECS, ids=lambda one: one.type_name)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_kernel_gives_the_specification_bit_for_bit(ranks: Ranks, algorithm, one, dtype):
-    if not can_run(one, algorithm):
-        pytest.skip("minmax spares no word for 'not yet'")
-    for numel in SMALL:
-        check(ranks, parts_of(ranks, bit_patterns if numel < 10000 else normal, numel, dtype), one, algorithm)
 
 
 @pytest.mark.parametrize(
@@ -139,15 +114,6 @@ def test_what_the_push_has_no_room_for_is_pipelined(ranks: Ranks):
         assert abs(float(y[0]) - sum(range(1, ranks.world_size + 1))) < 0.5
 
 
-@every_sum
-def test_codecs_and_sizes_that_follow_one_another_do_not_mix(ranks: Ranks, algorithm):
-    able = [one for one in CODECS if can_run(one, algorithm)]
-    for turn in range(60):
-        numel = (131072, 8, 5001, 1024, 262149, 1)[turn % 6]
-        check(ranks, parts_of(ranks, normal, numel), able[turn % len(able)], algorithm)
-    assert ranks.scratch_is_as_before(algorithm)
-
-
 def test_parts_of_any_lengths_one_after_another(ranks: Ranks):
     choices = random.Random(5)
     for turn in range(60):
@@ -163,35 +129,6 @@ def test_an_empty_tensor_launches_nothing(ranks: Ranks):
     ys = ranks.communicator.reducescatter(ranks.place([torch.ones(0, 4)] * ranks.world_size), codec="int4")
     assert [y.shape for y in ys] == [(0, 4)] * ranks.world_size
     assert ranks.calls_of(SCATTER) == before
-
-
-@every_algorithm
-def test_misaligned_inputs(ranks: Ranks, algorithm):
-    parts, at = parts_of(ranks, normal, 8200, torch.float16), ranks.calls_of(algorithm)
-    ys = call(ranks, [x[1:] for x in ranks.place(parts)], STOCHASTIC, algorithm)
-    assert_bits(ranks, ys, specified([part[1:] for part in parts], STOCHASTIC, algorithm, at))
-
-
-@every_algorithm
-@pytest.mark.parametrize("offset", [0, 1])
-def test_nothing_is_written_beside_the_outputs(ranks: Ranks, algorithm, offset):
-    guard, counts = 64, counts_of(ranks, algorithm, 8199)
-    parts = parts_of(ranks, normal, 8199, torch.float16)
-    around = ranks.place([torch.full((count + 2 * guard + 1,), 7.0, dtype=torch.float16) for count in counts])
-    outs = [one[guard + offset :][:count] for one, count in zip(around, counts, strict=True)]
-    call_into(ranks, ranks.place(parts), outs, codec("int6"), algorithm)
-    assert_bits(ranks, outs, specified(parts, codec("int6"), algorithm))
-    for one, count in zip(around, counts, strict=True):
-        assert bool((one[: guard + offset] == 7).all())
-        assert bool((one[guard + offset + count :] == 7).all())
-
-
-@every_sum
-def test_the_output_may_be_the_input(ranks: Ranks, algorithm):
-    parts = parts_of(ranks, normal, 262149)
-    xs = ranks.place(parts)
-    call(ranks, xs, INT4, algorithm, out=xs)
-    assert_bits(ranks, xs, specified(parts, INT4, algorithm))
 
 
 @pytest.mark.parametrize("algorithm", ["auto", SCATTER])
@@ -218,51 +155,11 @@ def test_residuals_are_what_the_specification_leaves(ranks: Ranks, algorithm, dt
 
         assert_bits(ranks, ys, specified(parts, STOCHASTIC, algorithm, at))
         for rank, (residual, part) in enumerate(zip(residuals, parts, strict=True)):
-            left = left_after_scatter(part, STOCHASTIC, Noise(SEED, at, rank), messages)
+            left = left_after_scatter(part, STOCHASTIC, Noise(STOCHASTIC.seed, at, rank), messages)
             assert same_bits(residual.cpu(), left) == 0, f"rank {rank}"
 
 
 # ---- graphs and epochs ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.promise("Stochastic rounding is unbiased, repeatable with a seed, and new in each call and replay.")
-@every_algorithm
-def test_every_replay_rounds_in_other_directions(ranks: Ranks, algorithm):
-    parts = parts_of(ranks, normal, 8199)
-    xs = ranks.place(parts)
-    outs = ranks.place([parts[0].new_empty(count) for count in counts_of(ranks, algorithm, 8199)])
-    ranks.communicator.prepare([torch.bfloat16], ops=[Algorithm(algorithm).op], codecs=[STOCHASTIC])
-    graph = ranks.capture(lambda: call_into(ranks, xs, outs, STOCHASTIC, algorithm))
-    first = ranks.calls_of(algorithm)
-    for at in range(first, first + 4):
-        graph.replay()
-        assert_bits(ranks, outs, specified(parts, STOCHASTIC, algorithm, at))
-
-
-@every_sum
-def test_a_graph_replays_after_every_reference_is_gone(fresh_ranks: Ranks, algorithm):
-    ranks = fresh_ranks
-    parts = parts_of(ranks, normal, 8199)
-    xs = ranks.place(parts)
-    outs = [torch.full_like(x, torch.nan) for x in xs]
-    ranks.communicator.prepare([torch.bfloat16], codecs=["int4"])
-    graph = ranks.capture(lambda: call_into(ranks, xs, outs, INT4, algorithm))
-    ranks.communicator.engine.plans.clear()
-    gc.collect()
-    for _ in range(500):
-        graph.replay()
-    assert_bits(ranks, outs, specified(parts, INT4, algorithm))
-
-
-@every_algorithm
-def test_epochs_wrap(fresh_ranks: Ranks, algorithm):
-    check(fresh_ranks, parts_of(fresh_ranks, normal, 1025), STOCHASTIC, algorithm)
-    fresh_ranks.set_epochs(algorithm, (1 << 32) - 4)
-    for turn in range(8):
-        at = ((1 << 32) - 4 + turn) % (1 << 32)
-        parts = parts_of(fresh_ranks, normal, 1025 + turn)
-        ys = call(fresh_ranks, fresh_ranks.place(parts), STOCHASTIC, algorithm)
-        assert_bits(fresh_ranks, ys, specified(parts, STOCHASTIC, algorithm, at))
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------

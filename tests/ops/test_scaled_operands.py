@@ -17,7 +17,7 @@ from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.work import Product
 from tests.cases import normal, same_bits
 from tests.ops import specified as by
-from tests.ops.conformance import PARAMETERS, Form, scaled
+from tests.ops.conformance import Form, parameters, scaled
 from tests.ops.specified import FP8
 from tests.plan.test_tiles import Ranks
 from tests.processes import run_ranks
@@ -58,7 +58,7 @@ every_op, every_format = of_ops(OPS), pytest.mark.parametrize("of", FORMATS)
 def form_of(op, of, epilogue=None, dtype=BF16, **options) -> Form:
     make, specify = OPS[op]
     how = scaled(of, make, dtype, **options)
-    if "residual" in PARAMETERS[op]:
+    if "residual" in parameters(op):
         how["options"].pop("out_dtype", None)  # the residual has it
     return Form(op, of, specify=specify, fill=normal, epilogue=epilogue, **how)
 

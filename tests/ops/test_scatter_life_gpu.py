@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 
 import pytest
@@ -61,75 +60,6 @@ class Call:
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------
-
-
-@every_op
-def test_a_graph_replays_after_every_reference_is_gone(fresh_ranks: Ranks, op):
-    call = Call(fresh_ranks, op, 8199)
-    call.run()
-
-    def three_calls() -> None:
-        for _ in range(3):
-            call.run()
-
-    graph = fresh_ranks.capture(three_calls)
-    fresh_ranks.communicator.engine.plans.clear()
-    del fresh_ranks.communicator
-    gc.collect()
-    torch.cuda.empty_cache()
-    junk = [torch.full((1 << 26,), 0x55, dtype=torch.uint8, device=x.device) for x in call.xs]
-    call.forget()
-    for _ in range(1000):
-        graph.replay()
-    call.check()
-    assert all(bool((one == 0x55).all()) for one in junk)
-
-
-@every_op
-def test_replays_mix_with_eager_calls_and_other_graphs(ranks: Ranks, op):
-    calls = [Call(ranks, op, numel, seed) for seed, numel in enumerate((5, 8192, 1 << 20))]
-    for call in calls:
-        call.run_and_check()
-    graphs = [ranks.capture(call.run) for call in calls]
-    for turn in range(50):
-        for call, graph in zip(calls, graphs, strict=True):
-            call.forget()
-            graph.replay()
-            call.check()
-            if turn % 3 == 0:
-                call.run_and_check()
-
-
-def test_a_call_of_several_launches_is_captured_whole(ranks: Ranks):
-    call = Call(ranks, "reducescatter", 6 << 20)
-    call.run_and_check()
-    graph = ranks.capture(call.run)
-    for _ in range(3):
-        call.forget()
-        graph.replay()
-        call.check()
-
-
-@every_op
-def test_capturing_what_was_not_prepared_is_refused(fresh_ranks: Ranks, op):
-    call = Call(fresh_ranks, op, 8192)
-    fresh_ranks.communicator.prepare(dtypes=[DTYPE])
-    graph = torch.cuda.CUDAGraph()
-    refused = pytest.raises(graphar.CommunicatorError, match="no plan yet")
-    with refused, torch.cuda.device(0), torch.cuda.graph(graph):
-        call.xs[0].add(1)  # torch warns of an empty graph
-        call.run()
-    call.run_and_check()
-
-
-@every_op
-def test_what_was_prepared_is_captured_at_any_size(fresh_ranks: Ranks, op):
-    fresh_ranks.communicator.prepare(dtypes=[DTYPE], ops=[op])
-    call = Call(fresh_ranks, op, 12345)
-    graph = fresh_ranks.capture(call.run)
-    call.forget()
-    graph.replay()
-    call.check()
 
 
 # ---- streams --------------------------------------------------------------------------------------------------------

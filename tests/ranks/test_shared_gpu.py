@@ -11,7 +11,7 @@ import torch
 import graphar
 from graphar.runtime.registry import engine_of_group
 from tests.cases import integers, same_bits
-from tests.ops.conformance import FORMS, PARAMETERS, copies
+from tests.ops.conformance import FORMS, copies, parameters
 from tests.processes import RankFailed, run_ranks
 
 pytestmark = pytest.mark.gpu(1)
@@ -26,7 +26,7 @@ SHAPE, PRODUCT = (8, 128), (8, 128, 64)  # of products: [..., N, K]
 
 def tensors_of(form):
     """Whole numbers, whose products are exact in fp32: no order of accumulation changes a bit."""
-    shape = PRODUCT if "w" in PARAMETERS[form.op] else SHAPE
+    shape = PRODUCT if "w" in parameters(form.op) else SHAPE
     return form.tensors(WORLD_SIZE, shape, torch.bfloat16, integers)
 
 
