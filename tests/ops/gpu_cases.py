@@ -7,6 +7,7 @@ process. To test a new kernel, add a case.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,17 +24,23 @@ from graphar.plan.algorithms import Algorithm, with_epilogue, with_kernels, with
 from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import PACK_NBYTES, Sizes
 from graphar.plan.work import Norm
-from tests.cases import FLOAT_FILLS, bit_patterns, normal, raw, same_bits
+from tests.cases import FLOAT_FILLS, bit_patterns, integers, normal, raw, same_bits
 from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks, fits, poison
 from tests.ops import specified as by
 from tests.ops.conformance import (
     ALLGATHER,
     ALLREDUCE,
+    FUSED_ALLGATHER,
+    FUSED_ALLREDUCE,
+    FUSED_NORM,
+    FUSED_REDUCESCATTER,
+    FUSED_SCATTERED_NORM,
     NORM,
     REDUCESCATTER,
     SCATTERED_NORM,
     Form,
     as_tree,
+    parameters,
     placed,
     scattered_as_tree,
     tree,
@@ -82,12 +89,15 @@ class Case:
             pytest.skip("a tree has 2, 4 or 8 ranks")
 
     def fits(self, ranks: Ranks, shape, dtype: torch.dtype) -> bool:
-        algorithm = self.form.options.get("algorithm")
+        algorithm, count = (self.form.options.get(name) for name in ("algorithm", "num_partitions"))
+        if count is not None:
+            rows = -(-shape[0] // ranks.world_size) if "scatter" in str(self) else shape[0]
+            return count <= (rows if self.form.options["partition"] == "split_m" else shape[1])
         return algorithm is None or fits(algorithm, ranks.world_size, torch.Size(shape).numel(), dtype)
 
-    def draw(self, ranks: Ranks, shape, dtype: torch.dtype | None = None, fill: Callable = normal, seed=0) -> Tensors:
-        """Every rank's tensors, on the CPU; large ones on the first GPU."""
-        dtype = dtype or self.dtypes[0]
+    def draw(self, ranks: Ranks, shape, dtype: torch.dtype | None = None, fill=None, seed=0) -> Tensors:
+        """Every rank's tensors, on the CPU; large ones on the first GPU. Matmuls have integers."""
+        dtype, fill = dtype or self.dtypes[0], fill or (small_integers if "w" in parameters(self.form.op) else normal)
         made = self.form.tensors(ranks.world_size, shape, dtype, lambda rank, *more: fill(seed + rank, *more))
         is_large = torch.Size(shape).numel() > ON_FIRST_GPU
         return {name: [x.to("cuda:0") for x in xs] for name, xs in made.items()} if is_large else made
@@ -127,11 +137,13 @@ class Case:
         """What each rank gets of the call of number ``at``, which random rounding goes by."""
         return self.form.expected(drawn, **({"call": at} if "codec" in self.form.options else {}))
 
-    def check(self, ranks: Ranks, shape, *how, seed: int = 0, view: Callable = lambda x: x) -> None:
-        """Checks a call. ``how``: dtype and fill. ``view``: of tensors that the call does not write."""
+    def check(self, ranks: Ranks, shape, *how, seed: int = 0, view: Callable = lambda name, x: x) -> None:
+        """Checks a call. ``how``: dtype and fill. ``view``: of named tensors that the call does not write."""
         drawn, at = self.draw(ranks, shape, *how, seed=seed), self.calls(ranks)
         tensors = self.place(ranks, drawn)
-        tensors = {name: xs if name in self.form.writes else [view(x) for x in xs] for name, xs in tensors.items()}
+        tensors = {
+            name: xs if name in self.form.writes else [view(name, x) for x in xs] for name, xs in tensors.items()
+        }
         expected = self.expected(drawn, at)
         poison([own[0].nbytes for own in expected])
         found = self.call(ranks, tensors)
@@ -140,6 +152,15 @@ class Case:
         served, calls = self.served(shape, *(how[:1] or self.dtypes[:1])), self.calls(ranks)
         if served is not None:
             assert calls == at + 1 if served and self.once else (calls != at) == served, (shape, *how)
+
+
+def small_integers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Integers from -4 to 4 without 0: fp32 holds any sum of fewer than 2^20 products, so all matmuls have its bits.
+
+    With zeros, a sum of one product could be -0, which some of torch's matmuls turn into 0.
+    """
+    x = integers(rank, numel, torch.int64)
+    return torch.where(x < 0, -1 - x % 4, 1 + x % 4).to(dtype)
 
 
 def assert_bits(found: Results, expected: Results, what: object = "") -> None:
@@ -392,3 +413,53 @@ def tree_norm(op: Callable) -> Case:
 
 
 NORMS_OF_TREES = [tree_norm(op) for op in TREE_NORMS]
+
+
+# ---- matmuls --------------------------------------------------------------------------------------------------------
+
+WAYS = {way: {"partition": way} for way in ("none", "split_m", "split_n", "tiles")}
+WAYS |= {
+    "thirds": {"partition": "split_m", "num_partitions": 3},
+    "fifths": {"partition": "split_n", "num_partitions": 5},
+}
+SIZES = list(itertools.product((1, 7, 129, 520), repeat=3))  # [M, N, K]
+OF_NOTHING = [(0, 8, 8), (8, 0, 8), (8, 8, 0)]
+OF_MATMUL = "max(v * scale, c[col]) + f[index] * r[row] + row * 0.5 - col + bf16(index)"
+FOLLOWED_SIZES = ((7, 129, 65), (129, 136, 72), (520, 264, 40), (1500, 1032, 136))
+
+
+def in_way(form: Form, way: str, shapes, dtypes=DTYPES, **more) -> Case:
+    form = replace(form, label=f"{form.label} {way}".strip(), options=form.options | WAYS.get(way, {}), **more)
+    return Case(form, {}, shapes, [small_integers], dtypes)
+
+
+def with_epilogue_of_matmul(form: Form) -> Form:
+    make = placed(by.with_bias, form.specify, c="col", f="index", r="row")
+    return replace(form, label="epilogue", make=make, epilogue=OF_MATMUL, numbers={"scale": 0.375})
+
+
+SUMMED = [
+    in_way(form, way, SIZES[at :: len(WAYS)] + OF_NOTHING, (*DTYPES, torch.float64))
+    for forms in (FUSED_ALLREDUCE, FUSED_REDUCESCATTER)
+    for form in forms[:2]  # without and with a bias
+    for at, way in enumerate(WAYS)
+]
+SUMMED_FOLLOWED = [
+    in_way(with_epilogue_of_matmul(form), way, FOLLOWED_SIZES)
+    for form in (FUSED_ALLREDUCE[0], FUSED_REDUCESCATTER[0])
+    for way in WAYS
+]
+OFFSET = {"eps": 1e-5, "weight_offset": 1.0}
+SUMMED_AND_NORMED = [
+    in_way(replace(form, options=OFFSET), way, shapes)
+    for form, shapes in (
+        (FUSED_NORM[0], [(*rows, k) for rows in itertools.product((1, 7, 129, 520), (8, 264, 1032)) for k in (1, 136)]),
+        (FUSED_SCATTERED_NORM[0], [(m, 1032, 136) for m in (1, 129, 2051)]),
+    )
+    for way in ("", "none", "tiles")
+]
+GATHERED = [
+    in_way(replace(form, options={"partition": way}), way, [(100, 136, 264), (130, 136, 264)])
+    for form in (FUSED_ALLGATHER[0], with_epilogue_of_matmul(FUSED_ALLGATHER[0]))
+    for way in ("none", "tiles", "chunks")
+]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import graphar
-from graphar import Epilogue, reference
+from graphar import reference
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison
 from tests.processes import run_on_gpus
-from tests.worlds import GPU_WORLD_SIZES, SHARED_WORLD_SIZES
+from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PARTITIONS = ("none", "tiles", "chunks")
 every_partition = pytest.mark.parametrize("partition", PARTITIONS)
 both_overlaps = pytest.mark.parametrize("partition", PARTITIONS[1:])
-every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 every_shared_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 
 
@@ -75,65 +74,12 @@ def test_integers_of_any_size_give_the_specification(ranks: Ranks, partition, dt
         assert wrong_elements(ranks, counts, n, k, **how) == 0, (counts, n, k)
 
 
-EXACT = "max(v * scale, c[col]) + f[index] - r[row] + row * 3 - col"
-
-
-@every_partition
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_epilogue_is_applied_to_each_element_in_its_place(ranks: Ranks, partition, dtype):
-    counts, n, k = [100 + 30 * rank for rank in range(ranks.world_size)], 136, 264
-    a, w, bias = operands([f"cuda:{rank}" for rank in range(ranks.world_size)], counts, n, k, dtype)
-    sizes = {"c": n, "f": sum(counts) * n, "r": sum(counts)}
-    tensors = {
-        name: [integers((size,), torch.bfloat16, x.device, 900 + rank) for rank, x in enumerate(a)]
-        for name, size in sizes.items()
-    }
-    given = Epilogue(EXACT, scale=0.375, **tensors)
-
-    options = {"bias": bias, "epilogue": given, "partition": partition, "group": ranks.communicator}
-    products = graphar.fused_allgather_matmul(a, w, **options)
-
-    ranks.communicator.synchronize()
-    rows = [x.to("cuda:0") for x in a]
-    for rank, product in enumerate(products):
-        here = {name: ones[rank].to("cuda:0") for name, ones in tensors.items()}
-        own = {"bias": bias[rank].to("cuda:0"), "epilogue": Epilogue(EXACT, scale=0.375, **here)}
-        expected = reference.fused_allgather_matmul(rows, w[rank].to("cuda:0"), **own)
-        assert same_bits(product.to("cuda:0"), expected) == 0, rank
-
-
 @both_overlaps
 def test_gathers_beyond_the_scratch_give_the_specification(ranks: Ranks, partition):
     rows = (160 << 20) // (2 * 8192) // ranks.world_size
     counts = [rows + 8 * rank for rank in range(ranks.world_size)]
 
     assert wrong_elements(ranks, counts, 128, 8192, partition=partition) == 0
-
-
-@both_overlaps
-def test_a_captured_graph_gathers_what_the_rows_hold_then(ranks: Ranks, partition):
-    devices = [f"cuda:{rank}" for rank in range(ranks.world_size)]
-    a, w, _ = operands(devices, [256] * ranks.world_size, 264, 512)
-
-    products = []
-
-    def call():
-        options = {"partition": partition, "group": ranks.communicator}
-        products[:] = graphar.fused_allgather_matmul(a, w, **options)
-
-    call()
-    graph = ranks.capture(call)
-    for seed in range(3):
-        for rank, x in enumerate(a):
-            x.copy_(integers(x.shape, x.dtype, x.device, 500 + 8 * seed + rank))
-        for rank in range(ranks.world_size):
-            torch.cuda.synchronize(rank)
-        graph.replay()
-        ranks.communicator.synchronize()
-        rows = [x.to("cuda:0") for x in a]
-        for rank, product in enumerate(products):
-            expected = reference.fused_allgather_matmul(rows, w[rank].to("cuda:0"))
-            assert same_bits(product.to("cuda:0"), expected) == 0, f"replay {seed}, rank {rank}"
 
 
 # ---- with a process each --------------------------------------------------------------------------------------------

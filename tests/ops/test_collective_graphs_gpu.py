@@ -13,12 +13,16 @@ from tests.ops.gpu_cases import (
     BF16,
     FOLLOWED,
     GATHER,
+    GATHERED,
     NORMS,
     NORMS_OF_TREES,
     OF_INT4,
     RANDOM,
     SCATTER,
     SUM,
+    SUMMED,
+    SUMMED_AND_NORMED,
+    SUMMED_FOLLOWED,
     SUMS,
     TREE,
     TREES,
@@ -30,6 +34,7 @@ from tests.ops.test_collectives_gpu import every
 pytestmark = pytest.mark.gpu
 
 EPILOGUES = (*FOLLOWED["v * scale + bias[col]"], *FOLLOWED["v + c[index] - row + b[col]"][-1:])
+MATMULS = (*SUMMED, *SUMMED_FOLLOWED, *SUMMED_AND_NORMED, *GATHERED)
 OF_ROWS = (*EPILOGUES, *NORMS, *NORMS_OF_TREES)
 
 
@@ -38,11 +43,12 @@ def empty_results(ranks: Ranks, expected) -> list[torch.Tensor]:
 
 
 @pytest.mark.promise("Stochastic rounding is unbiased, repeatable with a seed, and new in each call and replay.")
-@every(SUM, SCATTER, GATHER, *RANDOM, TREE, *TREES, *OF_ROWS)
+@every(SUM, SCATTER, GATHER, *RANDOM, TREE, *TREES, *OF_ROWS, *MATMULS)
 def test_what_is_prepared_is_captured_first_and_replayed_with_other_data(fresh_ranks: Ranks, case):
     ranks = fresh_ranks
     case.skip_unless_served(ranks)
-    for shape in ((3, 2048), (640, 4096)) if case in OF_ROWS else ((12345,),):
+    shapes = ((3, 2048), (640, 4096)) if case in OF_ROWS else ((640, 2048, 256),) if case in MATMULS else ((12345,),)
+    for shape in shapes:
         drawn, found = [case.draw(ranks, shape, seed=100 * turn) for turn in range(3)], []
         case.prepare(ranks, drawn[0])
         tensors = case.place(ranks, drawn[0])

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from graphar.plan.scratch import Sizes
 from tests.cases import HALVES, LAYOUTS, bit_patterns, lay_out, normal
 from tests.gpu import Ranks
+from tests.ops.conformance import parameters
 from tests.ops.gpu_cases import (
     ALONG_AXES,
     BF16,
     CODED,
     FOLLOWED,
     GATHER,
+    GATHERED,
     GATHERED_ALONG_AXES,
     NORMS,
     NORMS_OF_TREES,
@@ -22,6 +26,9 @@ from tests.ops.gpu_cases import (
     SCATTER,
     SCATTERED_TREES,
     SUM,
+    SUMMED,
+    SUMMED_AND_NORMED,
+    SUMMED_FOLLOWED,
     SUMS,
     TREES,
     Case,
@@ -70,6 +77,21 @@ def test_a_norm_of_rows_of_any_shape_gives_the_specification(ranks: Ranks, case)
                 case.check(ranks, shape, dtype, fill)
 
 
+@pytest.mark.promise("A fused matmul has the bits of its specification, whatever the partition and the codec.")
+@every(*SUMMED, *SUMMED_FOLLOWED, *SUMMED_AND_NORMED, *GATHERED)
+def test_matmuls_of_integers_of_any_size_give_the_specification(ranks: Ranks, case):
+    for shape, dtype in itertools.product(case.shapes, case.dtypes):
+        if case.fits(ranks, shape, dtype):
+            case.check(ranks, shape, dtype)
+            case.check(ranks, shape, dtype, view=lambda name, x: x.t().contiguous().t() if name == "w" else x)
+
+
+@every(*SUMMED)
+@pytest.mark.parametrize("shape", [(4095, 4096, 264), (4095, 4095, 129), (1024, 4104, 520)], ids=str)
+def test_large_partitions_that_do_not_divide_give_the_specification(ranks: Ranks, case, shape):
+    case.check(ranks, shape, BF16)
+
+
 @pytest.mark.promise("NaN, infinities, -0.0 and subnormals come out as that sum gives them.")
 @every(*SUMS, SCATTER)
 def test_every_pair_of_16_bit_patterns_meets(ranks: Ranks, case):
@@ -85,7 +107,7 @@ def rolled(shift: int, dtype: torch.dtype) -> torch.Tensor:
 
 # ---- any tensor -----------------------------------------------------------------------------------------------------
 
-VIEWS = [lambda x, layout=layout: lay_out(x, layout) for layout in LAYOUTS[1:]]
+VIEWS = [lambda name, x, layout=layout: lay_out(x, layout) for layout in LAYOUTS[1:]]
 ON_EACH_ROW = [*EPILOGUES, *NORMS]
 
 
@@ -142,14 +164,17 @@ def test_the_output_may_be_the_input(ranks: Ranks, case):
 # ---- call after call ------------------------------------------------------------------------------------------------
 
 SHRINKING = [(n,) for n in (262149, 8192, 64, 1, 3, 8199, 1, 1, 131072, 7)]
+PRODUCTS_IN_TURN = [(64, 64, 136), (640, 520, 136), (1024, 2048, 136), (2048, 1024, 136), (2050, 2056, 136)]
 ROWS_IN_TURN = ((1, 8192), (64, 4096), (17, 8192), (2, 128), (400, 1024), (300, 7168))
 
 
 def shapes_in_turn(case: Case) -> tuple:
+    if "w" in parameters(case.form.op):
+        return PRODUCTS_IN_TURN
     return ROWS_IN_TURN if case in (*NORMS, *NORMS_OF_TREES) else SHRINKING
 
 
-@every(*PLAIN, *RANDOM, *NORMS, *NORMS_OF_TREES)
+@every(*PLAIN, *RANDOM, *NORMS, *NORMS_OF_TREES, *SUMMED[6:], *SUMMED_AND_NORMED)
 def test_calls_in_a_row_without_a_wait_and_with_one_rank_late(ranks: Ranks, case):
     """Their sizes shrink and grow, so that what an earlier call left behind would be noticed."""
     case.skip_unless_served(ranks)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from graphar import Epilogue, reference
 from graphar.product.gemm import matmul
 from tests.cases import same_bits
 from tests.gpu import Ranks
-from tests.ops.test_fused_gpu import FUSED, KERNELS, SCATTER, WAYS, Layer, can_cut, every_op, integers, normal
+from tests.ops.test_fused_gpu import FUSED, KERNELS, SCATTER, Layer, every_op, integers, normal
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
@@ -46,17 +44,6 @@ def check(layer: Layer, op, what: object = "", text: str = EXACT, **options) -> 
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------
-
-
-@every_op
-@pytest.mark.parametrize(("partition", "count"), WAYS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_places_are_those_of_the_whole_result_whatever_the_partition(ranks: Ranks, op, partition, count, dtype):
-    sizes = ((7, 129, 65), (129, 136, 72), (520, 264, 40), (1500, 1032, 136))
-    for (m, n, k), with_bias in itertools.product(sizes, (False, True)):
-        if can_cut(op, partition, count, m, n, ranks.world_size):
-            layer = Layer(ranks, integers, m, n, k, dtype, with_bias=with_bias, seed=m)
-            check(layer, op, (m, n, k, with_bias), partition=partition, num_partitions=count)
 
 
 @every_op
@@ -110,27 +97,6 @@ def test_tiles_are_one_kernel_whose_numbers_and_tensors_may_change(ranks: Ranks,
 
     assert ranks.calls_of(KERNELS[op]) == before + 4
     assert ranks.grid_is_idle(KERNELS[op])
-
-
-@every_op
-@pytest.mark.parametrize("partition", ["none", "split_m", "split_n", "tiles"])
-@pytest.mark.parametrize("followed", [False, True], ids=["", "epilogue"])
-def test_a_graph_replays_with_new_data(ranks: Ranks, op, partition, followed):
-    layers = [Layer(ranks, integers, 1024, 2048, 256, torch.bfloat16, with_bias=followed, seed=at) for at in range(3)]
-    first, (given, wanted) = layers[0], epilogues(op, layers[0]) if followed else (None, None)
-    first(op, partition=partition, epilogue=given)
-    ranks.communicator.synchronize()
-    results = []
-    graph = ranks.capture(lambda: results.extend(first(op, partition=partition, epilogue=given) for _ in range(2)))
-
-    for layer in layers[1:] * 3:
-        for mine, other in zip((*first.a, *first.w), (*layer.a, *layer.w), strict=True):
-            mine.copy_(other)
-        for device in range(ranks.world_size):
-            torch.cuda.synchronize(device)
-        graph.replay()
-        for ys in results:
-            first.check_results(ys, op, epilogue=wanted)
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-
 import pytest
 import torch
 
@@ -19,8 +16,6 @@ pytestmark = pytest.mark.gpu
 
 FUSED, SCATTER = OPS = (graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WAYS = (("none", None), ("split_m", None), ("split_n", None), ("split_m", 3), ("split_n", 5), ("tiles", None))
-SIZES = (1, 7, 129, 520)
 KERNELS = {FUSED: "matmul_allreduce", SCATTER: "matmul_reducescatter"}  # of partition "tiles"
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
@@ -80,46 +75,7 @@ def normal(shape, dtype, rank, seed):
     return torch.randn(shape, dtype=dtype, device=f"cuda:{rank}", generator=generator)
 
 
-def can_cut(op, partition, count, m, n, world_size):
-    rows = m if op is FUSED else -(-m // world_size)
-    return count is None or count <= (rows if partition == "split_m" else n)
-
-
 # ---- results --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.promise("A fused matmul has the bits of its specification, whatever the partition and the codec.")
-@every_op
-@every_dtype
-@pytest.mark.parametrize("transposed", [False, True])
-def test_integers_of_any_size_give_the_specification(ranks: Ranks, op, dtype, transposed):
-    for at, (m, n, k) in enumerate(itertools.product(SIZES, SIZES, SIZES)):
-        layer = Layer(ranks, integers, m, n, k, dtype, transposed, with_bias=at % 2 == 1, seed=at)
-        partition, count = WAYS[at % len(WAYS)]
-        if can_cut(op, partition, count, m, n, ranks.world_size):
-            layer.check(op, (m, n, k), partition=partition, num_partitions=count)
-
-
-@every_op
-@pytest.mark.parametrize(("partition", "count"), WAYS, ids=str)
-@pytest.mark.parametrize("shape", [(4095, 4096, 264), (4095, 4095, 129), (1024, 4104, 520)], ids=str)
-def test_large_partitions_that_do_not_divide_give_the_specification(ranks: Ranks, op, partition, count, shape):
-    for with_bias in (False, True):
-        layer = Layer(ranks, integers, *shape, torch.bfloat16, with_bias=with_bias)
-        layer.check(op, shape, partition=partition, num_partitions=count)
-
-
-@every_op
-def test_fp64_takes_the_fallback(ranks: Ranks, op):
-    for partition in ("none", "split_m", "split_n", "tiles"):
-        Layer(ranks, integers, 40, 48, 33, torch.float64, with_bias=True).check(op, partition=partition)
-
-
-@every_op
-@pytest.mark.parametrize(("m", "n", "k"), [(0, 8, 8), (8, 0, 8), (8, 8, 0)], ids=["M", "N", "K"])
-def test_nothing_to_multiply_gives_an_empty_result_or_zeros(ranks: Ranks, op, m, n, k):
-    for partition in ("none", "split_m", "split_n", "tiles"):
-        Layer(ranks, integers, m, n, k, torch.bfloat16, with_bias=True).check(op, partition=partition)
 
 
 @every_dtype
@@ -254,26 +210,6 @@ def test_a_symmetric_tensor_takes_the_result(fresh_ranks: Ranks):
 
 
 # ---- streams and graphs ---------------------------------------------------------------------------------------------
-
-
-def test_calls_of_any_size_and_partition_are_right_with_one_rank_late_now_and_then(ranks: Ranks):
-    """The next panel or call must not overwrite memory that the sums of an earlier one still use."""
-    choices = random.Random(6)
-    layers = [
-        Layer(ranks, integers, m, n, 136, torch.bfloat16, with_bias=m == 640, seed=m + n)
-        for m, n in ((64, 64), (640, 520), (1024, 2048), (2048, 1024), (2050, 2056))
-    ]
-    kept = []
-    for _ in range(200):
-        layer, op, (partition, count) = choices.choice(layers), choices.choice(OPS), choices.choice(WAYS)
-        if choices.random() < 0.2:
-            with torch.cuda.device(choices.randrange(ranks.world_size)):
-                torch.cuda._sleep(choices.randrange(3_000_000))
-        ys = layer(op, partition=partition, num_partitions=count)
-        if choices.random() < 0.2:
-            kept.append((layer, op, ys))
-    for layer, op, ys in kept:
-        layer.check_results(ys, op)
 
 
 def test_the_next_input_may_be_written_right_after_the_call(ranks: Ranks):

@@ -57,15 +57,6 @@ class Layer:
             assert wrong == [0] * self.ranks.world_size, (name, what, options)
 
 
-@every_dtype
-@pytest.mark.parametrize("partition", ["auto", "none", "tiles"])
-def test_integers_of_any_size_give_the_specification(ranks: Ranks, dtype, partition):
-    for (m, n, k), seed in zip(
-        itertools.product((1, 7, 129, 520), (8, 264, 1032), (1, 136)), itertools.count(), strict=False
-    ):
-        Layer(ranks, integers, m, n, k, dtype, seed).check((m, n, k), partition=partition)
-
-
 @pytest.mark.parametrize("m", [4096, 2051, 10000])
 def test_prefill_gives_the_bits_of_the_products_reduced_and_normed(ranks: Ranks, m):
     layer = Layer(ranks, normal, m, 8192, 256, torch.bfloat16)
@@ -98,24 +89,6 @@ def test_a_constant_weight_gives_the_same_bits(ranks: Ranks, partition):
         layer.check(m, partition=partition, constant_weight=True)
 
 
-@pytest.mark.parametrize("partition", ["auto", "none", "tiles"])
-@pytest.mark.parametrize("m", [1, 129, 2051])
-def test_each_rank_gets_its_rows_of_the_specification(ranks: Ranks, partition, m):
-    layer = Layer(ranks, integers, m, 1032, 136, torch.bfloat16)
-    residuals, weights = layer.rest
-    own = [residual.tensor_split(ranks.world_size)[rank] for rank, residual in enumerate(residuals)]
-    poison([one.nbytes for one in own])
-
-    found = graphar.fused_matmul_reducescatter_residual_rmsnorm(
-        layer.a, layer.w, own, weights, 1e-5, weight_offset=1.0, partition=partition, group=ranks.communicator
-    )
-
-    ranks.communicator.synchronize()
-    for of_ranks, whole in zip(found, layer.specified(), strict=True):
-        assert [len(one) for one in of_ranks] == [len(one) for one in own]
-        assert same_bits(torch.cat([one.to("cuda:0") for one in of_ranks]), whole) == 0
-
-
 @every_dtype
 def test_sums_are_normed_to_the_bit_whatever_they_hold(dtype):
     for rows, columns, fill in itertools.product((1, 265, 700), (8, 1032, 8192), (cases.normal, cases.bit_patterns)):
@@ -126,35 +99,6 @@ def test_sums_are_normed_to_the_bit_whatever_they_hold(dtype):
         residual_norm.norm(total, residual, weight, total, summed, 1e-5, 1.0)
 
         assert [same_bits(*pair) for pair in zip((total, summed), expected, strict=True)] == [0, 0], (rows, columns)
-
-
-def test_calls_of_other_sizes_follow_one_another_with_one_rank_late(ranks: Ranks):
-    layers = [Layer(ranks, integers, m, n, 64, torch.bfloat16, m) for m, n in ((1, 8192), (130, 520), (1500, 2048))]
-    for turn in range(30):
-        with torch.cuda.device(turn % ranks.world_size):
-            torch.cuda._sleep(1_000_000)
-        layers[turn * 7 % 3].check(turn, partition=("tiles", "none")[turn % 2])
-
-
-@pytest.mark.parametrize("partition", ["none", "tiles"])
-def test_a_graph_replays_with_new_data(ranks: Ranks, partition):
-    layers = [Layer(ranks, integers, 640, 2048, 256, torch.bfloat16, seed) for seed in range(3)]
-    first = layers[0]
-    first(partition=partition)
-    ranks.communicator.synchronize()
-    results = []
-    graph = ranks.capture(lambda: results.extend(first(partition=partition) for _ in range(2)))
-
-    for layer in layers[1:] * 2:
-        for mine, other in zip((*first.a, *first.w), (*layer.a, *layer.w), strict=True):
-            mine.copy_(other)
-        for device in range(ranks.world_size):
-            torch.cuda.synchronize(device)
-        graph.replay()
-        ranks.communicator.synchronize()
-        for found in results:
-            for ones, expected in zip(found, first.specified(), strict=True):
-                assert [same_bits(one.to("cuda:0"), expected) for one in ones] == [0] * ranks.world_size
 
 
 def as_rank(rank, world_size):
