@@ -10,8 +10,6 @@ from graphar import Epilogue
 from graphar.plan.scratch import Sizes
 from tests.cases import normal, same_bits
 from tests.gpu import Ranks, parts_of, poison
-from tests.processes import run_on_gpus
-from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -55,31 +53,3 @@ def test_other_axes_and_one_dimension(ranks: Ranks):
     bias = {"b": [normal(9, 40, torch.float32)] * ranks.world_size}
     check(ranks, parts_of(ranks, normal, (3, 17, 40), torch.float16), "v + b[col]", bias, axis=1)
     check(ranks, parts_of(ranks, normal, (4099,), torch.bfloat16), "v + index - col + row", {})
-
-
-# ---- one process a GPU ----------------------------------------------------------------------------------------------
-
-
-def added(v, residual, bias):
-    return v + residual + bias
-
-
-def scatter_as_rank(rank, world_size):
-    """How many elements of each call are wrong, by a description of the call."""
-    wrong, bias = {}, normal(9, 128, torch.bfloat16)
-    for rows in (1, 2, 67, 32768):
-        parts = [normal(peer, rows * 128, torch.bfloat16).view(rows, 128) for peer in range(world_size)]
-        shares = torch.empty(rows, 128).tensor_split(world_size)
-        residuals = [normal(50 + at, part.numel(), torch.bfloat16).view(part.shape) for at, part in enumerate(shares)]
-        what = "v + residual[index] + bias[col]"
-        expected = graphar.reference.reducescatter(parts, epilogue=Epilogue(what, residual=residuals, bias=bias))
-        epilogue = Epilogue(added, residual=residuals[rank].cuda(), bias=bias.cuda())
-        mine = graphar.reducescatter(parts[rank].cuda(), epilogue=epilogue)
-        wrong[rows] = same_bits(mine.cpu(), expected[rank])
-    return wrong
-
-
-@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-def test_processes_get_the_specification(world_size):
-    for wrong in run_on_gpus(scatter_as_rank, world_size):
-        assert not any(wrong.values()), wrong

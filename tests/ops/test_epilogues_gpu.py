@@ -2,96 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
 
 import graphar
 from graphar import Epilogue
-from graphar.plan.algorithms import Algorithm, with_epilogue
 from tests.cases import normal, same_bits
-from tests.gpu import DTYPES, Ranks, parts_of, poison
+from tests.gpu import DTYPES, Ranks, parts_of
+from tests.ops import specified as by
+from tests.ops.conformance import ALLREDUCE
+from tests.ops.gpu_cases import EPILOGUE_KERNELS, FOLLOWED, Case, assert_bits, followed, if_not_empty
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
-EPILOGUE_KERNELS = tuple(one.value for one in with_epilogue())
 NUMELS = (0, 7, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149, 16777216, 16777224, 16777240, 67108864)
-EXACT = {
-    "-v": {},
-    "v * scale + bias[col]": {"scale": 0.1, "bias": ("col", torch.bfloat16)},
-    "max(v - a[row], b[col]) / (abs(c[index]) + 1) * d[0]": {
-        "a": ("row", torch.float16),
-        "b": ("col", torch.bfloat16),
-        "c": ("index", torch.float32),
-        "d": ("0", torch.float32),
-    },
-    "row > col ? bf16(v) : clamp(fp16(v * 3), -low, 2.5) + rint(v) * isnan(v) - sqrt(index)": {"low": 1.5},
-}
 
 
-def arguments_of(kinds: dict, shape: tuple[int, int]) -> dict:
-    """The numbers of ``kinds``, and CPU tensors with as many elements as a sum of that shape requires."""
-    rows, columns = shape
-    numels = {"row": rows, "col": columns, "index": rows * columns, "0": 1}
-    return {
-        name: normal(30 + at, numels[kind[0]], kind[1]) if isinstance(kind, tuple) else kind
-        for at, (name, kind) in enumerate(kinds.items())
-    }
+AFFINE = "v * scale + bias[col]"
 
 
-def on_all(ranks: Ranks, what, arguments: dict) -> Epilogue:
-    placed = {
-        name: ranks.place([one] * ranks.world_size) if isinstance(one, torch.Tensor) else one
-        for name, one in arguments.items()
-    }
-    return Epilogue(what, **placed)
-
-
-def check(ranks: Ranks, parts, what, arguments: dict, algorithm: str = "auto", **more) -> None:
-    xs, epilogue = ranks.place(parts), on_all(ranks, what, arguments)
-    poison([x.nbytes for x in xs])
-    ys = ranks.communicator.allreduce(xs, epilogue=epilogue, algorithm=algorithm, **more)
-    ranks.communicator.synchronize()
-    expected = graphar.reference.allreduce(parts, Epilogue(what, **arguments))
-    for rank, y in enumerate(ys):
-        assert same_bits(y.cpu(), expected) == 0, f"rank {rank}, {what}, {list(expected.shape)}"
+def auto(what: str, **changes) -> Case:
+    """Calls with an expression by the kernel that is chosen."""
+    form = replace(followed(ALLREDUCE[0], by.allreduced, what), **changes)
+    return Case(form, dict.fromkeys(EPILOGUE_KERNELS, (17, 65)), [], served=if_not_empty, once=True)
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_size_gives_the_specification(ranks: Ranks):
-    before = [ranks.calls_of(algorithm) for algorithm in EPILOGUE_KERNELS]
-
     for rows in (1, 64, 1024, 8192):
-        shape, what = (rows, 8192), "v * scale + bias[col]"
-        check(ranks, parts_of(ranks, normal, shape, torch.bfloat16), what, arguments_of(EXACT[what], shape))
-
-    assert sum(ranks.calls_of(algorithm) for algorithm in EPILOGUE_KERNELS) == sum(before) + 4
+        auto(AFFINE).check(ranks, (rows, 8192), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_of_any_size_are_negated(ranks: Ranks, dtype):
     for numel in NUMELS:
-        generators = [torch.Generator(f"cuda:{rank}").manual_seed(rank) for rank in range(ranks.world_size)]
-        xs = [torch.randn(numel, dtype=dtype, device=one.device, generator=one) for one in generators]
-        poison([x.nbytes for x in xs])
-        ys = ranks.communicator.allreduce(xs, epilogue="-v")
-        ranks.communicator.synchronize()
-        expected = graphar.reference.allreduce([x.to("cuda:0") for x in xs], "-v")
-        assert [same_bits(y.to("cuda:0"), expected) for y in ys] == [0] * ranks.world_size, numel
+        auto("-v").check(ranks, (numel,), dtype)
 
 
 def test_symmetric_outputs_are_written_directly(ranks: Ranks):
-    shape = (512, 1024)
-    outs = ranks.communicator.empty(*shape, dtype=torch.bfloat16)
-    what = "v * scale + bias[col]"
-    parts = parts_of(ranks, normal, shape, torch.bfloat16)
-    check(ranks, parts, what, arguments_of(EXACT[what], shape), "two_shot_pipelined", out=outs)
-    expected = graphar.reference.allreduce(parts, Epilogue(what, **arguments_of(EXACT[what], shape)))
-    assert [same_bits(out.cpu(), expected) for out in outs] == [0] * ranks.world_size
+    (case,) = [case for case in FOLLOWED[AFFINE] if "two_shot_pipelined" in case.kernels]
+    outs, drawn = ranks.communicator.empty(512, 1024, dtype=torch.bfloat16), case.draw(ranks, (512, 1024))
+
+    case.call_into(ranks, case.place(ranks, drawn), outs)
+
+    ranks.communicator.synchronize()
+    assert_bits([(out,) for out in outs], case.expected(drawn))
+
+
+def test_a_function_gives_the_bits_of_its_expression(ranks: Ranks):
+    (form,) = [form for form in ALLREDUCE if form.label == "function"]
+
+    Case(form, {}, []).check(ranks, (33, 257))
+
+
+def test_the_fallback_gives_the_kernels_bits(ranks: Ranks):
+    for what in FOLLOWED:
+        Case(replace(auto(what).form, options={"algorithm": "fallback"}), {}, []).check(ranks, (17, 65))
 
 
 @pytest.mark.parametrize(
@@ -119,24 +92,15 @@ def test_transcendental_functions_are_torchs_within_a_few_units_in_the_last_plac
         assert same_bits(y.cpu(), ys[0].cpu()) == 0
 
 
-def test_a_function_gives_the_bits_of_its_expression(ranks: Ranks):
-    shape = (33, 257)
-    arguments = {"bias": normal(1, 257, torch.bfloat16), "scale": 0.3}
-    parts = parts_of(ranks, normal, shape, torch.bfloat16)
-
-    check(ranks, parts, lambda v, bias, scale: torch.relu(v * scale + bias), arguments)
-
-
 # ---- plans and graphs -----------------------------------------------------------------------------------------------
 
 
 def test_another_number_or_tensor_needs_no_other_plan(ranks: Ranks):
-    parts = parts_of(ranks, normal, (8, 64), torch.bfloat16)
-    check(ranks, parts, "v * s + b[col]", {"s": 1.0, "b": normal(1, 64, torch.float32)})
+    auto(AFFINE).check(ranks, (8, 64))
     plans = len(ranks.communicator.engine.plans)
 
     for turn in range(5):
-        check(ranks, parts, "v * s + b[col]", {"s": 0.7 * turn, "b": normal(turn, 64, torch.float32)})
+        auto(AFFINE, numbers={"scale": 0.7 * turn}).check(ranks, (8, 64), seed=turn)
 
     assert len(ranks.communicator.engine.plans) == plans
 
@@ -160,24 +124,13 @@ def test_a_tensor_on_another_device_is_refused(ranks: Ranks):
         ranks.communicator.allreduce(xs, epilogue=Epilogue("v + b[col]", b=[torch.ones(4)] * ranks.world_size))
 
 
-def test_the_fallback_gives_the_kernels_bits(ranks: Ranks):
-    for what, kinds in EXACT.items():
-        parts = parts_of(ranks, normal, (17, 65), torch.bfloat16)
-        check(ranks, parts, what, arguments_of(kinds, (17, 65)), Algorithm.FALLBACK.value)
-
-
 # ---- one process a GPU ----------------------------------------------------------------------------------------------
 
 
 def reduce_as_rank(rank, world_size):
-    """How many elements of each call are wrong, by a description of the call."""
-    wrong, bias = {}, normal(9, 128, torch.bfloat16)
-    for rows in (1, 64, 4096, 65536):
-        parts = [normal(peer, rows * 128, torch.bfloat16).view(rows, 128) for peer in range(world_size)]
-        expected = graphar.reference.allreduce(parts, Epilogue("v * s + bias[col]", s=0.3, bias=bias))
-        epilogue = Epilogue("v * s + bias[col]", s=0.3, bias=bias.cuda())
-        wrong[rows] = same_bits(graphar.allreduce(parts[rank].cuda(), epilogue=epilogue).cpu(), expected)
-    x, bias = normal(rank, 65536, torch.bfloat16).view(-1, 128).cuda(), bias.cuda()
+    """How many elements differ from those of an eager call, by a description of the call."""
+    wrong, bias = {}, normal(9, 128, torch.bfloat16).cuda()
+    x = normal(rank, 65536, torch.bfloat16).view(-1, 128).cuda()
 
     def biased(v, bias):
         return torch.relu(v + bias)
@@ -193,6 +146,6 @@ def reduce_as_rank(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-def test_processes_get_the_specification(world_size):
+def test_compiled_calls_and_the_fallback_have_the_bits_of_an_eager_call(world_size):
     for wrong in run_on_gpus(reduce_as_rank, world_size):
         assert not any(wrong.values()), wrong

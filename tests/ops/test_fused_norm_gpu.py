@@ -17,8 +17,6 @@ from tests import cases, inside
 from tests.cases import same_bits
 from tests.gpu import Ranks, poison
 from tests.ops.test_fused_gpu import integers, normal
-from tests.processes import run_on_gpus
-from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -99,24 +97,3 @@ def test_sums_are_normed_to_the_bit_whatever_they_hold(dtype):
         residual_norm.norm(total, residual, weight, total, summed, 1e-5, 1.0)
 
         assert [same_bits(*pair) for pair in zip((total, summed), expected, strict=True)] == [0, 0], (rows, columns)
-
-
-def as_rank(rank, world_size):
-    found = {}
-    for m, partition in itertools.product((1, 64, 700), ("none", "tiles")):
-        generator = torch.Generator().manual_seed(m)
-        a, w = (
-            [torch.randint(-4, 5, (rows, 72), generator=generator).bfloat16() for _ in range(world_size)]
-            for rows in (m, 1024)
-        )
-        residual, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((m, 1024), (1024,)))
-        expected = reference.fused_matmul_allreduce_residual_rmsnorm(a, w, residual, weight)
-        mine = fused(*(one.cuda() for one in (a[rank], w[rank], residual, weight)), partition=partition)
-        found[m, partition] = [same_bits(one.cpu(), wanted) for one, wanted in zip(mine, expected, strict=True)]
-    return found
-
-
-@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-def test_processes_get_the_specification(world_size):
-    for found in run_on_gpus(as_rank, world_size):
-        assert all(wrong == [0, 0] for wrong in found.values()), found

@@ -53,21 +53,6 @@ class Layer:
         return same_bits(y, self.expected[op])
 
 
-def every_way(rank, world_size):
-    found = []
-    for at, shape in enumerate(SHAPES):
-        layer = Layer(rank, world_size, *shape, with_bias=at % 2 == 1, seed=1000 * at)
-        for op in OPS:
-            found += [layer.wrong(layer(op, partition=way, num_partitions=count), op) for way, count in WAYS]
-    return found
-
-
-@every_world_size
-def test_every_partition_gives_the_specification(world_size):
-    for found in run_on_gpus(every_way, world_size):
-        assert found == [0] * len(SHAPES) * len(OPS) * len(WAYS)
-
-
 def any_order(rank, world_size):
     """Makes calls with random sleeps that differ by rank. All ranks make the same calls."""
     alike, mine = random.Random(1), random.Random(100 + rank)

@@ -9,12 +9,11 @@ from torch.library import opcheck
 
 import graphar
 from graphar.ops import allgather, reducescatter
-from tests.cases import bit_patterns, integers, normal, parts_of, same_bits
+from tests.cases import integers, normal, parts_of, same_bits
 from tests.gpu import kernel_calls
 from tests.processes import run_on_gpus
-from tests.worlds import GPU_WORLD_SIZES, SHARED_WORLD_SIZES
+from tests.worlds import SHARED_WORLD_SIZES
 
-every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 every_shared_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 
 
@@ -32,31 +31,6 @@ def assert_joined(y, parts, axis=0, what=""):
 
 def sizes_of(length, world_size):
     return [len(part) for part in torch.empty(length).tensor_split(world_size)]
-
-
-def every_shape(rank, world_size):
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32):
-        fill = integers if dtype == torch.int32 else bit_patterns
-        for shape in ((1,), (8199,), (262149,), (9, 7168), (15, 128), (0, 3)):
-            parts = parts_of(fill, world_size, shape, dtype)
-            for axis in range(len(shape)):
-                sizes = sizes_of(shape[axis], world_size)
-                x = parts[rank].cuda()
-                y = graphar.reducescatter(x, axis=axis)
-                what = f"{dtype} {shape} axis {axis}"
-                assert_part(y, rank, parts, axis, what)
-                total = graphar.allgather(y, axis=axis, sizes=sizes)
-                assert same_bits(total, graphar.allreduce(x)) == 0, what
-                assert_joined(graphar.allgather(x, axis=axis), parts, axis, what)
-    for dtype in (torch.bool, torch.complex64, torch.float8_e4m3fn):
-        parts = [(torch.arange(3 * r) % (r + 1)).to(dtype).view(r, 3) for r in range(world_size)]
-        y = graphar.allgather(parts[rank].cuda(), sizes=range(world_size))
-        assert torch.equal(y.cpu().view(torch.uint8), torch.cat(parts).view(torch.uint8)), dtype
-
-
-@every_world_size
-def test_every_shape_dtype_and_axis(world_size):
-    run(every_shape, world_size)
 
 
 def a_hundred_calls(rank, world_size):

@@ -26,65 +26,21 @@ several_gpus = pytest.mark.gpu
 every_op = pytest.mark.parametrize("op", OPS)
 
 
-@pytest.fixture
-def ranks(ranks: Ranks):
-    if ranks.world_size not in (2, 4, 8):
-        pytest.skip("a tree has 2, 4 or 8 ranks")
-    return ranks
-
-
-def operands(world_size: int, rows: int, columns: int, dtype, fill=normal, seed: int = 0):
-    """Every rank's partial, the residual and the weight. Large ones are made on the first GPU."""
-    if rows * columns > 1 << 22:
-        generator = torch.Generator("cuda:0").manual_seed(seed + rows)
-        drawn = torch.randn(world_size + 1, rows, columns, device="cuda:0", generator=generator)
-        *xs, residual = drawn.unbind()
-        return xs, residual.to(dtype), normal(seed + 21, columns, dtype).to("cuda:0")
-    xs = [fill(seed + rank, rows * columns, FP32).view(rows, columns) for rank in range(world_size)]
-    return xs, normal(seed + 20, rows * columns, dtype).view(rows, columns), normal(seed + 21, columns, dtype)
+def operands(world_size: int, rows: int, columns: int, dtype):
+    """Every rank's partial, the residual and the weight."""
+    xs = [normal(rank, rows * columns, FP32).view(rows, columns) for rank in range(world_size)]
+    return xs, normal(20, rows * columns, dtype).view(rows, columns), normal(21, columns, dtype)
 
 
 def specified(xs, residual, weight):
     return norms.specification(leaf_tree.tree_sum(xs), residual, weight, *NUMBERS)
 
 
-def place(ranks: Ranks, op: str, xs, residual, weight) -> list[Operands]:
-    world_size = ranks.world_size
-    residuals = [residual] * world_size if op == ALLREDUCE_NORM else residual.tensor_split(world_size)
-    given = zip(ranks.place(xs), ranks.place(residuals), ranks.place([weight] * world_size), strict=True)
-    return [Operands(own, (torch.full_like(own[1], 7), torch.full_like(own[1], 7))) for own in given]
-
-
-def run(ranks: Ranks, op: str, placed, dtype) -> None:
-    call = tree_call(op, placed[0].inputs[0], ranks.world_size, dtype)
-    ranks.communicator.engine.run(call, placed)
-
-
-def assert_bits(op: str, placed, expected) -> None:
-    """``expected`` is what every rank gets, or has its rows of."""
-    for at, whole in enumerate(expected):
-        results = [own.outputs[at].to(whole.device) for own in placed]
-        for rank, one in enumerate(results if op == ALLREDUCE_NORM else [torch.cat(results)]):
-            assert same_bits(one, whole) == 0, f"rank {rank}, result {at}"
-
-
 # ---- several GPUs, one process --------------------------------------------------------------------------------------
 
 
 @several_gpus
-def test_partials_that_are_nodes_of_one_tree_give_the_same_bits_as_one_rank(ranks: Ranks):
-    leaves, residual, weight = operands(leaf_tree.LEAVES, 37, 4096, BF16)
-    each = leaf_tree.LEAVES // ranks.world_size
-    partials = [leaf_tree.tree_sum(leaves[rank * each :][:each]) for rank in range(ranks.world_size)]
-    for op in OPS:
-        placed = place(ranks, op, partials, residual, weight)
-        run(ranks, op, placed, BF16)
-        ranks.communicator.synchronize()
-
-        assert_bits(op, placed, specified(leaves, residual, weight))
-
-
-@several_gpus
+@pytest.mark.usefixtures("as_many_as_trees")
 @every_op
 def test_the_kernel_is_told(ranks: Ranks, op):
     (x, *_), *_ = operands(ranks.world_size, 4, 1024, BF16)

@@ -15,9 +15,9 @@ from torch.library import opcheck
 
 import graphar
 from graphar.ops import allreduce
-from tests.cases import bit_patterns, integers, normal, parts_of, same_bits
-from tests.gpu import EXACT_ALGORITHMS, fits, kernel_calls
-from tests.processes import RankFailed, run_on_gpus
+from tests.cases import integers, normal, parts_of, same_bits
+from tests.gpu import kernel_calls
+from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -29,27 +29,6 @@ def run(function, world_size, *args, timeout_s=120.0):
 
 def assert_reduced(y, parts, what=""):
     assert same_bits(y.cpu(), graphar.reference.allreduce(parts)) == 0, what
-
-
-def every_algorithm(rank, world_size):
-    for algorithm in ("auto", *EXACT_ALGORITHMS, "fallback"):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for fill in (integers, bit_patterns):
-                for numel in (1, 8199, 262149):
-                    if algorithm in EXACT_ALGORITHMS and not fits(algorithm, world_size, numel, dtype):
-                        continue
-                    parts = parts_of(fill, world_size, numel, dtype)
-                    y = graphar.allreduce(parts[rank].cuda(), algorithm=algorithm)
-                    assert_reduced(y, parts, f"{algorithm} {dtype} {fill.__name__} {numel}")
-    for dtype in (torch.float64, torch.int64):
-        parts = parts_of(integers, world_size, 8199, dtype)
-        assert_reduced(graphar.allreduce(parts[rank].cuda()), parts, str(dtype))
-
-
-@pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
-@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-def test_every_algorithm_gives_the_specification(world_size):
-    run(every_algorithm, world_size)
 
 
 def a_hundred_calls(rank, world_size):
@@ -238,17 +217,6 @@ def test_a_killed_rank_is_noticed_by_the_others(number):
         for process in processes:
             process.kill()
             process.join()
-
-
-def one_gpu_for_all(rank, world_size):
-    torch.cuda.set_device(0)
-    graphar.allreduce(torch.ones(8, device="cuda"))
-
-
-@pytest.mark.gpu
-def test_two_ranks_on_one_gpu_are_told_so():
-    with pytest.raises(RankFailed, match="both use GPU"):
-        run(one_gpu_for_all, 2)
 
 
 @pytest.mark.gpu

@@ -1,67 +1,89 @@
-"""Ranks in processes that share one GPU, by GRAPHAR_TEST_SHARE_GPU=1: every public op has its specification's bits.
+"""Ranks in processes, which share a GPU by GRAPHAR_TEST_SHARE_GPU=1 where there is one: every public op's bits.
 
 Kernels of different processes take turns on the GPU in time slices, so a wait on a peer takes milliseconds.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import graphar
 from graphar.runtime.registry import engine_of_group
-from tests.cases import integers, same_bits
-from tests.ops.conformance import FORMS, copies, parameters
-from tests.processes import RankFailed, run_ranks
+from tests.cases import integers, raw, same_bits
+from tests.gpu import EXACT_ALGORITHMS, fits
+from tests.ops.conformance import ALLREDUCE, FORMS, copies, parameters
+from tests.processes import RankFailed, run_on_gpus, run_ranks
+from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu(1)
 
 WORLD_SIZE, CALLS = 2, 4
-# A form that rounds at random gives something else at each call.
+RAW = (torch.bool, torch.uint16, torch.complex64, torch.complex128, torch.float8_e5m2, torch.float8_e8m0fnu)
+# The rows, and plain sums by each exact kernel. A form that rounds at random gives something else at each call.
+BY_KERNEL = [replace(ALLREDUCE[0], label=name, options={"algorithm": name}) for name in EXACT_ALGORITHMS]
 EVERY_FORM = [
-    form for form in FORMS if torch.bfloat16 in form.dtypes and "stochastic" not in str(form) + str(form.options)
+    form
+    for form in (*FORMS, *BY_KERNEL)
+    if torch.bfloat16 in form.dtypes and "stochastic" not in str(form) + str(form.options)
 ]
-SHAPE, PRODUCT = (8, 128), (8, 128, 64)  # of products: [..., N, K]
+SHAPES = ((8, 128), (1, 256), (67, 128), (300, 1024), (8192, 128))
+# [..., N, K]: each of several blocks of K, so that no rank has scales of rows in their place.
+PRODUCTS = ((8, 128, 200), (129, 136, 208), (640, 512, 264))
 
 
-def tensors_of(form):
-    """Whole numbers, whose products are exact in fp32: no order of accumulation changes a bit."""
-    shape = PRODUCT if "w" in parameters(form.op) else SHAPE
-    return form.tensors(WORLD_SIZE, shape, torch.bfloat16, integers)
+def questions(form, world_size):
+    """Shapes and dtypes: all dtypes of the first shape, and the others in bf16."""
+    first, *others = PRODUCTS if "w" in parameters(form.op) else SHAPES
+    asked = [*((first, dtype) for dtype in form.dtypes), *((shape, torch.bfloat16) for shape in others)]
+    algorithm = form.options.get("algorithm", "fallback")
+    for shape, dtype in asked if form.ranks(world_size) == world_size else ():
+        if algorithm == "fallback" or fits(algorithm, world_size, torch.Size(shape).numel(), dtype):
+            yield shape, dtype
 
 
 def every_op(rank, world_size):
-    """By form, how many elements of this rank's results differ, and how many kernels have counted calls.
+    """By form and question, how many elements of this rank's results differ, and how many kernels have counted calls.
 
-    Each call is made several times, since the later ones repeat the launch of the earlier ones.
+    Tensors are whole numbers, whose products are exact in fp32: no order of accumulation changes a bit. Each call is
+    made several times, since the later ones repeat the launch of the earlier ones.
     """
-    torch.cuda.set_device(0)
     wrong = {}
     for form in EVERY_FORM:
-        tensors = tensors_of(form)
-        expected = form.expected(copies(tensors))[rank]
-        on_gpu = {name: [one.cuda() for one in ones] for name, ones in tensors.items()}
-        wrong[str(form)] = 0
-        for _ in range(CALLS):
-            found = form.of_rank(rank, copies(on_gpu))  # some calls write their arguments
-            wrong[str(form)] += sum(same_bits(y.cpu(), right) for y, right in zip(found, expected, strict=True))
+        for question in questions(form, world_size):
+            tensors = form.tensors(world_size, *question, raw if question[1] in RAW else integers)
+            expected = form.expected(copies(tensors))[rank]
+            on_gpu = {name: [one.cuda() for one in ones] for name, ones in tensors.items()}
+            wrong[str(form), question] = 0
+            for _ in range(CALLS):
+                found = form.of_rank(rank, copies(on_gpu))  # some calls write their arguments
+                of_call = [same_bits(y.cpu(), right) for y, right in zip(found, expected, strict=True)]
+                wrong[str(form), question] += sum(of_call)
     runner = engine_of_group("").runner
     return wrong, len(runner.calls_begun()) if runner else 0
 
 
-def test_every_public_op_has_its_specifications_bits(monkeypatch):
-    monkeypatch.setenv("GRAPHAR_TEST_SHARE_GPU", "1")
-
-    for wrong, kernels in run_ranks(every_op, WORLD_SIZE, timeout_s=300):
-        assert wrong == dict.fromkeys(map(str, EVERY_FORM), 0)
+@pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
+def test_every_public_op_has_its_specifications_bits(world_size):
+    for wrong, kernels in run_on_gpus(every_op, world_size, timeout_s=600):
+        assert {asked: count for asked, count in wrong.items() if count} == {}
+        assert {form for form, _ in wrong} == {str(one) for one in EVERY_FORM if one.ranks(world_size) == world_size}
         assert kernels > 0
+
+
+def sum_on_one_gpu(rank, world_size):
+    torch.cuda.set_device(0)
+    graphar.allreduce(torch.ones(8, device="cuda"))
 
 
 def test_without_the_switch_ranks_that_share_a_gpu_are_refused(monkeypatch):
     monkeypatch.delenv("GRAPHAR_TEST_SHARE_GPU", raising=False)
 
     with pytest.raises(RankFailed, match="ranks 0 and 1 both use GPU"):
-        run_ranks(every_op, WORLD_SIZE)
+        run_ranks(sum_on_one_gpu, WORLD_SIZE)
 
 
 def pass_unlike_tensors(rank, world_size):
