@@ -70,7 +70,7 @@ class Case:
 
     form: Form
     kernels: dict[str, tuple[int, ...]]
-    shapes: Sequence[tuple[int, ...]]
+    shapes: Sequence[tuple[int, ...]] = ()
     fills: Sequence[Callable] = FLOAT_FILLS
     dtypes: Sequence[torch.dtype] = DTYPES
     prepared: dict | None = None
