@@ -53,13 +53,7 @@ RECORDED = (  # of one consumer, and of two that share tiles or take turns
     MatmulTile(64, 128, stages=7, cluster=2, whole=True, alternating=True),
 )
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs GPUs of sm_90")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 
 def parts_of(rows: int, world_size: int) -> tuple[int, ...]:

@@ -23,17 +23,11 @@ from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.processes import run_ranks
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 ROWS = (1, 3, 8, 16, 33, 64)
 DEPTHS = (8, 64, 2048, 7168, 1, 67, 1032, 2050)  # of K
 COLUMNS = (8, 64, 200, 8192)
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs GPUs of sm_90")
 
 
 def largest_in_one_hop(op: str) -> dict[int, int]:

@@ -14,18 +14,12 @@ from graphar.product.scaled_gemm import scaled_matmul
 from tests.cases import same_bits
 from tests.matmul.test_matmul_gpu import COLUMNS, TAILS, Framed
 
-pytestmark = pytest.mark.gpu(1)
+pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("hopper")]
 
 FORMATS = ("rows", "blocks")
 every_tile = pytest.mark.parametrize("tile", FP8_TILES, ids=str)
 every_format = pytest.mark.parametrize("form", FORMATS)
 every_result = pytest.mark.parametrize("result", RESULT_DTYPES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of sm_90")
 
 
 def generator(seed):
