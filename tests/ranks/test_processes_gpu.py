@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -11,12 +10,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.library import opcheck
 
 import graphar
-from graphar.ops import allreduce
 from tests.cases import integers, normal, parts_of, same_bits
-from tests.gpu import kernel_calls
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
@@ -29,39 +25,6 @@ def run(function, world_size, *args, timeout_s=120.0):
 
 def assert_reduced(y, parts, what=""):
     assert same_bits(y.cpu(), graphar.reference.allreduce(parts)) == 0, what
-
-
-def a_hundred_calls(rank, world_size):
-    calls = [[normal(100 * seed + r, 262149, torch.bfloat16) for r in range(world_size)] for seed in range(3)]
-    xs = [parts[rank].cuda() for parts in calls]
-    results = [graphar.allreduce(xs[turn % 3]) for turn in range(105)]
-    for turn, y in enumerate(results):
-        assert_reduced(y, calls[turn % 3], f"call {turn}")
-    x, parts = xs[0], calls[0]
-    assert_reduced(graphar.allreduce(torch._neg_view(x)), [-part for part in parts])
-    graphar.allreduce(x, out=x)
-    assert_reduced(x, parts)
-    assert kernel_calls() == 107
-
-
-@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-def test_calls_back_to_back_and_in_place(world_size):
-    run(a_hundred_calls, world_size)
-
-
-def subgroups(rank, world_size):
-    groups = [dist.new_group(ranks) for ranks in ([1, 3], [0, 2, 3], [0, 1, 2, 3])]
-    members = [(1, 3), (0, 2, 3), (0, 1, 2, 3)]
-    for turn in range(20):
-        for group, ranks in zip(groups, members, strict=True):
-            if rank in ranks:
-                parts = [normal(100 * turn + r, 8192, torch.bfloat16) for r in ranks]
-                assert_reduced(graphar.allreduce(parts[ranks.index(rank)].cuda(), group), parts, f"{ranks}")
-
-
-@pytest.mark.gpu(4, shared=True)
-def test_overlapping_subgroups_in_turn():
-    run(subgroups, 4)
 
 
 def skewed_start(rank, world_size):
@@ -97,77 +60,6 @@ def test_a_plan_made_while_a_collective_spins_does_not_hang():
     begin = time.monotonic()
     run(load_while_spinning, 2)
     assert time.monotonic() - begin < 60
-
-
-def compiled(rank, world_size):
-    def model(x):
-        return graphar.allreduce(torch.relu(x) * 2) + 1
-
-    eager = torch.compile(model, fullgraph=True, dynamic=True)
-    for numel in (8192, 8199, 100):
-        parts = parts_of(integers, world_size, numel, torch.float32)
-        expected = graphar.reference.allreduce([torch.relu(part) * 2 for part in parts]) + 1
-        assert torch.equal(eager(parts[rank].cuda()).cpu(), expected)
-    replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-    parts = parts_of(integers, world_size, 8192, torch.float32)
-    expected = graphar.reference.allreduce([torch.relu(part) * 2 for part in parts]) + 1
-    for _ in range(5):
-        assert torch.equal(replayed(parts[rank].cuda()).cpu(), expected)
-
-
-@pytest.mark.promise("The CPU gives the same bits, and so do compiled, captured and replayed calls.")
-@pytest.mark.gpu(2, shared=True)
-def test_torch_compile_takes_it_whole_also_in_cuda_graphs():
-    run(compiled, 2, timeout_s=300)
-
-
-class Model(torch.nn.Module):
-    def forward(self, x):
-        return graphar.allreduce(x * 2)
-
-
-def operators(rank, world_size):
-    opcheck(allreduce.OP.one, (torch.ones(9, device="cuda", requires_grad=True), *allreduce.OP.arguments()))
-    x = integers(rank, 100, torch.float32).cuda().requires_grad_()
-    weight = integers(rank + 5, 100, torch.float32).cuda()
-    (graphar.allreduce(x) * weight).sum().backward()
-    assert_reduced(x.grad, parts_of(lambda r, n, d: integers(r + 5, n, d), world_size, 100, torch.float32))
-    exported = torch.export.export(Model(), (torch.ones(64, device="cuda"),)).module()
-    assert torch.equal(exported(torch.ones(64, device="cuda")), torch.full((64,), 2.0 * world_size, device="cuda"))
-
-
-@pytest.mark.gpu(2, shared=True)
-def test_the_operator_checks_differentiates_and_exports():
-    run(operators, 2, timeout_s=300)
-
-
-def graph_replays(rank, world_size):
-    parts = parts_of(normal, world_size, 8199, torch.bfloat16)
-    x = parts[rank].cuda()
-    graphar.allreduce(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = graphar.allreduce(x)
-        z = graphar.allreduce(y)
-    gc.collect()
-    torch.cuda.empty_cache()
-    junk = torch.full((1 << 28,), 0x55, dtype=torch.uint8, device="cuda")
-    total = graphar.reference.allreduce(parts)
-    for turn in range(1000):
-        if turn % 100 == 99:
-            y.fill_(torch.nan)
-            z.fill_(torch.nan)
-        graph.replay()
-        if turn % 100 == 99:
-            assert_reduced(y, parts, f"turn {turn}")
-            assert_reduced(z, [total] * world_size, f"turn {turn}")
-            assert_reduced(graphar.allreduce(x), parts, f"turn {turn}, eager")
-    assert bool((junk == 0x55).all())
-
-
-@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-def test_a_thousand_graph_replays_between_eager_calls(world_size):
-    run(graph_replays, world_size)
 
 
 def expandable(rank, world_size):

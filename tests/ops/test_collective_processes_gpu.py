@@ -1,6 +1,8 @@
-"""Reduce-scatter and all-gather with one process per GPU: groups, torch.compile, graphs, gradients, absent ranks."""
+"""Collectives with one process per GPU: calls back to back, groups, torch.compile, graphs, and gradients."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch.library import opcheck
 
 import graphar
-from graphar.ops import allgather, reducescatter
+from graphar.ops import allgather, allreduce, reducescatter
 from tests.cases import integers, normal, parts_of, same_bits
 from tests.gpu import kernel_calls
 from tests.processes import run_on_gpus
@@ -25,6 +27,10 @@ def assert_part(y, rank, parts, axis=0, what=""):
     assert same_bits(y.cpu(), graphar.reference.reducescatter(parts, axis)[rank]) == 0, what
 
 
+def assert_reduced(y, parts, what=""):
+    assert same_bits(y.cpu(), graphar.reference.allreduce(parts)) == 0, what
+
+
 def assert_joined(y, parts, axis=0, what=""):
     assert same_bits(y.cpu(), graphar.reference.allgather(parts, axis)) == 0, what
 
@@ -36,15 +42,21 @@ def sizes_of(length, world_size):
 def a_hundred_calls(rank, world_size):
     calls = [[normal(100 * seed + r, 262149, torch.bfloat16) for r in range(world_size)] for seed in range(3)]
     xs = [parts[rank].cuda() for parts in calls]
-    results = [(graphar.reducescatter(xs[turn % 3]), graphar.allgather(xs[turn % 3])) for turn in range(105)]
-    for turn, (part, whole) in enumerate(results):
+    ops = (graphar.allreduce, graphar.reducescatter, graphar.allgather)
+    results = [[op(xs[turn % 3]) for op in ops] for turn in range(105)]
+    for turn, (total, part, whole) in enumerate(results):
+        assert_reduced(total, calls[turn % 3], f"call {turn}")
         assert_part(part, rank, calls[turn % 3], what=f"call {turn}")
         assert_joined(whole, calls[turn % 3], what=f"call {turn}")
-    assert kernel_calls() == 210
+    x, parts = xs[0], calls[0]
+    assert_reduced(graphar.allreduce(torch._neg_view(x)), [-part for part in parts])
+    graphar.allreduce(x, out=x)
+    assert_reduced(x, parts)
+    assert kernel_calls() == 317
 
 
 @every_shared_world_size
-def test_calls_back_to_back(world_size):
+def test_calls_back_to_back_and_in_place(world_size):
     run(a_hundred_calls, world_size)
 
 
@@ -56,6 +68,7 @@ def subgroups(rank, world_size):
             if rank in ranks:
                 parts = [normal(100 * turn + r, 8199, torch.bfloat16) for r in ranks]
                 mine = ranks.index(rank)
+                assert_reduced(graphar.allreduce(parts[mine].cuda(), group), parts, f"{ranks}")
                 y = graphar.reducescatter(parts[mine].cuda(), group)
                 assert_part(y, mine, parts, 0, f"{ranks}")
                 total = graphar.allgather(y, group, sizes=sizes_of(8199, len(ranks)))
@@ -82,7 +95,18 @@ def test_pairs_of_four_ranks_split_five_and_three_rows():
     run(pairs_of_four, 4)
 
 
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return graphar.allreduce(x * 2)
+
+
 def operators(rank, world_size):
+    opcheck(allreduce.OP.one, (torch.ones(9, device="cuda", requires_grad=True), *allreduce.OP.arguments()))
+    leaf = integers(rank, 100, torch.float32).cuda().requires_grad_()
+    (graphar.allreduce(leaf) * integers(rank + 5, 100, torch.float32).cuda()).sum().backward()
+    assert_reduced(leaf.grad, parts_of(lambda r, n, d: integers(r + 5, n, d), world_size, 100, torch.float32))
+    exported = torch.export.export(Model(), (torch.ones(64, device="cuda"),)).module()
+    assert torch.equal(exported(torch.ones(64, device="cuda")), torch.full((64,), 2.0 * world_size, device="cuda"))
     x = torch.randn(9, 3, device="cuda", requires_grad=True)
     sizes = sizes_of(9, world_size)
     opcheck(reducescatter.OP.one, (x, *reducescatter.OP.arguments(rank=rank, sizes=sizes)))
@@ -97,18 +121,19 @@ def operators(rank, world_size):
 
 
 @pytest.mark.gpu(2, shared=True)
-def test_the_operators_check_and_differentiate():
+def test_the_operators_check_differentiate_and_export():
     run(operators, 2, timeout_s=300)
 
 
 def compiled(rank, world_size):
     def model(x):
-        part = graphar.reducescatter(torch.relu(x) * 2)
-        return part + 1, graphar.allgather(x * 3)
+        y = torch.relu(x) * 2
+        return graphar.reducescatter(y) + 1, graphar.allgather(x * 3), graphar.allreduce(y) + 1
 
     def check(outs, parts):
         assert_part(outs[0] - 1, rank, [torch.relu(part) * 2 for part in parts])
         assert_joined(outs[1], [part * 3 for part in parts])
+        assert_reduced(outs[2] - 1, [torch.relu(part) * 2 for part in parts])
 
     eager = torch.compile(model, fullgraph=True, dynamic=True)
     for rows in (8192, 8199, 100):
@@ -120,6 +145,7 @@ def compiled(rank, world_size):
         check(replayed(parts[rank].cuda()), parts)
 
 
+@pytest.mark.promise("The CPU gives the same bits, and so do compiled, captured and replayed calls.")
 @pytest.mark.gpu(2, shared=True)
 def test_torch_compile_takes_them_whole_also_in_cuda_graphs():
     run(compiled, 2, timeout_s=300)
@@ -130,20 +156,30 @@ def graph_replays(rank, world_size):
     sizes = sizes_of(8199, world_size)
     x = parts[rank].cuda()
     graphar.allgather(graphar.reducescatter(x), sizes=sizes)
+    graphar.allreduce(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = graphar.reducescatter(x)
         z = graphar.allgather(y, sizes=sizes)
+        once = graphar.allreduce(x)
+        twice = graphar.allreduce(once)
+    gc.collect()
+    torch.cuda.empty_cache()
+    junk = torch.full((1 << 28,), 0x55, dtype=torch.uint8, device="cuda")
     total = graphar.reference.allreduce(parts)
     for turn in range(1000):
         if turn % 100 == 99:
-            y.fill_(torch.nan)
-            z.fill_(torch.nan)
+            for one in (y, z, once, twice):
+                one.fill_(torch.nan)
         graph.replay()
         if turn % 100 == 99:
             assert_part(y, rank, parts, what=f"turn {turn}")
             assert same_bits(z.cpu(), total) == 0, f"turn {turn}"
+            assert_reduced(once, parts, f"turn {turn}")
+            assert_reduced(twice, [total] * world_size, f"turn {turn}")
             assert_part(graphar.reducescatter(x), rank, parts, what=f"turn {turn}, eager")
+            assert_reduced(graphar.allreduce(x), parts, f"turn {turn}, eager")
+    assert bool((junk == 0x55).all())
 
 
 @every_shared_world_size
