@@ -49,7 +49,8 @@ _SMALLER = (
 
 WHOLE = True  # whether all is run, mistakes that no change has to do with among it
 BUILT = {"kernels": set(), "choices": set(), "mistakes": set()}  # the names of programs, by what they run
-_KNOWN: dict[Mutation, tuple[Mutation, ...]] = {}  # a mistake, and those that share its program
+Mistake = tuple[Mutation, ...]  # that together are one
+_KNOWN: dict[Mistake, tuple[Mistake, ...]] = {}  # a mistake, and those that share its program
 
 
 def seeds(count: int, share: int = 2) -> range:
@@ -62,27 +63,33 @@ def known(files: Sequence[str], *tables: Iterable) -> None:
 
     Args:
         files: where a text stands whose entry names no file.
-        tables: mappings to, or sequences of, entries: mutations, or tuples that have (file, old text, new text) or
-            (old text, new text) among their values.
+        tables: mappings to, or sequences of, entries: mutations, tuples of them that are one mistake together, or
+            tuples that have (file, old text, new text) or (old text, new text) among their values.
     """
-    entries = [one for table in tables for one in (table.values() if isinstance(table, Mapping) else table)]
-    made = (one if isinstance(one, Mutation) else _mutation(files, one) for one in entries)
-    found = tuple(
-        one for one in dict.fromkeys(made) if one and (_text(one.file) or "").count(one.old) == one.times == 1
-    )
-    _KNOWN.update(dict.fromkeys(found, found))
+    entries = [entry for table in tables for entry in (table.values() if isinstance(table, Mapping) else table)]
+    mistakes = dict.fromkeys(_mistake(files, entry) for entry in entries)
+    group = tuple(mistake for mistake in mistakes if mistake and all(map(_stands_once, mistake)))
+    _KNOWN.update(dict.fromkeys(group, group))
 
 
-def _mutation(files: Sequence[str], entry: Sequence) -> Mutation | None:
-    """An entry's mutation; None if its text stands nowhere, of which its own test tells."""
-    texts = [one for one in entry if isinstance(one, str)]
-    named = next((at for at, one in enumerate(texts) if _text(one) is not None), None)
+def _stands_once(change: Mutation) -> bool:
+    return (_text(change.file) or "").count(change.old) == change.times == 1
+
+
+def _mistake(files: Sequence[str], entry: Mutation | Sequence) -> Mistake:
+    """An entry's changes; none if its text stands nowhere, of which its own test tells."""
+    if isinstance(entry, Mutation):
+        return (entry,)
+    if all(isinstance(value, Mutation) for value in entry):
+        return tuple(entry)
+    texts = [value for value in entry if isinstance(value, str)]
+    named = next((at for at, text in enumerate(texts) if _text(text) is not None), None)
     if named is not None:
-        return Mutation(*texts[named : named + 3])
+        return (Mutation(*texts[named : named + 3]),)
     old = (at for at, text in enumerate(texts) if not text.isidentifier())  # as names of formats and sanitizers are
     places = ((at, file) for at in old for file in files if texts[at] in (_text(file) or ""))
     at, file = next(places, (0, ""))
-    return Mutation(file, *texts[at : at + 2]) if file else None
+    return (Mutation(file, *texts[at : at + 2]),) if file else ()
 
 
 @functools.cache
@@ -100,19 +107,20 @@ def build(sources: tuple[KernelSource, ...], sanitizer: str, *mutations: Mutatio
     A mistake that has to be compiled by itself skips its test if nothing changed that it depends on, but for WHOLE.
     """
     made = tuple(filter(None, mutations))
-    if len(made) == 1 and made[0] in _KNOWN:
+    if made in _KNOWN:
         with contextlib.suppress(NotSelectable, CompileError):
-            return _chosen(sources, sanitizer, made[0])
-        if not WHOLE and not any_changed([*included(made[0].file), "tests/host/", "graphar/simulator/"]):
+            return _chosen(sources, sanitizer, made)
+        files = {file for change in made for file in included(change.file)}
+        if not WHOLE and not any_changed([*files, "tests/host/", "graphar/simulator/"]):
             pytest.skip("neither what the mistake is in nor what runs it changed")
     program = simulator.build(sources, sanitizer, (*_SMALLER, *made), PROGRAMS)
     BUILT["mistakes" if made else "kernels"].add(program.name)
     return program
 
 
-def _chosen(sources: tuple[KernelSource, ...], sanitizer: str, mistake: Mutation) -> Path:
+def _chosen(sources: tuple[KernelSource, ...], sanitizer: str, mistake: Mistake) -> Path:
     """The program that has all mistakes of a group, by the name with which it makes this one (mistakes.hpp)."""
-    if not can_be_chosen(_text(mistake.file), mistake):
+    if not _can_be_chosen(mistake):
         raise NotSelectable(mistake)
     program = simulator.build(sources, sanitizer, (*_SMALLER, *_with_group(_KNOWN[mistake])), PROGRAMS)
     BUILT["choices"].add(program.name)
@@ -122,13 +130,17 @@ def _chosen(sources: tuple[KernelSource, ...], sanitizer: str, mistake: Mutation
     return name
 
 
+def _can_be_chosen(mistake: Mistake) -> bool:
+    return all(can_be_chosen(_text(change.file), change) for change in mistake)
+
+
 @functools.cache
-def _with_group(group: tuple[Mutation, ...]) -> tuple[Mutation, ...]:
+def _with_group(group: tuple[Mistake, ...]) -> tuple[Mutation, ...]:
     """Each file of a group with all of its mistakes that can be chosen."""
     of_files = {}
-    for number, one in enumerate(group, 1):
-        if can_be_chosen(_text(one.file), one):
-            of_files.setdefault(one.file, []).append((number, one))
+    for number, mistake in enumerate(group, 1):
+        for change in mistake if _can_be_chosen(mistake) else ():
+            of_files.setdefault(change.file, []).append((number, change))
     return tuple(Mutation(file, _text(file), with_all(_text(file), ones)) for file, ones in of_files.items())
 
 

@@ -15,7 +15,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch
 from graphar.simulator.simulation import ENOUGH_NS, KernelFailure, has_pad
-from tests.host.build import build
+from tests.host.build import build, known
 from tests.host.cases import WORLD_SIZES, Kernels, dtypes_of, simulate
 from tests.host.every_kernel import EVERY_KERNEL, run
 from tests.host.every_kernel import draw as draw_every
@@ -154,31 +154,41 @@ LOOK = "if (found_difference("
 BLIND = Mutation("device/sync/deadline.cuh", LOOK, "if (false && found_difference(")  # while they wait
 
 
-@pytest.mark.parametrize(
-    ("was", "becomes"),
-    [
-        (TELL, TELL.replace("epoch % kept_calls", "0")),
-        (TELL, TELL.replace("a.rank", "threadIdx.x")),
-        ("called[peer][i % kept_calls]", "called[a.rank][i % kept_calls]"),
-        ("called[peer][i % kept_calls]", "called[peer][(i + 1) % kept_calls]"),
-        ("    if (disagree(own, told) && ", "    if (false && "),
-        ("if (there != nullptr)", "if (false)"),
-    ],
-    ids=[
-        "one entry for all calls",
-        "a rank tells under another's number",
-        "a rank compares itself",
-        "different calls are compared",
-        "nothing is compared",
-        "nothing is told",
-    ],
-)
-def test_a_mistake_in_telling_is_noticed(was, becomes):
+# What a rank tells, and how others compare it, where they do not look while they wait.
+IN_TELLING = {
+    "one entry for all calls": (TELL, TELL.replace("epoch % kept_calls", "0")),
+    "a rank tells under another's number": (TELL, TELL.replace("a.rank", "threadIdx.x")),
+    "a rank compares itself": ("called[peer][i % kept_calls]", "called[a.rank][i % kept_calls]"),
+    "different calls are compared": ("called[peer][i % kept_calls]", "called[peer][(i + 1) % kept_calls]"),
+    "nothing is compared": ("    if (disagree(own, told) && ", "    if (false && "),
+    "nothing is told": ("if (there != nullptr)", "if (false)"),
+}
+IN_TELLING = {name: (BLIND, Mutation(AGREEMENT, *texts)) for name, texts in IN_TELLING.items()}
+# Calls that differ, and are not compared at once: in flags of a pad, and beside the data.
+LATER = {
+    Algorithm.ONE_SHOT: (PAD, "u32(seen) == a.fingerprint) return true;", "true) return true;"),
+    Algorithm.ALLGATHER_FLAGGED: (
+        "device/sync/flagged.cuh",
+        "|= flag ^ a.fingerprint;",
+        "|= flag == 0 ? a.fingerprint : 0;",
+    ),
+}
+# Calls that are alike, and are told apart.
+APART = {
+    "flags of the next call are compared": ("!of_this_call || ", "(false && of_this_call) || "),
+    "flags of the last call are compared": ("base_ + steps, OfWarp || steps > 0);", "base_ + steps, true);"),
+    "flags have no parity": ("u64(2 * step + call.epoch % 2)", "u64(2 * step + 0 * call.epoch)"),
+}
+known([PAD], [BLIND], IN_TELLING, LATER, APART)
+
+
+@pytest.mark.parametrize("mistake", IN_TELLING)
+def test_a_mistake_in_telling_is_noticed(mistake):
     first, *later = draw_calls(Algorithm.ONE_SHOT_PUSH, 3)
     calls = [replace(first, fingerprints=fingerprints(3)), *later]
 
     assert kinds_of(Algorithm.ONE_SHOT_PUSH, calls, BLIND) == {DISAGREED}
-    assert kinds_of(Algorithm.ONE_SHOT_PUSH, calls, BLIND, Mutation(AGREEMENT, was, becomes)) != {DISAGREED}
+    assert kinds_of(Algorithm.ONE_SHOT_PUSH, calls, *IN_TELLING[mistake]) != {DISAGREED}
 
 
 def kinds_of(algorithm, calls, *mutations):
@@ -192,36 +202,16 @@ def records_of(algorithm, calls, *mutations):
     return [one.record for one in simulate(program, kernels, world_size, kernels.dtypes[0], 0, calls)]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "file", "was", "becomes"),
-    [
-        (Algorithm.ONE_SHOT, PAD, "u32(seen) == a.fingerprint) return true;", "true) return true;"),
-        (
-            Algorithm.ALLGATHER_FLAGGED,
-            "device/sync/flagged.cuh",
-            "|= flag ^ a.fingerprint;",
-            "|= flag == 0 ? a.fingerprint : 0;",
-        ),
-    ],
-    ids=["flags of a pad", "flags beside the data"],
-)
-def test_a_call_that_is_not_compared_at_once_is_noticed(algorithm, file, was, becomes):
+@pytest.mark.parametrize("algorithm", LATER)
+def test_a_call_that_is_not_compared_at_once_is_noticed(algorithm):
     unlike = replace(draw_calls(algorithm, 3)[0], fingerprints=fingerprints(3), timeout_ns=DEADLINE_OF_WARPS_NS)
 
     assert kinds_of(algorithm, [unlike]) == {DISAGREED}
-    assert kinds_of(algorithm, [unlike], Mutation(file, was, becomes)) != {DISAGREED}
+    assert kinds_of(algorithm, [unlike], Mutation(*LATER[algorithm])) != {DISAGREED}
 
 
-@pytest.mark.parametrize(
-    ("was", "becomes"),
-    [
-        ("!of_this_call || ", "(false && of_this_call) || "),
-        ("base_ + steps, OfWarp || steps > 0);", "base_ + steps, true);"),
-        ("u64(2 * step + call.epoch % 2)", "u64(2 * step + 0 * call.epoch)"),
-    ],
-    ids=["flags of the next call are compared", "flags of the last call are compared", "flags have no parity"],
-)
-def test_calls_that_are_alike_and_told_apart_by_a_mistake_are_noticed(was, becomes):
+@pytest.mark.parametrize("mistake", APART)
+def test_calls_that_are_alike_and_told_apart_by_a_mistake_are_noticed(mistake):
     found = set()
     for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT_PIPELINED):
         drawn = draw_calls(algorithm, 2)
@@ -229,7 +219,7 @@ def test_calls_that_are_alike_and_told_apart_by_a_mistake_are_noticed(was, becom
         calls = [replace(small, fingerprints=(at,) * 2) for at in range(1, 100)]
 
         assert kinds_of(algorithm, calls) == {0}
-        found |= kinds_of(algorithm, calls, Mutation(PAD, was, becomes))
+        found |= kinds_of(algorithm, calls, Mutation(PAD, *APART[mistake]))
 
     assert DISAGREED in found
 

@@ -340,9 +340,12 @@ GROUP_MUTANTS = (
     ("scales in the places of another row", "u64(row) * (packs / lanes)", "u64(row) * packs"),
     ("scales that begin anew in each launch", "numel / group_columns : 0", "0 : 0"),
 )
+OF_A_WARP = Mutation(
+    NORM, "__reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))))", "largest"
+)
 
 
-known([NORM], MUTANTS, SCATTER_MUTANTS, GROUP_MUTANTS)
+known([NORM], MUTANTS, SCATTER_MUTANTS, GROUP_MUTANTS, [OF_A_WARP])
 
 
 @pytest.mark.parametrize(("what", "old", "new"), GROUP_MUTANTS, ids=[what for what, *_ in GROUP_MUTANTS])
@@ -355,7 +358,5 @@ def test_a_mistake_in_the_scales_of_groups_is_noticed(what, old, new, few_slots)
 
 def test_a_scale_of_a_warp_alone_is_noticed(few_slots):
     norms = Norms(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, (torch.float32,), (2,), ("dynamic_fp8",))
-    whole = "__reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))))"
-    mutation = Mutation(NORM, whole, "largest")
 
-    assert any(is_noticed(norms, mutation, "plain", seed) for seed in range(4))
+    assert any(is_noticed(norms, OF_A_WARP, "plain", seed) for seed in range(4))
