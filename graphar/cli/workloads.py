@@ -13,7 +13,7 @@ from graphar.errors import GrapharError
 from graphar.numerics.partitions import split
 from graphar.plan.trials import Workload
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
-from graphar.product.multiply.choice import choose, step_of
+from graphar.product.multiply.choice import choose
 from graphar.product.operands import MatmulOperands
 
 _CYCLED_NBYTES = 128 << 20  # the least bytes of the weights of "matmul", used in turn: together they do not fit into L2
@@ -85,7 +85,7 @@ def _matmul(workload: Workload, communicator: Communicator) -> tuple[Callable[[i
         pairs = zip(xs, weights[at % count], strict=True)
         members = [MatmulOperands(x, w, None, out=x.new_empty(m, n)) for x, w in pairs]
         for one in members:
-            choose(engine, work, one).multiply.make(step_of(one))
+            choose(engine, work, one).multiply.make(one.step)
         return [(one.out,) for one in members]
 
     first = [x.to(devices[0]) for x in xs]

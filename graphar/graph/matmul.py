@@ -45,6 +45,7 @@ from graphar.ops import (
 )
 from graphar.ops.register import Op, op_of
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
+from graphar.plan.factors import Factors
 from graphar.plan.matmuls import COLUMNS, prefers_tiles
 
 _aten = torch.ops.aten
@@ -178,7 +179,7 @@ def _why_not_faster(product: Product, places: Places, columns: int) -> str:
     scattered = product.of in _SCATTERED or bool(product.call.get("epilogue"))
     world_size, policy = places.resolve(product.group).size(), places.table.matmul
     scales = scaled.format_of(product.scaled) if product.scaled else ""
-    if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, scales=scales):
+    if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, factors=Factors(scales)):
         return "not known to be faster as one op"
     return ""
 

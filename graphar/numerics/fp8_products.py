@@ -38,6 +38,11 @@ class Scales:
     a: torch.Tensor
     w: torch.Tensor
 
+    @property
+    def format(self) -> str:
+        """What each scale is of: "rows" or "blocks"."""
+        return "blocks" if self.in_blocks else "rows"
+
 
 def scaled_linear(
     a: torch.Tensor,

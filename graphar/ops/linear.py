@@ -14,9 +14,8 @@ from graphar.ops.matmul_operands import scaled_of
 from graphar.ops.register import library, op_named
 from graphar.plan.work import MATMUL_ALLREDUCE
 from graphar.product import operands
-from graphar.product.multiply.leaves import Leaves
-from graphar.product.multiply.scaled import Scaled
-from graphar.product.multiply.step import Step
+from graphar.product.multiply.own import Leaves, Scaled
+from graphar.product.operands import Step
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "linear"

@@ -50,7 +50,7 @@ def check(
         matmul_operands.check(op, a, w, None)
     ranks = [(a, w, residual, weight)]
     if isinstance(a, (list, tuple)):
-        for name, given in (("residual", residual), ("weight", weight)):
+        for name, given in (("w", w), ("residual", residual), ("weight", weight)):
             tensor_checks.check_one_each(op, name, given, a, "a")
         ranks = list(zip(a, w, residual, weight, strict=True))
     if scaled.scales:

@@ -16,8 +16,9 @@ from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.plan import select
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
+from graphar.plan.factors import SCALES
 from graphar.plan.matmuls import tiles_that_serve
-from graphar.plan.work import SCALES, Product, without_seeds
+from graphar.plan.work import Product, without_seeds
 from graphar.product.fused import load_tile, sources_of_tile
 from graphar.product.tile_launches import Tile
 from graphar.runtime.engine import Engine

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.policy import Chip, TileCost
 from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, LEAF_TILES, MatmulTile
-
-_CLUSTERED_WITH_BLOCKS = 0.92  # TileCost.clustered of e4m3 operands with scales of blocks (H100)
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +17,7 @@ class Kind:
     """What tiles are for. There is one object of each kind."""
 
     tiles: tuple[MatmulTile, ...]
-    scales: str = ""  # those of e4m3 operands
+    factors: Factors = PLAIN
 
 
 class Shape(NamedTuple):
@@ -41,9 +40,16 @@ class Sms(NamedTuple):
         return min(self) if max(tile.blocks, tile.tail_split) > 2 else self.count
 
 
-ALONE = {leaves: Kind(tiles) for leaves, tiles in LEAF_TILES.items()}  # by the leaves of K
-ALONE_SCALED = {scales: Kind(FP8_TILES, scales) for scales in ("rows", "blocks")}
-GATHERED = {"": Kind(GATHERED_TILES), **ALONE_SCALED}  # by the scales of operands
+@functools.cache
+def alone(factors: Factors = PLAIN, leaves: int = 1) -> Kind:
+    """Returns the tiles of a plain matmul, which cuts K in so many leaves."""
+    return Kind(LEAF_TILES[leaves] if factors.is_plain else FP8_TILES, factors)
+
+
+@functools.cache
+def gathered(factors: Factors) -> Kind:
+    """Returns the tiles of a matmul that gathers its rows."""
+    return Kind(GATHERED_TILES if factors.is_plain else FP8_TILES, factors)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -52,14 +58,14 @@ def best_tile(kind: Kind, shape: Shape, cost: TileCost, chip: Chip | Sms) -> Mat
 
     A kernel that sends or gathers shares a chip with the kernels of other communicators, and a plain matmul has some
     SMs. The costs are those of 16-bit operands: 128 of K in e4m3 have the bytes of 64 of 16 bits, and the tensor cores
-    multiply them in the same time. Adding the sums of blocks is not counted. With scales of blocks clusters gain. Over
-    72 shapes the chosen tile takes 1.01 of the fastest one's time, and 1.005 with scales of rows (H100).
+    multiply them in the same time. Adding the sums of blocks is not counted. Over 72 shapes the chosen tile takes 1.01
+    of the fastest one's time in e4m3 (H100).
     """
     tiles = [tile for tile in kind.tiles if shape.layout in tile.layouts]
-    rows, n, k, _ = shape = shape._replace(k=max(shape.k // 2, 1)) if kind.scales else shape
+    rows, n, k, _ = shape = shape._replace(k=kind.factors.k_of_16_bits(shape.k))
     if isinstance(chip, Chip):
         return min(tiles, key=lambda tile: clocks(cost, tile, rows, n, k, chip.shared_blocks(cluster=tile.cluster)))
-    cost = replace(cost, clustered=_CLUSTERED_WITH_BLOCKS) if kind.scales == "blocks" else cost
+    cost = replace(cost, clustered=kind.factors.clustered or cost.clustered)
     return min(
         (tile for tile in tiles if _is_useful(tile, shape, chip)), key=lambda tile: _alone(cost, tile, shape, chip)
     )

@@ -13,9 +13,10 @@ from graphar.errors import Reason
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, split
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that, with_kernels
-from graphar.plan.best_tile import GATHERED, Kind, Shape, best_tile
+from graphar.plan.best_tile import Kind, Shape, best_tile, gathered
+from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul
-from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES
+from graphar.plan.scratch import MATMUL_BOX_ROWS
 from graphar.plan.slices import rows_a_launch
 from graphar.plan.tables import Table
 from graphar.plan.tiles import (
@@ -34,9 +35,6 @@ COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 1
 _ROWS = 128  # rows of the tallest MatmulTile of a sum
 _TYPICAL_K = 4096  # of estimates on which ranks with different K agree
 WAVE_TILE = 128  # rows and columns of the tile by which waves are counted
-# A skinny kernel has registers for the sums of one block of 64 rows only, and adds them while nothing is multiplied:
-# 74 us for 64 x 8192 x 14336 between two H200s, and 34 with scales of rows.
-_MOST_ROWS_OF_BLOCKS = 32
 _SKINNY = kernels_that(lambda row: row.is_skinny)
 
 
@@ -56,17 +54,12 @@ def is_skinny(world_size: int, rows: int, columns: int, itemsize: int = 2) -> bo
     return any(rows <= one.row.tiles[-1].rows and nbytes <= one.row.limit(world_size) for one in _SKINNY)
 
 
-def sent_itemsize(work: Product) -> int:
-    """Returns the bytes of an element that a rank sends to be summed in a product of 16-bit elements."""
-    return 4 if work.order == "tree" else 2
-
-
 def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
     """Returns the algorithm of a product of 16-bit elements in one kernel, summed or with gathered rows."""
     rows, columns = sum(work.parts), work.columns
     takers = with_kernels(work.summing_op)
     # With a codec or an epilogue each rank sums its own rows, which no skinny kernel does.
-    itemsize = sent_itemsize(work)
+    itemsize = work.factors.sent_itemsize
     skinny = not work.codec and not work.epilogue and is_skinny(world_size, rows, columns, itemsize)
     fitting = [one for one in takers if one.row.is_skinny == skinny] or takers  # not every op has skinny kernels
     return next(one for one in fitting if one.row.suits(table, world_size, itemsize * rows * columns))
@@ -125,22 +118,20 @@ def prefers_tiles(
     columns: int,
     scattered: bool = False,
     codec: str = "",
-    itemsize: int = 2,
-    scales: str = "",
+    factors: Factors = PLAIN,
 ) -> bool:
     """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum.
 
     The result is [rows, columns]. ``scattered`` says whether each rank sums its own rows even of a skinny result, which
-    no skinny kernel does: in a reduce-scatter, or with an epilogue. ``codec`` is the text of the codec on the wire, and
-    ``itemsize`` the bytes of an element that a rank sends without one: :func:`sent_itemsize`. ``scales`` are those of
-    e4m3 operands. Tiles of e4m3 operands and of fp32 partials have the same threshold as other tiles (e4m3, 512 x 8192
-    between two H200s: 49.7 us in tiles, 56.1 us in two steps). Nothing was measured where more than two communicators
-    share a GPU: a fused kernel has only a share of its SMs.
+    no skinny kernel does: in a reduce-scatter, or with an epilogue. ``codec`` is the text of the codec on the wire.
+    Tiles of e4m3 operands and of fp32 partials have the same threshold as other tiles (e4m3, 512 x 8192 between two
+    H200s: 49.7 us in tiles, 56.1 us in two steps). Nothing was measured where more than two communicators share a GPU:
+    a fused kernel has only a share of its SMs.
     """
     if chip.communicators > 2:
         return False
-    if not scattered and not codec and is_skinny(world_size, rows, columns, itemsize):
-        if scales == "blocks" and rows > _MOST_ROWS_OF_BLOCKS:
+    if not scattered and not codec and is_skinny(world_size, rows, columns, factors.sent_itemsize):
+        if factors.most_skinny_rows and rows > factors.most_skinny_rows:
             return False
         return columns >= policy.skinny_from_columns.get(world_size, math.inf) and _fills_waves(policy, columns, chip)
     if codec and scattered:
@@ -159,7 +150,7 @@ def may_take_one_kernel(work: Product, dtype: torch.dtype) -> bool:
     """Whether some chip has a kernel that multiplies and sums ``work``, whose result has ``dtype``."""
     if work.norm or work.partition not in ("auto", "tiles", BATCH_INVARIANT, TP_INVARIANT):
         return False
-    if work.columns % COLUMNS or dtype not in MATMUL_TYPES or (work.scales and work.codec):
+    if work.columns % COLUMNS or dtype not in MATMUL_TYPES or (work.codec and not work.factors.is_plain):
         return False
     return not work.codec or travels_in_tiles(codec_of_text(work.codec), work.columns)
 
@@ -171,8 +162,7 @@ def takes_one_kernel(work: Product, policy: MatmulPolicy, chip: Chip, world_size
     if work.partition == "tiles":
         return True
     shape, scattered = (sum(work.parts), work.columns), work.scattered or work.epilogue is not None
-    sent = work.codec, sent_itemsize(work), work.scales
-    return prefers_tiles(policy, chip, world_size, *shape, scattered, *sent)
+    return prefers_tiles(policy, chip, world_size, *shape, scattered, work.codec, work.factors)
 
 
 def why_not_columns(work: Product, chip: Chip, world_size: int) -> Reason | None:
@@ -186,7 +176,7 @@ def why_not_columns(work: Product, chip: Chip, world_size: int) -> Reason | None
 
 def summed_rows_a_launch(work: Product, world_size: int) -> int:
     """Returns how many rows of each rank's part one launch sums. Partials take several places in the scratch."""
-    return rows_a_launch(world_size, work.columns, MATMUL_PARTIAL_PLACES if work.order == "tree" else 1)
+    return rows_a_launch(world_size, work.columns, work.factors.sent_places)
 
 
 # ---- the tiles of fused kernels -------------------------------------------------------------------------------------
@@ -194,21 +184,22 @@ def summed_rows_a_launch(work: Product, world_size: int) -> int:
 
 def tiles_that_serve(algorithm: Algorithm, work: Product, world_size: int) -> Kind:
     """Returns the tiles that a fused algorithm has for a product's factors and for what it sends."""
-    as_tree = work.order == "tree" and algorithm.row.sends_tiles
-    return _kind(algorithm, work.scales, work.leaves(world_size) if as_tree else 0, bool(work.codec))
+    factors = work.factors._replace(own=False)
+    leaves = work.leaves(world_size) if factors.as_tree and algorithm.row.sends_tiles else 0
+    return _kind(algorithm, factors, leaves, bool(work.codec))
 
 
 @functools.cache
-def _kind(algorithm: Algorithm, scales: str, leaves: int, is_encoded: bool) -> Kind:
+def _kind(algorithm: Algorithm, factors: Factors, leaves: int, is_encoded: bool) -> Kind:
     row = algorithm.row
-    if row.is_skinny or not (scales or leaves or is_encoded):
-        return Kind(row.tiles, scales)
+    if row.is_skinny or (factors.is_plain and not (leaves or is_encoded)):
+        return Kind(row.tiles, factors)
     if leaves:
         return Kind(PARTIAL_TILES[leaves])
-    if not scales:
+    if factors.is_plain:
         return Kind(narrow(row.tiles))
     reduced = REDUCED_FP8_TILES if algorithm.op == MATMUL_ALLREDUCE else SCATTERED_FP8_TILES
-    return Kind(reduced, scales) if row.sends_tiles else GATHERED[scales]
+    return Kind(reduced, factors) if row.sends_tiles else gathered(factors)
 
 
 def tiles_to_load(
@@ -220,13 +211,13 @@ def tiles_to_load(
     tile by an estimate. Tiles of a sum have equally many columns, so that warpgroup tiles have the same width on ranks
     with different K: :func:`tile_for`.
     """
-    kind, as_tree = tiles_that_serve(algorithm, work, world_size), work.order == "tree"
+    kind, as_tree = tiles_that_serve(algorithm, work, world_size), work.factors.as_tree
     if algorithm.row.is_skinny:
         return (skinny_tile(sum(work.parts), work.leaves(world_size) if as_tree else None),)
     if not algorithm.row.sends_tiles:
         return kind.tiles
     numel = sum(work.parts) * work.columns
-    if numel >= policy.estimated_below_numel and not work.scales:
+    if numel >= policy.estimated_below_numel and work.factors.is_plain:
         tile = policy.large_tile if numel >= policy.large_from_numel else policy.small_tile
         if not as_tree:
             # With a codec fewer bytes travel, so the tensor cores are the limit for every K.
@@ -234,7 +225,7 @@ def tiles_to_load(
             return (policy.alternating_tile, tile) if alternates else (tile,)
         if alike := [one for one in kind.tiles if one.size == tile.size]:
             return (alike[0],)
-    kind = kind if work.scales else _without(kind, policy.large_tile, policy.alternating_tile)
+    kind = _without(kind, policy.large_tile, policy.alternating_tile) if work.factors.is_plain else kind
     return (best_tile(kind, Shape(work.parts, work.columns, _TYPICAL_K), policy.cost, chip),)
 
 

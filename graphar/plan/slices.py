@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from graphar.numerics.fp8_products import BLOCK
 from graphar.plan.algorithms import Algorithm
+from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.row import Slicing
 from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, PACK_NBYTES, boxes_a_slot
 
@@ -79,12 +79,7 @@ def rows_a_launch(world_size: int, columns: int, places: int = 1) -> int:
     return boxes_a_slot(world_size) // places // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
 
 
-def gathered_rows_a_launch(algorithm: Algorithm, world_size: int, k: int, scales: str = "") -> int:
-    """Returns how many rows of each rank one launch of an all-gather + matmul handles; rows have ``k`` elements.
-
-    ``scales``: "rows" or "blocks", of elements in e4m3, which travel with their scales; else elements have 16 bits.
-    """
-    nbytes = -(-k * (1 if scales else 2) // PACK_NBYTES) * PACK_NBYTES
-    of_row = {"": 0, "rows": 1, "blocks": -(-k // BLOCK)}[scales]  # `of_row` in device/matmul/scaled_products.cuh
-    rows = algorithm.row.scratch(world_size).capacity * PACK_NBYTES // (nbytes + 4 * of_row)
+def gathered_rows_a_launch(algorithm: Algorithm, world_size: int, k: int, factors: Factors = PLAIN) -> int:
+    """Returns how many rows of each rank one launch of an all-gather + matmul handles; rows have ``k`` elements."""
+    rows = algorithm.row.scratch(world_size).capacity * PACK_NBYTES // factors.row_nbytes(k)
     return rows // _ROWS_OF_TILES * _ROWS_OF_TILES or rows

@@ -30,12 +30,12 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
-from graphar.numerics.partitions import TP_INVARIANT
+from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
+from graphar.plan.factors import Factors
 from graphar.plan.scratch import PACK_NBYTES
 
 MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER = "fused_matmul_allreduce", "fused_matmul_reducescatter"
 ALLGATHER_MATMUL = "fused_allgather_matmul"
-SCALES = ("rows", "blocks")  # what each scale of e4m3 operands is of
 MAX_TENSORS = 4  # of one launch: `max_tensors` in cuda_src/device/arguments.cuh
 
 _SEED = re.compile(", seed=[0-9]+")
@@ -228,19 +228,19 @@ class Product(NamedTuple):
     gathered: bool = False  # of an all-gather, whether the gathered rows are wanted as well
     # Whether W is constant: (26) in cuda_src/device/sync/kernel_order.cuh. Ranks may differ in it.
     constant_weight: bool = False
-    scales: str = ""  # one of SCALES, of e4m3 operands: the call has the result's dtype; or an empty string
+    scales: str = ""  # as Factors has them; the call has the result's dtype
 
     unit = "rows"
 
     @property
-    def beside(self) -> str:
-        """What every rank does beside its sum, in words, or an empty string."""
-        return f"products of e4m3 operands with scales of {self.scales}" if self.scales else ""
+    def factors(self) -> Factors:
+        """What is multiplied, and in which order it is added."""
+        return Factors(self.scales, self.order, self.partition in (BATCH_INVARIANT, TP_INVARIANT))
 
     @property
-    def product_inputs(self) -> int:
-        """How many of a rank's inputs, the first ones, are of its product: ``a`` and ``w``, and their scales."""
-        return 4 if self.scales else 2
+    def beside(self) -> str:
+        """What every rank does beside its sum, in words, or an empty string."""
+        return self.factors.words
 
     @property
     def summing_op(self) -> str:

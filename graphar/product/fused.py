@@ -12,7 +12,6 @@ import torch
 from graphar.errors import Reason, UnsupportedError
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
-from graphar.numerics.fp8_products import Scales
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.best_tile import Shape, best_tile
 from graphar.plan.call import Call, Operands
@@ -21,11 +20,9 @@ from graphar.plan.matmuls import summed_rows_a_launch, tile_for, tiles_that_serv
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
-from graphar.plan.tiles import LAYOUTS
 from graphar.plan.work import Product
-from graphar.product import scaled_gemm
-from graphar.product.gemm import STORE_COLUMNS, layout_of, why_not
-from graphar.product.multiply.leaves import in_whole_loads
+from graphar.product.gemm import STORE_COLUMNS, layout_of, weight_of, why_not
+from graphar.product.multiply.own import in_whole_loads
 from graphar.product.operands import MatmulOperands, operands_of
 from graphar.product.tensor_maps import Matrix, aligned_copy, aligned_like, matrix_of
 from graphar.product.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
@@ -33,7 +30,7 @@ from graphar.ranks import agreement
 from graphar.runtime import launcher
 from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.catalogue import SCALE_FORMATS, KernelSource, fused_matmul_source
+from graphar.runtime.catalogue import KernelSource, fused_matmul_source
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid
 from graphar.runtime.launcher import Launch as KernelLaunch
@@ -55,7 +52,7 @@ def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Ti
     # The codec's type and not its text, which has the seed: ranks may have different seeds.
     follows = wire.type_name if wire else epilogue and epilogue.kernel
     words = agreement.words_of_tile(algorithm, dtype, tile, work)
-    return runner.kernels.prepare_all((algorithm, dtype, tile, follows, _scales_of(work)), algorithm, words, load)
+    return runner.kernels.prepare_all((algorithm, dtype, tile, follows, str(work.factors)), algorithm, words, load)
 
 
 def sources_of_tile(
@@ -63,13 +60,9 @@ def sources_of_tile(
 ) -> dict[tuple[Tile, str], KernelSource]:
     """Returns the sources of a tile's kernels, by tile and layout of W."""
     wire = codec_of_text(work.codec) if work.codec else None
-    how = work.epilogue and work.epilogue.generated, wire, _scales_of(work)
-    kinds = [(tile, layout) for layout in (LAYOUTS[:1] if work.scales else tile.layouts)]
+    how = work.epilogue and work.epilogue.generated, wire, str(work.factors)
+    kinds = [(tile, layout) for layout in tile.layouts if layout in work.factors.layouts]
     return {kind: fused_matmul_source(algorithm, dtype, world_size, *kind, *how) for kind in kinds}
-
-
-def _scales_of(work: Product) -> str:
-    return SCALE_FORMATS[work.scales == "blocks"] if work.scales else ""
 
 
 def fused_matmul(
@@ -197,12 +190,12 @@ class FusedMatmul(ABC):
         if given.is_copy_of(own):
             return None
         (one,), (member,) = self._slices, self._runner.members
-        operands = work.product_inputs + work.bias
+        operands = work.factors.inputs + work.bias
         corner = self._corner(member, given, one)
         (first, always), launches = self._again(given.a), BoundedCache[Launch]()
 
         def launch(inputs, outputs, numbers, _=None) -> None:
-            # Each launch is given the address of the gathered rows, but bound to that of their scales.
+            # Each launch is given the address of the gathered rows, but bound to those of the results after them.
             key = tuple([x.data_ptr() for x in (*inputs[:operands], outputs[0], *outputs[2:])])
             bound = launches.get(key)
             if bound is None:
@@ -222,13 +215,9 @@ class FusedMatmul(ABC):
     def _launch(self, member: Member, own: MatmulOperands, one: Slice) -> Launch:
         """Returns one member's launch of a slice, bound to the addresses of its operands; cached."""
         at = member.rank if self._engine.devices else 0
-        layout = layout_of(own.w)
-        w = matrix_of(own.w if layout == "by_rows" else own.w.t())
-        pointers = [0 if x is None else x.data_ptr() for x in (own.bias, self._timelines and self._timelines[at])]
-        of_gathered = 0 if own.gathered_scales is None else own.gathered_scales.data_ptr()
-        scales = own.scales and scaled_gemm.placed(own.scales)
-        a = self._matrix_of_a(own.a)
-        matrices = Matrices(a, w, layout, own.out, *pointers, own.constant_weight, scales, of_gathered)
+        (layout, w), a = weight_of(own.w), self._matrix_of_a(own.a)
+        bias, timeline = [0 if x is None else x.data_ptr() for x in (own.bias, self._timelines and self._timelines[at])]
+        matrices = Matrices(a, w, layout, own.out, bias, timeline, own.constant_weight, own.placed)
         tile = self._tile_of(own, one, layout)
         key = (member.rank, one, tile, matrices.key, own.given_k)
         launch = self._launches.get(key)
@@ -271,26 +260,20 @@ class Summed(FusedMatmul):
 
     def _words(self, own: MatmulOperands, one: Slice) -> str:
         k = own.a.shape[1] if own.given_k is None else own.given_k
-        as_tree = self._call.work.order == "tree"
+        as_tree = self._call.work.factors.as_tree
         return agreement.words_of_matmul_launch(self._call, self.algorithm, one, k if as_tree else None)
 
     def _place(self, own: MatmulOperands) -> MatmulOperands:
-        a, w, out, scales = own.a, own.w, own.out, own.scales
-        if a.shape[1] == 0:
-            a, w = (x.new_zeros(len(x), PACK_NBYTES // x.dtype.itemsize) for x in (a, w))
-            if scales and scales.in_blocks:  # there are none
-                scales = Scales(True, *[x.new_ones(1, 1, dtype=torch.float32).expand(len(x), 1) for x in (a, w)])
-        leaves = self._call.work.leaves(self._engine.world_size)
-        a, w = in_whole_loads(a, leaves), in_whole_loads(w, leaves)
+        whole, leaves, out = own.with_columns(), self._call.work.leaves(self._engine.world_size), own.out
+        a, w = in_whole_loads(whole.a, leaves), in_whole_loads(whole.w, leaves)
         given_k = None if a.shape[1] == own.a.shape[1] else own.a.shape[1]
         if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
             out = torch.empty_like(out)
-        w = w if (matrix_of(w) if scales else layout_of(w)) else aligned_copy(w)
+        w = w if layout_of(w) in own.layouts else aligned_copy(w)
         placed = replace(
-            own,
+            whole,
             a=a if matrix_of(a) else aligned_copy(a),
             w=w,
-            scales=scales,
             bias=None if own.bias is None else own.bias.contiguous(),
             out=out,
             constant_weight=own.constant_weight and w is own.w,  # the kernel before writes a copy
@@ -322,7 +305,7 @@ class Gathered(FusedMatmul):
     """Each tile begins when its rows have arrived."""
 
     def _cut(self, work: Product) -> list[Slice]:
-        step = gathered_rows_a_launch(self.algorithm, self._engine.world_size, work.columns, work.scales)
+        step = gathered_rows_a_launch(self.algorithm, self._engine.world_size, work.columns, work.factors)
         return row_slices(work.parts, step)
 
     def _tile_of(self, own: MatmulOperands, one: Slice, layout: str) -> Tile:
@@ -358,27 +341,17 @@ class Gathered(FusedMatmul):
 
 def place_gathering(own: MatmulOperands) -> MatmulOperands:
     """Returns the operands of gathered tiles as kernels take them, in part copies."""
-    k, n, scales = own.a.shape[1], own.w.shape[0], own.scales
-    if n == 0:  # this rank sends its rows all the same
-        own = replace(
-            own,
-            w=own.w.new_zeros(STORE_COLUMNS, k),
-            bias=None,
-            out=own.out.new_empty(len(own.out), STORE_COLUMNS),
-            # Zeros in place of tensors without elements, as many as a kernel reads.
-            tensors=tuple([x if x.numel() else x.new_zeros(len(own.out) * STORE_COLUMNS) for x in own.tensors]),
-            scales=scales and replace(scales, w=scales.w.new_zeros(STORE_COLUMNS, scales.w.shape[1])),
-        )
+    k, own = own.a.shape[1], own.with_features(STORE_COLUMNS)  # a rank without features sends its rows all the same
     # The rows are sent as they lie: without gaps, and each in whole packs.
     in_packs = k * own.a.dtype.itemsize % PACK_NBYTES == 0
     whole = in_packs and own.a.is_contiguous() and own.a.data_ptr() % PACK_NBYTES == 0
-    rows, layouts = own.gathered, ("by_rows",) if scales else LAYOUTS  # tensor cores transpose no e4m3
+    rows = own.gathered
     return replace(
         own,
         a=own.a if whole else aligned_copy(own.a),
-        w=own.w if layout_of(own.w) in layouts else aligned_copy(own.w),
+        w=own.w if layout_of(own.w) in own.layouts else aligned_copy(own.w),
         bias=None if own.bias is None else own.bias.contiguous(),
-        out=own.out if n % STORE_COLUMNS == 0 else aligned_like(own.out),
+        out=own.out if len(own.w) % STORE_COLUMNS == 0 else aligned_like(own.out),
         gathered=rows if rows is None or in_packs else aligned_like(rows),
     )
 
@@ -392,5 +365,4 @@ def _placed_or_same(placed: MatmulOperands, own: MatmulOperands) -> MatmulOperan
 
 def _why_not(own: MatmulOperands) -> Reason | None:
     """Returns why a kernel cannot take one rank's operands. Ranks may differ in alignment."""
-    of_kind = scaled_gemm.why_not if own.scales else why_not
-    return "a rank has nothing to add" if own.a.numel() == 0 else of_kind(own.a, own.w, own.out)
+    return "a rank has nothing to add" if own.a.numel() == 0 else why_not(own.a, own.w, own.out)

@@ -20,7 +20,7 @@ from graphar.plan.work import Parts, Product, TensorTuple
 from graphar.product.fused import fused_matmul
 from graphar.product.gathered_chunks import GatheredChunks
 from graphar.product.multiply import by_torch
-from graphar.product.multiply.choice import choose, explained, step_of
+from graphar.product.multiply.choice import choose, explained
 from graphar.product.operands import flat, operands_of
 from graphar.product.then import after
 from graphar.runtime.engine import Engine
@@ -47,49 +47,46 @@ def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> st
     between ranks.
     """
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
-    like = a.new_empty(0, dtype=call.dtype) if work.scales else a
+    like = a if a.dtype == call.dtype else a.new_empty(0, dtype=call.dtype)  # results have it
     if work.partition == "none" or not a.is_cuda or like.dtype not in algorithm.row.dtypes:
         return "none"
     with engine.keeping_failure():
         if engine.why_no_kernel(work.op, like):
             return "none"
     k, rows, has_tiles = work.columns, sum(work.parts), engine.runner.chip.arch == MATMUL_ARCH
-    if not k or not gathered_rows_a_launch(algorithm, engine.world_size, k, work.scales):
+    if not k or not gathered_rows_a_launch(algorithm, engine.world_size, k, work.factors):
         return "none"
     by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, engine.runner.chip)
     method = by_table if work.partition == "auto" else work.partition
-    if work.order == "tree" or (work.epilogue and work.partition == "auto"):
+    if work.factors.as_tree or (work.epilogue and work.partition == "auto"):
         method = "tiles"  # elsewhere an epilogue is some twenty kernels of torch
-    method = "tiles" if work.scales and method == "chunks" else method  # torch multiplies no chunks with scales
+    if method == "chunks" and not work.factors.is_plain:
+        method = "tiles"  # torch multiplies plain chunks only
     served = has_tiles if method == "tiles" else not work.epilogue
     return method if served else "none"
 
 
 def _gathered_then_multiplied(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan:
     work = call.work
-    is_plain = not (work.scales or work.epilogue or work.order == "tree")
+    is_plain = work.factors.is_plain and not (work.epilogue or work.factors.as_tree)
     shape = sum(work.parts), work.columns
 
     def rows_of(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
         rows = outputs[1].view(shape) if work.gathered else inputs[0].new_empty(shape)
-        if not work.scales:
+        if work.factors.is_plain:  # most calls; each call of Python counts
             return (inputs[0].flatten(0, -2).contiguous(),), (rows,)
         one = operands_of(work, Operands(inputs, outputs))
-        scales = one.gathered_scales
-        if scales is None:
-            scales = one.scales.a.new_empty(len(one.out), one.scales.a.shape[1])
-        return (one.a.contiguous(), one.scales.a.contiguous()), (rows, scales)
+        return one.rows, one.room_for_rows(rows)
 
     first = operands_of(work, ranks[0])
     multiply, _ = choose(engine, work, first)
 
     def multiply_rows(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], made: Tensors) -> None:
-        if is_plain:  # most calls; each call of Python counts
+        if is_plain:  # most calls, too
             by_torch.multiply(made[0], inputs[1], inputs[2] if work.bias else None, flat(outputs[0]))
             return
         one = operands_of(work, Operands(inputs, outputs, numbers))
-        scales = one.scales and replace(one.scales, a=made[1])
-        step = step_of(one)._replace(a=made[0], scales=scales)
+        step = one.with_rows(*made)
         if not work.epilogue:
             multiply.make(step)
             return
@@ -108,7 +105,7 @@ def _gathered_then_multiplied(engine: Engine, call: Call[Product], ranks: Sequen
 
 
 def _gather(call: Call[Product], parts: Tensors) -> Call:
-    """Returns the call that gathers each rank's rows, and with them their scales if they have some."""
+    """Returns the call that gathers each rank's rows, and what goes with them."""
     work = call.work
     follow = f"followed by epilogue {work.epilogue.words}" if work.epilogue else ""
     words = ", ".join(filter(None, (work.beside, follow)))

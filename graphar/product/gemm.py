@@ -1,4 +1,7 @@
-"""graphar's matmul kernel, cuda_src/matmul/matmul.cu, for sm_90a; it takes as many SMs as the caller gives it."""
+"""graphar's matmul kernel, cuda_src/matmul/matmul.cu, for sm_90a; it takes as many SMs as the caller gives it.
+
+It has operands of 16 bits, whose K may be cut in leaves, and operands in e4m3 with fp32 scales.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphar.errors import Reason, UnsupportedError
+from graphar.numerics.fp8_products import FP8, Scales, check_operands, checked_scales
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
-from graphar.plan.best_tile import ALONE, Shape, Sms, best_tile
+from graphar.plan.best_tile import Shape, Sms, alone, best_tile
+from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.policy import TileCost
-from graphar.plan.tiles import LEAF_COUNTS, LEAF_TILES, MatmulTile
-from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
+from graphar.plan.tiles import FP8_TILES, LEAF_COUNTS, LEAF_TILES, MatmulTile
+from graphar.product.operands import PlacedScales, kernel_arguments, placed
+from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, loaded, matrix_of, tensor_map
 from graphar.runtime import launcher
-from graphar.runtime.arguments import MatmulArguments
-from graphar.runtime.catalogue import matmul_source
+from graphar.runtime.catalogue import matmul_source, scaled_matmul_source
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.user_tables import find_table
 
@@ -84,18 +89,84 @@ def matmul(
         raise ValueError(f"matmul: leaves must be one of {LEAF_COUNTS}, got {leaves}")
     if tile and tile.leaves != leaves:
         raise ValueError(f"matmul: {tile} adds {tile.leaves} leaves, got leaves={leaves}")
+    return _multiplied("matmul", a, w, out, bias, sms, tile, order, leaves, out_dtype)
+
+
+def scaled_matmul(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    a_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    sms: int | None = None,
+    tile: MatmulTile | None = None,
+    order: Order | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Returns ``(a * a_scale) @ (w * w_scale).T + bias`` of e4m3 operands, accumulated in fp32 and rounded once.
+
+    The order is that of :func:`graphar.numerics.fp8_products.scaled_linear`: blocks of 128 of K are accumulated by the
+    tensor cores from zero, and added in fp32 in the order of K. An element depends on its row of ``a``, its row of
+    ``w`` and their scales alone, for every tile and every number of rows. It is queued on torch's current stream.
+
+    Args:
+        a: [M, K], torch.float8_e4m3fn, on a device of sm_90a. Its rows are contiguous and begin at multiples of 16
+            bytes.
+        w: [N, K], likewise, as torch.nn.Linear stores it. N is a multiple of 8.
+        out: [M, N] of ``out_dtype``, takes the result; overlaps no operand. None: a new tensor.
+        a_scale: fp32, with any strides: of rows [M, 1], or one number; of blocks [M, ceil(K / 128)].
+        w_scale: fp32, with any strides: of rows [N, 1], [1, N], or one number; of blocks [ceil(N / 128), ceil(K /
+            128)]. Scales that could be of either format are of rows.
+        bias: [N], contiguous, with the dtype of the result. Not for results in fp32.
+        sms: how many SMs to take; None: all.
+        tile: one of FP8_TILES; None: the one with the least estimated time.
+        order: the order of the tiles of C.
+        out_dtype: the dtype of the result: torch.bfloat16, torch.float16, or torch.float32 for the sum that is not
+            rounded, such as a rank's partial.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices, shapes or scales that do not fit together; less than one SM; another
+            tile.
+        UnsupportedError: :func:`why_not` has a reason, or the kernel is not loaded yet while a graph is captured.
+    """
+    check_operands("scaled_matmul", a, w, bias, out_dtype)
+    scales = checked_scales("scaled_matmul", a, w, a_scale, w_scale)
+    if bias is not None and not bias.is_contiguous():
+        raise ValueError("scaled_matmul: bias must be contiguous")
+    _check_out("scaled_matmul", a, w, out, out_dtype, "out_dtype")
+    if tile and tile not in FP8_TILES:
+        raise ValueError(f"scaled_matmul: tile must be one of FP8_TILES, got {tile}")
+    return _multiplied("scaled_matmul", a, w, out, bias, sms, tile, order, 1, out_dtype, scales)
+
+
+def _multiplied(
+    op: str,
+    a: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    sms: int | None,
+    tile: MatmulTile | None,
+    order: Order | None,
+    leaves: int,
+    out_dtype: torch.dtype | None,
+    scales: Scales | None = None,
+) -> torch.Tensor:
+    """Returns the product of operands that were checked."""
     if sms is not None and sms < 1:
-        raise ValueError(f"matmul: sms must be 1 or more, got {sms}")
+        raise ValueError(f"{op}: sms must be 1 or more, got {sms}")
     out = a.new_empty(a.shape[0], w.shape[0], dtype=out_dtype) if out is None else out
     if out.numel() == 0:
         return out
     if a.shape[1] == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-    if reason := why_not(a, w, out, leaves):
-        raise UnsupportedError(f"matmul: {reason}")
-    if tile and (layout := layout_of(w)) not in tile.layouts:
-        raise ValueError(f"matmul: {tile} serves weights {' or '.join(tile.layouts)}, got one {layout}")
-    enqueue = bind(a, w, out, bias, sms, tile, order, leaves)
+    if reason := (None if scales else why_none_like(a)) or why_not(a, w, out, leaves):
+        raise UnsupportedError(f"{op}: {reason}")
+    if tile and (layout := weight_of(w)[0]) not in tile.layouts:
+        raise ValueError(f"{op}: {tile} serves weights {' or '.join(tile.layouts)}, got one {layout}")
+    enqueue = bind(a, w, out, bias, sms, tile, order, leaves, scales)
     with torch.cuda.device(a.device):
         enqueue(torch.cuda.current_stream().cuda_stream)
     return out
@@ -110,23 +181,27 @@ def bind(
     tile: MatmulTile | None = None,
     order: Order | None = None,
     leaves: int = 1,
+    scales: Scales | None = None,
 ) -> Callable[[int], None]:
     """Returns a function of a stream's handle that launches ``out = a @ w.T + bias``; its device must be current.
 
-    It loads the kernel. The caller has checked the arguments of :func:`matmul`: K and ``out`` are not empty, and
-    :func:`why_not` has no reason. The dtype of ``out`` is ``out_dtype``.
+    It loads the kernel. The caller has checked the arguments of :func:`matmul` or :func:`scaled_matmul`: K and ``out``
+    are not empty, and :func:`why_not` has no reason. The dtype of ``out`` is ``out_dtype``.
     """
-    device, layout = a.device.index, layout_of(w)
+    device, (layout, weights), (m, n) = a.device.index, weight_of(w), out.shape
     sms = sms or launcher.sm_count(device)
-    tile = tile or default_tile(device, *out.shape, a.shape[1], sms, layout, leaves)
-    weights = matrix_of(w if layout == "by_rows" else w.t())
-    pointer = 0 if bias is None else bias.data_ptr()
+    factors = Factors(scales.format) if scales else PLAIN
+    tile = tile or default_tile(device, m, n, a.shape[1], sms, layout, leaves, factors)
+    pointer, of = 0 if bias is None else bias.data_ptr(), scales and placed(scales)
     with torch.cuda.device(device):
-        return _bind(device, tile, layout, sms, order or Order(), matrix_of(a), weights, matrix_of(out), pointer)
+        operands = loaded(a), weights, loaded(out)
+        return _bind(device, tile, layout, sms, order or Order(), *operands, pointer, of)
 
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> Reason | None:
-    """Returns why the kernel cannot compute ``out`` from ``a`` and ``w`` in ``leaves``."""
+    """Returns why the kernel cannot compute ``out`` from ``a`` and ``w`` in ``leaves``; in e4m3 they have scales."""
+    if a.dtype == FP8:
+        return why_not_on(a.device) or why_not_lying(a=a, w=w, out=out)
     if reason := why_none_like(a):
         return reason
     if reason := why_not_lying(a=a, out=out):
@@ -162,13 +237,22 @@ def why_not_on(device: torch.device) -> Reason | None:
     return None
 
 
-def default_tile(device: int, m: int, n: int, k: int, sms: int, layout: str = "by_rows", leaves: int = 1) -> MatmulTile:
+def default_tile(
+    device: int,
+    m: int,
+    n: int,
+    k: int,
+    sms: int,
+    layout: str = "by_rows",
+    leaves: int = 1,
+    factors: Factors = PLAIN,
+) -> MatmulTile:
     """Returns the tile that :func:`matmul` takes by default for [m, k] times [k, n] on ``sms`` SMs of a device.
 
     ``layout`` is the layout of the weight, one of LAYOUTS, and ``leaves`` one of LEAF_COUNTS.
     """
     in_clusters = _sms_in_clusters(device) if leaves > 2 else 0
-    return best_tile(ALONE[leaves], Shape((m,), n, k, layout), cost_on(device), Sms(sms, in_clusters))
+    return best_tile(alone(factors, leaves), Shape((m,), n, k, layout), cost_on(device), Sms(sms, in_clusters))
 
 
 @functools.cache
@@ -188,30 +272,43 @@ def cost_on(device: int) -> TileCost:
 def _check(
     a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
-    tensors = {"a": a, "w": w, "out": out, "bias": bias}
-    for name, x in tensors.items():
-        if x is None:
+    for name, x, dimensions in (("a", a, 2), ("w", w, 2), ("bias", bias, 1)):
+        if x is None and name == "bias":
             continue
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"matmul: {name} must be a torch.Tensor, got {type(x).__name__}")
-        wanted = (name == "out" and out_dtype) or a.dtype
-        if x.dtype != wanted:
-            whose = "the dtype of a" if wanted == a.dtype else "out_dtype"
-            raise TypeError(f"matmul: {name} must have {whose}, {wanted}, got {x.dtype}")
-        if x.device != a.device:
-            raise ValueError(f"matmul: {name} must be on the device of a, {a.device}, got {x.device}")
-        if x.ndim != (1 if name == "bias" else 2):
-            raise ValueError(f"matmul: {name} must have {1 if name == 'bias' else 2} dimensions, got {list(x.shape)}")
+        _check_tensor("matmul", name, x, a)
+        if x.ndim != dimensions:
+            raise ValueError(f"matmul: {name} must have {dimensions} dimensions, got {list(x.shape)}")
     if out_dtype not in (None, a.dtype, torch.float32):
         raise TypeError(f"matmul: out_dtype must be torch.float32 or the dtype of a, {a.dtype}, got {out_dtype}")
     if a.shape[1] != w.shape[1]:
         raise ValueError(f"matmul: a and w must have equally many columns, got {list(a.shape)} and {list(w.shape)}")
-    if out is not None and out.shape != (a.shape[0], w.shape[0]):
-        raise ValueError(f"matmul: out must be {[a.shape[0], w.shape[0]]}, got {list(out.shape)}")
+    wanted = out_dtype or a.dtype
+    _check_out("matmul", a, w, out, wanted, "the dtype of a" if wanted == a.dtype else "out_dtype")
     if bias is not None and (bias.shape[0] != w.shape[0] or not bias.is_contiguous()):
         raise ValueError(f"matmul: bias must be {[w.shape[0]]} and contiguous, got {list(bias.shape)}")
     if bias is not None and out_dtype == torch.float32:
         raise ValueError("matmul: a bias is added to rounded results only, got out_dtype=torch.float32")
+
+
+def _check_out(
+    op: str, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, whose: str
+) -> None:
+    if out is None:
+        return
+    _check_tensor(op, "out", out, a, dtype, whose)
+    if out.shape != (a.shape[0], w.shape[0]):
+        raise ValueError(f"{op}: out must be {[a.shape[0], w.shape[0]]}, got {list(out.shape)}")
+
+
+def _check_tensor(
+    op: str, name: str, x: object, a: torch.Tensor, dtype: torch.dtype | None = None, whose: str = "the dtype of a"
+) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype != (dtype or a.dtype):
+        raise TypeError(f"{op}: {name} must have {whose}, {dtype or a.dtype}, got {x.dtype}")
+    if x.device != a.device:
+        raise ValueError(f"{op}: {name} must be on the device of a, {a.device}, got {x.device}")
 
 
 def layout_of(w: torch.Tensor) -> str | None:
@@ -219,6 +316,12 @@ def layout_of(w: torch.Tensor) -> str | None:
     if matrix_of(w) is not None:
         return "by_rows"
     return "by_columns" if matrix_of(w.t()) is not None else None
+
+
+def weight_of(w: torch.Tensor) -> tuple[str, Matrix]:
+    """Returns the layout of a weight that kernels load, and the weight as it lies in memory."""
+    by_rows = matrix_of(w)
+    return ("by_rows", by_rows) if by_rows else ("by_columns", loaded(w.t()))
 
 
 def operand_maps(tile: MatmulTile, layout: str, a: Matrix, w: Matrix) -> list[TensorMap]:
@@ -238,9 +341,14 @@ def weight_map(tile: MatmulTile, layout: str, w: Matrix) -> TensorMap:
 
 
 @functools.cache
-def _function(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype):
-    source = matmul_source(dtype, tile, layout, out_dtype)
-    return launcher.load(source, device, tile.shared_nbytes, f"matmul: {tile} for {dtype}")
+def _function(
+    device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype, scale_format: str = ""
+):
+    if scale_format:
+        source, what = scaled_matmul_source(tile, out_dtype, scale_format), f"scaled_matmul: {tile} for {out_dtype}"
+    else:
+        source, what = matmul_source(dtype, tile, layout, out_dtype), f"matmul: {tile} for {dtype}"
+    return launcher.load(source, device, tile.shared_nbytes, what)
 
 
 @functools.cache
@@ -256,31 +364,40 @@ def _grid(tile: MatmulTile, clusters: int) -> Grid:
 
 @functools.lru_cache(maxsize=1024)
 def _bind(
-    device: int, tile: MatmulTile, layout: str, sms: int, order: Order, a: Matrix, w: Matrix, c: Matrix, bias: int
+    device: int,
+    tile: MatmulTile,
+    layout: str,
+    sms: int,
+    order: Order,
+    a: Matrix,
+    w: Matrix,
+    c: Matrix,
+    bias: int,
+    scales: PlacedScales | None = None,
 ) -> Callable[[int], None]:
     """Returns a function that launches the matmul on a stream, at each call."""
     n = w.rows if layout == "by_rows" else w.columns
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
-    arguments = MatmulArguments(bias, a.rows, n, a.columns, order.first_row % rows, min(order.group_rows, rows))
-    arguments.c, arguments.c_leading = c.pointer, c.leading
+    sizes = bias, a.rows, n, a.columns, order.first_row % rows, min(order.group_rows, rows)
     maps = [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS)]
-    dtypes = a.dtype, c.dtype
 
     def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:
         """Returns the launch of some of the tiles, numbered in their order."""
-        given = MatmulArguments.from_buffer_copy(arguments)
-        given.first_tile, given.end_tile = first, end
+        given = kernel_arguments(scales, *sizes)
+        if not scales:
+            given.c, given.c_leading, given.first_tile, given.end_tile = c.pointer, c.leading, first, end
         clusters = min(max(sms // tile.blocks, 1), end - first)
+        kernel = a.dtype, tile, layout, c.dtype
         if tile.split > 1:
             # Clusters that find no room begin when others end, and would then compute all their tiles.
-            clusters = min(clusters, _clusters_at_once(device, dtypes[0], tile, layout, dtypes[1]))
-        function = _function(device, dtypes[0], tile, layout, dtypes[1])
+            clusters = min(clusters, _clusters_at_once(device, *kernel))
+        function = _function(device, *kernel, *([scales.template] if scales else []))
         return Launch(function, [*maps, given], _grid(tile, clusters))
 
     tiles, tail = rows * columns, tile.of_tail
     whole = tiles // sms * sms if tail else tiles
     steps = [launch_of(replace(tile, tail_split=1), 0, whole)] if whole else []
-    steps += [launch_of(tail, whole, tiles)] if whole < tiles else []
+    steps += [launch_of(tail, whole, tiles)] if tail and whole < tiles else []
     return steps[0].enqueue if len(steps) == 1 else functools.partial(_enqueue_all, steps)
 
 

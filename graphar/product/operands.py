@@ -1,16 +1,89 @@
-"""The operands of a matmul whose products are summed over ranks, or whose rows are gathered."""
+"""The operands of a product: of a call of a fused matmul, and of one matmul of a rank.
+
+Whether operands have scales is known here and in gemm.py: what else a product does asks these classes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.fp8_products import Scales, checked_scales
+from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Call, Operands
+from graphar.plan.factors import Factors
+from graphar.plan.scratch import PACK_NBYTES
+from graphar.plan.tiles import LAYOUTS
 from graphar.plan.work import Product
+from graphar.runtime.arguments import MatmulArguments, ScaledMatmulArguments
+
+
+class Step(NamedTuple):
+    """One matmul of a rank: ``out = a @ w.T + bias``."""
+
+    a: torch.Tensor  # [M, K]
+    w: torch.Tensor  # [N, K]
+    out: torch.Tensor  # [M, N], of the dtype to which results are rounded
+    scales: Scales | None = None  # of e4m3 operands
+    bias: torch.Tensor | None = None  # [N], for results that are rounded
+
+    def in_panel(self, panel: Panel, product: torch.Tensor) -> list[Step]:
+        """Returns the steps, without a bias, that make a panel of the result: one for rows that follow each other."""
+        rows, columns = _joined(panel.rows), panel.columns
+        parts = zip(rows, product.split([length(one) for one in rows]), strict=True)
+        return [self._part(one, columns, part) for one, part in parts if part.numel()]
+
+    def _part(self, rows: slice, columns: slice, out: torch.Tensor) -> Step:
+        of = self.scales and Scales(self.scales.in_blocks, self.scales.a[rows], self.scales.w[columns])
+        return Step(self.a[rows], self.w[columns], out, of)
+
+
+def _joined(parts: Sequence[slice]) -> list[slice]:
+    """Returns the parts, in which neighbours that follow each other without a gap have become one."""
+    joined: list[slice] = []
+    for part in parts:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = slice(joined[-1].start, part.stop)
+        else:
+            joined.append(part)
+    return joined
+
+
+class PlacedScales(NamedTuple):
+    """Scales in device memory: addresses, and strides in elements; 0 where one serves all."""
+
+    template: str  # the C++ class of their format
+    a_scale: int
+    w_scale: int
+    a_scale_row: int
+    a_scale_block: int
+    w_scale_row: int
+    w_scale_block: int
+    gathered_scales: int = 0  # the address that takes the scales of gathered rows; 0 if they are not wanted
+
+
+def placed(scales: Scales, gathered: torch.Tensor | None = None) -> PlacedScales:
+    """Returns where scales lie, and where those of gathered rows go."""
+    strides = [scale.stride(dim) for scale in (scales.a, scales.w) for dim in (0, 1)]
+    to = 0 if gathered is None else gathered.data_ptr()
+    return PlacedScales(str(Factors(scales.format)), scales.a.data_ptr(), scales.w.data_ptr(), *strides, to)
+
+
+def kernel_arguments(scales: PlacedScales | None, *sizes: int, from_row: int = 0, **more: int) -> MatmulArguments:
+    """Returns the arguments of a matmul of such sizes, for a launch on rows of A that begin at ``from_row``."""
+    if scales is None:
+        return MatmulArguments(*sizes, **more)
+    arguments = ScaledMatmulArguments(*sizes, **more)
+    for name, value in scales._asdict().items():
+        if name != "template":
+            setattr(arguments, name, value)
+    arguments.a_scale += from_row * scales.a_scale_row * torch.float32.itemsize
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -29,6 +102,62 @@ class MatmulOperands:
     given_k: int | None = None  # the K of the caller's operands, if ``a`` and ``w`` are copies with zeros in between
     scales: Scales | None = None  # of e4m3 operands; None: they are as they are
 
+    @property
+    def step(self) -> Step:
+        """The matmul of this rank, whole."""
+        return Step(self.a, self.w, self.out, self.scales, self.bias)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The layouts of ``w`` that kernels load: tensor cores transpose no e4m3."""
+        return LAYOUTS[:1] if self.scales else LAYOUTS
+
+    @property
+    def placed(self) -> PlacedScales | None:
+        """Where scales lie, if there are some."""
+        return self.scales and placed(self.scales, self.gathered_scales)
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """What other ranks need of this rank's rows: ``a``, and their scales if they have some; contiguous."""
+        return (self.a.contiguous(), *([self.scales.a.contiguous()] if self.scales else []))
+
+    def room_for_rows(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns what takes :attr:`rows` of all ranks, of which ``whole`` takes ``a``."""
+        if not self.scales:
+            return (whole,)
+        to, of_a = self.gathered_scales, self.scales.a
+        return whole, of_a.new_empty(len(self.out), of_a.shape[1]) if to is None else to
+
+    def with_rows(self, a: torch.Tensor, *scales: torch.Tensor) -> Step:
+        """Returns the matmul of gathered rows: what :meth:`room_for_rows` returned."""
+        return self.step._replace(a=a, scales=self.scales and replace(self.scales, a=scales[0]))
+
+    def with_columns(self) -> MatmulOperands:
+        """Returns operands of which a kernel can load columns: zeros stand in place of no columns."""
+        if self.a.shape[1]:
+            return self
+        a, w = (x.new_zeros(len(x), PACK_NBYTES // x.dtype.itemsize) for x in (self.a, self.w))
+        scales = self.scales
+        if scales and scales.in_blocks:  # there are none
+            ones = [x.new_ones(1, 1, dtype=torch.float32).expand(len(x), 1) for x in (a, w)]
+            scales = Scales(True, *ones)
+        return replace(self, a=a, w=w, scales=scales)
+
+    def with_features(self, features: int) -> MatmulOperands:
+        """Returns operands of so many features, all zeros, in place of none."""
+        if len(self.w):
+            return self
+        return replace(
+            self,
+            w=self.w.new_zeros(features, self.w.shape[1]),
+            bias=None,
+            out=self.out.new_empty(len(self.out), features),
+            # Zeros in place of tensors without elements, as many as a kernel reads.
+            tensors=tuple([x if x.numel() else x.new_zeros(len(self.out) * features) for x in self.tensors]),
+            scales=self.scales and replace(self.scales, w=self.scales.w.new_zeros(features, self.scales.w.shape[1])),
+        )
+
     def is_copy_of(self, own: Operands) -> bool:
         """Whether these are copies of the tensors ``own``, since they have more dimensions and gaps."""
         flattened = [self.a, *([self.scales.a] if self.scales else [])]
@@ -43,9 +172,9 @@ def operands_of(work: Product, own: Operands) -> MatmulOperands:
     scales = checked_scales(work.op, a, w, flat_scale(rest.pop(0)), rest.pop(0)) if work.scales else None
     bias = rest.pop(0) if work.bias else None
     # The gathered rows, and their scales if they have some.
-    gathered = [flat(one) for one in own.outputs[1:]] if work.gathered else []
+    gathered = [*(flat(one) for one in own.outputs[1:] if work.gathered), None, None]
     more = tuple(rest), own.numbers, work.constant_weight
-    return MatmulOperands(a, w, bias, flat(own.outputs[0]), *[*gathered, None, None][:2], *more, scales=scales)
+    return MatmulOperands(a, w, bias, flat(own.outputs[0]), gathered[0], gathered[1], *more, scales=scales)
 
 
 def with_bias_in_epilogue(call: Call[Product]) -> Call[Product]:

@@ -14,7 +14,7 @@ from graphar.plan.select import has_norm_kernel
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import gathers
 from graphar.product.fused import fused_matmul
-from graphar.product.multiply.choice import choose, step_of
+from graphar.product.multiply.choice import choose
 from graphar.product.operands import operands_of, with_bias_in_epilogue
 from graphar.product.then import Then, after
 from graphar.runtime.bind import residual_norm
@@ -66,7 +66,7 @@ def _fused(engine: Engine, call: Call[Product]) -> Plan:
 
 def _then_normed(plan: Plan, work: Product) -> Plan:
     """Returns a plan that sums by ``plan``, and then adds a residual and norms in a kernel of its own."""
-    count = work.product_inputs
+    count = work.factors.inputs
 
     def of_sum(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
         return inputs[:count], outputs[:1]
@@ -85,6 +85,6 @@ def _of_one_rank(engine: Engine, work: Product) -> Plan:
     def run(ranks: Sequence[Operands]) -> None:
         for own in ranks:
             one = operands_of(work, own)
-            choose(engine, work, one).multiply.make(step_of(one))
+            choose(engine, work, one).multiply.make(one.step)
 
     return Plan(run, FALLBACK, f"a single rank multiplies in {LEAVES} leaves")

@@ -57,6 +57,13 @@ def matrix_of(x: torch.Tensor) -> Matrix | None:
     return Matrix(x.data_ptr(), x.dtype, rows, columns, leading)
 
 
+def loaded(x: torch.Tensor) -> Matrix:
+    """Returns the matrix of a tensor that can have a tensor map: its reader has checked that."""
+    matrix = matrix_of(x)
+    assert matrix
+    return matrix
+
+
 def aligned_like(x: torch.Tensor) -> torch.Tensor:
     """Returns an uninitialised 2-D tensor like ``x`` whose rows begin at multiples of 16 bytes."""
     (rows, columns), unit = x.shape, 16 // x.dtype.itemsize

@@ -15,9 +15,8 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
 from graphar.product.multiply import by_torch
 from graphar.product.multiply.by_torch import ByTorch
-from graphar.product.multiply.choice import choose, explained, step_of
-from graphar.product.multiply.step import Step
-from graphar.product.operands import MatmulOperands, operands_of
+from graphar.product.multiply.choice import choose, explained
+from graphar.product.operands import MatmulOperands, Step, operands_of
 from graphar.product.overlap import AUTO, Beside, in_turn
 from graphar.runtime import launcher
 from graphar.runtime.engine import Engine
@@ -107,7 +106,7 @@ class Then:
     def _bind(self, one: MatmulOperands, products: Sequence[torch.Tensor]) -> Callable[[int], None]:
         """Returns a function of a panel's number that multiplies a rank's panel, on the current stream."""
         multiply, _ = choose(self._engine, self._work, one, len(products))
-        whole, pairs = step_of(one), list(zip(self._panels, products, strict=True))
+        whole, pairs = one.step, list(zip(self._panels, products, strict=True))
         if not one.a.is_cuda:  # smaller matmuls would give other bits
             several = len(pairs) > 1
             product = one.out.new_empty(len(one.a), len(one.w), dtype=self._dtype) if several else products[0]
@@ -158,7 +157,7 @@ class Then:
     def launch_like(self, own: Operands) -> Launch | None:
         """Returns the launch of calls with tensors like these: see :class:`graphar.runtime.plan.Plan`."""
         work, one, (panel, *others) = self._work, operands_of(self._work, own), self._panels
-        count = work.product_inputs
+        count = work.factors.inputs
         if others or not one.a.is_cuda or work.bias or one.is_copy_of(own):
             return None
         if not all(x.is_contiguous() for x in own.inputs[count:]):
@@ -170,7 +169,7 @@ class Then:
             return None
         multiply, _ = choose(self._engine, work, one)
         sms = launcher.sm_count(one.a.device.index)
-        repeated = multiply.repeating(step_of(one)._replace(out=product), self._step, sms)
+        repeated = multiply.repeating(one.step._replace(out=product), self._step, sms)
 
         def multiply_and_take(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], _=None) -> None:
             launch((repeated(*inputs[:count]), *inputs[count:]), outputs, numbers, corner)
@@ -178,7 +177,7 @@ class Then:
         return multiply_and_take
 
     def _step(self, inputs: Tensors, out: torch.Tensor) -> Step:
-        return step_of(operands_of(self._work, Operands(inputs, (out,))))
+        return operands_of(self._work, Operands(inputs, (out,))).step
 
     # ---- where panels and their sums lie -----------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.product.gemm import STORE_ROWS, Order, operand_maps, rows_map, weight_map
-from graphar.product.scaled_gemm import PlacedScales
+from graphar.product.operands import PlacedScales, kernel_arguments
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
-from graphar.runtime.arguments import Arguments, MatmulArguments, ScaledMatmulArguments
+from graphar.runtime.arguments import Arguments, MatmulArguments
 from graphar.runtime.launcher import Grid
 
 Tile = MatmulTile | SkinnyTile
@@ -35,28 +35,22 @@ class Matrices:
     bias: int = 0  # the address of the bias; 0 without one
     timeline: int = 0  # the address of the timeline of timelines.py; 0 without one
     constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
-    scales: PlacedScales | None = None  # of e4m3 operands
-    gathered_scales: int = 0  # the address that takes the scales of gathered rows; 0 if they are not wanted
+    beside: PlacedScales | None = None  # what lies beside operands in e4m3
 
     @property
     def key(self) -> tuple:
         """Equal where all memory has the same addresses and is read alike."""
         out = self.out.data_ptr(), self.out.shape
-        beside = self.bias, self.timeline, self.constant_weight, self.scales, self.gathered_scales
-        return self.a, self.w, self.layout, *out, *beside
+        return self.a, self.w, self.layout, *out, self.bias, self.timeline, self.constant_weight, self.beside
 
     @property
     def columns(self) -> int:
         return self.w.rows if self.layout == "by_rows" else self.w.columns
 
 
-def _arguments(own: Matrices, rows: int, first_row: int = 0, **more: int) -> MatmulArguments:
-    """Returns the arguments of a matmul of so many rows, with the scales of rows of A from ``first_row`` on."""
-    kind = ScaledMatmulArguments if own.scales else MatmulArguments
-    arguments = kind(own.bias, rows, own.columns, own.a.columns, **more)
-    if own.scales:
-        own.scales.put(arguments, first_row)
-    return arguments
+def _arguments(own: Matrices, rows: int, **more: int) -> MatmulArguments:
+    """Returns the arguments of a matmul of so many rows."""
+    return kernel_arguments(own.beside, own.bias, rows, own.columns, own.a.columns, **more)
 
 
 def summed_tiles(
@@ -108,9 +102,7 @@ def gathered_tiles(
             pointer = arguments.scratch[rank] + gathered_slot_offset(world_size, arguments.capacity, hops)
         a_maps[source] = rows_map(tile, Matrix(pointer, own.a.dtype, count, k, own.a.leading))
         c_maps[source] = tensor_map(matrix_of(own.out[begin : begin + count]), STORE_ROWS)
-    sizes = _arguments(own, m, one.offset, group_rows=Order.group_rows)
-    if own.scales:
-        sizes.gathered_scales = own.gathered_scales
+    sizes = _arguments(own, m, from_row=one.offset, group_rows=Order.group_rows)
     of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), of_tiles * -(-n // tile.columns) * tile.cluster)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)

@@ -58,8 +58,8 @@ def words_of_tile(algorithm: Algorithm, dtype: torch.dtype, tile: object, work: 
     """Returns the kernels of a fused matmul's tile in words, which are equal on all ranks that load them."""
     epilogue = f", epilogue {work.epilogue.words}" if work.epilogue else ""
     codec = f", {codec_of_text(work.codec).type_name}" if work.codec else ""
-    scales = f", scales of {work.scales}" if work.scales else ""
-    return f"{algorithm.value} for {dtype}, {tile}{epilogue}{codec}{scales}"
+    factors = f", {work.factors}" if str(work.factors) else ""
+    return f"{algorithm.value} for {dtype}, {tile}{epilogue}{codec}{factors}"
 
 
 def words_of_matmul_launch(call: Call, algorithm: Algorithm, one: Slice, k: int | None = None) -> str:

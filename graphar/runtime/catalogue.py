@@ -12,10 +12,10 @@ from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.code import Generated
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm, kernels_that
 from graphar.plan.config import Kernel
+from graphar.plan.factors import SCALES, Factors
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 
-# Formats of the scales of e4m3 operands: classes of cuda_src/device/matmul/scaled_products.cuh.
-SCALE_FORMATS = ("RowScales", "BlockScales")
+SCALE_FORMATS = tuple([str(Factors(scales)) for scales in SCALES])  # of e4m3 operands
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.plan.trials import WEIGHTS
-from graphar.product import gemm, scaled_gemm
+from graphar.product import gemm
 from perf.models.decoder import normal
 from perf.products import (
     DECODE_ROWS,
@@ -150,7 +150,7 @@ element's terms, and one rounding to bf16."""
 
     @classmethod
     def why_not(cls, operands: ScaledOperands) -> str | None:
-        return scaled_gemm.why_not(operands.a, operands.weight(0), operands.out)
+        return gemm.why_not(operands.a, operands.weight(0), operands.out)
 
     @classmethod
     def multiply(cls, method: str, operands: ScaledOperands, call: int) -> None:
@@ -162,7 +162,7 @@ element's terms, and one rounding to bf16."""
             w_scale = w_scale if method == TORCH else w_scale.t()
             torch._scaled_mm(a, weight.t(), a_scale, w_scale, out_dtype=out.dtype, out=out)
         else:
-            scaled_gemm.scaled_matmul(a, weight, out, a_scale=a_scale, w_scale=w_scale)
+            gemm.scaled_matmul(a, weight, out, a_scale=a_scale, w_scale=w_scale)
 
     @classmethod
     def judge(cls, operands: ScaledOperands, call: int) -> IsWrong:

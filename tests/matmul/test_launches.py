@@ -12,8 +12,9 @@ import torch
 from graphar.numerics.epilogues.epilogue import bind
 from graphar.numerics.fp8_products import BLOCK, FP8, Scales
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
-from graphar.plan.best_tile import GATHERED, Shape, best_tile
+from graphar.plan.best_tile import Shape, best_tile, gathered
 from graphar.plan.call import Call
+from graphar.plan.factors import Factors
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table
@@ -23,7 +24,6 @@ from graphar.product import fused, gemm, tile_launches
 from graphar.product.fused import fused_matmul, place_gathering
 from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands
-from graphar.product.scaled_gemm import placed
 from graphar.product.tensor_maps import matrix_of
 from graphar.product.tile_launches import Matrices, gathered_tiles, skinny, summed_tiles
 from graphar.runtime import launcher
@@ -134,7 +134,7 @@ def test_each_launch_has_the_scales_of_its_rows(monkeypatch):
     monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: tile_launches.TensorMap())
     monkeypatch.setattr(tile_launches, "weight_map", lambda *given: None)
     own, counts = scaled(), (32, 32)
-    matrices = Matrices(matrix_of(own.a), matrix_of(own.w), "by_rows", own.out, scales=placed(own.scales))
+    matrices = Matrices(matrix_of(own.a), matrix_of(own.w), "by_rows", own.out, beside=own.placed)
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
 
     of_launches = [
@@ -187,7 +187,7 @@ def test_parts_of_few_rows_take_low_tiles(rows, columns, height):
     cost = shipped_table("nvidia_h200").matmul.cost
 
     for scales, k in (("", 8192), ("rows", 16384), ("blocks", 16384)):
-        assert best_tile(GATHERED[scales], Shape((rows, rows), columns, k), cost, CHIP).rows == height
+        assert best_tile(gathered(Factors(scales)), Shape((rows, rows), columns, k), cost, CHIP).rows == height
 
 
 # ---- room for another communicator ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 
 from graphar.errors import UnsupportedError
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
-from graphar.plan.best_tile import ALONE, Shape, Sms, best_tile
+from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
 from graphar.product import gemm, tensor_maps
@@ -43,7 +43,7 @@ SIZES = [1, 16, 64, 129, 256, 1000, 4096, 16384]
 
 def fastest_tile(cost, m, n, k, sms, layout="by_rows", leaves=1, in_clusters=0):
     """The tile that is chosen for a plain matmul."""
-    return best_tile(ALONE[leaves], Shape((m,), n, k, layout), cost, Sms(sms, in_clusters))
+    return best_tile(alone(leaves=leaves), Shape((m,), n, k, layout), cost, Sms(sms, in_clusters))
 
 
 def compile_with_log(source):

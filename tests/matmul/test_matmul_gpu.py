@@ -9,7 +9,7 @@ import torch
 from graphar.errors import UnsupportedError
 from graphar.numerics.leaf_tree import LEAVES, tree_sum
 from graphar.plan.algorithms import MATMUL_TYPES
-from graphar.plan.best_tile import ALONE, Shape, Sms, best_tile
+from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
 from graphar.product.gemm import Order, _sms_in_clusters, matmul
@@ -175,7 +175,7 @@ def test_what_is_not_a_number_stays_in_its_row_and_column():
 def test_the_tile_that_is_chosen_gives_the_exact_result(m):
     for sms in (108, 132):
         assert (
-            best_tile(ALONE[1], Shape((m,), 2048, 512), shipped_table("nvidia_h200").matmul.cost, Sms(sms))
+            best_tile(alone(), Shape((m,), 2048, 512), shipped_table("nvidia_h200").matmul.cost, Sms(sms))
             in MATMUL_TILES
         )
         check_integers(m, 2048, 512, torch.bfloat16, "by_rows", None, sms=sms)

@@ -11,7 +11,7 @@ import torch
 
 import graphar
 from graphar.errors import UnsupportedError
-from graphar.plan.best_tile import ALONE, Shape, Sms, best_tile
+from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.call import Call, Operands
 from graphar.plan.policy import MeasuredMatmul, TileCost
 from graphar.plan.tables import shipped_table
@@ -21,8 +21,7 @@ from graphar.product.multiply import own, step
 from graphar.product.multiply.by_torch import ByTorch
 from graphar.product.multiply.choice import Chosen, choose
 from graphar.product.multiply.own import Own
-from graphar.product.multiply.step import Step
-from graphar.product.operands import MatmulOperands
+from graphar.product.operands import MatmulOperands, Step
 from graphar.product.overlap import Beside
 from graphar.product.tensor_maps import matrix_of
 from graphar.product.then import Then
@@ -160,7 +159,7 @@ def gemm(monkeypatch):
         return lambda stream: out.copy_(a @ w.t())
 
     fake = SimpleNamespace(bind=bind, why_not=lambda *step: "", sm_count=lambda device: 132, made=made, tiles=tiles)
-    fake.layout_of = lambda w: "by_rows"
+    fake.weight_of = lambda w: ("by_rows", None)
     monkeypatch.setattr(own, "gemm", fake)
     monkeypatch.setattr(own, "lacks_software", lambda: None)
     monkeypatch.setattr(launcher, "sm_count", lambda device: fake.sm_count(device))
@@ -223,7 +222,7 @@ def test_tiles_are_those_of_the_engines_table(gemm):
         multiply(on_gpu(8192, 8), on_gpu(1536, 8), "split_m", 2, [8192], engine=with_matmul(cost=cost))
 
     assert gemm.tiles == [
-        best_tile(ALONE[1], Shape((4096,), 1536, 8), cost, Sms(sms)) for cost in costs for sms in (132, 108)
+        best_tile(alone(), Shape((4096,), 1536, 8), cost, Sms(sms)) for cost in costs for sms in (132, 108)
     ]
     assert len(set(gemm.tiles)) > 2
 

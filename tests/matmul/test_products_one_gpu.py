@@ -26,7 +26,7 @@ from graphar.plan.tiles import (
     skinny_tile,
 )
 from graphar.product import gemm
-from graphar.product.scaled_gemm import scaled_matmul
+from graphar.product.gemm import scaled_matmul
 from graphar.product.tensor_maps import aligned_copy
 from graphar.runtime.catalogue import SKINNY_KERNELS
 from graphar.runtime.launcher import sm_count

@@ -9,10 +9,12 @@ import torch
 
 from graphar.errors import UnsupportedError
 from graphar.numerics.fp8_products import FP8, checked_scales
-from graphar.plan.best_tile import ALONE_SCALED, Shape, Sms, best_tile
+from graphar.plan.best_tile import Shape, Sms, alone, best_tile
+from graphar.plan.factors import Factors
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, MatmulTile
-from graphar.product import gemm, scaled_gemm
+from graphar.product import gemm
+from graphar.product.operands import placed
 from graphar.product.tensor_maps import Matrix, matrix_of
 from graphar.runtime.catalogue import SCALE_FORMATS, scaled_matmul_source
 from perf.cubin import resources
@@ -24,7 +26,7 @@ every_tile = pytest.mark.parametrize("tile", FP8_TILES, ids=str)
 
 def fastest_scaled_tile(cost, m, n, k, sms, in_blocks=False):
     """The tile that is chosen for operands in e4m3."""
-    return best_tile(ALONE_SCALED["blocks" if in_blocks else "rows"], Shape((m,), n, k), cost, Sms(sms))
+    return best_tile(alone(Factors("blocks" if in_blocks else "rows")), Shape((m,), n, k), cost, Sms(sms))
 
 
 def operand(rows, columns):
@@ -78,25 +80,24 @@ def test_scales_of_blocks_take_clusters_for_large_results():
 def launches(monkeypatch):
     """What would be launched, as a list of (kernel, parameters, grid)."""
     given = []
-    monkeypatch.setattr(scaled_gemm, "_function", lambda device, *kernel: kernel)
-    for module in (gemm, scaled_gemm):
-        monkeypatch.setattr(module, "tensor_map", lambda matrix, box_rows: (matrix, box_rows))
+    monkeypatch.setattr(gemm, "_function", lambda device, *kernel: kernel)
+    monkeypatch.setattr(gemm, "tensor_map", lambda matrix, box_rows: (matrix, box_rows))
 
     def launch(function, parameters, grid):
         given.append((function, parameters, grid))
         return SimpleNamespace(enqueue=None)
 
-    monkeypatch.setattr(scaled_gemm, "Launch", launch)
-    scaled_gemm._bind.cache_clear()
+    monkeypatch.setattr(gemm, "Launch", launch)
+    gemm._bind.cache_clear()
     yield given
-    scaled_gemm._bind.cache_clear()
+    gemm._bind.cache_clear()
 
 
 def bind(tile, scales, m=1000, n=520, k=300, sms=132, order=None, result=torch.bfloat16):
     a, w, c = (
         Matrix(4096, dtype, *shape, shape[1]) for dtype, shape in ((FP8, (m, k)), (FP8, (n, k)), (result, (m, n)))
     )
-    scaled_gemm._bind(0, tile, sms, order or gemm.Order(), a, w, c, 8192, scaled_gemm.placed(scales))
+    gemm._bind(0, tile, "by_rows", sms, order or gemm.Order(), a, w, c, 8192, placed(scales))
 
 
 def scales_of(m=1000, n=520, k=300, in_blocks=False):
@@ -118,7 +119,7 @@ def test_the_kernel_is_that_of_the_result_and_of_the_format_of_the_scales(launch
 
     bind(tile, scales_of(in_blocks=in_blocks), result=result)
 
-    assert launches[0][0] == (tile, result, "BlockScales" if in_blocks else "RowScales")
+    assert launches[0][0] == (FP8, tile, "by_rows", result, "BlockScales" if in_blocks else "RowScales")
 
 
 def test_a_launch_is_told_sizes_scales_and_an_order(launches):
@@ -186,14 +187,14 @@ SCALES = {"a_scale": torch.ones(4, 1), "w_scale": torch.ones(16, 1)}
 )
 def test_arguments_that_do_not_fit_are_refused_by_name(arguments, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        scaled_gemm.scaled_matmul(**{"a": A, "w": W} | SCALES | arguments)
+        gemm.scaled_matmul(**{"a": A, "w": W} | SCALES | arguments)
 
 
 def test_a_matmul_on_the_cpu_is_refused_with_the_reason():
     with pytest.raises(
         UnsupportedError, match="scaled_matmul: the kernel needs a device of sm_90a, got tensors on cpu"
     ):
-        scaled_gemm.scaled_matmul(A, W, **SCALES)
+        gemm.scaled_matmul(A, W, **SCALES)
 
 
 @pytest.mark.parametrize(
@@ -210,19 +211,19 @@ def test_what_the_kernel_cannot_read_or_write_is_told(monkeypatch, a, w, out, re
     rows, columns = out
     result = torch.zeros(rows, -(-columns // 8) * 8).bfloat16()[:, :columns]
 
-    found = scaled_gemm.why_not(a, w, result)
+    found = gemm.why_not(a, w, result)
 
     assert (found or "").startswith(reason)
     assert bool(found) == bool(reason)
 
 
 def test_no_rows_or_no_columns_give_an_empty_result():
-    assert scaled_gemm.scaled_matmul(A[:0], W, a_scale=torch.ones(0, 1), w_scale=torch.ones(1)).shape == (0, 16)
-    assert scaled_gemm.scaled_matmul(A, W[:0], a_scale=torch.ones(1), w_scale=torch.ones(0, 1)).shape == (4, 0)
+    assert gemm.scaled_matmul(A[:0], W, a_scale=torch.ones(0, 1), w_scale=torch.ones(1)).shape == (0, 16)
+    assert gemm.scaled_matmul(A, W[:0], a_scale=torch.ones(1), w_scale=torch.ones(0, 1)).shape == (4, 0)
 
 
 def test_a_sum_of_no_products_is_zero_or_the_bias():
     bias, out = torch.arange(16).bfloat16(), torch.full((4, 16), 7.0).bfloat16()
 
-    assert not scaled_gemm.scaled_matmul(A[:, :0], W[:, :0], out, **SCALES).any()
-    assert scaled_gemm.scaled_matmul(A[:, :0], W[:, :0], bias=bias, **SCALES).equal(bias.expand(4, 16))
+    assert not gemm.scaled_matmul(A[:, :0], W[:, :0], out, **SCALES).any()
+    assert gemm.scaled_matmul(A[:, :0], W[:, :0], bias=bias, **SCALES).equal(bias.expand(4, 16))

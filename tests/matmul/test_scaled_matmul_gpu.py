@@ -9,8 +9,7 @@ from graphar import reference
 from graphar.errors import UnsupportedError
 from graphar.numerics.fp8_products import BLOCK, FP8, RESULT_DTYPES
 from graphar.plan.tiles import FP8_TILES
-from graphar.product.gemm import Order
-from graphar.product.scaled_gemm import scaled_matmul
+from graphar.product.gemm import Order, scaled_matmul
 from tests.cases import same_bits
 from tests.matmul.test_matmul_gpu import COLUMNS, TAILS, Framed
 

@@ -11,6 +11,7 @@ from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.fp8_products import FP8
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
+from graphar.plan.factors import Factors
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
@@ -96,7 +97,7 @@ def test_kernels_are_loaded_for_a_weight_by_rows_and_for_each_format(scales, mon
         assert all(("Scales" in source.name) == bool(work.scales) for source in loaded.values())
     (key, words), (scaled_key, scaled_words) = asked
     assert key != scaled_key
-    assert scaled_words == f"{words}, scales of {scales}"
+    assert scaled_words == f"{words}, {Factors(scales)}"
 
 
 def test_ranks_that_differ_in_the_format_differ_in_words():
@@ -220,7 +221,7 @@ def test_a_repeated_launch_is_bound_to_the_scales_of_its_call(launches_of, scale
     work = product(scales=scales)
     launches, first = launches_of(work), operands(scales)
     second = operands(scales)
-    launches._bind = lambda at, member, tile, matrices, own, one: lambda *given: given_scales.append(matrices.scales)
+    launches._bind = lambda at, member, tile, matrices, own, one: lambda *given: given_scales.append(matrices.beside)
     given_scales = []
 
     launch = launches.launch_like(first)

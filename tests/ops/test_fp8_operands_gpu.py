@@ -9,7 +9,7 @@ import torch
 
 import graphar
 from graphar import reference
-from graphar.product.scaled_gemm import scaled_matmul
+from graphar.product.gemm import scaled_matmul
 from tests.cases import same_bits
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES

@@ -308,6 +308,11 @@ REFUSALS = (
     (NORMS, {"residual": torch.float32}, "with scales residual must be bfloat16 or float16, got torch.float32"),
     (NORMS, {"weight": [torch.ones(N, dtype=torch.float16)] * 2}, "weight must be [136] torch.bfloat16"),
     (
+        [*BOTH, *NORMS],
+        {"w": [torch.ones(N, K).to(FP8)] * 3},
+        "w must be a list of 2 tensors, one for each of a, got",
+    ),
+    (
         NORMS,
         {"weight": [torch.ones(N, dtype=BF16, requires_grad=True)] * 2},
         "have no gradients, but weight requires one",

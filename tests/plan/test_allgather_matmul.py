@@ -13,6 +13,7 @@ from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
+from graphar.plan.factors import Factors
 from graphar.plan.policy import AllgatherMatmulPolicy, Chip
 from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, gathered_flags
 from graphar.plan.slices import gathered_rows_a_launch, row_slices
@@ -193,7 +194,7 @@ def test_the_rows_of_a_launch_and_their_flags_fit_the_scratch(world_size, k):
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_the_rows_of_a_launch_and_their_scales_fit_the_scratch(world_size, k, scales, of_row):
     scratch = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size)
-    rows, row_packs = gathered_rows_a_launch(Algorithm.ALLGATHER_MATMUL, world_size, k, scales), -(-k // 16)
+    rows, row_packs = gathered_rows_a_launch(Algorithm.ALLGATHER_MATMUL, world_size, k, Factors(scales)), -(-k // 16)
     unit_rows = max(1024 // row_packs, 1)
 
     assert rows > 0

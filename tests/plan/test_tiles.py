@@ -13,6 +13,7 @@ from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.plan import matmuls
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
+from graphar.plan.factors import Factors
 from graphar.plan.policy import Chip
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import SKINNY_TILES, skinny_tile, travels_in_tiles
@@ -157,14 +158,15 @@ def test_auto_takes_few_rows_of_a_small_result_that_is_summed_whole_and_keeps_th
 
 @pytest.mark.parametrize(("rows", "scales", "taken"), [(64, "rows", True), (32, "blocks", True), (33, "blocks", False)])
 def test_auto_takes_few_rows_with_scales_of_blocks_up_to_32(rows, scales, taken):
-    assert matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 8192, scales=scales) == taken
+    assert matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 8192, factors=Factors(scales)) == taken
 
 
-@pytest.mark.parametrize("more", [{"scales": "rows"}, {"scales": "blocks"}, {"itemsize": 4}, {}], ids=str)
-def test_auto_takes_tiles_from_the_same_number_of_elements_for_all_products(more):
+@pytest.mark.parametrize("factors", [Factors("rows"), Factors("blocks"), Factors(order="tree"), Factors()], ids=repr)
+def test_auto_takes_tiles_from_the_same_number_of_elements_for_all_products(factors):
     least = POLICY.tiles_from(4, False) // 1024
 
-    assert [matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 1024, **more) for rows in (least - 1, least)] == [False, True]
+    found = [matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 1024, factors=factors) for rows in (least - 1, least)]
+    assert found == [False, True]
 
 
 @pytest.mark.parametrize(("columns", "taken"), [(4088, False), (4096, True), (8384, True), (8392, False)])

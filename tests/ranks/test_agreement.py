@@ -17,9 +17,10 @@ from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config, Kernel
+from graphar.plan.factors import SCALES
 from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.slices import Slice
-from graphar.plan.work import SCALES, Norm, Parts, Product, Sum, TensorTuple
+from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple
 from graphar.product.fused import sources_of_tile
 from graphar.ranks import agreement
 from graphar.ranks.agreement import Fingerprints

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graphar.numerics.partitions import BATCH_INVARIANT, Panel
+from graphar.numerics.partitions import Panel
 from graphar.plan.matmuls import choose_matmul
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product.multiply.by_torch import ByTorch
-from graphar.product.multiply.leaves import Leaves
-from graphar.product.multiply.own import Own
-from graphar.product.multiply.scaled import Scaled
-from graphar.product.multiply.step import Multiply, Step
+from graphar.product.multiply.own import Leaves, Own, Scaled
+from graphar.product.multiply.step import Multiply
 from graphar.product.operands import MatmulOperands
 from graphar.runtime import launcher
 from graphar.runtime.engine import Engine
@@ -30,14 +28,13 @@ def choose(engine: Engine, work: Product, one: MatmulOperands, panels: int = 1) 
 
     Ranks with different K may take different ones: only products are exchanged.
     """
-    cost, is_invariant = engine.table.matmul.cost, work.partition == BATCH_INVARIANT
-    if work.order == "tree":
+    cost, factors = engine.table.matmul.cost, work.factors
+    if factors.as_tree:
         return Chosen(Leaves(work.leaves(engine.world_size), work.op))
-    if work.scales:
-        of = f"graphar's scaled matmul of e4m3 operands with scales of {work.scales}"
-        return Chosen(Scaled(is_invariant), of)
-    if is_invariant:
-        return Chosen(Own(cost, is_invariant), "graphar's matmul, which is batch invariant")
+    if not factors.is_plain:
+        return Chosen(Scaled(factors.own), factors.multiplied_by)
+    if factors.own:
+        return Chosen(Own(cost, True), "graphar's matmul, which is batch invariant")
     if work.op == ALLGATHER_MATMUL or not one.a.is_cuda:
         return Chosen(ByTorch())
     sms = launcher.sm_count(one.a.device.index)
@@ -51,14 +48,9 @@ def explained(engine: Engine, work: Product, one: MatmulOperands, panels: Sequen
         return ""
     multiply, reason = choose(engine, work, one, len(panels))
     if multiply.beyond:
-        whole = step_of(one)
+        whole = one.step
         products = [one.out.new_empty(panel.shape) for panel in panels]
         steps = [step for pair in zip(panels, products, strict=True) for step in whole.in_panel(*pair)]
         if why_not := next(filter(None, map(multiply.why_not, steps)), None):
             return f"{multiply.beyond}: {why_not}"
     return reason
-
-
-def step_of(one: MatmulOperands) -> Step:
-    """Returns the step that makes a whole product."""
-    return Step(one.a, one.w, one.out, one.scales, one.bias)

@@ -1,61 +1,22 @@
-"""One matmul of a rank, and what can make it.
-
-by_torch    torch's matmul; on the CPU the specification
-own         graphar's matmul of 16-bit operands
-scaled      graphar's matmul of e4m3 operands
-leaves      graphar's matmul in an order that depends on nothing but K: in the order of K, or in leaves
-"""
+"""What makes one matmul of a rank: the interface of the four kinds."""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from graphar.errors import Reason
-from graphar.numerics.fp8_products import Scales
-from graphar.numerics.partitions import Panel, length
+from graphar.product.operands import Step
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bounded_cache import BoundedCache
 
 Enqueue = Callable[[int], object]  # takes a stream's handle, for a caller that has made the device the current one
-StepOf = Callable[[tuple[torch.Tensor, ...], torch.Tensor], "Step"]
+StepOf = Callable[[tuple[torch.Tensor, ...], torch.Tensor], Step]
 _address = torch.Tensor.data_ptr
-
-
-class Step(NamedTuple):
-    """One matmul: ``out = a @ w.T + bias``."""
-
-    a: torch.Tensor  # [M, K]
-    w: torch.Tensor  # [N, K]
-    out: torch.Tensor  # [M, N], of the dtype to which results are rounded
-    scales: Scales | None = None  # of e4m3 operands
-    bias: torch.Tensor | None = None  # [N], for results that are rounded
-
-    def in_panel(self, panel: Panel, product: torch.Tensor) -> list[Step]:
-        """Returns the steps, without a bias, that make a panel of the result: one for rows that follow each other."""
-        rows, columns = _joined(panel.rows), panel.columns
-        parts = zip(rows, product.split([length(one) for one in rows]), strict=True)
-        return [self._part(one, columns, part) for one, part in parts if part.numel()]
-
-    def _part(self, rows: slice, columns: slice, out: torch.Tensor) -> Step:
-        of = self.scales and Scales(self.scales.in_blocks, self.scales.a[rows], self.scales.w[columns])
-        return Step(self.a[rows], self.w[columns], out, of)
-
-
-def _joined(parts: Sequence[slice]) -> list[slice]:
-    """Returns the parts, in which neighbours that follow each other without a gap have become one."""
-    joined: list[slice] = []
-    for part in parts:
-        if joined and joined[-1].stop == part.start:
-            joined[-1] = slice(joined[-1].start, part.stop)
-        else:
-            joined.append(part)
-    return joined
 
 
 class Multiply(ABC):
