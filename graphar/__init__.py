@@ -35,16 +35,16 @@ from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops.allgather import allgather
 from graphar.ops.allgather_matmul import fused_allgather_matmul
 from graphar.ops.allreduce import allreduce
-from graphar.ops.allreduce_rmsnorm import allreduce_residual_rmsnorm
 from graphar.ops.empty import empty
 from graphar.ops.explain import explain
 from graphar.ops.linear import linear
-from graphar.ops.matmul_allreduce import fused_matmul_allreduce
-from graphar.ops.matmul_allreduce_rmsnorm import fused_matmul_allreduce_residual_rmsnorm
-from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
-from graphar.ops.matmul_reducescatter_rmsnorm import fused_matmul_reducescatter_residual_rmsnorm
+from graphar.ops.matmul_norms import (
+    fused_matmul_allreduce_residual_rmsnorm,
+    fused_matmul_reducescatter_residual_rmsnorm,
+)
+from graphar.ops.matmul_sums import fused_matmul_allreduce, fused_matmul_reducescatter
+from graphar.ops.norms import allreduce_residual_rmsnorm, reducescatter_residual_rmsnorm
 from graphar.ops.reducescatter import reducescatter
-from graphar.ops.reducescatter_rmsnorm import reducescatter_residual_rmsnorm
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.explanation import Explanation
 from graphar.plan.outside import load_algorithm

@@ -26,12 +26,12 @@ from graphar.graph.nodes import arguments, first, value
 from graphar.graph.places import Places
 from graphar.graph.single import ALLREDUCE, REDUCESCATTER, place
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.ops import allreduce_rmsnorm, reducescatter_rmsnorm
+from graphar.ops import norms
 from graphar.plan.select import has_norm_kernel
 
 _aten = torch.ops.aten
 _ADDS = (_aten.add.Tensor, _aten.add.Scalar)
-_OPS = {ALLREDUCE.name: allreduce_rmsnorm.OP, REDUCESCATTER.name: reducescatter_rmsnorm.OP}
+_OPS = {ALLREDUCE.name: norms.NORM, REDUCESCATTER.name: norms.SCATTERED_NORM}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from graphar.nn import sequence
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.linear import linear
-from graphar.ops.matmul_allreduce import OP as MATMUL_ALLREDUCE
+from graphar.ops.matmul_sums import SUM as MATMUL_ALLREDUCE
 from graphar.runtime.registry import ALONE
 
 # The styles of linear layers in plans of transformers.

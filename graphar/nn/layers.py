@@ -23,8 +23,7 @@ from graphar.ops.allgather_matmul import fused_allgather_matmul
 from graphar.ops.allreduce import OP as ALLREDUCE
 from graphar.ops.allreduce import allreduce
 from graphar.ops.linear import linear
-from graphar.ops.matmul_allreduce import fused_matmul_allreduce, with_constant_weight
-from graphar.ops.matmul_reducescatter import fused_matmul_reducescatter
+from graphar.ops.matmul_sums import fused_matmul_allreduce, fused_matmul_reducescatter, with_constant_weight
 from graphar.ops.reducescatter import reducescatter
 from graphar.ranks.groups import process_group
 from graphar.runtime.registry import Group, engine_name, engine_of_either

@@ -1,19 +1,21 @@
-"""Functions for matmuls whose products are summed and normed: with an all-reduce, or with a reduce-scatter."""
+"""Matmuls whose products are summed and normed: graphar.fused_matmul_allreduce_residual_rmsnorm and its scatter."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, Never, get_args
 
 import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import matmul_operands, matmul_sums, norms, options
-from graphar.ops.matmul_operands import Scaled, scaled_of
+from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, norms, options
+from graphar.ops.matmul_operands import UNSCALED, Scaled, scaled_of
+from graphar.ops.options import T
 from graphar.ops.register import Op
-from graphar.ops.repeats import Asked
+from graphar.ops.repeats import Asked, repeated
 from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import owned_rows
 from graphar.plan.work import Product
@@ -21,25 +23,173 @@ from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group
 
+_SUMMED, _SCATTERED = "fused_matmul_allreduce_residual_rmsnorm", "fused_matmul_reducescatter_residual_rmsnorm"
+NormPartition = Literal["auto", "tiles", "none", "batch_invariant", "tp_invariant"]
+PARTITIONS = get_args(NormPartition)
+
 
 @dataclass(eq=False)
-class Arguments(options.Normed, options.Multiplied):
-    """The arguments of matmuls whose products are summed and normed."""
+class _Normed(options.Normed, options.Multiplied):
+    """The arguments of both."""
 
 
 @dataclass(eq=False)
-class ArgumentsOfParts(Arguments, options.InParts):
+class Arguments(_Normed):
+    constant_weight: bool = False  # as of fused_matmul_allreduce
+
+
+@dataclass(eq=False)
+class ArgumentsOfParts(_Normed, options.InParts):
     """Those of a reduce-scatter."""
 
 
-NormPartition = Literal["auto", "tiles", "none", "batch_invariant", "tp_invariant"]
-PARTITIONS = get_args(NormPartition)
+def fused_matmul_allreduce_residual_rmsnorm(
+    a: T,
+    w: T,
+    residual: T,
+    weight: T,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    partition: NormPartition = "auto",
+    group: Group = None,
+    a_scale: T | None = None,
+    w_scale: T | None = None,
+    timeout_s: float | None = None,
+    **removed: Never,
+) -> tuple[T, T]:
+    """Returns the root-mean-square norm of the sum over all ranks of ``a @ w.T`` plus a residual, and that total.
+
+    Each rank's product is accumulated in fp32 and rounded to its dtype. The products are added in fp32 in rank order,
+    and their sum is rounded.
+    residual_out = total + residual, rounded to the dtype, where total is the rounded sum;
+    normed = (residual_out / sqrt(mean(residual_out**2) + eps)) * (weight + weight_offset), in fp32 and rounded once.
+    The mean is over the last dimension (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019).
+    ``graphar.reference.fused_matmul_allreduce_residual_rmsnorm`` is the specification, except for the order in which a
+    product is accumulated, which depends on the device.
+
+    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
+    makes the same calls in the same order. Differentiable.
+
+    Args:
+        a: this rank's [..., K], bf16, fp16 or fp32, or with scales torch.float8_e4m3fn, or a list with one for each
+            device of this process. Shapes are equal on all ranks but for K.
+        w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
+        residual: [..., N], of the dtype of ``a``, or with scales bf16 or fp16, equal on every rank; it is not changed.
+            For a list a list.
+        weight: [N], of the dtype of ``residual``, equal on every rank. For a list a list.
+        eps: added to the mean square.
+        weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
+        partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for
+            16-bit results on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
+            "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
+            number of rows. "tp_invariant": leaves of K and then the residual added in fp32, and rounded once: the same
+            bits, also of gradients, on 1, 2, 4 and 8 ranks of equal K.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
+            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
+            ``graphar.reference.scaled_linear``, rounded to the dtype of ``residual``, which is bf16 or fp16; there are
+            no gradients. None: no scales.
+        w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
+            of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
+
+    Returns:
+        (normed, residual_out), contiguous and like ``residual``. For lists, two lists.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        UnsupportedError: partition is "batch_invariant" or "tp_invariant", and graphar's matmul cannot serve it.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
+    """
+    if removed:
+        options.check_removed(_SUMMED, removed)
+    scaled = UNSCALED
+    if a_scale is not None or w_scale is not None:
+        scaled = _scaled(_SUMMED, a, a_scale, w_scale, residual)
+    kinds = type(eps), type(weight_offset), type(timeout_s)
+    how = eps, weight_offset, partition, timeout_s, kinds
+    asked = (a, w, *scaled.scales, residual, weight), how, None
+    if (found := repeated(_SUMMED, group, *asked)) is not None:
+        return found
+    return _call(NORM, asked, group, scaled, eps, weight_offset, partition, timeout_s)
+
+
+def fused_matmul_reducescatter_residual_rmsnorm(
+    a: T,
+    w: T,
+    residual: T,
+    weight: T,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    partition: NormPartition = "auto",
+    group: Group = None,
+    a_scale: T | None = None,
+    w_scale: T | None = None,
+    timeout_s: float | None = None,
+) -> tuple[T, T]:
+    """Returns the root-mean-square norm of this rank's rows of the sum of ``a @ w.T`` plus a residual, and that total.
+
+    The rows are split as by :func:`fused_matmul_reducescatter`: lengths differ by at most one, and earlier ranks have
+    the longer parts. Each rank's product is accumulated in fp32 and rounded to its dtype. The products are added in
+    fp32 in rank order, and their sum is rounded. residual_out and normed are then computed as by
+    :func:`reducescatter_residual_rmsnorm`.
+    ``graphar.reference.fused_matmul_reducescatter_residual_rmsnorm`` is the specification, except for the order in
+    which a product is accumulated, which depends on the device.
+
+    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
+    makes the same calls in the same order.
+
+    Differentiable.
+
+    Args:
+        a: this rank's [M, ..., K], bf16, fp16 or fp32, or with scales torch.float8_e4m3fn, or a list with one for each
+            device of this process. Shapes are equal on all ranks but for K.
+        w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
+        residual: [M_r, ..., N], this rank's rows, of the dtype of ``a``, or with scales bf16 or fp16; it is not
+            changed. M_r is the length of this rank's part. For a list a list.
+        weight: [N], of the dtype of ``residual``. For a list a list.
+        eps: added to the mean square.
+        weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
+        partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for
+            16-bit results on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
+            "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
+            number of rows. "tp_invariant": leaves of K added in fp32 as a tree, and the residual to that sum, rounded
+            once: the same bits, also of gradients, on 1, 2, 4 and 8 ranks, with equal K.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
+            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
+            ``graphar.reference.scaled_linear``, rounded to the dtype of ``residual``, which is bf16 or fp16; there are
+            no gradients. None: no scales.
+        w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
+            of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
+
+    Returns:
+        (normed, residual_out), contiguous and like ``residual``. For lists, two lists.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        UnsupportedError: partition is "batch_invariant" or "tp_invariant", and graphar's matmul cannot serve it.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
+    """
+    scaled = UNSCALED
+    if a_scale is not None or w_scale is not None:
+        scaled = _scaled(_SCATTERED, a, a_scale, w_scale, residual)
+    kinds = type(eps), type(weight_offset), type(timeout_s)
+    asked = (a, w, *scaled.scales, residual, weight), (eps, weight_offset, partition, timeout_s, kinds), None
+    if (found := repeated(_SCATTERED, group, *asked)) is not None:
+        return found
+    return _call(SCATTERED_NORM, asked, group, scaled, eps, weight_offset, partition, timeout_s)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def check(
+def _check(
     op: str, a, w, residual, weight, eps: object, weight_offset: object, partition: object, timeout_s, scaled: Scaled
 ) -> tuple[list[tuple], tuple[float, float]]:
     """Checks a call, all but the shapes of its residuals; returns the tensors of each rank, and the norm's numbers."""
@@ -79,7 +229,7 @@ def _check_rank(op: str, a: torch.Tensor, w: object, residual: object, weight: o
     norms.check_beside(op, "weight", weight, (w.shape[0],), a, residual.dtype if has_scales else None)
 
 
-def check_residuals(op: str, ranks: Sequence[tuple], lengths: Sequence[int] | None, dtype: torch.dtype | None) -> None:
+def _check_residuals(op: str, ranks: Sequence[tuple], lengths: Sequence[int] | None, dtype: torch.dtype | None) -> None:
     """Raises unless each rank's residual fits its product, or the part of it that has one of ``lengths``.
 
     Its dtype is that of ``a``, or ``dtype`` if that is not None.
@@ -89,60 +239,77 @@ def check_residuals(op: str, ranks: Sequence[tuple], lengths: Sequence[int] | No
         norms.check_beside(op, "residual", residual, (*rows, w.shape[0]), a, dtype)
 
 
-def check_leaves(op: str, engine: Engine, a, w, residual, weight, given) -> None:
-    """Raises ValueError if a call is to be tensor-parallel invariant, and its ranks have no whole leaves of K."""
-    matmul_sums.check_leaves(op, engine, a, w, given)
-
-
-def check_parts(op: str, engine: Engine, *lists_and_given) -> None:
-    """Checks the call of an op that splits rows."""
-    norms.check_parts(op, engine, *lists_and_given)
-    check_leaves(op, engine, *lists_and_given)
+def _check_parts(engine: Engine, *lists_and_given) -> None:
+    norms.check_parts(_SCATTERED, engine, *lists_and_given)
+    matmul_sums.check_leaves(_SCATTERED, engine, *lists_and_given)
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def scaled(op: str, a, a_scale: object, w_scale: object, residual: object) -> Scaled:
+def _scaled(op: str, a, a_scale: object, w_scale: object, residual: object) -> Scaled:
     """Returns the scales of a call that has some; its results have the dtype of the residual."""
     first = residual[0] if isinstance(residual, (list, tuple)) and residual else residual
     return scaled_of(op, a, a_scale, w_scale, None)._replace(scaled_dtype=getattr(first, "dtype", None))
 
 
-def call(op: Op, asked: Asked, group: Group, scaled: Scaled, eps, weight_offset, partition, timeout_s) -> Any:
+def _call(op: Op, asked: Asked, group: Group, scaled: Scaled, eps, weight_offset, partition, timeout_s) -> Any:
     """Makes a call as the user asked for it, and returns its results as users get them."""
     a, w, *_, residual, weight = asked[0]
-    ranks, numbers = check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s, scaled)
+    ranks, numbers = _check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s, scaled)
     where, lengths = norms.place(op, "a", a, group, partition == TP_INVARIANT)
-    check_residuals(op.name, ranks, lengths, scaled.scaled_dtype)
+    _check_residuals(op.name, ranks, lengths, scaled.scaled_dtype)
     norms.prepare_gradients(op.name, ranks)
     how = where | {"partition": partition, "timeout_s": timeout_s, "scales": list(scaled.scales)}
     return norms.make(op, (a, w, residual, weight), ranks, numbers, how, asked, group)
 
 
-def saved(given: dict) -> tuple[str, ...]:
-    """Returns the names of the tensors that the backward pass needs."""
-    return "a", "w", "weight"
-
-
-def fake(a, w, residual, weight, given) -> list[tuple[torch.Tensor, ...]]:
+def _fake(a, w, residual, weight, given: _Normed) -> list[tuple[torch.Tensor, ...]]:
     """Returns uninitialised tensors for each rank's results: normed rows, and the new residual."""
     return [norms.empty("like_input", one) for one in residual]
 
 
-def run(op: str, engine: Engine, a, w, residual, weight, outs, given):
+def _run(op: str, engine: Engine, a, w, residual, weight, outs, given: _Normed):
     """Writes each rank's results: normed rows, and the new residual."""
-    rows = a[0].shape[:-1].numel()
-    counts = owned_rows(rows, engine.world_size)
-    if isinstance(given, options.InParts):
+    if isinstance(given, ArgumentsOfParts):
         counts = [size * a[0].shape[1:-1].numel() for size in given.sizes]
-    numbers = given.eps, given.weight_offset
-    constant = getattr(given, "constant_weight", False)
-    how = {"partition": given.partition, "norm": numbers, "constant_weight": constant}
-    if given.scales:
-        how["scales"] = matmul_operands.format_of(op, a, w, given.scales)
-    work = Product(op, tuple(counts), w[0].shape[0], **how)
-    ranks = []
-    for rank, (x, matrix, *beside, results) in enumerate(zip(a, w, residual, weight, outs, strict=True)):
-        ranks.append(Operands((x, matrix, *given.scales[2 * rank : 2 * rank + 2], *beside), results))
+    else:
+        counts = owned_rows(a[0].shape[:-1].numel(), engine.world_size)
+    how = {"partition": given.partition, "norm": (given.eps, given.weight_offset)}
+    work = Product(op, tuple(counts), w[0].shape[0], **how, **matmul_sums.multiplied(op, a, w, given))
+    each = enumerate(zip(residual, weight, outs, strict=True))
+    ranks = [Operands((*matmul_sums.factors(a, w, given, at), *beside), out) for at, (*beside, out) in each]
     return engine.run(Call.of(work, residual[0], timeout_s=given.timeout_s), ranks), ranks
+
+
+def _backward(ctx, gradients):
+    """Returns the gradients. Rounding is treated as the identity."""
+    call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
+    saved, _ = NORM.saved(ctx)
+    of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients, own_rows=False)
+    of_products = matmul_gradients.of_equal_sums(ctx, of_rows, call)
+    return *matmul_gradients.of_products(ctx, of_products, *saved[:2]), of_rows, of_weights, {}
+
+
+def _backward_of_parts(ctx, gradients):
+    """Returns the gradients. Rounding is treated as the identity."""
+    where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
+    saved, _ = SCATTERED_NORM.saved(ctx)
+    of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients, own_rows=True)
+    return *matmul_gradients.of_parts(ctx, of_rows, *saved[:2], where), of_rows, of_weights, {}
+
+
+_HOW: dict[str, Any] = {"saved": lambda given: ("a", "w", "weight"), "saved_result": 1, "returns": "Tensor[]"}
+_TENSORS = ["a", "w", "residual", "weight"]
+_check_leaves = partial(matmul_sums.check_leaves, _SUMMED)
+NORM = Op(_SUMMED, _TENSORS, Arguments, partial(_run, _SUMMED), _fake, check=_check_leaves, backward=_backward, **_HOW)
+SCATTERED_NORM = Op(
+    _SCATTERED,
+    _TENSORS,
+    ArgumentsOfParts,
+    partial(_run, _SCATTERED),
+    _fake,
+    check=_check_parts,
+    backward=_backward_of_parts,
+    **_HOW,
+)

@@ -1,97 +1,365 @@
-"""Functions for matmuls whose products are summed: with an all-reduce, or with a reduce-scatter."""
+"""Matmuls whose products are summed: graphar.fused_matmul_allreduce and graphar.fused_matmul_reducescatter."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Never
 
 import torch
 
 from graphar.numerics import leaf_tree, partitions
-from graphar.numerics.epilogues.epilogue import AppliedEpilogue
-from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import matmul_operands, options
-from graphar.ops.matmul_operands import Scaled
-from graphar.ops.register import is_plain
+from graphar.numerics.codecs import Codec, CodecName
+from graphar.numerics.epilogues.epilogue import Epilogue
+from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Partition, split
+from graphar.ops import matmul_gradients, matmul_operands, options, parts
+from graphar.ops.matmul_operands import UNSCALED, Scaled, scaled_of
+from graphar.ops.options import T
+from graphar.ops.register import Op, is_plain
+from graphar.ops.repeats import Asked, repeated
 from graphar.plan.call import Call, Operands
-from graphar.plan.work import Product
-from graphar.runtime.checks import call_checks
+from graphar.plan.matmuls import owned_rows
+from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
+from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 
 @dataclass(eq=False)
-class Arguments(options.Coded, options.Multiplied):
-    """The arguments of matmuls whose products are summed."""
-
+class _Summed(options.Coded, options.Multiplied):
     bias: options.Tensors = ()
     num_partitions: int | None = None
     scaled_dtype: torch.dtype | None = None  # of the result, with scales
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
+@dataclass(eq=False)
+class Arguments(_Summed):
+    # Whether skinny kernels may load w while the kernel before runs: (26) in cuda_src/device/sync/kernel_order.cuh.
+    constant_weight: bool = False
 
 
-def check_fused(
-    op: str, a, w, bias, codec, epilogue, group: Group, given: Arguments
-) -> tuple[str, bool, list[torch.Tensor]]:
-    """Checks a fused matmul. Returns the communicator's name, whether it has lists, and the biases.
+@dataclass(eq=False)
+class ArgumentsOfParts(_Summed, options.InParts):
+    """Those of a reduce-scatter."""
 
-    There are no biases if an epilogue adds them.
+
+def fused_matmul_allreduce(
+    a: T,
+    w: T,
+    *,
+    bias: T | None = None,
+    partition: Partition = "auto",
+    num_partitions: int | None = None,
+    codec: Codec | CodecName | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    group: Group = None,
+    out: T | None = None,
+    a_scale: T | None = None,
+    w_scale: T | None = None,
+    out_dtype: torch.dtype | None = None,
+    timeout_s: float | None = None,
+    **removed: Never,
+) -> T:
+    """Returns the sum over all ranks of ``a @ w.T``, plus ``bias``, on every rank: a row-parallel linear layer.
+
+    Each rank's product is accumulated in fp32 (fp64 for fp64), in an order of the device's, and rounded to its dtype.
+    Products and bias are added in fp32 in rank order and rounded once: ``graphar.reference.fused_matmul_allreduce``.
+    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
+    makes the same calls in order. Differentiable: for a tensor, the backward pass assumes that all ranks compute the
+    same loss, as in tensor parallelism, and does not communicate. A matmul and an :func:`allreduce` give such a loss's
+    gradient times the number of ranks. For a list gradients are summed.
+
+    Args:
+        a: this rank's [..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn; for a list one per
+            device. Ranks may differ in K only.
+        w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
+        bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
+        partition: "none": multiply, then sum. "tiles": one kernel does both, for results of 16 bits on sm_90 and N a
+            multiple of 8; else as "none". "split_m", "split_n": rows of ``a`` or ``w`` are split; while one is summed,
+            the next is multiplied. "auto": "tiles" or "none", by the tuning table. "batch_invariant": as "auto", only
+            with graphar's matmul: a row's bits do not depend on M. "tp_invariant": K in leaves, as a tree: the same
+            bits, also of gradients, on 1, 2, 4 and 8 ranks of equal K.
+        num_partitions: of "split_m" and "split_n". None: 4, if there are as many rows.
+        codec: the format on the wire, a :class:`graphar.Codec` or its name, such as "int8", partition by partition, as
+            by ``graphar.reference.quantized_allreduce``. For bf16, fp16 and fp32; not with "batch_invariant".
+        epilogue: elementwise work on the fp32 sum and ``bias`` before they are rounded: a :class:`graphar.Epilogue`, or
+            an expression or a function without arguments, such as "gelu(v)". row, col and index are positions in the
+            result. With a bias, an epilogue has at most three tensors. Not with a codec, and not for fp64.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        out: a tensor for the result, which shares no memory with the operands. Not differentiable.
+        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
+            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
+            ``graphar.reference.scaled_linear``, whatever the number of rows; there are no gradients. None: no scales.
+        w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
+            of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
+        out_dtype: with scales, the dtype of products and result, torch.bfloat16 or torch.float16. None: torch.bfloat16.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
+
+    Returns:
+        A contiguous tensor [..., N] with the dtype of ``a``, or with ``out_dtype``; for a list one per device; or
+        ``out``.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        UnsupportedError: partition is "batch_invariant" or "tp_invariant", and graphar's matmul cannot serve it.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    partition = given.partition
+    if removed:
+        options.check_removed(MATMUL_ALLREDUCE, removed)
+    kinds = type(num_partitions), type(timeout_s)
+    how = partition, num_partitions, codec, timeout_s, out_dtype, False, kinds
+    is_scaled = a_scale is not None or w_scale is not None or out_dtype is not None
+    scaled = scaled_of(MATMUL_ALLREDUCE, a, a_scale, w_scale, out_dtype) if is_scaled else UNSCALED
+    more = *scaled.scales, *(() if bias is None else (bias,))
+    asked = (a, w, *more), how, epilogue
+    found = repeated(MATMUL_ALLREDUCE, group, *asked, out)
+    if found is not None:
+        return found
+    given = Arguments(timeout_s=timeout_s, partition=partition, num_partitions=num_partitions, **scaled._asdict())
+    return _call(SUM, a, w, bias, codec, epilogue, group, given, asked, out)
+
+
+def with_constant_weight(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    partition: Partition = "auto",
+    group: Group = None,
+    a_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Returns what :func:`fused_matmul_allreduce` does. Skinny kernels may load ``w`` while the kernel before runs.
+
+    The caller promises that whatever wrote ``w`` has ended when the call is made, or when a graph with it is replayed.
+    """
+    how = partition, None, None, None, out_dtype, True, (type(None), type(None))
+    scaled = UNSCALED if a_scale is None else scaled_of(MATMUL_ALLREDUCE, a, a_scale, w_scale, out_dtype)
+    asked = (a, w, *scaled.scales, *(() if bias is None else (bias,))), how, None
+    found = repeated(MATMUL_ALLREDUCE, group, *asked)
+    if found is not None:
+        return found
+    given = Arguments(partition=partition, constant_weight=True, **scaled._asdict())
+    return _call(SUM, a, w, bias, None, None, group, given, asked)
+
+
+def fused_matmul_reducescatter(
+    a: T,
+    w: T,
+    *,
+    bias: T | None = None,
+    partition: Partition = "auto",
+    num_partitions: int | None = None,
+    codec: Codec | CodecName | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    group: Group = None,
+    a_scale: T | None = None,
+    w_scale: T | None = None,
+    out_dtype: torch.dtype | None = None,
+    timeout_s: float | None = None,
+) -> T:
+    """Returns this rank's rows of the sum over all ranks of ``a @ w.T``, plus ``bias``.
+
+    The result of :func:`fused_matmul_allreduce` is split along the first dimension of ``a`` as by torch.tensor_split:
+    lengths differ by at most one, and earlier ranks have the longer parts. The bits are the same.
+    ``graphar.reference.fused_matmul_reducescatter`` is the specification, except for the order in which a product is
+    accumulated, which depends on the device.
+
+    Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
+    makes the same calls in the same order.
+
+    Differentiable: the gradients of all parts are gathered and multiplied by a :func:`fused_allgather_matmul`, and a
+    matmul gives the gradient of ``w``. The gradient of ``bias`` covers only this rank's part. If ``bias`` is one
+    parameter of all ranks, sum its gradients.
+
+    Args:
+        a: this rank's [M, ..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn; or a list with one for
+            each device of this process. Shapes are equal on all ranks but for K.
+        w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
+        bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
+        partition: "none": multiply, then sum. "tiles": one kernel does both, for results of 16 bits on sm_90 and N a
+            multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is split into
+            partitions, so that all ranks receive rows of each; "split_n": the rows of ``w`` are split. While one
+            partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
+            "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
+            number of rows; not with a codec.
+            "tp_invariant": leaves of K added in fp32 as a tree and rounded once, as by :func:`fused_matmul_allreduce`;
+            ``bias`` then gets the gradient of all ranks' rows, whose number must be a multiple of 8.
+        num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
+        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
+            precision. Each rank's product is rounded once, part by part; the sum is rounded only to the
+            dtype. Each partition is encoded separately, so partitions change bits. For bf16, fp16 and fp32.
+        epilogue: elementwise work on this rank's part of the fp32 sum and ``bias`` before they are rounded: a
+            :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". row, col and
+            index are positions in that part, and tensors have its shape. With a bias, an epilogue has at most three
+            tensors. Not with a codec, and not for fp64.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
+            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
+            ``graphar.reference.scaled_linear``, whatever the number of rows; there are no gradients. None: no scales.
+        w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
+            of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
+        out_dtype: with scales, the dtype of products and result, torch.bfloat16 or torch.float16. None: torch.bfloat16.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
+
+    Returns:
+        A contiguous tensor [M_r, ..., N] with the dtype of ``a``, or with ``out_dtype``, where M_r is the length of
+        this rank's part; for a list one per device.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        UnsupportedError: partition is "batch_invariant" or "tp_invariant", and graphar's matmul cannot serve it.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
+    """
+    kinds, scaled = (type(num_partitions), type(timeout_s)), UNSCALED
+    how = partition, num_partitions, codec, bias is None, timeout_s, kinds
+    if a_scale is not None or w_scale is not None or out_dtype is not None:
+        scaled = scaled_of(MATMUL_REDUCESCATTER, a, a_scale, w_scale, out_dtype)
+        how = *how, scaled.scaled_dtype
+    asked = (a, w, *scaled.scales, *(() if bias is None else (bias,))), how, epilogue
+    if (found := repeated(MATMUL_REDUCESCATTER, group, *asked)) is not None:
+        return found
+    given = ArgumentsOfParts(
+        timeout_s=timeout_s, partition=partition, num_partitions=num_partitions, **scaled._asdict()
+    )
+    return _call(SCATTER, a, w, bias, codec, epilogue, group, given, asked)
+
+
+def _call(op: Op, a, w, bias, codec, epilogue, group: Group, given: _Summed, asked: Asked, out=None) -> Any:
+    """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
+    name, partition, in_list = op.name, given.partition, isinstance(a, (list, tuple))
     if given.timeout_s is not None:
-        call_checks.check_timeout(op, given.timeout_s)
-    in_list = isinstance(a, (list, tuple))
-    name = engine_name(group, op, alone=partition == TP_INVARIANT and not in_list)
-    options.check_together(op, codec, epilogue)
-    if partition in (partitions.BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
-        raise ValueError(f"{op}: takes a codec or partition={partition!r}, not both")
-    matmul_operands.check(op, a, w, bias, Scaled(given.scales, given.scaled_dtype), partition)
-    return name, in_list, [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
+        call_checks.check_timeout(name, given.timeout_s)
+    communicator = engine_name(group, name, alone=partition == TP_INVARIANT and not in_list)
+    options.check_together(name, codec, epilogue)
+    if partition in (BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
+        raise ValueError(f"{name}: takes a codec or partition={partition!r}, not both")
+    matmul_operands.check(name, a, w, bias, Scaled(given.scales, given.scaled_dtype), partition)
+    first, weight = (a[0], w[0]) if in_list else (a, w)
+    where: dict[str, Any] = {}
+    if isinstance(given, ArgumentsOfParts):
+        matmul_operands.check_has_rows(name, first)
+        rank, world_size = (-1, len(a)) if in_list else parts.place(group, partition == TP_INVARIANT)
+        where = {"rank": rank, "sizes": split(first.shape[0], world_size)}
+    followed, biases = options.NO_EPILOGUE, [] if bias is None else list(bias) if in_list else [bias]
+    if epilogue is not None:  # it adds the bias itself
+        rows, biases = first.narrow(0, 0, where["sizes"][max(where["rank"], 0)]) if where else first, []
+        like = torch.empty((*rows.shape[:-1], weight.shape[0]), dtype=given.scaled_dtype or first.dtype, device="meta")
+        ranks, whole = len(a) if in_list else None, 0 if where else None
+        followed = options.epilogue_option(name, epilogue, like, ranks, whole, bias)
+    text = options.codec_option(name, codec)
+    given = replace(given, communicator=communicator, bias=biases, codec=text, **where, **followed)
+    plain = not in_list and all(map(is_plain, (a, w, *biases, *given.scales)))
+    plain = plain and not options.needs_gradient(given.tensors)
+    if out is None:
+        return op(a, w, given=given, plain=plain, asked=asked)
+    matmul_operands.check_results(name, a, w, bias, out, given.scaled_dtype)
+    op.into(a, w, out, given=given, plain=plain and is_plain(out), asked=asked)
+    return list(out) if in_list else out
 
 
-def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], w, given) -> None:
+def _fake(a, w, given: _Summed) -> list[torch.Tensor]:
+    shapes = [x.shape[:-1] for x in a]
+    if isinstance(given, ArgumentsOfParts):
+        shapes = [(size, *shape[1:]) for size, shape in zip(parts.own_sizes(given), shapes, strict=True)]
+    each = zip(a, w, shapes, strict=True)
+    return [x.new_empty((*shape, weight.shape[0]), dtype=given.scaled_dtype) for x, weight, shape in each]
+
+
+def _run(op: str, engine: Engine, a, w, outs, given: _Summed):
+    """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
+    columns, in_one = w[0].shape[0], a[0].shape[1:-1].numel()
+    if isinstance(given, ArgumentsOfParts):
+        counts = cut = [size * in_one for size in given.sizes]
+    else:
+        cut = [outs[0].shape[:-1].numel()]
+        counts = owned_rows(cut[0], engine.world_size)
+    partitions.panels(op, given.partition, given.num_partitions, cut, columns)  # raises
+    followed = options.applied(op, given, outs)
+    if given.codec:
+        call_checks.check_quantized_call(op, given.codec, "auto", outs[0])
+    if not sum(counts) or not columns:
+        return None
+    how = {"partition": given.partition, "num_partitions": given.num_partitions} | multiplied(op, a, w, given)
+    work = Product(op, tuple(counts), columns, bool(given.bias), given.codec, followed and followed.form, **how)
+    ranks = []
+    for rank, out in enumerate(outs):
+        more = [given.bias[rank].resolve_neg().contiguous()] if given.bias else []  # kernels read raw memory
+        more += followed.inputs[rank].tensors if followed else []
+        numbers = tuple(followed.inputs[rank].scalars) if followed else ()
+        ranks.append(Operands((*factors(a, w, given, rank), *more), (out,), numbers))
+    return engine.run(Call.of(work, outs[0], timeout_s=given.timeout_s), ranks), ranks
+
+
+def multiplied(op: str, a, w, given: options.Multiplied) -> dict[str, Any]:
+    """Returns what a Product has of the factors of a call."""
+    of = {"scales": matmul_operands.format_of(op, a, w, given.scales)} if given.scales else {}
+    return of | {"constant_weight": getattr(given, "constant_weight", False)}
+
+
+def factors(a, w, given: options.Multiplied, rank: int) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors of a rank's factors."""
+    return a[rank], w[rank], *given.scales[2 * rank : 2 * rank + 2]
+
+
+def _check_out(a, w, outs, given: Arguments) -> None:
+    tensor_checks.check_distinct(MATMUL_ALLREDUCE, "out", outs)
+    for rank, out in enumerate(outs):
+        bias = given.bias[rank] if given.bias else None
+        matmul_operands.check_result_memory(MATMUL_ALLREDUCE, a[rank], w[rank], bias, out)
+    options.check_apart_from_epilogue(MATMUL_ALLREDUCE, outs, given.tensors)
+
+
+def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], *rest) -> None:
     """Raises ValueError if a call is to be tensor-parallel invariant, and its ranks have no whole leaves of K."""
-    if given.partition != TP_INVARIANT:
+    if rest[-1].partition != TP_INVARIANT:
         return
     leaf_tree.check_ranks(op, engine.world_size)
     # Processes compare their columns when they sum.
     leaf_tree.check_operands(op, a if engine.devices else list(a) * engine.world_size)
 
 
-def is_plain_fused(a: torch.Tensor, w: torch.Tensor, given: Arguments) -> bool:
-    return all(map(is_plain, (a, w, *given.bias, *given.scales))) and not options.needs_gradient(given.tensors)
+def _check_parts(engine: Engine, a, w, given: ArgumentsOfParts) -> None:
+    parts.check_lengths(MATMUL_REDUCESCATTER, given.sizes, [x.shape[0] for x in a], [sum(given.sizes)] * len(a))
+    parts.check_place(MATMUL_REDUCESCATTER, engine, given)
+    check_leaves(MATMUL_REDUCESCATTER, engine, a, w, given)
 
 
-def sum_like(a: torch.Tensor, w: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Returns a meta tensor with the shape and dtype of the sum."""
-    return torch.empty((*a.shape[:-1], w.shape[0]), dtype=dtype or a.dtype, device="meta")
+def _backward(ctx, gradients):
+    call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
+    (a, w), tensors = SUM.saved(ctx)
+    of_sums, rest = matmul_gradients.of_sums(ctx, "allreduce", call, gradients, a, w, tensors)
+    return *matmul_gradients.of_products(ctx, matmul_gradients.of_equal_sums(ctx, of_sums, call), a, w), rest
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
+def _backward_of_parts(ctx, gradients):
+    """Returns the gradients. The rounding of a codec is treated as the identity."""
+    where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
+    (a, w), tensors = SCATTER.saved(ctx)
+    of_sums, rest = matmul_gradients.of_sums(ctx, "reducescatter", where, gradients, a, w, tensors)
+    return *matmul_gradients.of_parts(ctx, of_sums, a, w, where), rest
 
 
-def run(op: str, engine: Engine, a, w, outs, given, parts: Sequence[int], followed: AppliedEpilogue | None):
-    """Writes sums of products into the tensors of ``outs``, which are contiguous.
-
-    ``parts`` are the rows of the result that each rank sums.
-    """
-    columns = w[0].shape[0]
-    if given.codec:
-        call_checks.check_quantized_call(op, given.codec, "auto", outs[0])
-    if not sum(parts) or not columns:
-        return None
-    how = {"partition": given.partition, "num_partitions": given.num_partitions}
-    how["constant_weight"] = getattr(given, "constant_weight", False)
-    scales = getattr(given, "scales", ())  # rank by rank: of a, of w
-    if scales:
-        how["scales"] = matmul_operands.format_of(op, a, w, scales)
-    work = Product(op, tuple(parts), columns, bool(given.bias), given.codec, followed and followed.form, **how)
-    ranks = []
-    for rank, (x, weight, out) in enumerate(zip(a, w, outs, strict=True)):
-        more = [given.bias[rank].resolve_neg().contiguous()] if given.bias else []  # kernels read raw memory
-        more += followed.inputs[rank].tensors if followed else []
-        numbers = tuple(followed.inputs[rank].scalars) if followed else ()
-        ranks.append(Operands((x, weight, *scales[2 * rank : 2 * rank + 2], *more), (out,), numbers))
-    return engine.run(Call.of(work, outs[0], timeout_s=given.timeout_s), ranks), ranks
+SUM = Op(
+    MATMUL_ALLREDUCE,
+    ["a", "w"],
+    Arguments,
+    partial(_run, MATMUL_ALLREDUCE),
+    _fake,
+    check=partial(check_leaves, MATMUL_ALLREDUCE),
+    check_out=_check_out,
+    backward=_backward,
+)
+SCATTER = Op(
+    MATMUL_REDUCESCATTER,
+    ["a", "w"],
+    ArgumentsOfParts,
+    partial(_run, MATMUL_REDUCESCATTER),
+    _fake,
+    check=_check_parts,
+    backward=_backward_of_parts,
+)

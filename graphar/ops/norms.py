@@ -1,20 +1,22 @@
-"""Functions for ops with residual and RMSNorm: checks, inputs and results of each rank."""
+"""Sums with residual and RMSNorm: graphar.allreduce_residual_rmsnorm and graphar.reducescatter_residual_rmsnorm."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.norms import FP8, output_of, scales_of
+from graphar.numerics.norms import ALLREDUCE_NORM, FP8, REDUCESCATTER_NORM, output_of, scales_of
 from graphar.numerics.partitions import TP_INVARIANT, split
 from graphar.ops import norm_gradients, options, parts
-from graphar.ops.register import Op, by_result, is_plain
-from graphar.ops.repeats import Asked
+from graphar.ops.options import T
+from graphar.ops.register import Op, by_result, for_ranks, is_plain
+from graphar.ops.repeats import Asked, repeated
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Norm
 from graphar.runtime.checks import call_checks, tensor_checks
@@ -34,6 +36,118 @@ class ArgumentsOfParts(Arguments, options.InParts):
 
 
 _TENSORS = ("x", "residual", "weight", "scale")
+
+
+def allreduce_residual_rmsnorm(
+    x: T,
+    residual: T,
+    weight: T,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    scale: T | None = None,
+    group_size: int | None = None,
+    group: Group = None,
+    timeout_s: float | None = None,
+) -> tuple[T, ...]:
+    """Returns the root-mean-square norm of the sum over all ranks plus a residual, and that total, from one kernel.
+
+    residual_out = total + residual, rounded to the dtype, where total is the rounded sum;
+    normed = (residual_out / sqrt(mean(residual_out**2) + eps)) * (weight + weight_offset), in fp32 and rounded once.
+    The mean is over the last dimension (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019).
+    ``graphar.reference.allreduce_residual_rmsnorm`` is the specification: every rank, size and device gives its bits.
+
+    Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
+    makes the same calls, with equal shapes and dtypes, in the same order.
+
+    Differentiable, except for FP8.
+
+    Args:
+        x: [..., columns], bf16, fp16 or fp32: this rank's tensor, or a list with one for each device of this process.
+        residual: like ``x``, equal on every rank; it is not changed. For a list a list, one per device.
+        weight: [columns], of the dtype of ``x``, equal on every rank. For a list a list, one per device.
+        eps: added to the mean square.
+        weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
+        out_dtype: torch.float8_e4m3fn: the normed result is normed * (1 / scale), computed in fp32, rounded to nearest
+            and saturated; times the scale it is the normed value. None: the dtype of ``x``.
+        scale: one scale for the whole FP8 result: one positive fp32 element on the device of ``x``, equal on every
+            rank; for a list a list, one per device. None: each row has its own scale, its largest magnitude / 448, as
+            torch._scaled_mm takes them.
+        group_size: 128: for FP8, each 128 columns of a row have their own scale. The columns are a multiple of 128.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
+
+    Returns:
+        (normed, residual_out), contiguous and like ``x``. For FP8 without ``scale``: (normed, residual_out, scales),
+        with fp32 scales [..., 1], or [..., columns / 128] with ``group_size``. For lists, lists of these.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
+    """
+    tensors = (x, residual, weight) if scale is None else (x, residual, weight, scale)
+    kinds = type(eps), type(weight_offset), type(group_size), type(timeout_s)
+    how = eps, weight_offset, out_dtype, group_size, timeout_s, kinds
+    if (found := repeated(ALLREDUCE_NORM, group, tensors, how)) is not None:
+        return found
+    return _call(NORM, (tensors, how, None), group, eps, weight_offset, out_dtype, group_size, timeout_s)
+
+
+def reducescatter_residual_rmsnorm(
+    x: T,
+    residual: T,
+    weight: T,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    scale: T | None = None,
+    group_size: int | None = None,
+    group: Group = None,
+    timeout_s: float | None = None,
+) -> tuple[T, ...]:
+    """Returns the root-mean-square norm of this rank's rows of the sum plus a residual, and that total; in one kernel.
+
+    The rows are split as by :func:`reducescatter` along the first dimension: lengths differ by at most one, and earlier
+    ranks have the longer parts. The results have the bits of these rows in :func:`allreduce_residual_rmsnorm`.
+    ``graphar.reference.reducescatter_residual_rmsnorm`` is the specification.
+
+    Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
+    makes the same calls, with equal shapes and dtypes, in the same order.
+
+    Differentiable, except for FP8.
+
+    Args:
+        x: [M, ..., columns], bf16, fp16 or fp32: this rank's tensor, or a list with one per device of this process.
+        residual: [M_r, ..., columns], this rank's rows, of the dtype of ``x``; it is not changed. M_r is the length of
+            this rank's part. For a list a list, one per device.
+        weight: [columns], of the dtype of ``x``. For a list a list, one per device.
+        eps: added to the mean square.
+        weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
+        out_dtype: torch.float8_e4m3fn, as in :func:`allreduce_residual_rmsnorm`. None: the dtype of ``x``.
+        scale: one scale for the whole FP8 result: one positive fp32 element on the device of ``x``; for a list a list,
+            one per device. None: each row has its own scale, its largest magnitude / 448.
+        group_size: 128: for FP8, each 128 columns of a row have their own scale. The columns are a multiple of 128.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
+
+    Returns:
+        (normed, residual_out), contiguous and like ``residual``. For FP8 without ``scale``: (normed, residual_out,
+        scales), with fp32 scales [..., 1], or [..., columns / 128] with ``group_size``. For lists, lists of these.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
+    """
+    tensors = (x, residual, weight) if scale is None else (x, residual, weight, scale)
+    kinds = type(eps), type(weight_offset), type(group_size), type(timeout_s)
+    how = eps, weight_offset, out_dtype, group_size, timeout_s, kinds
+    if (found := repeated(REDUCESCATTER_NORM, group, tensors, how)) is not None:
+        return found
+    return _call(SCATTERED_NORM, (tensors, how, None), group, eps, weight_offset, out_dtype, group_size, timeout_s)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -64,7 +178,7 @@ def _check_x(op: str, x: object) -> None:
         raise ValueError(f"{op}: x must have columns, got the shape {list(x.shape)}")
 
 
-def check(
+def _check(
     op: str,
     out_dtype: object,
     group_size: object,
@@ -128,7 +242,7 @@ def prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: 
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s) -> Any:
+def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s) -> Any:
     """Makes a call as the user asked for it, and returns its results as users get them."""
     (x, residual, weight, *rest), name = asked[0], op.name
     scale = rest[0] if rest else None
@@ -137,7 +251,7 @@ def call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, grou
     ranks = ranks_of(name, x, residual, weight, scale)
     where, lengths = place(op, "x", x, group)
     pairs = zip(lengths or [None] * len(ranks), ranks, strict=True)
-    output = {check(name, out_dtype, group_size, length, *of_rank) for length, of_rank in pairs}.pop()
+    output = {_check(name, out_dtype, group_size, length, *of_rank) for length, of_rank in pairs}.pop()
     prepare_gradients(name, ranks, output)
     scales = [one for _, _, _, *of_rank in ranks for one in of_rank]
     how = where | {"output": output, "scales": scales, "timeout_s": timeout_s}
@@ -182,12 +296,12 @@ def check_parts(op: str, engine: Engine, xs, *rest) -> None:
     parts.check_place(op, engine, given)
 
 
-def fake(xs, residuals, weights, given) -> list[tuple[torch.Tensor, ...]]:
+def _fake(xs, residuals, weights, given) -> list[tuple[torch.Tensor, ...]]:
     """Returns uninitialised tensors for each rank's results."""
     return [empty(given.output, residual) for residual in residuals]
 
 
-def run(op: str, engine: Engine, xs, residuals, weights, outs, given):
+def _run(op: str, engine: Engine, xs, residuals, weights, outs, given):
     """Writes each rank's results: normed rows, the new residual, and scales if the output has some."""
     lists = [xs, residuals, weights, *([given.scales] if given.scales else [])]
     ranks = [
@@ -208,3 +322,31 @@ def empty(output: str, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if each := scales_of(output, shape[-1]):
         made.append(new((*shape[:-1], each), dtype=torch.float32))
     return tuple(made)
+
+
+def _backward(ctx, gradients):
+    """Returns the gradients. Rounding is treated as the identity."""
+    call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
+    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, NORM.saved(ctx)[0], gradients)
+    return for_ranks(ctx, "allreduce", of_rows, **call), of_rows, of_weights, {}
+
+
+def _backward_of_parts(ctx, gradients):
+    """Returns the gradients. Rounding is treated as the identity."""
+    call = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
+    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, SCATTERED_NORM.saved(ctx)[0], gradients)
+    return for_ranks(ctx, "allgather", of_rows, **call), of_rows, of_weights, {}
+
+
+_HOW: dict[str, Any] = {"saved": lambda given: ("weight",), "saved_result": 1, "returns": "Tensor[]"}
+NORM = Op(ALLREDUCE_NORM, _TENSORS[:3], Arguments, partial(_run, ALLREDUCE_NORM), _fake, backward=_backward, **_HOW)
+SCATTERED_NORM = Op(
+    REDUCESCATTER_NORM,
+    _TENSORS[:3],
+    ArgumentsOfParts,
+    partial(_run, REDUCESCATTER_NORM),
+    _fake,
+    check=partial(check_parts, REDUCESCATTER_NORM),
+    backward=_backward_of_parts,
+    **_HOW,
+)

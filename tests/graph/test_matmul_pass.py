@@ -12,10 +12,8 @@ import graphar
 from graphar.graph import places
 from graphar.ops import (
     allreduce,
-    matmul_allreduce,
-    matmul_allreduce_rmsnorm,
-    matmul_reducescatter,
-    matmul_reducescatter_rmsnorm,
+    matmul_norms,
+    matmul_sums,
     reducescatter,
 )
 from graphar.ops.register import op_of
@@ -49,7 +47,7 @@ def test_a_matmul_and_its_sum_become_one_op(make_pass, pays, name):
 
     (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
     a, w = [node for node in graph.nodes if node.op == "placeholder"]
-    assert fused.args == (a, w, *matmul_allreduce.OP.arguments())
+    assert fused.args == (a, w, *matmul_sums.SUM.arguments())
     assert not [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
 
@@ -96,7 +94,7 @@ def test_a_matmul_a_sum_and_a_norm_become_one_op(make_pass, pays):
 
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce_residual_rmsnorm.default]
-    assert fused.args == (*inputs, *matmul_allreduce_rmsnorm.OP.arguments(eps=1e-5, weight_offset=0.0))
+    assert fused.args == (*inputs, *matmul_norms.NORM.arguments(eps=1e-5, weight_offset=0.0))
 
 
 SCATTERED = {
@@ -111,7 +109,7 @@ def test_a_matmul_and_a_reduce_scatter_of_its_rows_become_one_op(make_pass, pays
 
     (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_reducescatter.default]
     a, w = [node for node in graph.nodes if node.op == "placeholder"]
-    assert fused.args == (a, w, *matmul_reducescatter.OP.arguments(rank=0, sizes=[2, 2, 2, 2], **more))
+    assert fused.args == (a, w, *matmul_sums.SCATTER.arguments(rank=0, sizes=[2, 2, 2, 2], **more))
     assert tuple(fused.meta["val"].shape) == (ROWS // 4, COLUMNS)
 
 
@@ -125,7 +123,7 @@ def test_a_matmul_a_reduce_scatter_and_a_norm_become_one_op(make_pass, pays):
     (fused,) = [node for node in graph.nodes if op_of(node.target)]
     numbers = {"eps": 1e-5, "weight_offset": 0.0, "rank": 0, "sizes": [ROWS // RANKS] * RANKS}
     assert fused.target is ops.fused_matmul_reducescatter_residual_rmsnorm.default
-    assert fused.args == (*inputs, *matmul_reducescatter_rmsnorm.OP.arguments(**numbers))
+    assert fused.args == (*inputs, *matmul_norms.SCATTERED_NORM.arguments(**numbers))
 
 
 @pytest.mark.parametrize(("batch", "copies"), [(1, 0), (2, 1)])
@@ -162,7 +160,7 @@ def test_a_matmul_a_sum_and_an_epilogue_become_one_op(make_pass, pays):
 
     (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
     a, w = [node for node in graph.nodes if node.op == "placeholder"]
-    assert fused.args == (a, w, *matmul_allreduce.OP.arguments(epilogue="relu(v)"))
+    assert fused.args == (a, w, *matmul_sums.SUM.arguments(epilogue="relu(v)"))
     assert [entry.rewrite for entry in compile_pass.report.rewritten] == ["epilogue", "matmul"]
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from graphar.ops import reducescatter_rmsnorm
-from graphar.ops.allreduce_rmsnorm import OP
+from graphar.ops import norms
+from graphar.ops.norms import NORM as OP
 from tests.cases import same_bits
 from tests.graph.graphs import EPS, NORMS, RANKS, Traced, given, llamas, rewritten, scattered, summed, torchs
 from tests.parallel_models import compiled
@@ -144,7 +144,7 @@ def test_a_scattered_sum_a_residual_and_a_norm_become_one_op(make_pass, name, dt
     assert fused.target is ops.reducescatter_residual_rmsnorm.default
     numbers = {"eps": pytest.approx(EPS, rel=1e-6), "weight_offset": OFFSETS[name]}
     place = {"output": "like_input", "rank": 0, "sizes": [2] * RANKS}
-    assert fused.args == (x, residual, weight, *reducescatter_rmsnorm.OP.arguments(**numbers, **place))
+    assert fused.args == (x, residual, weight, *norms.SCATTERED_NORM.arguments(**numbers, **place))
     assert (normed.target, normed.args, output.args) == (operator.getitem, (fused, 0), (normed,))
     assert str(compile_pass.report).endswith("in group '0': graphar::reducescatter_residual_rmsnorm")
     assert "1 collective became graphar's" in str(compile_pass.report)
@@ -157,7 +157,7 @@ def test_a_scattered_sum_that_is_seen_in_another_shape_has_its_residual_and_resu
 
     graph = rewritten(make_pass(), traced_parts(layer, (1, 2, COLUMNS))).graph
 
-    (fused,) = [node for node in graph.nodes if node.target is reducescatter_rmsnorm.OP.one]
+    (fused,) = [node for node in graph.nodes if node.target is norms.SCATTERED_NORM.one]
     assert given(fused)["residual"].meta["val"].shape == (2, COLUMNS)
     assert [one.meta["val"].shape for one in graph.output_node().args[0]] == [(1, 2, COLUMNS)] * 2
 
@@ -195,7 +195,7 @@ def test_another_form_of_a_scattered_sum_is_left_with_the_reason(make_pass, requ
     entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
     assert entries[0] == ("norm", request.node.callspec.id)
     assert entries[1][0] == "reducescatter"
-    assert reducescatter_rmsnorm.OP.one not in drawing.calls()
+    assert norms.SCATTERED_NORM.one not in drawing.calls()
 
 
 # ---- what is left ---------------------------------------------------------------------------------------------------
