@@ -158,7 +158,7 @@ def fused_multiply_add(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tor
 
 
 def check_operands(
-    op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+    op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
     """Raises TypeError or ValueError, which name ``op``, unless the operands of a scaled product fit together.
 
@@ -173,7 +173,7 @@ def check_operands(
         raise ValueError(f"{op}: a and w must have equally many columns, got {list(a.shape)} and {list(w.shape)}")
     if out_dtype not in RESULT_DTYPES:
         raise TypeError(f"{op}: out_dtype must be one of {RESULT_DTYPES}, got {out_dtype}")
-    if bias is None:
+    if bias is None or out_dtype is None:
         return
     if out_dtype == torch.float32:
         raise ValueError(f"{op}: a bias is added to rounded results only, got out_dtype=torch.float32")

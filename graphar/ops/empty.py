@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.ranks.capture import check_not_capturing
+from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.checks import tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, HasEngine, engine_of_either
@@ -67,8 +68,8 @@ def _empty(engine: Engine, like: torch.Tensor) -> list[torch.Tensor]:
         _agree(engine, like)
         if not engine.find_runner(devices[0]):
             return [torch.empty_like(like, device=device) for device in devices]
-        tensors = engine.runner.symmetric.empty(like)
-        engine.symmetric = engine.runner.symmetric
+        tensors = runner_of(engine).symmetric.empty(like)
+        engine.symmetric = runner_of(engine).symmetric
         return tensors
 
 

@@ -221,7 +221,7 @@ def _check_scaled(op: str, ranks: Sequence[tuple], scaled: Scaled) -> None:
             raise ValueError(f"{op}: with scales residual must be bfloat16 or float16, got {residual.dtype}")
 
 
-def _check_rank(op: str, a: torch.Tensor, w: object, residual: object, weight: object, has_scales: bool) -> None:
+def _check_rank(op: str, a, w, residual: torch.Tensor, weight: torch.Tensor, has_scales: bool) -> None:
     if not has_scales and a.dtype not in TYPE_NAMES:
         raise ValueError(f"{op}: a must be bfloat16, float16 or float32, got {a.dtype}")
     if not w.shape[0]:
@@ -296,7 +296,7 @@ def _backward_of_parts(ctx, gradients):
     where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
     saved, _ = SCATTERED_NORM.saved(ctx)
     of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients, own_rows=True)
-    return *matmul_gradients.of_parts(ctx, of_rows, *saved[:2], where), of_rows, of_weights, {}
+    return *matmul_gradients.of_parts(ctx, of_rows, saved[0], saved[1], where), of_rows, of_weights, {}
 
 
 _HOW: dict[str, Any] = {"saved": lambda given: ("a", "w", "weight"), "saved_result": 1, "returns": "Tensor[]"}

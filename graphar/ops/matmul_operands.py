@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ class Scaled(NamedTuple):
 UNSCALED = Scaled()
 
 
-def scaled_of(op: str, a: object, a_scale: object, w_scale: object, out_dtype: object) -> Scaled:
+def scaled_of(op: str, a: object, a_scale: Any, w_scale: Any, out_dtype: torch.dtype | None) -> Scaled:
     """Returns the scales of a call that has scales or an ``out_dtype``; :func:`check` checks them.
 
     Raises:
@@ -107,9 +107,8 @@ def _check_rank(op: str, a, w, bias, scaled: Scaled, rank: int, where: str) -> N
 def _check_plain(op: str, a, w, bias, where: str) -> None:
     if getattr(a, "dtype", None) == FP8:
         raise ValueError(f"{op}: operands in {FP8} need both a_scale and w_scale")
-    for name, x, kind in ((f"a{where}", a, "1 or more"), (f"w{where}", w, "2"), (f"bias{where}", bias, "1")):
-        if x is None and x is bias:
-            continue
+    of_bias = [] if bias is None else [(f"bias{where}", bias, "1")]
+    for name, x, kind in ((f"a{where}", a, "1 or more"), (f"w{where}", w, "2"), *of_bias):
         check_strided(op, name, x)
         if x.dtype not in _DTYPES:
             raise TypeError(f"{op}: {name} must be bfloat16, float16, float32 or float64, got {x.dtype}")
@@ -170,7 +169,7 @@ def check_has_rows(op: str, a: torch.Tensor) -> None:
         raise ValueError(f"{op}: a must have 2 dimensions or more, since its rows are split, got {list(a.shape)}")
 
 
-def check_results(op: str, a, w, bias, outs: object, out_dtype: torch.dtype | None = None) -> None:
+def check_results(op: str, a, w, bias, outs: Any, out_dtype: torch.dtype | None = None) -> None:
     """Checks the destination of a call: one rank's, or a list with one for each rank."""
     if not isinstance(a, (list, tuple)):
         _check_result(op, a, w, bias, outs, out_dtype)
@@ -185,7 +184,7 @@ def _check_result(
     a: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    out: object,
+    out: torch.Tensor,
     out_dtype: torch.dtype | None = None,
 ) -> None:
     """Checks a destination for one rank's result; :func:`check_result_memory` checks its memory.

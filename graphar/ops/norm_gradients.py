@@ -30,7 +30,8 @@ def of_rows_and_weights(
     wanted = wanted if ctx.in_list else [wanted]
     numbers = ctx.given["eps"], ctx.given["weight_offset"]
     of_ranks = zip(gradients[::2], gradients[1::2], summed, weights, wanted, strict=True)
-    return tuple(map(list, zip(*[_of_rank(*of_rank, numbers, ranks) for of_rank in of_ranks], strict=True)))
+    found = [_of_rank(*of_rank, numbers, ranks) for of_rank in of_ranks]
+    return [rows for rows, _ in found], [weight for _, weight in found]
 
 
 def load(weight: torch.Tensor) -> None:
@@ -78,8 +79,10 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _second_derivatives(ctx, gradient_of_rows, gradient_of_weight):
-    leaves = [None if one is None else one.detach().requires_grad_() for one in ctx.saved_tensors]
-    of_normed, of_summed, summed, weight = leaves
+    given, of_summed, *more = ctx.saved_tensors
+    of_normed, summed, weight = (one.detach().requires_grad_() for one in (given, *more))
+    of_summed = None if of_summed is None else of_summed.detach().requires_grad_()
+    leaves = [of_normed, of_summed, summed, weight]
     with torch.enable_grad():
         more = torch.zeros_like(summed) if of_summed is None else of_summed
         results = norm_gradients.differentiable(of_normed, more, summed, weight, ctx.eps, ctx.offset)

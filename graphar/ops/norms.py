@@ -153,7 +153,7 @@ def reducescatter_residual_rmsnorm(
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def ranks_of(op: str, x: object, residual: object, weight: object, scale: object) -> list[tuple]:
+def ranks_of(op: str, x, residual, weight, scale) -> list[tuple]:
     """Returns the tensors of each rank of this process: ``x``, which is checked, residual, weight and perhaps a scale.
 
     They are given as tensors, or as lists with one per rank.
@@ -170,7 +170,7 @@ def ranks_of(op: str, x: object, residual: object, weight: object, scale: object
     return ranks
 
 
-def _check_x(op: str, x: object) -> None:
+def _check_x(op: str, x: torch.Tensor) -> None:
     tensor_checks.check_tensor(op, "x", x)
     if x.dtype not in TYPE_NAMES:
         raise ValueError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}")
@@ -184,9 +184,9 @@ def _check(
     group_size: object,
     length: int | None,
     x: torch.Tensor,
-    residual: object,
-    weight: object,
-    scale: object = None,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
 ) -> str:
     """Checks one rank's tensors beside ``x``, and returns the format of the normed rows.
 
@@ -205,7 +205,7 @@ def _check(
 
 
 def check_beside(
-    op: str, name: str, given: object, shape: Sequence[int], x: torch.Tensor, dtype: torch.dtype | None = None
+    op: str, name: str, given: torch.Tensor, shape: Sequence[int], x: torch.Tensor, dtype: torch.dtype | None = None
 ) -> None:
     """Raises unless ``given`` is a tensor of that shape with the device of ``x``, and ``dtype``, or that of ``x``."""
     tensor_checks.check_tensor(op, name, given)
@@ -301,7 +301,7 @@ def _fake(xs, residuals, weights, given) -> list[tuple[torch.Tensor, ...]]:
     return [empty(given.output, residual) for residual in residuals]
 
 
-def _run(op: str, engine: Engine, xs, residuals, weights, outs, given):
+def _run(op: str, engine: Engine, xs, residuals, weights, outs, given: Arguments):
     """Writes each rank's results: normed rows, the new residual, and scales if the output has some."""
     lists = [xs, residuals, weights, *([given.scales] if given.scales else [])]
     ranks = [
@@ -309,7 +309,7 @@ def _run(op: str, engine: Engine, xs, residuals, weights, outs, given):
         for of_rank, results in zip(zip(*lists, strict=True), outs, strict=True)
     ]
     x = ranks[0].inputs[0]
-    counts = parts.counts_of(x, given.sizes) if isinstance(given, options.InParts) else (x.numel(),)
+    counts = parts.counts_of(x, given.sizes) if isinstance(given, ArgumentsOfParts) else (x.numel(),)
     numbers = given.eps, given.weight_offset
     work = Norm(op, counts, x.shape[-1], given.output, *numbers, row=tuple(x.shape[1:]))
     return engine.run(Call.of(work, x, timeout_s=given.timeout_s), ranks), ranks

@@ -154,7 +154,9 @@ def check_together(op: str, codec: object, epilogue: object, residual: object = 
         raise ValueError(f"{op}: takes a codec or an epilogue, not both")
 
 
-def order_option(op: str, order: object, out_dtype: object, x: torch.Tensor, codec: object) -> torch.dtype | None:
+def order_option(
+    op: str, order: object, out_dtype: torch.dtype | None, x: torch.Tensor, codec: object
+) -> torch.dtype | None:
     """Returns the dtype of sums of tensors like ``x`` that are added in an order; None: that of ``x``.
 
     Raises:

@@ -42,7 +42,7 @@ def place(group: Group, alone: bool = False) -> tuple[int, int]:
         return dist.get_rank(group), dist.get_world_size(group)
     engine = engine_of_either(group)
     check_takes_tensors(engine)
-    return engine.rank, engine.world_size
+    return engine.rank or 0, engine.world_size
 
 
 def rows_of(x: torch.Tensor, axis: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.work import Product, without_seeds
 from graphar.product.fused import load_tile, sources_of_tile
 from graphar.product.tile_launches import Tile
+from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.engine import Engine
 
 NeededTile = tuple[Algorithm, torch.dtype, Tile, Product]  # the product has no shape
@@ -53,17 +54,17 @@ def prepare(
             engine.rendezvous().exchange(without_seeds(said), b"")
         if not engine.find_runner(engine.first_device()):
             return
-        facts = select.Facts(engine.world_size, engine.table, engine.runner.chip, lossless=engine.lossless)
+        facts = select.Facts(engine.world_size, engine.table, runner_of(engine).chip, lossless=engine.lossless)
         symmetric = engine.symmetric is not None
         kernels = list(select.needed_kernels(facts, ops, added, max_nbytes, codecs, epilogues, symmetric, tp_invariant))
         tiles = list(_needed_tiles(engine, ops, dtypes, codecs, epilogues, tp_invariant))
         of_tiles = [sources_of_tile(engine.world_size, *tile).values() for tile in tiles]
-        loaded = engine.runner.kernels
+        loaded = runner_of(engine).kernels
         loaded.compile(itertools.chain(map(loaded.source_of, kernels), *of_tiles))
         for kernel in kernels:
             loaded.prepare(kernel)
         for tile in tiles:
-            load_tile(engine.runner, *tile)
+            load_tile(runner_of(engine), *tile)
 
 
 def _needed_tiles(
@@ -75,7 +76,7 @@ def _needed_tiles(
     tp_invariant: bool,
 ) -> Iterator[NeededTile]:
     """Yields the fused kernels of every tile that calls of ``ops`` may take."""
-    if engine.runner.chip.arch != MATMUL_ARCH:
+    if runner_of(engine).chip.arch != MATMUL_ARCH:
         return
     results = [one for one in dtypes if one in MATMUL_TYPES]
     algorithms = [one for op in ops for one in with_kernels(op) if one.row.tiles]

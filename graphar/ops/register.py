@@ -129,7 +129,7 @@ class Op(Generic[G]):
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *tensors, given: G, plain: bool = False, asked: Asked | None = None):
+    def __call__(self, *tensors, given: G, plain: bool = False, asked: Asked | None = None) -> Any:
         """Calls the list form if the first argument is a list. Makes a ``plain`` call without torch's dispatcher.
 
         Later calls like a plain one may repeat it, if ``asked`` says what the user asked for: see repeats.py.
@@ -319,7 +319,7 @@ def check_input(op: str, x: object) -> None:
         tensor_checks.check_tensor(op, "x", x)
 
 
-def check_output(op: str, xs, outs: object, name: str = "out", dtype: torch.dtype | None = None) -> None:
+def check_output(op: str, xs, outs: Any, name: str = "out", dtype: torch.dtype | None = None) -> None:
     """Raises unless ``outs`` can take a result like the input, or is a list with a destination for each input.
 
     ``dtype`` is that of the result; None: that of the input.

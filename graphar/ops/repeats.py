@@ -26,7 +26,7 @@ from graphar.runtime.plan import Count, Launch, Plan, Tensors
 from graphar.runtime.plans import Repeat
 from graphar.runtime.registry import Group, known_engine
 
-Asked = tuple[Tensors, tuple, object]  # the tensors, options and epilogue of a call, as :func:`repeated` takes them
+Asked = tuple[tuple, tuple, object]  # the tensors, options and epilogue of a call, as :func:`repeated` takes them
 
 _REPLACED_EACH = 64  # calls, if unlike ones of one key take turns: to make a repeat takes as long as a call
 _is_compiling = torch.compiler.is_dynamo_compiling  # other compilers have dispatch modes, or tensors of a subclass
@@ -37,18 +37,18 @@ _Tensor = torch.Tensor
 def _guard(xs: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """Returns a function of as many distinct tensors: whether they are like these."""
     sizes, strides = [list(x.shape) for x in xs], [list(x.stride()) for x in xs]
-    return torch._C._dynamo.guards.TensorGuards(*xs, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return torch._C._dynamo.guards.TensorGuards(*xs, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore
 
 
 # These names are private. torch 2.11 to 2.15 have them. With another torch, calls take their usual way.
 try:
     # As Inductor's code does it. torch.empty_like takes twice as long to find that no mode changes anything.
-    _new_on_current_device = torch._C._dynamo.guards._empty_strided_cuda
-    _new_on_cpu = torch._C._dynamo.guards._empty_strided_cpu
-    _current_device = getattr(torch._C, "_cuda_getDevice", None)  # None in a build of torch for the CPU
+    _new_on_current_device = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore
+    _new_on_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore
+    _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # None in a build of torch for the CPU
     _dispatch_modes = torch._C._len_torch_dispatch_stack
     _function_modes = torch._C._len_torch_function_stack
-    _is_profiling = torch.autograd._profiler_enabled
+    _is_profiling = torch.autograd._profiler_enabled  # type: ignore
     _is_deterministic = torch._C._get_deterministic_algorithms
     _tell_of_change = torch._C._increment_version  # the function of torch.autograd.graph takes twice as long
     _guard([torch.empty(0)])
@@ -62,6 +62,9 @@ class Nowhere:
 
     begin = end = 0
 
+    def holds(self, x: torch.Tensor) -> bool:
+        return False
+
 
 _NOWHERE = Nowhere()
 
@@ -72,7 +75,7 @@ def repeated(
     tensors: tuple,
     options: tuple,
     epilogue: object = None,
-    out: object = None,
+    out: Any = None,
 ) -> Any:
     """Returns the result of a call that repeats an earlier one; None, if there is none that it can repeat.
 
@@ -129,10 +132,11 @@ def keep(
         own: the call's operands.
         codec: the text of the codec on the wire. One with feedback overwrites the second tensor, a residual.
     """
-    (tensors, options, epilogue), warm = asked, engine.warm
+    (given, options, epilogue), warm = asked, engine.warm
+    tensors: tuple[Any, ...] = given
     if type(epilogue) is Epilogue:
-        tensors, epilogue = (*tensors, *epilogue.tensors.values()), epilogue.key
-    order = [at for one in own.inputs for at, given in enumerate(tensors) if given is one]
+        tensors, epilogue = (*given, *epilogue.tensors.values()), epilogue.key
+    order = [at for one in own.inputs for at, mine in enumerate(tensors) if mine is one]
     if not can_repeat or len(order) != len(own.inputs):
         return  # an operand is a copy of what the user gave
     key = (op, len(tensors), options, epilogue), tensors[0].shape, tensors[0].dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from graphar.plan.tiles import (
 )
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
 
+Tile = TypeVar("Tile", bound=MatmulTile | SkinnyTile)
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
 _ROWS = 128  # rows of the tallest MatmulTile of a sum
 _TYPICAL_K = 4096  # of estimates on which ranks with different K agree
@@ -235,6 +236,6 @@ def _without(kind: Kind, *measured: MatmulTile) -> Kind:
     return Kind(tuple(tile for tile in kind.tiles if tile not in measured))
 
 
-def tile_for(policy: MatmulPolicy, tiles: tuple[MatmulTile, ...], k: int) -> MatmulTile:
+def tile_for(policy: MatmulPolicy, tiles: tuple[Tile, ...], k: int) -> Tile:
     """Returns the tile of a sum, of :func:`tiles_to_load`, for a rank whose operands have ``k`` columns."""
     return tiles[0 if k < policy.alternating_below_k else -1]

@@ -24,11 +24,11 @@ from graphar.plan.work import Product
 from graphar.product.gemm import STORE_COLUMNS, layout_of, weight_of, why_not
 from graphar.product.multiply.own import in_whole_loads
 from graphar.product.operands import MatmulOperands, operands_of
-from graphar.product.tensor_maps import Matrix, aligned_copy, aligned_like, matrix_of
+from graphar.product.tensor_maps import Matrix, aligned_copy, aligned_like, loaded, matrix_of
 from graphar.product.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
 from graphar.ranks import agreement
 from graphar.runtime import launcher
-from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed
+from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed, runner_of
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.catalogue import KernelSource, fused_matmul_source
 from graphar.runtime.engine import Engine
@@ -101,7 +101,7 @@ class FusedMatmul(ABC):
         tile: Tile | None,
         timelines: Sequence[torch.Tensor] | None,
     ) -> None:
-        self._engine, self._runner, self._call, self.algorithm = engine, engine.runner, call, algorithm
+        self._engine, self._runner, self._call, self.algorithm = engine, runner_of(engine), call, algorithm
         self._tile, self._timelines = tile, timelines
         self._slices = self._cut(call.work)
         tiles = self._tiles_to_load()
@@ -145,7 +145,7 @@ class FusedMatmul(ABC):
         return 0
 
     def _matrix_of_a(self, a: torch.Tensor) -> Matrix:
-        return matrix_of(a)
+        return loaded(a)
 
     @abstractmethod
     def _parameters(self, *given: Any) -> tuple[list, Grid]:
@@ -179,7 +179,7 @@ class FusedMatmul(ABC):
                     on_own_device(member.device, self._launch(member, own, one))(*self._tensors(member, own, one))
         for mine, own in zip(given, placed, strict=True):
             for result, written in ((mine.out, own.out), (mine.gathered, own.gathered)):
-                if written is not result:
+                if result is not None and written is not None and written is not result:
                     result.copy_(written[:, : result.shape[1]])
 
     def launch_like(self, own: Operands) -> Launch | None:
@@ -215,9 +215,10 @@ class FusedMatmul(ABC):
     def _launch(self, member: Member, own: MatmulOperands, one: Slice) -> Launch:
         """Returns one member's launch of a slice, bound to the addresses of its operands; cached."""
         at = member.rank if self._engine.devices else 0
+        timeline = self._timelines[at] if self._timelines else None
         (layout, w), a = weight_of(own.w), self._matrix_of_a(own.a)
-        bias, timeline = [0 if x is None else x.data_ptr() for x in (own.bias, self._timelines and self._timelines[at])]
-        matrices = Matrices(a, w, layout, own.out, bias, timeline, own.constant_weight, own.placed)
+        bias, of = (0 if x is None else x.data_ptr() for x in (own.bias, timeline))
+        matrices = Matrices(a, w, layout, own.out, bias, of, own.constant_weight, own.placed)
         tile = self._tile_of(own, one, layout)
         key = (member.rank, one, tile, matrices.key, own.given_k)
         launch = self._launches.get(key)
@@ -312,7 +313,8 @@ class Gathered(FusedMatmul):
         # Each rank takes the one with the least estimated time for its weight.
         cost, world_size = self._engine.table.matmul.cost, self._engine.world_size
         kind = tiles_that_serve(self.algorithm, self._call.work, world_size)
-        return self._tile or best_tile(kind, Shape(one.count, *own.w.shape, layout), cost, self._runner.chip)
+        (n, k), chip = own.w.shape, self._runner.chip
+        return self._tile or best_tile(kind, Shape(one.count, n, k, layout), cost, chip)
 
     def _matrix_of_a(self, a: torch.Tensor) -> Matrix:
         # The gathered rows are bound whole, and may be empty on this rank.

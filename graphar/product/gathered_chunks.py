@@ -31,6 +31,7 @@ from graphar.product.operands import MatmulOperands, operands_of
 from graphar.product.overlap import streams_of
 from graphar.ranks import agreement
 from graphar.runtime.bind.collective import bind_slice, plan_of_slices
+from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.driver import call as driver_call
 from graphar.runtime.driver import driver, on_device
@@ -72,7 +73,7 @@ class GatheredChunks:
     """One call of an all-gather and matmul, made in chunks."""
 
     def __init__(self, engine: Engine, call: Call[Product], algorithm: Algorithm) -> None:
-        self._engine, self._runner, self._call, self._algorithm = engine, engine.runner, call, algorithm
+        self._engine, self._runner, self._call, self._algorithm = engine, runner_of(engine), call, algorithm
         self._slots: BoundedCache[torch.Tensor] = BoundedCache()
         self._meet = self._meeting()
 

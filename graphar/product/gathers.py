@@ -23,6 +23,7 @@ from graphar.product.multiply import by_torch
 from graphar.product.multiply.choice import choose, explained
 from graphar.product.operands import flat, operands_of
 from graphar.product.then import after
+from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan, Tensors
 
@@ -53,10 +54,10 @@ def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> st
     with engine.keeping_failure():
         if engine.why_no_kernel(work.op, like):
             return "none"
-    k, rows, has_tiles = work.columns, sum(work.parts), engine.runner.chip.arch == MATMUL_ARCH
+    k, rows, has_tiles = work.columns, sum(work.parts), runner_of(engine).chip.arch == MATMUL_ARCH
     if not k or not gathered_rows_a_launch(algorithm, engine.world_size, k, work.factors):
         return "none"
-    by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, engine.runner.chip)
+    by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, runner_of(engine).chip)
     method = by_table if work.partition == "auto" else work.partition
     if work.factors.as_tree or (work.epilogue and work.partition == "auto"):
         method = "tiles"  # elsewhere an epilogue is some twenty kernels of torch

@@ -272,9 +272,7 @@ def cost_on(device: int) -> TileCost:
 def _check(
     a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
-    for name, x, dimensions in (("a", a, 2), ("w", w, 2), ("bias", bias, 1)):
-        if x is None and name == "bias":
-            continue
+    for name, x, dimensions in (("a", a, 2), ("w", w, 2), *([] if bias is None else [("bias", bias, 1)])):
         _check_tensor("matmul", name, x, a)
         if x.ndim != dimensions:
             raise ValueError(f"matmul: {name} must have {dimensions} dimensions, got {list(x.shape)}")

@@ -69,9 +69,9 @@ class PlacedScales(NamedTuple):
 
 def placed(scales: Scales, gathered: torch.Tensor | None = None) -> PlacedScales:
     """Returns where scales lie, and where those of gathered rows go."""
-    strides = [scale.stride(dim) for scale in (scales.a, scales.w) for dim in (0, 1)]
-    to = 0 if gathered is None else gathered.data_ptr()
-    return PlacedScales(str(Factors(scales.format)), scales.a.data_ptr(), scales.w.data_ptr(), *strides, to)
+    (a_row, a_block), (w_row, w_block) = scales.a.stride(), scales.w.stride()
+    of_a, of_w, to = (0 if x is None else x.data_ptr() for x in (scales.a, scales.w, gathered))
+    return PlacedScales(str(Factors(scales.format)), of_a, of_w, a_row, a_block, w_row, w_block, to)
 
 
 def kernel_arguments(scales: PlacedScales | None, *sizes: int, from_row: int = 0, **more: int) -> MatmulArguments:

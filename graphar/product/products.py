@@ -18,6 +18,7 @@ from graphar.product.multiply.choice import choose
 from graphar.product.operands import operands_of, with_bias_in_epilogue
 from graphar.product.then import Then, after
 from graphar.runtime.bind import residual_norm
+from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan, Tensors
 
@@ -36,7 +37,7 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
             return _fused(engine, call)
         for own in ranks:  # loading beside a kernel that waits for other ranks could hang
             residual_norm.load(own.inputs[0].device.index, call.dtype)
-        return _then_normed(_fused(engine, summed), work)
+        return _then_normed(_fused(engine, summed), work.factors.inputs, *work.norm)
     return Then(engine, with_bias_in_epilogue(call), ranks[0]).plan(ranks)
 
 
@@ -51,7 +52,7 @@ def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
     with engine.keeping_failure():
         if engine.why_no_kernel(call.op, out):
             return False
-    return takes_one_kernel(call.work, engine.table.matmul, engine.runner.chip, engine.world_size)
+    return takes_one_kernel(call.work, engine.table.matmul, runner_of(engine).chip, engine.world_size)
 
 
 def _fused(engine: Engine, call: Call[Product]) -> Plan:
@@ -64,9 +65,8 @@ def _fused(engine: Engine, call: Call[Product]) -> Plan:
     return launches.plan(f"multiplied{leaves} and summed{order} in one kernel{early}")
 
 
-def _then_normed(plan: Plan, work: Product) -> Plan:
-    """Returns a plan that sums by ``plan``, and then adds a residual and norms in a kernel of its own."""
-    count = work.factors.inputs
+def _then_normed(plan: Plan, count: int, eps: float, weight_offset: float) -> Plan:
+    """Returns a plan that sums products of ``count`` tensors by ``plan``, and then norms in a kernel of its own."""
 
     def of_sum(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
         return inputs[:count], outputs[:1]
@@ -74,7 +74,7 @@ def _then_normed(plan: Plan, work: Product) -> Plan:
     def norm(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], made: Tensors) -> None:
         (*_, residual, weight), (total, summed) = inputs, outputs
         if total.numel():
-            residual_norm.norm(total, residual.contiguous(), weight.contiguous(), total, summed, *work.norm)
+            residual_norm.norm(total, residual.contiguous(), weight.contiguous(), total, summed, eps, weight_offset)
 
     return after(plan, of_sum, norm)
 

@@ -184,7 +184,7 @@ class Then:
     def _rows_of_out(self, panel: Panel, index: int) -> slice:
         """Returns the rows of a result that hold its rows of a panel: of this process's rank with an index."""
         engine = self._engine
-        owner = 0 if not self._work.scattered else index if engine.devices else engine.rank
+        owner = 0 if not self._work.scattered else index if engine.devices else engine.rank or 0
         first, rows = self._panels[0].rows[owner].start, panel.rows[owner]
         return slice(rows.start - first, rows.stop - first)
 

@@ -23,6 +23,7 @@ from graphar.ranks.groups import device_of_process
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
 from graphar.runtime.availability import missing_software
+from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.memory.use import Memory, memory_of
 from graphar.runtime.plans import Plans
 from graphar.runtime.watch import hook
@@ -79,7 +80,7 @@ class Life:
         self.runner = None
         self.why_no_runner: Reason | None = None  # set when a set-up found that kernels cannot run
         self.table: Table = shipped_table(DEFAULT)
-        self.symmetric = None  # the runner's symmetric tensors, from the first one on
+        self.symmetric: SymmetricTensors | None = None  # the runner's symmetric tensors, from the first one on
         self.closed = False
         self.suspended = False
         self._suspension = None  # with kernels, what a suspended engine goes on with

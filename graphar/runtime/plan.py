@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from graphar.numerics.epilogues.code import Corner
 from graphar.plan.call import Operands
 from graphar.plan.config import Config
 from graphar.plan.explanation import Explanation
 
 Tensors = tuple[torch.Tensor, ...]
 # Launches with the parts of one rank's operands, for a caller that has made the rank's device the current one.
-Launch = Callable[[Tensors, Tensors, tuple[float, ...], "Corner | None"], None]
+Launch = Callable[..., None]  # takes the inputs, outputs and numbers of a rank, and perhaps its Corner
 
 
 @dataclass(slots=True)

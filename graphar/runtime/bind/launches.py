@@ -10,12 +10,19 @@ from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan.call import Operands
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
+from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
 from graphar.runtime.plan import Launch
 from graphar.runtime.runner import Runner
 
 Put = Callable[..., None]  # takes the parts of a rank's operands, and writes all but two addresses into the arguments
+
+
+def runner_of(engine: Engine) -> Runner:
+    """Returns the runner of an engine that has one: whoever chose a kernel has seen to that."""
+    assert engine.runner
+    return engine.runner
 
 
 def bind_launch(
