@@ -34,7 +34,6 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops.allgather import allgather
 from graphar.ops.allgather_matmul import fused_allgather_matmul
-from graphar.ops.allreduce import allreduce
 from graphar.ops.empty import empty
 from graphar.ops.explain import explain
 from graphar.ops.linear import linear
@@ -44,7 +43,7 @@ from graphar.ops.matmul_norms import (
 )
 from graphar.ops.matmul_sums import fused_matmul_allreduce, fused_matmul_reducescatter
 from graphar.ops.norms import allreduce_residual_rmsnorm, reducescatter_residual_rmsnorm
-from graphar.ops.reducescatter import reducescatter
+from graphar.ops.sums import allreduce, reducescatter
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.explanation import Explanation
 from graphar.plan.outside import load_algorithm

@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphar.numerics.codecs import Codec, CodecName, as_codec
 from graphar.numerics.epilogues.epilogue import Epilogue, form_to_prepare
 from graphar.ops.allgather import allgather
-from graphar.ops.allreduce import allreduce
 from graphar.ops.empty import empty
 from graphar.ops.explain import explain
 from graphar.ops.options import check_removed
 from graphar.ops.preparation import prepare
-from graphar.ops.reducescatter import reducescatter
+from graphar.ops.sums import allreduce, reducescatter
 from graphar.plan.explanation import Explanation
 from graphar.ranks.groups import local_devices, process_group
 from graphar.ranks.hierarchical import check_hosts

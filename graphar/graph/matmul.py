@@ -33,7 +33,7 @@ from graphar.graph.weights import is_constant, stored
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
-from graphar.ops import allreduce, matmul_norms, matmul_sums, norms, reducescatter
+from graphar.ops import matmul_norms, matmul_sums, norms, sums
 from graphar.ops.register import Op, op_of
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
 from graphar.plan.factors import Factors
@@ -41,12 +41,12 @@ from graphar.plan.matmuls import COLUMNS, prefers_tiles
 
 _aten = torch.ops.aten
 _FUSED = {  # by op: the op with the matmul, whose arguments have the same names
-    allreduce.OP: matmul_sums.SUM,
+    sums.SUM: matmul_sums.SUM,
     norms.NORM: matmul_norms.NORM,
-    reducescatter.OP: matmul_sums.SCATTER,
+    sums.SCATTER: matmul_sums.SCATTER,
     norms.SCATTERED_NORM: matmul_norms.SCATTERED_NORM,
 }
-_SCATTERED = (reducescatter.OP, norms.SCATTERED_NORM)
+_SCATTERED = (sums.SCATTER, norms.SCATTERED_NORM)
 MANY_ROWS = 1 << 14  # assumed for a number of rows that varies; the op decides again at each call
 TRANSPOSES = (_aten.t.default, _aten.permute.default)
 _QUOTIENTS = (_aten.div.Tensor, _aten.div.Scalar)

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from graphar.graph import collectives
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
-from graphar.ops import allgather, allreduce, reducescatter
+from graphar.ops import allgather, sums
 from graphar.ops.register import Op
 
 
@@ -53,6 +53,6 @@ def place(graph: Graph, collective: Collective, x: Node, places: Places) -> dict
     return given
 
 
-ALLREDUCE = Single("all_reduce", allreduce.OP)
-REDUCESCATTER = Single("reduce_scatter_tensor", reducescatter.OP)
+ALLREDUCE = Single("all_reduce", sums.SUM)
+REDUCESCATTER = Single("reduce_scatter_tensor", sums.SCATTER)
 ALLGATHER = Single("all_gather_into_tensor", allgather.OP)

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from graphar.communicator import Communicator
-from graphar.ops import allreduce as allreduce_op
-from graphar.ops import options
-from graphar.ops import reducescatter as reducescatter_op
+from graphar.ops import options, sums
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts
 from graphar.runtime.engine import Engine
@@ -39,10 +37,10 @@ def _allreduce_one(communicator: Communicator, average: bool, x: torch.Tensor, t
     x = x.detach() if x.requires_grad else x
     if average:
         name, epilogue = communicator.engine.name, _division(communicator, x)
-        given = allreduce_op.Arguments(communicator=name, timeout_s=timeout_s, epilogue=epilogue)
-        allreduce_op.OP.into(x, [], x, given=given, plain=True)
+        given = sums.Arguments(communicator=name, timeout_s=timeout_s, epilogue=epilogue)
+        sums.SUM.into(x, [], x, given=given, plain=True)
     else:
-        allreduce_op.allreduce(x, communicator, out=x, timeout_s=timeout_s)
+        sums.allreduce(x, communicator, out=x, timeout_s=timeout_s)
 
 
 def reducescatter(
@@ -81,8 +79,8 @@ def _reducescatter_one(
     engine = communicator.engine
     if average:
         place = {"communicator": engine.name, "rank": engine.rank, "sizes": counts}
-        given = reducescatter_op.Arguments(**place, timeout_s=timeout_s, epilogue=_division(communicator, x))
-        _run_into(out, x, lambda x, out: reducescatter_op.OP.into(x, [], out, given=given, plain=True))
+        given = sums.ArgumentsOfParts(**place, timeout_s=timeout_s, epilogue=_division(communicator, x))
+        _run_into(out, x, lambda x, out: sums.SCATTER.into(x, [], out, given=given, plain=True))
     else:
         _run_into(
             out, x, functools.partial(_run, engine, Call.of(Parts("reducescatter", counts), x, timeout_s=timeout_s))

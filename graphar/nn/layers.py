@@ -20,11 +20,10 @@ from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.allgather_matmul import fused_allgather_matmul
-from graphar.ops.allreduce import OP as ALLREDUCE
-from graphar.ops.allreduce import allreduce
 from graphar.ops.linear import linear
 from graphar.ops.matmul_sums import fused_matmul_allreduce, fused_matmul_reducescatter, with_constant_weight
-from graphar.ops.reducescatter import reducescatter
+from graphar.ops.sums import SUM as ALLREDUCE
+from graphar.ops.sums import allreduce, reducescatter
 from graphar.ranks.groups import process_group
 from graphar.runtime.registry import Group, engine_name, engine_of_either
 

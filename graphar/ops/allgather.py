@@ -9,6 +9,7 @@ import torch
 
 from graphar.ops import options, parts
 from graphar.ops.allgather_tuple import TUPLE, allgather_tuple, check_tuple
+from graphar.ops.options import T
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.ops.repeats import repeated, typed
 from graphar.plan.algorithms import AllGatherAlgorithm
@@ -23,44 +24,24 @@ NAME = "allgather"
 
 @overload
 def allgather(
-    x: torch.Tensor,
+    x: T,
     group: Group = None,
     *,
     axis: int = 0,
     sizes: Sequence[int] | None = None,
     algorithm: AllGatherAlgorithm = "auto",
     timeout_s: float | None = None,
-) -> torch.Tensor: ...
+) -> T: ...
 @overload
 def allgather(
-    x: list[torch.Tensor],
-    group: Group = None,
-    *,
-    axis: int = 0,
-    sizes: None = None,
-    algorithm: AllGatherAlgorithm = "auto",
-    timeout_s: float | None = None,
-) -> list[torch.Tensor]: ...
-@overload
-def allgather(
-    x: tuple[torch.Tensor, ...],
+    x: tuple[T, ...],
     group: Group = None,
     *,
     axis: Literal[0] = 0,
     sizes: Sequence[int] | None = None,
-    algorithm: AllGatherAlgorithm = "auto",
-    timeout_s: float | None = None,
-) -> tuple[torch.Tensor, ...]: ...
-@overload
-def allgather(
-    x: tuple[list[torch.Tensor], ...],
-    group: Group = None,
-    *,
-    axis: Literal[0] = 0,
-    sizes: None = None,
     algorithm: Literal["auto"] = "auto",
     timeout_s: float | None = None,
-) -> tuple[list[torch.Tensor], ...]: ...
+) -> tuple[T, ...]: ...
 def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=None):
     """Returns the tensors of all ranks, joined along ``axis`` in rank order, on every rank.
 

@@ -15,6 +15,7 @@ from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_gradients, matmul_operands, options, parts
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
 from graphar.ops.matmul_operands import UNSCALED, Scaled, scaled_of
+from graphar.ops.options import T
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.ops.repeats import Asked, repeated, typed
 from graphar.plan.call import Call, Operands
@@ -37,26 +38,26 @@ class Arguments(options.Followed, options.Multiplied, options.InParts):
 
 @overload
 def fused_allgather_matmul(
-    a: torch.Tensor,
-    w: torch.Tensor,
+    a: T,
+    w: T,
     *,
-    bias: torch.Tensor | None = None,
+    bias: T | None = None,
     gathered: Literal[False] = False,
     sizes: Sequence[int] | None = None,
     partition: GatherPartition = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
-    a_scale: torch.Tensor | None = None,
-    w_scale: torch.Tensor | None = None,
+    a_scale: T | None = None,
+    w_scale: T | None = None,
     out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
-) -> torch.Tensor: ...
+) -> T: ...
 @overload
 def fused_allgather_matmul(
-    a: torch.Tensor,
-    w: torch.Tensor,
+    a: T,
+    w: T,
     *,
-    bias: torch.Tensor | None = None,
+    bias: T | None = None,
     gathered: Literal[True],
     sizes: Sequence[int] | None = None,
     partition: GatherPartition = "auto",
@@ -66,71 +67,23 @@ def fused_allgather_matmul(
     w_scale: None = None,
     out_dtype: None = None,
     timeout_s: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[T, T]: ...
 @overload
 def fused_allgather_matmul(
-    a: torch.Tensor,
-    w: torch.Tensor,
+    a: T,
+    w: T,
     *,
-    bias: torch.Tensor | None = None,
+    bias: T | None = None,
     gathered: Literal[True],
     sizes: Sequence[int] | None = None,
     partition: GatherPartition = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
-    a_scale: torch.Tensor,
-    w_scale: torch.Tensor,
+    a_scale: T,
+    w_scale: T,
     out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
-@overload
-def fused_allgather_matmul(
-    a: Sequence[torch.Tensor],
-    w: Sequence[torch.Tensor],
-    *,
-    bias: Sequence[torch.Tensor] | None = None,
-    gathered: Literal[False] = False,
-    sizes: None = None,
-    partition: GatherPartition = "auto",
-    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    group: Group = None,
-    a_scale: Sequence[torch.Tensor] | None = None,
-    w_scale: Sequence[torch.Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
-    timeout_s: float | None = None,
-) -> list[torch.Tensor]: ...
-@overload
-def fused_allgather_matmul(
-    a: Sequence[torch.Tensor],
-    w: Sequence[torch.Tensor],
-    *,
-    bias: Sequence[torch.Tensor] | None = None,
-    gathered: Literal[True],
-    sizes: None = None,
-    partition: GatherPartition = "auto",
-    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    group: Group = None,
-    a_scale: None = None,
-    w_scale: None = None,
-    out_dtype: None = None,
-    timeout_s: float | None = None,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
-@overload
-def fused_allgather_matmul(
-    a: Sequence[torch.Tensor],
-    w: Sequence[torch.Tensor],
-    *,
-    bias: Sequence[torch.Tensor] | None = None,
-    gathered: Literal[True],
-    sizes: None = None,
-    partition: GatherPartition = "auto",
-    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    group: Group = None,
-    a_scale: Sequence[torch.Tensor],
-    w_scale: Sequence[torch.Tensor],
-    out_dtype: torch.dtype | None = None,
-    timeout_s: float | None = None,
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]: ...
+) -> tuple[T, T, T]: ...
 def fused_allgather_matmul(
     a,
     w,

@@ -11,7 +11,7 @@ import torch
 
 from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import Epilogue
-from graphar.ops.allreduce import allreduce
+from graphar.ops.sums import allreduce
 from graphar.plan.algorithms import AllReduceAlgorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.explanation import Explanation

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar.graph import places
-from graphar.ops import allgather, allreduce, reducescatter
+from graphar.ops import allgather, sums
 from graphar.plan.scratch import MAX_RANKS
 from tests.graph.graphs import RANKS, Drawing, given, rewritten
 
@@ -34,11 +34,11 @@ def drawn(op, *args, shape=(8, 6), **kinds):
 
 
 COLLECTIVES = {
-    "allreduce": (torch_ops.all_reduce, ("sum", "0"), allreduce.OP.arguments()),
+    "allreduce": (torch_ops.all_reduce, ("sum", "0"), sums.SUM.arguments()),
     "reducescatter": (
         torch_ops.reduce_scatter_tensor,
         ("sum", RANKS, "0"),
-        reducescatter.OP.arguments(rank=0, axis=0, sizes=[2] * RANKS),
+        sums.SCATTER.arguments(rank=0, axis=0, sizes=[2] * RANKS),
     ),
     "allgather": (
         torch_ops.all_gather_into_tensor,
@@ -143,14 +143,14 @@ def test_a_sum_of_a_sum_is_rewritten_too(make_pass):
 
 def test_a_models_own_calls_of_graphar_are_kept_in_their_order_too(make_pass):
     drawing = Drawing(8, 6)
-    first = drawing.add(ops.allreduce, drawing.x, *allreduce.OP.arguments())
-    second = drawing.add(ops.allreduce, drawing.x, *allreduce.OP.arguments(codec="int8"))
+    first = drawing.add(ops.allreduce, drawing.x, *sums.SUM.arguments())
+    second = drawing.add(ops.allreduce, drawing.x, *sums.SUM.arguments(codec="int8"))
     drawing.end(first, second)
 
     rewritten(make_pass(), drawing)
 
     assert drawing.calls() == [ops.allreduce.default] * 2
-    assert given(second) == allreduce.OP.read((drawing.x, *allreduce.OP.arguments(codec="int8", after=[first])))
+    assert given(second) == sums.SUM.read((drawing.x, *sums.SUM.arguments(codec="int8", after=[first])))
 
 
 # ---- what is left ---------------------------------------------------------------------------------------------------

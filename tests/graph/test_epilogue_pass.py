@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import graphar
 from graphar.numerics.epilogues.syntax import parse
-from graphar.ops import reducescatter
+from graphar.ops import sums
 from tests.cases import same_bits
 from tests.graph.graphs import RANKS, Traced, given, rewritten, scattered, summed, torchs
 from tests.graph.test_norm_pass import traced
@@ -69,7 +69,7 @@ def test_a_reduce_scatter_is_told_this_ranks_part(make_pass):
     drawing = rewritten(make_pass(on=["epilogue"]), drawn(lambda x: scattered(x).relu()))
 
     x, node, _ = drawing.graph.nodes
-    assert node.args == (x, *reducescatter.OP.arguments(epilogue="relu(v)", rank=0, axis=0, sizes=[2, 2, 2, 2]))
+    assert node.args == (x, *sums.SCATTER.arguments(epilogue="relu(v)", rank=0, axis=0, sizes=[2, 2, 2, 2]))
     assert tuple(node.meta["val"].shape) == (2, 64)
 
 

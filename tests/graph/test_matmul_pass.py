@@ -11,10 +11,9 @@ import torch.distributed as dist
 import graphar
 from graphar.graph import places
 from graphar.ops import (
-    allreduce,
     matmul_norms,
     matmul_sums,
-    reducescatter,
+    sums,
 )
 from graphar.ops.register import op_of
 from tests import inside
@@ -167,8 +166,8 @@ def test_a_matmul_a_sum_and_an_epilogue_become_one_op(make_pass, pays):
 @pytest.mark.parametrize(
     "way",
     [
-        lambda y: ops.allreduce.default(y, *allreduce.OP.arguments(algorithm="two_shot_lossless")),
-        lambda y: ops.reducescatter.default(y, *reducescatter.OP.arguments(rank=0, axis=1, sizes=[4, 4, 4, 4])),
+        lambda y: ops.allreduce.default(y, *sums.SUM.arguments(algorithm="two_shot_lossless")),
+        lambda y: ops.reducescatter.default(y, *sums.SCATTER.arguments(rank=0, axis=1, sizes=[4, 4, 4, 4])),
     ],
     ids=["another algorithm", "another axis"],
 )

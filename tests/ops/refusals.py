@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphar
 from graphar import Codec, Communicator, Epilogue, UnsupportedError
 from graphar.ops import allgather as gather
-from graphar.ops import allreduce as reduce
-from graphar.ops import reducescatter as scatter
+from graphar.ops import sums
 from graphar.plan.algorithms import with_kernels
 from tests import inside
 from tests.ops.refusal import (
@@ -423,17 +422,17 @@ def of_removed_options():
 def of_raw_ops():
     """Calls of the dispatcher's ops, as a compiled graph makes them."""
     x = torch.ones(4, 3)
-    for op in (scatter.OP, gather.OP):
+    for op in (sums.SCATTER, gather.OP):
         for sizes in ([3], [5], [-4]):
             yield row(f"op {op.name} sizes {sizes}", "sizes", ValueError, op.one, x, *op.arguments(rank=0, sizes=sizes))
         for rank, sizes in ((1, [4]), (0, [4, 0]), (1, [0, 4])):
             given = op.arguments(rank=rank, sizes=sizes)
             yield row(f"op {op.name} rank {rank} sizes {sizes}", f"rank {rank}", ValueError, op.one, x, *given)
     for order, out_dtype in (("ring", None), ("rank", torch.bfloat16), ("tree", FP8)):
-        given = reduce.OP.arguments(order=order, out_dtype=out_dtype)
-        yield row(f"op allreduce {order} {out_dtype}", "or", ValueError, reduce.OP.one, x, *given)
-    given = scatter.OP.arguments(sizes=[2, 3])
-    yield row("op reducescatter_list sizes", "sizes", ValueError, scatter.OP.list, [x, x], *given)
+        given = sums.SUM.arguments(order=order, out_dtype=out_dtype)
+        yield row(f"op allreduce {order} {out_dtype}", "or", ValueError, sums.SUM.one, x, *given)
+    given = sums.SCATTER.arguments(sizes=[2, 3])
+    yield row("op reducescatter_list sizes", "sizes", ValueError, sums.SCATTER.list, [x, x], *given)
 
 
 # ---- what they say --------------------------------------------------------------------------------------------------

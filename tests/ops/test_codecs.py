@@ -10,7 +10,7 @@ import graphar
 from graphar import Codec, Communicator, UnsupportedError, reference
 from graphar.numerics.codec_reference import Noise, encode, part_of_wires
 from graphar.numerics.codecs import BUCKET_SIZES, NAMES, SCALE_DTYPES, codec
-from graphar.ops.reducescatter import OP
+from graphar.ops.sums import SCATTER as OP
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.policy import Chip

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.library import opcheck
 
 import graphar
-from graphar.ops import allgather, allreduce, reducescatter
+from graphar.ops import allgather, sums
 from tests.cases import integers, normal, parts_of, same_bits
 from tests.gpu import kernel_calls
 from tests.processes import run_on_gpus
@@ -101,7 +101,7 @@ class Model(torch.nn.Module):
 
 
 def operators(rank, world_size):
-    opcheck(allreduce.OP.one, (torch.ones(9, device="cuda", requires_grad=True), *allreduce.OP.arguments()))
+    opcheck(sums.SUM.one, (torch.ones(9, device="cuda", requires_grad=True), *sums.SUM.arguments()))
     leaf = integers(rank, 100, torch.float32).cuda().requires_grad_()
     (graphar.allreduce(leaf) * integers(rank + 5, 100, torch.float32).cuda()).sum().backward()
     assert_reduced(leaf.grad, parts_of(lambda r, n, d: integers(r + 5, n, d), world_size, 100, torch.float32))
@@ -109,7 +109,7 @@ def operators(rank, world_size):
     assert torch.equal(exported(torch.ones(64, device="cuda")), torch.full((64,), 2.0 * world_size, device="cuda"))
     x = torch.randn(9, 3, device="cuda", requires_grad=True)
     sizes = sizes_of(9, world_size)
-    opcheck(reducescatter.OP.one, (x, *reducescatter.OP.arguments(rank=rank, sizes=sizes)))
+    opcheck(sums.SCATTER.one, (x, *sums.SCATTER.arguments(rank=rank, sizes=sizes)))
     opcheck(allgather.OP.one, (x, *allgather.OP.arguments(rank=rank, sizes=[9] * world_size)))
     weights = parts_of(integers, world_size, (9 * world_size, 3), torch.float32)
     (graphar.allgather(x) * weights[rank].cuda()).sum().backward()

@@ -1,0 +1,360 @@
+"""Sums over ranks: graphar.allreduce, on every rank, and graphar.reducescatter, each rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Never
+
+import torch
+
+from graphar.numerics.codecs import Codec, CodecName
+from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise, bind
+from graphar.numerics.epilogues.syntax import parse
+from graphar.numerics.partitions import split
+from graphar.ops import options, parts
+from graphar.ops.epilogue_gradients import of_sums_before_epilogue
+from graphar.ops.options import T
+from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
+from graphar.ops.repeats import Asked, repeated
+from graphar.plan.algorithms import AllReduceAlgorithm, ReduceScatterAlgorithm
+from graphar.plan.call import Call
+from graphar.plan.work import Parts, Sum
+from graphar.runtime.checks import call_checks, tensor_checks
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_name
+
+ALLREDUCE, REDUCESCATTER = "allreduce", "reducescatter"
+
+
+@dataclass(eq=False)
+class Arguments(options.Ordered):
+    algorithm: str = "auto"
+
+
+@dataclass(eq=False)
+class ArgumentsOfParts(options.Ordered, parts.AlongAxis):
+    """Those of a reduce-scatter."""
+
+
+def allreduce(
+    x: T,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    algorithm: AllReduceAlgorithm = "auto",
+    codec: Codec | CodecName | None = None,
+    residual: T | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    timeout_s: float | None = None,
+    **removed: Never,
+) -> T:
+    """Returns the sum over all ranks, on every rank, accumulated in fp32 in rank order and rounded once.
+
+    fp64 is accumulated in fp64. Every rank, exact algorithm, size and device gives the same bits, which
+    ``graphar.reference.allreduce`` specifies. "auto" takes only exact algorithms. The result is contiguous, or ``out``.
+
+    Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
+    makes the same calls, with equal shapes and dtypes, in the same order.
+
+    Differentiable: the gradient of ``x`` is the sum of the ranks' gradients. If all ranks compute the same loss, as in
+    tensor parallelism, that is the number of ranks times the gradient of the loss.
+
+    Args:
+        x: this rank's tensor, or a list with one tensor for each device of this process, of any shape, strides and
+            alignment. bf16, fp16 and fp32 run in graphar's kernels. fp64 and integers run over torch.distributed, and
+            are exact too.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        out: a tensor like ``x`` for the result: ``x`` itself, or one that shares no memory with it. Not differentiable.
+        algorithm: "auto", an all-reduce of :class:`graphar.Algorithm`, or one from :func:`graphar.load_algorithm`. The
+            multimem algorithms change the bits. "hierarchical" adds host by host, as
+            ``graphar.reference.hierarchical_allreduce`` does.
+        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
+            precision. Each rank's tensor is rounded once, and the sum once more. All ranks get the same bits, specified
+            by ``graphar.reference.quantized_allreduce``. The gradient is rounded too. For bf16, fp16 and fp32.
+        residual: with a codec, the rounding errors of earlier calls (error feedback): a contiguous tensor like ``x``
+            that shares no memory with ``x`` or ``out``, zeros before the first call. The call adds it to ``x``, and
+            writes the rounding error into it, or zeros where a bucket became NaN. A call that raises leaves it as it
+            was. A call whose kernel fails, which a later one raises, leaves it undefined. Not differentiable.
+        epilogue: elementwise work on the fp32 sum before it is rounded: a :class:`graphar.Epilogue`, or an expression
+            or a function without arguments, such as "-v". Not with a codec. For bf16, fp16 and fp32.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: an argument breaks a rule, or ``algorithm`` cannot serve the call.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
+    """
+    if removed:
+        options.check_removed(ALLREDUCE, removed)
+    tensors = (x,) if residual is None else (x, residual)
+    how = algorithm, timeout_s, type(timeout_s), codec
+    if (found := repeated(ALLREDUCE, group, tensors, how, epilogue, out)) is not None:
+        return found
+    asked = tensors, how, epilogue
+    return _allreduce(x, group, out, algorithm, codec, residual, epilogue, timeout_s, asked)
+
+
+def reducescatter(
+    x: T,
+    group: Group = None,
+    *,
+    axis: int = 0,
+    algorithm: ReduceScatterAlgorithm = "auto",
+    codec: Codec | CodecName | None = None,
+    residual: T | None = None,
+    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    timeout_s: float | None = None,
+    **removed: Never,
+) -> T:
+    """Returns this rank's part of the sum over all ranks: the bits of :func:`allreduce`, split along ``axis``.
+
+    The split is that by torch.tensor_split: lengths differ by at most one, and earlier ranks have the longer parts.
+
+    Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
+    makes the same calls, with equal shapes and dtypes, in the same order.
+
+    Differentiable: the gradient of ``x`` is the all-gather of the ranks' gradients.
+
+    Args:
+        x: this rank's tensor, or a list with one tensor for each device of this process, of at least one dimension, any
+            strides and alignment. bf16, fp16 and fp32 run in graphar's kernels; fp64 and integers run over
+            torch.distributed.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        axis: the dimension along which the sum is split. All but the first cost a copy of input and output.
+        algorithm: "auto", a reduce-scatter of :class:`graphar.Algorithm`, or one from :func:`graphar.load_algorithm`.
+            "auto" with a codec.
+        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
+            precision. Each rank's tensor is rounded once, part by part; the sum is rounded only to the dtype.
+            ``graphar.reference.quantized_reducescatter`` is the specification. The gradient is the exact sum's. For
+            bf16, fp16 and fp32.
+        residual: with a codec, the rounding errors of earlier calls (error feedback): a contiguous tensor like ``x``
+            apart from it, zeros before the first call. The call adds it to ``x``, and leaves the rounding error in it.
+            A call that raises leaves it as it was, with the exception that :func:`allreduce` has.
+        epilogue: elementwise work on this rank's part of the fp32 sum before it is rounded: a
+            :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "-v". row, col and
+            index are positions in that part, and tensors have its shape. If ``axis`` is not the first dimension, an
+            expression may use only col; if it is the last, none of them. Not with a codec. For bf16, fp16 and fp32.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
+
+    Returns:
+        A contiguous tensor, for a list one per device.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
+    """
+    if removed:
+        options.check_removed(REDUCESCATTER, removed)
+    tensors = (x,) if residual is None else (x, residual)
+    how = axis, type(axis), algorithm, codec, timeout_s, type(timeout_s)
+    if (found := repeated(REDUCESCATTER, group, tensors, how, epilogue)) is not None:
+        return found
+    asked = tensors, how, epilogue
+    return _reducescatter(x, group, axis, algorithm, codec, residual, epilogue, timeout_s, asked)
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, timeout_s, asked: Asked) -> Any:
+    """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
+    options.check_together(ALLREDUCE, codec, epilogue, residual)
+    call_checks.check_call(ALLREDUCE, "auto" if codec is not None else algorithm, timeout_s)
+    name, in_list = engine_name(group, ALLREDUCE), isinstance(x, (list, tuple))
+    check_input(ALLREDUCE, x)
+    ranks, first = (len(x), x[0]) if in_list else (None, x)
+    followed = options.epilogue_option(ALLREDUCE, epilogue, first, ranks)
+    given = Arguments(
+        communicator=name,
+        algorithm=str(algorithm),
+        timeout_s=timeout_s,
+        codec=options.codec_option(ALLREDUCE, codec, residual),
+        **followed,
+    )
+    plain = is_plain(x) and not options.needs_gradient(given.tensors)
+    if out is None and residual is None:
+        return SUM(x, given=given, plain=plain, asked=asked)
+    residuals = []
+    if residual is not None:
+        check_output(ALLREDUCE, x, residual, "residual")
+        residuals = list(residual) if in_list else [residual]
+    if out is None:
+        made = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x if in_list else [x])]
+        out = made if in_list else made[0]
+    check_output(ALLREDUCE, x, out)
+    plain = plain and is_plain(out) and all(map(is_plain, residuals))
+    SUM.into(x, residuals, out, given=given, plain=plain, asked=asked)
+    return list(out) if in_list else out
+
+
+def _reducescatter(x, group: Group, axis, algorithm, codec, residual, epilogue, timeout_s, asked: Asked) -> Any:
+    """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
+    options.check_together(REDUCESCATTER, codec, epilogue, residual)
+    if codec is not None and algorithm != "auto":
+        raise ValueError(f"{REDUCESCATTER}: takes a codec or an algorithm, not both")
+    call_checks.check_call(REDUCESCATTER, algorithm, timeout_s, REDUCESCATTER)
+    name, in_list = engine_name(group, REDUCESCATTER), isinstance(x, (list, tuple))
+    check_input(REDUCESCATTER, x)
+    first = x[0] if in_list else x
+    axis = call_checks.check_axis(REDUCESCATTER, first, axis)
+    rank, world_size = (-1, len(x)) if in_list else parts.place(group)
+    sizes = split(first.shape[axis], world_size)
+    part = first.narrow(axis, 0, sizes[max(rank, 0)]) if epilogue is not None else first
+    followed = options.epilogue_option(REDUCESCATTER, epilogue, part, world_size if in_list else None, axis)
+    text = options.codec_option(REDUCESCATTER, codec, residual)
+    how = {"rank": rank, "axis": axis, "sizes": sizes, "timeout_s": timeout_s, "algorithm": str(algorithm)}
+    given = ArgumentsOfParts(communicator=name, codec=text, **how, **followed)
+    if residual is None:
+        return SCATTER(
+            x, given=given, plain=is_plain(x) and not options.needs_gradient(followed["tensors"]), asked=asked
+        )
+    check_output(REDUCESCATTER, x, residual, "residual")
+    residuals, xs = (list(residual), list(x)) if in_list else ([residual], [x])
+    lengths = sizes if in_list else [sizes[rank]]
+    made = [parts.with_length(one, axis, length) for one, length in zip(xs, lengths, strict=True)]
+    out = made if in_list else made[0]
+    SCATTER.into(x, residuals, out, given=given, plain=is_plain(x) and all(map(is_plain, residuals)), asked=asked)
+    return out
+
+
+def _fake(xs, given: Arguments) -> list[torch.Tensor]:
+    return [torch.empty_like(x.contiguous(), dtype=given.out_dtype) for x in xs]
+
+
+def _fake_parts(xs, given: ArgumentsOfParts) -> list[torch.Tensor]:
+    sizes = parts.own_sizes(given)
+    return [parts.with_length(x, given.axis, size, given.out_dtype) for x, size in zip(xs, sizes, strict=True)]
+
+
+def _run_sum(engine: Engine, xs, outs, given: Arguments, residuals=()):
+    """Writes the sum into every tensor of ``outs``, which are contiguous."""
+    xs, codec = [x.contiguous() for x in xs], given.codec
+    if codec:
+        call_checks.check_quantized_call(ALLREDUCE, codec, given.algorithm, xs[0])
+    followed = options.applied(ALLREDUCE, given, xs)
+    call = Call.of(
+        Sum(xs[0].numel(), codec, followed and followed.form, tuple(xs[0].shape), given.order, given.out_dtype),
+        xs[0],
+        algorithm=given.algorithm,
+        timeout_s=given.timeout_s,
+        symmetric=() if codec else engine.symmetric_sides(xs, outs),
+    )
+    ranks = options.operands_of_sum(xs, outs, followed, residuals)
+    return engine.run(call, ranks), ranks
+
+
+def _run_parts(engine: Engine, xs, outs, given: ArgumentsOfParts, residuals=()):
+    """Writes each rank's part of the sum into its tensor of ``outs``, which are contiguous."""
+    axis, codec = given.axis, given.codec
+    if codec:
+        call_checks.check_quantized_call(REDUCESCATTER, codec, "auto", xs[0])
+    rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
+    errors = [parts.rows_of(one, axis) for one in residuals]
+    followed = _applied(given, rooms)
+    counts, row = parts.counts_of(rows[0], given.sizes), tuple(rows[0].shape[1:])
+    work = Parts(REDUCESCATTER, counts, codec, followed and followed.form, axis, "", row, given.order, given.out_dtype)
+    call, ranks = Call.of(work, rows[0], **parts.how(given)), options.operands_of_sum(rows, rooms, followed, errors)
+    plan = engine.run(call, ranks)
+    for written, to in zip((*rooms, *errors), (*outs, *residuals), strict=True):
+        parts.put_back(written, to, axis)
+    return None if axis else (plan, ranks)
+
+
+def _applied(given: ArgumentsOfParts, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
+    """Returns the epilogue for parts that have the axis first. Its form is equal on all ranks."""
+    if not given.epilogue:
+        return None
+    axis = given.axis
+    known = {"row", "col", "index"} if axis == 0 else {"col"} if axis < rooms[0].ndim - 1 else set()
+    if unknown := parse(given.epilogue).places - known:
+        raise ValueError(
+            f"{REDUCESCATTER}: along axis {axis} an epilogue cannot use {min(unknown)}; move axis to the front"
+        )
+
+    def bind_part(op: str, text: str, room: torch.Tensor, own, numbers) -> tuple[Pointwise, EpilogueInputs]:
+        form, inputs = bind(op, text, room, own, numbers)
+        # With a single row any number of columns is right, but it must be equal on all ranks.
+        return replace(form, columns=max(1, *given.sizes)) if room.ndim == 1 else form, inputs
+
+    return options.applied(REDUCESCATTER, given, rooms, bind_part)
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_parts(engine: Engine, xs, given: ArgumentsOfParts) -> None:
+    parts.check_lengths(REDUCESCATTER, given.sizes, [x.shape[given.axis] for x in xs], [sum(given.sizes)] * len(xs))
+    parts.check_place(REDUCESCATTER, engine, given)
+    options.check_order(REDUCESCATTER, engine, xs, given)
+
+
+def _check_out(xs, outs, given: Arguments) -> None:
+    for x, out in zip(xs, outs, strict=True):
+        if given.out_dtype is None:
+            tensor_checks.check_memory(ALLREDUCE, x, out)
+        else:
+            tensor_checks.check_apart(ALLREDUCE, out, x=x)
+    options.check_apart_from_epilogue(ALLREDUCE, outs, given.tensors)
+
+
+def _check_out_parts(xs, outs, given: ArgumentsOfParts) -> None:
+    for x, out in zip(xs, outs, strict=True):
+        tensor_checks.check_apart(REDUCESCATTER, out, x=x)
+
+
+def _with_feedback(op: str, xs, residuals, outs, given):
+    algorithm = given.algorithm if op == ALLREDUCE else "auto"
+    return replace(given, codec=options.codec_with_feedback(op, given.codec, algorithm, xs, residuals, outs))
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+def _backward_of_sum(ctx, gradients):
+    """Returns the gradients. Rounding is treated as the identity."""
+    call = {name: ctx.given[name] for name in ("communicator", "algorithm", "timeout_s", "codec", "order")}
+    (xs,), tensors = SUM.saved(ctx)
+    of_sums, rest = of_sums_before_epilogue(ctx, ALLREDUCE, call, gradients, xs, tensors)
+    return for_ranks(ctx, ALLREDUCE, options.gradients_in_order(call["order"], of_sums), **call), rest
+
+
+def _backward_of_parts(ctx, gradients):
+    """Returns the gradients. Rounding is treated as the identity."""
+    where = {name: ctx.given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
+    (xs,), tensors = SCATTER.saved(ctx)
+    order = ctx.given["order"]
+    of_sums, rest = of_sums_before_epilogue(ctx, REDUCESCATTER, where | {"order": order}, gradients, xs, tensors)
+    return options.gradients_in_order(order, for_ranks(ctx, "allgather", of_sums, **where)), rest
+
+
+def _saved(given: dict) -> tuple[str, ...]:
+    return ("x",) if given["epilogue"] else ()
+
+
+SUM = Op(
+    ALLREDUCE,
+    ["x"],
+    Arguments,
+    _run_sum,
+    _fake,
+    check=partial(options.check_order, ALLREDUCE),
+    check_out=_check_out,
+    residual=partial(_with_feedback, ALLREDUCE),
+    backward=_backward_of_sum,
+    saved=_saved,
+)
+SCATTER = Op(
+    REDUCESCATTER,
+    ["x"],
+    ArgumentsOfParts,
+    _run_parts,
+    _fake_parts,
+    check=_check_parts,
+    check_out=_check_out_parts,
+    residual=partial(_with_feedback, REDUCESCATTER),
+    backward=_backward_of_parts,
+    saved=_saved,
+)
