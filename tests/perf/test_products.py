@@ -58,7 +58,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(matmul.gemm, "why_not", lambda a, w, out, leaves=1: "")
     monkeypatch.setattr(matmul.gemm, "default_tile", lambda device, *shape: next(iter(matmul.TILES.values())))
     monkeypatch.setattr(fp8.gemm, "scaled_matmul", scaled)
-    monkeypatch.setattr(fp8.gemm, "why_not", lambda a, w, out: "")
     monkeypatch.setattr(torch, "_scaled_mm", scaled_by_torch)
     monkeypatch.setattr(products.launcher, "sm_count", lambda device: 7)
     monkeypatch.setattr(products.launcher, "architecture", lambda device: "sm_90a")
