@@ -7,7 +7,7 @@
     single.py       the rewrites "allreduce", "reducescatter" and "allgather"
     norm.py  epilogue.py    one rewrite each
     weights.py      weights as layers store them, and which of them are constant
-    scaled.py       torch's products of e4m3 operands with scales
+    scaled.py       torch's products of e4m3 operands
     matmul.py  allgather_matmul.py    the rewrite "matmul": a matmul and its sum, an all-gather and its matmul
     tp_invariance.py  breaks.py    with tp_invariant=True: the other matmuls, and what may still change bits
     rows.py         ops that move whole rows between a collective and a matmul

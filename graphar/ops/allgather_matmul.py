@@ -30,7 +30,7 @@ PARTITIONS = get_args(GatherPartition)
 
 
 @dataclass(eq=False)
-class Arguments(options.Followed, options.Multiplied, options.InParts):
+class Arguments(options.Followed, matmul_operands.Multiplied, options.InParts):
     bias: options.Tensors = ()
     gathered: bool = False
     scaled_dtype: torch.dtype | None = None  # of the result, with scales

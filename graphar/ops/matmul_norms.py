@@ -29,7 +29,7 @@ PARTITIONS = get_args(NormPartition)
 
 
 @dataclass(eq=False)
-class _Normed(options.Normed, options.Multiplied):
+class _Normed(options.Normed, matmul_operands.Multiplied):
     """The arguments of both."""
 
 

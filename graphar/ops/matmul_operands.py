@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from graphar.numerics import fp8_products
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT
+from graphar.ops import options
 from graphar.product.operands import flat, flat_scale
 from graphar.runtime.checks.tensor_checks import (
     check_apart,
@@ -22,6 +24,14 @@ from graphar.runtime.checks.tensor_checks import (
 RESULT_DTYPES = (torch.bfloat16, torch.float16)
 _DTYPES = (*RESULT_DTYPES, torch.float32, torch.float64)  # of operands without scales
 PARTITIONS = ("auto", "tiles", "none", "split_m", "split_n", BATCH_INVARIANT)
+
+
+@dataclass(eq=False)
+class Multiplied(options.Given):
+    """The arguments of an op that multiplies. ``scales`` are those of e4m3 operands, rank by rank: of a, and of w."""
+
+    partition: str = "auto"
+    scales: options.Tensors = ()
 
 
 class Scaled(NamedTuple):

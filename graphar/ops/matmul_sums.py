@@ -27,7 +27,7 @@ from graphar.runtime.registry import Group, engine_name
 
 
 @dataclass(eq=False)
-class _Summed(options.Coded, options.Multiplied):
+class _Summed(options.Coded, matmul_operands.Multiplied):
     bias: options.Tensors = ()
     num_partitions: int | None = None
     scaled_dtype: torch.dtype | None = None  # of the result, with scales
@@ -295,13 +295,13 @@ def _run(op: str, engine: Engine, a, w, outs, given: _Summed):
     return engine.run(Call.of(work, outs[0], timeout_s=given.timeout_s), ranks), ranks
 
 
-def multiplied(op: str, a, w, given: options.Multiplied) -> dict[str, Any]:
+def multiplied(op: str, a, w, given: matmul_operands.Multiplied) -> dict[str, Any]:
     """Returns what a Product has of the factors of a call."""
     of = {"scales": matmul_operands.format_of(op, a, w, given.scales)} if given.scales else {}
     return of | {"constant_weight": getattr(given, "constant_weight", False)}
 
 
-def factors(a, w, given: options.Multiplied, rank: int) -> tuple[torch.Tensor, ...]:
+def factors(a, w, given: matmul_operands.Multiplied, rank: int) -> tuple[torch.Tensor, ...]:
     """Returns the tensors of a rank's factors."""
     return a[rank], w[rank], *given.scales[2 * rank : 2 * rank + 2]
 

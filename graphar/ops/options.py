@@ -92,14 +92,6 @@ class Normed(Given):
     weight_offset: float = 0.0
 
 
-@dataclass(eq=False)
-class Multiplied(Given):
-    """Those of an op that multiplies. ``scales`` are those of e4m3 operands, rank by rank: of a, and of w."""
-
-    partition: str = "auto"
-    scales: Tensors = ()
-
-
 def kinds(given: type[Given]) -> dict[str, str]:
     """Returns the types of arguments in a schema, by name."""
     return {one.name: _KINDS[str(one.type).removeprefix("options.")] for one in fields(given)}

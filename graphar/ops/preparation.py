@@ -16,7 +16,6 @@ from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.plan import select
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
-from graphar.plan.factors import SCALES
 from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.work import Product, without_seeds
 from graphar.product.fused import load_tile, sources_of_tile
@@ -90,8 +89,7 @@ def _needed_tiles(
             works.append(work._replace(partition=TP_INVARIANT))
         yield from _tiles(engine, algorithm, works, results)
         if FP8 in dtypes:
-            scaled = [work._replace(scales=scales) for scales in SCALES]
-            yield from _tiles(engine, algorithm, scaled, results or [torch.bfloat16])
+            yield from _tiles(engine, algorithm, work.in_8_bits, results or [torch.bfloat16])
 
 
 def _tiles(

@@ -31,7 +31,7 @@ from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
-from graphar.plan.factors import Factors
+from graphar.plan.factors import SCALES, Factors
 from graphar.plan.scratch import PACK_NBYTES
 
 MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER = "fused_matmul_allreduce", "fused_matmul_reducescatter"
@@ -236,6 +236,11 @@ class Product(NamedTuple):
     def factors(self) -> Factors:
         """What is multiplied, and in which order it is added."""
         return Factors(self.scales, self.order, self.partition in (BATCH_INVARIANT, TP_INVARIANT))
+
+    @property
+    def in_8_bits(self) -> list[Product]:
+        """The same of operands in e4m3, in each of their formats."""
+        return [self._replace(scales=one) for one in SCALES]
 
     @property
     def beside(self) -> str:

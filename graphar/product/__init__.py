@@ -7,7 +7,8 @@ A Product (plan/work.py) is factors, rows, and what comes then. The binder, prod
     after      a gather, and then each rank's matmul: gathers.py; or a fused sum, and then each rank's norm
 
     multiply/  what multiplies one rank's factors: four objects with one interface
-               by_torch | own | scaled | leaves
-    gemm.py    graphar's matmul kernel; scaled_gemm.py: with scales
+               ByTorch | Own | Scaled | Leaves
+    gemm.py    graphar's matmul kernel
+    operands.py the tensors of a product, and of one matmul of a rank
     overlap.py the streams on which panels are multiplied while others are summed
 """

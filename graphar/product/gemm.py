@@ -19,7 +19,7 @@ from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.policy import TileCost
 from graphar.plan.tiles import FP8_TILES, LEAF_COUNTS, LEAF_TILES, MatmulTile
-from graphar.product.operands import PlacedScales, kernel_arguments, placed
+from graphar.product.operands import PlacedScales, Step, kernel_arguments, placed
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, loaded, matrix_of, tensor_map
 from graphar.runtime import launcher
 from graphar.runtime.catalogue import matmul_source, scaled_matmul_source
@@ -196,6 +196,12 @@ def bind(
     with torch.cuda.device(device):
         operands = loaded(a), weights, loaded(out)
         return _bind(device, tile, layout, sms, order or Order(), *operands, pointer, of)
+
+
+def bind_step(step: Step, sms: int | None, leaves: int) -> Callable[[int], None]:
+    """Returns what :func:`bind` does, for a step: of a sum in so many leaves, to which its bias is added."""
+    a, w, out, scales, bias = step
+    return bind(a, w, out, None if bias is None else bias.contiguous(), sms, leaves=leaves, scales=scales)
 
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> Reason | None:

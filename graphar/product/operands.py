@@ -13,7 +13,7 @@ import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
-from graphar.numerics.fp8_products import Scales, checked_scales
+from graphar.numerics.fp8_products import Scales, checked_scales, rounded_product
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Call, Operands
 from graphar.plan.factors import Factors
@@ -31,6 +31,11 @@ class Step(NamedTuple):
     out: torch.Tensor  # [M, N], of the dtype to which results are rounded
     scales: Scales | None = None  # of e4m3 operands
     bias: torch.Tensor | None = None  # [N], for results that are rounded
+
+    def specified(self) -> torch.Tensor:
+        """Returns the product of operands in e4m3 by its specification."""
+        assert self.scales
+        return rounded_product(self.a, self.w, self.scales, self.out.dtype, self.bias)
 
     def in_panel(self, panel: Panel, product: torch.Tensor) -> list[Step]:
         """Returns the steps, without a bias, that make a panel of the result: one for rows that follow each other."""

@@ -36,7 +36,7 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
         if not work.norm:
             return _fused(engine, call)
         for own in ranks:  # loading beside a kernel that waits for other ranks could hang
-            residual_norm.load(own.inputs[0].device.index, call.dtype)
+            residual_norm.load(own.outputs[0].device.index, own.outputs[0].dtype)
         return _then_normed(_fused(engine, summed), work.factors.inputs, *work.norm)
     return Then(engine, with_bias_in_epilogue(call), ranks[0]).plan(ranks)
 

@@ -1,4 +1,4 @@
-"""graphar's matmul kernel, by what it adds: operands of 16 bits, operands in e4m3 with scales, and K in leaves."""
+"""graphar's matmul kernel, by what it adds: operands of 16 bits, operands in e4m3, and K in leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 
 from graphar.errors import Reason, UnsupportedError
 from graphar.numerics import leaf_tree
-from graphar.numerics.fp8_products import rounded_product
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.best_tile import Shape, Sms, alone, best_tile
@@ -74,19 +73,13 @@ class _OfWholeSums(Multiply):
             return "K is 0"
         return lacks_software() or gemm.why_not(step.a, step.w, step.out, self.count)
 
-    def bind(self, step: Step, sms: int) -> Enqueue:
-        a, w, out, scales, bias = step
-        bias = None if bias is None else bias.contiguous()
-        most = sms if scales else None  # leaves take all SMs
-        return gemm.bind(a, w, out, bias, most, leaves=self.count, scales=scales)
-
 
 @dataclass(frozen=True)
 class Scaled(_OfWholeSums):
-    """Makes steps of e4m3 operands with fp32 scales.
+    """Makes steps of e4m3 operands.
 
     Elsewhere than on sm_90a, and for operands that it cannot load, the specification multiplies:
-    graphar.numerics.fp8_products. An element depends on its rows and their scales alone, so cuts change no bit.
+    graphar.numerics.fp8_products. An element depends on its row of A and its row of W alone, so cuts change no bit.
 
     Attributes:
         is_invariant: whether the bits of a row may not depend on the number of rows: torch's operations never compute
@@ -100,12 +93,13 @@ class Scaled(_OfWholeSums):
     def beyond(self) -> str:
         return "torch's operations, as the specification of scaled products"
 
+    def bind(self, step: Step, sms: int) -> Enqueue:
+        return gemm.bind_step(step, sms, 1)
+
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
-        a, w, out, scales, bias = step
-        if self.is_invariant and a.is_cuda and a.shape[1]:
+        if self.is_invariant and step.a.is_cuda and step.a.shape[1]:
             raise UnsupportedError(f"matmul: no batch-invariant kernel: {why_not}")
-        assert scales
-        return lambda stream: out.copy_(rounded_product(a, w, scales, out.dtype, bias))
+        return lambda stream: step.out.copy_(step.specified())
 
 
 @dataclass(frozen=True)
@@ -122,6 +116,9 @@ class Leaves(_OfWholeSums):
 
     count: int
     op: str
+
+    def bind(self, step: Step, sms: int) -> Enqueue:
+        return gemm.bind_step(step, None, self.count)  # it takes all SMs
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
         """Raises UnsupportedError for fp32 on a GPU, and for another GPU than sm_90."""
