@@ -208,6 +208,14 @@ def checked_scales(op: str, a: torch.Tensor, w: torch.Tensor, a_scale: torch.Ten
     )
 
 
+def known_scales(format: str, a: torch.Tensor, w: torch.Tensor, a_scale: torch.Tensor, w_scale: torch.Tensor) -> Scales:
+    """Returns the scales of a format that :func:`checked_scales` has found in them."""
+    if format == "blocks":
+        return Scales(True, a_scale, w_scale)
+    of_a, of_w = _of_rows(a_scale, len(a)), _of_rows(w_scale, len(w))
+    return Scales(False, a_scale if of_a is None else of_a, w_scale.t() if of_w is None else of_w)
+
+
 def _of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor | None:
     """Returns scales of rows as [rows, 1]; None if there are not as many, or a single one for all."""
     if scale.numel() == 1:

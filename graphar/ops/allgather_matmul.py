@@ -14,7 +14,7 @@ from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_gradients, matmul_operands, options, parts
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
-from graphar.ops.matmul_operands import UNSCALED, Scaled, scaled_of
+from graphar.ops.matmul_operands import Scaled, scaled_of
 from graphar.ops.options import T
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.ops.repeats import Asked, repeated, typed
@@ -151,16 +151,13 @@ def fused_allgather_matmul(
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     of_ranks = None if sizes is None else typed(sizes)
-    how = bool(gathered), of_ranks, partition, bias is None, timeout_s, type(timeout_s)
-    scaled = UNSCALED
-    if a_scale is not None or w_scale is not None or out_dtype is not None:
-        scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
-        how = *how, scaled.scaled_dtype
-    asked = (a, w, *scaled.scales, *(() if bias is None else (bias,))), how, epilogue
+    how = bool(gathered), of_ranks, partition, bias is None, timeout_s, type(timeout_s), out_dtype
+    scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
+    asked = (a, w, *scales, *(() if bias is None else (bias,))), how, epilogue
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    how = {"timeout_s": timeout_s, "partition": partition, "gathered": gathered}
-    given = Arguments(**how, **scaled._asdict())
+    scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
+    given = Arguments(timeout_s=timeout_s, partition=partition, gathered=gathered, **scaled._asdict())
     return _gather(a, w, bias, sizes, epilogue, group, given, asked)
 
 

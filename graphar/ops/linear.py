@@ -76,8 +76,8 @@ def linear(
     """
     ranks = 1 if group is None else parts.place(group)[1]
     leaf_tree.check_ranks(NAME, ranks)
-    if a_scale is not None or w_scale is not None or out_dtype is not None:
-        scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
+    scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
+    if scaled.scales:
         matmul_operands.check(NAME, a, w, bias, scaled)
         return torch.ops.graphar.linear(a, w, bias, 1, scaled.scaled_dtype, "", *scaled.scales)
     matmul_operands.check(NAME, a, w, bias)

@@ -105,15 +105,13 @@ def fused_matmul_allreduce_residual_rmsnorm(
     """
     if removed:
         options.check_removed(_SUMMED, removed)
-    scaled = UNSCALED
-    if a_scale is not None or w_scale is not None:
-        scaled = _scaled(_SUMMED, a, a_scale, w_scale, residual)
+    scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     kinds = type(eps), type(weight_offset), type(timeout_s)
     how = eps, weight_offset, partition, timeout_s, kinds
-    asked = (a, w, *scaled.scales, residual, weight), how, None
+    asked = (a, w, *scales, residual, weight), how, None
     if (found := repeated(_SUMMED, group, *asked)) is not None:
         return found
-    return _call(NORM, asked, group, scaled, eps, weight_offset, partition, timeout_s)
+    return _call(NORM, asked, group, eps, weight_offset, partition, timeout_s)
 
 
 def fused_matmul_reducescatter_residual_rmsnorm(
@@ -176,14 +174,12 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    scaled = UNSCALED
-    if a_scale is not None or w_scale is not None:
-        scaled = _scaled(_SCATTERED, a, a_scale, w_scale, residual)
+    scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     kinds = type(eps), type(weight_offset), type(timeout_s)
-    asked = (a, w, *scaled.scales, residual, weight), (eps, weight_offset, partition, timeout_s, kinds), None
+    asked = (a, w, *scales, residual, weight), (eps, weight_offset, partition, timeout_s, kinds), None
     if (found := repeated(_SCATTERED, group, *asked)) is not None:
         return found
-    return _call(SCATTERED_NORM, asked, group, scaled, eps, weight_offset, partition, timeout_s)
+    return _call(SCATTERED_NORM, asked, group, eps, weight_offset, partition, timeout_s)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -247,15 +243,14 @@ def _check_parts(engine: Engine, *lists_and_given) -> None:
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def _scaled(op: str, a, a_scale: object, w_scale: object, residual: object) -> Scaled:
-    """Returns the scales of a call that has some; its results have the dtype of the residual."""
-    first = residual[0] if isinstance(residual, (list, tuple)) and residual else residual
-    return scaled_of(op, a, a_scale, w_scale, None)._replace(scaled_dtype=getattr(first, "dtype", None))
-
-
-def _call(op: Op, asked: Asked, group: Group, scaled: Scaled, eps, weight_offset, partition, timeout_s) -> Any:
+def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, partition, timeout_s) -> Any:
     """Makes a call as the user asked for it, and returns its results as users get them."""
-    a, w, *_, residual, weight = asked[0]
+    a, w, *scales, residual, weight = asked[0]
+    scaled = UNSCALED
+    if scales:  # results have the dtype of the residual
+        first = residual[0] if isinstance(residual, (list, tuple)) and residual else residual
+        a_scale, w_scale = scales
+        scaled = scaled_of(op.name, a, a_scale, w_scale, None)._replace(scaled_dtype=getattr(first, "dtype", None))
     ranks, numbers = _check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s, scaled)
     where, lengths = norms.place(op, "a", a, group, partition == TP_INVARIANT)
     _check_residuals(op.name, ranks, lengths, scaled.scaled_dtype)

@@ -45,13 +45,15 @@ UNSCALED = Scaled()
 
 
 def scaled_of(op: str, a: object, a_scale: Any, w_scale: Any, out_dtype: torch.dtype | None) -> Scaled:
-    """Returns the scales of a call that has scales or an ``out_dtype``; :func:`check` checks them.
+    """Returns the scales of a call, if it has scales or an ``out_dtype``; :func:`check` checks them.
 
     Raises:
         ValueError: a scale is missing, there is no such ``out_dtype``, or lists do not have one scale for each rank.
     """
     in_list = isinstance(a, (list, tuple))
-    if a_scale is None and w_scale is None and out_dtype is not None:
+    if a_scale is None and w_scale is None and out_dtype is None:
+        return UNSCALED
+    if a_scale is None and w_scale is None:
         raise ValueError(f"{op}: out_dtype goes with a_scale and w_scale, of e4m3 operands")
     if a_scale is None or w_scale is None:
         raise ValueError(f"{op}: operands in {FP8} need both a_scale and w_scale")

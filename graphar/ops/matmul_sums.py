@@ -14,7 +14,7 @@ from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Partition, split
 from graphar.ops import matmul_gradients, matmul_operands, options, parts
-from graphar.ops.matmul_operands import UNSCALED, Scaled, scaled_of
+from graphar.ops.matmul_operands import scaled_of
 from graphar.ops.options import T
 from graphar.ops.register import Op, is_plain
 from graphar.ops.repeats import Asked, repeated
@@ -110,15 +110,13 @@ def fused_matmul_allreduce(
         options.check_removed(MATMUL_ALLREDUCE, removed)
     kinds = type(num_partitions), type(timeout_s)
     how = partition, num_partitions, codec, timeout_s, out_dtype, False, kinds
-    is_scaled = a_scale is not None or w_scale is not None or out_dtype is not None
-    scaled = scaled_of(MATMUL_ALLREDUCE, a, a_scale, w_scale, out_dtype) if is_scaled else UNSCALED
-    more = *scaled.scales, *(() if bias is None else (bias,))
-    asked = (a, w, *more), how, epilogue
+    scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
+    asked = (a, w, *scales, *(() if bias is None else (bias,))), how, epilogue
     found = repeated(MATMUL_ALLREDUCE, group, *asked, out)
     if found is not None:
         return found
-    given = Arguments(timeout_s=timeout_s, partition=partition, num_partitions=num_partitions, **scaled._asdict())
-    return _call(SUM, a, w, bias, codec, epilogue, group, given, asked, out)
+    given = Arguments(timeout_s=timeout_s, partition=partition, num_partitions=num_partitions)
+    return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), codec, epilogue, group, given, asked, out)
 
 
 def with_constant_weight(
@@ -137,13 +135,13 @@ def with_constant_weight(
     The caller promises that whatever wrote ``w`` has ended when the call is made, or when a graph with it is replayed.
     """
     how = partition, None, None, None, out_dtype, True, (type(None), type(None))
-    scaled = UNSCALED if a_scale is None else scaled_of(MATMUL_ALLREDUCE, a, a_scale, w_scale, out_dtype)
-    asked = (a, w, *scaled.scales, *(() if bias is None else (bias,))), how, None
+    scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
+    asked = (a, w, *scales, *(() if bias is None else (bias,))), how, None
     found = repeated(MATMUL_ALLREDUCE, group, *asked)
     if found is not None:
         return found
-    given = Arguments(partition=partition, constant_weight=True, **scaled._asdict())
-    return _call(SUM, a, w, bias, None, None, group, given, asked)
+    given = Arguments(partition=partition, constant_weight=True)
+    return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), None, None, group, given, asked)
 
 
 def fused_matmul_reducescatter(
@@ -215,30 +213,29 @@ def fused_matmul_reducescatter(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    kinds, scaled = (type(num_partitions), type(timeout_s)), UNSCALED
-    how = partition, num_partitions, codec, bias is None, timeout_s, kinds
-    if a_scale is not None or w_scale is not None or out_dtype is not None:
-        scaled = scaled_of(MATMUL_REDUCESCATTER, a, a_scale, w_scale, out_dtype)
-        how = *how, scaled.scaled_dtype
-    asked = (a, w, *scaled.scales, *(() if bias is None else (bias,))), how, epilogue
+    kinds = type(num_partitions), type(timeout_s)
+    how = partition, num_partitions, codec, bias is None, timeout_s, out_dtype, kinds
+    scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
+    asked = (a, w, *scales, *(() if bias is None else (bias,))), how, epilogue
     if (found := repeated(MATMUL_REDUCESCATTER, group, *asked)) is not None:
         return found
-    given = ArgumentsOfParts(
-        timeout_s=timeout_s, partition=partition, num_partitions=num_partitions, **scaled._asdict()
-    )
-    return _call(SCATTER, a, w, bias, codec, epilogue, group, given, asked)
+    given = ArgumentsOfParts(timeout_s=timeout_s, partition=partition, num_partitions=num_partitions)
+    return _call(SCATTER, a, w, bias, (a_scale, w_scale, out_dtype), codec, epilogue, group, given, asked)
 
 
-def _call(op: Op, a, w, bias, codec, epilogue, group: Group, given: _Summed, asked: Asked, out=None) -> Any:
+def _call(
+    op: Op, a, w, bias, scales: tuple, codec, epilogue, group: Group, given: _Summed, asked: Asked, out=None
+) -> Any:
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     name, partition, in_list = op.name, given.partition, isinstance(a, (list, tuple))
+    scaled = scaled_of(name, a, *scales)
     if given.timeout_s is not None:
         call_checks.check_timeout(name, given.timeout_s)
     communicator = engine_name(group, name, alone=partition == TP_INVARIANT and not in_list)
     options.check_together(name, codec, epilogue)
     if partition in (BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
         raise ValueError(f"{name}: takes a codec or partition={partition!r}, not both")
-    matmul_operands.check(name, a, w, bias, Scaled(given.scales, given.scaled_dtype), partition)
+    matmul_operands.check(name, a, w, bias, scaled, partition)
     first, weight = (a[0], w[0]) if in_list else (a, w)
     where: dict[str, Any] = {}
     if isinstance(given, ArgumentsOfParts):
@@ -248,11 +245,11 @@ def _call(op: Op, a, w, bias, codec, epilogue, group: Group, given: _Summed, ask
     followed, biases = options.NO_EPILOGUE, [] if bias is None else list(bias) if in_list else [bias]
     if epilogue is not None:  # it adds the bias itself
         rows, biases = first.narrow(0, 0, where["sizes"][max(where["rank"], 0)]) if where else first, []
-        like = torch.empty((*rows.shape[:-1], weight.shape[0]), dtype=given.scaled_dtype or first.dtype, device="meta")
+        like = torch.empty((*rows.shape[:-1], weight.shape[0]), dtype=scaled.scaled_dtype or first.dtype, device="meta")
         ranks, whole = len(a) if in_list else None, 0 if where else None
         followed = options.epilogue_option(name, epilogue, like, ranks, whole, bias)
     text = options.codec_option(name, codec)
-    given = replace(given, communicator=communicator, bias=biases, codec=text, **where, **followed)
+    given = replace(given, communicator=communicator, bias=biases, codec=text, **where, **followed, **scaled._asdict())
     plain = not in_list and all(map(is_plain, (a, w, *biases, *given.scales)))
     plain = plain and not options.needs_gradient(given.tensors)
     if out is None:

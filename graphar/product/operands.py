@@ -13,7 +13,7 @@ import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
-from graphar.numerics.fp8_products import Scales, checked_scales, rounded_product
+from graphar.numerics.fp8_products import Scales, known_scales, rounded_product
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Call, Operands
 from graphar.plan.factors import Factors
@@ -174,7 +174,7 @@ def operands_of(work: Product, own: Operands) -> MatmulOperands:
     """Returns one rank's operands as matrices: leading dimensions are flattened."""
     a, w, *rest = own.inputs
     a = flat(a)
-    scales = checked_scales(work.op, a, w, flat_scale(rest.pop(0)), rest.pop(0)) if work.scales else None
+    scales = known_scales(work.scales, a, w, flat_scale(rest.pop(0)), rest.pop(0)) if work.scales else None
     bias = rest.pop(0) if work.bias else None
     # The gathered rows, and their scales if they have some.
     gathered = [*(flat(one) for one in own.outputs[1:] if work.gathered), None, None]
