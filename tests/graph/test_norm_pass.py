@@ -26,6 +26,7 @@ COLUMNS, TOKENS = 64, (5, 9, 12)
 
 OFFSETS = {"torch's": 0.0, "Llama's": 0.0, "Gemma's": 1.0}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+COMPILED = {"torch's": torch.bfloat16, "Llama's": torch.float32, "Gemma's": torch.bfloat16}
 every_norm = pytest.mark.parametrize("name", NORMS)
 
 
@@ -388,9 +389,8 @@ def run_sequence_parallel_plan(rank, world_size):
 
 
 def run_layers(rank, world_size):
-    kinds = [(name, dtype) for name in NORMS for dtype in (torch.bfloat16, torch.float32)]
     with torch.no_grad():
-        found = {kind: run_layer(rank, *kind) for kind in kinds} | {"plan": run_plan(rank, world_size)}
+        found = {name: run_layer(rank, name, COMPILED[name]) for name in NORMS} | {"plan": run_plan(rank, world_size)}
         return found | {"sequence-parallel plan": run_sequence_parallel_plan(rank, world_size)}
 
 
@@ -401,9 +401,8 @@ def results_of_layers():
 
 @pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
 @every_norm
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_compiled_layer_has_the_bits_of_eager_graphar_and_is_close_to_the_model(name, dtype):
-    for results, rewrites, graphs in (rank[name, dtype] for rank in results_of_layers()):
+def test_a_compiled_layer_has_the_bits_of_eager_graphar_and_is_close_to_the_model(name):
+    for results, rewrites, graphs in (rank[name] for rank in results_of_layers()):
         assert rewrites == ["norm"] * graphs
         for mine, graphars, models in results:
             assert [same_bits(one, other) for one, other in zip(mine, graphars, strict=True)] == [0, 0]
