@@ -297,11 +297,14 @@ def test_autocast_changes_no_bits(form):
 
 @every_op
 def test_the_profiler_sees_the_op(op):
-    form = BY_OP[op][0]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        both(form, given(form))
+    for form in (BY_OP[op][0], *[form for form in SCALED if form.op is op]):
+        tensors = given(form)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found = both(form, tensors)
 
-    assert {f"graphar::{op.__name__}", f"graphar::{op.__name__}_list"} <= {event.name for event in profile.events()}
+        names = {event.name for event in profile.events()}
+        assert {f"graphar::{op.__name__}", f"graphar::{op.__name__}_list"} <= names
+        assert [same_bits(*pair) for pair in zip(found, both(form, tensors), strict=True)] == [0] * len(found)
 
 
 @every_plain_form

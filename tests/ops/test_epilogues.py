@@ -12,7 +12,7 @@ from torch.nn import functional
 import graphar
 from graphar import Epilogue
 from graphar.numerics.epilogues.epilogue import bind
-from tests.cases import KERNEL_DTYPES, SMALL_NUMELS, bit_patterns, integers, normal, parts_of, same_bits
+from tests.cases import KERNEL_DTYPES, bit_patterns, normal, parts_of, same_bits
 from tests.processes import run_ranks
 
 ops = torch.ops.graphar
@@ -44,15 +44,6 @@ def test_what_has_no_element_has_tensors_without(shape, place):
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
-def test_a_negating_epilogue_gives_the_negated_sum(world_size, dtype):
-    for numel in SMALL_NUMELS:
-        parts = parts_of(integers, world_size, numel, dtype)
-        for out in graphar.allreduce(parts, epilogue="-v"):
-            assert same_bits(out, -fp32_sum(parts).to(dtype)) == 0, f"{numel} elements"
 
 
 def test_a_list_may_take_its_own_results():
@@ -159,11 +150,6 @@ def gather_with_another(rank, world_size):
             call(epilogue=f"v + {rank}")
 
 
-@pytest.mark.parametrize("calls", [reduce_with_another, gather_with_another])
-def test_ranks_compare_epilogues(calls):
-    run_ranks(calls, 2)
-
-
 @pytest.mark.parametrize(
     ("text", "function"),
     [
@@ -266,6 +252,11 @@ def scatter_with_another(rank, world_size):
         assert communicator.reducescatter(torch.ones(2), epilogue="-v").tolist() == [-2.0]
         with pytest.raises(graphar.CommunicatorError, match=r"parts of .* epilogue v"):
             communicator.reducescatter(torch.ones(2), epilogue=f"v + {rank}")
+
+
+@pytest.mark.parametrize("calls", [reduce_with_another, gather_with_another, scatter_with_another])
+def test_ranks_compare_epilogues(calls):
+    run_ranks(calls, 2)
 
 
 def test_a_rank_whose_part_is_empty_has_tensors_without_elements():

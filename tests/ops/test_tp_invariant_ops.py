@@ -170,30 +170,6 @@ def test_one_rank_has_the_specifications_bits(dtype, on_one_rank):
             assert same_bits(gradients[3], weight) == 0
 
 
-def test_without_it_the_same_layer_has_other_bits_on_two_ranks():
-    x = Whole(torch.bfloat16)
-    parts = [list(one.chunk(2, 1)) for one in (x.a, x.w)]
-
-    plain, invariant = (graphar.fused_matmul_allreduce(*parts, **how)[0] for how in ({}, INVARIANT))
-
-    assert 0.2 < same_bits(plain, invariant) / plain.numel() < 0.6
-
-
-@every_dtype
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_lists_have_the_same_bits(ranks, dtype):
-    x = Whole(dtype)
-    expected = reference.fused_matmul_allreduce([x.a], [x.w], x.bias, tp_invariant=True)
-    by_columns = list(x.a.chunk(ranks, 1)), list(x.w.chunk(ranks, 1))
-
-    for y in graphar.fused_matmul_allreduce(*by_columns, bias=[x.bias] * ranks, **INVARIANT):
-        assert same_bits(y, expected) == 0
-    parts = graphar.fused_matmul_reducescatter(*by_columns, bias=[x.bias] * ranks, **INVARIANT)
-    assert same_bits(torch.cat(parts), expected) == 0
-    products = graphar.fused_allgather_matmul(list(x.a.chunk(ranks)), list(x.w.chunk(ranks)), **INVARIANT)
-    assert same_bits(torch.cat(products, 1), reference.linear(x.a, x.w, tp_invariant=True)) == 0
-
-
 def call_with_other_columns(rank, ranks):
     a = torch.ones(8, 16 + 16 * rank)
     with pytest.raises(CommunicatorError) as raised:
