@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.errors import CollectiveTimeout, UnsupportedError
+from graphar.errors import UnsupportedError
 from graphar.numerics.codecs import Codec
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.call import Call as PlannedCall
@@ -25,7 +25,6 @@ from graphar.runtime.engine import Engine
 from perf.timeline import decode
 from tests.cases import same_bits
 from tests.gpu import Ranks
-from tests.processes import run_ranks
 
 
 def summed_tiles(op: str, codec: Codec | None = None) -> tuple[MatmulTile, ...]:
@@ -261,33 +260,6 @@ def test_epochs_wrap(fresh_ranks, op):
         call.check(ranks, turn)
     assert ranks.calls_of(op) == 5
     assert ranks.grid_is_idle(op)
-
-
-def _one_rank_stays_away(rank, world_size, op):
-    torch.cuda.set_device(rank)
-    communicator = graphar.Communicator(timeout_s=1)
-    a, w = (torch.randn(512, 256, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    counts = parts_of(512, world_size)
-    rows = counts[rank] if op == "matmul_reducescatter" else sum(counts)
-    out = torch.empty(rows, 512, dtype=a.dtype, device="cuda")
-    for _ in range(3):
-        run_fused(communicator.engine, op, counts, [Operands((a, w), (out,))])
-    communicator.synchronize()
-    if rank == 0:
-        return None
-    try:
-        run_fused(communicator.engine, op, counts, [Operands((a, w), (out,))])
-        communicator.synchronize()
-    except CollectiveTimeout as error:
-        return error.record.peer
-    return "nothing"
-
-
-@every_op
-def test_a_rank_that_stays_away_is_named(gpu_count, op):
-    peers = run_ranks(_one_rank_stays_away, gpu_count, op, backend="cpu:gloo,cuda:nccl")
-
-    assert peers[1:] == [0] * (gpu_count - 1)
 
 
 def test_what_the_kernel_cannot_serve_is_refused(ranks, monkeypatch):

@@ -33,7 +33,6 @@ CALLS = {
     "norm": lambda: partial(graphar.allreduce_residual_rmsnorm, ones(4, 1024), ones(4, 1024), ones(1024)),
     "norm of parts": lambda: partial(graphar.reducescatter_residual_rmsnorm, ones(4, 1024), ones(2, 1024), ones(1024)),
     "matmul in panels": matmul(graphar.fused_matmul_allreduce, 2048, partition="split_m"),
-    "matmul in tiles": matmul(graphar.fused_matmul_allreduce, 2048, partition="tiles"),
     "matmul and norm": lambda: partial(
         graphar.fused_matmul_allreduce_residual_rmsnorm,
         *(ones(300, 64), ones(512, 64), ones(300, 512), ones(512)),
@@ -47,6 +46,8 @@ OF_ONE_WAIT = {
     "all-gather": sum_of(graphar.allgather),
 }
 OF_ANY_RANKS = OF_ONE_WAIT | {
+    "matmul in tiles": matmul(graphar.fused_matmul_allreduce, 2048, partition="tiles"),
+    "matmul in tiles of parts": matmul(graphar.fused_matmul_reducescatter, 2048, partition="tiles"),
     "gathered chunks": matmul(graphar.fused_allgather_matmul, 256, partition="chunks"),
     "gathered tiles": matmul(graphar.fused_allgather_matmul, 256, partition="tiles"),
 }

@@ -57,23 +57,6 @@ def test_every_grid_and_chunk_gives_the_specification(ranks: Ranks, blocks, chun
     ranks.check_result(outs, parts)
 
 
-def test_a_misaligned_tensor_of_many_chunks(ranks: Ranks):
-    parts = [normal(rank, (1 << 21) + 1, torch.bfloat16) for rank in range(ranks.world_size)]
-    xs = ranks.place(parts)
-    outs = [torch.empty_like(x)[1:] for x in xs]
-    ranks.communicator.allreduce([x[1:] for x in xs], out=outs, algorithm=NAME)
-    ranks.communicator.synchronize()
-    ranks.check_result(outs, [part[1:] for part in parts])
-
-
-def test_the_output_of_many_chunks_may_be_the_input(ranks: Ranks):
-    parts = [normal(rank, (1 << 22) + 3, torch.bfloat16) for rank in range(ranks.world_size)]
-    xs = ranks.place(parts)
-    ranks.communicator.allreduce(xs, out=xs, algorithm=NAME)
-    ranks.communicator.synchronize()
-    ranks.check_result(xs, parts)
-
-
 def test_calls_that_change_their_grid_follow_each_other(ranks: Ranks):
     """Unsynchronised calls, so that ranks are in different ones; a late rank now and then."""
     choices = random.Random(11)
