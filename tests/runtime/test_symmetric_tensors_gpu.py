@@ -16,7 +16,8 @@ from graphar.plan.slices import Slice
 from graphar.plan.work import Sum
 from tests.cases import bit_patterns, integers, normal, same_bits
 from tests.gpu import DIRECT_ALGORITHMS, DTYPES, KERNEL_ALGORITHMS, Ranks, bare_launches, fits
-from tests.runtime.test_graphs_gpu import capture, settle
+from tests.ops.gpu_cases import settle
+from tests.runtime.test_graphs_gpu import capture
 
 pytestmark = pytest.mark.gpu
 
