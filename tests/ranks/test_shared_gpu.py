@@ -44,16 +44,20 @@ def questions(form, world_size):
             yield shape, dtype
 
 
+def tensors_of(form, world_size, shape, dtype):
+    """Whole numbers, whose products are exact in fp32: no order of accumulation changes a bit."""
+    return form.tensors(world_size, shape, dtype, raw if dtype in RAW else integers)
+
+
 def every_op(rank, world_size):
     """By form and question, how many elements of this rank's results differ, and how many kernels have counted calls.
 
-    Tensors are whole numbers, whose products are exact in fp32: no order of accumulation changes a bit. Each call is
-    made several times, since the later ones repeat the launch of the earlier ones.
+    Each call is made several times, since the later ones repeat the launch of the earlier ones.
     """
     wrong = {}
     for form in EVERY_FORM:
         for question in questions(form, world_size):
-            tensors = form.tensors(world_size, *question, raw if question[1] in RAW else integers)
+            tensors = tensors_of(form, world_size, *question)
             expected = form.expected(copies(tensors))[rank]
             on_gpu = {name: [one.cuda() for one in ones] for name, ones in tensors.items()}
             wrong[str(form), question] = 0
