@@ -21,7 +21,7 @@ from tests.fake_gpu import descriptors
 from tests.one_gpu import RanksOfOneGpu
 from tests.ops.conformance import copies
 from tests.processes import run_ranks
-from tests.ranks.test_shared_gpu import EVERY_FORM, tensors_of
+from tests.ranks.test_shared_gpu import EVERY_FORM, questions, tensors_of
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -60,7 +60,7 @@ def every_form(rank, world_size):
     torch.cuda.set_device(0)
     calls, graphs, wrong = {}, {}, {}
     for form in EVERY_FORM:
-        tensors = tensors_of(form)
+        tensors = tensors_of(form, world_size, *next(questions(form, world_size)))
         expected = form.expected(copies(tensors))[rank]
         on_gpu = {name: [one.cuda() for one in ones] for name, ones in tensors.items()}
         before = len(graphar.stats().fallbacks)
@@ -180,7 +180,7 @@ def replay_meanwhile(rank, world_size):
     torch.cuda.set_device(0)
     graphs, inputs = {}, []
     for form in EVERY_FORM:
-        tensors = tensors_of(form)
+        tensors = tensors_of(form, world_size, *next(questions(form, world_size)))
         on_gpu = {name: [one.cuda() for one in ones] for name, ones in tensors.items()}
         before = len(graphar.stats().fallbacks)
         form.of_rank(rank, on_gpu)
