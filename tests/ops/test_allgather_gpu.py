@@ -106,14 +106,6 @@ def test_the_kernel_runs_once_for_a_call_of_any_size_and_dtype(ranks: Ranks):
         assert all(ranks.grid_is_idle(kernel) and ranks.scratch_is_as_before(kernel) for kernel in KERNELS)
 
 
-def test_empty_tensors_launch_nothing(ranks: Ranks):
-    gather(ranks, inputs_of([8] * ranks.world_size))
-    before = calls_of_both(ranks)
-    xs = inputs_of([0] * ranks.world_size)
-    assert_joined(gather(ranks, xs), xs)
-    assert calls_of_both(ranks) == before
-
-
 # ---- any tensor -----------------------------------------------------------------------------------------------------
 
 

@@ -154,13 +154,6 @@ def test_without_peer_access_the_fallback_answers(ranks: Ranks, monkeypatch):
             communicator.allreduce(ys, algorithm="one_shot")
 
 
-@pytest.mark.promise("What the kernels cannot serve takes an exact fallback, and `explain` says why.")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8], ids=str)
-def test_other_dtypes_take_the_fallback(ranks: Ranks, dtype):
-    parts = [integers(rank, 8199, dtype) for rank in range(ranks.world_size)]
-    ranks.check_result(ranks.reduce(ranks.place(parts), "auto"), parts)
-
-
 def test_a_tensor_past_an_algorithms_scratch_is_refused(ranks: Ranks):
     limit = Algorithm.ONE_SHOT_PUSH.row.limit(ranks.world_size)
     xs = ranks.place([torch.zeros(limit // 2 + 8, dtype=torch.bfloat16)] * ranks.world_size)

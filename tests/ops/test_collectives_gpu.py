@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphar.plan.scratch import Sizes
-from tests.cases import HALVES, LAYOUTS, bit_patterns, lay_out, normal
+from tests.cases import HALVES, LAYOUTS, bit_patterns, integers, lay_out, normal
 from tests.gpu import Ranks
 from tests.ops.conformance import parameters
 from tests.ops.gpu_cases import (
@@ -103,6 +103,23 @@ def test_every_pair_of_16_bit_patterns_meets(ranks: Ranks, case):
 
 def rolled(shift: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).roll(shift)
+
+
+@pytest.mark.promise("What the kernels cannot serve takes an exact fallback, and `explain` says why.")
+@every(SUM, SCATTER)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8], ids=str)
+def test_other_dtypes_take_the_fallback(ranks: Ranks, case, dtype):
+    before = case.calls(ranks)
+    case.check(ranks, (8199,), dtype, integers)
+    assert case.calls(ranks) == before
+
+
+@every(SCATTER, GATHER, OF_INT4[-1])
+def test_an_empty_tensor_launches_nothing(ranks: Ranks, case):
+    case.check(ranks, (8,))
+    before, drawn = case.calls(ranks), case.draw(ranks, (0, 4))
+    assert_bits(case.call(ranks, case.place(ranks, drawn)), case.expected(drawn))
+    assert case.calls(ranks) == before
 
 
 # ---- any tensor -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""All-reduce with an epilogue on real GPUs: exact expressions give the specification's bits on every rank."""
+"""Sums with an epilogue on real GPUs: exact expressions give the specification's bits on every rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch.nn import functional
 
 import graphar
 from graphar import Epilogue
+from graphar.plan.scratch import Sizes
 from tests.cases import normal, same_bits
 from tests.gpu import DTYPES, Ranks, parts_of
 from tests.ops import specified as by
-from tests.ops.conformance import ALLREDUCE
+from tests.ops.conformance import ALLREDUCE, REDUCESCATTER
 from tests.ops.gpu_cases import EPILOGUE_KERNELS, FOLLOWED, Case, assert_bits, followed, if_not_empty
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
@@ -90,6 +91,22 @@ def test_transcendental_functions_are_torchs_within_a_few_units_in_the_last_plac
     for y in ys:
         torch.testing.assert_close(y.cpu().double(), function(total), rtol=3e-6, atol=3e-6)
         assert same_bits(y.cpu(), ys[0].cpu()) == 0
+
+
+def test_places_go_on_from_one_slice_of_a_reduce_scatter_to_the_next(ranks: Ranks):
+    case = replace(FOLLOWED["v + c[index] - row + b[col]"][-1], once=False)
+    before = case.calls(ranks)
+
+    case.check(ranks, (3 * Sizes.reducescatter_nbytes // 2000, 1000), torch.bfloat16)
+
+    assert case.calls(ranks) > before + 1
+
+
+def test_reduce_scatters_along_other_axes_and_of_one_dimension(ranks: Ranks):
+    for what, axis in (("-v", 2), (AFFINE, 1)):
+        form = replace(followed(REDUCESCATTER[0], by.reducescattered, what), options={"axis": axis})
+        Case(form, {}).check(ranks, (3, 17, 40), torch.float16)
+    Case(replace(REDUCESCATTER[0], epilogue="v + index - col + row"), {}).check(ranks, (4099,), torch.bfloat16)
 
 
 # ---- plans and graphs -----------------------------------------------------------------------------------------------

@@ -79,13 +79,6 @@ def test_parts_of_any_lengths_one_after_another(ranks: Ranks):
             assert ranks.calls_of(SCATTER) == at + 1
 
 
-def test_an_empty_tensor_launches_nothing(ranks: Ranks):
-    before = ranks.calls_of(SCATTER)
-    ys = ranks.communicator.reducescatter(ranks.place([torch.ones(0, 4)] * ranks.world_size), codec="int4")
-    assert [y.shape for y in ys] == [(0, 4)] * ranks.world_size
-    assert ranks.calls_of(SCATTER) == before
-
-
 @pytest.mark.promise("Error feedback adds what a codec took to the next tensor, and loses nothing.")
 @pytest.mark.parametrize("case", RESIDUALS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
