@@ -45,13 +45,6 @@ def case_of(op, partition: str, label: str = "", epilogue: str = "", numbers: di
     return replace(in_way(form, partition, ()), kernels={KERNELS[op]: (500, 264, 136)})
 
 
-def integers(shape, dtype, rank, seed):
-    """Random integers from -4 to 4 without 0 on a rank's device: fp32 holds any sum of fewer than 2^20 products."""
-    generator = torch.Generator(f"cuda:{rank}").manual_seed(seed * 8 + rank)
-    x = torch.randint(-4, 4, shape, device=f"cuda:{rank}", generator=generator)
-    return torch.where(x < 0, x, x + 1).to(dtype)
-
-
 def normal(shape, dtype, rank, seed):
     generator = torch.Generator(f"cuda:{rank}").manual_seed(seed * 8 + rank)
     return torch.randn(shape, dtype=dtype, device=f"cuda:{rank}", generator=generator)

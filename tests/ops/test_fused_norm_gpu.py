@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-import graphar
 from graphar import reference
 from graphar.numerics import norms
 from graphar.numerics.nan import with_canonical_nan
@@ -15,83 +16,59 @@ from graphar.product.gemm import matmul
 from graphar.runtime.bind import residual_norm
 from tests import cases, inside
 from tests.cases import same_bits
-from tests.gpu import Ranks, poison
-from tests.ops.test_fused_gpu import integers, normal
+from tests.gpu import Ranks
+from tests.ops.conformance import FUSED_NORM
+from tests.ops.gpu_cases import OFFSET, Case, assert_bits, in_way
 
 pytestmark = pytest.mark.gpu
 
-fused = graphar.fused_matmul_allreduce_residual_rmsnorm
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
 
-class Layer:
-    """Operands on every device: A_r [m, k], W_r [n, k], a residual and the norm's weight."""
-
-    op = staticmethod(fused)
-
-    def __init__(self, ranks: Ranks, fill, m, n, k, dtype, seed=0) -> None:
-        self.ranks = ranks
-        self.a = [fill((m, k), dtype, rank, seed) for rank in range(ranks.world_size)]
-        self.w = [fill((n, k), dtype, rank, seed + 100) for rank in range(ranks.world_size)]
-        residual, weight = normal((m, n), dtype, 0, seed + 200), normal((n,), dtype, 0, seed + 201)
-        self.rest = [[one.to(a.device) for a in self.a] for one in (residual, weight)]
-
-    def __call__(self, **options):
-        return self.op(self.a, self.w, *self.rest, 1e-5, weight_offset=1.0, group=self.ranks.communicator, **options)
-
-    def specified(self, products=None):
-        """The specification, with torch's matmul on the first device. Any matmul of integers gives its bits."""
-        residual, weight = (of_ranks[0] for of_ranks in self.rest)
-        if products is None:
-            products = [reference.matmul(a.to("cuda:0"), w.to("cuda:0")) for a, w in zip(self.a, self.w, strict=True)]
-        return reference.allreduce_residual_rmsnorm(products, residual, weight, 1e-5, 1.0)
-
-    def check(self, what: object = "", products=None, **options) -> None:
-        poison([residual.nbytes for residual in self.rest[0]])
-        found = self(**options)
-        self.ranks.communicator.synchronize()
-        for name, ones, expected in zip(("normed", "summed"), found, self.specified(products), strict=True):
-            wrong = [same_bits(one.to("cuda:0"), expected) for one in ones]
-            assert wrong == [0] * self.ranks.world_size, (name, what, options)
+def case_of(partition: str, **changes) -> Case:
+    return in_way(replace(FUSED_NORM[0], options=OFFSET | {"partition": partition}), "", (), **changes)
 
 
 @pytest.mark.parametrize("m", [4096, 2051, 10000])
 def test_prefill_gives_the_bits_of_the_products_reduced_and_normed(ranks: Ranks, m):
-    layer = Layer(ranks, normal, m, 8192, 256, torch.bfloat16)
-    products = [matmul(a, w).to("cuda:0") for a, w in zip(layer.a, layer.w, strict=True)]
+    case = case_of("tiles")
+    drawn = case.draw(ranks, (m, 8192, 256), torch.bfloat16, cases.normal)
+    tensors = case.place(ranks, drawn)
+    products = [matmul(a, w).to("cuda:0") for a, w in zip(tensors["a"], tensors["w"], strict=True)]
 
-    layer.check(m, products, partition="tiles")
+    found = case.call(ranks, tensors)
+
+    ranks.communicator.synchronize()
+    beside = [drawn[name][0].to("cuda:0") for name in ("residual", "weight")]
+    assert_bits(found, [reference.allreduce_residual_rmsnorm(products, *beside, 1e-5, 1.0)] * ranks.world_size)
 
 
 def test_columns_that_no_kernel_takes_go_another_way(ranks: Ranks):
     for n in (7, 260, 40000):
-        Layer(ranks, integers, 33, n, 40, torch.bfloat16).check(n, partition="tiles")
+        case_of("tiles").check(ranks, (33, n, 40), torch.bfloat16)
 
 
 @pytest.mark.parametrize(("m", "kernel"), [(520, "matmul_allreduce"), (3, "matmul_one_shot")])
 def test_tiles_are_summed_by_one_kernel(ranks: Ranks, m, kernel):
-    layer = Layer(ranks, integers, m, 1024, 136, torch.bfloat16)
-    before = ranks.calls_of(kernel)
-
-    layer.check(partition="tiles")
-
-    assert ranks.calls_of(kernel) == before + 1
+    shape = (m, 1024, 136)
+    replace(case_of("tiles"), kernels={kernel: shape}, served=lambda *call: True, once=True).check(ranks, shape)
     assert ranks.grid_is_idle(kernel)
 
 
 @pytest.mark.parametrize("partition", ["none", "tiles"])
 def test_a_constant_weight_gives_the_same_bits(ranks: Ranks, partition):
+    op = functools.partial(inside.fused_matmul_allreduce_residual_rmsnorm, constant_weight=True)
+    functools.update_wrapper(op, FUSED_NORM[0].op)
     for m in (1, 16, 64, 129):
-        layer = Layer(ranks, integers, m, 1024, 2048, torch.bfloat16)
-        layer.op = inside.fused_matmul_allreduce_residual_rmsnorm
-        layer.check(m, partition=partition, constant_weight=True)
+        case_of(partition, op=op).check(ranks, (m, 1024, 2048), torch.bfloat16)
 
 
 @every_dtype
 def test_sums_are_normed_to_the_bit_whatever_they_hold(dtype):
     for rows, columns, fill in itertools.product((1, 265, 700), (8, 1032, 8192), (cases.normal, cases.bit_patterns)):
         total = with_canonical_nan(fill(0, rows * columns, dtype).view(rows, columns)).cuda()
-        residual, weight = (normal(shape, dtype, 0, seed) for seed, shape in enumerate(((rows, columns), (columns,))))
+        residual = cases.normal(1, rows * columns, dtype).view(rows, columns).cuda()
+        weight = cases.normal(2, columns, dtype).cuda()
         summed, expected = torch.empty_like(residual), norms.specification(total, residual, weight, 1e-5, 1.0)
 
         residual_norm.norm(total, residual, weight, total, summed, 1e-5, 1.0)
