@@ -458,8 +458,13 @@ SUMMED_AND_NORMED = [
     )
     for way in ("", "none", "tiles")
 ]
+(UNEVEN_ROWS,) = [form for form in FUSED_ALLGATHER if form.label == "bias sizes gathered"]
+GATHERED_SIZES = [(1, 8, 8), (64, 136, 72), (700, 264, 1032), (1500, 128, 520)]  # torch's matmul of others rounds sums
 GATHERED = [
-    in_way(replace(form, options={"partition": way}), way, [(100, 136, 264), (130, 136, 264)])
-    for form in (FUSED_ALLGATHER[0], with_epilogue_of_matmul(FUSED_ALLGATHER[0]))
+    in_way(replace(form, options=form.options | {"partition": way}), way, shapes + more * (way == "tiles"))
+    for form, shapes, more in (
+        (UNEVEN_ROWS, GATHERED_SIZES, [(65, 129, 67), (7, 1, 1000)]),
+        (with_epilogue_of_matmul(FUSED_ALLGATHER[0]), [(100, 136, 264), (130, 136, 264)], []),
+    )
     for way in ("none", "tiles", "chunks")
 ]

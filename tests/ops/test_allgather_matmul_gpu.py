@@ -11,16 +11,13 @@ import torch
 import graphar
 from graphar import reference
 from tests.cases import same_bits
-from tests.gpu import Ranks, poison
+from tests.gpu import Ranks
+from tests.ops.gpu_cases import GATHERED
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PARTITIONS = ("none", "tiles", "chunks")
-every_partition = pytest.mark.parametrize("partition", PARTITIONS)
-both_overlaps = pytest.mark.parametrize("partition", PARTITIONS[1:])
 every_shared_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 
 
@@ -30,13 +27,13 @@ def integers(shape, dtype, device, seed):
     return torch.where(x < 0, x, x + 1).to(device, dtype)
 
 
-def operands(devices, counts, n, k, dtype=torch.bfloat16, transposed=False, seed=0):
+def operands(devices, counts, n, k, dtype=torch.bfloat16, seed=0):
     """The rows, the weight and the bias of every rank."""
     made = []
     for rank, (device, count) in enumerate(zip(devices, counts, strict=True)):
-        w = integers((k, n) if transposed else (n, k), dtype, device, seed + 8 * rank + 1)
+        w = integers((n, k), dtype, device, seed + 8 * rank + 1)
         bias = integers((n,), dtype, device, seed + 8 * rank + 2)
-        made.append((integers((count, k), dtype, device, seed + 8 * rank), w.t() if transposed else w, bias))
+        made.append((integers((count, k), dtype, device, seed + 8 * rank), w, bias))
     return [list(ones) for ones in zip(*made, strict=True)]
 
 
@@ -46,40 +43,9 @@ def draw_size(choices, partition, most):
     return unit * choices.randint(1, most // unit)
 
 
-def wrong_elements(ranks: Ranks, counts, n, k, **how) -> int:
-    partition = how.pop("partition")
-    a, w, bias = operands([f"cuda:{rank}" for rank in range(ranks.world_size)], counts, n, k, **how)
-    poison([sum(counts) * n * a[0].element_size()] * ranks.world_size)
-    options = {"bias": bias, "gathered": True, "partition": partition, "group": ranks.communicator}
-    products, wholes = graphar.fused_allgather_matmul(a, w, **options)
-    ranks.communicator.synchronize()
-    rows, found = [x.to("cuda:0") for x in a], 0
-    for rank in range(ranks.world_size):
-        expected = reference.fused_allgather_matmul(rows, w[rank].to("cuda:0"), bias[rank].to("cuda:0"))
-        found += same_bits(products[rank].to("cuda:0"), expected)
-        found += same_bits(wholes[rank].to("cuda:0"), reference.allgather(rows))
-    return found
-
-
-@every_partition
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_integers_of_any_size_give_the_specification(ranks: Ranks, partition, dtype):
-    choices = random.Random(f"{partition} {dtype}")
-    for seed in range(20):
-        counts = [choices.choice([0, 1, 64, choices.randint(1, 1500)]) for _ in range(ranks.world_size)]
-        counts[choices.randrange(ranks.world_size)] += 1
-        n, k = draw_size(choices, partition, 300), draw_size(choices, partition, 1100)
-        how = {"partition": partition, "dtype": dtype, "transposed": seed % 2 == 1, "seed": 100 * seed}
-
-        assert wrong_elements(ranks, counts, n, k, **how) == 0, (counts, n, k)
-
-
-@both_overlaps
-def test_gathers_beyond_the_scratch_give_the_specification(ranks: Ranks, partition):
-    rows = (160 << 20) // (2 * 8192) // ranks.world_size
-    counts = [rows + 8 * rank for rank in range(ranks.world_size)]
-
-    assert wrong_elements(ranks, counts, 128, 8192, partition=partition) == 0
+@pytest.mark.parametrize("case", [case for case in GATHERED if case.form.options["partition"] != "none"], ids=str)
+def test_gathers_beyond_the_scratch_give_the_specification(ranks: Ranks, case):
+    case.check(ranks, ((160 << 20) // (2 * 8192) // ranks.world_size, 128, 8192))
 
 
 # ---- with a process each --------------------------------------------------------------------------------------------
