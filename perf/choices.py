@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from perf.report import Choice, Timing, best, ratio, ratio_cell, table, time_cell
+from perf.md import ratio_cell, table, time_cell
+from perf.ratios import best, ratio
+from perf.report import Choice, Timing
 
 
 def choices(

@@ -8,19 +8,9 @@ from pathlib import Path
 
 from perf.charts import Axis, Mark, Rows
 from perf.machine import one_line, slug
-from perf.report import (
-    NOT_SERVED,
-    Report,
-    Section,
-    StoredReport,
-    Timed,
-    geometric_mean,
-    group,
-    number,
-    read,
-    read_all,
-    table,
-)
+from perf.md import NOT_SERVED, number, table
+from perf.ratios import geometric_mean, group
+from perf.report import Report, Section, StoredReport, Timed, read, read_all
 
 SLOWER = 1.03
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from perf import charts
 from perf.charts import Axis, Figure, Line, Mark, Plot, Rows
 from perf.models.bench import by_title
-from perf.report import Report, StoredReport, best, best_peer, by_method, ratio, read
+from perf.ratios import best, best_peer, by_method, ratio
+from perf.report import Report, StoredReport, read
 from perf.topics import allreduce, fused, lossless, model, norms, quantized
 
 ROOT = Path(__file__).parents[1]
@@ -100,10 +101,7 @@ def matmul_timeline(report: fused.Fused) -> Figure:
 
 def model_speedups(report: model.Model) -> Rows:
     """Plots the speedup of each step over the same step with NCCL's all-reduces."""
-    picks = {
-        "graphar, fastest exact method": model.best_own,
-        "best peer": lambda rows: best_peer(rows.values()),
-    }
+    picks = {"graphar, fastest exact method": model.best_own, "best peer": lambda rows: best_peer(rows.values())}
     marks = []
     for step, rows in by_title(report.rows).items():
         for name, pick in picks.items():

@@ -21,25 +21,10 @@ from perf.choices import choice_table, choices
 from perf.harness import verify
 from perf.harness.ranks import Ranks, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
+from perf.md import NOT_SERVED, ratio_cell, table, time_cell, time_table
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
-from perf.report import (
-    NOT_SERVED,
-    Choice,
-    Glance,
-    Section,
-    Spread,
-    Timing,
-    best,
-    best_peer,
-    by_method,
-    of_best_peer,
-    ratio,
-    ratio_cell,
-    table,
-    time_cell,
-    time_table,
-    words_for,
-)
+from perf.ratios import best, best_peer, by_method, of_best_peer, ratio, words_for
+from perf.report import Choice, Glance, Section, Spread, Timing
 from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
 
 # ---- options --------------------------------------------------------------------------------------------------------

@@ -290,9 +290,7 @@ def norms(operands: Operands) -> Iterator[Trial]:
     yield trial("FP8", partial(call, out_dtype=FP8), promised(out_dtype=FP8))
     scale = torch.tensor([0.25])
     yield trial(
-        "FP8, scale=",
-        partial(call, out_dtype=FP8, scale=operands.here(scale)),
-        promised(out_dtype=FP8, scale=scale),
+        "FP8, scale=", partial(call, out_dtype=FP8, scale=operands.here(scale)), promised(out_dtype=FP8, scale=scale)
     )
 
     parts = operands.rows(operands.residual)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from graphar.plan.sizes import format_nbytes
 from perf.harness.cases import HOST_MODES, Row
-from perf.report import NOT_SERVED, best_peer, ratio, ratio_cell, table, time_cell
+from perf.md import NOT_SERVED, ratio_cell, table, time_cell
+from perf.ratios import best_peer, ratio
 
 OUTPUTS = {  # the tensor that each method writes to
     "a new tensor": (

@@ -22,30 +22,18 @@ from graphar.runtime.availability import missing_software
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
+from perf.md import NOT_SERVED, plural, ratio_cell, table, time_cell
 from perf.models.decoder import normal
-from perf.report import (
-    NOT_SERVED,
-    Arguments,
-    Deciles,
-    Glance,
-    Report,
-    Section,
-    Timing,
-    geometric_mean,
-    group,
-    plural,
-    ratio,
-    ratio_cell,
-    table,
-    time_cell,
-)
+from perf.ratios import geometric_mean, group, ratio
+from perf.report import Arguments, Deciles, Glance, Report, Section, Timing
 
 Shape = tuple[int, int, int]  # M, N, K
 
 MANY_ROWS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 DECODE_ROWS = (1, 16, 64)
 # The weights that calls use in turn. They take five times the L2 cache of an H200, so that no weight is still in L2.
-CYCLED_NBYTES = 256 << 20
+CYCLED_MB = 256
+CYCLED_NBYTES = CYCLED_MB << 20
 # A graph has as many calls as have this many floating-point operations, within the bounds.
 GRAPH_FLOPS, LEAST_CALLS, MOST_CALLS = 10**12, 5, 20
 REPEATS = 9

@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import pkgutil
-import statistics
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -27,9 +26,9 @@ from rich.progress import Progress
 from perf import files
 from perf.charts import Figure
 from perf.machine import one_line
+from perf.md import bullets, plural
+from perf.ratios import NOISE, extent
 
-NOISE = 1.03  # a ratio above this counts as slower
-NOT_SERVED = "-"
 ENDED = "what would have come after the last row: the run was ended before it was done"
 PARTIAL = "**Partial: the run was ended before it was done.**"
 MAX_NAMED = 6  # the most wrong rows that a verdict names
@@ -180,7 +179,7 @@ class Report:
         command: the topic's command of `python -m perf`.
         order: the topic's position on the page.
         help: the help text of the command.
-        notes: the explanation of columns and methods, in Markdown.
+        notes: the explanation of columns and methods: the text of the Markdown file beside the topic's module.
         head: the header printed above the rows of a run.
         arguments: the topic's arguments in a run of all topics.
         has_spread: whether two runs on one machine can be compared.
@@ -206,6 +205,7 @@ class Report:
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
             cls.command = vars(cls).get("command", cls.name)
+            cls.notes = vars(cls).get("notes") or notes_of(cls)
             _REGISTERED[cls.name] = cls
 
     # ---- measurement: a topic overrides these ----
@@ -384,6 +384,17 @@ class Report:
         return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def notes_of(topic: type[Report]) -> str:
+    """Returns the text of TOPIC.md beside a topic's module; empty without one.
+
+    ``{NAME}`` in it stands for a global of the modules of the topic and its bases.
+    """
+    modules = [sys.modules[base.__module__] for base in reversed(topic.__mro__)]
+    known = {name: value for module in modules for name, value in vars(module).items()}
+    path = Path(modules[-1].__file__).with_suffix(".md")
+    return path.read_text().strip().format_map(known) if path.exists() else ""
+
+
 def named(wrong: Sequence[str], count: int) -> str:
     """Returns a sentence that says how many of ``count`` results are wrong, and names the first ones."""
     names = list(dict.fromkeys(wrong))
@@ -465,127 +476,3 @@ def progress_bar() -> Progress:
     # If stdout is not a terminal, Rich would print its lines on stderr.
     redirect = sys.stdout.isatty()
     return Progress(console=console, transient=True, disable=not console.is_terminal, redirect_stdout=redirect)
-
-
-# ---- ratios ---------------------------------------------------------------------------------------------------------
-
-
-def best(rows: Iterable) -> object | None:
-    """Returns the fastest row with a correct result; None if there is none."""
-    return min((row for row in rows if not row.wrong), key=lambda row: row.median, default=None)
-
-
-def best_peer(rows: Iterable) -> object | None:
-    """Returns the fastest peer's row with a correct result; None if there is none."""
-    return best(row for row in rows if row.is_peer)
-
-
-def ratio(row, other) -> float | None:
-    """Returns the row's time / the other row's time; None if one of them is missing or wrong."""
-    return None if row is None or other is None or row.wrong or other.wrong else row.median / other.median
-
-
-def of_best_peer(by_case: Mapping[object, Mapping[str, object]], method: str = "graphar") -> dict[object, float]:
-    """Returns the method's time / the best peer's time by case. Cases without correct results of both are left out."""
-    ratios = {case: ratio(rows.get(method), best_peer(rows.values())) for case, rows in by_case.items()}
-    return {case: one for case, one in ratios.items() if one is not None}
-
-
-def times_of_peer(one: float, rows: Mapping[str, object], digits: int = 2) -> str:
-    """Returns a ratio to the best peer's time in words, such as "1.04 times nccl's time"."""
-    return f"{one:.{digits}f} times {best_peer(rows.values()).method}'s time"
-
-
-def extent(ratios: Mapping[object, float]) -> str:
-    """Returns the range of the ratios, such as "0.50 to 0.98", or one number if it is a point."""
-    ends = (min(ratios.values()), max(ratios.values()))
-    return " to ".join(dict.fromkeys(f"{end:.2f}" for end in ends))
-
-
-def geometric_mean(ratios: Iterable[float]) -> float:
-    return statistics.geometric_mean(ratios)
-
-
-def group(rows: Iterable, key: Callable) -> dict[object, list]:
-    """Returns the rows by key, in the order of the keys' first rows."""
-    found: dict[object, list] = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
-
-
-def by_method(rows: Iterable, key: Callable) -> dict[object, dict[str, object]]:
-    """Returns the rows by key and method. Keys are ascending."""
-    return {case: {row.method: row for row in mine} for case, mine in sorted(group(rows, key).items())}
-
-
-def words_for(peers: Sequence[str], known_as: Mapping[str, str]) -> str:
-    """Returns the name of the peers in the denominator of a ratio."""
-    names = list(dict.fromkeys(peers))
-    if len(names) > 1:
-        return f"the best of {len(names)} peers"
-    return known_as.get(names[0], names[0]) if names else "no peer"
-
-
-# ---- Markdown -------------------------------------------------------------------------------------------------------
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table. The first column is aligned left, and the others right. Wrong results are bold."""
-    rule = ["---", *("---:" for _ in header[1:])]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
-
-
-def bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def number(value: float | None) -> str:
-    """Returns a number with three significant digits."""
-    if value is None:
-        return NOT_SERVED
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
-def rate(value: float) -> str:
-    """Returns GB/s with one decimal, and rates below 1 with two significant digits."""
-    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
-
-
-def method_cell(row) -> str:
-    """Returns the name of a row's method, marked if its result is wrong."""
-    return row.method + (f" **({row.wrong} WRONG)**" if row.wrong else "")
-
-
-def time_cell(row) -> str:
-    """Returns a row's time in microseconds, marked if its result is wrong."""
-    if row is None:
-        return NOT_SERVED
-    return f"{number(row.median)} **({row.wrong} WRONG)**" if row.wrong else number(row.median)
-
-
-def ratio_cell(value: float | None) -> str:
-    return NOT_SERVED if value is None else f"{value:.2f}"
-
-
-def method_table(first: str, cases: Mapping[str, Mapping[str, object]], method: str = "graphar") -> str:
-    """Returns a table with a row for each case: times by method, the best peer, and ``method``'s ratio to it."""
-    methods = list(dict.fromkeys(name for rows in cases.values() for name in rows))
-    lines = []
-    for case, rows in cases.items():
-        peer = best_peer(rows.values())
-        cells = [time_cell(rows.get(name)) for name in methods]
-        compared = ratio_cell(ratio(rows.get(method), peer))
-        lines.append([case, *cells, peer.method if peer else NOT_SERVED, compared])
-    return table([first, *(f"{name} (us)" for name in methods), "best peer", "of_best_peer"], lines)
-
-
-def time_table(first: str, cases: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns a table of microseconds with a row for each case and a column for each method."""
-    methods = list(dict.fromkeys(name for rows in cases.values() for name in rows))
-    lines = [[case, *(time_cell(rows.get(name)) for name in methods)] for case, rows in cases.items()]
-    return table([first, *(f"{name} (us)" for name in methods)], lines)
-
-
-def plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from graphar.plan.sizes import format_nbytes
 from perf.harness.cases import Row
-from perf.report import NOT_SERVED, table
+from perf.md import NOT_SERVED, table
 
 NVLINK_NOTES = """\
 The counters were read on the first rank's GPU, for one replay of the timed CUDA graph.

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Mark, Rows
 from perf.harness.ranks import ProcessRanks
-from perf.report import Timed, Timing, ratio_cell
+from perf.md import ratio_cell
+from perf.report import Timed, Timing
 
 BLOCK = 10  # steps that are timed together, before the next training's turn
 MIN_BLOCKS = 2

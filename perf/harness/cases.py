@@ -160,11 +160,9 @@ class Plan:
     def _modes(self, nbytes: int) -> list[str]:
         if self.device == "cpu":
             return ["cpu"]
-        modes = {
-            "graph": True,
-            "chain": nbytes <= CHAIN_MAX_NBYTES,
-            "eager": nbytes in EAGER_SIZES,
-        } | dict.fromkeys(HOST_MODES, nbytes == SIZES[0])
+        modes = {"graph": True, "chain": nbytes <= CHAIN_MAX_NBYTES, "eager": nbytes in EAGER_SIZES} | dict.fromkeys(
+            HOST_MODES, nbytes == SIZES[0]
+        )
         return [mode for mode, wanted in modes.items() if wanted]
 
 

@@ -51,20 +51,12 @@ def time_in_turn(
 
 def spread(times_us: Sequence[float]) -> Spread:
     """Returns the median, the 10th and the 99th percentile."""
-    return {
-        "median": statistics.median(times_us),
-        "p10": percentile(times_us, 10),
-        "p99": percentile(times_us, 99),
-    }
+    return {"median": statistics.median(times_us), "p10": percentile(times_us, 10), "p99": percentile(times_us, 99)}
 
 
 def deciles(times_us: Sequence[float]) -> Deciles:
     """Returns the median, the 10th and the 90th percentile."""
-    return {
-        "median": statistics.median(times_us),
-        "p10": percentile(times_us, 10),
-        "p90": percentile(times_us, 90),
-    }
+    return {"median": statistics.median(times_us), "p10": percentile(times_us, 10), "p90": percentile(times_us, 90)}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -9,8 +9,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from perf.md import plural
 from perf.models.decoder import SIZES
-from perf.report import Timing, group, plural
+from perf.ratios import group
+from perf.report import Timing
 
 Row = TypeVar("Row", bound=Timing)
 

@@ -25,9 +25,11 @@ from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, agreed, host_time_of_calls_us
 from perf.harness.timing import WARM_UP, spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
+from perf.md import NOT_SERVED, method_cell, plural, ratio_cell, table
 from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, compared, worst_of
 from perf.models.decoder import EPS, SIZES, THETA
-from perf.report import NOT_SERVED, Spread, Timing, best_peer, method_cell, plural, ratio, ratio_cell, table
+from perf.ratios import best_peer, ratio
+from perf.report import Spread, Timing
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

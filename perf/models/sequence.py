@@ -29,6 +29,7 @@ from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, agreed, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
+from perf.md import NOT_SERVED, method_cell, plural, ratio_cell, table
 from perf.models.bench import BenchPlan, BenchRow, compared, whole_header, worst_of
 from perf.models.decoder import (
     EMBEDDED,
@@ -49,7 +50,8 @@ from perf.models.decoder import (
     rotate,
     swiglu,
 )
-from perf.report import NOT_SERVED, Spread, best_peer, method_cell, plural, ratio, ratio_cell, table
+from perf.ratios import best_peer, ratio
+from perf.report import Spread
 from perf.topics.norms import add_and_norm, compiled
 
 TRAINING = "training"

@@ -16,22 +16,9 @@ from graphar.plan.sizes import format_nbytes
 from perf import charts
 from perf.compare import Pair, machines_of, pairs_of
 from perf.machine import one_line
-from perf.report import (
-    NOISE,
-    NOT_SERVED,
-    Section,
-    StoredReport,
-    bullets,
-    by_method,
-    geometric_mean,
-    group,
-    number,
-    of_best_peer,
-    read_all,
-    table,
-    times_of_peer,
-    topics,
-)
+from perf.md import NOT_SERVED, bullets, number, table
+from perf.ratios import NOISE, by_method, geometric_mean, group, of_best_peer, times_of_peer
+from perf.report import Section, StoredReport, read_all, topics
 from perf.topics.allreduce import FAMILIES, MODES, AllReduce, Row, main_first, members, ratios_by_world
 
 FOLDER = Path(__file__).parent

@@ -58,7 +58,4 @@ def make_symm(plan: Plan, ranks: Ranks) -> list[Method]:
     ]
 
 
-FAMILIES = (
-    Family(("nccl_window",), make_nccl_window),
-    Family(("symm_one_shot", "symm_two_shot"), make_symm),
-)
+FAMILIES = (Family(("nccl_window",), make_nccl_window), Family(("symm_one_shot", "symm_two_shot"), make_symm))

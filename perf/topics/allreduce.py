@@ -33,31 +33,20 @@ from perf.harness.cases import (
 )
 from perf.host_times import host_table
 from perf.machine import check_world_sizes
+from perf.md import NOT_SERVED, bullets, method_table, rate, ratio_cell, table, time_cell, time_table
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
-from perf.report import (
+from perf.ratios import (
     NOISE,
-    NOT_SERVED,
-    Arguments,
-    Choice,
-    Glance,
-    Report,
-    Section,
     best_peer,
-    bullets,
     by_method,
     extent,
     geometric_mean,
-    method_table,
     of_best_peer,
-    rate,
     ratio,
-    ratio_cell,
-    table,
-    time_cell,
-    time_table,
     times_of_peer,
     words_for,
 )
+from perf.report import Arguments, Choice, Glance, Report, Section
 from perf.traffic import NVLINK_NOTES, link_table, traffic_table
 
 CPU_WORLD_SIZES = (2, 4)
@@ -132,51 +121,6 @@ class AllReduce(Report):
         quick_on_cpu="--world-size 2 --max-nbytes 1M",
     )
     has_spread: ClassVar[bool] = True
-    notes: ClassVar[str] = """\
-- size: the size of one rank's input, in binary units (1 MB = 2^20 B).
-- times: microseconds of one operation. A time is the median over the repeats. Each repeat runs all methods in turn, and
-  has the time of the slowest rank. The 10th and 99th percentiles are in `allreduce.json`.
-- algbw: size / time, in GB/s (1e9 B). busbw: algbw x 2(N-1)/N, the rate of a GPU's links in one direction.
-- best peer: the fastest method of another library in the same run, without quantised methods and wrong results.
-- of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
-- of_best_variant: the time of `graphar`, for which `auto` chose the algorithm / the time of the fastest `graphar:NAME`
-  in the same run, which has a fixed algorithm and the grid of the tuning table. `two_shot_lossless` and
-  `graphar_any_bits` are left out, because their times depend on the data.
-- of_link: graphar's busbw / the links' measured bandwidth. The bandwidth was measured in the same run, while every rank
-  only wrote to all others.
-- algorithm: the algorithm that graphar chose, as `graphar.explain` names it.
-- "-": the method does not support the size, or was not measured at it.
-
-Methods:
-
-- `graphar`: `graphar.allreduce` with ordinary tensors. It returns a new tensor. `graphar_out`: with `out=`.
-  `graphar_symmetric`: with symmetric tensors from `graphar.empty`. `graphar:NAME`: with `algorithm="NAME"`.
-- `graphar_any_bits`: `graphar` on random bits, which cannot be compressed. It was timed at the sizes where `auto` uses
-  lossless compression. All other methods were timed on normal random values, which can be compressed.
-- `nccl`: NCCL. `nccl_window`: NCCL with registered memory.
-- `symm_...`: the all-reduces of torch's symmetric memory.
-- `vllm`, `vllm_unregistered`: vLLM's custom all-reduce as FlashInfer ships it, with a registered and with an
-  unregistered input.
-- `flashinfer_...`: FlashInfer's all-reduces: TensorRT-LLM's one-shot and two-shot, and a two-shot quantised to FP8.
-- `sglang_...`: SGLang's all-reduces.
-- `gloo`: gloo, on CPU tensors.
-
-The operations of a CUDA graph are independent of each other. In graphs of dependent operations each operation reads the
-result of the previous one. Eager calls are timed one after another. NVLink multicast was off for all methods, unless
-the user turned it on.
-
-Host time is the time until a call returns, averaged over 2,000 calls. The calls run in a loop, or between other
-operations: each follows an untimed multiplication by torch. After every 250 calls the host waits for the device. The
-wait is not timed. Host times without a number of calls come from older reports, and are averages of 50 calls in a loop
-without warm-up.
-
-Every result was verified on random data, on all ranks. graphar's results were compared with `graphar.reference`, bit
-for bit. Peers round at every hop, so their error may be up to 2 machine epsilons of the sum of magnitudes (2^-6 for
-bfloat16). The FP8 method rounds twice, each time by up to 2^-4 of a value. Its error may be up to 9/64 of that sum.
-
-The verified result comes from a replay of the timed graph, and for host times from one more call. In a graph, a peer
-that sums in place adds up its own results, so the result of a single call was verified too. In graphs of dependent
-operations the last result was verified, and for peers also the result of two separate calls."""
 
     # ---- measuring ----
 

@@ -18,7 +18,8 @@ from graphar.runtime.compiler import compile_kernel, nvrtc_version
 from perf.charts import Axis, Mark, Rows
 from perf.cubin import resources
 from perf.kernels import catalogue
-from perf.report import Arguments, Glance, Report, Section, Timed, Timing, table
+from perf.md import table
+from perf.report import Arguments, Glance, Report, Section, Timed, Timing
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 
@@ -91,15 +92,6 @@ class Compile(Report):
     order: ClassVar[int] = 18
     help: ClassVar[str] = "time the compilation of every kernel"
     arguments: ClassVar[Arguments] = Arguments("--every 4", "--every 10", "--every 30", "--every 100")
-    notes: ClassVar[str] = """\
-Each row summarises the kernels of one source file for one architecture. They differ in element type and world size.
-
-- compile, longest: the median and the longest time to compile a kernel from source to cubin, in seconds. The cache is
-  empty. Each core compiles one kernel at a time.
-- cubin: the median size of a compiled kernel, in KB (2^10 B).
-- registers: the smallest and the largest number of 32-bit registers of a thread.
-- stack: the largest local memory of a thread in bytes, including spilled registers.
-- shared: the largest static shared memory of a thread block in bytes."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -16,10 +16,7 @@ from graphar.product import gemm
 from perf.models.decoder import normal
 from perf.products import (
     DECODE_ROWS,
-    LEAST_CALLS,
     MANY_ROWS,
-    MOST_CALLS,
-    REPEATS,
     Case,
     IsWrong,
     Pair,
@@ -127,22 +124,6 @@ class Scaled(Products):
     }
     heading: ClassVar[str] = "Scales of rows, scales of blocks, torch and bf16"
     subject: ClassVar[str] = "graphar's time of a matmul with scales of rows / torch's"
-    notes: ClassVar[str] = f"""\
-- M, N, K: activations [M, K] are multiplied by the transpose of a weight [N, K], on one GPU. Both are e4m3, all rows
-  are contiguous, and results are bf16.
-- torch: `torch._scaled_mm(a, w.t(), a_scale, w_scale, out=out)` with a scale for each row of A and of W, without
-  `use_fast_accum`. torch, blocks: the same with scales of blocks.
-- rows, blocks: graphar's kernel with a scale for each row of A and of W, or for each 1 x {BLOCK} of A and {BLOCK} x
-  {BLOCK} of W.
-- bf16: graphar's matmul of the same values in bf16.
-- times: microseconds of one call. A time is the median of {REPEATS} repeats of a CUDA graph of {LEAST_CALLS} to
-  {MOST_CALLS} calls, fewer for large products. Methods took turns, and had the same operands. Consecutive calls use
-  different weights, so that a call does not find its weight in the L2 cache, as in a model.
-- a ratio below 1.00: the former is faster. Differences under 3 % are noise.
-
-Every result is that of a replay of the timed graph, and was compared with float64. A tensor core keeps 13 bits below
-the largest of the terms that one of its instructions adds, so an error may be 2^-11 of the sum of the magnitudes of an
-element's terms, and one rounding to bf16."""
 
     @classmethod
     def operands(cls, shape: Shape, device: torch.device) -> ScaledOperands:

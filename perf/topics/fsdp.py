@@ -25,9 +25,10 @@ from graphar.plan.sizes import MB, parse_nbytes
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
+from perf.md import NOT_SERVED, table
 from perf.models.decoder import SIZES, TINY, Size
 from perf.models.llama import Llama, fill, fitting_layers
-from perf.report import NOT_SERVED, Arguments, Glance, Section, table
+from perf.report import Arguments, Glance, Section
 from perf.training_steps import (
     ALONE,
     BLOCK,
@@ -46,7 +47,7 @@ from perf.training_steps import (
 MODEL = "llama-3-8b"
 TOKENS, CPU_TOKENS = (2048, 8192), (64,)
 CHECKED_STEPS = 5  # steps after which losses and parameters are compared
-COMPRESSED_FROM = 8 * MB  # the smallest size to compress if the tuning table has none
+COMPRESSED_MB = 8  # the smallest size to compress if the tuning table has none
 TOLERANCE = 0.02  # the largest relative difference of a loss from the loss with torch's collectives
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PLAIN, LOSSLESS = "graphar", "graphar lossless"
@@ -215,7 +216,7 @@ def communicator_of(plan: FsdpPlan, method: str) -> graphar.Communicator:
     if method == LOSSLESS:
         policy = engine.table.lossless
         least = {op: plan.compressed_from or policy.least(op, plan.world_size) for op in ("allgather", "reducescatter")}
-        sizes = {f"{op}_from_nbytes": {plan.world_size: size or COMPRESSED_FROM} for op, size in least.items()}
+        sizes = {f"{op}_from_nbytes": {plan.world_size: size or COMPRESSED_MB * MB} for op, size in least.items()}
         allreduce = {"allreduce_from_nbytes": policy.allreduce_from_nbytes}
         engine.use_table(replace(engine.table, lossless=LosslessPolicy(**sizes, **allreduce)))
     return found
@@ -378,35 +379,6 @@ class Fsdp(TrainingReport):
     work: ClassVar = staticmethod(run_rank)
     steps_on_gpus: ClassVar[int] = 30
     steps_on_cpu: ClassVar[int] = 30
-    notes: ClassVar[str] = f"""\
-Collectives:
-
-- nccl or gloo: torch's own collectives.
-- graphar: `graphar.fsdp.set_collectives` with `Communicator(lossless=False)`. "N blocks": with `blocks=N`, so that a
-  call has at most N thread blocks, and leaves the other SMs to the matmuls beside it.
-- graphar lossless: the same with lossless compression of bf16. The tuning table has the smallest size of the largest
-  shard that is compressed. If it has none, the size is {COMPRESSED_FROM // MB} MB.
-- alone: no communication. The all-gather copies the rank's own shard into the place of every other shard. The
-  reduce-scatter copies the rank's shard of its own gradients. The losses are meaningless.
-
-Columns:
-
-- step: milliseconds of a step, which is forward, backward and optimiser. It is the median over blocks of {BLOCK} steps.
-  A block has the time of the slowest rank. The collectives took turns in one model, block by block.
-- of_torch: the step's time / the step's time with torch's own collectives; below 1.00 it is faster.
-- exposed: exposed communication, the step's time minus the time of "alone". It includes the slowdown of matmuls that
-  run during communication. It excludes the time of the copies that "alone" makes in local memory.
-- compressed: the algorithms that compressed at least one call so far.
-- losses: the mean cross-entropy over the ranks in step 1 and in step {CHECKED_STEPS}, in nats.
-
-To verify the results, the initial model was trained for {CHECKED_STEPS} steps with deterministic algorithms.
-"graphar lossless" and graphar with a limit must have the same losses on each rank as "graphar", and the same
-parameters afterwards, bit for bit. Each mean loss with graphar must be within {TOLERANCE:.0%} of the loss with
-torch's collectives, which may sum in another order and round more often.
-
-Parameters, gradients and AdamW's moments are fp32 and sharded. Each layer's parameters are gathered in bf16 for the
-forward and for the backward pass. Embedding, last norm and head are gathered together. Weights and tokens are random.
-Each rank uses the same sequence in every step. On GPUs attention is FlashAttention."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,7 @@ from perf.fusion import (
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks, agreed
+from perf.md import NOT_SERVED, number, plural, ratio_cell, table, time_cell
 from perf.peers.matmuls import (
     AFTER,
     CPU_METHODS,
@@ -52,18 +53,8 @@ from perf.peers.matmuls import (
     product_of_tiles,
 )
 from perf.products import sentence
-from perf.report import (
-    NOT_SERVED,
-    Arguments,
-    Section,
-    by_method,
-    number,
-    plural,
-    ratio,
-    ratio_cell,
-    table,
-    time_cell,
-)
+from perf.ratios import by_method, ratio
+from perf.report import Arguments, Section
 from perf.timeline import DRAWN, Timeline, decode
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
@@ -201,47 +192,6 @@ class Fused(FusionReport):
     work: ClassVar = staticmethod(run_rank)
     comparison: ClassVar = Comparison(FLOORS, SEQUENCE)
     variants: ClassVar = VARIANTS
-    notes: ClassVar[str] = """\
-- M, N, K: every rank multiplies activations [M, K] by the transpose of a weight [N, K]. The products are summed over
-  the ranks. K is one rank's share of the input features.
-- times: microseconds of one bfloat16 operation, in a CUDA graph of independent operations. A time is the median over
-  the repeats. Each repeat runs all methods in turn, and has the time of the slowest rank.
-- matmul: torch's matmul alone. allreduce: graphar's all-reduce alone.
-- graphar: `graphar.fused_matmul_allreduce` with its default partition, "auto". best graphar: the fastest of graphar's
-  fused methods without a codec, with "auto" or a fixed partition.
-- best peer: the fastest method without graphar in the same run whose result was correct.
-- of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
-- of_best_variant: graphar's time / the time of the fastest variant in the same run. The variants are the fixed
-  partitions and `matmul+graphar`. For `graphar_int8` they are the variants with the codec `int8`.
-- of_sequence: graphar's time / the time of torch's matmul followed by graphar's all-reduce.
-- hidden: the overlap, (matmul + allreduce - best graphar) / the shorter of matmul and allreduce. At 100 % the shorter
-  one is hidden completely. Below 0 % best graphar is slower than both in sequence.
-
-Methods:
-
-- `matmul+NAME`: torch's matmul, followed by the all-reduce of that name in `allreduce.md`.
-- `chunked_nccl@4`: torch's matmul in 4 chunks of rows. NCCL sums one chunk while torch multiplies the next one.
-- `symm_fused`: torch's pipelined matmul and reduce-scatter over symmetric memory, followed by NCCL's all-gather.
-- `graphar:tiles`: the matmul and the all-reduce in a single kernel.
-- `graphar:split_m4@24`: the rows of the activations are split into 4 chunks. An all-reduce of 24 thread blocks sums one
-  chunk while the next one is multiplied. `split_n` splits the columns of the result instead. `@tma12`: the all-reduce
-  is `two_shot_tma` with 12 thread blocks.
-- `..._int8`: the same method of graphar with the codec `int8`.
-- `graphar_tp_invariant`: `partition="tp_invariant"`. of_auto and of_torch: its time / the time of `graphar`, and of
-  torch's matmul followed by NCCL's all-reduce (gloo's on the CPU).
-
-A timeline shows one call of `graphar:tiles`, the last of several in a CUDA graph. Time 0 is the beginning of the first
-product. Consumer warps multiply; this includes waiting for loads. Then they add up all ranks' products for the rows
-that this rank owns. They also stage data for the sender warps. "Waiting" is waiting for other warps and ranks. The
-loads of the loader warp are not recorded. When senders and the loader have finished, they become gatherers, which copy
-other ranks' sums into the output. A warp is idle before its first and after its last phase.
-
-Every result was verified on random data, on all ranks. graphar's products were summed by `graphar.reference`, and
-graphar's results compared with these sums bit for bit. Results of `graphar_tp_invariant` have the bits that one GPU
-computes from the whole activations and the whole weight. The other methods use torch's products or round at every
-hop, so their error may be up to 3 machine epsilons of the sum of magnitudes plus 2^-13 of its largest value. The
-verified result comes from a replay of the timed graph. NVLink multicast was off for all methods, unless the user
-turned it on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from graphar.numerics.fp8_products import BLOCK
 from perf.fusion import (
     Comparison,
     FusionReport,
@@ -25,6 +24,7 @@ from perf.fusion import (
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks
+from perf.md import plural
 from perf.peers.fp8_matmuls import (
     AFTER,
     CPU_METHODS,
@@ -37,8 +37,9 @@ from perf.peers.fp8_matmuls import (
     own_product,
 )
 from perf.products import sentence
-from perf.report import Arguments, by_method, of_best_peer, plural
-from perf.topics.fp8 import LOST, of_elements
+from perf.ratios import by_method, of_best_peer
+from perf.report import Arguments
+from perf.topics import fp8
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
 def most_lost(a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor) -> Tensor:
     """Returns how far another kernel's product may be: LOST of the sum of the magnitudes of an element's terms."""
     x, y = a.float(), w.float()
-    return (x * of_elements(a_scale, x)).abs() @ (y * of_elements(w_scale, y)).abs().t() * LOST
+    return (x * fp8.of_elements(a_scale, x)).abs() @ (y * fp8.of_elements(w_scale, y)).abs().t() * fp8.LOST
 
 
 @dataclass(frozen=True)
@@ -118,30 +119,6 @@ class FusedFp8(FusionReport):
     work: ClassVar = staticmethod(run_rank)
     comparison: ClassVar = Comparison(FLOORS, SEQUENCE)
     variants: ClassVar = VARIANTS
-    notes: ClassVar[str] = f"""\
-- M, N, K: every rank multiplies e4m3 activations [M, K] by the transpose of an e4m3 weight [N, K]. The products in bf16
-  are summed over the ranks. K is one rank's share of the input features.
-- scales of rows: one for each row of both operands. Scales of blocks: one for each 1 x {BLOCK} of the activations and
-  {BLOCK} x {BLOCK} of the weight.
-- times: microseconds of one operation, in a CUDA graph of independent operations. A time is the median over the
-  repeats. Each repeat runs all methods in turn, and has the time of the slowest rank.
-- scaled_mm: `torch._scaled_mm` alone, without `use_fast_accum`. allreduce: graphar's all-reduce alone.
-- `scaled_mm+NAME`: `torch._scaled_mm`, followed by the all-reduce of that name in `allreduce.md`.
-- graphar: `graphar.fused_matmul_allreduce(a, w, a_scale=..., w_scale=...)` with its default partition, "auto".
-  `graphar:tiles`: one kernel multiplies and sums. `graphar:none`: graphar's matmul, and then its sum. best graphar: the
-  fastest of them.
-- best peer: the fastest method without graphar in the same run whose result was correct.
-- of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
-- of_best_variant: graphar's time / the time of the fastest fixed partition in the same run.
-- of_sequence: graphar's time / the time of `torch._scaled_mm` followed by graphar's all-reduce.
-- hidden: the overlap, (scaled_mm + allreduce - best graphar) / the shorter of both. At 100 % the shorter one is hidden
-  completely. Below 0 % best graphar is slower than both in sequence.
-
-Every result was verified on random data, on all ranks. graphar's products were summed by `graphar.reference`, and
-graphar's results compared with these sums bit for bit. The other methods' products may differ by 2^-11 of the sum
-of the magnitudes of their terms, which a tensor core may lose, and by the rounding of sums at every hop: 3 machine
-epsilons of the sum of magnitudes plus 2^-13 of its largest value. The verified result comes from a replay of the
-timed graph. NVLink multicast was off for all methods, unless the user turned it on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

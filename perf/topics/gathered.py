@@ -28,7 +28,8 @@ from perf.peers.gathered import (
     make_variants,
     promised,
 )
-from perf.report import Arguments, by_method
+from perf.ratios import by_method
+from perf.report import Arguments
 
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), (256,), 256
 
@@ -88,38 +89,6 @@ class Gathered(FusionReport):
     work: ClassVar = staticmethod(run_rank)
     comparison: ClassVar = Comparison(FLOORS, SEQUENCE)
     variants: ClassVar = VARIANTS
-    notes: ClassVar[str] = """\
-- M, N, K: the rows of the activations [M, K] are sharded over the ranks, as in sequence parallelism. Every rank gathers
-  them and multiplies them by the transpose of its weight [N, K]. N is one rank's share of the output features, rounded
-  to a multiple of 64. M is rounded down to a multiple of the number of ranks.
-- times: microseconds of one bfloat16 operation, in a CUDA graph of independent operations. A time is the median over
-  the repeats. Each repeat runs all methods in turn, and has the time of the slowest rank.
-- matmul: torch's matmul alone, on rows that were gathered before. allgather: graphar's all-gather alone.
-- graphar: `graphar.fused_allgather_matmul` with its default partition, "auto". best graphar: the fastest of "auto",
-  `graphar:tiles` and `graphar:chunks`.
-- best peer: the fastest method without graphar in the same run whose result was correct.
-- of_best_peer: graphar's time / the best peer's time; below 1.00 graphar is faster. Differences under 3 % are noise.
-- of_best_variant: graphar's time / the time of the fastest variant in the same run. The variants are
-  `graphar:tiles`, `graphar:chunks` and `graphar+matmul`.
-- of_sequence: graphar's time / the time of graphar's all-gather followed by torch's matmul.
-- hidden: the overlap, (matmul + allgather - best graphar) / the shorter of matmul and allgather. At 100 % the shorter
-  one is hidden completely. Below 0 % best graphar is slower than both in sequence.
-
-Methods:
-
-- `nccl+matmul`, `gloo+matmul`, `graphar+matmul`: the all-gather of that library, followed by torch's matmul.
-- `chunked_nccl@4`: each rank's rows are split into 4 chunks of at least 64 rows. NCCL gathers one chunk on its own
-  stream while torch multiplies the previous one.
-- `symm_fused`: torch's pipelined all-gather and matmul over symmetric memory
-  (`torch.ops.symm_mem.fused_all_gather_matmul`). It does not return the gathered rows.
-- `graphar:tiles`: one kernel gathers and multiplies.
-- `graphar:chunks`: copy engines gather, and torch multiplies each rank's rows when they have arrived.
-
-Every result was verified on random data, on all ranks. Every product was compared with torch's product of the same
-rows. The error may be at most 3 machine epsilons of the product plus 2^-13 of the largest product. Products of
-graphar's own matmul must also have the bits of graphar's matmul on gathered rows, and on the CPU the bits of
-`graphar.reference`. Gathered rows must equal the ranks' rows bit for bit. The verified result comes from a replay of
-the timed graph. NVLink multicast was off for all methods, unless the user turned it on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -10,21 +10,11 @@ from typing import ClassVar
 
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
-from perf.host_calls import (
-    APART,
-    BASELINES,
-    CPU,
-    OWN,
-    PEERS_OP,
-    PLAIN,
-    SHARED,
-    HostPlan,
-    HostRow,
-    count_rank,
-    run_rank,
-)
+from perf.host_calls import APART, BASELINES, CPU, OWN, PEERS_OP, PLAIN, SHARED, HostPlan, HostRow, count_rank, run_rank
 from perf.machine import check_world_sizes
-from perf.report import NOT_SERVED, Arguments, Glance, Report, Section, extent, number, ratio_cell, table, time_cell
+from perf.md import NOT_SERVED, number, ratio_cell, table, time_cell
+from perf.ratios import extent
+from perf.report import Arguments, Glance, Report, Section
 
 SHARED_OR_CPU_RANKS = 2
 # Ranks that share a GPU wait for each other's time slices, so that each call takes the GPU milliseconds.
@@ -42,30 +32,6 @@ class Host(Report):
     help: ClassVar[str] = "time eager calls of every public op on the host"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--bursts 15", quick_on_cpu="--bursts 3")
     has_spread: ClassVar[bool] = True
-    notes: ClassVar[str] = """\
-- times: microseconds that one eager call takes on the host. Each burst of calls is enqueued without a wait, and the
-  host waits for the device between bursts. A time is the median over the bursts, and p10 and p90 are percentiles. Each
-  burst has the time of the slowest rank. All calls took turns, burst by burst.
-- sizes: 2 KB of bf16 for each rank. Matmuls multiply one row for each rank, or one row in all for an all-reduce, by a
-  weight of 1024 x 1024.
-- outputs: the number of tensors that a call returns.
-- of_allreduce: the time / the time of a plain all-reduce with as many outputs. Each output but the first costs this
-  all-reduce one `torch.empty_like`.
-- limit: the most that of_allreduce may be on GPUs: 1.5, and 2.0 for matmuls.
-- Python calls: the Python functions that run from the public op, which counts, to the last launch of a kernel in a
-  warm call. They were counted in other processes.
-- partition=, one kernel: `partition="tiles"`. Other matmuls of so few columns are multiplied by torch, and then summed:
-  two kernels, the first of them with the host time of torch's linear.
-- x + x: torch's addition. linear: torch's matmul of one row. all_reduce: the in-place call of torch.distributed with
-  that backend. Where each rank has a GPU, also the one-shot kernels of torch's symmetric memory, of FlashInfer (its own
-  and its copy of vLLM's, which copies the input first) and of SGLang, called from Python as these packages do.
-
-A GPU that ranks share runs their kernels in turn, in time slices. The host does not wait for them, so host times are
-like those of a GPU each. On the CPU calls are not enqueued: their times hold the communication by gloo, and limits do
-not apply.
-
-Every result was compared with `graphar.reference` before and after the measurement, bit for bit, on all ranks. Data are
-whole numbers, so that every product is exact."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

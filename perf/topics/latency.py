@@ -21,34 +21,18 @@ from graphar.plan.sizes import KB, MB, format_nbytes
 from graphar.plan.work import MATMUL_ALLREDUCE
 from perf import machine
 from perf.charts import Axis, Mark, Rows
-from perf.harness.shared_gpu import LEAST_CALLS, MOST_CALLS, Case
+from perf.harness import shared_gpu
+from perf.harness.shared_gpu import Case
 from perf.harness.timing import deciles
-from perf.report import (
-    NOISE,
-    NOT_SERVED,
-    Arguments,
-    Deciles,
-    Glance,
-    Report,
-    Section,
-    Timing,
-    extent,
-    geometric_mean,
-    group,
-    number,
-    plural,
-    ratio,
-    ratio_cell,
-    read,
-    table,
-    time_cell,
-)
+from perf.md import NOT_SERVED, number, plural, ratio_cell, table, time_cell
+from perf.ratios import NOISE, extent, geometric_mean, group, ratio
+from perf.report import Arguments, Deciles, Glance, Report, Section, Timing, read
 
 WORLD_SIZES = (2, 3, 4)
 REPEATS = 15
 OWN = "graphar"
 NEEDED = "calls between ranks that share a GPU: need a GPU of sm_90 or newer"
-SERVER = Path("perf", "harness", "shared_gpu.py")
+SERVER = Path(shared_gpu.__file__).relative_to(machine.ROOT)
 LIMIT_S = 120.0  # after which a process that does not answer is ended
 SUMS = (2, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)  # KB
 FEW_SUMS = (8, 64, 512, 1024, 4096)
@@ -263,24 +247,6 @@ class Latency(Report):
         on_gpus=None, on_cpu=None, quick_on_gpus="--few --world-size 4", quick_on_cpu="--few --world-size 4"
     )
     has_spread: ClassVar[bool] = True
-    notes: ClassVar[str] = f"""\
-All ranks are in one process on one GPU and exchange data through its memory. So times have no links in them: they show
-what a kernel takes beside. Compare them with each other, and not with times between GPUs.
-
-- op, size: a call between whole GPUs, in bf16 if nothing else is said. A size is that of a rank's tensor; of a
-  reduce-scatter or an all-gather that of the whole tensor. Norms have rows x columns, matmuls rows x columns x K.
-- algorithm: what `auto` takes there by the table of the H200. blocks x threads: the grid of one rank. The kernels of
-  all ranks must be resident at once, and the next ones, which start early. So a grid has the blocks for a share of the
-  SMs, and `share` of the data: a thread does what it does between whole GPUs. Sizes that are the same work then are
-  measured once. A reduce-scatter of FP8 matmuls is not measured, and neither are fused tiles.
-- time: microseconds of one call on the slowest rank, the median of the repeats. A repeat replays a CUDA graph of
-  {LEAST_CALLS} to {MOST_CALLS} calls on each rank; the graphs of all ranks begin together. Checkouts took turns, and
-  every second round in reverse order.
-- of_before: the time / that of the last committed report of this GPU. of_other: the time / that of the other checkout
-  (`--baseline`) in this run. Below 1.00 this checkout is faster. Differences under 3 % are noise.
-
-Results of the timed graphs were compared with `graphar.reference`, bit for bit. Those of matmuls must have the same
-bits on all ranks, and errors below 2^-6 of the sum of magnitudes."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

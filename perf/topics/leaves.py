@@ -15,10 +15,7 @@ from graphar.product import gemm
 from perf.harness import verify
 from perf.products import (
     DECODE_ROWS,
-    LEAST_CALLS,
     MANY_ROWS,
-    MOST_CALLS,
-    REPEATS,
     Case,
     IsWrong,
     Pair,
@@ -74,20 +71,6 @@ class Leaves(Products):
     groups: ClassVar = {"decode": f"up to {max(DECODE_ROWS)} rows", "more rows": "more rows"}
     heading: ClassVar[str] = "Leaves, the order of K and torch"
     subject: ClassVar[str] = f"graphar's time of a matmul in {LEAVES} leaves / torch's"
-    notes: ClassVar[str] = f"""\
-- M, N, K: activations [M, K] are multiplied by the transpose of a weight [N, K]. All are bf16 on one GPU, and all rows
-  are contiguous.
-- torch: `torch.mm(a, w.t(), out=out)`. order of K: graphar's kernel, whose bits depend on neither M nor N. {LEAVES}
-  leaves: the same with K in {LEAVES} leaves that are added in fp32 as a binary tree, as a single rank computes with
-  `partition="tp_invariant"`.
-- times: microseconds of one call. A time is the median of {REPEATS} repeats of a CUDA graph of {LEAST_CALLS} to
-  {MOST_CALLS} calls, fewer for large products. Methods took turns, and had the same operands. Consecutive calls use
-  different weights, so that a call does not find its weight in the L2 cache, as in a model.
-- leaves/torch: graphar's time in {LEAVES} leaves / torch's; below 1.00 graphar is faster. Differences under 3 % are
-  noise.
-
-Every result is that of a replay of the timed graph, and was compared with float64, as in the topic `matmul`. That in
-leaves must have the bits of leaves that were multiplied one by one and added as a tree."""
 
     @classmethod
     def why_not(cls, operands: ProductOperands) -> str | None:

@@ -32,21 +32,11 @@ from perf.charts import Axis, Line, Plot
 from perf.harness import collectives
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
+from perf.md import NOT_SERVED, ratio_cell, table, time_cell
 from perf.models.tasks import ByteTransformer, load_bytes
 from perf.peers import catalogue
-from perf.report import (
-    NOT_SERVED,
-    Arguments,
-    Glance,
-    Section,
-    Timed,
-    Timing,
-    group,
-    ratio,
-    ratio_cell,
-    table,
-    time_cell,
-)
+from perf.ratios import group, ratio
+from perf.report import Arguments, Glance, Section, Timed, Timing
 from perf.topics import quantized
 from perf.topics.allreduce import SIZE
 
@@ -323,32 +313,6 @@ class Lossless(BetweenRanks):
     order: ClassVar[int] = 3
     help: ClassVar[str] = "time collectives with and without lossless bf16 compression, and NCCL's, by kind of data"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--max-nbytes 64M", quick_on_cpu="--world-size 2")
-    notes: ClassVar[str] = """\
-- bits: the mean bits per element that a rank sends, including headers. It is 12.06 if all exponents are near the
-  largest of their row of 256 elements, and 16.06 if all tiles of 1024 elements are sent uncompressed.
-- entropy: 8 bits for sign and mantissa, plus the Shannon entropy of an exponent given the largest exponent of its row.
-  A code that encodes exponents one by one cannot send fewer bits on average.
-- size: the size of the whole tensor: a rank's input of an all-reduce or a reduce-scatter, or the result of an
-  all-gather.
-- times: microseconds of one operation in a CUDA graph. Methods took turns. plain: the algorithm that `auto` chooses
-  with `Communicator(lossless=False)`. lossless: the compressing algorithm, even at sizes where `auto` does not choose
-  it. nccl: NCCL.
-- of_plain: the lossless time / the plain time; below 1.00 compression is faster.
-- of_nccl: the lossless time / NCCL's time, in the same run.
-
-Every result of graphar and every all-gather of NCCL was compared with `graphar.reference`, bit for bit, on all ranks.
-NCCL's sums round at every hop, so their error may be up to 2 machine epsilons of the sum of magnitudes. In a graph,
-NCCL's in-place all-reduce adds up its own results, so the result of a single call was verified too.
-
-Data:
-
-- normal, heavy-tailed, activations: as in `quantized.md`.
-- gradients: gradients of the transformer of `python -m perf train` at its initial weights. Each rank has another text.
-- weights: the weights of that transformer after 40 training steps. Each rank has a shard of them.
-- half zeros: normal data, with each element set to zero with probability 1/2.
-- any bits: all bit patterns of the values from 0 to 2 are equally likely.
-
-All-gathers are not timed with gradients, and the other ops are not timed with weights."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -9,20 +9,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from graphar.plan.matmuls import WAVE_TILE, choose_matmul, fills_wave
+from graphar.plan import matmuls
 from graphar.plan.tiles import MATMUL_TILES, MatmulTile
 from graphar.plan.trials import WEIGHTS
 from graphar.product import gemm
 from graphar.runtime import launcher
 from graphar.runtime.user_tables import find_table
 from perf.harness import verify
+from perf.md import NOT_SERVED, number, table, time_cell, time_table
 from perf.products import (
-    ADDED,
-    CYCLED_NBYTES,
-    LEAST_CALLS,
     MANY_ROWS,
-    MOST_CALLS,
-    REPEATS,
     Case,
     IsWrong,
     Pair,
@@ -37,19 +33,8 @@ from perf.products import (
     run_with,
     words_of,
 )
-from perf.report import (
-    NOT_SERVED,
-    Arguments,
-    Choice,
-    Deciles,
-    Section,
-    best,
-    number,
-    ratio,
-    table,
-    time_cell,
-    time_table,
-)
+from perf.ratios import best, ratio
+from perf.report import Arguments, Choice, Deciles, Section
 
 SHAPES: tuple[Shape, ...] = tuple((m, n, k) for n, k in WEIGHTS for m in MANY_ROWS)
 SOME = "64x8192x2048 512x5120x8192 2048x6144x4096 4096x8192x2048 8192x8192x7168"
@@ -108,7 +93,7 @@ def better(case: Case) -> MatmulRow | None:
 def has_wave(case: Case) -> bool:
     """Whether the result has at least as many tiles of WAVE_TILE x WAVE_TILE as the GPU has SMs."""
     row = next(iter(case.values()))
-    return fills_wave(row.m, row.n, row.sms)
+    return matmuls.fills_wave(row.m, row.n, row.sms)
 
 
 def tile_of(row: MatmulRow | None) -> str:
@@ -141,29 +126,6 @@ class Matmul(Products):
     drawn: ClassVar = (TAKEN_OF_TORCH, TAKEN_OF_BEST)
     heading: ClassVar[str] = "The tile taken, the best tile and torch"
     subject: ClassVar[str] = "graphar's time of a matmul / torch's"
-    notes: ClassVar[str] = f"""\
-- M, N, K: activations [M, K] are multiplied by the transpose of a weight [N, K]. All are bf16 on one GPU, and all rows
-  are contiguous.
-- torch: `torch.mm(a, w.t(), out=out)`. graphar: the kernel of its fused and batch-invariant matmuls, on all SMs,
-  without a collective.
-- tiles: rows x columns x stages, such as 128x128x6. With c2, clusters of two thread blocks load the weight together.
-- taken: the tile that graphar takes by default, by an estimate. best: the fastest tile in the same run whose result was
-  correct.
-- times: microseconds of one call. A time is the median of {REPEATS} repeats of a CUDA graph of {LEAST_CALLS} to
-  {MOST_CALLS} calls, fewer for large products. Methods took turns, and had the same operands. Consecutive calls use
-  different weights, {CYCLED_NBYTES >> 20} MB or one for each call, so that a call does not find its weight in the L2
-  cache, as in a model. Activations are the same for all calls: those that fit are in the L2 cache.
-- taken/torch, best/torch: graphar's time / torch's time; below 1.00 graphar is faster. Differences under 3 % are noise.
-- taken/best: what the estimate loses; 1.00 is the fastest tile.
-- auto: what `auto` multiplies by before a sum: the tile taken, or torch.mm where the tuning table says so.
-- auto/better: the time of `auto` / that of the faster of torch.mm and the tile taken.
-- {WAVE}: the result has at least as many tiles of {WAVE_TILE}x{WAVE_TILE} as the GPU has SMs.
-- taken (TFLOP/s): 2 M N K / the taken tile's time.
-
-Every result is that of a replay of the timed graph, and was compared with float64. An error may be one rounding to
-bf16, and K / {ADDED} x 2^-22 of the sum of the magnitudes of an element's terms, for sums in fp32. torch may split K
-and round partial products, so half a machine epsilon of that sum is allowed, too. The results of all tiles must have
-the same bits."""
 
     @classmethod
     def why_not(cls, operands: ProductOperands) -> str | None:
@@ -199,7 +161,7 @@ the same bits."""
         sms = launcher.sm_count(device)
         default = gemm.default_tile(device, *shape, sms)
         policy = find_table(torch.cuda.get_device_name(device)).matmul
-        of_auto = default if choose_matmul(policy, *shape, sms).own else None
+        of_auto = default if matmuls.choose_matmul(policy, *shape, sms).own else None
         return MatmulRow(method, *shape, time_us, wrong, tile == default, tile == of_auto, sms)
 
     def line(self, row: MatmulRow) -> str:

@@ -24,6 +24,7 @@ from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, Ranks, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
+from perf.md import NOT_SERVED, method_cell, number, plural, ratio_cell, table
 from perf.models import generation, sequence
 from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, by_title, compared, whole_header, worst_of
 from perf.models.decoder import (
@@ -50,25 +51,8 @@ from perf.models.generation import CallRow, GenerationPlan, GenerationRow
 from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
 from perf.peers.methods import Method
-from perf.report import (
-    NOT_SERVED,
-    Arguments,
-    Glance,
-    Section,
-    Spread,
-    Timed,
-    Timing,
-    best,
-    best_peer,
-    method_cell,
-    number,
-    plural,
-    ratio,
-    ratio_cell,
-    table,
-    timed_rows,
-    words_for,
-)
+from perf.ratios import best, best_peer, ratio, words_for
+from perf.report import Arguments, Glance, Section, Spread, Timed, Timing, timed_rows
 from perf.topics.allreduce import FAMILIES
 from perf.topics.norms import add_and_norm, compiled
 
@@ -334,39 +318,6 @@ class Model(BetweenRanks):
     has_spread: ClassVar[bool] = True
     work: ClassVar = staticmethod(run_plan)
     added_fields: ClassVar[tuple[str, ...]] = ("skipped", "generations", "calls", "sequences")
-    notes: ClassVar[str] = f"""\
-- step: the time of one step of the timed layers in microseconds. It is the median over the repeats. Each repeat runs
-  all methods in turn, and has the time of the slowest rank. On GPUs a step runs in a CUDA graph, in bfloat16.
-- decode of B tokens: each of B sequences has one new token and a context of {CONTEXT} tokens. prefill of T tokens: one
-  sequence of T tokens is processed in one step.
-- of_best_peer: the step's time / the step's time with the best peer; below 1.00 the method is faster. The best peer is
-  the fastest method without graphar whose results were correct.
-- communication: exposed communication. It is the step's time minus the time of `{ALONE}`, in microseconds per layer and
-  as a share of the step.
-- whole model: the time of a step of all layers, without embedding and head. It is extrapolated from the timed layers.
-  tokens/s: the tokens per second of the whole model, computed from that time.
-- error: the Euclidean norm of the difference from the unsharded model's logits / the norm of those logits. It is the
-  largest over all tokens.
-
-The methods differ only in the all-reduce after the row-parallel linear layers, and in the ops that are fused with it.
-
-- `{ALONE}`: no all-reduces. Its results are wrong by design, so it is not a peer.
-- `{UNSHARDED}`: the whole model on each GPU.
-- `nccl`, `gloo`: torch.distributed's all-reduce. `symm_two_shot`: torch's symmetric memory. `graphar`:
-  `graphar.allreduce`. `{CODEC}`: the same with `codec="int8"`. In all of these, torch computes the matmul before the
-  all-reduce, and one function adds the residual and computes the norm after it.
-- `{MATMUL}`: `graphar.fused_matmul_allreduce` for matmul and all-reduce.
-- `{NORM}`: `graphar.allreduce_residual_rmsnorm` for all-reduce, residual and norm.
-- `{BOTH}`: `graphar.fused_matmul_allreduce_residual_rmsnorm` for matmul, all-reduce, residual and norm.
-
-On GPUs torch.compile compiles three elementwise functions of the model, with Inductor's option `deterministic`. Without
-this option, ranks may choose different kernels for a norm, and the results differ in their last bits.
-
-Weights, cache and inputs are random, from one seed on all ranks. The logits of every method were compared with the
-unsharded model's, token by token, on all ranks. The error may be at most 2^-6 times the square root of the number of
-layers, or 2^-4 times that root with a codec. graphar's logits must also have the same bits on all ranks. The verified
-result comes from a replay of the timed graph. NVLink multicast was off for all methods, unless the user turned it
-on."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

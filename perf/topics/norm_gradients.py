@@ -23,25 +23,9 @@ from perf.charts import Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
 from perf.machine import memory_rate
-from perf.report import (
-    NOT_SERVED,
-    Arguments,
-    Deciles,
-    Glance,
-    Report,
-    Section,
-    Timing,
-    best_peer,
-    group,
-    number,
-    of_best_peer,
-    ratio,
-    ratio_cell,
-    table,
-    time_cell,
-    times_of_peer,
-    words_for,
-)
+from perf.md import NOT_SERVED, number, ratio_cell, table, time_cell
+from perf.ratios import best_peer, group, of_best_peer, ratio, times_of_peer, words_for
+from perf.report import Arguments, Deciles, Glance, Report, Section, Timing
 from perf.topics.allreduce import OF_BEST_PEER
 from perf.topics.norms import EPS, OFFSET, add_and_norm, count_far, count_wrong
 
@@ -385,27 +369,6 @@ class NormGradients(Report):
         quick_on_cpu="--shapes 64x1024",
     )
     has_spread: ClassVar[bool] = True
-    notes: ClassVar[str] = """\
-- backward: the gradients of input, residual and weight, from the gradient of the normed rows. With a gradient of the
-  sum, input + residual is a result with a gradient of its own, as in a residual stream. Tensors are bf16 on one GPU.
-- graphar: the kernels behind `graphar.allreduce_residual_rmsnorm` and the fused matmuls, without the all-reduce.
-- torch: `torch.nn.functional.rms_norm(x + residual, ...)` and autograd. torch.compile: the same function, compiled for
-  static shapes. The forward pass of "backward" ran before, and autograd kept what it saved. torch.compile is not
-  measured on the CPU.
-- times: microseconds of one call. A time is the median of 15 repeats of a CUDA graph of 20 calls, on the CPU of 4
-  calls. Methods took turns. All calls have the same operands, so that those of small shapes are in the L2 cache.
-- best peer: the fastest method without graphar whose result was correct. of_best_peer: graphar's time / the best peer's
-  time; below 1.00 graphar is faster.
-- least: the bytes of operands and results, each read or written once: the least that a pass from memory to memory
-  moves. Forward and backward count the sum twice. Its time: by the rate of the GPU's memory, 2 x clock x bus width.
-- graphar (GB/s): these bytes / graphar's time.
-- peak memory: of one eager call of forward and backward, beside its operands, as torch's allocator counts it. It holds
-  the results.
-
-graphar's results were compared bit for bit with the specification. Those of torch were compared with float64. Their
-error may be 4 machine epsilons of the sum of the magnitudes of a gradient's terms: eight roundings to bf16. A compiled
-norm may not round the sum of input and residual before it uses it. Each pass was verified on the results of a replay of
-the timed graph."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -20,21 +20,11 @@ from perf.harness import verify
 from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
+from perf.md import method_table, plural
 from perf.peers import catalogue
 from perf.peers.flashinfer import load_trtllm
-from perf.report import (
-    Choice,
-    Deciles,
-    Glance,
-    Section,
-    Timing,
-    by_method,
-    method_table,
-    of_best_peer,
-    plural,
-    times_of_peer,
-    words_for,
-)
+from perf.ratios import by_method, of_best_peer, times_of_peer, words_for
+from perf.report import Choice, Deciles, Glance, Section, Timing
 from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
 
 HIDDEN, TOKENS = 8192, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -301,20 +291,6 @@ class Norms(BetweenRanks):
     help: ClassVar[str] = "time fused all-reduce, residual and RMSNorm"
     has_spread: ClassVar[bool] = True
     work: ClassVar = staticmethod(run_rank)
-    notes: ClassVar[str] = """\
-- graphar: `graphar.allreduce_residual_rmsnorm`. graphar fp8: the same op with normalised rows in FP8 and one scale per
-  row.
-- NAME + norm: the all-reduce of that name, followed by one function that adds the residual and computes the norm. On
-  GPUs torch.compile compiles this function.
-- times: microseconds of one operation. A time is the median of 15 repeats of 20 operations, on GPUs in a CUDA graph.
-  Methods took turns.
-- best peer: the fastest method without graphar whose result was correct. of_best_peer: graphar's time / the best peer's
-  time; below 1.00 graphar is faster.
-
-graphar's results were compared with `graphar.reference`, bit for bit, on all ranks. The error of a peer's sum may be at
-most 2 machine epsilons of the sum of magnitudes. The error of its normalised rows may be at most this bound times the
-weight's magnitude / the row's root mean square, plus one epsilon. If a peer sums in place, errors accumulate from call
-to call. Its bound is then twice as large with 8 ranks, and four times as large with 3, 5, 6 or 7 ranks."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

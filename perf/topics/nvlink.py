@@ -34,7 +34,6 @@ class NVLink(AllReduce):
     title: ClassVar[str] = "NVLink traffic"
     order: ClassVar[int] = 1
     help: ClassVar[str] = "count the bytes on each NVLink during all-reduces"
-    notes: ClassVar[str] = ""
     has_spread: ClassVar[bool] = False
     # A run of all topics skips this one, because `allreduce` counts the same traffic.
     arguments: ClassVar[Arguments] = Arguments(

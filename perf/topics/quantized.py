@@ -20,23 +20,10 @@ from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Line, Plot
 from perf.harness import sweep
 from perf.harness.cases import SIZES, Case, LinkCeiling, Plan, Row
+from perf.md import NOT_SERVED, ratio_cell, table, time_table
 from perf.peers.catalogue import CODEC_METHODS
-from perf.report import (
-    NOT_SERVED,
-    Arguments,
-    Glance,
-    Section,
-    Timed,
-    best_peer,
-    by_method,
-    geometric_mean,
-    ratio,
-    ratio_cell,
-    table,
-    time_table,
-    timed_rows,
-    words_for,
-)
+from perf.ratios import best_peer, by_method, geometric_mean, ratio, words_for
+from perf.report import Arguments, Glance, Section, Timed, timed_rows
 from perf.topics.allreduce import EVEN, FAMILIES, HEAD, OF_BEST_PEER, SIZE, AllReduce, line_of
 
 MIN_NBYTES = 256 * KB
@@ -187,21 +174,6 @@ class Quantized(BetweenRanks):
         on_gpus="--max-nbytes 256M", quick_on_gpus="--max-nbytes 16M", quick_on_cpu="--world-size 2"
     )
     has_spread: ClassVar[bool] = True
-    notes: ClassVar[str] = """\
-- bits: the bits per element on the wire, including the element's share of the scales.
-- relative L2: the Euclidean norm of the error / the norm of the exact sum. relative max: the largest error / the
-  largest magnitude of the exact sum. cosine: the cosine of the angle between the result and the exact sum. The exact
-  sum is computed in double precision. The row "exact" is the all-reduce without a codec, which rounds to bfloat16 once.
-- normal: independent normal data of variance 1. heavy-tailed: Student's t data with 3 degrees of freedom. activations:
-  the partial sums that the ranks of a tensor-parallel Llama block all-reduce after its down projection. The block's
-  weights are random, and its input is real text.
-- times: microseconds of one bfloat16 operation, in a CUDA graph of independent operations, as in `allreduce.md`.
-- of_best_peer: the method's time / the best peer's time; below 1.00 the method is faster. The best peer is the fastest
-  method that neither uses graphar nor quantises.
-- wire bandwidth: the GB/s (1e9 B) that a rank sends. It must send 2(N-1)/N times the size of the encoded tensor.
-
-The errors are `graphar.reference.quantized_allreduce`'s. Every timed result of graphar was compared with the
-specification, bit for bit, on all ranks."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

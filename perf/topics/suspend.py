@@ -23,6 +23,7 @@ from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, first_line, host_time_us
 from perf.harness.timing import WARM_UP, capture, deciles, spread, time_in_turn
 from perf.harness.verify import differs
+from perf.md import NOT_SERVED, plural, table
 from perf.models.decoder import (
     CONTEXT,
     DECODE,
@@ -39,7 +40,8 @@ from perf.models.decoder import (
     rotate,
     swiglu,
 )
-from perf.report import NOT_SERVED, Arguments, Deciles, Glance, Section, Spread, Timed, group, plural, table
+from perf.ratios import group
+from perf.report import Arguments, Deciles, Glance, Section, Spread, Timed
 
 SIZE, LAYERS, CYCLES = "llama-3-70b", 4, 11
 REPLAYS = 3  # after each resumption. Scratch has two or more copies of its slots, which calls use in turn.
@@ -309,30 +311,6 @@ class Suspend(BetweenRanks):
     has_spread: ClassVar[bool] = True
     work: ClassVar = staticmethod(run_rank)
     cpu_world_size: ClassVar[int] = 0  # it needs GPUs
-    notes: ClassVar[str] = f"""\
-- step: one step of a tensor-parallel decoder in bf16, captured in a CUDA graph. It has the all-reduce of a
-  vocabulary-parallel embedding, and in each layer two calls of `graphar.fused_matmul_allreduce_residual_rmsnorm`.
-  Weights, cache and inputs are random. Elementwise functions are torch's and not compiled. Attention is FlashAttention,
-  whose forward pass always gives the same bits.
-- decode of B tokens: each of B sequences has one new token and a context of {CONTEXT} tokens. prefill of T tokens: one
-  sequence of T tokens is processed in one step. Each case has a communicator of its own.
-- kept: the communicator also has a tensor of `graphar.empty`, and `suspend(keep="symmetric")` keeps its content in
-  pinned memory of the host.
-- scratch, symmetric: the memory that `Communicator.memory()` reports as reserved on each GPU. held: both. 1 MB is 2^20
-  bytes.
-- freed: the GPU's free memory while suspended minus that before, as the driver reports it. It is the least over all
-  cycles and ranks. freed / held: 1.00 if all memory was given back.
-- grown: the GPU's free memory before a suspension minus that after the resumption, the most over all cycles and ranks.
-  It is 0 if nothing leaks.
-- suspend, resume: milliseconds of `graphar.suspend()` and `graphar.resume()` on the host: the median over the cycles,
-  with the 10th and the 90th percentile. Each cycle has the time of the slowest rank. GPUs were idle before each
-  suspension. first: the first cycle, which also allocates the pinned memory that later cycles use again.
-- step before, step after: microseconds of a replay before the first suspension, and after the last resumption. It is
-  the median over the repeats. Each repeat has the time of the slowest rank. The two cannot take turns, so a drift of
-  the clocks changes their ratio. Differences under 3 % are noise.
-- wrong: after each resumption the graph was replayed {REPLAYS} times. Its result was overwritten before each replay.
-  Counted are the elements whose bits differ from the result before the first suspension, and the bytes of the kept
-  tensor that differ, over all replays, cycles and ranks."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

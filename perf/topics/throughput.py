@@ -24,8 +24,10 @@ from graphar.runtime.registry import engine_of_group
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
+from perf.md import NOT_SERVED, table
 from perf.models.workloads import TINY, WORKLOADS, Workload
-from perf.report import NOT_SERVED, Arguments, Glance, Section, group, table
+from perf.ratios import group
+from perf.report import Arguments, Glance, Section
 from perf.topics.allreduce import FAMILIES
 from perf.training_steps import (
     ALONE,
@@ -355,36 +357,6 @@ class Throughput(TrainingReport):
     work: ClassVar = staticmethod(run_rank)
     steps_on_gpus: ClassVar[int] = 200
     steps_on_cpu: ClassVar[int] = 20
-    notes: ClassVar[str] = """\
-Gradient reductions:
-
-- nccl or gloo: DistributedDataParallel with its built-in all-reduce.
-- exact: DistributedDataParallel with graphar's exact hook.
-- 8 bits ... 2 bits: DistributedDataParallel with graphar's hook and a codec of that many bits, with buckets of 128
-  elements, absmax scales in bfloat16 and stochastic rounding. Tensors of one dimension (biases, norms) are averaged
-  exactly.
-- one by one: no DistributedDataParallel. After the backward pass, each gradient is summed by a blocking all-reduce.
-- flattened: no DistributedDataParallel. After the backward pass, all gradients are copied into one tensor for a single
-  blocking all-reduce.
-- alone: no communication. The gradients are not averaged.
-
-Columns:
-
-- img/s, tokens/s: the throughput of all ranks together.
-- step: milliseconds of a step, which is forward, backward and optimiser. It is the median over blocks of 10 steps. A
-  block has the time of the slowest rank. The reductions took turns, block by block. Only one copy of gpt2_xl fits on a
-  GPU, so its reductions ran one after another.
-- of_torch: the step's time / the step's time with nccl or gloo; below 1.00 the reduction is faster.
-- communication: exposed communication, which does not overlap with the backward pass. It is the step's time minus the
-  time of "alone", as a share of the step.
-- sent: the MB (1e6 B) that a rank must send in a step. This is 2(N-1)/N times the encoded size of its gradients.
-- loss: the mean cross-entropy of the ranks' batches after the last step, in nats.
-
-The models have random parameters. Each rank uses the same random batch of realistic shape in every step, so the loss
-only shows that training works. All reductions start from the same parameters, and use the same batches and dropout.
-Gradients and parameters are fp32. On GPUs matrices are multiplied in bfloat16 (autocast), and images are channels-last.
-The optimiser is AdamW. DistributedDataParallel broadcasts the buffers of batch norms. At the end the parameters of all
-ranks were compared bit for bit."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -395,10 +367,7 @@ ranks were compared bit for bit."""
             "--batch-size", type=int, metavar="N", help="samples per rank (default: depends on the model)"
         )
         parser.add_argument(
-            "--seconds",
-            type=float,
-            metavar="S",
-            help="time limit per model. The steps finished by then are reported",
+            "--seconds", type=float, metavar="S", help="time limit per model. The steps finished by then are reported"
         )
 
     @classmethod

@@ -23,8 +23,10 @@ from graphar.numerics.codecs import Codec
 from perf.charts import Axis, Line, Plot
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
+from perf.md import NOT_SERVED, table
 from perf.models.tasks import TASKS, Data, Task
-from perf.report import NOT_SERVED, Arguments, Glance, Section, Timed, group, table
+from perf.ratios import group
+from perf.report import Arguments, Glance, Section, Timed
 from perf.training_steps import TrainingReport, loss_of, same_on_all_ranks
 
 SEEDS, CPU_SEEDS = 3, 1
@@ -295,23 +297,6 @@ class Training(TrainingReport):
     work: ClassVar = staticmethod(run_rank)
     steps_on_gpus: ClassVar[int] = 600
     steps_on_cpu: ClassVar[int] = 30
-    notes: ClassVar[str] = f"""\
-- backend: "torch" is DistributedDataParallel's built-in all-reduce over NCCL or gloo. "graphar" is a communication hook
-  of `graphar.ddp`.
-- mode: "exact", or the codec's scale scheme and rounding. EF: with error feedback. Biases and norms are always averaged
-  exactly.
-- bits: the bits per element on the wire, including the element's share of the scales. bucket: the number of elements
-  that share a scale.
-- loss: the mean cross-entropy in nats; perplexity is its exponential. acc: accuracy, the share of correct predictions
-  of a class or of the next byte. Both are means over the seeds. With several seeds the standard deviation follows.
-- time: seconds of all steps, without evaluation. step: the mean milliseconds of a step. The first {WARM_UP_STEPS} steps
-  are left out.
-- of_torch: the step's time / the step's time with the backend "torch"; below 1.00 the method is faster.
-- sent: the MB (1e6 B) that a rank must send in a step. This is 2(N-1)/N times the encoded size of its gradients.
-
-The heading of a task has a hash of its data. A seed determines the initial weights, the order of the samples, and
-stochastic rounding. All rows have the same seeds. After each run the parameters of all ranks were compared bit for
-bit."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ import pytest
 from graphar.plan.matmuls import fills_wave
 from graphar.plan.tables import shipped_table
 from perf import figures
-from perf.report import geometric_mean
+from perf.ratios import geometric_mean
 from tests.pages import PAGES, ROOT
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30

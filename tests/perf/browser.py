@@ -80,13 +80,7 @@ def look(browser: str, page: Path, width: int, *, dark: bool, folder: Path) -> S
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
     options += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--window-size=1600,1000"]
     options += [f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", "--dump-dom"]
-    run = subprocess.run(
-        [browser, *options, around.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    run = subprocess.run([browser, *options, around.as_uri()], capture_output=True, text=True, timeout=120, check=True)
     found = re.search(r'data-seen="([^"]*)"', run.stdout)
     assert found, run.stderr
     console = [line for line in run.stderr.splitlines() if "CONSOLE" in line]

@@ -8,7 +8,8 @@ import pytest
 
 from perf.choices import choice_table, choices
 from perf.page import build
-from perf.report import NOISE, StoredReport, by_method, read_all
+from perf.ratios import NOISE, by_method
+from perf.report import StoredReport, read_all
 from perf.topics.allreduce import IS_VARIANT, AllReduce
 from perf.topics.fused import Fused
 from tests.perf.samples import MACHINE, fused_row, row

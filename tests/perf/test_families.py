@@ -54,10 +54,7 @@ def test_a_family_that_cannot_be_had_is_named_with_the_reason(monkeypatch, stage
     methods, skipped = make_methods(PLAN, InProcessRanks(3))
 
     assert [method.name for method in methods] == ["graphar"]
-    assert skipped == [
-        "fast, 3 ranks: No module named 'fast'",
-        "faster, 3 ranks: No module named 'fast'",
-    ]
+    assert skipped == ["fast, 3 ranks: No module named 'fast'", "faster, 3 ranks: No module named 'fast'"]
 
 
 def test_a_family_is_not_tried_on_ranks_its_kernels_do_not_serve(monkeypatch):

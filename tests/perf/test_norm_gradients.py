@@ -86,12 +86,7 @@ def test_a_shape_is_rows_and_columns(text):
 
 @pytest.mark.parametrize(
     ("summed", "passes", "tensors", "weights"),
-    [
-        (False, BACKWARD, 3, 2),
-        (True, BACKWARD, 4, 2),
-        (False, BOTH, 7, 3),
-        (True, BOTH, 8, 3),
-    ],
+    [(False, BACKWARD, 3, 2), (True, BACKWARD, 4, 2), (False, BOTH, 7, 3), (True, BOTH, 8, 3)],
 )
 def test_the_least_bytes_are_those_of_each_operand_and_result(summed, passes, tensors, weights):
     assert least_nbytes(passes, (10, 100), summed) == 2000 * tensors + 200 * weights

@@ -182,10 +182,7 @@ def test_utilisation_is_that_of_what_was_sent():
         protocol_overhead=pytest.approx(0.15),
         link_balance=pytest.approx(2 / 3),
         raw_share=None,
-        links=[
-            Link(0, 500, None),
-            Link(2, 650, None),
-        ],
+        links=[Link(0, 500, None), Link(2, 650, None)],
     )
 
 
@@ -193,10 +190,7 @@ def test_the_raw_share_counts_all_bytes_against_time_and_rate():
     counted = Reading(data_tx=(10**6, 10**6), data_rx=(0, 0), raw_tx=(2 * 10**6, 10**6), raw_rx=(0, 0))
     used = utilisation(counted, 10**6, (4, 5), time_us=10.0, raw_rates=(400.0, 100.0))
     assert used.raw_share == pytest.approx(0.6)
-    assert [(link.link, link.raw_share) for link in used.links] == [
-        (4, pytest.approx(0.5)),
-        (5, pytest.approx(1.0)),
-    ]
+    assert [(link.link, link.raw_share) for link in used.links] == [(4, pytest.approx(0.5)), (5, pytest.approx(1.0))]
 
 
 @pytest.mark.parametrize(("time_us", "raw_rates"), [(None, [400.0]), (10.0, None)])

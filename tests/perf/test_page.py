@@ -14,8 +14,8 @@ import pytest
 from graphar.plan.sizes import MB
 from perf import __main__ as program
 from perf import charts
+from perf.md import rate
 from perf.page import build
-from perf.report import rate
 from perf.topics.allreduce import AllReduce
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.norms import Norms

@@ -223,11 +223,7 @@ def sgl(monkeypatch):
 def test_sglang_is_called_with_one_communicator(sgl, mode):
     methods = sglang.make(PLAN, OneOfTwo())
 
-    assert results(methods, mode) == {
-        "sglang_one_shot_push": 0,
-        "sglang_two_shot_push": 0,
-        "sglang_two_shot_pull": 0,
-    }
+    assert results(methods, mode) == {"sglang_one_shot_push": 0, "sglang_two_shot_push": 0, "sglang_two_shot_pull": 0}
 
 
 @pytest.mark.usefixtures("sgl")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from perf.report import Glance, Timing, best_peer, method_table, number, of_best_peer, ratio
+from perf.md import method_table, number
+from perf.ratios import best_peer, of_best_peer, ratio
+from perf.report import Glance, Timing
 from perf.topics.fused import Fused
 from perf.topics.quantized import ErrorRow, Quantized
 from tests.perf.samples import MACHINE, REPORTS, TIMELINE, fused_row, row

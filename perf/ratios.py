@@ -1,0 +1,65 @@
+"""Groups of rows, the best of them, and ratios of their times. All comparisons use time / best peer's time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+NOISE = 1.03  # a ratio above this counts as slower
+
+
+def best(rows: Iterable) -> object | None:
+    """Returns the fastest row with a correct result; None if there is none."""
+    return min((row for row in rows if not row.wrong), key=lambda row: row.median, default=None)
+
+
+def best_peer(rows: Iterable) -> object | None:
+    """Returns the fastest peer's row with a correct result; None if there is none."""
+    return best(row for row in rows if row.is_peer)
+
+
+def ratio(row, other) -> float | None:
+    """Returns the row's time / the other row's time; None if one of them is missing or wrong."""
+    return None if row is None or other is None or row.wrong or other.wrong else row.median / other.median
+
+
+def of_best_peer(by_case: Mapping[object, Mapping[str, object]], method: str = "graphar") -> dict[object, float]:
+    """Returns the method's time / the best peer's time by case. Cases without correct results of both are left out."""
+    ratios = {case: ratio(rows.get(method), best_peer(rows.values())) for case, rows in by_case.items()}
+    return {case: one for case, one in ratios.items() if one is not None}
+
+
+def times_of_peer(one: float, rows: Mapping[str, object], digits: int = 2) -> str:
+    """Returns a ratio to the best peer's time in words, such as "1.04 times nccl's time"."""
+    return f"{one:.{digits}f} times {best_peer(rows.values()).method}'s time"
+
+
+def extent(ratios: Mapping[object, float]) -> str:
+    """Returns the range of the ratios, such as "0.50 to 0.98", or one number if it is a point."""
+    ends = (min(ratios.values()), max(ratios.values()))
+    return " to ".join(dict.fromkeys(f"{end:.2f}" for end in ends))
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    return statistics.geometric_mean(ratios)
+
+
+def group(rows: Iterable, key: Callable) -> dict[object, list]:
+    """Returns the rows by key, in the order of the keys' first rows."""
+    found: dict[object, list] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def by_method(rows: Iterable, key: Callable) -> dict[object, dict[str, object]]:
+    """Returns the rows by key and method. Keys are ascending."""
+    return {case: {row.method: row for row in mine} for case, mine in sorted(group(rows, key).items())}
+
+
+def words_for(peers: Sequence[str], known_as: Mapping[str, str]) -> str:
+    """Returns the name of the peers in the denominator of a ratio."""
+    names = list(dict.fromkeys(peers))
+    if len(names) > 1:
+        return f"the best of {len(names)} peers"
+    return known_as.get(names[0], names[0]) if names else "no peer"
