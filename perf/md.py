@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from perf.ratios import best_peer, ratio
 
@@ -13,6 +15,15 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Returns a Markdown table. The first column is aligned left, and the others right. Wrong results are bold."""
     rule = ["---", *("---:" for _ in header[1:])]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
+
+
+def text_beside(*modules: str) -> str:
+    """Returns the text of the Markdown file beside the last module.
+
+    ``{NAME}`` in it stands for a global of one of ``modules``.
+    """
+    known = {name: value for module in modules for name, value in vars(sys.modules[module]).items()}
+    return Path(sys.modules[modules[-1]].__file__).with_suffix(".md").read_text().strip().format_map(known)
 
 
 def bullets(lines: Iterable[str]) -> str:

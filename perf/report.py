@@ -1,8 +1,9 @@
 """The base class of benchmark topics: it holds a run's results and writes their report.
 
-A topic is one file of perf/topics/ with a subclass of :class:`Report`, which registers itself. The subclass is a
-dataclass. Its fields are lists of rows, and the JSON file has the same fields. The subclass defines the measurement
-(``plan``, ``measure``), the wrong rows (``wrong``), and the content of report and page (``sections``, ``glance``).
+A topic is one file of perf/topics/ with a subclass of :class:`Report`, which registers itself, and a Markdown file of
+the same name with its title, its help text, and what columns and methods mean. The subclass is a dataclass. Its fields
+are lists of rows, and the JSON file has the same fields. The subclass defines the measurement (``plan``, ``measure``),
+the wrong rows (``wrong``), and the content of report and page (``sections``, ``glance``).
 
 All comparisons use one ratio, ``of_best_peer``: time / best peer's time. Below 1 is faster.
 """
@@ -26,7 +27,7 @@ from rich.progress import Progress
 from perf import files
 from perf.charts import Figure
 from perf.machine import one_line
-from perf.md import bullets, plural
+from perf.md import bullets, plural, text_beside
 from perf.ratios import NOISE, extent
 
 ENDED = "what would have come after the last row: the run was ended before it was done"
@@ -175,11 +176,11 @@ class Report:
     """The results of one topic.
 
     Class attributes:
-        name: the name of the topic's files.
-        command: the topic's command of `python -m perf`.
+        name: the name of the topic's files: that of its module.
+        command: the topic's command of `python -m perf`: its name, if it does not say another.
         order: the topic's position on the page.
-        help: the help text of the command.
-        notes: the explanation of columns and methods: the text of the Markdown file beside the topic's module.
+        title, help, notes: the topic's title, the help text of its command, and the explanation of columns and methods.
+            They stand in the Markdown file beside its module.
         head: the header printed above the rows of a run.
         arguments: the topic's arguments in a run of all topics.
         has_spread: whether two runs on one machine can be compared.
@@ -203,9 +204,10 @@ class Report:
     added_fields: ClassVar[tuple[str, ...]] = ("skipped",)
 
     def __init_subclass__(cls) -> None:
-        if "name" in vars(cls):
+        if "order" in vars(cls):
+            cls.name = cls.__module__.rpartition(".")[2]
             cls.command = vars(cls).get("command", cls.name)
-            cls.notes = vars(cls).get("notes") or notes_of(cls)
+            cls.title, cls.help, cls.notes = words_of(cls)
             _REGISTERED[cls.name] = cls
 
     # ---- measurement: a topic overrides these ----
@@ -384,15 +386,11 @@ class Report:
         return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def notes_of(topic: type[Report]) -> str:
-    """Returns the text of TOPIC.md beside a topic's module; empty without one.
-
-    ``{NAME}`` in it stands for a global of the modules of the topic and its bases.
-    """
-    modules = [sys.modules[base.__module__] for base in reversed(topic.__mro__)]
-    known = {name: value for module in modules for name, value in vars(module).items()}
-    path = Path(modules[-1].__file__).with_suffix(".md")
-    return path.read_text().strip().format_map(known) if path.exists() else ""
+def words_of(topic: type[Report]) -> tuple[str, str, str]:
+    """Returns the title, the help text and the notes in the Markdown file beside a topic's module."""
+    text = text_beside(*(base.__module__ for base in reversed(topic.__mro__)))
+    title, what, *notes = text.split("\n\n", 2)
+    return title.removeprefix("# "), what, "".join(notes)
 
 
 def named(wrong: Sequence[str], count: int) -> str:

@@ -6,16 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from graphar.plan.sizes import format_nbytes
 from perf.harness.cases import Row
-from perf.md import NOT_SERVED, table
+from perf.md import NOT_SERVED, table, text_beside
 
-NVLINK_NOTES = """\
-The counters were read on the first rank's GPU, for one replay of the timed CUDA graph.
-
-- payload efficiency: the bytes that an all-reduce must send / the payload that was sent. It must send 2(N-1)/N times
-  its size. With lossless compression the efficiency is above 1.
-- protocol overhead: the bytes sent in addition to the payload / the payload.
-- link balance: the payload of the least loaded link / the payload of the most loaded link.
-- raw share: all bytes that were sent / the bytes that the links' raw rate allows in that time."""
+NVLINK_NOTES = text_beside(__name__)
 
 
 def traffic_table(rows: Sequence[Row]) -> str:

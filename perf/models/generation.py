@@ -25,7 +25,7 @@ from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, agreed, host_time_of_calls_us
 from perf.harness.timing import WARM_UP, spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
-from perf.md import NOT_SERVED, method_cell, plural, ratio_cell, table
+from perf.md import NOT_SERVED, method_cell, plural, ratio_cell, table, text_beside
 from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, compared, worst_of
 from perf.models.decoder import EPS, SIZES, THETA
 from perf.ratios import best_peer, ratio
@@ -288,25 +288,7 @@ def default_group(group: dist.ProcessGroup) -> Iterator[None]:
 
 # ---- the report --------------------------------------------------------------------------------------------------
 
-NOTES = f"""\
-Eager generation is transformers' `generate` without torch.compile and without CUDA graphs. The batch size is 1, the
-prompt has {PROMPT} random tokens, and the cache is the default one (dynamic). The model is transformers' Llama in
-bfloat16 with random weights. `{UNSHARDED}` is the whole model on each GPU. The other methods shard it with
-`tp_plan="auto"`, and are named by the torch.distributed backend. `graphar` stands for the backend
-`cpu:gloo,cuda:graphar`, on the CPU for `cpu:graphar`.
-
-- time: the time of `generate`, including the prompt. It is the median over the repeats. Each repeat runs all methods in
-  turn, and has the time of the slowest rank.
-- error: the relative error of the generated tokens' logits, compared with the unsharded model's logits for the same
-  tokens. It may be at most 2^-6 times the square root of the number of layers. graphar's logits must have the same bits
-  on all ranks.
-- tokens as with a backend: the number of generated tokens before the first one that differs from that backend. Sums
-  that round differently can lead to another token.
-- logits with the same bits: the number of tokens whose logits all have the same bits as with that backend.
-
-The host time of a call is the mean over a loop of {CALLS["cuda"]:,} calls ({CALLS["cpu"]} on the CPU). The host waits
-for the GPU before the driver's queue is full. The wait is not timed. On the CPU the time includes the sum itself. The
-result of one more call was verified."""
+NOTES = text_beside(__name__)
 
 
 def table_of(rows: Mapping[str, GenerationRow]) -> str:

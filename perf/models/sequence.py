@@ -29,7 +29,7 @@ from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, agreed, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
-from perf.md import NOT_SERVED, method_cell, plural, ratio_cell, table
+from perf.md import NOT_SERVED, method_cell, plural, ratio_cell, table, text_beside
 from perf.models.bench import BenchPlan, BenchRow, compared, whole_header, worst_of
 from perf.models.decoder import (
     EMBEDDED,
@@ -410,25 +410,7 @@ def run_rank(plan: SequencePlan, rank: int, port: int) -> Iterator[SequenceRow |
 
 # ---- the report -----------------------------------------------------------------------------------------------------
 
-NOTES = f"""\
-The layers have the same shape as above. A prefill is the forward pass of one sequence, on GPUs in a CUDA graph. A
-training step is an eager forward and backward pass. It computes the gradients of all weights and of the input, and sums
-the gradients of norm weights over the ranks. There is no cache, no embedding, no head and no optimiser.
-
-- `nccl`, `gloo`: sequence parallelism with torch's functional collectives. The rows of the residual are sharded over
-  the ranks. `{COMPILED}`: the same, and torch.compile compiles all layers together.
-- `{ASYNC}`: torch's asynchronous tensor parallelism. This is `{COMPILED}` with Inductor's option `_micro_pipeline_tp`,
-  which fuses collectives with matmuls and pipelines them over symmetric memory.
-- `{TENSOR_PARALLEL}`: every rank has all rows of the residual. `graphar.fused_matmul_allreduce` computes the
-  row-parallel layers. `graphar.allreduce` sums the gradients of the column-parallel layers' input.
-- `{SEQUENCE_PARALLEL}`: sequence parallelism with `graphar.fused_allgather_matmul` and
-  `graphar.fused_matmul_reducescatter`, forward and backward.
-- `{WITH_NORMS}`: the same with `graphar.fused_matmul_reducescatter_residual_rmsnorm`. In a prefill its kernels also add
-  the residual and compute the norm. In training these are separate.
-
-The columns have the same meaning as for the other steps. gradient error: the Euclidean norm of the difference from the
-unsharded model's gradient / the norm of that gradient. It is the largest over all weights and the input, and may be at
-most 2^-5 times the square root of the number of layers. The verified training step runs after the timed ones."""
+NOTES = text_beside(__name__)
 
 
 def in_words(rows: Mapping[str, SequenceRow]) -> str:

@@ -110,10 +110,7 @@ class AllReduce(Report):
     link_ceiling: dict[int, float] | None = None
     rows: list[Row] = field(default_factory=list)
 
-    name: ClassVar[str] = "allreduce"
-    title: ClassVar[str] = "All-reduce"
     order: ClassVar[int] = 0
-    help: ClassVar[str] = "time all-reduce against NCCL, torch and other libraries"
     head: ClassVar[str] = HEAD
     arguments: ClassVar[Arguments] = Arguments(
         quick_on_gpus="--dtypes bfloat16 --max-nbytes 64M",

@@ -87,10 +87,7 @@ class Compile(Report):
     wall_s: float = 0.0
     kernels: list[Compiled] = field(default_factory=list)
 
-    name: ClassVar[str] = "compile"
-    title: ClassVar[str] = "Compile times of the kernels"
     order: ClassVar[int] = 18
-    help: ClassVar[str] = "time the compilation of every kernel"
     arguments: ClassVar[Arguments] = Arguments("--every 4", "--every 10", "--every 30", "--every 100")
 
     @classmethod

@@ -104,10 +104,7 @@ def of_elements(scale: Tensor, x: Tensor) -> Tensor:
 class Scaled(Products):
     rows: list[ProductRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "fp8"
-    title: ClassVar[str] = "Matmuls of e4m3 operands"
     order: ClassVar[int] = 8
-    help: ClassVar[str] = "time graphar's matmul of e4m3 operands with scales, torch._scaled_mm, and bf16, on one GPU"
     arguments: ClassVar[Arguments] = run_with("1x8192x7168 512x5120x8192 4096x8192x7168", "64x8192x7168 4096x8192x7168")
     shapes: ClassVar = SHAPES
     columns: ClassVar = dict(zip(METHODS, ("torch", "rows", "torch, blocks", "blocks", "bf16"), strict=True))

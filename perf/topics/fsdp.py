@@ -371,10 +371,7 @@ def rows_of(
 class Fsdp(TrainingReport):
     rows: list[FsdpRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "fsdp"
-    title: ClassVar[str] = "Training with fully_shard (FSDP2)"
     order: ClassVar[int] = 15
-    help: ClassVar[str] = "time training steps of a sharded model with torch's and graphar's collectives"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--layers 4 --steps 10", quick_on_cpu="--steps 10")
     work: ClassVar = staticmethod(run_rank)
     steps_on_gpus: ClassVar[int] = 30

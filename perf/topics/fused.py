@@ -180,10 +180,7 @@ class Fused(FusionReport):
     rows: list[FusedRow] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
 
-    name: ClassVar[str] = "fused"
-    title: ClassVar[str] = "Fused matmul and all-reduce"
     order: ClassVar[int] = 9
-    help: ClassVar[str] = "time a fused matmul and all-reduce, separate ops, and other fused ops"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--rows 1 64 512 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192"
     )

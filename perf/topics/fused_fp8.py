@@ -108,10 +108,7 @@ Case = tuple[int, str, int, int]  # the number of ranks, scales, K and M
 class FusedFp8(FusionReport):
     rows: list[FusedFp8Row] = field(default_factory=list)
 
-    name: ClassVar[str] = "fused_fp8"
-    title: ClassVar[str] = "Fused matmul and all-reduce of e4m3 operands"
     order: ClassVar[int] = 10
-    help: ClassVar[str] = "time a fused matmul and all-reduce of e4m3 operands, and torch._scaled_mm with all-reduces"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--rows 1 64 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192 --scales rows"
     )

@@ -78,10 +78,7 @@ VARIANTS = {AUTO: lambda name: name == SEQUENCE or name.startswith(f"{AUTO}:")}
 class Gathered(FusionReport):
     rows: list[GatheredRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "gathered"
-    title: ClassVar[str] = "Fused all-gather and matmul"
     order: ClassVar[int] = 11
-    help: ClassVar[str] = "time a fused all-gather and matmul, separate ops, and other fused ops"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--rows 64 1024 4096 16384", quick_on_gpus="--rows 64 4096 --columns 10240"
     )

@@ -26,10 +26,7 @@ SHORT = {"fused_matmul_": "matmul + ", "fused_allgather_": "allgather + ", "_res
 class Host(Report):
     rows: list[HostRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "host"
-    title: ClassVar[str] = "Host time of eager calls"
     order: ClassVar[int] = 16
-    help: ClassVar[str] = "time eager calls of every public op on the host"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--bursts 15", quick_on_cpu="--bursts 3")
     has_spread: ClassVar[bool] = True
 

@@ -238,10 +238,7 @@ class Latency(Report):
     before: str = ""
     rows: list[LatencyRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "latency"
-    title: ClassVar[str] = "Calls between ranks that share one GPU"
     order: ClassVar[int] = 19
-    help: ClassVar[str] = "time calls between 2 to 4 ranks that share one GPU, beside the last committed report"
     # A run of all topics skips this one, because it measures no links.
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus=None, on_cpu=None, quick_on_gpus="--few --world-size 4", quick_on_cpu="--few --world-size 4"

@@ -53,10 +53,7 @@ def tree_of_leaves(operands: ProductOperands, call: int) -> Tensor:
 class Leaves(Products):
     rows: list[ProductRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "leaves"
-    title: ClassVar[str] = "The tensor-parallel invariant matmul and torch's"
     order: ClassVar[int] = 7
-    help: ClassVar[str] = f"time graphar's matmul in {LEAVES} leaves of K, and torch.mm, on one GPU"
     arguments: ClassVar[Arguments] = run_with(
         "1x8192x7168 512x5120x8192 4096x4096x14336", "64x8192x7168 4096x8192x7168"
     )

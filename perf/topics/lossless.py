@@ -308,10 +308,7 @@ class Lossless(BetweenRanks):
     rows: list[LosslessRow] = field(default_factory=list)
 
     cpu_world_size: ClassVar[int] = 4
-    name: ClassVar[str] = "lossless"
-    title: ClassVar[str] = "Lossless bf16 compression"
     order: ClassVar[int] = 3
-    help: ClassVar[str] = "time collectives with and without lossless bf16 compression, and NCCL's, by kind of data"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--max-nbytes 64M", quick_on_cpu="--world-size 2")
 
     @classmethod

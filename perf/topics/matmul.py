@@ -110,10 +110,7 @@ TAKEN_OF_TORCH, TAKEN_OF_BEST = "taken/torch", "taken/best"
 class Matmul(Products):
     rows: list[MatmulRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "matmul"
-    title: ClassVar[str] = "graphar's matmul and torch's"
     order: ClassVar[int] = 6
-    help: ClassVar[str] = "time graphar's matmul with each of its tiles, and torch.mm, on one GPU"
     arguments: ClassVar[Arguments] = run_with(SOME, "64x8192x2048 4096x8192x2048")
     shapes: ClassVar = SHAPES
     columns: ClassVar = {TORCH: "torch"} | {method: name_of(tile) for method, tile in TILES.items()}

@@ -307,10 +307,7 @@ class Model(BetweenRanks):
     calls: list[CallRow] = field(default_factory=list)
     sequences: list[SequenceRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "model"
-    title: ClassVar[str] = "Tensor-parallel decoder"
     order: ClassVar[int] = 12
-    help: ClassVar[str] = "time a tensor-parallel Llama decoder with several all-reduce methods"
     arguments: ClassVar[Arguments] = Arguments(
         quick_on_gpus="--layers 1 --decode 1 --prefill 2048 --generate 16",
         quick_on_cpu="--decode 1 --prefill --generate 4",

@@ -359,10 +359,7 @@ def reason_of_process(error: ProcessException) -> str:
 class NormGradients(Report):
     rows: list[NormGradientRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "norm_gradients"
-    title: ClassVar[str] = "Gradients of residual and RMSNorm"
     order: ClassVar[int] = 5
-    help: ClassVar[str] = "time the backward pass of residual and RMSNorm on one GPU"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--shapes 16x8192 2048x5120 4096x8192",
         quick_on_gpus="--shapes 4096x8192",

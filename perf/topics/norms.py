@@ -285,10 +285,7 @@ class Trial:
 class Norms(BetweenRanks):
     rows: list[NormRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "norms"
-    title: ClassVar[str] = "All-reduce with residual and RMSNorm"
     order: ClassVar[int] = 4
-    help: ClassVar[str] = "time fused all-reduce, residual and RMSNorm"
     has_spread: ClassVar[bool] = True
     work: ClassVar = staticmethod(run_rank)
 

@@ -30,10 +30,7 @@ class TrafficPlan(Plan):
 
 @dataclass
 class NVLink(AllReduce):
-    name: ClassVar[str] = "nvlink"
-    title: ClassVar[str] = "NVLink traffic"
     order: ClassVar[int] = 1
-    help: ClassVar[str] = "count the bytes on each NVLink during all-reduces"
     has_spread: ClassVar[bool] = False
     # A run of all topics skips this one, because `allreduce` counts the same traffic.
     arguments: ClassVar[Arguments] = Arguments(

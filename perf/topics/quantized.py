@@ -165,10 +165,7 @@ class Quantized(BetweenRanks):
     times: list[Row] = field(default_factory=list)
 
     cpu_world_size: ClassVar[int] = 4
-    name: ClassVar[str] = "quantized"
-    title: ClassVar[str] = "Quantised all-reduce"
     order: ClassVar[int] = 2
-    help: ClassVar[str] = "measure the errors of codecs, and on GPUs the time of all-reduces with them"
     head: ClassVar[str] = HEAD
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--max-nbytes 256M", quick_on_gpus="--max-nbytes 16M", quick_on_cpu="--world-size 2"

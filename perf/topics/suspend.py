@@ -303,10 +303,7 @@ def free_nbytes() -> int:
 class Suspend(BetweenRanks):
     rows: list[SuspendRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "suspend"
-    title: ClassVar[str] = "Suspend and resume"
     order: ClassVar[int] = 17
-    help: ClassVar[str] = "suspend and resume communicators between replays of a captured decoder step"
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--cycles 3", quick_on_cpu="--cycles 3")
     has_spread: ClassVar[bool] = True
     work: ClassVar = staticmethod(run_rank)

@@ -344,10 +344,7 @@ def average(model: nn.Module, *, flattened: bool) -> None:
 class Throughput(TrainingReport):
     rows: list[ThroughputRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "throughput"
-    title: ClassVar[str] = "Training throughput of well-known models"
     order: ClassVar[int] = 14
-    help: ClassVar[str] = "time training steps of well-known models on random data"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--models resnet50 bert_base gpt2_xl --seconds 15",
         quick_on_gpus="--models transformer_xl_base --steps 20",

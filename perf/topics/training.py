@@ -283,11 +283,8 @@ def evaluate(model: nn.Module, data: tuple[Tensor, Tensor], batch_size: int, dev
 class Training(TrainingReport):
     rows: list[TrainingRow] = field(default_factory=list)
 
-    name: ClassVar[str] = "training"
     command: ClassVar[str] = "train"
-    title: ClassVar[str] = "Training with quantised gradients"
     order: ClassVar[int] = 13
-    help: ClassVar[str] = "train small models with exact and with quantised gradients"
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--seeds 1 --steps 200",
         quick_on_gpus="--tasks digits --seeds 1 --steps 100",
