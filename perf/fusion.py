@@ -18,6 +18,7 @@ from torch import Tensor
 from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Line, Plot
 from perf.choices import choice_table, choices
+from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
@@ -32,63 +33,12 @@ from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 
 
-def add_methods(parser: argparse.ArgumentParser, *known: Sequence[str]) -> None:
-    """Adds the option --methods.
-
-    Args:
-        known: the methods of each kind of device.
-    """
-    methods = list(dict.fromkeys(name for of_device in known for name in of_device))
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=methods,
-        metavar="METHOD",
-        help=f"{', '.join(methods)} (default: all methods of the device)",
-    )
-
-
 def methods_of(options: argparse.Namespace, known: Sequence[str]) -> Sequence[str]:
     """Returns the methods to measure. Ends the program if one is not in ``known``."""
     methods = options.methods or known
     if unknown := [name for name in methods if name not in known]:
         sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
     return methods
-
-
-def add_row_parallel(parser: argparse.ArgumentParser, *known: Sequence[str]) -> None:
-    """Adds the options of a topic of row-parallel layers. ``known`` are the methods of each kind of device."""
-    parser.add_argument(
-        "--rows", type=int, nargs="+", metavar="M", help="rows of the activations (default: 1 to 16384)"
-    )
-    parser.add_argument("--columns", type=int, metavar="N", help="columns of the result (default: 8192)")
-    whole = "input features of the whole layers, over all ranks (default: 8192 28672)"
-    parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
-    add_methods(parser, *known)
-
-
-def row_parallel_plans(
-    plan: Callable[..., FusedPlan],
-    options: argparse.Namespace,
-    world_sizes: Sequence[int],
-    is_on_gpus: bool,
-    on_gpus: Sequence[str],
-    on_cpu: Sequence[str],
-) -> list[FusedPlan]:
-    """Returns one plan for each world size.
-
-    Args:
-        plan: makes a plan from the fields of FusedPlan.
-        on_gpus, on_cpu: the methods of each kind of device.
-    """
-    if is_on_gpus:
-        device, known, defaults = "cuda", on_gpus, (ROWS, HIDDEN, FEATURES)
-    else:
-        device, known, defaults = "cpu", on_cpu, (CPU_ROWS, CPU_COLUMNS, CPU_FEATURES)
-    methods = methods_of(options, known)
-    named = options.rows, options.columns, options.features
-    sizes = [one or default for one, default in zip(named, defaults, strict=True)]
-    return [plan(device, world_size, *sizes, methods) for world_size in world_sizes]
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
@@ -274,18 +224,94 @@ def _line(name: str, rows: Mapping[int, FusionRow], over: Mapping[int, FusionRow
     return Line(name, points, hints, wrong=frozenset(at for at, row in enumerate(rows.values()) if row.wrong))
 
 
+def count_wrong(
+    trial: Trial,
+    launch: Callable[[], None],
+    ranks: Ranks,
+    product: Callable[..., Tensor] | None = None,
+    most_lost: Callable[..., Tensor] | None = None,
+) -> int:
+    """Runs the timed launch once more, and returns how many elements of this process's result are wrong.
+
+    Args:
+        product: computes this rank's product, with the op's bits; None: as the method says.
+        most_lost: how much more the product of a method that is not exact may differ, for this rank's operands.
+    """
+    result, variant = trial.result_of(launch, ranks).view(-1), trial.variant
+    whole = (product or variant.product)(*trial.operands).view(-1)
+    lost = most_lost(*trial.operands).view(-1) if most_lost and not variant.exact else None
+
+    def summands(x: Tensor, window: slice) -> list[Tensor]:
+        return ranks.gather(x, window) if variant.summed else [x[window]]
+
+    wrong = 0
+    for window in verify.windows(whole.numel()):
+        found, parts = result[window], summands(whole, window)
+        expected = verify.reference(parts, 1, variant.codec)
+        if variant.exact:
+            bad = verify.differs(found, expected)
+        else:
+            bad = is_far(found, expected, parts, () if lost is None else summands(lost, window))
+        wrong += int(bad.sum())
+    return wrong
+
+
+def run_rank(topic: type[FusionReport], plan: FusedPlan, rank: int, port: int) -> Iterator:
+    ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
+    variants, skipped = topic.make_variants(plan, ranks)
+    yield from skipped
+    ranks.warm_up()
+    for layer in plan.layers():
+        serving = [one for one in variants if one.serves(layer)]
+        yield from measure(layer, serving, ranks, topic.row_of(layer), topic.count_wrong)
+        yield from topic.recordings(plan, layer, ranks)
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
+    ranks.barrier()
+
+
 @dataclass
 class FusionReport(BetweenRanks):
     """The base class of topics that compare a fused op with its variants and its peers.
 
     Class attributes:
+        methods: the names of the methods on GPUs, and on the CPU.
+        make_variants: ``make_variants(plan, ranks)`` returns a plan's methods, and why some are missing. Collective.
+        row_of: ``row_of(layer)`` returns what makes a row, as :func:`measure` calls it.
+        count_wrong: as :func:`measure` takes it.
         comparison: the table and the plots of a layer.
         variants: for each method that uses the partition "auto", a function that says whether another method is a
             variant: a fixed partition, or two ops instead.
     """
 
+    has_spread: ClassVar[bool] = True
+    methods: ClassVar[tuple[Sequence[str], Sequence[str]]]
+    make_variants: ClassVar[Callable[..., tuple[list[Variant], list[str]]]]
+    row_of: ClassVar[Callable[[Layer], Callable[..., FusionRow]]]
+    count_wrong: ClassVar[CountWrong] = staticmethod(count_wrong)
     comparison: ClassVar[Comparison]
     variants: ClassVar[Mapping[str, Callable[[str], bool]]]
+    of_rows: ClassVar[str]  # the help text of --rows
+
+    @classmethod
+    def recordings(cls, plan: FusedPlan, layer: Layer, ranks: Ranks) -> Iterator:
+        """Yields what is measured of a layer besides its rows. Collective."""
+        yield from ()
+
+    def measure(self, plan: Sequence[FusedPlan]) -> Iterator:
+        for one in plan:
+            yield from ranks_of.run(one.world_size, partial(run_rank, type(self), one))
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        super().add_options(parser)
+        parser.add_argument("--rows", type=int, nargs="+", metavar="M", help=cls.of_rows)
+        cls.add_shapes(parser)
+        known = ", ".join(dict.fromkeys(name for of_device in cls.methods for name in of_device))
+        told = f"{known} (default: all methods of the device)"
+        parser.add_argument("--methods", nargs="+", choices=known.split(", "), metavar="METHOD", help=told)
+
+    # ---- the report --------------------------------------------------------------------------------------------------
 
     @staticmethod
     def layer_of(row: FusionRow) -> tuple:
@@ -332,3 +358,28 @@ class FusionReport(BetweenRanks):
         named = {self.in_words(case): one for case, one in of_best_peer(self.cases()).items()}
         over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
         return Glance(f"graphar's time / the time of {over}, by number of rows", named)
+
+
+@dataclass
+class RowParallelReport(FusionReport):
+    """The base class of topics of row-parallel layers. ``plans`` makes a plan from the fields of FusedPlan."""
+
+    of_rows: ClassVar[str] = "rows of the activations (default: 1 to 16384)"
+    plans: ClassVar[type[FusedPlan]] = FusedPlan
+
+    @classmethod
+    def add_shapes(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--columns", type=int, metavar="N", help="columns of the result (default: 8192)")
+        whole = "input features of the whole layers, over all ranks (default: 8192 28672)"
+        parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int, **more) -> list[FusedPlan]:
+        """Returns one plan for each world size. ``more`` are the fields that a topic's plans have besides."""
+        on_gpus = gpu_count >= 2
+        device, known = ("cuda", cls.methods[0]) if on_gpus else ("cpu", cls.methods[1])
+        world_sizes, methods = cls.world_sizes(options, gpu_count), methods_of(options, known)
+        defaults = (ROWS, HIDDEN, FEATURES) if on_gpus else (CPU_ROWS, CPU_COLUMNS, CPU_FEATURES)
+        named = options.rows, options.columns, options.features
+        sizes = [one or default for one, default in zip(named, defaults, strict=True)]
+        return [cls.plans(device, world_size, *sizes, methods, **more) for world_size in world_sizes]

@@ -297,9 +297,6 @@ class Products(Report):
             wrong[method] = int(is_wrong(method).sum())
         return wrong
 
-    def line(self, row: ProductRow) -> str:
-        return f"{row.what[0]:<20} {row.method:>26} {row.median:>9.2f} us {row.wrong:>6} wrong"
-
     # ---- the report --------------------------------------------------------------------------------------------------
 
     def cases(self) -> dict[Shape, Case]:

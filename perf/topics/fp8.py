@@ -13,36 +13,23 @@ from torch import Tensor
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.plan.trials import WEIGHTS
 from graphar.product import gemm
+from perf import products
 from perf.models.decoder import normal
-from perf.products import (
-    DECODE_ROWS,
-    MANY_ROWS,
-    Case,
-    IsWrong,
-    Pair,
-    ProductOperands,
-    ProductRow,
-    Products,
-    Shape,
-    exact,
-    is_far,
-    pair,
-    run_with,
-    weight_count,
-)
 from perf.report import Arguments
 
 TORCH, TORCH_BLOCKS = "torch, scales of rows", "torch, scales of blocks"
 ROWS, BLOCKS, BF16 = "graphar, scales of rows", "graphar, scales of blocks", "graphar, bf16"
 METHODS = (TORCH, ROWS, TORCH_BLOCKS, BLOCKS, BF16)
-SHAPES: tuple[Shape, ...] = tuple((m, n, k) for n, k in WEIGHTS for m in (*DECODE_ROWS, *MANY_ROWS[1:]))
+SHAPES: tuple[products.Shape, ...] = tuple(
+    (m, n, k) for n, k in WEIGHTS for m in (*products.DECODE_ROWS, *products.MANY_ROWS[1:])
+)
 
 
 # ---- operands and what is right -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ScaledOperands(ProductOperands):
+class ScaledOperands(products.ProductOperands):
     """e4m3 operands with their scales.
 
     Attributes:
@@ -57,15 +44,15 @@ class ScaledOperands(ProductOperands):
         return self.of_blocks if method in (BLOCKS, TORCH_BLOCKS) else self.of_rows
 
     @cached_property
-    def in_bf16(self) -> ProductOperands:
+    def in_bf16(self) -> products.ProductOperands:
         """The same values and the same result."""
-        return ProductOperands(self.a.bfloat16(), [one.bfloat16() for one in self.weights], self.out)
+        return products.ProductOperands(self.a.bfloat16(), [one.bfloat16() for one in self.weights], self.out)
 
 
-def make_operands(shape: Shape, device: torch.device) -> ScaledOperands:
+def make_operands(shape: products.Shape, device: torch.device) -> ScaledOperands:
     """Returns random data."""
     m, n, k = shape
-    weights = [normal(1 + at, (n, k), device).to(FP8) for at in range(weight_count(shape, 1))]
+    weights = [normal(1 + at, (n, k), device).to(FP8) for at in range(products.weight_count(shape, 1))]
     blocks = -(-k // BLOCK)
     shapes = ((m, 1), (1, n), (blocks, m), (-(-n // BLOCK), blocks))
     scales = [normal(100 + at, one, device).float().abs().add_(0.5).div_(k**0.25) for at, one in enumerate(shapes)]
@@ -101,29 +88,31 @@ def of_elements(scale: Tensor, x: Tensor) -> Tensor:
 
 
 @dataclass
-class Scaled(Products):
-    rows: list[ProductRow] = field(default_factory=list)
+class Scaled(products.Products):
+    rows: list[products.ProductRow] = field(default_factory=list)
 
     order: ClassVar[int] = 8
-    arguments: ClassVar[Arguments] = run_with("1x8192x7168 512x5120x8192 4096x8192x7168", "64x8192x7168 4096x8192x7168")
+    arguments: ClassVar[Arguments] = products.run_with(
+        "1x8192x7168 512x5120x8192 4096x8192x7168", "64x8192x7168 4096x8192x7168"
+    )
     shapes: ClassVar = SHAPES
     columns: ClassVar = dict(zip(METHODS, ("torch", "rows", "torch, blocks", "blocks", "bf16"), strict=True))
     refusable: ClassVar = (TORCH_BLOCKS,)  # torch serves some shapes, and with some releases of CUDA
-    ratios: ClassVar[dict[str, Callable[[Case], Pair]]] = {
-        "rows/torch": pair(ROWS, TORCH),
-        "blocks/torch": pair(BLOCKS, TORCH_BLOCKS),
-        "blocks/rows": pair(BLOCKS, ROWS),
-        "rows/bf16": pair(ROWS, BF16),
+    ratios: ClassVar[dict[str, Callable[[products.Case], products.Pair]]] = {
+        "rows/torch": products.pair(ROWS, TORCH),
+        "blocks/torch": products.pair(BLOCKS, TORCH_BLOCKS),
+        "blocks/rows": products.pair(BLOCKS, ROWS),
+        "rows/bf16": products.pair(ROWS, BF16),
     }
     groups: ClassVar = {
-        "few rows": f"fewer than {max(DECODE_ROWS)} rows",
-        "more rows": f"{max(DECODE_ROWS)} rows or more",
+        "few rows": f"fewer than {max(products.DECODE_ROWS)} rows",
+        "more rows": f"{max(products.DECODE_ROWS)} rows or more",
     }
     heading: ClassVar[str] = "Scales of rows, scales of blocks, torch and bf16"
     subject: ClassVar[str] = "graphar's time of a matmul with scales of rows / torch's"
 
     @classmethod
-    def operands(cls, shape: Shape, device: torch.device) -> ScaledOperands:
+    def operands(cls, shape: products.Shape, device: torch.device) -> ScaledOperands:
         return make_operands(shape, device)
 
     @classmethod
@@ -143,19 +132,19 @@ class Scaled(Products):
             gemm.scaled_matmul(a, weight, out, a_scale=a_scale, w_scale=w_scale)
 
     @classmethod
-    def judge(cls, operands: ScaledOperands, call: int) -> IsWrong:
+    def judge(cls, operands: ScaledOperands, call: int) -> products.IsWrong:
         """The tensor core may lose LOST of the sum of the magnitudes of an element's terms.
 
         Sums in fp32 and the rounding to bf16 lose less than a machine epsilon of bf16 of its value.
         """
 
         def is_wrong(method: str) -> Tensor:
-            value, magnitude = exact(*scaled(method, operands, call))
+            value, magnitude = products.exact(*scaled(method, operands, call))
             limit = LOST * magnitude + torch.finfo(operands.out.dtype).eps * value.abs()
-            return is_far(operands.out, value, limit)
+            return products.is_far(operands.out, value, limit)
 
         return is_wrong
 
     @classmethod
-    def group_of(cls, shape: Shape, case: Case) -> str:
-        return "few rows" if shape[0] < max(DECODE_ROWS) else "more rows"
+    def group_of(cls, shape: products.Shape, case: products.Case) -> str:
+        return "few rows" if shape[0] < max(products.DECODE_ROWS) else "more rows"

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import graphar
 from graphar.plan.policy import LosslessPolicy
 from graphar.plan.sizes import MB, parse_nbytes
+from perf import training_steps
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
@@ -29,20 +30,6 @@ from perf.md import NOT_SERVED, table
 from perf.models.decoder import SIZES, TINY, Size
 from perf.models.llama import Llama, fill, fitting_layers
 from perf.report import Arguments, Glance, Section
-from perf.training_steps import (
-    ALONE,
-    BLOCK,
-    WARM_UP_STEPS,
-    StepRow,
-    TrainingReport,
-    alone_ms,
-    baseline_ms,
-    check_blocks,
-    loss_of,
-    of_torch,
-    ratio_chart,
-    time_blocks,
-)
 
 MODEL = "llama-3-8b"
 TOKENS, CPU_TOKENS = (2048, 8192), (64,)
@@ -54,7 +41,7 @@ PLAIN, LOSSLESS = "graphar", "graphar lossless"
 
 
 @dataclass(frozen=True)
-class FsdpRow(StepRow):
+class FsdpRow(training_steps.StepRow):
     """The measured training steps of a model with one kind of collectives.
 
     Attributes:
@@ -100,11 +87,11 @@ class FsdpRow(StepRow):
 
     @property
     def is_baseline(self) -> bool:
-        return self.method not in (PLAIN, LOSSLESS, ALONE)
+        return self.method not in (PLAIN, LOSSLESS, training_steps.ALONE)
 
     @property
     def is_alone(self) -> bool:
-        return self.method == ALONE
+        return self.method == training_steps.ALONE
 
     @property
     def case(self) -> tuple:
@@ -193,7 +180,7 @@ class Kind:
         if self.communicator:
             graphar.fsdp.set_collectives(model, self.communicator, blocks=self.blocks)
             return
-        local = self.method == ALONE
+        local = self.method == training_steps.ALONE
         gather, scatter = (LocalAllGather, LocalReduceScatter) if local else (TorchAllGather, TorchReduceScatter)
         for module in (*model.layers, model):
             module.set_custom_all_gather(gather())
@@ -205,7 +192,7 @@ def make_kinds(plan: FsdpPlan) -> list[Kind]:
     plain, lossless = (communicator_of(plan, method) for method in (PLAIN, LOSSLESS))
     limited = [Kind(PLAIN, blocks, plain) for blocks in plan.blocks]  # calls with a limit are not compressed
     own = [Kind(PLAIN, communicator=plain), *limited, Kind(LOSSLESS, communicator=lossless)]
-    return [Kind(dist.get_backend()), *own, Kind(ALONE)]
+    return [Kind(dist.get_backend()), *own, Kind(training_steps.ALONE)]
 
 
 def communicator_of(plan: FsdpPlan, method: str) -> graphar.Communicator:
@@ -256,7 +243,7 @@ class Training:
         with flash:
             for _ in range(count):
                 self._optimizer.zero_grad()
-                loss = loss_of(self.model(self._x).float(), self._y)
+                loss = training_steps.loss_of(self.model(self._x).float(), self._y)
                 loss.backward()
                 self._optimizer.step()
                 losses.append(loss.detach())
@@ -345,8 +332,8 @@ def rows_of(
     turns, checked = [Turn(training, kind) for kind in kinds], []
     for turn in turns:
         checked.append(turn.check())
-        turn.make_steps(WARM_UP_STEPS)
-    times = time_blocks(turns, plan, ranks, time.perf_counter())
+        turn.make_steps(training_steps.WARM_UP_STEPS)
+    times = training_steps.time_blocks(turns, plan, ranks, time.perf_counter())
     for kind, (losses, digest), blocks_us in zip(kinds, checked, times, strict=True):
         yield FsdpRow(
             method=kind.method,
@@ -358,7 +345,7 @@ def rows_of(
             reduce_dtype=plan.reduce_dtype,
             blocks=kind.blocks,
             compressed=compressed_by(kind.communicator),
-            step_ms=statistics.median(blocks_us) / BLOCK / 1e3,
+            step_ms=statistics.median(blocks_us) / training_steps.BLOCK / 1e3,
             losses=losses,
             digest=digest,
         )
@@ -368,7 +355,7 @@ def rows_of(
 
 
 @dataclass
-class Fsdp(TrainingReport):
+class Fsdp(training_steps.TrainingReport):
     rows: list[FsdpRow] = field(default_factory=list)
 
     order: ClassVar[int] = 15
@@ -398,7 +385,7 @@ class Fsdp(TrainingReport):
         device, world_size, steps = cls.world(options, gpu_count)
         tokens = tuple(options.tokens or (TOKENS if device == "cuda" else CPU_TOKENS))
         positive = (*tokens, *options.blocks, options.layers, options.seconds)
-        check_blocks(steps, positive, "--tokens, --layers, --blocks and --seconds")
+        training_steps.check_blocks(steps, positive, "--tokens, --layers, --blocks and --seconds")
         return FsdpPlan(
             device=device,
             world_size=world_size,
@@ -442,7 +429,7 @@ class Fsdp(TrainingReport):
 
     def _finding(self, rows: Sequence[FsdpRow]) -> str:
         lossless = next((row for row in rows if row.method == LOSSLESS and not self.is_wrong(row)), None)
-        torchs, alone = baseline_ms(rows), alone_ms(rows)
+        torchs, alone = training_steps.baseline_ms(rows), training_steps.alone_ms(rows)
         if lossless is None or torchs is None or alone is None:
             return ""
         return (
@@ -459,17 +446,17 @@ class Fsdp(TrainingReport):
         return found
 
     def _details(self, rows: Sequence[FsdpRow]) -> str:
-        alone = alone_ms(rows)
+        alone = training_steps.alone_ms(rows)
         header = ["collectives", "step (ms)", "of_torch", "exposed (ms)", "tokens/s", "compressed", "losses (nats)"]
         lines = [
             [
                 f"{row.label} **(WRONG)**" if self.is_wrong(row) else row.label,
                 f"{row.step_ms:.2f}",
-                of_torch(row, rows),
-                NOT_SERVED if alone is None or row.method == ALONE else f"{row.step_ms - alone:.2f}",
+                training_steps.of_torch(row, rows),
+                NOT_SERVED if alone is None or row.method == training_steps.ALONE else f"{row.step_ms - alone:.2f}",
                 f"{row.tokens * row.world_size / row.step_ms * 1e3:,.0f}",
                 ", ".join(row.compressed) or NOT_SERVED,
-                NOT_SERVED if row.method == ALONE else f"{row.losses[0]:.6f}, {row.losses[-1]:.6f}",
+                NOT_SERVED if row.method == training_steps.ALONE else f"{row.losses[0]:.6f}, {row.losses[-1]:.6f}",
             ]
             for row in rows
         ]
@@ -478,7 +465,7 @@ class Fsdp(TrainingReport):
     def glance(self) -> Glance:
         ratios = {}
         for rows in by_case(self.rows):
-            torchs = baseline_ms(rows)
+            torchs = training_steps.baseline_ms(rows)
             for row in rows:
                 if torchs and row.is_own and not self.is_wrong(row):
                     ratios[f"{row.label}, {row.tokens} tokens, {row.world_size} ranks"] = row.step_ms / torchs
@@ -500,17 +487,17 @@ def step_chart(rows: Sequence[FsdpRow]) -> Rows:
     """Charts step time / step time with torch's own collectives."""
     marks = []
     for of_case in by_case(rows):
-        torchs = baseline_ms(of_case)
+        torchs = training_steps.baseline_ms(of_case)
         marks += [_mark(row, row.step_ms / torchs) for row in of_case if torchs and not row.is_baseline]
-    return ratio_chart("Step time / torch's own", marks)
+    return training_steps.ratio_chart("Step time / torch's own", marks)
 
 
 def exposed_chart(rows: Sequence[FsdpRow]) -> Rows:
     """Charts exposed communication."""
     marks = []
     for of_case in by_case(rows):
-        alone = alone_ms(of_case)
-        marks += [_mark(row, row.step_ms - alone) for row in of_case if alone and row.method != ALONE]
+        alone = training_steps.alone_ms(of_case)
+        marks += [_mark(row, row.step_ms - alone) for row in of_case if alone and row.method != training_steps.ALONE]
     return Rows("Exposed communication", marks, Axis("time (ms)"))
 
 

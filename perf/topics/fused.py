@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,38 +19,13 @@ from graphar.product import timelines
 from graphar.product.fused import fused_matmul
 from graphar.product.timelines import PHASES
 from graphar.runtime.registry import engine_of_group
+from perf import fusion
 from perf.charts import Axis, Figure, Mark, Rows
-from perf.fusion import (
-    Cases,
-    Comparison,
-    FusionReport,
-    FusionRow,
-    Trial,
-    add_row_parallel,
-    is_far,
-    measure,
-    row_parallel_plans,
-)
-from perf.harness import ranks as ranks_of
+from perf.fusion import Cases, FusionRow, Trial
 from perf.harness import verify
 from perf.harness.ranks import Ranks, agreed
 from perf.md import NOT_SERVED, number, plural, ratio_cell, table, time_cell
-from perf.peers.matmuls import (
-    AFTER,
-    CPU_METHODS,
-    CUDA_METHODS,
-    FLOORS,
-    INT8,
-    MIN_ROWS,
-    TILES,
-    TP_INVARIANT,
-    FusedPlan,
-    Layer,
-    Variant,
-    make_variants,
-    own_product,
-    product_of_tiles,
-)
+from perf.peers import matmuls as peers
 from perf.products import sentence
 from perf.ratios import by_method, ratio
 from perf.report import Arguments, Section
@@ -62,40 +36,15 @@ from perf.timeline import DRAWN, Timeline, decode
 
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
+    if not trial.variant.whole:
+        return fusion.count_wrong(trial, launch, ranks)
     result = trial.result_of(launch, ranks).view(-1)
-    if trial.variant.whole:
-        alone = own_product(*trial.layer.whole(ranks.device), partition="tp_invariant")
-        return int(verify.differs(result, alone.view(-1)).sum())
-    product = trial.variant.product(*trial.operands).view(-1)
-    if not trial.variant.summed:
-        return int(is_far(result, product, [product]).sum())
-    wrong = 0
-    for window in verify.windows(product.numel()):
-        parts = ranks.gather(product, window)
-        expected = verify.reference(parts, 1, trial.variant.codec)
-        found = result[window]
-        bad = verify.differs(found, expected) if trial.variant.exact else is_far(found, expected, parts)
-        wrong += int(bad.sum())
-    return wrong
+    alone = peers.own_product(*trial.layer.whole(ranks.device), partition="tp_invariant")
+    return int(verify.differs(result, alone.view(-1)).sum())
 
 
 class FusedRow(FusionRow):
-    floors: ClassVar = FLOORS
-
-
-def run_rank(plan: FusedPlan, rank: int, port: int) -> Iterator[FusedRow | Timeline | str]:
-    ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
-    variants, skipped = make_variants(plan, ranks)
-    yield from skipped
-    ranks.warm_up()
-    recorded = recorded_layers(plan) if TILES in plan.methods else ()
-    for layer in plan.layers():
-        yield from measure(layer, [one for one in variants if one.serves(layer)], ranks, FusedRow, count_wrong)
-        if layer in recorded:
-            yield record(layer, ranks)
-        if plan.device == "cuda":
-            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
-    ranks.barrier()
+    floors: ClassVar = peers.FLOORS
 
 
 # ---- timelines ------------------------------------------------------------------------------------------------------
@@ -103,23 +52,23 @@ def run_rank(plan: FusedPlan, rank: int, port: int) -> Iterator[FusedRow | Timel
 MAX_ROWS = 4096  # ops with more rows are not recorded
 
 
-def recorded_layers(plan: FusedPlan) -> list[Layer]:
+def recorded_layers(plan: peers.FusedPlan) -> list[peers.Layer]:
     """Returns the layers to record. For each K this is the layer with the most rows that runs as one launch."""
     if plan.device != "cuda":
         return []
-    able = [layer for layer in plan.layers() if MIN_ROWS <= layer.m <= MAX_ROWS and _is_one_launch(layer)]
+    able = [layer for layer in plan.layers() if peers.MIN_ROWS <= layer.m <= MAX_ROWS and _is_one_launch(layer)]
     by_k = itertools.groupby(able, key=lambda layer: layer.k)
     return [max(mine, key=lambda layer: layer.m) for _, mine in by_k]
 
 
-def _is_one_launch(layer: Layer) -> bool:
+def _is_one_launch(layer: peers.Layer) -> bool:
     return max(owned_rows(layer.m, layer.world_size)) <= rows_a_launch(layer.world_size, layer.n)
 
 
 class Recorder:
     """Calls graphar's op with ``partition="tiles"``. Each call in a CUDA graph records its own timeline."""
 
-    def __init__(self, layer: Layer, ranks: Ranks) -> None:
+    def __init__(self, layer: peers.Layer, ranks: Ranks) -> None:
         self.work = Product(MATMUL_ALLREDUCE, tuple(owned_rows(layer.m, layer.world_size)), layer.n, partition="tiles")
         blocks = torch.cuda.get_device_properties(ranks.device).multi_processor_count
         self.timelines = [timelines.empty(blocks, ranks.device) for _ in range(layer.iterations)]
@@ -143,10 +92,10 @@ class Recorder:
         return self.timelines[(self.calls - 1) % len(self.timelines)]
 
 
-def record(layer: Layer, ranks: Ranks) -> Timeline | str:
+def record(layer: peers.Layer, ranks: Ranks) -> Timeline | str:
     """Returns a timeline of the layer, or a message that says why there is none. Collective."""
     recorder = Recorder(layer, ranks)
-    variant = Variant(TILES, recorder, exact=True, product=product_of_tiles)
+    variant = peers.Variant(peers.TILES, recorder, exact=True, product=peers.product_of_tiles)
     trial = Trial(variant, layer, layer.operands(ranks.rank, ranks.device))
     ranks.barrier()
     launch, reason = agreed(ranks, trial.make_launch)
@@ -167,16 +116,18 @@ def record(layer: Layer, ranks: Ranks) -> Timeline | str:
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
-SEQUENCE = f"{AFTER}graphar"
+SEQUENCE = f"{peers.AFTER}graphar"
 # For each method that uses the partition "auto": whether another method uses a fixed partition or two ops instead.
 VARIANTS = {
-    "graphar": lambda name: name == SEQUENCE or (name.startswith("graphar:") and not name.endswith(INT8)),
-    f"graphar{INT8}": lambda name: name == f"{SEQUENCE}{INT8}" or (name.startswith("graphar:") and name.endswith(INT8)),
+    "graphar": lambda name: name == SEQUENCE or (name.startswith("graphar:") and not name.endswith(peers.INT8)),
+    f"graphar{peers.INT8}": lambda name: (
+        name == f"{SEQUENCE}{peers.INT8}" or (name.startswith("graphar:") and name.endswith(peers.INT8))
+    ),
 }
 
 
 @dataclass
-class Fused(FusionReport):
+class Fused(fusion.RowParallelReport):
     rows: list[FusedRow] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
 
@@ -185,26 +136,22 @@ class Fused(FusionReport):
         on_gpus="--rows 1 64 512 2048 8192", quick_on_gpus="--rows 64 2048 --features 8192"
     )
     added_fields: ClassVar[tuple[str, ...]] = ("skipped", "timelines")
-    has_spread: ClassVar[bool] = True
-    work: ClassVar = staticmethod(run_rank)
-    comparison: ClassVar = Comparison(FLOORS, SEQUENCE)
+    methods: ClassVar = (peers.CUDA_METHODS, peers.CPU_METHODS)
+    make_variants: ClassVar = staticmethod(peers.make_variants)
+    row_of: ClassVar = staticmethod(lambda layer: FusedRow)
+    count_wrong: ClassVar = staticmethod(count_wrong)
+    comparison: ClassVar = fusion.Comparison(peers.FLOORS, SEQUENCE)
     variants: ClassVar = VARIANTS
 
     @classmethod
-    def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        super().add_options(parser)
-        add_row_parallel(parser, CUDA_METHODS, CPU_METHODS)
-
-    @classmethod
-    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[FusedPlan]:
-        """Returns one plan for each world size."""
-        world_sizes = cls.world_sizes(options, gpu_count)
-        return row_parallel_plans(FusedPlan, options, world_sizes, gpu_count >= 2, CUDA_METHODS, CPU_METHODS)
+    def recordings(cls, plan: peers.FusedPlan, layer: peers.Layer, ranks: Ranks) -> Iterator[Timeline | str]:
+        if peers.TILES in plan.methods and layer in recorded_layers(plan):
+            yield record(layer, ranks)
 
     def line(self, row: FusedRow | Timeline) -> str:
-        name, time_us = ("timeline", row.total_us) if isinstance(row, Timeline) else (row.method, row.median)
-        sizes = f"{row.world_size:>2} ranks {row.m:>6} x {row.n} x {row.k:<6}"
-        return f"{sizes} {name:>28} {time_us:>10.2f} us {row.wrong:>6} wrong"
+        if not isinstance(row, Timeline):
+            return super().line(row)
+        return f"{row.world_size:>2} ranks, timeline of {row.m} x {row.n} x {row.k}: {row.total_us:.2f} us"
 
     # ---- the report --------------------------------------------------------------------------------------------------
 
@@ -245,22 +192,26 @@ class Fused(FusionReport):
 
 
 # By name, the methods that "tp_invariant" is compared with: the first that was measured.
-OF_INVARIANT = {"auto": ("graphar",), "torch": (f"{AFTER}nccl", f"{AFTER}gloo")}
+OF_INVARIANT = {"auto": ("graphar",), "torch": (f"{peers.AFTER}nccl", f"{peers.AFTER}gloo")}
 
 
 def of_invariant(rows: Mapping[str, FusedRow], over: Sequence[str]) -> float | None:
     """Returns the time of "tp_invariant" / that of the first method of ``over`` that was measured."""
-    return ratio(rows.get(TP_INVARIANT), next((rows[name] for name in over if name in rows), None))
+    return ratio(rows.get(peers.TP_INVARIANT), next((rows[name] for name in over if name in rows), None))
 
 
 def invariance_table(cases: Cases) -> list[str]:
     """Returns a caption and a table with a row for each M; an empty list if "tp_invariant" was not measured."""
     lines = [
-        [str(m), time_cell(rows[TP_INVARIANT]), *(ratio_cell(of_invariant(rows, one)) for one in OF_INVARIANT.values())]
+        [
+            str(m),
+            time_cell(rows[peers.TP_INVARIANT]),
+            *(ratio_cell(of_invariant(rows, one)) for one in OF_INVARIANT.values()),
+        ]
         for m, rows in cases.items()
-        if TP_INVARIANT in rows
+        if peers.TP_INVARIANT in rows
     ]
-    header = ["M", f"{TP_INVARIANT} (us)", *(f"of_{name}" for name in OF_INVARIANT)]
+    header = ["M", f"{peers.TP_INVARIANT} (us)", *(f"of_{name}" for name in OF_INVARIANT)]
     return ["The same bits at every number of ranks, `tp_invariant`:", table(header, lines)] if lines else []
 
 

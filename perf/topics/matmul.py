@@ -15,28 +15,13 @@ from graphar.plan.trials import WEIGHTS
 from graphar.product import gemm
 from graphar.runtime import launcher
 from graphar.runtime.user_tables import find_table
+from perf import products
 from perf.harness import verify
 from perf.md import NOT_SERVED, number, table, time_cell, time_table
-from perf.products import (
-    MANY_ROWS,
-    Case,
-    IsWrong,
-    Pair,
-    ProductOperands,
-    ProductRow,
-    Products,
-    Shape,
-    exact,
-    flops,
-    is_far,
-    limit_of,
-    run_with,
-    words_of,
-)
 from perf.ratios import best, ratio
 from perf.report import Arguments, Choice, Deciles, Section
 
-SHAPES: tuple[Shape, ...] = tuple((m, n, k) for n, k in WEIGHTS for m in MANY_ROWS)
+SHAPES: tuple[products.Shape, ...] = tuple((m, n, k) for n, k in WEIGHTS for m in products.MANY_ROWS)
 SOME = "64x8192x2048 512x5120x8192 2048x6144x4096 4096x8192x2048 8192x8192x7168"
 
 TORCH = "torch.mm"
@@ -54,7 +39,7 @@ TILES = {f"{OWN}{name_of(tile)}": tile for tile in MATMUL_TILES}
 
 
 @dataclass(frozen=True)
-class MatmulRow(ProductRow):
+class MatmulRow(products.ProductRow):
     """One tile, or torch. All tiles must have the same bits.
 
     Attributes:
@@ -71,26 +56,26 @@ class MatmulRow(ProductRow):
 # ---- the rows of a case ---------------------------------------------------------------------------------------------
 
 
-def tiles(case: Case) -> list[MatmulRow]:
+def tiles(case: products.Case) -> list[MatmulRow]:
     return [row for row in case.values() if row.is_own]
 
 
-def taken(case: Case) -> MatmulRow | None:
+def taken(case: products.Case) -> MatmulRow | None:
     return next((row for row in tiles(case) if row.is_taken), None)
 
 
-def auto(case: Case) -> MatmulRow | None:
+def auto(case: products.Case) -> MatmulRow | None:
     """Returns the row of what "auto" takes."""
     return next((row for row in case.values() if row.is_auto), None)
 
 
-def better(case: Case) -> MatmulRow | None:
+def better(case: products.Case) -> MatmulRow | None:
     """Returns the faster of torch's row and the tile taken; None unless both were measured and are correct."""
     both = taken(case), case.get(TORCH)
     return None if ratio(*both) is None else best(both[::-1])
 
 
-def has_wave(case: Case) -> bool:
+def has_wave(case: products.Case) -> bool:
     """Whether the result has at least as many tiles of WAVE_TILE x WAVE_TILE as the GPU has SMs."""
     row = next(iter(case.values()))
     return matmuls.fills_wave(row.m, row.n, row.sms)
@@ -107,14 +92,14 @@ TAKEN_OF_TORCH, TAKEN_OF_BEST = "taken/torch", "taken/best"
 
 
 @dataclass
-class Matmul(Products):
+class Matmul(products.Products):
     rows: list[MatmulRow] = field(default_factory=list)
 
     order: ClassVar[int] = 6
-    arguments: ClassVar[Arguments] = run_with(SOME, "64x8192x2048 4096x8192x2048")
+    arguments: ClassVar[Arguments] = products.run_with(SOME, "64x8192x2048 4096x8192x2048")
     shapes: ClassVar = SHAPES
     columns: ClassVar = {TORCH: "torch"} | {method: name_of(tile) for method, tile in TILES.items()}
-    ratios: ClassVar[dict[str, Callable[[Case], Pair]]] = {
+    ratios: ClassVar[dict[str, Callable[[products.Case], products.Pair]]] = {
         TAKEN_OF_TORCH: lambda case: (taken(case), case.get(TORCH)),
         "best/torch": lambda case: (best(tiles(case)), case.get(TORCH)),
         TAKEN_OF_BEST: lambda case: (taken(case), best(tiles(case))),
@@ -125,26 +110,26 @@ class Matmul(Products):
     subject: ClassVar[str] = "graphar's time of a matmul / torch's"
 
     @classmethod
-    def why_not(cls, operands: ProductOperands) -> str | None:
+    def why_not(cls, operands: products.ProductOperands) -> str | None:
         return gemm.why_not(operands.a, operands.weight(0), operands.out)
 
     @classmethod
-    def multiply(cls, method: str, operands: ProductOperands, call: int) -> None:
+    def multiply(cls, method: str, operands: products.ProductOperands, call: int) -> None:
         if method == TORCH:
             torch.mm(operands.a, operands.weight(call).t(), out=operands.out)
         else:
             gemm.matmul(operands.a, operands.weight(call), operands.out, tile=TILES[method])
 
     @classmethod
-    def judge(cls, operands: ProductOperands, call: int) -> IsWrong:
+    def judge(cls, operands: products.ProductOperands, call: int) -> products.IsWrong:
         """The bits of a result do not depend on the tile, so all tiles are compared with the first."""
-        value, magnitude = exact(operands.a, operands.weight(call))
+        value, magnitude = products.exact(operands.a, operands.weight(call))
         bits: Tensor | None = None
 
         def is_wrong(method: str) -> Tensor:
             nonlocal bits
-            limit = limit_of(operands.a.shape[1], value, magnitude, may_split=method == TORCH)
-            bad = is_far(operands.out, value, limit)
+            limit = products.limit_of(operands.a.shape[1], value, magnitude, may_split=method == TORCH)
+            bad = products.is_far(operands.out, value, limit)
             if method in TILES:
                 bits = operands.out.clone() if bits is None else bits
                 bad |= verify.differs(operands.out, bits)
@@ -153,7 +138,7 @@ class Matmul(Products):
         return is_wrong
 
     @classmethod
-    def make_row(cls, method: str, shape: Shape, time_us: Deciles, wrong: int) -> MatmulRow:
+    def make_row(cls, method: str, shape: products.Shape, time_us: Deciles, wrong: int) -> MatmulRow:
         device, tile = torch.cuda.current_device(), TILES.get(method)  # None: torch's
         sms = launcher.sm_count(device)
         default = gemm.default_tile(device, *shape, sms)
@@ -167,10 +152,10 @@ class Matmul(Products):
     # ---- the report --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def group_of(cls, shape: Shape, case: Case) -> str:
+    def group_of(cls, shape: products.Shape, case: products.Case) -> str:
         return WAVE if has_wave(case) else "less"
 
-    def grouped(self) -> dict[str, dict[Shape, Case]]:
+    def grouped(self) -> dict[str, dict[products.Shape, products.Case]]:
         """Returns all cases, and those of at least one wave if there are others."""
         cases = self.cases()
         waves = {shape: case for shape, case in cases.items() if has_wave(case)}
@@ -183,22 +168,24 @@ class Matmul(Products):
 
     def sections(self) -> list[Section]:
         cases = self.cases().items()
-        every = {words_of(shape): {tile_of(row): row for row in tiles(case)} for shape, case in cases}
+        every = {products.words_of(shape): {tile_of(row): row for row in tiles(case)} for shape, case in cases}
         return [*super().sections(), Section("Every tile", [time_table("M x N x K", every)])] if every else []
 
     def losses(self) -> list[tuple[str, Choice]]:
-        pairs = {words_of(shape): (auto(case), better(case)) for shape, case in self.cases().items()}
+        pairs = {products.words_of(shape): (auto(case), better(case)) for shape, case in self.cases().items()}
         return [(shape, Choice(*both)) for shape, both in pairs.items() if ratio(*both) is not None]
 
     def comparison(self) -> str:
         lines = []
         for shape, case in self.cases().items():
             row, fastest = taken(case), best(tiles(case))
-            cells = [words_of(shape), time_cell(case.get(TORCH)), tile_of(row), time_cell(row)]
+            cells = [products.words_of(shape), time_cell(case.get(TORCH)), tile_of(row), time_cell(row)]
             cells += [tile_of(fastest), time_cell(fastest), tile_of(auto(case)), *self.ratio_cells(case)]
-            lines.append([*cells, number(flops(shape) / row.median / 1e6) if row and not row.wrong else NOT_SERVED])
+            lines.append(
+                [*cells, number(products.flops(shape) / row.median / 1e6) if row and not row.wrong else NOT_SERVED]
+            )
         times = ["torch (us)", "taken", "taken (us)", "best", "best (us)", "auto"]
         return table(["M x N x K", *times, *self.ratios, "taken (TFLOP/s)"], lines)
 
-    def hint(self, case: Case) -> str:
+    def hint(self, case: products.Case) -> str:
         return f", {tile_of(taken(case))} taken, {tile_of(best(tiles(case)))} best"

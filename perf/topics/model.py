@@ -367,11 +367,6 @@ class Model(BetweenRanks):
                 plans.append(SequencePlan(device, world_size, *shape, in_sequence))
         return plans
 
-    def line(self, row: AnyRow) -> str:
-        is_step = isinstance(row, (ModelRow, SequenceRow))
-        what = f"{row.phase:>8} {row.tokens:>6} tokens" if is_step else f"{row.what[-1]:>22}"
-        return f"{row.world_size:>2} ranks {what} {row.method:>25} {row.median:>12.2f} us {row.wrong:>6} wrong"
-
     # ---- the report --------------------------------------------------------------------------------------------------
 
     def verified(self) -> Sequence[Timing]:

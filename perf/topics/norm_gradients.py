@@ -385,10 +385,6 @@ class NormGradients(Report):
     def count(cls, plan: NormGradientPlan) -> int:
         return 2 * len(PASSES) * len(plan.shapes) * len(plan.methods)
 
-    def line(self, row: NormGradientRow) -> str:
-        what = ", ".join(row.what)
-        return f"{what:<70} {row.method:>14} {row.median:>9.2f} us {row.wrong:>6} wrong"
-
     # ---- the report --------------------------------------------------------------------------------------------------
 
     def sections(self) -> list[Section]:

@@ -21,6 +21,7 @@ import graphar
 from graphar.numerics.codecs import Codec, codec
 from graphar.ops.preparation import prepare
 from graphar.runtime.registry import engine_of_group
+from perf import training_steps
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
@@ -29,21 +30,6 @@ from perf.models.workloads import TINY, WORKLOADS, Workload
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section
 from perf.topics.allreduce import FAMILIES
-from perf.training_steps import (
-    ALONE,
-    BLOCK,
-    WARM_UP_STEPS,
-    StepRow,
-    TrainingReport,
-    alone_ms,
-    baseline_ms,
-    check_blocks,
-    loss_of,
-    of_torch,
-    ratio_chart,
-    same_on_all_ranks,
-    time_blocks,
-)
 
 BITS, BUCKET_SIZE = (8, 6, 5, 4, 2), 128
 LEARNING_RATE = 1e-4
@@ -67,7 +53,7 @@ class Reduction:
 
     @property
     def is_alone(self) -> bool:
-        return self.backend == ALONE
+        return self.backend == training_steps.ALONE
 
     @property
     def is_naive(self) -> bool:
@@ -76,7 +62,7 @@ class Reduction:
     @property
     def is_baseline(self) -> bool:
         """Whether it is the baseline, DistributedDataParallel's built-in all-reduce."""
-        return self.backend not in (ALONE, *NAIVE, "graphar")
+        return self.backend not in (training_steps.ALONE, *NAIVE, "graphar")
 
     @property
     def seeded(self) -> Codec | None:
@@ -95,7 +81,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class ThroughputRow(StepRow):
+class ThroughputRow(training_steps.StepRow):
     """The measured training steps of one model with one gradient reduction.
 
     Attributes:
@@ -231,8 +217,8 @@ def train_and_time(
 ) -> list[tuple[Training, list[float]]]:
     """Times blocks of steps of all trainings in turn. Returns each training with its times. Collective."""
     for training in trainings:
-        training.make_steps(WARM_UP_STEPS, seed=0)
-    return list(zip(trainings, time_blocks(trainings, plan, ranks, begin), strict=True))
+        training.make_steps(training_steps.WARM_UP_STEPS, seed=0)
+    return list(zip(trainings, training_steps.time_blocks(trainings, plan, ranks, begin), strict=True))
 
 
 def row_of(
@@ -249,10 +235,10 @@ def row_of(
         batch_size=batch_size,
         items=workload.items * batch_size * world_size,
         way=training.reduction,
-        steps=WARM_UP_STEPS + BLOCK * len(blocks),
-        step_ms=statistics.median(blocks) / BLOCK / 1e3,
+        steps=training_steps.WARM_UP_STEPS + training_steps.BLOCK * len(blocks),
+        step_ms=statistics.median(blocks) / training_steps.BLOCK / 1e3,
         loss=training.mean_loss(),
-        same_bits=training.reduction.is_alone or same_on_all_ranks(training.model),
+        same_bits=training.reduction.is_alone or training_steps.same_on_all_ranks(training.model),
     )
 
 
@@ -307,7 +293,7 @@ class Training:
             with self._ranks.no_sync() if self.reduction.is_alone else contextlib.nullcontext():
                 with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
                     logits = self._ranks(x)
-                loss = loss_of(logits.float(), y)
+                loss = training_steps.loss_of(logits.float(), y)
                 loss.backward()
             if self.reduction.is_naive:
                 average(self.model, flattened=self.reduction.backend == "flattened")
@@ -341,7 +327,7 @@ def average(model: nn.Module, *, flattened: bool) -> None:
 
 
 @dataclass
-class Throughput(TrainingReport):
+class Throughput(training_steps.TrainingReport):
     rows: list[ThroughputRow] = field(default_factory=list)
 
     order: ClassVar[int] = 14
@@ -371,7 +357,7 @@ class Throughput(TrainingReport):
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> ThroughputPlan:
         """Returns a plan of all well-known models on GPUs, or of a tiny model on the CPU."""
         device, world_size, steps = cls.world(options, gpu_count)
-        check_blocks(steps, (options.batch_size, options.seconds), "--batch-size and --seconds")
+        training_steps.check_blocks(steps, (options.batch_size, options.seconds), "--batch-size and --seconds")
         default = tuple(name for name in WORKLOADS if (name == TINY) != (device == "cuda"))
         models = tuple(options.models or default)
         return ThroughputPlan(device, world_size, models, steps, options.batch_size, options.seconds)
@@ -407,7 +393,7 @@ class Throughput(TrainingReport):
         ratios, base = {}, "torch's own reduction"
         for rows in group(self.rows, lambda row: row.model).values():
             exact = next((row for row in rows if str(row.way) == "exact" and row.same_bits), None)
-            if exact and (step_ms := baseline_ms(rows)):
+            if exact and (step_ms := training_steps.baseline_ms(rows)):
                 base = next(
                     f"DistributedDataParallel over {FAMILIES[str(row.way)]}" for row in rows if row.way.is_baseline
                 )
@@ -420,7 +406,7 @@ def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
     names = list(dict.fromkeys(str(row.way) for rows in by_model for row in rows if not row.way.is_alone))
     lines = []
     for rows in by_model:
-        cells = {str(row.way): flagged(of_torch(row, rows), row) for row in rows}
+        cells = {str(row.way): flagged(training_steps.of_torch(row, rows), row) for row in rows}
         first = next((row for row in rows if row.way.is_baseline), None)
         rate = f"{first.throughput:,.0f}" if first else NOT_SERVED
         lines.append([f"{rows[0].model}, {rows[0].unit}", rate, *(cells.get(name, NOT_SERVED) for name in names)])
@@ -429,7 +415,7 @@ def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
 
 def communication_shares(rows: Sequence[ThroughputRow]) -> list[str]:
     """Returns a sentence on exposed communication with exact gradients, as a share of a step."""
-    alone = alone_ms(rows)
+    alone = training_steps.alone_ms(rows)
     compared = [row for row in rows if row.way.is_naive or row.way.is_baseline or str(row.way) == "exact"]
     if alone is None or not any(row.way.is_naive for row in compared):
         return []
@@ -439,7 +425,7 @@ def communication_shares(rows: Sequence[ThroughputRow]) -> list[str]:
 
 def details(rows: Sequence[ThroughputRow]) -> str:
     """Returns the table of one model's reductions."""
-    alone = alone_ms(rows)
+    alone = training_steps.alone_ms(rows)
     header = ["gradients", "bits", "step (ms)", "of_torch", f"{rows[0].unit}/s", "communication (%)", "sent (MB)"]
     lines = [
         [
@@ -448,7 +434,7 @@ def details(rows: Sequence[ThroughputRow]) -> str:
                 NOT_SERVED if row.way.is_alone else f"{row.way.bits:g}",
                 f"{row.step_ms:.2f}",
             ),
-            *(of_torch(row, rows), f"{row.throughput:,.0f}"),
+            *(training_steps.of_torch(row, rows), f"{row.throughput:,.0f}"),
             NOT_SERVED if alone is None else f"{100 * (1 - alone / row.step_ms):.1f}",
             *(f"{row.sent_nbytes / 1e6:.1f}", f"{row.loss:.3f}", str(row.steps)),
         ]
@@ -469,7 +455,7 @@ def step_chart(rows: Sequence[ThroughputRow]) -> Rows:
         for row in rows
         if row.model in base and row.way.backend == "graphar"
     ]
-    return ratio_chart("Step time / torch's own reduction", marks)
+    return training_steps.ratio_chart("Step time / torch's own reduction", marks)
 
 
 def communication_chart(rows: Sequence[ThroughputRow]) -> Rows:

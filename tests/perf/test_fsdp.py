@@ -14,7 +14,6 @@ from perf.harness.ranks import ProcessRanks
 from perf.models.decoder import SIZES, TINY
 from perf.models.llama import Llama, fill, fitting_layers
 from perf.topics.fsdp import (
-    ALONE,
     Fsdp,
     FsdpPlan,
     Kind,
@@ -25,6 +24,7 @@ from perf.topics.fsdp import (
     checksum,
     make_kinds,
 )
+from perf.training_steps import ALONE
 from tests.perf.samples import fsdp_row
 from tests.processes import run_ranks
 
