@@ -22,7 +22,7 @@ from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
-from perf.md import NOT_SERVED, ratio_cell, table, time_cell, time_table
+from perf.md import NOT_SERVED, columns, name_cell, ratio_cell, time_cell, time_table
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
 from perf.ratios import best, best_peer, by_method, of_best_peer, ratio, words_for
 from perf.report import Choice, Glance, Section, Spread, Timing
@@ -161,26 +161,23 @@ class Comparison:
     sequence: str
 
     def table(self, cases: Cases) -> str:
-        header = ["M", *(f"{name} (us)" for name in (*self.floors, self.sequence)), "best peer", "best peer (us)"]
-        header += ["graphar (us)", "best graphar", "best graphar (us)", "of_best_peer", "of_sequence", "hidden (%)"]
-        lines = []
-        for m, rows in cases.items():
-            own, peer, best_of_own = rows.get("graphar"), best_peer(rows.values()), best_own(rows)
-            lines.append(
-                [
-                    str(m),
-                    *(time_cell(rows.get(name)) for name in (*self.floors, self.sequence)),
-                    peer.method if peer else NOT_SERVED,
-                    time_cell(peer),
-                    time_cell(own),
-                    best_of_own.method if best_of_own else NOT_SERVED,
-                    time_cell(best_of_own),
-                    ratio_cell(ratio(own, peer)),
-                    ratio_cell(ratio(own, rows.get(self.sequence))),
-                    self.hidden(rows, best_of_own),
-                ]
-            )
-        return table(header, lines)
+        alone = {f"{name} (us)": lambda rows, name=name: time_cell(rows.get(name)) for name in self.floors}
+        return columns(
+            cases.values(),
+            {
+                "M": lambda rows: next(iter(rows.values())).m,
+                **alone,
+                f"{self.sequence} (us)": lambda rows: time_cell(rows.get(self.sequence)),
+                "best peer": lambda rows: name_cell(best_peer(rows.values())),
+                "best peer (us)": lambda rows: time_cell(best_peer(rows.values())),
+                "graphar (us)": lambda rows: time_cell(rows.get("graphar")),
+                "best graphar": lambda rows: name_cell(best_own(rows)),
+                "best graphar (us)": lambda rows: time_cell(best_own(rows)),
+                "of_best_peer": lambda rows: ratio_cell(ratio(rows.get("graphar"), best_peer(rows.values()))),
+                "of_sequence": lambda rows: ratio_cell(ratio(rows.get("graphar"), rows.get(self.sequence))),
+                "hidden (%)": lambda rows: self.hidden(rows, best_own(rows)),
+            },
+        )
 
     def hidden(self, rows: Mapping[str, FusionRow], row: FusionRow | None) -> str:
         """Returns the overlap of matmul and collective, as a percentage of the shorter one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from perf.ratios import best_peer, ratio
@@ -24,6 +24,11 @@ def text_beside(*modules: str) -> str:
     """
     known = {name: value for module in modules for name, value in vars(sys.modules[module]).items()}
     return Path(sys.modules[modules[-1]].__file__).with_suffix(".md").read_text().strip().format_map(known)
+
+
+def columns(rows: Iterable, cells: Mapping[str, Callable[..., object]]) -> str:
+    """Returns a table with a line for each row. ``cells`` has its columns: a title, and what a row's cell is."""
+    return table(list(cells), [[str(cell(row)) for cell in cells.values()] for row in rows])
 
 
 def bullets(lines: Iterable[str]) -> str:
@@ -47,6 +52,11 @@ def method_cell(row) -> str:
     return row.method + (f" **({row.wrong} WRONG)**" if row.wrong else "")
 
 
+def name_cell(row) -> str:
+    """Returns the name of a row's method; "-" without a row."""
+    return row.method if row else NOT_SERVED
+
+
 def time_cell(row) -> str:
     """Returns a row's time in microseconds, marked if its result is wrong."""
     if row is None:
@@ -66,7 +76,7 @@ def method_table(first: str, cases: Mapping[str, Mapping[str, object]], method: 
         peer = best_peer(rows.values())
         cells = [time_cell(rows.get(name)) for name in methods]
         compared = ratio_cell(ratio(rows.get(method), peer))
-        lines.append([case, *cells, peer.method if peer else NOT_SERVED, compared])
+        lines.append([case, *cells, name_cell(peer), compared])
     return table([first, *(f"{name} (us)" for name in methods), "best peer", "of_best_peer"], lines)
 
 

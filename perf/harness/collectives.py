@@ -14,8 +14,8 @@ from graphar import reference
 from graphar.plan.trials import COLUMNS
 from perf.harness import verify
 from perf.harness.cases import Case
-from perf.harness.ranks import ProcessRanks, Ranks
-from perf.harness.timing import WARM_UP, capture, time_in_turn
+from perf.harness.ranks import ProcessRanks, Ranks, timed_in_turn
+from perf.harness.timing import WARM_UP, capture
 
 Call = Callable[[Tensor], Tensor]
 
@@ -33,19 +33,17 @@ def measure(
         calls: the methods. "nccl" rounds sums at every hop; the others promise the bits of graphar.reference.
     """
     case = Case(ranks.size, "process", "graph" if x.is_cuda else "cpu", "bfloat16", nbytes)
-    trials = [Trial(op, method, call, x, case.iterations) for method, call in calls.items()]
-    launches = [trial.make_launch() for trial in trials]
-    refills = [trial.refill for trial in trials]
-    timed = time_in_turn(
-        launches, case.repeats, lambda launch: ranks.time_us(launch, case.mode) / case.iterations, refills
-    )
-    medians = [statistics.median(times) for times in ranks.slowest(timed)]
-    wrong = ranks.total([trial.count_wrong(launch, ranks) for trial, launch in zip(trials, launches, strict=True)])
+    trials = [(method, Trial(op, method, call, x, case.iterations)) for method, call in calls.items()]
+    timed, _ = timed_in_turn(ranks, trials, case.repeats, case.mode, case.iterations)
+    wrong = ranks.total([trial.count_wrong(launch, ranks) for trial, launch, _ in timed])
+    medians = [statistics.median(times) for *_, times in timed]
     return dict(zip(calls, medians, strict=True)), dict(zip(calls, wrong, strict=True))
 
 
 class Trial:
-    """Runs one method on one rank's data."""
+    """Runs one method on one rank's data. No method may refuse."""
+
+    refusals = ()
 
     def __init__(self, op: str, method: str, call: Call, x: Tensor, iterations: int) -> None:
         self._op, self._call, self._source, self._iterations = op, call, x, iterations

@@ -245,12 +245,13 @@ def agreed_launches(
 ) -> tuple[list[tuple[T, Callable[[], None]]], list[str]]:
     """Returns the trials that can be launched on every rank with their launches, and messages for others. Collective.
 
-    ``trials`` are pairs of a name and a trial. ``make_launch`` of a trial is called before the next pair is made.
+    ``trials`` are pairs of a name and a trial. ``make_launch`` of a trial is called before the next pair is made. Its
+    ``refusals``, if it has them, are what it may raise.
     """
     ready, refused = [], []
     for name, trial in trials:
         ranks.barrier()
-        launch, reason = agreed(ranks, trial.make_launch)
+        launch, reason = agreed(ranks, trial.make_launch, getattr(trial, "refusals", (Exception,)))
         if reason:
             refused.append(f"{name}: {reason}")
         else:
@@ -263,13 +264,15 @@ def timed_in_turn(
 ) -> tuple[list[tuple[T, Callable[[], None], list[float]]], list[str]]:
     """Returns what :func:`agreed_launches` does, each launch with its times by repeat in microseconds. Collective.
 
-    Launches take turns. A time is that of the slowest rank, divided by ``iterations``.
+    Launches take turns. Before each, a trial's ``refill``, if it has one, restores its input. A time is that of the
+    slowest rank, divided by ``iterations``.
     """
     ready, refused = agreed_launches(ranks, trials)
     if not ready:
         return [], refused
     launches = [launch for _, launch in ready]
-    mine = time_in_turn(launches, repeats, lambda launch: ranks.time_us(launch, mode) / iterations)
+    refills = [getattr(trial, "refill", lambda: None) for trial, _ in ready]
+    mine = time_in_turn(launches, repeats, lambda launch: ranks.time_us(launch, mode) / iterations, refills)
     return [(*one, times) for one, times in zip(ready, ranks.slowest(mine), strict=True)], refused
 
 

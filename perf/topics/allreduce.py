@@ -33,7 +33,7 @@ from perf.harness.cases import (
 )
 from perf.host_times import host_table
 from perf.machine import check_world_sizes
-from perf.md import NOT_SERVED, bullets, method_table, rate, ratio_cell, table, time_cell, time_table
+from perf.md import NOT_SERVED, bullets, method_table, name_cell, rate, ratio_cell, table, time_cell, time_table
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
 from perf.ratios import (
     NOISE,
@@ -334,7 +334,7 @@ def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
                 time_cell(ours),
                 rate(ours.algbw) if ours else NOT_SERVED,
                 rate(ours.busbw) if ours else NOT_SERVED,
-                peer.method if peer else NOT_SERVED,
+                name_cell(peer),
                 time_cell(peer),
                 ratio_cell(ratio(ours, peer)),
                 f"{ours.busbw / link_ceiling:.2f}" if ours and link_ceiling else NOT_SERVED,

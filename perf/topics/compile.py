@@ -18,7 +18,8 @@ from graphar.runtime.compiler import compile_kernel, nvrtc_version
 from perf.charts import Axis, Mark, Rows
 from perf.cubin import resources
 from perf.kernels import catalogue
-from perf.md import table
+from perf.md import columns
+from perf.ratios import group
 from perf.report import Arguments, Glance, Report, Section, Timed, Timing
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
@@ -137,38 +138,20 @@ class Compile(Report):
 
 
 def summary_table(compiled: Sequence[Compiled]) -> str:
-    header = [
-        "file",
-        "architecture",
-        "kernels",
-        "compile (s)",
-        "longest (s)",
-        "cubin (KB)",
-        "registers",
-        "stack (B)",
-        "shared (B)",
-    ]
-    lines = []
-    for file in sorted({one.file for one in compiled}):
-        for arch in ARCHITECTURES:
-            kernels = [one for one in compiled if (one.file, one.arch) == (file, arch)]
-            if kernels:
-                lines.append([file, arch, *summary(kernels)])
-    return table(header, lines)
-
-
-def summary(kernels: Sequence[Compiled]) -> list[str]:
-    """Returns the table cells of one file on one architecture."""
-    registers = [one.registers for one in kernels]
-    return [
-        str(len(kernels)),
-        f"{statistics.median(one.compile_s for one in kernels):.2f}",
-        f"{max(one.compile_s for one in kernels):.2f}",
-        f"{statistics.median(one.nbytes for one in kernels) / 1024:.1f}",
-        f"{min(registers)}-{max(registers)}",
-        str(max(one.stack_nbytes for one in kernels)),
-        str(max(one.shared_nbytes for one in kernels)),
-    ]
+    """Returns a table with a row for each file and architecture."""
+    known = sorted(compiled, key=lambda one: (one.file, ARCHITECTURES.index(one.arch)))
+    cells = {
+        "file": lambda kernels: kernels[0].file,
+        "architecture": lambda kernels: kernels[0].arch,
+        "kernels": len,
+        "compile (s)": lambda kernels: f"{statistics.median(one.compile_s for one in kernels):.2f}",
+        "longest (s)": lambda kernels: f"{max(one.compile_s for one in kernels):.2f}",
+        "cubin (KB)": lambda kernels: f"{statistics.median(one.nbytes for one in kernels) / 1024:.1f}",
+        "registers": lambda kernels: "{}-{}".format(*(of(one.registers for one in kernels) for of in (min, max))),
+        "stack (B)": lambda kernels: max(one.stack_nbytes for one in kernels),
+        "shared (B)": lambda kernels: max(one.shared_nbytes for one in kernels),
+    }
+    return columns(group(known, lambda one: (one.file, one.arch)).values(), cells)
 
 
 def compile_times(kernels: Sequence[Compiled]) -> Rows:

@@ -26,7 +26,7 @@ from perf import training_steps
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
-from perf.md import NOT_SERVED, table
+from perf.md import NOT_SERVED, columns
 from perf.models.decoder import SIZES, TINY, Size
 from perf.models.llama import Llama, fill, fitting_layers
 from perf.report import Arguments, Glance, Section
@@ -441,26 +441,21 @@ class Fsdp(training_steps.TrainingReport):
         cases = by_case(self.rows)
         found = [Section(title_of(rows[0]), [self._details(rows)]) for rows in cases]
         if found:
-            charts = [step_chart(self.rows), exposed_chart(self.rows)]
-            found[0] = replace(found[0], figures=charts)
+            found[0] = replace(found[0], figures=charts(self.rows))
         return found
 
     def _details(self, rows: Sequence[FsdpRow]) -> str:
         alone = training_steps.alone_ms(rows)
-        header = ["collectives", "step (ms)", "of_torch", "exposed (ms)", "tokens/s", "compressed", "losses (nats)"]
-        lines = [
-            [
-                f"{row.label} **(WRONG)**" if self.is_wrong(row) else row.label,
-                f"{row.step_ms:.2f}",
-                training_steps.of_torch(row, rows),
-                NOT_SERVED if alone is None or row.method == training_steps.ALONE else f"{row.step_ms - alone:.2f}",
-                f"{row.tokens * row.world_size / row.step_ms * 1e3:,.0f}",
-                ", ".join(row.compressed) or NOT_SERVED,
-                NOT_SERVED if row.method == training_steps.ALONE else f"{row.losses[0]:.6f}, {row.losses[-1]:.6f}",
-            ]
-            for row in rows
-        ]
-        return table(header, lines)
+        cells = {
+            "collectives": lambda row: f"{row.label} **(WRONG)**" if self.is_wrong(row) else row.label,
+            "step (ms)": lambda row: f"{row.step_ms:.2f}",
+            "of_torch": lambda row: training_steps.of_torch(row, rows),
+            "exposed (ms)": lambda row: NOT_SERVED if alone is None or row.is_alone else f"{row.step_ms - alone:.2f}",
+            "tokens/s": lambda row: f"{row.tokens * row.world_size / row.step_ms * 1e3:,.0f}",
+            "compressed": lambda row: ", ".join(row.compressed) or NOT_SERVED,
+            "losses (nats)": lambda row: NOT_SERVED if row.is_alone else f"{row.losses[0]:.6f}, {row.losses[-1]:.6f}",
+        }
+        return columns(rows, cells)
 
     def glance(self) -> Glance:
         ratios = {}
@@ -483,22 +478,15 @@ def title_of(row: FsdpRow) -> str:
     return f"{shape}: {ranks}, gradients reduced in {row.reduce_dtype}"
 
 
-def step_chart(rows: Sequence[FsdpRow]) -> Rows:
-    """Charts step time / step time with torch's own collectives."""
-    marks = []
+def charts(rows: Sequence[FsdpRow]) -> list[Rows]:
+    """Returns charts of step time / step time with torch's own collectives, and of exposed communication."""
+    ratios, exposed = [], []
     for of_case in by_case(rows):
-        torchs = training_steps.baseline_ms(of_case)
-        marks += [_mark(row, row.step_ms / torchs) for row in of_case if torchs and not row.is_baseline]
-    return training_steps.ratio_chart("Step time / torch's own", marks)
-
-
-def exposed_chart(rows: Sequence[FsdpRow]) -> Rows:
-    """Charts exposed communication."""
-    marks = []
-    for of_case in by_case(rows):
-        alone = training_steps.alone_ms(of_case)
-        marks += [_mark(row, row.step_ms - alone) for row in of_case if alone and row.method != training_steps.ALONE]
-    return Rows("Exposed communication", marks, Axis("time (ms)"))
+        torchs, alone = training_steps.baseline_ms(of_case), training_steps.alone_ms(of_case)
+        ratios += [_mark(row, row.step_ms / torchs) for row in of_case if torchs and not row.is_baseline]
+        exposed += [_mark(row, row.step_ms - alone) for row in of_case if alone and not row.is_alone]
+    ratio_chart = training_steps.ratio_chart("Step time / torch's own", ratios)
+    return [ratio_chart, Rows("Exposed communication", exposed, Axis("time (ms)"))]
 
 
 def _mark(row: FsdpRow, value: float) -> Mark:

@@ -12,7 +12,7 @@ from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.host_calls import APART, BASELINES, CPU, OWN, PEERS_OP, PLAIN, SHARED, HostPlan, HostRow, count_rank, run_rank
 from perf.machine import check_world_sizes
-from perf.md import NOT_SERVED, number, ratio_cell, table, time_cell
+from perf.md import NOT_SERVED, columns, number, ratio_cell, time_cell
 from perf.ratios import extent
 from perf.report import Arguments, Glance, Report, Section
 
@@ -98,17 +98,21 @@ def named(row: HostRow) -> str:
 
 
 def host_table(rows: Sequence[HostRow]) -> str:
-    lines = []
-    for row in rows:
-        spread = f"{number(row.time_us['p10'])} - {number(row.time_us['p90'])}"
-        limit = f"{row.limit:.1f}" if has_limit(row) else NOT_SERVED
+    def compared(row: HostRow) -> str:
         ratio = ratio_cell(row.of_allreduce)
-        calls = NOT_SERVED if row.python_calls is None else str(row.python_calls)
-        op = row.op if row.is_own else f"{row.method}'s {row.op}"
-        compared = f"**{ratio}**" if has_limit(row) and row.exceeds else ratio
-        lines.append([op, row.option or NOT_SERVED, str(row.outputs), time_cell(row), spread, compared, limit, calls])
-    header = ["op", "option", "outputs", "host time (us)", "p10 - p90", "of_allreduce", "limit", "Python calls"]
-    return table(header, lines)
+        return f"**{ratio}**" if has_limit(row) and row.exceeds else ratio
+
+    cells = {
+        "op": lambda row: row.op if row.is_own else f"{row.method}'s {row.op}",
+        "option": lambda row: row.option or NOT_SERVED,
+        "outputs": lambda row: row.outputs,
+        "host time (us)": time_cell,
+        "p10 - p90": lambda row: f"{number(row.time_us['p10'])} - {number(row.time_us['p90'])}",
+        "of_allreduce": compared,
+        "limit": lambda row: f"{row.limit:.1f}" if has_limit(row) else NOT_SERVED,
+        "Python calls": lambda row: NOT_SERVED if row.python_calls is None else row.python_calls,
+    }
+    return columns(rows, cells)
 
 
 def times(rows: Sequence[HostRow]) -> Rows:

@@ -372,17 +372,8 @@ def latency_table(rows: Sequence[LatencyRow]) -> str:
             other = by_method.get(method)
             cells += [time_cell(other), ratio_cell(ratio(own, other))]
         lines.append(cells)
-    head = [
-        "op",
-        "size",
-        "algorithm",
-        "blocks x threads",
-        "share",
-        "time (us)",
-        "p10 - p90",
-        "before (us)",
-        "of_before",
-    ]
+    head = ["op", "size", "algorithm", "blocks x threads", "share", "time (us)", "p10 - p90", "before (us)"]
+    head.append("of_before")
     return table([*head, *(name for method in methods for name in (f"{method} (us)", "of_other"))], lines)
 
 

@@ -23,7 +23,7 @@ from perf.charts import Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
 from perf.machine import memory_rate
-from perf.md import NOT_SERVED, number, ratio_cell, table, time_cell
+from perf.md import NOT_SERVED, name_cell, number, ratio_cell, table, time_cell
 from perf.ratios import best_peer, group, of_best_peer, ratio, times_of_peer, words_for
 from perf.report import Arguments, Deciles, Glance, Report, Section, Timing
 from perf.topics.allreduce import OF_BEST_PEER
@@ -435,7 +435,7 @@ def comparison(cases: Cases) -> str:
             "yes" if summed else "no",
             *(time_cell(rows.get(name)) for name in methods),
         ]
-        cells += [peer.method if peer else NOT_SERVED, ratio_cell(ratio(own, peer))]
+        cells += [name_cell(peer), ratio_cell(ratio(own, peer))]
         cells += [number(any_row.least_nbytes / MB), number(any_row.floor_us)]
         lines.append([*cells, number(own.least_nbytes / own.median / 1e3) if own and not own.wrong else NOT_SERVED])
     header = ["rows x columns", "gradient of the sum", *(f"{name} (us)" for name in methods)]

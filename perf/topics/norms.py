@@ -18,8 +18,8 @@ from perf.choices import choices
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.cases import Plan
-from perf.harness.ranks import ProcessRanks, Ranks, agreed
-from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
+from perf.harness.ranks import ProcessRanks, Ranks, agreed, timed_in_turn
+from perf.harness.timing import WARM_UP, capture, deciles
 from perf.md import method_table, plural
 from perf.peers import catalogue
 from perf.peers.flashinfer import load_trtllm
@@ -176,32 +176,24 @@ def rows_of(plan: NormPlan, tokens: int, methods: dict[str, Call], ranks: Proces
         name: graphar.reference.allreduce_residual_rmsnorm(xs, residual, weight, EPS, OFFSET, output)
         for name, output in OUTPUTS.items()
     }
-    trials, launches = {}, {}
-    for name, call in methods.items():
-        if serves(name, tokens, plan.world_size):
-            trial = Trial(call, xs[ranks.rank], residual, weight)
-            refusals = () if name.startswith(OWN) else (Exception,)  # graphar must serve every case
-            ranks.barrier()
-            launch, reason = agreed(ranks, trial.make_launch, refusals)
-            if reason:
-                yield f"{name}, {plan.world_size} ranks, {tokens} tokens: {reason}"
-            else:
-                trials[name], launches[name] = trial, launch
+    here = f"{plan.world_size} ranks, {tokens} tokens"
+    trials = (
+        (f"{name}, {here}", Trial(call, xs[ranks.rank], residual, weight, name))
+        for name, call in methods.items()
+        if serves(name, tokens, plan.world_size)
+    )
     mode = "graph" if plan.device == "cuda" else "cpu"
-    refills = [trial.refill for trial in trials.values()]
-    timed = list(launches.values())
-    found = time_in_turn(timed, REPEATS[plan.device], lambda launch: ranks.time_us(launch, mode) / CALLS, refills)
-    times = dict(zip(launches, found, strict=True))
+    timed, refused = timed_in_turn(ranks, trials, REPEATS[plan.device], mode, CALLS)
+    yield from refused
     limits, mine = bounds(xs, residual, weight, expected[OWN]), []
-    for name, trial in trials.items():
-        found, drift = trial.results_of(launches[name], xs[ranks.rank], ranks)
-        if name in expected:
-            mine.append(count_wrong(found, expected[name]))
+    for trial, launch, _ in timed:
+        found, drift = trial.results_of(launch, xs[ranks.rank], ranks)
+        if trial.name in expected:
+            mine.append(count_wrong(found, expected[trial.name]))
         else:
             mine.append(count_far(found, expected[OWN], [drift * one for one in limits]))
-    wrong = dict(zip(trials, ranks.total(mine), strict=True))
-    for name, of_ranks in zip(times, ranks.slowest(list(times.values())), strict=True):
-        yield NormRow(name, plan.world_size, tokens, plan.hidden, deciles(of_ranks), wrong[name])
+    for (trial, _, times), wrong in zip(timed, ranks.total(mine), strict=True):
+        yield NormRow(trial.name, plan.world_size, tokens, plan.hidden, deciles(times), wrong)
 
 
 def normal(seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -237,7 +229,9 @@ def count_far(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], limits: S
 class Trial:
     """Runs one method on one rank's data. Captured graphs read ``x``. ``results`` has the results of the last call."""
 
-    def __init__(self, call: Call, x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    def __init__(self, call: Call, x: Tensor, residual: Tensor, weight: Tensor, name: str = "") -> None:
+        self.name = name
+        self.refusals = () if name.startswith(OWN) else (Exception,)  # graphar must serve every case
         self._call, self._small, self._rest = call, x * SMALL, (residual, weight)
         self.x = self._small.clone()
         self.results: tuple[Tensor, ...] = ()

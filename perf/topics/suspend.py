@@ -23,7 +23,7 @@ from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, first_line, host_time_us
 from perf.harness.timing import WARM_UP, capture, deciles, spread, time_in_turn
 from perf.harness.verify import differs
-from perf.md import NOT_SERVED, plural, table
+from perf.md import NOT_SERVED, columns, plural
 from perf.models.decoder import (
     CONTEXT,
     DECODE,
@@ -388,43 +388,32 @@ def in_words(row: SuspendRow) -> str:
 
 
 def memory_table(rows: Sequence[SuspendRow]) -> str:
-    header = [
-        "step",
-        "scratch (MB)",
-        "symmetric (MB)",
-        "freed (MB)",
-        "freed / held",
-        "grown (MB)",
-        "scratch by algorithm (MB)",
-    ]
-    lines = []
-    for row in rows:
-        numbers = [mb(one) for one in (row.scratch_nbytes, row.symmetric_nbytes, row.freed_nbytes)]
-        by_algorithm = ", ".join(f"{name} {mb(nbytes)}" for name, nbytes in row.scratch.items())
-        lines.append([row.words, *numbers, f"{row.freed_share:.2f}", mb(row.grown_nbytes), by_algorithm])
-    return table(header, lines)
+    cells = {
+        "step": lambda row: row.words,
+        "scratch (MB)": lambda row: mb(row.scratch_nbytes),
+        "symmetric (MB)": lambda row: mb(row.symmetric_nbytes),
+        "freed (MB)": lambda row: mb(row.freed_nbytes),
+        "freed / held": lambda row: f"{row.freed_share:.2f}",
+        "grown (MB)": lambda row: mb(row.grown_nbytes),
+        "scratch by algorithm (MB)": lambda row: ", ".join(f"{name} {mb(one)}" for name, one in row.scratch.items()),
+    }
+    return columns(rows, cells)
 
 
 def time_table(rows: Sequence[SuspendRow]) -> str:
-    steps = ["step before (us)", "step after (us)", "after / before"]
-    header = [
-        "step",
-        "held (MB)",
-        "suspend (ms)",
-        "first suspend (ms)",
-        "resume (ms)",
-        "first resume (ms)",
-        *steps,
-        "wrong",
-    ]
-    lines = []
-    for row in rows:
-        suspend = [with_deciles(row.suspend_us), ms(row.first_suspend_us)]
-        resume = [with_deciles(row.resume_us), ms(row.first_resume_us)]
-        medians = [f"{one['median']:.1f}" for one in (row.before_us, row.after_us)]
-        wrong = f"**{row.wrong} WRONG**" if row.wrong else "0"
-        lines.append([row.words, mb(row.held_nbytes), *suspend, *resume, *medians, f"{row.slowdown:.2f}", wrong])
-    return table(header, lines)
+    cells = {
+        "step": lambda row: row.words,
+        "held (MB)": lambda row: mb(row.held_nbytes),
+        "suspend (ms)": lambda row: with_deciles(row.suspend_us),
+        "first suspend (ms)": lambda row: ms(row.first_suspend_us),
+        "resume (ms)": lambda row: with_deciles(row.resume_us),
+        "first resume (ms)": lambda row: ms(row.first_resume_us),
+        "step before (us)": lambda row: f"{row.before_us['median']:.1f}",
+        "step after (us)": lambda row: f"{row.after_us['median']:.1f}",
+        "after / before": lambda row: f"{row.slowdown:.2f}",
+        "wrong": lambda row: f"**{row.wrong} WRONG**" if row.wrong else "0",
+    }
+    return columns(rows, cells)
 
 
 def with_deciles(time_us: Deciles) -> str:

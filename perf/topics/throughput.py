@@ -25,7 +25,7 @@ from perf import training_steps
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
-from perf.md import NOT_SERVED, table
+from perf.md import NOT_SERVED, columns, table
 from perf.models.workloads import TINY, WORKLOADS, Workload
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section
@@ -346,9 +346,8 @@ class Throughput(training_steps.TrainingReport):
         super().add_options(parser)
         models = f"{', '.join(WORKLOADS)} (default: all but {TINY}; on the CPU {TINY} alone)"
         parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), metavar="MODEL", help=models)
-        parser.add_argument(
-            "--batch-size", type=int, metavar="N", help="samples per rank (default: depends on the model)"
-        )
+        samples = "samples per rank (default: depends on the model)"
+        parser.add_argument("--batch-size", type=int, metavar="N", help=samples)
         parser.add_argument(
             "--seconds", type=float, metavar="S", help="time limit per model. The steps finished by then are reported"
         )
@@ -426,21 +425,18 @@ def communication_shares(rows: Sequence[ThroughputRow]) -> list[str]:
 def details(rows: Sequence[ThroughputRow]) -> str:
     """Returns the table of one model's reductions."""
     alone = training_steps.alone_ms(rows)
-    header = ["gradients", "bits", "step (ms)", "of_torch", f"{rows[0].unit}/s", "communication (%)", "sent (MB)"]
-    lines = [
-        [
-            *(
-                flagged(str(row.way), row),
-                NOT_SERVED if row.way.is_alone else f"{row.way.bits:g}",
-                f"{row.step_ms:.2f}",
-            ),
-            *(training_steps.of_torch(row, rows), f"{row.throughput:,.0f}"),
-            NOT_SERVED if alone is None else f"{100 * (1 - alone / row.step_ms):.1f}",
-            *(f"{row.sent_nbytes / 1e6:.1f}", f"{row.loss:.3f}", str(row.steps)),
-        ]
-        for row in rows
-    ]
-    return table([*header, "loss (nats)", "after steps"], lines)
+    cells = {
+        "gradients": lambda row: flagged(str(row.way), row),
+        "bits": lambda row: NOT_SERVED if row.way.is_alone else f"{row.way.bits:g}",
+        "step (ms)": lambda row: f"{row.step_ms:.2f}",
+        "of_torch": lambda row: training_steps.of_torch(row, rows),
+        f"{rows[0].unit}/s": lambda row: f"{row.throughput:,.0f}",
+        "communication (%)": lambda row: NOT_SERVED if alone is None else f"{100 * (1 - alone / row.step_ms):.1f}",
+        "sent (MB)": lambda row: f"{row.sent_nbytes / 1e6:.1f}",
+        "loss (nats)": lambda row: f"{row.loss:.3f}",
+        "after steps": lambda row: row.steps,
+    }
+    return columns(rows, cells)
 
 
 def flagged(text: str, row: ThroughputRow) -> str:

@@ -147,9 +147,6 @@ class TrainingPlan:
         kinds = [("torch", None, False), ("graphar", None, False), *(("graphar", *kind) for kind in self._quantised())]
         return [Run(*kind, seed, self.steps) for kind in kinds for seed in self.seeds]
 
-    def run_count(self) -> int:
-        return len(self.tasks) * len(self.runs())
-
     def _quantised(self) -> list[tuple[Codec, bool]]:
         bits, buckets = (BITS, BUCKET_SIZES) if self.every_codec else ((8, 4, 2), BUCKET_SIZES[:1])
         plain = [
@@ -318,7 +315,7 @@ class Training(TrainingReport):
 
     @classmethod
     def count(cls, plan: TrainingPlan) -> int:
-        return plan.run_count()
+        return len(plan.tasks) * len(plan.runs())
 
     def line(self, row: TrainingRow) -> str:
         run, outcome = row.run, row.outcome
@@ -358,21 +355,14 @@ class Training(TrainingReport):
         return Glance("codecs reach the test loss of exact gradients, within noise", figure=f"{near} of {near + far}")
 
     def timed(self) -> list[Timed]:
-        return [
-            Timed(
-                (
-                    rows[0].backend,
-                    f"{rows[0].world_size} ranks",
-                    rows[0].task,
-                    f"{rows[0].mode}, {rows[0].bits:g} bits",
-                    f"buckets of {rows[0].run.codec.bucket_size}" if rows[0].run.codec else "",
-                ),
-                mean(rows, "step_ms") * 1e3,
-                not all(row.outcome.same_bits for row in rows),
-                rows[0].is_own,
-            )
-            for rows in by_configuration(self.rows)
-        ]
+        found = []
+        for rows in by_configuration(self.rows):
+            one = rows[0]
+            bucket = f"buckets of {one.run.codec.bucket_size}" if one.run.codec else ""
+            what = one.backend, f"{one.world_size} ranks", one.task, f"{one.mode}, {one.bits:g} bits", bucket
+            wrong = not all(row.outcome.same_bits for row in rows)
+            found.append(Timed(what, mean(rows, "step_ms") * 1e3, wrong, one.is_own))
+        return found
 
 
 def check_digits() -> None:
@@ -419,19 +409,8 @@ def near_and_far(rows: Sequence[TrainingRow]) -> tuple[list[list[TrainingRow]], 
 
 
 def run_table(rows: Sequence[TrainingRow]) -> str:
-    header = [
-        "backend",
-        "mode",
-        "ranks",
-        "bits",
-        "bucket",
-        "epochs",
-        "batch",
-        "train loss",
-        "train acc (%)",
-        "test loss",
-    ]
-    header += ["test acc (%)", "time (s)", "step (ms)", "of_torch", "sent (MB)"]
+    header = ["backend", "mode", "ranks", "bits", "bucket", "epochs", "batch", "train loss"]
+    header += ["train acc (%)", "test loss", "test acc (%)", "time (s)", "step (ms)", "of_torch", "sent (MB)"]
     first, lines = mean(by_configuration(rows)[0], "step_ms"), []
     for runs in by_configuration(rows):
         one = runs[0]
@@ -454,18 +433,14 @@ def by_configuration(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
     return list(group(rows, TrainingRow.configuration).values())
 
 
-def _values(rows: Sequence[TrainingRow], name: str) -> list[float]:
-    return [getattr(row.outcome, name) for row in rows]
-
-
 def mean(rows: Sequence[TrainingRow], name: str) -> float:
     """Returns the mean of a field of Outcome."""
-    return statistics.fmean(_values(rows, name))
+    return statistics.fmean(getattr(row.outcome, name) for row in rows)
 
 
 def _spread(rows: Sequence[TrainingRow], name: str) -> float:
-    values = _values(rows, name)
-    return statistics.stdev(values) if len(values) > 1 and all(math.isfinite(value) for value in values) else 0.0
+    values = [getattr(row.outcome, name) for row in rows]
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else 0.0
 
 
 def _figure(rows: Sequence[TrainingRow], name: str, form: Callable[[float], str]) -> str:

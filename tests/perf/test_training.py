@@ -63,8 +63,8 @@ def test_gpus_try_every_codec_and_the_cpu_a_few():
 
     codecs = {(run.codec.bits, run.codec.bucket_size, run.codec.rounding) for run in every.runs() if run.codec}
     assert codecs == set(itertools.product((8, 6, 5, 4, 2), (128, 1024), ("nearest", "stochastic")))
-    assert every.run_count() == 3 * (2 + len(codecs) + 2)
-    assert few.run_count() == 7
+    assert Training.count(every) == 3 * (2 + len(codecs) + 2)
+    assert Training.count(few) == 7
     assert all(run.codec is None for run in few.runs()[:2])
 
 
