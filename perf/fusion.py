@@ -85,14 +85,7 @@ def is_far(result: Tensor, expected: Tensor, parts: list[Tensor], lost: Sequence
 
 @dataclass(frozen=True)
 class FusionRow(Timing):
-    """The measured and verified time of one method on one layer.
-
-    Attributes:
-        m, n, k: the matmul's sizes on one rank: [m, k] x [n, k]^T.
-        time_us: the time of one operation: median, p10 and p99 over the repeats. Each repeat has the time of the
-            slowest rank.
-        wrong: the number of elements that differ from what the method promises, summed over all ranks.
-    """
+    """The measured and verified time of one method on one layer, of the sizes [m, k] x [n, k]^T on one rank."""
 
     method: str
     world_size: int

@@ -71,12 +71,10 @@ class HostRow(Timing):
         option: the options; empty for none.
         outputs: the number of tensors that the call returns.
         place: where the ranks run, as in :class:`HostPlan`.
-        time_us: the host time of one call: median, p10 and p90 over the bursts. Each burst has the time of the slowest
-            rank.
+        time_us: the host time of one call. A burst is a repeat.
         of_allreduce: the median / that of a plain all-reduce with as many outputs; None for other methods.
         limit: the most that ``of_allreduce`` may be on GPUs; None if there is no limit.
         python_calls: the Python functions from the public op to the last launch; None if no launch was seen.
-        wrong: the number of elements that differ from what the call promises, summed over all ranks.
     """
 
     method: str

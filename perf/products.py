@@ -47,7 +47,6 @@ class ProductRow(Timing):
     Attributes:
         method: one of the topic's methods.
         m, n, k: the operands are [m, k] and [n, k].
-        time_us: the time of one call: median, p10 and p90 over the repeats.
         wrong: the number of elements that are too far from float64, or do not have the bits that the method promises.
     """
 

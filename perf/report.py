@@ -55,8 +55,10 @@ class Deciles(TypedDict):
 class Timing:
     """The base class of rows with a time.
 
-    A subclass adds ``method``, ``world_size``, ``time_us`` and ``wrong``. Its ``what`` describes the case in words,
-    without method and number of ranks.
+    A subclass adds ``method``, ``world_size``, ``time_us`` and ``wrong``. ``time_us`` has percentiles of the time of
+    one operation over the repeats, each of which has the time of the slowest rank. ``wrong`` counts the elements that
+    differ from what the method promises, summed over all ranks. ``what`` describes the case in words, without method
+    and number of ranks.
     """
 
     @property

@@ -228,10 +228,7 @@ class Row(Timing):
     Attributes:
         algorithm: the algorithm that graphar.explain names; None for a peer.
         quantised: whether the method sends fewer bits than its input has. Exact methods are not compared with it.
-        time_us: the time of one operation: median, p10 and p99 over the repeats. Each repeat has the time of the
-            slowest rank.
         algbw, busbw: GB/s (1e9 bytes) at the median time, as nccl-tests defines them.
-        wrong: the number of elements that differ from what the method promises, summed over all ranks.
         nvlink: the traffic of the first rank's links during one replay; None if it was not counted.
     """
 
@@ -280,22 +277,9 @@ def make_row(
     """Returns the row of a method. ``times_us`` has the time of one operation in each repeat."""
     time_us = spread(times_us)
     bandwidth = algbw(case.nbytes, time_us["median"])
-    return Row(
-        op="allreduce",
-        method=method,
-        algorithm=algorithm,
-        quantised=quantised,
-        nbytes=case.nbytes,
-        dtype=case.dtype,
-        world_size=case.world_size,
-        mode=case.mode,
-        form=case.form,
-        time_us=time_us,
-        algbw=bandwidth,
-        busbw=busbw(bandwidth, case.world_size),
-        wrong=wrong,
-        nvlink=nvlink,
-    )
+    where = case.nbytes, case.dtype, case.world_size, case.mode, case.form
+    rates = bandwidth, busbw(bandwidth, case.world_size)
+    return Row("allreduce", method, algorithm, quantised, *where, time_us, *rates, wrong, nvlink)
 
 
 def algbw(nbytes: int, time_us: float) -> float:

@@ -53,12 +53,8 @@ class Reading:
     raw_rx: tuple[int, ...]
 
     def __sub__(self, before: Reading) -> Reading:
-        return Reading(
-            data_tx=_minus(self.data_tx, before.data_tx),
-            data_rx=_minus(self.data_rx, before.data_rx),
-            raw_tx=_minus(self.raw_tx, before.raw_tx),
-            raw_rx=_minus(self.raw_rx, before.raw_rx),
-        )
+        fields = zip(vars(self).values(), vars(before).values(), strict=True)
+        return Reading(*(tuple(a - b for a, b in zip(*one, strict=True)) for one in fields))
 
 
 def must_send(world_size: int, nbytes: int, operations: int) -> int:
@@ -196,10 +192,6 @@ def _uuid(device: torch.device | int) -> str:
     if not torch.cuda.is_available():
         raise NoLinksError("torch sees no GPU")
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
-def _minus(after: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip(after, before, strict=True))
 
 
 def _ratio(part: float, whole: float) -> float | None:

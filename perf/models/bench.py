@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
-from perf.md import plural
+from perf.md import NOT_SERVED, plural
 from perf.models.decoder import SIZES
 from perf.ratios import group
 from perf.report import Timing
@@ -41,7 +41,6 @@ class BenchRow(Timing):
 
     A subclass adds the case, with a number of ``tokens``, and these:
 
-    - time_us: median, p10 and p99 over the repeats. Each repeat has the time of the slowest rank.
     - error: the largest relative error of a token's logits, compared with the unsharded model; None if that has no
       meaning.
     - wrong: the number of wrong results, summed over all ranks. A token is wrong if the error of its logits is too
@@ -66,14 +65,17 @@ class BenchRow(Timing):
         """The time of a step of all layers, extrapolated from the timed layers."""
         return self.median * SIZES[self.size].layers / self.layers
 
-    def whole_cells(self) -> list[str]:
-        """Returns the time of a step of the whole model, and its tokens per second."""
-        return [f"{self.whole_us / 1e3:.4g}", f"{self.tokens / self.whole_us * 1e6:,.0f}"]
+
+def whole_columns(any_row: BenchRow) -> dict[str, Callable[[BenchRow], str]]:
+    """Returns the columns of a table that have the time of a step of the whole model, and its tokens per second."""
+    return {
+        f"whole model, {SIZES[any_row.size].layers} layers (ms)": lambda row: f"{row.whole_us / 1e3:.4g}",
+        "tokens/s": lambda row: f"{row.tokens / row.whole_us * 1e6:,.0f}",
+    }
 
 
-def whole_header(row: BenchRow) -> list[str]:
-    """Returns the titles of :meth:`BenchRow.whole_cells`."""
-    return [f"whole model, {SIZES[row.size].layers} layers (ms)", "tokens/s"]
+def error_cell(row: BenchRow) -> str:
+    return NOT_SERVED if row.error is None else f"{row.error:.4f}"
 
 
 def by_title(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:

@@ -25,8 +25,8 @@ from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, agreed, host_time_of_calls_us
 from perf.harness.timing import WARM_UP, spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
-from perf.md import NOT_SERVED, method_cell, plural, ratio_cell, table, text_beside
-from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, compared, worst_of
+from perf.md import columns, method_cell, plural, ratio_cell, text_beside
+from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, compared, error_cell, worst_of
 from perf.models.decoder import EPS, SIZES, THETA
 from perf.ratios import best_peer, ratio
 from perf.report import Spread, Timing
@@ -94,8 +94,7 @@ class CallRow(Timing):
     Attributes:
         method: the backend.
         nbytes: the size of the tensor.
-        time_us: median, p10 and p99 over the repeats. A repeat has the mean time of many calls on the slowest rank.
-        wrong: the number of wrong elements of a sum, summed over all ranks.
+        time_us: a repeat has the mean time of many calls.
     """
 
     method: str
@@ -295,22 +294,29 @@ def table_of(rows: Mapping[str, GenerationRow]) -> str:
     """Returns the table of one model. It has a row for each method."""
     peer = best_peer(rows.values())
     known = next((row.method for row in rows.values() if row.is_peer), "torch's backend")
-    header = ["method", "time (ms)", "p10 to p99 (ms)", "tokens/s", "of_best_peer", "error"]
-    lines = []
-    for row in rows.values():
-        cells = [method_cell(row), f"{row.median / 1e3:.1f}", extent(row, 1e3), f"{row.per_second:,.0f}"]
-        cells += [ratio_cell(ratio(row, peer)), NOT_SERVED if row.error is None else f"{row.error:.4f}"]
-        lines.append([*cells, f"{row.same_tokens} of {row.tokens}", f"{row.same_bits} of {row.tokens}"])
-    return table([*header, f"tokens as with {known}", "logits with the same bits"], lines)
+    cells = {
+        "method": method_cell,
+        "time (ms)": lambda row: f"{row.median / 1e3:.1f}",
+        "p10 to p99 (ms)": lambda row: extent(row, 1e3),
+        "tokens/s": lambda row: f"{row.per_second:,.0f}",
+        "of_best_peer": lambda row: ratio_cell(ratio(row, peer)),
+        "error": error_cell,
+        f"tokens as with {known}": lambda row: f"{row.same_tokens} of {row.tokens}",
+        "logits with the same bits": lambda row: f"{row.same_bits} of {row.tokens}",
+    }
+    return columns(rows.values(), cells)
 
 
 def call_table(rows: Mapping[str, CallRow]) -> str:
     """Returns the table of calls for one world size. It has a row for each backend."""
     peer = best_peer(rows.values())
-    lines = [
-        [method_cell(row), f"{row.median:.1f}", extent(row), ratio_cell(ratio(row, peer))] for row in rows.values()
-    ]
-    return table(["method", "time (us)", "p10 to p99 (us)", "of_best_peer"], lines)
+    cells = {
+        "method": method_cell,
+        "time (us)": lambda row: f"{row.median:.1f}",
+        "p10 to p99 (us)": extent,
+        "of_best_peer": lambda row: ratio_cell(ratio(row, peer)),
+    }
+    return columns(rows.values(), cells)
 
 
 def extent(row: Timing, unit_us: float = 1.0) -> str:

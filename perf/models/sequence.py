@@ -29,8 +29,8 @@ from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, agreed, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
-from perf.md import NOT_SERVED, method_cell, plural, ratio_cell, table, text_beside
-from perf.models.bench import BenchPlan, BenchRow, compared, whole_header, worst_of
+from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell, text_beside
+from perf.models.bench import BenchPlan, BenchRow, compared, error_cell, whole_columns, worst_of
 from perf.models.decoder import (
     EMBEDDED,
     EPS,
@@ -424,10 +424,13 @@ def in_words(rows: Mapping[str, SequenceRow]) -> str:
 
 def table_of(rows: Mapping[str, SequenceRow]) -> str:
     """Returns the table of one step. It has a row for each method."""
-    peer, lines = best_peer(rows.values()), []
-    for row in rows.values():
-        cells = [method_cell(row), f"{row.median:.1f}", ratio_cell(ratio(row, peer)), *row.whole_cells()]
-        gradient_error = NOT_SERVED if row.gradient_error is None else f"{row.gradient_error:.4f}"
-        lines.append([*cells, f"{row.error:.4f}", gradient_error])
-    header = ["method", "step (us)", "of_best_peer", *whole_header(next(iter(rows.values()))), "error"]
-    return table([*header, "gradient error"], lines)
+    peer = best_peer(rows.values())
+    cells = {
+        "method": method_cell,
+        "step (us)": lambda row: f"{row.median:.1f}",
+        "of_best_peer": lambda row: ratio_cell(ratio(row, peer)),
+        **whole_columns(next(iter(rows.values()))),
+        "error": error_cell,
+        "gradient error": lambda row: NOT_SERVED if row.gradient_error is None else f"{row.gradient_error:.4f}",
+    }
+    return columns(rows.values(), cells)

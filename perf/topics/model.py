@@ -24,9 +24,9 @@ from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, Ranks, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
-from perf.md import NOT_SERVED, method_cell, number, plural, ratio_cell, table
+from perf.md import NOT_SERVED, columns, method_cell, number, plural, ratio_cell
 from perf.models import generation, sequence
-from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, by_title, compared, whole_header, worst_of
+from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, by_title, compared, error_cell, whole_columns, worst_of
 from perf.models.decoder import (
     CONTEXT,
     DECODE,
@@ -436,16 +436,24 @@ def in_words(rows: Mapping[str, ModelRow]) -> str:
 
 def step_table(rows: Mapping[str, ModelRow]) -> str:
     """Returns the table of one step. It has a row for each method."""
-    header = ["method", "step (us)", "of_best_peer", "communication (us a layer)", "communication (%)"]
     peer, alone = best_peer(rows.values()), rows.get(ALONE)
-    lines = []
-    for row in rows.values():
-        is_sum = alone is not None and row.method not in (ALONE, UNSHARDED)
-        cells = [method_cell(row), f"{row.median:.1f}", ratio_cell(ratio(row, peer) if row.method != ALONE else None)]
-        cells += [f"{(row.median - alone.median) / row.layers:.1f}" if is_sum else NOT_SERVED]
-        cells += [f"{100 * share(row, alone):.1f}" if is_sum else NOT_SERVED, *row.whole_cells()]
-        lines.append([*cells, NOT_SERVED if row.error is None else f"{row.error:.4f}"])
-    return table([*header, *whole_header(next(iter(rows.values()))), "error"], lines)
+
+    def is_sum(row: ModelRow) -> bool:
+        return alone is not None and row.method not in (ALONE, UNSHARDED)
+
+    def communication(row: ModelRow) -> str:
+        return f"{(row.median - alone.median) / row.layers:.1f}" if is_sum(row) else NOT_SERVED
+
+    cells = {
+        "method": method_cell,
+        "step (us)": lambda row: f"{row.median:.1f}",
+        "of_best_peer": lambda row: ratio_cell(ratio(row, peer) if row.method != ALONE else None),
+        "communication (us a layer)": communication,
+        "communication (%)": lambda row: f"{100 * share(row, alone):.1f}" if is_sum(row) else NOT_SERVED,
+        **whole_columns(next(iter(rows.values()))),
+        "error": error_cell,
+    }
+    return columns(rows.values(), cells)
 
 
 def share(row: ModelRow, alone: ModelRow) -> float:

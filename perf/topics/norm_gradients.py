@@ -64,11 +64,9 @@ class NormGradientRow(Timing):
         passes: one of PASSES.
         rows, columns: the shape of the bf16 tensors.
         summed: whether the sum of input and residual has a gradient of its own.
-        time_us: the time of one call: median, p10 and p90 over the repeats.
         least_nbytes: the bytes of all operands and results, each once.
         floor_us: the time that these bytes take at the memory's rate; None if the rate is unknown.
         peak_nbytes: the most memory that one call takes beside its operands. None for "backward", and on the CPU.
-        wrong: the number of elements that differ from what the method promises.
     """
 
     world_size: ClassVar[int] = 1

@@ -43,9 +43,6 @@ class NormRow(Timing):
     Attributes:
         method: "graphar", "graphar fp8", or the name of a peer.
         tokens, hidden: rows and columns of the bf16 input.
-        time_us: the time of one call: median, p10 and p90 over the repeats. Each repeat has the time of the slowest
-            rank.
-        wrong: the number of elements that differ from what the method promises, summed over all ranks.
     """
 
     method: str
