@@ -162,11 +162,8 @@ class Arguments:
     quick_on_cpu: str = ""
 
     def of(self, on_gpus: bool, quick: bool) -> list[str]:
-        chosen = (
-            (self.quick_on_gpus if quick else self.on_gpus)
-            if on_gpus
-            else (self.quick_on_cpu if quick else self.on_cpu)
-        )
+        on_device = (self.on_gpus, self.quick_on_gpus) if on_gpus else (self.on_cpu, self.quick_on_cpu)
+        chosen = on_device[quick]
         return (chosen or "").split()
 
     def is_left_out(self, on_gpus: bool) -> bool:

@@ -18,7 +18,7 @@ from perf.compare import Pair, machines_of, pairs_of
 from perf.machine import one_line
 from perf.md import NOT_SERVED, bullets, number, table
 from perf.ratios import NOISE, by_method, geometric_mean, group, of_best_peer, times_of_peer
-from perf.report import Section, StoredReport, read_all, topics
+from perf.report import StoredReport, read_all, topics
 from perf.topics.allreduce import FAMILIES, MODES, AllReduce, Row, main_first, members, ratios_by_world
 
 FOLDER = Path(__file__).parent
@@ -115,6 +115,11 @@ def html(markdown: str) -> Markup:
     return Markup(
         text.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace("</table>", "</table></div>")
     )
+
+
+def with_plots(text: Markup, figures: Iterable[charts.Figure | None]) -> Markup:
+    plots = "".join(drawn(figures))
+    return text + Markup(f'<div class="plots">{plots}</div>' if plots else "")
 
 
 def drawn(figures: Iterable[charts.Figure | None]) -> list[Markup]:
@@ -247,21 +252,16 @@ def _part(one: StoredReport, of_page: Mapping[str, object]) -> Part:
     sections = report.sections()
     top = [section for section in sections if not section.title]
     for at, section in enumerate(section for section in sections if section.title):
-        folds.append(_fold(section, is_open=at == 0))
+        folds.append(Fold(section.title, html("\n\n".join(section.body)), drawn(section.figures), at == 0))
     if report.skipped:
         folds.append(Fold("Not measured", html(bullets(report.skipped))))
     if report.notes:
         folds.append(Fold("Columns and methods", html(report.notes)))
     folds.append(Fold("How to reproduce", html(f"```\n{one.command}\n```")))
     text = "\n\n".join([_when(one.machine, of_page), report.status(), bullets(findings)])
-    plots = "".join(drawn(figure for section in top for figure in section.figures))
-    head = html(text) + Markup(f'<div class="plots">{plots}</div>' if plots else "")
+    head = with_plots(html(text), [figure for section in top for figure in section.figures])
     files = [f"{report.name}{suffix}" for suffix in (".md", ".csv", ".json")]
     return Part(report.name, report.title, head, folds, files)
-
-
-def _fold(section: Section, is_open: bool = False) -> Fold:
-    return Fold(section.title, html("\n\n".join(section.body)), drawn(section.figures), is_open)
 
 
 def _when(machine: Mapping[str, object], of_page: Mapping[str, object]) -> str:
@@ -462,6 +462,4 @@ def _compared(pair: Pair) -> Part:
     section = pair.section()
     summary, *rows = section.body
     folds = [Fold("All rows", html("\n\n".join(rows)))] if rows else []
-    charts_of = "".join(drawn(section.figures))
-    head = html(summary) + Markup(f'<div class="plots">{charts_of}</div>' if charts_of else "")
-    return Part(pair.first.report.name, section.title, head, folds)
+    return Part(pair.first.report.name, section.title, with_plots(html(summary), section.figures), folds)

@@ -234,7 +234,7 @@ CLAIMS: dict[str, list[Callable[[], str | Sequence[str]]]] = {
         lambda: f"{int(100 * lossless('any bits', 16 * MB)) / 100}",
         lambda: [worst(ranks) for ranks in (2, 3, 4)],
         random_bits_over_nccl,
-        lambda: "3",  # perf.report.NOISE
+        lambda: "3",  # perf.ratios.NOISE
         lambda: of_torch_from_a_wave("h200x1"),
         lambda: of_torch_from_a_wave("h100x1"),
     ],
