@@ -211,6 +211,37 @@ def test_results_are_those_of_the_last_calls_weight(gpu, topic):
     assert min(topic.count_wrong(launches, operands, 3).values()) > operands.out.numel() / 2
 
 
+@pytest.mark.parametrize("method", [fp8.TORCH, fp8.TORCH_BLOCKS, fp8.ROWS, fp8.BLOCKS])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_result_with_another_scale_is_wrong(gpu, method, which):
+    operands = fp8.Scaled.operands(SMALL, CPU)
+    launch = partial(fp8.Scaled.multiply, method, operands, 0)
+    scale = operands.scales(method)[which]
+
+    assert fp8.Scaled.count_wrong({method: launch}, operands, 1) == {method: 0}
+    kept = scale.clone()
+
+    def with_another():
+        scale[0, 0] *= 1.5
+        launch()
+        scale.copy_(kept)
+
+    assert fp8.Scaled.count_wrong({method: with_another}, operands, 1)[method] > 0
+
+
+def test_leaves_must_have_the_bits_of_the_tree(gpu, operands):
+    right = leaves.tree_of_leaves(operands, 0)
+
+    def launch(flips):
+        operands.out.copy_(right)
+        operands.out.view(torch.int16)[3, 5] ^= flips
+
+    assert right.equal(multiply(operands.a, operands.weight(0), leaves=8))
+    for flips, wrong in ((0, {}), (1, {leaves.TREE: 1})):
+        launches = dict.fromkeys((leaves.TORCH, leaves.TREE), partial(launch, flips))
+        assert leaves.Leaves.count_wrong(launches, operands, 1) == {leaves.TORCH: 0, leaves.TREE: 0} | wrong
+
+
 # ---- the measurement ------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +286,20 @@ def test_a_shape_that_the_kernel_refuses_is_told_and_the_others_are_measured(gpu
 
     assert first == "24 x 12 x 512: 12 columns"
     assert [one.method for one in others] == list(topic.columns)
+
+
+def test_scales_of_blocks_that_torch_refuses_are_told(gpu, monkeypatch):
+    def refusing(a, w, a_scale, w_scale, **keywords):
+        if w_scale.shape[0] > 1:
+            raise RuntimeError("Invalid scaling configuration.\nMore.")
+        return scaled_by_torch(a, w, a_scale, w_scale, **keywords)
+
+    monkeypatch.setattr(torch, "_scaled_mm", refusing)
+
+    told, *found = fp8.Scaled().measure([SMALL])
+
+    assert told == f"24 x 16 x 512: {fp8.TORCH_BLOCKS}: Invalid scaling configuration."
+    assert [one.method for one in found] == [method for method in fp8.METHODS if method != fp8.TORCH_BLOCKS]
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
