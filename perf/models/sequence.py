@@ -30,26 +30,8 @@ from perf.harness.ranks import ProcessRanks, agreed, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell, text_beside
+from perf.models import decoder as decoding
 from perf.models.bench import BenchPlan, BenchRow, compared, error_cell, whole_columns, worst_of
-from perf.models.decoder import (
-    EMBEDDED,
-    EPS,
-    PREFILL,
-    SIZES,
-    Case,
-    Decoder,
-    Elementwise,
-    Inputs,
-    Layer,
-    Shard,
-    Size,
-    make_decoder,
-    make_head,
-    normal,
-    rope_cos_sin,
-    rotate,
-    swiglu,
-)
 from perf.ratios import best_peer, ratio
 from perf.report import Spread
 from perf.topics.norms import add_and_norm, compiled
@@ -144,7 +126,7 @@ def make_method(name: str) -> Method:
         gather, scatter = graphar.fused_allgather_matmul, graphar.fused_matmul_reducescatter
         return Method(name, gather, scatter, sum_norms=graphar.allreduce)
     if name == WITH_NORMS:
-        fused = partial(graphar.fused_matmul_reducescatter_residual_rmsnorm, eps=EPS)
+        fused = partial(graphar.fused_matmul_reducescatter_residual_rmsnorm, eps=decoding.EPS)
         return replace(make_method(SEQUENCE_PARALLEL), name=name, row_parallel_and_norm=fused)
     if name == ASYNC:
         with warnings.catch_warnings():
@@ -217,16 +199,18 @@ class CountFused:
 
 
 @dataclass(frozen=True)
-class ElementwiseWithNorm(Elementwise):
+class ElementwiseWithNorm(decoding.Elementwise):
     """The model's elementwise functions, compiled or not."""
 
     add_and_norm: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-PLAIN = ElementwiseWithNorm(rotate, swiglu, add_and_norm)
+PLAIN = ElementwiseWithNorm(decoding.rotate, decoding.swiglu, add_and_norm)
 
 
-def forward(decoder: Decoder, inputs: Inputs, method: Method, elementwise: ElementwiseWithNorm) -> Tensor:
+def forward(
+    decoder: decoding.Decoder, inputs: decoding.Inputs, method: Method, elementwise: ElementwiseWithNorm
+) -> Tensor:
     """Returns the normalised output of the last layer. It has the rows of ``inputs.x``."""
     row_parallel_and_norm = method.row_parallel_and_norm or partial(
         row_parallel_then_norm, method.row_parallel, elementwise.add_and_norm
@@ -240,15 +224,17 @@ def row_parallel_then_norm(
     return add_and_norm(row_parallel(a, w), residual, norm)
 
 
-def named_weights(decoder: Decoder) -> dict[str, Tensor]:
+def named_weights(decoder: decoding.Decoder) -> dict[str, Tensor]:
     """Returns the weights by name."""
     of_layers = {
-        f"{at}.{one.name}": getattr(layer, one.name) for at, layer in enumerate(decoder.layers) for one in fields(Layer)
+        f"{at}.{one.name}": getattr(layer, one.name)
+        for at, layer in enumerate(decoder.layers)
+        for one in fields(decoding.Layer)
     }
     return of_layers | {"final_norm": decoder.final_norm}
 
 
-def part_of(name: str, whole: Tensor, size: Size, shard: Shard) -> Tensor:
+def part_of(name: str, whole: Tensor, size: decoding.Size, shard: decoding.Shard) -> Tensor:
     """Returns a rank's shard of a whole weight or of its gradient."""
     kind = name.split(".")[-1]
     kv_width = size.kv_heads * size.head_size
@@ -272,8 +258,8 @@ class Trial:
     def __init__(
         self,
         method: Method,
-        decoder: Decoder,
-        inputs: Inputs,
+        decoder: decoding.Decoder,
+        inputs: decoding.Inputs,
         cotangent: Tensor,
         phase: str,
         elementwise: ElementwiseWithNorm,
@@ -289,7 +275,7 @@ class Trial:
             self._forward = torch.compile(partial(forward, elementwise=PLAIN), dynamic=False, options=options)
 
     def run(self) -> None:
-        if self._phase == PREFILL:
+        if self._phase == decoding.PREFILL:
             with torch.no_grad():
                 self.result = self._forward(self._decoder, self._inputs, method=self.method)
         else:
@@ -311,7 +297,7 @@ class Trial:
             self.run()
         if self.method.name == ASYNC and not self._fused.count:
             raise RuntimeError("torch fused no collective with a matmul")
-        return capture(self.run) if self.result.is_cuda and self._phase == PREFILL else self.run
+        return capture(self.run) if self.result.is_cuda and self._phase == decoding.PREFILL else self.run
 
 
 class Bench:
@@ -319,10 +305,10 @@ class Bench:
 
     def __init__(self, plan: SequencePlan, ranks: ProcessRanks, elementwise: ElementwiseWithNorm) -> None:
         self._plan, self._ranks, self._elementwise = plan, ranks, elementwise
-        self._size, self._shard = SIZES[plan.size], Shard(ranks.rank, ranks.size, ranks.device)
-        self._whole = make_decoder(self._size, plan.layers, Shard(0, 1, ranks.device))
-        self._own = make_decoder(self._size, plan.layers, self._shard)
-        self._head = make_head(self._size, ranks.device)
+        self._size, self._shard = decoding.SIZES[plan.size], decoding.Shard(ranks.rank, ranks.size, ranks.device)
+        self._whole = decoding.make_decoder(self._size, plan.layers, decoding.Shard(0, 1, ranks.device))
+        self._own = decoding.make_decoder(self._size, plan.layers, self._shard)
+        self._head = decoding.make_head(self._size, ranks.device)
         for one in (*named_weights(self._whole).values(), *named_weights(self._own).values()):
             one.requires_grad_()
 
@@ -330,16 +316,18 @@ class Bench:
         """Yields a row for each method, or a message that says why there is none. Collective."""
         plan, ranks = self._plan, self._ranks
         torch.compiler.reset()  # torch.compile limits the number of graphs of a function
-        x, cotangent = (normal(seed, (tokens, self._size.hidden), ranks.device) for seed in (EMBEDDED, COTANGENT))
-        case = Case(PREFILL, tokens, tokens)
-        inputs = Inputs(case, x, rope_cos_sin(case, self._size.head_size, ranks.device))
+        x, cotangent = (
+            decoding.normal(seed, (tokens, self._size.hidden), ranks.device) for seed in (decoding.EMBEDDED, COTANGENT)
+        )
+        case = decoding.Case(decoding.PREFILL, tokens, tokens)
+        inputs = decoding.Inputs(case, x, decoding.rope_cos_sin(case, self._size.head_size, ranks.device))
         expected = Trial(WHOLE, self._whole, inputs, cotangent, phase, self._elementwise)
         expected.run()
         trials = (
             (f"{method.name}, {phase} on a sequence of {tokens} tokens", self._trial(method, inputs, cotangent, phase))
             for method in methods
         )
-        mode = "cpu" if plan.device == "cpu" else "graph" if phase == PREFILL else "eager"
+        mode = "cpu" if plan.device == "cpu" else "graph" if phase == decoding.PREFILL else "eager"
         timed, refused = timed_in_turn(ranks, trials, REPEATS, mode)
         yield from refused
         for trial, launch, times in timed:
@@ -350,7 +338,7 @@ class Bench:
             where = (plan.size, plan.world_size, plan.layers, phase, tokens)
             yield SequenceRow(trial.method.name, *where, spread(times), error, gradient_error, wrong)
 
-    def _trial(self, method: Method, inputs: Inputs, cotangent: Tensor, phase: str) -> Trial:
+    def _trial(self, method: Method, inputs: decoding.Inputs, cotangent: Tensor, phase: str) -> Trial:
         if method.shards_rows:
             inputs, cotangent = replace(inputs, x=self._own_rows(inputs.x)), self._own_rows(cotangent)
         return Trial(method, self._own, inputs, cotangent, phase, self._elementwise)
@@ -390,7 +378,9 @@ def run_rank(plan: SequencePlan, rank: int, port: int) -> Iterator[SequenceRow |
     on_gpu = plan.device == "cuda"
     elementwise = PLAIN
     if on_gpu:
-        elementwise = ElementwiseWithNorm(*(compiled(piece, dynamic=False) for piece in (rotate, swiglu, add_and_norm)))
+        elementwise = ElementwiseWithNorm(
+            *(compiled(piece, dynamic=False) for piece in (decoding.rotate, decoding.swiglu, add_and_norm))
+        )
     methods = []
     for name in CUDA_METHODS if on_gpu else CPU_METHODS:
         method, reason = agreed(ranks, partial(make_method, name))
@@ -400,7 +390,7 @@ def run_rank(plan: SequencePlan, rank: int, port: int) -> Iterator[SequenceRow |
             methods.append(method)
     ranks.warm_up()
     bench = Bench(plan, ranks, elementwise)
-    for phase in (PREFILL, TRAINING):
+    for phase in (decoding.PREFILL, TRAINING):
         for tokens in plan.tokens:
             yield from bench.measure(phase, tokens, methods)
             if on_gpu:

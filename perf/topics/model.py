@@ -25,28 +25,9 @@ from perf.harness.ranks import ProcessRanks, Ranks, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, number, plural, ratio_cell
+from perf.models import decoder as decoding
 from perf.models import generation, sequence
 from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, by_title, compared, error_cell, whole_columns, worst_of
-from perf.models.decoder import (
-    CONTEXT,
-    DECODE,
-    EPS,
-    PREFILL,
-    SIZES,
-    TINY,
-    Case,
-    Decoder,
-    Elementwise,
-    Inputs,
-    RowParallelAndNorm,
-    Shard,
-    check_heads,
-    make_decoder,
-    make_head,
-    make_inputs,
-    rotate,
-    swiglu,
-)
 from perf.models.generation import CallRow, GenerationPlan, GenerationRow
 from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
@@ -68,11 +49,11 @@ class ModelPlan(BenchPlan):
     decode: Sequence[int]
     prefill: Sequence[int]
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[decoding.Case]:
         for tokens in self.decode:
-            yield Case(DECODE, tokens, CONTEXT)
+            yield decoding.Case(decoding.DECODE, tokens, decoding.CONTEXT)
         for tokens in self.prefill:
-            yield Case(PREFILL, tokens, tokens)
+            yield decoding.Case(decoding.PREFILL, tokens, tokens)
 
 
 # ---- methods --------------------------------------------------------------------------------------------------------
@@ -99,7 +80,7 @@ class Variant:
     """
 
     name: str
-    row_parallel_and_norm: RowParallelAndNorm
+    row_parallel_and_norm: decoding.RowParallelAndNorm
     sharded: bool = True
     summed: bool = True
     same_bits: bool = False
@@ -110,7 +91,7 @@ class Variant:
 def make_variants(plan: ModelPlan, ranks: Ranks, add_and_norm: AddAndNorm) -> tuple[list[Variant], list[str]]:
     """Returns the methods that this machine can run, and why others are missing. Allocates all memory. Collective."""
     names = CUDA_METHODS if plan.device == "cuda" else CPU_METHODS
-    largest = max(case.tokens for case in plan.cases()) * SIZES[plan.size].hidden * 2
+    largest = max(case.tokens for case in plan.cases()) * decoding.SIZES[plan.size].hidden * 2
     sums = tuple(name for name in names if name not in (UNSHARDED, ALONE, MATMUL, NORM, BOTH))
     found, skipped = catalogue.make_methods(
         Plan(plan.device, plan.world_size, "process", ("bfloat16",), sums, largest), ranks
@@ -122,7 +103,7 @@ def make_variants(plan: ModelPlan, ranks: Ranks, add_and_norm: AddAndNorm) -> tu
         Variant(ALONE, product, summed=False),
         Variant(MATMUL, own_product, same_bits=True),
         Variant(NORM, normed_in_kernel, same_bits=True),
-        Variant(BOTH, partial(graphar.fused_matmul_allreduce_residual_rmsnorm, eps=EPS), same_bits=True),
+        Variant(BOTH, partial(graphar.fused_matmul_allreduce_residual_rmsnorm, eps=decoding.EPS), same_bits=True),
         *(after_sum(method, add_and_norm) for method in found),
     ]
     return sorted(variants, key=lambda one: names.index(one.name)), skipped
@@ -133,7 +114,7 @@ def after_linear(linear: Callable[[Tensor, Tensor], Tensor], add_and_norm: AddAn
 
 
 def normed_in_kernel(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return graphar.allreduce_residual_rmsnorm(torch.nn.functional.linear(a, weight), residual, scale, EPS)
+    return graphar.allreduce_residual_rmsnorm(torch.nn.functional.linear(a, weight), residual, scale, decoding.EPS)
 
 
 def after_sum(method: Method, add_and_norm: AddAndNorm) -> Variant:
@@ -188,13 +169,16 @@ class ModelRow(BenchRow):
 
 def run_rank(plan: ModelPlan, rank: int, port: int) -> Iterator[ModelRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
-    on_gpu, size = plan.device == "cuda", SIZES[plan.size]
+    on_gpu, size = plan.device == "cuda", decoding.SIZES[plan.size]
     maybe_compiled = compiled if on_gpu else lambda piece: piece
     variants, skipped = make_variants(plan, ranks, maybe_compiled(add_and_norm))
     yield from skipped
     ranks.warm_up()
     bench = Bench(
-        plan, ranks, Elementwise(maybe_compiled(rotate), maybe_compiled(swiglu)), make_head(size, ranks.device)
+        plan,
+        ranks,
+        decoding.Elementwise(maybe_compiled(decoding.rotate), maybe_compiled(decoding.swiglu)),
+        decoding.make_head(size, ranks.device),
     )
     for case in plan.cases():
         yield from bench.measure(case, variants)
@@ -206,7 +190,9 @@ def run_rank(plan: ModelPlan, rank: int, port: int) -> Iterator[ModelRow | str]:
 class Trial:
     """Runs one method on one case. ``result`` is the output of the last step."""
 
-    def __init__(self, variant: Variant, decoder: Decoder, inputs: Inputs, elementwise: Elementwise) -> None:
+    def __init__(
+        self, variant: Variant, decoder: decoding.Decoder, inputs: decoding.Inputs, elementwise: decoding.Elementwise
+    ) -> None:
         self.variant = variant
         self._step = partial(decoder.step, inputs, elementwise, variant.row_parallel_and_norm)
         self.iterations = inputs.case.iterations if inputs.x.is_cuda else 1
@@ -226,19 +212,19 @@ class Trial:
 class Bench:
     """Measures cases with the unsharded model and with this rank's shard of it."""
 
-    def __init__(self, plan: ModelPlan, ranks: ProcessRanks, elementwise: Elementwise, head: Tensor) -> None:
+    def __init__(self, plan: ModelPlan, ranks: ProcessRanks, elementwise: decoding.Elementwise, head: Tensor) -> None:
         self._plan, self._ranks, self._elementwise, self._head = plan, ranks, elementwise, head
-        self._size = SIZES[plan.size]
-        shares = {True: Shard(ranks.rank, ranks.size, ranks.device), False: Shard(0, 1, ranks.device)}
+        self._size = decoding.SIZES[plan.size]
+        shares = {True: decoding.Shard(ranks.rank, ranks.size, ranks.device), False: decoding.Shard(0, 1, ranks.device)}
         self._models = {
-            sharded: (share, make_decoder(self._size, plan.layers, share)) for sharded, share in shares.items()
+            sharded: (share, decoding.make_decoder(self._size, plan.layers, share)) for sharded, share in shares.items()
         }
 
-    def measure(self, case: Case, variants: list[Variant]) -> Iterator[ModelRow | str]:
+    def measure(self, case: decoding.Case, variants: list[Variant]) -> Iterator[ModelRow | str]:
         """Yields a row for each method that can run the case, and a message for each that cannot. Collective."""
         plan, ranks = self._plan, self._ranks
         of_model = {
-            sharded: (decoder, make_inputs(self._size, plan.layers, case, share))
+            sharded: (decoder, decoding.make_inputs(self._size, plan.layers, case, share))
             for sharded, (share, decoder) in self._models.items()
         }
         trials = (
@@ -319,8 +305,10 @@ class Model(BetweenRanks):
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
-        sizes = f"shape of the model (default: {SIZE}, and {GENERATING_SIZE} for generation; {TINY} on the CPU)"
-        parser.add_argument("--size", choices=list(SIZES), help=sizes)
+        sizes = (
+            f"shape of the model (default: {SIZE}, and {GENERATING_SIZE} for generation; {decoding.TINY} on the CPU)"
+        )
+        parser.add_argument("--size", choices=list(decoding.SIZES), help=sizes)
         layers = f"layers to time (default: {LAYERS}, or all of a smaller model)"
         parser.add_argument("--layers", type=int, metavar="N", help=layers)
         tokens = {"type": int, "nargs": "*", "metavar": "TOKENS"}
@@ -357,13 +345,13 @@ class Model(BetweenRanks):
             if uneven := [tokens for tokens in in_sequence if tokens < 1 or tokens % world_size]:
                 sys.exit(f"--sequence-parallel: {world_size} ranks cannot divide {uneven[0]} tokens evenly")
             if decode or prefill:
-                shape = shape_of(options, SIZE if on_gpus else TINY, world_size)
+                shape = shape_of(options, SIZE if on_gpus else decoding.TINY, world_size)
                 plans.append(ModelPlan(device, world_size, *shape, decode, prefill))
             if generate:
-                shape = shape_of(options, GENERATING_SIZE if on_gpus else TINY, world_size)
+                shape = shape_of(options, GENERATING_SIZE if on_gpus else decoding.TINY, world_size)
                 plans.append(GenerationPlan(device, world_size, *shape, generate))
             if in_sequence:
-                shape = shape_of(options, SIZE if on_gpus else TINY, world_size)
+                shape = shape_of(options, SIZE if on_gpus else decoding.TINY, world_size)
                 plans.append(SequencePlan(device, world_size, *shape, in_sequence))
         return plans
 
@@ -411,8 +399,8 @@ class Model(BetweenRanks):
 
 def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tuple[str, int]:
     """Returns a model's size and the number of its layers. Ends the program if the options are invalid."""
-    size = SIZES[options.size or default]
-    check_heads(size, world_size)
+    size = decoding.SIZES[options.size or default]
+    decoding.check_heads(size, world_size)
     layers = options.layers or min(LAYERS, size.layers)
     if not 1 <= layers <= size.layers:
         sys.exit(f"--layers must be from 1 to the {size.layers} of {size.name}")
@@ -428,7 +416,7 @@ def in_words(rows: Mapping[str, ModelRow]) -> str:
     if not (peer and own and alone):
         return ""
     told = [f"{row.method} {row.whole_us / 1e3:.4g} ms, {share(row, alone):.0%} communication" for row in (peer, own)]
-    layers = SIZES[own.size].layers
+    layers = decoding.SIZES[own.size].layers
     known = "" if layers == own.layers else f" (extrapolated from {own.layers})"
     what = f"{own.what[-1]}, {layers} layers of {own.size} on {own.world_size} ranks{known}"
     return compared(what, told, own, peer)

@@ -24,22 +24,7 @@ from perf.harness.ranks import ProcessRanks, first_line, host_time_us
 from perf.harness.timing import WARM_UP, capture, deciles, spread, time_in_turn
 from perf.harness.verify import differs
 from perf.md import NOT_SERVED, columns, plural
-from perf.models.decoder import (
-    CONTEXT,
-    DECODE,
-    EPS,
-    PREFILL,
-    SIZES,
-    Case,
-    Decoder,
-    Elementwise,
-    Shard,
-    check_heads,
-    make_decoder,
-    make_inputs,
-    rotate,
-    swiglu,
-)
+from perf.models import decoder as decoding
 from perf.ratios import group
 from perf.report import Arguments, Deciles, Glance, Section, Spread, Timed
 
@@ -52,7 +37,7 @@ NEEDED = "suspend and resume: needs at least 2 GPUs"
 class SuspendCase(NamedTuple):
     """A decoder step, and the size of the symmetric tensor that is kept over each suspension; 0: there is none."""
 
-    step: Case
+    step: decoding.Case
     kept_nbytes: int = 0
 
     @property
@@ -61,9 +46,9 @@ class SuspendCase(NamedTuple):
 
 
 CASES = (
-    SuspendCase(Case(DECODE, 8, CONTEXT)),
-    SuspendCase(Case(PREFILL, 8192, 8192)),
-    SuspendCase(Case(PREFILL, 8192, 8192), 256 * MB),
+    SuspendCase(decoding.Case(decoding.DECODE, 8, decoding.CONTEXT)),
+    SuspendCase(decoding.Case(decoding.PREFILL, 8192, 8192)),
+    SuspendCase(decoding.Case(decoding.PREFILL, 8192, 8192), 256 * MB),
 )
 
 
@@ -156,8 +141,8 @@ def words_of(phase: str, tokens: int, kept_nbytes: int) -> str:
 
 def run_rank(plan: SuspendPlan, rank: int, port: int) -> Iterator[SuspendRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, "cuda", port)
-    shard = Shard(ranks.rank, ranks.size, ranks.device)
-    decoder = make_decoder(SIZES[plan.size], plan.layers, shard)
+    shard = decoding.Shard(ranks.rank, ranks.size, ranks.device)
+    decoder = decoding.make_decoder(decoding.SIZES[plan.size], plan.layers, shard)
     for case in plan.cases:
         with graphar.Communicator() as communicator:  # so that all scratch is this case's
             try:
@@ -171,13 +156,15 @@ def run_rank(plan: SuspendPlan, rank: int, port: int) -> Iterator[SuspendRow | s
 class Step:
     """A step of the decoder behind a vocabulary-parallel embedding. ``result`` is the output of the last call."""
 
-    def __init__(self, decoder: Decoder, case: Case, shard: Shard, communicator: graphar.Communicator) -> None:
+    def __init__(
+        self, decoder: decoding.Decoder, case: decoding.Case, shard: decoding.Shard, communicator: graphar.Communicator
+    ) -> None:
         self.case, self.communicator = case, communicator
         self._decoder = decoder
-        self._inputs = make_inputs(decoder.size, len(decoder.layers), case, shard)
+        self._inputs = decoding.make_inputs(decoder.size, len(decoder.layers), case, shard)
         self._embedded = partly_embedded(self._inputs.x, shard)
         own = graphar.fused_matmul_allreduce_residual_rmsnorm
-        self._row_parallel_and_norm = partial(own, eps=EPS, group=communicator)
+        self._row_parallel_and_norm = partial(own, eps=decoding.EPS, group=communicator)
         self.result: Tensor | None = None
 
     def run(self) -> None:
@@ -185,7 +172,9 @@ class Step:
         # cuDNN's attention of one query for each sequence gives other bits in every other replay.
         same_bits = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if inputs.x.is_cuda else contextlib.nullcontext()
         with same_bits:
-            self.result = self._decoder.step(inputs, Elementwise(rotate, swiglu), self._row_parallel_and_norm)
+            self.result = self._decoder.step(
+                inputs, decoding.Elementwise(decoding.rotate, decoding.swiglu), self._row_parallel_and_norm
+            )
 
     def make_launch(self) -> Callable[[], None]:
         for _ in range(WARM_UP):
@@ -193,7 +182,7 @@ class Step:
         return capture(self.run)
 
 
-def partly_embedded(x: Tensor, shard: Shard) -> Tensor:
+def partly_embedded(x: Tensor, shard: decoding.Shard) -> Tensor:
     """Returns ``x`` with zeros for tokens that another rank embeds. The sum over all ranks is ``x``."""
     part, mine = torch.zeros_like(x), slice(shard.rank, None, shard.ranks)
     part[mine] = x[mine]
@@ -260,7 +249,7 @@ def kept_tensor(nbytes: int, communicator: graphar.Communicator, ranks: ProcessR
     return communicator.empty(nbytes, dtype=torch.uint8).copy_(content), content
 
 
-def step_us(launch: Callable[[], None], case: Case, ranks: ProcessRanks) -> Spread:
+def step_us(launch: Callable[[], None], case: decoding.Case, ranks: ProcessRanks) -> Spread:
     """Returns the time of a step. Collective."""
     ranks.warm_up()
     (times,) = ranks.slowest(time_in_turn([launch], case.repeats, lambda one: ranks.time_us(one, "graph")))
@@ -322,7 +311,7 @@ class Suspend(BetweenRanks):
             sys.exit(NEEDED)
         world_sizes = cls.world_sizes(options, gpu_count)
         for world_size in world_sizes:
-            check_heads(SIZES[SIZE], world_size)
+            decoding.check_heads(decoding.SIZES[SIZE], world_size)
         if options.cycles < 1:
             sys.exit("--cycles must be at least 1")
         return [SuspendPlan(world_size, options.cycles) for world_size in world_sizes]
