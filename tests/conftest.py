@@ -233,6 +233,16 @@ def pytest_collection_modifyitems(items, config):
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, torch sees {found}"))
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Says how to run tests if all of them were left out, as those of tests/host are without `-m host`."""
+    left_out = terminalreporter.stats.get("deselected", ())
+    if not left_out or any(terminalreporter.stats.get(one) for one in ("passed", "failed", "error", "skipped")):
+        return
+    for mark, option in (("host", "-m host"), ("catalogue", "-m catalogue"), ("whole", "--whole")):
+        if count := sum(item.get_closest_marker(mark) is not None for item in left_out):
+            terminalreporter.write_line(f"{count} of these tests are marked {mark!r}: add `{option}` to run them")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """One thread, as ranks on the CPU have: some matmuls have other bits with more. Tests of GPUs keep all."""

@@ -2,11 +2,13 @@
 
 What holds for each page:
 
-- Its ```python blocks run as they stand, in order and in one namespace, on 2 ranks over gloo. The process group is
-  there already, unless the page itself calls `init_process_group`. A block that begins with `# needs a GPU` runs where
-  torch sees CUDA, and is only compiled elsewhere. One that begins with `# needs g++` is run by `nox -s host`, since it
-  compiles the simulator (tests/simulator/test_page.py). Files that the page links to or asks to save are beside them. A
-  page with a block that begins with `# pip install ...` is skipped where one of these packages is missing.
+- Its first ```python block is a whole program. A command (`torchrun --nproc-per-node 2 NAME.py`, or `python NAME.py`)
+  and what the program prints without GPUs follow it, where `...` stands for any text. It runs as a file.
+- Its other ```python blocks run as they stand, in order, with the names of the first, on 2 ranks over gloo or as many
+  as that command says. A block that begins with `# needs a GPU` runs where torch sees CUDA, and is only compiled
+  elsewhere. One that begins with `# needs g++` is run by `nox -s host`, since it compiles the simulator
+  (tests/simulator/test_page.py). Files that the page links to or asks to save are beside them. A page with a block that
+  begins with `# pip install ...` is skipped where one of these packages is missing.
 - Rows between `<!-- table: reports/... -->` and `<!-- end of table -->` have some of the report's columns, and are rows
   of the report.
 - Measured numbers in prose stand in a report that the page links to, or tests/docs/test_numbers.py computes them.
@@ -54,11 +56,41 @@ class Block:
         return compile("\n" * (self.line - 1) + self.text, str(ROOT / self.page), "exec")
 
 
-def blocks_of(path: Path, language: str) -> list[Block]:
-    """The fenced blocks of a language on a page."""
+@dataclass(frozen=True)
+class Program:
+    """A block that is a file, with its command.
+
+    Attributes:
+        name: of the file.
+        ranks: how many processes `torchrun` starts; None if the command is `python`.
+        prints: the text that the page shows.
+    """
+
+    block: Block
+    name: str
+    ranks: int | None
+    prints: str
+
+    def is_told_by(self, text: str) -> bool:
+        """Whether a text is the one that the page shows."""
+        return re.fullmatch(re.escape(self.prints).replace(r"\.\.\.", ".*"), text, re.DOTALL) is not None
+
+
+def blocks_of(path: Path, language: str = r"[\w+]+") -> list[Block]:
+    """The fenced blocks of a language on a page, or of all."""
     text, name = path.read_text(), path.relative_to(ROOT).as_posix()
     found = []
-    for fence in re.finditer(rf"^( *)```{language}\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL):
-        inside = re.sub(f"^{fence[1]}", "", fence[2], flags=re.MULTILINE)
-        found.append(Block(name, language, text.count("\n", 0, fence.start(2)) + 1, inside))
+    for fence in re.finditer(rf"^( *)```({language})\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL):
+        inside = re.sub(f"^{fence[1]}", "", fence[3], flags=re.MULTILINE)
+        found.append(Block(name, fence[2], text.count("\n", 0, fence.start(3)) + 1, inside))
+    return found
+
+
+def programs_of(path: Path) -> list[Program]:
+    """The blocks of Python of a page that a command and the text that it prints follow."""
+    found, blocks = [], blocks_of(path)
+    for block, command, text in zip(blocks, blocks[1:], blocks[2:], strict=False):
+        run = re.match(r"(?:torchrun --nproc-per-node (\d)|python) (\w+\.py)\b", command.text)
+        if (block.language, command.language, text.language) == ("python", "sh", "text") and run:
+            found.append(Program(block, run[2], int(run[1]) if run[1] else None, text.text))
     return found

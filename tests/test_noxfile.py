@@ -33,10 +33,11 @@ class Session:
 
     def __init__(self, name, folder, failing=None):
         self.name, self.folder, self.failing = name, folder, failing
-        self.posargs, self.commands, self.logged, self.notified = [], [], [], []
+        self.posargs, self.commands, self.logged, self.notified, self.environments = [], [], [], [], []
 
     def run(self, *command, external=False, env=None):  # without success_codes, which would pass over failures
         self.commands.append(list(command))
+        self.environments.append(env)
         if len(self.commands) - 1 == self.failing:
             raise Failed
 
@@ -117,6 +118,15 @@ def test_the_full_run_has_the_whole_of_what_has_a_sample_and_the_other_checks(no
     ]
     assert full.notified == ["lint", "newest", "package"]
     assert len(full.commands) == len(short.commands)
+
+
+def test_the_nightly_run_is_the_full_one_and_the_tests_with_the_oldest_and_the_newest_torch(noxfile, tmp_path):
+    nightly = run(noxfile, "nightly", tmp_path)
+
+    told = [(command[-1], *env.values()) for command, env in zip(nightly.commands, nightly.environments, strict=True)]
+    assert told == [("full", noxfile.PINNED), ("tests", noxfile.OLDEST), ("tests", noxfile.NEWEST)]
+    with pytest.raises(Quit, match=r"failed: full with torch 2\.13\.0$"):
+        run(noxfile, "nightly", tmp_path, failing=0)
 
 
 def commands_of(name):

