@@ -233,14 +233,14 @@ def pytest_collection_modifyitems(items, config):
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, torch sees {found}"))
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Says how to run tests if all of them were left out, as those of tests/host are without `-m host`."""
-    left_out = terminalreporter.stats.get("deselected", ())
-    if not left_out or any(terminalreporter.stats.get(one) for one in ("passed", "failed", "error", "skipped")):
+def pytest_terminal_summary(terminalreporter, config):
+    """Says how to run the tests that were left out for their mark, if the command line names folders or files."""
+    if config.args == config.getini("testpaths"):
         return
-    for mark, option in (("host", "-m host"), ("catalogue", "-m catalogue"), ("whole", "--whole")):
-        if count := sum(item.get_closest_marker(mark) is not None for item in left_out):
-            terminalreporter.write_line(f"{count} of these tests are marked {mark!r}: add `{option}` to run them")
+    left_out = terminalreporter.stats.get("deselected", ())
+    for mark in ("host", "catalogue"):
+        if f"not {mark}" in config.getoption("-m") and any(item.get_closest_marker(mark) for item in left_out):
+            terminalreporter.write_line(f"tests marked {mark!r} were left out: add `-m {mark}` to run them")
 
 
 @pytest.hookimpl(tryfirst=True)

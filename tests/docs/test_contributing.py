@@ -29,17 +29,20 @@ HOST, CATALOGUE, ANY = marked("host"), marked("catalogue"), marked()
 
 
 @pytest.mark.parametrize(
-    ("stats", "said"),
+    ("paths", "marks", "left_out", "said"),
     [
-        ({"deselected": [HOST, HOST, ANY]}, ["2 of these tests are marked 'host': add `-m host` to run them"]),
-        ({"deselected": [CATALOGUE]}, ["1 of these tests are marked 'catalogue': add `-m catalogue` to run them"]),
-        *(({"deselected": [HOST], which: [ANY]}, []) for which in ("passed", "error")),
-        ({}, []),
+        (["tests/host"], "not host and not catalogue", [ANY, HOST], ["host"]),
+        (["tests"], "not host and not catalogue", [ANY, HOST], []),
+        (["tests/host", "tests/runtime"], "not host and not catalogue", [CATALOGUE, HOST], ["host", "catalogue"]),
+        (["tests/host"], "host", [ANY, HOST], []),
+        (["tests/host"], "not host and not catalogue", [], []),
     ],
+    ids=["a folder", "all tests", "two folders", "left out by -k", "none"],
 )
-def test_a_run_that_leaves_out_all_tests_says_how_to_run_them(stats, said):
+def test_a_run_that_names_a_folder_says_how_to_run_the_tests_that_it_left_out(paths, marks, left_out, said):
     lines = []
+    config = SimpleNamespace(args=paths, getini=lambda name: ["tests"], getoption=lambda name: marks)
 
-    conftest.pytest_terminal_summary(SimpleNamespace(stats=stats, write_line=lines.append))
+    conftest.pytest_terminal_summary(SimpleNamespace(stats={"deselected": left_out}, write_line=lines.append), config)
 
-    assert lines == said
+    assert lines == [f"tests marked '{mark}' were left out: add `-m {mark}` to run them" for mark in said]
