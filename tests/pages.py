@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pages"
@@ -56,24 +57,13 @@ class Block:
         return compile("\n" * (self.line - 1) + self.text, str(ROOT / self.page), "exec")
 
 
-@dataclass(frozen=True)
-class Program:
-    """A block that is a file, with its command.
-
-    Attributes:
-        name: of the file.
-        ranks: how many processes `torchrun` starts; None if the command is `python`.
-        prints: the text that the page shows.
-    """
+class Program(NamedTuple):
+    """A block that is a file, its name, how many ranks `torchrun` starts (None: `python` does), and what it prints."""
 
     block: Block
     name: str
     ranks: int | None
-    prints: str
-
-    def is_told_by(self, text: str) -> bool:
-        """Whether a text is the one that the page shows."""
-        return re.fullmatch(re.escape(self.prints).replace(r"\.\.\.", ".*"), text, re.DOTALL) is not None
+    prints: re.Pattern
 
 
 def blocks_of(path: Path, language: str = r"[\w+]+") -> list[Block]:
@@ -92,5 +82,6 @@ def programs_of(path: Path) -> list[Program]:
     for block, command, text in zip(blocks, blocks[1:], blocks[2:], strict=False):
         run = re.match(r"(?:torchrun --nproc-per-node (\d)|python) (\w+\.py)\b", command.text)
         if (block.language, command.language, text.language) == ("python", "sh", "text") and run:
-            found.append(Program(block, run[2], int(run[1]) if run[1] else None, text.text))
+            prints = re.compile(re.escape(text.text).replace(r"\.\.\.", ".*"), re.DOTALL)
+            found.append(Program(block, run[2], int(run[1]) if run[1] else None, prints))
     return found

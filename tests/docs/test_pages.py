@@ -56,9 +56,8 @@ def test_every_public_name_says_what_it_is():
 
 
 def in_navigation() -> set[str]:
-    return set(
-        re.findall(r"[\w/]+\.md", re.search(r"^nav:\n(.*?)\n\n", MKDOCS.read_text(), re.MULTILINE | re.DOTALL)[1])
-    )
+    nav = re.search(r"^nav:\n(.*?)\n\n", MKDOCS.read_text(), re.MULTILINE | re.DOTALL)[1]
+    return set(re.findall(r"[\w/]+\.md", nav))
 
 
 def test_the_navigation_has_every_page():
@@ -112,15 +111,8 @@ def test_every_public_name_has_a_place_on_an_api_page():
 
 
 # Names of the specification that other modules or tests use, and users do not.
-INTERNAL_OF_REFERENCE = (
-    "linear",
-    "linear_with_epilogue",
-    "matmul",
-    "rounded_after",
-    "sum_with_epilogue",
-    "widened",
-    "with_bias",
-)
+INTERNAL_OF_REFERENCE = {"linear", "linear_with_epilogue", "matmul", "rounded_after", "sum_with_epilogue"}
+INTERNAL_OF_REFERENCE |= {"widened", "with_bias"}
 
 
 def test_every_environment_variable_of_the_code_is_on_its_page():
@@ -135,9 +127,8 @@ def test_every_environment_variable_of_the_code_is_on_its_page():
 
 def test_the_page_of_errors_draws_the_tree_of_the_module():
     drawn = (FOLDER / "api" / "errors.md").read_text()
-    tree = [
-        line.split() for line in graphar.errors.__doc__.splitlines() if re.match(r" *(\w+Error|\w+Timeout)\b", line)
-    ]
+    lines = graphar.errors.__doc__.splitlines()
+    tree = [line.split() for line in lines if re.match(r" *(\w+Error|\w+Timeout)\b", line)]
 
     assert len(tree) > 5
     assert [words[0] for words in tree if not re.search(rf"^ *{words[0]}\b", drawn, re.MULTILINE)] == []

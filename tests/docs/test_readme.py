@@ -132,26 +132,15 @@ def test_a_measured_tuning_table_names_a_committed_report(path):
 
 # How each topic's JSON marks a row whose result was wrong, by the list that holds the row. In a list without marks, a
 # wrong result would have ended the run, or nothing is summed.
-MARKS = {
-    "allreduce": {"rows": lambda row: row["wrong"]},
-    "nvlink": {"rows": lambda row: row["wrong"]},
+OF_ROWS = ["allreduce", "fp8", "fused_fp8", "gathered", "host", "latency", "leaves", "matmul", "norm_gradients"]
+MARKS = {name: {"rows": lambda row: row["wrong"]} for name in [*OF_ROWS, "norms", "nvlink", "suspend"]} | {
     "quantized": {"times": lambda row: row["wrong"], "errors": lambda row: not 0 <= row["relative_l2"] < 1},
     "lossless": {"rows": lambda row: any(row.get("wrong", {}).values())},
-    "norms": {"rows": lambda row: row["wrong"]},
-    "norm_gradients": {"rows": lambda row: row["wrong"]},
-    "matmul": {"rows": lambda row: row["wrong"]},
-    "leaves": {"rows": lambda row: row["wrong"]},
-    "latency": {"rows": lambda row: row["wrong"]},
-    "fp8": {"rows": lambda row: row["wrong"]},
     "fused": {"rows": lambda row: row["wrong"], "timelines": lambda timeline: timeline["wrong"]},
-    "fused_fp8": {"rows": lambda row: row["wrong"]},
-    "gathered": {"rows": lambda row: row["wrong"]},
     "model": dict.fromkeys(("rows", "generations", "calls", "sequences"), lambda row: row["wrong"]),
     "training": {"rows": lambda row: not row["outcome"]["same_bits"]},
     "throughput": {"rows": lambda row: not row["same_bits"]},
     "fsdp": {"rows": lambda row: not all(map(math.isfinite, row["losses"]))},
-    "host": {"rows": lambda row: row["wrong"]},
-    "suspend": {"rows": lambda row: row["wrong"]},
     "compile": {},
 }
 REPORTS = sorted((ROOT / "reports").glob("*/*.json"))

@@ -43,9 +43,8 @@ def test_arguments_in_docstrings_are_lists_and_references_are_links(site):
 
 
 def test_figures_and_generated_tables_are_on_the_pages(site):
-    texts = {
-        name: (site / f"{name}.html").read_text() for name in ("performance", "semantics", "promises", "changelog")
-    }
+    names = ("performance", "semantics", "promises", "changelog")
+    texts = {name: (site / f"{name}.html").read_text() for name in names}
 
     assert texts["performance"].count('<svg class="plot"') > 5
     assert "<code>two_shot_push</code></td>" in texts["semantics"]
