@@ -19,9 +19,9 @@ What holds for each page:
 from __future__ import annotations
 
 import re
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pages"
@@ -57,13 +57,8 @@ class Block:
         return compile("\n" * (self.line - 1) + self.text, str(ROOT / self.page), "exec")
 
 
-class Program(NamedTuple):
-    """A block that is a file, its name, how many ranks `torchrun` starts (None: `python` does), and what it prints."""
-
-    block: Block
-    name: str
-    ranks: int | None
-    prints: re.Pattern
+# A block that is a file, its name, how many ranks `torchrun` starts (None: `python` does), and what it prints.
+Program = namedtuple("Program", "block name ranks prints")
 
 
 def blocks_of(path: Path, language: str = r"[\w+]+") -> list[Block]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shlex
 from types import SimpleNamespace
 
-import pytest
-
 from tests import conftest
 from tests.docs.test_numbers import rows_of
 from tests.pages import FOLDER, ROOT
@@ -23,21 +21,15 @@ def test_commands_name_folders_and_marks_that_exist():
     assert [command[command.index("-m") + 1] for command in words if "-m" in command] == ["host", "catalogue"]
 
 
-@pytest.mark.parametrize(
-    ("paths", "marks", "left_out", "said"),
-    [
-        (["tests/host"], DEFAULT, [None, "host"], ["host"]),
-        (["tests"], DEFAULT, [None, "host"], []),
-        (["tests/host", "tests/runtime"], DEFAULT, ["catalogue", "host"], ["host", "catalogue"]),
-        (["tests/host"], "host", [None, "host"], []),
-        (["tests/host"], DEFAULT, [], []),
-    ],
-)
-def test_a_run_that_names_a_folder_says_how_to_run_the_tests_that_it_left_out(paths, marks, left_out, said):
-    lines = []
-    items = [SimpleNamespace(get_closest_marker=lambda name, own=own: name == own or None) for own in left_out]
-    config = SimpleNamespace(args=paths, getini=lambda name: ["tests"], getoption=lambda name: marks)
+def test_a_run_that_names_a_folder_says_how_to_run_the_tests_that_it_left_out():
+    def said(paths, marks, *left_out):
+        lines = []
+        items = [SimpleNamespace(get_closest_marker=lambda name, own=own: name == own or None) for own in left_out]
+        config = SimpleNamespace(args=paths, getini=lambda name: ["tests"], getoption=lambda name: marks)
+        reporter = SimpleNamespace(stats={"deselected": items}, write_line=lines.append)
+        conftest.pytest_terminal_summary(reporter, config)
+        return lines
 
-    conftest.pytest_terminal_summary(SimpleNamespace(stats={"deselected": items}, write_line=lines.append), config)
-
-    assert lines == [f"tests marked '{mark}' were left out: add `-m {mark}` to run them" for mark in said]
+    assert said(["tests/host"], DEFAULT, "", "host") == ["tests marked 'host' were left out: add `-m host` to run them"]
+    assert len(said(["tests/host", "tests/runtime"], DEFAULT, "catalogue", "host")) == 2
+    assert said(["tests"], DEFAULT, "host") == said(["tests/host"], "host", "host") == said(["a"], DEFAULT) == []
