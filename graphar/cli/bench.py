@@ -57,6 +57,17 @@ class Timed:
     expected_us: float | None  # the time in the tuning table, in microseconds; None if the table has none
 
 
+# Flags of nccl-tests that are refused.
+NOT_TAKEN = ("-t --nthreads", "-i --stepbytes", "-m --agg_iters", "-N --run_cycles", "-p --parallel_init", "-r --root")
+NOT_TAKEN += ("-z --blocking", "-y --stream_null", "-T --timeout", "-G --cudagraph", "-C --report_cputime")
+NOT_TAKEN += ("-a --average", "-R --local_register", "-x --cta_policy", "-J --output_file")
+
+
+class _NotTaken(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{option_string} of nccl-tests is not taken: `{parser.prog} --help` lists what is")
+
+
 def add(commands) -> None:
     one = add_command(
         commands,
@@ -88,6 +99,10 @@ def add(commands) -> None:
     ranks.add_argument("-n", "--iters", type=count, default=20, metavar="N", help="timed calls (default: 20)")
     ranks.add_argument("-w", "--warmup_iters", type=count, default=5, metavar="N", help="calls before (default: 5)")
     ranks.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="compare with the exact result")
+    ranks.add_argument("-g", "--ngpus", choices=("1",), metavar="1", help="GPUs of a process; torchrun starts several")
+    ranks.add_argument("-o", choices=("sum",), metavar="sum", help="what a reduction computes")
+    for flags in NOT_TAKEN:
+        ranks.add_argument(*flags.split(), nargs="?", action=_NotTaken, help=argparse.SUPPRESS)
     ranks.add_argument(
         "--backend",
         type=backends,
@@ -121,7 +136,7 @@ def sizes_of(options: argparse.Namespace, defaults: Sequence[int]) -> list[int]:
     elif options.maxbytes:
         raise ValueError("bench: --maxbytes needs --minbytes")
     if not all(0 < nbytes <= most for nbytes in found):
-        raise ValueError(f"bench: sizes of {options.op} must be from 1 to {format_nbytes(most)}")
+        raise ValueError(f"bench: sizes of {options.op} must be from 1 byte to {format_nbytes(most)}")
     return found
 
 

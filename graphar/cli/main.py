@@ -3,38 +3,84 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
 
 import graphar
 from graphar.cli import bench, explain, simulate, trace, tune
 from graphar.cli.doctor import examination
-from graphar.cli.options import EXIT_STATUS, INTERRUPTED, fail
-from graphar.errors import GrapharError
+from graphar.cli.options import BAD_ARGUMENTS, EXIT_STATUS, INTERRUPTED, fail
+from graphar.errors import GrapharError, UnsupportedError
+
+SHELLS = ("bash", "zsh")  # that shtab completes for
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "graphar") -> int:
-    """Runs a command, and returns its exit status: 0 for success, 1 for a failure or a problem that was found, 130
-    after Ctrl-C. ``prog`` is the program's name in the usage."""
+    """Runs a command, and returns its exit status: 0 for success, 1 for a failure or a problem that was found, 2 for
+    bad arguments, 130 after Ctrl-C. ``prog`` is the program's name in the usage."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="NVLink collectives for PyTorch. Every command has --help, --json and --quiet.",
         epilog=f"{EXIT_STATUS} In a checkout, `nox -s perf` measures graphar beside its peers.",
     )
-    parser.add_argument("--version", action="version", version=f"graphar {graphar.__version__}")
+    parser.add_argument("--version", action="store_true", help="print the version, and in a checkout the commit")
+    parser.add_argument("--completion", choices=SHELLS, help="print a completion script for the shell; needs shtab")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in (examination, bench, explain, tune, simulate, trace):
         command.add(commands)
-    if (sys.argv[1:] if argv is None else argv)[:1] == ["report"]:
-        return fail("a folder of reports is read in a checkout: python -m perf report FOLDER")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
+        parser.error(f"there is no command {argv[0]!r}: {_hint(argv[0], list(commands.choices))}")
     options = parser.parse_args(argv)
-    if "run" not in options:
-        parser.print_help()
-        return 0
     try:
-        return options.run(options)
-    except (GrapharError, OSError, ValueError) as error:
-        return fail(str(error))
+        if "run" in options:
+            return options.run(options)
+        print(_version() if options.version else _completion(parser, options.completion), end="")
+        return 0
+    except ValueError as error:
+        return fail(str(error), BAD_ARGUMENTS)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        return fail(_in_words(error), BAD_ARGUMENTS)
+    except (GrapharError, OSError) as error:
+        return fail(_in_words(error))
     except KeyboardInterrupt:
         print("graphar: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _hint(name: str, commands: Sequence[str]) -> str:
+    if name == "report":
+        return "a folder of reports is read in a checkout: python -m perf report FOLDER"
+    near = get_close_matches(name, commands, 1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"cannot open {error.filename}: {error.strerror.lower()}"
+    return str(error)
+
+
+def _version() -> str:
+    """Returns the version, and in a checkout the commit; "+" marks one with changes."""
+    root = Path(graphar.__file__).parents[1]
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        commit = subprocess.check_output(git, text=True).strip() if (root / ".git").exists() else ""
+    except (OSError, subprocess.CalledProcessError):
+        commit = ""
+    return f"graphar {graphar.__version__}{commit and f' ({commit})'}\n"
+
+
+def _completion(parser: argparse.ArgumentParser, shell: str | None) -> str:
+    """Returns the completion script of a shell; of none, the help."""
+    if shell is None:
+        return parser.format_help()
+    try:
+        import shtab
+    except ImportError:
+        raise UnsupportedError("--completion needs shtab: python -m pip install shtab") from None
+    return shtab.complete(parser, shell)

@@ -6,7 +6,9 @@ import argparse
 import runpy
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -15,6 +17,7 @@ from graphar.plan.algorithms import NAMED
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.plan.sizes import parse_nbytes
 
+BAD_ARGUMENTS = 2  # as argparse has it
 INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells use
 EXIT_STATUS = (
     "Exit status: 0 if all is well, 1 if it could not be done or something is wrong, 2 for bad arguments, 130 after"
@@ -52,6 +55,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def python_file(text: str) -> str:
+    """Returns the path of a Python file; an argparse type."""
+    if not text.endswith(".py") or not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no Python file {text!r}")
+    return text
+
+
 def world_size(text: str) -> int:
     """Returns a number of ranks; an argparse type."""
     if not text.isdecimal() or int(text) not in WORLD_SIZES:
@@ -84,7 +94,9 @@ def add_call(command: argparse.ArgumentParser, dtypes: Iterable[str], *, count: 
     """
     command.add_argument("sizes", type=size, nargs=count, metavar="SIZE", help=f"size of {what}, such as 2K or 1.5M")
     command.add_argument(
+        "-d",
         "--dtype",
+        "--datatype",
         type=dtype_name,
         choices=list(dtypes),
         default="bfloat16",
@@ -101,6 +113,7 @@ def add_load(command: argparse.ArgumentParser) -> None:
     """Adds files of algorithms from outside the package, which :func:`load` runs."""
     command.add_argument(
         "--load",
+        type=python_file,
         nargs="+",
         default=(),
         metavar="FILE.py",
@@ -109,9 +122,16 @@ def add_load(command: argparse.ArgumentParser) -> None:
 
 
 def load(files: Sequence[str]) -> None:
-    """Runs the files of --load."""
+    """Runs Python files. ValueError with file and line if one raises an error."""
     for file in files:
-        runpy.run_path(file)
+        try:
+            runpy.run_path(file)
+        except Exception as error:
+            path, frames = Path(file).absolute(), traceback.extract_tb(error.__traceback__)
+            lines = [f", line {one.lineno}" for one in frames if Path(one.filename).absolute() == path]
+            where = "".join([file, *lines[-1:]])
+            told = f"{where}: the file is run, and raises {type(error).__name__}: {error}"
+            raise ValueError(str(error) if str(error).startswith(f"{path}:") else told) from error
 
 
 def algorithm_named(op: str, name: str) -> str:
@@ -127,7 +147,7 @@ def ranks_here() -> int:
     return min(count, MAX_RANKS) if count >= 2 else 4
 
 
-def fail(reason: str) -> int:
+def fail(reason: str, status: int = 1) -> int:
     """Prints why a command failed, and returns its exit status."""
     print(f"graphar: {reason}", file=sys.stderr)
-    return 1
+    return status

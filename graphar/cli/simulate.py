@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from graphar.cli.options import add_command, by_name, count, dtype_name, load, world_size
 from graphar.cli.progress import progress
@@ -33,13 +31,13 @@ def add(commands) -> None:
         " result must have the bits of the specification.",
         quiet="show no progress",
     )
-    named = "a Python file that calls graphar.load_algorithm: all algorithms that it loads; or one of "
+    named = "a Python file, which is run and calls graphar.load_algorithm: all algorithms that it loads; or one of "
     one.add_argument("subject", type=_subject, metavar="FILE.py|ALGORITHM", help=named + ", ".join(ALGORITHMS))
     listed = f"numbers of ranks, such as 2,4 or 2-{MAX_RANKS} (default: 2-{MAX_RANKS})"
     one.add_argument("--ranks", type=_world_sizes, default=list(WORLD_SIZES), metavar="N[,N|-N]", help=listed)
     one.add_argument(
         "--sanitizers",
-        type=_some(_sanitizer),
+        type=_some(_one_of(SANITIZERS)),
         default=list(SANITIZERS),
         metavar="NAMES",
         help=f"some of {','.join(SANITIZERS)} (default: all): plain runs use none, thread is ThreadSanitizer, and"
@@ -51,8 +49,8 @@ def add(commands) -> None:
     one.add_argument("--numel", type=_some(count), default=list(NUMELS), metavar="N,N", help=sizes)
     one.add_argument(
         "--dtypes",
-        type=_some(_dtype),
-        default=[torch.bfloat16, torch.float32],
+        type=_some(_one_of(DTYPES)),
+        default=["bfloat16", "float32"],
         metavar="NAMES",
         help=f"some of {','.join(DTYPES)}, or short forms such as bf16 (default: bfloat16,float32)",
     )
@@ -66,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
             report = simulate(
                 algorithm,
                 ranks=options.ranks,
-                dtypes=options.dtypes,
+                dtypes=[DTYPES[name] for name in options.dtypes],
                 numel=options.numel,
                 sanitizers=options.sanitizers,
                 seeds=options.seeds if options.seed is None else [options.seed],
@@ -89,7 +87,7 @@ def _algorithms(subject: str) -> list[str]:
     load([subject])
     found = [one for one in _loaded() if one not in before]
     if not found:
-        raise ValueError(f"{subject} loads no algorithm: it has no call of graphar.load_algorithm")
+        raise ValueError(f"{subject} was run, and loads no algorithm: it has no call of graphar.load_algorithm")
     return found
 
 
@@ -146,13 +144,12 @@ def _world_sizes(text: str) -> list[int]:
     return list(range(world_size(first), world_size(last) + 1)) if dash else _some(world_size)(text)
 
 
-def _sanitizer(text: str) -> str:
-    if text not in SANITIZERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(SANITIZERS)}")
-    return text
+def _one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """Returns an argparse type for a name, of a dtype also in a short form."""
 
+    def name(text: str) -> str:
+        if dtype_name(text) not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return dtype_name(text)
 
-def _dtype(text: str) -> torch.dtype:
-    if dtype_name(text) not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DTYPES)}")
-    return DTYPES[dtype_name(text)]
+    return name

@@ -74,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
     most = min(torch.cuda.device_count(), MAX_RANKS)
     world_sizes = options.world_size or range(2, most + 1)
     if options.max_nbytes < tuning.SIZES[0] or not all(2 <= world_size <= most for world_size in world_sizes):
-        return fail(f"--world-size must be from 2 to {most}, and --max-nbytes at least {tuning.SIZES[0]}")
+        least = format_nbytes(tuning.SIZES[0])
+        raise ValueError(f"--world-size must be from 2 to {most}, and --max-nbytes at least {least}")
     device = torch.cuda.get_device_name(0)
     old = read(options.out) if options.out and options.out.exists() else find_table(device)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -76,12 +76,8 @@ def compile_file(
     ``made`` are earlier outputs that the file needs, by name. CompileError if it does not compile.
     """
     command, needed, made = [*compiler(), *options, "-I.", name], _with_included(files, name), made or {}
-    texts = [
-        _version(),
-        *command,
-        *map("\0".join, sorted(needed.items())),
-        *(f"{link} {path}" for link, path in made.items()),
-    ]
+    links = [f"{link} {path}" for link, path in made.items()]
+    texts = [_version(), *command, *map("\0".join, sorted(needed.items())), *links]
     kept = _folder() / hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
     if kept.exists():
         os.utime(kept)

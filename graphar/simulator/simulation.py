@@ -231,21 +231,9 @@ class Simulation:
             return done, found.read_bytes() if found.exists() else b"", numbers
 
     def _encode(self, calls: Sequence[Call]) -> bytes:
-        header = _Case(
-            self.world_size,
-            len(calls),
-            self.scratch.fill,
-            self.epoch,
-            has_pad(self.algorithm),
-            self.busy,
-            self.aborted,
-            self.suspended,
-            self.room,
-            self.communicators,
-            self.seed,
-            self.scratch.nbytes,
-            _largest_nbytes(calls),
-        )
+        flags = has_pad(self.algorithm), self.busy, self.aborted, self.suspended, self.room, self.communicators
+        sizes = self.seed, self.scratch.nbytes, _largest_nbytes(calls)
+        header = _Case(self.world_size, len(calls), self.scratch.fill, self.epoch, *flags, *sizes)
         data = b"".join(_raw(x) for call in calls for x in call.inputs)
         data += b"".join(_padded(x) for call in calls for x in call.operands)
         return bytes(header) + b"".join(bytes(self._encode_call(call)) for call in calls) + data
@@ -253,27 +241,16 @@ class Simulation:
     def _encode_call(self, call: Call) -> _Call:
         whole = len(call.counts) == 1
         encoded = _Call(
+            **{name: getattr(call, name) for name in _SAME},
             kernel=self.first_kernel + call.kernel,
             threads=call.shape.threads,
+            chunk=call.shape.chunk,
             shared_nbytes=self.scratch.shared_nbytes,
             capacity=self.scratch.capacity,
-            chunk=call.shape.chunk,
-            cluster=call.cluster,
-            waits=call.waits,
-            in_place=call.in_place,
             absent=sum(1 << rank for rank in call.absent),
             twice=sum(1 << rank for rank in call.twice),
-            feeds_back=call.feeds_back,
-            errors_at=call.errors_at,
-            places=call.places,
-            next_blocks=call.next_blocks,
             numel=sum(call.counts),
-            timeout_ns=call.timeout_ns,
-            late_ns=call.late_ns,
-            seed=call.seed,
             operand_nbytes=sum(len(_padded(x)) for x in call.operands),
-            columns=call.columns,
-            skipped=call.skipped,
         )
         ends = accumulate((len(_padded(x)) for x in call.operands), initial=0)
         for at, (operand, offset) in enumerate(zip(call.operands, ends, strict=False)):
@@ -363,6 +340,11 @@ class _Outcome(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("broken_guards", "unmarked_polls", "released_polls", "sent_nbytes")),
         ("gave_up_at", ctypes.c_uint64),
     ]
+
+
+# What Call and _Call have alike.
+_SAME = ("cluster", "waits", "in_place", "feeds_back", "errors_at", "places", "next_blocks", "timeout_ns", "late_ns")
+_SAME += ("seed", "columns", "skipped")
 
 
 class _Call(ctypes.Structure):

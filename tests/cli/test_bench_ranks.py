@@ -98,22 +98,6 @@ def test_torchrun_times_between_its_processes():
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--backend", "gloo"], "bench: --backend needs processes: torchrun --nproc-per-node=2 -m graphar bench ..."),
-        (["2K", "-b", "4K"], "bench: give sizes or --minbytes"),
-        (["-b", "4K", "-e", "1M", "-f", "1"], "and a --stepfactor of 2 or more"),
-        (["-e", "4K"], "bench: --maxbytes needs --minbytes"),
-        (["-b", "1G", "-e", "8G"], "bench: sizes of allreduce must be from 1 to 4 GB"),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(arguments, problem, capsys):
-    assert main(["bench", *arguments]) == 1
-
-    assert problem in capsys.readouterr().err
-
-
 def test_a_range_of_sizes_is_timed_in_one_process(capsys):
     assert main(["bench", "-b", "1K", "-e", "16K", "-f", "4", "--world-size", "2", "--json"]) == 0
 

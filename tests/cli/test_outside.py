@@ -58,25 +58,10 @@ def test_bench_compares_with_a_specification_of_its_own(capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--algorithm", "ring"], "--algorithm of allreduce must be one of auto, one_shot_push, "),
-        (["--algorithm", "one_shot", "--op", "allgather"], "--algorithm of allgather must be one of auto, allgather_"),
-        (["--algorithm", "one_shot", "--codec", "int8"], "bench: give --codec or --algorithm"),
-        (["--load", "absent.py"], "No such file or directory"),
-    ],
-)
-def test_bench_refuses_what_is_not_loaded(arguments, problem, capsys):
-    assert main(["bench", "2K", "--world-size", "2", *arguments]) == 1
-
-    assert problem in capsys.readouterr().err
-
-
 def test_a_row_that_breaks_a_rule_ends_a_command_with_the_files_name_and_line(file, capsys):
     file.write_text(file.read_text().replace("op='allreduce'", "op='ring'"))
 
-    assert main(["explain", "2K", "--load", str(file)]) == 1
+    assert main(["explain", "2K", "--load", str(file)]) == 2
 
     assert capsys.readouterr().err.startswith(f"graphar: {file}:2: load_algorithm: op must be one of")
 
@@ -101,7 +86,7 @@ def test_explain_goes_by_a_table_that_names_it_where_it_is_loaded(file, loads, u
 def test_tune_loads_files_before_it_looks_for_gpus(file, monkeypatch, capsys):
     file.write_text(file.read_text().replace("op='allreduce'", "op='ring'"))
 
-    assert main(["tune", "--load", str(file)]) == 1
+    assert main(["tune", "--load", str(file)]) == 2
 
     assert f"{file}:2: load_algorithm: op" in capsys.readouterr().err
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 
 import graphar
 from graphar.cli.explain import explanations
-from graphar.cli.main import main
+from graphar.cli.main import SHELLS, main
 from graphar.plan.entries import measured_config
 from graphar.plan.sizes import KB, MB
 from graphar.runtime.user_tables import find_table
@@ -114,7 +116,7 @@ def test_explain_says_why_a_dtype_has_no_kernel(capsys):
 
 
 def test_explain_refuses_what_a_call_refuses(capsys):
-    assert main(["explain", "1M", "--dtype", "float64", "--codec", "int8"]) == 1
+    assert main(["explain", "1M", "--dtype", "float64", "--codec", "int8"]) == 2
 
     with pytest.raises(ValueError, match="a codec rounds") as refusal:
         graphar.explain([torch.zeros(1, dtype=torch.float64)] * 2, codec="int8")
@@ -131,14 +133,46 @@ def test_explain_says_what_a_communicator_of_this_machine_says():
     assert next(explanations(table, 2, [2 * MB], torch.bfloat16, None)) == graphar.explain(xs)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["explain"], ["explain", "large"], ["explain", "--", "-5"], ["explain", "1M", "--codec", "int9"]]
-)
-def test_bad_arguments_end_with_status_2(arguments):
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
+BAD_ARGUMENTS = {
+    "explain": "required: SIZE",
+    "explain large": "'large' is no size; write 2K, 1.5MB, 1GiB or a number of bytes",
+    "explain -- -5": "'-5' is no size",
+    "explain 1M --codec int9": "invalid choice: 'int9'",
+    "explain 1M --load absent.py": "there is no Python file 'absent.py'",
+    "bench 5G": "sizes of allreduce must be from 1 byte to 4 GB",
+    "bench 1G --op allgather": "sizes of allgather must be from 1 byte to 256 MB",
+    "bench 1M --op allgather --codec int8": "--codec needs --op allreduce, got allgather",
+    "bench -b 1G -e 8G": "sizes of allreduce must be from 1 byte to 4 GB",
+    "bench --backend gloo": "bench: --backend needs processes: torchrun --nproc-per-node=2 -m graphar bench ...",
+    "bench 2K -b 4K": "bench: give sizes or --minbytes",
+    "bench -b 4K -e 1M -f 1": "and a --stepfactor of 2 or more",
+    "bench -e 4K": "bench: --maxbytes needs --minbytes",
+    "bench 2K --algorithm ring": "--algorithm of allreduce must be one of auto, one_shot_push, ",
+    "bench 2K --algorithm one_shot --op allgather": "--algorithm of allgather must be one of auto, allgather_",
+    "bench 2K --algorithm one_shot --codec int8": "bench: give --codec or --algorithm",
+    "bench 2K -g 2": "-g/--ngpus: invalid choice: '2'",
+    "bench 2K -o max": "-o: invalid choice: 'max'",
+    "bench 2K -d int8": "-d/--dtype/--datatype: invalid choice: 'int8'",
+    "bench 2K -t 1": "-t of nccl-tests is not taken",
+    "bench 2K --agg_iters 4": "--agg_iters of nccl-tests is not taken",
+    "trace absent.json": "cannot open absent.json: no such file or directory",
+    "trace /": "cannot open /: is a directory",
+    "report reports/h200x4": "in a checkout: python -m perf report FOLDER\n",
+    "docter": "there is no command 'docter': did you mean doctor?",
+    "ring": "there is no command 'ring': there are doctor, bench, explain, tune, simulate, trace",
+    "--completion fish": "invalid choice: 'fish'",
+}
 
-    assert ended.value.code == 2
+
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
+def test_bad_arguments_end_with_status_2_and_a_line_in_a_users_words(arguments, capsys):
+    try:
+        status = main(arguments.split())
+    except SystemExit as ended:
+        status = ended.code
+
+    assert status == 2
+    assert BAD_ARGUMENTS[arguments] in capsys.readouterr().err
 
 
 def test_quietly_explain_says_nothing_but_the_answers(capsys):
@@ -182,16 +216,42 @@ def test_every_command_has_the_same_modes_and_tells_its_statuses(command, capsys
     assert [option for option in ("--json", "--quiet", "Exit status") if option not in said] == []
 
 
-def test_report_names_the_command_of_a_checkout(capsys):
-    assert main(["report", "reports/h200x4"]) == 1
-    assert capsys.readouterr().err.endswith("in a checkout: python -m perf report FOLDER\n")
+def test_no_help_lists_what_only_a_checkout_has(capsys):
+    main([])
+
+    assert "report" not in capsys.readouterr().out
 
 
-def test_what_is_no_size_is_told_in_a_users_words(capsys):
-    with pytest.raises(SystemExit):
-        main(["explain", "large"])
+def test_the_version_has_the_commit_of_a_checkout(monkeypatch, tmp_path, capsys):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "graphar").mkdir()
+    monkeypatch.setattr(graphar, "__file__", str(tmp_path / "graphar" / "__init__.py"))
 
-    assert "'large' is no size; write 2K, 1.5MB, 1GiB or a number of bytes" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"graphar {graphar.__version__}\n"
+
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"graphar {graphar.__version__} ({commit})\n"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_shells_complete_commands_and_options(shell, capsys):
+    pytest.importorskip("shtab")
+
+    assert main(["--completion", shell]) == 0
+
+    script = capsys.readouterr().out
+    assert [word for word in (*COMMANDS, "--world-size", "fp8_e4m3") if word not in script] == []
+
+
+def test_completion_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+
+    assert main(["--completion", "bash"]) == 1
+    assert capsys.readouterr().err == "graphar: --completion needs shtab: python -m pip install shtab\n"
 
 
 def test_an_interrupt_ends_a_command_with_a_line_and_without_a_traceback(monkeypatch, capsys):
@@ -251,17 +311,36 @@ def test_a_wrong_sum_ends_bench_with_status_1(monkeypatch, capsys):
     assert capsys.readouterr().err == "graphar: allreduce of bfloat16 [1024, 1]: rank 0 has a wrong result\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["5G"], "sizes of allreduce must be from 1 to 4 GB"),
-        (["1G", "--op", "allgather"], "sizes of allgather must be from 1 to 256 MB"),
-        (["1M", "--op", "allgather", "--codec", "int8"], "--codec needs --op allreduce, got allgather"),
-    ],
-)
-def test_bench_refuses_what_it_cannot_time(arguments, problem, capsys):
-    assert main(["bench", *arguments]) == 1
-    assert problem in capsys.readouterr().err
+@NO_GPUS
+def test_bench_takes_the_flags_of_nccl_tests(capsys):
+    assert (
+        main(
+            [
+                "bench",
+                "-b",
+                "1K",
+                "-e",
+                "4K",
+                "-f",
+                "4",
+                "-g",
+                "1",
+                "-o",
+                "sum",
+                "-d",
+                "float",
+                "-c",
+                "1",
+                "--world-size",
+                "2",
+                "--json",
+            ]
+        )
+        == 0
+    )
+
+    found = json.loads(capsys.readouterr().out)
+    assert (found["dtype"], [row["nbytes"] for row in found["rows"]]) == ("float32", [1024, 4096])
 
 
 @pytest.mark.gpu

@@ -143,8 +143,8 @@ def test_a_table_can_be_written_elsewhere_and_go_on_from_there(three_gpus, tmp_p
 
 @pytest.mark.parametrize("arguments", [["--world-size", "4"], ["--world-size", "1"], ["--max-nbytes", "1K"]])
 def test_what_cannot_be_measured_is_refused(three_gpus, capsys, arguments):
-    assert command.main(["tune", *arguments]) == 1
-    assert "--world-size must be from 2 to 3" in capsys.readouterr().err
+    assert command.main(["tune", *arguments]) == 2
+    assert "--world-size must be from 2 to 3, and --max-nbytes at least 2 KB" in capsys.readouterr().err
 
 
 def test_numbers_that_gain_nothing_stay_and_parts_get_entries(three_gpus, capsys):
@@ -306,7 +306,7 @@ def test_a_file_that_holds_no_table_is_left_alone(three_gpus, tmp_path, capsys):
     out = tmp_path / "notes.json"
     out.write_text("{}")
 
-    assert command.main(["tune", "--out", str(out)]) == 1
+    assert command.main(["tune", "--out", str(out)]) == 2
     assert out.read_text() == "{}"
     assert "notes.json holds no tuning table" in capsys.readouterr().err
 

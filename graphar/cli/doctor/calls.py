@@ -183,6 +183,7 @@ def _only_kernel(op: str, world_size: int, size: Any, codec: bool = False) -> Al
     return only
 
 
+_SUMMED, _SCATTERED = (partial(_matmul_kernel, f"fused_matmul_{op}") for op in ("allreduce", "reducescatter"))
 _OPS = (
     _Op("allreduce", _with_special, _NUMELS),
     _Op("reducescatter", _with_special, _NUMELS, partial(_kernel_of_parts, "reducescatter")),
@@ -193,19 +194,9 @@ _OPS = (
     _Op("reducescatter", _normal, _QUANTIZED_NUMELS, partial(_only_kernel, "reducescatter", codec=True), _QUANTIZED),
     _Op("allreduce_residual_rmsnorm", _norm, _ROWS, _norm_kernel),
     _Op("reducescatter_residual_rmsnorm", _norm_of_parts, _ROWS, partial(_only_kernel, REDUCESCATTER_NORM)),
-    _Op("fused_matmul_allreduce", _factors, _RESULTS, partial(_matmul_kernel, "fused_matmul_allreduce")),
-    _Op(
-        "fused_matmul_allreduce_residual_rmsnorm",
-        partial(_norm, of=_factors),
-        _RESULTS,
-        partial(_matmul_kernel, "fused_matmul_allreduce"),
-    ),
-    _Op("fused_matmul_reducescatter", _factors, _PARTS, partial(_matmul_kernel, "fused_matmul_reducescatter")),
+    _Op("fused_matmul_allreduce", _factors, _RESULTS, _SUMMED),
+    _Op("fused_matmul_allreduce_residual_rmsnorm", partial(_norm, of=_factors), _RESULTS, _SUMMED),
+    _Op("fused_matmul_reducescatter", _factors, _PARTS, _SCATTERED),
     _Op("fused_allgather_matmul", _factors, _PARTS, partial(_only_kernel, "fused_allgather_matmul")),
-    _Op(
-        "fused_matmul_reducescatter_residual_rmsnorm",
-        partial(_norm_of_parts, of=_factors),
-        _PARTS,
-        partial(_matmul_kernel, "fused_matmul_reducescatter"),
-    ),
+    _Op("fused_matmul_reducescatter_residual_rmsnorm", partial(_norm_of_parts, of=_factors), _PARTS, _SCATTERED),
 )

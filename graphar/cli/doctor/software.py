@@ -19,18 +19,8 @@ from graphar.runtime.requirements import install, meets, requirements
 
 _NVRTC = "nvidia-cuda-nvrtc"
 _NVML = "nvidia-ml-py"
-_READ = (
-    "GRAPHAR_CACHE_DIR",
-    "GRAPHAR_CONCURRENT_COMMUNICATORS",
-    "GRAPHAR_LOG",
-    "GRAPHAR_LOSSLESS",
-    "GRAPHAR_MULTICAST",
-    "GRAPHAR_NVTX",
-    "GRAPHAR_SGLANG",
-    "GRAPHAR_SOCKET_DIR",
-    "GRAPHAR_TEST_SHARE_GPU",
-    "GRAPHAR_VLLM",
-)
+_READ = ("CACHE_DIR", "CONCURRENT_COMMUNICATORS", "LOG", "LOSSLESS", "MULTICAST", "NVTX", "SGLANG", "SOCKET_DIR")
+_READ = tuple(f"GRAPHAR_{name}" for name in (*_READ, "TEST_SHARE_GPU", "VLLM"))
 
 
 def versions() -> Iterator[Finding]:
