@@ -60,7 +60,7 @@ def load_algorithm(
     names, and that is loaded. Not collective; every rank loads the algorithm.
 
     Args:
-        source: the path of the file.
+        source: the path of the file, from the folder of the file that calls or from the working directory.
         op: "allreduce", "reducescatter" or "allgather".
         scratch: the scratch on every rank, or a function from the number of ranks to it.
         dtypes: the dtypes of tensors that it serves: some of bf16, fp16 and fp32. None: all three, and for an
@@ -87,7 +87,7 @@ def load_algorithm(
     """
     caller = sys._getframe(1)
     check = _Checks(f"{caller.f_code.co_filename}:{caller.f_lineno}: load_algorithm: ")
-    file = check.source(source)
+    file = check.source(source, Path(caller.f_code.co_filename).parent)
     check.that(op in OPS, f"op must be one of {', '.join(OPS)}, got {op!r}")
     ranks = check.world_sizes(world_sizes)
     scratches = {n: check.scratch(n, scratch(n) if callable(scratch) else scratch) for n in ranks}
@@ -145,12 +145,13 @@ class _Checks:
         holds = type(value) is int and least <= value <= most
         self.that(holds, f"{name} must be a number from {least} to {most}, got {value!r}")
 
-    def source(self, source: object) -> Path:
+    def source(self, source: object, beside: Path) -> Path:
         if not isinstance(source, (str, os.PathLike)):
             self.fail(f"source must be the path of a file, got {source!r}")
-        file = Path(source).absolute()
-        if not file.is_file():
-            raise FileNotFoundError(f"{self._where}there is no file {file}")
+        files = (beside / source).absolute(), Path(source).absolute()
+        file = next((one for one in files if one.is_file()), None)
+        if file is None:
+            raise FileNotFoundError(f"{self._where}there is no file {' or '.join(map(str, dict.fromkeys(files)))}")
         name = file.stem
         self.that(file.suffix == ".cu" and name.isidentifier(), f"source must be NAME.cu, got {file}")
         texts = [_COMMENT.sub("", content.decode(errors="replace")) for content in files_of(file).values()]

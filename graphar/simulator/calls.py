@@ -30,6 +30,14 @@ class Drawn:
 
     calls: list[Call]
     expected: list[list[torch.Tensor]]  # by call and rank
+    op: str
+
+    def terms(self, call: int, rank: int) -> Sequence[torch.Tensor]:
+        """Returns the tensors whose sum is a rank's result of a call; of a gather none."""
+        one = self.calls[call]
+        if self.op == "allgather":
+            return ()
+        return one.inputs if self.op == "allreduce" else [x.split(list(one.counts))[rank] for x in one.inputs]
 
 
 def draw(subject: Subject, row: Row, world_size: int, dtype: torch.dtype, numels: Sequence[int], seed: int) -> Drawn:
@@ -44,7 +52,7 @@ def draw(subject: Subject, row: Row, world_size: int, dtype: torch.dtype, numels
     if not subject.algorithm.exact:
         variants = [choices.choice(variants)]  # a communicator has the switch, or the stand-in
     made = [_draw_call(subject, row, world_size, dtype, numel, choices.choice(variants), choices) for numel in sizes]
-    return Drawn([call for call, _ in made], [results for _, results in made])
+    return Drawn([call for call, _ in made], [results for _, results in made], row.op)
 
 
 def _draw_call(

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 
+from graphar import reference
 from graphar.runtime.arguments import Record
 from graphar.simulator.simulation import Outcome
 
+UNWRITTEN = 0xA5  # each byte of an output before a call: `guard` in sources/run.cpp
 # Kinds of records, as in cuda_src/device/sync/record.cuh.
 TIMED_OUT, OVERLAPPED, DISAGREED = 1, 2, 3
 
 
+Terms = Callable[[int, int], Sequence[torch.Tensor]]
+
+
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong.
+    """One thing that is wrong."""
 
-    Attributes:
-        what: in words.
-        call: in which call, counted from 0; None if that is not known.
-        step: the number of the scheduler's step at which it happened, or by which it had.
-    """
-
-    what: str
-    call: int | None
-    step: int
+    what: str  # in words
+    call: int | None  # in which call, counted from 0; None if that is not known
+    step: int  # the number of the scheduler's step at which it happened, or by which it had
 
 
-def mistakes(expected: Sequence[Sequence[torch.Tensor]], outcomes: Sequence[Outcome]) -> list[Mistake]:
+def mistakes(
+    expected: Sequence[Sequence[torch.Tensor]], outcomes: Sequence[Outcome], terms: Terms = lambda call, rank: ()
+) -> list[Mistake]:
     """Returns all that is wrong, in the order in which it happened.
 
     Args:
         expected: what each rank must get, by call and rank.
         outcomes: what came out, by rank.
+        terms: a function from call and rank to the tensors that the result is the sum of; of a gather to none.
     """
     found = []
     for rank, outcome in enumerate(outcomes):
@@ -42,7 +45,7 @@ def mistakes(expected: Sequence[Sequence[torch.Tensor]], outcomes: Sequence[Outc
             call = sum(end < outcome.gave_up_at for end in outcome.ended_at)
             found.append(Mistake(_given_up(rank, call, outcome.record), call, outcome.gave_up_at))
         for call, by_rank in enumerate(expected):
-            what = _difference(outcome.results[call], by_rank[rank])
+            what = _difference(outcome.results[call], by_rank[rank], terms(call, rank))
             if what:
                 found.append(Mistake(f"rank {rank}, call {call}: {what}", call, outcome.ended_at[call]))
         for what in _beside(outcome):
@@ -60,16 +63,28 @@ def _given_up(rank: int, call: int, record: Record) -> str:
     return f"{where}: waited for rank {record.peer} until the deadline; expected {values[0]}, saw {values[1]}"
 
 
-def _difference(result: torch.Tensor, expected: torch.Tensor) -> str:
+def _difference(result: torch.Tensor, expected: torch.Tensor, terms: Sequence[torch.Tensor]) -> str:
     """Returns the first wrong element of a result, which is bytes, and how many there are; or an empty string."""
     expected = expected.contiguous().view(-1)
-    wrong = (result != expected.view(torch.uint8)).view(-1, expected.itemsize).any(1).nonzero()
+    elements = result.view(-1, expected.itemsize)
+    wrong = (elements != expected.view(torch.uint8).view_as(elements)).any(1).nonzero().view(-1)
     if not len(wrong):
         return ""
-    at = int(wrong[0])
-    got = result[at * expected.itemsize :][: expected.itemsize].clone().view(expected.dtype)
-    values = f"{_value(got)}, expected {_value(expected[at : at + 1])}"
-    return f"element {at} is {values}; {len(wrong)} of {len(expected)} are wrong"
+    at, got = int(wrong[0]), elements[wrong].view(expected.dtype).view(-1)
+    unwritten = bool((elements[at] == UNWRITTEN).all())
+    found = f"was never written (0x{bytes(elements[at].numpy()).hex()})" if unwritten else f"is {_value(got[:1])}"
+    count = f"{len(wrong)} of {len(expected)} are wrong{_reordered(got, [x.reshape(-1)[wrong] for x in terms])}"
+    return f"element {at} {found}, expected {_value(expected[at : at + 1])}; {count}"
+
+
+def _reordered(got: torch.Tensor, terms: Sequence[torch.Tensor]) -> str:
+    """Returns in which order the ranks' terms add up to what was got, or an empty string."""
+    forward = [tuple(rank % len(terms) for rank in range(at, at + len(terms))) for at in range(len(terms))]
+    few = len(terms) < 6
+    for order in permutations(forward[0]) if few and terms else (*forward, *(one[::-1] for one in forward)):
+        if torch.equal(reference.allreduce([terms[rank] for rank in order]).view(torch.uint8), got.view(torch.uint8)):
+            return f": they are the same terms in another order, of ranks {', '.join(map(str, order))}"
+    return ""
 
 
 def _value(one: torch.Tensor) -> str:

@@ -54,59 +54,37 @@ class KernelFailure(GrapharError):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a kernel.
+    """One call of a kernel."""
 
-    Attributes:
-        kernel: which, counted from the simulation's first one.
-        shape: the grid, and the chunk.
-        inputs: contiguous, a tensor a rank; their bytes are what the ranks are given.
-        counts: elements of each rank's part, or of the whole tensor if the op has no parts.
-        output_nbytes: of every rank.
-        offset: bytes by which inputs and outputs lie off a 128-byte boundary.
-        blocks: of each rank's grid; empty: the shape's.
-        in_place: whether the output is the input; of an all-gather, whether it holds the input as its rank's part.
-        absent: ranks that do not take part. All ranks end this call before any of them begins the next one.
-        twice: ranks that launch it on a second stream, too. There it has no predecessor.
-        timeout_ns: of the simulated clock.
-        late_ns: how much later than the others the last rank begins, on that clock.
-        seed: of stochastic rounding.
-        operands: the tensors of an epilogue, the same on every rank. None: the rank's input, which the kernel may
-            overwrite. A number: the part of the output that begins at so many bytes.
-        scalars: its numbers.
-        columns: of the tensor, if the call has an epilogue.
-        cluster: the blocks of each.
-        waits: whether the kernel waits for its predecessor, which still writes the input. False is a mistake.
-        skipped: elements of every rank's part before those of this call, if it has an epilogue.
-        fingerprints: of what each rank calls; empty: alike.
-        places: of a GPU's room that a block takes.
-        next_blocks: of a kernel that is launched early behind it, and waits for it. It takes as many places a block.
-        feeds_back: whether the final content of the input is a result, too. It follows the output's bytes.
-        errors_at: the bytes in each input after which it has the rounding errors of earlier calls.
-    """
-
-    kernel: int
-    shape: Config
-    inputs: Sequence[torch.Tensor]
-    counts: tuple[int, ...]
-    output_nbytes: tuple[int, ...]
-    offset: int = 0
-    blocks: tuple[int, ...] = ()
+    kernel: int  # which, counted from the simulation's first one
+    shape: Config  # the grid, and the chunk
+    inputs: Sequence[torch.Tensor]  # contiguous, a tensor a rank; their bytes are what the ranks are given
+    counts: tuple[int, ...]  # elements of each rank's part, or of the whole tensor if the op has no parts
+    output_nbytes: tuple[int, ...]  # of every rank
+    offset: int = 0  # bytes by which inputs and outputs lie off a 128-byte boundary
+    blocks: tuple[int, ...] = ()  # of each rank's grid; empty: the shape's
+    # Whether the output is the input; of an all-gather, whether it holds the input as its rank's part.
     in_place: bool = False
+    # Ranks that do not take part. All ranks end this call before any of them begins the next one.
     absent: tuple[int, ...] = ()
-    twice: tuple[int, ...] = ()
-    timeout_ns: int = ENOUGH_NS
-    late_ns: int = 0
-    seed: int = 0
-    feeds_back: bool = False
-    errors_at: int = 0
+    twice: tuple[int, ...] = ()  # ranks that launch it on a second stream, too. There it has no predecessor.
+    timeout_ns: int = ENOUGH_NS  # of the simulated clock
+    late_ns: int = 0  # how much later than the others the last rank begins, on that clock
+    seed: int = 0  # of stochastic rounding
+    feeds_back: bool = False  # whether the final content of the input is a result, too. It follows the output's bytes.
+    errors_at: int = 0  # the bytes in each input after which it has the rounding errors of earlier calls
+    # The tensors of an epilogue, the same on every rank. None: the rank's input, which the kernel may overwrite. A
+    # number: the part of the output that begins at so many bytes.
     operands: tuple[torch.Tensor | int | None, ...] = ()
-    scalars: tuple[float, ...] = ()
-    columns: int = 1
-    cluster: int = 1
+    scalars: tuple[float, ...] = ()  # its numbers
+    columns: int = 1  # of the tensor, if the call has an epilogue
+    cluster: int = 1  # the blocks of each
+    # Whether the kernel waits for its predecessor, which still writes the input. False is a mistake.
     waits: bool = True
-    skipped: int = 0
-    fingerprints: tuple[int, ...] = ()
-    places: int = 1
+    skipped: int = 0  # elements of every rank's part before those of this call, if it has an epilogue
+    fingerprints: tuple[int, ...] = ()  # of what each rank calls; empty: alike
+    places: int = 1  # of a GPU's room that a block takes
+    # Of a kernel that is launched early behind it, and waits for it. It takes as many places a block.
     next_blocks: int = 0
 
     def result_nbytes(self, rank: int) -> int:
@@ -115,64 +93,38 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results and errors of one rank.
+    """The results and errors of one rank."""
 
-    Attributes:
-        results: the bytes of its output, by call.
-        record: why a kernel gave up; ``kind`` is 0 if none did.
-        seen: the record as the host found it when it first had a kind.
-        broken_guards: how often a call wrote beside the tensors or the scratch, or to its input.
-        unmarked_polls: how often a thread looked for a peer's data while its block was not marked as busy.
-        released_polls: how often a thread looked for a peer's data after it had released the next kernel.
-        sent_nbytes: bytes that the rank stored into the scratch of others, but for flags that release something.
-        scratch_hashes: of the scratch after each call with an absent rank.
-        gave_up_at: the number of the scheduler's step at which the record got a kind; 0 if it has none.
-        ended_at: the same by call, for the end of this rank's kernel.
-    """
-
-    results: list[torch.Tensor]
-    record: Record
-    seen: Record
-    broken_guards: int
-    unmarked_polls: int
-    released_polls: int
-    sent_nbytes: int
-    scratch_hashes: tuple[int, ...]
-    gave_up_at: int
-    ended_at: tuple[int, ...]
+    results: list[torch.Tensor]  # the bytes of its output, by call
+    record: Record  # why a kernel gave up; ``kind`` is 0 if none did
+    seen: Record  # the record as the host found it when it first had a kind
+    broken_guards: int  # how often a call wrote beside the tensors or the scratch, or to its input
+    unmarked_polls: int  # how often a thread looked for a peer's data while its block was not marked as busy
+    released_polls: int  # how often a thread looked for a peer's data after it had released the next kernel
+    sent_nbytes: int  # bytes that the rank stored into the scratch of others, but for flags that release something
+    scratch_hashes: tuple[int, ...]  # of the scratch after each call with an absent rank
+    gave_up_at: int  # the number of the scheduler's step at which the record got a kind; 0 if it has none
+    ended_at: tuple[int, ...]  # the same by call, for the end of this rank's kernel
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Calls that follow one another on one communicator.
+    """Calls that follow one another on one communicator."""
 
-    Attributes:
-        program: from build.
-        algorithm: which.
-        world_size: ranks.
-        scratch: of the algorithm.
-        first_kernel: index in the program of the kernel that calls name 0.
-        seed: decides what happens when.
-        epoch: calls made before.
-        busy: whether other calls already run when the first call begins.
-        aborted: whether a call of another algorithm has given up before.
-        suspended: whether the communicator is suspended: counters are those of a guard, and scratch is only read.
-        room: places for blocks on each GPU. Blocks that find none wait until others have ended.
-        communicators: of the same ranks, each of which makes the calls. A rank launches them in an order of its own,
-            rotated by its number. The outcomes are those of the first one's ranks, then of the next one's.
-    """
-
-    program: Path
-    algorithm: Algorithm
-    world_size: int
-    scratch: Scratch
-    first_kernel: int
-    seed: int
-    epoch: int = 0
-    busy: bool = False
-    aborted: bool = False
+    program: Path  # from build
+    algorithm: Algorithm  # which
+    world_size: int  # ranks
+    scratch: Scratch  # of the algorithm
+    first_kernel: int  # index in the program of the kernel that calls name 0
+    seed: int  # decides what happens when
+    epoch: int = 0  # calls made before
+    busy: bool = False  # whether other calls already run when the first call begins
+    aborted: bool = False  # whether a call of another algorithm has given up before
+    # Whether the communicator is suspended: counters are those of a guard, and scratch is only read.
     suspended: bool = False
-    room: int = 1 << 20
+    room: int = 1 << 20  # places for blocks on each GPU. Blocks that find none wait until others have ended.
+    # Of the same ranks, each of which makes the calls. A rank launches them in an order of its own, rotated by its
+    # number. The outcomes are those of the first one's ranks, then of the next one's.
     communicators: int = 1
     environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
 

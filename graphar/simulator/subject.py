@@ -49,17 +49,11 @@ def small(part_nbytes: int, parts: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Subject:
-    """An algorithm to be simulated.
+    """An algorithm to be simulated."""
 
-    Attributes:
-        algorithm: which.
-        variants: the variants of its kernel, the usual one first.
-        specification: what every rank must get.
-    """
-
-    algorithm: Algorithm
-    variants: tuple[str | None, ...]
-    specification: Specification
+    algorithm: Algorithm  # which
+    variants: tuple[str | None, ...]  # the variants of its kernel, the usual one first
+    specification: Specification  # what every rank must get
 
     def row(self, numel: int, dtype: torch.dtype, world_size: int) -> Row:
         """Returns the row with scratch that a tensor of ``numel`` elements fills, or one whose largest part has them.
