@@ -72,11 +72,10 @@ def run(options: argparse.Namespace) -> int:
 
 def device_of(asked: str | None) -> tuple[str, str]:
     """Returns the device whose table answers, and what was assumed about it; an empty string if nothing was."""
+    if asked is None and torch.cuda.is_available():
+        return torch.cuda.get_device_name(0), ""
     if asked is None:
-        here = torch.cuda.is_available()
-        return (
-            (torch.cuda.get_device_name(0), "") if here else (ELSEWHERE, f"assumed {ELSEWHERE}: there is no GPU here")
-        )
+        return ELSEWHERE, f"assumed {ELSEWHERE}: there is no GPU here"
     if find_table(asked).name != DEFAULT:
         return asked, ""
     whole = f"NVIDIA {asked}"

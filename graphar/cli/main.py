@@ -40,12 +40,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "graphar") -> int:
             return options.run(options)
         print(_version() if options.version else _completion(parser, options.completion), end="")
         return 0
-    except ValueError as error:
-        return fail(str(error), BAD_ARGUMENTS)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        return fail(_in_words(error), BAD_ARGUMENTS)
-    except (GrapharError, OSError) as error:
-        return fail(_in_words(error))
+    except (GrapharError, OSError, ValueError) as error:
+        is_argument = isinstance(error, (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError))
+        return fail(_in_words(error), BAD_ARGUMENTS if is_argument else 1)
     except KeyboardInterrupt:
         print("graphar: interrupted", file=sys.stderr)
         return INTERRUPTED

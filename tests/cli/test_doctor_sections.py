@@ -116,13 +116,6 @@ def nvml(monkeypatch, active, error=None):
     monkeypatch.setitem(sys.modules, "pynvml", fake)
 
 
-def test_links_are_counted(machine, monkeypatch):
-    machine(2)
-    nvml(monkeypatch, [18, 18])
-
-    assert [(one.status, one.found) for one in gpus.links()] == [(OK, "18 active links of 18")] * 2
-
-
 @pytest.mark.promise("`doctor` finds what is wrong and says what to do.")
 def test_a_link_that_is_down_on_one_gpu_is_a_problem(machine, monkeypatch):
     machine(2)
@@ -135,27 +128,20 @@ def test_a_link_that_is_down_on_one_gpu_is_a_problem(machine, monkeypatch):
     assert "`nvidia-smi nvlink -s -i GPU-u1`" in said["cuda:1"].advice
 
 
-def test_gpus_without_nvlink_are_noted(machine, monkeypatch):
-    machine(2)
-    nvml(monkeypatch, [0, 0])
+@pytest.mark.parametrize(
+    ("active", "error", "found"),
+    [
+        ([18, 18], None, [(OK, "18 active links of 18")] * 2),
+        ([0, 0], None, [(NOTE, "no active NVLink: what there is to send goes over PCIe")] * 2),
+        ([], None, [(NOTE, "there is no GPU")]),
+        ([0, 0], "Driver Not Loaded", [(NOTE, "not known: Driver Not Loaded; graphar runs without it")]),
+    ],
+)
+def test_links_are_counted_and_what_is_not_there_is_noted(machine, monkeypatch, active, error, found):
+    machine(len(active))
+    nvml(monkeypatch, active, error)
 
-    assert {one.status for one in gpus.links()} == {NOTE}
-
-
-def test_where_torch_sees_no_gpu_there_are_no_links_to_tell_of(machine, monkeypatch):
-    machine(0)
-    nvml(monkeypatch, [])
-
-    assert [(one.status, one.found) for one in gpus.links()] == [(NOTE, "there is no GPU")]
-
-
-def test_nvml_that_does_not_answer_is_noted(machine, monkeypatch):
-    machine(2)
-    nvml(monkeypatch, [], error="Driver Not Loaded")
-
-    assert [(one.status, one.found) for one in gpus.links()] == [
-        (NOTE, "not known: Driver Not Loaded; graphar runs without it")
-    ]
+    assert [(one.status, one.found) for one in gpus.links()] == found
 
 
 def test_multicast_is_off_with_the_reason(monkeypatch):

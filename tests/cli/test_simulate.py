@@ -78,26 +78,6 @@ def test_as_json_it_has_the_failures(asked, capsys):
     assert failure["what"] == FAILURE.what
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["ring"],
-        ["absent.py"],
-        ["one_shot", "--ranks", "2-9"],
-        ["one_shot", "--sanitizers", "memory"],
-        ["one_shot", "--numel", "0"],
-        ["one_shot", "--dtypes", "int8"],
-        ["one_shot", "--seeds", "none"],
-    ],
-)
-def test_bad_arguments_end_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["simulate", *arguments])
-
-    assert ended.value.code == 2
-    assert arguments[-1].rpartition("-")[2] in capsys.readouterr().err
-
-
 def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
     from graphar.simulator import compiler
 

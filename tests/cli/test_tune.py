@@ -33,11 +33,6 @@ from tests.plan.test_tune import CHIP, DEVICE, NEW, SMALL, TWO_SHOT, candidates,
 pytestmark = pytest.mark.usefixtures("user_folder")
 
 
-def test_without_a_command_the_help_is_shown(capsys):
-    assert command.main([]) == 0
-    assert "tune" in capsys.readouterr().out
-
-
 def test_tuning_without_gpus_says_what_is_missing(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -335,6 +336,23 @@ def test_slots_for_flags_beside_the_data_are_refused_if_they_are_no_whole_units(
 def test_a_source_that_does_not_exist_is_refused_with_file_and_line_of_the_call():
     with pytest.raises(FileNotFoundError, match=r"outside\.py:\d+: load_algorithm: there is no file /.*/absent\.cu"):
         load(FOLDER / "absent.cu")
+
+
+def test_a_relative_source_lies_beside_the_file_that_calls_or_in_the_working_directory(folder, tmp_path, monkeypatch):
+    scratch = "graphar.Scratch.of_slots(4, 1 << 20, fill=0xFF)"
+    row = f"op='allreduce', scratch={scratch}, world_sizes=[2], max_nbytes=1 << 20"
+    for file in (folder / "mine.py", tmp_path / "mine.py"):
+        file.write_text(f"import graphar\nmade = graphar.load_algorithm('pushed_sum.cu', {row})\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+
+    beside = runpy.run_path("../kernels/mine.py")["made"]
+    with pytest.raises(FileNotFoundError, match=f"no file {tmp_path}/.*pushed_sum.cu or {elsewhere}/pushed_sum.cu"):
+        runpy.run_path("../mine.py")
+    monkeypatch.chdir(folder)
+
+    assert runpy.run_path("../mine.py")["made"] is beside
 
 
 @pytest.mark.parametrize("name", ["pushed-sum.cu", "pushed_sum.cpp"])

@@ -181,3 +181,21 @@ def test_launches_are_not_read_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(runner, "is_capturing", lambda device: True)
 
     assert counting.launches() == {}
+
+
+def test_stats_are_printed_as_a_table():
+    calls = (
+        CallStats("allreduce", "one_shot", 12, 11, 3 << 19),
+        CallStats("allgather", "fallback", 1, 0, 64, "on the CPU"),
+    )
+
+    assert str(graphar.Stats(calls, 2, {}, 0.25, "rank 1 is gone")).splitlines() == [
+        "                         calls   repeated          size",
+        "allreduce, one_shot         12         11        1.5 MB",
+        "allgather, fallback          1          0        0.0 MB  on the CPU",
+        "2 plans; the host waited 0.250 s for other ranks",
+        "failed: rank 1 is gone",
+    ]
+    assert str(graphar.Stats((), 0, {}, 0.0, "")).splitlines()[1:] == [
+        "0 plans; the host waited 0.000 s for other ranks"
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphar import reference
 from graphar.runtime.arguments import Record
 from graphar.simulator.mistakes import DISAGREED, OVERLAPPED, TIMED_OUT, mistakes
 from graphar.simulator.simulation import Outcome
@@ -29,6 +30,29 @@ def test_the_first_wrong_element_is_named_with_both_values_and_their_bits():
 
     assert found.what == "rank 0, call 1: element 1 is 2.5 (0x4020), expected 2 (0x4000); 2 of 3 are wrong"
     assert (found.call, found.step) == (1, 200)
+
+
+def test_an_output_that_was_never_written_is_told():
+    half = torch.cat([EXPECTED[:1].view(torch.uint8), torch.full((4,), 0xA5, dtype=torch.uint8)])
+
+    (found,) = mistakes([[EXPECTED]], [outcome(half, ended_at=(100,))])
+
+    assert found.what == "rank 0, call 0: element 1 was never written (0xa5a5), expected 2 (0x4000); 2 of 3 are wrong"
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_a_sum_of_the_same_terms_in_another_order_is_told(ranks):
+    terms = list(torch.randn(ranks, 100, generator=torch.Generator().manual_seed(1)))
+    order = [*range(1, ranks), 0]
+    found = reference.allreduce([terms[rank] for rank in order])
+
+    def what(result):
+        (one,) = mistakes([[reference.allreduce(terms)]], [outcome(result, ended_at=(1,))], lambda call, rank: terms)
+        return one.what
+
+    told = f" of 100 are wrong: they are the same terms in another order, of ranks {', '.join(map(str, order))}"
+    assert what(found).endswith(told)
+    assert what(found + 1).endswith(" of 100 are wrong")
 
 
 def test_an_empty_part_has_no_wrong_elements():

@@ -123,10 +123,9 @@ def peers() -> Iterator[Finding]:
         missing = [peer for peer in everyone if peer != index and peer not in reached]
         text = f"reaches {_list(reached)}"
         if missing:
-            advice = (
-                f"see why in `nvidia-smi topo -p2p r` (no NVLink, MIG, a virtual machine, IOMMU); with {_list(missing)}"
-            )
-            yield problem(f"cuda:{index}", f"{text}; not {_list(missing)}", f"{advice} it takes torch.distributed")
+            advice = "see why in `nvidia-smi topo -p2p r` (no NVLink, MIG, a virtual machine, IOMMU); "
+            advice += f"with {_list(missing)} it takes torch.distributed"
+            yield problem(f"cuda:{index}", f"{text}; not {_list(missing)}", advice)
         else:
             yield Finding(f"cuda:{index}", text)
 

@@ -120,10 +120,8 @@ def kernel_cache() -> Iterator[Finding]:
         advice = f"they are not used; if nobody else may have written them, delete them: cd {directory} && rm {listed}"
         yield problem("damaged", f"{len(found.damaged)} entries", advice)
     if found.unfinished:
-        yield note(
-            "unfinished",
-            f"{len(found.unfinished)} files, being written now or left by killed processes: these can be deleted",
-        )
+        text = f"{len(found.unfinished)} files, being written now or left by killed processes: these can be deleted"
+        yield note("unfinished", text)
 
 
 def tuning() -> Iterator[Finding]:

@@ -52,9 +52,8 @@ def self_test(algorithm: Algorithm) -> Iterator[Finding]:
         reason = str(error).removeprefix(f"{algorithm.op}: {name} ").removeprefix("cannot serve this call: ")
         yield note(name, f"not here: {reason}")
     except CollectiveTimeout as error:
-        yield problem(
-            name, str(error), "see NVLinks and peer access above, and whether other processes fill these GPUs"
-        )
+        advice = "see NVLinks and peer access above, and whether other processes fill these GPUs"
+        yield problem(name, str(error), advice)
     except (GrapharError, RuntimeError) as error:
         advice = f"where memory is lacking, free some{' on these GPUs' if on_gpus else ''}; else {REPORT}"
         yield problem(name, f"{type(error).__name__}: {error}", advice)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from graphar.plan.sizes import MB
 from graphar.runtime.plan import Plan
 
 
@@ -34,7 +35,7 @@ class CallStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a communicator has done in this process since it was made.
+    """What a communicator has done in this process since it was made. ``print`` of it gives a table.
 
     Attributes:
         calls: the calls, by op, algorithm and reason, in the order of their first calls.
@@ -57,6 +58,17 @@ class Stats:
     def fallbacks(self) -> tuple[CallStats, ...]:
         """The calls that no kernel of graphar served."""
         return tuple(one for one in self.calls if one.fallback_reason)
+
+    def __str__(self) -> str:
+        """Returns a table with a line for each kind of call, in MB of 2^20 B, and a line with what else was counted."""
+        kinds = [f"{one.op}, {one.algorithm}" for one in self.calls]
+        width = max(map(len, ["", *kinds]))
+        rows = [f"{'':{width}}  {'calls':>9}  {'repeated':>9}  {'size':>12}"]
+        for kind, one in zip(kinds, self.calls, strict=True):
+            row = f"{kind:{width}}  {one.calls:9}  {one.repeated:9}  {one.nbytes / MB:9.1f} MB"
+            rows.append(f"{row}  {one.fallback_reason}".rstrip())
+        rows.append(f"{self.plans} plans; the host waited {self.host_waited_s:.3f} s for other ranks")
+        return "\n".join([*rows, *([f"failed: {self.failure}"] if self.failure else [])])
 
 
 # What else counts calls with a process group, by the group's name: the backend of torch.distributed.
