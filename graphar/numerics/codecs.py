@@ -190,9 +190,7 @@ _DEFAULTS = {one.name: one.default for one in fields(Codec) if one.init}
 
 @functools.cache
 def codec(text: str) -> Codec:
-    """Returns the codec of that name, or the codec with that ``text``.
-
-    The names are "fp8_e4m3", "int8", "int6", "int5", "int4", "int3" and "int2".
+    """Returns the codec of one of :data:`NAMES`, or the codec with that ``text``.
 
     Raises:
         ValueError: ``text`` is neither.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphar.numerics.codec_reference import Noise, decode, encode, error_of_wire
-from graphar.numerics.codecs import BUCKET_SIZES, FP8, SCALE_DTYPES, TILE_NUMEL, Codec
+from graphar.numerics.codecs import BITS, BUCKET_SIZES, FP8, NAMES, SCALE_DTYPES, TILE_NUMEL, Codec
 from graphar.numerics.codecs import codec as named
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.nan import with_canonical_nan
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.host
 
 SEED, CALL = 0x0123456789ABCDEF, (1 << 32) - 1
 CODECS = (
-    *(named(name) for name in ("fp8_e4m3", "int8", "int6", "int5", "int4", "int3", "int2")),
-    *(Codec(bits, 128, "stochastic", "minmax", torch.float32) for bits in (2, 3, 5, 8)),
+    *map(named, NAMES),
+    *(Codec(bits, 128, "stochastic", "minmax", torch.float32) for bits in BITS if bits not in (4, 6, FP8)),
     *(Codec(4, size, "nearest", "minmax", torch.float16) for size in BUCKET_SIZES),
     *(Codec(6, size, "stochastic", "absmax", scale) for size in (32, 1024) for scale in SCALE_DTYPES),
     *(Codec(FP8, size, "stochastic", "absmax", torch.float16) for size in (64, 512)),

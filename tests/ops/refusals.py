@@ -87,7 +87,7 @@ BAD_TIMEOUTS = {
 }
 BAD_AXES = {str(one): (ValueError, one) for one in (2, -3)} | {repr(one): (TypeError, one) for one in ("0", 0.0, True)}
 BAD_CODECS = {
-    "name": (ValueError, "int7"),
+    "name": (ValueError, "int9"),
     "number": (TypeError, 4),
     "feedback": (ValueError, Codec(4, feedback=True)),
     "feedback text": (ValueError, Codec(4, feedback=True).text),
@@ -327,7 +327,7 @@ def of_residuals(alone, pair):
         short, zeros = torch.zeros(4), [torch.zeros(8), torch.zeros(8)]
         yield row(f"{op.__name__} residual of one", "residual", ValueError, op, X, alone, codec="int4", residual=short)
         yield row(f"{op.__name__} residual alone", "residual", ValueError, op, xs, pair, residual=zeros)
-        yield row(f"{op.__name__} residual bad codec", "codec", ValueError, op, xs, pair, codec="int7", residual=zeros)
+        yield row(f"{op.__name__} residual bad codec", "codec", ValueError, op, xs, pair, codec="int9", residual=zeros)
     given = {"codec": "int4", "residual": zeros}
     yield row("allreduce residual out", "residual", ValueError, REDUCE, xs, pair, out=zeros, **given)
     yield row("allreduce residual algorithm", "algorithm", ValueError, REDUCE, xs, pair, algorithm="ring", **given)

@@ -125,7 +125,7 @@ BAD_TABLES = {
     "measured points must be": lambda content: content.update(measured={"2": [[2, 1.0], [1, 1.0]]}),
     "codecs points for '3' ranks": lambda content: content.update(codecs={"3": {"int8": [[1, 1.0]]}}),
     "2 ranks: codecs must be an object": lambda content: content.update(codecs={"2": [[1, 1.0]]}),
-    "2 ranks: codecs: codec must be a graphar.Codec": lambda content: content.update(codecs={"2": {"int7": []}}),
+    "2 ranks: codecs: codec must be a graphar.Codec": lambda content: content.update(codecs={"2": {"int9": []}}),
     "its parts must be of reducescatter, allgather": lambda content: content["parts"].pop("allgather"),
     "reducescatter: row 0: algorithm must be one of reducescatter_push": with_part(
         "reducescatter", algorithm="two_shot"

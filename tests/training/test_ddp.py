@@ -155,8 +155,8 @@ def test_the_hook_decides_about_feedback_whatever_the_codec_says(monkeypatch):
 
 
 def test_an_unknown_codec_is_refused_when_the_hook_is_made():
-    with pytest.raises(ValueError, match="int7"):
-        graphar.ddp.quantized_hook("int7")
+    with pytest.raises(ValueError, match="int9"):
+        graphar.ddp.quantized_hook("int9")
 
 
 def test_what_is_no_group_is_refused_when_the_hook_is_made():

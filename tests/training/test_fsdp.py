@@ -208,7 +208,7 @@ def test_tensors_that_do_not_fit_and_waiting_later_are_refused(world_of_one, out
 
 def test_what_a_codec_cannot_do_is_refused(world_of_one):
     with pytest.raises(ValueError, match="QuantizedReduceScatter: codec must be"):
-        QuantizedReduceScatter("int7")
+        QuantizedReduceScatter("int9")
     with pytest.raises(ValueError, match="QuantizedReduceScatter: a codec rounds bfloat16, float16 and float32"):
         QuantizedReduceScatter("int4")(torch.ones(4).double(), torch.ones(4).double(), world_of_one, SUM)
 
