@@ -30,14 +30,14 @@ class Drawn:
 
     calls: list[Call]
     expected: list[list[torch.Tensor]]  # by call and rank
-    op: str
+    op: str = ""
 
     def terms(self, call: int, rank: int) -> Sequence[torch.Tensor]:
         """Returns the tensors whose sum is a rank's result of a call; of a gather none."""
         one = self.calls[call]
-        if self.op == "allgather":
-            return ()
-        return one.inputs if self.op == "allreduce" else [x.split(list(one.counts))[rank] for x in one.inputs]
+        if self.op == "reducescatter":
+            return [x.split(list(one.counts))[rank] for x in one.inputs]
+        return one.inputs if self.op == "allreduce" else ()
 
 
 def draw(subject: Subject, row: Row, world_size: int, dtype: torch.dtype, numels: Sequence[int], seed: int) -> Drawn:
