@@ -206,6 +206,7 @@ def test_the_help_lists_every_command_and_what_exit_statuses_mean(capsys):
     said = capsys.readouterr().out
     assert [word for word in COMMANDS if f"\n    {word} " not in said] == []
     assert "Exit status: 0" in said
+    assert "report" not in said  # only a checkout has it
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -216,12 +217,6 @@ def test_every_command_has_the_same_modes_and_tells_its_statuses(command, capsys
     said = capsys.readouterr().out
     assert ended.value.code == 0
     assert [option for option in ("--json", "--quiet", "Exit status") if option not in said] == []
-
-
-def test_no_help_lists_what_only_a_checkout_has(capsys):
-    main([])
-
-    assert "report" not in capsys.readouterr().out
 
 
 def test_the_version_has_the_commit_of_a_checkout(monkeypatch, tmp_path, capsys):
