@@ -74,10 +74,10 @@ class Communicator:
         call_checks.check_timeout("Communicator", timeout_s)
         if devices is not None and group is not None:
             raise ValueError("Communicator: give a group or devices, not both")
-        found = group if devices is not None else process_group(group, "give devices, such as devices=[0, 1]")
+        ranks = None if devices is not None else process_group(group, "give devices, such as devices=[0, 1]")
         local = None if devices is None else local_devices(devices)
-        given = check_hosts(hosts, None if local else found.size())
-        self.engine = Engine(found, local, timeout_s, given, lossless)
+        by_host = check_hosts(hosts, None if ranks is None else ranks.size())
+        self.engine = Engine(ranks, local, timeout_s, by_host, lossless)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -71,12 +72,13 @@ def quantize_rows(
 class MayBeFp8(torch.nn.Module):
     """A linear layer whose weight may be in FP8. Parameters then have the scales, by the names of the checkpoint."""
 
+    bias: torch.Tensor | None
     out_dtype: torch.dtype | None = None
     _weight_scale = ""  # the name of the weight's scales; an empty string if the weight is not in FP8
     _input_scale = ""  # the name of one scale for all inputs; an empty string if every input gets its own
     _in_blocks = False  # whether the weight's scales are of blocks
 
-    def _take_scales(self, linear: torch.nn.Linear) -> None:
+    def _take_scales(self, linear: torch.nn.Linear | SimpleNamespace) -> None:
         """Takes the scales of a whole layer whose weight is in FP8."""
         layer, (rows, columns) = f"graphar.nn.{type(self).__name__}", linear.weight.shape
         self._weight_scale, self._input_scale = _named(linear, WEIGHT_SCALES), _named(linear, INPUT_SCALES)
@@ -101,7 +103,7 @@ class MayBeFp8(torch.nn.Module):
         if self._input_scale:
             setattr(self, self._input_scale, _constant(getattr(linear, self._input_scale).detach().float()))
 
-    def _scaled(self, x: Input) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
+    def _scaled(self, x: Input) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Returns an input in FP8 and its scales, and the arguments of a product that are this rank's."""
         dtype = self.out_dtype
         if isinstance(x, torch.Tensor):
@@ -115,15 +117,18 @@ class MayBeFp8(torch.nn.Module):
         bias = None if self.bias is None else self.bias.to(dtype)
         return a, a_scale, {"w_scale": getattr(self, self._weight_scale), "bias": bias, "out_dtype": dtype}
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        found = self._with_scales_in_fp32(state_dict, prefix) if self._weight_scale else state_dict
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        found = self._from_checkpoint(state_dict, prefix)
         weight = found.get(f"{prefix}weight")
         if self._weight_scale and isinstance(weight, torch.Tensor) and weight.dtype != FP8:
-            errors.append(f"{prefix}weight must be {FP8}, as the layer's, got {weight.dtype}")
+            error_msgs.append(f"{prefix}weight must be {FP8}, as the layer's, got {weight.dtype}")
             return
-        super()._load_from_state_dict(found, prefix, local_metadata, strict, missing, unexpected, errors)
+        more = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(found, prefix, *more)
 
-    def _with_scales_in_fp32(self, state_dict: dict, prefix: str) -> dict:
+    def _from_checkpoint(self, state_dict: dict, prefix: str) -> dict:
         """Returns a checkpoint with the layer's scales in fp32, and those of rows as a column."""
         found = dict(state_dict)
         for name in filter(None, (self._weight_scale, self._input_scale)):
@@ -171,9 +176,9 @@ class Fp8Linear(MayBeFp8, torch.nn.Linear):
         self.bias = linear.bias
         self._take_scales(source)
 
-    def forward(self, x: Input) -> torch.Tensor:
+    def forward(self, input: Input) -> torch.Tensor:
         """Returns the output, of 16 bits, for an input of any float type or a pair (rows, scales) in FP8."""
-        a, a_scale, how = self._scaled(x)
+        a, a_scale, how = self._scaled(input)
         return linear(a, self.weight, a_scale=a_scale, **how)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +28,8 @@ from graphar.runtime.registry import ALONE
 _ROWWISE = ("rowwise", "rowwise_rep", "rowwise_split_input")
 _COLWISE = ("colwise", "colwise_rep", "colwise_gather_output")
 _ONLY_MOVING = ("embedding_rowwise", "embedding_colwise", "replicate")
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # an input, a weight and a bias
 
 
 @dataclass
@@ -100,12 +103,12 @@ def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None 
     return found
 
 
-def in_dtype_of_autocast(x: torch.Tensor, *more: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def in_dtype_of_autocast(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> Operands:
     """Returns operands of a linear layer as torch.autocast wants them: cast, if it is enabled."""
     if not torch.is_autocast_enabled(x.device.type):
-        return x, *more
+        return x, w, bias
     dtype = torch.get_autocast_dtype(x.device.type)
-    return tuple([None if one is None else one.to(dtype) for one in (x, *more)])
+    return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -160,12 +163,11 @@ class InvariantLinear(torch.nn.Linear):
 
     style: object = None  # what the plan calls it
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own, weight, bias = self._operands(x, Replicate())
-        group = self.weight.device_mesh.get_group() if self._is_divided else None
-        y = linear(own, weight, bias, group=group)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        own, weight, bias = self._operands(input, Replicate())
+        y = linear(own, weight, bias, group=self._mesh.get_group() if self._is_divided else None)
         gathers = self.style in _COLWISE[1:] and self._is_divided
-        if not (gathers or isinstance(x, DTensor)):
+        if not (gathers or isinstance(input, DTensor)):
             return y
         y = self._with_mesh(y, Shard(-1) if self._is_divided else Replicate())
         return y.redistribute(placements=[Replicate()]).to_local() if gathers else y
@@ -174,27 +176,32 @@ class InvariantLinear(torch.nn.Linear):
     def _is_divided(self) -> bool:
         return isinstance(self.weight, DTensor) and self.weight.placements[0].is_shard()
 
-    def _operands(self, x: torch.Tensor, placement: Placement) -> tuple[torch.Tensor, ...]:
+    @property
+    def _mesh(self) -> DeviceMesh:
+        assert isinstance(self.weight, DTensor)
+        return self.weight.device_mesh
+
+    def _operands(self, x: torch.Tensor, placement: Placement) -> Operands:
         """Returns this rank's part of the input, of the weight and of the bias."""
-        own = [x.redistribute(placements=[placement]) if isinstance(x, DTensor) else x, self.weight, self.bias]
-        return in_dtype_of_autocast(*[one.to_local() if isinstance(one, DTensor) else one for one in own])
+        own = x.redistribute(placements=[placement]) if isinstance(x, DTensor) else x
+        return in_dtype_of_autocast(_local(own), _local(self.weight), None if self.bias is None else _local(self.bias))
 
     def _with_mesh(self, y: torch.Tensor, placement: Placement) -> DTensor:
-        return DTensor.from_local(y, self.weight.device_mesh, [placement], run_check=False)
+        return DTensor.from_local(y, self._mesh, [placement], run_check=False)
 
 
 class InvariantRowParallelLinear(InvariantLinear):
     """A torch.nn.Linear that adds products as a tree of 8 leaves of K. Its input features may be divided."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        has_mesh = isinstance(x, DTensor)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        has_mesh = isinstance(input, DTensor)
         if self._is_divided and self.style in _ROWWISE[1:] and not has_mesh:
-            x = self._with_mesh(x, Replicate())
-        own, weight, bias = self._operands(x, Shard(-1) if self._is_divided else Replicate())
+            input = self._with_mesh(input, Replicate())
+        own, weight, bias = self._operands(input, Shard(-1) if self._is_divided else Replicate())
         if has_mesh and (axis := self._axis_of_tokens(own)) is not None:
-            y = sequence.row_parallel(own, weight, bias, _tokens(self.weight.device_mesh, axis), TP_INVARIANT)
+            y = sequence.row_parallel(own, weight, bias, _tokens(self._mesh, axis), TP_INVARIANT)
             return self._with_mesh(y, Shard(axis))
-        name = self.weight.device_mesh.get_group().group_name if self._is_divided else ALONE
+        name = self._mesh.get_group().group_name if self._is_divided else ALONE
         given = {"a": own, "w": weight, "bias": [] if bias is None else [bias]}
         how = {"communicator": name, "partition": TP_INVARIANT}
         y = MATMUL_ALLREDUCE.one(*MATMUL_ALLREDUCE.write(given | how))
@@ -206,7 +213,7 @@ class InvariantRowParallelLinear(InvariantLinear):
         if not (self._is_divided and type(layout) is Shard):
             return None
         axis = layout.dim % own.ndim
-        return axis if axis < own.ndim - 1 and own.shape[axis] % self.weight.device_mesh.size() == 0 else None
+        return axis if axis < own.ndim - 1 and own.shape[axis] % self._mesh.size() == 0 else None
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
@@ -215,16 +222,21 @@ class InvariantRowParallelLinear(InvariantLinear):
 class _InvariantNorm(torch.nn.Module):
     """A norm whose parameters get the gradients of one rank, if ranks divide the tokens of its input."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    normalized_shape: tuple[int, ...]
+    eps: Any
+    _normed: Callable[..., torch.Tensor]
+
+    def _of_tokens(self, x: torch.Tensor, plain: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Returns the norm of this rank's tokens; ``plain`` is that of torch."""
         learns = torch.is_grad_enabled() and any(one.requires_grad for one in self.parameters())
         if not (learns and self._has_whole_rows(x)):
-            return super().forward(x)
-        own, *local = [one.to_local() if isinstance(one, DTensor) else one for one in (x, *self.parameters())]
+            return plain(x)
+        own, *local = map(_local, (x, *self.parameters()))
         function, tokens, length = self._function(own.device.type), None, 0
         if not isinstance(x, DTensor):
             return sequence.of_own_tokens(function, own, local, tokens, length)
         (placement,), mesh = x.placements, x.device_mesh
-        if placement.is_shard():
+        if isinstance(placement, Shard):
             tokens, length = _tokens(mesh, placement.dim % x.ndim), x.shape[placement.dim]
         y = sequence.of_own_tokens(function, own, local, tokens, length)
         return DTensor.from_local(y, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
@@ -244,6 +256,9 @@ class _InvariantNorm(torch.nn.Module):
 class InvariantLayerNorm(_InvariantNorm, torch.nn.LayerNorm):
     """A torch.nn.LayerNorm that may have its part of the tokens."""
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self._of_tokens(input, super().forward)
+
     @staticmethod
     def _normed(shape, eps: float, autocast: torch.autocast, x, weight, bias=None) -> torch.Tensor:
         with autocast:
@@ -253,6 +268,9 @@ class InvariantLayerNorm(_InvariantNorm, torch.nn.LayerNorm):
 class InvariantRMSNorm(_InvariantNorm, torch.nn.RMSNorm):
     """A torch.nn.RMSNorm that may have its part of the tokens."""
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._of_tokens(x, super().forward)
+
     @staticmethod
     def _normed(shape, eps: float | None, autocast: torch.autocast, x, weight) -> torch.Tensor:
         with autocast:
@@ -260,6 +278,10 @@ class InvariantRMSNorm(_InvariantNorm, torch.nn.RMSNorm):
 
 
 _NORMS = {torch.nn.LayerNorm: InvariantLayerNorm, torch.nn.RMSNorm: InvariantRMSNorm}
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _tokens(mesh: DeviceMesh, axis: int) -> sequence.Tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
@@ -31,7 +32,9 @@ from graphar.runtime.registry import Group, engine_name, engine_of_either
 class _OfGroup(MayBeFp8):
     """A layer over the ranks of a group. Deep copies of it share the group."""
 
+    weight: torch.nn.Parameter
     _divided: ClassVar[dict[str, int]]  # by name, the axis along which each parameter of 16 bits is divided
+    _way: Callable[..., torch.Tensor]  # from the layer and its input to the output
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class _OfGroup(MayBeFp8):
         elif out_dtype is not None:
             raise ValueError(f"graphar.nn.{type(self).__name__}: out_dtype is for weights in {FP8}")
 
-    def _take_scales(self, linear: torch.nn.Linear) -> None:
+    def _take_scales(self, linear: torch.nn.Linear | SimpleNamespace) -> None:
         """Takes the scales of a whole layer, and keeps this rank's part of those that are divided."""
         super()._take_scales(linear)
         layer, axis, scale = type(self).__name__, self._divided["weight"], getattr(self, self._weight_scale)
@@ -69,6 +72,11 @@ class _OfGroup(MayBeFp8):
         if scale.ndim == 2 and scale.shape[axis] > 1:
             self._parts[self._weight_scale] = axis
             setattr(self, self._weight_scale, self._part(scale, axis))
+
+    def forward(self, x: Input) -> torch.Tensor:
+        """Returns the output. Collective."""
+        self._check_features(x)
+        return self._way(self, x)
 
     def extra_repr(self) -> str:
         """Returns this rank's features, whether there is a bias, and the number of ranks, for ``print(model)``."""
@@ -91,17 +99,18 @@ class _OfGroup(MayBeFp8):
 
     def _tokens(self, x: torch.Tensor) -> sequence.Tokens:
         """Returns how ranks divide the tokens of an input."""
-        if not -x.ndim <= self.sequence_dim < x.ndim - 1 or self.sequence_dim == -1:
+        dim = self.sequence_dim
+        if dim is None or not -x.ndim <= dim < x.ndim - 1 or dim == -1:
             raise ValueError(
                 f"{type(self).__name__}: sequence_dim must be a dimension before the last one of an input of shape "
-                f"{list(x.shape)}, got {self.sequence_dim}"
+                f"{list(x.shape)}, got {dim}"
             )
         name = engine_name(self.group, alone=self.tp_invariant)
-        return sequence.Tokens(name, self._rank, self._world_size, self.sequence_dim % x.ndim)
+        return sequence.Tokens(name, self._rank, self._world_size, dim % x.ndim)
 
-    def _load_from_state_dict(self, state_dict, prefix, *more):
-        # Each rank takes its part of a checkpoint of the whole layer.
-        found = self._with_scales_in_fp32(state_dict, prefix)
+    def _from_checkpoint(self, state_dict: dict, prefix: str) -> dict:
+        """Returns a checkpoint of the layer, or of the whole one: then with this rank's part of it."""
+        found = super()._from_checkpoint(state_dict, prefix)
         for name, axis in self._parts.items():
             own, given = getattr(self, name), found.get(prefix + name)
             if own is None or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
@@ -109,7 +118,7 @@ class _OfGroup(MayBeFp8):
             whole = (*own.shape[:axis], own.shape[axis] * self._world_size, *own.shape[axis + 1 :])
             if given.shape == whole != own.shape:
                 found[prefix + name] = self._part(given, axis)
-        super()._load_from_state_dict(found, prefix, *more)
+        return found
 
     def _part(self, whole: torch.Tensor, axis: int) -> torch.nn.Parameter:
         """Returns a copy of this rank's part of a parameter of the whole layer."""
@@ -189,11 +198,6 @@ class RowParallelLinear(_OfGroup):
         elif tp_invariant:
             self._way = kind._of_leaves
 
-    def forward(self, x: Input) -> torch.Tensor:
-        """Returns the whole layer's output, from this rank's features of the input. Collective."""
-        self._check_features(x)
-        return self._way(self, x)
-
     def _of_sum(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_constant(x):
             y = with_constant_weight(x, self.weight, group=self.group)
@@ -267,18 +271,24 @@ class ColumnParallelLinear(_OfGroup):
         out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(linear, group, tp_invariant, sequence_dim, out_dtype)
-
-    def forward(self, x: Input) -> torch.Tensor:
-        """Returns this rank's features of the output. The backward pass is collective."""
-        self._check_features(x)
+        kind = type(self)
+        self._way = kind._of_features
         if self.weight.dtype == FP8:
-            return self._of_fp8(x)
-        if self.sequence_dim is not None:
-            return self._of_tokens(sequence.column_parallel, x)
-        if self.tp_invariant:
-            group = dist.group.WORLD if self.group is None and dist.is_initialized() else self.group
-            return linear(*in_dtype_of_autocast(x, self.weight, self.bias), group=group)
+            self._way = kind._of_fp8
+        elif sequence_dim is not None:
+            self._way = kind._of_all_tokens
+        elif tp_invariant:
+            self._way = kind._of_leaves
+
+    def _of_features(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(_SumGradients.apply(x, engine_name(self.group)), self.weight, self.bias)
+
+    def _of_leaves(self, x: torch.Tensor) -> torch.Tensor:
+        group = dist.group.WORLD if self.group is None and dist.is_initialized() else self.group
+        return linear(*in_dtype_of_autocast(x, self.weight, self.bias), group=group)
+
+    def _of_all_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        return self._of_tokens(sequence.column_parallel, x)
 
     def _of_fp8(self, x: Input) -> torch.Tensor:
         a, a_scale, how = self._scaled(x)
@@ -326,8 +336,8 @@ class _SumOutputs(torch.autograd.Function):
         return ALLREDUCE.one(x, *ALLREDUCE.arguments(communicator=communicator))
 
     @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
+    def backward(ctx, *gradient):
+        return *gradient, None
 
 
 class _SumGradients(torch.autograd.Function):
@@ -339,8 +349,8 @@ class _SumGradients(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, gradient):
-        return ALLREDUCE.one(gradient, *ALLREDUCE.arguments(communicator=ctx.communicator)), None
+    def backward(ctx, *gradient):
+        return ALLREDUCE.one(*gradient, *ALLREDUCE.arguments(communicator=ctx.communicator)), None
 
 
 def _sum_outputs(x: torch.Tensor, group: Group) -> torch.Tensor:

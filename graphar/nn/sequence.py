@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch._compile import _disable_dynamo
 
 from graphar.numerics import leaf_tree, partitions
 from graphar.numerics.partitions import TP_INVARIANT
@@ -94,8 +95,9 @@ class _ColumnParallel(torch.autograd.Function):
         return tokens.gathered_product(x, w, _listed(bias), partition)[0]
 
     @staticmethod
-    def backward(ctx, dy):
-        (x, w), tokens, partition = ctx.saved_tensors, ctx.tokens, partitions.in_backward(ctx.partition)
+    def backward(ctx, *gradient):
+        (dy,), (x, w), tokens = gradient, ctx.saved_tensors, ctx.tokens
+        partition = partitions.in_backward(ctx.partition)
         needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
         of_x = tokens.own_sums(dy, w.t(), [], partition) if needs_x else None
         of_w = of_weight(partition, dy, tokens.joined(x)) if needs_w else None
@@ -112,8 +114,8 @@ class _RowParallel(torch.autograd.Function):
         return tokens.own_sums(x, w, _listed(bias), partition)
 
     @staticmethod
-    def backward(ctx, dy):
-        (x, w), partition = ctx.saved_tensors, partitions.in_backward(ctx.partition)
+    def backward(ctx, *gradient):
+        (dy,), (x, w), partition = gradient, ctx.saved_tensors, partitions.in_backward(ctx.partition)
         _, needs_w, needs_bias, *_ = ctx.needs_input_grad
         of_x, whole = ctx.tokens.gathered_product(dy, w.t(), [], partition)
         of_w = of_weight(partition, whole, x) if needs_w else None
@@ -127,7 +129,7 @@ def _listed(bias: torch.Tensor | None) -> list[torch.Tensor]:
 # ---- norms ----------------------------------------------------------------------------------------------------------
 
 
-@torch._disable_dynamo  # torch.compile traces no backward pass that differentiates; torch.compiler.disable imports it
+@_disable_dynamo  # torch.compile traces no backward pass that differentiates; torch.compiler.disable imports it
 def of_own_tokens(
     function: Callable[..., torch.Tensor],
     x: torch.Tensor,
@@ -159,8 +161,8 @@ class _OfOwnTokens(torch.autograd.Function):
         return function(x, *parameters)
 
     @staticmethod
-    def backward(ctx, dy):
-        (x, *parameters), tokens = ctx.saved_tensors, ctx.tokens
+    def backward(ctx, *gradient):
+        (dy,), (x, *parameters), tokens = gradient, ctx.saved_tensors, ctx.tokens
         if tokens is None:
             return None, None, None, *_gradients(ctx.function, x, parameters, dy)
         each = -(-ctx.length // tokens.ranks)

@@ -16,7 +16,7 @@ from graphar.numerics.norms import ALLREDUCE_NORM, NORM_OUTPUTS, REDUCESCATTER_N
 from graphar.plan import grids
 from graphar.plan import scratch as layouts
 from graphar.plan.policy import Policies
-from graphar.plan.row import MAX_THREADS, Grid, Limit, Row, Slicing
+from graphar.plan.row import MAX_THREADS, Grid, Row, Slicing
 from graphar.plan.scratch import PACK_NBYTES, Sizes, packs_a_part
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tiles import GATHERED_TILES, SKINNY_TILES, SUMMED_TILES
@@ -74,7 +74,7 @@ class Algorithm(StrEnum):
         return Algorithm, (self.value,)  # some releases of Python 3.11 pickle and copy a member as an attribute
 
     @property
-    def index(self) -> int:
+    def number(self) -> int:
         """The number by which a kernel's time-out record names the algorithm. Processes may differ in it."""
         return list(ROWS).index(self)
 
@@ -122,9 +122,9 @@ def is_loaded(name: object) -> bool:
     return name in ROWS
 
 
-def of_index(index: int) -> Algorithm:
+def of_number(number: int) -> Algorithm:
     """Returns the algorithm that a record of this process names by a number."""
-    return list(ROWS)[index]
+    return list(ROWS)[number]
 
 
 def add(kernel_name: str, digest: str, row: Row) -> Algorithm:
@@ -168,15 +168,15 @@ def rows(sizes: Sizes) -> dict[Algorithm, Row]:
     return {one: made[one] for one in Algorithm}
 
 
-def _up_to(nbytes: int) -> Limit:
+def _up_to(nbytes: int) -> Callable[[int], int]:
     return lambda world_size: nbytes
 
 
-def _pushed_limit(sizes: Sizes) -> Limit:
+def _pushed_limit(sizes: Sizes) -> Callable[[int], int]:
     return lambda world_size: sizes.pushed_nbytes_of_two if world_size == 2 else sizes.pushed_nbytes
 
 
-def _packs(limit: Limit) -> Callable[[int], int]:
+def _packs(limit: Callable[[int], int]) -> Callable[[int], int]:
     """Returns a function from world size to the packs of the largest tensor."""
     return lambda world_size: -(-limit(world_size) // PACK_NBYTES)
 

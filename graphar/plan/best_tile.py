@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.policy import Chip, TileCost
-from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, LEAF_TILES, MatmulTile
+from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, LEAF_TILES, MatmulTile, T
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class Kind(Generic[T]):
     """What tiles are for. There is one object of each kind."""
 
-    tiles: tuple[MatmulTile, ...]
+    tiles: tuple[T, ...]
     factors: Factors = PLAIN
 
 
@@ -32,28 +32,28 @@ class Shape(NamedTuple):
 class Sms(NamedTuple):
     """The SMs that a matmul has alone."""
 
-    count: int
+    total: int
     in_clusters: int = 0  # those that clusters of 4 or 8 blocks find, since those of a cluster lie in one GPC
 
     def room(self, tile: MatmulTile) -> int:
         """Returns how many of them the blocks of a tile find."""
-        return min(self) if max(tile.blocks, tile.tail_split) > 2 else self.count
+        return min(self) if max(tile.blocks, tile.tail_split) > 2 else self.total
 
 
 @functools.cache
-def alone(factors: Factors = PLAIN, leaves: int = 1) -> Kind:
+def alone(factors: Factors = PLAIN, leaves: int = 1) -> Kind[MatmulTile]:
     """Returns the tiles of a plain matmul, which cuts K in so many leaves."""
     return Kind(LEAF_TILES[leaves] if factors.is_plain else FP8_TILES, factors)
 
 
 @functools.cache
-def gathered(factors: Factors) -> Kind:
+def gathered(factors: Factors) -> Kind[MatmulTile]:
     """Returns the tiles of a matmul that gathers its rows."""
     return Kind(GATHERED_TILES if factors.is_plain else FP8_TILES, factors)
 
 
 @functools.lru_cache(maxsize=4096)
-def best_tile(kind: Kind, shape: Shape, cost: TileCost, chip: Chip | Sms) -> MatmulTile:
+def best_tile(kind: Kind[MatmulTile], shape: Shape, cost: TileCost, chip: Chip | Sms) -> MatmulTile:
     """Returns the tile of a kind that is estimated to multiply a shape fastest.
 
     A kernel that sends or gathers shares a chip with the kernels of other communicators, and a plain matmul has some
@@ -78,7 +78,7 @@ def _is_useful(tile: MatmulTile, shape: Shape, sms: Sms) -> bool:
     several (H100). A last round gains less than 10 % after more than four others. A tile of 96 columns loads its rows
     for few products, and is for one round, too.
     """
-    tiles, count, room = _tiles(tile, shape.rows, shape.n), sms.count, sms.room(tile)
+    tiles, count, room = _tiles(tile, shape.rows, shape.n), sms.total, sms.room(tile)
     if tile.tail_split > 1:
         return count <= tiles < 5 * count and 0 < tiles % count <= room // tile.tail_split
     return (tile.split == 1 and tile.columns != 96) or tiles <= room // tile.split
@@ -92,8 +92,8 @@ def _alone(cost: TileCost, tile: MatmulTile, shape: Shape, sms: Sms) -> tuple[fl
     parts, n, k, _ = shape
     tiles, rows = _tiles(tile, parts, n), min(sum(parts), tile.rows)
     if tail := tile.of_tail:
-        busiest = tiles // sms.count * clocks(cost, tile, [rows], tile.columns, k, 1)
-        busiest += _split_clocks(cost, tail, rows, tiles % sms.count, k) + cost.clocks_a_tail * 64 / k
+        busiest = tiles // sms.total * clocks(cost, tile, [rows], tile.columns, k, 1)
+        busiest += _split_clocks(cost, tail, rows, tiles % sms.total, k) + cost.clocks_a_tail * 64 / k
     else:
         busiest = clocks(cost, tile, parts, n, k, sms.room(tile))
     limit = max(busiest, n * cost.clocks_a_line_of_memory)

@@ -40,7 +40,7 @@ def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm:
     every world size: theirs is 1.
     """
     known = loaded(entries) if algorithm is None else [one for one in entries if one["algorithm"] == algorithm.value]
-    if not known:
+    if algorithm is not None and not known:
         return fitted(Config(algorithm, *algorithm.row.default_grid(world_size, nbytes)[:3]), world_size, nbytes)
     return fitted(config_of(next(_fitting(known, nbytes), known[-1])), world_size, nbytes)
 

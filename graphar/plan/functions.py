@@ -9,6 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ class _Reader:
         self._module: str | None = None  # of the first function
         self._read: dict[int, int] = {}  # the functions so far, by identity: they may call each other
 
-    def read(self, value: object, name: str) -> Iterator[bytes]:
+    def read(self, value: Any, name: str) -> Iterator[bytes]:
         """Yields what a value is hashed by; ``name`` is its name in errors."""
         kind = type(value)
         if value is _NO_VALUE or kind in _PLAIN:
@@ -101,7 +102,7 @@ def _content(cell: CellType) -> object:
         return _NO_VALUE
 
 
-def _name_of(value: object) -> str:
+def _name_of(value: Any) -> str:
     """Returns the name of a module, a class or a function of C; an empty string for others, and for local classes."""
     if isinstance(value, ModuleType):
         return f"module {value.__name__}"

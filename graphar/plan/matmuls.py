@@ -52,7 +52,7 @@ def is_skinny(world_size: int, rows: int, columns: int, itemsize: int = 2) -> bo
     Ranks send elements of ``itemsize`` bytes: rounded ones, or partials in fp32.
     """
     nbytes = itemsize * rows * columns
-    return any(rows <= one.row.tiles[-1].rows and nbytes <= one.row.limit(world_size) for one in _SKINNY)
+    return any(rows <= one.row.tiles[-1].rows and one.row.fits(world_size, nbytes) for one in _SKINNY)
 
 
 def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:

@@ -118,6 +118,11 @@ class Row:
         """Returns the bytes of that scratch; 0 without a kernel."""
         return self.scratch(world_size).nbytes if self.layout else 0
 
+    def fits(self, world_size: int, nbytes: int) -> bool:
+        """Returns whether its scratch takes tensors of ``nbytes``."""
+        limit = self.limit(world_size)
+        return limit is None or nbytes <= limit
+
     def takes_half(self, threads: int) -> bool:
         """Returns whether a block of ``threads`` takes half an SM at most, so that two of them fit on one."""
         return threads <= self.half_sm_threads
@@ -135,4 +140,4 @@ class Row:
     @property
     def sends_tiles(self) -> bool:
         """Whether it is a matmul that sends finished tiles to other ranks; it may have a codec on the wire."""
-        return not self.is_skinny and any(tile.whole for tile in self.tiles)
+        return any(isinstance(tile, MatmulTile) and tile.whole for tile in self.tiles)

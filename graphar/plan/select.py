@@ -104,7 +104,7 @@ def select(call: Call, facts: Facts) -> Choice:
 
 def _elements(call: Call[Sum | Parts | TensorTuple], facts: Facts) -> Choice:
     work, asked = call.work, _asked(call)
-    if asked is HIERARCHICAL.algorithm and not _lacks(asked.row, work):
+    if asked is HIERARCHICAL.algorithm and not _lacks(HIERARCHICAL.algorithm.row, work):
         return _hierarchical(facts, call.wire)
     problem = "asked for" if asked is FALLBACK.algorithm else _why_no_kernel(call, facts, asked)
     if problem:
@@ -261,7 +261,7 @@ def norm_rows(world_size: int, row_nbytes: int) -> int:
     """Returns the most rows of one launch of an all-reduce with RMSNorm; 0 if no kernel can normalise them."""
     if not has_norm_kernel(row_nbytes):
         return 0
-    return max(one.row.limit(world_size) for one in with_kernels(norms.ALLREDUCE_NORM)) // row_nbytes
+    return max(one.row.limit(world_size) or 0 for one in with_kernels(norms.ALLREDUCE_NORM)) // row_nbytes
 
 
 # ---- by the rows of algorithms --------------------------------------------------------------------------------------
@@ -269,8 +269,9 @@ def norm_rows(world_size: int, row_nbytes: int) -> int:
 
 def by_policy(algorithm: Algorithm, call: Call, facts: Facts) -> Config:
     """Returns the configuration of an algorithm whose grid follows from a policy: with a codec, or of a norm."""
-    grid = algorithm.row.policy_grid(algorithm.row, call, facts.world_size, facts.table, facts.chip)
-    return Config(algorithm, **grid._asdict())
+    row = algorithm.row
+    assert row.policy_grid is not None
+    return Config(algorithm, **row.policy_grid(row, call, facts.world_size, facts.table, facts.chip)._asdict())
 
 
 def _first_that_suits(call: Call, facts: Facts) -> Algorithm:
@@ -299,8 +300,8 @@ def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:
         return why
     if call.wire and not can_encode(algorithm, call.wire):
         return f"the scheme {call.wire.scheme} leaves no word to say 'not yet'"
-    largest = row.limit(facts.world_size)
-    if largest is not None and call.nbytes > largest:
+    if not row.fits(facts.world_size, call.nbytes):
+        largest = row.limit(facts.world_size)
         return f"its scratch takes {largest} bytes between {facts.world_size} ranks, not {call.nbytes}"
     return facts.why_no_multicast() if row.multimem else None
 
@@ -443,9 +444,9 @@ def explain(call: Call, facts: Facts) -> Explanation:
     expected = exact = None
     if call.algorithm == "auto" and _was_measured(call, config, facts):
         expected = expected_us(facts.table, facts.world_size, call.nbytes)
-        if work.codec:
+        if codec := call.wire:
             exact = expected
-            expected = expected_quantized_us(facts.table, call.wire, facts.world_size, work.numel)
+            expected = expected_quantized_us(facts.table, codec, facts.world_size, work.numel)
     times = expected, exact
     scratch_nbytes = algorithm.row.scratch_nbytes(facts.world_size)
     return Explanation(stand_in + algorithm.value, config.blocks, config.threads, reason, *times, scratch_nbytes)

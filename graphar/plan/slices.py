@@ -49,6 +49,8 @@ def slices(
             step = row.scratch(world_size).capacity * PACK_NBYTES // itemsize
         case Slicing.CAPACITY_IN_ROWS:
             step = row.scratch(world_size).capacity * PACK_NBYTES // (itemsize * columns) * columns
+        case Slicing.ROWS:
+            raise ValueError(f"{algorithm.value} is launched by rows of its result: row_slices")
     begin = tuple(accumulate(counts, initial=0))[:-1]
     return [Slice(sum(counts), begin, _up_to(step, counts, offset), offset) for offset in range(0, max(counts), step)]
 

@@ -277,7 +277,7 @@ def _point(name: str, kind: type, content: Any) -> Any:
 
 
 def _value(name: str, wanted: Any, value: Any) -> Any:
-    if dataclasses.is_dataclass(wanted):
+    if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
         return _read(wanted, value)
     if typing.get_origin(wanted) is dict and isinstance(value, dict) and all(map(_is_count, value.values())):
         return {int(key): one for key, one in value.items()}

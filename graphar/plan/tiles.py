@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from graphar.numerics.codecs import Codec
 
@@ -260,7 +260,10 @@ NAMED_TILES = tuple(tile for tile in SUMMED_TILES if tile.columns == 128)
 SKINNY_TILES = (SkinnyTile(8, 22), SkinnyTile(16, 20), SkinnyTile(32, 16, cluster=2), SkinnyTile(64, 12, cluster=2))
 
 
-def narrow(tiles: tuple[MatmulTile, ...]) -> tuple[MatmulTile, ...]:
+T = TypeVar("T", bound=MatmulTile | SkinnyTile)
+
+
+def narrow(tiles: tuple[T, ...]) -> tuple[T, ...]:
     """Returns those of ``tiles`` that kernels can encode: others leave too few registers."""
     return tuple(tile for tile in tiles if tile.columns <= 128)
 

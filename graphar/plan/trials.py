@@ -68,7 +68,7 @@ class Trial:
 def value_at(holder: object, path: Sequence[str | int]):
     """Returns the value at a path of fields and keys; None if the key is missing."""
     for name in path:
-        holder = holder.get(name) if isinstance(holder, dict) else getattr(holder, name)
+        holder = holder.get(name) if isinstance(holder, dict) else getattr(holder, str(name))
     return holder
 
 
@@ -77,7 +77,8 @@ def with_value(holder, path: Sequence[str | int], value):
     name, *rest = path
     if isinstance(holder, dict):
         return {key: one for key, one in holder.items() if key != name} | ({} if value is None else {name: value})
-    return replace(holder, **{name: with_value(getattr(holder, name), rest, value) if rest else value})
+    field = str(name)
+    return replace(holder, **{field: with_value(getattr(holder, field), rest, value) if rest else value})
 
 
 def choose(times: Sequence[Sequence[float]], present: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from operator import itemgetter
 
 import torch
@@ -43,12 +44,12 @@ def candidates(op: str, world_sizes: Sequence[int], nbytes: int, chip: Chip) -> 
     """
     found = []
     for algorithm in in_tables(op):
-        row, limits = algorithm.row, [algorithm.row.limit(world_size) for world_size in world_sizes]
-        fits = all(limit is None or nbytes <= limit for limit in limits) and nbytes >= row.smallest_nbytes
+        row = algorithm.row
+        fits = nbytes >= row.smallest_nbytes and all(row.fits(world_size, nbytes) for world_size in world_sizes)
         # Tensors of bf16 are timed. Only an algorithm from outside may lack a kernel for them, or serve fewer ranks.
         serves = set(world_sizes).issubset(row.world_sizes) and not {BYTE, torch.bfloat16}.isdisjoint(row.dtypes)
         if fits and serves and chip.is_at_least(row.minimum_arch):
-            for threads, chunk in row.candidates(world_sizes[0], nbytes):
+            for threads, chunk in row.candidates(world_sizes[0], nbytes) if row.candidates else ():
                 blocks = min(chip.shared_blocks(row.takes_half(threads)), row.max_blocks)
                 if not (row.in_groups and _leaves_a_few(nbytes / PACK_NBYTES / (blocks * threads))):
                     found.append(Config(algorithm, blocks, threads, chunk))
@@ -87,15 +88,11 @@ def entries_from(measurements: Measurements, older: Sequence[dict]) -> list[dict
     The ``older`` entries serve larger sizes if the algorithm of the largest measured size has a limit, or is from
     outside the package: it may not be loaded.
     """
-    entries: list[dict] = []
-    before = None
-    for nbytes, (candidate, _) in pick(measurements).items():
-        if candidate == before:
-            entries.pop()
-        entries.append(entry_of(candidate, nbytes))
-        before = candidate
-    if before.algorithm.row.limit(2) is None and not is_from_outside(before.algorithm):
-        return [*entries[:-1], entry_of(before, None)]
+    runs = groupby(pick(measurements).items(), key=lambda picked: picked[1][0])  # of sizes with one candidate
+    largest = [(candidate, max(nbytes for nbytes, _ in run)) for candidate, run in runs]
+    entries, (last, _) = [entry_of(*one) for one in largest], largest[-1]
+    if last.algorithm.row.limit(2) is None and not is_from_outside(last.algorithm):
+        return [*entries[:-1], entry_of(last, None)]
     return entries + [one for one in older if one["max_nbytes"] is None or one["max_nbytes"] > max(measurements)]
 
 

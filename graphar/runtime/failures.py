@@ -14,7 +14,7 @@ from graphar.errors import (
     GrapharError,
     TimeoutRecord,
 )
-from graphar.plan.algorithms import Algorithm, of_index
+from graphar.plan.algorithms import Algorithm, of_number
 from graphar.runtime.arguments import KEPT_CALLS, Counters, EpochState, Record
 from graphar.runtime.driver import call, driver, on_device
 
@@ -46,7 +46,7 @@ def failure_of_kernel(
         unlike: a function that returns what the ranks of an expired wait called, if the awaited one called something
             else.
     """
-    algorithm = of_index(record.algorithm)
+    algorithm = of_number(record.algorithm)
     what = f"{algorithm.op} call {record.sequence} by {algorithm.value}"
     if record.kind == _OVERLAPPED:
         return ConcurrentCallError(
@@ -87,7 +87,7 @@ def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank
     ]
     if unlike and not record.kind:
         own, told, peer = max(unlike, key=lambda one: (begun - one[0] // _CALLS) % _CALLS)  # the earliest
-        record.algorithm, record.rank, record.peer = algorithm.index, rank, peer
+        record.algorithm, record.rank, record.peer = algorithm.number, rank, peer
         record.sequence = (own // _CALLS - 1) % _CALLS
         record.expected, record.seen, record.kind = own % _CALLS, told % _CALLS, _DISAGREED
 

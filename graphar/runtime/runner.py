@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from graphar.errors import CommunicatorError, GrapharError
-from graphar.plan.algorithms import Algorithm, of_index
+from graphar.plan.algorithms import Algorithm, of_number
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.agreement import Fingerprints, words_with_numbers
@@ -93,7 +93,7 @@ class Runner:
             record=member.record_pointer,
             rank=member.rank,
             world_size=self.world_size,
-            algorithm=algorithm.index,
+            algorithm=algorithm.number,
             fingerprint=self._fingerprints.of(words),
         )
         for rank, pointer in enumerate(counters):
@@ -164,7 +164,7 @@ class Runner:
 
         It did if it has begun a call that this rank has not, and not the one in which this rank waited.
         """
-        algorithm = of_index(record.algorithm)
+        algorithm = of_number(record.algorithm)
         if algorithm not in self.kernels.counters():  # its memory is freed
             return None
         own = self._read_counters(next(member for member in self.members if member.rank == record.rank))

@@ -145,7 +145,7 @@ def call_after_others(rank, world_size):
     if rank:
         load(threads=64)
     pushed_sum = load()
-    assert pushed_sum.index == len(algorithms.Algorithm) + rank
+    assert pushed_sum.number == len(algorithms.Algorithm) + rank
 
     y = graphar.allreduce(torch.full((64,), 1.0 + rank, device="cuda"), algorithm=pushed_sum)
 

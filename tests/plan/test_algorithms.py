@@ -233,7 +233,7 @@ def test_only_those_that_let_the_switch_add_are_not_exact():
 
 @pytest.mark.parametrize("algorithm", list(Algorithm))
 def test_an_algorithms_number_is_its_place(algorithm):
-    assert list(Algorithm)[algorithm.index] is algorithm
+    assert list(Algorithm)[algorithm.number] is algorithm
 
 
 @pytest.mark.parametrize(

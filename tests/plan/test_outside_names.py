@@ -37,9 +37,9 @@ def test_equal_algorithms_are_one_and_an_edited_one_is_another():
 def test_a_record_names_it_by_a_number_after_the_builtin_ones():
     first, second = (algorithms.add("ring", digest, ROW) for digest in ("one", "two"))
 
-    assert (first.index, second.index) == (len(Algorithm), len(Algorithm) + 1)
-    assert [algorithms.of_index(one.index) for one in (first, second)] == [first, second]
-    assert [algorithms.of_index(one.index) for one in Algorithm] == list(Algorithm)
+    assert (first.number, second.number) == (len(Algorithm), len(Algorithm) + 1)
+    assert [algorithms.of_number(one.number) for one in (first, second)] == [first, second]
+    assert [algorithms.of_number(one.number) for one in Algorithm] == list(Algorithm)
 
 
 def test_it_is_no_builtin_one():

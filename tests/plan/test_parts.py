@@ -282,7 +282,7 @@ def test_a_launch_is_given_where_parts_begin_and_how_much_of_them_it_handles(bou
     (arguments,) = made
     assert list(arguments.begin) == [0, 10, 10, 24, 0, 0, 0, 0]
     assert list(arguments.count) == [10, 0, 14, 2, 0, 0, 0, 0]
-    assert (arguments.rank, arguments.algorithm) == (1, FLAGGED.index)
+    assert (arguments.rank, arguments.algorithm) == (1, FLAGGED.number)
 
 
 def test_each_slice_is_a_launch_of_what_is_left_of_the_tensors(bound):

@@ -49,7 +49,7 @@ class Ranks:
             self.runner._fingerprints if rank in own else Fingerprints(store) for rank, store in enumerate(self.stores)
         ]
         for algorithm in (PUSH, PIPELINED):
-            addresses = [0x1000 * (1 + algorithm.index) + 0x100 * rank for rank in range(WORLD_SIZE)]
+            addresses = [0x1000 * (1 + algorithm.number) + 0x100 * rank for rank in range(WORLD_SIZE)]
             self.runner.kernels._regions[algorithm] = SimpleNamespace(pointers=addresses)
             self.counters |= {address: Counters() for address in addresses}
 
@@ -77,7 +77,7 @@ class Ranks:
         """Writes a record, as a kernel of ``rank`` does."""
         member = next(one for one in self.runner.members if one.rank == rank)
         record, own = member.record, self.counters_of(algorithm, rank).called
-        record.algorithm, record.sequence, record.rank, record.peer = algorithm.index, sequence % EPOCHS, rank, peer
+        record.algorithm, record.sequence, record.rank, record.peer = algorithm.number, sequence % EPOCHS, rank, peer
         record.expected, record.seen = (own[one][sequence % KEPT_CALLS] % EPOCHS for one in (rank, peer))
         record.kind = kind
 

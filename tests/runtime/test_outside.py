@@ -223,11 +223,11 @@ def test_a_call_is_bound_to_its_kernel_and_to_a_grid_of_its_row(runner, monkeypa
     ((kernel, (arguments,), grid),) = made
     assert kernel == Kernel(ring, torch.bfloat16)
     assert (grid.blocks, grid.threads, grid.shared_nbytes) == (1, 128, 512)
-    assert arguments.algorithm == ring.index
+    assert arguments.algorithm == ring.number
 
 
 def test_an_expired_wait_is_told_with_the_algorithms_name():
-    record = Record(kind=1, algorithm=load().index, sequence=7, rank=1, peer=0, expected=3, seen=2)
+    record = Record(kind=1, algorithm=load().number, sequence=7, rank=1, peer=0, expected=3, seen=2)
 
     error = failure_of_kernel(record, lambda: ["none", "pushed_sum call 7"], lambda *given: "", lambda: None)
 

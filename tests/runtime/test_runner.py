@@ -155,7 +155,7 @@ def test_slices_of_a_call_with_error_feedback_are_of_the_rounding_errors_too(mon
 
 
 def record_of(**fields):
-    return Record(algorithm=Algorithm.TWO_SHOT_PUSH.index, sequence=41, rank=0, peer=2, **fields)
+    return Record(algorithm=Algorithm.TWO_SHOT_PUSH.number, sequence=41, rank=0, peer=2, **fields)
 
 
 def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
@@ -348,7 +348,7 @@ def record_of_last_calls(monkeypatch, *fingerprints, first=0):
     monkeypatch.setattr(failures, "_read", lambda struct, address: counters)
     record = Record()
     failures.compare_last_calls(record, Algorithm.ONE_SHOT, 0, 1, len(fingerprints))
-    assert record.algorithm == (Algorithm.ONE_SHOT.index if record.kind else 0)
+    assert record.algorithm == (Algorithm.ONE_SHOT.number if record.kind else 0)
     return record.kind, record.sequence, record.rank, record.peer, record.expected, record.seen
 
 
