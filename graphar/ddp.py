@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 
 from graphar.fsdp import ExactReduceScatter as ExactReduceScatter
 from graphar.fsdp import QuantizedReduceScatter as QuantizedReduceScatter
@@ -21,7 +21,7 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name, engine_of
 from graphar.runtime.side_stream import SideStream
 
-Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
+Hook = Callable[[object, GradBucket], torch.futures.Future]
 
 
 def exact_hook(group: Group = None, *, algorithm: AllReduceAlgorithm = "auto") -> Hook:
@@ -81,7 +81,7 @@ class _Hook:
     A model is pickled with its hook, which needs a group that can be pickled, as None can.
     """
 
-    def __init__(self, group: Group, sum_up: Callable[[Engine, dist.GradBucket, Tensor], Tensor]) -> None:
+    def __init__(self, group: Group, sum_up: Callable[[Engine, GradBucket, Tensor], Tensor]) -> None:
         engine_name(group, "hook")  # raises its errors here, not in the first step
         self._group, self._sum_up = group, sum_up
         self._sides: dict[torch.device, SideStream] = {}
@@ -109,7 +109,7 @@ class _Hook:
 class _Exact:
     algorithm: str
 
-    def __call__(self, engine: Engine, bucket: dist.GradBucket, mean: Tensor) -> Tensor:
+    def __call__(self, engine: Engine, bucket: GradBucket, mean: Tensor) -> Tensor:
         return _sum_up(engine, mean, algorithm=self.algorithm)
 
 
@@ -129,7 +129,7 @@ class _Quantized:
         self._error_feedback, self._stays_exact = error_feedback, stays_exact
         self._buckets: dict[int, _Bucket] = {}
 
-    def __call__(self, engine: Engine, bucket: dist.GradBucket, mean: Tensor) -> Tensor:
+    def __call__(self, engine: Engine, bucket: GradBucket, mean: Tensor) -> Tensor:
         known = self._known(bucket)
         if len(known.runs) == 1:
             return _sum_up(engine, mean)
@@ -144,7 +144,7 @@ class _Quantized:
             torch._foreach_copy_(exact, exact_sum.split_with_sizes(sizes))
         return mean
 
-    def _known(self, bucket: dist.GradBucket) -> _Bucket:
+    def _known(self, bucket: GradBucket) -> _Bucket:
         """Returns the state of a bucket; made again if its parameters changed, as DDP does after the first step."""
         parameters, known = bucket.parameters(), self._buckets.get(bucket.index())
         if known is None or not _same(known.parameters, parameters):

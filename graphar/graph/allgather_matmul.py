@@ -22,12 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from graphar.errors import Reason
 from graphar.graph import rows, scaled
 from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, call, ours, reached
 from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, why_no_kernel
+from graphar.graph.nodes import value
 from graphar.graph.places import Places
 from graphar.graph.scaled import ScaledProduct
-from graphar.graph.weights import stored
+from graphar.graph.weights import MATMULS, operands_of, stored
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
@@ -37,8 +39,7 @@ from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
 
 _aten = torch.ops.aten
 # By matmul, the positions of its arguments: the rows, the weight, and the bias.
-_OPERANDS = {_aten.mm.default: (0, 1, None), _aten.addmm.default: (1, 2, 0), _aten.linear.default: (0, 1, 2)}
-_MATMULS = (*_OPERANDS, *scaled.TARGETS)
+_MATMULS = (*MATMULS, *scaled.TARGETS)
 _MOVABLE = (*VIEWS, *TRANSPOSES, *CASTS)  # what may be done to a weight between the all-gather and the matmul
 
 
@@ -66,7 +67,7 @@ class AllgatherMatmul:
                 by_gather.setdefault(gather, []).append(node)
         return [Gathered(**ours(gather, allgather.OP), matmuls=matmuls) for gather, matmuls in by_gather.items()]
 
-    def why_not(self, gathered: Gathered, places: Places) -> str:
+    def why_not(self, gathered: Gathered, places: Places) -> Reason | None:
         (x,) = gathered.tensors()
         given = allgather.OP.read(gathered.node.args)
         if self.partition == BATCH_INVARIANT:
@@ -121,22 +122,22 @@ def _operands(matmul: Node) -> list:
     """Returns the nodes of a matmul's rows, weight and bias; the bias may be None."""
     if product := scaled.read(matmul):
         return [product.a, product.weight, product.bias]
-    return [None if at is None or at >= len(matmul.args) else matmul.args[at] for at in _OPERANDS[matmul.target]]
+    return operands_of(matmul)
 
 
 def _columns(matmul: Node) -> int | torch.SymInt:
     return matmul.meta["val"].shape[-1]
 
 
-def _choose(gathered: Gathered) -> tuple[Node, str]:
+def _choose(gathered: Gathered) -> tuple[Node, Reason | None]:
     """Returns the matmul of the largest weight that can be fused; if none can, the largest, and why it cannot."""
     matmuls = sorted(gathered.matmuls, key=lambda one: -columns if isinstance(columns := _columns(one), int) else 0)
     reasons = [_why_not_one(gathered, matmul) for matmul in matmuls]
-    chosen = reasons.index("") if "" in reasons else 0
+    chosen = reasons.index(None) if None in reasons else 0
     return matmuls[chosen], reasons[chosen]
 
 
-def _why_not_one(gathered: Gathered, matmul: Node) -> str:
+def _why_not_one(gathered: Gathered, matmul: Node) -> Reason | None:
     (x, _, bias), columns, product = _operands(matmul), _columns(matmul), scaled.read(matmul)
     if product and (why := product.why_not or _why_no_own_scale(gathered, product)):
         return why
@@ -144,13 +145,12 @@ def _why_not_one(gathered: Gathered, matmul: Node) -> str:
         return "only some of the gathered rows are multiplied"
     if not isinstance(columns, int):
         return "the weight's number of rows varies"
-    kind = bias.meta["val"] if bias else None
-    dtype = matmul.meta["val"].dtype
-    if (matmul.kwargs and not product) or (bias and (kind.dtype, *kind.shape) != (dtype, columns)):
+    kind = (value(bias).dtype, *value(bias).shape) if bias else (value(matmul).dtype, columns)
+    if (matmul.kwargs and not product) or kind != (value(matmul).dtype, columns):
         return "something else than a bias is added to the product"
     if _late(gathered, matmul) is None:
         return "the weight is made after the rows are gathered"
-    return ""
+    return None
 
 
 def _share_scales(graph: Graph, gather: Node, results: Node) -> None:
@@ -168,13 +168,13 @@ def _path_of_scales(matmul: Node) -> list[Node]:
     return rows.path(product.a_scale) if product else []
 
 
-def _why_no_own_scale(gathered: Gathered, product: ScaledProduct) -> str:
-    """Returns why the op cannot gather the scales of a product's rows, or an empty string."""
+def _why_no_own_scale(gathered: Gathered, product: ScaledProduct) -> Reason | None:
+    """Returns why the op cannot gather the scales of a product's rows."""
     of_scales = rows.origin(product.a_scale)
     are_gathered = _is_gather(of_scales) and _are_alike(of_scales, gathered.node)
     if not (are_gathered and all(map(rows.are_in_order, (product.a, product.a_scale)))):
         return "the scales are not gathered like the rows"
-    return ""
+    return None
 
 
 def _are_alike(gather: Node, other: Node) -> bool:
@@ -193,13 +193,13 @@ def _scaling(graph: Graph, matmul: Node) -> dict[str, object]:
     return {"scales": [rows.origin(of_a).args[0], of_w], "scaled_dtype": product.dtype}
 
 
-def _why_not_faster(gathered: Gathered, places: Places) -> str:
+def _why_not_faster(gathered: Gathered, places: Places) -> Reason | None:
     count = math.prod(gathered.node.meta["val"].shape[:-1])
     world_size = places.resolve(gathered.group).size()
     count = count if isinstance(count, int) else MANY_ROWS
     if places.table.allgather_matmul.faster(world_size, count, places.chip) == "none":
         return "not known to be faster as one op"
-    return ""
+    return None
 
 
 def _has_others(matmul: Node) -> bool:

@@ -11,14 +11,15 @@ import re
 import torch
 from torch.fx import Graph, Node
 
+from graphar.errors import Reason
 from graphar.graph import collectives, tp_invariance
 from graphar.graph.collectives import CASTS, VIEWS, Collective, reached
 from graphar.graph.matmul import Matmul
-from graphar.graph.nodes import arguments, first, value
+from graphar.graph.nodes import arguments, first, operands, value
 from graphar.graph.places import Places
 from graphar.graph.report import Break
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops.register import op_of
+from graphar.ops.register import Op, op_of
 
 _aten = torch.ops.aten
 _CALLS = ("all_reduce", "reduce_scatter_tensor")
@@ -47,40 +48,39 @@ def find(graph: Graph, places: Places, number: int) -> list[Break]:
     return found
 
 
-def _why(node: Node, tree: Matmul, places: Places) -> str:
+def _why(node: Node, tree: Matmul, places: Places) -> Reason | None:
     name = _name(node)
     if "_attention" in name or name in _BATCHED:
         return _OF_HEADS
     if name in _PRODUCTS:
         return "graphar has no such product"
     if node.target in tp_invariance.MATMULS:
-        return tp_invariance.why_not(node, places) or _OF_ONE_RANK * (places.count == 1) if node.users else ""
+        alone = _OF_ONE_RANK if places.count == 1 else None
+        return tp_invariance.why_not(node, places) or alone if node.users else None
     if node.target is _aten.sum.dim_IntList and _is_product_in_parts(first(node)):
         return "torch has written a matmul as products and a sum"
-    if op_of(node.target):
-        return _why_ours(node, tree, places)
-    return _why_torchs(node, places)
-
-
-def _why_ours(node: Node, tree: Matmul, places: Places) -> str:
-    """Returns why a call of graphar's adds in another order, or an empty string."""
     op = op_of(node.target)
+    return _why_ours(op, node, tree, places) if op else _why_torchs(node, places)
+
+
+def _why_ours(op: Op, node: Node, tree: Matmul, places: Places) -> Reason | None:
+    """Returns why a call of graphar's adds in another order."""
     given = op.read(node.args)
     if "partition" in given:
-        return "" if given["partition"] == TP_INVARIANT else f"its partition is {given['partition']!r}"
+        return None if given["partition"] == TP_INVARIANT else f"its partition is {given['partition']!r}"
     if op.name.startswith("allgather") or given.get("order") == "tree" or _is_lookup(first(node)):
-        return ""
+        return None
     product = tree.product(node)
     return (product and tree.why_not(product, places)) or _why_sum(node)
 
 
-def _why_torchs(node: Node, places: Places) -> str:
-    """Returns why a collective of torch's adds in another order, or an empty string: a maximum is exact."""
+def _why_torchs(node: Node, places: Places) -> Reason | None:
+    """Returns why a collective of torch's adds in another order: a maximum is exact."""
     for collective in _of_torch(node):
         if collective.reduction in ("min", "max", "band", "bor", "bxor") or all(map(_is_lookup, collective.inputs)):
-            return ""
+            return None
         return collectives.why_not(collective, places) or collectives.why_no_sum(collective) or _why_sum(node)
-    return ""
+    return None
 
 
 def _of_torch(node: Node) -> list[Collective]:
@@ -89,7 +89,7 @@ def _of_torch(node: Node) -> list[Collective]:
     return [collectives.read(node, names[node.target])] if node.target in names else []
 
 
-def _why_sum(node: Node) -> str:
+def _why_sum(node: Node) -> Reason | None:
     """Returns why a sum over ranks that follows no matmul adds in another order."""
     before = reached([node], lambda one: one.all_input_nodes)
     if any(one.reduction == "max" for other in before for one in _of_torch(other)):
@@ -108,7 +108,7 @@ def _is_lookup(node: Node, masked: bool = False) -> bool:
         rest = [given[name] for name in ("self", "other") if given[name].target not in _CONSTANTS]
         return len(rest) == 1 and _is_lookup(rest[0], True)
     if node.target is _aten.mul.Tensor:
-        x, mask = node.args
+        x, mask = operands(node)
         return isinstance(mask, Node) and _is_mask(mask) and _is_lookup(x, True)
     return masked and node.target in _LOOKUPS
 

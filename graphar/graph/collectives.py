@@ -9,7 +9,7 @@ x, y -- all_reduce_coalesced([x, y], 'sum', group) --+-- getitem 0 -- wait_tenso
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from graphar.graph.nodes import arguments
+from graphar.errors import Reason
+from graphar.graph.nodes import arguments, sources
 from graphar.graph.places import Places
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
 from graphar.ops.register import Op
+from graphar.ranks.groups import process_group
 
 _torch_ops = torch.ops._c10d_functional
 _wait = _torch_ops.wait_tensor.default
@@ -46,8 +48,7 @@ class Collective:
     @property
     def inputs(self) -> list[Node]:
         """The nodes of the input tensors. A rewrite of an earlier collective may replace them."""
-        first = next(iter([*self.node.args, *self.node.kwargs.values()]))
-        return [first] if isinstance(first, Node) else list(first)
+        return sources(self.node)
 
     def tensors(self) -> list[torch.Tensor]:
         """The fake tensors of the inputs: they have shape and dtype, and no memory."""
@@ -78,7 +79,7 @@ def read(node: Node, op: str) -> Collective:
 
 def ours(node: Node, op: Op) -> dict[str, Any]:
     """Returns the fields of the collective that a node of graphar's ``op`` is."""
-    group = op.read(node.args)["communicator"] or torch.distributed.group.WORLD.group_name
+    group = op.read(node.args)["communicator"] or process_group(None).group_name
     return {"node": node, "op": op.name, "results": [[node]], "group": group, "reduction": ""}
 
 
@@ -121,7 +122,7 @@ def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]])
     return found
 
 
-def are_same(sizes: torch.Size, others: torch.Size) -> bool:
+def are_same(sizes: Sequence, others: Sequence) -> bool:
     """Whether two shapes are known to be the same."""
     return len(sizes) == len(others) and all(
         statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
@@ -133,20 +134,20 @@ def _layout(node: Node) -> tuple:
     return x.shape, x.stride(), x.dtype, x.device
 
 
-def why_not(collective: Collective, places: Places) -> str:
-    """Returns why no rewrite can replace the collective, or an empty string."""
+def why_not(collective: Collective, places: Places) -> Reason | None:
+    """Returns why no rewrite can replace the collective."""
     if collective.reduction not in ("", "sum"):
         return f"graphar has sums, not {collective.reduction}"
     return places.why_not(collective.group, collective.tensors()[0].device.type)
 
 
-def why_no_sum(collective: Collective) -> str:
-    """Returns why graphar cannot sum the collective's tensors, or an empty string."""
+def why_no_sum(collective: Collective) -> Reason | None:
+    """Returns why graphar cannot sum the collective's tensors."""
     for x in collective.tensors():
         summed: Container[torch.dtype] = TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES
         if x.dtype not in summed:
             return f"no kernel adds {x.dtype}"
-    return ""
+    return None
 
 
 def replace(graph: Graph, collective: Collective, make: Callable[[Node], Node]) -> None:
@@ -187,7 +188,7 @@ def divide(graph: Graph, size: int | Node, divisor: int) -> int | Node:
     return call(graph, operator.floordiv, (size, divisor), size.meta["val"] // divisor)
 
 
-def call(graph: Graph, target: Callable, arguments: tuple, value: object) -> Node:
+def call(graph: Graph, target: Any, arguments: tuple, value: object) -> Node:
     """Adds a call to the graph, whose fake result is ``value``."""
     node = graph.call_function(target, arguments)
     node.meta["val"] = value

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from graphar.errors import Reason
 from graphar.graph import collectives
 from graphar.graph.collectives import CASTS, VIEWS, Collective, path_behind, reached
 from graphar.graph.places import Places
@@ -43,13 +44,13 @@ def find(graph: Graph) -> list[FollowedSum]:
     return [followed for one in found if one.results == [[one.node]] and (followed := _followed(one))]
 
 
-def why_not(collective: FollowedSum, places: Places) -> str:
+def why_not(collective: FollowedSum, places: Places) -> Reason | None:
     (x,) = collective.tensors()
     if x.dtype not in TYPE_NAMES:
         return f"no epilogue for {x.dtype}"
     if why := collectives.why_not(collective, places):
         return why
-    return "" if collective.nodes else "the sum, or what is computed of it, has further uses"
+    return None if collective.nodes else "the sum, or what is computed of it, has further uses"
 
 
 def replace(graph: Graph, collective: FollowedSum, places: Places) -> None:
@@ -104,7 +105,7 @@ def _tree(node: Node, trees: dict[Node, syntax.Node]) -> syntax.Node | None:
         return as_stored(trees[of], result.dtype)
     name, _, overload = str(node.target).removeprefix("aten.").partition(".")
     rule = RULES.get(name)
-    if rule is None or node.target.namespace != "aten" or overload == "out":
+    if rule is None or getattr(node.target, "namespace", "") != "aten" or overload == "out":
         return None
     try:
         keywords = {key: _argument(one, trees) for key, one in node.kwargs.items() if key not in IGNORED}

@@ -24,9 +24,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from graphar.errors import Reason
 from graphar.graph import rows, scaled
 from graphar.graph.collectives import VIEWS, Collective, are_same, ours
-from graphar.graph.nodes import first, value
+from graphar.graph.nodes import first, operands, value
 from graphar.graph.places import Places
 from graphar.graph.scaled import ScaledProduct
 from graphar.graph.weights import is_constant, stored
@@ -68,7 +69,7 @@ class Product(Collective):
     @property
     def operands(self) -> list[Node]:
         """The nodes of the matmul's rows and of its weight, after that of a bias if there is one."""
-        return [self.scaled.a, self.scaled.weight] if self.scaled else list(self.matmul.args)
+        return [self.scaled.a, self.scaled.weight] if self.scaled else operands(self.matmul)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Matmul:
     def product(self, node: Node) -> Product | None:
         """Returns the op of ``node`` with the matmul before it; None if they cannot be fused."""
         op = op_of(node.target)
-        if op not in _FUSED or node.kwargs:
+        if op is None or op not in _FUSED or node.kwargs:
             return None
         given = op.read(node.args)
         if given.get("codec") or given.get("output", "like_input") != "like_input":
@@ -95,13 +96,13 @@ class Matmul:
             return None
         return Product(**ours(node, op), of=op, matmul=matmul, scaled=scaled.read(matmul))
 
-    def why_not(self, product: Product, places: Places) -> str:
+    def why_not(self, product: Product, places: Places) -> Reason | None:
         (x,), (total,) = product.inputs, product.tensors()
         if total.dtype not in (TYPE_NAMES if self.partition == TP_INVARIANT else MATMUL_TYPES):
             return f"no matmul of {total.dtype} sums its tiles"
         if product.matmul.target is _aten.add.Tensor:
             return "several products are added before the sum"
-        if product.scaled and (why := self._why_not_scaled(product)):
+        if product.scaled and (why := self._why_not_scaled(product.scaled)):
             return why
         columns = product.operands[-1].meta["val"].shape[1]
         if not isinstance(columns, int) or rows.origin(x) is not product.matmul or not rows.are_all(x):
@@ -122,13 +123,11 @@ class Matmul:
             return why
         return _why_not_faster(product, places, columns)
 
-    def _why_not_scaled(self, product: Product) -> str:
-        """Returns why no op takes a product with its scales, or an empty string."""
+    def _why_not_scaled(self, product: ScaledProduct) -> Reason | None:
+        """Returns why no op takes a product with its scales."""
         if self.partition == TP_INVARIANT:
             return "products with scales are not added as a tree"
-        if product.scaled.bias:
-            return "each rank adds a bias to its product"
-        return product.scaled.why_not
+        return "each rank adds a bias to its product" if product.bias else product.why_not
 
     def replace(self, graph: Graph, product: Product, places: Places) -> None:
         node, op, path = product.node, _FUSED[product.of], rows.path(product.inputs[0])
@@ -164,7 +163,7 @@ class Matmul:
         return {"scales": [of_a, of_w], "scaled_dtype": product.scaled.dtype, "partition": "auto"}
 
 
-def _why_not_faster(product: Product, places: Places, columns: int) -> str:
+def _why_not_faster(product: Product, places: Places, columns: int) -> Reason | None:
     count = product.matmul.meta["val"].shape[0]
     count = count if isinstance(count, int) else MANY_ROWS
     scattered = product.of in _SCATTERED or bool(product.call.get("epilogue"))
@@ -172,11 +171,11 @@ def _why_not_faster(product: Product, places: Places, columns: int) -> str:
     scales = scaled.format_of(product.scaled) if product.scaled else ""
     if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, factors=Factors(scales)):
         return "not known to be faster as one op"
-    return ""
+    return None
 
 
-def _why_not_own(product: Product, places: Places, columns: int) -> str:
-    """Returns why graphar's matmul cannot multiply, or an empty string; the same on every rank."""
+def _why_not_own(product: Product, places: Places, columns: int) -> Reason | None:
+    """Returns why graphar's matmul cannot multiply; the same on every rank."""
     if product.tensors()[0].device.type != "cuda":
         return "graphar's matmul needs a GPU"
     if columns % COLUMNS:
@@ -184,8 +183,8 @@ def _why_not_own(product: Product, places: Places, columns: int) -> str:
     return places.why_not_arch(product.group, MATMUL_ARCH)
 
 
-def _why_no_tree(product: Product, places: Places) -> str:
-    """Returns why graphar cannot add the products as a tree of leaves, or an empty string; the same on every rank."""
+def _why_no_tree(product: Product, places: Places) -> Reason | None:
+    """Returns why graphar cannot add the products as a tree of leaves; the same on every rank."""
     *added, a, weight = product.operands
     ranks, length = places.resolve(product.group).size(), weight.meta["val"].shape[0]
     if added and not _is_part(added[0], ranks):
@@ -201,10 +200,10 @@ def _why_no_tree(product: Product, places: Places) -> str:
     return why_no_kernel(product.tensors()[0], product.group, places)
 
 
-def why_no_kernel(x: torch.Tensor, group: object, places: Places) -> str:
-    """Returns why no kernel adds products of tensors like ``x`` in an order of their own, or an empty string."""
+def why_no_kernel(x: torch.Tensor, group: object, places: Places) -> Reason | None:
+    """Returns why no kernel adds products of tensors like ``x`` in an order of their own."""
     if x.device.type == "cpu":
-        return ""
+        return None
     if x.dtype not in MATMUL_TYPES:
         return f"no kernel multiplies {x.dtype}"
     return places.why_not_arch(group, MATMUL_ARCH)
@@ -212,7 +211,7 @@ def why_no_kernel(x: torch.Tensor, group: object, places: Places) -> str:
 
 def _is_part(bias: Node, ranks: int) -> bool:
     """Whether a node is a bias divided by the number of ranks, each of which adds it to its product."""
-    return bias.target in _QUOTIENTS and bias.args[1] == ranks and not bias.kwargs and bias.meta["val"].ndim == 1
+    return bias.target in _QUOTIENTS and not bias.kwargs and bias.meta["val"].ndim == 1 and operands(bias)[1] == ranks
 
 
 def _take_bias(graph: Graph, total: Node, op: Op) -> None:
@@ -234,9 +233,9 @@ def _take_bias(graph: Graph, total: Node, op: Op) -> None:
 
 def _before(node: Node) -> Node:
     """Returns the node that ``node`` is a view of, or has the rows of in another order."""
-    while (first := rows.origin(node)).target in VIEWS:
-        node = first.args[0]
-    return first
+    while (before := rows.origin(node)).target in VIEWS:
+        node = first(before)
+    return before
 
 
 def _is_product(node: Node) -> bool:

@@ -13,6 +13,17 @@ def first(node: Node) -> Node:
     return cast(Node, node.args[0])
 
 
+def operands(node: Node) -> list[Any]:
+    """Returns the operands of an op without their names."""
+    return list(node.args)
+
+
+def sources(node: Node) -> list[Node]:
+    """Returns the nodes of the first argument of an op: a tensor, or a list of them."""
+    first: Any = next(iter([*node.args, *node.kwargs.values()]))
+    return [first] if isinstance(first, Node) else list(first)
+
+
 def value(node: object) -> torch.Tensor:
     """Returns the fake tensor of a node: it has shape and dtype, and no memory."""
     return cast(Node, node).meta["val"]

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from graphar.errors import Reason
 from graphar.graph import collectives, rows
 from graphar.graph.collectives import CASTS, VIEWS, Collective, call, path_behind
 from graphar.graph.nodes import arguments, first, value
@@ -65,7 +66,7 @@ def find(graph: Graph) -> list[NormedSum]:
     return list({one.path[-1]: one for one in found}.values())  # if two sums are added, keep the later
 
 
-def why_not(collective: NormedSum, places: Places) -> str:
+def why_not(collective: NormedSum, places: Places) -> Reason | None:
     x = collective.path[-1].meta["val"]
     if x.dtype not in TYPE_NAMES:
         return f"no norm for {x.dtype}"
@@ -80,7 +81,7 @@ def why_not(collective: NormedSum, places: Places) -> str:
     columns = x.shape[-1]
     if x.is_cuda and not (isinstance(columns, int) and has_norm_kernel(columns * x.element_size())):
         return f"no kernel norms rows of {columns} columns"
-    return ""
+    return None
 
 
 def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
@@ -104,8 +105,8 @@ def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
         graph.erase_node(node)
 
 
-def _why_other_rows(collective: NormedSum) -> str:
-    """Returns why the rows that are normed are not the reduce-scatter's, or an empty string."""
+def _why_other_rows(collective: NormedSum) -> Reason | None:
+    """Returns why the rows that are normed are not the reduce-scatter's."""
     (*_, total, _), scattered = collective.path, collective.node.meta["val"]
     shapes = scattered.shape[:-1], total.meta["val"].shape[:-1]
     if scattered.ndim < 2:
@@ -113,7 +114,7 @@ def _why_other_rows(collective: NormedSum) -> str:
     # Its residual and results are reshaped.
     if rows.origin(total).target in VIEWS or not (collectives.are_same(*shapes) or all(map(rows.can_reshape, shapes))):
         return "the sum is seen in another shape"
-    return ""
+    return None
 
 
 def _normed(collective: Collective) -> NormedSum | None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
+from graphar.errors import Reason
 from graphar.graph import breaks, collectives, epilogue, norm, order, tp_invariance
 from graphar.graph.allgather_matmul import AllgatherMatmul
 from graphar.graph.collectives import Collective
@@ -66,7 +67,7 @@ class CompilePass(CustomGraphPass):
         if tp_invariant:
             _check_trees(self.off, batch_invariant)
         partition = TP_INVARIANT if tp_invariant else BATCH_INVARIANT if batch_invariant else "auto"
-        fused = Matmul(partition, constant_weights), AllgatherMatmul(partition)
+        fused: tuple[Any, ...] = Matmul(partition, constant_weights), AllgatherMatmul(partition)
         self._rewrites = REWRITES | {"matmul": fused}
         self.report = Report(breaks=[] if tp_invariant else None)
         self.replaced: CompilePass | None = None
@@ -81,7 +82,8 @@ class CompilePass(CustomGraphPass):
             if name not in self._optional - self.on:
                 self._rewrite(graph, name)
         if self.tp_invariant:
-            self.report.breaks += breaks.find(graph, self._places, self.report.graphs)
+            found = breaks.find(graph, self._places, self.report.graphs)
+            self.report.breaks = [*(self.report.breaks or []), *found]
             tp_invariance.add_in_order(graph, self._places)
         order.keep(graph)
         self.report.graphs += 1
@@ -115,11 +117,11 @@ class CompilePass(CustomGraphPass):
     def __exit__(self, *_) -> None:
         self.uninstall()
 
-    def _note(self, rewrite: str, collective: Collective, why_left: str) -> None:
+    def _note(self, rewrite: str, collective: Collective, why_left: Reason | None) -> None:
         for x in collective.tensors():
             shape = tuple(size if isinstance(size, int) else str(size) for size in x.shape)
             where = (self.report.graphs, rewrite, str(collective), str(collective.group))
-            self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left))
+            self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left or ""))
 
 
 def _check_names(option: str, given: Iterable[str], known: Iterable[str]) -> frozenset[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,8 +71,8 @@ class Places:
         communicators = max((place.communicators for place in with_gpu), default=self.table.chip.communicators)
         self.chip = replace(self.table.chip, sms=sms, communicators=communicators)
 
-    def why_not(self, group: object, device: str) -> str:
-        """Returns why graphar's ops cannot replace torch's collectives in ``group``, or an empty string.
+    def why_not(self, group: object, device: str) -> Reason | None:
+        """Returns why graphar's ops cannot replace torch's collectives in ``group``.
 
         The answer is the same on every rank of the group. ``group`` is its name, as a graph has it; ``device`` is "cpu"
         or "cuda". On the CPU the ops run over the group itself, so its ranks may be anywhere.
@@ -85,24 +86,24 @@ class Places:
         if len(ranks) == 1:
             return "one rank has nothing to exchange"
         if device == "cpu":
-            return ""
+            return None
         if device != "cuda":
             return f"graphar has no kernels for {device}"
         if len(ranks) > MAX_RANKS:
             return f"kernels serve at most {MAX_RANKS} ranks, not {len(ranks)}"
         return self._why_no_kernel(ranks)
 
-    def why_not_arch(self, group: object, arch: str) -> str:
-        """Returns which rank of ``group`` has a GPU that is not of ``arch``, or an empty string."""
+    def why_not_arch(self, group: object, arch: str) -> Reason | None:
+        """Returns which rank of ``group`` has a GPU that is not of ``arch``."""
         ranks = dist.get_process_group_ranks(self.resolve(group))
         others = [rank for rank in ranks if self._places[rank].arch != arch]
-        return f"rank {others[0]} has no GPU of {arch}" if others else ""
+        return f"rank {others[0]} has no GPU of {arch}" if others else None
 
-    def resolve(self, group: object) -> dist.ProcessGroup:
+    def resolve(self, group: Any) -> dist.ProcessGroup:
         """Returns the process group that a graph names ``group``."""
         return dist.distributed_c10d._resolve_process_group(group)
 
-    def communicator_name(self, group: str) -> str:
+    def communicator_name(self, group: Any) -> str:
         """Returns the name of ``group`` in graphar's ops: "" for the default group, as in eager calls."""
         return "" if self.resolve(group) is dist.group.WORLD else group
 
@@ -114,7 +115,7 @@ class Places:
         archs = [place.arch for place in self._places.values()]
         return f"rank {dist.get_rank()} {known} {self.chip} {archs} {self.table}"
 
-    def _why_no_kernel(self, ranks: list[int]) -> str:
+    def _why_no_kernel(self, ranks: list[int]) -> Reason | None:
         places = {rank: self._places[rank] for rank in ranks}
         if problems := [f"rank {rank}: {place.problem}" for rank, place in places.items() if place.problem]:
             return problems[0]
@@ -124,7 +125,7 @@ class Places:
             for peer, other in places.items():
                 if rank != peer and other.gpu not in place.reaches:
                     return f"rank {rank} sees no peer access to the GPU of rank {peer}"
-        return ""
+        return None
 
 
 def _find_place(group: dist.ProcessGroup) -> Place:

@@ -137,13 +137,13 @@ class Report:
         )
         lines = [counts, *(map(str, self.entries) if self.entries else [_NO_COLLECTIVES])]
         if self.breaks is not None:
-            lines += [self._invariance(), *map(str, self.breaks)]
+            lines += [self._invariance(self.breaks), *map(str, self.breaks)]
         return "\n".join(lines)
 
-    def _invariance(self) -> str:
-        judged = sum(one.depends_on_kernel for one in self.breaks)
+    def _invariance(self, breaks: list[Break]) -> str:
+        judged = sum(one.depends_on_kernel for one in breaks)
         if not self.is_tp_invariant:
-            return f"not tensor-parallel invariant: {_count(len(self.breaks) - judged, 'op')} may change bits"
+            return f"not tensor-parallel invariant: {_count(len(breaks) - judged, 'op')} may change bits"
         return "tensor-parallel invariant" + f", if {_count(judged, 'kernel')} of attention are" * bool(judged)
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -21,25 +20,25 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from graphar.graph.collectives import VIEWS, are_same, call, reached
-from graphar.graph.nodes import first
+from graphar.graph.nodes import first, operands, sources
 
 _aten = torch.ops.aten
 # By op, the position of the dimension among the arguments.
-_DIMS = {_aten.split.Tensor: 2, _aten.slice.Tensor: 1, _aten.cat.default: 1}
+_DIMS: dict[Any, int] = {_aten.split.Tensor: 2, _aten.slice.Tensor: 1, _aten.cat.default: 1}
 
 
 def origin(node: Node) -> Node:
     """Returns the node whose rows ``node`` has, in some order; ``node`` itself if no op that moves rows made it."""
     if not _moves_rows(node):
         return node
-    origins = {origin(one) for one in _sources(node)}
+    origins = {origin(one) for one in sources(node)}
     return origins.pop() if len(origins) == 1 else node
 
 
 def path(node: Node) -> list[Node]:
     """Returns the nodes from the origin of ``node`` to ``node``, both included, in the graph's order."""
     first = origin(node)
-    return sorted(reached([node], lambda one: [] if one is first else _sources(one)))
+    return sorted(reached([node], lambda one: [] if one is first else sources(one)))
 
 
 def are_all(node: Node) -> bool:
@@ -85,7 +84,7 @@ def reshape(graph: Graph, x: Node, sizes: torch.Size) -> Node:
     return called(graph, _aten.reshape.default, (x, [*known, columns]))
 
 
-def called(graph: Graph, target: Callable, arguments: tuple) -> Node:
+def called(graph: Graph, target: Any, arguments: tuple) -> Node:
     """Adds a call to the graph, and its fake result."""
     return call(graph, target, arguments, target(*map_arg(arguments, lambda node: node.meta["val"])))
 
@@ -94,23 +93,23 @@ def _first(node: Node) -> int | torch.SymInt | None:
     """Returns the row of its origin at which ``node`` starts; None if it does not have consecutive rows."""
     if origin(node) is node:
         return 0
-    sources = _sources(node)
-    firsts = [_first(one) for one in sources]
-    before = sources[0].meta["val"].shape[: _dim(node)] if node.target in _DIMS else ()
-    if None in firsts or not all(statically_known_true(size == 1) for size in before):
+    before = sources(node)
+    firsts = [begin for one in before if (begin := _first(one)) is not None]
+    leading = before[0].meta["val"].shape[: _dim(node)] if node.target in _DIMS else ()
+    if len(firsts) < len(before) or not all(statically_known_true(size == 1) for size in leading):
         return None
     if node.target is _aten.cat.default:
-        ends = [first + _count(one.meta["val"]) for first, one in zip(firsts, sources, strict=True)]
+        ends = [first + _count(one.meta["val"]) for first, one in zip(firsts, before, strict=True)]
         return firsts[0] if all(map(statically_known_true, map(operator.eq, ends, firsts[1:]))) else None
     if node.target is operator.getitem:
-        return firsts[0] + sum(map(_count, sources[0].meta["val"][: node.args[1]]))
+        return firsts[0] + sum(map(_count, before[0].meta["val"][: operands(node)[1]]))
     if node.target is _aten.slice.Tensor:
         return _first_of_slice(node, firsts[0])
     return firsts[0]
 
 
 def _first_of_slice(node: Node, first: int | torch.SymInt) -> int | torch.SymInt | None:
-    _, _, start, _, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+    _, _, start, _, step = (*operands(node), *(None, 0, None, None, 1)[len(node.args) :])
     start = start or 0
     start = start.meta["val"] if isinstance(start, Node) else start
     if step != 1 or not statically_known_true(start >= 0):
@@ -125,13 +124,7 @@ def _count(x: torch.Tensor) -> int | torch.SymInt:
 def _dim(node: Node) -> int:
     """Returns the dimension along which an op of _DIMS divides or joins."""
     at = _DIMS[node.target]
-    return (node.args[at] if len(node.args) > at else 0) % _sources(node)[0].meta["val"].ndim
-
-
-def _sources(node: Node) -> list[Node]:
-    """Returns the nodes whose rows ``node`` has."""
-    first = node.args[0]
-    return [first] if isinstance(first, Node) else list(first)
+    return (operands(node)[at] if len(node.args) > at else 0) % sources(node)[0].meta["val"].ndim
 
 
 def _moves_rows(node: Node) -> bool:
@@ -139,7 +132,7 @@ def _moves_rows(node: Node) -> bool:
         return first(node).target is _aten.split.Tensor and _moves_rows(first(node))
     if node.kwargs or node.target not in (*_DIMS, *VIEWS):
         return False
-    before, after = [one.meta["val"] for one in _sources(node)], node.meta["val"]
+    before, after = [one.meta["val"] for one in sources(node)], node.meta["val"]
     if min(one.ndim for one in before) == 0:
         return False
     if node.target in _DIMS:

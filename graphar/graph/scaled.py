@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import ScalingType
 
+from graphar.errors import Reason
 from graphar.graph import rows
 from graphar.graph.collectives import are_same
 from graphar.graph.nodes import arguments, value
@@ -45,7 +46,7 @@ class ScaledProduct:
     w_scale: Node  # as torch takes it
     dtype: torch.dtype  # of the result
     bias: Node | None
-    why_not: str  # why graphar has no such product, or an empty string
+    why_not: Reason | None  # why graphar has no such product
 
     def scales(self, graph: Graph) -> tuple[Node, Node]:
         """Returns the scales of ``a`` and of the weight as graphar's ops take them; adds views to the graph."""
@@ -62,7 +63,7 @@ def read(node: Node) -> ScaledProduct | None:
     if node.target not in TARGETS:
         return None
     given = arguments(node)
-    of_a, of_w, why = given["scale_a"], given["scale_b"], ""
+    of_a, of_w, why = given["scale_a"], given["scale_b"], None
     if node.target is _V2:
         why, of_a, of_w = _why_no_recipe(given), of_a[0], of_w[0]
     elif given.get("scale_result") is not None:
@@ -77,14 +78,14 @@ def is_number(scale: Node) -> bool:
     return statically_known_true(scale.meta["val"].numel() == 1)
 
 
-def _why_no_recipe(given: dict[str, Any]) -> str:
+def _why_no_recipe(given: dict[str, Any]) -> Reason | None:
     recipes = list(given["recipe_a"]), list(given["recipe_b"])
     if recipes not in _RECIPES or any([*given["swizzle_a"], *given["swizzle_b"], *given.get("contraction_dim", ())]):
         return "graphar has no such recipe of scales"
-    return ""
+    return None
 
 
-def _why_not(product: ScaledProduct) -> str:
+def _why_not(product: ScaledProduct) -> Reason | None:
     kinds = [one.meta["val"].dtype for one in (product.a, product.weight)]
     if kinds != [FP8, FP8]:
         return f"graphar multiplies {FP8} by {FP8}, not {kinds[0]} by {kinds[1]}"
@@ -92,7 +93,7 @@ def _why_not(product: ScaledProduct) -> str:
         return f"the product is rounded to {product.dtype}"
     if not format_of(product):
         return "the scales are neither of rows nor of blocks, in fp32"
-    return ""
+    return None
 
 
 def format_of(product: ScaledProduct) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
+from graphar.errors import Reason
 from graphar.graph import collectives
 from graphar.graph.collectives import Collective
 from graphar.graph.places import Places
@@ -28,7 +29,7 @@ class Single:
     def find(self, graph: Graph) -> list[Collective]:
         return collectives.find(graph, self.name)
 
-    def why_not(self, collective: Collective, places: Places) -> str:
+    def why_not(self, collective: Collective, places: Places) -> Reason | None:
         if self.op is allgather.OP and any(x.ndim == 0 for x in collective.tensors()):
             return "graphar joins tensors along an axis, and this one has none"
         why = collectives.why_not(collective, places)

@@ -13,12 +13,13 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from graphar.errors import Reason
 from graphar.graph import rows
 from graphar.graph.collectives import VIEWS, call, first_size
 from graphar.graph.matmul import TRANSPOSES, why_no_kernel
 from graphar.graph.nodes import arguments, first, value
 from graphar.graph.places import Places
-from graphar.graph.weights import stored
+from graphar.graph.weights import MATMULS, operands_of, stored
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.ops.register import op_of
@@ -26,11 +27,6 @@ from graphar.ops.register import op_of
 _aten = torch.ops.aten
 LINEAR = torch.ops.graphar.linear.default
 # By matmul, the positions of the rows, the weight and the bias. Only aten.linear takes a weight as it is stored.
-MATMULS = {
-    _aten.mm.default: (0, 1, None),
-    _aten.addmm.default: (1, 2, 0),
-    _aten.linear.default: (0, 1, 2),
-}
 
 
 def add_in_order(graph: Graph, places: Places) -> None:
@@ -43,9 +39,9 @@ def add_in_order(graph: Graph, places: Places) -> None:
         _replace_matmul(graph, node)
 
 
-def why_not(matmul: Node, places: Places) -> str:
-    """Returns why a matmul cannot become graphar::linear, or an empty string."""
-    a, w, bias = _operands(matmul)
+def why_not(matmul: Node, places: Places) -> Reason | None:
+    """Returns why a matmul cannot become graphar::linear."""
+    a, w, bias = operands_of(matmul)
     x = a.meta["val"]
     kind = (x.dtype, 1) if bias is None else (bias.meta["val"].dtype, bias.meta["val"].ndim)
     if matmul.kwargs or kind != (x.dtype, 1) or w.meta["val"].ndim != 2:
@@ -53,8 +49,8 @@ def why_not(matmul: Node, places: Places) -> str:
     return why_not_added(a, places)
 
 
-def why_not_added(a: Node, places: Places) -> str:
-    """Returns why graphar::linear cannot add products of ``a``, or an empty string."""
+def why_not_added(a: Node, places: Places) -> Reason | None:
+    """Returns why graphar::linear cannot add products of ``a``."""
     x = a.meta["val"]
     return why_no_kernel(x, places.world, places) if x.dtype in TYPE_NAMES else f"no matmul of {x.dtype} adds in order"
 
@@ -84,7 +80,7 @@ def _multiplied(node: Node) -> list[tuple[Node, int | torch.SymInt]]:
     if op and op.takes("a") and not op.takes("gathered"):  # which takes only the rows of this rank
         a = op.read(node.args)["a"]
     elif node.target in MATMULS:
-        a, *_ = _operands(node)
+        a, *_ = operands_of(node)
     else:
         return []
     # A weight's gradient multiplies transposed rows.
@@ -97,16 +93,11 @@ def _origin(node: Node) -> Node:
     return node
 
 
-def _operands(matmul: Node) -> list:
-    """Returns the nodes of a matmul's rows, weight and bias; the bias may be None."""
-    return [None if at is None or at >= len(matmul.args) else matmul.args[at] for at in MATMULS[matmul.target]]
-
-
 # ---- what is written ------------------------------------------------------------------------------------------------
 
 
 def _replace_matmul(graph: Graph, node: Node) -> None:
-    a, w, bias = _operands(node)
+    a, w, bias = operands_of(node)
     with graph.inserting_before(node):
         w = w if node.target is _aten.linear.default else stored(graph, w)
         new = graph.call_function(LINEAR, (a, w, bias, 1, None, "", None, None))

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._guards import TracingContext
 from torch.fx import Graph, Node
 
 from graphar.graph.collectives import VIEWS, call
-from graphar.graph.nodes import first
+from graphar.graph.nodes import first, operands
 
 _aten = torch.ops.aten
 _TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
 _SAME = (_aten.view.default, *_TRANSPOSES, _aten.detach.default, _aten.alias.default)  # other views of the same memory
 
+MATMULS: dict[Any, tuple[int | None, ...]] = {
+    _aten.mm.default: (0, 1, None),
+    _aten.addmm.default: (1, 2, 0),
+    _aten.linear.default: (0, 1, 2),
+}
+
 _OF_TRAINING = ("primals", "tangents")  # how names of inputs begin in graphs with gradients
+
+
+def operands_of(matmul: Node) -> list[Any]:
+    """Returns the nodes of a matmul's rows, weight and bias; the bias may be None."""
+    return [None if at is None or at >= len(matmul.args) else matmul.args[at] for at in MATMULS[matmul.target]]
 
 
 def stored(graph: Graph, weight: Node) -> Node:
     """Returns the weight as torch.nn.Linear stores it, [out, in]: the source of a transpose, or a new transpose."""
-    if weight.target is _aten.t.default or (weight.target is _aten.permute.default and list(weight.args[1]) == [1, 0]):
+    permuted = weight.target is _aten.permute.default and list(operands(weight)[1]) == [1, 0]
+    if permuted or weight.target is _aten.t.default:
         return first(weight)
     return call(graph, _aten.permute.default, (weight, [1, 0]), weight.meta["val"].t())
 

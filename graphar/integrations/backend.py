@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch._C._distributed_c10d import Store
 
 from graphar.errors import UnsupportedError
 from graphar.integrations.process_group import GrapharProcessGroup
@@ -23,7 +24,7 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(given: c10d._DistributedBackendOptions, backend_options: object) -> object:
+def _create(given: Any, backend_options: object) -> object:
     """Returns the backend of a new group's process. torch calls it."""
     ranks = given.global_ranks_in_group or range(given.group_size)  # the default group has none
     form = GrapharBackend if torch.__version__ >= "2.14" else GrapharProcessGroup
@@ -51,7 +52,7 @@ class GrapharBackend(Routing, dist._Backend):
         found.global_ranks_in_group, found.group_name = self._ranks, self._name
         return found
 
-    def split(self, store: dist.Store, ranks: Sequence[int], opts: dist._Backend.Options) -> GrapharBackend:
+    def split(self, store: Store, ranks: Sequence[int], opts: dist._Backend.Options) -> GrapharBackend:
         """Returns the backend of a group of these of the group's ranks."""
         if self._rank not in ranks:  # for None, which says so, torch 2.15 reads a null pointer
             raise UnsupportedError(f"split_group: rank {self._rank} of {self._name} must be in one of the groups")

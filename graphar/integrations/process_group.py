@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d_of_torch
+from torch._C._distributed_c10d import AllgatherOptions, DebugLevel, Store, get_debug_level
 from torch.distributed import distributed_c10d as c10d
 
 from graphar.integrations.passed_on import tensors_in
@@ -21,7 +24,7 @@ _OF_EQUAL_SIZE = ("allreduce", "broadcast", "reduce", "gather", "scatter")  # ca
 class GrapharProcessGroup(Routing, dist.ProcessGroup):
     """A process group. It is the whole group, also in "cpu:gloo,cuda:graphar"."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
         super().__init__(store, rank, ranks, name, timeout)
         dist.batch_isend_irecv = c10d.batch_isend_irecv = _batch_isend_irecv
         _serve_functional_ops()
@@ -38,7 +41,7 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
 
     def _begin(self, op: str, given: Sequence[object]) -> None:
         super()._begin(op, given)
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # in which torch has no check for a group in Python
+        if get_debug_level() == DebugLevel.DETAIL:  # in which torch has no check for a group in Python
             self._torch.serving(torch.device("cpu"))  # torch keeps a group's name, which ranks meet by, in a backend
             said = f"{_words(op, given)}, call {self._collectives} of the group"
             self.communicator.engine.rendezvous().exchange(said, b"", self._timeout.total_seconds())
@@ -63,7 +66,7 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
         return self.end_coalescing()
 
 
-def _words(op: str, given: Sequence[object]) -> str:
+def _words(op: str, given: Sequence[Any]) -> str:
     """Returns what all ranks must have alike in a call of torch.distributed, in words."""
     said, x = op.removesuffix("_lists"), next(tensors_in(given), None)
     if x is not None:
@@ -90,9 +93,10 @@ def _batch_isend_irecv(p2p_op_list):
 
 def _of_torch_group(op: dist.P2POp) -> dist.P2POp:
     """Returns the operation, in torch's own group if its group has this backend."""
-    if not isinstance(getattr(op, "group", None), GrapharProcessGroup):
+    own = getattr(op, "group", None)
+    if not isinstance(own, GrapharProcessGroup):
         return op
-    group = op.group._torch.serving(op.tensor.device)
+    group = own._torch.serving(op.tensor.device)
     return dist.P2POp(op.op, op.tensor, group=group, tag=op.tag, group_peer=op.group_peer)
 
 
@@ -108,6 +112,6 @@ def _serve_functional_ops() -> torch.library.Library:
 def _all_gather_into_tensor_out(x, group_size, group_name, *, out):
     # What torch's own kernel does, also for groups of other backends.
     group = c10d._resolve_process_group(group_name) if isinstance(group_name, str) else group_name
-    work = group._allgather_base(out, x, c10d.AllgatherOptions())
-    torch._C._distributed_c10d._register_work(out, work)
+    work = group._allgather_base(out, x, AllgatherOptions())
+    c10d_of_torch._register_work(out, work)
     return out

@@ -13,9 +13,11 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, Store
 from torch.distributed import distributed_c10d as c10d
 
 from graphar.communicator import Communicator
@@ -83,21 +85,24 @@ def _stats_of(name: str) -> list[Stats]:
 beside.append(_stats_of)
 
 
+_OfTorch: Any = object  # a subclass has one of torch's classes, whose stubs name other arguments than torch passes
+
+
 @untraced
-class Routing:
+class Routing(_OfTorch):
     """The calls of a process group. Each goes to graphar, or to torch's own group of the same ranks.
 
     Methods have the names and arguments that torch calls. They take what torch.distributed's functions pass: lists of
     tensors, and an options object. Other overloads of ProcessGroup's methods go to torch's own group.
 
-    A subclass also has one of torch's classes as a base, which is made with the rank and the number of ranks.
+    The base of torch's is made with the rank and the number of ranks.
 
     Args:
         ranks: their numbers in the default group.
         name: the name of the group.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
         super().__init__(rank, len(ranks))
         self._rank, self._ranks, self._name = rank, ranks, name
         self._timeout = timeout
@@ -152,18 +157,18 @@ class Routing:
         return self._allgather(outputs, inputs, *given, **named)
 
     def _allgather(self, outputs, inputs, *given, **named):
-        opts, all_tensors = _options(c10d.AllgatherOptions, inputs, given, named), list(tensors_in([inputs, outputs]))
+        opts, all_tensors = _options(AllgatherOptions, inputs, given, named), list(tensors_in([inputs, outputs]))
         if why := self._why_not("allgather", opts, all_tensors):
             return self._by_torch("allgather", why, outputs, inputs, *given, **named)
         return self._queue(opts, list(tensors_in(outputs)), all_tensors, collectives.allgather_lists, outputs, inputs)
 
     def allgather_coalesced(self, outputs, inputs, opts=None):
         # Here the outer lists are the ranks': outputs[rank][tensor].
-        opts = opts or c10d.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         return self._allgather([list(one) for one in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
-        opts = opts or c10d.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         if why := self._why_not("allgather", opts, [*outputs, *inputs]):
             return self._one_by_one("_allgather_base", why, outputs, inputs, opts)
         return self._queue(opts, outputs, [*outputs, *inputs], collectives.allgather, outputs, inputs)
@@ -248,13 +253,13 @@ class Routing:
 
     # ---- which calls graphar serves ---------------------------------------------------------------------------------
 
-    def _why_no_sum(self, op: str, opts: object | None, tensors: Sequence[torch.Tensor]) -> Reason | None:
+    def _why_no_sum(self, op: str, opts: Any, tensors: Sequence[torch.Tensor]) -> Reason | None:
         """As :meth:`_why_not`, for a call that reduces."""
         if opts is not None and not (opts.reduceOp == dist.ReduceOp.SUM or _is_average(opts)):
             return "graphar's kernels add, and do nothing else"
         return self._why_not(op, opts, tensors)
 
-    def _why_not(self, op: str, opts: object | None, tensors: Sequence[torch.Tensor]) -> Reason | None:
+    def _why_not(self, op: str, opts: Any, tensors: Sequence[torch.Tensor]) -> Reason | None:
         """Returns why torch's own group serves a call. On GPUs the first call is collective.
 
         ``opts`` are its options, None for an overload without.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,7 +108,7 @@ class CopyingWork(dist.Work):
         return self._work.get_future().then(copied)
 
 
-def _writes(name: str, rank: int, given: Sequence[object]) -> bool:
+def _writes(name: str, rank: int, given: Sequence[Any]) -> bool:
     """Whether a call writes its first argument on this rank."""
     if name not in ("broadcast", "reduce"):
         return name != "send"

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from graphar.errors import UnsupportedError
@@ -22,18 +23,18 @@ class TorchGroup:
         name: the name of the backend's group.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
         self._store, self._rank, self._ranks, self._name, self._timeout = store, rank, ranks, name, timeout
         self._made: set[str] = set()
         self.group = dist.ProcessGroup(store, rank, len(ranks))
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
         self._device_types = ("cpu", "cuda") if has_nccl else ("cpu",)
-        backend = "cpu:gloo,cuda:nccl" if has_nccl else "cpu:gloo"
+        backend = dist.Backend("cpu:gloo,cuda:nccl" if has_nccl else "cpu:gloo")
         # What torch.distributed is asked about the group of a communicator.
         world = c10d._world
         world.pg_map[self.group] = backend, store
         world.pg_group_ranks[self.group] = {process: place for place, process in enumerate(ranks)}
-        world.pg_backend_config[self.group] = str(c10d.BackendConfig(dist.Backend(backend)))
+        world.pg_backend_config[self.group] = str(c10d.BackendConfig(backend))
 
     def serving(self, device: torch.device) -> dist.ProcessGroup:
         """Returns the group, with a backend for ``device``; UnsupportedError if torch has none.
@@ -54,13 +55,13 @@ class TorchGroup:
         found = dist.ProcessGroupGloo._Options()
         found._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]  # connects two ranks at a time
         found._timeout = self._timeout
-        return dist.ProcessGroupGloo(dist.PrefixStore("graphar/gloo", self._store), self._rank, len(self._ranks), found)
+        return dist.ProcessGroupGloo(PrefixStore("graphar/gloo", self._store), self._rank, len(self._ranks), found)
 
     def _nccl(self) -> dist.ProcessGroupNCCL:
         found = dist.ProcessGroupNCCL.Options()
         found._timeout, found.global_ranks_in_group = self._timeout, self._ranks
         found.group_name = f"{self._name}/graphar"
-        made = dist.PrefixStore("graphar/nccl", self._store)
+        made = PrefixStore("graphar/nccl", self._store)
         backend = dist.ProcessGroupNCCL(made, self._rank, len(self._ranks), found)
         backend._set_sequence_number_for_group()
         return backend

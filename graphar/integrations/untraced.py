@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch
+from torch._C._dynamo import eval_frame
 
 T = TypeVar("T", bound="type | Callable")
 
@@ -16,10 +16,10 @@ def untraced(kind: T) -> T:
 
     torch.compiler.disable does the same, but imports the compiler, which takes seconds, and adds a call to each call.
     """
-    compiler = torch._C._dynamo.eval_frame
+    compiler: Any = eval_frame
     skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
     for one in vars(kind).values() if isinstance(kind, type) else [kind]:
         if isinstance(one, FunctionType):
             compiler.set_code_exec_strategy(one.__code__, skip)
-            one._torchdynamo_disable = True  # what calls it is traced up to here
+            one.__dict__["_torchdynamo_disable"] = True  # what calls it is traced up to here
     return kind

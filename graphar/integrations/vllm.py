@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -27,7 +28,10 @@ def platform() -> str | None:
     return f"{__name__}.Platform"
 
 
-class TensorParallel:
+_OfVllm: Any = object  # a class of communicators of vLLM, which is not imported here
+
+
+class TensorParallel(_OfVllm):
     """A mixin for vLLM's communicators: graphar makes the collectives of tensor-parallel groups, and vLLM the others.
 
     vLLM may capture every call in a CUDA graph, because all kernels are loaded when the communicator is made.
@@ -116,6 +120,6 @@ def _name_of_own_platform() -> str | None:
     return platforms.cuda_platform_plugin() or platforms.cpu_platform_plugin()
 
 
-def _class_named(name: str) -> type:
-    module, _, attribute = name.rpartition(".")
+def _class_named(name: str | None) -> Any:
+    module, _, attribute = (name or "").rpartition(".")
     return getattr(import_module(module), attribute)

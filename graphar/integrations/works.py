@@ -23,7 +23,7 @@ class GrapharWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Makes the current stream wait for the call; the host does not wait."""
-        if self._event:
+        if self._stream and self._event:
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
         return True
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 from torch.nn import functional
 
+from graphar.errors import Reason
 from graphar.nn import sequence
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.linear import linear
@@ -133,18 +134,18 @@ def _is_row_parallel(name: str, layer: torch.nn.Linear, style: object) -> bool:
     )
 
 
-def _why_left(module: torch.nn.Module, style: object) -> str:
-    """Returns why a module that is no linear layer may change bits with the number of ranks, or an empty string."""
+def _why_left(module: torch.nn.Module, style: object) -> Reason | None:
+    """Returns why a module that is no linear layer may change bits with the number of ranks."""
     if style == "replicated_with_grad_allreduce":
         return "the gradients of its parameters are summed in the order of ranks"
     if isinstance(module, torch.nn.Embedding) or type(module) in _NORMS:
-        return ""
+        return None
     if _may_have_own_tokens(module, style):
         return "if it sees only a rank's tokens, the gradients of its parameters are summed in the order of ranks"
     if isinstance(style, str) and style not in (*_ONLY_MOVING, *_ROWWISE, *_COLWISE, "sequence_parallel"):
         return f"its style {style!r} has no invariant form"
     own = [one for one in module.parameters(recurse=False) if one.ndim > 1]
-    return "it multiplies by parameters, and is no torch.nn.Linear" if own else ""
+    return "it multiplies by parameters, and is no torch.nn.Linear" if own else None
 
 
 def _may_have_own_tokens(module: torch.nn.Module, style: object) -> bool:

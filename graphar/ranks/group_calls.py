@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from graphar.errors import CollectiveTimeout, CommunicatorError, ConcurrentCallE
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.ranks import agreement
-from graphar.ranks.cpu.messages import hash_of, messages_of
+from graphar.ranks.cpu.messages import Messages, hash_of, messages_of
 from graphar.ranks.cpu.transport import GroupFailed
 from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous, at_once
 
@@ -114,17 +115,17 @@ class GroupCalls:
         """Compares by headers from now on: every rank has come, so that gloo can connect to it."""
         self._met = True
         if self.messages:
-            self._rendezvous.beside_meeting = self._beside_meeting
+            self._rendezvous.beside_meeting = partial(self._beside_meeting, self.messages)
 
     @contextlib.contextmanager
-    def _beside_meeting(self, what: str, timeout_s: float) -> Iterator[None]:
+    def _beside_meeting(self, messages: Messages, what: str, timeout_s: float) -> Iterator[None]:
         """Tells ranks that make a call in place of the meeting inside that this one comes to the meeting.
 
         The meeting finds out who does not come: gloo, whose waits break its connections, waits after that.
         """
         with self._one_thread:
-            self.messages.begin(hash_of(what), self._made, lambda sequence: None)
-            self.messages.announce()
+            messages.begin(hash_of(what), self._made, lambda sequence: None)
+            messages.announce()
             all_came = True
             try:
                 yield
@@ -133,13 +134,10 @@ class GroupCalls:
                 raise
             finally:
                 if all_came:
-                    self._await_headers(what, timeout_s)
-
-    def _await_headers(self, what: str, timeout_s: float) -> None:
-        try:
-            self.messages.await_headers(timeout_s)
-        except GroupFailed as error:
-            raise RanksAbsent(f"{what}: {error}", error.absent or ()) from error
+                    try:
+                        messages.await_headers(timeout_s)
+                    except GroupFailed as error:
+                        raise RanksAbsent(f"{what}: {error}", [*(error.absent or ())]) from error
 
     def naming_absent(self, op: str, agreed: str, by: str, timeout_s: float, notes: bool = True) -> OneCall:
         """Returns the context of a call, which gives its number. GroupFailed and RanksAbsent become CollectiveTimeout.

@@ -26,9 +26,15 @@ def process_group(group: dist.ProcessGroup | DeviceMesh | None, instead: str = "
         if not (dist.is_available() and dist.is_initialized()):
             advice = "call torch.distributed.init_process_group()" + (f", or {instead}" if instead else "")
             raise ValueError(f"graphar: torch.distributed is not initialised; {advice}")
-        return dist.group.WORLD
+        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise no_group(group, "a torch.distributed.ProcessGroup or a DeviceMesh")
+    return group
+
+
+def known_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Returns the process group of a communicator without devices."""
+    assert group is not None
     return group
 
 

@@ -35,6 +35,7 @@ from graphar.plan.work import Parts, Sum
 from graphar.ranks import capture
 from graphar.ranks.cpu import fallback
 from graphar.ranks.cpu.transport import Group, check_backend
+from graphar.ranks.groups import known_group
 from graphar.ranks.hosts import host
 from graphar.ranks.rendezvous import Ranks
 
@@ -91,7 +92,7 @@ class Hierarchy:
         self, ranks: Ranks, hosts: list[list[int]] | None, make_kernels: Callable[[dist.ProcessGroup, float], Kernels]
     ) -> None:
         self._communicator, self._given, self._make_kernels = ranks, hosts, make_kernels
-        self._hosts: list[list[int]] | None = None  # None until the first call
+        self._hosts: list[list[int]] = []  # none until the first call
         self._groups: list[dist.ProcessGroup] = []  # inside this rank's host, and across hosts
         self._kernels: Kernels | None = None  # the communicator inside this host, on GPUs
         self._beside: torch.cuda.Stream | None = None  # the stream of all-reduces across hosts
@@ -115,7 +116,7 @@ class Hierarchy:
         return f"asked for: {len(self._hosts)} host(s) of {len(self._hosts[0])} rank(s), sums inside, then across"
 
     def _find_hosts(self) -> None:
-        if self._hosts is None:
+        if not self._hosts:
             said = json.dumps([self._given, host()]).encode()
             words = [json.loads(word) for word in self._communicator.rendezvous().exchange("finding hosts", said)]
             if any(given != self._given for given, _ in words):
@@ -130,10 +131,9 @@ class Hierarchy:
             )
 
     def _make_groups(self) -> None:
-        rank = self._communicator.rank
-        inside = next(one for one in self._hosts if rank in one)
-        across = [one[inside.index(rank)] for one in self._hosts]
         meet = self._communicator.rendezvous()
+        inside = next(one for one in self._hosts if meet.rank in one)
+        across = [one[inside.index(meet.rank)] for one in self._hosts]
         try:
             for what, ranks in (("inside", inside), ("across", across)):
                 make = partial(_new_group, self._communicator, what, ranks)
@@ -198,7 +198,7 @@ class Hierarchy:
         its own. ``codec`` is the format across hosts, computed by torch on GPUs too; it rounds to nearest. It raises
         what a transport does.
         """
-        check_backend(x.device, self._communicator.group)
+        check_backend(x.device, known_group(self._communicator.group))
         source, target, waiting = x.view(-1), out.view(-1), None
         step = _CHUNK_NUMEL // 4 if codec else _CHUNK_NUMEL
         for begin in range(0, source.numel(), step):
@@ -229,7 +229,7 @@ class Hierarchy:
         step = partial(_run, Sum(part.numel()), part, part, group, timeout_s)
         if codec:
             step = partial(_quantized_allreduce, part, group, timeout_s, codec)
-        if not part.is_cuda:
+        if not (part.is_cuda and self._beside):
             step()
             return lambda: None
         self._beside.wait_stream(torch.cuda.current_stream(part.device))
@@ -249,7 +249,7 @@ class Hierarchy:
             self._inside("allgather", rounded, target, counts, timeout_s)
 
     def _inside(self, op: str, x: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], timeout_s: float) -> None:
-        if x.is_cuda:
+        if x.is_cuda and self._kernels:
             # Leave SMs to the all-reduce across hosts, or hosts could wait for each other in a circle.
             blocks = self._kernels.table.beside.blocks
             call = Call.of(Parts(op, counts), x, timeout_s=timeout_s, blocks=blocks)
@@ -285,23 +285,23 @@ def _counts(numel: int, ranks: int, unit: int) -> tuple[int, ...]:
 
 def _new_group(communicator: Ranks, what: str, ranks: list[int]) -> dist.ProcessGroup:
     """Returns a process group of some ranks of a communicator, with its time-out. Only these ranks call this."""
-    c10d, parent = dist.distributed_c10d, communicator.group
+    c10d, parent = dist.distributed_c10d, known_group(communicator.group)
     processes = dist.get_process_group_ranks(parent)
-    if dist.group.WORLD.bound_device_id is not None and len(processes) < dist.get_world_size():
+    if c10d._get_default_group().bound_device_id is not None and len(processes) < dist.get_world_size():
         raise UnsupportedError(
             "allreduce: hierarchical cannot serve this call: NCCL splits a default group that was made with device_id "
             "by all of its processes, and this group has only some"
         )
     # dist.new_group is collective over all processes, or names the group by this process's count of groups, which can
     # differ between ranks. It also reuses the name of a destroyed group, whose addresses are still in the store.
-    name = communicator.rendezvous().name(what, ranks)
+    meet = communicator.rendezvous()
     group, _ = c10d._new_process_group_helper(
         len(ranks),
-        ranks.index(communicator.rank),
+        ranks.index(meet.rank),
         [processes[rank] for rank in ranks],
         dist.Backend(dist.get_backend(parent)),
         c10d._get_default_store(),
-        name,
+        meet.name(what, ranks),
         timeout=timedelta(seconds=communicator.timeout_s),
         group_desc=f"graphar {what} hosts",
     )

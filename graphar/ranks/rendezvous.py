@@ -10,10 +10,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from graphar.errors import CommunicatorError, Reason, UnsupportedError
 from graphar.ranks.processes import has_ended, identify
@@ -26,7 +27,7 @@ _LIVENESS_S = 0.5  # between two checks whether an absent rank's process still r
 _NOTHING = "\1"  # what the store answers for a key that it does not have
 # The number of rendezvous in a store by group and ranks: each has separate keys. A process may have met others in an
 # earlier store, which are new processes in this one.
-_made: weakref.WeakKeyDictionary[dist.Store, Counter[str]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Store, Counter[str]] = weakref.WeakKeyDictionary()
 _MET = "met"  # the outcome of a meeting to which all ranks came in time
 
 
@@ -119,10 +120,17 @@ class StoreRendezvous:
     """
 
     def __init__(
-        self, store, prefix: str, rank: int, world_size: int, timeout_s: float, processes: Sequence[int] | None = None
+        self,
+        store: Store,
+        prefix: str,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        processes: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._store, self.prefix, self._timeout_s = store, prefix, timeout_s
+        self._store: Store | None = store  # None after leave()
+        self.prefix, self._timeout_s = prefix, timeout_s
         self._processes = list(range(world_size) if processes is None else processes)
         self._meetings = self._notes = 0
         self.waited_s, self.has_met = 0.0, False
@@ -167,9 +175,10 @@ class StoreRendezvous:
         A rank whose own step raised raises that error again. The others raise CommunicatorError, which names the ranks
         that failed and their errors.
         """
+        results: list[T] = []
         error: Exception | None = None
         try:
-            result = step()
+            results.append(step())
         except Exception as caught:
             error = caught
         words = self.exchange(what, f"{type(error).__name__}: {error}".encode() if error else b"\0")
@@ -178,7 +187,7 @@ class StoreRendezvous:
             raise error
         if failed:
             raise CommunicatorError(f"{what} failed on another rank\n" + "\n".join(failed))
-        return result
+        return results[0]
 
     def agree_on_none(self, what: str, problem: Reason | None) -> None:
         """Raises UnsupportedError on every rank if any rank has a ``problem``."""
@@ -212,7 +221,7 @@ class StoreRendezvous:
         """Records what this rank does next, for ranks that may time out waiting for it. Does not wait."""
         self._notes += 1
         word = [self.prefix, self._processes, self._notes, what, gave_up, self._identity]
-        self._ask(lambda: self._store.set(_word_of(self._processes[self.rank]), json.dumps(word)))
+        self._ask(lambda store: store.set(_word_of(self._processes[self.rank]), json.dumps(word)))
 
     def last_words(self) -> list[LastWord]:
         """Returns the last call that each rank recorded, in this communicator or another."""
@@ -228,7 +237,7 @@ class StoreRendezvous:
             return LastWord("no call known", behind=True, ended=rank in self.ended())
         ended = has_ended(json.loads(raw)[-1])
         if ended:
-            raw = self._look(key)  # the process has ended, so this record is final
+            raw = self._look(key) or raw  # the process has ended, so this record is final
         prefix, processes, notes, what, gave_up, _ = json.loads(raw)
         if prefix != self.prefix:
             what = f"{what}, in another communicator, between ranks {processes} of the default group"
@@ -245,14 +254,14 @@ class StoreRendezvous:
                 self._ask(self._give_keys_back)
         self._store = None
 
-    def _give_keys_back(self) -> None:
+    def _give_keys_back(self, store: Store) -> None:
         """Deletes the keys of all ranks, if all others have left: until then they may read them."""
         count, told = f"{self.prefix}/left", [self._key("left", rank) for rank in range(self.world_size)]
-        self._store.set(told[self.rank], json.dumps([*self._keys]))
-        if self._store.add(count, 1) == self.world_size:
-            of_ranks = [json.loads(keys) for keys in self._store.multi_get(told)]
+        store.set(told[self.rank], json.dumps([*self._keys]))
+        if store.add(count, 1) == self.world_size:
+            of_ranks = [json.loads(keys) for keys in store.multi_get(told)]
             for key in (*itertools.chain(*of_ranks), *told, count):
-                self._store.delete_key(key)
+                store.delete_key(key)
 
     def ended(self) -> list[int]:
         """Returns the ranks whose processes are known to have ended."""
@@ -276,7 +285,7 @@ class StoreRendezvous:
         finally:
             self.waited_s += time.monotonic() - begin
         self.has_met = True
-        said = [word.partition(_SEPARATOR) for word in self._ask(lambda: self._store.multi_get(keys))]
+        said = [word.partition(_SEPARATOR) for word in self._ask(lambda store: store.multi_get(keys))]
         purposes = [purpose.decode() for purpose, _, _ in said]
         if len(set(purposes)) > 1:
             raise CommunicatorError(
@@ -295,13 +304,13 @@ class StoreRendezvous:
         key, said = f"{self.prefix}/outcome", ""  # of the last meeting, with its number
         self._keys.add(key)
         while (number := int(said.partition(" ")[0] or -1)) < meeting:
-            said = self._ask(lambda said=said: self._store.compare_set(key, said, f"{meeting} {words}")).decode()
+            said = self._ask(lambda store, said=said: store.compare_set(key, said, f"{meeting} {words}")).decode()
         return _MET if number > meeting else said.partition(" ")[2]
 
     def _wait(self, what: str, keys: list[str], timeout_s: float) -> None:
         # The store's own wait does not notice ended ranks, and torch prints a warning when it expires.
         begin = looked = time.monotonic()
-        while not self._ask(lambda: self._store.check(keys)):
+        while not self._ask(lambda store: store.check(keys)):
             now = time.monotonic()
             late = now - begin >= timeout_s
             if late or now - looked > _LIVENESS_S:
@@ -325,22 +334,22 @@ class StoreRendezvous:
 
     def _look(self, key: str) -> bytes | None:
         # get() waits for a key that another rank deletes after a check. This sets nothing, and answers at once.
-        found = self._ask(lambda: self._store.compare_set(key, _NOTHING, _NOTHING))
+        found = self._ask(lambda store: store.compare_set(key, _NOTHING, _NOTHING))
         return None if found == _NOTHING.encode() else found
 
     def _delete(self, key: str) -> None:
         self._keys.discard(key)
-        self._ask(lambda: self._store.delete_key(key))
+        self._ask(lambda store: store.delete_key(key))
 
-    def _set(self, key: str, value: str | bytes) -> None:
+    def _set(self, key: str, value: Any) -> None:
         self._keys.add(key)
-        self._ask(lambda: self._store.set(key, value))
+        self._ask(lambda store: store.set(key, value))
 
-    def _ask(self, question: Callable[[], T]) -> T:
+    def _ask(self, question: Callable[[Store], T]) -> T:
         if self._store is None:
             raise CommunicatorError(f"rank {self.rank} left the store: its group was destroyed, or communicator closed")
         try:
-            return question()
+            return question(self._store)
         except Exception as error:  # torch raises many types
             raise CommunicatorError(
                 f"rank {self.rank} does not reach the process group's store; has the process that serves it ended? "
@@ -358,7 +367,7 @@ def meet(group: dist.ProcessGroup, timeout_s: float) -> StoreRendezvous:
     prefix = f"graphar/{group.group_name}/{'-'.join(map(str, processes))}"
     # Make another store object, because the registry watches when torch drops the one that it holds with the group.
     default = dist.distributed_c10d._get_default_store()
-    store, known = dist.PrefixStore("graphar", default), weakref.ref(default)
+    store, known = PrefixStore("graphar", default), weakref.ref(default)
     counts = _made.setdefault(default, Counter())
     counts[prefix] += 1
     made = StoreRendezvous(store, f"{prefix}/{counts[prefix]}", group.rank(), group.size(), timeout_s, processes)

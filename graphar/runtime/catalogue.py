@@ -164,4 +164,4 @@ KERNELS = kernels_that(lambda row: row.folder in ("allreduce", "scatter_gather",
 NORM_KERNELS = kernels_that(lambda row: row.folder == "norm")
 SKINNY_KERNELS = kernels_that(lambda row: row.is_skinny)
 SUMMED_TILE_KERNELS = kernels_that(lambda row: row.sends_tiles)
-GATHERING_KERNELS = kernels_that(lambda row: row.tiles and not row.is_skinny and not row.sends_tiles)
+GATHERING_KERNELS = kernels_that(lambda row: bool(row.tiles) and not row.is_skinny and not row.sends_tiles)

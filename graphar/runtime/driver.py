@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
+from typing import Any
 
 from graphar.errors import DriverError
 
@@ -22,7 +23,7 @@ class _Driver:
 driver = _Driver()
 
 
-def call(function, *args):
+def call(function, *args) -> Any:
     """Returns the result of ``function(*args)`` of cuda.bindings.driver, without the status, or raises DriverError.
 
     The first call initialises the driver. A process that is forked after that cannot use CUDA, so callers make no

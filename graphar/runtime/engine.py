@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled as _is_profiling
 
 from graphar.errors import Reason
 from graphar.plan import select
@@ -28,7 +29,6 @@ from graphar.runtime.watch.kineto import ranks_of
 from graphar.runtime.watch.stats import Stats
 
 _log = logging.getLogger(__name__)
-_is_profiling = torch.autograd._profiler_enabled
 
 Binder = Callable[["Engine", Call, Sequence[Operands]], Plan]  # makes the plan of a call with such operands
 

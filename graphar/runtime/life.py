@@ -19,7 +19,7 @@ from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.ranks.capture import check_can_prepare
 from graphar.ranks.cpu.without_kernels import WithoutKernels
-from graphar.ranks.groups import device_of_process
+from graphar.ranks.groups import device_of_process, known_group
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
 from graphar.runtime.availability import missing_software
@@ -73,8 +73,8 @@ class Life:
         self.timeout_s = float(timeout_s)
         self.name = f"{NAME_PREFIX}{next(_names)}"
         self.group, self.devices = group, devices
-        self.world_size = len(devices) if devices else group.size()
-        self.rank = None if devices else group.rank()  # with devices, this process has all ranks
+        self.world_size = len(devices) if devices else known_group(group).size()
+        self.rank = None if devices else known_group(group).rank()  # with devices, this process has all ranks
         self.hierarchy, self.is_part = Hierarchy(self, hosts, self._part), False
         self._making = threading.RLock()  # held to make what threads must not make twice
         self.runner = None
@@ -100,7 +100,7 @@ class Life:
 
     def first_device(self) -> torch.device:
         """Returns the device of this process's first rank."""
-        return self.devices[0] if self.devices else device_of_process(self.group)
+        return self.devices[0] if self.devices else device_of_process(known_group(self.group))
 
     def find_runner(self, device: torch.device) -> bool:
         """Whether graphar's kernels reach all ranks. The first call sets them up, and is collective."""
@@ -132,7 +132,7 @@ class Life:
     def rendezvous(self) -> StoreRendezvous:
         """Returns the rendezvous of the group's processes. The first call makes it."""
         with self._making:
-            self._rendezvous = self._rendezvous or meet(self.group, self.timeout_s)
+            self._rendezvous = self._rendezvous or meet(known_group(self.group), self.timeout_s)
             return self._rendezvous
 
     def find_warm_plans(self) -> None:

@@ -20,7 +20,7 @@ def requirements() -> dict[str, str]:
         python, needed = project["requires-python"], project["dependencies"]
     else:
         python, needed = metadata.metadata(PROJECT)["Requires-Python"], metadata.requires(PROJECT) or []
-    split = (re.match(r"([\w.-]+)\s*(.*)", one).groups() for one in needed if "extra ==" not in one)
+    split = [re.findall(r"^([\w.-]+)\s*(.*)", one)[0] for one in needed if "extra ==" not in one]
     return {"python": python} | dict(split)
 
 
@@ -46,7 +46,7 @@ def install(*names: str) -> str:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Returns the numbers of a version without trailing zeros, for comparison: "2.13.0+cpu" is (2, 13)."""
-    numbers = [int(part) for part in re.match(r"\d+(\.\d+)*", version)[0].split(".")]
+    numbers = [int(part) for part in re.findall(r"^\d+(?:\.\d+)*", version)[0].split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from graphar.errors import CommunicatorError
 from graphar.plan.policy import Chip
 from graphar.plan.tables import Table
+from graphar.ranks.groups import known_group
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import launcher
 from graphar.runtime.availability import COMMUNICATORS
@@ -58,7 +59,7 @@ def set_up(
         ranks = {rank: one.index for rank, one in enumerate(devices)}
         memory = LocalMemory(list(ranks.values()))
     else:
-        ranks = {group.rank(): device.index}
+        ranks = {known_group(group).rank(): device.index}
         memory = ProcessMemory(device.index, rendezvous)
     memory.check()
 
@@ -76,7 +77,7 @@ def set_up(
     everyone = [json.loads(word) for word in words]
     chip = Chip.in_common(Chip(**one["chip"]) for one in everyone)
     multicast = None if stand_in else TorchMemory(group, device.index, rendezvous)
-    world_size = len(devices) if devices else group.size()
+    world_size = len(devices) if devices else known_group(group).size()
     runner = Runner(members, world_size, chip, memory, rendezvous, multicast)
     return runner, Table.from_json(everyone[0]["table"])
 

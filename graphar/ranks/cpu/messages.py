@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,8 +78,9 @@ class Messages:
 
     small_nbytes, chunk_nbytes = SMALL_NBYTES, 64 << 20
 
-    def __init__(self, gloo: dist.ProcessGroupGloo, name: str) -> None:
-        self._gloo, self._rank, self.world_size = gloo, gloo.rank(), gloo.size()
+    def __init__(self, gloo: Any, name: str) -> None:  # torch types few of its methods
+        self._gloo: Any = gloo
+        self._rank, self.world_size = gloo.rank(), gloo.size()
         self.ranks = (self._rank,)
         self.peers = [(gloo.rank() + step) % gloo.size() for step in range(1, gloo.size())]
         self._tag = zlib.crc32(f"graphar {name}".encode()) >> 1  # gloo's tags are not negative
@@ -142,7 +144,7 @@ class Messages:
 
     def await_headers(self, timeout_s: float) -> None:
         """Returns once all ranks are known to have announced this call; raises what :meth:`agree` raises."""
-        pending, self._pending = self._pending, None
+        pending, self._pending = self._pending or Pending({}, []), None
         under_way, self._under_way = self._under_way, []
         begin = time.monotonic()
         try:

@@ -15,6 +15,7 @@ from graphar.ranks.cpu import fallback
 from graphar.ranks.cpu.fallback import Run
 from graphar.ranks.cpu.transport import Group, InProcess
 from graphar.ranks.group_calls import GroupCalls
+from graphar.ranks.groups import known_group
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.ranks.rendezvous import Ranks
 
@@ -38,14 +39,14 @@ class WithoutKernels:
             run = self._hierarchical(call, timeout_s)
         else:
             messages = calls.messages if x.device.type == "cpu" else None
-            run = fallback.bind(call, messages or Group(ranks.group), timeout_s, numbers)
+            run = fallback.bind(call, messages or Group(known_group(ranks.group)), timeout_s, numbers)
         return calls.bind(call, x, timeout_s, run, config.algorithm)
 
     def group_calls(self) -> GroupCalls:
         """Returns the calls over the process group. The first call makes them."""
         ranks = self._communicator
         with self._making:
-            self._group_calls = self._group_calls or GroupCalls(ranks.group, ranks.rendezvous())
+            self._group_calls = self._group_calls or GroupCalls(known_group(ranks.group), ranks.rendezvous())
             return self._group_calls
 
     def _hierarchical(self, call: Call, timeout_s: float) -> Run:

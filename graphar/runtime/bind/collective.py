@@ -18,7 +18,7 @@ from graphar.ranks import agreement
 from graphar.ranks.cpu import fallback
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.bind.launches import Put, bind_launch, of_members, put_agreed
+from graphar.runtime.bind.launches import Put, bind_launch, of_members, put_agreed, runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid
 from graphar.runtime.launcher import Launch as KernelLaunch
@@ -26,12 +26,12 @@ from graphar.runtime.plan import Launch, Plan, Tensors
 from graphar.runtime.runner import Runner
 
 # Takes a launch's arguments, its configuration and its slice; returns what writes a call's tensors into the arguments.
-PutOf = Callable[[Arguments, Config, Slice], "Put | None"]
+PutOf = Callable[..., "Put | None"]
 
 _log = logging.getLogger(__name__)
 
 
-def bind(engine: Engine, call: Call[Sum] | Call[Parts], ranks: Sequence[Operands]) -> Plan:
+def bind(engine: Engine, call: Call[Sum | Parts], ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of a sum or of parts. Collective."""
     x = ranks[0].inputs[0]
     if call.wire and call.wire.seed is None:
@@ -63,9 +63,12 @@ def bind_kernel(engine: Engine, call: Call, config: Config) -> Plan:
     """Returns the plan of a call that one kernel serves, in as many launches as its scratch needs. Collective."""
     epilogue = call.work.epilogue
     columns = epilogue.columns if epilogue else 1
-    parts = slices(config.algorithm, engine.world_size, call.work.parts, call.dtype.itemsize, columns)
-    bound = [bind_slice(engine.runner, call, config, one, engine.deadline(call), put_of(engine, call)) for one in parts]
-    return plan_of_slices(engine.runner, config, parts, bound, 2 if call.feeds_back else 1)
+    parts, runner = (
+        slices(config.algorithm, engine.world_size, call.work.parts, call.dtype.itemsize, columns),
+        runner_of(engine),
+    )
+    bound = [bind_slice(runner, call, config, one, engine.deadline(call), put_of(engine, call)) for one in parts]
+    return plan_of_slices(runner, config, parts, bound, 2 if call.feeds_back else 1)
 
 
 def plan_of_slices(

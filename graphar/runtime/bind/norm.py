@@ -16,7 +16,7 @@ from graphar.plan.work import Norm, Parts, Sum
 from graphar.runtime.arguments import NormArguments
 from graphar.runtime.bind import residual_norm
 from graphar.runtime.bind.collective import bind_slice, plan_of_slices
-from graphar.runtime.bind.launches import Put
+from graphar.runtime.bind.launches import Put, runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 
@@ -61,9 +61,9 @@ def _bind_kernel(engine: Engine, call: Call[Norm], x: torch.Tensor) -> Plan:
     config, reason = engine.select(call, x)
     work = call.work
     parts = slices(config.algorithm, engine.world_size, work.parts, call.dtype.itemsize, work.columns)
-    seconds, put_of = engine.deadline(call), partial(_put_of, work)
-    bound = [bind_slice(engine.runner, call, config, one, seconds, put_of, NormArguments) for one in parts]
-    return plan_of_slices(engine.runner, config, parts, bound)._replace(reason=reason)
+    runner, seconds, put_of = runner_of(engine), engine.deadline(call), partial(_put_of, work)
+    bound = [bind_slice(runner, call, config, one, seconds, put_of, NormArguments) for one in parts]
+    return plan_of_slices(runner, config, parts, bound)._replace(reason=reason)
 
 
 def _put_of(work: Norm, arguments: NormArguments, config: Config, one: Slice) -> Put:
@@ -103,7 +103,8 @@ def _norm_own(work: Norm, own: Operands, total: torch.Tensor) -> None:
     """Writes the results of one rank, whose sum is ``total``."""
     residual, weight, *scale = own.inputs[1:]
     if _is_served(work, residual, total.dtype):
-        residual_norm.norm(total, residual, weight, *own.outputs, work.eps, work.weight_offset)
+        normed, summed = own.outputs
+        residual_norm.norm(total, residual, weight, normed, summed, work.eps, work.weight_offset)
         return
     results = specification(total, residual, weight, work.eps, work.weight_offset, work.output, *scale)
     for out, result in zip(own.outputs, results, strict=True):

@@ -13,7 +13,7 @@ from graphar.plan.slices import Slice, slices
 from graphar.plan.work import MAX_TENSORS, Parts, TensorTuple
 from graphar.runtime.arguments import TupleArguments
 from graphar.runtime.bind.collective import bind_slice, plan_of_slices
-from graphar.runtime.bind.launches import Put
+from graphar.runtime.bind.launches import Put, runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 
@@ -44,8 +44,9 @@ def _bind_kernel(engine: Engine, call: Call[TensorTuple], x: torch.Tensor) -> Pl
         arguments.describe(call.work)
         return arguments.put
 
-    launches = bind_slice(engine.runner, call, config, only, engine.deadline(call), put_of, TupleArguments)
-    return plan_of_slices(engine.runner, config, [only], [launches])._replace(reason=reason)
+    runner = runner_of(engine)
+    launches = bind_slice(runner, call, config, only, engine.deadline(call), put_of, TupleArguments)
+    return plan_of_slices(runner, config, [only], [launches])._replace(reason=reason)
 
 
 def _each(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> Plan:

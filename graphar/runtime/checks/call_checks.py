@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -57,7 +57,7 @@ def check_timeout(op: str, timeout_s: object) -> None:
         raise ValueError(f"{op}: timeout_s must be above 0 and at most 1e6 seconds, got {timeout_s!r}")
 
 
-def check_ops(op: str, ops: object) -> list[str]:
+def check_ops(op: str, ops: Iterable[str]) -> list[str]:
     """Returns ``ops`` as a list of names; ValueError unless all have kernels that can be prepared."""
     wanted, known = list(ops), [*PREPARED, *(one for named in NAMED.values() for one in named if is_from_outside(one))]
     if isinstance(ops, str) or any(one not in known for one in wanted):

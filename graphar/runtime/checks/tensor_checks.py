@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -39,7 +40,7 @@ def check_local(op: str, name: str, x: torch.Tensor) -> None:
         )
 
 
-def check_tensor(op: str, name: str, x: object) -> None:
+def check_tensor(op: str, name: str, x: Any) -> None:
     """Raises unless ``x`` is this rank's own dense tensor, of a dtype that graphar sums.
 
     Raises:
@@ -61,7 +62,7 @@ def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
     check_devices(op, [x.device for x in xs])
 
 
-def check_list_to_join(op: str, xs: Sequence[torch.Tensor], axis: object) -> int:
+def check_list_to_join(op: str, xs: Sequence[torch.Tensor], axis: Any) -> int:
     """Returns ``axis``, counted from the front, of tensors that can be gathered along it.
 
     Raises unless ``xs`` can be the ranks of one process: equal shapes but for ``axis``, equal dtypes of any kind, on
@@ -104,7 +105,7 @@ def check_one_each(op: str, name: str, given: object, xs: Sequence, xs_name: str
         raise ValueError(f"{op}: {name} must be a list of {len(xs)} tensors, one for each of {xs_name}, got {what}")
 
 
-def check_out(op: str, x: torch.Tensor, out: object, name: str = "out", dtype: torch.dtype | None = None) -> None:
+def check_out(op: str, x: torch.Tensor, out: Any, name: str = "out", dtype: torch.dtype | None = None) -> None:
     """Raises unless ``out`` can take a result like ``x``, of another ``dtype`` if one is given.
 
     Raises:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import DeviceType
 
 from graphar.errors import Reason, UnsupportedError
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
@@ -107,6 +108,6 @@ class TorchMemory:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         supported = symmetric_memory._SymmetricMemory.has_multicast_support
-        if supported(torch._C._autograd.DeviceType.CUDA, self._device):
+        if supported(DeviceType.CUDA, self._device):
             return None
         return f"torch finds no NVLink multicast on cuda:{self._device}"

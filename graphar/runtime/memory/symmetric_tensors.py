@@ -112,7 +112,7 @@ class SymmetricTensors:
             pointer = arguments.input if is_input else arguments.output
             if pointer != last:
                 peers = arguments.peer_input if is_input else arguments.peer_output
-                for rank, there in enumerate(self.on_every_rank(pointer)):
+                for rank, there in enumerate(self.on_every_rank(pointer) or ()):
                     peers[rank] = there
                 last, place = pointer, f", its {side} at {self._place(pointer)}"
             return place

@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
+from torch._C._autograd import _profiler_enabled as _is_profiling
 
 from graphar.plan.call import Call, Operands
 from graphar.ranks.rendezvous import Ranks
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.plan import Plan
 from graphar.runtime.watch import kineto
-
-_is_profiling = torch.autograd._profiler_enabled
 
 
 class Planner(Ranks, Protocol):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,7 +124,7 @@ class _Recorder:
         return event
 
 
-def _taken(engine: Planner, call: Call) -> dict[str, object]:
+def _taken(engine: Planner, call: Call) -> dict[str, Any]:
     """Returns the algorithm of a call that was made, and its codec, its epilogue or the tensors of its tuple."""
     work, plan = call.work, engine.plans.get(call)
     details = {"codec": work.codec, "epilogue": work.epilogue and work.epilogue.text}
@@ -156,7 +157,7 @@ class TracedCall:
     # Begin and end of the call on the host, by time.perf_counter_ns.
     begin_ns: int
     end_ns: int
-    details: dict[str, object]  # the arguments of its slices in the trace
+    details: dict[str, Any]  # the arguments of its slices in the trace
     device: int  # the CUDA device index of the rank's tensor; -1 on the CPU
     # The events before and after the call on the device's stream; None if none were recorded.
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None

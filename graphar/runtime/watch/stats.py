@@ -78,13 +78,14 @@ beside: list[Callable[[str], list[Stats]]] = []
 def with_beside(own: Stats, name: str) -> Stats:
     """Returns ``own``, with what else was counted of the process group of this name."""
     found = [own, *(one for counter in beside for one in counter(name))]
-    totals: dict[tuple[str, str, str], list[int]] = {}
+    totals: dict[tuple[str, str, str], tuple[int, int, int]] = {}
     launches: Counter[str] = Counter()
     for one in found:
         launches.update(one.launches)
         for each in one.calls:
-            total = totals.setdefault((each.op, each.algorithm, each.fallback_reason), [0, 0, 0])
-            total[:] = total[0] + each.calls, total[1] + each.repeated, total[2] + each.nbytes
+            key = each.op, each.algorithm, each.fallback_reason
+            calls, repeated, nbytes = totals.get(key, (0, 0, 0))
+            totals[key] = calls + each.calls, repeated + each.repeated, nbytes + each.nbytes
     return Stats(
         tuple(CallStats(op, algorithm, *total, reason) for (op, algorithm, reason), total in totals.items()),
         sum(one.plans for one in found),
