@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled as _is_profiling
 
 from graphar.errors import Reason
@@ -33,23 +32,12 @@ _log = logging.getLogger(__name__)
 Binder = Callable[["Engine", Call, Sequence[Operands]], Plan]  # makes the plan of a call with such operands
 
 binders: dict[type, Binder] = {}  # by the kind of work
-open_engines: dict[str, Engine] = {}  # by name; an engine stays here until it is closed
 
 
 class Engine(Life):
     """Runs the calls of one communicator: the way of a call, from the look-up of its plan to its launch."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        devices: tuple[torch.device, ...] | None,
-        timeout_s: float,
-        hosts: list[list[int]] | None = None,
-        lossless: bool | None = None,
-    ) -> None:
-        super().__init__(group, devices, timeout_s, hosts, lossless)
-        self._has_said = False  # how calls are made
-        open_engines[self.name] = self
+    _has_said = False  # how calls are made
 
     def run(self, call: Call, ranks: Sequence[Operands]) -> Plan | None:
         """Makes a call, with the operands of each rank of this process. Collective.
@@ -151,15 +139,3 @@ class Engine(Life):
         if reason or self.find_runner(x.device):
             return reason
         return self.why_no_runner or f"the tensor is on {x.device}"
-
-    def _end(self) -> None:
-        open_engines.pop(self.name, None)
-        super()._end()
-
-
-def _find_warm_plans() -> None:
-    for engine in [*open_engines.values()]:  # another thread may add one
-        engine.find_warm_plans()
-
-
-hook.when_changed.append(_find_warm_plans)

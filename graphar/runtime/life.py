@@ -36,6 +36,7 @@ NOT_MADE = (
 )
 NAME_PREFIX = "graphar:"  # no name of a process group begins with this prefix
 _names = itertools.count()
+open_engines: dict[str, Any] = {}  # by name; an engine stays here until it is closed
 
 
 class Life:
@@ -89,6 +90,7 @@ class Life:
         self._failure: GrapharError | None = None  # the host's error that ended this engine; kernels report theirs
         self.without_kernels = WithoutKernels(self, self.hierarchy)
         self.find_warm_plans()
+        open_engines[self.name] = self
 
     def _part(self, inside: dist.ProcessGroup, timeout_s: float) -> Any:
         """Returns the engine of the ranks of this process's host."""
@@ -273,10 +275,9 @@ class Life:
         Raises:
             RanksAbsent: a rank did not arrive in time; memory that it may still use is not freed.
         """
-        if not self.closed:
-            self._end()
-
-    def _end(self) -> None:
+        if self.closed:
+            return
+        open_engines.pop(self.name, None)
         self.closed = True
         self.plans.clear()
         with contextlib.ExitStack() as ends:
@@ -320,6 +321,14 @@ class KeepingFailure:
                 run(ranks)
 
         return run_in_context
+
+
+def _find_warm_plans() -> None:
+    for engine in [*open_engines.values()]:  # another thread may add one
+        engine.find_warm_plans()
+
+
+hook.when_changed.append(_find_warm_plans)
 
 
 def closed(op: str) -> CommunicatorError:

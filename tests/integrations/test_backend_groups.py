@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar.integrations import backend
-from graphar.runtime import engine
+from graphar.runtime import life
 from tests.integrations.entry_points import values
 from tests.integrations.programs import WHOLE_GROUP, total
 from tests.processes import run_ranks
@@ -66,7 +66,7 @@ def init_beside_gloo(rank, world_size, port):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("cpu:gloo,cuda:graphar", store=store, rank=rank, world_size=world_size)
     found = sum_and_meet(rank, world_size)
-    return found, len(engine.open_engines)
+    return found, len(life.open_engines)
 
 
 def test_cpu_tensors_stay_with_gloo_where_the_backend_has_only_cuda():
@@ -82,7 +82,7 @@ def sum_in_debug_mode(rank, world_size):
     group, x = dist.new_group(), values(rank)
     dist.all_reduce(x, group=group)
     dist.destroy_process_group(group)
-    return torch.equal(x, total(world_size)), len(engine.open_engines)
+    return torch.equal(x, total(world_size)), len(life.open_engines)
 
 
 def test_a_group_is_served_in_torchs_debug_mode():
@@ -175,11 +175,11 @@ def end_and_begin_again(rank, world_size, port):
     dist.all_reduce(x)
     part = dist.new_group([0, 1])
     dist.all_reduce(x, group=part)
-    counts.append(len(engine.open_engines))
+    counts.append(len(life.open_engines))
     dist.destroy_process_group(part)
-    counts.append(len(engine.open_engines))
+    counts.append(len(life.open_engines))
     dist.destroy_process_group()
-    counts.append(len(engine.open_engines))
+    counts.append(len(life.open_engines))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     x = values(rank)
