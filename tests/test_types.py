@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -163,6 +164,23 @@ def test_the_types_of_algorithms_have_the_names_of_the_rows(op, hints):
 
     assert algorithm is graphar.Algorithm
     assert [name for one in literals for name in get_args(one)] == ["auto", *algorithms.NAMED[op]]
+
+
+# What pyright finds no error in, in its standard mode.
+WITHOUT_ERRORS = ("communicator.py", "nn", "plan")
+has_pyright = shutil.which("pyright", path=str(Path(sys.executable).parent)) is not None
+
+
+@pytest.mark.skipif(not has_pyright, reason="no pyright")
+def test_pyright_finds_no_error_in_the_folders_that_have_none():
+    checked = [str(ROOT / "graphar" / name) for name in WITHOUT_ERRORS]
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
+
+    done = subprocess.run([*command, *checked], cwd=ROOT, capture_output=True, text=True)
+
+    said = json.loads(done.stdout)
+    assert said["summary"]["filesAnalyzed"] > 50
+    assert [one for one in said["generalDiagnostics"] if one["severity"] == "error"] == []
 
 
 def test_the_package_says_that_it_has_types():

@@ -18,6 +18,7 @@ from graphar.graph.matmul import Matmul
 from graphar.graph.nodes import arguments, first, operands, value
 from graphar.graph.places import Places
 from graphar.graph.report import Break
+from graphar.graph.weights import MATMULS
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.register import Op, op_of
 
@@ -54,7 +55,7 @@ def _why(node: Node, tree: Matmul, places: Places) -> Reason | None:
         return _OF_HEADS
     if name in _PRODUCTS:
         return "graphar has no such product"
-    if node.target in tp_invariance.MATMULS:
+    if node.target in MATMULS:
         alone = _OF_ONE_RANK if places.count == 1 else None
         return tp_invariance.why_not(node, places) or alone if node.users else None
     if node.target is _aten.sum.dim_IntList and _is_product_in_parts(first(node)):

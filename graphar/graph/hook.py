@@ -6,6 +6,8 @@ there from the first graph with an op of graphar's on: a CompilePass, or else an
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch._inductor import config, custom_graph_pass
 from torch.fx import Graph
 
@@ -13,7 +15,7 @@ from graphar.graph import order
 from graphar.graph.passes import CompilePass
 
 # The class of passes that are told whether the graph is for inference only; older torch versions lack it.
-_Aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
+_Aware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
 
 
 class PassChain(_Aware):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 
 from graphar.errors import Reason
 from graphar.plan.scratch import MAX_RANKS
@@ -101,7 +102,7 @@ class Places:
 
     def resolve(self, group: Any) -> dist.ProcessGroup:
         """Returns the process group that a graph names ``group``."""
-        return dist.distributed_c10d._resolve_process_group(group)
+        return _resolve_process_group(group)
 
     def communicator_name(self, group: Any) -> str:
         """Returns the name of ``group`` in graphar's ops: "" for the default group, as in eager calls."""

@@ -82,12 +82,13 @@ class Messages:
         self._gloo: Any = gloo
         self._rank, self.world_size = gloo.rank(), gloo.size()
         self.ranks = (self._rank,)
-        self.peers = [(gloo.rank() + step) % gloo.size() for step in range(1, gloo.size())]
+        self.peers: list[int] = [(gloo.rank() + step) % gloo.size() for step in range(1, gloo.size())]
         self._tag = zlib.crc32(f"graphar {name}".encode()) >> 1  # gloo's tags are not negative
         self._letters = [bytearray(_HEADER_NBYTES + SMALL_NBYTES) for _ in range(gloo.size())]
         with torch.inference_mode(False):  # else no call outside of that mode could write into them
             self._tensors = [torch.frombuffer(letter, dtype=torch.uint8) for letter in self._letters]
-        self._own, self._incoming = self._tensors[self._rank], {peer: self._tensors[peer] for peer in self.peers}
+        self._own: torch.Tensor = self._tensors[self._rank]
+        self._incoming = {peer: self._tensors[peer] for peer in self.peers}
         self._views: dict[tuple, list[torch.Tensor]] = {}  # of data behind headers, by dtype and lengths
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._pending: Pending | None = None  # the headers
@@ -139,8 +140,8 @@ class Messages:
         self._sent, self._header = self._header + self._sequence.to_bytes(8, "little"), b""
         self._letters[self._rank][: len(self._sent)] = self._sent
         self._tag_of_call = zlib.crc32(self._sent, self._tag) >> 1
-        sent = dict.fromkeys(self.peers, self._own[: _HEADER_NBYTES + nbytes])
-        self._pending = self._start(self._incoming, sent, self._tag)
+        mine = self._own[: _HEADER_NBYTES + nbytes]
+        self._pending = self._start(self._incoming, dict.fromkeys(self.peers, mine), self._tag)
 
     def await_headers(self, timeout_s: float) -> None:
         """Returns once all ranks are known to have announced this call; raises what :meth:`agree` raises."""

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from graphar.errors import UnsupportedError
 
@@ -104,7 +105,7 @@ class Group:
         if mine.numel() < longest:
             mine = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
         received = mine.new_empty(self.world_size, longest)
-        options = self._options(dist.distributed_c10d.AllgatherOptions(), mine.device, timeout_s)
+        options = self._options(AllgatherOptions(), mine.device, timeout_s)
         to = list(bytes_of(received).chunk(self.world_size))
         self._run(lambda: self._group.allgather([to], [bytes_of(mine)], options), mine.device, timeout_s)
         return [[row[:length] for row, length in zip(received.unbind(), lengths, strict=True)]]
