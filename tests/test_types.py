@@ -179,7 +179,7 @@ def test_pyright_finds_no_error_in_the_folders_that_have_none():
     done = subprocess.run([*command, *checked], cwd=ROOT, capture_output=True, text=True)
 
     said = json.loads(done.stdout)
-    assert said["summary"]["filesAnalyzed"] > 50
+    assert said["summary"]["filesAnalyzed"] > 20
     assert [one for one in said["generalDiagnostics"] if one["severity"] == "error"] == []
 
 
