@@ -14,7 +14,7 @@ from graphar.numerics.epilogues.epilogue import Epilogue, form_to_prepare
 from graphar.ops.allgather import allgather
 from graphar.ops.empty import empty
 from graphar.ops.explain import explain
-from graphar.ops.options import check_removed
+from graphar.ops.options import T, check_removed
 from graphar.ops.preparation import prepare
 from graphar.ops.sums import allreduce, reducescatter
 from graphar.plan.explanation import Explanation
@@ -109,11 +109,7 @@ class Communicator:
         """Whether :meth:`close` was called."""
         return self.engine.closed
 
-    @overload
-    def allreduce(self, x: torch.Tensor, **options: Any) -> torch.Tensor: ...
-    @overload
-    def allreduce(self, x: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor]: ...
-    def allreduce(self, x, **options):
+    def allreduce(self, x: T, **options: Any) -> T:
         """Returns the sum over all ranks, on every rank. Collective.
 
         Args:
@@ -123,11 +119,7 @@ class Communicator:
         """
         return allreduce(x, self, **options)
 
-    @overload
-    def reducescatter(self, x: torch.Tensor, **options: Any) -> torch.Tensor: ...
-    @overload
-    def reducescatter(self, x: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor]: ...
-    def reducescatter(self, x, **options):
+    def reducescatter(self, x: T, **options: Any) -> T:
         """Returns this rank's part of the sum over all ranks. Collective.
 
         Args:

@@ -89,7 +89,7 @@ class AllgatherMatmul:
         node, (matmul, _) = gathered.node, _choose(gathered)
         x, weight, bias = _operands(matmul)
         path, others, first = rows.path(x), _has_others(matmul), _place(gathered, matmul)
-        scales = _path_of_scales(matmul)
+        scales = rows.path(with_scales.a_scale) if (with_scales := scaled.read(matmul)) else []
         for one in _late(gathered, matmul) or ():
             first.prepend(one)
         with graph.inserting_before(first):
@@ -160,12 +160,6 @@ def _share_scales(graph: Graph, gather: Node, results: Node) -> None:
         with graph.inserting_after(results):
             gather.replace_all_uses_with(call(graph, operator.getitem, (results, 2), scales))
         graph.erase_node(gather)
-
-
-def _path_of_scales(matmul: Node) -> list[Node]:
-    """Returns the nodes from the all-gather of a product's scales to the scales of all rows."""
-    product = scaled.read(matmul)
-    return rows.path(product.a_scale) if product else []
 
 
 def _why_no_own_scale(gathered: Gathered, product: ScaledProduct) -> Reason | None:

@@ -44,7 +44,9 @@ def find(graph: Graph, places: Places, number: int) -> list[Break]:
     divided = any(op.takes("sizes") for node in graph.nodes if (op := op_of(node.target)))
     for node in [one for one in graph.nodes if one.op == "call_function"]:
         why = biased[node] if node in biased else _why(node, tree, places)
-        if why := why or _OF_TOKENS * (divided and node not in biased and _is_sum_of_rows(node)):
+        if divided and node not in biased and node.target is _aten.sum.dim_IntList and tp_invariance.is_over_rows(node):
+            why = why or _OF_TOKENS
+        if why:
             found.append(Break(number, str(node.target), _module(node), why, why == _OF_HEADS))
     return found
 
@@ -65,7 +67,6 @@ def _why(node: Node, tree: Matmul, places: Places) -> Reason | None:
 
 
 def _why_ours(op: Op, node: Node, tree: Matmul, places: Places) -> Reason | None:
-    """Returns why a call of graphar's adds in another order."""
     given = op.read(node.args)
     if "partition" in given:
         return None if given["partition"] == TP_INVARIANT else f"its partition is {given['partition']!r}"
@@ -118,10 +119,6 @@ def _is_mask(node: Node) -> bool:
     while node.target in (*VIEWS, *CASTS, _aten.unsqueeze.default):
         node = first(node)
     return value(node).dtype == torch.bool
-
-
-def _is_sum_of_rows(node: Node) -> bool:
-    return node.target is _aten.sum.dim_IntList and tp_invariance.is_over_rows(node)
 
 
 def _is_product_in_parts(node: Node) -> bool:

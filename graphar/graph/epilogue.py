@@ -76,7 +76,8 @@ def _followed(collective: Collective) -> FollowedSum | None:
         # What computes `last` from `total`, with `last` and without `total`.
         nodes = sorted(reached([last], lambda node: [one for one in node.all_input_nodes if one is not total]))
         text = _text(trees[last], total.meta["val"].dtype)
-        if text and last.meta["val"].dtype == total.meta["val"].dtype and _is_closed([total, *nodes]):
+        is_closed = all(set(node.users) <= {*nodes} for node in (total, *nodes[:-1]))
+        if text and last.meta["val"].dtype == total.meta["val"].dtype and is_closed:
             return FollowedSum(**vars(collective), path=path, nodes=nodes, text=text)
     return FollowedSum(**vars(collective), path=path, nodes=[], text="")
 
@@ -119,11 +120,6 @@ def _argument(argument: object, trees: dict[Node, syntax.Node]) -> object:
     if isinstance(argument, Node):
         return trees[argument]
     return syntax.number(float(argument)) if isinstance(argument, (bool, int, float)) else argument
-
-
-def _is_closed(nodes: list[Node]) -> bool:
-    """Whether all nodes but the last have users only among ``nodes``."""
-    return all(set(node.users) <= set(nodes) for node in nodes[:-1])
 
 
 def _text(tree: syntax.Node, dtype: torch.dtype) -> str:

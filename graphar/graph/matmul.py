@@ -124,7 +124,6 @@ class Matmul:
         return _why_not_faster(product, places, columns)
 
     def _why_not_scaled(self, product: ScaledProduct) -> Reason | None:
-        """Returns why no op takes a product with its scales."""
         if self.partition == TP_INVARIANT:
             return "products with scales are not added as a tree"
         return "each rank adds a bias to its product" if product.bias else product.why_not

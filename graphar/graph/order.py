@@ -19,11 +19,6 @@ from graphar.ops.register import op_of
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
-def is_collective(node: Node) -> bool:
-    """Whether a node is one of graphar's ops, or the wait for one of torch's collectives."""
-    return op_of(node.target) is not None or node.target is _wait
-
-
 def keep(graph: Graph) -> None:
     """Makes each of graphar's ops depend on the previous collective, through ``after`` if its inputs do not.
 
