@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from graphar.numerics.codecs import Codec
 
@@ -145,101 +145,63 @@ class SkinnyTile:
         return f"SkinnyTile<{', '.join(map(str, arguments))}>"
 
 
-# The tiles of the plain matmul. Their areas lie close together, so that for most shapes of C one of them leaves few SMs
-# idle in its last round.
-MATMUL_TILES = (
-    MatmulTile(64, 64, stages=12),
-    MatmulTile(64, 128, stages=8),
-    MatmulTile(64, 160, stages=7),
-    MatmulTile(64, 192, stages=6),
-    MatmulTile(128, 128, stages=6, alternating=True),
-    MatmulTile(128, 160, stages=5, alternating=True),
-    MatmulTile(128, 192, stages=4, alternating=True),
-    MatmulTile(128, 224, stages=4),
-    MatmulTile(128, 256, stages=4, cluster=2),
-    MatmulTile(192, 128, stages=5),
-    MatmulTile(192, 160, stages=4),
-    MatmulTile(192, 192, stages=4),
-)
-
-
 # Rows and columns of tiles whose leaves are split, and their stages.
 _SPLIT_STAGES = {(64, 64): 13, (64, 128): 8, (128, 128): 5}
 
 
 def split_tile(rows: int, columns: int, leaves: int, split: int) -> MatmulTile:
-    """Returns a tile whose leaves ``split`` thread blocks compute. It is as large as one of those above."""
+    """Returns a tile whose leaves ``split`` thread blocks compute. It is as large as one of those below."""
     return MatmulTile(rows, columns, _SPLIT_STAGES[rows, columns], leaves=leaves, split=split)
 
 
+def _tiles(*sizes: tuple[int, ...], **how: Any) -> tuple[MatmulTile, ...]:
+    """Returns tiles of rows, columns and stages, and perhaps a cluster, which have all else alike."""
+    return tuple(MatmulTile(*size, **how) for size in sizes)
+
+
+# The tiles of the plain matmul. Their areas lie close together, so that for most shapes of C one of them leaves few SMs
+# idle in its last round.
+MATMUL_TILES = (
+    *_tiles((64, 64, 12), (64, 128, 8), (64, 160, 7), (64, 192, 6)),
+    *_tiles((128, 128, 6), (128, 160, 5), (128, 192, 4), alternating=True),
+    *_tiles((128, 224, 4), (128, 256, 4, 2), (192, 128, 5), (192, 160, 4), (192, 192, 4)),
+)
 # The tiles of the plain matmul, by the leaves of K. More leaves need more registers, or shared memory. A few tiles with
 # a long K, of a whole result or of its last round, keep more SMs busy if their leaves are split.
 LEAF_TILES = {
     1: MATMUL_TILES,
     2: (
-        MatmulTile(64, 64, stages=12, leaves=2),
-        MatmulTile(64, 128, stages=8, leaves=2),
-        MatmulTile(64, 160, stages=7, leaves=2),
-        MatmulTile(128, 96, stages=6, leaves=2),
-        MatmulTile(128, 128, stages=6, leaves=2),
-        MatmulTile(128, 160, stages=5, leaves=2),
-        MatmulTile(128, 192, stages=4, leaves=2),
+        *_tiles((64, 64, 12), (64, 128, 8), (64, 160, 7), leaves=2),
+        *_tiles((128, 96, 6), (128, 128, 6), (128, 160, 5), (128, 192, 4), leaves=2),
     ),
     4: (
-        MatmulTile(64, 64, stages=12, leaves=4),
-        MatmulTile(64, 128, stages=8, leaves=4),
-        MatmulTile(64, 160, stages=6, leaves=4),
-        MatmulTile(128, 96, stages=6, leaves=4),
-        MatmulTile(128, 128, stages=6, leaves=4),
-        MatmulTile(128, 160, stages=4, leaves=4),
-        MatmulTile(128, 192, stages=3, leaves=4),
-        split_tile(64, 64, leaves=4, split=4),
-        split_tile(64, 128, leaves=4, split=4),
+        *_tiles((64, 64, 12), (64, 128, 8), (64, 160, 6), leaves=4),
+        *_tiles((128, 96, 6), (128, 128, 6), (128, 160, 4), (128, 192, 3), leaves=4),
+        *(split_tile(64, columns, leaves=4, split=4) for columns in (64, 128)),
     ),
     8: (
-        MatmulTile(64, 64, stages=12, leaves=8),
-        MatmulTile(64, 128, stages=8, leaves=8),
-        MatmulTile(128, 96, stages=6, leaves=8),
-        MatmulTile(128, 128, stages=5, leaves=8),
+        *_tiles((64, 64, 12), (64, 128, 8), (128, 96, 6), (128, 128, 5), leaves=8),
         MatmulTile(128, 128, stages=5, leaves=8, tail_split=4),
-        split_tile(64, 128, leaves=8, split=4),
-        split_tile(64, 128, leaves=8, split=8),
-        split_tile(128, 128, leaves=8, split=4),
-        split_tile(128, 128, leaves=8, split=8),
+        *(split_tile(rows, 128, leaves=8, split=split) for rows in (64, 128) for split in (4, 8)),
     ),
 }
 # The tiles of matmuls that gather rows. All are loaded together, since ranks may choose different ones.
 GATHERED_TILES = (
-    MatmulTile(64, 64, stages=12),
-    MatmulTile(64, 128, stages=8),
-    MatmulTile(64, 160, stages=7),
-    MatmulTile(128, 128, stages=6),
-    MatmulTile(128, 160, stages=5),
-    MatmulTile(128, 192, stages=4),
-    MatmulTile(128, 256, stages=4, cluster=2),
+    *_tiles((64, 64, 12), (64, 128, 8), (64, 160, 7)),
+    *_tiles((128, 128, 6), (128, 160, 5), (128, 192, 4), (128, 256, 4, 2)),
 )
 # The tiles of the plain matmul of e4m3 operands. A thread has the totals of its part of the tile in registers, and the
 # sums of two blocks of K besides, or of one in tiles of 192 columns: those need two warpgroups, so that one multiplies
 # while the other adds. Wider tiles do not fit.
 FP8_TILES = (
-    MatmulTile(64, 64, stages=12),
-    MatmulTile(64, 128, stages=8),
-    MatmulTile(128, 128, stages=6),
-    MatmulTile(128, 128, stages=6, cluster=2),
-    MatmulTile(128, 192, stages=4),
-    MatmulTile(128, 192, stages=4, cluster=2),
+    *_tiles((64, 64, 12), (64, 128, 8)),
+    *_tiles((128, 128, 6), (128, 128, 6, 2), (128, 192, 4), (128, 192, 4, 2)),
 )
 # The tiles of matmuls that send finished tiles to other ranks.
 SUMMED_TILES = (
-    MatmulTile(64, 64, stages=12, whole=True),
-    MatmulTile(64, 128, stages=8, whole=True),
-    MatmulTile(64, 256, stages=4, whole=True),
+    *_tiles((64, 64, 12), (64, 128, 8), (64, 256, 4), whole=True),
     MatmulTile(64, 128, stages=7, cluster=2, whole=True, alternating=True),
-    MatmulTile(128, 128, stages=6, whole=True),
-    MatmulTile(128, 128, stages=6, cluster=2, whole=True),
-    MatmulTile(128, 192, stages=4, whole=True),
-    MatmulTile(128, 256, stages=3, whole=True),
-    MatmulTile(128, 256, stages=3, cluster=2, whole=True),
+    *_tiles((128, 128, 6), (128, 128, 6, 2), (128, 192, 4), (128, 256, 3), (128, 256, 3, 2), whole=True),
 )
 # The tiles of matmuls of e4m3 operands that send finished tiles to other ranks. The warps that gather the sums of other
 # ranks, in an all-reduce, leave too few registers for 192 columns.
@@ -247,9 +209,8 @@ SCATTERED_FP8_TILES = tuple(replace(tile, whole=True) for tile in FP8_TILES)
 REDUCED_FP8_TILES = tuple(tile for tile in SCATTERED_FP8_TILES if tile.columns <= 128)
 # The tiles of matmuls that send partials, added as a tree, by the leaves of a rank: of 8 ranks, of 4 and of 2.
 PARTIAL_TILES = {
-    leaves: tuple(
-        MatmulTile(*size, whole=True, leaves=leaves, partials=True)
-        for size in ((64, 64, 12), (64, 128, 8), (128, 128, 5), (128, 128, 5, 2))
+    leaves: _tiles(
+        (64, 64, 12), (64, 128, 8), (128, 128, 5), (128, 128, 5, 2), whole=True, leaves=leaves, partials=True
     )
     for leaves in (1, 2, 4)
 }
