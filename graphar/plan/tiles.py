@@ -154,7 +154,7 @@ def split_tile(rows: int, columns: int, leaves: int, split: int) -> MatmulTile:
     return MatmulTile(rows, columns, _SPLIT_STAGES[rows, columns], leaves=leaves, split=split)
 
 
-def _tiles(*sizes: tuple[int, ...], **how: Any) -> tuple[MatmulTile, ...]:
+def _tiles(*sizes: Any, **how: Any) -> tuple[MatmulTile, ...]:
     """Returns tiles of rows, columns and stages, and perhaps a cluster, which have all else alike."""
     return tuple(MatmulTile(*size, **how) for size in sizes)
 
