@@ -122,7 +122,6 @@ def _count(x: torch.Tensor) -> int | torch.SymInt:
 
 
 def _dim(node: Node) -> int:
-    """Returns the dimension along which an op of _DIMS divides or joins."""
     at = _DIMS[node.target]
     return (operands(node)[at] if len(node.args) > at else 0) % sources(node)[0].meta["val"].ndim
 

@@ -137,7 +137,6 @@ def _check_lengths(op: str, whole_name: str, wholes: Tensors, part_name: str, pa
 
 
 def _counts(communicator: Communicator, op: str, parts: Tensors, own: torch.Tensor) -> tuple[int, ...]:
-    """Returns the elements of each rank's part."""
     ranks, rank, counts = communicator.world_size, communicator.rank, tuple([one.numel() for one in parts])
     if len(counts) != ranks or counts[rank] != own.numel():
         raise ValueError(

@@ -78,11 +78,7 @@ def _check_one(op: str, tensors: object) -> None:
 _open_groups: set[Routing] = set()
 
 
-def _stats_of(name: str) -> list[Stats]:
-    return [one for group in _open_groups if group._name == name for one in group.stats()]
-
-
-beside.append(_stats_of)
+beside.append(lambda name: [one for group in _open_groups if group._name == name for one in group.stats()])
 
 
 _OfTorch: Any = object  # a subclass has one of torch's classes, whose stubs name other arguments than torch passes

@@ -109,7 +109,6 @@ class CopyingWork(dist.Work):
 
 
 def _writes(name: str, rank: int, given: Sequence[Any]) -> bool:
-    """Whether a call writes its first argument on this rank."""
     if name not in ("broadcast", "reduce"):
         return name != "send"
     roots = [one.rootRank if hasattr(one, "rootRank") else one for one in given[1:]]

@@ -79,7 +79,6 @@ class MayBeFp8(torch.nn.Module):
     _in_blocks = False  # whether the weight's scales are of blocks
 
     def _take_scales(self, linear: torch.nn.Linear | SimpleNamespace) -> None:
-        """Takes the scales of a whole layer whose weight is in FP8."""
         layer, (rows, columns) = f"graphar.nn.{type(self).__name__}", linear.weight.shape
         self._weight_scale, self._input_scale = _named(linear, WEIGHT_SCALES), _named(linear, INPUT_SCALES)
         if not self._weight_scale:

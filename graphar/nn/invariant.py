@@ -116,7 +116,6 @@ def in_dtype_of_autocast(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | 
 
 
 def _style(plan: Mapping[str, object], name: str) -> object:
-    """Returns what the plan calls a module, or None."""
     return plan.get(name, plan.get(re.sub(r"\b\d+\b", "*", name)))
 
 
@@ -183,7 +182,6 @@ class InvariantLinear(torch.nn.Linear):
         return self.weight.device_mesh
 
     def _operands(self, x: torch.Tensor, placement: Placement) -> Operands:
-        """Returns this rank's part of the input, of the weight and of the bias."""
         own = x.redistribute(placements=[placement]) if isinstance(x, DTensor) else x
         return in_dtype_of_autocast(_local(own), _local(self.weight), None if self.bias is None else _local(self.bias))
 

@@ -34,7 +34,7 @@ class _OfGroup(MayBeFp8):
 
     weight: torch.nn.Parameter
     _divided: ClassVar[dict[str, int]]  # by name, the axis along which each parameter of 16 bits is divided
-    _way: Callable[..., torch.Tensor]  # from the layer and its input to the output
+    _with_tokens: ClassVar[Callable[..., torch.Tensor]]  # the function of graphar.nn.sequence
 
     def __init__(
         self,
@@ -56,6 +56,8 @@ class _OfGroup(MayBeFp8):
             self._take_scales(whole)
         elif out_dtype is not None:
             raise ValueError(f"graphar.nn.{type(self).__name__}: out_dtype is for weights in {FP8}")
+        way = "_of_tokens" if sequence_dim is not None else "_of_leaves" if tp_invariant else "_of_whole"
+        self._way = getattr(type(self), "_of_fp8" if self.weight.dtype == FP8 else way)
 
     def _take_scales(self, linear: torch.nn.Linear | SimpleNamespace) -> None:
         """Takes the scales of a whole layer, and keeps this rank's part of those that are divided."""
@@ -85,17 +87,15 @@ class _OfGroup(MayBeFp8):
         return f"in_features={in_features}, out_features={out_features}, bias={has_bias}, ranks={self._world_size}"
 
     def _check_features(self, x: Input) -> None:
-        """Raises ValueError unless the input has as many features as this rank's weight."""
         given, own = (x if isinstance(x, torch.Tensor) else x[0]).shape[-1], self.weight.shape[1]
         if given != own:
             whole = self._divided["weight"] == 1 and given == own * self._world_size
             parts = f"; pass this rank's part, x.chunk({self._world_size}, -1)[rank]" if whole else ""
             raise ValueError(f"{type(self).__name__}: takes {own} features on each rank, got {given}{parts}")
 
-    def _of_tokens(self, function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Returns what a function of graphar.nn.sequence makes of the input and this layer's parameters."""
+    def _of_tokens(self, x: torch.Tensor) -> torch.Tensor:
         partition = TP_INVARIANT if self.tp_invariant else "auto"
-        return function(*in_dtype_of_autocast(x, self.weight, self.bias), self._tokens(x), partition)
+        return self._with_tokens(*in_dtype_of_autocast(x, self.weight, self.bias), self._tokens(x), partition)
 
     def _tokens(self, x: torch.Tensor) -> sequence.Tokens:
         """Returns how ranks divide the tokens of an input."""
@@ -121,7 +121,6 @@ class _OfGroup(MayBeFp8):
         return found
 
     def _part(self, whole: torch.Tensor, axis: int) -> torch.nn.Parameter:
-        """Returns a copy of this rank's part of a parameter of the whole layer."""
         if whole.shape[axis] % self._world_size:
             ranks = self._world_size
             raise ValueError(f"graphar.nn: {ranks} ranks cannot divide {whole.shape[axis]} features evenly")
@@ -175,6 +174,7 @@ class RowParallelLinear(_OfGroup):
     """
 
     _divided: ClassVar = {"weight": 1}
+    _with_tokens = staticmethod(sequence.row_parallel)
 
     def __init__(
         self,
@@ -189,16 +189,8 @@ class RowParallelLinear(_OfGroup):
         super().__init__(linear, group, tp_invariant, sequence_dim, out_dtype)
         self.constant_weight = constant_weight
         self.bias = linear.bias
-        kind = type(self)
-        self._way = kind._of_sum
-        if self.weight.dtype == FP8:
-            self._way = kind._of_fp8
-        elif sequence_dim is not None:
-            self._way = kind._of_own_tokens
-        elif tp_invariant:
-            self._way = kind._of_leaves
 
-    def _of_sum(self, x: torch.Tensor) -> torch.Tensor:
+    def _of_whole(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_constant(x):
             y = with_constant_weight(x, self.weight, group=self.group)
         else:
@@ -209,9 +201,6 @@ class RowParallelLinear(_OfGroup):
         a, w, bias = in_dtype_of_autocast(x, self.weight, self.bias)
         multiply = with_constant_weight if self._is_constant(x) else fused_matmul_allreduce
         return multiply(a, w, bias=bias, group=self.group, partition=TP_INVARIANT)
-
-    def _of_own_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        return self._of_tokens(sequence.row_parallel, x)
 
     def _is_constant(self, x: torch.Tensor) -> bool:
         """Whether nothing writes the weight that is multiplied by ``x``: no gradient is recorded, and no cast made."""
@@ -260,6 +249,7 @@ class ColumnParallelLinear(_OfGroup):
     """
 
     _divided: ClassVar = {"weight": 0, "bias": 0}
+    _with_tokens = staticmethod(sequence.column_parallel)
 
     def __init__(
         self,
@@ -271,24 +261,13 @@ class ColumnParallelLinear(_OfGroup):
         out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(linear, group, tp_invariant, sequence_dim, out_dtype)
-        kind = type(self)
-        self._way = kind._of_features
-        if self.weight.dtype == FP8:
-            self._way = kind._of_fp8
-        elif sequence_dim is not None:
-            self._way = kind._of_all_tokens
-        elif tp_invariant:
-            self._way = kind._of_leaves
 
-    def _of_features(self, x: torch.Tensor) -> torch.Tensor:
+    def _of_whole(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(_SumGradients.apply(x, engine_name(self.group)), self.weight, self.bias)
 
     def _of_leaves(self, x: torch.Tensor) -> torch.Tensor:
         group = dist.group.WORLD if self.group is None and dist.is_initialized() else self.group
         return linear(*in_dtype_of_autocast(x, self.weight, self.bias), group=group)
-
-    def _of_all_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        return self._of_tokens(sequence.column_parallel, x)
 
     def _of_fp8(self, x: Input) -> torch.Tensor:
         a, a_scale, how = self._scaled(x)

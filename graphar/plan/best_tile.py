@@ -118,18 +118,13 @@ def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int
     Blocks that split the leaves of a tile each compute a part of it, not counting what they exchange. ``rows`` are the
     rows of each part of C, which has ``n`` columns; no tile spans two parts.
     """
-    rounds = _rounds(tile, rows, n, sms)
+    rounds = -(-_tiles(tile, rows, n) // max(sms // tile.blocks, 1))  # tiles of the busiest cluster
     step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
     step += (tile.rows + tile.columns / tile.cluster) * cost.wait_a_line
     step *= cost.clustered if tile.cluster > 1 else 1
     step *= cost.alone_with_leaves if tile.leaves > 1 and tile.consumers == 1 else 1
     stored = (1 if tile.alternating else rounds) * tile.rows * tile.columns * cost.clocks_a_result
     return (rounds * step + stored * 64 / k) / tile.split
-
-
-def _rounds(tile: MatmulTile, rows: Sequence[int], n: int, sms: int) -> int:
-    """Returns how many tiles the busiest cluster computes."""
-    return -(-_tiles(tile, rows, n) // max(sms // tile.blocks, 1))
 
 
 def _tiles(tile: MatmulTile, rows: Sequence[int], n: int) -> int:

@@ -104,18 +104,13 @@ def select(call: Call, facts: Facts) -> Choice:
 
 
 def _elements(call: Call[Sum | Parts | TensorTuple], facts: Facts) -> Choice:
-    work, asked = call.work, _asked(call)
+    work, asked = call.work, None if call.algorithm == "auto" else Algorithm(call.algorithm)
     if asked is HIERARCHICAL.algorithm and not _lacks(HIERARCHICAL.algorithm.row, work):
         return _hierarchical(facts, call.wire)
     problem = "asked for" if asked is FALLBACK.algorithm else _why_no_kernel(call, facts, asked)
     if problem:
         return Choice(FALLBACK, f"{problem}{_what_is_added(work)}")
     return _encoded(call, facts, asked) if work.codec else _measured(call, facts, asked)
-
-
-def _asked(call: Call) -> Algorithm | None:
-    """Returns the algorithm that a call names, or None."""
-    return None if call.algorithm == "auto" else Algorithm(call.algorithm)
 
 
 def _why_no_kernel(call: Call, facts: Facts, asked: Algorithm | None) -> Reason | None:
@@ -379,7 +374,8 @@ def needed_kernels(
                 for kernel in _variants(fitting, [torch.float32], symmetric, epilogue):
                     yield kernel._replace(template=tree)
         yield from _variants(plain, dtypes, symmetric)
-        if _may_compress(facts, max_nbytes, op):
+        least = facts.table.lossless.least(op, facts.world_size)  # that "auto" compresses without loss
+        if facts.lossless and least is not None and (max_nbytes is None or max_nbytes >= least):
             yield from _variants([COMPRESSING[op]], dtypes, symmetric)
         for codec in codecs:
             for dtype, algorithm in itertools.product(dtypes, algorithms_of(codec, op)):
@@ -411,12 +407,6 @@ def _variants(
         for direct in (False, True) if symmetric and can.direct else (False,):
             for dtype in [BYTE] if BYTE in can.dtypes else [one for one in dtypes if one in can.dtypes]:
                 yield Kernel(algorithm, dtype, direct, epilogue=epilogue)
-
-
-def _may_compress(facts: Facts, max_nbytes: int | None, op: str) -> bool:
-    """Whether "auto" compresses some bf16 tensors of up to ``max_nbytes`` without loss."""
-    least = facts.table.lossless.least(op, facts.world_size)
-    return facts.lossless and least is not None and (max_nbytes is None or max_nbytes >= least)
 
 
 def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> Sequence[Algorithm]:

@@ -263,7 +263,6 @@ def _read(kind: type, content: Any) -> Any:
 
 @functools.cache
 def _types_of(kind: type) -> dict[str, Any]:
-    """Returns the types of a dataclass's measured fields, by name."""
     hints = typing.get_type_hints(kind)
     return {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.metadata.get("measured", True)}
 

@@ -51,14 +51,11 @@ def candidates(op: str, world_sizes: Sequence[int], nbytes: int, chip: Chip) -> 
         if fits and serves and chip.is_at_least(row.minimum_arch):
             for threads, chunk in row.candidates(world_sizes[0], nbytes) if row.candidates else ():
                 blocks = min(chip.shared_blocks(row.takes_half(threads)), row.max_blocks)
-                if not (row.in_groups and _leaves_a_few(nbytes / PACK_NBYTES / (blocks * threads))):
+                rounds = nbytes / PACK_NBYTES / (blocks * threads)
+                # A few packs would have a second or third round to themselves, which takes as long as any.
+                if not (row.in_groups and 1 < rounds < 3 and rounds % 1 < _FEW):
                     found.append(Config(algorithm, blocks, threads, chunk))
     return found
-
-
-def _leaves_a_few(rounds: float) -> bool:
-    """Whether a few packs would have a second or third round of the grid to themselves, which takes as long as any."""
-    return 1 < rounds < 3 and rounds % 1 < _FEW
 
 
 def pick(measurements: Measurements) -> dict[int, tuple[Config, float]]:

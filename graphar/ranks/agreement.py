@@ -27,12 +27,9 @@ _KEPT_CALLS = 1024  # the calls that other ranks can look up in words; later one
 
 def words(call: Call) -> str:
     """Returns a call in words: op, size and options, such as "allreduce of 8 elements of torch.bfloat16"."""
-    return ", ".join([f"{call.op} of {call.work.amount(call.dtype)}", *_from_outside(call), *call.work.options])
-
-
-def _from_outside(call: Call) -> list[str]:
-    """Returns the algorithm that a call names if it is from outside the package: it may compute something else."""
-    return [f"algorithm {call.algorithm}"] if is_from_outside(call.algorithm) else []
+    # An algorithm from outside the package may compute something else.
+    outside = [f"algorithm {call.algorithm}"] if is_from_outside(call.algorithm) else []
+    return ", ".join([f"{call.op} of {call.work.amount(call.dtype)}", *outside, *call.work.options])
 
 
 def words_of_launch(call: Call, config: Config, one: Slice) -> str:

@@ -259,7 +259,6 @@ class Hierarchy:
 
 
 def _run(work: Sum | Parts, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:
-    """Does a work over a process group, without kernels."""
     fallback.bind(Call.of(work, x), Group(group), timeout_s, repeat(0))([Operands((x,), (out,))])
 
 

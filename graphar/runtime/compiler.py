@@ -123,7 +123,8 @@ def _compile(source: KernelSource, arch: str) -> Cubin:
     file = str(source_directory() / source.file)
     compiled = _ask_nvrtc(source, arch, file)
     if isinstance(compiled, str):
-        raise CompileError(*_first_error(compiled, file), compiled)
+        named = _ERROR.search(compiled)  # the first error that names its place
+        raise CompileError(named["file"] if named else file, int(named["line"]) if named else 0, compiled)
     return compiled
 
 
@@ -144,9 +145,3 @@ def _ask_nvrtc(source: KernelSource, arch: str, file: str) -> Cubin | str:
     except Exception as error:  # the class is private in cuda.core; compile() raises only NVRTC's log
         return str(error).strip()
     return Cubin(bytes(compiled.code), compiled.symbol_mapping[source.name].decode(), said.getvalue().strip())
-
-
-def _first_error(log: str, file: str) -> tuple[str, int]:
-    """Returns file and line of the first error that names them; `file` and 0 if none does."""
-    match = _ERROR.search(log)
-    return (match["file"], int(match["line"])) if match else (file, 0)

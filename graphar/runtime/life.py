@@ -93,7 +93,6 @@ class Life:
         open_engines[self.name] = self
 
     def _part(self, inside: dist.ProcessGroup, timeout_s: float) -> Any:
-        """Returns the engine of the ranks of this process's host."""
         made = type(self)(inside, None, timeout_s, lossless=self.lossless)
         made.is_part = True
         return made

@@ -99,24 +99,20 @@ def engine_of_group(name: str, op: str = "graphar", instead: str = _LIST_INSTEAD
 def _named_group(name: str, op: str, instead: str) -> tuple[str, dist.ProcessGroup]:
     """Returns the process group of a name, and the name of its engine."""
     _check_not_closed(name, op)
-    group = _group_of(name, op) if name else process_group(None, instead)
+    try:
+        group = dist.distributed_c10d._resolve_process_group(name) if name else None
+    except RuntimeError:
+        raise CommunicatorError(
+            f"{op}: the process group {name!r} was destroyed; make another by torch.distributed.new_group()"
+        ) from None
+    group = process_group(group, instead)
     # The default group has one engine, whether it is named or not.
     return "" if group is dist.group.WORLD else name, group
 
 
 def _made_for(name: str, group: dist.ProcessGroup) -> Engine | None:
-    """Returns the engine of a process group, if there is one."""
     found = _by_group.get(name)
     return None if found is None or found.closed or found.group is not group else found
-
-
-def _group_of(name: str, op: str) -> dist.ProcessGroup:
-    try:
-        return dist.distributed_c10d._resolve_process_group(name)
-    except RuntimeError:
-        raise CommunicatorError(
-            f"{op}: the process group {name!r} was destroyed; make another by torch.distributed.new_group()"
-        ) from None
 
 
 def _outlive_group(name: str, engine: Engine) -> None:

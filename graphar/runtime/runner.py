@@ -203,7 +203,6 @@ class Runner:
         return RanksAbsent("\n".join([str(error), *said]), error.absent, error.ended)
 
     def _read_counters(self, member: Member) -> dict[Algorithm, Counters]:
-        """Returns a member's Counters by prepared algorithm."""
         with on_device(member.device):
             return read_counters({one: at[member.rank] for one, at in self.kernels.counters().items()})
 

@@ -100,7 +100,6 @@ def _is_served(work: Norm, residual: torch.Tensor, total_dtype: torch.dtype) -> 
 
 
 def _norm_own(work: Norm, own: Operands, total: torch.Tensor) -> None:
-    """Writes the results of one rank, whose sum is ``total``."""
     residual, weight, *scale = own.inputs[1:]
     if _is_served(work, residual, total.dtype):
         normed, summed = own.outputs

@@ -239,7 +239,6 @@ def _check_distinct(gpus: list[str]) -> None:
 
 
 def _unreachable(device: int, gpus: list[str]) -> Reason | None:
-    """Returns why ``device`` cannot reach one of ``gpus``."""
     visible = {_gpu(index): index for index in range(call(driver.cuDeviceGetCount))}
     for rank, gpu in enumerate(gpus):
         if gpu not in visible:

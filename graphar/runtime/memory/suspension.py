@@ -59,9 +59,6 @@ class Suspension:
         """Returns the scratch whose memory goes and comes. Multicast memory of torch's stays."""
         return [one for one in self._runner.kernels.regions().values() if isinstance(one, VirtualBuffer)]
 
-    def _buffers(self) -> list[VirtualBuffer]:
-        return [*self._scratch(), *self._runner.symmetric.buffers]
-
     def _save(self) -> None:
         for buffer in self._runner.symmetric.buffers:
             kept = {}
@@ -95,7 +92,7 @@ class Suspension:
             RanksAbsent: a rank did not come in time.
         """
         try:
-            self._runner.memory.fill(self._buffers())
+            self._runner.memory.fill([*self._scratch(), *self._runner.symmetric.buffers])
             self._meet.agree("restoring memory", self._restore)
         except Exception as error:
             try:
@@ -128,7 +125,6 @@ class Suspension:
 
 
 def _error_of(step: Callable[[], None]) -> DriverError | None:
-    """Does a step; returns the error that it raised."""
     try:
         step()
     except DriverError as error:
