@@ -40,7 +40,6 @@ from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBY
 from graphar.plan.tables import DEFAULT, Table
 from graphar.plan.times import expected_quantized_us, expected_us
 from graphar.plan.work import Norm, Parts, Sum, TensorTuple
-from graphar.reference.sums import Order
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 _COMPRESSED, _NOT_COMPRESSED = "lossless compression, chosen", "; lossless compression is off"
@@ -391,7 +390,7 @@ def _fitting(takers: Sequence[Algorithm], plain: Sequence[Algorithm], general: A
 
 
 def _needed_norms(
-    facts: Facts, dtypes: Sequence[torch.dtype], op: str, output: str, order: Order = "rank"
+    facts: Facts, dtypes: Sequence[torch.dtype], op: str, output: str, order: str = "rank"
 ) -> Iterator[Kernel]:
     clusters = CLUSTERS if facts.chip.has_clusters else CLUSTERS[:1]
     for algorithm, dtype, cluster in itertools.product(with_kernels(op), dtypes, clusters):

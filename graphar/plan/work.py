@@ -33,7 +33,6 @@ from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 from graphar.plan.factors import SCALES, Factors
 from graphar.plan.scratch import PACK_NBYTES
-from graphar.reference.sums import Order
 
 MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER = "fused_matmul_allreduce", "fused_matmul_reducescatter"
 ALLGATHER_MATMUL = "fused_allgather_matmul"
@@ -81,7 +80,7 @@ class Sum(NamedTuple):
     codec: str = ""
     epilogue: Pointwise | None = None
     shape: tuple[int, ...] = ()  # of the user's tensor, if the ranks must have the same
-    order: Order = "rank"  # in which the ranks' elements are added: "rank", or "tree" for a binary tree of fp32
+    order: str = "rank"  # in which the ranks' elements are added: "rank", or "tree" for a binary tree of fp32
     out_dtype: torch.dtype | None = None  # the dtype of the result; None: that of the tensor
     beside: str = ""  # what every rank does beside it, in words, or an empty string
 
@@ -118,7 +117,7 @@ class Parts(NamedTuple):
     axis: int = 0  # the dimension of the user's tensor that is the first dimension of the call's tensors
     beside: str = ""  # what every rank does beside it, in words, or an empty string
     row: tuple[int, ...] = ()  # the shape of the user's tensor without the axis, if the ranks must have the same
-    order: Order = "rank"  # of a reduce-scatter, in which the ranks' elements are added: "rank" or "tree"
+    order: str = "rank"  # of a reduce-scatter, in which the ranks' elements are added: "rank" or "tree"
     out_dtype: torch.dtype | None = None  # the dtype of the result; None: that of the tensor
 
     unit = "elements"
@@ -153,7 +152,7 @@ class Norm(NamedTuple):
     eps: float = 1e-6  # is added to the mean square
     weight_offset: float = 0.0  # is added to the weight
     row: tuple[int, ...] = ()  # the shape of the user's tensor without its first dimension, if ranks must have the same
-    order: Order = "rank"  # in which the ranks' elements are added: "rank", or "tree" for a binary tree of fp32
+    order: str = "rank"  # in which the ranks' elements are added: "rank", or "tree" for a binary tree of fp32
     out_dtype: torch.dtype | None = None  # the dtype of residual, weight and results; None: that of the tensor
     beside: str = ""  # what every rank does beside it, in words, or an empty string
 
@@ -283,7 +282,7 @@ class Product(NamedTuple):
         return work._replace(order=self.order, out_dtype=dtype if as_tree else None, beside=beside)
 
     @property
-    def order(self) -> Order:
+    def order(self) -> str:
         """In which the ranks' products are added: "rank", or "tree" for leaves of K in fp32."""
         return "tree" if self.partition == TP_INVARIANT else "rank"
 
