@@ -74,7 +74,8 @@ def load_algorithm(
         world_sizes: the numbers of ranks that it serves, of 2 to 8.
         minimum_arch: the oldest architecture that has its instructions: 90 is sm_90.
         specification: what it computes, if that is not exactly what :mod:`graphar.reference` has for the op: a function
-            from the list of the ranks' tensors to the result; of a reduce-scatter, to the list of the ranks' results.
+            from the list of the ranks' tensors to the result; of a reduce-scatter, to the list of the ranks' results,
+            which has the lengths of torch.tensor_split's parts.
             Such an algorithm is not taken by "auto". None: it has the exact bits of the op. The algorithm's name also
             has a hash of this function's code, and of all values that it depends on: its defaults, its closure, and
             what it takes from its module. These must be plain values, tensors or functions. Functions of other modules

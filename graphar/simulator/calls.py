@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from graphar.numerics.dtypes import BYTE
+from graphar.numerics.partitions import split
 from graphar.plan.config import Config
 from graphar.plan.row import Row
 from graphar.simulator.simulation import Call
@@ -69,7 +70,12 @@ def _draw_call(
     blocks = 1 if threads >= _LARGE_BLOCK else choices.choice([1, 1, 2, 3])
     chunk = min(choices.choice([1, 2] if row.compresses else [1, 3, 8]), scratch.capacity) if row.chunked else 0
     shape = Config(subject.algorithm, min(blocks, row.max_blocks), threads, chunk)
-    counts = (numel,) if row.op == "allreduce" else _draw_counts(world_size, numel, choices)
+    if row.op == "allreduce":
+        counts = (numel,)
+    elif row.op == "reducescatter" and row.specification:  # it gets no counts: those of torch.tensor_split
+        counts = tuple(split(world_size * numel - choices.randrange(world_size), world_size))
+    else:
+        counts = _draw_counts(world_size, numel, choices)
     sent = counts if row.op == "allgather" else (sum(counts),) * world_size
     xs = _draw_inputs(sent, dtype, choices)
     results = list(subject.specification(xs, counts))

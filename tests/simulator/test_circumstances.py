@@ -15,6 +15,7 @@ from graphar.simulator import SANITIZERS, Mutation, check
 from graphar.simulator.check import NUMELS
 from graphar.simulator.simulation import Simulation
 from tests.outside import forget_loaded
+from tests.pages import FOLDER as PAGES
 from tests.simulator.test_public_mistakes import FOLDER
 
 KERNEL = FOLDER.with_name("circumstances") / "gathered.cu"
@@ -157,6 +158,23 @@ def test_thirty_seeds_draw_other_orders_sizes_grids_parts_starts_and_data(drawn,
     assert min(distinct) == 2
     assert max(distinct) == 256  # any bits
     assert any(2 < one < 100 for one in distinct)  # small numbers
+
+
+def test_a_reduce_scatter_with_a_specification_of_its_own_has_the_parts_of_tensor_split(drawn):
+    mine = graphar.load_algorithm(
+        PAGES / "algorithms" / "direct_reducescatter.cu",
+        op="reducescatter",
+        scratch=lambda ranks: graphar.Scratch.of_slots(2 * ranks, SLOT_NBYTES, fill=0xFF),
+        max_nbytes=SLOT_NBYTES,
+        threads=64,
+        specification=lambda tensors: list(sum(tensors).tensor_split(len(tensors))),
+    )
+    simulator.run(mine, ranks=[3], dtypes=[torch.float32], sanitizers=["plain"], seeds=10)
+
+    calls = calls_of(drawn)
+    parts = [torch.empty(sum(call.counts)).tensor_split(3) for call in calls]
+    assert [call.counts for call in calls] == [tuple(map(len, of_call)) for of_call in parts]
+    assert {len(set(call.counts)) for call in calls} == {1, 2}
 
 
 def test_a_run_has_all_sanitizers_dtypes_ranks_and_seeds_by_default(drawn):
