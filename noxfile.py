@@ -51,7 +51,7 @@ print(f"{package.parent}: compiled {cubin.symbol}, {len(cubin.image)} bytes")
 
 CATALOGUE = (
     *("tests/runtime/test_compiled_catalogue.py", "tests/runtime/test_kernel_budget.py"),
-    "tests/matmul/test_matmul.py",
+    "tests/product/test_matmul.py",
 )
 # What stands on parts of torch that are not its public interface.
 BACKEND = tuple(f"tests/integrations/test_backend{of}.py" for of in ("", "_works", "_groups"))

@@ -124,7 +124,7 @@ def of_weight(dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 def of_bias(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
     """Returns the partial of a bias's gradient, in fp32, of a rank that has its part of the rows of so many ranks.
 
-    It is the sum over the rank's leaves of rows: graphar.numerics.linear_gradients.bias_partial.
+    It is the sum over the rank's leaves of rows: graphar.reference.linear_gradients.bias_partial.
     """
     dy = operands.flat(dy)
     leaf_tree.check_rows(NAME, len(dy), ranks)

@@ -1,6 +1,6 @@
 """Products of every kind, executed on the host: exact integers, and the specified bits of other data.
 
-The GPU tests of tests/matmul test what needs a GPU.
+The GPU tests of tests/product test what needs a GPU.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ import torch
 
 import graphar
 from graphar import CommunicatorError, reference
-from graphar.numerics import leaf_tree, linear_gradients, norm_gradients
+from graphar.numerics import leaf_tree, norm_gradients
 from graphar.numerics.leaf_tree import LEAVES
+from graphar.reference import linear_gradients
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 

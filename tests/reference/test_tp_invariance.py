@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphar import Epilogue, reference
-from graphar.numerics import linear_gradients, norm_gradients, norms
+from graphar.numerics import norm_gradients, norms
 from graphar.numerics.leaf_tree import product
+from graphar.reference import linear_gradients
 from tests.cases import HALVES, KERNEL_DTYPES, bit_patterns, far_apart, integers, normal, same_bits
 
 RANKS = (1, 2, 4, 8)

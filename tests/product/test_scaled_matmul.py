@@ -18,7 +18,7 @@ from graphar.product.operands import placed
 from graphar.product.tensor_maps import Matrix, matrix_of
 from graphar.runtime.catalogue import SCALE_FORMATS, scaled_matmul_source
 from perf.cubin import resources
-from tests.matmul.test_matmul import SHARED_NBYTES_OF_A_BLOCK, compile_with_log
+from tests.product.test_matmul import SHARED_NBYTES_OF_A_BLOCK, compile_with_log
 
 COST = shipped_table("nvidia_h200").matmul.cost
 every_tile = pytest.mark.parametrize("tile", FP8_TILES, ids=str)

@@ -11,7 +11,7 @@ from graphar.numerics.fp8_products import BLOCK, FP8, RESULT_DTYPES
 from graphar.plan.tiles import FP8_TILES
 from graphar.product.gemm import Order, scaled_matmul
 from tests.cases import same_bits
-from tests.matmul.test_matmul_gpu import COLUMNS, TAILS, Framed
+from tests.product.test_matmul_gpu import COLUMNS, TAILS, Framed
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("hopper")]
 
