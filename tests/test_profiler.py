@@ -257,7 +257,7 @@ def test_a_call_of_which_ranks_are_missing_has_no_waits():
 def test_what_is_no_trace_is_named(tmp_path, capsys):
     (tmp_path / "notes.json").write_text("[]")
 
-    assert main(["trace", str(tmp_path / "notes.json"), "--out", str(tmp_path / "joined.json")]) == 1
+    assert main(["trace", str(tmp_path / "notes.json"), "--out", str(tmp_path / "joined.json")]) == 2
     assert "notes.json is no trace of graphar.profile" in capsys.readouterr().err
 
 

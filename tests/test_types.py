@@ -96,6 +96,7 @@ LESS_STRICT = """\
 def test_ordinary_code_and_that_of_the_pages_pass_mypy(mypy):
     pages = {f"page_{path.stem}": "\n".join(block.text for block in blocks_of(path, "python")) for path in PAGES}
     pages = {name: LESS_STRICT + text for name, text in pages.items() if text}
+    pages["page_own_algorithms"] = pages["page_own_algorithms"].replace("from mine import pushed_sum\n", "")  # as above
     assert len(pages) > 2
     imported = {path.stem: LESS_STRICT + path.read_text() for path in (FOLDER / "algorithms").glob("*.py")}
 

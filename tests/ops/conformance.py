@@ -25,7 +25,6 @@ from tests.ops import specified as by
 from tests.ops.specified import FP8, Results, Tensors
 
 
-@functools.cache
 def parameters(op: Callable) -> set[str]:
     """The names of a public function's arguments."""
     return set(inspect.signature(op).parameters)
@@ -71,6 +70,10 @@ class Form:
     backward: Callable | None = None
     twice: bool = False
     one_loss: bool = False
+    known: frozenset[str] = field(init=False)  # the names of the op's arguments
+
+    def __post_init__(self):
+        object.__setattr__(self, "known", frozenset(parameters(self.op)))  # torch.compile traces no signature
 
     def __str__(self) -> str:
         return f"{self.op.__name__} {self.label}".rstrip().replace(" ", "-")
@@ -82,7 +85,7 @@ class Form:
 
     @property
     def takes_out(self) -> bool:
-        return "out" in parameters(self.op) and not self.writes
+        return "out" in self.known and not self.writes
 
     @property
     def is_random(self) -> bool:
@@ -102,7 +105,7 @@ class Form:
         """
         if self.options.get("partition") == TP_INVARIANT:
             return (6, 8, 16)
-        return (6, 8, 5) if "w" in parameters(self.op) else (6, self.options.get("group_size", 8))
+        return (6, 8, 5) if "w" in self.known else (6, self.options.get("group_size", 8))
 
     def tensors(self, ranks: int, shape=None, dtype=None, fill=None) -> Tensors:
         """Every rank's tensors. The last of ``shapes`` is the default shape."""
@@ -112,10 +115,9 @@ class Form:
 
     def arguments(self, tensors: dict) -> dict:
         """All arguments of a call with these tensors: lists, or one rank's."""
-        known = parameters(self.op)
-        found = self.options | {name: one for name, one in tensors.items() if name in known}
+        found = self.options | {name: one for name, one in tensors.items() if name in self.known}
         if self.epilogue is not None:
-            rest = {name: one for name, one in tensors.items() if name not in known}
+            rest = {name: one for name, one in tensors.items() if name not in self.known}
             found["epilogue"] = Epilogue(self.epilogue, **self.numbers, **rest)
         return found
 

@@ -302,7 +302,7 @@ def test_a_watched_call_is_not_repeated(warm, machine, like):
 def test_a_repeated_call_raises_the_failure_of_an_earlier_one(warm, machine, like, monkeypatch):
     monkeypatch.setattr(failures, "calls_begun", lambda counters, device: 0)
     record = warm.engine.runner.members[0].record
-    record.algorithm, record.kind = Algorithm.ONE_SHOT_PUSH.index, 1
+    record.algorithm, record.kind = Algorithm.ONE_SHOT_PUSH.number, 1
     launches = len(machine.launched)
 
     for _ in range(2):
