@@ -127,13 +127,13 @@ def sizes_of(options: argparse.Namespace, defaults: Sequence[int]) -> list[int]:
     """
     most = MAX_NBYTES[options.op]
     found = options.sizes or [nbytes for nbytes in defaults if nbytes <= most]
-    if options.minbytes:
-        if options.sizes or options.stepfactor < 2:
-            raise ValueError("bench: give sizes or --minbytes, and a --stepfactor of 2 or more")
+    if options.stepfactor < 2 or (options.sizes and options.minbytes is not None):
+        raise ValueError("bench: give sizes or --minbytes, and a --stepfactor of 2 or more")
+    if options.minbytes is not None:
         found, largest = [options.minbytes], options.maxbytes or options.minbytes
-        while found[-1] * options.stepfactor <= largest:
+        while 0 < found[-1] * options.stepfactor <= largest:
             found.append(found[-1] * options.stepfactor)
-    elif options.maxbytes:
+    elif options.maxbytes is not None:
         raise ValueError("bench: --maxbytes needs --minbytes")
     if not all(0 < nbytes <= most for nbytes in found):
         raise ValueError(f"bench: sizes of {options.op} must be from 1 byte to {format_nbytes(most)}")

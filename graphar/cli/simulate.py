@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
-from graphar.cli.options import add_command, by_name, count, dtype_name, load, world_size
+from graphar.cli.options import add_command, by_name, count, dtype_name, load, python_file, world_size
 from graphar.cli.progress import progress
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import NAMED, is_from_outside
@@ -128,7 +127,9 @@ def _as_json(report: Report) -> dict[str, Any]:
 
 
 def _subject(text: str) -> str:
-    if text not in ALGORITHMS and not (text.endswith(".py") and Path(text).is_file()):
+    if text.endswith(".py"):
+        return python_file(text)
+    if text not in ALGORITHMS:
         raise argparse.ArgumentTypeError(f"{text!r} is no Python file, and none of {', '.join(ALGORITHMS)}")
     return text
 
