@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib import metadata
 from pathlib import Path
 
 import graphar
@@ -14,6 +16,7 @@ from graphar.cli import bench, explain, simulate, trace, tune
 from graphar.cli.doctor import examination
 from graphar.cli.options import BAD_ARGUMENTS, EXIT_STATUS, INTERRUPTED, fail
 from graphar.errors import GrapharError, UnsupportedError
+from graphar.runtime.requirements import PROJECT
 
 SHELLS = ("bash", "zsh")  # that shtab completes for
 
@@ -26,7 +29,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "graphar") -> int:
         description="NVLink collectives for PyTorch. Every command has --help, --json and --quiet.",
         epilog=f"{EXIT_STATUS} In a checkout, `nox -s perf` measures graphar beside its peers.",
     )
-    parser.add_argument("--version", action="store_true", help="print the version, and in a checkout the commit")
+    parser.add_argument("--version", action="store_true", help="print the version and, where known, the commit")
     parser.add_argument("--completion", choices=SHELLS, help="print a completion script for the shell; needs shtab")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in (examination, bench, explain, tune, simulate, trace):
@@ -62,14 +65,23 @@ def _in_words(error: Exception) -> str:
 
 
 def _version() -> str:
-    """Returns the version, and in a checkout the commit; "+" marks one with changes."""
+    """Returns the version, and the commit of a checkout, with "+" if it has changes, or the one that pip installed."""
     root = Path(graphar.__file__).parents[1]
     git = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        commit = subprocess.check_output(git, text=True).strip() if (root / ".git").exists() else ""
+        commit = subprocess.check_output(git, text=True).strip() if (root / ".git").exists() else _installed_commit()
     except (OSError, subprocess.CalledProcessError):
         commit = ""
     return f"graphar {graphar.__version__}{commit and f' ({commit})'}\n"
+
+
+def _installed_commit() -> str:
+    """Returns the commit that `pip install git+URL` recorded; "" if it installed a folder or a wheel."""
+    try:
+        recorded = metadata.distribution(PROJECT).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        recorded = None
+    return json.loads(recorded or "{}").get("vcs_info", {}).get("commit_id", "")[:8]
 
 
 def _completion(parser: argparse.ArgumentParser, shell: str | None) -> str:

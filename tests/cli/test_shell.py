@@ -141,7 +141,10 @@ BAD_ARGUMENTS = {
     "bench --backend gloo": "bench: --backend needs processes: torchrun --nproc-per-node=2 -m graphar bench ...",
     "bench 2K -b 4K": "bench: give sizes or --minbytes",
     "bench -b 4K -e 1M -f 1": "and a --stepfactor of 2 or more",
+    "bench -f 1": "and a --stepfactor of 2 or more",
+    "bench -b 0 -e 1M": "sizes of allreduce must be from 1 byte to 4 GB",
     "bench -e 4K": "bench: --maxbytes needs --minbytes",
+    "bench -e 0": "bench: --maxbytes needs --minbytes",
     "bench 2K --algorithm ring": "--algorithm of allreduce must be one of auto, one_shot_push, ",
     "bench 2K --algorithm one_shot --op allgather": "--algorithm of allgather must be one of auto, allgather_",
     "bench 2K --algorithm one_shot --codec int8": "bench: give --codec or --algorithm",
@@ -151,7 +154,7 @@ BAD_ARGUMENTS = {
     "bench 2K -t 1": "-t of nccl-tests is not taken",
     "bench 2K --agg_iters 4": "--agg_iters of nccl-tests is not taken",
     "simulate ring": "'ring' is no Python file, and none of one_shot_push, ",
-    "simulate absent.py": "'absent.py' is no Python file, and none of one_shot_push, ",
+    "simulate absent.py": "there is no Python file 'absent.py'",
     "simulate one_shot --ranks 2-9": "9 ranks: the kernels run between 2 to 8 GPUs",
     "simulate one_shot --sanitizers memory": "'memory' is none of plain, thread, address",
     "simulate one_shot --numel 0": "'0' must be a positive number",
@@ -232,6 +235,24 @@ def test_the_version_has_the_commit_of_a_checkout(monkeypatch, tmp_path, capsys)
     commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"graphar {graphar.__version__} ({commit})\n"
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+BY_GIT, BY_FOLDER = {"vcs_info": {"vcs": "git", "commit_id": COMMIT}}, {"dir_info": {"editable": True}}
+
+
+@pytest.mark.parametrize(("recorded", "commit"), [(BY_GIT, " (01234567)"), (BY_FOLDER, ""), (None, "")])
+def test_the_version_has_the_commit_that_pip_recorded(recorded, commit, monkeypatch, tmp_path, capsys):
+    info = tmp_path / "graphar_nvlink-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: graphar-nvlink\nVersion: 0.1.0\n")
+    if recorded:
+        (info / "direct_url.json").write_text(json.dumps({"url": "https://host/graphar"} | recorded))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(graphar, "__file__", str(tmp_path / "graphar" / "__init__.py"))
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"graphar {graphar.__version__}{commit}\n"
 
 
 @pytest.mark.parametrize("shell", SHELLS)
