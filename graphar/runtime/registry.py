@@ -244,6 +244,6 @@ def stats(group: Group = None) -> Stats:
     engine = getattr(group, "engine", None)
     if isinstance(engine, Engine):
         return engine.stats()
-    name, ranks = _named_group(engine_name(group, "stats"), "stats", _LIST_INSTEAD)
+    name, ranks = _named_group(engine_name(group, "stats"), "stats", "give a Communicator")
     made = _made_for(name, ranks)  # to make one is not this rank's alone
     return with_beside(made.stats() if made else Stats((), 0, {}, 0.0, ""), ranks.group_name)

@@ -274,6 +274,7 @@ A_LIST, DEVICES = ", or pass a list with one tensor a device", ", or give device
     [
         *((op, A_LIST) for op in (*(form.op for form in PLAIN[:3]), graphar.explain)),
         (lambda x: Communicator(), DEVICES),
+        (lambda x: graphar.stats(), ", or give a Communicator"),
         (lambda x: graphar.empty(3), ", or pass a Communicator with devices as the group"),
         (lambda x: graphar.nn.RowParallelLinear(torch.nn.Linear(2, 2)), ""),
         (lambda x: graphar.enable(), ""),
