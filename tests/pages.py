@@ -26,6 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pages"
 PAGES = [ROOT / "README.md", *sorted(FOLDER.rglob("*.md"))]
+# Files that a page asks its reader to save.
+SAVED = re.compile(r"[Ss]ave it as\s`([\w.]+)`:\n\n```[a-z+]+\n(.*?)```", re.DOTALL)
 NEEDS_GPU, NEEDS_COMPILER = "# needs a GPU", "# needs g++"
 
 

@@ -20,13 +20,11 @@ import torch.distributed as dist
 import graphar
 from graphar.cli.main import main
 from perf import __main__ as perf_command
-from tests.pages import FOLDER, PAGES, ROOT, Block, blocks_of, programs_of
+from tests.pages import FOLDER, PAGES, ROOT, SAVED, Block, blocks_of, programs_of
 from tests.processes import _TRIES, run_ranks
 
 BLOCKS = {path: found for path in PAGES if (found := blocks_of(path, "python"))}
 WORLD_SIZE = 2
-# Files that a page asks its reader to save.
-SAVED = re.compile(r"[Ss]ave it as\s`([\w.]+)`:\n\n```[a-z+]+\n(.*?)```", re.DOTALL)
 LINKED = re.compile(r"\]\(([\w/]+\.(?:cu|py))\)")  # files that a page has beside it
 # Pages whose first block is of a checkout, for GPUs, for g++, a row, or compared below.
 NO_PROGRAM = {"contributing", "internals", "lossless", "simulator", "own_algorithms", "tp_invariance"}
