@@ -21,6 +21,14 @@ def test_commands_name_folders_and_marks_that_exist():
     assert [command[command.index("-m") + 1] for command in words if "-m" in command] == ["host", "catalogue"]
 
 
+def test_the_table_of_folders_names_those_that_exist():
+    rows = rows_of((FOLDER / "contributing.md").read_text().splitlines())
+    folders = [name.strip("`/, ") for row in rows for name in row.get("folder in `tests/`", "").split()]
+
+    assert len(folders) > 10
+    assert [name for name in folders if not (ROOT / "tests" / name).is_dir()] == []
+
+
 def test_a_run_that_names_a_folder_says_how_to_run_the_tests_that_it_left_out():
     def said(paths, marks, *left_out):
         lines = []
