@@ -250,9 +250,6 @@ def descriptors() -> int:
 
 
 def open_files() -> Counter[str]:
-    """What this process's file descriptors stand for; a file that is closed meanwhile is left out."""
-    links = Counter()
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            links[os.readlink(f"/proc/self/fd/{descriptor}")] += 1
-    return links
+    """What this process's file descriptors stand for."""
+    links = [f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd")]
+    return Counter(os.readlink(link) for link in links if os.path.lexists(link))

@@ -171,10 +171,9 @@ def test_a_reduce_scatter_with_a_specification_of_its_own_has_the_parts_of_tenso
     )
     simulator.run(mine, ranks=[3], dtypes=[torch.float32], sanitizers=["plain"], seeds=10)
 
-    calls = calls_of(drawn)
-    parts = [torch.empty(sum(call.counts)).tensor_split(3) for call in calls]
-    assert [call.counts for call in calls] == [tuple(map(len, of_call)) for of_call in parts]
-    assert {len(set(call.counts)) for call in calls} == {1, 2}
+    counts = [call.counts for call in calls_of(drawn)]
+    assert all(one == tuple(map(len, torch.empty(sum(one)).tensor_split(3))) for one in counts)
+    assert {len(set(one)) for one in counts} == {1, 2}
 
 
 def test_a_run_has_all_sanitizers_dtypes_ranks_and_seeds_by_default(drawn):
