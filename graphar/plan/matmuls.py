@@ -58,10 +58,10 @@ def is_skinny(world_size: int, rows: int, columns: int, itemsize: int = 2) -> bo
 def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
     """Returns the algorithm of a product of 16-bit elements in one kernel, summed or with gathered rows."""
     rows, columns = sum(work.parts), work.columns
-    takers = with_kernels(work.summing_op)
     # With a codec or an epilogue each rank sums its own rows, which no skinny kernel does.
     itemsize = work.factors.sent_itemsize
     skinny = not work.codec and not work.epilogue and is_skinny(world_size, rows, columns, itemsize)
+    takers = with_kernels(work.summing_op)
     fitting = [one for one in takers if one.row.is_skinny == skinny] or takers  # not every op has skinny kernels
     return next(one for one in fitting if one.row.suits(table, world_size, itemsize * rows * columns))
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -30,7 +31,7 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
-from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
+from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Panel, length
 from graphar.plan.factors import SCALES, Factors
 from graphar.plan.scratch import PACK_NBYTES
 
@@ -265,6 +266,21 @@ class Product(NamedTuple):
     def leaves(self, world_size: int) -> int:
         """Into how many leaves each of so many ranks cuts its K. They are added in the order of K, or as a tree."""
         return LEAVES // world_size if self.order == "tree" and self.op != ALLGATHER_MATMUL else 1
+
+    def with_bias_in_epilogue(self, dtype: torch.dtype) -> Product:
+        """Returns the product whose bias is an epilogue of the sum, where sums of ``dtype`` take one.
+
+        It has the same bits, half the bytes on the wire, since products stay rounded there, and one kernel.
+        """
+        if not self.bias or self.codec or dtype not in TYPE_NAMES:
+            return self
+        return self._replace(bias=False, epilogue=Pointwise("v + bias[col]", (dtype,), self.columns))
+
+    def of_panel(self, panel: Panel) -> Product:
+        """Returns the part of a product that is a panel of its result."""
+        counts, columns = tuple(map(length, panel.rows)), length(panel.columns)
+        epilogue = self.epilogue and replace(self.epilogue, columns=columns)
+        return self._replace(parts=counts, columns=columns, epilogue=epilogue)
 
     def then(self, k: int, dtype: torch.dtype) -> Sum | Parts | Norm:
         """Returns what takes the ranks' products of ``k`` columns, and has results of ``dtype``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from graphar.plan.work import Parts, Product, TensorTuple
 from graphar.product.fused import fused_matmul
 from graphar.product.gathered_chunks import GatheredChunks
 from graphar.product.multiply import by_torch
-from graphar.product.multiply.choice import choose, explained
+from graphar.product.multiply.choice import choose
 from graphar.product.operands import flat, operands_of
 from graphar.product.then import after
 from graphar.runtime.bind.launches import runner_of
@@ -69,40 +70,39 @@ def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> st
 
 def _gathered_then_multiplied(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan:
     work = call.work
-    is_plain = work.factors.is_plain and not (work.epilogue or work.factors.as_tree)
+    of, is_plain = functools.partial(operands_of, work), work.factors.is_plain
+    as_linear = is_plain and not (work.epilogue or work.factors.as_tree)
     shape = sum(work.parts), work.columns
+    chosen = choose(engine, work, of(ranks[0]))
 
     def rows_of(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
         rows = outputs[1].view(shape) if work.gathered else inputs[0].new_empty(shape)
-        if work.factors.is_plain:  # most calls; each call of Python counts
+        if is_plain:  # most calls; each call of Python counts
             return (inputs[0].flatten(0, -2).contiguous(),), (rows,)
-        one = operands_of(work, Operands(inputs, outputs))
+        one = of(Operands(inputs, outputs))
         return one.rows, one.room_for_rows(rows)
 
-    first = operands_of(work, ranks[0])
-    multiply, _ = choose(engine, work, first)
-
     def multiply_rows(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], made: Tensors) -> None:
-        if is_plain:  # most calls, too
-            by_torch.multiply(made[0], inputs[1], inputs[2] if work.bias else None, flat(outputs[0]))
+        if as_linear:  # most calls, too
+            by_torch.multiply(made[0], inputs[1], flat(outputs[0]), *inputs[2:])
             return
-        one = operands_of(work, Operands(inputs, outputs, numbers))
+        one = of(Operands(inputs, outputs, numbers))
         step = one.with_rows(*made)
         if not work.epilogue:
-            multiply.make(step)
+            chosen.multiply.make(step)
             return
         product = torch.empty_like(one.out, dtype=torch.float32)
-        multiply.make(step._replace(out=product, bias=None))
+        chosen.multiply.make(step._replace(out=product, bias=None))
         form, tensors = replace(work.epilogue, columns=max(1, len(one.w))), EpilogueInputs([*one.tensors], [*numbers])
         one.out.copy_(reference.rounded_after(form, tensors, product, one.out.dtype))
 
     def matmul(own: Operands) -> str:
-        one = operands_of(work, own)
-        return explained(engine, work, one, [Panel((slice(0, len(one.a)),), slice(0, len(one.w)))])
+        one = of(own)
+        return chosen.explained(one, [Panel((slice(0, len(one.a)),), slice(0, len(one.w)))])
 
     gathers = [Operands(*rows_of(own.inputs, own.outputs)) for own in ranks]
-    plan = engine.plan(_gather(call, gathers[0].inputs), gathers)
-    return after(plan, rows_of, multiply_rows)._replace(matmul=matmul)
+    gather = _gather(call, gathers[0].inputs)
+    return after(engine.plan(gather, gathers), rows_of, multiply_rows)._replace(matmul=matmul)
 
 
 def _gather(call: Call[Product], parts: Tensors) -> Call:

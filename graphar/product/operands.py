@@ -11,11 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.fp8_products import Scales, known_scales, rounded_product
 from graphar.numerics.partitions import Panel, length
-from graphar.plan.call import Call, Operands
+from graphar.plan.call import Operands
 from graphar.plan.factors import Factors
 from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.tiles import LAYOUTS
@@ -180,18 +178,6 @@ def operands_of(work: Product, own: Operands) -> MatmulOperands:
     gathered = [*(flat(one) for one in own.outputs[1:] if work.gathered), None, None]
     more = tuple(rest), own.numbers, work.constant_weight
     return MatmulOperands(a, w, bias, flat(own.outputs[0]), gathered[0], gathered[1], *more, scales=scales)
-
-
-def with_bias_in_epilogue(call: Call[Product]) -> Call[Product]:
-    """Returns the call with its bias as an epilogue of the sum, where sums take one.
-
-    It has the same bits, half the bytes on the wire, since products stay rounded there, and one kernel.
-    """
-    work = call.work
-    if not work.bias or work.codec or call.dtype not in TYPE_NAMES:
-        return call
-    epilogue = Pointwise("v + bias[col]", (call.dtype,), work.columns)
-    return call._replace(work=work._replace(bias=False, epilogue=epilogue))
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import gathers
 from graphar.product.fused import fused_matmul
 from graphar.product.multiply.choice import choose
-from graphar.product.operands import operands_of, with_bias_in_epilogue
+from graphar.product.operands import operands_of
 from graphar.product.then import Then, after
 from graphar.runtime.bind import residual_norm
 from graphar.runtime.bind.launches import runner_of
@@ -25,20 +25,22 @@ from graphar.runtime.plan import Plan, Tensors
 
 def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of a product. Collective."""
-    if call.work.op == ALLGATHER_MATMUL:
-        return gathers.bind(engine, call, ranks)
     work = call.work
-    if engine.world_size == 1 and work.order == "tree" and not (work.epilogue or work.norm):
+    if work.op == ALLGATHER_MATMUL:
+        return gathers.bind(engine, call, ranks)
+    is_ordered = not work.factors.as_tree
+    if engine.world_size == 1 and not (is_ordered or work.epilogue or work.norm):
         return _of_one_rank(engine, work)
     row_nbytes, summed = work.columns * call.dtype.itemsize, call._replace(work=work.without_norm)
-    can_norm = work.order == "rank" and sum(work.parts) and has_norm_kernel(row_nbytes)
+    can_norm = is_ordered and sum(work.parts) and has_norm_kernel(row_nbytes)
     if (can_norm or not work.norm) and takes_tiles(engine, summed, ranks[0].outputs[0]):
         if not work.norm:
             return _fused(engine, call)
         for own in ranks:  # loading beside a kernel that waits for other ranks could hang
             residual_norm.load(own.outputs[0].device.index, own.outputs[0].dtype)
         return _then_normed(_fused(engine, summed), work.factors.inputs, *work.norm)
-    return Then(engine, with_bias_in_epilogue(call), ranks[0]).plan(ranks)
+    call = call._replace(work=work.with_bias_in_epilogue(call.dtype))
+    return Then(engine, call, ranks[0]).plan(ranks)
 
 
 def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
@@ -60,7 +62,7 @@ def _fused(engine: Engine, call: Call[Product]) -> Plan:
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
     launches = fused_matmul(engine, call, algorithm)
     as_tree = f" in {work.leaves(engine.world_size)} leaves a rank", " as a tree"
-    leaves, order = as_tree if work.order == "tree" else ("", "")
+    leaves, order = as_tree if work.factors.as_tree else ("", "")
     early = ", which loads its constant weight early" if work.constant_weight and algorithm.row.is_skinny else ""
     return launches.plan(f"multiplied{leaves} and summed{order} in one kernel{early}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -15,7 +14,7 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
 from graphar.product.multiply import by_torch
 from graphar.product.multiply.by_torch import ByTorch
-from graphar.product.multiply.choice import choose, explained
+from graphar.product.multiply.choice import choose
 from graphar.product.operands import MatmulOperands, Step, operands_of
 from graphar.product.overlap import AUTO, Beside, in_turn
 from graphar.runtime import launcher
@@ -38,26 +37,21 @@ class Then:
 
     def __init__(self, engine: Engine, call: Call[Product], own: Operands, beside: Beside = AUTO) -> None:
         work = call.work
-        self._engine, self._work, self._call = engine, work, call
+        self._engine, self._work = engine, work
         parts = work.parts if work.scattered else [sum(work.parts)]
         self._panels = partitions.panels(work.op, work.partition, work.num_partitions, parts, work.columns)
         self._blocks = beside.blocks or engine.table.beside.blocks
         # Partials stay in fp32. Sums are made where the products lie, unless a result has another shape or dtype.
-        self._dtype = torch.float32 if work.order == "tree" else call.dtype
-        self._in_place = not (work.scattered or work.norm or work.order == "tree")
+        self._as_tree = work.factors.as_tree
+        self._dtype = torch.float32 if self._as_tree else call.dtype
+        self._in_place = not (work.scattered or work.norm or self._as_tree)
         k = own.inputs[1].shape[1]
         algorithm = beside.algorithm if self._in_place else "auto"
         whole = Panel(tuple([slice(0, rows) for rows in parts]), slice(0, work.columns))
-        self._whole, *self._alone = [self._taking(panel, k) for panel in (whole, *self._panels)]
-        self._beside = [one._replace(algorithm=algorithm, blocks=self._blocks) for one in self._alone]
-
-    def _taking(self, panel: Panel, k: int) -> Call:
-        """Returns the call that takes the products of a panel."""
-        counts, columns = tuple(map(length, panel.rows)), length(panel.columns)
-        epilogue = self._work.epilogue and replace(self._work.epilogue, columns=columns)
-        work = self._work._replace(parts=counts, columns=columns, epilogue=epilogue)
+        works = [work.of_panel(panel).then(k, call.dtype) for panel in (whole, *self._panels)]
         dtype = ACCUMULATION_DTYPES[self._dtype] if work.bias else self._dtype
-        return Call(work.then(k, self._call.dtype), dtype, self._call.device, timeout_s=self._call.timeout_s)
+        self._whole, *self._alone = [Call(one, dtype, call.device, timeout_s=call.timeout_s) for one in works]
+        self._beside = [one._replace(algorithm=algorithm, blocks=self._blocks) for one in self._alone]
 
     def plan(self, ranks: Sequence[Operands]) -> Plan:
         """Returns the plan of the call. Collective."""
@@ -66,17 +60,18 @@ class Then:
         for at, own in enumerate(ranks):
             one = operands_of(work, own)
             taken.append(self._to_take(panel, at, own, one, reference.widened(self._room(one, panel), one.bias)))
-        if work.norm or work.order == "tree":
+        if work.norm or self._as_tree:
             found = engine.plan(self._whole, taken)
             config, reason = found.config, found.reason
         else:  # panels and symmetric tensors may take other plans
             config, reason = engine.select(self._whole, taken[0].inputs[0])
-        leaves = f" in {work.leaves(engine.world_size)} leaves a rank" if work.order == "tree" else ""
+        leaves = f" in {work.leaves(engine.world_size)} leaves a rank" if self._as_tree else ""
         reason = f"multiplied{leaves}, then summed: {reason}"
         return Plan(self.run, config, reason, self.launch_like, self._explained)
 
     def _explained(self, own: Operands) -> str:
-        return explained(self._engine, self._work, operands_of(self._work, own), self._panels)
+        one = operands_of(self._work, own)
+        return choose(self._engine, self._work, one, len(self._panels)).explained(one, self._panels)
 
     # ---- the call ----------------------------------------------------------------------------------------------------
 
@@ -146,7 +141,7 @@ class Then:
         """Returns the operands of the call that takes a rank's product of a panel."""
         rows, epilogue, outputs = self._rows_of_out(panel, index), self._work.epilogue, own.outputs
         if not self._work.norm:
-            dtype = None if self._work.order == "tree" else product.dtype
+            dtype = None if self._as_tree else product.dtype
             shape = length(rows), length(panel.columns)
             outputs = (product if self._in_place else self._place(one, panel, index, shape, dtype),)
         corner = epilogue and (rows.start, panel.columns.start, epilogue.columns)

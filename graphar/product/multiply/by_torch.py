@@ -18,7 +18,7 @@ class ByTorch(Multiply):
         return None
 
     def bind(self, step: Step, sms: int) -> Enqueue:
-        return lambda stream: multiply(step.a, step.w, step.bias, step.out)
+        return lambda stream: multiply(step.a, step.w, step.out, step.bias)
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
         return self.bind(step, sms)
@@ -30,10 +30,10 @@ class ByTorch(Multiply):
 def multiply_all(steps: Sequence[Step]) -> None:
     """Makes steps on the current streams; needs no current device."""
     for step in steps:
-        multiply(step.a, step.w, step.bias, step.out)
+        multiply(step.a, step.w, step.out, step.bias)
 
 
-def multiply(a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def multiply(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """Writes ``a @ w.T + bias`` into ``out``, which may be in fp32: then it is not rounded, and there is no bias."""
     if not a.is_cuda:
         rounded = out.dtype == a.dtype

@@ -22,6 +22,17 @@ class Chosen(NamedTuple):
     multiply: Multiply
     reason: str = ""
 
+    def explained(self, one: MatmulOperands, panels: Sequence[Panel]) -> str:
+        """Returns what multiplies one rank's operands in words, and why; no words on the CPU."""
+        if not one.a.is_cuda:
+            return ""
+        if self.multiply.beyond:
+            products = [one.out.new_empty(panel.shape) for panel in panels]
+            steps = [step for pair in zip(panels, products, strict=True) for step in one.step.in_panel(*pair)]
+            if why_not := next(filter(None, map(self.multiply.why_not, steps)), None):
+                return f"{self.multiply.beyond}: {why_not}"
+        return self.reason
+
 
 def choose(engine: Engine, work: Product, one: MatmulOperands, panels: int = 1) -> Chosen:
     """Returns what multiplies one rank's operands, in so many panels.
@@ -40,17 +51,3 @@ def choose(engine: Engine, work: Product, one: MatmulOperands, panels: int = 1) 
     sms = launcher.sm_count(one.a.device.index)
     own, reason = choose_matmul(engine.table.matmul, len(one.a), len(one.w), one.a.shape[1], sms, panels)
     return Chosen(Own(cost) if own else ByTorch(), reason)
-
-
-def explained(engine: Engine, work: Product, one: MatmulOperands, panels: Sequence[Panel]) -> str:
-    """Returns what multiplies one rank's operands in words, and why; no words on the CPU."""
-    if not one.a.is_cuda:
-        return ""
-    multiply, reason = choose(engine, work, one, len(panels))
-    if multiply.beyond:
-        whole = one.step
-        products = [one.out.new_empty(panel.shape) for panel in panels]
-        steps = [step for pair in zip(panels, products, strict=True) for step in whole.in_panel(*pair)]
-        if why_not := next(filter(None, map(multiply.why_not, steps)), None):
-            return f"{multiply.beyond}: {why_not}"
-    return reason
