@@ -14,7 +14,6 @@ from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_gradients, matmul_operands, options, parts
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
-from graphar.ops.matmul_operands import Scaled, scaled_of
 from graphar.ops.options import T
 from graphar.ops.register import Op, for_ranks, is_plain
 from graphar.ops.repeats import Asked, repeated, typed
@@ -156,35 +155,33 @@ def fused_allgather_matmul(
     asked = (a, w, *scales, *(() if bias is None else (bias,))), how, epilogue
     if (found := repeated(NAME, group, *asked)) is not None:
         return found
-    scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
-    given = Arguments(timeout_s=timeout_s, partition=partition, gathered=gathered, **scaled._asdict())
-    return _gather(a, w, bias, sizes, epilogue, group, given, asked)
+    given = Arguments(timeout_s=timeout_s, partition=partition, gathered=gathered)
+    return _gather(a, w, bias, (*(scales or (None, None)), out_dtype), sizes, epilogue, group, given, asked)
 
 
-def _gather(a, w, bias, sizes, epilogue, group: Group, given: Arguments, asked: Asked):
+def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, given: Arguments, asked: Asked):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    partition, scales = given.partition, given.scales
+    partition, has_scales = given.partition, any(one is not None for one in scales[:2])
     if given.timeout_s is not None:
         call_checks.check_timeout(NAME, given.timeout_s)
-    served = PARTITIONS[:-1] if scales else PARTITIONS
+    served = PARTITIONS[:-1] if has_scales else PARTITIONS
     if partition not in served:
-        of = "with scales partition" if scales else "partition"
+        of = "with scales partition" if has_scales else "partition"
         raise ValueError(f"{NAME}: {of} must be one of {', '.join(served)}, got {partition!r}")
     in_list, alone = isinstance(a, (list, tuple)), partition == TP_INVARIANT
     name = engine_name(group, NAME, alone and not in_list)
-    matmul_operands.check(NAME, a, w, bias, Scaled(scales, given.scaled_dtype), rows_differ=True)
+    scaled = matmul_operands.check(NAME, a, w, bias, scales, rows_differ=True)
     matmul_operands.check_has_rows(NAME, a[0] if in_list else a)
     if partition == TP_INVARIANT:
         _check_invariant(a, given.gathered)
     rank, sizes = _place(a, sizes, group, alone)
-    followed = _epilogue_option(a, w, bias, epilogue, sizes, given.scaled_dtype)
+    followed = _epilogue_option(a, w, bias, epilogue, sizes, scaled.scaled_dtype)
     biases = [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
-    plain = (
-        not in_list and all(map(is_plain, (a, w, *biases, *scales))) and not options.needs_gradient(followed["tensors"])
-    )
-    where = {"communicator": name, "rank": rank, "sizes": sizes}
+    plain = not in_list and all(map(is_plain, (a, w, *biases, *scaled.scales)))
+    plain = plain and not options.needs_gradient(followed["tensors"])
+    where = {"communicator": name, "rank": rank, "sizes": sizes, **scaled._asdict()}
     found = OP(a, w, given=replace(given, bias=biases, **where, **followed), plain=plain, asked=asked)
-    each = 3 if scales else 2
+    each = 3 if has_scales else 2
     results = tuple(found[at::each] for at in range(each)) if in_list else tuple(found)
     return results if given.gathered else results[0]
 

@@ -10,7 +10,6 @@ from graphar.numerics.fp8_products import checked_scales
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_operands, parts
-from graphar.ops.matmul_operands import scaled_of
 from graphar.ops.register import library, op_named
 from graphar.plan.work import MATMUL_ALLREDUCE
 from graphar.product import operands
@@ -76,11 +75,9 @@ def linear(
     """
     ranks = 1 if group is None else parts.place(group)[1]
     leaf_tree.check_ranks(NAME, ranks)
-    scaled = scaled_of(NAME, a, a_scale, w_scale, out_dtype)
+    scaled = matmul_operands.check(NAME, a, w, bias, (a_scale, w_scale, out_dtype))
     if scaled.scales:
-        matmul_operands.check(NAME, a, w, bias, scaled)
         return torch.ops.graphar.linear(a, w, bias, 1, scaled.scaled_dtype, "", *scaled.scales)
-    matmul_operands.check(NAME, a, w, bias)
     if a.dtype not in TYPE_NAMES:
         raise ValueError(f"{NAME}: a must be bfloat16, float16 or float32, got {a.dtype}")
     if a.requires_grad and torch.is_grad_enabled():

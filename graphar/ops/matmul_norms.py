@@ -12,7 +12,7 @@ import torch
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, norms, options
-from graphar.ops.matmul_operands import UNSCALED, Scaled, scaled_of
+from graphar.ops.matmul_operands import Scaled
 from graphar.ops.options import T
 from graphar.ops.register import Op
 from graphar.ops.repeats import Asked, repeated
@@ -186,34 +186,37 @@ def fused_matmul_reducescatter_residual_rmsnorm(
 
 
 def _check(
-    op: str, a, w, residual, weight, eps: object, weight_offset: object, partition: object, timeout_s, scaled: Scaled
-) -> tuple[list[tuple], tuple[float, float]]:
-    """Checks a call, all but the shapes of its residuals; returns the tensors of each rank, and the norm's numbers."""
+    op: str, a, w, residual, weight, eps: object, weight_offset: object, partition: object, timeout_s, scales: Sequence
+) -> tuple[list[tuple], tuple[float, float], Scaled]:
+    """Checks a call, all but the shapes of its residuals.
+
+    Returns the tensors of each rank, the norm's numbers, and the scales; results have the dtype of the residuals then.
+    """
     call_checks.check_call(op, "auto", timeout_s)
     if partition not in PARTITIONS:
         raise ValueError(f"{op}: partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
-    if not scaled.scales:
-        matmul_operands.check(op, a, w, None)
+    scaled = Scaled() if scales else matmul_operands.check(op, a, w, None)
     ranks = [(a, w, residual, weight)]
     if isinstance(a, (list, tuple)):
         for name, given in (("w", w), ("residual", residual), ("weight", weight)):
             tensor_checks.check_one_each(op, name, given, a, "a")
         ranks = list(zip(a, w, residual, weight, strict=True))
-    if scaled.scales:
-        _check_scaled(op, ranks, scaled)
-        matmul_operands.check(op, a, w, None, scaled, partition)
+    if scales:
+        _check_beside_scaled(op, ranks)
+        scaled = matmul_operands.check(op, a, w, None, (*scales, ranks[0][2].dtype if ranks else None), partition)
     for of_rank in ranks:
-        _check_rank(op, *of_rank, bool(scaled.scales))
-    return ranks, (norms.check_number(op, "eps", eps), norms.check_number(op, "weight_offset", weight_offset))
+        _check_rank(op, *of_rank, bool(scales))
+    numbers = norms.check_number(op, "eps", eps), norms.check_number(op, "weight_offset", weight_offset)
+    return ranks, numbers, scaled
 
 
-def _check_scaled(op: str, ranks: Sequence[tuple], scaled: Scaled) -> None:
+def _check_beside_scaled(op: str, ranks: Sequence[tuple]) -> None:
     """Checks what goes with the operands of a call with scales, whose results have the dtype of the residuals."""
     for _, _, residual, weight in ranks:
         for name, x in (("residual", residual), ("weight", weight)):
             tensor_checks.check_tensor(op, name, x)
             matmul_operands.check_no_gradient(op, name, x)
-        if residual.dtype != scaled.scaled_dtype or scaled.scaled_dtype not in matmul_operands.RESULT_DTYPES:
+        if residual.dtype != ranks[0][2].dtype or residual.dtype not in matmul_operands.RESULT_DTYPES:
             raise ValueError(f"{op}: with scales residual must be bfloat16 or float16, got {residual.dtype}")
 
 
@@ -246,12 +249,8 @@ def _check_parts(engine: Engine, *lists_and_given) -> None:
 def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, partition, timeout_s) -> Any:
     """Makes a call as the user asked for it, and returns its results as users get them."""
     a, w, *scales, residual, weight = asked[0]
-    scaled = UNSCALED
-    if scales:  # results have the dtype of the residual
-        first = residual[0] if isinstance(residual, (list, tuple)) and residual else residual
-        a_scale, w_scale = scales
-        scaled = scaled_of(op.name, a, a_scale, w_scale, None)._replace(scaled_dtype=getattr(first, "dtype", None))
-    ranks, numbers = _check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s, scaled)
+    checked = _check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s, scales)
+    ranks, numbers, scaled = checked
     where, lengths = norms.place(op, "a", a, group, partition == TP_INVARIANT)
     _check_residuals(op.name, ranks, lengths, scaled.scaled_dtype)
     norms.prepare_gradients(op.name, ranks)

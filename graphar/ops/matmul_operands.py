@@ -41,18 +41,15 @@ class Scaled(NamedTuple):
     scaled_dtype: torch.dtype | None = None  # of products and results; None: that of ``a``
 
 
-UNSCALED = Scaled()
-
-
-def scaled_of(op: str, a: object, a_scale: Any, w_scale: Any, out_dtype: torch.dtype | None) -> Scaled:
-    """Returns the scales of a call, if it has scales or an ``out_dtype``; :func:`check` checks them.
+def _scaled(op: str, a: object, a_scale: Any, w_scale: Any, out_dtype: torch.dtype | None) -> Scaled:
+    """Returns the scales of a call, if it has scales or an ``out_dtype``.
 
     Raises:
         ValueError: a scale is missing, there is no such ``out_dtype``, or lists do not have one scale for each rank.
     """
     in_list = isinstance(a, (list, tuple))
     if a_scale is None and w_scale is None and out_dtype is None:
-        return UNSCALED
+        return Scaled()
     if a_scale is None and w_scale is None:
         raise ValueError(f"{op}: out_dtype goes with a_scale and w_scale, of e4m3 operands")
     if a_scale is None or w_scale is None:
@@ -72,15 +69,17 @@ def check(
     a,
     w,
     bias,
-    scaled: Scaled = UNSCALED,
+    scales: tuple[Any, Any, torch.dtype | None] = (None, None, None),
     partition: object = "auto",
     rows_differ: bool = False,
-) -> None:
+) -> Scaled:
     """Raises TypeError or ValueError unless one rank's operands fit together, or lists with those of each rank.
 
+    ``scales`` are a_scale, w_scale and out_dtype, as users give them. Returns them in the form that schemas have.
     Ranks may differ in K only; if ``rows_differ``, in the rows of ``a`` and of ``w`` only. Each rank's operands are on
     a device of its own, or all are on the CPU.
     """
+    scaled = _scaled(op, a, *scales)
     if scaled.scales and partition not in PARTITIONS:
         raise ValueError(f"{op}: with scales partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
     in_list = isinstance(a, (list, tuple))
@@ -98,6 +97,7 @@ def check(
         check_devices(op, [x.device for x in a])
     if scaled.scales and format_of(op, a, w, scaled.scales) == "blocks" and partition == "split_n":
         raise ValueError(f"{op}: partition 'split_n' would cut blocks of w; scales of blocks go with the others")
+    return scaled
 
 
 def _check_rank(op: str, a, w, bias, scaled: Scaled, rank: int, where: str) -> None:
@@ -182,30 +182,19 @@ def check_has_rows(op: str, a: torch.Tensor) -> None:
 
 
 def check_results(op: str, a, w, bias, outs: Any, out_dtype: torch.dtype | None = None) -> None:
-    """Checks the destination of a call: one rank's, or a list with one for each rank."""
-    if not isinstance(a, (list, tuple)):
-        _check_result(op, a, w, bias, outs, out_dtype)
-        return
-    check_one_each(op, "out", outs, a, "a")
-    for rank, out in enumerate(outs):
-        _check_result(op, a[rank], w[rank], bias[rank] if bias else None, out, out_dtype)
-
-
-def _check_result(
-    op: str,
-    a: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    out_dtype: torch.dtype | None = None,
-) -> None:
-    """Checks a destination for one rank's result; :func:`check_result_memory` checks its memory.
+    """Checks the destination of a call: one rank's, or a list with one for each rank; not its memory.
 
     ``out_dtype`` is the dtype of the result; None: that of ``a``.
     """
-    check_strided(op, "out", out)
-    wanted = {"shape": torch.Size([*a.shape[:-1], w.shape[0]]), "dtype": out_dtype or a.dtype, "device": a.device}
-    check_destination(op, "out", out, wanted, "result", (a, w, bias))
+    ranks = [(a, w, bias, outs)]
+    if isinstance(a, (list, tuple)):
+        check_one_each(op, "out", outs, a, "a")
+        ranks = list(zip(a, w, bias or [None] * len(a), outs, strict=True))
+    for x, weight, added, out in ranks:
+        check_strided(op, "out", out)
+        shape, dtype = torch.Size([*x.shape[:-1], weight.shape[0]]), out_dtype or x.dtype
+        wanted = {"shape": shape, "dtype": dtype, "device": x.device}
+        check_destination(op, "out", out, wanted, "result", (x, weight, added))
 
 
 def check_result_memory(

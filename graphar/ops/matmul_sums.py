@@ -14,7 +14,6 @@ from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Partition, split
 from graphar.ops import matmul_gradients, matmul_operands, options, parts
-from graphar.ops.matmul_operands import scaled_of
 from graphar.ops.options import T
 from graphar.ops.register import Op, is_plain
 from graphar.ops.repeats import Asked, repeated
@@ -228,14 +227,13 @@ def _call(
 ) -> Any:
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
     name, partition, in_list = op.name, given.partition, isinstance(a, (list, tuple))
-    scaled = scaled_of(name, a, *scales)
     if given.timeout_s is not None:
         call_checks.check_timeout(name, given.timeout_s)
     communicator = engine_name(group, name, alone=partition == TP_INVARIANT and not in_list)
     options.check_together(name, codec, epilogue)
     if partition in (BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
         raise ValueError(f"{name}: takes a codec or partition={partition!r}, not both")
-    matmul_operands.check(name, a, w, bias, scaled, partition)
+    scaled = matmul_operands.check(name, a, w, bias, scales, partition)
     first, weight = (a[0], w[0]) if in_list else (a, w)
     where: dict[str, Any] = {}
     if isinstance(given, ArgumentsOfParts):
