@@ -13,7 +13,7 @@ from graphar.numerics.epilogues.code import Generated, generate
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
-from graphar.plan.factors import SCALES
+from graphar.plan.factors import FORMATS
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.scratch import WORLD_SIZES
@@ -187,16 +187,16 @@ def _skinny_kernels_with_scales(algorithm: Algorithm) -> Iterator[KernelSource]:
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
     for tile, scales in itertools.product(algorithm.row.tiles, SCALE_FORMATS):
         world_size, dtype = next(ways)
-        yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", scales=scales)
+        yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", format=scales)
 
 
 def _tile_kernels_with_scales(algorithm: Algorithm, epilogue: Generated) -> Iterator[KernelSource]:
-    tiles = tiles_that_serve(algorithm, Product(algorithm.op, (), 1, scales=SCALES[0]), 2).tiles
+    tiles = tiles_that_serve(algorithm, Product(algorithm.op, (), 1, format=FORMATS[0]), 2).tiles
     ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
     for tile, scales in itertools.product(tiles, SCALE_FORMATS):
         world_size, dtype = next(ways)
-        yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", scales=scales)
-    yield fused_matmul_source(algorithm, torch.bfloat16, 4, tiles[0], "by_rows", epilogue, scales=SCALE_FORMATS[0])
+        yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", format=scales)
+    yield fused_matmul_source(algorithm, torch.bfloat16, 4, tiles[0], "by_rows", epilogue, format=SCALE_FORMATS[0])
 
 
 def _kernels_of_partials(algorithm: Algorithm, epilogue: Generated) -> Iterator[KernelSource]:
@@ -219,6 +219,6 @@ def _gathered_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSourc
             yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
         ways = zip(itertools.cycle(MATMUL_TYPES), itertools.cycle(WORLD_SIZES), strict=False)
         for (tile, scales), (dtype, world_size) in zip(itertools.product(FP8_TILES, SCALE_FORMATS), ways, strict=False):
-            yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", scales=scales)
+            yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", format=scales)
         how = "by_rows", epilogues[0]
-        yield fused_matmul_source(algorithm, torch.bfloat16, 4, FP8_TILES[2], *how, scales=SCALE_FORMATS[0])
+        yield fused_matmul_source(algorithm, torch.bfloat16, 4, FP8_TILES[2], *how, format=SCALE_FORMATS[0])

@@ -177,7 +177,7 @@ def _matmuls_at(table: Table, world_size: int) -> Iterator[KernelSource]:
             for tile in algorithm.row.tiles:
                 yield fused_matmul_source(algorithm, dtype, world_size, tile, LAYOUTS[0])
                 for scales in SCALE_FORMATS if world_size in _LIKELIEST else ():
-                    yield fused_matmul_source(algorithm, dtype, world_size, tile, LAYOUTS[0], scales=scales)
+                    yield fused_matmul_source(algorithm, dtype, world_size, tile, LAYOUTS[0], format=scales)
                 if world_size in TREE_WORLD_SIZES:
                     partial = skinny_tile(tile.rows, LEAVES // world_size)
                     yield fused_matmul_source(algorithm, dtype, world_size, partial, LAYOUTS[0])

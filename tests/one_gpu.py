@@ -250,7 +250,7 @@ class RanksOfOneGpu:
             )
         ]
         of = "" if not scales else "rows" if scales[0][0].shape[1] == 1 else "blocks"
-        work = Product(ALLGATHER_MATMUL, counts, k, bool(biases), epilogue=form, gathered=True, scales=of)
+        work = Product(ALLGATHER_MATMUL, counts, k, bool(biases), epilogue=form, gathered=True, format=of)
         self._launch_matmul(work, Algorithm.ALLGATHER_MATMUL, ranks, tile)
         return (outs, wholes, [of for (of,) in of_rows]) if scales else (outs, wholes)
 

@@ -183,8 +183,7 @@ def _scaling(graph: Graph, matmul: Node) -> dict[str, object]:
     """Returns the arguments of a product's scales: those of this rank's rows, and of the weight."""
     if (product := scaled.read(matmul)) is None:
         return {}
-    of_a, of_w = product.scales(graph)
-    return {"scales": [rows.origin(of_a).args[0], of_w], "scaled_dtype": product.dtype}
+    return product.options(graph, lambda x: rows.origin(x).args[0])
 
 
 def _why_not_faster(gathered: Gathered, places: Places) -> Reason | None:

@@ -8,7 +8,7 @@ a, w -- mm -- views -- reducescatter, of rows        becomes fused_matmul_reduce
 The options of the sum carry over. A sum with a codec is not fused. Where rows are reordered before the
 sum, as in a reduce-scatter along another dimension than the first, the rows of ``a`` are reordered instead.
 
-torch's scaled products of e4m3 operands (scaled.py) are fused like mm, with their scales.
+torch's scaled products of e4m3 operands (scaled.py) are fused like mm.
 
 With the partition "tp_invariant" the op also takes a bias, which it adds before it rounds:
 
@@ -59,7 +59,7 @@ class Product(Collective):
 
     of: Op  # the op that sums: a key of _FUSED
     matmul: Node  # or an addition of several
-    scaled: ScaledProduct | None  # what the matmul is, if its operands have scales
+    scaled: ScaledProduct | None  # what the matmul is, if its operands are in e4m3
 
     @property
     def call(self) -> dict[str, object]:
@@ -125,7 +125,7 @@ class Matmul:
 
     def _why_not_scaled(self, product: ScaledProduct) -> Reason | None:
         if self.partition == TP_INVARIANT:
-            return "products with scales are not added as a tree"
+            return scaled.NO_TREE
         return "each rank adds a bias to its product" if product.bias else product.why_not
 
     def replace(self, graph: Graph, product: Product, places: Places) -> None:
@@ -152,14 +152,11 @@ class Matmul:
             _take_bias(graph, new, op)
 
     def _scaling(self, graph: Graph, product: Product, like: Node) -> dict[str, object]:
-        """Returns the arguments of a product's scales, whose rows are moved as those of ``like``."""
+        """Returns the options of a product in e4m3, whose rows are moved as those of ``like``."""
         if product.scaled is None:
             return {}
-        of_a, of_w = product.scaled.scales(graph)
-        if not scaled.is_number(of_a):
-            of_a = _moved(graph, like, of_a)
-        # Every partition of products with scales is batch-invariant.
-        return {"scales": [of_a, of_w], "scaled_dtype": product.scaled.dtype, "partition": "auto"}
+        found = product.scaled.options(graph, lambda x: x if scaled.is_number(x) else _moved(graph, like, x))
+        return found | {"partition": "auto"}  # every one is batch-invariant
 
 
 def _why_not_faster(product: Product, places: Places, columns: int) -> Reason | None:
@@ -167,8 +164,8 @@ def _why_not_faster(product: Product, places: Places, columns: int) -> Reason | 
     count = count if isinstance(count, int) else MANY_ROWS
     scattered = product.of in _SCATTERED or bool(product.call.get("epilogue"))
     world_size, policy = places.resolve(product.group).size(), places.table.matmul
-    scales = scaled.format_of(product.scaled) if product.scaled else ""
-    if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, factors=Factors(scales)):
+    factors = Factors(scaled.format_of(product.scaled) if product.scaled else "")
+    if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, factors=factors):
         return "not known to be faster as one op"
     return None
 
@@ -251,7 +248,7 @@ def _lengths(product: Product) -> list[Node]:
 
 
 def _moved(graph: Graph, node: Node, a: Node) -> Node:
-    """Returns the matmul's first operand ``a``, or its scales, with the rows of ``node``, in its leading shape."""
+    """Returns ``a``, or what goes with its rows, with the rows and the leading shape of ``node``."""
     return _seen_as(a, node) or rows.move(graph, node, a)
 
 

@@ -10,6 +10,7 @@ _scaled_mm_v2(a, w.t(), [scale_a], [recipe], [swizzle], [scale_b], [recipe], [sw
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from graphar.ops.matmul_operands import RESULT_DTYPES
 
 _aten = torch.ops.aten
 _V2 = _aten._scaled_mm_v2.default
+NO_TREE = "products with scales are not added as a tree"
 TARGETS = (_aten._scaled_mm.default, _V2)
 _RECIPES = [  # those of scale_a and of scale_b that graphar has, too
     ([ScalingType.TensorWise.value], [ScalingType.TensorWise.value]),
@@ -48,14 +50,17 @@ class ScaledProduct:
     bias: Node | None
     why_not: Reason | None  # why graphar has no such product
 
-    def scales(self, graph: Graph) -> tuple[Node, Node]:
-        """Returns the scales of ``a`` and of the weight as graphar's ops take them; adds views to the graph."""
-        if format_of(self) == "rows":
-            return self.a_scale, self.w_scale
+    def options(self, graph: Graph, moved: Callable[[Node], object]) -> dict[str, object]:
+        """Returns the options of graphar's ops for the scales; adds views to the graph.
+
+        ``moved`` returns the scales of ``a`` for the rows that an op takes.
+        """
         of_w, blocks = self.w_scale, _blocks(self.weight.meta["val"].shape[0])
-        if not statically_known_true(of_w.meta["val"].shape[0] == blocks):
-            of_w = rows.called(graph, _aten.slice.Tensor, (of_w, 0, 0, blocks))
-        return self.a_scale, stored(graph, of_w)
+        if format_of(self) != "rows":
+            if not statically_known_true(of_w.meta["val"].shape[0] == blocks):
+                of_w = rows.called(graph, _aten.slice.Tensor, (of_w, 0, 0, blocks))
+            of_w = stored(graph, of_w)
+        return {"scales": [moved(self.a_scale), of_w], "scaled_dtype": self.dtype}
 
 
 def read(node: Node) -> ScaledProduct | None:

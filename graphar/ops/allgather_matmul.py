@@ -246,14 +246,13 @@ def _run(engine: Engine, a, w, outs, given):
     counts = tuple([size * in_one for size in given.sizes])
     form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
     how = {"partition": given.partition, "gathered": given.gathered}
-    if given.scales:
-        how["scales"] = matmul_operands.format_of(NAME, a, w, given.scales)
+    how |= matmul_operands.multiplied(NAME, a, w, given)
     work = Product(NAME, counts, a[0].shape[-1], bool(given.bias), epilogue=form, **how)
     ranks = []
-    for rank, (x, weight, results) in enumerate(zip(a, w, outs, strict=True)):
+    for rank, results in enumerate(outs):
         bias = [given.bias[rank]] if given.bias else []
         tensors, numbers = (followed.inputs[rank].tensors, followed.inputs[rank].scalars) if followed else ((), ())
-        inputs = x, weight, *given.scales[2 * rank : 2 * rank + 2], *bias, *tensors
+        inputs = *matmul_operands.factors(a, w, given, rank), *bias, *tensors
         ranks.append(Operands(inputs, results if given.gathered else results[:1], tuple(numbers)))
     plan = engine.run(Call.of(work, outs[0][0], timeout_s=given.timeout_s), ranks)
     return plan, ranks

@@ -270,9 +270,9 @@ def _run(op: str, engine: Engine, a, w, residual, weight, outs, given: _Normed):
     else:
         counts = owned_rows(a[0].shape[:-1].numel(), engine.world_size)
     how = {"partition": given.partition, "norm": (given.eps, given.weight_offset)}
-    work = Product(op, tuple(counts), w[0].shape[0], **how, **matmul_sums.multiplied(op, a, w, given))
+    work = Product(op, tuple(counts), w[0].shape[0], **how, **matmul_operands.multiplied(op, a, w, given))
     each = enumerate(zip(residual, weight, outs, strict=True))
-    ranks = [Operands((*matmul_sums.factors(a, w, given, at), *beside), out) for at, (*beside, out) in each]
+    ranks = [Operands((*matmul_operands.factors(a, w, given, at), *beside), out) for at, (*beside, out) in each]
     return engine.run(Call.of(work, residual[0], timeout_s=given.timeout_s), ranks), ranks
 
 

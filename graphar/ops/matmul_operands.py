@@ -173,6 +173,17 @@ def format_of(op: str, a: Sequence[torch.Tensor], w: Sequence[torch.Tensor], sca
     return "blocks" if found[0] else "rows"
 
 
+def multiplied(op: str, a, w, given: Multiplied) -> dict[str, Any]:
+    """Returns what a Product has of the factors of a call."""
+    of = {"format": format_of(op, a, w, given.scales)} if given.scales else {}
+    return of | {"constant_weight": getattr(given, "constant_weight", False)}
+
+
+def factors(a, w, given: Multiplied, rank: int) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors of a rank's factors."""
+    return a[rank], w[rank], *given.scales[2 * rank : 2 * rank + 2]
+
+
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 

@@ -279,26 +279,17 @@ def _run(op: str, engine: Engine, a, w, outs, given: _Summed):
         call_checks.check_quantized_call(op, given.codec, "auto", outs[0])
     if not sum(counts) or not columns:
         return None
-    how = {"partition": given.partition, "num_partitions": given.num_partitions} | multiplied(op, a, w, given)
+    how = {"partition": given.partition, "num_partitions": given.num_partitions} | matmul_operands.multiplied(
+        op, a, w, given
+    )
     work = Product(op, tuple(counts), columns, bool(given.bias), given.codec, followed and followed.form, **how)
     ranks = []
     for rank, out in enumerate(outs):
         more = [given.bias[rank].resolve_neg().contiguous()] if given.bias else []  # kernels read raw memory
         more += followed.inputs[rank].tensors if followed else []
         numbers = tuple(followed.inputs[rank].scalars) if followed else ()
-        ranks.append(Operands((*factors(a, w, given, rank), *more), (out,), numbers))
+        ranks.append(Operands((*matmul_operands.factors(a, w, given, rank), *more), (out,), numbers))
     return engine.run(Call.of(work, outs[0], timeout_s=given.timeout_s), ranks), ranks
-
-
-def multiplied(op: str, a, w, given: matmul_operands.Multiplied) -> dict[str, Any]:
-    """Returns what a Product has of the factors of a call."""
-    of = {"scales": matmul_operands.format_of(op, a, w, given.scales)} if given.scales else {}
-    return of | {"constant_weight": getattr(given, "constant_weight", False)}
-
-
-def factors(a, w, given: matmul_operands.Multiplied, rank: int) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of a rank's factors."""
-    return a[rank], w[rank], *given.scales[2 * rank : 2 * rank + 2]
 
 
 def _check_out(a, w, outs, given: Arguments) -> None:

@@ -12,7 +12,7 @@ from graphar.numerics.fp8_products import BLOCK
 from graphar.plan.scratch import MATMUL_PARTIAL_PLACES, PACK_NBYTES
 from graphar.plan.tiles import LAYOUTS
 
-SCALES = ("rows", "blocks")  # what each scale of e4m3 operands is of
+FORMATS = ("rows", "blocks")  # what each scale of e4m3 operands is of
 _TEMPLATES = {"rows": "RowScales", "blocks": "BlockScales"}  # classes of cuda_src/device/matmul/scaled_products.cuh
 # A skinny kernel has registers for the sums of one block of 64 rows only, and adds them while nothing is multiplied:
 # 74 us for 64 x 8192 x 14336 between two H200s, and 34 with scales of rows.
@@ -26,56 +26,56 @@ class Factors(NamedTuple):
     The words on which ranks agree have it, and so have the names of kernels.
     """
 
-    scales: str = ""  # one of SCALES: operands are e4m3, and results have 16 bits; an empty string: both have one dtype
+    format: str = ""  # one of FORMATS: operands are e4m3, results have 16 bits; an empty string: both have one dtype
     order: str = "rank"  # "rank": products are rounded, and added in the order of ranks; "tree": leaves of K, in fp32
     own: bool = False  # whether only graphar's kernels may multiply, so that a row's bits depend on no other row
 
     def __str__(self) -> str:
-        return _TEMPLATES[self.scales] if self.scales else ""
+        return _TEMPLATES[self.format] if self.format else ""
 
     @property
     def inputs(self) -> int:
         """How many tensors a rank's factors have."""
-        return 4 if self.scales else 2
+        return 4 if self.format else 2
 
     @property
     def words(self) -> str:
         """What ranks must have alike, in words; nothing of operands that have the dtype of the result."""
-        return f"products of e4m3 operands with scales of {self.scales}" if self.scales else ""
+        return f"products of e4m3 operands with scales of {self.format}" if self.format else ""
 
     @property
     def multiplied_by(self) -> str:
         """What multiplies operands of 8 bits, in words."""
-        return f"graphar's scaled matmul of e4m3 operands with scales of {self.scales}"
+        return f"graphar's scaled matmul of e4m3 operands with scales of {self.format}"
 
     @property
     def is_plain(self) -> bool:
         """Whether operands have the dtype of results, and no scales."""
-        return not self.scales
+        return not self.format
 
     @property
     def layouts(self) -> tuple[str, ...]:
         """The layouts of W that kernels load: tensor cores transpose no e4m3."""
-        return LAYOUTS[:1] if self.scales else LAYOUTS
+        return LAYOUTS[:1] if self.format else LAYOUTS
 
     @property
     def most_skinny_rows(self) -> int | None:
         """The most rows that a skinny kernel multiplies fast; None: as many as it takes."""
-        return _MOST_SKINNY_ROWS.get(self.scales)
+        return _MOST_SKINNY_ROWS.get(self.format)
 
     @property
     def clustered(self) -> float | None:
         """The cost of clusters of a matmul alone, as TileCost has it; None: the one that was measured of 16 bits."""
-        return _CLUSTERED.get(self.scales)
+        return _CLUSTERED.get(self.format)
 
     def k_of_16_bits(self, k: int) -> int:
         """Returns the columns of 16-bit operands that take as long: 128 of e4m3 have the bytes of 64."""
-        return max(k // 2, 1) if self.scales else k
+        return max(k // 2, 1) if self.format else k
 
     def row_nbytes(self, k: int) -> int:
         """Returns the bytes of a row of A with ``k`` columns on its way to another rank, in whole packs."""
-        packs = -(-k * (1 if self.scales else 2) // PACK_NBYTES)
-        of_row = {"": 0, "rows": 1, "blocks": -(-k // BLOCK)}[self.scales]  # `of_row` in scaled_products.cuh
+        packs = -(-k * (1 if self.format else 2) // PACK_NBYTES)
+        of_row = {"": 0, "rows": 1, "blocks": -(-k // BLOCK)}[self.format]  # `of_row` in scaled_products.cuh
         return packs * PACK_NBYTES + 4 * of_row
 
     @property

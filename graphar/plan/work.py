@@ -32,7 +32,7 @@ from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Panel, length
-from graphar.plan.factors import SCALES, Factors
+from graphar.plan.factors import FORMATS, Factors
 from graphar.plan.scratch import PACK_NBYTES
 
 MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER = "fused_matmul_allreduce", "fused_matmul_reducescatter"
@@ -229,19 +229,19 @@ class Product(NamedTuple):
     gathered: bool = False  # of an all-gather, whether the gathered rows are wanted as well
     # Whether W is constant: (26) in cuda_src/device/sync/kernel_order.cuh. Ranks may differ in it.
     constant_weight: bool = False
-    scales: str = ""  # as Factors has them; the call has the result's dtype
+    format: str = ""  # as Factors has it; the call has the result's dtype
 
     unit = "rows"
 
     @property
     def factors(self) -> Factors:
         """What is multiplied, and in which order it is added."""
-        return Factors(self.scales, self.order, self.partition in (BATCH_INVARIANT, TP_INVARIANT))
+        return Factors(self.format, self.order, self.partition in (BATCH_INVARIANT, TP_INVARIANT))
 
     @property
     def in_8_bits(self) -> list[Product]:
         """The same of operands in e4m3, in each of their formats."""
-        return [self._replace(scales=one) for one in SCALES]
+        return [self._replace(format=one) for one in FORMATS]
 
     @property
     def beside(self) -> str:

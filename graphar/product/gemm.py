@@ -19,7 +19,7 @@ from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.policy import TileCost
 from graphar.plan.tiles import FP8_TILES, LEAF_COUNTS, LEAF_TILES, MatmulTile
-from graphar.product.operands import PlacedScales, Step, kernel_arguments, placed
+from graphar.product.operands import Placed, Step, kernel_arguments, placed
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, loaded, matrix_of, tensor_map
 from graphar.runtime import launcher
 from graphar.runtime.catalogue import matmul_source, scaled_matmul_source
@@ -377,7 +377,7 @@ def _bind(
     w: Matrix,
     c: Matrix,
     bias: int,
-    scales: PlacedScales | None = None,
+    beside: Placed | None = None,
 ) -> Callable[[int], None]:
     """Returns a function that launches the matmul on a stream, at each call."""
     n = w.rows if layout == "by_rows" else w.columns
@@ -387,15 +387,15 @@ def _bind(
 
     def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:
         """Returns the launch of some of the tiles, numbered in their order."""
-        given = kernel_arguments(scales, *sizes)
-        if not scales:
+        given = kernel_arguments(beside, *sizes)
+        if not beside:
             given.c, given.c_leading, given.first_tile, given.end_tile = c.pointer, c.leading, first, end
         clusters = min(max(sms // tile.blocks, 1), end - first)
         kernel = a.dtype, tile, layout, c.dtype
         if tile.split > 1:
             # Clusters that find no room begin when others end, and would then compute all their tiles.
             clusters = min(clusters, _clusters_at_once(device, *kernel))
-        function = _function(device, *kernel, *([scales.template] if scales else []))
+        function = _function(device, *kernel, *([beside.template] if beside else []))
         return Launch(function, [*maps, given], _grid(tile, clusters))
 
     tiles, tail = rows * columns, tile.of_tail

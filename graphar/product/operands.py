@@ -57,7 +57,7 @@ def _joined(parts: Sequence[slice]) -> list[slice]:
     return joined
 
 
-class PlacedScales(NamedTuple):
+class Placed(NamedTuple):
     """Scales in device memory: addresses, and strides in elements; 0 where one serves all."""
 
     template: str  # the C++ class of their format
@@ -70,14 +70,14 @@ class PlacedScales(NamedTuple):
     gathered_scales: int = 0  # the address that takes the scales of gathered rows; 0 if they are not wanted
 
 
-def placed(scales: Scales, gathered: torch.Tensor | None = None) -> PlacedScales:
+def placed(scales: Scales, gathered: torch.Tensor | None = None) -> Placed:
     """Returns where scales lie, and where those of gathered rows go."""
     (a_row, a_block), (w_row, w_block) = scales.a.stride(), scales.w.stride()
     of_a, of_w, to = (0 if x is None else x.data_ptr() for x in (scales.a, scales.w, gathered))
-    return PlacedScales(str(Factors(scales.format)), of_a, of_w, a_row, a_block, w_row, w_block, to)
+    return Placed(str(Factors(scales.format)), of_a, of_w, a_row, a_block, w_row, w_block, to)
 
 
-def kernel_arguments(scales: PlacedScales | None, *sizes: int, from_row: int = 0, **more: int) -> MatmulArguments:
+def kernel_arguments(scales: Placed | None, *sizes: int, from_row: int = 0, **more: int) -> MatmulArguments:
     """Returns the arguments of a matmul of such sizes, for a launch on rows of A that begin at ``from_row``."""
     if scales is None:
         return MatmulArguments(*sizes, **more)
@@ -116,7 +116,7 @@ class MatmulOperands:
         return LAYOUTS[:1] if self.scales else LAYOUTS
 
     @property
-    def placed(self) -> PlacedScales | None:
+    def placed(self) -> Placed | None:
         """Where scales lie, if there are some."""
         return self.scales and placed(self.scales, self.gathered_scales)
 
@@ -172,7 +172,7 @@ def operands_of(work: Product, own: Operands) -> MatmulOperands:
     """Returns one rank's operands as matrices: leading dimensions are flattened."""
     a, w, *rest = own.inputs
     a = flat(a)
-    scales = known_scales(work.scales, a, w, flat_scale(rest.pop(0)), rest.pop(0)) if work.scales else None
+    scales = known_scales(work.format, a, w, flat_scale(rest.pop(0)), rest.pop(0)) if work.format else None
     bias = rest.pop(0) if work.bias else None
     # The gathered rows, and their scales if they have some.
     gathered = [*(flat(one) for one in own.outputs[1:] if work.gathered), None, None]

@@ -16,7 +16,7 @@ from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.product.gemm import STORE_ROWS, Order, operand_maps, rows_map, weight_map
-from graphar.product.operands import PlacedScales, kernel_arguments
+from graphar.product.operands import Placed, kernel_arguments
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 from graphar.runtime.arguments import Arguments, MatmulArguments
 from graphar.runtime.launcher import Grid
@@ -35,7 +35,7 @@ class Matrices:
     bias: int = 0  # the address of the bias; 0 without one
     timeline: int = 0  # the address of the timeline of timelines.py; 0 without one
     constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
-    beside: PlacedScales | None = None  # what lies beside operands in e4m3
+    beside: Placed | None = None  # what lies beside operands in e4m3
 
     @property
     def key(self) -> tuple:

@@ -12,10 +12,10 @@ from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.code import Generated
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm, kernels_that
 from graphar.plan.config import Kernel
-from graphar.plan.factors import SCALES, Factors
+from graphar.plan.factors import FORMATS, Factors
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 
-SCALE_FORMATS = tuple([str(Factors(scales)) for scales in SCALES])  # of e4m3 operands
+SCALE_FORMATS = tuple([str(Factors(one)) for one in FORMATS])  # of e4m3 operands
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ def matmul_source(
     return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
 
 
-def scaled_matmul_source(tile: MatmulTile, out_dtype: torch.dtype, scales: str) -> KernelSource:
+def scaled_matmul_source(tile: MatmulTile, out_dtype: torch.dtype, format: str) -> KernelSource:
     """Returns the kernel of a matmul of e4m3 operands, whose weight is by rows.
 
-    ``out_dtype`` is one of TYPE_NAMES, and ``scales`` one of SCALE_FORMATS.
+    ``out_dtype`` is one of TYPE_NAMES, and ``format`` one of SCALE_FORMATS.
     """
-    name = f"matmul<e4m3, {tile}, by_rows, {TYPE_NAMES[out_dtype]}, {scales}>"
+    name = f"matmul<e4m3, {tile}, by_rows, {TYPE_NAMES[out_dtype]}, {format}>"
     return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
 
 
@@ -135,7 +135,7 @@ def fused_matmul_source(
     layout: str,
     generated: Generated | None = None,
     codec: Codec | None = None,
-    scales: str = "",
+    format: str = "",
 ) -> KernelSource:
     """Returns the fused kernel of a matmul and the sum of its result, or the all-gather of its rows.
 
@@ -145,16 +145,16 @@ def fused_matmul_source(
         layout: the layout of the weight, one of LAYOUTS.
         generated: the code of an epilogue; not for SKINNY_KERNELS.
         codec: a codec on the wire; for SUMMED_TILE_KERNELS.
-        scales: one of SCALE_FORMATS if operands are e4m3, with a weight by rows; ``dtype`` is that of the result.
+        format: one of SCALE_FORMATS if operands are e4m3, with a weight by rows; ``dtype`` is that of the result.
     """
     result, travel, follow = TYPE_NAMES[dtype], "", generated.name if generated else ""
-    if codec or (scales and algorithm.row.sends_tiles):
+    if codec or (format and algorithm.row.sends_tiles):
         travel = f"AsCodes<{result}, {codec.type_name}>" if codec else f"AsElements<{result}>"
     if isinstance(tile, MatmulTile) and tile.partials:
         travel = f"AsPartials<{result}>"
-    if not algorithm.row.is_skinny and (travel or scales):
+    if not algorithm.row.is_skinny and (travel or format):
         follow = follow or "Identity"
-    arguments = [result, world_size, tile, layout, *filter(None, (follow, travel, scales))]
+    arguments = [result, world_size, tile, layout, *filter(None, (follow, travel, format))]
     name = f"{algorithm.kernel_name}<{', '.join(map(str, arguments))}>"
     code = generated.text if generated else ""
     return KernelSource(file_of(algorithm), name, only_arch=MATMUL_ARCH, generated=code)

@@ -120,7 +120,7 @@ def work_of(case: Case, amount: int) -> Work:
         return Norm(case.op, (amount * case.columns,) * case.world_size, case.columns)
     if case.op == MATMUL_ALLREDUCE:
         counts = (case.size, *[0] * (case.world_size - 1))
-        return Product(MATMUL_ALLREDUCE, counts, amount, constant_weight=True, scales=case.scales)
+        return Product(MATMUL_ALLREDUCE, counts, amount, constant_weight=True, format=case.scales)
     return Parts(case.op, (amount,) * case.world_size, case.codec)
 
 

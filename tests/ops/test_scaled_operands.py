@@ -223,11 +223,11 @@ def test_with_e4m3_the_kernels_of_both_formats_are_prepared():
 
     ops, fp8 = [SUM.__name__, GATHER.__name__], torch.float8_e4m3fn
     every = preparation._needed_tiles(Ranks(), ops, [BF16, fp8], [], [form], tp_invariant=False)
-    needed = [one for one in every if one[-1].scales]
-    found = {(algorithm, tile, work.scales, work.epilogue) for algorithm, dtype, tile, work in needed if dtype == BF16}
+    needed = [one for one in every if one[-1].format]
+    found = {(algorithm, tile, work.format, work.epilogue) for algorithm, dtype, tile, work in needed if dtype == BF16}
     for algorithm in (Algorithm.MATMUL_ALLREDUCE, Algorithm.MATMUL_TWO_SHOT, Algorithm.ALLGATHER_MATMUL):
         forms = (None, form) if algorithm.row.takes_epilogue else (None,)
-        tiles = tiles_that_serve(algorithm, Product(algorithm.op, (), 1, scales="rows"), 4).tiles
+        tiles = tiles_that_serve(algorithm, Product(algorithm.op, (), 1, format="rows"), 4).tiles
         kinds = set(itertools.product([algorithm], tiles, ("rows", "blocks"), forms))
         assert {one for one in found if one[0] is algorithm} == kinds
     assert len(found) == len(needed)

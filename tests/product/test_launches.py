@@ -150,7 +150,7 @@ def test_each_launch_has_the_scales_of_its_rows(monkeypatch):
 def test_calls_whose_scales_have_other_addresses_share_no_launch(engine):
     own, (one,) = scaled(), row_slices((32, 32), 32)
     others = [replace(own, scales=replace(own.scales, **{of: getattr(own.scales, of).clone()})) for of in "aw"]
-    call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), 256, scales="blocks"), torch.bfloat16, -1)
+    call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), 256, format="blocks"), torch.bfloat16, -1)
     launches = fused_matmul(engine, call, Algorithm.ALLGATHER_MATMUL, FP8_TILES[0])
 
     bound = [launches._launch(MEMBER, given, one) for given in (own, *others, own)]

@@ -57,7 +57,7 @@ def product(rows=ROWS, columns=COLUMNS, op=MATMUL_ALLREDUCE, **how):
     ids=str,
 )
 def test_results_take_one_kernel_where_they_do_without_scales(scales, call, taken):
-    work = product(**({"rows": 16, "columns": 8192} | call), scales=scales)
+    work = product(**({"rows": 16, "columns": 8192} | call), format=scales)
     for dtype in (torch.bfloat16, torch.float16):
         out = SimpleNamespace(is_cuda=True, dtype=dtype)
         assert takes_tiles(Ranks(), Call(work, dtype, 0), out) is taken
@@ -65,7 +65,7 @@ def test_results_take_one_kernel_where_they_do_without_scales(scales, call, take
 
 @every_format
 def test_a_gpu_or_ranks_without_the_kernel_multiply_and_then_sum(scales):
-    work = product(16, 8192, scales=scales)
+    work = product(16, 8192, format=scales)
     on_cpu, on_gpu = (SimpleNamespace(is_cuda=it, dtype=torch.bfloat16) for it in (False, True))
 
     assert not takes_tiles(Ranks(), Call(work, torch.bfloat16, 0), on_cpu)
@@ -76,7 +76,7 @@ def test_a_gpu_or_ranks_without_the_kernel_multiply_and_then_sum(scales):
 @pytest.mark.parametrize("scales", SCALE_FORMATS)
 def test_the_kernel_is_that_of_the_result_and_of_the_format_of_the_scales(scales):
     tile = skinny_tile(16)
-    source = fused_matmul_source(Algorithm.MATMUL_TWO_SHOT, torch.float16, 4, tile, "by_rows", scales=scales)
+    source = fused_matmul_source(Algorithm.MATMUL_TWO_SHOT, torch.float16, 4, tile, "by_rows", format=scales)
 
     assert source.name == f"matmul_two_shot<fp16, 4, {tile}, by_rows, {scales}>"
 
@@ -91,17 +91,17 @@ def test_kernels_are_loaded_for_a_weight_by_rows_and_for_each_format(scales, mon
         return [load(MEMBER)]
 
     runner, given = SimpleNamespace(world_size=2, kernels=SimpleNamespace(prepare_all=prepare_all)), skinny_tile(8)
-    for work in (product(), product(scales=scales)):
+    for work in (product(), product(format=scales)):
         (loaded,) = load_tile(runner, Algorithm.MATMUL_ONE_SHOT, torch.bfloat16, given, work)
-        assert [layout for _, layout in loaded] == list(LAYOUTS[:1] if work.scales else LAYOUTS)
-        assert all(("Scales" in source.name) == bool(work.scales) for source in loaded.values())
+        assert [layout for _, layout in loaded] == list(LAYOUTS[:1] if work.format else LAYOUTS)
+        assert all(("Scales" in source.name) == bool(work.format) for source in loaded.values())
     (key, words), (scaled_key, scaled_words) = asked
     assert key != scaled_key
     assert scaled_words == f"{words}, {Factors(scales)}"
 
 
 def test_ranks_that_differ_in_the_format_differ_in_words():
-    rows, blocks = (Call(product(scales=scales), torch.bfloat16, 0) for scales in SCALES)
+    rows, blocks = (Call(product(format=scales), torch.bfloat16, 0) for scales in SCALES)
 
     assert agreement.words(rows) != agreement.words(blocks)
 
@@ -144,7 +144,7 @@ def launched(launches, work, own):
 
 @every_format
 def test_a_launch_is_given_the_scales_with_their_strides(launches_of, scales):
-    work, bias = product(scales=scales, bias=True, constant_weight=True), torch.zeros(COLUMNS, dtype=torch.bfloat16)
+    work, bias = product(format=scales, bias=True, constant_weight=True), torch.zeros(COLUMNS, dtype=torch.bfloat16)
     transposed = torch.ones(-(-K // 128), ROWS).t() if scales == "blocks" else torch.ones(2 * ROWS, 1)[::2]
     own = operands(scales, a_scale=transposed, bias=bias)
 
@@ -171,7 +171,7 @@ def test_a_launch_without_scales_is_given_none(launches_of):
 
 @every_format
 def test_launches_with_scales_at_other_addresses_are_apart(launches_of, scales):
-    work = product(scales=scales)
+    work = product(format=scales)
     launches, first = launches_of(work), operands(scales)
     a, w, a_scale, w_scale = first.inputs
     second = Operands((a, w, a_scale.clone(), w_scale), first.outputs)
@@ -183,7 +183,7 @@ def test_launches_with_scales_at_other_addresses_are_apart(launches_of, scales):
 
 @every_format
 def test_a_weight_by_columns_or_off_16_bytes_is_copied_and_is_not_constant(launches_of, scales):
-    work = product(scales=scales, constant_weight=True)
+    work = product(format=scales, constant_weight=True)
     launches = launches_of(work)
     by_columns = torch.zeros(K, COLUMNS).to(FP8).t()
     misaligned = torch.zeros(COLUMNS * K + 1).to(FP8)[1:].view(COLUMNS, K)
@@ -197,7 +197,7 @@ def test_a_weight_by_columns_or_off_16_bytes_is_copied_and_is_not_constant(launc
 
 @every_format
 def test_a_k_of_no_whole_16_bytes_is_copied_and_stays(launches_of, scales):
-    work = product(scales=scales)
+    work = product(format=scales)
 
     _, w, sizes = launched(launches_of(work), work, operands(scales, k=100))
 
@@ -206,7 +206,7 @@ def test_a_k_of_no_whole_16_bytes_is_copied_and_stays(launches_of, scales):
 
 @every_format
 def test_zeros_stand_in_place_of_no_columns_and_have_scales(launches_of, scales):
-    work = product(scales=scales)
+    work = product(format=scales)
 
     placed, w, sizes = launched(launches_of(work), work, operands(scales, k=0))
 
@@ -218,7 +218,7 @@ def test_zeros_stand_in_place_of_no_columns_and_have_scales(launches_of, scales)
 
 @every_format
 def test_a_repeated_launch_is_bound_to_the_scales_of_its_call(launches_of, scales):
-    work = product(scales=scales)
+    work = product(format=scales)
     launches, first = launches_of(work), operands(scales)
     second = operands(scales)
     launches._bind = lambda at, member, tile, matrices, own, one: lambda *given: given_scales.append(matrices.beside)
@@ -233,7 +233,7 @@ def test_a_repeated_launch_is_bound_to_the_scales_of_its_call(launches_of, scale
 
 
 def test_operands_that_are_flattened_into_copies_are_not_repeated(launches_of):
-    work = product(scales="blocks")
+    work = product(format="blocks")
     a, w, *more = operands("blocks").inputs
     in_three = torch.zeros(K, 2, 2).transpose(0, 2).to(FP8), torch.ones(3, 2, 2).transpose(0, 2)
     out = torch.empty(2, 2, COLUMNS, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config, Kernel
-from graphar.plan.factors import SCALES
+from graphar.plan.factors import FORMATS
 from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.slices import Slice
 from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple
@@ -163,8 +163,8 @@ def every_tile():
         )
         for dtype, tile in itertools.product((BF16, torch.float16), algorithm.row.tiles):
             yield from ((algorithm, dtype, tile, work) for work in works)
-        for scales in SCALES:
-            work = Product(algorithm.op, ROWS, 512, scales=scales)
+        for format in FORMATS:
+            work = Product(algorithm.op, ROWS, 512, format=format)
             yield from ((algorithm, BF16, tile, work) for tile in tiles_that_serve(algorithm, work, 2).tiles)
 
 
