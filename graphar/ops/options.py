@@ -146,34 +146,27 @@ def check_together(op: str, codec: object, epilogue: object, residual: object = 
         raise ValueError(f"{op}: takes a codec or an epilogue, not both")
 
 
-def order_option(
-    op: str, order: object, out_dtype: torch.dtype | None, x: torch.Tensor, codec: object
-) -> torch.dtype | None:
-    """Returns the dtype of sums of tensors like ``x`` that are added in an order; None: that of ``x``.
+def check_order(op: str, engine: Engine, xs: Sequence[torch.Tensor], given: Ordered) -> None:
+    """Checks the order in which ``xs`` are added, "rank" or "tree".
 
     Raises:
-        ValueError: there is no such order, or it excludes the codec, the dtype of ``x`` or that of the result.
+        ValueError: there is no such order, it excludes the codec, the dtype of ``xs`` or that of the result, or the
+            ranks of ``engine`` have no tree.
     """
+    order, out_dtype = given.order, given.out_dtype
     if order == "rank" and out_dtype is None:
-        return None
+        return
     if order not in ("rank", "tree"):
         raise ValueError(f"{op}: order must be 'rank' or 'tree', got {order!r}")
     if order == "rank":
         raise ValueError(f"{op}: out_dtype needs order='tree'; in the order of ranks the result has the dtype of x")
-    if codec:
+    if given.codec:
         raise ValueError(f"{op}: takes a codec or order='tree', not both")
-    if x.dtype != torch.float32:
-        raise ValueError(f"{op}: order='tree' adds partials in float32, got {x.dtype}")
-    if out_dtype is not None and out_dtype not in TYPE_NAMES:
+    if xs[0].dtype != torch.float32:
+        raise ValueError(f"{op}: order='tree' adds partials in float32, got {xs[0].dtype}")
+    if out_dtype not in (None, *TYPE_NAMES):
         raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    return None if out_dtype == x.dtype else out_dtype
-
-
-def check_order(op: str, engine: Engine, xs: Sequence[torch.Tensor], given) -> None:
-    """Raises ValueError if a call cannot add in its order, or the ranks of ``engine`` have no tree."""
-    if given.order != "rank" or given.out_dtype is not None:
-        order_option(op, given.order, given.out_dtype, xs[0], given.codec)
-        leaf_tree.check_ranks(op, engine.world_size)
+    leaf_tree.check_ranks(op, engine.world_size)
 
 
 def gradients_in_order(order: str, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -92,8 +92,8 @@ def allreduce(
     how = algorithm, timeout_s, type(timeout_s), codec
     if (found := repeated(ALLREDUCE, group, tensors, how, epilogue, out)) is not None:
         return found
-    asked = tensors, how, epilogue
-    return _allreduce(x, group, out, algorithm, codec, residual, epilogue, timeout_s, asked)
+    given = Arguments(algorithm=algorithm, timeout_s=timeout_s)
+    return _call(SUM, x, group, given, codec, residual, epilogue, (tensors, how, epilogue), out)
 
 
 def reducescatter(
@@ -152,76 +152,53 @@ def reducescatter(
     how = axis, type(axis), algorithm, codec, timeout_s, type(timeout_s)
     if (found := repeated(REDUCESCATTER, group, tensors, how, epilogue)) is not None:
         return found
-    asked = tensors, how, epilogue
-    return _reducescatter(x, group, axis, algorithm, codec, residual, epilogue, timeout_s, asked)
+    given = ArgumentsOfParts(axis=axis, algorithm=algorithm, timeout_s=timeout_s)
+    return _call(SCATTER, x, group, given, codec, residual, epilogue, (tensors, how, epilogue))
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def _allreduce(x, group: Group, out, algorithm, codec, residual, epilogue, timeout_s, asked: Asked) -> Any:
+def _call(
+    op: Op, x, group: Group, given: Arguments | ArgumentsOfParts, codec, residual, epilogue, asked: Asked, out=None
+) -> Any:
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    options.check_together(ALLREDUCE, codec, epilogue, residual)
-    call_checks.check_call(ALLREDUCE, "auto" if codec is not None else algorithm, timeout_s)
-    name, in_list = engine_name(group, ALLREDUCE), isinstance(x, (list, tuple))
-    check_input(ALLREDUCE, x)
-    ranks, first = (len(x), x[0]) if in_list else (None, x)
-    followed = options.epilogue_option(ALLREDUCE, epilogue, first, ranks)
-    given = Arguments(
-        communicator=name,
-        algorithm=str(algorithm),
-        timeout_s=timeout_s,
-        codec=options.codec_option(ALLREDUCE, codec, residual),
-        **followed,
-    )
+    name, algorithm, in_list = op.name, given.algorithm, isinstance(x, (list, tuple))
+    options.check_together(name, codec, epilogue, residual)
+    if op is SCATTER and codec is not None and algorithm != "auto":
+        raise ValueError(f"{name}: takes a codec or an algorithm, not both")
+    call_checks.check_call(name, "auto" if codec is not None else algorithm, given.timeout_s, name)
+    communicator = engine_name(group, name)
+    check_input(name, x)
+    xs = list(x) if in_list else [x]
+    part, where = xs[0], {}
+    if isinstance(given, ArgumentsOfParts):
+        axis = call_checks.check_axis(name, part, given.axis)
+        rank, world_size = (-1, len(xs)) if in_list else parts.place(group)
+        where = {"rank": rank, "axis": axis, "sizes": split(part.shape[axis], world_size)}
+        part = part.narrow(axis, 0, where["sizes"][max(rank, 0)]) if epilogue is not None else part
+    followed = options.epilogue_option(name, epilogue, part, len(xs) if in_list else None, where.get("axis"))
+    how = {"communicator": communicator, "algorithm": str(algorithm), **where, **followed}
+    given = replace(given, codec=options.codec_option(name, codec, residual), **how)
     plain = is_plain(x) and not options.needs_gradient(given.tensors)
     if out is None and residual is None:
-        return SUM(x, given=given, plain=plain, asked=asked)
+        return op(x, given=given, plain=plain, asked=asked)
     residuals = []
     if residual is not None:
-        check_output(ALLREDUCE, x, residual, "residual")
+        check_output(name, x, residual, "residual")
         residuals = list(residual) if in_list else [residual]
     if out is None:
-        made = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x if in_list else [x])]
+        made = _fake_parts(xs, given) if isinstance(given, ArgumentsOfParts) else _fake(xs, given)
         out = made if in_list else made[0]
-    check_output(ALLREDUCE, x, out)
+    else:
+        check_output(name, x, out)
     plain = plain and is_plain(out) and all(map(is_plain, residuals))
-    SUM.into(x, residuals, out, given=given, plain=plain, asked=asked)
+    op.into(x, residuals, out, given=given, plain=plain, asked=asked)
     return list(out) if in_list else out
 
 
-def _reducescatter(x, group: Group, axis, algorithm, codec, residual, epilogue, timeout_s, asked: Asked) -> Any:
-    """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    options.check_together(REDUCESCATTER, codec, epilogue, residual)
-    if codec is not None and algorithm != "auto":
-        raise ValueError(f"{REDUCESCATTER}: takes a codec or an algorithm, not both")
-    call_checks.check_call(REDUCESCATTER, algorithm, timeout_s, REDUCESCATTER)
-    name, in_list = engine_name(group, REDUCESCATTER), isinstance(x, (list, tuple))
-    check_input(REDUCESCATTER, x)
-    first = x[0] if in_list else x
-    axis = call_checks.check_axis(REDUCESCATTER, first, axis)
-    rank, world_size = (-1, len(x)) if in_list else parts.place(group)
-    sizes = split(first.shape[axis], world_size)
-    part = first.narrow(axis, 0, sizes[max(rank, 0)]) if epilogue is not None else first
-    followed = options.epilogue_option(REDUCESCATTER, epilogue, part, world_size if in_list else None, axis)
-    text = options.codec_option(REDUCESCATTER, codec, residual)
-    how = {"rank": rank, "axis": axis, "sizes": sizes, "timeout_s": timeout_s, "algorithm": str(algorithm)}
-    given = ArgumentsOfParts(communicator=name, codec=text, **how, **followed)
-    if residual is None:
-        return SCATTER(
-            x, given=given, plain=is_plain(x) and not options.needs_gradient(followed["tensors"]), asked=asked
-        )
-    check_output(REDUCESCATTER, x, residual, "residual")
-    residuals, xs = (list(residual), list(x)) if in_list else ([residual], [x])
-    lengths = sizes if in_list else [sizes[rank]]
-    made = [parts.with_length(one, axis, length) for one, length in zip(xs, lengths, strict=True)]
-    out = made if in_list else made[0]
-    SCATTER.into(x, residuals, out, given=given, plain=is_plain(x) and all(map(is_plain, residuals)), asked=asked)
-    return out
-
-
 def _fake(xs, given: Arguments) -> list[torch.Tensor]:
-    return [torch.empty_like(x.contiguous(), dtype=given.out_dtype) for x in xs]
+    return [torch.empty_like(x, dtype=given.out_dtype, memory_format=torch.contiguous_format) for x in xs]
 
 
 def _fake_parts(xs, given: ArgumentsOfParts) -> list[torch.Tensor]:
