@@ -211,7 +211,7 @@ class RanksOfOneGpu:
         received = [rows] * self.world_size if algorithm.op == MATMUL_ALLREDUCE else counts
         outs = [torch.full((own, columns), 7, dtype=dtype, device="cuda:0") for own in received]
         ranks = [Operands((*own, *more), (out,)) for own, out in zip(operands, outs, strict=True)]
-        how = {"partition": TP_INVARIANT} if factors == "leaves" else {"scales": factors}
+        how = {"partition": TP_INVARIANT} if factors == "leaves" else {"format": factors}
         form = Pointwise(epilogue, (), columns) if epilogue else None
         work = Product(algorithm.op, counts, columns, bool(more), epilogue=form, constant_weight=constant_weight, **how)
         self._launch_matmul(work, algorithm, ranks, tile, beside, before, replays)

@@ -166,11 +166,9 @@ def test_a_reduce_scatter_with_a_specification_of_its_own_has_the_parts_of_tenso
         op="reducescatter",
         scratch=lambda ranks: graphar.Scratch.of_slots(2 * ranks, SLOT_NBYTES, fill=0xFF),
         max_nbytes=SLOT_NBYTES,
-        threads=64,
         specification=lambda tensors: list(sum(tensors).tensor_split(len(tensors))),
     )
     simulator.run(mine, ranks=[3], dtypes=[torch.float32], sanitizers=["plain"], seeds=10)
-
     counts = [call.counts for call in calls_of(drawn)]
     assert all(one == tuple(map(len, torch.empty(sum(one)).tensor_split(3))) for one in counts)
     assert {len(set(one)) for one in counts} == {1, 2}
