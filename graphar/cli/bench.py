@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from graphar.cli import bench_ranks
-from graphar.cli.bench_ranks import BACKENDS, HOPS
+from graphar.cli.bench_ranks import BACKENDS, bandwidths
 from graphar.cli.options import add_call, add_command, add_load, algorithm_named, by_name, count, load, ranks_here, size
 from graphar.cli.progress import progress
 from graphar.cli.timing import Timer
@@ -223,5 +223,5 @@ def on_cpu(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
 
 def timed(nbytes: int, op: str, world_size: int, algorithm: str, time_us: float, expected: float | None) -> Timed:
     """Returns the row of a size, with its bandwidths."""
-    algbw = nbytes * (world_size if op == "allgather" else 1) / time_us / 1e3
-    return Timed(nbytes, algorithm, time_us, algbw, algbw * HOPS[op] * (world_size - 1) / world_size, expected)
+    whole = nbytes * (world_size if op == "allgather" else 1)
+    return Timed(nbytes, algorithm, time_us, *bandwidths(op, whole, world_size, time_us), expected)

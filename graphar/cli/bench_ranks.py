@@ -16,7 +16,7 @@ import torch.distributed as dist
 import graphar
 
 BACKENDS = ("graphar", "nccl", "gloo")
-HOPS = {"allreduce": 2, "reducescatter": 1, "allgather": 1}  # times that (N - 1) / N of the size crosses a link
+_HOPS = {"allreduce": 2, "reducescatter": 1, "allgather": 1}  # times that (N - 1) / N of the size crosses a link
 _SMALL = 2.0**-100  # scale of the timed input: sums in place grow with each iteration and must stay finite
 _COLUMNS = "{:>12} {:>13} {:>9} {:>6} {:>8}  {:>9} {:>7} {:>7} {:>6}  {:>9} {:>7} {:>7} {:>6}"
 
@@ -131,8 +131,13 @@ def _measure(options, call, op: str, count: int, dtype: torch.dtype, device: tor
     for _ in range(options.warmup_iters):
         call(x, out)
     time_us = _slowest(_elapsed_us(partial(call, x, out), options.iters, device))
-    algbw, world_size = count * dtype.itemsize / time_us / 1e3, dist.get_world_size()
-    return Measured(time_us, algbw, algbw * HOPS[op] * (world_size - 1) / world_size, wrong)
+    return Measured(time_us, *bandwidths(op, count * dtype.itemsize, dist.get_world_size(), time_us), wrong)
+
+
+def bandwidths(op: str, nbytes: int, world_size: int, time_us: float) -> tuple[float, float]:
+    """Returns algbw and busbw of a call in GB/s, as nccl-tests has them. ``nbytes`` are those of the whole tensor."""
+    algbw = nbytes / time_us / 1e3
+    return algbw, algbw * _HOPS[op] * (world_size - 1) / world_size
 
 
 def _tensors(op: str, count: int, dtype, device, in_place: bool) -> tuple[torch.Tensor, torch.Tensor]:

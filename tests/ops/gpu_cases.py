@@ -40,7 +40,6 @@ from tests.ops.conformance import (
     SCATTERED_NORM,
     Form,
     as_tree,
-    parameters,
     placed,
     scattered_as_tree,
     tree,
@@ -97,7 +96,7 @@ class Case:
 
     def draw(self, ranks: Ranks, shape, dtype: torch.dtype | None = None, fill=None, seed=0) -> Tensors:
         """Every rank's tensors, on the CPU; large ones on the first GPU. Matmuls have integers."""
-        dtype, fill = dtype or self.dtypes[0], fill or (small_integers if "w" in parameters(self.form.op) else normal)
+        dtype, fill = dtype or self.dtypes[0], fill or (small_integers if "w" in self.form.known else normal)
         made = self.form.tensors(ranks.world_size, shape, dtype, lambda rank, *more: fill(seed + rank, *more))
         is_large = torch.Size(shape).numel() > ON_FIRST_GPU
         return {name: [x.to("cuda:0") for x in xs] for name, xs in made.items()} if is_large else made

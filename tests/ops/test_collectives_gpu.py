@@ -10,7 +10,6 @@ import torch
 from graphar.plan.scratch import Sizes
 from tests.cases import HALVES, LAYOUTS, bit_patterns, integers, lay_out, normal
 from tests.gpu import Ranks
-from tests.ops.conformance import parameters
 from tests.ops.gpu_cases import (
     ALONG_AXES,
     BF16,
@@ -188,7 +187,7 @@ ROWS_IN_TURN = ((1, 8192), (64, 4096), (17, 8192), (2, 128), (400, 1024), (300, 
 
 
 def shapes_in_turn(case: Case) -> tuple:
-    if "w" in parameters(case.form.op):
+    if "w" in case.form.known:
         return PRODUCTS_IN_TURN
     return ROWS_IN_TURN if case in (*NORMS, *NORMS_OF_TREES) else SHRINKING
 
