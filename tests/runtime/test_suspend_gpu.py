@@ -52,6 +52,13 @@ def captured(call):
     return graph, result
 
 
+def restore(on_gpu, tensors, form):
+    """Gives the tensors that calls of a form write, such as residuals, the content that they had before the first."""
+    for name in form.writes:
+        for changed, before in zip(on_gpu[name], tensors[name], strict=True):
+            changed.copy_(before)
+
+
 # ---- everything is valid afterwards ---------------------------------------------------------------------------------
 
 
@@ -66,24 +73,27 @@ def every_form(rank, world_size):
         before = len(graphar.stats().fallbacks)
         for _ in range(3):
             form.of_rank(rank, on_gpu)
-        calls[str(form)] = partial(form.of_rank, rank, on_gpu), expected
+        call = partial(form.of_rank, rank, on_gpu)
+        calls[str(form)] = call, partial(restore, on_gpu, tensors, form), expected
         if len(graphar.stats().fallbacks) == before:  # torch.distributed's calls between such ranks are no GPU's
-            graphs[str(form)] = captured(calls[str(form)][0])
+            graphs[str(form)] = captured(call)
     plans, launches = graphar.stats().plans, graphar.stats().launches
 
     graphar.suspend()
     graphar.resume()
 
-    for form, (call, expected) in calls.items():
-        found = list(call())
+    for form, (call, prepare, expected) in calls.items():
+        prepare()
+        results = [one.clone() for one in call()]
         if form in graphs:
-            graph, results = graphs[form]
-            for one in results:
+            graph, replayed = graphs[form]
+            for one in replayed:
                 one.view(torch.uint8).fill_(7)
+            prepare()
             graph.replay()
             torch.cuda.synchronize()
-            found += results
-        wrong[form] = sum(same_bits(y.cpu(), right) for y, right in zip(found, (*expected, *expected), strict=False))
+            results += replayed
+        wrong[form] = sum(same_bits(y.cpu(), right) for y, right in zip(results, (*expected, *expected), strict=False))
     more = graphar.stats()
     grown = all(more.launches[name] > count for name, count in launches.items())
     return wrong, len(graphs), more.plans - plans, grown
@@ -186,7 +196,8 @@ def replay_meanwhile(rank, world_size):
         form.of_rank(rank, on_gpu)
         if len(graphar.stats().fallbacks) == before:
             graph, results = captured(partial(form.of_rank, rank, on_gpu))
-            graphs[str(form)] = graph, results, form.expected(copies(tensors))[rank]
+            prepare = partial(restore, on_gpu, tensors, form)
+            graphs[str(form)] = graph, results, prepare, form.expected(copies(tensors))[rank]
             inputs.append(on_gpu)
     graphar.suspend()
     for graph, *_ in graphs.values():
@@ -197,9 +208,10 @@ def replay_meanwhile(rank, world_size):
         warnings.simplefilter("always")
         graphar.resume()
     wrong = {}
-    for name, (graph, results, expected) in graphs.items():
+    for name, (graph, results, prepare, expected) in graphs.items():
         for one in results:
             one.view(torch.uint8).fill_(7)
+        prepare()
         graph.replay()
         torch.cuda.synchronize()
         wrong[name] = sum(same_bits(y.cpu(), right) for y, right in zip(results, expected, strict=True))
