@@ -54,7 +54,7 @@ ROWS, LANES, RUN = 4, 32, 8  # a tile in a warp: each lane holds a run of consec
 SUM = 0xFF  # the source of random numbers for encoding a sum
 WORD = 0xFFFFFFFF
 
-_SMALLEST_SCALE = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24, torch.float32: 2.0**-126}
+_SMALLEST_SCALE = 2.0**-126
 
 
 class Noise(NamedTuple):
@@ -117,7 +117,7 @@ def scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     A bucket without a finite scale has the scale NaN and the zero point 0.
     """
     r = torch.tensor(1 / codec.largest_code, dtype=torch.float32)  # a 0-d CPU tensor multiplies values on any device
-    smallest = torch.tensor(_SMALLEST_SCALE[codec.scale_dtype], device=buckets.device)
+    smallest = torch.tensor(_SMALLEST_SCALE, device=buckets.device)
     zero = torch.zeros(len(buckets), device=buckets.device)
     if codec.scheme == "minmax":
         zero = _round_down(buckets.amin(1) + 0.0, codec.scale_dtype)

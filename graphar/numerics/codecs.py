@@ -21,11 +21,11 @@ bucket; the scale is the range divided by 2^bits - 1. "minmax" sends a second nu
 where values are not symmetric about zero.
 
 A scale is rounded up to its dtype, and a zero point down, so every element lies within the range of the codes. The
-smallest scale is 2^-126, and 2^-24 in fp16. Values far below it decode to zero, or to the zero point.
+smallest scale is 2^-126. Values far below it decode to zero, or to the zero point.
 
 NaN and infinities. If an element of a bucket is NaN or infinite, the whole bucket decodes to NaN. So does a bucket
-whose scale overflows its dtype, or whose largest code decodes to more than fp32 holds. With fp16 scales this happens to
-magnitudes beyond 65504 x the largest code; with other scales only within 1 % of the largest fp32 number.
+whose scale overflows its dtype, or whose largest code decodes to more than fp32 holds: within 1 % of the largest fp32
+number.
 
 Rounding. "nearest": ties to even. "stochastic": up or down at random, so that the mean of many roundings is the value
 itself (to 2^-16 of a step); graphar/numerics/codec_reference.py defines the random numbers.
@@ -46,7 +46,7 @@ BITS = (2, 3, 4, 5, 6, 8, FP8)
 BUCKET_SIZES = (32, 64, 128, 256, 512, 1024)
 ROUNDINGS = ("nearest", "stochastic")
 SCHEMES = ("absmax", "minmax")
-SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_DTYPES = (torch.bfloat16, torch.float32)
 
 TILE_NUMEL = 1024  # `tile_numel` in cuda_src/device/wire/wire.cuh
 WORD_NBYTES = 4
@@ -80,7 +80,7 @@ class Codec:
         bucket_size: elements that share a scale: 32, 64, 128, 256, 512 or 1024.
         rounding: "nearest" or "stochastic".
         scheme: "absmax" or "minmax"; fp8_e4m3 has "absmax" only.
-        scale_dtype: the dtype of scales and zero points: bfloat16 (the default), float16 or float32.
+        scale_dtype: the dtype of scales and zero points: bfloat16 (the default) or float32.
         seed: the 64-bit seed of stochastic rounding; None: a random one. With a seed, results depend only on the seed,
             on the tensors, and on how many calls of the same kernel came before on the same communicator.
         feedback: whether the rounding errors of an input replace the input. The ops set it for calls with a residual;

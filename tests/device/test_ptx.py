@@ -148,8 +148,6 @@ PURE = {
     "fma_bf16x2(v, w, v)": "fma.rn.bf16x2 v w v",
     "choose_bits(v, w, v)": "lop3.b32 v w v 0xca",
     "spread_signs(v)": "prmt.b32 v 0 0xba98",
-    "fp16_from_float_up(x)": "cvt.rp.f16.f32 x",
-    "fp16_from_float_down(x)": "cvt.rm.f16.f32 x",
     "e4m3x2_from_floats(x, y)": "cvt.rn.satfinite.e4m3x2.f32 y x",
     "floats_from_e4m3x2(v, x, y)": "cvt.rn.f16x2.e4m3x2 v; mov.b32; cvt.f32.f16; cvt.f32.f16",
 }

@@ -107,7 +107,7 @@ WAYS = {
         lambda world_size: (32 * world_size,),
         Codec(4),
         Codec(FP8, 128, scale_dtype=torch.float32),
-        Codec(3, 1024, "stochastic", scale_dtype=torch.float16, feedback=True),
+        Codec(3, 1024, "stochastic", feedback=True),
     ),
     Algorithm.QUANTIZED_TWO_SHOT_PIPELINED: _quantized(
         lambda world_size: (32, 64),
@@ -120,7 +120,7 @@ WAYS = {
         lambda world_size: (32, 64),
         Codec(6, 256, "stochastic", feedback=True),
         Codec(8, 64, scheme="minmax", scale_dtype=torch.float32),
-        Codec(FP8, 512, "stochastic", scale_dtype=torch.float16),
+        Codec(FP8, 512, "stochastic"),
         chunked=True,
         in_place=False,
     ),

@@ -24,9 +24,9 @@ SEED, CALL = 0x0123456789ABCDEF, (1 << 32) - 1
 CODECS = (
     *map(named, NAMES),
     *(Codec(bits, 128, "stochastic", "minmax", torch.float32) for bits in BITS if bits not in (4, 6, FP8)),
-    *(Codec(4, size, "nearest", "minmax", torch.float16) for size in BUCKET_SIZES),
+    *(Codec(4, size, "nearest", "minmax") for size in BUCKET_SIZES),
     *(Codec(6, size, "stochastic", "absmax", scale) for size in (32, 1024) for scale in SCALE_DTYPES),
-    *(Codec(FP8, size, "stochastic", "absmax", torch.float16) for size in (64, 512)),
+    *(Codec(FP8, size, "stochastic") for size in (64, 512)),
 )
 DTYPES = tuple(TYPE_NAMES)
 KERNELS = ("encode_tensor", "decode_tensor", "error_of_tensor")

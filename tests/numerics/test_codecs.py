@@ -44,8 +44,8 @@ BAD = {
     "rounding": ({"rounding": "up"}, "rounding must be one of 'nearest', 'stochastic', got 'up'"),
     "scheme": ({"scheme": "l2"}, "scheme must be one of 'absmax', 'minmax', got 'l2'"),
     "scale": (
-        {"scale_dtype": torch.float64},
-        "scale_dtype must be one of torch.bfloat16, torch.float16, torch.float32, got torch.float64",
+        {"scale_dtype": torch.float16},
+        "scale_dtype must be one of torch.bfloat16, torch.float32, got torch.float16",
     ),
     "fp8": (
         {"bits": FP8, "scheme": "minmax"},

@@ -239,7 +239,7 @@ STOCHASTIC = Codec(4, 128, "stochastic", seed=0xFEDCBA9876543210)
 CODECS = (
     *(codec(name) for name in NAMES),
     STOCHASTIC,
-    Codec(FP8, 1024, "stochastic", scale_dtype=torch.float16, seed=1),
+    Codec(FP8, 1024, "stochastic", seed=1),
     Codec(8, 64, scheme="minmax"),
     Codec(2, 512, "stochastic", "minmax", torch.float32, seed=2),
 )

@@ -79,19 +79,6 @@ __device__ __forceinline__ u32 spread_signs(u32 bytes) {
 
 // ---- conversions ----------------------------------------------------------------------------------------------------
 
-// Rounded toward plus infinity, and toward minus infinity.
-__device__ __forceinline__ u32 fp16_from_float_up(float v) {
-  u16 h;
-  asm("cvt.rp.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
-  return h;
-}
-
-__device__ __forceinline__ u32 fp16_from_float_down(float v) {
-  u16 h;
-  asm("cvt.rm.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
-  return h;
-}
-
 #if __CUDA_ARCH__ >= 890
 // Two e4m3 numbers in the low 16 bits, rounded to nearest, ties to even. Magnitudes beyond 448 become 448.
 __device__ __forceinline__ u32 e4m3x2_from_floats(float low, float high) {

@@ -15,30 +15,20 @@ constexpr int run_numel = 8;  // consecutive elements that a lane codes at a tim
 // ---- scales and zero points -----------------------------------------------------------------------------------------
 
 // Bits on the wire. A scale is a positive number, at least `smallest_scale`, or the canonical NaN.
-template <class S>
 constexpr u32 smallest_scale = 0x00800000;
-template <>
-constexpr u32 smallest_scale<fp16> = 0x33800000;
 template <class S>
 constexpr u32 no_scale = sizeof(typename S::Storage) == 2 ? 0x7fff : 0x7fffffff;
 
 __device__ __forceinline__ u32 round_up(bf16, float positive) { return (__float_as_uint(positive) + 0xffff) >> 16; }
-__device__ __forceinline__ u32 round_up(fp16, float positive) { return fp16_from_float_up(positive); }
 __device__ __forceinline__ u32 round_up(fp32, float positive) { return __float_as_uint(positive); }
 
 __device__ __forceinline__ u32 round_down(bf16, float v) {
   const u32 bits = __float_as_uint(v);
   return (bits + (bits >> 31 ? 0xffff : 0)) >> 16;
 }
-__device__ __forceinline__ u32 round_down(fp16, float v) { return fp16_from_float_down(v); }
 __device__ __forceinline__ u32 round_down(fp32, float v) { return __float_as_uint(v); }
 
 __device__ __forceinline__ float number(bf16, u32 bits) { return __uint_as_float(bits << 16); }
-__device__ __forceinline__ float number(fp16, u32 bits) {
-  float low, high;
-  floats_from_fp16x2(bits, low, high);
-  return low;
-}
 __device__ __forceinline__ float number(fp32, u32 bits) { return __uint_as_float(bits); }
 
 // 1 in both halves of a word.
@@ -205,7 +195,7 @@ struct Codec {
       largest = __fsub_rn(largest, b.low);
     }
     constexpr float r = 1.0f / largest_code;
-    const int wanted = max(int(__float_as_uint(__fmul_rn(largest, r))), int(smallest_scale<Scale>));
+    const int wanted = max(int(__float_as_uint(__fmul_rn(largest, r))), int(smallest_scale));
     b.scale = round_up(Scale{}, __uint_as_float(wanted));
     b.inverse = __frcp_rn(number(Scale{}, b.scale));
     if (R == stochastic) b.inverse = __fmul_rn(b.inverse, 1 - 0x1p-20f);

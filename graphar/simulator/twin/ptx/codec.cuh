@@ -85,12 +85,3 @@ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   return twin::bf16_fma(x[0], y[0], z[0]) | twin::bf16_fma(x[1], y[1], z[1]) << 16;
 }
 
-// ---- conversions ----------------------------------------------------------------------------------------------------
-
-inline u32 fp16_from_float_down(float v) {
-  const u32 nearest = twin::fp16_from_float(v);
-  if (!(static_cast<float>(std::bit_cast<_Float16>(u16(nearest))) > v)) return nearest;
-  return nearest & 0x8000 || nearest == 0 ? (nearest | 0x8000) + 1 : nearest - 1;
-}
-inline u32 fp16_from_float_up(float v) { return std::isnan(v) ? 0x7fff : fp16_from_float_down(-v) ^ 0x8000; }
-
