@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from perf.harness.ranks import ProcessRanks
 from perf.md import NOT_SERVED, plural
-from perf.models.decoder import SIZES
+from perf.models.decoder import SIZES, Elementwise, Shard, make_decoder, make_head
 from perf.ratios import group
 from perf.report import Timing
 
 Row = TypeVar("Row", bound=Timing)
+
+
+class Trial(Protocol):
+    """One method on one case."""
+
+    result: Tensor  # of the last call
+
 
 UNSHARDED = "unsharded"  # the method that has the whole model on each GPU
 
@@ -64,6 +73,46 @@ class BenchRow(Timing):
     def whole_us(self) -> float:
         """The time of a step of all layers, extrapolated from the timed layers."""
         return self.median * SIZES[self.size].layers / self.layers
+
+
+class ModelBench:
+    """A model as it is whole, and this rank's shard of it: what the methods of a bench compute with."""
+
+    def __init__(self, plan: BenchPlan, ranks: ProcessRanks, elementwise: Elementwise) -> None:
+        self._plan, self._ranks, self._elementwise = plan, ranks, elementwise
+        self._size, self._shard = SIZES[plan.size], Shard(ranks.rank, ranks.size, ranks.device)
+        self._whole = make_decoder(self._size, plan.layers, Shard(0, 1, ranks.device))
+        self._own = make_decoder(self._size, plan.layers, self._shard)
+        self._head = make_head(self._size, ranks.device)
+
+
+def in_turn(ranks: ProcessRanks, cases: Iterable[Iterator[Row | str]]) -> Iterator[Row | str]:
+    """Yields the rows of each case. Collective."""
+    for rows in cases:
+        yield from rows
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next case cannot use it
+    ranks.barrier()
+
+
+def after_linear(linear: Callable, add_and_norm: Callable, a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor):
+    """Makes a row-parallel linear layer with its sum, and then the norm: see perf.models.decoder.RowParallelAndNorm."""
+    return add_and_norm(linear(a, weight), residual, scale)
+
+
+def again(trial: Trial, launch: Callable[[], None], ranks: ProcessRanks) -> Tensor:
+    """Runs a timed launch once more, and returns the trial's ``result``. Collective."""
+    trial.result.fill_(torch.nan)
+    launch()
+    ranks.barrier()
+    return trial.result
+
+
+def verdict(errors: Tensor, bad: Tensor, ranks: ProcessRanks) -> tuple[float, int]:
+    """Returns the largest error of a token, and how many tokens are wrong, over all ranks. Collective."""
+    (error,) = ranks.slowest([worst_of(errors)])
+    (wrong,) = ranks.total([int(bad.sum())])
+    return error, wrong
 
 
 def whole_columns(any_row: BenchRow) -> dict[str, Callable[[BenchRow], str]]:

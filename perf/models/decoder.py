@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from perf.topics.norms import add_and_norm
+
 EPS = 1e-6  # added to the mean square in RMSNorm
 CONTEXT = 1024  # tokens of each sequence in decoding, including the new one
 DECODE, PREFILL = "decode", "prefill"
@@ -155,14 +157,6 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Elementwise:
-    """The model's elementwise functions, compiled or not. All methods use the same ones."""
-
-    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
-    swiglu: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
 class Decoder:
     """The layers of one rank, without embedding and head.
 
@@ -238,6 +232,23 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 def swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return functional.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """The model's elementwise functions, compiled or not. All methods use the same ones."""
+
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    # (sum, residual, weight) -> (normed, residual)
+    add_and_norm: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = add_and_norm
+
+    def mapped(self, function: Callable[[Callable], Callable]) -> Elementwise:
+        """Returns these functions after ``function``, such as torch.compile."""
+        return Elementwise(function(self.rotate), function(self.swiglu), function(self.add_and_norm))
+
+
+PLAIN = Elementwise()
 
 
 # ---- weights and caches ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from perf.harness.ranks import ProcessRanks, agreed, host_time_of_calls_us
 from perf.harness.timing import WARM_UP, spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
 from perf.md import columns, method_cell, plural, ratio_cell, text_beside
-from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, compared, error_cell, worst_of
+from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, compared, error_cell, verdict
 from perf.models.decoder import EPS, SIZES, THETA
 from perf.ratios import best_peer, ratio
 from perf.report import Spread, Timing
@@ -219,8 +219,7 @@ class Bench:
         expected = self._models[UNSHARDED](read.unsqueeze(0)).logits[0, PROMPT - 1 :]
         errors, apart = logit_errors(logits, expected)
         bad = ~(errors <= LOGITS_TOLERANCE * row.layers**0.5) | (apart & row.is_own)
-        (error,) = self._ranks.slowest([worst_of(errors)])
-        (wrong,) = self._ranks.total([int(bad.sum())])
+        error, wrong = verdict(errors, bad, self._ranks)
         return replace(row, error=error, wrong=wrong)
 
 

@@ -11,6 +11,7 @@ also communicate. Everything else is the same code for all methods.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +31,12 @@ from perf.harness.ranks import ProcessRanks, agreed, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell, text_beside
+from perf.models import bench
 from perf.models import decoder as decoding
-from perf.models.bench import BenchPlan, BenchRow, compared, error_cell, whole_columns, worst_of
+from perf.models.bench import BenchPlan, BenchRow, ModelBench, compared, error_cell, whole_columns, worst_of
 from perf.ratios import best_peer, ratio
 from perf.report import Spread
-from perf.topics.norms import add_and_norm, compiled
+from perf.topics.norms import compiled
 
 TRAINING = "training"
 COTANGENT = 3  # the seed for the gradient of the output; the other seeds are in perf.models.decoder
@@ -198,30 +200,14 @@ class CountFused:
 # ---- the layers -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ElementwiseWithNorm(decoding.Elementwise):
-    """The model's elementwise functions, compiled or not."""
-
-    add_and_norm: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-PLAIN = ElementwiseWithNorm(decoding.rotate, decoding.swiglu, add_and_norm)
-
-
 def forward(
-    decoder: decoding.Decoder, inputs: decoding.Inputs, method: Method, elementwise: ElementwiseWithNorm
+    decoder: decoding.Decoder, inputs: decoding.Inputs, method: Method, elementwise: decoding.Elementwise
 ) -> Tensor:
     """Returns the normalised output of the last layer. It has the rows of ``inputs.x``."""
     row_parallel_and_norm = method.row_parallel_and_norm or partial(
-        row_parallel_then_norm, method.row_parallel, elementwise.add_and_norm
+        bench.after_linear, method.row_parallel, elementwise.add_and_norm
     )
     return decoder.step(inputs, elementwise, row_parallel_and_norm, method.column_parallel)
-
-
-def row_parallel_then_norm(
-    row_parallel: Callable, add_and_norm: Callable, a: Tensor, w: Tensor, residual: Tensor, norm: Tensor
-) -> tuple[Tensor, Tensor]:
-    return add_and_norm(row_parallel(a, w), residual, norm)
 
 
 def named_weights(decoder: decoding.Decoder) -> dict[str, Tensor]:
@@ -262,7 +248,7 @@ class Trial:
         inputs: decoding.Inputs,
         cotangent: Tensor,
         phase: str,
-        elementwise: ElementwiseWithNorm,
+        elementwise: decoding.Elementwise,
     ) -> None:
         self.method, self._decoder, self._phase = method, decoder, phase
         self._inputs, self._cotangent = inputs, cotangent
@@ -272,7 +258,7 @@ class Trial:
         self._forward = partial(forward, elementwise=elementwise)
         if method.options is not None:
             options = {**method.options, "post_grad_custom_post_pass": self._fused}
-            self._forward = torch.compile(partial(forward, elementwise=PLAIN), dynamic=False, options=options)
+            self._forward = torch.compile(partial(forward, elementwise=decoding.PLAIN), dynamic=False, options=options)
 
     def run(self) -> None:
         if self._phase == decoding.PREFILL:
@@ -300,15 +286,11 @@ class Trial:
         return capture(self.run) if self.result.is_cuda and self._phase == decoding.PREFILL else self.run
 
 
-class Bench:
+class Bench(ModelBench):
     """Measures sequences with this rank's shard of a model, and compares them with the unsharded model."""
 
-    def __init__(self, plan: SequencePlan, ranks: ProcessRanks, elementwise: ElementwiseWithNorm) -> None:
-        self._plan, self._ranks, self._elementwise = plan, ranks, elementwise
-        self._size, self._shard = decoding.SIZES[plan.size], decoding.Shard(ranks.rank, ranks.size, ranks.device)
-        self._whole = decoding.make_decoder(self._size, plan.layers, decoding.Shard(0, 1, ranks.device))
-        self._own = decoding.make_decoder(self._size, plan.layers, self._shard)
-        self._head = decoding.make_head(self._size, ranks.device)
+    def __init__(self, plan: SequencePlan, ranks: ProcessRanks, elementwise: decoding.Elementwise) -> None:
+        super().__init__(plan, ranks, elementwise)
         for one in (*named_weights(self._whole).values(), *named_weights(self._own).values()):
             one.requires_grad_()
 
@@ -331,9 +313,7 @@ class Bench:
         timed, refused = timed_in_turn(ranks, trials, REPEATS, mode)
         yield from refused
         for trial, launch, times in timed:
-            trial.result.fill_(torch.nan)
-            launch()
-            ranks.barrier()
+            bench.again(trial, launch, ranks)
             error, gradient_error, wrong = self._check(trial, expected)
             where = (plan.size, plan.world_size, plan.layers, phase, tokens)
             yield SequenceRow(trial.method.name, *where, spread(times), error, gradient_error, wrong)
@@ -376,12 +356,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def run_rank(plan: SequencePlan, rank: int, port: int) -> Iterator[SequenceRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     on_gpu = plan.device == "cuda"
-    elementwise = PLAIN
+    methods, elementwise = [], decoding.PLAIN
     if on_gpu:
-        elementwise = ElementwiseWithNorm(
-            *(compiled(piece, dynamic=False) for piece in (decoding.rotate, decoding.swiglu, add_and_norm))
-        )
-    methods = []
+        elementwise = elementwise.mapped(partial(compiled, dynamic=False))
     for name in CUDA_METHODS if on_gpu else CPU_METHODS:
         method, reason = agreed(ranks, partial(make_method, name))
         if reason:
@@ -389,13 +366,9 @@ def run_rank(plan: SequencePlan, rank: int, port: int) -> Iterator[SequenceRow |
         else:
             methods.append(method)
     ranks.warm_up()
-    bench = Bench(plan, ranks, elementwise)
-    for phase in (decoding.PREFILL, TRAINING):
-        for tokens in plan.tokens:
-            yield from bench.measure(phase, tokens, methods)
-            if on_gpu:
-                torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next case cannot use it
-    ranks.barrier()
+    measure = Bench(plan, ranks, elementwise).measure
+    cases = itertools.product((decoding.PREFILL, TRAINING), plan.tokens)
+    yield from bench.in_turn(ranks, (measure(*case, methods) for case in cases))
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------

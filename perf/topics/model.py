@@ -21,13 +21,13 @@ from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
-from perf.harness.ranks import ProcessRanks, Ranks, timed_in_turn
+from perf.harness.ranks import Ranks, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, number, plural, ratio_cell
+from perf.models import bench, generation, sequence
 from perf.models import decoder as decoding
-from perf.models import generation, sequence
-from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, by_title, compared, error_cell, whole_columns, worst_of
+from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, ModelBench, by_title, compared, error_cell, whole_columns
 from perf.models.generation import CallRow, GenerationPlan, GenerationRow
 from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
@@ -35,7 +35,7 @@ from perf.peers.methods import Method
 from perf.ratios import best, best_peer, ratio, words_for
 from perf.report import Arguments, Glance, Section, Spread, Timed, Timing, timed_rows
 from perf.topics.allreduce import FAMILIES
-from perf.topics.norms import add_and_norm, compiled
+from perf.topics.norms import compiled
 
 SIZE, LAYERS, DECODED, PREFILLED = "llama-3-70b", 4, (1, 8, 64), (2048, 8192)
 GENERATING_SIZE, GENERATED = "llama-3-8b", 64
@@ -63,8 +63,6 @@ MATMUL, NORM, BOTH, CODEC = "graphar + matmul", "graphar + norm", "graphar + mat
 CUDA_METHODS = (UNSHARDED, ALONE, "nccl", "symm_two_shot", "graphar", MATMUL, NORM, BOTH, CODEC)
 CPU_METHODS = (UNSHARDED, ALONE, "gloo", "graphar", MATMUL, NORM, BOTH, CODEC)
 
-AddAndNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (sum, residual, weight) -> (normed, residual)
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -88,7 +86,7 @@ class Variant:
     keeps: object = None
 
 
-def make_variants(plan: ModelPlan, ranks: Ranks, add_and_norm: AddAndNorm) -> tuple[list[Variant], list[str]]:
+def make_variants(plan: ModelPlan, ranks: Ranks, add_and_norm: Callable) -> tuple[list[Variant], list[str]]:
     """Returns the methods that this machine can run, and why others are missing. Allocates all memory. Collective."""
     names = CUDA_METHODS if plan.device == "cuda" else CPU_METHODS
     largest = max(case.tokens for case in plan.cases()) * decoding.SIZES[plan.size].hidden * 2
@@ -96,8 +94,8 @@ def make_variants(plan: ModelPlan, ranks: Ranks, add_and_norm: AddAndNorm) -> tu
     found, skipped = catalogue.make_methods(
         Plan(plan.device, plan.world_size, "process", ("bfloat16",), sums, largest), ranks
     )
-    product = partial(after_linear, torch.nn.functional.linear, add_and_norm)
-    own_product = partial(after_linear, graphar.fused_matmul_allreduce, add_and_norm)
+    product = partial(bench.after_linear, torch.nn.functional.linear, add_and_norm)
+    own_product = partial(bench.after_linear, graphar.fused_matmul_allreduce, add_and_norm)
     variants = [
         Variant(UNSHARDED, product, sharded=False),
         Variant(ALONE, product, summed=False),
@@ -109,15 +107,11 @@ def make_variants(plan: ModelPlan, ranks: Ranks, add_and_norm: AddAndNorm) -> tu
     return sorted(variants, key=lambda one: names.index(one.name)), skipped
 
 
-def after_linear(linear: Callable[[Tensor, Tensor], Tensor], add_and_norm: AddAndNorm, a, weight, residual, scale):
-    return add_and_norm(linear(a, weight), residual, scale)
-
-
 def normed_in_kernel(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return graphar.allreduce_residual_rmsnorm(torch.nn.functional.linear(a, weight), residual, scale, decoding.EPS)
 
 
-def after_sum(method: Method, add_and_norm: AddAndNorm) -> Variant:
+def after_sum(method: Method, add_and_norm: Callable) -> Variant:
     """Returns a variant of torch's matmul, an all-reduce and the norm.
 
     If the all-reduce needs its input in a buffer, the matmul writes into that buffer.
@@ -169,22 +163,12 @@ class ModelRow(BenchRow):
 
 def run_rank(plan: ModelPlan, rank: int, port: int) -> Iterator[ModelRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
-    on_gpu, size = plan.device == "cuda", decoding.SIZES[plan.size]
-    maybe_compiled = compiled if on_gpu else lambda piece: piece
-    variants, skipped = make_variants(plan, ranks, maybe_compiled(add_and_norm))
+    elementwise = decoding.PLAIN.mapped(compiled) if plan.device == "cuda" else decoding.PLAIN
+    variants, skipped = make_variants(plan, ranks, elementwise.add_and_norm)
     yield from skipped
     ranks.warm_up()
-    bench = Bench(
-        plan,
-        ranks,
-        decoding.Elementwise(maybe_compiled(decoding.rotate), maybe_compiled(decoding.swiglu)),
-        decoding.make_head(size, ranks.device),
-    )
-    for case in plan.cases():
-        yield from bench.measure(case, variants)
-        if on_gpu:
-            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next case cannot use it
-    ranks.barrier()
+    measure = Bench(plan, ranks, elementwise).measure
+    yield from bench.in_turn(ranks, (measure(case, variants) for case in plan.cases()))
 
 
 class Trial:
@@ -209,23 +193,16 @@ class Trial:
         return capture(run) if self._in_graph else run
 
 
-class Bench:
+class Bench(ModelBench):
     """Measures cases with the unsharded model and with this rank's shard of it."""
-
-    def __init__(self, plan: ModelPlan, ranks: ProcessRanks, elementwise: decoding.Elementwise, head: Tensor) -> None:
-        self._plan, self._ranks, self._elementwise, self._head = plan, ranks, elementwise, head
-        self._size = decoding.SIZES[plan.size]
-        shares = {True: decoding.Shard(ranks.rank, ranks.size, ranks.device), False: decoding.Shard(0, 1, ranks.device)}
-        self._models = {
-            sharded: (share, decoding.make_decoder(self._size, plan.layers, share)) for sharded, share in shares.items()
-        }
 
     def measure(self, case: decoding.Case, variants: list[Variant]) -> Iterator[ModelRow | str]:
         """Yields a row for each method that can run the case, and a message for each that cannot. Collective."""
         plan, ranks = self._plan, self._ranks
+        models = {True: (self._own, self._shard), False: (self._whole, decoding.Shard(0, 1, ranks.device))}
         of_model = {
             sharded: (decoder, decoding.make_inputs(self._size, plan.layers, case, share))
-            for sharded, (share, decoder) in self._models.items()
+            for sharded, (decoder, share) in models.items()
         }
         trials = (
             (
@@ -237,7 +214,7 @@ class Bench:
         how = ("graph", case.iterations) if ranks.device.type == "cuda" else ("cpu", 1)
         timed, refused = timed_in_turn(ranks, trials, case.repeats, *how)
         yield from refused
-        of_whole = (result_of(*one, ranks) for *one, _ in timed if one[0].variant.name == UNSHARDED)
+        of_whole = (bench.again(*one, ranks).clone() for *one, _ in timed if one[0].variant.name == UNSHARDED)
         expected = next(of_whole, None)
         if expected is None:
             yield f"{case.phase} of {case.tokens} tokens: no result of the unsharded model to compare with"
@@ -251,20 +228,8 @@ class Bench:
         """Returns a row's error and number of wrong tokens. Collective."""
         if not trial.variant.summed or not trial.variant.sharded:
             return None, 0
-        found = result_of(trial, launch, self._ranks)
-        errors, apart = compare_logits(found, expected, self._head)
-        bad = wrong_tokens(errors, apart, trial.variant, self._plan.layers)
-        (error,) = self._ranks.slowest([worst_of(errors)])
-        (wrong,) = self._ranks.total([int(bad.sum())])
-        return error, wrong
-
-
-def result_of(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> Tensor:
-    """Runs the timed launch once more and returns its result."""
-    trial.result.fill_(torch.nan)
-    launch()
-    ranks.barrier()
-    return trial.result.clone()
+        errors, apart = compare_logits(bench.again(trial, launch, self._ranks), expected, self._head)
+        return bench.verdict(errors, wrong_tokens(errors, apart, trial.variant, self._plan.layers), self._ranks)
 
 
 def wrong_tokens(errors: Tensor, apart: Tensor, variant: Variant, layers: int) -> Tensor:

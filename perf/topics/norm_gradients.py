@@ -24,6 +24,7 @@ from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
 from perf.machine import memory_rate
 from perf.md import NOT_SERVED, name_cell, number, ratio_cell, table, time_cell
+from perf.products import integers_of
 from perf.ratios import best_peer, group, of_best_peer, ratio, times_of_peer, words_for
 from perf.report import Arguments, Deciles, Glance, Report, Section, Timing
 from perf.topics.allreduce import OF_BEST_PEER
@@ -402,10 +403,8 @@ class NormGradients(Report):
 
 def shape_of(text: str) -> Shape:
     """Returns rows and columns. Raises ValueError unless ``text`` is two positive integers with an x between them."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if not found:
-        raise ValueError(text)
-    return int(found[1]), int(found[2])
+    rows, columns = integers_of(text, 2)
+    return rows, columns
 
 
 Case = tuple[Shape, bool]  # and whether the sum has a gradient of its own

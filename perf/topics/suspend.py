@@ -172,9 +172,7 @@ class Step:
         # cuDNN's attention of one query for each sequence gives other bits in every other replay.
         same_bits = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if inputs.x.is_cuda else contextlib.nullcontext()
         with same_bits:
-            self.result = self._decoder.step(
-                inputs, decoding.Elementwise(decoding.rotate, decoding.swiglu), self._row_parallel_and_norm
-            )
+            self.result = self._decoder.step(inputs, decoding.PLAIN, self._row_parallel_and_norm)
 
     def make_launch(self) -> Callable[[], None]:
         for _ in range(WARM_UP):

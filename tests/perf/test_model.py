@@ -11,34 +11,32 @@ import torch.distributed as dist
 
 from perf import __main__ as program
 from perf.harness.ranks import InProcessRanks
+from perf.models.bench import after_linear
 from perf.models.decoder import (
     DECODE,
     EPS,
+    PLAIN,
     PREFILL,
     SIZES,
     THETA,
     TINY,
     Cache,
     Case,
-    Elementwise,
     Layer,
     Shard,
     make_decoder,
     make_head,
     make_inputs,
     rope_cos_sin,
-    rotate,
-    swiglu,
 )
 from perf.topics import model
-from perf.topics.model import ALONE, CPU_METHODS, NORM, UNSHARDED, Model, ModelPlan, Variant, after_linear
+from perf.topics.model import ALONE, CPU_METHODS, NORM, UNSHARDED, Model, ModelPlan, Variant
 from perf.topics.norms import add_and_norm
 from tests.perf.samples import model_row as row
 
 CPU = torch.device("cpu")
 WHOLE = Shard(0, 1, CPU)
 SIZE, LAYERS = SIZES[TINY], 2
-ELEMENTWISE = Elementwise(rotate, swiglu)
 
 
 def without_sum(a, weight, residual, scale):
@@ -51,23 +49,23 @@ def without_sum(a, weight, residual, scale):
 def test_a_token_that_is_decoded_has_the_output_it_has_at_the_end_of_a_prompt():
     decoder = make_decoder(SIZE, LAYERS, WHOLE)
     prompt = make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
-    of_prompt = decoder.step(prompt, ELEMENTWISE, without_sum)
+    of_prompt = decoder.step(prompt, PLAIN, without_sum)
     for cache in prompt.caches:
         cache.keys[:, :, -1], cache.values[:, :, -1] = torch.nan, torch.nan
     last = Case(DECODE, 1, 9)
     inputs = dataclasses.replace(prompt, case=last, x=prompt.x[-1:], cos_sin=rope_cos_sin(last, SIZE.head_size, CPU))
 
-    of_token = decoder.step(inputs, ELEMENTWISE, without_sum)
+    of_token = decoder.step(inputs, PLAIN, without_sum)
 
     torch.testing.assert_close(of_token, of_prompt[-1:], rtol=0.02, atol=0.02)
 
 
 def test_no_token_of_a_prompt_sees_a_later_one():
     decoder, inputs = make_decoder(SIZE, LAYERS, WHOLE), make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
-    before = decoder.step(inputs, ELEMENTWISE, without_sum)
+    before = decoder.step(inputs, PLAIN, without_sum)
     inputs.x[5] = 0
 
-    after = decoder.step(inputs, ELEMENTWISE, without_sum)
+    after = decoder.step(inputs, PLAIN, without_sum)
 
     same = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
     assert same[:6] == [True] * 5 + [False]
@@ -88,9 +86,7 @@ def test_it_has_the_logits_of_transformers_llama():
     with torch.no_grad():
         expected = theirs(tokens.unsqueeze(0)).logits[0]
 
-    torch.testing.assert_close(
-        decoder.step(inputs, ELEMENTWISE, without_sum) @ head.t(), expected, rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(decoder.step(inputs, PLAIN, without_sum) @ head.t(), expected, rtol=1e-4, atol=1e-4)
 
 
 def llama_config(transformers):
@@ -141,7 +137,7 @@ def test_a_model_without_its_sums_is_wrong_in_every_token(group_of):
     group_of(2)
     found, expected = (
         make_decoder(SIZE, LAYERS, share).step(
-            make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), share), ELEMENTWISE, without_sum
+            make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), share), PLAIN, without_sum
         )
         for share in (Shard(0, 2, CPU), WHOLE)
     )
@@ -191,7 +187,7 @@ def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case
     def too_large(*_):
         raise RuntimeError("out of memory")
 
-    bench = model.Bench(ModelPlan("cpu", 1, TINY, 1, (1,), ()), One(1), ELEMENTWISE, make_head(SIZE, CPU))
+    bench = model.Bench(ModelPlan("cpu", 1, TINY, 1, (1,), ()), One(1), PLAIN)
     variants = [Variant(UNSHARDED, too_large, sharded=False), Variant("graphar", without_sum)]
 
     found = list(bench.measure(Case(DECODE, 1, 4), variants))
