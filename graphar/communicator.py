@@ -114,8 +114,8 @@ class Communicator:
 
         Args:
             x: this rank's tensor; with ``devices``, a list with one per device.
-            options: ``out``, ``algorithm``, ``codec``, ``residual``, ``epilogue``, ``order``, ``out_dtype``,
-                and ``timeout_s`` of :func:`graphar.allreduce`.
+            options: ``out``, ``algorithm``, ``codec``, ``residual``, ``epilogue`` and ``timeout_s`` of
+                :func:`graphar.allreduce`.
         """
         return allreduce(x, self, **options)
 
@@ -124,8 +124,8 @@ class Communicator:
 
         Args:
             x: this rank's tensor; with ``devices``, a list with one per device.
-            options: ``axis``, ``algorithm``, ``codec``, ``residual``, ``epilogue``, ``order``, ``out_dtype`` and
-                ``timeout_s`` of :func:`graphar.reducescatter`.
+            options: ``axis``, ``algorithm``, ``codec``, ``residual``, ``epilogue`` and ``timeout_s`` of
+                :func:`graphar.reducescatter`.
         """
         return reducescatter(x, self, **options)
 

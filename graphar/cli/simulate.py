@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from graphar.cli.options import add_command, by_name, count, dtype_name, load, python_file, world_size
@@ -12,7 +12,7 @@ from graphar.cli.progress import progress
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import NAMED, is_from_outside
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
-from graphar.simulator import ALGORITHMS, SANITIZERS, Failure, Report
+from graphar.simulator import ALGORITHMS, SANITIZERS, Report
 from graphar.simulator import run as simulate
 from graphar.simulator.check import NUMELS
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         found = [_as_json(one) for one in reports]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
     else:
-        print("\n\n".join(_as_text(one, options.subject, options.numel) for one in reports))
+        print("\n\n".join(text for report in reports for text in _texts(report, options.subject, options.numel)))
     return 0 if all(one.ok for one in reports) else 1
 
 
@@ -95,17 +95,14 @@ def _loaded() -> list[str]:
     return [one.value for named in NAMED.values() for one in named.values() if is_from_outside(one)]
 
 
-def _as_text(report: Report, subject: str, numels: list[int]) -> str:
-    failures = [f"{failure}\n\nto repeat it: {_command(failure, subject, numels)}" for failure in report.failures]
-    return "\n\n".join([*failures, report.summary])
-
-
-def _command(failure: Failure, subject: str, numels: list[int]) -> str:
-    """Returns the command that repeats a failure."""
-    case = failure.case
-    dtype = str(case.dtype).removeprefix("torch.")
-    asked = f"--ranks {case.world_size} --dtypes {dtype} --sanitizers {case.sanitizer} --seed {failure.seed}"
-    return f"python -m graphar simulate {subject} {asked} --numel {','.join(map(str, numels))}"
+def _texts(report: Report, subject: str, numels: list[int]) -> Iterator[str]:
+    """Yields each failure with the command that repeats it, and the summary."""
+    for failure in report.failures:
+        case, dtype = failure.case, str(failure.case.dtype).removeprefix("torch.")
+        how = f"--ranks {case.world_size} --dtypes {dtype} --sanitizers {case.sanitizer} --seed {failure.seed}"
+        command = f"python -m graphar simulate {subject} {how} --numel {','.join(map(str, numels))}"
+        yield f"{failure}\n\nto repeat it: {command}"
+    yield report.summary
 
 
 def _as_json(report: Report) -> dict[str, Any]:

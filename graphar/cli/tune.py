@@ -103,7 +103,11 @@ def measure_all(
     sizes, part_sizes = up_to(tuning.SIZES, "rows"), up_to(tuning.PART_SIZES, "parts")
     codecs = [codec(name) for name in options.codecs]
     codec_sizes = up_to(tuning.CODEC_SIZES, "codecs") if codecs else []
-    tried = {n: trials_of(n, old, options.only, n == max(world_sizes)) for n in world_sizes}
+    largest = max(world_sizes)  # with which numbers for all world sizes are tried
+    tried = {
+        n: [one for one in trials(n, old) if one.path[0] in options.only and (n == largest or one.by_world_size)]
+        for n in world_sizes
+    }
     compared = len(list(against_torch(old.matmul, blank.chip))) if "matmul" in options.only else 0
     steps = len(world_sizes) * (len(sizes) + len(codec_sizes)) + 2 * len(part_sizes) + sum(map(len, tried.values()))
     with progress("tuning", steps + compared, options.quiet) as done:
@@ -117,9 +121,9 @@ def measure_all(
                     new, line = settle(timer, new, trial)
                     changed += [line] if line else []
                     done(f"{world_size} GPUs, {trial.name}")
-                if part_sizes and world_size == max(world_sizes):
+                if part_sizes and world_size == largest:
                     new = replace(new, parts=measure_parts(timer, new, world_size, part_sizes, done))
-                if compared and world_size == max(world_sizes):
+                if compared and world_size == largest:
                     new, lines = measure_against_torch(timer, new, done)
                     changed += lines
     return new, changed, tuning.faster_codecs(new, codec_times)
@@ -142,13 +146,7 @@ def write(table: Table, out: Path | None) -> Path:
 
 
 def measure(world_size: int, sizes: Sequence[int], done: Callable[[str], None]) -> tuning.Measurements:
-    """Returns the time of every candidate at every size on the first ``world_size`` GPUs.
-
-    It calls ``done`` after each size.
-
-    Raises:
-        GrapharError: a candidate's result is wrong, a kernel timed out, or the GPUs cannot reach each other.
-    """
+    """Returns the time of every candidate at every size on the first ``world_size`` GPUs."""
     measurements = {}
     with Timer(world_size, lossless=True) as timer:
         for nbytes in sizes:
@@ -163,13 +161,7 @@ def measure(world_size: int, sizes: Sequence[int], done: Callable[[str], None]) 
 def measure_codecs(
     table: Table, world_size: int, sizes: Sequence[int], codecs: Sequence[Codec], done: Callable[[str], None]
 ) -> tuning.CodecTimes:
-    """Returns the time of the chosen algorithm with each codec at every size on the first ``world_size`` GPUs.
-
-    It calls ``done`` after each size. The codecs round to nearest.
-
-    Raises:
-        GrapharError: a result is wrong, a kernel timed out, or the GPUs cannot reach each other.
-    """
+    """Returns the time of the chosen algorithm with each codec at every size on the first ``world_size`` GPUs."""
     times: dict[str, dict[int, float]] = {codec.text: {} for codec in codecs}
     facts = Facts(world_size, table, chip(0))
     with Timer(world_size, lossless=True) as timer:
@@ -181,18 +173,8 @@ def measure_codecs(
     return times
 
 
-def trials_of(world_size: int, table: Table, sections: Sequence[str], largest: bool) -> list[Trial]:
-    """Returns the trials of the given sections: numbers for all world sizes are tried with the largest one."""
-    found = trials(world_size, table)
-    return [trial for trial in found if trial.path[0] in sections and (largest or trial.by_world_size)]
-
-
 def settle(timer: Timer, table: Table, trial: Trial) -> tuple[Table, str]:
-    """Returns the table with the fastest value of a trial, and a line that says what changed, or an empty string.
-
-    Raises:
-        GrapharError: a result is wrong, or a kernel timed out.
-    """
+    """Returns the table with the fastest value of a trial, and a line that says what changed, or an empty string."""
     present = value_at(table, trial.path)
     values = [present, *(value for value in trial.values if value != present)]
     tables = [with_value(table, trial.path, value) for value in values]

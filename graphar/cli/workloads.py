@@ -44,14 +44,14 @@ class Prepared:
         expected = self.expected[at % len(self.expected)]
         for rank, (found, right) in enumerate(zip(results, expected, strict=True)):
             for one, other in zip(found, right, strict=True):
-                if not self._is_right(one.to(other.device), other):
+                one = one.to(other.device)
+                if self.exact:
+                    is_right = count_wrong(one, other) == 0
+                else:
+                    distance = (one.float() - other.float()).norm() / other.float().norm()
+                    is_right = distance.item() <= (_CLOSE_WITH_CODEC if self.workload.codec else _CLOSE)
+                if not is_right:
                     raise GrapharError(f"{self.workload}: rank {rank} has a wrong result")
-
-    def _is_right(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
-        if self.exact:
-            return count_wrong(found, expected) == 0
-        distance = (found.float() - expected.float()).norm() / expected.float().norm()
-        return distance.item() <= (_CLOSE_WITH_CODEC if self.workload.codec else _CLOSE)
 
 
 def _call(workload: Workload, devices: Sequence[torch.device]) -> SpecifiedCall:

@@ -35,7 +35,7 @@ from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 from graphar.ops import allgather, allgather_matmul
 from graphar.ops.register import op_of
-from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
+from graphar.plan.algorithms import MATMUL_TYPES
 
 _aten = torch.ops.aten
 # By matmul, the positions of its arguments: the rows, the weight, and the bias.
@@ -78,7 +78,7 @@ class AllgatherMatmul:
             return "the gather names an algorithm"
         if given["axis"] != 0:
             return "the rows are not gathered along the first axis"
-        if x.device.type == "cuda" and (why := places.why_not_arch(gathered.group, MATMUL_ARCH)):
+        if x.device.type == "cuda" and (why := places.why_no_matmul(gathered.group)):
             return why
         _, why = _choose(gathered)
         if self.partition == TP_INVARIANT:

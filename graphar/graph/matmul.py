@@ -36,7 +36,7 @@ from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 from graphar.ops import matmul_norms, matmul_sums, norms, sums
 from graphar.ops.register import Op, op_of
-from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
+from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.factors import Factors
 from graphar.plan.matmuls import COLUMNS, prefers_tiles
 
@@ -119,7 +119,7 @@ class Matmul:
             return _why_not_own(product, places, columns)
         if self.partition == TP_INVARIANT:
             return _why_no_tree(product, places)
-        if product.scaled and total.is_cuda and (why := places.why_not_arch(product.group, MATMUL_ARCH)):
+        if product.scaled and total.is_cuda and (why := places.why_no_matmul(product.group)):
             return why
         return _why_not_faster(product, places, columns)
 
@@ -176,7 +176,7 @@ def _why_not_own(product: Product, places: Places, columns: int) -> Reason | Non
         return "graphar's matmul needs a GPU"
     if columns % COLUMNS:
         return f"graphar's matmul needs a multiple of {COLUMNS} columns, not {columns}"
-    return places.why_not_arch(product.group, MATMUL_ARCH)
+    return places.why_no_matmul(product.group)
 
 
 def _why_no_tree(product: Product, places: Places) -> Reason | None:
@@ -202,7 +202,7 @@ def why_no_kernel(x: torch.Tensor, group: object, places: Places) -> Reason | No
         return None
     if x.dtype not in MATMUL_TYPES:
         return f"no kernel multiplies {x.dtype}"
-    return places.why_not_arch(group, MATMUL_ARCH)
+    return places.why_no_matmul(group)
 
 
 def _is_part(bias: Node, ranks: int) -> bool:

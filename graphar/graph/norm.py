@@ -127,7 +127,7 @@ def _normed(collective: Collective) -> NormedSum | None:
 
 
 def _mean_of_squares(add: Node) -> tuple[Node, Node, Node] | None:
-    for wide in (add, *[user for user in add.users if _is_cast(user, torch.float32)]):
+    for wide in (add, *[user for user in add.users if _is_widened(user)]):
         for square in wide.users:
             if _is_square(square, wide):
                 for mean in [user for user in square.users if user.target is _aten.mean.dim]:
@@ -141,11 +141,12 @@ def _is_square(node: Node, of: Node) -> bool:
     )
 
 
-def _is_cast(node: Node, dtype: torch.dtype) -> bool:
-    if node.target not in CASTS:
-        return False
-    before, after = value(first(node)), value(node)
-    return after.dtype == dtype and after.device == before.device
+def _is_widened(node: Node) -> bool:
+    """Whether a node is a cast to fp32 on the same device."""
+    return node.target in CASTS and (value(node).dtype, value(node).device) == (
+        torch.float32,
+        value(first(node)).device,
+    )
 
 
 def _read(collective: NormedSum) -> Norm:
@@ -211,7 +212,7 @@ def _offset(scale: Node, dtype: torch.dtype) -> tuple[Node, float]:
     offset, wide = 0.0, scale.meta["val"].dtype == torch.float32
     if wide and scale.target in _ADDS and isinstance(scale.args[1], (int, float)) and not scale.kwargs:
         scale, offset = first(scale), float(scale.args[1])
-    if dtype != torch.float32 and _is_cast(scale, torch.float32):
+    if dtype != torch.float32 and _is_widened(scale):
         scale = first(scale)
     return scale, offset
 

@@ -64,8 +64,12 @@ class CompilePass(CustomGraphPass):
         self.off, self.on = _check_names("off", off, REWRITES), _check_names("on", on, sorted(self._optional))
         self.batch_invariant, self.constant_weights = batch_invariant, constant_weights
         self.tp_invariant = tp_invariant
-        if tp_invariant:
-            _check_trees(self.off, batch_invariant)
+        if tp_invariant and batch_invariant:
+            raise ValueError("compile_pass: take tp_invariant=True or batch_invariant=True, which are two partitions")
+        if tp_invariant and (needed := self.off & _NEEDED_BY_TREES):
+            raise ValueError(
+                f"compile_pass: tp_invariant=True needs the rewrites that off={sorted(needed)} switches off"
+            )
         partition = TP_INVARIANT if tp_invariant else BATCH_INVARIANT if batch_invariant else "auto"
         fused: tuple[Any, ...] = Matmul(partition, constant_weights), AllgatherMatmul(partition)
         self._rewrites = REWRITES | {"matmul": fused}
@@ -129,10 +133,3 @@ def _check_names(option: str, given: Iterable[str], known: Iterable[str]) -> fro
     if unknown := names - set(known):
         raise ValueError(f"compile_pass: {option} must name rewrites, of {', '.join(known)}, got {sorted(unknown)}")
     return names
-
-
-def _check_trees(off: frozenset[str], batch_invariant: bool) -> None:
-    if batch_invariant:
-        raise ValueError("compile_pass: take tp_invariant=True or batch_invariant=True, which are two partitions")
-    if needed := off & _NEEDED_BY_TREES:
-        raise ValueError(f"compile_pass: tp_invariant=True needs the rewrites that off={sorted(needed)} switches off")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
 from graphar.errors import Reason
+from graphar.plan.algorithms import MATMUL_ARCH
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.ranks.groups import device_of_process, process_group
@@ -94,11 +95,11 @@ class Places:
             return f"kernels serve at most {MAX_RANKS} ranks, not {len(ranks)}"
         return self._why_no_kernel(ranks)
 
-    def why_not_arch(self, group: object, arch: str) -> Reason | None:
-        """Returns which rank of ``group`` has a GPU that is not of ``arch``."""
+    def why_no_matmul(self, group: object) -> Reason | None:
+        """Returns which rank of ``group`` has a GPU without graphar's matmul."""
         ranks = dist.get_process_group_ranks(self.resolve(group))
-        others = [rank for rank in ranks if self._places[rank].arch != arch]
-        return f"rank {others[0]} has no GPU of {arch}" if others else None
+        others = [rank for rank in ranks if self._places[rank].arch != MATMUL_ARCH]
+        return f"rank {others[0]} has no GPU of {MATMUL_ARCH}" if others else None
 
     def resolve(self, group: Any) -> dist.ProcessGroup:
         """Returns the process group that a graph names ``group``."""

@@ -58,13 +58,13 @@ def why_not_added(a: Node, places: Places) -> Reason | None:
 def bias_gradients(graph: Graph) -> list[Node]:
     """Returns the sums over rows of what matmuls multiply by weights or inputs: the gradients of biases."""
     multiplied = {_origin(one): features for node in graph.nodes for one, features in _multiplied(node)}
-    sums = graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
-    return [node for node in sums if node.users and is_over_rows(node) and _is_of(node.args[0], multiplied)]
-
-
-def _is_of(x: Node, multiplied: dict[Node, int | torch.SymInt]) -> bool:
-    features = multiplied.get(_origin(x))
-    return features is not None and statically_known_true(x.meta["val"].shape[-1] == features)
+    found = []
+    for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
+        features = multiplied.get(_origin(first(node)))
+        is_of_layer = features is not None and statically_known_true(value(first(node)).shape[-1] == features)
+        if node.users and is_over_rows(node) and is_of_layer:
+            found.append(node)
+    return found
 
 
 def is_over_rows(total: Node) -> bool:

@@ -41,13 +41,15 @@ def encode(x: Tensor) -> Tensor:
     wire = bits.to(torch.int16).flatten(1).view(torch.uint8)
     headers = torch.zeros(len(wire), HEADER_WORDS, dtype=torch.int32)
     for tile, number in enumerate(odd.sum((1, 2, 3)).tolist()):
-        headers[tile, 0] = _word(largest[tile])
+        headers[tile, 0] = int(largest[tile].to(torch.uint8).view(torch.int32))  # a byte for each row
         if number > MOST_ODD:
             headers[tile, 1] = _UNCOMPRESSED
             continue
         wire[tile, :_CODES_NBYTES], wire[tile, _CODES_NBYTES:] = codes[tile], 0
         headers[tile, 1] = number
-        headers[tile, 2 : 2 + number] = _entries(exponents[tile].transpose(0, 1), odd[tile].transpose(0, 1))
+        by_lane = exponents[tile].transpose(0, 1).flatten()
+        places = odd[tile].transpose(0, 1).flatten().nonzero().flatten()  # 32 for each lane
+        headers[tile, 2 : 2 + number] = places // (ROWS * RUN) | places % (ROWS * RUN) << 5 | by_lane[places] << 16
     return torch.cat([wire.flatten(), headers.view(torch.uint8).flatten()])
 
 
@@ -84,17 +86,6 @@ def _below_largest(exponents: Tensor) -> Tensor:
 
 def _are_odd(exponents: Tensor, below: Tensor) -> Tensor:
     return (below > FURTHEST) & (exponents > 0)
-
-
-def _word(largest: Tensor) -> int:
-    """Returns the rows' largest exponents, a byte each, as the bits of an int32."""
-    return int(largest.to(torch.uint8).view(torch.int32))
-
-
-def _entries(exponents: Tensor, odd: Tensor) -> Tensor:
-    """Returns a header's words for odd elements. ``exponents`` and ``odd`` are by lane, row and place."""
-    places = odd.flatten().nonzero().flatten()  # 32 for each lane
-    return places // (ROWS * RUN) | places % (ROWS * RUN) << 5 | exponents.flatten()[places] << 16
 
 
 def _decode_tile(codes: Tensor, header: Tensor) -> Tensor:

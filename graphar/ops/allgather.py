@@ -88,7 +88,11 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
     if isinstance(x, tuple):
         if algorithm != "auto":
             raise ValueError(f"{NAME}: algorithm must be 'auto' for a tuple, got {str(algorithm)!r}")
-        return _gather_tuple(x, group, axis, sizes, timeout_s, asked)
+        check_tuple(x, axis, sizes)
+        tensors = [one for ones in x for one in ones] if isinstance(x[0], (list, tuple)) else x
+        if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+            return tuple([allgather(one, group, sizes=sizes, timeout_s=timeout_s) for one in x])
+        return allgather_tuple(x, group, sizes, timeout_s, asked)
     name = engine_name(group, NAME)
     if isinstance(x, list):
         if sizes is not None:
@@ -105,14 +109,6 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
     return OP(x, given=given, plain=is_plain(x) and not x.is_conj(), asked=asked)
 
 
-def _gather_tuple(xs: tuple, group: Group, axis: object, sizes, timeout_s: float | None, asked) -> tuple:
-    check_tuple(xs, axis, sizes)
-    tensors = [x for ones in xs for x in ones] if isinstance(xs[0], (list, tuple)) else xs
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return tuple([allgather(x, group, sizes=sizes, timeout_s=timeout_s) for x in xs])
-    return allgather_tuple(xs, group, sizes, timeout_s, asked)
-
-
 def _fake(xs, given: parts.AlongAxis) -> list[torch.Tensor]:
     return [parts.with_length(x, given.axis, sum(given.sizes)) for x in xs]
 
@@ -123,7 +119,7 @@ def _run(engine: Engine, xs, outs, given: parts.AlongAxis):
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
     work = Parts(NAME, parts.counts_of(rows[0], given.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
     ranks = options.operands_of_sum(rows, rooms, None)
-    plan = engine.run(Call.of(work, rows[0], **parts.how(given)), ranks)
+    plan = engine.run(Call.of(work, rows[0], algorithm=given.algorithm, timeout_s=given.timeout_s), ranks)
     for room, out in zip(rooms, outs, strict=True):
         parts.put_back(room, out, axis)
     return None if axis else (plan, ranks)
@@ -136,13 +132,10 @@ def _check(engine: Engine, xs, given: parts.AlongAxis) -> None:
 
 def _backward(ctx, gradients):
     where = {name: ctx.given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
-    sums = for_ranks(ctx, "reducescatter", [_as_real(one) for one in gradients], **where)
-    return [torch.view_as_complex(one) if gradients[0].is_complex() else one for one in sums], {}
-
-
-def _as_real(x: torch.Tensor) -> torch.Tensor:
-    """Returns a complex tensor as real numbers with one more dimension: the ops do not add complex numbers."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    if not gradients[0].is_complex():
+        return for_ranks(ctx, "reducescatter", gradients, **where), {}
+    reals = [torch.view_as_real(one.resolve_conj()) for one in gradients]  # the ops do not add complex numbers
+    return [torch.view_as_complex(one) for one in for_ranks(ctx, "reducescatter", reals, **where)], {}
 
 
 OP = Op(

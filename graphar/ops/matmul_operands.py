@@ -14,7 +14,6 @@ from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import options
 from graphar.product.operands import flat, flat_scale
 from graphar.runtime.checks.tensor_checks import (
-    check_apart,
     check_destination,
     check_devices,
     check_one_each,
@@ -206,10 +205,3 @@ def check_results(op: str, a, w, bias, outs: Any, out_dtype: torch.dtype | None 
         shape, dtype = torch.Size([*x.shape[:-1], weight.shape[0]]), out_dtype or x.dtype
         wanted = {"shape": shape, "dtype": dtype, "device": x.device}
         check_destination(op, "out", out, wanted, "result", (x, weight, added))
-
-
-def check_result_memory(
-    op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """Checks that ``out`` shares no memory with an operand. torch.compile cannot trace this check."""
-    check_apart(op, out, **{"a": a, "w": w} | ({} if bias is None else {"bias": bias}))

@@ -295,8 +295,8 @@ def _run(op: str, engine: Engine, a, w, outs, given: _Summed):
 def _check_out(a, w, outs, given: Arguments) -> None:
     tensor_checks.check_distinct(MATMUL_ALLREDUCE, "out", outs)
     for rank, out in enumerate(outs):
-        bias = given.bias[rank] if given.bias else None
-        matmul_operands.check_result_memory(MATMUL_ALLREDUCE, a[rank], w[rank], bias, out)
+        bias = {"bias": given.bias[rank]} if given.bias else {}
+        tensor_checks.check_apart(MATMUL_ALLREDUCE, out, a=a[rank], w=w[rank], **bias)
     options.check_apart_from_epilogue(MATMUL_ALLREDUCE, outs, given.tensors)
 
 

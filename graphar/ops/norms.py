@@ -166,16 +166,12 @@ def ranks_of(op: str, x, residual, weight, scale) -> list[tuple]:
             tensor_checks.check_one_each(op, name, of_ranks, xs)
     ranks = list(zip(*given, strict=True)) if in_list else [given]
     for x, *_ in ranks:
-        _check_x(op, x)
+        tensor_checks.check_tensor(op, "x", x)
+        if x.dtype not in TYPE_NAMES:
+            raise ValueError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}")
+        if not x.ndim or not x.shape[-1]:
+            raise ValueError(f"{op}: x must have columns, got the shape {list(x.shape)}")
     return ranks
-
-
-def _check_x(op: str, x: torch.Tensor) -> None:
-    tensor_checks.check_tensor(op, "x", x)
-    if x.dtype not in TYPE_NAMES:
-        raise ValueError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}")
-    if not x.ndim or not x.shape[-1]:
-        raise ValueError(f"{op}: x must have columns, got the shape {list(x.shape)}")
 
 
 def _check(

@@ -67,11 +67,6 @@ def counts_of(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple([size * in_a_row for size in sizes])
 
 
-def how(given: AlongAxis) -> dict[str, object]:
-    """Returns how a call is done, as plan.call.Call has it."""
-    return {"algorithm": given.algorithm, "timeout_s": given.timeout_s}
-
-
 def own_sizes(given: InParts) -> list[int]:
     """Returns the lengths of the parts of this process's ranks."""
     return list(given.sizes) if given.rank < 0 else [given.sizes[given.rank]]

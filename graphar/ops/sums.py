@@ -233,7 +233,8 @@ def _run_parts(engine: Engine, xs, outs, given: ArgumentsOfParts, residuals=()):
     followed = _applied(given, rooms)
     counts, row = parts.counts_of(rows[0], given.sizes), tuple(rows[0].shape[1:])
     work = Parts(REDUCESCATTER, counts, codec, followed and followed.form, axis, "", row, given.order, given.out_dtype)
-    call, ranks = Call.of(work, rows[0], **parts.how(given)), options.operands_of_sum(rows, rooms, followed, errors)
+    call = Call.of(work, rows[0], algorithm=given.algorithm, timeout_s=given.timeout_s)
+    ranks = options.operands_of_sum(rows, rooms, followed, errors)
     plan = engine.run(call, ranks)
     for written, to in zip((*rooms, *errors), (*outs, *residuals), strict=True):
         parts.put_back(written, to, axis)

@@ -6,8 +6,8 @@ It has operands of 16 bits, whose K may be cut in leaves, and operands in e4m3 w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -28,22 +28,9 @@ from graphar.runtime.user_tables import find_table
 
 STORE_COLUMNS = 8  # TMA stores whole 16 bytes, and would write past a row that ends within them
 STORE_ROWS = 64  # rows of the boxes in which C is stored
-
-
-@dataclass(frozen=True)
-class Order:
-    """The order in which the tiles of C are computed."""
-
-    # The row of tiles that is computed first, modulo their number; row 0 follows the last. A row of tiles has
-    # ``MatmulTile.rows * MatmulTile.cluster`` rows of C.
-    first_row: int = 0
-    # Rows of tiles that are computed together, column by column, so that tiles that run at the same time share operands
-    # in L2.
-    group_rows: int = 8
-
-    def __post_init__(self) -> None:
-        if self.first_row < 0 or self.group_rows < 1:
-            raise ValueError(f"matmul: first_row must be 0 or more and group_rows 1 or more, got {self}")
+# Rows of tiles that are computed together, column by column, so that tiles that run at the same time share operands in
+# L2. A row of tiles has ``MatmulTile.rows * MatmulTile.cluster`` rows of C.
+GROUP_ROWS = 8
 
 
 def matmul(
@@ -54,7 +41,6 @@ def matmul(
     bias: torch.Tensor | None = None,
     sms: int | None = None,
     tile: MatmulTile | None = None,
-    order: Order | None = None,
     leaves: int = 1,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
@@ -73,7 +59,6 @@ def matmul(
         sms: how many SMs to take; None: all.
         tile: one of LEAF_TILES, or another; None: the one with the least estimated time. With a ``tail_split`` two
             kernels are launched, the second for the last round.
-        order: the order of the tiles of C.
         leaves: 1, 2, 4 or 8: all leaves of one of 8, 4, 2 or 1 ranks. Of several, each must be a multiple of 64 columns
             of ``a``.
         out_dtype: the dtype of the result: that of ``a``, or torch.float32 for the sum that is not rounded, such as a
@@ -89,7 +74,7 @@ def matmul(
         raise ValueError(f"matmul: leaves must be one of {LEAF_COUNTS}, got {leaves}")
     if tile and tile.leaves != leaves:
         raise ValueError(f"matmul: {tile} adds {tile.leaves} leaves, got leaves={leaves}")
-    return _multiplied("matmul", a, w, out, bias, sms, tile, order, leaves, out_dtype)
+    return _multiplied("matmul", a, w, out, bias, sms, tile, leaves, out_dtype)
 
 
 def scaled_matmul(
@@ -102,7 +87,6 @@ def scaled_matmul(
     bias: torch.Tensor | None = None,
     sms: int | None = None,
     tile: MatmulTile | None = None,
-    order: Order | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """Returns ``(a * a_scale) @ (w * w_scale).T + bias`` of e4m3 operands, accumulated in fp32 and rounded once.
@@ -122,7 +106,6 @@ def scaled_matmul(
         bias: [N], contiguous, with the dtype of the result. Not for results in fp32.
         sms: how many SMs to take; None: all.
         tile: one of FP8_TILES; None: the one with the least estimated time.
-        order: the order of the tiles of C.
         out_dtype: the dtype of the result: torch.bfloat16, torch.float16, or torch.float32 for the sum that is not
             rounded, such as a rank's partial.
 
@@ -138,7 +121,7 @@ def scaled_matmul(
     _check_out("scaled_matmul", a, w, out, out_dtype, "out_dtype")
     if tile and tile not in FP8_TILES:
         raise ValueError(f"scaled_matmul: tile must be one of FP8_TILES, got {tile}")
-    return _multiplied("scaled_matmul", a, w, out, bias, sms, tile, order, 1, out_dtype, scales)
+    return _multiplied("scaled_matmul", a, w, out, bias, sms, tile, 1, out_dtype, scales)
 
 
 def _multiplied(
@@ -149,7 +132,6 @@ def _multiplied(
     bias: torch.Tensor | None,
     sms: int | None,
     tile: MatmulTile | None,
-    order: Order | None,
     leaves: int,
     out_dtype: torch.dtype | None,
     scales: Scales | None = None,
@@ -166,7 +148,7 @@ def _multiplied(
         raise UnsupportedError(f"{op}: {reason}")
     if tile and (layout := weight_of(w)[0]) not in tile.layouts:
         raise ValueError(f"{op}: {tile} serves weights {' or '.join(tile.layouts)}, got one {layout}")
-    enqueue = bind(a, w, out, bias, sms, tile, order, leaves, scales)
+    enqueue = bind(a, w, out, bias, sms, tile, leaves, scales)
     with torch.cuda.device(a.device):
         enqueue(torch.cuda.current_stream().cuda_stream)
     return out
@@ -179,7 +161,6 @@ def bind(
     bias: torch.Tensor | None = None,
     sms: int | None = None,
     tile: MatmulTile | None = None,
-    order: Order | None = None,
     leaves: int = 1,
     scales: Scales | None = None,
 ) -> Callable[[int], None]:
@@ -195,7 +176,7 @@ def bind(
     pointer, of = 0 if bias is None else bias.data_ptr(), scales and placed(scales)
     with torch.cuda.device(device):
         operands = loaded(a), weights, loaded(out)
-        return _bind(device, tile, layout, sms, order or Order(), *operands, pointer, of)
+        return _bind(device, tile, layout, sms, *operands, pointer, of)
 
 
 def bind_step(step: Step, sms: int | None, leaves: int) -> Callable[[int], None]:
@@ -372,7 +353,6 @@ def _bind(
     tile: MatmulTile,
     layout: str,
     sms: int,
-    order: Order,
     a: Matrix,
     w: Matrix,
     c: Matrix,
@@ -382,7 +362,7 @@ def _bind(
     """Returns a function that launches the matmul on a stream, at each call."""
     n = w.rows if layout == "by_rows" else w.columns
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
-    sizes = bias, a.rows, n, a.columns, order.first_row % rows, min(order.group_rows, rows)
+    sizes = bias, a.rows, n, a.columns, 0, min(GROUP_ROWS, rows)
     maps = [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS)]
 
     def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:
@@ -402,9 +382,9 @@ def _bind(
     whole = tiles // sms * sms if tail else tiles
     steps = [launch_of(replace(tile, tail_split=1), 0, whole)] if whole else []
     steps += [launch_of(tail, whole, tiles)] if tail and whole < tiles else []
-    return steps[0].enqueue if len(steps) == 1 else functools.partial(_enqueue_all, steps)
 
+    def enqueue_all(stream: int) -> None:
+        for step in steps:
+            step.enqueue(stream)
 
-def _enqueue_all(steps: Sequence[Launch], stream: int) -> None:
-    for step in steps:
-        step.enqueue(stream)
+    return steps[0].enqueue if len(steps) == 1 else enqueue_all

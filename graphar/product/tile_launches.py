@@ -15,7 +15,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import MatmulTile, SkinnyTile
-from graphar.product.gemm import STORE_ROWS, Order, operand_maps, rows_map, weight_map
+from graphar.product.gemm import GROUP_ROWS, STORE_ROWS, operand_maps, rows_map, weight_map
 from graphar.product.operands import Placed, kernel_arguments
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, matrix_of, tensor_map
 from graphar.runtime.arguments import Arguments, MatmulArguments
@@ -62,7 +62,7 @@ def summed_tiles(
     """
     tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-own.columns // tile.columns)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), tiles * tile.cluster)
-    sizes = _arguments(own, own.a.rows, group_rows=Order.group_rows, timeline=own.timeline)
+    sizes = _arguments(own, own.a.rows, group_rows=GROUP_ROWS, timeline=own.timeline)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
     # A rank without rows writes nothing, but the kernel needs a valid tensor map.
     out = matrix_of(own.out[rows]) or own.a
@@ -102,7 +102,7 @@ def gathered_tiles(
             pointer = arguments.scratch[rank] + gathered_slot_offset(world_size, arguments.capacity, hops)
         a_maps[source] = rows_map(tile, Matrix(pointer, own.a.dtype, count, k, own.a.leading))
         c_maps[source] = tensor_map(matrix_of(own.out[begin : begin + count]), STORE_ROWS)
-    sizes = _arguments(own, m, from_row=one.offset, group_rows=Order.group_rows)
+    sizes = _arguments(own, m, from_row=one.offset, group_rows=GROUP_ROWS)
     of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), of_tiles * -(-n // tile.columns) * tile.cluster)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)

@@ -45,12 +45,16 @@ class Member:
             self._left = None
         # A first captured call on the eager calls' stream skips follow(), so wait for that stream too.
         for previous in {self._last.get(capturing), self._last.get(False)} - {None, stream}:
-            before = _stream_of(previous, self.device)
+            # Handle 0 is the default stream, for which ExternalStream would make a new one.
+            before = (
+                torch.cuda.ExternalStream(previous, self.device) if previous else torch.cuda.default_stream(self.device)
+            )
             if (previous != 0 and is_capturing(self.device, before)) == capturing:  # the default stream cannot capture
                 event = torch.cuda.Event()
                 event.record(before)
                 torch.cuda.current_stream(self.device).wait_event(event)
-        external = not capturing and _is_external(stream, self.device)
+        # The id of a stream that is not torch's own is its handle.
+        external = not capturing and stream != 0 and torch.cuda.current_stream(self.device).stream_id == stream
         self._last[capturing] = None if external else stream
         self.stream = None if capturing or external else stream
 
@@ -74,13 +78,3 @@ class Member:
             call(driver.cuMemFree, self.abort)
             call(driver.cuMemFreeHost, self.record_pointer)
         self.record = Record()
-
-
-def _is_external(stream: int, device: int) -> bool:
-    """Returns whether ``stream``, torch's current one, is not torch's own: its id is then its handle."""
-    return stream != 0 and torch.cuda.current_stream(device).stream_id == stream
-
-
-def _stream_of(handle: int, device: int) -> torch.cuda.Stream:
-    """Returns the stream of a handle. Handle 0 is the default stream, for which ExternalStream would make a new one."""
-    return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)

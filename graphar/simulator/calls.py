@@ -66,7 +66,8 @@ def _draw_call(
     choices: random.Random,
 ) -> tuple[Call, list[torch.Tensor]]:
     scratch = row.scratch(world_size)
-    threads = _draw_threads(row, world_size, choices)
+    # Few, since each thread is simulated.
+    threads = row.only_threads or (choices.choice([32, 64]) if row.compresses else world_size * choices.choice([1, 3]))
     blocks = 1 if threads >= _LARGE_BLOCK else choices.choice([1, 1, 2, 3])
     chunk = min(choices.choice([1, 2] if row.compresses else [1, 3, 8]), scratch.capacity) if row.chunked else 0
     shape = Config(subject.algorithm, min(blocks, row.max_blocks), threads, chunk)
@@ -91,13 +92,6 @@ def _draw_call(
         in_place=variant == 0 and row.op != "reducescatter" and choices.random() < 0.3,
     )
     return call, results
-
-
-def _draw_threads(row: Row, world_size: int, choices: random.Random) -> int:
-    """Returns the threads of a block: few, since each is simulated."""
-    if row.only_threads:
-        return row.only_threads
-    return choices.choice([32, 64]) if row.compresses else world_size * choices.choice([1, 3])
 
 
 def _draw_counts(world_size: int, numel: int, choices: random.Random) -> tuple[int, ...]:

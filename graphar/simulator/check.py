@@ -16,7 +16,7 @@ from graphar.plan.scratch import WORLD_SIZES
 from graphar.simulator.build import SANITIZERS, Mutation, build
 from graphar.simulator.calls import Drawn, draw, first_epoch
 from graphar.simulator.mistakes import Mistake, mistakes
-from graphar.simulator.simulation import Call, KernelFailure, Simulation
+from graphar.simulator.simulation import KernelFailure, Simulation
 from graphar.simulator.subject import Subject, find
 
 NUMELS = (1, 7, 8, 9, 1000, 4096)  # beside a pack of 16 bytes, and as many as fill a slot
@@ -198,15 +198,9 @@ class _Checked:
 
     def failure_of(self, case: Case, seeds: Sequence[int]) -> Failure | None:
         """Returns the failure of the first seed that has one."""
-        program = self._program(case.sanitizer)
-        for seed in seeds:
-            if failure := self._failure_of_seed(case, program, seed):
-                return failure
-        return None
-
-    def _program(self, sanitizer: str) -> Path:
         every_kernel = (self.subject.sources(*one) for one in product(self.ranks, self.dtypes))
-        return build(tuple(one for kernels in every_kernel for one in kernels), sanitizer, self.mutations)
+        program = build(tuple(one for kernels in every_kernel for one in kernels), case.sanitizer, self.mutations)
+        return next(filter(None, (self._failure_of_seed(case, program, seed) for seed in seeds)), None)
 
     def _failure_of_seed(self, case: Case, program: Path, seed: int) -> Failure | None:
         world_size, dtype = case.world_size, case.dtype
@@ -225,11 +219,9 @@ class _Checked:
         if value and {one.what for one in found} == {one.what for one in _mistakes(other, drawn)}:
             what += "; the same under another schedule, so look at values and places, not at the order of threads"
             steps = "".join(re.findall(rf"^{value[1]}:.*\n(?: .*\n)*", steps, re.MULTILINE))
-        sizes = tuple(map(self._numel_of, drawn.calls, [dtype.itemsize] * len(drawn.calls)))
+        unit = dtype.itemsize if self.subject.moves_bytes else 1
+        sizes = tuple(max(call.counts) // unit for call in drawn.calls)
         return Failure(case, seed, sizes, first.call, what, steps)
-
-    def _numel_of(self, call: Call, itemsize: int) -> int:
-        return max(call.counts) // (itemsize if self.subject.moves_bytes else 1)
 
 
 def _mistakes(simulation: Simulation, drawn: Drawn) -> list[Mistake]:

@@ -241,6 +241,8 @@ class Trial:
         gradients: the gradients of the last step by name, including the input's. Empty after a prefill.
     """
 
+    result: Tensor
+
     def __init__(
         self,
         method: Method,
@@ -252,7 +254,6 @@ class Trial:
     ) -> None:
         self.method, self._decoder, self._phase = method, decoder, phase
         self._inputs, self._cotangent = inputs, cotangent
-        self.result: Tensor | None = None
         self.gradients: dict[str, Tensor] = {}
         self._fused = CountFused()
         self._forward = partial(forward, elementwise=elementwise)

@@ -174,6 +174,8 @@ def run_rank(plan: ModelPlan, rank: int, port: int) -> Iterator[ModelRow | str]:
 class Trial:
     """Runs one method on one case. ``result`` is the output of the last step."""
 
+    result: Tensor
+
     def __init__(
         self, variant: Variant, decoder: decoding.Decoder, inputs: decoding.Inputs, elementwise: decoding.Elementwise
     ) -> None:
@@ -181,7 +183,6 @@ class Trial:
         self._step = partial(decoder.step, inputs, elementwise, variant.row_parallel_and_norm)
         self.iterations = inputs.case.iterations if inputs.x.is_cuda else 1
         self._in_graph = inputs.x.is_cuda
-        self.result: Tensor | None = None
 
     def run(self, iterations: int) -> None:
         for _ in range(iterations):

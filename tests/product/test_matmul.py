@@ -238,10 +238,10 @@ def launches(monkeypatch):
     gemm._clusters_at_once.cache_clear()
 
 
-def bind(tile, layout="by_rows", m=1000, n=520, k=200, sms=132, order=None):
+def bind(tile, layout="by_rows", m=1000, n=520, k=200, sms=132):
     w = (n, k) if layout == "by_rows" else (k, n)
     a, w, c = (Matrix(4096, torch.bfloat16, *shape, shape[1]) for shape in ((m, k), w, (m, n)))
-    gemm._bind(0, tile, layout, sms, order or gemm.Order(), a, w, c, 0)
+    gemm._bind(0, tile, layout, sms, a, w, c, 0)
 
 
 def test_no_more_blocks_than_sms_and_than_tiles(launches):
@@ -284,12 +284,12 @@ def test_rounds_that_are_all_full_or_a_last_one_alone_take_one_launch(launches, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_launch_is_told_sizes_and_an_order_of_the_rows_there_are(launches, layout):
-    bind(MatmulTile(64, 64, 12), layout, m=300, n=5, k=7, order=gemm.Order(first_row=11, group_rows=13))
+def test_a_launch_is_told_sizes_and_groups_of_the_rows_there_are(launches, layout):
+    bind(MatmulTile(64, 64, 12), layout, m=300, n=5, k=7)
 
     arguments = launches[0][0][3]
     told = [getattr(arguments, name) for name in ("bias", "m", "n", "k", "first_row", "group_rows")]
-    assert told == [0, 300, 5, 7, 1, 5]
+    assert told == [0, 300, 5, 7, 0, 5]
 
 
 def test_boxes_of_a_are_no_higher_than_a(launches):
@@ -315,7 +315,7 @@ def test_a_result_in_fp32_takes_the_kernel_that_does_not_round(launches, monkeyp
     monkeypatch.setattr(gemm, "_function", lambda *arguments: asked.append(arguments))
     a, w = (Matrix(0, torch.bfloat16, rows, 512, 512) for rows in (100, 72))
 
-    gemm._bind(0, tile, "by_rows", 132, gemm.Order(), a, w, Matrix(0, torch.float32, 100, 72, 72), 0)
+    gemm._bind(0, tile, "by_rows", 132, a, w, Matrix(0, torch.float32, 100, 72, 72), 0)
 
     assert asked == [(0, torch.bfloat16, tile, "by_rows", torch.float32)]
 
@@ -427,12 +427,6 @@ A, W = columns_of(4, 16, 16), columns_of(8, 16, 16)
 def test_arguments_that_do_not_fit_are_refused_by_name(arguments, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         gemm.matmul(**{"a": A, "w": W} | arguments)
-
-
-@pytest.mark.parametrize(("first_row", "group_rows"), [(-1, 8), (0, 0)])
-def test_an_order_that_is_none_is_refused(first_row, group_rows):
-    with pytest.raises(ValueError, match="group_rows 1 or more"):
-        gemm.Order(first_row, group_rows)
 
 
 def test_a_matmul_on_the_cpu_is_refused_with_the_reason():

@@ -12,7 +12,7 @@ from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
-from graphar.product.gemm import Order, _sms_in_clusters, matmul
+from graphar.product.gemm import _sms_in_clusters, matmul
 from graphar.runtime.launcher import sm_count
 from tests.cases import same_bits
 
@@ -113,12 +113,6 @@ def test_a_result_whose_rows_end_within_16_bytes_is_refused_before_anything_is_w
 @pytest.mark.parametrize("sms", [1, 2, 7, 108])
 def test_any_number_of_sms_gives_the_exact_result(tile, sms):
     check_integers(700, 904, 200, torch.bfloat16, "by_rows", tile, sms=sms)
-
-
-@every_tile
-@pytest.mark.parametrize("order", [Order(1, 1), Order(2, 3), Order(5, 100), Order(1000, 8)], ids=str)
-def test_any_order_gives_the_exact_result(tile, order):
-    check_integers(1100, 904, 200, torch.bfloat16, "by_rows", tile, order=order)
 
 
 @every_tile
@@ -252,14 +246,14 @@ def test_a_sum_in_the_order_of_k_has_other_bits_than_the_tree():
 
 
 @every_count
-def test_every_tile_grid_and_order_gives_the_same_bits_of_leaves(leaves):
+def test_every_tile_and_grid_gives_the_same_bits_of_leaves(leaves):
     a, w = normal(1000, 2048, torch.bfloat16, seed=5), normal(1000, 2048, torch.bfloat16, seed=6)
     first = matmul(a, w, leaves=leaves, out_dtype=torch.float32)
 
-    for tile, sms, order in itertools.product(LEAF_TILES[leaves], (None, 5), (Order(), Order(3, 2))):
+    for tile, sms in itertools.product(LEAF_TILES[leaves], (None, 5)):
         out = torch.full_like(first, torch.nan)
-        matmul(a, w, out, tile=tile, sms=sms, order=order, leaves=leaves, out_dtype=torch.float32)
-        assert same_bits(out, first) == 0, (tile, sms, order)
+        matmul(a, w, out, tile=tile, sms=sms, leaves=leaves, out_dtype=torch.float32)
+        assert same_bits(out, first) == 0, (tile, sms)
         assert same_bits(matmul(a, w, tile=tile, leaves=leaves), first.bfloat16()) == 0, tile
         if "by_columns" in tile.layouts:
             assert same_bits(matmul(a, operand(w, "by_columns"), tile=tile, leaves=leaves), first.bfloat16()) == 0, tile

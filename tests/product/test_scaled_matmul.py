@@ -93,11 +93,11 @@ def launches(monkeypatch):
     gemm._bind.cache_clear()
 
 
-def bind(tile, scales, m=1000, n=520, k=300, sms=132, order=None, result=torch.bfloat16):
+def bind(tile, scales, m=1000, n=520, k=300, sms=132, result=torch.bfloat16):
     a, w, c = (
         Matrix(4096, dtype, *shape, shape[1]) for dtype, shape in ((FP8, (m, k)), (FP8, (n, k)), (result, (m, n)))
     )
-    gemm._bind(0, tile, "by_rows", sms, order or gemm.Order(), a, w, c, 8192, placed(scales))
+    gemm._bind(0, tile, "by_rows", sms, a, w, c, 8192, placed(scales))
 
 
 def scales_of(m=1000, n=520, k=300, in_blocks=False):
@@ -122,14 +122,14 @@ def test_the_kernel_is_that_of_the_result_and_of_the_format_of_the_scales(launch
     assert launches[0][0] == (FP8, tile, "by_rows", result, "BlockScales" if in_blocks else "RowScales")
 
 
-def test_a_launch_is_told_sizes_scales_and_an_order(launches):
+def test_a_launch_is_told_sizes_scales_and_groups_of_rows(launches):
     scales = scales_of(in_blocks=True)
 
-    bind(MatmulTile(64, 64, 12), scales, order=gemm.Order(first_row=18, group_rows=20))
+    bind(MatmulTile(64, 64, 12), scales)
 
     arguments = launches[0][1][3]
     sizes = [getattr(arguments, name) for name in ("bias", "m", "n", "k", "first_row", "group_rows")]
-    assert sizes == [8192, 1000, 520, 300, 2, 16]
+    assert sizes == [8192, 1000, 520, 300, 0, 8]
     assert told(arguments) == [scales.a.data_ptr(), scales.w.data_ptr(), 3, 1, 3, 1]
 
 

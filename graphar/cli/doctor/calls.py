@@ -49,17 +49,14 @@ class SelfTestCall:
 def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[SelfTestCall]:
     """Returns the calls that take ``algorithm`` on ``world_size`` GPUs, by name or by choice; there may be none."""
     launched = algorithm if algorithm.row.folder else None
-    return [
-        SelfTestCall(op.name, partial(_make, op, size, algorithm), launched)
-        for op in _OPS
-        for size in op.sizes
-        if (algorithm is op.kernel(world_size, size) if op.kernel else _can_be_named(algorithm, op))
-    ]
 
+    def takes(op: _Op, size: Any) -> bool:
+        if op.kernel:
+            return algorithm is op.kernel(world_size, size)
+        return algorithm.op == "allreduce" and algorithm.row.takes_codec == (op.variant == _QUANTIZED)
 
-def _can_be_named(algorithm: Algorithm, op: _Op) -> bool:
-    """Whether a call of ``op`` can name ``algorithm``; only all-reduces can."""
-    return algorithm.op == "allreduce" and algorithm.row.takes_codec == (op.variant == _QUANTIZED)
+    pairs = [(op, size) for op in _OPS for size in op.sizes if takes(op, size)]
+    return [SelfTestCall(op.name, partial(_make, op, size, algorithm), launched) for op, size in pairs]
 
 
 def calls_on_cpu() -> list[SelfTestCall]:

@@ -6,10 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from graphar.cli.doctor import findings, gpus, host, self_test, software
-from graphar.cli.doctor.findings import Section, examine
+from graphar.cli.doctor.findings import PROBLEM, Section, examine
 from graphar.cli.options import INTERRUPTED, add_command
 
 _DEADLINE_S = 20.0  # for a section; a driver may never answer
@@ -44,9 +45,9 @@ def run(options: argparse.Namespace) -> int:
     sections, as_json, quiet = [], options.json, options.quiet
     for section in examine_all():
         sections.append(section)
-        shown = findings.problems_of(section) if quiet else section
-        if not as_json and (shown.findings or not quiet):
-            print(findings.text_of(shown), flush=True)
+        lines = [one for one in section.findings if one.status == PROBLEM or not quiet]
+        if not as_json and (lines or not quiet):
+            print(findings.text_of(replace(section, findings=tuple(lines))), flush=True)
     if as_json:
         print(findings.to_json(sections), flush=True)
     elif not quiet or findings.was_interrupted(sections):

@@ -8,7 +8,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 DRIVER_HANGS = "look for Xid errors in `dmesg`, and whether `nvidia-smi` answers; a GPU that hangs needs a reset"
@@ -80,11 +80,6 @@ def examine(title: str, find: Callable[[], Iterable[Finding]], deadline_s: float
     if interrupted:
         lines.append(note(title, "not done: interrupted"))
     return Section(title, tuple(lines), hung, interrupted)
-
-
-def problems_of(section: Section) -> Section:
-    """Returns the section with only its problems."""
-    return replace(section, findings=tuple(one for one in section.findings if one.status == PROBLEM))
 
 
 def is_healthy(sections: Iterable[Section]) -> bool:

@@ -89,28 +89,19 @@ def _faults(communicator: Communicator, calls: Sequence[SelfTestCall]) -> list[s
     """Makes the calls, and returns a message for each wrong result or wrong algorithm."""
     wrong = Counter()
     for call in calls:
-        wrong[call.op] += _wrong(communicator, call)
+        results = call.make(communicator)
+        communicator.synchronize()
+        wrong[call.op] += sum(count_wrong(found.cpu(), expected) for found, expected in results)
     faults = [f"{count} elements of {op} differ from the specification" for op, count in wrong.items() if count]
-    counted, due = _counted(communicator), _due(calls, communicator.world_size)
+    counted, of_a_rank = _counted(communicator), Counter(call.kernel for call in calls if call.kernel)
+    due = {algorithm: [count] * communicator.world_size for algorithm, count in of_a_rank.items()}
     if counted != due:
         faults.append(f"calls ran by {_told(counted)}, not by {_told(due)}")
     return faults
 
 
-def _wrong(communicator: Communicator, call: SelfTestCall) -> int:
-    """Returns how many elements of all ranks' results differ in any bit from the specification."""
-    results = call.make(communicator)
-    communicator.synchronize()
-    return sum(count_wrong(found.cpu(), one) for found, one in results)
-
-
 def _counted(communicator: Communicator) -> Counts:
     return communicator.engine.runner.calls_begun() if communicator.engine.runner else {}
-
-
-def _due(calls: Sequence[SelfTestCall], world_size: int) -> Counts:
-    counts = Counter(call.kernel for call in calls if call.kernel)
-    return {algorithm: [count] * world_size for algorithm, count in counts.items()}
 
 
 def _told(counts: Counts) -> str:

@@ -35,14 +35,6 @@ def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where((a < b) | a.isnan(), a, b)
 
 
-def _choice(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.where(condition != 0, a, b)
-
-
-def _hardswish(a: torch.Tensor) -> torch.Tensor:
-    return a * _minimum(_maximum(a + 3, a.new_zeros(())), a.new_full((), 6)) / 6
-
-
 def nearest_sqrt(a: torch.Tensor) -> torch.Tensor:
     """Returns the square root rounded to nearest. torch.sqrt of fp32 is not rounded to nearest on every CPU.
 
@@ -68,7 +60,7 @@ OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "&&": ("truth({} != 0 && {} != 0)", lambda a, b: _truth((a != 0) & (b != 0))),
     "||": ("truth({} != 0 || {} != 0)", lambda a, b: _truth((a != 0) | (b != 0))),
     "!": ("truth({} == 0)", lambda a: _truth(a == 0)),
-    "?:": ("({} != 0 ? {} : {})", _choice),
+    "?:": ("({} != 0 ? {} : {})", lambda condition, a, b: torch.where(condition != 0, a, b)),
     "abs": ("fabsf({})", torch.abs),
     "sqrt": ("__fsqrt_rn({})", nearest_sqrt),
     "floor": ("floorf({})", torch.floor),
@@ -77,7 +69,10 @@ OPERATIONS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "rint": ("rintf({})", torch.round),
     "isnan": ("truth(is_nan({}))", lambda a: _truth(a.isnan())),
     "relu": ("maximum({}, 0.0f)", lambda a: _maximum(a, torch.zeros_like(a))),
-    "hardswish": ("hardswish({})", _hardswish),
+    "hardswish": (
+        "hardswish({})",
+        lambda a: a * _minimum(_maximum(a + 3, a.new_zeros(())), a.new_full((), 6)) / 6,
+    ),
     "max": ("maximum({}, {})", _maximum),
     "min": ("minimum({}, {})", _minimum),
     "clamp": ("minimum(maximum({}, {}), {})", lambda a, low, high: _minimum(_maximum(a, low), high)),

@@ -170,21 +170,17 @@ def _checked_text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...])
         if named != given:
             missing, spare = sorted(set(named) - set(given)), sorted(set(given) - set(named))
             if bare := sorted(set(found.scalars) & set(tensors)):
-                raise ValueError(f"epilogue: {what!r}: {_how_to_read(bare[0])}")
+                name = bare[0]
+                raise ValueError(
+                    f"epilogue: {what!r}: {name!r} is a tensor; write {name}[col] for an element a column, {name}[row] "
+                    f"for one a row, {name}[index] for a tensor like x, or {name}[0] for one element"
+                )
             if bracketed := sorted(set(found.tensors) & set(scalars)):
                 raise ValueError(f"epilogue: {what!r}: {bracketed[0]!r} is a number; write {bracketed[0]}")
             wrong = f"needs the {kind} {missing[0]!r}" if missing else f"has no {kind} {spare[0]!r}"
             advice = f"; pass Epilogue(..., {missing[0]}=...); the sum is v" if missing else ""
             raise ValueError(f"epilogue: {what!r} {wrong}, got {kind}s {', '.join(given) or 'none'}{advice}")
     return what
-
-
-def _how_to_read(name: str) -> str:
-    """Returns how an expression reads a tensor of that name."""
-    return (
-        f"{name!r} is a tensor; write {name}[col] for an element a column, {name}[row] for one a row, {name}[index] for"
-        f" a tensor like x, or {name}[0] for one element"
-    )
 
 
 @_constant_to_compilers

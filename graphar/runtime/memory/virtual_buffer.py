@@ -40,7 +40,10 @@ class VirtualBuffer:
     def create(self) -> dict[int, object]:
         """Returns handles of new memory for the ranks of this process, by rank; if one fails, of none."""
         if not self.pointers:
-            self._reserve()
+            self._reserved = virtual_memory.whole(self.nbytes, self._devices[0])
+            for rank in range(self._world_size):
+                self.pointers.append(virtual_memory.reserve(self._reserved))
+                self._held.add(rank)
         made: dict[int, object] = {}
         try:
             for rank, device in self._own.items():
@@ -50,12 +53,6 @@ class VirtualBuffer:
                 virtual_memory.release(memory)
             raise
         return made
-
-    def _reserve(self) -> None:
-        self._reserved = virtual_memory.whole(self.nbytes, self._devices[0])
-        for rank in range(self._world_size):
-            self.pointers.append(virtual_memory.reserve(self._reserved))
-            self._held.add(rank)
 
     def map(self, memories: Mapping[int, object]) -> None:
         """Maps every rank's memory, given by handles that the caller releases, in place of what was mapped there.
