@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ class _Hook:
         self._sides: dict[torch.device, SideStream] = {}
         self.__name__ = self.__qualname__ = f"graphar{type(sum_up).__name__}"  # torch asks a hook for them
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_sides": {}}  # streams are a process's own
 
     def __call__(self, state, bucket):  # no annotations: torch compares them with types, and here they would be strings

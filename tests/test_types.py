@@ -174,7 +174,10 @@ def test_the_types_of_algorithms_have_the_names_of_the_rows(op, hints):
 
 
 # What pyright finds no error in, in its standard mode.
-WITHOUT_ERRORS = ("communicator.py", "nn", "plan")
+WITHOUT_ERRORS = (
+    *("cli", "communicator.py", "graph", "nn", "numerics/epilogues", "ops", "plan", "product"),
+    *("runtime/bind", "runtime/checks", "simulator"),
+)
 has_pyright = shutil.which("pyright", path=str(Path(sys.executable).parent)) is not None
 
 
@@ -186,8 +189,9 @@ def test_pyright_finds_no_error_in_the_folders_that_have_none():
     done = subprocess.run([*command, *checked], cwd=ROOT, capture_output=True, text=True)
 
     said = json.loads(done.stdout)
-    assert said["summary"]["filesAnalyzed"] > 20
-    assert [one for one in said["generalDiagnostics"] if one["severity"] == "error"] == []
+    assert said["summary"]["filesAnalyzed"] > 100
+    errors = [one for one in said["generalDiagnostics"] if one["severity"] == "error"]
+    assert [one for one in errors if one.get("rule") != "reportMissingImports"] == []  # of what is optional
 
 
 def test_the_package_says_that_it_has_types():

@@ -146,8 +146,10 @@ def _tensors(op: str, count: int, dtype, device, in_place: bool) -> tuple[torch.
     sizes = {"allreduce": (count, count), "allgather": (part, count), "reducescatter": (count, part)}[op]
     whole = torch.empty(count, dtype=dtype, device=device)
     if not in_place:
-        return tuple(torch.empty(size, dtype=dtype, device=device) for size in sizes)
-    return tuple(whole if size == count else whole[rank * part : (rank + 1) * part] for size in sizes)
+        first, second = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
+    else:
+        first, second = (whole if size == count else whole[rank * part : (rank + 1) * part] for size in sizes)
+    return first, second
 
 
 def _integers(rank: int, count: int) -> torch.Tensor:
@@ -159,11 +161,11 @@ def _expected(op: str, count: int, dtype: torch.dtype, device: torch.device) -> 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     part = count // world_size
     if op == "allgather":
-        found = torch.cat([_integers(one, part) for one in range(world_size)])
+        whole = torch.cat([_integers(one, part) for one in range(world_size)])
     else:
-        found = sum(_integers(one, count) for one in range(world_size))
-        found = found if op == "allreduce" else found[rank * part : (rank + 1) * part]
-    return found.to(dtype).to(device)
+        whole = torch.stack([_integers(one, count) for one in range(world_size)]).sum(0)
+    own = whole[rank * part : (rank + 1) * part] if op == "reducescatter" else whole
+    return own.to(dtype).to(device)
 
 
 def _elapsed_us(call: Call, iterations: int, device: torch.device) -> float:
@@ -224,7 +226,7 @@ def lines(options: argparse.Namespace, rows: Sequence[Row], where: str) -> Itera
         yield " " + _COLUMNS.format(row.nbytes, row.count, row.dtype, row.redop, row.backend, *cells)
     measured = [one for row in rows for one in (row.out_of_place, row.in_place) if one]
     if options.check:
-        wrong = sum(one.wrong for one in measured)
+        wrong = sum(one.wrong or 0 for one in measured)
         yield f"# Wrong elements: {wrong} {'OK' if not wrong else 'FAILED'}"
     for backend in dict.fromkeys(row.backend for row in rows):
         own = [row for row in rows if row.backend == backend]

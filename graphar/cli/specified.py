@@ -38,7 +38,7 @@ class SpecifiedCall:
     def over(self, ranks: Communicator) -> Callable[[], Results]:
         """Returns a function that makes the call. Its tensors are on the devices of ``ranks`` already."""
         operands = [*self._operands, *([one] * ranks.world_size for one in self._equal)]
-        placed = [[x.to(device) for x, device in zip(xs, ranks.devices, strict=True)] for xs in operands]
+        placed = [[x.to(device) for x, device in zip(xs, ranks.devices or (), strict=True)] for xs in operands]
         return lambda: _by_rank(getattr(graphar, self._op)(*placed, group=ranks, **self._options))
 
     def expected(self) -> Results:

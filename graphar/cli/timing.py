@@ -25,6 +25,7 @@ from graphar.plan.slices import Slice
 from graphar.plan.tables import Table
 from graphar.plan.trials import Workload
 from graphar.runtime.bind.collective import bind_slice, put_of
+from graphar.runtime.bind.launches import runner_of
 
 REPEATS = 5
 HOPELESS = 1.5  # stop timing a configuration that takes this many times as long as the fastest
@@ -154,14 +155,14 @@ class Timer:
         return [statistics.median(of_run) for of_run in times]
 
     def _random(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        xs = specified.random(self._communicator.devices, numel, dtype=dtype)
+        xs = specified.random(self._communicator.devices or (), numel, dtype=dtype)
         self._communicator.synchronize()  # other streams will read them
         return xs
 
     def _bind(self, call: Call, config: Config, xs: Tensors, outs: Tensors) -> list[Callable[[], None]]:
         """Returns, for each rank, a function that launches its kernel on the current stream."""
         engine, whole = self._communicator.engine, Slice(call.work.numel)
-        launches = bind_slice(engine.runner, call, config, whole, _DEADLINE_S, put_of(engine, call))
+        launches = bind_slice(runner_of(engine), call, config, whole, _DEADLINE_S, put_of(engine, call))
         return [partial(launch, (x,), (out,)) for launch, x, out in zip(launches, xs, outs, strict=True)]
 
     def _check(self, configs: Sequence[Config], launches, outs: Tensors, expected: Tensors) -> None:

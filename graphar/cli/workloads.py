@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from graphar.plan.trials import Workload
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.product.multiply.choice import choose
 from graphar.product.operands import MatmulOperands
+from graphar.runtime.engine import Engine
 
 _CYCLED_NBYTES = 128 << 20  # the least bytes of the weights of "matmul", used in turn: together they do not fit into L2
 _CLOSE = 0.01  # relative error of a sum of matmuls: kernels add the products in another order than torch
@@ -32,10 +34,11 @@ class Prepared:
         # `expected` are the ranks' results of the first calls, on the first device; later calls repeat them.
         self.run: Callable[[int], Results]
         self.expected: Sequence[Results]
+        devices = communicator.devices or ()
         if workload.op == "matmul":
-            self.run, self.expected = _matmul(workload, communicator)
+            self.run, self.expected = _matmul(workload, devices, communicator.engine)
         else:
-            call = _call(workload, communicator.devices)
+            call = _call(workload, devices)
             make, self.expected = call.over(communicator), [call.expected()]
             self.run = lambda at: make()
 
@@ -57,7 +60,7 @@ class Prepared:
 def _call(workload: Workload, devices: Sequence[torch.device]) -> SpecifiedCall:
     """Returns the call of every workload but "matmul"."""
     op, rows, columns, k = workload.op, workload.rows, workload.columns, workload.k
-    codec = {"codec": workload.codec} if workload.codec else {}
+    codec: dict[str, Any] = {"codec": workload.codec} if workload.codec else {}
     named = {"algorithm": workload.algorithm} if workload.algorithm != "auto" else {}
     if op == "allgather_matmul":
         whole = random(devices[:1], (rows, k))[0]
@@ -72,9 +75,10 @@ def _call(workload: Workload, devices: Sequence[torch.device]) -> SpecifiedCall:
     return SpecifiedCall(op, [xs], equal, **codec, **named)
 
 
-def _matmul(workload: Workload, communicator: Communicator) -> tuple[Callable[[int], Results], Sequence[Results]]:
+def _matmul(
+    workload: Workload, devices: Sequence[torch.device], engine: Engine
+) -> tuple[Callable[[int], Results], Sequence[Results]]:
     """A matmul on each rank, by the one that the communicator's table takes before a sum."""
-    devices, engine = communicator.devices, communicator.engine
     m, n, k = workload.rows, workload.columns, workload.k
     work = Product(MATMUL_ALLREDUCE, (m,), n)
     count = next(count for count in (4, 6, 12) if count == 12 or count * 2 * n * k >= _CYCLED_NBYTES)

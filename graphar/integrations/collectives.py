@@ -137,7 +137,7 @@ def _check_lengths(op: str, whole_name: str, wholes: Tensors, part_name: str, pa
 
 
 def _counts(communicator: Communicator, op: str, parts: Tensors, own: torch.Tensor) -> tuple[int, ...]:
-    ranks, rank, counts = communicator.world_size, communicator.rank, tuple([one.numel() for one in parts])
+    ranks, rank, counts = communicator.world_size, communicator.rank or 0, tuple([one.numel() for one in parts])
     if len(counts) != ranks or counts[rank] != own.numel():
         raise ValueError(
             f"{op}: needs a tensor for each of {ranks} ranks, and of {own.numel()} elements for rank {rank}, got "

@@ -30,7 +30,7 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
         _serve_functional_ops()
         self._devices: set[str] | None = None  # for which graphar is the backend
         # torch drops what it has made for other devices. Let no rank do so while another still connects to it.
-        store.set(f"graphar/made/{rank}", b"1")
+        store.set(f"graphar/made/{rank}", "1")
         store.wait([f"graphar/made/{one}" for one in range(len(ranks))], timeout)
 
     def _is_backend_of(self, device: torch.device) -> bool:

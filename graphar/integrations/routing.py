@@ -109,7 +109,7 @@ class Routing(_OfTorch):
         self.passed_on = PassedOn()
         self._collectives = 0  # made so far
         self._sides: dict[torch.device, SideStream] = {}
-        self._window: list[dist.Work] | None = None  # the works of calls between start_ and end_coalescing
+        self._window: list[dist.Work | None] | None = None  # the works of calls between start_ and end_coalescing
         self._window_device: torch.device | None = None
         self._batched: list[Arguments] = []  # of calls in a window that NCCL makes
         _open_groups.add(self)
@@ -239,7 +239,7 @@ class Routing(_OfTorch):
         self._window, self._window_device, self._batched = [], None, []
 
     def end_coalescing(self) -> dist.Work:
-        works, device, self._window, self._window_device = self._window, self._window_device, None, None
+        works, device, self._window, self._window_device = self._window or [], self._window_device, None, None
         if device is not None:
             work, self._batched, batched = self._torch.group._end_coalescing(device), [], self._batched
             for arguments in batched:

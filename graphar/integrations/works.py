@@ -41,8 +41,7 @@ class GrapharWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         if not self._stream:
-            devices = [self._outputs[0].device] if self._outputs and self._outputs[0].is_cuda else []
-            future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
+            future = torch.futures.Future(devices=[one.device for one in self._outputs[:1] if one.is_cuda])
             future.set_result(self._outputs)
             return future
         future = torch.futures.Future(devices=[self._stream.device])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -72,7 +73,7 @@ def value_at(holder: object, path: Sequence[str | int]):
     return holder
 
 
-def with_value(holder, path: Sequence[str | int], value):
+def with_value(holder: Any, path: Sequence[str | int], value: object) -> Any:
     """Returns ``holder``, a dataclass or a dict, with another value at a path; None removes the key."""
     name, *rest = path
     if isinstance(holder, dict):

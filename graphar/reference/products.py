@@ -14,6 +14,7 @@ from graphar.numerics.fp8_products import rank_products, rows_of_scale, scaled_l
 from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.partitions import Partition
 from graphar.reference.sums import (
+    Order,
     allgather,
     allreduce,
     quantized_allreduce,
@@ -168,7 +169,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
         total = allreduce(products, order=order).view(residual.shape)
     else:
         total = fused_matmul_allreduce(a, w, a_scale=a_scale, w_scale=w_scale, out_dtype=residual.dtype)
-    return norms.specification(total, residual, weight, eps, weight_offset)
+    normed, summed = norms.specification(total, residual, weight, eps, weight_offset)
+    return normed, summed
 
 
 def fused_allgather_matmul(
@@ -303,7 +305,7 @@ def fused_matmul_reducescatter(
 def _parts_with_epilogue(
     products: Sequence[torch.Tensor],
     rows: torch.Size,
-    order: str,
+    order: Order,
     dtype: torch.dtype,
     epilogue: Epilogue,
     bias: torch.Tensor | None,
@@ -351,7 +353,8 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     else:
         scaled = {"a_scale": a_scale, "w_scale": w_scale, "out_dtype": residuals[0].dtype}
         sums = fused_matmul_reducescatter(a, w, **scaled)
-    return [norms.specification(*pair, weight, eps, weight_offset) for pair in zip(sums, residuals, strict=True)]
+    pairs = (norms.specification(*pair, weight, eps, weight_offset) for pair in zip(sums, residuals, strict=True))
+    return [(normed, summed) for normed, summed in pairs]
 
 
 def _products(
@@ -362,7 +365,7 @@ def _products(
     a_scale: Sequence[torch.Tensor] | None = None,
     w_scale: Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
-) -> tuple[list[torch.Tensor], str, torch.dtype]:
+) -> tuple[list[torch.Tensor], Order, torch.dtype]:
     """Returns each rank's product [rows, N], the order in which they are added, and the dtype of the result.
 
     Products are partials of a tree, or rounded.

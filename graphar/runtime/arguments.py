@@ -137,8 +137,8 @@ class NormGradientArguments(ctypes.Structure):
 
     def put(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Writes the addresses of the tensors, in the order of the fields."""
-        for (name, _), tensor in zip(self._fields_, tensors, strict=False):
-            setattr(self, name, 0 if tensor is None else tensor.data_ptr())
+        for field, tensor in zip(self._fields_, tensors, strict=False):
+            setattr(self, field[0], 0 if tensor is None else tensor.data_ptr())
 
 
 class MatmulArguments(ctypes.Structure):
@@ -176,7 +176,7 @@ def layout_check() -> str:
     for struct in (Record, EpochState, Counters, EpilogueArguments, *by_kernel):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
-        for field, _ in struct._fields_:
+        for field, *_ in struct._fields_:
             mine = getattr(struct, field)
             lines += [
                 f"static_assert(sizeof({name}::{field}) == {mine.size});",

@@ -70,7 +70,7 @@ def kernel_source(
         expression = generated.name if generated else "Identity"
         arguments += ["false", expression] if can.direct and not variant else [expression]
     arguments += [order] if order else []
-    on_clusters = algorithm in NORM_KERNELS and not variant.startswith("1,")
+    on_clusters = algorithm in NORM_KERNELS and not (variant or "").startswith("1,")
     minimum_arch = 90 if variant == "Hardware" or on_clusters else can.minimum_arch
     name = f"{algorithm.kernel_name}<{', '.join(arguments)}>"
     code = generated.text if generated else ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -50,7 +48,7 @@ def test_what_the_call_gives_is_right_and_anything_else_is_refused(cpus, workloa
 
 
 @pytest.mark.parametrize(("n", "k", "count"), [(64, 128, 12), (2048, 4096, 12), (4096, 4096, 4), (2816, 4096, 6)])
-def test_matmuls_use_as_many_weights_in_turn_as_do_not_fit_into_l2(monkeypatch, n, k, count):
+def test_matmuls_use_as_many_weights_in_turn_as_do_not_fit_into_l2(cpus, monkeypatch, n, k, count):
     made = []
 
     def random(devices, shape, seed=0):
@@ -58,7 +56,7 @@ def test_matmuls_use_as_many_weights_in_turn_as_do_not_fit_into_l2(monkeypatch, 
         return [torch.zeros(1, 1)] * len(devices)
 
     monkeypatch.setattr(workloads, "random", random)
-    _, expected = workloads._matmul(Workload("matmul", 5, n, k), SimpleNamespace(devices=["cpu"] * 2, engine=None))
+    _, expected = workloads._matmul(Workload("matmul", 5, n, k), cpus.devices, cpus.engine)
 
     assert made == [((5, k), 0), *(((n, k), 1 + at) for at in range(count))]
     assert len(expected) == count

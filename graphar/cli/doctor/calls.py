@@ -78,7 +78,7 @@ def _make(op: _Op, size: Any, algorithm: Algorithm, ranks: Communicator) -> Comp
 def _compressed(ranks: Communicator, make: Callable[[], Results]) -> Results:
     """Makes a call under a tuning table by which parts of any size are compressed without loss."""
     engine, any_size = ranks.engine, dict.fromkeys(WORLD_SIZES, 1)
-    ranks.explain([torch.empty(1, dtype=DTYPE, device=device) for device in ranks.devices])  # finds the engine's table
+    ranks.explain([torch.empty(1, dtype=DTYPE, device=one) for one in ranks.devices or ()])  # finds the engine's table
     own = engine.table
     try:
         engine.use_table(replace(own, lossless=LosslessPolicy(any_size, any_size, any_size)))

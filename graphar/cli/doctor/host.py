@@ -99,9 +99,9 @@ def _namespace(kind: str) -> int | None:
 def kernel_cache() -> Iterator[Finding]:
     """Yields the directory of the kernel cache, whether it can be written, and damaged entries."""
     directory, reason = cache.place()
-    if reason:
+    if directory is None or reason:
         advice = "every process recompiles its kernels: name a directory that you can write in GRAPHAR_CACHE_DIR"
-        if "not trusted" in reason:
+        if reason and "not trusted" in reason:
             advice += ", or `chmod go-w` this one if it is yours"
         yield problem("directory", f"{directory or ''} {reason}".strip(), advice)
         return
@@ -130,11 +130,11 @@ def tuning() -> Iterator[Finding]:
         yield note("table", "none is needed without GPUs")
         return
     name = tables.slug(torch.cuda.get_device_name(0))
+    table, origin = None, f"the cache, {user_tables.FOLDER}/{name}.json"
     try:
-        table, origin = user_tables.user_table(name), f"the cache, {user_tables.FOLDER}/{name}.json"
+        table = user_tables.user_table(name)
     except (OSError, ValueError) as error:
         yield problem(f"{name}.json", f"ignored: {error}", "`python -m graphar tune` writes another; or delete it")
-        table = None
     if table is None:
         table, origin = user_tables.find_table(torch.cuda.get_device_name(0)), "the package"
     yield Finding("table", f"{table.name} from {origin}: {table.machine}, {table.date}")

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -91,7 +91,7 @@ class Epilogue:
         """
         if isinstance(self.what, str):
             return _text(self.what, tuple(self.tensors), tuple(self.scalars))
-        kinds = tuple([(_kind(one, x, whole), one.dtype) for one in self.of_rank(0).tensors.values()])
+        kinds = tuple([(_kind(one, x, whole), one.dtype) for one in self.of_rank(0).arguments()[0]])
         return _traced_text(self.what, x.ndim, tuple(self.tensors), kinds, tuple(self.scalars))
 
     def traced(self, x: torch.Tensor) -> Epilogue:
@@ -129,7 +129,7 @@ class Epilogue:
         return list(self.tensors.values()), list(self.scalars.values())
 
 
-def as_epilogue(epilogue: object) -> Epilogue:
+def as_epilogue(epilogue: Any) -> Epilogue:
     """Returns an :class:`Epilogue` as it is, or makes one without arguments from an expression or a function."""
     return epilogue if isinstance(epilogue, Epilogue) else Epilogue(epilogue)
 
@@ -154,7 +154,7 @@ def _kind(tensor: torch.Tensor, x: torch.Tensor, whole: int | None = None) -> st
 
 def _constant_to_compilers(function: Callable) -> Callable:
     """Does what torch.compiler.assume_constant_result does, without importing the compiler."""
-    function._dynamo_marked_constant = True
+    function.__dict__["_dynamo_marked_constant"] = True
     return function
 
 
@@ -295,7 +295,7 @@ def _form(
             raise ValueError(f"{op}: {name} must be on the device of x, {device}, got {one_device}")
         numels[name] = numel
     columns = shape[-1] if shape else 1
-    wanted = dict(zip(syntax.SUBSCRIPTS, (shape[:-1].numel(), columns, shape.numel(), 1), strict=True))
+    wanted: dict[str, int] = dict(zip(syntax.SUBSCRIPTS, (shape[:-1].numel(), columns, shape.numel(), 1), strict=True))
     for one in found.operands:
         if numels[one.name] != wanted[one.subscript]:
             needs = f"{one} needs {wanted[one.subscript]} element(s) for x of shape {list(shape)}"
@@ -320,7 +320,7 @@ def form_to_prepare(epilogue: object) -> Pointwise:
         raise ValueError(
             "prepare: an epilogue must be an expression, got a function; pass epilogue.traced(x), with x like the sums"
         )
-    dtypes = tuple([one.dtype for one in epilogue.of_rank(0).tensors.values()])
+    dtypes = tuple([one.dtype for one in epilogue.of_rank(0).arguments()[0]])
     if unknown := set(dtypes) - set(TYPE_NAMES):
         raise ValueError(f"prepare: the tensors of an epilogue must be bfloat16, float16 or float32, got {unknown}")
     return Pointwise(_text(epilogue.what, tuple(epilogue.tensors), tuple(epilogue.scalars)), dtypes, columns=1)

@@ -201,7 +201,8 @@ class _Parser:
     def _advance(self) -> None:
         match = _TOKEN.match(self._text, self._at)
         if match:
-            self._kind, self._token, self._begin = match.lastgroup, match[match.lastgroup], match.start(match.lastgroup)
+            kind = match.lastgroup or ""  # each alternative is a group
+            self._kind, self._token, self._begin = kind, match[kind], match.start(kind)
             self._at = match.end()
         else:
             rest = self._text[self._at :].lstrip()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -197,7 +197,7 @@ class _Translation:
             raise _CannotFuse(name, "it gives the sum, or what was computed, another shape")
         return value
 
-    def _value(self, argument) -> Node | object | None:
+    def _value(self, argument) -> Any:
         if isinstance(argument, torch.fx.Node):
             value = self._values[argument]
             return self._operand(value) if isinstance(value, _Leaf) else value

@@ -19,7 +19,7 @@ from graphar.runtime.availability import missing_software
 from graphar.runtime.catalogue import residual_norm_backward_sources, residual_norm_source
 from graphar.runtime.launcher import Grid, Launch
 
-Tensors = Sequence[torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
 
 _THREADS_AN_SM = 2048  # by the launch bounds of cuda_src/norm/residual_rmsnorm.cu
 # As in cuda_src/norm/residual_rmsnorm_backward.cu: the size of PairsOfWarps, `tensors`, and `columns_added`.
@@ -186,7 +186,7 @@ def _load_backward(device: int, dtype: torch.dtype, packs: int, stages: int) -> 
 @functools.lru_cache(maxsize=1024)
 def _bind_backward(
     device: int, dtype: torch.dtype, rows: int, columns: int, eps: float, offset: float, of_weight: bool
-) -> tuple[Callable[[Tensors, int], None], int]:
+) -> tuple[Callable[[Sequence[torch.Tensor | None], int], None], int]:
     """Returns a function that launches the kernels, and the number of groups of rows.
 
     The function takes the tensors whose addresses :class:`NormGradientArguments` begins with, and a stream.
@@ -209,7 +209,7 @@ def _bind_backward(
         bound.append(Launch(sums, [arguments], Grid(-(-columns // COLUMNS_ADDED), threads, threads * 16, overlaps)))
     lock = threading.Lock()
 
-    def launch(tensors: Tensors, stream: int) -> None:
+    def launch(tensors: Sequence[torch.Tensor | None], stream: int) -> None:
         with lock:  # all threads share the launch's arguments
             arguments.put(tensors)
             for one in bound:
