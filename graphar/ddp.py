@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,7 +147,7 @@ class _Quantized:
     def _known(self, bucket: GradBucket) -> _Bucket:
         """Returns the state of a bucket; made again if its parameters changed, as DDP does after the first step."""
         parameters, known = bucket.parameters(), self._buckets.get(bucket.index())
-        if known is None or not _same(known.parameters, parameters):
+        if known is None or [*map(id, known.parameters)] != [*map(id, parameters)]:
             residual = torch.zeros_like(bucket.buffer()) if self._error_feedback else None
             known = self._buckets[bucket.index()] = _Bucket(parameters, self._runs(parameters), residual)
         return known
@@ -162,10 +161,6 @@ class _Quantized:
                 runs.append(0)
             runs[-1] += parameter.numel()
         return runs
-
-
-def _same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _sum_up(engine: Engine, x: Tensor, codec: str = "", *residuals: Tensor, algorithm: str = "auto") -> Tensor:

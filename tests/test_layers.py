@@ -49,7 +49,7 @@ LIMITS = {
 
 # What functions may import besides graphar's own modules: optional packages, and parts of torch that are slow to
 # import or not in every build.
-IMPORTED_LATE = {"cuda", "importlib", "nvtx", "pynvml", "rich", "sglang", "shtab", "torch", "vllm"}
+IMPORTED_LATE = {"cuda", "importlib", "nvtx", "pynvml", "rich", "sglang", "torch", "vllm"}
 
 
 def modules():

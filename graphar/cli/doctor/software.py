@@ -62,7 +62,10 @@ def _driver() -> Finding:
         return _missing("driver", missing)
     missing = missing_driver()
     if not missing:
-        return Finding("driver", f"{_driver_version()}, for CUDA {'.'.join(map(str, driver_cuda_version()))}")
+        path = Path("/proc/driver/nvidia/version")
+        match = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", path.read_text()) if path.exists() else None
+        version = match[0] if match else "of unknown version"
+        return Finding("driver", f"{version}, for CUDA {'.'.join(map(str, driver_cuda_version()))}")
     if gpu_count() == 0:
         return note("driver", "none; the CPU needs none")
     return _missing("driver", missing)
@@ -72,12 +75,6 @@ def _missing(name: str, reason: str) -> Finding:
     """Returns a problem from a reason of graphar.runtime.availability: what was found, ": ", and what to do."""
     found, _, advice = reason.rpartition(": ")
     return problem(name, found, advice)
-
-
-def _driver_version() -> str:
-    path = Path("/proc/driver/nvidia/version")
-    match = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", path.read_text()) if path.exists() else None
-    return match[0] if match else "of unknown version"
 
 
 def environment() -> Iterator[Finding]:
