@@ -68,14 +68,14 @@ def ratio_cell(value: float | None) -> str:
     return NOT_SERVED if value is None else f"{value:.2f}"
 
 
-def method_table(first: str, cases: Mapping[str, Mapping[str, object]], method: str = "graphar") -> str:
-    """Returns a table with a row for each case: times by method, the best peer, and ``method``'s ratio to it."""
+def method_table(first: str, cases: Mapping[str, Mapping[str, object]]) -> str:
+    """Returns a table with a row for each case: times by method, the best peer, and graphar's ratio to it."""
     methods = list(dict.fromkeys(name for rows in cases.values() for name in rows))
     lines = []
     for case, rows in cases.items():
         peer = best_peer(rows.values())
         cells = [time_cell(rows.get(name)) for name in methods]
-        compared = ratio_cell(ratio(rows.get(method), peer))
+        compared = ratio_cell(ratio(rows.get("graphar"), peer))
         lines.append([case, *cells, name_cell(peer), compared])
     return table([first, *(f"{name} (us)" for name in methods), "best peer", "of_best_peer"], lines)
 

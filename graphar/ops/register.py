@@ -319,14 +319,11 @@ def check_input(op: str, x: object) -> None:
         tensor_checks.check_tensor(op, "x", x)
 
 
-def check_output(op: str, xs, outs: Any, name: str = "out", dtype: torch.dtype | None = None) -> None:
-    """Raises unless ``outs`` can take a result like the input, or is a list with a destination for each input.
-
-    ``dtype`` is that of the result; None: that of the input.
-    """
+def check_output(op: str, xs, outs: Any, name: str = "out") -> None:
+    """Raises unless ``outs`` can take a result like the input, or is a list with a destination for each input."""
     if not isinstance(xs, (list, tuple)):
-        tensor_checks.check_out(op, xs, outs, name, dtype)
+        tensor_checks.check_out(op, xs, outs, name)
         return
     tensor_checks.check_one_each(op, name, outs, xs)
     for x, out in zip(xs, outs, strict=True):
-        tensor_checks.check_out(op, x, out, name, dtype)
+        tensor_checks.check_out(op, x, out, name)

@@ -135,10 +135,10 @@ def test_addresses_that_were_given_back_are_taken_again_and_none_twice(fake, mon
     for _ in range(2000):
         if held and choices.random() < 0.5:
             address = choices.choice([*held])
-            virtual_memory.unreserve(address, held.pop(address))
+            virtual_memory.ranges.give_back(address, held.pop(address))
         else:
             nbytes = choices.randint(1, 20 if choices.random() < 0.1 else 5) * GRANULE_NBYTES
-            held[virtual_memory.reserve(nbytes)] = nbytes
+            held[virtual_memory.ranges.take(nbytes)] = nbytes
         parts = sorted((address, address + nbytes) for address, nbytes in held.items())
         assert all(end <= begin for (_, end), (begin, _) in pairwise(parts))
         ranges = [(begin, begin + nbytes) for begin, nbytes in fake.reserved.items()]
@@ -146,7 +146,7 @@ def test_addresses_that_were_given_back_are_taken_again_and_none_twice(fake, mon
         most = max(most, len(ranges))
 
     for address, nbytes in held.items():
-        virtual_memory.unreserve(address, nbytes)
+        virtual_memory.ranges.give_back(address, nbytes)
 
     assert (fake.reserved, virtual_memory.ranges.gaps) == ({}, [])
     assert most < 60

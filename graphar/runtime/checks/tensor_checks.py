@@ -105,16 +105,15 @@ def check_one_each(op: str, name: str, given: object, xs: Sequence, xs_name: str
         raise ValueError(f"{op}: {name} must be a list of {len(xs)} tensors, one for each of {xs_name}, got {what}")
 
 
-def check_out(op: str, x: torch.Tensor, out: Any, name: str = "out", dtype: torch.dtype | None = None) -> None:
-    """Raises unless ``out`` can take a result like ``x``, of another ``dtype`` if one is given.
+def check_out(op: str, x: torch.Tensor, out: Any, name: str = "out") -> None:
+    """Raises unless ``out`` can take a result like ``x``.
 
     Raises:
         TypeError: it is no dense tensor of a dtype that graphar sums.
         ValueError: its shape, dtype or device differs, it is a negated view, or the result needs a gradient.
     """
     check_tensor(op, name, out)
-    wanted = {"shape": x.shape, "dtype": dtype or x.dtype, "device": x.device}
-    check_destination(op, name, out, wanted, "result" if dtype else "input", (x,))
+    check_destination(op, name, out, {"shape": x.shape, "dtype": x.dtype, "device": x.device}, "input", (x,))
 
 
 def check_destination(op: str, name: str, out: torch.Tensor, wanted: dict, of: str, sources: Sequence) -> None:

@@ -42,7 +42,7 @@ class VirtualBuffer:
         if not self.pointers:
             self._reserved = virtual_memory.whole(self.nbytes, self._devices[0])
             for rank in range(self._world_size):
-                self.pointers.append(virtual_memory.reserve(self._reserved))
+                self.pointers.append(virtual_memory.ranges.take(self._reserved))
                 self._held.add(rank)
         made: dict[int, object] = {}
         try:
@@ -92,7 +92,7 @@ class VirtualBuffer:
     def _give_back(self, ranks: Sequence[int]) -> None:
         self._clear(ranks)
         for rank in self._held.intersection(ranks):
-            virtual_memory.unreserve(self.pointers[rank], self._reserved)
+            virtual_memory.ranges.give_back(self.pointers[rank], self._reserved)
         self._held.difference_update(ranks)
 
     def _clear(self, ranks: Sequence[int]) -> None:
@@ -120,8 +120,8 @@ class Guard:
         with contextlib.ExitStack() as failing:
             failing.callback(self.free)
             with contextlib.ExitStack() as ends:
-                address = virtual_memory.reserve(self.nbytes)
-                ends.callback(virtual_memory.unreserve, address, self.nbytes)
+                address = virtual_memory.ranges.take(self.nbytes)
+                ends.callback(virtual_memory.ranges.give_back, address, self.nbytes)
                 virtual_memory.place(address, self.nbytes, self.memory, devices)
                 ends.callback(virtual_memory.displace, address, self.nbytes)
                 _write_guard(address)

@@ -49,8 +49,8 @@ def _try(device: int) -> None:
         ends.callback(os.close, descriptor)
         same = adopt(descriptor)
         ends.callback(release, same)
-        address = reserve(nbytes)
-        ends.callback(unreserve, address, nbytes)
+        address = ranges.take(nbytes)
+        ends.callback(ranges.give_back, address, nbytes)
         place(address, nbytes, same, [device])
         ends.callback(displace, address, nbytes)
 
@@ -67,6 +67,7 @@ class Ranges:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, nbytes: int) -> int:
+        """Returns the begin of addresses that nothing else uses, for ``nbytes`` in whole granules."""
         with self._lock:
             found = next((gap for gap in self.gaps if gap[1] - _aligned(gap[0], nbytes) >= nbytes), None)
             if found is None:
@@ -81,6 +82,7 @@ class Ranges:
             return begin
 
     def give_back(self, address: int, nbytes: int) -> None:
+        """Gives addresses back, where nothing is mapped any more."""
         with self._lock:
             begin, end = address, address + nbytes
             for gap in [gap for gap in self.gaps if gap[1] == begin or gap[0] == end]:
@@ -142,16 +144,6 @@ def export(memory) -> int:
 def adopt(descriptor: int):
     """Returns a handle of the physical memory of a file descriptor, which stays open."""
     return call(driver.cuMemImportFromShareableHandle, descriptor, _by_descriptor())
-
-
-def reserve(nbytes: int) -> int:
-    """Returns the begin of addresses that nothing else uses, for ``nbytes`` in whole granules."""
-    return ranges.take(nbytes)
-
-
-def unreserve(address: int, nbytes: int) -> None:
-    """Gives addresses back, where nothing is mapped any more."""
-    ranges.give_back(address, nbytes)
 
 
 def place(address: int, nbytes: int, memory, devices: Sequence[int], times: int = 1) -> None:
