@@ -21,7 +21,7 @@ from perf.choices import choice_table, choices
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.ranks import Ranks, timed_in_turn
-from perf.harness.timing import WARM_UP, capture, spread
+from perf.harness.timing import Repeated, spread
 from perf.md import NOT_SERVED, columns, name_cell, ratio_cell, time_cell, time_table
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
 from perf.ratios import best, best_peer, by_method, of_best_peer, ratio, words_for
@@ -46,29 +46,13 @@ def methods_of(options: argparse.Namespace, known: Sequence[str]) -> Sequence[st
 ROUNDED_SHARE = 2.0**-13  # tolerance for sums with cancellation, relative to the largest sum of magnitudes
 
 
-class Trial:
-    """Runs one method on one layer. ``result`` is the result of the last call."""
+class Trial(Repeated):
+    """Runs one method on one layer."""
 
     def __init__(self, variant: Variant, layer: Layer, operands: Sequence[Tensor]) -> None:
+        on_gpu = operands[0].is_cuda
+        super().__init__(partial(variant.call, *operands), layer.iterations if on_gpu else 1, on_gpu)
         self.variant, self.layer, self.operands = variant, layer, operands
-        self.result: Tensor | None = None
-
-    def run(self, iterations: int) -> None:
-        for _ in range(iterations):
-            self.result = self.variant.call(*self.operands)
-
-    def make_launch(self) -> Callable[[], None]:
-        self.run(WARM_UP)
-        if not self.operands[0].is_cuda:
-            return partial(self.run, 1)
-        return capture(partial(self.run, self.layer.iterations))
-
-    def result_of(self, launch: Callable[[], None], ranks: Ranks) -> Tensor:
-        """Runs the timed launch once more and returns its result. Collective."""
-        self.result.fill_(torch.nan)
-        launch()
-        ranks.barrier()
-        return self.result
 
 
 def is_far(result: Tensor, expected: Tensor, parts: list[Tensor], lost: Sequence[Tensor] = ()) -> Tensor:
@@ -227,7 +211,7 @@ def count_wrong(
         product: computes this rank's product, with the op's bits; None: as the method says.
         most_lost: how much more the product of a method that is not exact may differ, for this rank's operands.
     """
-    result, variant = trial.result_of(launch, ranks).view(-1), trial.variant
+    result, variant = verify.again(trial, launch, ranks).view(-1), trial.variant
     whole = (product or variant.product)(*trial.operands).view(-1)
     lost = most_lost(*trial.operands).view(-1) if most_lost and not variant.exact else None
 

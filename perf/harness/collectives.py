@@ -15,7 +15,7 @@ from graphar.plan.trials import COLUMNS
 from perf.harness import verify
 from perf.harness.cases import Case
 from perf.harness.ranks import ProcessRanks, Ranks, timed_in_turn
-from perf.harness.timing import WARM_UP, capture
+from perf.harness.timing import Repeated
 
 Call = Callable[[Tensor], Tensor]
 
@@ -40,32 +40,22 @@ def measure(
     return dict(zip(calls, medians, strict=True)), dict(zip(calls, wrong, strict=True))
 
 
-class Trial:
+class Trial(Repeated):
     """Runs one method on one rank's data. No method may refuse."""
 
     refusals = ()
 
     def __init__(self, op: str, method: str, call: Call, x: Tensor, iterations: int) -> None:
-        self._op, self._call, self._source, self._iterations = op, call, x, iterations
+        self._op, self._source, self._iterations = op, x, iterations
         self._exact = method != "nccl" or op == "allgather"
         self._in_place = method == "nccl" and op == "allreduce"
         self._x = x.clone() if self._in_place else x
-        self._result: Tensor | None = None
+        super().__init__(partial(call, self._x), iterations, x.is_cuda)
 
     def refill(self) -> None:
         """Restores the input after in-place calls."""
         if self._in_place:
             self._x.copy_(self._source)
-
-    def run(self, calls: int) -> None:
-        for _ in range(calls):
-            self._result = self._call(self._x)
-
-    def make_launch(self) -> Callable[[], None]:
-        """Returns a function that runs one timed repeat."""
-        self.run(WARM_UP)
-        repeat = partial(self.run, self._iterations)
-        return capture(repeat) if self._x.is_cuda else repeat
 
     def count_wrong(self, launch: Callable[[], None], ranks: ProcessRanks) -> int:
         """Runs the timed launch once more, and returns how many elements of this rank's result are wrong. Collective.
@@ -78,11 +68,11 @@ class Trial:
         return wrong
 
     def _count_wrong_after(self, launch: Callable[[], None], ranks: ProcessRanks, steps: int) -> int:
-        self._result.view(torch.int16).fill_(-1)  # NaNs
+        self.result.view(torch.int16).fill_(-1)  # NaNs
         self.refill()
         launch()
         ranks.barrier()
-        return count_wrong(self._op, self._source, self._result, ranks, self._exact, steps)
+        return count_wrong(self._op, self._source, self.result, ranks, self._exact, steps)
 
 
 def count_wrong(op: str, x: Tensor, result: Tensor, ranks: Ranks, exact: bool, steps: int = 1) -> int:

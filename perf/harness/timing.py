@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from perf.report import Deciles, Spread
 
 WARM_UP = 3  # calls before anything is captured or timed
+
+
+class Repeated:
+    """A call that is made again and again.
+
+    Args:
+        calls: how many of them a timed launch makes; on a GPU it replays a graph of them.
+
+    Attributes:
+        result: what the last call returned.
+    """
+
+    result: Any
+
+    def __init__(self, call: Callable[[], object], calls: int, on_gpu: bool) -> None:
+        self._make, self._calls, self._on_gpu = call, calls, on_gpu
+
+    def run(self, calls: int) -> None:
+        for _ in range(calls):
+            self.result = self._make()
+
+    def make_launch(self) -> Callable[[], None]:
+        """Returns the timed launch."""
+        self.run(WARM_UP)
+        repeat = partial(self.run, self._calls)
+        return capture(repeat) if self._on_gpu else repeat
 
 
 def capture(run: Callable[[], object], stream: torch.cuda.Stream | None = None) -> Callable[[], None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,18 @@ FP8_FLOOR = 2.0**-15
 # product, sum and norm rounds its values to 2^-9. Errors of several layers are independent, so the bound grows with the
 # square root of the number of layers.
 LOGITS_TOLERANCE = 2.0**-6
+
+
+class WithResult(Protocol):
+    result: Tensor  # of the last call
+
+
+def again(trial: WithResult, launch: Callable[[], None], ranks: Ranks) -> Tensor:
+    """Runs a trial's timed launch once more, and returns its ``result``. Collective."""
+    trial.result.fill_(torch.nan)
+    launch()
+    ranks.barrier()
+    return trial.result
 
 
 def count_wrong(data: Data, result: Data, ranks: Ranks, method: Method, steps: int = 1) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,6 @@ from perf.ratios import group
 from perf.report import Timing
 
 Row = TypeVar("Row", bound=Timing)
-
-
-class Trial(Protocol):
-    """One method on one case."""
-
-    result: Tensor  # of the last call
 
 
 UNSHARDED = "unsharded"  # the method that has the whole model on each GPU
@@ -98,14 +92,6 @@ def in_turn(ranks: ProcessRanks, cases: Iterable[Iterator[Row | str]]) -> Iterat
 def after_linear(linear: Callable, add_and_norm: Callable, a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor):
     """Makes a row-parallel linear layer with its sum, and then the norm: see perf.models.decoder.RowParallelAndNorm."""
     return add_and_norm(linear(a, weight), residual, scale)
-
-
-def again(trial: Trial, launch: Callable[[], None], ranks: ProcessRanks) -> Tensor:
-    """Runs a timed launch once more, and returns the trial's ``result``. Collective."""
-    trial.result.fill_(torch.nan)
-    launch()
-    ranks.barrier()
-    return trial.result
 
 
 def verdict(errors: Tensor, bad: Tensor, ranks: ProcessRanks) -> tuple[float, int]:

@@ -29,7 +29,7 @@ import graphar
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, agreed, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
-from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
+from perf.harness.verify import LOGITS_TOLERANCE, again, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell, text_beside
 from perf.models import bench
 from perf.models import decoder as decoding
@@ -314,7 +314,7 @@ class Bench(ModelBench):
         timed, refused = timed_in_turn(ranks, trials, REPEATS, mode)
         yield from refused
         for trial, launch, times in timed:
-            bench.again(trial, launch, ranks)
+            again(trial, launch, ranks)
             error, gradient_error, wrong = self._check(trial, expected)
             where = (plan.size, plan.world_size, plan.layers, phase, tokens)
             yield SequenceRow(trial.method.name, *where, spread(times), error, gradient_error, wrong)

@@ -38,7 +38,7 @@ def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
     if not trial.variant.whole:
         return fusion.count_wrong(trial, launch, ranks)
-    result = trial.result_of(launch, ranks).view(-1)
+    result = verify.again(trial, launch, ranks).view(-1)
     alone = peers.own_product(*trial.layer.whole(ranks.device), partition="tp_invariant")
     return int(verify.differs(result, alone.view(-1)).sum())
 

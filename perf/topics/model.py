@@ -22,8 +22,8 @@ from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
 from perf.harness.ranks import Ranks, timed_in_turn
-from perf.harness.timing import WARM_UP, capture, spread
-from perf.harness.verify import LOGITS_TOLERANCE, compare_logits
+from perf.harness.timing import Repeated, spread
+from perf.harness.verify import LOGITS_TOLERANCE, again, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, number, plural, ratio_cell
 from perf.models import bench, generation, sequence
 from perf.models import decoder as decoding
@@ -171,27 +171,15 @@ def run_rank(plan: ModelPlan, rank: int, port: int) -> Iterator[ModelRow | str]:
     yield from bench.in_turn(ranks, (measure(case, variants) for case in plan.cases()))
 
 
-class Trial:
-    """Runs one method on one case. ``result`` is the output of the last step."""
-
-    result: Tensor
+class Trial(Repeated):
+    """Runs one method on one case."""
 
     def __init__(
         self, variant: Variant, decoder: decoding.Decoder, inputs: decoding.Inputs, elementwise: decoding.Elementwise
     ) -> None:
+        step, on_gpu = partial(decoder.step, inputs, elementwise, variant.row_parallel_and_norm), inputs.x.is_cuda
+        super().__init__(step, inputs.case.iterations if on_gpu else 1, on_gpu)
         self.variant = variant
-        self._step = partial(decoder.step, inputs, elementwise, variant.row_parallel_and_norm)
-        self.iterations = inputs.case.iterations if inputs.x.is_cuda else 1
-        self._in_graph = inputs.x.is_cuda
-
-    def run(self, iterations: int) -> None:
-        for _ in range(iterations):
-            self.result = self._step()
-
-    def make_launch(self) -> Callable[[], None]:
-        self.run(WARM_UP)
-        run = partial(self.run, self.iterations)
-        return capture(run) if self._in_graph else run
 
 
 class Bench(ModelBench):
@@ -215,7 +203,7 @@ class Bench(ModelBench):
         how = ("graph", case.iterations) if ranks.device.type == "cuda" else ("cpu", 1)
         timed, refused = timed_in_turn(ranks, trials, case.repeats, *how)
         yield from refused
-        of_whole = (bench.again(*one, ranks).clone() for *one, _ in timed if one[0].variant.name == UNSHARDED)
+        of_whole = (again(*one, ranks).clone() for *one, _ in timed if one[0].variant.name == UNSHARDED)
         expected = next(of_whole, None)
         if expected is None:
             yield f"{case.phase} of {case.tokens} tokens: no result of the unsharded model to compare with"
@@ -229,7 +217,7 @@ class Bench(ModelBench):
         """Returns a row's error and number of wrong tokens. Collective."""
         if not trial.variant.summed or not trial.variant.sharded:
             return None, 0
-        errors, apart = compare_logits(bench.again(trial, launch, self._ranks), expected, self._head)
+        errors, apart = compare_logits(again(trial, launch, self._ranks), expected, self._head)
         return bench.verdict(errors, wrong_tokens(errors, apart, trial.variant, self._plan.layers), self._ranks)
 
 

@@ -19,7 +19,7 @@ from perf.harness import ranks as ranks_of
 from perf.harness import verify
 from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, Ranks, agreed, timed_in_turn
-from perf.harness.timing import WARM_UP, capture, deciles
+from perf.harness.timing import Repeated, deciles
 from perf.md import method_table, plural
 from perf.peers import catalogue
 from perf.peers.flashinfer import load_trtllm
@@ -223,29 +223,19 @@ def count_far(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], limits: S
     return sum(int((~(error <= limit)).sum()) for error, limit in zip(errors, limits, strict=True))
 
 
-class Trial:
-    """Runs one method on one rank's data. Captured graphs read ``x``. ``results`` has the results of the last call."""
+class Trial(Repeated):
+    """Runs one method on one rank's data. Captured graphs read ``x``."""
 
     def __init__(self, call: Call, x: Tensor, residual: Tensor, weight: Tensor, name: str = "") -> None:
         self.name = name
         self.refusals = () if name.startswith(OWN) else (Exception,)  # graphar must serve every case
-        self._call, self._small, self._rest = call, x * SMALL, (residual, weight)
+        self._small = x * SMALL
         self.x = self._small.clone()
-        self.results: tuple[Tensor, ...] = ()
+        super().__init__(partial(call, self.x, residual, weight), CALLS, x.is_cuda)
 
     def refill(self) -> None:
         """Restores the input, which in-place calls overwrote."""
         self.x.copy_(self._small)
-
-    def run(self, calls: int = CALLS) -> None:
-        for _ in range(calls):
-            self.results = self._call(self.x, *self._rest)
-
-    def make_launch(self) -> Callable[[], None]:
-        self.run(WARM_UP)
-        if not self.x.is_cuda:
-            return self.run
-        return capture(self.run)
 
     def results_of(self, launch: Callable[[], None], x: Tensor, ranks: Ranks) -> tuple[tuple[Tensor, ...], float]:
         """Runs the timed launch on ``x``. Returns the last call's results and a factor for error bounds. Collective.
@@ -256,13 +246,13 @@ class Trial:
         self._launch_on(launch, x, ranks)
         (changed,) = ranks.total([int(not torch.equal(self.x, x))])
         if not changed:
-            return self.results, 1.0
+            return self.result, 1.0
         self._launch_on(launch, (x.double() * float(ranks.size) ** (1 - CALLS)).to(x.dtype), ranks)
-        return self.results, verify.drift(ranks.size)
+        return self.result, verify.drift(ranks.size)
 
     def _launch_on(self, launch: Callable[[], None], x: Tensor, ranks: Ranks) -> None:
         self.x.copy_(x)
-        for one in self.results:
+        for one in self.result:
             one.view(torch.uint8).fill_(0xFF)  # NaNs
         ranks.barrier()
         launch()
