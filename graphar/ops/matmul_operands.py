@@ -17,6 +17,7 @@ from graphar.runtime.checks.tensor_checks import (
     check_destination,
     check_devices,
     check_one_each,
+    check_same_kind,
     check_strided,
 )
 
@@ -145,10 +146,7 @@ def _check_alike(
 ) -> None:
     """Raises ValueError unless a rank's ``a`` and ``w`` have the shapes of the first rank's, but for K, or for rows."""
     (x, _), (mine, _) = first, own
-    if mine.dtype != x.dtype:
-        raise ValueError(f"{op}: tensors must have equal dtypes, got {x.dtype} and, at {rank}, {mine.dtype}")
-    if mine.device.type != x.device.type:
-        raise ValueError(f"{op}: tensors must be all on the CPU or all on GPUs, got {x.device} and {mine.device}")
+    check_same_kind(op, x, mine, rank)
     fixed = [(a.shape[1:], w.shape[1]) if rows_differ else (a.shape[:-1], len(w)) for a, w in (first, own)]
     if fixed[0] != fixed[1]:
         free, shapes = "the rows of a and w" if rows_differ else "K", [list(one.shape) for one in (*first, *own)]

@@ -88,6 +88,11 @@ def _check_alike(op: str, xs: Sequence[torch.Tensor], i: int, shapes: str, fits:
     first, x = xs[0], xs[i]
     if not fits:
         raise ValueError(f"{op}: tensors must have {shapes}, got {list(first.shape)} and, at {i}, {list(x.shape)}")
+    check_same_kind(op, first, x, i)
+
+
+def check_same_kind(op: str, first: torch.Tensor, x: torch.Tensor, i: int) -> None:
+    """Raises ValueError unless tensor ``i`` has the dtype of the first one, and both are on the CPU or on GPUs."""
     if x.dtype != first.dtype:
         raise ValueError(f"{op}: tensors must have equal dtypes, got {first.dtype} and, at {i}, {x.dtype}")
     if x.device.type != first.device.type:
