@@ -29,7 +29,7 @@ SANITIZERS = {
 }
 LIBRARIES = {"plain": (), "thread": ("libtsan",), "address": ("libasan", "libubsan")}
 # Functions of ThreadSanitizer that give way to those of sources/views.cpp.
-_WRAPPED = ("21MmapOrDieOnFatalErrorEmPKc", "10UnmapOrDieEPvm", "15internal_memsetEPvim")
+_WRAPPED = ("21MmapOrDieOnFatalErrorEmPKc", "15internal_memsetEPvim")
 
 
 @dataclass(frozen=True)

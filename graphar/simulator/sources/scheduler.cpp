@@ -7,9 +7,9 @@
 #include <cstdlib>
 #include <map>
 #include <new>
-#include <random>
 
 #include "context.hpp"
+#include "generator.hpp"
 #include "kept.hpp"
 #include "sanitizers.hpp"
 #include "stores.hpp"
@@ -67,7 +67,7 @@ struct Sleeper {
   Fiber* fiber;
 };
 
-std::mt19937_64 generator;
+Generator generator;
 Vector<Vector<Launch>> launches;  // by stream
 Vector<uint64_t> frozen_until;    // by rank
 Vector<unsigned> free_places;     // by rank: for blocks
