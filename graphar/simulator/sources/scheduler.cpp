@@ -157,39 +157,34 @@ void leave_until_woken(Vector<Fiber*>& by) {
   leave();
 }
 
+void open(Barrier& barrier) {
+  barrier.result = barrier.vote;
+  barrier.vote = false;
+  barrier.arrived = 0;
+  ++barrier.generation;
+  wake_all(barrier.sleepers);
+}
+
+void wait_for(Vector<Fiber*>& waker, void (*pump)()) {
+  if (current->copies.empty()) return leave_until_woken(waker);
+  pump();
+  leave_for(random(8));
+}
+
 bool pass(Barrier& barrier, bool vote, void (*pump)(), const char* what) {
   const Waiting waiting(what);
   current->loads_in_a_row = 0;
   const uint64_t generation = barrier.generation;
   barrier.vote |= vote;
-  if (++barrier.arrived == barrier.members) {
-    barrier.result = barrier.vote;
-    barrier.vote = false;
-    barrier.arrived = 0;
-    ++barrier.generation;
-    wake_all(barrier.sleepers);
-    return barrier.result;
-  }
-  while (barrier.generation == generation) {
-    if (current->copies.empty()) {
-      leave_until_woken(barrier.sleepers);
-    } else {
-      pump();
-      leave_for(random(8));
-    }
-  }
+  if (++barrier.arrived == barrier.members) open(barrier);
+  while (barrier.generation == generation) wait_for(barrier.sleepers, pump);
   return barrier.result;
 }
 
 // A thread that has ended is no longer waited for.
 void give_up_place(Barrier& barrier) {
   --barrier.members;
-  if (barrier.members == 0 || barrier.arrived < barrier.members) return;
-  barrier.result = barrier.vote;
-  barrier.vote = false;
-  barrier.arrived = 0;
-  ++barrier.generation;
-  wake_all(barrier.sleepers);
+  if (barrier.members > 0 && barrier.arrived >= barrier.members) open(barrier);
 }
 
 // ---- launches -------------------------------------------------------------------------------------------------------
@@ -417,14 +412,7 @@ bool has_released() { return current->released; }
 void wait_for_previous_kernel(void (*pump)()) {
   if (!launched().waits) return;
   const Waiting waiting("the end of the kernel before");
-  while (current->previous && !current->previous->complete) {
-    if (current->copies.empty()) {
-      leave_until_woken(current->previous->waiting);
-    } else {
-      pump();
-      leave_for(random(8));
-    }
-  }
+  while (current->previous && !current->previous->complete) wait_for(current->previous->waiting, pump);
 }
 
 End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)()) {
