@@ -56,10 +56,7 @@ class Mutation:
 
 @functools.cache
 def build(
-    sources: tuple[KernelSource, ...],
-    sanitizer: str,
-    mutations: tuple[Mutation, ...] = (),
-    folder: Path | None = None,
+    sources: tuple[KernelSource, ...], sanitizer: str, mutations: tuple[Mutation, ...] = (), folder: Path | None = None
 ) -> Path:
     """Returns the program that runs ``sources``, kernels of one file. A case names a kernel by its index in them.
 
