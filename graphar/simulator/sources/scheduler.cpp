@@ -197,11 +197,6 @@ void* find_stack() {
   return stack;
 }
 
-// To ThreadSanitizer, two fibers with one stack would race: there it is used once.
-void leave_stack(void* stack) {
-  if (!__tsan_create_fiber) free_stacks.push_back(stack);
-}
-
 int rank_of(size_t stream) { return stream % frozen_until.size(); }
 
 void make_fiber(Launch& launch, unsigned block, unsigned thread) {
@@ -299,7 +294,7 @@ void end(Fiber* fiber) {
   }
   start_what_may(launch.stream);
   forget(fiber->views);
-  leave_stack(fiber->stack);
+  if (!__tsan_create_fiber) free_stacks.push_back(fiber->stack);  // to ThreadSanitizer, two fibers of it would race
 }
 
 Fiber* pick() {
@@ -358,7 +353,7 @@ void step_after_load() {
 void (*look_at_store)(const void* address, uint32_t nbytes) = [](const void*, uint32_t) {};
 void post(void* address, uint64_t value, uint32_t nbytes) {
   look_at_store(address, nbytes);
-  pending.add({current, address, value, nbytes}, random);
+  pending.add({current, address, value, nbytes});
 }
 bool find_own(const void* address, uint64_t& value) { return pending.find(current, address, value); }
 void make_own_visible() {
@@ -431,7 +426,7 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
   for (steps = 0; steps < most_steps; ++steps) {
     perhaps_freeze_a_rank();
     look();
-    if (chance(2)) pending.perform_one(random);
+    if (chance(2)) pending.perform_one();
     Fiber* fiber = pick();
     if (fiber == nullptr) {
       if (everything_is_complete()) return complete;

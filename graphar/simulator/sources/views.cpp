@@ -14,19 +14,13 @@ namespace {
 bool has_view[view_count] = {true};
 Observer maker;  // knows of no thread's doings
 
-// ThreadSanitizer maps most of a megabyte for each fiber, uses a few pages of it, and clears all of it, its vector clocks
+// ThreadSanitizer maps most of a megabyte for each fiber, uses a few pages of it, and clears all of it, its clocks even
 // twice. Pages touched for the first time would take most of a run. So what is clear already is left as it is.
 bool in_fiber_call;
 size_t fiber_nbytes;
 char* new_fiber;
 Vector<std::pair<size_t, size_t>> cleared;  // ranges in it that were clear when the first fiber's were cleared
-bool is_first_fiber = true;
-
-// Whether it is a fiber's memory, which is the first that the creation of a fiber maps.
-bool is_fiber(size_t nbytes) {
-  if (in_fiber_call && fiber_nbytes == 0) fiber_nbytes = nbytes;
-  return in_fiber_call && nbytes == fiber_nbytes;
-}
+bool is_first = true;
 
 // Whether a range that is to be set to a value is a new fiber's, and clear.
 bool is_clear(const char* begin, int value, size_t nbytes) {
@@ -34,21 +28,15 @@ bool is_clear(const char* begin, int value, size_t nbytes) {
   if (!in_fiber_call || nbytes < least || value || begin < new_fiber || begin + nbytes > new_fiber + fiber_nbytes)
     return false;
   const std::pair range(size_t(begin - new_fiber), nbytes);
-  if (is_first_fiber && std::all_of(begin, begin + nbytes, [](char byte) { return byte == 0; })) cleared.push_back(range);
+  if (is_first && std::all_of(begin, begin + nbytes, [](char byte) { return byte == 0; })) cleared.push_back(range);
   return std::find(cleared.begin(), cleared.end(), range) != cleared.end();
 }
 
 Observer make_observer() {
   in_fiber_call = true;
   const Observer made = __tsan_create_fiber(0);
-  in_fiber_call = is_first_fiber = false;
+  in_fiber_call = is_first = false;
   return made;
-}
-
-void forget_observer(Observer observer) {
-  in_fiber_call = true;
-  __tsan_destroy_fiber(observer);
-  in_fiber_call = false;
 }
 
 // A word that stands for `address` in one view: a release by one view is not acquired by another.
@@ -86,7 +74,7 @@ void name_views(const Views& views, const char* name) {
 
 void forget(const Views& views) {
   for (Observer observer : views.of)
-    if (observer) forget_observer(observer);
+    if (observer) __tsan_destroy_fiber(observer);
 }
 
 void become(Observer next) {
@@ -145,7 +133,9 @@ __attribute__((weak)) void* __real__ZN11__sanitizer15internal_memsetEPvim(void* 
 
 void* __wrap__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(size_t nbytes, const char* what) {
   void* const begin = __real__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(nbytes, what);
-  if (simulator::is_fiber(nbytes)) simulator::new_fiber = static_cast<char*>(begin);
+  if (!simulator::in_fiber_call) return begin;
+  if (simulator::fiber_nbytes == 0) simulator::fiber_nbytes = nbytes;  // a fiber's is the first that its creation maps
+  if (simulator::fiber_nbytes == nbytes) simulator::new_fiber = static_cast<char*>(begin);
   return begin;
 }
 
