@@ -1,4 +1,4 @@
-"""`nox` runs the tests and lint, `nox -s full` everything before a release; `nox -s perf` measures."""
+"""`nox` runs most tests and lint, `nox -s full` everything before a release; `nox -s perf` measures."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ CATALOGUE = (
 )
 # What stands on parts of torch that are not its public interface.
 BACKEND = tuple(f"tests/integrations/test_backend{of}.py" for of in ("", "_works", "_groups"))
+# What `tests` leaves out: see tests/conftest.py.
+APART = ("tests/perf", "tests/model", "tests/networks", "tests/ops/test_conformance_compilers.py")
 HOST = ("tests/host", "tests/simulator", "tests/cli", "tests/algorithms")
 # Neighbours, often of one program or process group, stay together.
 SIDE_BY_SIDE = ("--dist", "worksteal", "-n")
@@ -84,9 +86,9 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV_PARAMS)
 def apart(session: nox.Session) -> None:
-    """Run the tests of perf, of reports and of the protocols' models, which a mistake in an op cannot fail."""
+    """Run the tests of perf, of reports of the protocols' models, of whole models and of torch's compilers."""
     install(session, "--editable", ".[dev]")
-    session.run("python", "-m", "pytest", "tests/perf", "tests/model", *workers_beside_gpus(), *session.posargs)
+    session.run("python", "-m", "pytest", *APART, *workers_beside_gpus(), *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)
@@ -127,13 +129,13 @@ def full(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """Run `full` with the pinned torch, and `tests` with the oldest and the newest: all of them, even if one fails."""
+    """Run `full` with the pinned torch, `tests` and `apart` with the oldest and the newest: all, even if one fails."""
     failed = []
-    for name, version in (("full", PINNED), ("tests", OLDEST), ("tests", NEWEST)):
+    for names, version in ((("full",), PINNED), (("tests", "apart"), OLDEST), (("tests", "apart"), NEWEST)):
         try:
-            session.run(sys.executable, "-m", "nox", "-s", name, env={"TORCH_VERSION": version}, external=True)
+            session.run(sys.executable, "-m", "nox", "-s", *names, env={"TORCH_VERSION": version}, external=True)
         except nox.command.CommandFailed:
-            failed.append(f"{name} with torch {version}")
+            failed.append(f"{' and '.join(names)} with torch {version}")
     if failed:
         session.error(f"failed: {', '.join(failed)}")
 

@@ -17,10 +17,10 @@ from tests.worlds import GPU_COUNTS
 
 THREADS = torch.get_num_threads()
 
-# Folders whose tests no mistake in an op or a kernel fails. They run only if they are named, as `nox -s apart` and
-# `nox -s docs` do.
+# Tests that no mistake in an op or a kernel fails, and those of whole models and of torch's compilers, half as long as
+# all others. They run only if they are named, as `nox -s apart` and `nox -s docs` do.
 TESTS = Path(__file__).parent
-APART = [TESTS / name for name in ("perf", "model", "site")]
+APART = [TESTS / name for name in ("perf", "model", "site", "networks", "ops/test_conformance_compilers.py")]
 
 # What a version of torch warns of in its own code: in its compiler, its profiler, opcheck, forward-mode derivatives.
 _OF_THE_COMPILER_AND_PROFILER = (
@@ -205,7 +205,7 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leaves out the folders APART, and without GPUs the files that need them, unless the command line names them."""
+    """Leaves out what is in APART, and without GPUs the files that need them, unless the command line names them."""
     if collection_path in APART:
         named = [Path(config.invocation_params.dir, one.partition("::")[0]).resolve() for one in config.args]
         return True if not any(collection_path in (one, *one.parents) for one in named) else None

@@ -26,7 +26,18 @@ _IMPORTED = ["graphar", "pytest", "torch._dynamo", "torch._functorch.aot_autogra
 if not torch.cuda.is_available():  # Inductor would initialise CUDA, which forks cannot use then
     _IMPORTED += ["graphar.cli.main", "perf.__main__", "tests.cases", "tests.pages", "torch._inductor.compile_fx"]
     _IMPORTED += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
-PROCESSES.set_forkserver_preload([*_IMPORTED, "tests.garbage"])
+    # Inductor, and graphs of varying sizes, import these when they begin.
+    _IMPORTED += ["torch.distributed.tensor.experimental", "torch.export._trace", "sympy.tensor.tensor"]
+
+
+def import_first(*names: str) -> None:
+    """Has a server that has not begun import these, too, where there are no GPUs: files of tests call it for ranks."""
+    if not torch.cuda.is_available():
+        _IMPORTED.extend(name for name in names if name not in _IMPORTED)
+    PROCESSES.set_forkserver_preload([*_IMPORTED, "tests.garbage"])
+
+
+import_first()
 
 SHARE_SWITCH = "GRAPHAR_TEST_SHARE_GPU"
 

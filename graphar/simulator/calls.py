@@ -57,13 +57,7 @@ def draw(subject: Subject, row: Row, world_size: int, dtype: torch.dtype, numels
 
 
 def _draw_call(
-    subject: Subject,
-    row: Row,
-    world_size: int,
-    dtype: torch.dtype,
-    numel: int,
-    variant: int,
-    choices: random.Random,
+    subject: Subject, row: Row, world_size: int, dtype: torch.dtype, numel: int, variant: int, choices: random.Random
 ) -> tuple[Call, list[torch.Tensor]]:
     scratch = row.scratch(world_size)
     # Few, since each thread is simulated.

@@ -242,10 +242,7 @@ CLAIMS: dict[str, list[Callable[[], str | Sequence[str]]]] = {
         lambda: of_torch_from_a_wave("h100x1"),
     ],
     "batch_invariance": [lambda: of_torch_from_a_wave("h200x1")],
-    "matmul": [
-        lambda: of_torchs_matmul(64, 1024, 8192),
-        lambda: of_torchs_matmul(768, 1024, 8192),
-    ],
+    "matmul": [lambda: of_torchs_matmul(64, 1024, 8192), lambda: of_torchs_matmul(768, 1024, 8192)],
 }
 
 

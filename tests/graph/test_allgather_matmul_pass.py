@@ -96,10 +96,7 @@ def test_a_linear_op_of_an_exported_program_becomes_one_op(make_pass, pays, with
     fused = fused_in(rewritten(make_pass(), drawing).graph)
 
     sizes = [ROWS] * RANKS
-    assert fused.args == (
-        *(drawing.x, w),
-        *allgather_matmul.OP.arguments(bias=[bias] * with_bias, rank=0, sizes=sizes),
-    )
+    assert fused.args == (*(drawing.x, w), *allgather_matmul.OP.arguments(bias=[bias] * with_bias, rank=0, sizes=sizes))
     assert drawing.calls() == [FUSED, operator.getitem]
 
 
@@ -219,15 +216,9 @@ LEFT = {
         lambda a, w: functional.linear(own(a, 1), w),
         {"rows": (2, ROWS)},
     ),
-    "the gather names an algorithm": (
-        lambda a, w: functional.linear(own(a, 0, algorithm="allgather_push"), w),
-        {},
-    ),
+    "the gather names an algorithm": (lambda a, w: functional.linear(own(a, 0, algorithm="allgather_push"), w), {}),
     "only some of the gathered rows are multiplied": (halves, {}),
-    "the weight is made after the rows are gathered": (
-        with_a_late_weight,
-        {},
-    ),
+    "the weight is made after the rows are gathered": (with_a_late_weight, {}),
     "something else than a bias is added to the product": (
         lambda a, w: torch.addmm(w[0, :COLUMNS], gathered(a), w.t(), beta=2),
         {},

@@ -25,10 +25,7 @@ def drawn(function, *shapes, **kinds):
     return Traced(function, SHAPE, *shapes, **kinds)
 
 
-SUMS = {
-    "all-reduce": (summed, ops.allreduce.default),
-    "reduce-scatter": (scattered, ops.reducescatter.default),
-}
+SUMS = {"all-reduce": (summed, ops.allreduce.default), "reduce-scatter": (scattered, ops.reducescatter.default)}
 every_sum = pytest.mark.parametrize(("total", "op"), SUMS.values(), ids=SUMS)
 
 

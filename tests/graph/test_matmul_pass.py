@@ -10,11 +10,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar.graph import places
-from graphar.ops import (
-    matmul_norms,
-    matmul_sums,
-    sums,
-)
+from graphar.ops import matmul_norms, matmul_sums, sums
 from graphar.ops.register import op_of
 from tests import inside
 from tests.cases import integers, normal, same_bits

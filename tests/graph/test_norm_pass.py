@@ -271,11 +271,7 @@ LEFT = {
         "the norm's weight is not one torch.bfloat16 a column",
     ),
     "a narrow residual": (lambda x, y, w: torchs(w + summed(x), w), {}, "the residual is not like the sum"),
-    "a factor": (
-        lambda x, y, w: torchs(torch.add(y, summed(x), alpha=2), w),
-        {},
-        "something is added with a factor",
-    ),
+    "a factor": (lambda x, y, w: torchs(torch.add(y, summed(x), alpha=2), w), {}, "something is added with a factor"),
     "no residual": (lambda x, y, w: torchs(summed(x) + 1, w), {}, "no residual is added to the sum"),
     "not in fp32": (
         lambda x, y, w: (z := y + summed(x)) * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + EPS) * w,

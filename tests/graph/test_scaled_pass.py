@@ -296,11 +296,7 @@ LEFT = {
         ((ROWS, 3), (3, COLUMNS)),
     ),
     "the product has further uses": (lambda *tensors: (lambda y: (summed(y), y))(torchs(*tensors)), {}, ()),
-    "no matmul of torch.float32 sums its tiles": (
-        lambda *tensors: summed(torchs(*tensors, out_dtype=FP32)),
-        {},
-        (),
-    ),
+    "no matmul of torch.float32 sums its tiles": (lambda *tensors: summed(torchs(*tensors, out_dtype=FP32)), {}, ()),
 }
 
 

@@ -253,19 +253,9 @@ BREAKS = {
         {},
     ),
     "no matmul of torch.float64 adds in order": (lambda a, w: a @ w.t(), [], {"dtype": torch.float64}, {}),
-    "no kernel multiplies torch.float32": (
-        lambda a, w: a @ w.t(),
-        [],
-        {"dtype": torch.float32, "device": "cuda"},
-        {},
-    ),
+    "no kernel multiplies torch.float32": (lambda a, w: a @ w.t(), [], {"dtype": torch.float32, "device": "cuda"}, {}),
     "rank 3 has no GPU of sm_90a": (lambda a, w: a @ w.t(), [], {"device": "cuda"}, {"arch": "sm_80"}),
-    "something else than a bias is added to the product": (
-        lambda a, w, c: torch.addmm(c, a, w.t()),
-        [SAME],
-        {},
-        {},
-    ),
+    "something else than a bias is added to the product": (lambda a, w, c: torch.addmm(c, a, w.t()), [SAME], {}, {}),
     "it adds the tokens of this rank alone, such as the gradient of a norm's weight": (
         lambda a, w, g: (scattered(a @ w.t()), (g * 2).sum(0)),
         [SAME],

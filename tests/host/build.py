@@ -28,9 +28,7 @@ UNIT_PACKS = 64  # so that small rows are several units
 EARLY_PLACES = 2  # so that of three stages one is loaded later
 _SMALLER = (
     Mutation(
-        "device/matmul/skinny.cuh",
-        "constexpr u32 early_places = 5;",
-        f"constexpr u32 early_places = {EARLY_PLACES};",
+        "device/matmul/skinny.cuh", "constexpr u32 early_places = 5;", f"constexpr u32 early_places = {EARLY_PLACES};"
     ),
     Mutation(
         "device/matmul/gathered_rows.cuh",

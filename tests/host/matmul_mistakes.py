@@ -37,10 +37,7 @@ MISTAKES = {
             "release(last);\n    wait_for_products(sums);",
         ),
         "sums read before the last products are complete": ("    wait_for_products(sums);\n", "    (void)sums;\n"),
-        "a load that does not wait for the place": (
-            "emptied[at.place].wait(at.use - 1);",
-            "(void)at;",
-        ),
+        "a load that does not wait for the place": ("emptied[at.place].wait(at.use - 1);", "(void)at;"),
         "products that do not wait for the load": ("ring.filled[at.place].wait(at.use);", ""),
         "sums that go on from the tile before": ("k + step == 0", "0 * k + at.use + at.place + step == 0"),
         "a staged box written before the one before was read": (
@@ -59,19 +56,16 @@ MISTAKES = {
         "a kernel that ends before its stores": ("    if (leader) wait_for_bulk_stores();\n", ""),
     },
     alone(OF_ONE_BOX): {
-        "a tile staged before the one before was read": ("if (leader && box == 0) wait_for_bulk_sources<0>();", ""),
+        "a tile staged before the one before was read": ("if (leader && box == 0) wait_for_bulk_sources<0>();", "")
     },
     alone(WIDE): {
         "a last box that is stored beyond its tile": (
             "tensor_store(c, column + first,",
             "tensor_store(c, column + 64 * box,",
-        ),
+        )
     },
     alone(ALTERNATING): {
-        "consumers that alternate and do not wait for each other": (
-            "queued[1 - index].wait(index + number - 1);",
-            "",
-        ),
+        "consumers that alternate and do not wait for each other": ("queued[1 - index].wait(index + number - 1);", ""),
         "a consumer that does not step over the other's operands": (
             "if (index + number > 0) at.skip(",
             "if (index > 0) at.skip(",
@@ -104,7 +98,7 @@ MISTAKES = {
         "a sum that waits in shared memory rounded to bf16": (
             SAVED_SUM,
             "sums[i + w] = __uint_as_float(pack.word[w] & 0xffff0000u) + sums[i + w];",
-        ),
+        )
     },
     alone(TREE): {
         "a leaf added before its products are complete": ("wait_for_all_but_last_products(nodes[leaf - 1]);", ""),
@@ -186,6 +180,6 @@ MISTAKES = {
         "the nodes of one consumer over those of another": (
             "ring.staging + index * Tile::staged * box_nbytes) + (from",
             "ring.staging) + (from",
-        ),
+        )
     },
 }

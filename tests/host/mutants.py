@@ -26,14 +26,7 @@ MUTANTS = (
     mutant("a signal that is no release", PAD, SET, NOT_RELEASED, "one_shot", "thread"),
     mutant("a warp's signal, no release", PAD, SET, NOT_RELEASED, "two_shot_tma", "thread", 2),
     mutant("the flag of the step before", PAD, "- 2 * step) >= 0", "- 2 * step) >= -2", "two_shot_pipelined"),
-    mutant(
-        "a wait that is no acquire",
-        PAD,
-        POLL,
-        POLL.replace("acquire", "relaxed"),
-        "two_shot_pipelined",
-        "thread",
-    ),
+    mutant("a wait that is no acquire", PAD, POLL, POLL.replace("acquire", "relaxed"), "two_shot_pipelined", "thread"),
     mutant(
         "a signal before the block's writes",
         PAD,
@@ -64,13 +57,7 @@ MUTANTS = (
     mutant("a last element stored before all have read it", TILES, LOADED, "", "quantized_reducescatter", "thread", 2),
     mutant("a last element stored before all have read it", TILES, LOADED, "", "quantized_two_shot_push", "thread", 2),
     # ---- epochs
-    mutant(
-        "an epoch that is not advanced",
-        CALL,
-        "call.epoch + 1 - call.aborted);",
-        "call.epoch);",
-        "one_shot_push",
-    ),
+    mutant("an epoch that is not advanced", CALL, "call.epoch + 1 - call.aborted);", "call.epoch);", "one_shot_push"),
     mutant(
         "an epoch advanced before all have read it",
         CALL,

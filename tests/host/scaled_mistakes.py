@@ -128,13 +128,10 @@ MISTAKES = {
             "        multiplier.queue_place(operands, at, only.sums, block);\n"
             "        multiplier.finish(only.sums, at.place);\n        at.next();\n"
             "        if (block + 1 == blocks) scales.add(only.scales, only.sums, totals);\n        continue;\n",
-        ),
+        )
     },
     alone(TWO, ROWS, FP32, data=RandomData): {
-        "scales of rows multiplied with each other first": (
-            MULTIPLIED,
-            "__fmul_rn(total, __fmul_rn(of_a, of_w))",
-        ),
+        "scales of rows multiplied with each other first": (MULTIPLIED, "__fmul_rn(total, __fmul_rn(of_a, of_w))"),
         "blocks added from the last one on": (
             "        add_all_but_last(even, scales, 0, totals);\n        add_last(odd, scales, 1, totals);",
             "        add_last(odd, scales, 1, totals);\n        multiplier.release(even.place);\n"
@@ -145,7 +142,7 @@ MISTAKES = {
         "a block rounded before it is added": (
             "__fmaf_rn(sums[i], of[i / 2 % 2][2 * i / width], totals[i]);",
             "__fadd_rn(__fmul_rn(sums[i], of[i / 2 % 2][2 * i / width]), totals[i]);",
-        ),
+        )
     },
     alone(ONE, BLOCKS, FP32, data=RandomData): {
         "a block multiplied by one scale after the other": (
@@ -161,10 +158,10 @@ MISTAKES = {
       totals[i] = __fmaf_rn(__fmul_rn(sums[i], of_rows[i / 2 % 2]), of[i / 2 % 2][2 * i / width], totals[i]);
   }
 """,
-        ),
+        )
     },
     alone(TWO, BLOCKS, FP32, sanitizer="address"): {
-        "scales of a block that is not there": ("    if (left == 0) return;\n", ""),
+        "scales of a block that is not there": ("    if (left == 0) return;\n", "")
     },
     of_tiles(ROWS): {
         "scales of rows that are counted from the owner's first": (FOUND, FOUND.replace("locate", "locate_in_part")),
@@ -220,10 +217,7 @@ MISTAKES = {
             "scales.load_block(it.scales, block ? block - 1 : 0);",
         ),
         "scales of W in blocks of 64 rows": ("min(row, a.n - 1) / block_rows", "min(row, a.n - 1) / 64"),
-        "a block added before its products are complete": (
-            "    wait_for_all_but_last_products(it.sums);\n",
-            "",
-        ),
+        "a block added before its products are complete": ("    wait_for_all_but_last_products(it.sums);\n", ""),
     },
     skinny(MANY, BLOCKS): {
         "a row of A's first scale for all of K": ("+ block * a.a_scale_block", "+ (block & 0) * a.a_scale_block"),
@@ -253,9 +247,7 @@ MISTAKES = {
             "gathered_scales(a.rank)[i] =",
         ),
     },
-    gathered(ROWS, sanitizer="thread"): {
-        "a peer's scales of rows loaded before its rows have come": (ARRIVED, ""),
-    },
+    gathered(ROWS, sanitizer="thread"): {"a peer's scales of rows loaded before its rows have come": (ARRIVED, "")},
     gathered(BLOCKS, sanitizer="thread"): {
         "scales announced before all threads have stored them": (
             "send_scales(unit);\n      __syncwarp();\n",
@@ -286,6 +278,6 @@ MISTAKES = {
         ),
     },
     gathered(BLOCKS, sanitizer="address"): {
-        "rows of all ranks as the limit of a rank's scales": ("    found.m = a.count[from];\n", ""),
+        "rows of all ranks as the limit of a rank's scales": ("    found.m = a.count[from];\n", "")
     },
 }

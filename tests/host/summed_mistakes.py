@@ -50,10 +50,7 @@ ADDED_IN_ANOTHER_ORDER = {
         "total[0] = sum_of_tree<N>(part, w);",
         "RankOrder::add<T, N>(part, w, total);",
     ),
-    "leaves that are added one after another": (
-        "if constexpr (Tile::leaves > 1)",
-        "if constexpr (Tile::leaves > 8)",
-    ),
+    "leaves that are added one after another": ("if constexpr (Tile::leaves > 1)", "if constexpr (Tile::leaves > 8)"),
 }
 MISTAKES = {
     tiles(REDUCE, then=Codec(8)): {
@@ -106,16 +103,13 @@ MISTAKES = {
             "place(a.rank, r, tile.box * places)",
             "place(a.rank, (2 * a.rank + N - r) % N, tile.box * places)",
         ),
-        "partial tiles read before they are there": (
-            "        handover.arrived.wait(own_tiles);\n",
-            "",
-        ),
+        "partial tiles read before they are there": ("        handover.arrived.wait(own_tiles);\n", ""),
     },
     tiles(REDUCE, sanitizer="thread"): {
         "a finished tile announced before it is there": (
             SENT,
             "      commit_bulk_stores();\n      wait_for_bulk_sources<0>();\n",
-        ),
+        )
     },
     tiles(REDUCE): {
         "a result gathered before it is finished": (
@@ -131,14 +125,8 @@ MISTAKES = {
     in_clusters(REDUCE, sanitizer="thread"): HANDED_OVER_IN_CLUSTERS,
     partials: {
         **ADDED_IN_ANOTHER_ORDER,
-        "a partial that is rounded to bf16": (
-            "= word_of_sum(*from);",
-            "= word_of_sum(*from) & 0xffff0000u;",
-        ),
-        "a bias that is added before the sum": (
-            f"{ADDED}{FOLLOWED}",
-            f"{FOLLOWED}{ADDED}",
-        ),
+        "a partial that is rounded to bf16": ("= word_of_sum(*from);", "= word_of_sum(*from) & 0xffff0000u;"),
+        "a bias that is added before the sum": (f"{ADDED}{FOLLOWED}", f"{FOLLOWED}{ADDED}"),
         "places that are counted as boxes of elements": ("(tile.box + box) * Travel::places)", "tile.box + box)"),
         "places that are read as boxes of elements": (
             "place(a.rank, r, tile.box * places)",
@@ -187,7 +175,7 @@ MISTAKES = {
         ),
     },
     skinny(TWO_SHOT, SkinnyTile(8, 2)): {
-        "a sum that its owner does not keep": ("    output.store(at.in_result(m), sum);\n", ""),
+        "a sum that its owner does not keep": ("    output.store(at.in_result(m), sum);\n", "")
     },
     skinny(ONE_SHOT, OF_PARTIALS, 4): {
         **ADDED_IN_ANOTHER_ORDER,
@@ -203,7 +191,7 @@ MISTAKES = {
         "a sum in the place of a partial that has not come": (
             "const u32 place = slots + a.rank * a.capacity + at.in_result<Tile::pack_columns>(m);",
             "const u32 place = slots + a.rank * a.capacity + at.in_result(m);",
-        ),
+        )
     },
     gathered(MatmulTile(64, 64, 2)): {
         "rows sent to ranks that have not entered the call": (" || !wait_until_all_entered<Rows::ranks>(a, call)", ""),
@@ -211,10 +199,7 @@ MISTAKES = {
             "failed = failed || !rows.wait(call, tile.owner, row, Tile::rows);",
             "(void)failed, (void)row;",
         ),
-        "a peer's rows that the producer does not wait for": (
-            "      shared.arrived.wait(number);\n",
-            "",
-        ),
+        "a peer's rows that the producer does not wait for": ("      shared.arrived.wait(number);\n", ""),
         "phases that count own tiles as well": (
             "      fence_async_proxy_global();\n      ++number;\n    }\n",
             "      fence_async_proxy_global();\n    }\n    ++number;\n",

@@ -42,11 +42,7 @@ CALLS = 8
 ALGORITHMS = tuple(one for one in KERNELS if one.row.takes_epilogue)
 MUTANTS = (
     ("a row's end goes unnoticed", "ends ? arguments.first_col : at.col + 1", "at.col + 1"),
-    (
-        "places begin where a launch does",
-        "first = skipped + pack * E",
-        "first = 0 * skipped + pack * E",
-    ),
+    ("places begin where a launch does", "first = skipped + pack * E", "first = 0 * skipped + pack * E"),
     ("a pack's last element has no operands", "if (e < count) Expression", "if (e + 1 < count) Expression"),
     ("a NaN gives way to a number", "return a > b || is_nan(a) ? a : b;", "return a > b ? a : b;"),
 )

@@ -288,11 +288,7 @@ def test_tiles_with_scales_give_the_sum_of_what_all_ranks_round(products, most_s
         lambda world_size: kinds_of(partial_skinny_tiles(world_size)),
         {("plain", 2): 3, ("plain", 4): 2, ("plain", 8): 1, ("thread", 2): 1},
     ),
-    (
-        SKINNY_KERNELS,
-        kinds_of(SKINNY_TILES, scales=SCALE_FORMATS),
-        {("plain", 2): 3, ("plain", 4): 2, ("plain", 8): 1},
-    ),
+    (SKINNY_KERNELS, kinds_of(SKINNY_TILES, scales=SCALE_FORMATS), {("plain", 2): 3, ("plain", 4): 2, ("plain", 8): 1}),
     ((ONE_SHOT,), kinds_of(SKINNY_TILES, scales=SCALE_FORMATS), {("thread", 2): 1}),
     ((TWO_SHOT,), kinds_of(SKINNY_TILES, scales=SCALE_FORMATS), {("address", 2): 1}),
 )

@@ -34,10 +34,7 @@ BAD = {
     "bool": ({"bits": True}, f"bits must be one of {LISTED}, got True"),
     "float": ({"bits": 4.0}, f"bits must be one of {LISTED}, got 4.0"),
     "bucket of a float": ({"bucket_size": 64.0}, "bucket_size must be one of 32, 64, 128, 256, 512, 1024, got 64.0"),
-    "large seed": (
-        {"seed": 1 << 64},
-        "seed must be None or an int of 64 bits, not negative, got 18446744073709551616",
-    ),
+    "large seed": ({"seed": 1 << 64}, "seed must be None or an int of 64 bits, not negative, got 18446744073709551616"),
     "seed of a float": ({"seed": 4.0}, "seed must be None or an int of 64 bits, not negative, got 4.0"),
     "seed of a bool": ({"seed": True}, "seed must be None or an int of 64 bits, not negative, got True"),
     "bucket": ({"bucket_size": 100}, "bucket_size must be one of 32, 64, 128, 256, 512, 1024, got 100"),
@@ -47,10 +44,7 @@ BAD = {
         {"scale_dtype": torch.float16},
         "scale_dtype must be one of torch.bfloat16, torch.float32, got torch.float16",
     ),
-    "fp8": (
-        {"bits": FP8, "scheme": "minmax"},
-        "fp8_e4m3 has no minmax scheme, its codes are symmetric about zero",
-    ),
+    "fp8": ({"bits": FP8, "scheme": "minmax"}, "fp8_e4m3 has no minmax scheme, its codes are symmetric about zero"),
     "seed": ({"seed": -1}, "seed must be None or an int of 64 bits, not negative, got -1"),
 }
 

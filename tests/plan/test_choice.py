@@ -220,8 +220,7 @@ def test_the_compressing_kernel_is_prepared_where_it_may_be_taken(max_nbytes, lo
 
 
 @pytest.mark.parametrize(
-    ("numel", "algorithm", "reason"),
-    [(0, "auto", "an empty tensor has no tile"), (8, "fallback", "asked for")],
+    ("numel", "algorithm", "reason"), [(0, "auto", "an empty tensor has no tile"), (8, "fallback", "asked for")]
 )
 def test_a_call_with_a_codec_takes_the_fallback(numel, algorithm, reason):
     assert choose("allreduce", numel, algorithm=algorithm, codec=CODEC.text) == (FALLBACK, reason)

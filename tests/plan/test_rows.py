@@ -118,11 +118,7 @@ def test_only_headers_of_norms_and_of_pipelines_release_the_next_kernel():
 @every_kernel
 def test_a_row_claims_the_threads_of_the_kernels_launch_bounds(algorithm):
     bound = re.search(r"__launch_bounds__\(([^,)]+)", text_of(algorithm))[1]
-    named = {
-        "max_threads": scratch.ONE_SHOT_THREADS,
-        "threads": scratch.TMA_THREADS,
-        "C > 1 ? 1024 / C : 512": 512,
-    }
+    named = {"max_threads": scratch.ONE_SHOT_THREADS, "threads": scratch.TMA_THREADS, "C > 1 ? 1024 / C : 512": 512}
 
     if algorithm in (*SUMMED_TILE_KERNELS, Algorithm.ALLGATHER_MATMUL):
         assert bound == "128 + 128 * Tile::consumers"

@@ -38,10 +38,7 @@ OPEN = {"GRAPHAR_MULTICAST": "1"}
 SHUT = [
     ({}, "NVLink multicast needs the opt-in GRAPHAR_MULTICAST=1"),
     ({"GRAPHAR_MULTICAST": "0"}, "NVLink multicast needs the opt-in GRAPHAR_MULTICAST=1"),
-    (
-        OPEN | {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"},
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST=1 forbids NVLink multicast",
-    ),
+    (OPEN | {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}, "TORCH_SYMM_MEM_DISABLE_MULTICAST=1 forbids NVLink multicast"),
     (OPEN | {"NCCL_NVLS_ENABLE": "0"}, "NCCL_NVLS_ENABLE=0 forbids NVLink multicast"),
     (OPEN | {"NVSHMEM_DISABLE_NVLS": "true"}, "NVSHMEM_DISABLE_NVLS=true forbids NVLink multicast"),
 ]

@@ -270,11 +270,7 @@ def test_what_a_rank_loads_kernels_for_is_said_meanwhile_only(monkeypatch, error
     rendezvous = Words()
     loading = runner_of(monkeypatch, record_of(kind=0), rendezvous=rendezvous)
 
-    with (
-        contextlib.suppress(ValueError),
-        loading.announced("a fused matmul"),
-        loading.announced("its sum"),
-    ):
+    with contextlib.suppress(ValueError), loading.announced("a fused matmul"), loading.announced("its sum"):
         assert rendezvous.words == {("preparing", 0): "a fused matmul"}
         if error:
             raise error

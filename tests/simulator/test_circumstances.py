@@ -62,10 +62,7 @@ WRONG = {
         ],
         ["thread"],
     ),
-    "a write to the input": (
-        [(STORE, "mine.store(i, p); if (a.input != mine.base) input.store(i, {});")],
-        SANITIZERS,
-    ),
+    "a write to the input": ([(STORE, "mine.store(i, p); if (a.input != mine.base) input.store(i, {});")], SANITIZERS),
     "a wait of a block that is not marked": ([("  bool failed", "  end_call(a, call);\n  bool failed")], SANITIZERS),
 }
 

@@ -19,9 +19,7 @@ pytestmark = pytest.mark.host
 LATE, DEADLINE_NS = 1, 400_000_000
 RELAXED = Mutation(PAD, SET, NOT_RELEASED)
 APART = Mutation(
-    PAD,
-    "OfWarp ? __syncwarp() : __syncthreads();",
-    "OfWarp || threadIdx.x == 0 ? __syncwarp() : __syncthreads();",
+    PAD, "OfWarp ? __syncwarp() : __syncthreads();", "OfWarp || threadIdx.x == 0 ? __syncwarp() : __syncthreads();"
 )
 
 

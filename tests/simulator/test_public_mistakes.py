@@ -68,10 +68,7 @@ def of_every_rank_twice(ranks):
 START = Mistake(
     "relaxed_start",
     lambda _: 3,
-    (
-        ("store_relaxed_sys(flag(", "store_release_sys(flag("),
-        ("load_relaxed_sys(flag(", "load_acquire_sys(flag("),
-    ),
+    (("store_relaxed_sys(flag(", "store_release_sys(flag("), ("load_relaxed_sys(flag(", "load_acquire_sys(flag(")),
     "thread",
     DATA_RACE,
     signal_pad=False,

@@ -408,7 +408,8 @@ void write_results(const char* path) {
 
 int main(int count, char** argv) {
   read_case(argv[1]);
-  if (count > 4) last_step = std::stoull(argv[4]);
+  simulator::are_noted = count > 4;
+  if (simulator::are_noted) last_step = std::stoull(argv[4]);
   meetings = std::vector<std::atomic<u32>>(2 * the_case.calls);
   for (Rank& rank : ranks) prepare(rank);
   show_in(argv[3]);

@@ -7,9 +7,9 @@
 #include <cstdlib>
 #include <map>
 #include <new>
-#include <random>
 
 #include "context.hpp"
+#include "generator.hpp"
 #include "kept.hpp"
 #include "sanitizers.hpp"
 #include "stores.hpp"
@@ -67,7 +67,7 @@ struct Sleeper {
   Fiber* fiber;
 };
 
-std::mt19937_64 generator;
+Generator generator;
 Vector<Vector<Launch>> launches;  // by stream
 Vector<uint64_t> frozen_until;    // by rank
 Vector<unsigned> free_places;     // by rank: for blocks
@@ -157,39 +157,34 @@ void leave_until_woken(Vector<Fiber*>& by) {
   leave();
 }
 
+void open(Barrier& barrier) {
+  barrier.result = barrier.vote;
+  barrier.vote = false;
+  barrier.arrived = 0;
+  ++barrier.generation;
+  wake_all(barrier.sleepers);
+}
+
+void wait_for(Vector<Fiber*>& waker, void (*pump)()) {
+  if (current->copies.empty()) return leave_until_woken(waker);
+  pump();
+  leave_for(random(8));
+}
+
 bool pass(Barrier& barrier, bool vote, void (*pump)(), const char* what) {
   const Waiting waiting(what);
   current->loads_in_a_row = 0;
   const uint64_t generation = barrier.generation;
   barrier.vote |= vote;
-  if (++barrier.arrived == barrier.members) {
-    barrier.result = barrier.vote;
-    barrier.vote = false;
-    barrier.arrived = 0;
-    ++barrier.generation;
-    wake_all(barrier.sleepers);
-    return barrier.result;
-  }
-  while (barrier.generation == generation) {
-    if (current->copies.empty()) {
-      leave_until_woken(barrier.sleepers);
-    } else {
-      pump();
-      leave_for(random(8));
-    }
-  }
+  if (++barrier.arrived == barrier.members) open(barrier);
+  while (barrier.generation == generation) wait_for(barrier.sleepers, pump);
   return barrier.result;
 }
 
 // A thread that has ended is no longer waited for.
 void give_up_place(Barrier& barrier) {
   --barrier.members;
-  if (barrier.members == 0 || barrier.arrived < barrier.members) return;
-  barrier.result = barrier.vote;
-  barrier.vote = false;
-  barrier.arrived = 0;
-  ++barrier.generation;
-  wake_all(barrier.sleepers);
+  if (barrier.members > 0 && barrier.arrived >= barrier.members) open(barrier);
 }
 
 // ---- launches -------------------------------------------------------------------------------------------------------
@@ -200,11 +195,6 @@ void* find_stack() {
   free_stacks.pop_back();
   allow(stack, static_cast<char*>(stack) + stack_nbytes);
   return stack;
-}
-
-// To ThreadSanitizer, two fibers with one stack would race: there it is used once.
-void leave_stack(void* stack) {
-  if (!__tsan_create_fiber) free_stacks.push_back(stack);
 }
 
 int rank_of(size_t stream) { return stream % frozen_until.size(); }
@@ -304,7 +294,7 @@ void end(Fiber* fiber) {
   }
   start_what_may(launch.stream);
   forget(fiber->views);
-  leave_stack(fiber->stack);
+  if (!__tsan_create_fiber) free_stacks.push_back(fiber->stack);  // to ThreadSanitizer, two fibers of it would race
 }
 
 Fiber* pick() {
@@ -363,7 +353,7 @@ void step_after_load() {
 void (*look_at_store)(const void* address, uint32_t nbytes) = [](const void*, uint32_t) {};
 void post(void* address, uint64_t value, uint32_t nbytes) {
   look_at_store(address, nbytes);
-  pending.add({current, address, value, nbytes}, random);
+  pending.add({current, address, value, nbytes});
 }
 bool find_own(const void* address, uint64_t& value) { return pending.find(current, address, value); }
 void make_own_visible() {
@@ -417,14 +407,7 @@ bool has_released() { return current->released; }
 void wait_for_previous_kernel(void (*pump)()) {
   if (!launched().waits) return;
   const Waiting waiting("the end of the kernel before");
-  while (current->previous && !current->previous->complete) {
-    if (current->copies.empty()) {
-      leave_until_woken(current->previous->waiting);
-    } else {
-      pump();
-      leave_for(random(8));
-    }
-  }
+  while (current->previous && !current->previous->complete) wait_for(current->previous->waiting, pump);
 }
 
 End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)()) {
@@ -443,7 +426,7 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
   for (steps = 0; steps < most_steps; ++steps) {
     perhaps_freeze_a_rank();
     look();
-    if (chance(2)) pending.perform_one(random);
+    if (chance(2)) pending.perform_one();
     Fiber* fiber = pick();
     if (fiber == nullptr) {
       if (everything_is_complete()) return complete;

@@ -99,6 +99,7 @@ void Steps::add(const Step& step) {
 }
 
 void note(Step::Kind kind, const char* what, const void* address, uint32_t nbytes, uint64_t low, uint64_t high) {
+  if (!are_noted) return;
   if (not_noted.begin <= address && address < not_noted.end) return;
   self().steps.add({kind, what, address, nbytes, {low, high}, step_number(), 1});
 }

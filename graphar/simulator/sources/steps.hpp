@@ -38,8 +38,9 @@ struct Range {
   const void *begin = nullptr, *end = nullptr;
 };
 inline Range not_noted;
+inline bool are_noted = false;  // a run that nobody asks for its last steps notes none
 
-// Notes a step of the running thread.
+// Notes a step of the running thread, if they are noted.
 void note(Step::Kind kind, const char* what, const void* address = nullptr, uint32_t nbytes = 0, uint64_t low = 0,
           uint64_t high = 0);
 

@@ -24,14 +24,10 @@ class Stores {
   bool empty() const { return stores_.empty(); }
 
   // Replaces a pending store of the same thread to the same address, which nobody will see.
-  template <class Random>
-  void add(const Store& store, Random random) {
+  void add(const Store& store) {
     for (Store& older : stores_)
-      if (older.owner == store.owner && older.address == store.address) {
-        older = store;
-        return;
-      }
-    if (stores_.size() == most) perform_one(random);
+      if (older.owner == store.owner && older.address == store.address) return void(older = store);
+    if (stores_.size() == most) perform_one();
     stores_.push_back(store);
   }
 
@@ -44,8 +40,7 @@ class Stores {
     return false;
   }
 
-  template <class Random>
-  void perform_one(Random random) {
+  void perform_one() {
     if (!stores_.empty()) perform(random(stores_.size()));
   }
 

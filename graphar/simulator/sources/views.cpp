@@ -1,6 +1,7 @@
 // Compiled without sanitizers, as scheduler.cpp is.
 #include "views.hpp"
 
+#include <algorithm>
 #include <map>
 
 #include "kept.hpp"
@@ -13,30 +14,29 @@ namespace {
 bool has_view[view_count] = {true};
 Observer maker;  // knows of no thread's doings
 
-// ThreadSanitizer maps most of a megabyte for each fiber and clears all of it: pages touched for the first time would
-// take most of a run. So a fiber that has ended leaves its memory to another, and memory that is new is not cleared.
+// ThreadSanitizer maps most of a megabyte for each fiber, uses a few pages of it, and clears all of it, its clocks even
+// twice. Pages touched for the first time would take most of a run. So what is clear already is left as it is.
 bool in_fiber_call;
 size_t fiber_nbytes;
-char* new_fiber;  // null once it would have been cleared
-Vector<void*> free_fibers;
+char* new_fiber;
+Vector<std::pair<size_t, size_t>> cleared;  // ranges in it that were clear when the first fiber's were cleared
+bool is_first = true;
 
-// Whether it is a fiber's memory, which is the first that the creation of a fiber maps.
-bool is_fiber(size_t nbytes) {
-  if (in_fiber_call && fiber_nbytes == 0) fiber_nbytes = nbytes;
-  return in_fiber_call && nbytes == fiber_nbytes;
+// Whether a range that is to be set to a value is a new fiber's, and clear.
+bool is_clear(const char* begin, int value, size_t nbytes) {
+  constexpr size_t least = 64 << 10;
+  if (!in_fiber_call || nbytes < least || value || begin < new_fiber || begin + nbytes > new_fiber + fiber_nbytes)
+    return false;
+  const std::pair range(size_t(begin - new_fiber), nbytes);
+  if (is_first && std::all_of(begin, begin + nbytes, [](char byte) { return byte == 0; })) cleared.push_back(range);
+  return std::find(cleared.begin(), cleared.end(), range) != cleared.end();
 }
 
 Observer make_observer() {
   in_fiber_call = true;
   const Observer made = __tsan_create_fiber(0);
-  in_fiber_call = false;
+  in_fiber_call = is_first = false;
   return made;
-}
-
-void forget_observer(Observer observer) {
-  in_fiber_call = true;
-  __tsan_destroy_fiber(observer);
-  in_fiber_call = false;
 }
 
 // A word that stands for `address` in one view: a release by one view is not acquired by another.
@@ -74,7 +74,7 @@ void name_views(const Views& views, const char* name) {
 
 void forget(const Views& views) {
   for (Observer observer : views.of)
-    if (observer) forget_observer(observer);
+    if (observer) __tsan_destroy_fiber(observer);
 }
 
 void become(Observer next) {
@@ -129,33 +129,19 @@ void acquire_views(const void* address) { for_each_other_view(address, __tsan_ac
 // The linker (build.py) has ThreadSanitizer call these in place of its own functions of these names.
 extern "C" {
 __attribute__((weak)) void* __real__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(size_t nbytes, const char* what);
-__attribute__((weak)) void __real__ZN11__sanitizer10UnmapOrDieEPvm(void* begin, size_t nbytes);
 __attribute__((weak)) void* __real__ZN11__sanitizer15internal_memsetEPvim(void* to, int value, size_t nbytes);
 
 void* __wrap__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(size_t nbytes, const char* what) {
-  using namespace simulator;
-  if (!is_fiber(nbytes) || free_fibers.empty()) {
-    void* const begin = __real__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(nbytes, what);
-    if (is_fiber(nbytes)) new_fiber = static_cast<char*>(begin);
-    return begin;
-  }
-  void* const begin = free_fibers.back();
-  free_fibers.pop_back();
+  void* const begin = __real__ZN11__sanitizer21MmapOrDieOnFatalErrorEmPKc(nbytes, what);
+  if (!simulator::in_fiber_call) return begin;
+  if (simulator::fiber_nbytes == 0) simulator::fiber_nbytes = nbytes;  // a fiber's is the first that its creation maps
+  if (simulator::fiber_nbytes == nbytes) simulator::new_fiber = static_cast<char*>(begin);
   return begin;
 }
 
-void __wrap__ZN11__sanitizer10UnmapOrDieEPvm(void* begin, size_t nbytes) {
-  if (simulator::is_fiber(nbytes))
-    simulator::free_fibers.push_back(begin);
-  else
-    __real__ZN11__sanitizer10UnmapOrDieEPvm(begin, nbytes);
-}
-
 void* __wrap__ZN11__sanitizer15internal_memsetEPvim(void* to, int value, size_t nbytes) {
-  using namespace simulator;
-  if (new_fiber == nullptr || to < new_fiber || to >= new_fiber + fiber_nbytes)
-    return __real__ZN11__sanitizer15internal_memsetEPvim(to, value, nbytes);
-  new_fiber = nullptr;
-  return to;
+  return simulator::is_clear(static_cast<char*>(to), value, nbytes)
+             ? to
+             : __real__ZN11__sanitizer15internal_memsetEPvim(to, value, nbytes);
 }
 }

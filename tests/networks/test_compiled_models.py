@@ -10,16 +10,7 @@ import torch.distributed as dist
 
 import graphar
 from tests.cases import same_bits
-from tests.parallel_models import (
-    MLP,
-    TOKENS,
-    Gradients,
-    SequenceParallelMLP,
-    backward,
-    compiled,
-    tokens,
-    unsharded_mlp,
-)
+from tests.parallel_models import MLP, TOKENS, Gradients, SequenceParallelMLP, backward, compiled, tokens, unsharded_mlp
 from tests.processes import run_ranks
 
 # ---- on every rank --------------------------------------------------------------------------------------------------

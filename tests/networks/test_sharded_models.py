@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.cases import same_bits
-from tests.processes import run_ranks
+from tests.processes import import_first, run_ranks
+
+import_first("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2")
 
 pytest.importorskip("transformers", reason="transformers cannot be imported")
 

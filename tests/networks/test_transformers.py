@@ -14,7 +14,9 @@ from torch._dynamo.backends.common import aot_autograd
 import graphar
 from tests.cases import same_bits
 from tests.parallel_models import backend, compiled
-from tests.processes import run_on_gpus, run_ranks
+from tests.processes import import_first, run_on_gpus, run_ranks
+
+import_first("transformers.models.llama.modeling_llama")
 
 LAYERS, TOKENS = 1, (6, 9, 11)
 

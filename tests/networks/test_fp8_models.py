@@ -17,7 +17,9 @@ import torch
 import graphar
 from tests.cases import same_bits
 from tests.parallel_models import compiled
-from tests.processes import run_ranks
+from tests.processes import import_first, run_ranks
+
+import_first("transformers.models.llama.modeling_llama")
 
 HIDDEN, VOCABULARY, BATCH, LENGTH = 512, 96, 3, 6
 FORMATS = ("rows", "blocks")
