@@ -14,6 +14,8 @@ are four such runs.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -29,37 +31,49 @@ _CHECKED = 32  # elements that are looked at together, and rounded again togethe
 _DOUBT = 2.0**-13  # above the errors of two additions in fp32 to a code below 2^8, and of the reference's own
 
 
-class _Room:
-    """Memory for the temporaries of a chunk, used again by the next one."""
+class _Room(threading.local):
+    """Memory for the temporaries of a chunk, which each thread keeps: new pages would take as long as the work."""
 
-    def __init__(self, numel: int, codec: Codec) -> None:
-        self.values, self.products, self.rounded = torch.empty(3, numel).unbind()
-        self.codes = torch.empty(numel, dtype=torch.int8)
-        runs = numel // RUN if codec.rounding == "stochastic" else 0
-        self.random = torch.empty(4, 2, runs, dtype=torch.int64).unbind()
+    @functools.cached_property
+    def floats(self) -> tuple[Tensor, ...]:
+        return self._new(3, _CHUNK_TILES * TILE_NUMEL, torch.float32).unbind()
+
+    @functools.cached_property
+    def codes(self) -> Tensor:
+        return self._new(1, _CHUNK_TILES * TILE_NUMEL, torch.int8)[0]
+
+    @functools.cached_property
+    def random(self) -> tuple[Tensor, ...]:
+        return self._new(8, _CHUNK_TILES * TILE_NUMEL // RUN, torch.int64).view(4, 2, -1).unbind()
+
+    def _new(self, count: int, numel: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(count, numel, dtype=dtype)
+
+
+_room = _Room()
 
 
 def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
     """Returns what codec_reference.encode gives for a tensor on the CPU, of any floating-point dtype."""
     wire = torch.empty(codec.wire_nbytes(values.numel()), dtype=torch.uint8)
-    room = _Room(min(codec.tiles(values.numel()), _CHUNK_TILES) * TILE_NUMEL, codec)
     for first, codes, scales in _chunks(wire, codec):
-        part, x = values[first : first + len(room.values)], room.values[: len(codes) * TILE_NUMEL]
-        x[: part.numel()].copy_(part)
-        x[part.numel() :] = x[part.numel() - 1]
+        x = _room.floats[0][: len(codes) * TILE_NUMEL]
+        part = values[first : first + len(x)]
+        x[: len(part)].copy_(part)
+        x[len(part) :] = x[len(part) - 1]
         buckets = x.view(-1, codec.bucket_size)
-        scale, zero = _scales(buckets, codec, room)
-        inverse = torch.nan_to_num(1 / scale, nan=0.0)
+        scale, zero, bad = _scales(buckets, codec)
+        inverse = 1 / scale
         halves = None
         if codec.rounding == "stochastic":
             inverse *= 1 - 2.0**-20
-            halves = _random_halves(x.numel(), noise._replace(first=noise.first + first), room)
+            halves = _random_halves(len(x), noise._replace(first=noise.first + first))
         if codec.scheme == "minmax":
             buckets.sub_(zero[:, None])
-        bad = scale.isnan()
-        if bad.any():
-            buckets[bad] = 0
-        _pack_codes(codes, _codes(x, inverse, codec, halves, room), codec)
+        if bad is not None:
+            buckets[bad] = inverse[bad] = 0
+        _pack_codes(codes, _codes(x, inverse, codec, halves), codec)
         _pack_scales(scales, scale, zero, bad, codec)
     return wire
 
@@ -71,18 +85,18 @@ def decode(wire: Tensor, codec: Codec, target: Tensor, *, adds: bool = False) ->
     """
     if wire.storage_offset() % 8:
         wire = wire.clone()  # words of 64 bits are read from it
-    room = torch.empty(min(wire.numel() // codec.tile_nbytes, _CHUNK_TILES) * TILE_NUMEL)
     for first, codes, scales in _chunks(wire, codec):
-        units, part = room[: len(codes) * TILE_NUMEL], target[first : first + len(room)]
+        units = _room.floats[0][: len(codes) * TILE_NUMEL]
+        part = target[first : first + len(units)]
         scale, zero = specification._unpack_scales(scales, codec)
         _to_units(units, _unpack_codes(codes, codec), codec)
         buckets = units.view(-1, codec.bucket_size).mul_(scale[:, None])
         if codec.scheme == "minmax":
             buckets.add_(zero[:, None])
         if adds:
-            part.add_(units[: part.numel()])
+            part.add_(units[: len(part)])
             continue
-        part.copy_(units[: part.numel()])
+        part.copy_(units[: len(part)])
         if scale.isnan().any():
             part.copy_(with_canonical_nan(part))
 
@@ -100,19 +114,27 @@ def _chunks(wire: Tensor, codec: Codec) -> Iterator[tuple[int, Tensor, Tensor]]:
 # ---- scales ---------------------------------------------------------------------------------------------------------
 
 
-def _scales(buckets: Tensor, codec: Codec, room: _Room) -> tuple[Tensor, Tensor]:
+def _scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns each bucket's scale and zero point, and which buckets have no finite scale; None if all have one."""
     if codec.scheme == "minmax":
         ends = torch.stack([buckets.amin(1), buckets.amax(1)], 1)
     else:
-        magnitudes = room.products[: buckets.numel()].view(buckets.shape)
+        magnitudes = _room.floats[1][: buckets.numel()].view(buckets.shape)
         ends = torch.abs(buckets, out=magnitudes).amax(1, keepdim=True)
-    return specification.scales(ends, codec)
+        if codec.scale_dtype is torch.bfloat16 and ends.max() < 2.0**120:  # false of NaN: all are finite
+            scale = ends[:, 0].mul_(torch.tensor(1 / codec.largest_code)).clamp_(min=2.0**-126)
+            scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)  # up to a bf16 number
+            return scale, None, None
+    scale, zero = specification.scales(ends, codec)
+    bad = scale.isnan()
+    return scale, zero, bad if bad.any() else None
 
 
-def _pack_scales(wire: Tensor, scale: Tensor, zero: Tensor, bad: Tensor, codec: Codec) -> None:
+def _pack_scales(wire: Tensor, scale: Tensor, zero: Tensor | None, bad: Tensor | None, codec: Codec) -> None:
     numbers = torch.stack([scale, zero], 1) if codec.scheme == "minmax" else scale[:, None]
     bits = numbers.to(codec.scale_dtype).view(SAME_SIZE_INTEGER[codec.scale_dtype.itemsize])
-    bits[bad, 0] = torch.iinfo(bits.dtype).max
+    if bad is not None:
+        bits[bad, 0] = torch.iinfo(bits.dtype).max
     in_order = bits.view(len(wire), *specification._rows_and_buckets(codec), -1).transpose(1, 2)
     held = in_order[0].numel() * bits.itemsize
     wire[:, :held].view(bits.dtype).view(in_order.shape).copy_(in_order)
@@ -122,17 +144,19 @@ def _pack_scales(wire: Tensor, scale: Tensor, zero: Tensor, bad: Tensor, codec: 
 # ---- codes ----------------------------------------------------------------------------------------------------------
 
 
-def _codes(x: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | None, room: _Room) -> Tensor:
+def _codes(x: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | None) -> Tensor:
     """Returns the codes of ``x`` as bytes."""
-    products, codes = room.products[: x.numel()], room.codes[: x.numel()]
+    _, products, rounded = (one[: len(x)] for one in _room.floats)
+    codes = _room.codes[: len(x)]
     by_bucket = [one.view(-1, codec.bucket_size) for one in (x, products)]
     torch.mul(by_bucket[0], inverse[:, None], out=by_bucket[1])
     if codec.is_float:
         return _e4m3_codes(products, halves, codes)
     if halves is not None:
-        noises = room.rounded[: x.numel()].copy_(halves)
-        products.add_(noises, alpha=2.0**-16)  # from -1/2 on: floor(product + u + 1/2) is the nearest integer
-    rounded = torch.round(products, out=room.rounded[: x.numel()])
+        products.add_(
+            rounded.copy_(halves), alpha=2.0**-16
+        )  # from -1/2 on: floor(product + u + 1/2) is the nearest integer
+    torch.round(products, out=rounded)
     distances = products.sub_(rounded).abs_().view(-1, _CHECKED).amax(1)
     again = (distances >= (0.5 if halves is None else 0.5 - _DOUBT)).nonzero()[:, 0]
     if again.numel():
@@ -228,10 +252,10 @@ def _unpack_codes(wire: Tensor, codec: Codec) -> Tensor:
 # ---- random bits ----------------------------------------------------------------------------------------------------
 
 
-def _random_halves(numel: int, noise: Noise, room: _Room) -> Tensor:
+def _random_halves(numel: int, noise: Noise) -> Tensor:
     """Returns codec_reference.random_halves less 2^15, as int16."""
     first, count = noise.first // RUN, numel // RUN
-    words, others, products, halves = (one[:, :count] for one in room.random)
+    words, others, products, halves = (one[:, :count] for one in _room.random)
     torch.arange(first, first + count, out=words[0])  # word 0 of the counter; words[1] is 2, and others are 3 and 1
     torch.bitwise_right_shift(words[0], 32, out=others[1])
     words[0].bitwise_and_(WORD)

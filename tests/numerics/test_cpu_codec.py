@@ -54,6 +54,7 @@ def values(numel: int, one: Codec, noise: Noise) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("bits", BITS)
 def test_bytes_and_values_are_those_of_the_specification(bits, monkeypatch):
     monkeypatch.setattr(cpu_codec, "_CHUNK_TILES", 2)
+    monkeypatch.setattr(cpu_codec, "_room", cpu_codec._Room())
     for place, one in enumerate(one for one in EVERY_CODEC if one.bits == bits):
         noise, numel, dtype = NOISES[place % 3], NUMELS[place % 5], KERNEL_DTYPES[place // 3 % 3]
         for x in values(numel, one, noise):
