@@ -54,7 +54,8 @@ class Reduction(Protocol):
 def reduction_of(call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool) -> Callable[[], Reduction]:
     """Returns a function that begins a call, and returns its reduction.
 
-    ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the codec's seed, since all take rank 0's.
+    ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the seed of stochastic rounding,
+    since all encode the sum with rank 0's.
 
     Raises:
         UnsupportedError: the work has an option that is not known here.
@@ -65,7 +66,8 @@ def reduction_of(call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool
         raise UnsupportedError(f"{call.op}: no kernel serves this call, and without kernels there is no {known}")
     if codec:
         scatters = work.op == "reducescatter"
-        return lambda: CodedSum(codec, next(calls), scatters, tells_seed and not scatters)
+        tells = tells_seed and not scatters and codec.rounding == "stochastic"
+        return lambda: CodedSum(codec, next(calls), scatters, tells)
     exact = ExactSum(work, work.is_plain)
     return lambda: exact
 
