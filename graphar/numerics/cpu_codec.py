@@ -57,18 +57,18 @@ _room = _Room()
 def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
     """Returns what codec_reference.encode gives for a tensor on the CPU, of any floating-point dtype."""
     wire = torch.empty(codec.wire_nbytes(values.numel()), dtype=torch.uint8)
-    for first, codes, scales in _chunks(wire, codec):
-        x = _room.floats[0][: len(codes) * TILE_NUMEL]
-        part = values[first : first + len(x)]
-        x[: len(part)].copy_(part)
-        x[len(part) :] = x[len(part) - 1]
+    for first, size, codes, scales in _chunks(wire, codec):
+        x, held = _room.floats[0][:size], min(size, values.numel() - first)
+        x[:held].copy_(values[first : first + held])
+        if held < size:
+            x[held:] = x[held - 1]
         buckets = x.view(-1, codec.bucket_size)
         scale, zero, bad = _scales(buckets, codec)
         inverse = 1 / scale
         halves = None
         if codec.rounding == "stochastic":
             inverse *= 1 - 2.0**-20
-            halves = _random_halves(len(x), noise._replace(first=noise.first + first))
+            halves = _random_halves(size, noise._replace(first=noise.first + first))
         if codec.scheme == "minmax":
             buckets.sub_(zero[:, None])
         if bad is not None:
@@ -85,30 +85,30 @@ def decode(wire: Tensor, codec: Codec, target: Tensor, *, adds: bool = False) ->
     """
     if wire.storage_offset() % 8:
         wire = wire.clone()  # words of 64 bits are read from it
-    for first, codes, scales in _chunks(wire, codec):
-        units = _room.floats[0][: len(codes) * TILE_NUMEL]
-        part = target[first : first + len(units)]
+    for first, size, codes, scales in _chunks(wire, codec):
+        units, part = _room.floats[0][:size], target[first : first + size]
         scale, zero = specification._unpack_scales(scales, codec)
         _to_units(units, _unpack_codes(codes, codec), codec)
         buckets = units.view(-1, codec.bucket_size).mul_(scale[:, None])
         if codec.scheme == "minmax":
             buckets.add_(zero[:, None])
         if adds:
-            part.add_(units[: len(part)])
+            part.add_(units[: part.numel()])
             continue
-        part.copy_(units[: len(part)])
+        part.copy_(units[: part.numel()])
         if scale.isnan().any():
             part.copy_(with_canonical_nan(part))
 
 
-def _chunks(wire: Tensor, codec: Codec) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each chunk its first element, and its codes and scales on the wire: a row for each tile."""
+def _chunks(wire: Tensor, codec: Codec) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """For each chunk its first element, its elements, and its codes and scales on the wire: a row for each tile."""
     tiles = wire.numel() // codec.tile_nbytes
     codes, scales = wire.split([tiles * codec.tile_codes_nbytes, tiles * codec.tile_scales_nbytes])
     codes, scales = codes.view(tiles, codec.tile_codes_nbytes), scales.view(tiles, codec.tile_scales_nbytes)
     for begin in range(0, tiles, _CHUNK_TILES):
         window = slice(begin, begin + _CHUNK_TILES)
-        yield begin * TILE_NUMEL, codes[window], scales[window]
+        numel = min(_CHUNK_TILES, tiles - begin) * TILE_NUMEL
+        yield begin * TILE_NUMEL, numel, codes[window], scales[window]
 
 
 # ---- scales ---------------------------------------------------------------------------------------------------------
@@ -146,8 +146,9 @@ def _pack_scales(wire: Tensor, scale: Tensor, zero: Tensor | None, bad: Tensor |
 
 def _codes(x: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | None) -> Tensor:
     """Returns the codes of ``x`` as bytes."""
-    _, products, rounded = (one[: len(x)] for one in _room.floats)
-    codes = _room.codes[: len(x)]
+    size = x.numel()
+    _, products, rounded = (one[:size] for one in _room.floats)
+    codes = _room.codes[:size]
     by_bucket = [one.view(-1, codec.bucket_size) for one in (x, products)]
     torch.mul(by_bucket[0], inverse[:, None], out=by_bucket[1])
     if codec.is_float:
