@@ -39,8 +39,8 @@ REPEATS, STEPS = 3, 3
 MODELS = {
     one.name: one
     for one in (
-        Workload("resnet", "", partial(residual_network, (256, 512)), (1, 8, 8), 10, 4),
-        Workload("transformer", "", partial(Decoder, 8192, 64, layers=4), (64,), 8192, 1),
+        Workload("resnet", "", partial(residual_network, (192, 384)), (1, 8, 8), 10, 4),
+        Workload("transformer", "", partial(Decoder, 4096, 64, layers=3), (64,), 4096, 1),
     )
 }
 
