@@ -9,7 +9,6 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, repeat
 
@@ -21,7 +20,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.row import Specification
 from graphar.plan.work import Parts, Sum
-from graphar.ranks.cpu.reduction import Reduction, reduction_of
+from graphar.ranks.cpu.reduction import Chunk, Reduction, reduction_of
 from graphar.ranks.cpu.transport import InProcess, Transport, bytes_of
 
 _CHUNK_NUMEL = 256 << 10  # of a shard with a codec, whose encoder takes some hundred bytes an element on GPUs
@@ -90,10 +89,10 @@ def _allreduce(
         step, unit = (transport.world_size * _CHUNK_NUMEL, TILE_NUMEL) if is_coded else (step, _SHARD_UNIT)
         (x,), (out,), (rank,), (own,) = xs, outs, transport.ranks, ranks
 
-        def chunk(start: int, window: slice) -> ChunkOfSum:
+        def chunk(start: int, window: slice) -> Chunk:
             sources, targets = (_shards(one[window], transport.world_size, unit) for one in (x, out))
             firsts = list(accumulate((len(one) for one in sources), initial=start))
-            return ChunkOfSum(how, own, rank, sources, targets, firsts[:-1])
+            return Chunk(how, own, rank, sources, targets, firsts[:-1])
 
         transport.two_shot(([chunk(*at)] for at in _windows(numel, step)), timeout_s)
         return
@@ -127,43 +126,14 @@ def _reducescatter(
     step = transport.two_shot_nbytes // (len(counts) * call.dtype.itemsize)
     of_ranks = [own.inputs[0].view(-1).split(counts) for own in ranks]
 
-    def chunk(rank: int, start: int, window: slice) -> ChunkOfSum:
+    def chunk(rank: int, start: int, window: slice) -> Chunk:
         sources, own = [part[window] for part in of_ranks[rank]], ranks[rank]
         targets = [own.outputs[0].view(-1)[window]]
         place = transport.ranks[rank]
-        return ChunkOfSum(how, own, place, sources, targets, [first + start for first in firsts], gathers=False)
+        return Chunk(how, own, place, sources, targets, [first + start for first in firsts], gathers=False)
 
     windows = _windows(most, _CHUNK_NUMEL if call.work.codec else step)
     transport.two_shot(([chunk(rank, *at) for rank in range(len(ranks))] for at in windows), timeout_s)
-
-
-@dataclass(frozen=True)
-class ChunkOfSum:
-    """A chunk of an all-reduce, or of a reduce-scatter, which has this rank's target alone."""
-
-    how: Reduction
-    own: Operands
-    rank: int
-    sources: list[torch.Tensor]
-    targets: list[torch.Tensor]
-    firsts: list[int]  # the index of each shard's first element in the whole tensor
-    gathers: bool = True
-
-    def sent(self) -> list[torch.Tensor]:
-        shards = zip(self.sources, self.firsts, strict=True)
-        return [self.how.encode(source, self.rank, first) if source.numel() else source for source, first in shards]
-
-    def add(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
-        target = self.targets[self.rank if self.gathers else 0]
-        return self.how.into(target, received, self.own, self.firsts[self.rank])
-
-    def rooms(self) -> list[torch.Tensor]:
-        return [self.how.room(target) for target in self.targets]
-
-    def arrived(self, rooms: Sequence[torch.Tensor]) -> None:
-        for rank, (target, room) in enumerate(zip(self.targets, rooms, strict=False)):
-            if target.numel() and rank != self.rank and self.gathers:
-                self.how.arrived(target, room)
 
 
 def _allgather(

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphar.ranks.cpu.transport import ROW_UNIT, Chunk, GroupFailed, deadline, pipelined, wait
+from graphar.ranks.cpu.reduction import Chunk
+from graphar.ranks.cpu.transport import ROW_UNIT, GroupFailed, deadline, pipelined, wait
 
 SMALL_NBYTES = 256 << 10  # of a tensor that travels behind the header
 _HEADER_NBYTES = 64  # a multiple of every dtype's size, so that the tensor behind it is aligned
@@ -194,10 +195,8 @@ class Messages:
         sending = [self._post(self._gloo.send, parts[peer], peer, tag) for peer in peers if parts[peer].numel()]
         if self._pending:
             self.await_headers(timeout_s)
-        rooms, tag = chunk.rooms() if chunk.gathers else [], zlib.crc32(b"sums", tag) >> 1
-        gathering = [
-            self._post(self._gloo.recv, rooms[peer], peer, tag) for peer in peers if rooms and rooms[peer].numel()
-        ]
+        rooms, tag = chunk.rooms(), zlib.crc32(b"sums", tag) >> 1
+        gathering = [self._post(self._gloo.recv, rooms[one], one, tag) for one in peers if rooms and rooms[one].numel()]
         yield
         wait(arriving, timeout_s)
         total = chunk.add([summands[one] for one in range(self.world_size)]) if mine.numel() else mine

@@ -37,9 +37,9 @@ class Reduction(Protocol):
         ...
 
     def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> torch.Tensor:
-        """Writes the sum of what all ranks sent; ``first`` is the index of the first element in this rank's result.
+        """Writes the sum of what all ranks sent, and returns it as it travels: the target itself, or its codes.
 
-        Returns the sum as it travels: the target itself if the sum is exact.
+        ``first`` is the index of the first element in this rank's result.
         """
         ...
 
@@ -49,6 +49,42 @@ class Reduction(Protocol):
 
     def arrived(self, target: torch.Tensor, room: torch.Tensor) -> None:
         """Writes another rank's sum."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of an all-reduce, of which each rank owns a shard; or of a reduce-scatter, with this rank's target alone.
+
+    An empty shard is an empty tensor in each list.
+    """
+
+    how: Reduction
+    own: Operands
+    rank: int
+    sources: list[torch.Tensor]
+    targets: list[torch.Tensor]
+    firsts: list[int]  # the index of each shard's first element in the whole tensor
+    gathers: bool = True  # whether ranks receive all shards of the sum
+
+    def sent(self) -> list[torch.Tensor]:
+        """Returns what this rank sends to each owner, itself included. It is called once."""
+        shards = zip(self.sources, self.firsts, strict=True)
+        return [self.how.encode(source, self.rank, first) if source.numel() else source for source, first in shards]
+
+    def add(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Writes the sum of what all ranks sent to this owner, and returns what the owner sends to all ranks."""
+        target = self.targets[self.rank if self.gathers else 0]
+        return self.how.into(target, received, self.own, self.firsts[self.rank])
+
+    def rooms(self) -> list[torch.Tensor]:
+        """Returns tensors for what the owners send."""
+        return [self.how.room(target) for target in self.targets] if self.gathers else []
+
+    def arrived(self, rooms: Sequence[torch.Tensor]) -> None:
+        """Writes the sums of the other owners."""
+        for rank, room in enumerate(rooms):
+            if rank != self.rank and room.numel():
+                self.how.arrived(self.targets[rank], room)
 
 
 def reduction_of(call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool) -> Callable[[], Reduction]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from graphar.errors import UnsupportedError
+from graphar.ranks.cpu.reduction import Chunk
 
 ROW_UNIT = 64  # bytes: a multiple of every dtype's size
 
@@ -32,28 +33,6 @@ class GroupFailed(Exception):
     def __init__(self, message: str, absent: Collection[int] | None = None, begin: float | None = None) -> None:
         super().__init__(message)
         self.absent, self.waited_s = absent, None if begin is None else time.monotonic() - begin
-
-
-class Chunk(Protocol):
-    """A part of a sum, of which each rank owns a shard. An empty shard is an empty tensor in each of these lists."""
-
-    @property
-    def gathers(self) -> bool: ...  # whether ranks receive all shards of the sum: an all-reduce
-
-    def sent(self) -> list[torch.Tensor]:
-        """Returns what this rank sends to each owner, itself included. It is called once."""
-        ...
-
-    def add(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Takes what the ranks sent to this owner, in their order, and returns what the owner sends to all ranks."""
-        ...
-
-    def rooms(self) -> list[torch.Tensor]:
-        """Returns tensors for what the owners send. This rank's stays as it is."""
-        ...
-
-    def arrived(self, rooms: Sequence[torch.Tensor]) -> None:
-        """Writes the sum of all shards but this rank's, which :meth:`add` has written."""
 
 
 class Transport(Protocol):
