@@ -129,7 +129,7 @@ class _Bucket:
 
 class _Quantized:
     def __init__(
-        self, codec: Codec, error_feedback: bool, stays_exact: Callable[[Tensor], bool], algorithm: str
+        self, codec: Codec, error_feedback: bool, stays_exact: Callable[[Tensor], bool], algorithm: str = "auto"
     ) -> None:
         self._plain, self._fed_back = (replace(codec, feedback=feedback).text for feedback in (False, True))
         self._error_feedback, self._stays_exact, self._algorithm = error_feedback, stays_exact, algorithm

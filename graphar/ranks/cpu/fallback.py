@@ -92,7 +92,7 @@ def _allreduce(
         def chunk(start: int, window: slice) -> Chunk:
             sources, targets = (_shards(one[window], transport.world_size, unit) for one in (x, out))
             firsts = list(accumulate((len(one) for one in sources), initial=start))
-            return Chunk(how, own, rank, sources, targets, firsts[:-1])
+            return Chunk(how, own, rank, sources, targets, firsts[:-1], firsts[rank])
 
         transport.two_shot(([chunk(*at)] for at in _windows(numel, step)), timeout_s)
         return
@@ -130,7 +130,7 @@ def _reducescatter(
         sources, own = [part[window] for part in of_ranks[rank]], ranks[rank]
         targets = [own.outputs[0].view(-1)[window]]
         place = transport.ranks[rank]
-        return Chunk(how, own, place, sources, targets, [first + start for first in firsts], gathers=False)
+        return Chunk(how, own, place, sources, targets, [first + start for first in firsts], start, gathers=False)
 
     windows = _windows(most, _CHUNK_NUMEL if call.work.codec else step)
     transport.two_shot(([chunk(rank, *at) for rank in range(len(ranks))] for at in windows), timeout_s)

@@ -63,7 +63,8 @@ class Chunk:
     rank: int
     sources: list[torch.Tensor]
     targets: list[torch.Tensor]
-    firsts: list[int]  # the index of each shard's first element in the whole tensor
+    firsts: list[int]  # the index of each shard's first element in the whole tensor, for random numbers
+    first: int  # and of this rank's in its result
     gathers: bool = True  # whether ranks receive all shards of the sum
 
     def sent(self) -> list[torch.Tensor]:
@@ -74,7 +75,7 @@ class Chunk:
     def add(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
         """Writes the sum of what all ranks sent to this owner, and returns what the owner sends to all ranks."""
         target = self.targets[self.rank if self.gathers else 0]
-        return self.how.into(target, received, self.own, self.firsts[self.rank])
+        return self.how.into(target, received, self.own, self.first)
 
     def rooms(self) -> list[torch.Tensor]:
         """Returns tensors for what the owners send."""
