@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from graphar.fsdp import ExactReduceScatter as ExactReduceScatter
 from graphar.fsdp import QuantizedReduceScatter as QuantizedReduceScatter
 from graphar.numerics.codecs import Codec, CodecName, as_codec
-from graphar.plan.algorithms import AllReduceAlgorithm
+from graphar.plan.algorithms import Algorithm, AllReduceAlgorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
 from graphar.runtime.checks import call_checks
@@ -53,6 +53,7 @@ def quantized_hook(
     *,
     error_feedback: bool = False,
     stays_exact: Callable[[Tensor], bool] = has_one_dimension,
+    algorithm: AllReduceAlgorithm = "auto",
 ) -> Hook:
     """Returns a DDP communication hook that averages gradients with :func:`graphar.allreduce` and a codec.
 
@@ -67,12 +68,15 @@ def quantized_hook(
             memory of the size of the gradients.
         stays_exact: a function of a parameter that says whether its gradients are averaged exactly. Default: parameters
             with at most one dimension.
+        algorithm: "auto", or one of :class:`graphar.Algorithm`. "hierarchical" is exact inside a host and sends codes
+            between hosts; it rounds to nearest and has no error feedback.
 
     Raises:
-        ValueError: the codec is not known.
+        ValueError: the codec is not known, or there is no such algorithm.
     """
     codec = as_codec("quantized_hook", codec)
-    return _Hook(group, _Quantized(codec, error_feedback, stays_exact))
+    call_checks.check_call("quantized_hook", algorithm, None)
+    return _Hook(group, _Quantized(codec, error_feedback, stays_exact, algorithm))
 
 
 class _Hook:
@@ -124,22 +128,25 @@ class _Bucket:
 
 
 class _Quantized:
-    def __init__(self, codec: Codec, error_feedback: bool, stays_exact: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self, codec: Codec, error_feedback: bool, stays_exact: Callable[[Tensor], bool], algorithm: str = "auto"
+    ) -> None:
         self._plain, self._fed_back = (replace(codec, feedback=feedback).text for feedback in (False, True))
-        self._error_feedback, self._stays_exact = error_feedback, stays_exact
+        self._error_feedback, self._stays_exact, self._algorithm = error_feedback, stays_exact, algorithm
+        self._of_exact = algorithm if algorithm == Algorithm.HIERARCHICAL else "auto"  # others need a codec
         self._buckets: dict[int, _Bucket] = {}
 
     def __call__(self, engine: Engine, bucket: GradBucket, mean: Tensor) -> Tensor:
         known = self._known(bucket)
         if len(known.runs) == 1:
-            return _sum_up(engine, mean)
+            return _sum_up(engine, mean, algorithm=self._of_exact)
         exact, sizes = mean.split_with_sizes(known.runs)[::2], known.runs[::2]
         # The exact elements are also sent with the codec: cheaper than compacting the others.
-        exact_sum = _sum_up(engine, torch.cat(exact)) if any(sizes) else None
+        exact_sum = _sum_up(engine, torch.cat(exact), algorithm=self._of_exact) if any(sizes) else None
         if known.residual is None:
-            _sum_up(engine, mean, self._plain)
+            _sum_up(engine, mean, self._plain, algorithm=self._algorithm)
         else:
-            _sum_up(engine, mean, self._fed_back, known.residual)
+            _sum_up(engine, mean, self._fed_back, known.residual, algorithm=self._algorithm)
         if exact_sum is not None:
             torch._foreach_copy_(exact, exact_sum.split_with_sizes(sizes))
         return mean
@@ -170,7 +177,7 @@ def _sum_up(engine: Engine, x: Tensor, codec: str = "", *residuals: Tensor, algo
     codec takes the full grid: with few blocks the same model was 8 % slower.
     """
     if codec:
-        call_checks.check_quantized_call("quantized_hook", codec, "auto", x)
+        call_checks.check_quantized_call("quantized_hook", codec, algorithm, x)
     blocks = None if codec else engine.table.beside.blocks
     sides = () if codec else engine.symmetric_sides(x, x)
     call = Call.of(Sum(x.numel(), codec), x, algorithm=algorithm, symmetric=sides, blocks=blocks)

@@ -287,16 +287,16 @@ def first_elements(counts: Sequence[int]) -> list[int]:
 
 def sum_of_wires(wires: Sequence[torch.Tensor], codec: Codec, noise: Noise, like: torch.Tensor) -> torch.Tensor:
     """Returns the sum of all ranks' encoded tensors, rounded by the codec once more, as a tensor like ``like``."""
-    total = decode(encode(_total(wires, codec), codec, noise), codec)
+    total = decode(encode(total_of(wires, codec), codec, noise), codec)
     return with_canonical_nan(total[: like.numel()].to(like.dtype)).view(like.shape)
 
 
 def part_of_wires(wires: Sequence[torch.Tensor], codec: Codec, like: torch.Tensor) -> torch.Tensor:
     """Returns the sum of the encoded messages that one rank received, as a tensor like its part, ``like``."""
-    return with_canonical_nan(_total(wires, codec)[: like.numel()].to(like.dtype)).view(like.shape)
+    return with_canonical_nan(total_of(wires, codec)[: like.numel()].to(like.dtype)).view(like.shape)
 
 
-def _total(wires: Sequence[torch.Tensor], codec: Codec) -> torch.Tensor:
+def total_of(wires: Sequence[torch.Tensor], codec: Codec) -> Tensor:
     total = decode(wires[0], codec)
     for wire in wires[1:]:
         total = total + decode(wire, codec)
@@ -309,6 +309,10 @@ def error_of_wire(part: torch.Tensor, wire: torch.Tensor, codec: Codec) -> torch
     The error is zero where a bucket became NaN. :func:`graphar.allreduce` with a codec leaves it in ``residual``;
     ``part`` is then the sum of the tensor and the residual.
     """
-    decoded = decode(wire, codec)[: part.numel()]
+    return rounding_error(part, decode(wire, codec)[: part.numel()])
+
+
+def rounding_error(part: torch.Tensor, decoded: Tensor) -> torch.Tensor:
+    """Returns :func:`error_of_wire` of a part that is decoded as fp32."""
     error = torch.where(decoded.isnan(), 0, part.float().view(-1) - decoded)
     return error.to(part.dtype).view(part.shape)

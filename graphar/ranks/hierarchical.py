@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from graphar.errors import CommunicatorError, Reason, UnsupportedError
-from graphar.numerics.codec_reference import decode, encode
 from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.nan import with_canonical_nan
@@ -226,9 +225,7 @@ class Hierarchy:
         group = self._groups[1]
         if group.size() == 1 or not part.numel():
             return lambda: None
-        step = partial(_run, Sum(part.numel()), part, part, group, timeout_s)
-        if codec:
-            step = partial(_quantized_allreduce, part, group, timeout_s, codec)
+        step = partial(_run, Sum(part.numel(), codec.text if codec else ""), part, part, group, timeout_s)
         if not (part.is_cuda and self._beside):
             step()
             return lambda: None
@@ -260,20 +257,6 @@ class Hierarchy:
 
 def _run(work: Sum | Parts, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:
     fallback.bind(Call.of(work, x), Group(group), timeout_s, repeat(0))([Operands((x,), (out,))])
-
-
-def _quantized_allreduce(part: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, codec: Codec) -> None:
-    """Sums ``part`` over the group in place, as graphar.reference.quantized_allreduce does."""
-    counts = _counts(part.numel(), group.size(), TILE_NUMEL)
-    own = part.new_empty(counts[group.rank()])
-    _run(Parts("reducescatter", counts, codec.text), part, own, group, timeout_s)
-    wire = encode(own, codec)
-    nbytes = tuple(-(-count // TILE_NUMEL) * codec.tile_nbytes for count in counts)
-    wires = wire.new_empty(sum(nbytes))
-    _run(Parts("allgather", nbytes), wire, wires, group, timeout_s)
-    for target, one in zip(part.split(counts), wires.split(nbytes), strict=True):
-        if target.numel():
-            target.copy_(decode(one, codec)[: target.numel()])
 
 
 def _counts(numel: int, ranks: int, unit: int) -> tuple[int, ...]:

@@ -76,9 +76,8 @@ class Residual(nn.Module):
         return torch.relu(x + self.body(x))
 
 
-def residual_network() -> nn.Module:
-    """Returns a residual network with 0.2 million parameters."""
-    widths = (32, 64)
+def residual_network(widths: tuple[int, int] = (32, 64)) -> nn.Module:
+    """Returns a residual network; by default it has 0.2 million parameters."""
     layers: list[nn.Module] = [nn.Conv2d(1, widths[0], 3, padding=1), Residual(widths[0]), Residual(widths[0])]
     layers += [nn.Conv2d(*widths, 3, stride=2, padding=1), Residual(widths[1]), Residual(widths[1])]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[1], 10))

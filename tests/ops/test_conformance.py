@@ -209,7 +209,8 @@ def call_in_chunks(rank, world_size):
     fallback._CHUNK_NUMEL = 1024
     for form in (*ALLREDUCE, *REDUCESCATTER, *ALLGATHER):
         for shape in form.shapes:
-            Messages.chunk_nbytes = 100 if math.prod(shape) < 1024 else 1000  # a piece takes as long as a call
+            nbytes = 100 if math.prod(shape) < 1024 else 1000  # a piece takes as long as a call
+            Messages.chunk_nbytes = Messages.two_shot_nbytes = nbytes
             tensors = form.tensors(world_size, shape)
             expected = form.expected(copies(tensors))[rank]
             ys = call_anew(form, rank, tensors)

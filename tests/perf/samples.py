@@ -31,6 +31,7 @@ from perf.topics.norm_gradients import BACKWARD, BOTH, NormGradientRow, NormGrad
 from perf.topics.norms import NormRow, Norms
 from perf.topics.nvlink import NVLink
 from perf.topics.quantized import ErrorRow, Quantized
+from perf.topics.slow_links import SlowLinks, SlowRow
 from perf.topics.suspend import Suspend, SuspendRow
 from perf.topics.throughput import Reduction, Throughput, ThroughputRow
 from perf.topics.training import Outcome, Run, Training, TrainingRow
@@ -178,6 +179,12 @@ TIMELINE = Timeline(
 # Counters that nobody has read: link n of 18 sends at 60 % and 2 n % of its rate.
 NVLINK = utilisation(Reading(*[tuple(60 + 2 * link for link in range(18))] * 4), 1000, range(18), 1.0, [0.1] * 18)
 
+
+def slow_row(method, time_ms, case="32 MB", wrong=0, samples=0, loss=None):
+    """A row of a sum or a step between two hosts at 1 Gbit/s."""
+    return SlowRow(method, 2, "1gbit", case, samples, spread(time_ms * 1e3), wrong, loss)
+
+
 REPORTS = [
     AllReduce({4: 355.0}, [row(), row("nccl", 20.0)], skipped=["vllm: no such package"]),
     NVLink({4: 355.0}, [replace(row(), nvlink=NVLINK)], skipped=["NVML: no counters"]),
@@ -217,4 +224,5 @@ REPORTS = [
     Suspend([suspend_row()], skipped=["2 ranks, decode of 8 tokens: no driver"]),
     Compile("13.0", 1.5, [Compiled("all/one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)]),
     Latency("0123456789ab, 2026-01-31", [latency_row(before_us=11.0)], skipped=["2 ranks: no room"]),
+    SlowLinks([slow_row("gloo", 400.0), slow_row("int4", 100.0)], skipped=["slow links: needs tc"]),
 ]

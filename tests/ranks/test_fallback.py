@@ -17,7 +17,7 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.config import FALLBACK
 from graphar.plan.work import Parts, Sum
 from graphar.ranks import group_calls
-from graphar.ranks.cpu import fallback, messages, reduction
+from graphar.ranks.cpu import fallback, reduction
 from graphar.ranks.cpu.messages import Messages
 from graphar.ranks.cpu.transport import Group
 from tests.cases import normal, same_bits
@@ -35,9 +35,9 @@ def inputs():
 
 def call_in_pieces(rank, world_size, by_messages):
     """An all-reduce and a reduce-scatter for each option, and an all-gather, all in small pieces."""
-    messages._CHUNK_NBYTES, fallback._CHUNK_NUMEL = 1000, 1024
+    fallback._CHUNK_NUMEL = 1024
     for transport in (Messages, Group):
-        transport.small_nbytes, transport.chunk_nbytes = 0, 1000
+        transport.small_nbytes, transport.chunk_nbytes, transport.two_shot_nbytes = 0, 1000, 1000
     if not by_messages:
         group_calls.messages_of = lambda group, name: None
     x, found = inputs()[rank], []
@@ -59,6 +59,32 @@ def test_neither_random_numbers_nor_places_begin_again_with_a_piece(by_messages)
         plain = [reference.allreduce(xs), reference.reducescatter(xs)[rank]]
         expected = [total, parts[rank], placed[0], placed[1][rank], *plain, torch.cat([xs[0][:1], xs[1][:2]])]
         assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 7
+
+
+def count_bytes_sent(rank, world_size):
+    """For an all-reduce and a reduce-scatter with a codec: the bytes of all messages, and the order of both kinds."""
+    fallback._CHUNK_NUMEL, sent, order, post = 1024, [0], [], Messages._post
+    Messages.small_nbytes = 0
+
+    def counted(self, start, x, peer, tag):
+        if start.__name__ == "send":
+            sent[0] += x.nbytes
+            order.append(tag == self._tag_of_call)
+        return post(self, start, x, peer, tag)
+
+    Messages._post = counted
+    graphar.allreduce(torch.ones(3 * world_size * 1024), codec="int4")
+    of_sum, sent[0] = sent[0], 0
+    graphar.reducescatter(torch.ones(3 * world_size * 1024), codec="int4")
+    return of_sum, sent[0], "".join(".S"[one] for one in order)
+
+
+def test_codes_go_to_owners_alone_and_a_chunk_is_on_its_way_before_the_last_one_is_summed():
+    coded = graphar.Codec().wire_nbytes(3 * 1024)  # of a rank's shard, in three messages
+
+    for of_sum, of_parts, order in run_ranks(count_bytes_sent, 3):
+        assert (of_sum, of_parts) == (coded * 4, coded * 2)
+        assert order == "SSSS..SS...." + "S" * 6
 
 
 INFINITIES = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40, 65504.0, 3e38]
@@ -109,7 +135,7 @@ class Waits:
     [
         ("allreduce", "", 32, 1),
         ("allreduce", "", 31, 2),
-        ("allreduce", "int4", 0, 1),
+        ("allreduce", "int4", 0, 2),
         ("reducescatter", "", 0, 1),
         ("reducescatter", "int4", 0, 1),
         ("allgather", "", 0, 1),

@@ -211,7 +211,7 @@ def sum_slowly(rank, world_size):
         time.sleep(0.1)
         add(target, parts)
 
-    messages._CHUNK_NBYTES, reduction.sum_into = x.nbytes // 16, add_slowly
+    messages.Messages.two_shot_nbytes, reduction.sum_into = x.nbytes // 16, add_slowly
     begin = time.monotonic()
     summed = graphar.allreduce(x, timeout_s=1.0)
     return summed.unique().tolist(), time.monotonic() - begin > 1.0

@@ -1,15 +1,16 @@
 """The fallback algorithm: every op without graphar's kernels, over a transport between ranks.
 
 An all-reduce is a two-shot. Every rank receives its shard of all inputs, sums it as graphar.reference does, and sends
-the sum to all ranks, so it gives the bits of every exact algorithm. Reduce-scatter and all-gather are its two halves.
-Small tensors go whole to all ranks, and so do those with a codec, which is simple but slow for large ones.
+the sum to all ranks, so it gives the bits of every exact algorithm. With a codec shards and sums travel encoded, and
+the sum has the bits of the kernels. Reduce-scatter and all-gather are its two halves. Small tensors go whole to all
+ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import accumulate, repeat
 
 import torch
 
@@ -19,10 +20,11 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.row import Specification
 from graphar.plan.work import Parts, Sum
-from graphar.ranks.cpu.reduction import Reduction, reduction_of
+from graphar.ranks.cpu.reduction import Chunk, Reduction, reduction_of
 from graphar.ranks.cpu.transport import InProcess, Transport, bytes_of
 
-_CHUNK_NUMEL = 256 << 10  # with a codec, whose encoder takes some hundred bytes an element
+_CHUNK_NUMEL = 256 << 10  # of a shard with a codec, whose encoder takes some hundred bytes an element on GPUs
+_SHARD_UNIT = 64  # elements: exact shards begin where those of other dtypes would, in lines of a cache
 
 Run = Callable[[Sequence[Operands]], None]  # takes the operands of this process's ranks
 
@@ -82,14 +84,17 @@ def _allreduce(
 ) -> None:
     xs, outs = [own.inputs[0].view(-1) for own in ranks], [own.outputs[0].view(-1) for own in ranks]
     numel, is_coded = xs[0].numel(), bool(call.work.codec)
-    if call.nbytes > transport.small_nbytes and not is_coded:
-        (x,), (out,), (own,) = xs, outs, ranks
-        for start, window in _windows(numel, transport.chunk_nbytes // call.dtype.itemsize):
+    if call.nbytes > transport.small_nbytes:
+        step = transport.two_shot_nbytes // call.dtype.itemsize
+        step, unit = (transport.world_size * _CHUNK_NUMEL, TILE_NUMEL) if is_coded else (step, _SHARD_UNIT)
+        (x,), (out,), (rank,), (own,) = xs, outs, transport.ranks, ranks
 
-            def add(total: torch.Tensor, parts: Sequence[torch.Tensor], first: int, start: int = start) -> None:
-                how.into(total, parts, own, start + first)
+        def chunk(start: int, window: slice) -> Chunk:
+            sources, targets = (_shards(one[window], transport.world_size, unit) for one in (x, out))
+            firsts = list(accumulate((len(one) for one in sources), initial=start))
+            return Chunk(how, own, rank, sources, targets, firsts[:-1], firsts[rank])
 
-            transport.two_shot(x[window], out[window], add, timeout_s)
+        transport.two_shot(([chunk(*at)] for at in _windows(numel, step)), timeout_s)
         return
     for start, window in _windows(numel, _CHUNK_NUMEL if is_coded else numel):
         sent = [how.encode(x[window], rank, start) for rank, x in zip(transport.ranks, xs, strict=True)]
@@ -107,22 +112,28 @@ def _allreduce(
             out[window].copy_(totals[key])
 
 
+def _shards(x: torch.Tensor, ranks: int, unit: int) -> list[torch.Tensor]:
+    """Returns each rank's shard: equal multiples of ``unit`` elements, and smaller ones or empty ones at the end."""
+    shard = -(-x.numel() // (ranks * unit)) * unit
+    return [x[rank * shard : (rank + 1) * shard] for rank in range(ranks)]
+
+
 def _reducescatter(
     how: Reduction, call: Call[Sum | Parts], transport: Transport, timeout_s: float, ranks: Sequence[Operands]
 ) -> None:
     counts: Sequence[int] = call.work.parts
     firsts, most = first_elements(counts), max(counts)
-    step = max(1, transport.chunk_nbytes // (len(counts) * call.dtype.itemsize))
-    if call.work.codec:
-        step = max(1, _CHUNK_NUMEL // (len(counts) * TILE_NUMEL)) * TILE_NUMEL
+    step = transport.two_shot_nbytes // (len(counts) * call.dtype.itemsize)
     of_ranks = [own.inputs[0].view(-1).split(counts) for own in ranks]
-    for start, window in _windows(most, step):
-        sent = [
-            [how.encode(part[window], rank, first + start) for part, first in zip(parts, firsts, strict=True)]
-            for rank, parts in zip(transport.ranks, of_ranks, strict=True)
-        ]
-        for own, parts in zip(ranks, transport.exchange(sent, timeout_s), strict=True):
-            how.into(own.outputs[0].view(-1)[window], parts, own, start)
+
+    def chunk(rank: int, start: int, window: slice) -> Chunk:
+        sources, own = [part[window] for part in of_ranks[rank]], ranks[rank]
+        targets = [own.outputs[0].view(-1)[window]]
+        place = transport.ranks[rank]
+        return Chunk(how, own, place, sources, targets, [first + start for first in firsts], start, gathers=False)
+
+    windows = _windows(most, _CHUNK_NUMEL if call.work.codec else step)
+    transport.two_shot(([chunk(rank, *at) for rank in range(len(ranks))] for at in windows), timeout_s)
 
 
 def _allgather(

@@ -6,7 +6,7 @@ A header is the number of the call and a hash of the call in words, so a call th
 data. gloo puts a message into any buffer that is large enough for it: ranks that disagree on the size of a small tensor
 still read each other's headers. Larger data travel in messages of their own, tagged by the header, or behind it.
 
-A large all-reduce is a two-shot:
+A large all-reduce is a two-shot, and a reduce-scatter its first step:
 
     every rank -> rank r              shard r of a chunk, in a message that only ranks with equal headers receive
     rank r -> every other rank        the sum of shard r, once all headers are known to be equal
@@ -18,19 +18,18 @@ import contextlib
 import hashlib
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphar.ranks.cpu.transport import Add, GroupFailed, deadline, wait
+from graphar.ranks.cpu.reduction import Chunk
+from graphar.ranks.cpu.transport import ROW_UNIT, GroupFailed, deadline, pipelined, wait
 
 SMALL_NBYTES = 256 << 10  # of a tensor that travels behind the header
 _HEADER_NBYTES = 64  # a multiple of every dtype's size, so that the tensor behind it is aligned
-_CHUNK_NBYTES = 8 << 20  # of a two-shot; a communicator keeps memory for this rank's shard of each other rank
-_SHARD_UNIT = 64  # elements; shards begin where those of other dtypes and parts would, in lines of a cache
 _KEPT_VIEWS = 64
 
 
@@ -77,6 +76,7 @@ class Messages:
     """
 
     small_nbytes, chunk_nbytes = SMALL_NBYTES, 64 << 20
+    two_shot_nbytes = 8 << 20  # a communicator keeps memory for this rank's shards of two chunks of each other rank
 
     def __init__(self, gloo: Any, name: str) -> None:  # torch types few of its methods
         self._gloo: Any = gloo
@@ -90,7 +90,7 @@ class Messages:
         self._own: torch.Tensor = self._tensors[self._rank]
         self._incoming = {peer: self._tensors[peer] for peer in self.peers}
         self._views: dict[tuple, list[torch.Tensor]] = {}  # of data behind headers, by dtype and lengths
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
         self._pending: Pending | None = None  # the headers
         self._under_way: list[tuple[int, dist.Work]] = []  # with the rank of each; sent before the headers came
         self._header, self._sequence = b"", 0  # of a call that has sent none
@@ -178,57 +178,52 @@ class Messages:
         self._finish(full, dict.fromkeys(self.peers if mine.numel() else (), mine), timeout_s)
         return [received]
 
-    def exchange(self, sent: Sequence[Sequence[torch.Tensor]], timeout_s: float) -> Sequence[Sequence[torch.Tensor]]:
-        if self._header:
-            self.agree(timeout_s)
-        (parts,), rank = sent, self._rank
-        received = [torch.empty_like(parts[rank]) if peer != rank else parts[rank] for peer in range(self.world_size)]
-        full = {peer: received[peer] for peer in self.peers if parts[rank].numel()}
-        self._finish(full, {peer: parts[peer] for peer in self.peers if parts[peer].numel()}, timeout_s)
-        return [received]
-
-    def two_shot(self, source: torch.Tensor, target: torch.Tensor, add: Add, timeout_s: float) -> None:
-        """``target`` may be ``source``: a rank's sum of a shard comes after that rank has all summands of the shard."""
+    def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
         self.announce()
-        step = max(1, _CHUNK_NBYTES // source.element_size())
-        for start in range(0, source.numel(), step):
-            self._sum_chunk(source[start : start + step], target[start : start + step], start, add, timeout_s)
+        pipelined(self._sum_chunk(chunk, timeout_s) for (chunk,) in chunks)
 
-    def _sum_chunk(self, source: torch.Tensor, target: torch.Tensor, start: int, add: Add, timeout_s: float) -> None:
-        """Sums a chunk that begins at element ``start``. Its summands are under way while headers are."""
-        rank, peers = self._rank, self.peers
-        parts, results = (_shards(x, self.world_size) for x in (source, target))
-        mine = parts[rank].numel()
-        summands = self._scratch_like(parts[rank]) | {rank: parts[rank]}
-        arriving = [self._post(self._gloo.recv, summands[peer], peer) for peer in peers if mine]
-        sending = [self._post(self._gloo.send, parts[peer], peer) for peer in peers if parts[peer].numel()]
+    def _sum_chunk(self, chunk: Chunk, timeout_s: float) -> Iterator[None]:
+        """Sums a chunk. The first one's summands are under way while headers are.
+
+        The output may be the input: a rank's sum of a shard comes after that rank has all summands of the shard.
+        """
+        rank, peers, tag = self._rank, self.peers, self._tag_of_call
+        parts = chunk.sent()
+        mine = parts[rank]
+        summands = self._scratch_like(mine) | {rank: mine}
+        arriving = [self._post(self._gloo.recv, summands[peer], peer, tag) for peer in peers if mine.numel()]
+        sending = [self._post(self._gloo.send, parts[peer], peer, tag) for peer in peers if parts[peer].numel()]
         if self._pending:
             self.await_headers(timeout_s)
-        gathering = [self._post(self._gloo.recv, results[peer], peer) for peer in peers if results[peer].numel()]
+        rooms, tag = chunk.rooms(), zlib.crc32(b"sums", tag) >> 1
+        gathering = [self._post(self._gloo.recv, rooms[one], one, tag) for one in peers if rooms and rooms[one].numel()]
+        yield
         wait(arriving, timeout_s)
-        if mine:
-            first = start + sum(part.numel() for part in parts[:rank])
-            add(results[rank], [summands[one] for one in range(self.world_size)], first)
-            sending += [self._post(self._gloo.send, results[rank], peer) for peer in peers]
+        total = chunk.add([summands[one] for one in range(self.world_size)]) if mine.numel() else mine
+        if chunk.gathers and mine.numel():
+            sending += [self._post(self._gloo.send, total, peer, tag) for peer in peers]
+        yield
         wait(gathering, timeout_s)
         wait(sending, timeout_s)
+        chunk.arrived(rooms)
 
     def _scratch_like(self, like: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Returns memory for a tensor like ``like`` from every other rank. It is used again by the next chunk."""
-        nbytes = -(-like.nbytes // _HEADER_NBYTES) * _HEADER_NBYTES  # aligned for every dtype
-        if self._scratch.numel() < len(self.peers) * nbytes:
+        """Returns memory for a tensor like ``like`` from every other rank. The chunk after the next uses it again."""
+        nbytes = -(-like.nbytes // ROW_UNIT) * ROW_UNIT
+        self._scratch.reverse()
+        if self._scratch[0].numel() < len(self.peers) * nbytes:
             with torch.inference_mode(False):
-                self._scratch = torch.empty(len(self.peers) * nbytes, dtype=torch.uint8)
-        rows = {peer: self._scratch[at * nbytes :][: like.nbytes] for at, peer in enumerate(self.peers)}
+                self._scratch[0] = torch.empty(len(self.peers) * nbytes, dtype=torch.uint8)
+        rows = {peer: self._scratch[0][at * nbytes :][: like.nbytes] for at, peer in enumerate(self.peers)}
         return {peer: row.view(like.dtype) for peer, row in rows.items()}
 
-    def _post(self, start: Callable[..., dist.Work], x: torch.Tensor, peer: int) -> dist.Work:
-        """Begins the next message of this call. GroupFailed if the connection is broken.
+    def _post(self, start: Callable[..., dist.Work], x: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Begins a message of this call with a tag of its own. GroupFailed if the connection is broken.
 
         Other calls have other messages: ranks that disagree do not receive each other's.
         """
         try:
-            work = start([x], peer, self._tag_of_call)
+            work = start([x], peer, tag)
         except RuntimeError as error:
             raise GroupFailed(str(error), begin=time.monotonic()) from error
         if self._pending:
@@ -252,12 +247,6 @@ class Messages:
         except RuntimeError as error:  # a connection is broken
             return Pending(receives, sends, error)
         return Pending(receives, sends)
-
-
-def _shards(x: torch.Tensor, world_size: int) -> list[torch.Tensor]:
-    """Returns each rank's shard: equal ones, and smaller ones or empty ones at the end."""
-    shard = -(-x.numel() // (world_size * _SHARD_UNIT)) * _SHARD_UNIT
-    return [x[rank * shard : (rank + 1) * shard] for rank in range(world_size)]
 
 
 def hash_of(words: str) -> bytes:

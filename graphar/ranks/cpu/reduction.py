@@ -13,8 +13,9 @@ import torch
 
 from graphar import reference
 from graphar.errors import UnsupportedError
-from graphar.numerics.codec_reference import SUM, Noise, encode, error_of_wire, part_of_wires, sum_of_wires
-from graphar.numerics.codecs import Codec
+from graphar.numerics import codec_reference, cpu_codec
+from graphar.numerics.codec_reference import SUM, Noise, rounding_error
+from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.numerics.nan import with_canonical_nan
@@ -35,14 +36,63 @@ class Reduction(Protocol):
         """Returns what a rank sends of elements of its tensor; ``first`` is the index of the first one."""
         ...
 
-    def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> None:
-        """Writes the sum of what all ranks sent; ``first`` is the index of the first element in this rank's result."""
+    def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> torch.Tensor:
+        """Writes the sum of what all ranks sent, and returns it as it travels: the target itself, or its codes.
+
+        ``first`` is the index of the first element in this rank's result.
+        """
+        ...
+
+    def room(self, target: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor for another rank's sum as it travels."""
+        ...
+
+    def arrived(self, target: torch.Tensor, room: torch.Tensor) -> None:
+        """Writes another rank's sum."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of an all-reduce, of which each rank owns a shard; or of a reduce-scatter, with this rank's target alone.
+
+    An empty shard is an empty tensor in each list.
+    """
+
+    how: Reduction
+    own: Operands
+    rank: int
+    sources: list[torch.Tensor]
+    targets: list[torch.Tensor]
+    firsts: list[int]  # the index of each shard's first element in the whole tensor, for random numbers
+    first: int  # and of this rank's in its result
+    gathers: bool = True  # whether ranks receive all shards of the sum
+
+    def sent(self) -> list[torch.Tensor]:
+        """Returns what this rank sends to each owner, itself included. It is called once."""
+        shards = zip(self.sources, self.firsts, strict=True)
+        return [self.how.encode(source, self.rank, first) if source.numel() else source for source, first in shards]
+
+    def add(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Writes the sum of what all ranks sent to this owner, and returns what the owner sends to all ranks."""
+        target = self.targets[self.rank if self.gathers else 0]
+        return self.how.into(target, received, self.own, self.first)
+
+    def rooms(self) -> list[torch.Tensor]:
+        """Returns tensors for what the owners send."""
+        return [self.how.room(target) for target in self.targets] if self.gathers else []
+
+    def arrived(self, rooms: Sequence[torch.Tensor]) -> None:
+        """Writes the sums of the other owners."""
+        for rank, room in enumerate(rooms):
+            if rank != self.rank and room.numel():
+                self.how.arrived(self.targets[rank], room)
 
 
 def reduction_of(call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool) -> Callable[[], Reduction]:
     """Returns a function that begins a call, and returns its reduction.
 
-    ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the codec's seed, since all take rank 0's.
+    ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the seed of stochastic rounding,
+    since all encode the sum with rank 0's.
 
     Raises:
         UnsupportedError: the work has an option that is not known here.
@@ -53,7 +103,8 @@ def reduction_of(call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool
         raise UnsupportedError(f"{call.op}: no kernel serves this call, and without kernels there is no {known}")
     if codec:
         scatters = work.op == "reducescatter"
-        return lambda: CodedSum(codec, next(calls), scatters, tells_seed and not scatters)
+        tells = tells_seed and not scatters and codec.rounding == "stochastic"
+        return lambda: CodedSum(codec, next(calls), scatters, tells)
     exact = ExactSum(work, work.is_plain)
     return lambda: exact
 
@@ -72,10 +123,10 @@ class ExactSum:
     def encode(self, part: torch.Tensor, rank: int, first: int) -> torch.Tensor:
         return part
 
-    def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> None:
+    def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> torch.Tensor:
         if self.is_plain and target.device.type == "cpu":
             sum_into(target, parts)
-            return
+            return target
         form, order, out_dtype = self.work.epilogue, self.work.order, self.work.out_dtype
         if form:
             inputs = EpilogueInputs(list(own.inputs[1:]), list(own.numbers), own.corner)
@@ -83,7 +134,13 @@ class ExactSum:
             total = reference.sum_with_epilogue(parts, form, inputs, first, numel, order, out_dtype)
         else:
             total = reference.allreduce(parts, order=order, out_dtype=out_dtype)
-        target.copy_(total)
+        return target.copy_(total)
+
+    def room(self, target: torch.Tensor) -> torch.Tensor:
+        return target
+
+    def arrived(self, target: torch.Tensor, room: torch.Tensor) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -99,23 +156,57 @@ class CodedSum:
     def encode(self, part: torch.Tensor, rank: int, first: int) -> torch.Tensor:
         """A codec with feedback overwrites the part with its rounding errors."""
         seed = self.codec.seed or 0
-        wire = encode(part, self.codec, Noise(seed, self.call, rank, first))
+        wire = _encode(part, self.codec, Noise(seed, self.call, rank, first))
         if self.codec.feedback:
-            part.copy_(error_of_wire(part, wire, self.codec))
+            decoded = part.new_empty(part.numel(), dtype=torch.float32)
+            _decode(wire, self.codec, decoded)
+            part.copy_(rounding_error(part, decoded))
         if not self.tells_seed:
             return wire
         said = torch.tensor(list(seed.to_bytes(_SEED_NBYTES, "little")), dtype=torch.uint8, device=part.device)
         return torch.cat([said, wire])
 
-    def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> None:
+    def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> torch.Tensor:
         if self.scatters:
-            target.copy_(part_of_wires(parts, self.codec, target))
-            return
+            total = _total(parts, self.codec, target.numel())
+            return target.copy_(with_canonical_nan(total.to(target.dtype)))
         seed = self.codec.seed or 0
         if self.tells_seed:
             seed = int.from_bytes(bytes(parts[0][:_SEED_NBYTES].tolist()), "little")
-            parts = [one[_SEED_NBYTES:].clone() for one in parts]
-        target.copy_(sum_of_wires(parts, self.codec, Noise(seed, self.call, SUM, first), target))
+            parts = [one[_SEED_NBYTES:] for one in parts]
+        total = _total(parts, self.codec, self.codec.tiles(target.numel()) * TILE_NUMEL)
+        wire = _encode(total, self.codec, Noise(seed, self.call, SUM, first))
+        _decode(wire, self.codec, target)
+        return wire
+
+    def room(self, target: torch.Tensor) -> torch.Tensor:
+        return target.new_empty(self.codec.wire_nbytes(target.numel()), dtype=torch.uint8)
+
+    def arrived(self, target: torch.Tensor, room: torch.Tensor) -> None:
+        _decode(room, self.codec, target)
+
+
+def _encode(x: torch.Tensor, codec: Codec, noise: Noise) -> torch.Tensor:
+    return (cpu_codec if x.device.type == "cpu" else codec_reference).encode(x, codec, noise)
+
+
+def _decode(wire: torch.Tensor, codec: Codec, target: torch.Tensor) -> None:
+    """Writes the first elements of what is encoded, with canonical NaNs."""
+    if target.device.type == "cpu":
+        cpu_codec.decode(wire, codec, target)
+    else:
+        decoded = codec_reference.decode(wire, codec)[: target.numel()]
+        target.copy_(with_canonical_nan(decoded.to(target.dtype)))
+
+
+def _total(wires: Sequence[torch.Tensor], codec: Codec, numel: int) -> torch.Tensor:
+    """Returns the first elements of the fp32 sum of what is encoded, in the order of ranks."""
+    if wires[0].device.type != "cpu":
+        return codec_reference.total_of(wires, codec)[:numel]
+    total = torch.empty(numel)
+    for rank, wire in enumerate(wires):
+        cpu_codec.decode(wire, codec, total, adds=rank > 0)
+    return total
 
 
 def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

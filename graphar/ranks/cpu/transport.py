@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from graphar.errors import UnsupportedError
+from graphar.ranks.cpu.reduction import Chunk
 
-# Writes the sum of parts into a tensor. Takes the parts, and the index of their first element in the whole tensor.
-Add = Callable[[torch.Tensor, Sequence[torch.Tensor], int], None]
+ROW_UNIT = 64  # bytes: a multiple of every dtype's size
 
 
 class GroupFailed(Exception):
@@ -45,7 +45,9 @@ class Transport(Protocol):
     @property
     def small_nbytes(self) -> float: ...  # an all-reduce of so many bytes sends whole tensors: one message, not two
     @property
-    def chunk_nbytes(self) -> int: ...  # the most bytes of a rank that travel at a time
+    def chunk_nbytes(self) -> int: ...  # the most bytes of a rank in a message
+    @property
+    def two_shot_nbytes(self) -> int: ...  # the most bytes of a rank in a chunk
 
     def collect(
         self, sent: Sequence[torch.Tensor], lengths: Sequence[int], timeout_s: float
@@ -56,21 +58,18 @@ class Transport(Protocol):
         """
         ...
 
-    def exchange(self, sent: Sequence[Sequence[torch.Tensor]], timeout_s: float) -> Sequence[Sequence[torch.Tensor]]:
-        """All-to-all: returns for each rank of this process what each rank has sent to it.
+    def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
+        """Reduce-scatter, and all-gather if chunks gather: each rank adds its shard of all inputs.
 
-        A rank sends a tensor to each rank, and all ranks send tensors of equal lengths to one.
+        There is a chunk for each rank of this process. The next chunk is encoded while the last one travels.
         """
         ...
-
-    def two_shot(self, source: torch.Tensor, target: torch.Tensor, add: Add, timeout_s: float) -> None:
-        """All-reduce of a large tensor of the only rank of this process: each rank adds its shard of all inputs."""
 
 
 class InProcess:
     """All ranks are in this process, on the devices of their tensors. Nothing is copied between equal devices."""
 
-    small_nbytes, chunk_nbytes = math.inf, sys.maxsize
+    small_nbytes, chunk_nbytes, two_shot_nbytes = math.inf, sys.maxsize, sys.maxsize
 
     def __init__(self, world_size: int) -> None:
         self.world_size, self.ranks = world_size, range(world_size)
@@ -81,18 +80,18 @@ class InProcess:
         by_device = {device: [one.to(device) for one in sent] for device in dict.fromkeys(one.device for one in sent)}
         return [by_device[one.device] for one in sent]
 
-    def exchange(self, sent: Sequence[Sequence[torch.Tensor]], timeout_s: float) -> Sequence[Sequence[torch.Tensor]]:
-        return [[one[rank].to(mine[rank].device) for one in sent] for rank, mine in enumerate(sent)]
-
-    def two_shot(self, source: torch.Tensor, target: torch.Tensor, add: Add, timeout_s: float) -> None:
-        raise NotImplementedError("ranks of one process have all tensors at hand")
+    def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
+        for of_ranks in chunks:  # which do not gather: each rank has all tensors at hand
+            sent = [chunk.sent() for chunk in of_ranks]
+            for rank, chunk in enumerate(of_ranks):
+                chunk.add([one[rank].to(sent[rank][rank].device) for one in sent])
 
 
 class Group:
     """A process group of torch's. Its methods raise UnsupportedError if it has no backend for the tensors' device."""
 
     small_nbytes = 32 << 10  # messages of so many bytes take no longer than empty ones
-    chunk_nbytes = 64 << 20
+    chunk_nbytes = two_shot_nbytes = 64 << 20
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.world_size, self._rank = group, group.size(), group.rank()
@@ -107,33 +106,36 @@ class Group:
         received = mine.new_empty(self.world_size, longest)
         options = self._options(AllgatherOptions(), mine.device, timeout_s)
         to = list(bytes_of(received).chunk(self.world_size))
-        self._run(lambda: self._group.allgather([to], [bytes_of(mine)], options), mine.device, timeout_s)
+        self._wait(self._group.allgather([to], [bytes_of(mine)], options), mine.device, timeout_s)
         return [[row[:length] for row, length in zip(received.unbind(), lengths, strict=True)]]
 
-    def exchange(self, sent: Sequence[Sequence[torch.Tensor]], timeout_s: float) -> Sequence[Sequence[torch.Tensor]]:
-        (parts,) = sent
-        rows = parts[0].new_zeros(len(parts), max(part.numel() for part in parts))
-        for row, part in zip(rows, parts, strict=True):
-            row[: part.numel()].copy_(part)
-        received = self._all_to_all(rows, timeout_s)
-        return [received[:, : parts[self._rank].numel()].contiguous().unbind()]
+    def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
+        pipelined(self._sum_chunk(chunk, timeout_s) for (chunk,) in chunks)
 
-    def two_shot(self, source: torch.Tensor, target: torch.Tensor, add: Add, timeout_s: float) -> None:
-        shard = -(-source.numel() // self.world_size)
-        padded = torch.nn.functional.pad(source, (0, self.world_size * shard - source.numel()))
-        received = self._all_to_all(padded.view(self.world_size, shard), timeout_s)
-        total = torch.empty_like(received[0], dtype=target.dtype)
-        add(total, received.unbind(), self._rank * shard)
-        (shards,) = self.collect([total], [shard] * self.world_size, timeout_s)
-        for piece, one in zip(target.split(shard), shards, strict=False):  # the last ones may be padding
-            piece.copy_(one[: piece.numel()])
-
-    def _all_to_all(self, rows: torch.Tensor, timeout_s: float) -> torch.Tensor:
-        received, device = torch.empty_like(rows), rows.device
+    def _sum_chunk(self, chunk: Chunk, timeout_s: float) -> Iterator[None]:
+        parts = chunk.sent()
+        mine, device = parts[self._rank], parts[self._rank].device
+        sent = _rows(parts)
+        received = torch.empty_like(sent)
         options = self._options(dist.distributed_c10d.AllToAllOptions(), device, timeout_s)
-        start = self._group.alltoall_base
-        self._run(lambda: start(bytes_of(received), bytes_of(rows), [], [], options), device, timeout_s)
-        return received
+        scattering = self._group.alltoall_base(received, sent, [], [], options)
+        yield
+        self._wait(scattering, device, timeout_s)
+        shards = [row[: mine.nbytes].view(mine.dtype) for row in received]
+        total = chunk.add(shards) if mine.numel() else mine
+        if not chunk.gathers:
+            return
+        rooms = chunk.rooms()
+        gathered = _rows(rooms)
+        own = bytes_of(total)
+        gathered[self._rank, : own.numel()].copy_(own)
+        options = self._options(AllgatherOptions(), device, timeout_s)
+        gathering = self._group.allgather([list(gathered)], [gathered[self._rank].clone()], options)
+        yield
+        self._wait(gathering, device, timeout_s)
+        for room, row in zip(rooms, gathered, strict=True):
+            bytes_of(room).copy_(row[: room.nbytes])
+        chunk.arrived(rooms)
 
     def _options(self, options, device: torch.device, timeout_s: float):
         check_backend(device, self._group)
@@ -142,8 +144,7 @@ class Group:
             options.timeout = deadline(timeout_s)
         return options
 
-    def _run(self, start: Callable[[], dist.Work], device: torch.device, timeout_s: float) -> None:
-        work = start()  # an error of this rank alone is raised here, and ends no communicator
+    def _wait(self, work: dist.Work, device: torch.device, timeout_s: float) -> None:
         if device.type == "cpu":
             wait([work], timeout_s)
         else:
@@ -156,6 +157,24 @@ def check_backend(device: torch.device, group: dist.ProcessGroup) -> None:
         group._get_backend(device)
     except RuntimeError as error:
         raise UnsupportedError(f"the group has no backend for {device.type} tensors: {error}") from None
+
+
+def pipelined(runs: Iterable[Iterator[None]]) -> None:
+    """Runs iterators to their ends. A step of one comes after an earlier step of the next, which begins meanwhile."""
+    under_way: list[Iterator[None]] = []
+    for run in runs:
+        under_way = [one for one in (run, *under_way) if not next(one, True)]
+    while under_way:
+        under_way = [one for one in under_way if not next(one, True)]
+
+
+def _rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the bytes of tensors as equally long rows, which are padded and aligned for every dtype."""
+    most = max(part.nbytes for part in parts)
+    rows = parts[0].new_empty(len(parts), -(-most // ROW_UNIT) * ROW_UNIT, dtype=torch.uint8)
+    for row, part in zip(rows, parts, strict=True):
+        row[: part.nbytes].copy_(bytes_of(part))
+    return rows
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
