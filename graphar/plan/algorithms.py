@@ -489,6 +489,7 @@ NAMED: dict[str, dict[str, Algorithm]] = {
 COMPRESSING = {row.op: one for one, row in ROWS.items() if row.compresses}
 # By op, the algorithm whose parts travel by copy engines.
 COPYING = {row.op: one for one, row in ROWS.items() if row.copies}
+MEETING = Algorithm.ALLGATHER_FLAGGED  # which has ranks meet before and after copies
 # By op, the algorithm for every call without a codec: of any size, with what else the op takes, in few blocks or many.
 GENERAL = {op: next(one for one in in_tables(op) if one.row.limit(2) is None) for op in NAMED}
 # By whether it adds host by host, the algorithm without a kernel of graphar.

@@ -130,4 +130,4 @@ class GatheredChunks:
         """Returns a function that lets the current streams wait until all ranks have come. Collective."""
         engine, runner, call, scratch = self._engine, self._runner, self._call, self._algorithm
         runner.kernels.prepare_all((scratch, "chunks"), scratch, f"{scratch.value} for chunks", lambda member: None)
-        return meetings(engine, call, f"{agreement.words(call)}, in chunks")
+        return meetings(engine, call, scratch, f"{agreement.words(call)}, in chunks")

@@ -57,6 +57,7 @@ class _Rank(Lane):
 class _ByCopies:
     """A call by copy engines. Subclasses say what is pushed, and what is done with chunks that are here."""
 
+    _meets_first = True  # whether ranks meet before the first copy: they read the places after the last meeting
     _ends_left = 0  # of the copies that the last chunk's _take began, how many the next meeting need not come after
 
     def __init__(self, engine: Engine, call: Call[Sum | Parts], config: Config) -> None:
@@ -70,7 +71,7 @@ class _ByCopies:
         words = agreement.words_of_launch(call, config, Slice(0))
         prepared = self._runner.kernels.prepare_all
         prepared((config.algorithm, "scratch"), config.algorithm, f"{config.algorithm.value}", lambda member: None)
-        self._meet = meetings(engine, call, words)
+        self._meet = meetings(engine, call, config.algorithm, words)
 
     def _parts(self, call: Call) -> Sequence[int]:
         return call.work.parts
@@ -93,9 +94,10 @@ class _ByCopies:
             self._runner.raise_failure()  # before any member enqueues anything
             own = [self._rank(member, one) for member, one in zip(self._runner.members, ranks, strict=True)]
             place = self._runner.symmetric.place(own[0].out) if own[0].outs else ""
-            self._meet(place)
+            if self._meets_first:
+                self._meet(place)
             try:
-                self._go(own)
+                self._go(own, place)
             except BaseException:
                 for one in own:
                     one.join()
@@ -113,13 +115,13 @@ class _ByCopies:
     def _sides(self) -> int:
         return _PUSHES + 1
 
-    def _go(self, own: Sequence[_Rank]) -> None:
+    def _go(self, own: Sequence[_Rank], place: str) -> None:
         count = len(self._chunks)
         sent = [self._send(own, at) for at in range(min(_AHEAD, count))]
         for at in range(count):
             for one, end in zip(own, sent[at], strict=True):
                 one.main.wait_event(end)
-            self._meet_after(own, self._ends_left)
+            self._meet_after(own, self._ends_left, "" if at or self._meets_first else place)
             if at + _AHEAD < count:
                 sent.append(self._send(own, at + _AHEAD))
             for one in own:
@@ -132,14 +134,14 @@ class _ByCopies:
     def _send(self, own: Sequence[_Rank], at: int) -> list[Event]:
         return [one.copy(self._pushed(one, at), _PUSHES) for one in own]
 
-    def _meet_after(self, own: Sequence[_Rank], left: int) -> None:
+    def _meet_after(self, own: Sequence[_Rank], left: int, words: str = "") -> None:
         """Lets ranks meet after the ends of the copies that they have noted, but for the ``left`` last ones."""
         for one in own:
             upto = max(0, len(one.ends) - left)
             for end in one.ends[:upto]:
                 one.main.wait_event(end)
             del one.ends[:upto]
-        self._meet("")
+        self._meet(words)
 
     def _pushed(self, one: _Rank, at: int) -> Iterator[Move]:
         raise NotImplementedError
@@ -238,6 +240,7 @@ class _AllReduce(_ByCopies):
         ends = [min(end * pack, numel) for end in accumulate(packs, initial=0)]
         return [end - begin for begin, end in pairwise(ends)]
 
+    _meets_first = False  # the places of parts are free after the last meeting, and outputs are written after the first
     _ends_left = 1
 
     def _sides(self) -> int:

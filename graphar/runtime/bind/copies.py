@@ -27,15 +27,18 @@ from dataclasses import dataclass
 import torch
 
 from graphar.numerics.dtypes import BYTE
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import MEETING, Algorithm
 from graphar.plan.call import Call, Operands
+from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.work import Parts
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.driver import call as driver_call
 from graphar.runtime.driver import driver, on_device
 from graphar.runtime.engine import Engine
+from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.member import Member
+from graphar.runtime.memory.symmetric_tensors import tensor_at
 from graphar.runtime.plan import Plan
 
 Event = torch.cuda.Event | torch.Event
@@ -68,14 +71,20 @@ class Lane:
             self.main.wait_stream(side)
 
 
-def meetings(engine: Engine, call: Call, words: str) -> Callable[[str], None]:
+def meetings(engine: Engine, call: Call, algorithm: Algorithm, words: str) -> Callable[[str], None]:
     """Returns a function that lets the current streams wait until all ranks have come. Collective.
 
-    ``words`` say what the ranks call. The function takes more words on which they must agree; new ones make a plan.
+    ``algorithm`` is prepared: the bytes lie behind its counters, as long as graphs may be replayed. ``words`` say what
+    the ranks call. The function takes more words on which they must agree; new ones make a plan.
     """
-    xs = [torch.zeros(1, dtype=BYTE, device=f"cuda:{member.device}") for member in runner_of(engine).members]
-    ranks = [Operands((x,), (x.new_empty(engine.world_size),)) for x in xs]
-    how = {"algorithm": Algorithm.ALLGATHER_FLAGGED.value, "timeout_s": call.timeout_s, "blocks": 1}
+    xs, outs = [], []
+    for member in runner_of(engine).members:
+        end = runner_of(engine).kernels.counters()[algorithm][member.rank] + COUNTERS_NBYTES
+        for made, count in ((xs, 1), (outs, engine.world_size)):
+            end -= PACK_NBYTES
+            made.append(tensor_at(end, member.device, torch.empty(count, dtype=BYTE, device="meta")))
+    ranks = [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
+    how = {"algorithm": MEETING.value, "timeout_s": call.timeout_s, "blocks": 1}
     plans: BoundedCache[Plan] = BoundedCache()
 
     def plan_of(more: str) -> Plan:
