@@ -148,9 +148,9 @@ def test_peers_copy_into_symmetric_outputs_which_must_be_the_same():
 
 
 def explained(rank, world_size):
-    communicator, x = graphar.Communicator(timeout_s=20), torch.ones(1 << 22, dtype=torch.bfloat16, device="cuda")
-    found = [str(communicator.explain(x, op=op, algorithm=one.value)) for op, one in COPYING.items()]
-    return found, [communicator.explain(x, op=op, algorithm=one.value).blocks for op, one in COPYING.items()]
+    engine, made = graphar.Communicator(timeout_s=20).engine, [Made(op, 77, torch.bfloat16, rank, 2) for op in COPYING]
+    found = [engine.explain(one.call, one.x) for one in made]
+    return [str(one) for one in found], [one.blocks for one in found]
 
 
 def test_explain_says_how_many_blocks_a_call_holds():

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.gpu(1)
 
 WORLD_SIZE, CALLS = 2, 4
 RAW = (torch.bool, torch.uint16, torch.complex64, torch.complex128, torch.float8_e5m2, torch.float8_e8m0fnu)
-# The rows, and plain sums by each exact kernel and by copy engines. A form that rounds at random gives something else at each call.
+# The rows, and plain sums by each exact kernel and by copy engines. A form that rounds at random gives something else
+# at each call.
 BY_KERNEL = [replace(ALLREDUCE[0], label=name, options={"algorithm": name}) for name in EXACT_ALGORITHMS]
 BY_KERNEL += [
     replace(form, label=COPYING[op].value, options={"algorithm": COPYING[op].value})
