@@ -136,10 +136,10 @@ class _Collective:
         if not (x.is_contiguous() and out.is_contiguous()):
             raise ValueError(f"{self._name}: the tensors must be contiguous")
 
-    def _run(self, engine: Engine, op: str, x: Tensor, out: Tensor, part: Tensor) -> bool:
+    def _run(self, engine: Engine, op: str, x: Tensor, out: Tensor, part: Tensor, averages: bool = False) -> bool:
         """Makes an exact call, by copies, or in few blocks unless it is compressed; returns whether by copies.
 
-        ``part`` is like each rank's part.
+        ``part`` is like each rank's part. Copies divide the rounded sum if it ``averages``, as other calls do not.
         """
         call = Call.of(Parts(op, (part.numel(),) * engine.world_size), x)
         limited = self._calls.get((engine.name, call))
@@ -148,7 +148,11 @@ class _Collective:
         by_copies = limited.algorithm == COPYING[op]
         if by_copies and COPYING[op].row.direct in engine.symmetric_sides(x, out):
             limited = limited._replace(symmetric=(COPYING[op].row.direct,))
-        engine.run(limited, [Operands((x,), (out,))])
+        numbers = ()
+        if by_copies and averages:
+            limited = limited._replace(work=limited.work._replace(beside="divided by the number of ranks"))
+            numbers = (1 / engine.world_size,)
+        engine.run(limited, [Operands((x,), (out,), numbers)])
         return by_copies
 
     def _with_blocks(self, engine: Engine, call: Call, x: Tensor) -> Call:
@@ -307,12 +311,13 @@ class ExactReduceScatter(_Collective):
         fits = input_tensor.numel() == engine.world_size * output_tensor.numel()
         rule = f"the input must be {engine.world_size} times the output"
         self._check(input_tensor, output_tensor, rule, fits=fits)
-        self._reduce(input_tensor, output_tensor, engine)
-        if kind == dist.ReduceOp.AVG:
+        averages = kind == dist.ReduceOp.AVG
+        if not self._reduce(input_tensor, output_tensor, engine, averages) and averages:
             output_tensor.div_(engine.world_size)
 
-    def _reduce(self, x: Tensor, out: Tensor, engine: Engine) -> None:
-        self._run(engine, "reducescatter", x, out, part=out)
+    def _reduce(self, x: Tensor, out: Tensor, engine: Engine, averages: bool) -> bool:
+        """Writes this rank's part of the sum, and returns whether it is divided already if it ``averages``."""
+        return self._run(engine, "reducescatter", x, out, out, averages)
 
 
 class QuantizedReduceScatter(ExactReduceScatter):
@@ -343,12 +348,13 @@ class QuantizedReduceScatter(ExactReduceScatter):
         self._error_feedback = error_feedback
         self._residual: Tensor | None = None
 
-    def _reduce(self, x: Tensor, out: Tensor, engine: Engine) -> None:
+    def _reduce(self, x: Tensor, out: Tensor, engine: Engine, averages: bool) -> bool:
         call_checks.check_quantized_call(self._name, self._codec, "auto", x)
         residuals = (self._residual_like(x),) if self._error_feedback else ()
         # The full grid: with few blocks a codec's all-reduce was 8 % slower in DistributedDataParallel.
         work = Parts("reducescatter", (out.numel(),) * engine.world_size, self._codec)
         engine.run(Call.of(work, x), [Operands((x, *residuals), (out,))])
+        return False
 
     def _residual_like(self, x: Tensor) -> Tensor:
         """Returns the module's residual, which a call adds to its input and replaces by its rounding errors."""

@@ -9,6 +9,7 @@ import torch
 
 from graphar import reference
 from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import Scratch
@@ -32,6 +33,7 @@ MISTAKES = {
     "packs are passed over": Mutation(FILE, "i += depth * stride", "i += (depth + 1) * stride"),
     "whole packs of a part that is not aligned": Mutation(FILE, "whole = min(whole, part.whole)", "whole = whole"),
     "packs beyond the end": Mutation(FILE, "i + (depth - 1) * stride < whole", "i < whole"),
+    "a sum without its factor": Mutation(FILE, "if (factor == 1) return sum;", "if (factor != 1) return sum;"),
     "an order of its own": Mutation(FILE, "part[d][r] = from[r]", "part[d][N - 1 - r] = from[r]"),
 }
 known([FILE], MISTAKES)
@@ -43,6 +45,7 @@ def wrong_elements(sanitizer: str, seed: int, mistake: Mutation | None = None, *
     kernel = choices.randrange(len(KINDS))
     dtype, ranks, gap = KINDS[kernel]
     numel = choices.choice([1, 7, 8, 33, choices.randrange(1, 3000), 4096])
+    factor = choices.choice([1.0, 1.0, 1 / ranks])
     parts = [choices.choice([normal, bit_patterns])(rank, numel, dtype) for rank in range(ranks)]
     pad = torch.zeros(gap // dtype.itemsize, dtype=dtype)
     call = Call(
@@ -52,13 +55,17 @@ def wrong_elements(sanitizer: str, seed: int, mistake: Mutation | None = None, *
         (numel,),
         (numel * dtype.itemsize,),
         offset=choices.choice([0, 0, 4, 16]),
+        scalars=(factor,),
         **of_call,
     )
     program = build(SOURCES, sanitizer, mistake)
 
     (outcome,) = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0), 0, seed).run([call])
 
-    return same_bits(outcome.results[0].view(dtype), reference.allreduce(parts)) + outcome.broken_guards
+    expected = reference.allreduce(parts)
+    if factor != 1:
+        expected = with_canonical_nan(expected * torch.tensor(factor, dtype=torch.float32))
+    return same_bits(outcome.results[0].view(dtype), expected.to(dtype)) + outcome.broken_guards
 
 
 @pytest.mark.parametrize(("sanitizer", "seeds"), [("plain", 60), ("thread", 6), ("address", 20)])

@@ -18,7 +18,7 @@ from graphar.plan.algorithms import COPYING
 from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import COPY_UNIT_NBYTES
 from graphar.plan.work import Parts, Sum
-from tests.cases import bit_patterns, same_bits
+from tests.cases import bit_patterns, raw, same_bits
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
@@ -48,7 +48,8 @@ class Made:
     def __init__(self, op: str, size: int, dtype: torch.dtype, rank: int, world_size: int) -> None:
         counts = counts_of(size, world_size)
         numels = counts if op == "allgather" else (sum(counts),) * world_size
-        self._fill = lambda seed: [bit_patterns(seed + 10 * at, one, dtype) for at, one in enumerate(numels)]
+        fill = bit_patterns if dtype in TYPE_NAMES else raw
+        self._fill = lambda seed: [fill(seed + 10 * at, one, dtype) for at, one in enumerate(numels)]
         work = Sum(sum(counts)) if op == "allreduce" else Parts(op, counts)
         self._op, self._counts, self._rank = op, counts, rank
         self.x = torch.empty(numels[rank] + 1, dtype=dtype, device="cuda")[size % 2 :][: numels[rank]]
@@ -133,9 +134,13 @@ def into_symmetric_tensors(rank, world_size):
         communicator.allreduce(xs[rank][:numel].cuda(), out=out, algorithm="two_shot_copies")
         communicator.synchronize()
         found.append(same_bits(out.cpu(), reference.allreduce([x[:numel] for x in xs])))
-    communicator.allreduce(xs[rank].cuda(), out=outs[min(rank, 1)], algorithm="two_shot_copies")
-    with pytest.raises(graphar.CommunicatorError) as error:
+
+    def call_unlike() -> None:
+        communicator.allreduce(xs[rank].cuda(), out=outs[min(rank, 1)], algorithm="two_shot_copies")
         communicator.synchronize()
+
+    with pytest.raises(graphar.CommunicatorError) as error:
+        call_unlike()
     return found, str(error.value)
 
 

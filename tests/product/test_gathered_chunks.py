@@ -60,7 +60,7 @@ class Ranks:
         in_turn = itertools.cycle(pairs)
         monkeypatch.setattr(GatheredChunks, "_meeting", lambda *_: lambda: self.steps.append(("all", "meet")))
         monkeypatch.setattr(gathered_chunks, "streams_of", lambda device: next(in_turn))
-        monkeypatch.setattr(copies, "on_device", self._on_device)
+        monkeypatch.setattr(copies, "here", self._on_device)
         monkeypatch.setattr(copies, "driver_call", self._copy)
         monkeypatch.setattr(copies, "driver", SimpleNamespace(cuMemcpyAsync=None))
         monkeypatch.setattr(gathered_chunks, "tensor_at", self._tensor_at)

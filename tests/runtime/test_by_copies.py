@@ -74,11 +74,11 @@ class Machine:
         )
         monkeypatch.setattr(torch.cuda, "current_stream", self.mains.__getitem__)
         monkeypatch.setattr(by_copies, "stream_beside", self._side)
-        monkeypatch.setattr(by_copies, "on_device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(by_copies, "here", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(by_copies, "meetings", lambda *given: self._meet)
         monkeypatch.setattr(by_copies, "Launch", lambda dtype, arguments, grid: Add(self, dtype, *arguments))
         monkeypatch.setattr(by_copies, "launcher", SimpleNamespace(load=self._load))
-        monkeypatch.setattr(copies, "on_device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(copies, "here", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(copies, "driver_call", self._copy)
         monkeypatch.setattr(copies, "driver", SimpleNamespace(cuMemcpyAsync=None))
 

@@ -27,10 +27,9 @@ from graphar.plan.work import Parts, Sum
 from graphar.ranks import agreement
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.bind.copies import Event, Lane, Move, meetings
+from graphar.runtime.bind.copies import Event, Lane, Move, here, meetings
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.catalogue import sum_of_parts_source
-from graphar.runtime.driver import on_device
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.member import Member
@@ -47,6 +46,7 @@ class _Rank(Lane):
     x: int  # the address of its input
     out: int  # and of its output
     outs: Sequence[int]  # of the symmetric outputs of all ranks; empty if peers copy to scratch
+    factor: tuple[float, ...]  # by which the rounded sum is multiplied, if there is one
     ends: list[Event] = field(default_factory=list)  # of what the next meeting must come after
 
     @property
@@ -57,6 +57,7 @@ class _Rank(Lane):
 class _ByCopies:
     """A call by copy engines. Subclasses say what is pushed, and what is done with chunks that are here."""
 
+    _sides = _PUSHES + 1
     _meets_first = True  # whether ranks meet before the first copy: they read the places after the last meeting
     _ends_left = 0  # of the copies that the last chunk's _take began, how many the next meeting need not come after
 
@@ -93,7 +94,7 @@ class _ByCopies:
         with self._runner.lock:
             self._runner.raise_failure()  # before any member enqueues anything
             own = [self._rank(member, one) for member, one in zip(self._runner.members, ranks, strict=True)]
-            place = self._runner.symmetric.place(own[0].out) if own[0].outs else ""
+            place = f" at {self._runner.symmetric.place(own[0].out)}" if own[0].outs else ""
             if self._meets_first:
                 self._meet(place)
             try:
@@ -107,13 +108,10 @@ class _ByCopies:
 
     def _rank(self, member: Member, own: Operands) -> _Rank:
         main = torch.cuda.current_stream(member.device)
-        sides = [stream_beside(main.device, main.cuda_stream, at) for at in range(self._sides())]
+        sides = [stream_beside(main.device, main.cuda_stream, at) for at in range(self._sides)]
         x, out = own.inputs[0].data_ptr(), own.outputs[0].data_ptr()
         outs = self._runner.symmetric.on_every_rank(out) if self._config.direct else None
-        return _Rank(member, main, sides, x, out, outs or ())
-
-    def _sides(self) -> int:
-        return _PUSHES + 1
+        return _Rank(member, main, sides, x, out, outs or (), own.numbers)
 
     def _go(self, own: Sequence[_Rank], place: str) -> None:
         count = len(self._chunks)
@@ -194,10 +192,11 @@ class _ByCopies:
             return
         launch, arguments = self._sums[self._runner.members.index(one.member)]
         arguments.numel, arguments.output = nbytes // self._itemsize, output
+        arguments.epilogue.scalar[0] = one.factor[0] if one.factor else 1.0
         arguments.peer_input[one.rank] = one.x + begin
         for hop, peer in self._hops(one.rank, -1):
             arguments.peer_input[peer] = self._slot(one.rank, at, hop)
-        with on_device(one.member.device):
+        with here(one.member.device):
             launch.enqueue(one.main.cuda_stream)
 
 
@@ -207,15 +206,21 @@ class _AllGather(_ByCopies):
         if config.direct:
             self._chunks = row_slices(call.work.parts, max(call.work.parts))
 
-    def _sides(self) -> int:
-        return _KEPT + 1
+    _sides = _KEPT + 1
+
+    def _go(self, own: Sequence[_Rank], place: str) -> None:
+        copied = []  # beside the pushes; an input may be this rank's part of the output
+        for one in own:
+            begin, end = (self._begin[rank] * self._itemsize for rank in (one.rank, one.rank + 1))
+            if one.x != one.out + begin:
+                copied.append((one.main, one.copy([(one.out + begin, one.x, end - begin)], _RESULTS)))
+        super()._go(own, place)
+        for main, ended in copied:
+            main.wait_event(ended)
 
     def _pushed(self, one: _Rank, at: int) -> Iterator[Move]:
-        begin, nbytes = self._at(at, one.rank)
-        source = one.x + begin - self._begin[one.rank] * self._itemsize
-        yield from self._to_all(one, at, source, 0)
-        if one.out + begin != source:
-            yield one.out + begin, source, nbytes
+        skipped = self._at(at, one.rank)[0] - self._begin[one.rank] * self._itemsize
+        return self._to_all(one, at, one.x + skipped, 0)
 
     def _take(self, one: _Rank, at: int) -> None:
         if not one.outs:
@@ -242,9 +247,7 @@ class _AllReduce(_ByCopies):
 
     _meets_first = False  # the places of parts are free after the last meeting, and outputs are written after the first
     _ends_left = 1
-
-    def _sides(self) -> int:
-        return _KEPT + 1
+    _sides = _KEPT + 1
 
     def _pushed(self, one: _Rank, at: int) -> Iterator[Move]:
         return self._parts_of(one, at)

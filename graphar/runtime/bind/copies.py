@@ -21,6 +21,7 @@ kernels have.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,14 @@ Event = torch.cuda.Event | torch.Event
 Move = tuple[int, int, int]  # the address to copy to, the one to copy from, and bytes
 
 
+_HERE = contextlib.nullcontext()
+
+
+def here(device: int) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which a device is current. The caller has used the CUDA runtime in this thread."""
+    return _HERE if torch._C._cuda_getDevice() == device else on_device(device)
+
+
 @dataclass(frozen=True)
 class Lane:
     """A rank of this process, the caller's stream, and the streams of its copies."""
@@ -58,7 +67,7 @@ class Lane:
         stream = self.sides[side]
         stream.wait_stream(self.main)
         handle = stream.cuda_stream
-        with on_device(self.member.device):
+        with here(self.member.device):
             for to, source, nbytes in moves:
                 if nbytes:
                     driver_call(driver.cuMemcpyAsync, to, source, nbytes, handle)
