@@ -45,7 +45,7 @@ class BesideRow:
     op: str
     world_size: int
     size_mb: int
-    shape: tuple[int, int, int]
+    shape: str  # MxNxK
     of_alone: float
     call_us: float
     sms: float
@@ -57,7 +57,7 @@ class BesideRow:
 
     @property
     def what(self) -> tuple[str, ...]:
-        return self.op, f"{self.size_mb} MB", "x".join(map(str, self.shape))
+        return self.op, f"{self.size_mb} MB", self.shape
 
     @property
     def rate(self) -> float:
@@ -174,7 +174,8 @@ def run_rank(plan: BesidePlan, rank: int, port: int) -> Iterator[BesideRow]:
             for shape, matmul in matmuls.items():
                 for method, (of_alone, call_ms) in beside(plan, matmul, calls, ranks).items():
                     measured = of_alone, call_ms * 1e3, sms[method], wrong[method] * (method != NCCL)
-                    yield BesideRow(method, op, plan.world_size, size_mb, shape, *measured)
+                    words = "x".join(map(str, shape))
+                    yield BesideRow(method, op, plan.world_size, size_mb, words, *measured)
     ranks.barrier()
     communicator.close()
 

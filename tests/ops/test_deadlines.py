@@ -142,6 +142,9 @@ def test_every_step_of_a_call_without_a_kernel_has_its_deadline(group, name):
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
 
+COUNTERS = {Algorithm.ALLGATHER_MATMUL: [0, 0]}
+
+
 class OnGpu(torch.Tensor):
     """A CPU tensor that claims to be on a GPU."""
 
@@ -199,12 +202,7 @@ def gpus(monkeypatch, request):
         members=members,
         chip=Chip(132, MATMUL_ARCH),
         lock=contextlib.nullcontext(),
-        kernels=SimpleNamespace(
-            why_no_multicast=lambda: "",
-            prepare=load,
-            prepare_all=load,
-            counters=lambda: {Algorithm.ALLGATHER_MATMUL: [0, 0]},
-        ),
+        kernels=SimpleNamespace(why_no_multicast=str, prepare=load, prepare_all=load, counters=lambda: COUNTERS),
         symmetric=None,
         arguments=arguments,
         raise_failure=lambda: None,

@@ -13,6 +13,8 @@ from perf.models.sequence import SequenceRow
 from perf.products import ProductRow
 from perf.timeline import Event, Lane, Mean, Timeline
 from perf.topics.allreduce import AllReduce
+from perf.topics.beside import METHODS as BESIDE_METHODS
+from perf.topics.beside import BesideRow, MatmulsBeside
 from perf.topics.compile import Compile, Compiled
 from perf.topics.fp8 import METHODS as SCALED_METHODS
 from perf.topics.fp8 import Scaled
@@ -216,5 +218,11 @@ REPORTS = [
     Host([host_row("allreduce", 12.0, 1.0), host_row("allgather", 15.0, 1.25, "sizes=")], skipped=["nccl: refused"]),
     Suspend([suspend_row()], skipped=["2 ranks, decode of 8 tokens: no driver"]),
     Compile("13.0", 1.5, [Compiled("all/one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)]),
+    MatmulsBeside(
+        [
+            BesideRow(method, "allgather", 2, 64, "4096x8192x8192", of_alone, 500.0, 1.5, 0)
+            for method, of_alone in zip(BESIDE_METHODS, (1.17, 1.16, 1.02), strict=True)
+        ]
+    ),
     Latency("0123456789ab, 2026-01-31", [latency_row(before_us=11.0)], skipped=["2 ranks: no room"]),
 ]
