@@ -23,7 +23,9 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.sizes import MB
 from graphar.plan.work import Parts
 from perf.between_ranks import BetweenRanks
+from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
+from perf.harness.beside_one_gpu import SharedCalls, Sharing
 from perf.harness.ranks import ProcessRanks
 from perf.harness.verify import differs
 from perf.md import NOT_SERVED, columns, plural
@@ -32,9 +34,10 @@ from perf.report import Arguments, Glance, Section, Timed
 
 SHAPES = ((4096, 8192, 8192), (2048, 4096, 14336), (2048, 14336, 4096))  # M, N, K
 SIZES_MB, REPEATS, MATMULS_MS, MOST_CALLS = (64, 128, 256, 512), 5, 8.0, 64
+Runs = dict[str, Callable[[], object]]  # by method, a call of all ranks of this process
 OPS = ("allgather", "reducescatter")
 NCCL, KERNELS, COPIES = METHODS = "nccl", "graphar, 64 blocks", "graphar copies"
-NEEDED = "matmuls beside collectives: need at least 2 GPUs; kernels of processes that share one GPU take turns"
+NEEDED, SHARED_RANKS = "matmuls beside collectives: need a GPU", 2
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class BesideRow:
     call_us: float
     sms: float
     wrong: int
+    shares: bool  # whether the ranks share a GPU
 
     @property
     def is_own(self) -> bool:
@@ -68,6 +72,7 @@ class BesideRow:
 @dataclass(frozen=True)
 class BesidePlan:
     world_size: int
+    shares: bool
     sizes_mb: tuple[int, ...]
     repeats: int
 
@@ -117,6 +122,7 @@ class Collectives:
 
 def sms_of(run: Callable[[], object], device: torch.device) -> float:
     """Returns the SMs that kernels of a call hold, averaged over its time, as torch's profiler sees them."""
+    run()  # the profiler is busy with its first events
     count, most = 4, torch.cuda.get_device_properties(device).multi_processor_count
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(count):
@@ -135,11 +141,12 @@ def sms_of(run: Callable[[], object], device: torch.device) -> float:
 class Beside:
     """Matmuls of one shape, and a stream for a collective beside them."""
 
-    def __init__(self, shape: tuple[int, int, int], ranks: ProcessRanks) -> None:
+    def __init__(self, shape: tuple[int, int, int], ranks: ProcessRanks | Sharing) -> None:
         m, n, k = shape
         self._a, self._w = (torch.randn(one, k, device=ranks.device, dtype=torch.bfloat16) for one in (m, n))
         self._out: Tensor = self._a.new_empty(m, n)
-        self._stream, self._ranks, self._count = torch.cuda.Stream(priority=-1), ranks, 1
+        self._stream = ranks.streams[0] if isinstance(ranks, Sharing) else torch.cuda.Stream(priority=-1)
+        self._ranks, self._count = ranks, 1
         self._count = max(1, round(MATMULS_MS / self.time_ms(None, 0)[0]))
 
     def time_ms(self, run: Callable[[], object] | None, calls: int) -> tuple[float, float]:
@@ -165,28 +172,54 @@ def run_rank(plan: BesidePlan, rank: int, port: int) -> Iterator[BesideRow]:
     ranks = ranks_of.join(rank, plan.world_size, "cuda", port)
     communicator = graphar.Communicator(lossless=False)
     ranks.warm_up()
-    matmuls = {shape: Beside(shape, ranks) for shape in SHAPES}
-    for op in OPS:
-        for size_mb in plan.sizes_mb:
-            calls = Collectives(op, size_mb, ranks, communicator)
-            wrong = {method: calls.wrong(method) for method in METHODS}
-            sms = {method: sms_of(calls.of(method), ranks.device) for method in METHODS}
-            for shape, matmul in matmuls.items():
-                for method, (of_alone, call_ms) in beside(plan, matmul, calls, ranks).items():
-                    measured = of_alone, call_ms * 1e3, sms[method], wrong[method] * (method != NCCL)
-                    words = "x".join(map(str, shape))
-                    yield BesideRow(method, op, plan.world_size, size_mb, words, *measured)
+
+    def made(op: str, size_mb: int) -> tuple[Runs, dict[str, int]]:
+        calls = Collectives(op, size_mb, ranks, communicator)
+        wrong = {method: calls.wrong(method) * (method != NCCL) for method in METHODS}
+        return {method: calls.of(method) for method in METHODS}, wrong
+
+    yield from rows_of(plan, ranks, made)
     ranks.barrier()
     communicator.close()
 
 
-def beside(plan: BesidePlan, matmul: Beside, calls: Collectives, ranks: ProcessRanks) -> dict[str, tuple[float, float]]:
+def run_shared(plan: BesidePlan) -> Iterator[BesideRow]:
+    """Yields the rows of ranks that share a GPU, in this process."""
+    ranks = Sharing(plan.world_size)
+    ranks_of.raise_clocks(ranks.device)
+
+    def made(op: str, size_mb: int) -> tuple[Runs, dict[str, int]]:
+        calls = SharedCalls(op, size_mb * MB, ranks)
+        wrong = {method: calls.wrong(method == COPIES) for method in (KERNELS, COPIES)}
+        return {method: calls.by(method == COPIES) for method in wrong}, wrong
+
+    yield from rows_of(plan, ranks, made)
+
+
+def rows_of(plan: BesidePlan, ranks: ProcessRanks | Sharing, made: Callable) -> Iterator[BesideRow]:
+    """Yields the rows of all ops and sizes. ``made`` makes calls by method, and says how many elements are wrong."""
+    matmuls = {shape: Beside(shape, ranks) for shape in SHAPES}
+    for op in OPS:
+        for size_mb in plan.sizes_mb:
+            runs, wrong = made(op, size_mb)
+            parts = ranks.size if plan.shares else 1  # the profiler sees the kernels of all ranks
+            sms = {method: sms_of(run, ranks.device) / parts for method, run in runs.items()}
+            for shape, matmul in matmuls.items():
+                for method, (of_alone, call_ms) in beside(plan, matmul, runs, ranks).items():
+                    measured = of_alone, call_ms * 1e3, sms[method], wrong[method]
+                    words = "x".join(map(str, shape))
+                    yield BesideRow(method, op, plan.world_size, size_mb, words, *measured, plan.shares)
+
+
+def beside(
+    plan: BesidePlan, matmul: Beside, runs: Runs, ranks: ProcessRanks | Sharing
+) -> dict[str, tuple[float, float]]:
     """Returns, by method, the matmuls' time over their time alone, and milliseconds of a call. Collective."""
-    runs, counts = {method: calls.of(method) for method in METHODS}, {}
+    counts = {}
     for method, run in runs.items():  # as many calls as last longer than the matmuls
         (call_ms,) = ranks.slowest([matmul.time_ms(run, 4)[1]])
         counts[method] = min(MOST_CALLS, int(2 * MATMULS_MS / call_ms) + 1)
-    alone, found = [], {method: [] for method in METHODS}
+    alone, found = [], {method: [] for method in runs}
     for _ in range(plan.repeats):
         alone += ranks.slowest([matmul.time_ms(None, 0)[0]])
         for method, run in runs.items():
@@ -218,12 +251,17 @@ class MatmulsBeside(BetweenRanks):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[BesidePlan]:
-        if gpu_count < 2:
+        if gpu_count < 1:
             sys.exit(NEEDED)
         if min(*options.size_mb, options.repeats) < 1:
             sys.exit("--size-mb and --repeats must be at least 1")
-        sizes = tuple(options.size_mb)
-        return [BesidePlan(one, sizes, options.repeats) for one in cls.world_sizes(options, gpu_count)]
+        sizes, shares = tuple(options.size_mb), gpu_count < 2
+        world_sizes = [SHARED_RANKS] if shares else cls.world_sizes(options, gpu_count)
+        return [BesidePlan(one, shares, sizes, options.repeats) for one in world_sizes]
+
+    def measure(self, plan: Sequence[BesidePlan]) -> Iterator:
+        for one in plan:
+            yield from run_shared(one) if one.shares else super().measure([one])
 
     @classmethod
     def count(cls, plan: Sequence[BesidePlan]) -> int:
@@ -244,8 +282,11 @@ class MatmulsBeside(BetweenRanks):
             "SMs": lambda row: f"{row.sms:.1f}",
             "wrong": lambda row: f"**{row.wrong} WRONG**" if row.wrong else "0",
         }
-        grouped = group(self.rows, lambda row: (row.world_size, row.op)).items()
-        return [Section(f"{plural(ranks, 'rank')}, {op}", [columns(rows, cells)]) for (ranks, op), rows in grouped]
+        found = []
+        for (ranks, shares, op), rows in group(self.rows, lambda row: (row.world_size, row.shares, row.op)).items():
+            title = f"{plural(ranks, 'rank')}{' that share a GPU' if shares else ''}, {op}"
+            found.append(Section(title, [columns(rows, cells)], [chart(rows)]))
+        return found
 
     def findings(self) -> list[str]:
         return [
@@ -264,3 +305,11 @@ class MatmulsBeside(BetweenRanks):
             Timed((row.method, plural(row.world_size, "rank"), *row.what), row.call_us, bool(row.wrong), row.is_own)
             for row in self.rows
         ]
+
+
+def chart(rows: Sequence[BesideRow]) -> Rows:
+    marks = []
+    for row in rows:
+        hint = f"{row.method}, {', '.join(row.what)}: {row.of_alone:.2f} of alone, {row.call_us:.0f} us a call"
+        marks.append(Mark(row.shape, row.method, row.of_alone, hint, wrong=bool(row.wrong)))
+    return Rows("Time of matmuls beside / alone", marks, Axis("time / alone"), rule=1.0)

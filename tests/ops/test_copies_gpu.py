@@ -24,7 +24,7 @@ from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu(2, shared=True)
 
-SIZES = (1, 77, 20_001, 100_003, 5)
+SIZES = (1, 77, 20_001, 5)
 
 
 def communicator_of_small_chunks() -> graphar.Communicator:

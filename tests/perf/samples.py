@@ -221,7 +221,7 @@ REPORTS = [
     Latency("0123456789ab, 2026-01-31", [latency_row(before_us=11.0)], skipped=["2 ranks: no room"]),
     MatmulsBeside(
         [
-            BesideRow(method, "allgather", 2, 64, "4096x8192x8192", of_alone, 500.0, 1.5, 0)
+            BesideRow(method, "allgather", 2, 64, "4096x8192x8192", of_alone, 500.0, 1.5, 0, False)
             for method, of_alone in zip(BESIDE_METHODS, (1.17, 1.16, 1.02), strict=True)
         ]
     ),
