@@ -64,10 +64,12 @@ class Machine:
         self.symmetric: dict[int, list[int]] = {}
         self.runner = SimpleNamespace(
             lock=threading.Lock(),
+            world_size=world_size,
             members=members,
             raise_failure=lambda: None,
             kernels=SimpleNamespace(
                 scratch=lambda algorithm: [one.data_ptr() for one in self._scratch],
+                prepare=lambda kernel: None,
                 prepare_all=lambda key, algorithm, words, load: [load(member) for member in members],
             ),
             symmetric=SimpleNamespace(on_every_rank=self.symmetric.get, place=lambda pointer: ""),

@@ -18,9 +18,11 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from graphar.numerics.dtypes import BYTE
 from graphar.numerics.partitions import split
+from graphar.plan.algorithms import MEETING, Algorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.config import Config
+from graphar.plan.config import Config, Kernel
 from graphar.plan.scratch import COPY_PLACES, PACK_NBYTES
 from graphar.plan.slices import Slice, copied_chunks, row_slices
 from graphar.plan.work import Parts, Sum
@@ -33,6 +35,7 @@ from graphar.runtime.catalogue import sum_of_parts_source
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.member import Member
+from graphar.runtime.runner import Runner
 from graphar.runtime.side_stream import stream_beside
 
 _AHEAD = COPY_PLACES - 1  # chunks that travel while one is taken
@@ -54,6 +57,21 @@ class _Rank(Lane):
         return self.member.rank
 
 
+def load(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list:
+    """Loads what calls of an algorithm need, and returns each member's local sum; none of a gather. Collective."""
+    runner.kernels.prepare(Kernel(MEETING, BYTE))
+    if BYTE in algorithm.row.dtypes:  # it only moves data
+        runner.kernels.prepare_all((algorithm, "scratch"), algorithm, algorithm.value, lambda member: None)
+        return []
+    source = sum_of_parts_source(dtype, runner.world_size)
+    key, what = (algorithm, source.name), f"{algorithm.value}, {source.name}"
+
+    def load_on(member: Member):
+        return launcher.load(source, member.device, 0, what)
+
+    return runner.kernels.prepare_all(key, algorithm, what, load_on)
+
+
 class _ByCopies:
     """A call by copy engines. Subclasses say what is pushed, and what is done with chunks that are here."""
 
@@ -68,26 +86,14 @@ class _ByCopies:
         self._place_nbytes = row.scratch(self._world_size).capacity * PACK_NBYTES
         self._begin = [*accumulate(parts, initial=0)]  # of each part, in elements
         self._chunks = copied_chunks(parts, self._itemsize, self._place_nbytes, policy.chunk_nbytes, policy.chunks)
-        self._sums = [] if call.op == "allgather" else self._load(call)
+        functions = load(self._runner, config.algorithm, call.dtype)
+        grid = Grid(config.blocks, config.threads, 0, overlaps=False)
+        self._sums = [(Launch(one, [given], grid), given) for one in functions for given in [Arguments()]]
         words = agreement.words_of_launch(call, config, Slice(0))
-        prepared = self._runner.kernels.prepare_all
-        prepared((config.algorithm, "scratch"), config.algorithm, f"{config.algorithm.value}", lambda member: None)
         self._meet = meetings(engine, call, config.algorithm, words)
 
     def _parts(self, call: Call) -> Sequence[int]:
         return call.work.parts
-
-    def _load(self, call: Call) -> list[tuple[Launch, Arguments]]:
-        """Returns each member's launch of the local sum, and its arguments. The first for a dtype is collective."""
-        source, config = sum_of_parts_source(call.dtype, self._world_size), self._config
-
-        def load(member: Member):
-            return launcher.load(source, member.device, 0, source.name)
-
-        key, grid = (source.name, config.algorithm), Grid(config.blocks, config.threads, 0, overlaps=False)
-        functions = self._runner.kernels.prepare_all(key, config.algorithm, source.name, load)
-        made = [(function, Arguments()) for function in functions]
-        return [(Launch(function, [arguments], grid), arguments) for function, arguments in made]
 
     def run(self, ranks: Sequence[Operands]) -> None:
         """Enqueues the call on the members' current streams, for the operands of each rank of this process."""
