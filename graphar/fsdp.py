@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,12 +13,18 @@ from torch import Tensor, nn
 
 from graphar.integrations.works import GrapharWork
 from graphar.numerics.codecs import Codec, CodecName, as_codec
+from graphar.plan.algorithms import COPYING
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts
+from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
+from graphar.runtime.memory.tensor_pool import TensorPool
 from graphar.runtime.registry import Group, engine_of
 from graphar.runtime.side_stream import SideStream
+
+Method = Literal["auto", "copies", "kernels"]
+POOL_NBYTES = 2 << 30  # for gathers of up to 1 GiB
 
 
 def set_collectives(
@@ -26,6 +34,8 @@ def set_collectives(
     codec: Codec | CodecName | None = None,
     error_feedback: bool = False,
     blocks: int | None = None,
+    algorithm: Method = "auto",
+    pool_nbytes: int = POOL_NBYTES,
 ) -> None:
     """Makes all modules of a model that were given to ``fully_shard`` use graphar's all-gather and reduce-scatter.
 
@@ -46,10 +56,15 @@ def set_collectives(
             On every rank this takes memory of the size of the whole gradients.
         blocks: the most thread blocks of an exact call, which is then never compressed; the same on every rank. None:
             64 between 2 ranks and 32 between more, and the whole grid where a call is compressed.
+        algorithm: "copies" for exact calls by copy engines, which leave matmuls all SMs but for short sums and
+            meetings; "kernels"; or "auto", which goes by the tuning table, and takes kernels if ``blocks`` is given.
+            Where kernels do not reach all ranks, as on the CPU, it has no effect.
+        pool_nbytes: with copies, the most bytes of symmetric memory for gathered parameters on each GPU, which is kept
+            and used again. Each gather gets at most half of it. Others go through scratch, and are copied once more.
 
     Raises:
-        ValueError: no module was given to ``fully_shard``, a module has parameters on several meshes, the codec is not
-            known, or ``error_feedback`` is given without a codec.
+        ValueError: no module was given to ``fully_shard``, a module has parameters on several meshes, the codec or the
+            algorithm is not known, or ``error_feedback`` is given without a codec.
     """
     # Import it here: it takes half a second, and a model with such modules has already done it.
     from torch.distributed.fsdp import FSDPModule
@@ -59,7 +74,8 @@ def set_collectives(
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise ValueError("set_collectives: no module of the model was given to fully_shard")
-    gather, exact = AllGather(group, blocks=blocks), ExactReduceScatter(group, blocks=blocks)
+    gather = AllGather(group, blocks=blocks, algorithm=algorithm, pool_nbytes=pool_nbytes)
+    exact = ExactReduceScatter(group, blocks=blocks, algorithm=algorithm)
     for module in sharded:
         scatter = exact
         if codec is not None:
@@ -81,13 +97,15 @@ def _few_blocks(ranks: int) -> int:
 class _Collective:
     """A collective of fully_shard's. It implements the protocol of torch's Comm, and needs no base class."""
 
-    def __init__(self, group: Group = None, *, blocks: int | None = None) -> None:
+    def __init__(self, group: Group = None, *, blocks: int | None = None, algorithm: Method = "auto") -> None:
         self._name = type(self).__name__
+        if algorithm not in get_args(Method):
+            raise ValueError(f"{self._name}: algorithm must be one of {', '.join(get_args(Method))}, got {algorithm!r}")
         if blocks is not None and (not isinstance(blocks, int) or blocks < 1):
             raise ValueError(f"{self._name}: blocks must be a positive int or None, got {blocks!r}")
         if group is not None:
             engine_of(group, self._name)  # raises its errors here, not in the first step
-        self._group, self._blocks = group, blocks
+        self._group, self._blocks, self._algorithm = group, blocks, algorithm
         self._calls: dict[tuple[str, Call], Call] = {}  # by the engine's name and a call, the call with few blocks
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -118,25 +136,47 @@ class _Collective:
         if not (x.is_contiguous() and out.is_contiguous()):
             raise ValueError(f"{self._name}: the tensors must be contiguous")
 
-    def _run(self, engine: Engine, op: str, x: Tensor, out: Tensor, part: Tensor) -> None:
-        """Makes an exact call, in few blocks unless it is compressed. ``part`` is like each rank's part."""
+    def _run(self, engine: Engine, op: str, x: Tensor, out: Tensor, part: Tensor, averages: bool = False) -> bool:
+        """Makes an exact call, by copies, or in few blocks unless it is compressed; returns whether by copies.
+
+        ``part`` is like each rank's part. Copies divide the rounded sum if it ``averages``, as other calls do not.
+        """
         call = Call.of(Parts(op, (part.numel(),) * engine.world_size), x)
         limited = self._calls.get((engine.name, call))
         if limited is None:
             limited = self._calls[engine.name, call] = self._with_blocks(engine, call, x)
-        engine.run(limited, [Operands((x,), (out,))])
+        by_copies = limited.algorithm == COPYING[op]
+        if by_copies and COPYING[op].row.direct in engine.symmetric_sides(x, out):
+            limited = limited._replace(symmetric=(COPYING[op].row.direct,))
+        numbers = ()
+        if by_copies and averages:
+            limited = limited._replace(work=limited.work._replace(beside="divided by the number of ranks"))
+            numbers = (1 / engine.world_size,)
+        engine.run(limited, [Operands((x,), (out,), numbers)])
+        return by_copies
 
     def _with_blocks(self, engine: Engine, call: Call, x: Tensor) -> Call:
-        """Returns the call with few blocks. A compressed call keeps its grid: arithmetic would limit it in few."""
+        """Returns the call by copies, or with few blocks. A compressed call keeps its grid: few would limit it."""
+        if self._takes_copies(engine, call, x):
+            return call._replace(algorithm=COPYING[call.op].value, blocks=self._blocks)
         if self._blocks is not None:
             return call._replace(blocks=self._blocks)
         with engine.keeping_failure():
             compresses = engine.select(call, x).config.algorithm.row.compresses
         return call if compresses else call._replace(blocks=_few_blocks(engine.world_size))
 
+    def _takes_copies(self, engine: Engine, call: Call, x: Tensor) -> bool:
+        if self._algorithm == "kernels" or (self._algorithm == "auto" and self._blocks is not None):
+            return False
+        with engine.keeping_failure():
+            if engine.why_no_kernel(call.op, x):  # from here on the engine has its tuning table
+                return False
+        least = engine.table.copies.beside_from_nbytes.get(engine.world_size, math.inf)
+        return self._algorithm == "copies" or call.nbytes >= least
+
 
 class AllGather(_Collective):
-    """An all-gather for ``fully_shard``, by graphar's kernels.
+    """An all-gather for ``fully_shard``, by graphar's kernels or by copy engines.
 
     Use: :func:`graphar.fsdp.set_collectives`, or ``module.set_custom_all_gather(graphar.fsdp.AllGather())`` for each
     module that was given to ``fully_shard``. One object may serve all modules. It moves bits, in any dtype.
@@ -146,14 +186,35 @@ class AllGather(_Collective):
             over. None: each module's own group.
         blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: 64
             between 2 ranks and 32 between more, and the whole grid where a call is compressed.
+        algorithm, pool_nbytes: as in :func:`set_collectives`.
 
     Raises:
-        ValueError: ``blocks`` is invalid.
+        ValueError: ``blocks`` or ``algorithm`` is invalid.
     """
 
-    def __init__(self, group: Group = None, *, blocks: int | None = None) -> None:
-        super().__init__(group, blocks=blocks)
+    def __init__(
+        self,
+        group: Group = None,
+        *,
+        blocks: int | None = None,
+        algorithm: Method = "auto",
+        pool_nbytes: int = POOL_NBYTES,
+    ) -> None:
+        super().__init__(group, blocks=blocks, algorithm=algorithm)
         self._sides: dict[torch.device, SideStream] = {}
+        self._pool_nbytes = pool_nbytes
+        # By engine, the pool of calls by copies. With several groups it is not known for which a tensor is.
+        self._pools: dict[str, TensorPool] = {}
+        self._pooled: Engine | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns an uninitialised tensor for an output: from the pool, after a call by copies. Collective then."""
+        if len(self._pools) == 1 and self._pooled and not self._pooled.suspended and device.type == "cuda":
+            shape = torch.Size(size)
+            taken = self._pools[self._pooled.name].take(shape.numel(), dtype)
+            if taken is not None:
+                return taken.view(shape)
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -193,11 +254,13 @@ class AllGather(_Collective):
 
     def _gather(self, engine: Engine, x: Tensor, out: Tensor) -> None:
         # fully_shard gathers in place. A kernel may do so: it writes this rank's part where and as it has read it.
-        self._run(engine, "allgather", x, out, part=x)
+        if self._run(engine, "allgather", x, out, part=x) and engine.name not in self._pools:
+            self._pooled, engine.symmetric = engine, runner_of(engine).symmetric
+            self._pools[engine.name] = TensorPool(engine.symmetric, x.get_device(), self._pool_nbytes)
 
 
 class ExactReduceScatter(_Collective):
-    """An exact reduce-scatter for ``fully_shard``, by graphar's kernels.
+    """An exact reduce-scatter for ``fully_shard``, by graphar's kernels or by copy engines.
 
     Use: :func:`graphar.fsdp.set_collectives`, or
     ``module.set_custom_reduce_scatter(graphar.fsdp.ExactReduceScatter())`` for each module that was given to
@@ -209,9 +272,10 @@ class ExactReduceScatter(_Collective):
             over. None: each module's own group.
         blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: 64
             between 2 ranks and 32 between more, and the whole grid where a call is compressed.
+        algorithm: as in :func:`set_collectives`.
 
     Raises:
-        ValueError: ``blocks`` is invalid.
+        ValueError: ``blocks`` or ``algorithm`` is invalid.
     """
 
     def __call__(
@@ -247,12 +311,13 @@ class ExactReduceScatter(_Collective):
         fits = input_tensor.numel() == engine.world_size * output_tensor.numel()
         rule = f"the input must be {engine.world_size} times the output"
         self._check(input_tensor, output_tensor, rule, fits=fits)
-        self._reduce(input_tensor, output_tensor, engine)
-        if kind == dist.ReduceOp.AVG:
+        averages = kind == dist.ReduceOp.AVG
+        if not self._reduce(input_tensor, output_tensor, engine, averages) and averages:
             output_tensor.div_(engine.world_size)
 
-    def _reduce(self, x: Tensor, out: Tensor, engine: Engine) -> None:
-        self._run(engine, "reducescatter", x, out, part=out)
+    def _reduce(self, x: Tensor, out: Tensor, engine: Engine, averages: bool) -> bool:
+        """Writes this rank's part of the sum, and returns whether it is divided already if it ``averages``."""
+        return self._run(engine, "reducescatter", x, out, out, averages)
 
 
 class QuantizedReduceScatter(ExactReduceScatter):
@@ -283,12 +348,13 @@ class QuantizedReduceScatter(ExactReduceScatter):
         self._error_feedback = error_feedback
         self._residual: Tensor | None = None
 
-    def _reduce(self, x: Tensor, out: Tensor, engine: Engine) -> None:
+    def _reduce(self, x: Tensor, out: Tensor, engine: Engine, averages: bool) -> bool:
         call_checks.check_quantized_call(self._name, self._codec, "auto", x)
         residuals = (self._residual_like(x),) if self._error_feedback else ()
         # The full grid: with few blocks a codec's all-reduce was 8 % slower in DistributedDataParallel.
         work = Parts("reducescatter", (out.numel(),) * engine.world_size, self._codec)
         engine.run(Call.of(work, x), [Operands((x, *residuals), (out,))])
+        return False
 
     def _residual_like(self, x: Tensor) -> Tensor:
         """Returns the module's residual, which a call adds to its input and replaces by its rounding errors."""

@@ -12,6 +12,7 @@ import torch
 from cuda.bindings import driver
 
 import graphar
+from graphar.numerics.dtypes import BYTE
 from graphar.plan.algorithms import Algorithm, kernels_that, with_kernels
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
@@ -49,7 +50,8 @@ _WITHOUT_PAD = (
 
 def fits(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:
     limit = Algorithm(algorithm).row.limit(world_size)
-    return dtype in Algorithm(algorithm).row.dtypes and (limit is None or numel * dtype.itemsize <= limit)
+    dtypes = Algorithm(algorithm).row.dtypes
+    return (dtype in dtypes or BYTE in dtypes) and (limit is None or numel * dtype.itemsize <= limit)
 
 
 def poison(nbytes: Sequence[int]) -> None:
@@ -116,13 +118,13 @@ class Ranks:
         return ys
 
     @staticmethod
-    def call_of_parts(op: str, x: torch.Tensor, counts: Sequence[int], codec: str = "") -> Call:
+    def call_of_parts(op: str, x: torch.Tensor, counts: Sequence[int], codec: str = "", algorithm="auto") -> Call:
         """A reduce-scatter or all-gather. ``counts``: the elements of each rank's part."""
-        return Call.of(Parts(op, tuple(counts), codec), x)
+        return Call.of(Parts(op, tuple(counts), codec), x, algorithm=algorithm)
 
-    def run_parts(self, op: str, xs, outs, counts: Sequence[int], codec: str = "") -> None:
+    def run_parts(self, op: str, xs, outs, counts: Sequence[int], codec: str = "", algorithm="auto") -> None:
         """A reduce-scatter or all-gather by the engine, not the op; see :meth:`call_of_parts`."""
-        self.communicator.engine.run(self.call_of_parts(op, xs[0], counts, codec), operands(xs, outs))
+        self.communicator.engine.run(self.call_of_parts(op, xs[0], counts, codec, algorithm), operands(xs, outs))
 
     def check(self, fill: Callable, numel: int, dtype: torch.dtype, algorithm: str) -> None:
         self.check_parts([fill(rank, numel, dtype) for rank in range(self.world_size)], algorithm)

@@ -15,11 +15,12 @@ from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.plan import select
-from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
+from graphar.plan.algorithms import COPYING, MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
 from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.work import Product, without_seeds
 from graphar.product.fused import load_tile, sources_of_tile
 from graphar.product.tile_launches import Tile
+from graphar.runtime.bind import by_copies
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.engine import Engine
 
@@ -64,6 +65,11 @@ def prepare(
             loaded.prepare(kernel)
         for tile in tiles:
             load_tile(runner_of(engine), *tile)
+        for op in ops:
+            least = engine.table.copies.least(op, engine.world_size) if op in COPYING else None
+            if least is not None and (max_nbytes is None or max_nbytes >= least):
+                for dtype in added:
+                    by_copies.load(runner_of(engine), COPYING[op], dtype)
 
 
 def _needed_tiles(

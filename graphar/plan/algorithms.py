@@ -40,13 +40,16 @@ class Algorithm(StrEnum):
     TWO_SHOT_PIPELINED = "two_shot_pipelined"
     TWO_SHOT_TMA = "two_shot_tma"
     TWO_SHOT_LOSSLESS = "two_shot_lossless"
+    TWO_SHOT_COPIES = "two_shot_copies"
     MULTIMEM_ONE_SHOT = "multimem_one_shot"
     MULTIMEM_TWO_SHOT = "multimem_two_shot"
     REDUCESCATTER_PUSH = "reducescatter_push"
     REDUCESCATTER_LOSSLESS = "reducescatter_lossless"
+    REDUCESCATTER_COPIES = "reducescatter_copies"
     ALLGATHER_FLAGGED = "allgather_flagged"
     ALLGATHER_PUSH = "allgather_push"
     ALLGATHER_LOSSLESS = "allgather_lossless"
+    ALLGATHER_COPIES = "allgather_copies"
     QUANTIZED_TWO_SHOT_PUSH = "quantized_two_shot_push"
     QUANTIZED_TWO_SHOT_PIPELINED = "quantized_two_shot_pipelined"
     QUANTIZED_REDUCESCATTER = "quantized_reducescatter"
@@ -103,10 +106,15 @@ class Algorithm(StrEnum):
 AllReduceAlgorithm = (
     Algorithm
     | Literal["auto", "one_shot_push", "one_shot", "one_shot_unstaged", "two_shot_push", "two_shot_pipelined"]
-    | Literal["two_shot_tma", "two_shot_lossless", "multimem_one_shot", "multimem_two_shot", "fallback", "hierarchical"]
+    | Literal["two_shot_tma", "two_shot_lossless", "two_shot_copies", "multimem_one_shot", "multimem_two_shot"]
+    | Literal["fallback", "hierarchical"]
 )
-ReduceScatterAlgorithm = Algorithm | Literal["auto", "reducescatter_push", "reducescatter_lossless"]
-AllGatherAlgorithm = Algorithm | Literal["auto", "allgather_flagged", "allgather_push", "allgather_lossless"]
+ReduceScatterAlgorithm = (
+    Algorithm | Literal["auto", "reducescatter_push", "reducescatter_lossless", "reducescatter_copies"]
+)
+AllGatherAlgorithm = (
+    Algorithm | Literal["auto", "allgather_flagged", "allgather_push", "allgather_lossless", "allgather_copies"]
+)
 
 
 _BEFORE_DIGEST = "@"  # in the value of an algorithm from outside the package, between kernel_name and a digest
@@ -159,6 +167,7 @@ def rows(sizes: Sizes) -> dict[Algorithm, Row]:
         **_one_shot_rows(sizes),
         **_two_shot_rows(sizes),
         **_scatter_gather_rows(sizes),
+        **_copied_rows(sizes),
         **_quantized_rows(sizes),
         **_matmul_rows(sizes),
         **_norm_rows(sizes),
@@ -334,6 +343,18 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     }
 
 
+def _copied_rows(sizes: Sizes) -> dict[Algorithm, Row]:
+    def copied(op: str, areas: int = 1, **how) -> Row:
+        layout = layouts.copied(sizes.copied_nbytes, areas)
+        return Row(op, layout=layout, copies=True, half_sm_threads=MAX_THREADS, policy_grid=grids.of_copies, **how)
+
+    return {
+        Algorithm.TWO_SHOT_COPIES: copied("allreduce", areas=2, direct="output"),
+        Algorithm.REDUCESCATTER_COPIES: copied("reducescatter"),
+        Algorithm.ALLGATHER_COPIES: copied("allgather", dtypes=(BYTE,), direct="output"),
+    }
+
+
 def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     slot = sizes.quantized_chunk_nbytes // PACK_NBYTES
 
@@ -466,7 +487,10 @@ NAMED: dict[str, dict[str, Algorithm]] = {
 }
 # By op, the algorithm that compresses bf16 without loss.
 COMPRESSING = {row.op: one for one, row in ROWS.items() if row.compresses}
+# By op, the algorithm whose parts travel by copy engines.
+COPYING = {row.op: one for one, row in ROWS.items() if row.copies}
+MEETING = Algorithm.ALLGATHER_FLAGGED  # which has ranks meet before and after copies
 # By op, the algorithm for every call without a codec: of any size, with what else the op takes, in few blocks or many.
 GENERAL = {op: next(one for one in in_tables(op) if one.row.limit(2) is None) for op in NAMED}
 # By whether it adds host by host, the algorithm without a kernel of graphar.
-WITHOUT_KERNEL = {row.across_hosts: one for one, row in ROWS.items() if not row.folder}
+WITHOUT_KERNEL = {row.across_hosts: one for one, row in ROWS.items() if not row.layout}

@@ -13,6 +13,7 @@ from graphar.plan.scratch import MAX_BLOCKS, PACK_NBYTES, WARP
 from graphar.plan.sizes import KB
 
 CLUSTERS = (1, 2, 4, 8)  # blocks that share a row of a norm; more than one from sm_90 on
+MEETING_THREADS = 128  # of the block in which ranks meet before and after copies
 _STEPS = 4  # chunks of a block that encodes one while another travels
 
 
@@ -38,6 +39,16 @@ def in_groups(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
     most = MAX_THREADS // world_size // WARP * WARP
     widths = {width for width in (32, 64, 96, 128, 256) if width <= most} | {most}
     return ((width * world_size, 0) for width in sorted(widths))
+
+
+# ---- by copy engines -------------------------------------------------------------------------------------------------
+
+
+def of_copies(row: Row, call: Call, world_size: int, policies: Policies, chip: Chip) -> Grid:
+    """Returns the grid of a rank's local sum; of an all-gather, which has none, a block in which ranks meet."""
+    if call.op == "allgather":
+        return Grid(1, MEETING_THREADS)
+    return Grid(min(call.blocks or chip.sms, policies.copies.sum_blocks, chip.shared_blocks(halves=True)), MAX_THREADS)
 
 
 # ---- with a codec on the wire: tiles are encoded by a warp each ------------------------------------------------------

@@ -54,9 +54,10 @@ class Row:
     """The properties of one algorithm."""
 
     op: str  # the op that it computes
-    # The folder of its kernel's file in cuda_src, or an absolute path; an empty string without a kernel.
+    # The folder of its kernel's file in cuda_src, or an absolute path; an empty string without a kernel of its own.
     folder: str = ""
-    layout: Layout | None = None  # a function from world size to its scratch; None without a kernel
+    # A function from world size to its scratch; None if torch.distributed makes the call.
+    layout: Layout | None = None
     # A function from world size to the bytes of the largest tensor that its scratch takes; None is any size.
     limit: Limit = lambda world_size: None
     dtypes: tuple[torch.dtype, ...] = FLOATS  # the dtypes of its tensors; BYTE if it only moves data
@@ -84,6 +85,7 @@ class Row:
     compresses: bool = False  # whether it compresses elements without loss, in tiles
     # Whether its codecs must leave one 32-bit word unused, as the sentinel for data not yet arrived.
     spares_a_word: bool = False
+    copies: bool = False  # whether parts travel by copy engines; ``direct`` is then where peers' copies may end
     across_hosts: bool = False  # whether it adds host by host, for ranks on several
     # The kernel's last template argument if there are several kernels, the usual one first.
     variants: tuple[str | None, ...] = (None,)

@@ -47,6 +47,8 @@ MATMUL_PARTS_NBYTES = 128 * MIB  # the largest result that one launch has scratc
 GATHERED_UNIT_PACKS = 1024  # of an all-gather + matmul: `unit_packs` in device/matmul/gathered_rows.cuh
 FLAGGED_PACKS = 2 * WARP  # of a slot, for 32 packs and their flags: `place` in device/sync/flagged.cuh
 GATHERED_NBYTES = 128 * MIB  # the rows of all ranks that one launch has scratch for
+COPY_PLACES = 3  # chunks of a peer that copy engines may bring: two travel while one is taken
+COPY_UNIT_NBYTES = 4096  # chunks that travel by copy engines are multiples of it, but for the last one
 TILE_LARGEST_NBYTES = 1280  # the largest encoded tile: 8-bit codes, and two fp32 numbers for every 32 elements
 TILE_LARGEST_SPARING_NBYTES = 1152  # of codecs with a sentinel: one fp32 number for every 32
 
@@ -75,6 +77,7 @@ class Sizes:
     quantized_chunk_nbytes: int = 16 << 10  # a slot of quantized_two_shot_pipelined and quantized_reducescatter
     quantized_blocks: int = MAX_BLOCKS
     norm_row_packs: int = NORM_ROW_PACKS
+    copied_nbytes: int = 64 * MIB  # all places of an algorithm whose parts travel by copy engines
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,16 @@ def signalled(packs: int, copies: int, shared_packs: Callable[[int], int] = lamb
 def pipelined(slot_packs: int, slots_a_rank: int) -> Layout:
     """Returns a layout of a signal pad and ``slots_a_rank`` slots for every rank."""
     return lambda world_size: Scratch.of_slots(world_size * slots_a_rank, slot_packs * PACK_NBYTES, signal_pad=True)
+
+
+def copied(nbytes: int, areas: int) -> Layout:
+    """Returns a layout of ``areas``, each with COPY_PLACES places for every peer; ``nbytes`` are those of all."""
+
+    def layout(world_size: int) -> Scratch:
+        places = areas * COPY_PLACES * (world_size - 1)
+        return Scratch.of_slots(places, nbytes // places // COPY_UNIT_NBYTES * COPY_UNIT_NBYTES)
+
+    return layout
 
 
 def bulk_copied(channels: int, channel_nbytes: int) -> Layout:

@@ -19,6 +19,7 @@ from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan.algorithms import (
     COMPRESSING,
+    COPYING,
     GENERAL,
     TUPLE_VARIANT,
     Algorithm,
@@ -175,14 +176,22 @@ def _measured(call: Call[Sum | Parts | TensorTuple], facts: Facts, asked: Algori
         asked = asked or GENERAL[call.op]
     suits = asked is None and _suits_compression(call, facts)
     compressing = COMPRESSING[call.op] if suits and facts.lossless else None
+    copying = COPYING[call.op] if asked is None and not compressing and _suits_copies(call, facts) else None
     table = serving(facts.table, facts.world_size) if is_sum else facts.table
     entries, ranks = (table.rows[facts.world_size], facts.world_size) if is_sum else (table.parts[call.op], 1)
-    config = by_entries(entries, ranks, call.nbytes, asked or compressing)
+    taken = asked or compressing or copying
+    if taken and taken.row.copies:
+        config = by_policy(taken, call, facts)
+    else:
+        config = by_entries(entries, ranks, call.nbytes, taken)
     by_size = ("a guess " if table.name == DEFAULT else "the fastest ") if is_sum else ""
     why = f"{_COMPRESSED} " if compressing else "asked for, shaped " if asked else by_size
+    if config.algorithm.row.copies:
+        adds = "" if call.op == "allgather" else f" and {config.blocks} while a rank adds"
+        why = f"by copy engines, 1 block while ranks meet{adds}, {why if asked else 'chosen '}"
     off = _NOT_COMPRESSED if suits and not compressing else ""
     choice = Choice(config, f"{why}{_by_table(table, call, facts)}{off}")
-    return _with_options(choice if asked or compressing else _served(*choice, entries, ranks, call, facts), call)
+    return _with_options(choice if taken else _served(*choice, entries, ranks, call, facts), call)
 
 
 def _by_table(table: Table, call: Call, facts: Facts) -> str:
@@ -284,6 +293,13 @@ def _suits_compression(call: Call, facts: Facts) -> bool:
     # With few blocks the arithmetic would limit it.
     plain = not call.work.epilogue and not call.blocks
     return plain and call.dtype in COMPRESSING[call.op].row.dtypes and least is not None and call.nbytes >= least
+
+
+def _suits_copies(call: Call, facts: Facts) -> bool:
+    """Whether copy engines are faster for a call, by the table, and can serve it."""
+    row, least = COPYING[call.op].row, facts.table.copies.least(call.op, facts.world_size)
+    plain = not call.blocks and not _lacks(row, call.work)
+    return plain and (BYTE in row.dtypes or call.dtype in row.dtypes) and least is not None and call.nbytes >= least
 
 
 def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.row import Slicing
-from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, PACK_NBYTES, boxes_a_slot
+from graphar.plan.scratch import COPY_UNIT_NBYTES, MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, PACK_NBYTES, boxes_a_slot
 
 _ROWS_OF_TILES = 256  # a multiple of the height of every tile, and of every cluster of tiles
 
@@ -66,6 +66,19 @@ def row_slices(counts: Sequence[int], step: int) -> list[Slice]:
         Slice(0, tuple(begin + offset for begin in begins), _up_to(step, counts, offset), offset)
         for offset in range(0, max(counts), step)
     ]
+
+
+def copied_chunks(
+    counts: Sequence[int], itemsize: int, place_nbytes: int, least_nbytes: int, chunks: int
+) -> list[Slice]:
+    """Returns the chunks in which ranks' parts travel by copy engines: ``chunks`` of them, or more.
+
+    A chunk has at least ``least_nbytes`` of the largest part, and at most a place of the scratch. ``counts`` are the
+    elements of each rank's part, not all zero. ``begin`` of a chunk is the element of the tensor at which each rank's
+    part of it begins.
+    """
+    even = -(-max(counts) * itemsize // (chunks * COPY_UNIT_NBYTES)) * COPY_UNIT_NBYTES
+    return row_slices(counts, min(place_nbytes, max(least_nbytes, even)) // itemsize)
 
 
 def _up_to(step: int, counts: Sequence[int], offset: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from graphar.plan.policy import (
     AllgatherMatmulPolicy,
     BesidePolicy,
     Chip,
+    CopiesPolicy,
     LosslessPolicy,
     MatmulPolicy,
     NormPolicy,
@@ -58,6 +59,7 @@ class Table:
     chip: Chip = field(default_factory=_default("chip"))  # the kind of GPU that the table is for
     quantized: QuantizedPolicy = field(default_factory=_default("quantized"))  # grids with a codec on the wire
     lossless: LosslessPolicy = field(default_factory=_default("lossless"))  # thresholds of lossless compression
+    copies: CopiesPolicy = field(default_factory=_default("copies"))  # thresholds and chunks of copy engines
     norm: NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
     beside: BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
     matmul: MatmulPolicy = field(default_factory=_default("matmul"))  # thresholds and tiles of matmuls
@@ -116,6 +118,7 @@ POLICIES = {
     "chip": Chip,
     "quantized": QuantizedPolicy,
     "lossless": LosslessPolicy,
+    "copies": CopiesPolicy,
     "norm": NormPolicy,
     "beside": BesidePolicy,
     "matmul": MatmulPolicy,

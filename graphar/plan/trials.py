@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphar.plan.algorithms import COMPRESSING, MATMUL_ARCH
+from graphar.plan.algorithms import COMPRESSING, COPYING, MATMUL_ARCH
 from graphar.plan.matmuls import fills_wave
 from graphar.plan.policy import Chip, MatmulPolicy
 from graphar.plan.sizes import KB, MB
@@ -95,12 +95,14 @@ def choose(times: Sequence[Sequence[float]], present: int) -> int:
 def trials(world_size: int, table: Table) -> Iterator[Trial]:
     """Yields the trials of all policies between ``world_size`` GPUs, in the order in which they build on each other.
 
-    ``table`` has the present values. Two numbers have no trial: ``one_shot_nbytes_beyond`` is for world sizes that were
+    ``table`` has the present values. Three numbers have no trial: ``beside_from_nbytes`` is measured in training,
+    ``one_shot_nbytes_beyond`` is for world sizes that were
     not measured, and kernels have a single ``alternating_tile``. The shapes of ``against_torch`` are timed one by one:
     see :func:`against_torch`.
     """
     yield from _quantized()
     yield from _lossless(world_size)
+    yield from _copies(world_size)
     yield from _norm(world_size)
     yield from _beside()
     yield from _skinny(world_size)
@@ -130,6 +132,21 @@ def _lossless(world_size: int) -> Iterator[Trial]:
         calls = [Workload(op, ranks * one if op == "reducescatter" else one) for one in rows]
         least = [2 * COLUMNS * one for one in rows]
         yield Trial(("lossless", f"{op}_from_nbytes", world_size), (*least, None), calls, True)
+
+
+def _copies(world_size: int) -> Iterator[Trial]:
+    """Yields the trials of copy engines, with fp32, which is not compressed. Whole tensors have up to 512 MB."""
+    large = []
+    for op, algorithm in COPYING.items():
+        rows = [nbytes // (4 * COLUMNS * world_size) for nbytes in (64 * MB, 128 * MB, 256 * MB, 512 * MB)]  # of a part
+        sizes = [one if op == "allgather" else world_size * one for one in rows]  # of a rank's tensor
+        calls = [Workload(op, one, dtype=torch.float32) for one in sizes]
+        least = [4 * COLUMNS * one for one in (sizes if op == "allreduce" else rows)]
+        yield Trial(("copies", f"{op}_from_nbytes", world_size), (*least, None), calls, True)
+        large += [replace(one, algorithm=algorithm.value) for one in calls[1:]]
+    yield Trial(("copies", "sum_blocks"), (16, 32, 64), large)
+    yield Trial(("copies", "chunk_nbytes"), (2 * MB, 4 * MB, 8 * MB), large)
+    yield Trial(("copies", "chunks"), (4, 8, 16), large)
 
 
 def _norm(world_size: int) -> Iterator[Trial]:

@@ -13,11 +13,12 @@ A sum that runs beside a multiplication has few blocks. graphar's matmul leaves 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from graphar.runtime.side_stream import stream_beside
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,4 @@ def in_turn(
 def streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Returns the caller's stream on a device, and its side stream."""
     main = torch.cuda.current_stream(device)
-    return main, _side_stream(device, main.cuda_stream)
-
-
-@functools.lru_cache(maxsize=256)
-def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
-    """Returns the side stream of the caller's stream ``main``.
-
-    Callers do not share one: a stream under capture and another stream may not wait for each other.
-    """
-    return torch.cuda.Stream(device)
+    return main, stream_beside(device, main.cuda_stream)

@@ -88,6 +88,11 @@ def source_of(kernel: Kernel, world_size: int, variant: str | None = None) -> Ke
     return kernel_source(kernel.algorithm, kernel.dtype, world_size, variant, generated, order)
 
 
+def sum_of_parts_source(dtype: torch.dtype, world_size: int) -> KernelSource:
+    """Returns the kernel that adds the parts of ``world_size`` ranks, of one of TYPE_NAMES, which are on one GPU."""
+    return KernelSource("copies/sum_of_parts.cu", f"sum_of_parts<{TYPE_NAMES[dtype]}, {world_size}>")
+
+
 def residual_norm_source(dtype: torch.dtype, total_dtype: torch.dtype | None = None) -> KernelSource:
     """Returns the kernel that adds a residual of ``dtype``, one of TYPE_NAMES, to a sum and computes its RMSNorm.
 

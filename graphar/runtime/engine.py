@@ -119,7 +119,7 @@ class Engine(Life):
 
         A call that names an algorithm without a kernel does not set up this group's kernels.
         """
-        needs_none = call.algorithm != "auto" and not Algorithm(call.algorithm).row.folder
+        needs_none = call.algorithm != "auto" and not Algorithm(call.algorithm).row.layout
         problem = None if needs_none else self.why_no_kernel(call.op, x)
         runner = None if problem else self.runner
         return Facts(

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 
 import torch
+
+
+@functools.lru_cache(maxsize=256)
+def stream_beside(device: torch.device, main: int, at: int = 0) -> torch.cuda.Stream:
+    """Returns the side stream of number ``at`` of the caller's stream, whose handle is ``main``.
+
+    Callers do not share one: a stream under capture and another stream may not wait for each other.
+    """
+    return torch.cuda.Stream(device)
 
 
 class SideStream:

@@ -37,7 +37,7 @@ CHECKED_STEPS = 5  # steps after which losses and parameters are compared
 COMPRESSED_MB = 8  # the smallest size to compress if the tuning table has none
 TOLERANCE = 0.02  # the largest relative difference of a loss from the loss with torch's collectives
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-PLAIN, LOSSLESS = "graphar", "graphar lossless"
+PLAIN, LOSSLESS, COPIES = OWN = "graphar", "graphar lossless", "graphar copies"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class FsdpRow(training_steps.StepRow):
 
     Attributes:
         method: "nccl" or "gloo": torch's own collectives. "graphar": without compression. "graphar lossless": with
-            compression. "alone": no communication.
+            compression. "graphar copies": by copy engines. "alone": no communication.
         layers: the number of layers of the trained model.
         tokens: tokens per rank and step, in one sequence.
         reduce_dtype: the dtype in which gradients are reduced, one of DTYPES.
@@ -83,11 +83,11 @@ class FsdpRow(training_steps.StepRow):
 
     @property
     def is_own(self) -> bool:
-        return self.method in (PLAIN, LOSSLESS)
+        return self.method in OWN
 
     @property
     def is_baseline(self) -> bool:
-        return self.method not in (PLAIN, LOSSLESS, training_steps.ALONE)
+        return self.method not in (*OWN, training_steps.ALONE)
 
     @property
     def is_alone(self) -> bool:
@@ -178,7 +178,8 @@ class Kind:
     def use_in(self, model: nn.Module) -> None:
         """Makes a model that was given to fully_shard use these collectives."""
         if self.communicator:
-            graphar.fsdp.set_collectives(model, self.communicator, blocks=self.blocks)
+            algorithm = "copies" if self.method == COPIES else "kernels"
+            graphar.fsdp.set_collectives(model, self.communicator, blocks=self.blocks, algorithm=algorithm)
             return
         local = self.method == training_steps.ALONE
         gather, scatter = (LocalAllGather, LocalReduceScatter) if local else (TorchAllGather, TorchReduceScatter)
@@ -189,9 +190,10 @@ class Kind:
 
 def make_kinds(plan: FsdpPlan) -> list[Kind]:
     """Returns the kinds of collectives to measure. Collective."""
-    plain, lossless = (communicator_of(plan, method) for method in (PLAIN, LOSSLESS))
+    plain, lossless, copies = (communicator_of(plan, method) for method in OWN)
     limited = [Kind(PLAIN, blocks, plain) for blocks in plan.blocks]  # calls with a limit are not compressed
     own = [Kind(PLAIN, communicator=plain), *limited, Kind(LOSSLESS, communicator=lossless)]
+    own.append(Kind(COPIES, communicator=copies))
     return [Kind(dist.get_backend()), *own, Kind(training_steps.ALONE)]
 
 
@@ -401,7 +403,7 @@ class Fsdp(training_steps.TrainingReport):
 
     @classmethod
     def count(cls, plan: FsdpPlan) -> int:
-        return (4 + len(plan.blocks)) * len(plan.tokens)
+        return (5 + len(plan.blocks)) * len(plan.tokens)
 
     def line(self, row: FsdpRow) -> str:
         return f"{row.label:>20}: {row.step_ms:.2f} ms a step of {row.tokens} tokens, loss {row.losses[-1]:.4f}"

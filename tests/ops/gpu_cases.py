@@ -20,7 +20,7 @@ from graphar.numerics.codecs import FP8, NAMES, codec
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import split
 from graphar.plan import select
-from graphar.plan.algorithms import Algorithm, with_epilogue, with_kernels, with_tree
+from graphar.plan.algorithms import COPYING, Algorithm, with_epilogue, with_kernels, with_tree
 from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import PACK_NBYTES, Sizes
 from graphar.plan.work import Norm
@@ -123,7 +123,8 @@ class Case:
             return
         op, own = self.form.op.__name__, self.form.options.get("codec")
         counts = [x.numel() for x in (tensors["x"] if op == "allgather" else outs)]
-        ranks.run_parts(op, tensors["x"], outs, counts, own.text if own else "")
+        algorithm = self.form.options.get("algorithm", "auto")
+        ranks.run_parts(op, tensors["x"], outs, counts, own.text if own else "", algorithm)
 
     def calls(self, ranks: Ranks) -> int:
         """How many calls its kernels have counted."""
@@ -202,6 +203,13 @@ NBYTES = (
 SUMS = named(ALLREDUCE[0], KERNEL_ALGORITHMS, shapes=NUMELS)
 SUM = Case(ALLREDUCE[0], {}, NUMELS, prepared={})
 SCATTER = Case(REDUCESCATTER[0], PUSHED, NUMELS[1:], prepared={"ops": ["reducescatter"]})
+COPIED = [
+    case
+    for form in (ALLREDUCE[0], REDUCESCATTER[0], ALLGATHER[0])
+    for one in [COPYING[form.op.__name__]]
+    for case in named(form, [one.value], shapes=[*NUMELS[1:], ((1 << 24) + 77,)])  # the last in several chunks
+    for case in [replace(case, kernels={})]  # its own kernel counts no calls
+]
 ALONG_AXES = [
     Case(replace(REDUCESCATTER[0], label=f"axis {axis}", options={"axis": axis}), PUSHED, shapes, [bit_patterns])
     for axis, shapes in ((0, MATRICES), (1, MATRICES), (2, MATRICES[4:5]), (-3, MATRICES[4:5]), (-1, MATRICES))

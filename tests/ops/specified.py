@@ -167,7 +167,7 @@ def allreduced(x, codec=None, residual=None, epilogue=None, order="rank", out_dt
 
 
 def reducescattered(
-    x, axis=0, codec=None, residual=None, epilogue=None, order="rank", out_dtype=None, call=0
+    x, axis=0, codec=None, residual=None, epilogue=None, order="rank", out_dtype=None, call=0, algorithm="auto"
 ) -> Results:
     if codec is None:
         return each(reference.reducescatter(x, axis, epilogue, order, out_dtype))
@@ -184,7 +184,7 @@ def reducescattered(
     return list(zip(received, left, strict=True))
 
 
-def allgathered(x, axis=0) -> Results:
+def allgathered(x, axis=0, algorithm="auto") -> Results:
     return everyone(reference.allgather(x, axis), len(x))
 
 

@@ -20,8 +20,8 @@ def ones(*shape):
     return torch.ones(shape, dtype=torch.bfloat16, device="cuda")
 
 
-def sum_of(op):
-    return lambda: partial(op, ones(8192))
+def sum_of(op, **options):
+    return lambda: partial(op, ones(8192), **options)
 
 
 def matmul(op, rows, **options):
@@ -46,6 +46,9 @@ OF_ONE_WAIT = {
     "all-gather": sum_of(graphar.allgather),
 }
 OF_ANY_RANKS = OF_ONE_WAIT | {
+    "all-reduce by copies": sum_of(graphar.allreduce, algorithm="two_shot_copies"),
+    "reduce-scatter by copies": sum_of(graphar.reducescatter, algorithm="reducescatter_copies"),
+    "all-gather by copies": sum_of(graphar.allgather, algorithm="allgather_copies"),
     "matmul in tiles": matmul(graphar.fused_matmul_allreduce, 2048, partition="tiles"),
     "matmul in tiles of parts": matmul(graphar.fused_matmul_reducescatter, 2048, partition="tiles"),
     "gathered chunks": matmul(graphar.fused_allgather_matmul, 256, partition="chunks"),

@@ -11,6 +11,7 @@ import graphar
 from tests.gpu import Ranks
 from tests.ops.gpu_cases import (
     BF16,
+    COPIED,
     FOLLOWED,
     GATHER,
     GATHERED,
@@ -43,7 +44,7 @@ def empty_results(ranks: Ranks, expected) -> list[torch.Tensor]:
 
 
 @pytest.mark.promise("Stochastic rounding is unbiased, repeatable with a seed, and new in each call and replay.")
-@every(SUM, SCATTER, GATHER, *RANDOM, TREE, *TREES, *OF_ROWS, *MATMULS)
+@every(SUM, SCATTER, GATHER, *COPIED, *RANDOM, TREE, *TREES, *OF_ROWS, *MATMULS)
 def test_what_is_prepared_is_captured_first_and_replayed_with_other_data(fresh_ranks: Ranks, case):
     ranks = fresh_ranks
     case.skip_unless_served(ranks)
@@ -65,7 +66,7 @@ def test_what_is_prepared_is_captured_first_and_replayed_with_other_data(fresh_r
 
 
 @pytest.mark.promise("Graphs replay after everything that Python held is gone, and epochs may wrap.")
-@every(*SUMS, SCATTER, GATHER, *OF_INT4)
+@every(*SUMS, SCATTER, GATHER, *COPIED, *OF_INT4)
 def test_a_graph_replays_after_every_reference_is_gone(fresh_ranks: Ranks, case):
     ranks, drawn = fresh_ranks, case.draw(fresh_ranks, (8199,))
     expected, tensors = case.expected(drawn), case.place(ranks, drawn)
@@ -89,7 +90,7 @@ def test_a_graph_replays_after_every_reference_is_gone(fresh_ranks: Ranks, case)
     assert all(bool((one == 0x55).all()) for one in junk)
 
 
-@every(SUM, SCATTER, GATHER)
+@every(SUM, SCATTER, GATHER, *COPIED)
 def test_replays_mix_with_eager_calls_and_other_graphs(ranks: Ranks, case):
     made = []
     for seed, numel in enumerate((5, 8192, 1 << 20, 12 << 20)):  # the last is several launches of a reduce-scatter

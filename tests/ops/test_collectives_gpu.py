@@ -14,6 +14,7 @@ from tests.ops.gpu_cases import (
     ALONG_AXES,
     BF16,
     CODED,
+    COPIED,
     FOLLOWED,
     GATHER,
     GATHERED,
@@ -37,7 +38,7 @@ from tests.ops.gpu_cases import (
 pytestmark = pytest.mark.gpu
 
 EPILOGUES = [case for cases in FOLLOWED.values() for case in cases]
-PLAIN = [*SUMS, SCATTER, GATHER]
+PLAIN = [*SUMS, SCATTER, GATHER, *COPIED]
 
 
 def every(*cases: Case):
@@ -92,7 +93,7 @@ def test_large_partitions_that_do_not_divide_give_the_specification(ranks: Ranks
 
 
 @pytest.mark.promise("NaN, infinities, -0.0 and subnormals come out as that sum gives them.")
-@every(*SUMS, SCATTER)
+@every(*SUMS, SCATTER, *COPIED[:2])
 def test_every_pair_of_16_bit_patterns_meets(ranks: Ranks, case):
     for shift in (0, 1, 255, 31743):
         for dtype in HALVES:
@@ -149,7 +150,7 @@ def test_a_negated_view_is_negated(ranks: Ranks, case):
 
 
 @pytest.mark.promise("Any strides, alignment and allocator work, and nothing is written beside the result.")
-@every(*SUMS, SCATTER, GATHERED_ALONG_AXES[0], *OF_INT4, *FOLLOWED["v * scale + bias[col]"][:-1])
+@every(*SUMS, SCATTER, *COPIED, GATHERED_ALONG_AXES[0], *OF_INT4, *FOLLOWED["v * scale + bias[col]"][:-1])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_nothing_is_written_beside_the_result_or_the_scratch(ranks: Ranks, case, offset):
     guard = 64

@@ -30,7 +30,7 @@ from graphar.product import fused, gathered_chunks, overlap, products
 from graphar.product.gathered_chunks import GatheredChunks
 from graphar.runtime import engine as engines
 from graphar.runtime import launcher
-from graphar.runtime.bind import collective, launches
+from graphar.runtime.bind import collective, copies, launches
 from graphar.runtime.plan import Plan
 from tests.ops.test_warm_calls import OPS, zeros
 
@@ -142,6 +142,9 @@ def test_every_step_of_a_call_without_a_kernel_has_its_deadline(group, name):
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
 
+COUNTERS = {Algorithm.ALLGATHER_MATMUL: [0, 0]}
+
+
 class OnGpu(torch.Tensor):
     """A CPU tensor that claims to be on a GPU."""
 
@@ -156,8 +159,8 @@ def on_gpu(*shape):
 @pytest.fixture(params=[1, 2], ids=lambda count: f"{count} here")
 def gpus(monkeypatch, request):
     """An engine of two ranks that believes in GPUs, with one or both in this process, and the deadlines of launches."""
-    launched, zeros_of_torch = [], torch.zeros
-    members = [SimpleNamespace(rank=rank, device=rank) for rank in range(request.param)]
+    launched = []
+    members = [SimpleNamespace(rank=rank, device=rank, leave=lambda: None) for rank in range(request.param)]
 
     def load(*given):
         return [None for _ in members]
@@ -186,7 +189,7 @@ def gpus(monkeypatch, request):
     monkeypatch.setattr(GatheredChunks, "_run_slice", lambda self, lanes, rows, one, meet: meet())
     for module in (gathered_chunks, overlap):
         monkeypatch.setattr(module, "streams_of", lambda device: (None, None))
-    monkeypatch.setattr(torch, "zeros", lambda *given, device=None, **how: zeros_of_torch(*given, **how))
+    monkeypatch.setattr(copies, "tensor_at", lambda pointer, device, like: torch.zeros_like(like, device="cpu"))
     for name in ("load", "norm"):
         monkeypatch.setattr(products.residual_norm, name, lambda *given: None)
 
@@ -199,7 +202,7 @@ def gpus(monkeypatch, request):
         members=members,
         chip=Chip(132, MATMUL_ARCH),
         lock=contextlib.nullcontext(),
-        kernels=SimpleNamespace(why_no_multicast=lambda: "", prepare=load, prepare_all=load),
+        kernels=SimpleNamespace(why_no_multicast=str, prepare=load, prepare_all=load, counters=lambda: COUNTERS),
         symmetric=None,
         arguments=arguments,
         raise_failure=lambda: None,

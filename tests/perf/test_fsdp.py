@@ -114,29 +114,31 @@ def test_a_short_run_is_reported(tmp_path):
 
     folder = tmp_path / "cpu"
     found = json.loads((folder / "fsdp.json").read_text())["rows"]
-    kinds = ("gloo", None), ("graphar", None), ("graphar", 3), ("graphar lossless", None), ("alone", None)
+    kinds = ("gloo", None), ("graphar", None), ("graphar", 3), ("graphar lossless", None)
+    kinds += ("graphar copies", None), ("alone", None)
     rows = {(one["method"], one["blocks"], one["tokens"]): one for one in found}
     assert [*rows] == [(*kind, tokens) for tokens in (8, 16) for kind in kinds]
     for tokens in (8, 16):
-        torchs, plain, limited, lossless, alone = (rows[(*kind, tokens)] for kind in kinds)
+        torchs, plain, limited, lossless, copies, alone = (rows[(*kind, tokens)] for kind in kinds)
         # Sums of two ranks have one order.
         assert torchs["digest"] == plain["digest"] == limited["digest"] == lossless["digest"] != alone["digest"]
+        assert copies["digest"] == plain["digest"]
         assert torchs["losses"] == plain["losses"]
         assert torchs["losses"][-1] < torchs["losses"][0]
         assert plain["compressed"] == lossless["compressed"] == []
-    assert "All 6 results were verified: none is wrong." in (folder / "fsdp.md").read_text()
+    assert "All 8 results were verified: none is wrong." in (folder / "fsdp.md").read_text()
 
 
 def checks_around_steps_as_rank(rank, world_size):
     ranks = ProcessRanks(torch.device("cpu"), dist.HashStore())
     plan = FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", (), None, None)
-    training, (torchs, plain, lossless, alone) = Training(plan, 1, ranks), make_kinds(plan)
+    training, (torchs, plain, lossless, copies, alone) = Training(plan, 1, ranks), make_kinds(plan)
     training.use_tokens(8)
     before = Turn(training, plain).check()
     for kind in (torchs, lossless, alone):
         Turn(training, kind).make_steps(3)
     after = Turn(training, plain).check()
-    for kind in (plain, lossless):
+    for kind in (plain, lossless, copies):
         kind.communicator.close()
     return before == after
 

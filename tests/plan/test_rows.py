@@ -15,7 +15,7 @@ import torch
 import graphar
 from graphar.numerics.codecs import TILE_NUMEL, codec
 from graphar.plan import algorithms, matmuls, scratch
-from graphar.plan.algorithms import ROWS, Algorithm, kernels_that
+from graphar.plan.algorithms import COPYING, ROWS, WITHOUT_KERNEL, Algorithm, kernels_that
 from graphar.plan.call import Call
 from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, select
@@ -59,8 +59,10 @@ def test_every_kernels_file_is_that_of_a_row_or_of_a_kernel_that_meets_no_other_
     files = {path.relative_to(directory).as_posix() for path in directory.rglob("*.cu")}
 
     alone = {"matmul/matmul.cu", "norm/residual_rmsnorm.cu", "norm/residual_rmsnorm_backward.cu"}
+    alone |= {"copies/sum_of_parts.cu"}
     assert files == {file_of(one) for one in WITH_KERNELS} | alone
-    assert set(Algorithm) - set(WITH_KERNELS) == {Algorithm.FALLBACK, Algorithm.HIERARCHICAL}
+    assert set(Algorithm) - set(WITH_KERNELS) == {*WITHOUT_KERNEL.values(), *COPYING.values()}
+    assert {*WITHOUT_KERNEL.values()} == {Algorithm.FALLBACK, Algorithm.HIERARCHICAL}
 
 
 def test_no_algorithm_is_named_outside_the_table_of_rows():

@@ -43,7 +43,7 @@ def test_every_number_of_a_policy_has_a_trial():
     known = {path for name in POLICIES if name != "chip" for path in numbers(getattr(TABLE, name), (name,))}
 
     without = {"one_shot_nbytes_beyond", "alternating_tile", "against_torch"}
-    assert known - tried == {("matmul", name) for name in without}
+    assert known - tried == {("copies", "beside_from_nbytes"), *(("matmul", name) for name in without)}
     assert tried <= known
 
 
@@ -54,6 +54,9 @@ def test_numbers_of_a_world_size_are_marked():
         "lossless.allreduce_from_nbytes.3",
         "lossless.reducescatter_from_nbytes.3",
         "lossless.allgather_from_nbytes.3",
+        "copies.allreduce_from_nbytes.3",
+        "copies.reducescatter_from_nbytes.3",
+        "copies.allgather_from_nbytes.3",
         "matmul.skinny_from_columns.3",
         "matmul.one_shot_nbytes.3",
         "matmul.tiles_from_numel.3",

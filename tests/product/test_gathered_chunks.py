@@ -18,6 +18,7 @@ from graphar.plan.work import Product
 from graphar.product import gathered_chunks
 from graphar.product.gathered_chunks import GatheredChunks
 from graphar.product.operands import MatmulOperands
+from graphar.runtime.bind import copies
 from tests.cases import same_bits
 
 ROWS_A_LAUNCH, K = 5, 12
@@ -51,7 +52,7 @@ class Ranks:
         self._memory = [torch.empty(self._scratch.nbytes, dtype=torch.uint8) for _ in range(world_size)]
         self.runner = SimpleNamespace(
             lock=threading.Lock(),
-            members=[SimpleNamespace(rank=rank, device=rank) for rank in range(world_size)],
+            members=[SimpleNamespace(rank=rank, device=rank, leave=lambda: None) for rank in range(world_size)],
             raise_failure=lambda: self.steps.append(("host", "raise an earlier failure")),
             kernels=SimpleNamespace(scratch=lambda algorithm: [one.data_ptr() for one in self._memory]),
         )
@@ -59,9 +60,9 @@ class Ranks:
         in_turn = itertools.cycle(pairs)
         monkeypatch.setattr(GatheredChunks, "_meeting", lambda *_: lambda: self.steps.append(("all", "meet")))
         monkeypatch.setattr(gathered_chunks, "streams_of", lambda device: next(in_turn))
-        monkeypatch.setattr(gathered_chunks, "on_device", self._on_device)
-        monkeypatch.setattr(gathered_chunks, "driver_call", self._copy)
-        monkeypatch.setattr(gathered_chunks, "driver", SimpleNamespace(cuMemcpyAsync=None))
+        monkeypatch.setattr(copies, "here", self._on_device)
+        monkeypatch.setattr(copies, "driver_call", self._copy)
+        monkeypatch.setattr(copies, "driver", SimpleNamespace(cuMemcpyAsync=None))
         monkeypatch.setattr(gathered_chunks, "tensor_at", self._tensor_at)
         monkeypatch.setattr(gathered_chunks, "gathered_rows_a_launch", lambda algorithm, world_size, k: ROWS_A_LAUNCH)
         monkeypatch.setattr(torch, "mm", self._mm)
@@ -144,21 +145,24 @@ def test_after_an_error_the_callers_streams_wait_for_the_copies(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         run(ranks, members)
 
-    assert ranks.steps[-2:] == [("main 0", "wait for side 0"), ("main 1", "wait for side 1")]
+    assert ranks.steps[-3::2] == [("main 0", "wait for side 0"), ("main 1", "wait for side 1")]
 
 
 def order_of(rank, world_size, counts, gathered):
     """What the streams of a rank do in a call of one launch, to which the ranks bring so many rows, in order."""
     main, side = f"main {rank}", f"side {rank}"
-    steps = [("all", "meet"), (side, f"wait for {main}")]
+    steps = [("all", "meet")]
     for hop in range(1, world_size):
+        steps += [(side, f"wait for {main}")]
         steps += [(side, f"copy to rank {(rank + hop) % world_size}")] if counts[rank] else []
         steps += [(side, f"record event {hop} of {side}")]
     for hop in range(world_size):
         steps += [(main, f"wait for event {hop} of {side}"), ("all", "meet")] if hop else []
         if gathered and counts[(rank - hop) % world_size]:
+            ends = world_size + sum(counts[(rank - one) % world_size] > 0 for one in range(hop))
             steps += [(side, f"wait for {main}"), (side, "copy to the gathered rows")]
-    return [*steps, (main, f"wait for {side}")]
+            steps += [(side, f"record event {ends} of {side}")]
+    return [*steps, (side, f"wait for {main}"), (main, f"wait for {side}")]
 
 
 @pytest.mark.parametrize("gathered", [False, True])

@@ -86,6 +86,7 @@ UNLIKE = {
     "numbers of an epilogue that large sums have": (scaled(1 << 24, 2.0), scaled(1 << 24, 3.0)),
     "eps of norms": (norms(4), norms(4, eps=1e-5)),
     "epilogues": (sums(1 << 12, epilogue="v + 1"), sums(1 << 12, epilogue="v + 2")),
+    "sizes of copies": tuple(sums(numel, algorithm="two_shot_copies") for numel in (1 << 20, (1 << 20) - 8)),
     "sizes without a loss": (
         sums(1 << 24, algorithm="two_shot_lossless"),
         sums((1 << 24) - (1 << 20), algorithm="two_shot_lossless"),

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import graphar
+from graphar.plan.algorithms import COPYING
 from graphar.runtime.registry import engine_of_group
 from tests.cases import integers, raw, same_bits
 from tests.gpu import EXACT_ALGORITHMS, fits
-from tests.ops.conformance import ALLREDUCE, FORMS, copies, parameters
+from tests.ops.conformance import ALLGATHER, ALLREDUCE, FORMS, REDUCESCATTER, copies, parameters
 from tests.processes import RankFailed, run_on_gpus, run_ranks
 from tests.worlds import SHARED_WORLD_SIZES
 
@@ -22,8 +23,13 @@ pytestmark = pytest.mark.gpu(1)
 
 WORLD_SIZE, CALLS = 2, 4
 RAW = (torch.bool, torch.uint16, torch.complex64, torch.complex128, torch.float8_e5m2, torch.float8_e8m0fnu)
-# The rows, and plain sums by each exact kernel. A form that rounds at random gives something else at each call.
+# The rows, and plain sums by each exact kernel and by copy engines. A form that rounds at random gives something else
+# at each call.
 BY_KERNEL = [replace(ALLREDUCE[0], label=name, options={"algorithm": name}) for name in EXACT_ALGORITHMS]
+BY_KERNEL += [
+    replace(form, label=COPYING[op].value, options={"algorithm": COPYING[op].value})
+    for op, form in (("allreduce", ALLREDUCE[0]), ("reducescatter", REDUCESCATTER[0]), ("allgather", ALLGATHER[0]))
+]
 EVERY_FORM = [
     form
     for form in (*FORMS, *BY_KERNEL)

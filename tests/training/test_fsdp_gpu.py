@@ -96,6 +96,32 @@ def test_training_has_the_same_bits_with_and_without_lossless_compression(world_
         assert all(found.values()), found
 
 
+def by_copies_as_rank(rank, world_size):
+    """Whether training by copies has the bits of training by kernels, by how it gathers, and the pool's MB."""
+    expected, found = trained(rank, lambda model: fsdp.set_collectives(model, algorithm="kernels")), {}
+    settings = {"pool": {}, "scratch": {"pool_nbytes": 0}, "one tensor in the pool": {"pool_nbytes": 1100 << 10}}
+    for name, how in settings.items():
+        for options in ({}, {"asynchronous": True}, {"reshard_after_forward": False}):
+            own = graphar.Communicator(timeout_s=30)
+            use = lambda model, own=own, how=how: fsdp.set_collectives(model, own, algorithm="copies", **how)  # noqa: E731
+            is_same, held = same(trained(rank, use, **options), expected), own.memory()
+            found[name, str(options)] = is_same, held.symmetric.resident_nbytes >> 20, sorted(held.scratch)
+            own.close()
+    return found
+
+
+@pytest.mark.gpu(2, shared=True)
+def test_training_by_copies_has_the_bits_of_training_by_kernels():
+    for found in run_on_gpus(by_copies_as_rank, 2, timeout_s=400):
+        assert all(same for same, _, _ in found.values()), found
+        assert {tuple(scratch) for _, _, scratch in found.values()} == {
+            ("allgather_copies", "allgather_flagged", "reducescatter_copies")
+        }
+        pooled = {name: held for (name, options), (_, held, _) in found.items() if options == "{}"}
+        assert pooled["scratch"] == 0
+        assert 0 < pooled["one tensor in the pool"] <= pooled["pool"] <= 8
+
+
 def near_torch_as_rank(rank, world_size):
     """The largest relative differences of losses and parameters from training with NCCL."""
     found, expected = trained(rank, fsdp.set_collectives), trained(rank)

@@ -18,6 +18,7 @@ from graphar.ranks import agreement
 from graphar.ranks.cpu import fallback
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
+from graphar.runtime.bind.by_copies import bind_copies
 from graphar.runtime.bind.launches import Put, bind_launch, of_members, put_agreed, runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid
@@ -47,6 +48,8 @@ def bind(engine: Engine, call: Call[Sum | Parts], ranks: Sequence[Operands]) -> 
 def _bind(engine: Engine, call: Call, x: torch.Tensor, config: Config) -> Plan:
     if not any(call.work.parts):
         return Plan(engine.keeping_failure()(fallback.do_nothing), config)
+    if config.algorithm.row.copies:
+        return Plan(bind_copies(engine, call, config), config)
     if config.blocks:
         return bind_kernel(engine, call, config)
     run = engine.keeping_failure()(engine.without_kernels.bind(call, x, config, engine.deadline(call)))

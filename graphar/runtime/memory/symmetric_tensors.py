@@ -63,7 +63,7 @@ class SymmetricTensors:
         """Whether ``x`` may lie in symmetric memory: no other tensor that is farther away than these does."""
         return self.begin <= x.data_ptr() < self.end
 
-    def _place(self, pointer: int) -> str:
+    def place(self, pointer: int) -> str:
         """Returns where an address of this process lies, in words that are the same on every rank."""
         if (found := self._find(pointer)) is None:
             return "no symmetric tensor"
@@ -114,7 +114,7 @@ class SymmetricTensors:
                 peers = arguments.peer_input if is_input else arguments.peer_output
                 for rank, there in enumerate(self.on_every_rank(pointer) or ()):
                     peers[rank] = there
-                last, place = pointer, f", its {side} at {self._place(pointer)}"
+                last, place = pointer, f", its {side} at {self.place(pointer)}"
             return place
 
         return put

@@ -117,7 +117,7 @@ class Totals:
         totals = dict(self._calls)
         for call, plan in list(plans):  # a copy: another thread may add one
             algorithm, count = plan.config.algorithm, plan.count
-            kind = call.op, algorithm.value, "" if algorithm.row.folder else plan.reason
+            kind = call.op, algorithm.value, "" if algorithm.row.layout else plan.reason
             calls, repeated, nbytes = totals.get(kind, (0, 0, 0))
             made = count.looked_up + count.repeated
             totals[kind] = calls + made, repeated + count.repeated, nbytes + made * call.total_nbytes

@@ -1,0 +1,107 @@
+"""Pushes by copy engines, and the meetings of ranks around them.
+
+    caller's stream    ... | meet |                              | meet | reads what peers copied here
+    side stream                   | copies to peers (no SM held) |
+
+A meeting is an all-gather of one byte of each rank, by allgather_flagged in one block. It ends on a rank only after all
+ranks have begun it. It has the deadline, the record, the comparison of calls and the place in captured graphs that all
+kernels have.
+
+- Visibility. A meeting is launched after this rank's copies have ended: the caller's stream waits for their event. So
+  when the meeting has ended on a rank, the copies of all ranks have ended that were enqueued before it, and what runs
+  after it on the caller's stream reads their bytes.
+- Reuse. A copy begins after a meeting that every rank begins after its last access to the memory that the copy
+  overwrites. So the first copies of a call come after a meeting, too: the ranks' earlier calls, and whatever their
+  streams did before this call, have ended by then.
+- Progress. Only meetings wait for other ranks. Each rank enqueues its meetings and copies in one order, in which
+  nothing depends on what comes later. So no queue of the hardware that takes them in that order blocks itself.
+- Failure. After a meeting that expired nothing waits any more: copies go on, results are undefined, and the next call
+  raises. While a communicator is suspended, copies of a replayed graph end in the guard in place of scratch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphar.numerics.dtypes import BYTE
+from graphar.plan.algorithms import MEETING, Algorithm
+from graphar.plan.call import Call, Operands
+from graphar.plan.scratch import PACK_NBYTES
+from graphar.plan.work import Parts
+from graphar.runtime.bind.launches import runner_of
+from graphar.runtime.bounded_cache import BoundedCache
+from graphar.runtime.driver import call as driver_call
+from graphar.runtime.driver import driver, on_device
+from graphar.runtime.engine import Engine
+from graphar.runtime.kernels import COUNTERS_NBYTES
+from graphar.runtime.member import Member
+from graphar.runtime.memory.symmetric_tensors import tensor_at
+from graphar.runtime.plan import Plan
+
+Event = torch.cuda.Event | torch.Event
+Move = tuple[int, int, int]  # the address to copy to, the one to copy from, and bytes
+
+
+_HERE = contextlib.nullcontext()
+
+
+def here(device: int) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which a device is current. The caller has used the CUDA runtime in this thread."""
+    return _HERE if torch._C._cuda_getDevice() == device else on_device(device)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A rank of this process, the caller's stream, and the streams of its copies."""
+
+    member: Member
+    main: torch.cuda.Stream
+    sides: Sequence[torch.cuda.Stream]
+
+    def copy(self, moves: Iterable[Move], side: int = 0) -> Event:
+        """Copies on a side stream, after what the caller's stream holds now; returns the end of the copies."""
+        stream = self.sides[side]
+        stream.wait_stream(self.main)
+        handle = stream.cuda_stream
+        with here(self.member.device):
+            for to, source, nbytes in moves:
+                if nbytes:
+                    driver_call(driver.cuMemcpyAsync, to, source, nbytes, handle)
+        return stream.record_event()
+
+    def join(self) -> None:
+        """Lets the caller's stream wait for all copies: they read tensors, also after an error."""
+        for side in self.sides:
+            side.wait_stream(self.main)  # under capture, one that has copied nothing yet must be part of it
+            self.main.wait_stream(side)
+
+
+def meetings(engine: Engine, call: Call, algorithm: Algorithm, words: str) -> Callable[[str], None]:
+    """Returns a function that lets the current streams wait until all ranks have come. Collective.
+
+    ``algorithm`` is prepared: the bytes lie behind its counters, as long as graphs may be replayed. ``words`` say what
+    the ranks call. The function takes more words on which they must agree; new ones make a plan.
+    """
+    xs, outs = [], []
+    for member in runner_of(engine).members:
+        end = runner_of(engine).kernels.counters()[algorithm][member.rank] + COUNTERS_NBYTES
+        for made, count in ((xs, 1), (outs, engine.world_size)):
+            end -= PACK_NBYTES
+            made.append(tensor_at(end, member.device, torch.empty(count, dtype=BYTE, device="meta")))
+    ranks = [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
+    how = {"algorithm": MEETING.value, "timeout_s": call.timeout_s, "blocks": 1}
+    plans: BoundedCache[Plan] = BoundedCache()
+
+    def plan_of(more: str) -> Plan:
+        work = Parts("allgather", (1,) * engine.world_size, beside=f"a meeting of {words}{more}")
+        return plans.keep(more, engine.plan(Call.of(work, xs[0], **how), ranks))
+
+    def meet(more: str = "") -> None:
+        (plans.get(more) or plan_of(more)).run(ranks)
+
+    plan_of("")  # loads the kernel
+    return meet

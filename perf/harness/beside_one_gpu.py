@@ -1,0 +1,139 @@
+"""Gathers and reduce-scatters between ranks of this process that share its GPU, each with its memory and stream.
+
+The ranks are those of `perf latency`: kernels of several processes would take turns on the GPU. What ranks of a
+communicator launch one after another on a GPU's current stream is launched here on each rank's stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import torch
+
+from graphar import reference
+from graphar.numerics.dtypes import BYTE
+from graphar.plan.algorithms import COPYING, MEETING
+from graphar.plan.call import Call, Operands
+from graphar.plan.config import Config
+from graphar.plan.grids import MEETING_THREADS
+from graphar.plan.select import Facts, select
+from graphar.plan.slices import slices
+from graphar.plan.work import Parts
+from graphar.runtime.bind import by_copies, collective
+from graphar.runtime.launcher import chip
+from graphar.runtime.member import Member
+from perf.harness import shared_gpu
+from perf.harness.verify import differs
+
+SEED = 1000
+Launches = Sequence[Callable[..., None]]  # by rank: each takes inputs and outputs
+
+
+class Sharing:
+    """Ranks that share a GPU, with what topics ask of ProcessRanks."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size, self.device = size, torch.device("cuda", 0)
+        self.whole = chip(0)
+        self._made = shared_gpu.Ranks(size, self.whole)
+        self.engine, self.runner, self.streams = self._made.engine, self._made.runner, self._made.streams
+
+    def barrier(self) -> None:
+        torch.cuda.synchronize()
+
+    def slowest(self, times: list) -> list:
+        return times
+
+    def launches(self, call: Call, config: Config) -> Launches:
+        """Returns each rank's launch of a call that one kernel serves, on the current stream."""
+        (one, *more) = slices(config.algorithm, self.size, call.work.parts, call.dtype.itemsize)
+        if more:
+            raise ValueError("the call takes several launches")
+        put_of = collective.put_of(self.engine, call)
+        return collective.bind_slice(self.runner, call, config, one, shared_gpu.TIMEOUT_S, put_of)
+
+    def on_streams(self, launches: Launches, ranks: Sequence[Operands]) -> None:
+        for launch, own, stream in zip(launches, ranks, self.streams, strict=True):
+            with torch.cuda.stream(stream):
+                launch(own.inputs, own.outputs)
+
+    def copies(self, call: Call, config: Config) -> Callable[[Sequence[Operands]], None]:
+        """Returns a function that makes a call by copy engines."""
+        bytes_of = [(torch.zeros(1, dtype=BYTE, device=self.device),) for _ in range(self.size)]
+        meeting = [Operands(x, (torch.zeros(self.size, dtype=BYTE, device=self.device),)) for x in bytes_of]
+        meet_call = Call.of(Parts("allgather", (1,) * self.size), bytes_of[0][0])
+        meets = self.launches(meet_call, Config(MEETING, 1, MEETING_THREADS))
+
+        def meet(more: str = "") -> None:
+            self.on_streams(meets, meeting)
+
+        with mock.patch.object(by_copies, "meetings", return_value=meet):
+            made = by_copies._BY_OP[call.op](self.engine, call, config)
+        rank_of = made._rank
+
+        def on_own_stream(member: Member, own: Operands):
+            with torch.cuda.stream(self.streams[member.rank]):
+                return rank_of(member, own)
+
+        made._rank = on_own_stream
+        return made.run
+
+
+class SharedCalls:
+    """The calls of one op and size between the ranks."""
+
+    def __init__(self, op: str, nbytes: int, ranks: Sharing) -> None:
+        count = nbytes // 2 // ranks.size
+        like = torch.empty(count * ranks.size, dtype=torch.bfloat16, device="meta")
+        wholes = ranks.runner.symmetric.empty(like)
+        parts = [torch.empty(count, dtype=torch.bfloat16, device=ranks.device) for _ in wholes]
+        self._xs, self._outs = (parts, wholes) if op == "allgather" else (wholes, parts)
+        self._op, self._ranks = op, ranks
+        self._call = Call.of(Parts(op, (count,) * ranks.size), parts[0])
+        self._made: dict[bool, Callable[[], None]] = {}
+
+    def by(self, copies: bool) -> Callable[[], None]:
+        """Returns a function that makes the call, by copies or by kernels in 64 blocks; cached."""
+        if copies not in self._made:
+            self._made[copies] = self._make(copies)
+        return self._made[copies]
+
+    def _make(self, copies: bool) -> Callable[[], None]:
+        how = {"algorithm": COPYING[self._op].value} if copies else {"blocks": 64 // self._ranks.size}
+        how |= {"symmetric": ("output",)} if copies and self._op == "allgather" else {}
+        call = self._call._replace(**how)
+        facts = Facts(self._ranks.size, shared_gpu.TABLE, self._ranks.whole, lossless=False)
+        config = select(call, facts).config
+        ranks = [Operands((x,), (out,)) for x, out in zip(self._xs, self._outs, strict=True)]
+        if copies:
+            run = self._ranks.copies(call, config)
+            return lambda: run(ranks)
+        parts = slices(config.algorithm, self._ranks.size, call.work.parts, 2)
+        put_of = collective.put_of(self._ranks.engine, call)
+        seconds, runner = shared_gpu.TIMEOUT_S, self._ranks.runner
+        bound = [(one.offset, collective.bind_slice(runner, call, config, one, seconds, put_of)) for one in parts]
+
+        def launch() -> None:
+            for offset, launches in bound:
+                after = [collective._after(offset, own, 1) for own in ranks]
+                self._ranks.on_streams(launches, after)
+
+        return launch
+
+    def wrong(self, copies: bool) -> int:
+        """Returns how many elements of all results differ from the specification's."""
+        generator = torch.Generator(self._ranks.device).manual_seed(SEED)
+        for x, out in zip(self._xs, self._outs, strict=True):
+            x.copy_(torch.randn(len(x), generator=generator, device=x.device))
+            out.fill_(7)
+        torch.cuda.synchronize()
+        self.by(copies)()
+        torch.cuda.synchronize()
+        if self._op == "allgather":
+            expected = [torch.cat(self._xs)] * self._ranks.size
+        else:
+            expected = reference.allreduce(self._xs).chunk(self._ranks.size)
+        return sum(int(differs(out, one).sum()) for out, one in zip(self._outs, expected, strict=True))

@@ -1,0 +1,223 @@
+"""Calls by copy engines, between ranks in the host's memory: streams run as late, torn and out of order as they may."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graphar import reference
+from graphar.plan.algorithms import COPYING
+from graphar.plan.call import Call, Operands
+from graphar.plan.config import Config
+from graphar.plan.tables import shipped_table
+from graphar.plan.work import Parts, Sum
+from graphar.runtime.arguments import Arguments
+from graphar.runtime.bind import by_copies, copies
+from tests.cases import bit_patterns, same_bits
+
+OPS, UNIT = tuple(COPYING), 4096
+every_op = pytest.mark.parametrize("op", OPS)
+
+
+def bytes_at(address: int, like: torch.Tensor) -> torch.Tensor:
+    raw = (ctypes.c_char * like.nbytes).from_address(address)
+    return torch.frombuffer(raw, dtype=like.dtype)
+
+
+class Stream:
+    """A queue of steps, which :meth:`Machine.run` takes. A step returns whether it is done."""
+
+    def __init__(self, machine: Machine, device: int) -> None:
+        self.device, self.steps, self.cuda_stream = device, [], len(machine.streams)
+        machine.streams.append(self)
+
+    def record_event(self):
+        event = SimpleNamespace(done=False)
+        self.steps.append(lambda: setattr(event, "done", True) or True)
+        return event
+
+    def wait_event(self, event) -> None:
+        self.steps.append(lambda: event.done)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+
+class Machine:
+    """GPUs of as many ranks. The seed decides which stream takes its next step when."""
+
+    def __init__(self, world_size: int, seed: int, monkeypatch) -> None:
+        self.world_size, self.streams, self._choices = world_size, [], random.Random(seed)
+        self.mains, self._begun = [Stream(self, rank) for rank in range(world_size)], [0] * world_size
+        self._sides, self.table = {}, shipped_table("default")
+        self.table = replace(self.table, copies=replace(self.table.copies, chunk_nbytes=UNIT, chunks=1 << 20))
+        scratch = COPYING["allreduce"].row.scratch(world_size)
+        self._scratch = [torch.empty(scratch.nbytes, dtype=torch.uint8) for _ in range(world_size)]
+        members = [SimpleNamespace(rank=rank, device=rank, leave=lambda: None) for rank in range(world_size)]
+        self.symmetric: dict[int, list[int]] = {}
+        self.runner = SimpleNamespace(
+            lock=threading.Lock(),
+            world_size=world_size,
+            members=members,
+            raise_failure=lambda: None,
+            kernels=SimpleNamespace(
+                scratch=lambda algorithm: [one.data_ptr() for one in self._scratch],
+                prepare=lambda kernel: None,
+                prepare_all=lambda key, algorithm, words, load: [load(member) for member in members],
+            ),
+            symmetric=SimpleNamespace(on_every_rank=self.symmetric.get, place=lambda pointer: ""),
+        )
+        monkeypatch.setattr(torch.cuda, "current_stream", self.mains.__getitem__)
+        monkeypatch.setattr(by_copies, "stream_beside", self._side)
+        monkeypatch.setattr(by_copies, "here", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(by_copies, "meetings", lambda *given: self._meet)
+        monkeypatch.setattr(by_copies, "Launch", lambda dtype, arguments, grid: Add(self, dtype, *arguments))
+        monkeypatch.setattr(by_copies, "launcher", SimpleNamespace(load=self._load))
+        monkeypatch.setattr(copies, "here", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(copies, "driver_call", self._copy)
+        monkeypatch.setattr(copies, "driver", SimpleNamespace(cuMemcpyAsync=None))
+
+    def _side(self, device: int, main: int, at: int) -> Stream:
+        if (device, at) not in self._sides:
+            self._sides[device, at] = Stream(self, device)
+        return self._sides[device, at]
+
+    def _load(self, source, device, shared_nbytes, what) -> torch.dtype:
+        names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        return names[source.name.split("<")[1].split(",")[0]]
+
+    def _meet(self, more: str = "") -> None:
+        """Lets each rank note that it has come, and then wait until all have."""
+        for rank, main in enumerate(self.mains):
+            self._come(rank, main)
+
+    def _come(self, rank: int, main: Stream) -> None:
+        at = SimpleNamespace(number=None)
+
+        def meet() -> bool:
+            if at.number is None:
+                self._begun[rank] += 1
+                at.number = self._begun[rank]
+            return min(self._begun) >= at.number
+
+        main.steps.append(meet)
+
+    def _copy(self, function, to, source, nbytes, stream) -> None:
+        """A copy in two steps: it is torn, and reads late."""
+        cut = self._choices.randrange(nbytes)
+        for begin, count in ((cut, nbytes - cut), (0, cut)):
+            self.streams[stream].steps.append(
+                lambda begin=begin, count=count: ctypes.memmove(to + begin, source + begin, count) or True
+            )
+
+    def run(self) -> None:
+        """Takes steps until none is left, of late streams last. It fails if streams wait for one another for ever."""
+        lateness: dict[Stream, float] = {}
+        while waiting := [stream for stream in self.streams if stream.steps]:
+            if not lateness or self._choices.random() < 0.01:
+                lateness = {stream: self._choices.random() for stream in self.streams}
+            for stream in sorted(waiting, key=lateness.__getitem__):
+                if stream.steps[0]():
+                    stream.steps.pop(0)
+                    break
+            else:
+                raise AssertionError("the streams wait for one another")
+
+
+class Add:
+    """Stands in for the launch of sum_of_parts: the sum of what its parts hold when the stream comes to it."""
+
+    def __init__(self, machine: Machine, dtype: torch.dtype, arguments: Arguments) -> None:
+        self._machine, self._dtype, self._arguments = machine, dtype, arguments
+
+    def enqueue(self, stream: int) -> None:
+        given = self._arguments
+        like = torch.empty(given.numel, dtype=self._dtype, device="meta")
+        parts = [bytes_at(given.peer_input[rank], like) for rank in range(self._machine.world_size)]
+        output = bytes_at(given.output, like)
+        self._machine.streams[stream].steps.append(lambda: output.copy_(reference.allreduce(parts)) is output)
+
+
+def work_of(op: str, counts) -> Sum | Parts:
+    return Sum(sum(counts)) if op == "allreduce" else Parts(op, tuple(counts))
+
+
+def wrong_elements(op: str, world_size: int, seed: int, monkeypatch, direct: bool = False) -> int:
+    """How many elements are wrong after three calls of any sizes, all of which are enqueued before the first runs."""
+    choices, machine = random.Random(seed), Machine(world_size, seed, monkeypatch)
+    dtype = choices.choice([torch.bfloat16, torch.float32])
+    found, expected, kept = [], [], []
+    for call in range(3):
+        counts = [choices.choice([0, 1, 7, choices.randrange(1, 5 * UNIT)]) for _ in range(world_size)]
+        counts[choices.randrange(world_size)] += UNIT  # one is not empty
+        total = sum(counts)
+        sizes = counts if op == "allgather" else [total] * world_size
+        xs = [bit_patterns(100 * call + rank, size, dtype) for rank, size in enumerate(sizes)]
+        outs = [torch.full((count if op == "reducescatter" else total,), 7.0).to(dtype) for count in counts]
+        expected += {
+            "allreduce": lambda xs=xs: [reference.allreduce(xs)] * world_size,
+            "allgather": lambda xs=xs: [torch.cat(xs)] * world_size,
+            "reducescatter": lambda xs=xs, counts=counts: reference.allreduce(xs).split(counts),
+        }[op]()
+        if direct:
+            machine.symmetric.update({out.data_ptr(): [one.data_ptr() for one in outs] for out in outs})
+        work = Call.of(work_of(op, counts), xs[0])
+        config = Config(COPYING[op], 1, 32, direct=direct)
+        by_copies.bind_copies(machine, work, config)([Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)])
+        for main, out in zip(machine.mains, outs, strict=True):
+            result = torch.empty_like(out)
+            found.append(result)
+            main.steps.append(lambda result=result, out=out: result.copy_(out) is result)
+        kept += [*xs, *outs]
+    machine.run()
+    return sum(same_bits(one, right) for one, right in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@every_op
+def test_results_are_the_specifications_whatever_is_late(op, world_size, monkeypatch):
+    for seed in range(8):
+        assert wrong_elements(op, world_size, seed, monkeypatch) == 0, seed
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if COPYING[op].row.direct])
+def test_peers_may_copy_into_symmetric_outputs(op, monkeypatch):
+    for seed in range(8):
+        assert wrong_elements(op, 3, seed, monkeypatch, direct=True) == 0, seed
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def is_noticed(op: str, monkeypatch) -> bool:
+    return any(wrong_elements(op, 3, seed, monkeypatch) for seed in range(30))
+
+
+@every_op
+def test_a_chunk_that_travels_into_a_place_before_it_is_free_is_noticed(op, monkeypatch):
+    monkeypatch.setattr(by_copies, "COPY_PLACES", 2)
+    assert is_noticed(op, monkeypatch)
+
+
+@every_op
+def test_a_meeting_that_does_not_come_after_the_copies_is_noticed(op, monkeypatch):
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
+    assert is_noticed(op, monkeypatch)
+
+
+@pytest.mark.parametrize("op", ["reducescatter", "allgather"])
+def test_a_call_without_its_first_meeting_is_noticed(op, monkeypatch):
+    monkeypatch.setattr(by_copies._ByCopies, "_meets_first", False)
+    assert is_noticed(op, monkeypatch)
+
+
+def test_sums_that_are_kept_before_they_are_here_are_noticed(monkeypatch):
+    monkeypatch.setattr(by_copies._AllReduce, "_ends_left", 4)
+    assert is_noticed("allreduce", monkeypatch)
