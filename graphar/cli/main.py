@@ -15,8 +15,10 @@ import graphar
 from graphar.cli import bench, explain, simulate, trace, tune
 from graphar.cli.doctor import examination
 from graphar.cli.options import BAD_ARGUMENTS, EXIT_STATUS, INTERRUPTED, fail
-from graphar.errors import GrapharError
+from graphar.errors import GrapharError, UnsupportedError
 from graphar.runtime.requirements import PROJECT
+
+SHELLS = ("bash", "zsh")  # that shtab completes for
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "graphar") -> int:
@@ -28,6 +30,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "graphar") -> int:
         epilog=f"{EXIT_STATUS} In a checkout, `nox -s perf` measures graphar beside its peers.",
     )
     parser.add_argument("--version", action="store_true", help="print the version and, where known, the commit")
+    parser.add_argument("--completion", choices=SHELLS, help="print a completion script for the shell; needs shtab")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in (examination, bench, explain, tune, simulate, trace):
         command.add(commands)
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "graphar") -> int:
     try:
         if "run" in options:
             return options.run(options)
-        print(_version() if options.version else parser.format_help(), end="")
+        print(_version() if options.version else _completion(parser, options.completion), end="")
         return 0
     except (GrapharError, OSError, ValueError) as error:
         is_argument = isinstance(error, (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError))
@@ -79,3 +82,14 @@ def _installed_commit() -> str:
     except metadata.PackageNotFoundError:
         recorded = None
     return json.loads(recorded or "{}").get("vcs_info", {}).get("commit_id", "")[:8]
+
+
+def _completion(parser: argparse.ArgumentParser, shell: str | None) -> str:
+    """Returns the completion script of a shell; of none, the help."""
+    if shell is None:
+        return parser.format_help()
+    try:
+        import shtab
+    except ImportError:
+        raise UnsupportedError("--completion needs shtab: python -m pip install shtab") from None
+    return shtab.complete(parser, shell)

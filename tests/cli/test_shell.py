@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 import graphar
 from graphar.cli.explain import explanations
-from graphar.cli.main import main
+from graphar.cli.main import SHELLS, main
 from graphar.plan.entries import measured_config
 from graphar.plan.sizes import KB, MB
 from graphar.runtime.user_tables import find_table
@@ -252,6 +253,23 @@ def test_the_version_has_the_commit_that_pip_recorded(recorded, commit, monkeypa
 
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"graphar {graphar.__version__}{commit}\n"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_shells_complete_commands_and_options(shell, capsys):
+    pytest.importorskip("shtab")
+
+    assert main(["--completion", shell]) == 0
+
+    script = capsys.readouterr().out
+    assert [word for word in (*COMMANDS, "--world-size", "fp8_e4m3") if word not in script] == []
+
+
+def test_completion_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+
+    assert main(["--completion", "bash"]) == 1
+    assert capsys.readouterr().err == "graphar: --completion needs shtab: python -m pip install shtab\n"
 
 
 def test_an_interrupt_ends_a_command_with_a_line_and_without_a_traceback(monkeypatch, capsys):
