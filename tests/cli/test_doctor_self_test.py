@@ -101,12 +101,9 @@ def gpus(monkeypatch):
     """Has ranks on the CPU pass for GPUs, and ``counted`` for the numbers of calls that kernels report."""
 
     def pretend(world_size, counted, arch=MATMUL_ARCH):
-        allreduce = graphar.allreduce
-
-        def by_any(xs, algorithm, **options):
-            return allreduce(xs, **options)
-
-        monkeypatch.setattr(graphar, "allreduce", by_any)
+        for name in ("allreduce", "reducescatter", "allgather"):
+            op = getattr(graphar, name)
+            monkeypatch.setattr(graphar, name, lambda xs, algorithm="", op=op, **options: op(xs, **options))
         monkeypatch.setattr(self_test, "is_available", lambda: True)
         monkeypatch.setattr(self_test, "_devices", lambda on_gpus: ["cpu"] * world_size)
         monkeypatch.setattr(self_test, "_counted", lambda communicator: counted)

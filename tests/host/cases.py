@@ -42,6 +42,7 @@ SMALL = replace(
     quantized_chunk_nbytes=2 * layouts.TILE_LARGEST_NBYTES,
     quantized_blocks=4,
     norm_row_packs=130,
+    copied_nbytes=1 << 20,
 )
 SMALL_ROWS = rows(SMALL)
 

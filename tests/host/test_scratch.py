@@ -33,10 +33,10 @@ def test_small_scratch_is_a_fraction_of_what_gpus_have_and_filled_alike(algorith
 @pytest.mark.parametrize("size", [field.name for field in fields(Sizes)])
 def test_each_size_is_smaller_and_changes_some_scratch(size):
     one_size_smaller = rows(replace(Sizes(), **{size: getattr(SMALL, size)}))
-    with_kernels = [one for one in Algorithm if one.row.folder]
+    with_scratch = [one for one in Algorithm if one.row.layout]
 
     assert 0 < asdict(SMALL)[size] < asdict(Sizes())[size]
-    assert any(one_size_smaller[one].scratch(n) != ROWS[one].scratch(n) for one in with_kernels for n in WORLD_SIZES)
+    assert any(one_size_smaller[one].scratch(n) != ROWS[one].scratch(n) for one in with_scratch for n in WORLD_SIZES)
 
 
 @pytest.mark.parametrize("algorithm", list(Algorithm))

@@ -12,7 +12,7 @@ import torch
 from graphar.cli.specified import DTYPE, OfRanks, Results, SpecifiedCall, random
 from graphar.communicator import Communicator
 from graphar.numerics.norms import REDUCESCATTER_NORM
-from graphar.plan.algorithms import COMPRESSING, Algorithm, with_kernels
+from graphar.plan.algorithms import COMPRESSING, COPYING, Algorithm, with_kernels
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK
 from graphar.plan.matmuls import fused_algorithm
@@ -29,7 +29,7 @@ _ROWS = ((1, 1032), (24, 1032), (300, 1032))  # rows and columns of a norm; one-
 _RESULTS = ((7, 264), (64, 4104), (300, 264))  # rows and columns of a matmul; one case for each kernel that sums it
 _PARTS = _RESULTS[-1:]
 _K = 136
-_LOSSLESS, _QUANTIZED = "lossless", "quantized"
+_LOSSLESS, _QUANTIZED, _COPIED = "lossless", "quantized", "copied"
 _SPECIAL = (-0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(DTYPE).tiny / 4)
 
 Compared = list[tuple[torch.Tensor, torch.Tensor]]  # pairs of a result and its expected value on the CPU
@@ -48,7 +48,7 @@ class SelfTestCall:
 
 def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[SelfTestCall]:
     """Returns the calls that take ``algorithm`` on ``world_size`` GPUs, by name or by choice; there may be none."""
-    launched = algorithm if algorithm.row.folder else None
+    launched = algorithm if algorithm.row.layout else None
 
     def takes(op: _Op, size: Any) -> bool:
         if op.kernel:
@@ -61,7 +61,7 @@ def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[SelfTestCall]:
 
 def calls_on_cpu() -> list[SelfTestCall]:
     """Returns calls of every op; on the CPU all of them take the fallback, which compresses nothing without loss."""
-    ops = [op for op in _OPS if op.variant != _LOSSLESS]
+    ops = [op for op in _OPS if op.variant not in (_LOSSLESS, _COPIED)]
     return [SelfTestCall(op.name, partial(_make, op, size, FALLBACK.algorithm)) for op in ops for size in op.sizes]
 
 
@@ -139,7 +139,7 @@ class _Op:
     sizes: tuple  # the sizes of its calls
     # The algorithm that a call takes, given a world size and a size; None: the one that the call names.
     kernel: Callable[[int, Any], Algorithm] | None = None
-    variant: str = ""  # _LOSSLESS: compressed without loss; _QUANTIZED: with a codec
+    variant: str = ""  # _LOSSLESS: compressed without loss; _QUANTIZED: with a codec; _COPIED: by copy engines
 
     @property
     def name(self) -> str:
@@ -149,6 +149,8 @@ class _Op:
     def options(self) -> dict[str, object]:
         if self.variant == _QUANTIZED:
             return {"codec": "int8"}
+        if self.variant == _COPIED:
+            return {"algorithm": COPYING[self.function].value}
         return {"partition": "tiles"} if self.function.startswith("fused") else {}
 
 
@@ -187,6 +189,8 @@ _OPS = (
     _Op("allgather", _with_special, _NUMELS, partial(_kernel_of_parts, "allgather")),
     _Op("reducescatter", _with_special, _NUMELS, lambda *_: COMPRESSING["reducescatter"], _LOSSLESS),
     _Op("allgather", _with_special, _NUMELS, lambda *_: COMPRESSING["allgather"], _LOSSLESS),
+    _Op("reducescatter", _with_special, _NUMELS, lambda *_: COPYING["reducescatter"], _COPIED),
+    _Op("allgather", _with_special, _NUMELS, lambda *_: COPYING["allgather"], _COPIED),
     _Op("allreduce", _normal, _QUANTIZED_NUMELS, variant=_QUANTIZED),
     _Op("reducescatter", _normal, _QUANTIZED_NUMELS, partial(_only_kernel, "reducescatter", codec=True), _QUANTIZED),
     _Op("allreduce_residual_rmsnorm", _norm, _ROWS, _norm_kernel),

@@ -13,7 +13,7 @@ from graphar.cli.doctor.findings import REPORT, Finding, note, problem
 from graphar.cli.specified import count_wrong
 from graphar.communicator import Communicator
 from graphar.errors import CollectiveTimeout, GrapharError, UnsupportedError
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import MEETING, Algorithm
 from graphar.plan.config import FALLBACK
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.sizes import MB
@@ -101,7 +101,10 @@ def _faults(communicator: Communicator, calls: Sequence[SelfTestCall]) -> list[s
 
 
 def _counted(communicator: Communicator) -> Counts:
-    return communicator.engine.runner.calls_begun() if communicator.engine.runner else {}
+    begun = communicator.engine.runner.calls_begun() if communicator.engine.runner else {}
+    for algorithm in [one for one in begun if one.row.copies]:  # ranks meet twice in a call of one chunk
+        begun[algorithm] = [None if count is None else count // 2 for count in begun.pop(MEETING)]
+    return begun
 
 
 def _told(counts: Counts) -> str:
