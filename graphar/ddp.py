@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from graphar.fsdp import ExactReduceScatter as ExactReduceScatter
 from graphar.fsdp import QuantizedReduceScatter as QuantizedReduceScatter
 from graphar.numerics.codecs import Codec, CodecName, as_codec
-from graphar.plan.algorithms import Algorithm, AllReduceAlgorithm
+from graphar.plan.algorithms import WITHOUT_KERNEL, AllReduceAlgorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
 from graphar.runtime.checks import call_checks
@@ -133,7 +133,7 @@ class _Quantized:
     ) -> None:
         self._plain, self._fed_back = (replace(codec, feedback=feedback).text for feedback in (False, True))
         self._error_feedback, self._stays_exact, self._algorithm = error_feedback, stays_exact, algorithm
-        self._of_exact = algorithm if algorithm == Algorithm.HIERARCHICAL else "auto"  # others need a codec
+        self._of_exact = algorithm if algorithm == WITHOUT_KERNEL[True] else "auto"  # others need a codec
         self._buckets: dict[int, _Bucket] = {}
 
     def __call__(self, engine: Engine, bucket: GradBucket, mean: Tensor) -> Tensor:

@@ -186,7 +186,8 @@ class AllGather(_Collective):
             over. None: each module's own group.
         blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: 64
             between 2 ranks and 32 between more, and the whole grid where a call is compressed.
-        algorithm, pool_nbytes: as in :func:`set_collectives`.
+        algorithm: "copies", "kernels" or "auto", as in :func:`set_collectives`.
+        pool_nbytes: with copies, the most bytes of symmetric memory for gathered parameters on each GPU.
 
     Raises:
         ValueError: ``blocks`` or ``algorithm`` is invalid.
@@ -272,7 +273,7 @@ class ExactReduceScatter(_Collective):
             over. None: each module's own group.
         blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: 64
             between 2 ranks and 32 between more, and the whole grid where a call is compressed.
-        algorithm: as in :func:`set_collectives`.
+        algorithm: "copies", "kernels" or "auto", as in :func:`set_collectives`.
 
     Raises:
         ValueError: ``blocks`` or ``algorithm`` is invalid.

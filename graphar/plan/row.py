@@ -14,6 +14,7 @@ from graphar.plan.call import Call
 from graphar.plan.policy import Chip, Policies
 from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES, Layout, Scratch
 from graphar.plan.tiles import MatmulTile, SkinnyTile
+from graphar.plan.work import ALLGATHER_MATMUL
 
 FLOATS = tuple(TYPE_NAMES)
 MAX_THREADS = 512  # the most threads of a block, by the launch bounds of most kernels
@@ -133,6 +134,11 @@ class Row:
     def exact(self) -> bool:
         """Whether it adds in rank order and rounds once, or moves bits unchanged."""
         return not self.multimem and self.specification is None
+
+    @property
+    def takes_copies(self) -> bool:
+        """Whether copy engines write its scratch: also, in chunks, that of the tiles of an all-gather and matmul."""
+        return self.copies or self.op == ALLGATHER_MATMUL
 
     @property
     def is_skinny(self) -> bool:

@@ -289,9 +289,8 @@ class MatmulsBeside(BetweenRanks):
         return found
 
     def findings(self) -> list[str]:
-        return [
-            f"{method}: matmuls take {self._extent(method)} of their time alone." for method in METHODS if self.rows
-        ]
+        timed = [method for method in METHODS if any(row.method == method for row in self.rows)]
+        return [f"{method}: matmuls take {self._extent(method)} of their time alone." for method in timed]
 
     def _extent(self, method: str) -> str:
         found = [row.of_alone for row in self.rows if row.method == method and not row.wrong]

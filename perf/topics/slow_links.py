@@ -161,7 +161,7 @@ def bits_a_second(rate: str) -> float:
 class SlowLinks(Report):
     rows: list[SlowRow] = field(default_factory=list)
 
-    order: ClassVar[int] = 20
+    order: ClassVar[int] = 21
     # A run of all topics skips this one: it takes ten minutes, and needs root.
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus=None, on_cpu=None, quick_on_gpus="--sizes 1M --models", quick_on_cpu="--sizes 1M --models"

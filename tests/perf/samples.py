@@ -226,11 +226,11 @@ REPORTS = [
     Suspend([suspend_row()], skipped=["2 ranks, decode of 8 tokens: no driver"]),
     Compile("13.0", 1.5, [Compiled("all/one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)]),
     Latency("0123456789ab, 2026-01-31", [latency_row(before_us=11.0)], skipped=["2 ranks: no room"]),
-    SlowLinks([slow_row("gloo", 400.0), slow_row("int4", 100.0)], skipped=["slow links: needs tc"]),
     MatmulsBeside(
         [
             BesideRow(method, "allgather", 2, 64, "4096x8192x8192", of_alone, 500.0, 1.5, 0, False)
             for method, of_alone in zip(BESIDE_METHODS, (1.17, 1.16, 1.02), strict=True)
         ]
     ),
+    SlowLinks([slow_row("gloo", 400.0), slow_row("int4", 100.0)], skipped=["slow links: needs tc"]),
 ]

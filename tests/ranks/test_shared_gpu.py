@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import COPYING
+from graphar.numerics.partitions import TP_INVARIANT
+from graphar.plan.algorithms import COPYING, MATMUL_TYPES
 from graphar.runtime.registry import engine_of_group
 from tests.cases import integers, raw, same_bits
 from tests.gpu import EXACT_ALGORITHMS, fits
@@ -43,7 +44,9 @@ PRODUCTS = ((8, 128, 200), (129, 136, 208), (640, 512, 264))
 def questions(form, world_size):
     """Shapes and dtypes: all dtypes of the first shape, and the others in bf16."""
     first, *others = PRODUCTS if "w" in parameters(form.op) else SHAPES
-    asked = [*((first, dtype) for dtype in form.dtypes), *((shape, torch.bfloat16) for shape in others)]
+    is_invariant = "w" in parameters(form.op) and form.options.get("partition") == TP_INVARIANT
+    dtypes = [one for one in form.dtypes if not is_invariant or one in MATMUL_TYPES]  # on GPUs fp32 is refused
+    asked = [*((first, dtype) for dtype in dtypes), *((shape, torch.bfloat16) for shape in others)]
     algorithm = form.options.get("algorithm", "fallback")
     for shape, dtype in asked if form.ranks(world_size) == world_size else ():
         if algorithm == "fallback" or fits(algorithm, world_size, torch.Size(shape).numel(), dtype):

@@ -108,6 +108,18 @@ def test_a_guard_lies_all_over_every_allocation(fake):
     assert (buffer.resident, fake.handles, set(fake.mapped.values())) == (False, {}, {GRANULE_NBYTES})
 
 
+def test_what_copy_engines_write_into_a_guard_leaves_all_counters_as_they_are(fake):
+    buffer = LocalMemory([0, 1]).allocate(NBYTES)
+
+    buffer.map_guard(Guard(0, [0, 1]), copied=True)
+
+    a, b = (tensor_at(pointer, NBYTES) for pointer in buffer.pointers)
+    behind = slice(GRANULE_NBYTES, NBYTES)
+    for one in (a, b):
+        one[behind] = 7
+    assert [one[:8].tolist() for one in (a, b)] == [[0, 0, 0, 0, 1, 0, 0, 0]] * 2
+
+
 # ---- ranges of addresses ---------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from graphar.errors import CommunicatorError, DriverError
+from graphar.plan.algorithms import Algorithm
 from graphar.ranks.capture import is_capturing
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.memory.virtual_buffer import Guard, VirtualBuffer
@@ -55,9 +56,9 @@ class Suspension:
         self._runner.synchronize()
         self._runner.count_launches()
 
-    def _scratch(self) -> list[VirtualBuffer]:
+    def _scratch(self) -> dict[Algorithm, VirtualBuffer]:
         """Returns the scratch whose memory goes and comes. Multicast memory of torch's stays."""
-        return [one for one in self._runner.kernels.regions().values() if isinstance(one, VirtualBuffer)]
+        return {of: one for of, one in self._runner.kernels.regions().items() if isinstance(one, VirtualBuffer)}
 
     def _save(self) -> None:
         for buffer in self._runner.symmetric.buffers:
@@ -78,7 +79,7 @@ class Suspension:
                 self._guard = Guard(devices[0], devices)
             guard = self._guard
             steps = [one.clear for one in self._runner.symmetric.buffers]
-            steps += [partial(one.map_guard, guard) for one in self._scratch()]
+            steps += [partial(one.map_guard, guard, of.row.takes_copies) for of, one in self._scratch().items()]
             failed = [step for step in steps if _error_of(step)]
             if errors := [error for step in failed if (error := _error_of(step))]:
                 raise errors[0]
@@ -92,7 +93,7 @@ class Suspension:
             RanksAbsent: a rank did not come in time.
         """
         try:
-            self._runner.memory.fill([*self._scratch(), *self._runner.symmetric.buffers])
+            self._runner.memory.fill([*self._scratch().values(), *self._runner.symmetric.buffers])
             self._meet.agree("restoring memory", self._restore)
         except Exception as error:
             try:

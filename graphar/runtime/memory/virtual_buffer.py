@@ -69,13 +69,20 @@ class VirtualBuffer:
             raise
         self.resident = True
 
-    def map_guard(self, guard: Guard) -> None:
-        """Gives the memory back, and maps a guard: all over this process's allocations, over the counters of others."""
+    def map_guard(self, guard: Guard, copied: bool = False) -> None:
+        """Gives the memory back, and maps a guard: all over this process's allocations, over the counters of others.
+
+        Copy engines do not ask counters. Where they write, as ``copied`` says, a sink lies behind all counters.
+        """
         self.clear()
+        pages = self._reserved // guard.nbytes
         for rank, pointer in enumerate(self.pointers):
-            times = self._reserved // guard.nbytes if rank in self._own else 1
+            times = pages if rank in self._own and not copied else 1
             virtual_memory.place(pointer, guard.nbytes, guard.memory, self._devices, times)
             self._mapped[rank] = times * guard.nbytes
+            if copied and pages > 1:
+                virtual_memory.place(pointer + guard.nbytes, guard.nbytes, guard.sink(), self._devices, pages - 1)
+                self._mapped[rank] = self._reserved
 
     def clear(self) -> None:
         """Gives the memory back. The addresses stay reserved: an access there is an error of the CUDA context."""
@@ -115,6 +122,7 @@ class Guard:
     """
 
     def __init__(self, device: int, devices: Sequence[int]) -> None:
+        self._device, self._sink = device, None
         self.nbytes = virtual_memory.granularity(device)
         self.memory = virtual_memory.create(device, self.nbytes)
         with contextlib.ExitStack() as failing:
@@ -127,9 +135,17 @@ class Guard:
                 _write_guard(address)
             failing.pop_all()
 
+    def sink(self):
+        """Returns memory of the guard's size in which copies of replayed graphs end."""
+        if self._sink is None:
+            self._sink = virtual_memory.create(self._device, self.nbytes)
+        return self._sink
+
     def free(self) -> None:
-        """Gives the handle back. The memory is freed once no allocation maps it any more."""
-        virtual_memory.release(self.memory)
+        """Gives the handles back. The memory is freed once no allocation maps it any more."""
+        for memory in (self.memory, self._sink):
+            if memory is not None:
+                virtual_memory.release(memory)
 
 
 def _write_guard(address: int) -> None:
