@@ -38,8 +38,9 @@ def make_model() -> nn.Sequential:
 def sharded(use=None, **options) -> nn.Sequential:
     """The model under fully_shard, after ``use`` of it, such as set_collectives; None: torch's own collectives."""
     model = make_model()
+    on_cpus = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}  # also where there are GPUs
     for layer in (model[0], model[1], model[3], model):
-        fully_shard(layer, **options)
+        fully_shard(layer, **on_cpus | options)
     if use is not None:
         use(model)
     return model

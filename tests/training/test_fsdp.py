@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from graphar import Codec, reference
@@ -37,8 +38,9 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
 def sharded(make_reduce_scatter, **options) -> nn.Module:
     """The model under fully_shard. Each layer with gradients has a group and a reduce-scatter of its own."""
     model = make_model()
+    on_cpus = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}  # also where there are GPUs
     for layer in (model[0], model[1], model[3], model):
-        fully_shard(layer, **options)
+        fully_shard(layer, **on_cpus | options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(make_reduce_scatter())
