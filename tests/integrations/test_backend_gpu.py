@@ -73,7 +73,8 @@ def wait_on_another_stream(rank, world_size, numel, rounds):
         with torch.cuda.stream(other):
             work.wait()
             y = x.clone()
-        del x, work  # whose memory must outlive the call
+        x.record_stream(other)  # the reader's part; the call's own is to keep its tensors until it has ended
+        del x, work
         torch.full((numel,), -1.0, device="cuda")
         other.synchronize()
         found.append(torch.equal(y.cpu(), total(world_size, numel)))
