@@ -84,7 +84,7 @@ class _ByCopies:
         self._itemsize, row = call.dtype.itemsize, config.algorithm.row
         parts, policy = self._parts(call), engine.table.copies
         self._place_nbytes = row.scratch(self._world_size).capacity * PACK_NBYTES
-        self._begin = [*accumulate(parts, initial=0)]  # of each part, in elements
+        self._counts = parts  # elements
         self._chunks = copied_chunks(parts, self._itemsize, self._place_nbytes, policy.chunk_nbytes, policy.chunks)
         functions = load(self._runner, config.algorithm, call.dtype)
         grid = Grid(config.blocks, config.threads, 0, overlaps=False)
@@ -141,10 +141,8 @@ class _ByCopies:
     def _meet_after(self, own: Sequence[_Rank], left: int, words: str = "") -> None:
         """Lets ranks meet after the ends of the copies that they have noted, but for the ``left`` last ones."""
         for one in own:
-            upto = max(0, len(one.ends) - left)
-            for end in one.ends[:upto]:
-                one.main.wait_event(end)
-            del one.ends[:upto]
+            while len(one.ends) > left:
+                one.main.wait_event(one.ends.pop(0))
         self._meet(words)
 
     def _pushed(self, one: _Rank, at: int) -> Iterator[Move]:
@@ -172,6 +170,10 @@ class _ByCopies:
         """Returns where chunk ``at`` of a rank's part begins in the whole tensor, and its size, in bytes."""
         chunk = self._chunks[at]
         return chunk.begin[rank] * self._itemsize, chunk.count[rank] * self._itemsize
+
+    def _within_part(self, at: int) -> int:
+        """Returns where chunk ``at`` begins in each rank's part, in bytes."""
+        return self._chunks[at].offset * self._itemsize
 
     def _parts_of(self, one: _Rank, at: int) -> Iterator[Move]:
         """Yields the copies of each part of the input to its owner."""
@@ -217,16 +219,15 @@ class _AllGather(_ByCopies):
     def _go(self, own: Sequence[_Rank], place: str) -> None:
         copied = []  # beside the pushes; an input may be this rank's part of the output
         for one in own:
-            begin, end = (self._begin[rank] * self._itemsize for rank in (one.rank, one.rank + 1))
-            if one.x != one.out + begin:
-                copied.append((one.main, one.copy([(one.out + begin, one.x, end - begin)], _RESULTS)))
+            mine, nbytes = one.out + self._at(0, one.rank)[0], self._counts[one.rank] * self._itemsize
+            if one.x != mine:
+                copied.append((one.main, one.copy([(mine, one.x, nbytes)], _RESULTS)))
         super()._go(own, place)
         for main, ended in copied:
             main.wait_event(ended)
 
     def _pushed(self, one: _Rank, at: int) -> Iterator[Move]:
-        skipped = self._at(at, one.rank)[0] - self._begin[one.rank] * self._itemsize
-        return self._to_all(one, at, one.x + skipped, 0)
+        return self._to_all(one, at, one.x + self._within_part(at), 0)
 
     def _take(self, one: _Rank, at: int) -> None:
         if not one.outs:
@@ -238,8 +239,7 @@ class _ReduceScatter(_ByCopies):
         return self._parts_of(one, at)
 
     def _take(self, one: _Rank, at: int) -> None:
-        begin, _ = self._at(at, one.rank)
-        self._add(one, at, one.out + begin - self._begin[one.rank] * self._itemsize)
+        self._add(one, at, one.out + self._within_part(at))
 
 
 class _AllReduce(_ByCopies):
