@@ -131,23 +131,6 @@ def test_strided_negated_and_conjugated_inputs(ranks: Ranks):
 # ---- call after call ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [64, 8192, STEP_NBYTES])
-def test_one_late_rank_is_not_overrun(ranks: Ranks, nbytes):
-    """Calls of one step each, which use the same slots again and again."""
-    late = ranks.world_size - 1
-    calls = [inputs_of([nbytes] * ranks.world_size, call) for call in range(50)]
-    ranks.communicator.synchronize()
-    results = []
-    for call, xs in enumerate(calls):
-        if call % 5 == 0:
-            with torch.cuda.device(late):
-                torch.cuda._sleep(2_000_000)
-        results.append(ranks.communicator.allgather(xs))
-    ranks.communicator.synchronize()
-    for call, (xs, ys) in enumerate(zip(calls, results, strict=True)):
-        assert_joined(ys, xs, what=f"call {call}")
-
-
 def test_sizes_and_delays_at_random(ranks: Ranks):
     """A thousand calls that shrink, grow and change grid, with one rank late now and then."""
     choices = random.Random(7)

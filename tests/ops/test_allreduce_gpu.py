@@ -98,19 +98,6 @@ def test_twelve_calls_of_a_size_with_negative_zeros(ranks: Ranks, numel, dtype):
     assert ranks.scratch_is_as_before("one_shot_push")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("numel", [16384, 262144, 2097152])
-def test_every_run_gives_every_rank_the_same_bits(ranks: Ranks, numel, dtype):
-    xs = ranks.place([normal(rank, numel, dtype) for rank in range(ranks.world_size)])
-    first = ranks.reduce(xs, "auto")[0].cpu()
-    for _ in range(20):
-        for y in ranks.reduce(xs, "auto"):
-            assert same_bits(y.cpu(), first) == 0
-    flipped = first.clone()
-    flipped.view(torch.uint8)[numel // 2] ^= 1
-    assert same_bits(flipped, first) == 1  # the comparison sees a single bit
-
-
 def test_sizes_algorithms_and_delays_at_random(ranks: Ranks):
     """Two thousand calls that shrink, grow and change algorithm, with one rank late now and then."""
     choices = random.Random(7)
@@ -128,15 +115,6 @@ def test_sizes_algorithms_and_delays_at_random(ranks: Ranks):
             ranks.communicator.synchronize()
             wrong = same_bits(ys[call % ranks.world_size].cpu(), expected[start : start + numel].cpu())
             assert wrong == 0, f"call {call}: {algorithm}, {numel} elements"
-
-
-def test_two_communicators_at_once(ranks: Ranks, fresh_ranks: Ranks):
-    parts, others = ([normal(seed + r, 8192, torch.bfloat16) for r in range(ranks.world_size)] for seed in (0, 100))
-    xs, zs = ranks.place(parts), ranks.place(others)
-    pairs = [(ranks.communicator.allreduce(xs), fresh_ranks.communicator.allreduce(zs)) for _ in range(50)]
-    for mine, theirs in pairs:
-        ranks.check_result(mine, parts)
-        fresh_ranks.check_result(theirs, others)
 
 
 @pytest.mark.promise("What the kernels cannot serve takes an exact fallback, and `explain` says why.")

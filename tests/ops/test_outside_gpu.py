@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import graphar
 from graphar import reference
 from graphar.plan import algorithms
 from tests.cases import bit_patterns, normal, same_bits
-from tests.gpu import DTYPES, Ranks, kernel_calls
+from tests.gpu import DTYPES, Ranks
 from tests.outside import FOLDER, MAX_NBYTES, forget_loaded, load, load_own
 from tests.processes import run_on_gpus
-from tests.worlds import GPU_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -99,40 +97,6 @@ def test_a_source_that_does_not_compile_is_told_with_its_line(fresh_ranks: Ranks
 
 def ranks_of_ones(ranks: Ranks) -> list[torch.Tensor]:
     return [torch.ones(8, device=f"cuda:{rank}") for rank in range(ranks.world_size)]
-
-
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-def test_a_wait_for_a_rank_that_does_not_call_ends_with_its_name(world_size):
-    run_on_gpus(call_without_the_last_rank, world_size)
-
-
-def call_without_the_last_rank(rank, world_size):
-    pushed_sum, x, others = load(), torch.ones(8199, device="cuda"), dist.new_group(backend="gloo")
-    graphar.allreduce(x, algorithm=pushed_sum)
-    torch.cuda.synchronize()
-    assert kernel_calls() == 1
-
-    if rank < world_size - 1:
-        graphar.allreduce(x, algorithm=pushed_sum, timeout_s=0.5)
-        torch.cuda.synchronize()
-        with pytest.raises(graphar.CollectiveTimeout) as raised:
-            graphar.allreduce(x, algorithm=pushed_sum, timeout_s=0.5)
-        record = raised.value.record
-        assert (record.op, record.algorithm) == ("allreduce", pushed_sum.value)
-        assert (record.sequence, record.peer) == (1, world_size - 1)
-    dist.barrier(others)
-
-
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-def test_ranks_that_loaded_different_ones_are_told_so(world_size):
-    run_on_gpus(call_different_ones, world_size)
-
-
-def call_different_ones(rank, world_size):
-    mine = load(threads=128 if rank == 0 else 256)
-
-    with pytest.raises(graphar.CommunicatorError, match=r"loading pushed_sum@\w+ for torch\.float32"):
-        graphar.allreduce(torch.ones(8, device="cuda"), algorithm=mine)
 
 
 @pytest.mark.gpu(2, shared=True)

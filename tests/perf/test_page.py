@@ -61,24 +61,6 @@ def test_the_first_screen_says_machine_answer_and_where_graphar_is_slower(tmp_pa
     assert "This machine has fewer than two GPUs" in text
 
 
-def test_a_folder_has_its_first_screen_in_markdown_too(tmp_path):
-    Norms([norm_row("graphar", 1, 4.0), norm_row("nccl + norm", 1, 8.0)]).write(
-        tmp_path, MACHINE, "python -m perf norms"
-    )
-
-    page_of(tmp_path, [row(time_us=40.0), row("nccl", 20.0)], MACHINE)
-
-    text = (tmp_path / "report.md").read_text()
-    assert text.startswith("# graphar on 4x NVIDIA H200\n\n4x NVIDIA H200, driver 580.1, CUDA 13.0")
-    assert "- **40 us**: all-reduce of 2 KB between 4 ranks\n- **2.00**: graphar's time / the best peer's time" in text
-    assert "- 4 ranks, in CUDA graphs: slower at 2 KB (2.00 times nccl's time).\n" in text
-    assert (
-        "| [All-reduce with residual and RMSNorm](norms.md) | 0.50 "
-        "| graphar's time / the time of nccl + norm, by number of tokens |  |" in text
-    )
-    assert "- Fused matmul and all-reduce: `python -m perf fused`\n" in text
-
-
 def test_what_was_not_measured_says_why(tmp_path):
     text = page_of(tmp_path, sweep("graph", "nccl"), MACHINE, skipped=["vllm, 4 ranks: no such package"])
 
@@ -87,38 +69,10 @@ def test_what_was_not_measured_says_why(tmp_path):
     assert "<li>Training with quantised gradients: <code>python -m perf train</code></li>" in text
 
 
-def test_one_gpu_is_told_apart_from_none(tmp_path):
-    Norms([norm_row("graphar", 1, 4.0)]).write(tmp_path, MACHINE | {"gpu_count": 1}, "python -m perf norms")
-
-    text = build.write(tmp_path).read_text()
-
-    assert "This machine has one GPU, so collectives ran graphar's implementation for CPUs." in text
-    assert "<li>The kernels of collectives, and NVLink traffic: at least 2 GPUs are needed.</li>" in text
-
-
 def test_nowhere_slower_is_said(tmp_path):
     text = page_of(tmp_path, [row(), row("nccl", 20.0)], MACHINE)
 
     assert "<li>At no size by more than 3 %. Smaller differences are noise.</li>" in text
-
-
-def test_narrower_worlds_are_counted():
-    slow = [row(time_us=30.0), row("nccl", 20.0)]
-    found = AllReduce(rows=[*slow, row(mode="eager"), *(replace(one, world_size=2) for one in slow)])
-
-    assert build.shortfalls(found) == [
-        "4 ranks, in CUDA graphs: slower at 2 KB (1.50 times nccl's time).",
-        "2 ranks: slower in 1 of 1 sizes and modes, at worst 2 KB (1.50 times nccl's time), in CUDA graphs.",
-    ]
-
-
-def test_where_many_sizes_are_slower_the_worst_is_named():
-    sizes = [2048 << 2 * at for at in range(6)]
-    rows = [one for at, n in enumerate(sizes) for one in (row("graphar", 30.0 + at, 0, n), row("nccl", 20.0, 0, n))]
-
-    assert build.shortfalls(AllReduce(rows=rows)) == [
-        "4 ranks, in CUDA graphs: slower at 6 of 6 sizes, at worst 2 MB (1.75 times nccl's time)."
-    ]
 
 
 def test_wrong_results_are_red_everywhere(tmp_path):

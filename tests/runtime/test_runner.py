@@ -205,32 +205,6 @@ def tell(monkeypatch, calls):
     monkeypatch.setattr(failures, "_read", read)
 
 
-def test_a_wait_for_a_rank_that_calls_another_algorithm_says_what_both_called(monkeypatch):
-    failed = runner_of(monkeypatch, record_of(kind=1, expected=42, seen=41))
-    monkeypatch.setattr(failed._fingerprints, "words", lambda fingerprint, rank, patience_s=0.0: CALLS[fingerprint])
-    tell(monkeypatch, {(0x1000, 0, 41): 7, (0x4000, 2, 3): 8, (0x4000, 0, 2): 5, (0x4000, 2, 2): 5})
-
-    with pytest.raises(CommunicatorError, match="rank 0: allreduce of 8 elements\nrank 2: allreduce of 9 elements"):
-        failed.raise_failure()
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        {(0x1000, 0, 41): 7, (0x4000, 2, 2): 5},
-        {(0x1000, 0, 41): 7, (0x4000, 1, 3): 8},
-        {(0x1000, 0, 41): 7, (0x4000, 2, 3): 8, (0x1000, 2, 41): 7},
-    ],
-    ids=["of no later call", "by a third rank", "of the awaited call as well"],
-)
-def test_a_rank_that_is_late_is_not_said_to_call_anything_else(monkeypatch, told):
-    failed = runner_of(monkeypatch, record_of(kind=1, expected=42, seen=41))
-    tell(monkeypatch, told)
-
-    with pytest.raises(CollectiveTimeout):
-        failed.raise_failure()
-
-
 class Words:
     """A rendezvous in which ranks publish words."""
 
@@ -333,39 +307,6 @@ def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
         "rank 0: allreduce of 8 elements\nrank 2: allreduce of 9 elements\n"
         "Results since that call may be wrong; close this communicator."
     )
-
-
-def record_of_last_calls(monkeypatch, *fingerprints, first=0):
-    """What rank 1 says of the last calls. It was told what all ranks called, from call ``first`` on."""
-    counters = Counters()
-    for called, of_rank in zip(counters.called, fingerprints, strict=False):
-        for epoch, fingerprint in enumerate(of_rank, first):
-            called[epoch % KEPT_CALLS] = (epoch + 1) % (1 << 32) << 32 | fingerprint
-    monkeypatch.setattr(failures, "_read", lambda struct, address: counters)
-    record = Record()
-    failures.compare_last_calls(record, Algorithm.ONE_SHOT, 0, 1, len(fingerprints))
-    assert record.algorithm == (Algorithm.ONE_SHOT.number if record.kind else 0)
-    return record.kind, record.sequence, record.rank, record.peer, record.expected, record.seen
-
-
-@pytest.mark.parametrize("first", [0, 14, 100, (1 << 32) - 2])
-def test_the_last_calls_of_ranks_are_compared(monkeypatch, first):
-    alike, unlike = ((5, 6, 7), (5, 6, 8)) if first else ((5, 6), (5, 8))
-    last = (first + len(alike) - 1) % (1 << 32)
-    found = partial(record_of_last_calls, monkeypatch, first=first)
-
-    assert found(alike, alike, alike)[0] == 0
-    assert found(alike, alike, unlike) == (3, last, 1, 2, alike[-1], unlike[-1])
-    assert found(unlike, unlike, alike) == (3, last, 1, 2, unlike[-1], alike[-1])
-
-
-def test_of_several_calls_that_differ_the_first_is_named(monkeypatch):
-    assert record_of_last_calls(monkeypatch, (5, 6, 7), (5, 6, 7), (5, 8, 9), first=15) == (3, 16, 1, 2, 6, 8)
-
-
-def test_a_rank_that_has_called_less_or_more_is_not_said_to_call_anything_else(monkeypatch):
-    for calls in ((1, 2, 5), (8, 24, 40), (40, 24, 8)):  # 16 calls apart, their entries lie in one place
-        assert record_of_last_calls(monkeypatch, *[range(1, 1 + count) for count in calls])[0] == 0
 
 
 def test_no_report_is_no_failure(monkeypatch):
