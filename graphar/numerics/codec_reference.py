@@ -79,6 +79,7 @@ def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
     inverse = torch.where(good, 1 / scale, 0)
     halves = None
     if codec.rounding == "stochastic":
+        assert noise
         inverse = inverse * torch.tensor(1 - 2.0**-20)
         halves = random_halves(values.numel(), noise, values.device).view(buckets.shape)
     values = torch.where(good[:, None], buckets - zero[:, None] if codec.scheme == "minmax" else buckets, 0)

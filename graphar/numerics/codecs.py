@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -130,14 +130,14 @@ class Codec:
     @property
     def code_bits(self) -> int:
         """Bits of one code: 8 for e4m3."""
-        return 8 if self.is_float else self.bits
+        return self.bits if isinstance(self.bits, int) else 8
 
     @property
     def largest_code(self) -> int:
         """The code of a bucket's largest value, in scales; with "minmax" in scales above the zero point."""
         if self.is_float:
             return 448
-        return (1 << self.bits) - 1 if self.scheme == "minmax" else (1 << self.bits - 1) - 1
+        return (1 << self.code_bits) - 1 if self.scheme == "minmax" else (1 << self.code_bits - 1) - 1
 
     @property
     def tile_codes_nbytes(self) -> int:
@@ -200,7 +200,7 @@ def codec(text: str) -> Codec:
     words = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
     if words.keys() < {"bits", "bucket_size", "rounding", "scheme", "scale_dtype"} or words.keys() - _DEFAULTS.keys():
         raise ValueError(f"codec must be a graphar.Codec or one of {', '.join(NAMES)}, got {text!r}")
-    given = {name: int(value) if value.isdecimal() else value for name, value in words.items()}
+    given: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in words.items()}
     given |= {"scale_dtype": getattr(torch, words["scale_dtype"], None), "feedback": words.get("feedback") == "True"}
     return Codec(**given)
 

@@ -67,9 +67,10 @@ def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
         inverse = 1 / scale
         halves = None
         if codec.rounding == "stochastic":
+            assert noise
             inverse *= 1 - 2.0**-20
             halves = _random_halves(size, noise._replace(first=noise.first + first))
-        if codec.scheme == "minmax":
+        if zero is not None:
             buckets.sub_(zero[:, None])
         if bad is not None:
             buckets[bad] = inverse[bad] = 0
@@ -115,7 +116,7 @@ def _chunks(wire: Tensor, codec: Codec) -> Iterator[tuple[int, int, Tensor, Tens
 
 
 def _scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns each bucket's scale and zero point, and which buckets have no finite scale; None if all have one."""
+    """Returns each bucket's scale, its zero point if codes have one, and which buckets have no finite scale, if any."""
     if codec.scheme == "minmax":
         ends = torch.stack([buckets.amin(1), buckets.amax(1)], 1)
     else:
@@ -127,11 +128,11 @@ def _scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor | None, Tenso
             return scale, None, None
     scale, zero = specification.scales(ends, codec)
     bad = scale.isnan()
-    return scale, zero, bad if bad.any() else None
+    return scale, zero if codec.scheme == "minmax" else None, bad if bad.any() else None
 
 
 def _pack_scales(wire: Tensor, scale: Tensor, zero: Tensor | None, bad: Tensor | None, codec: Codec) -> None:
-    numbers = torch.stack([scale, zero], 1) if codec.scheme == "minmax" else scale[:, None]
+    numbers = scale[:, None] if zero is None else torch.stack([scale, zero], 1)
     bits = numbers.to(codec.scale_dtype).view(SAME_SIZE_INTEGER[codec.scale_dtype.itemsize])
     if bad is not None:
         bits[bad, 0] = torch.iinfo(bits.dtype).max

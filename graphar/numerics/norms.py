@@ -86,7 +86,7 @@ def specification(
     summed = with_canonical_nan(summed)
     if output == "like_input":
         return with_canonical_nan(normed.to(residual.dtype)), summed
-    if output == "static_fp8":
+    if scale is not None:
         return fp8_rows.to_fp8(normed, scale.view(())), summed
     rows, scales = fp8_rows.quantized(normed, GROUP_COLUMNS if output == "grouped_fp8" else None)
     return rows, summed, scales

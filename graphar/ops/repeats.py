@@ -152,7 +152,7 @@ def keep(
         select = None if order == list(range(len(tensors))) else _selected(order)
         wire = codec_of_text(codec) if codec else None
         launch = _telling_of_residual(launch) if wire and wire.feedback else launch
-        repeats.keep(key, _repeat(launch, plan.count, symmetric, tensors, own.outputs, select, wire))
+        repeats.keep(key, _repeat(launch, plan.served, symmetric, tensors, own.outputs, select, wire))
 
 
 def _repeat(

@@ -125,9 +125,7 @@ def driver_cuda_version() -> tuple[int, int]:
 
     It does not initialise the driver, because calls with CPU tensors ask for it too.
     """
-    from cuda.bindings import driver
-
-    status, version = driver.cuDriverGetVersion()
+    status, version = importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()
     check("cuDriverGetVersion", status)
     return version // 1000, version % 1000 // 10
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import logging
 import re
@@ -46,9 +47,7 @@ def source_directory() -> Path:
 
 def nvrtc_version() -> tuple[int, int]:
     """Returns NVRTC's version: major and minor."""
-    from cuda.bindings import nvrtc
-
-    _, major, minor = nvrtc.nvrtcVersion()
+    _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
     return major, minor
 
 
@@ -134,12 +133,12 @@ def _ask_nvrtc(source: KernelSource, arch: str, file: str) -> Cubin | str:
     It raises no error of its own, whose traceback would keep the program: that cannot be collected in a cycle.
     """
     with _importing:  # it replaces itself while it is imported, and another thread would see it half done
-        from cuda.core import Program, ProgramOptions
+        core = importlib.import_module("cuda.core")
 
     folders = [str(Path(file).parent)] if source.digest else []
     include_path = [*folders, str(source_directory())]
-    options = ProgramOptions(name=file, arch=arch, include_path=include_path, **OPTIONS)
-    program, said = Program(_text(source), "c++", options), io.StringIO()
+    options = core.ProgramOptions(name=file, arch=arch, include_path=include_path, **OPTIONS)
+    program, said = core.Program(_text(source), "c++", options), io.StringIO()
     try:
         compiled = program.compile("cubin", name_expressions=(source.name,), logs=said)
     except Exception as error:  # the class is private in cuda.core; compile() raises only NVRTC's log

@@ -47,13 +47,13 @@ class Engine(Life):
         """
         plan = self.warm.get(call)
         if plan is not None and not _is_profiling():
-            plan.count.looked_up += 1
+            plan.served.looked_up += 1
             plan.run(ranks)
             return plan
         self.check_open(call.op)  # a suspended engine has no warm plan
         with hook.around(self, call, ranks):
             plan = self.plan(call, ranks)
-            plan.count.looked_up += 1
+            plan.served.looked_up += 1
             plan.run(ranks)
         return None
 

@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     # Returns in words whose matmul multiplies one rank's operands like the given ones, and why. It depends on K, which
     # equal calls may not share. An empty string: none does, or it is part of the kernel.
     matmul: Callable[[Operands], str] = lambda operands: ""
-    count: Count = Count()  # plans that no engine keeps share one
+    served: Count = Count()  # plans that no engine keeps share one
 
     @property
     def explanation(self) -> Explanation:

@@ -43,7 +43,7 @@ class Plans(BoundedCache[Plan]):
     def keep(self, key: Hashable, value: Plan) -> Plan:
         """Adds a plan, and returns it with a count of its own."""
         self.made += 1
-        return super().keep(key, value._replace(count=Count()))
+        return super().keep(key, value._replace(served=Count()))
 
     def clear(self) -> None:
         self.repeats = BoundedCache()

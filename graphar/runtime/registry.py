@@ -100,7 +100,7 @@ def _named_group(name: str, op: str, instead: str) -> tuple[str, dist.ProcessGro
     """Returns the process group of a name, and the name of its engine."""
     _check_not_closed(name, op)
     try:
-        group = dist.distributed_c10d._resolve_process_group(name) if name else None
+        group = dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore
     except RuntimeError:
         raise CommunicatorError(
             f"{op}: the process group {name!r} was destroyed; make another by torch.distributed.new_group()"

@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Sequence
 
 from graphar.errors import DriverError, GrapharError, Reason
-from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
+from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.runtime.driver import call, driver, on_device
 
 
@@ -54,7 +54,7 @@ def allocate_local(devices: Sequence[int], nbytes: int, why_stays: Reason) -> Sh
     return buffer
 
 
-def allocate_shared(device: int, meet: StoreRendezvous, nbytes: int, why_stays: Reason) -> SharedBuffer:
+def allocate_shared(device: int, meet: StoreRendezvous | Alone, nbytes: int, why_stays: Reason) -> SharedBuffer:
     """Allocates ``nbytes`` bytes on the device of every rank's process; if one rank fails, on none. Collective."""
     owned: list[int] = []
     opened: list[int] = []

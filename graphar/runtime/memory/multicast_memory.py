@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,10 +82,11 @@ class TorchMemory:
 
         # Not symmetric_memory.empty: it may place a tensor inside a larger allocation, and torch versions differ in
         # whether multicast_ptr then belongs to the allocation or to the tensor.
-        empty = symmetric_memory._SymmetricMemory.empty_strided_p2p
+        empty = symmetric_memory._SymmetricMemory.empty_strided_p2p  # type: ignore[attr-defined]
         device = torch.device("cuda", self._device)
         tensor = self._agree("allocating", lambda: empty((nbytes,), (1,), torch.uint8, device))
-        handle = self._agree("mapping", lambda: symmetric_memory.rendezvous(tensor, self._group_name))
+        group: Any = self._group_name
+        handle: Any = self._agree("mapping", lambda: symmetric_memory.rendezvous(tensor, group))
         made = handle.multicast_ptr and handle.offset == 0
         problem = None if made else "torch's symmetric memory made no multicast object"
         try:
@@ -107,7 +108,7 @@ class TorchMemory:
     def _why_not_here(self) -> Reason | None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        supported = symmetric_memory._SymmetricMemory.has_multicast_support
+        supported = symmetric_memory._SymmetricMemory.has_multicast_support  # type: ignore[attr-defined]
         if supported(DeviceType.CUDA, self._device):
             return None
         return f"torch finds no NVLink multicast on cuda:{self._device}"

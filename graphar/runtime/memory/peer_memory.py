@@ -18,7 +18,7 @@ from typing import TypeAlias
 from graphar.errors import CommunicatorError, GrapharError, Reason, UnsupportedError
 from graphar.ranks.descriptors import Channel, close_all
 from graphar.ranks.hosts import host, several_hosts
-from graphar.ranks.rendezvous import StoreRendezvous
+from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime.availability import may_share_gpu, no_peer_access
 from graphar.runtime.driver import call, check, driver, on_device, primary_context
 from graphar.runtime.memory import ipc_memory, virtual_memory
@@ -35,7 +35,7 @@ class ProcessMemory:
         why_stays: why its memory cannot be given back while its addresses stay.
     """
 
-    def __init__(self, device: int, rendezvous: StoreRendezvous) -> None:
+    def __init__(self, device: int, rendezvous: StoreRendezvous | Alone) -> None:
         self._device, self._rendezvous = device, rendezvous
         self._channel: Channel | None = None
         self._exchanges = 0
@@ -86,6 +86,7 @@ class ProcessMemory:
 
     def _connect(self, everyone: list[dict]) -> Reason | None:
         """Connects to the other ranks' sockets; returns why that failed."""
+        assert self._channel
         try:
             self._channel.connect([one["address"] for one in everyone])
         except OSError as error:
@@ -124,6 +125,7 @@ class ProcessMemory:
 
     def _create(self, buffers: Sequence[VirtualBuffer], ends: contextlib.ExitStack) -> list:
         """Returns handles of new memory for buffers, and sends them to the peers; ``ends`` releases them."""
+        assert self._channel
         own, descriptors = [], []
         with _told(), on_device(self._device):
             try:
@@ -139,6 +141,7 @@ class ProcessMemory:
 
     def _map(self, buffers: Sequence[VirtualBuffer], own: Sequence) -> None:
         """Maps this rank's memory, and that of the peers, who have sent theirs."""
+        assert self._channel
         with _told(), on_device(self._device), contextlib.ExitStack() as ends:
             received = self._channel.receive(self._exchanges, len(buffers))
             for descriptors in received.values():

@@ -60,8 +60,12 @@ class Suspension:
         """Returns the scratch whose memory goes and comes. Multicast memory of torch's stays."""
         return {of: one for of, one in self._runner.kernels.regions().items() if isinstance(one, VirtualBuffer)}
 
+    def _tensors(self) -> list[VirtualBuffer]:
+        """Returns the memory of symmetric tensors. All of it goes and comes, or the suspension was refused."""
+        return [one for one in self._runner.symmetric.buffers if isinstance(one, VirtualBuffer)]
+
     def _save(self) -> None:
-        for buffer in self._runner.symmetric.buffers:
+        for buffer in self._tensors():
             kept = {}
             for member in self._runner.members:
                 host = _pinned(buffer.nbytes)
@@ -77,9 +81,9 @@ class Suspension:
         with on_device(devices[0]):
             if self._scratch() and self._guard is None:
                 self._guard = Guard(devices[0], devices)
-            guard = self._guard
-            steps = [one.clear for one in self._runner.symmetric.buffers]
-            steps += [partial(one.map_guard, guard, of.row.takes_copies) for of, one in self._scratch().items()]
+            steps = [one.clear for one in self._tensors()]
+            if guard := self._guard:
+                steps += [partial(one.map_guard, guard, of.row.takes_copies) for of, one in self._scratch().items()]
             failed = [step for step in steps if _error_of(step)]
             if errors := [error for step in failed if (error := _error_of(step))]:
                 raise errors[0]
@@ -93,7 +97,7 @@ class Suspension:
             RanksAbsent: a rank did not come in time.
         """
         try:
-            self._runner.memory.fill([*self._scratch().values(), *self._runner.symmetric.buffers])
+            self._runner.memory.fill([*self._scratch().values(), *self._tensors()])
             self._meet.agree("restoring memory", self._restore)
         except Exception as error:
             try:
@@ -109,7 +113,7 @@ class Suspension:
     def _restore(self) -> None:
         """Writes what memory must hold, and clears the records; notes whether a kernel has written one."""
         self._runner.kernels.arm()
-        for buffer, kept in zip(self._runner.symmetric.buffers, self._kept, strict=False):
+        for buffer, kept in zip(self._tensors(), self._kept, strict=False):
             for member in self._runner.members:
                 with on_device(member.device):
                     host = kept[member.rank]

@@ -40,4 +40,4 @@ def recorded(engine: Ranks, call: Call, ranks: Sequence[Operands], plan: Plan) -
         "Process Group Ranks": str(ranks_of(engine)),
         "Algorithm": plan.config.algorithm.value,
     }
-    return torch._C._profiler._RecordFunctionFast(f"graphar:{call.op}", (), metadata)
+    return torch._C._profiler._RecordFunctionFast(f"graphar:{call.op}", (), metadata)  # type: ignore[attr-defined]

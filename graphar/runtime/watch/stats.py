@@ -116,7 +116,7 @@ class Totals:
     def _with(self, plans: Iterable[tuple[Any, Plan]]) -> dict[tuple[str, str, str], tuple[int, int, int]]:
         totals = dict(self._calls)
         for call, plan in list(plans):  # a copy: another thread may add one
-            algorithm, count = plan.config.algorithm, plan.count
+            algorithm, count = plan.config.algorithm, plan.served
             kind = call.op, algorithm.value, "" if algorithm.row.layout else plan.reason
             calls, repeated, nbytes = totals.get(kind, (0, 0, 0))
             made = count.looked_up + count.repeated
