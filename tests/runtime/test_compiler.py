@@ -109,17 +109,11 @@ def test_a_kernel_compiled_in_this_process_is_the_same_object():
     assert compile_kernel(SOURCE, "sm_90a") is compile_kernel(SOURCE, "sm_90a")
 
 
-def test_a_kernel_found_on_disk_equals_the_compiled_one():
+def test_a_kernel_found_on_disk_equals_the_compiled_one_and_is_not_compiled(no_nvrtc):
     first = compile_kernel(SOURCE, "sm_90a")
     forget_compiled_kernels()
-    assert compile_kernel(SOURCE, "sm_90a") == first
-
-
-def test_a_kernel_found_on_disk_is_not_compiled(no_nvrtc):
-    compile_kernel(SOURCE, "sm_90a")
-    forget_compiled_kernels()
     no_nvrtc()
-    compile_kernel(SOURCE, "sm_90a")
+    assert compile_kernel(SOURCE, "sm_90a") == first
 
 
 def test_a_kernel_not_found_on_disk_is_compiled(no_nvrtc):
@@ -186,42 +180,28 @@ def test_another_name_of_a_header_changes_the_key(sources):
     assert cache_key(SOURCE, "sm_90a") != before
 
 
-def test_an_edit_of_another_kernel_keeps_the_key(sources):
+def test_an_edit_of_another_kernel_and_the_lock_file_of_an_editor_keep_the_key(sources):
     before = cache_key(SOURCE, "sm_90a")
     (sources / "allreduce" / "two_shot_push.cu").write_text("")
     assert cache_key(SOURCE, "sm_90a") == before
-
-
-def test_the_lock_file_of_an_editor_keeps_the_key(sources):
-    before = cache_key(SOURCE, "sm_90a")
     (sources / "device" / ".#pack.cuh").symlink_to("someone@somewhere.1234")
     assert cache_key(SOURCE, "sm_90a") == before
 
 
-def test_the_architecture_changes_the_key():
-    assert cache_key(SOURCE, "sm_90a") != cache_key(SOURCE, "sm_90")
+CHANGES = {
+    "the architecture": lambda patch: cache_key(SOURCE, "sm_90"),
+    "the name expression": lambda patch: cache_key(replace(SOURCE, name="one_shot<bf16, 3>"), "sm_90a"),
+    "the version of NVRTC": lambda patch: patch.setattr(compiler, "nvrtc_version", lambda: (13, 99)),
+    "the options": lambda patch: patch.setitem(compiler.OPTIONS, "std", "c++20"),
+    "the layout check": lambda patch: patch.setattr(compiler, "layout_check", lambda: "static_assert(true);"),
+}
 
 
-def test_the_name_expression_changes_the_key():
-    assert cache_key(SOURCE, "sm_90a") != cache_key(replace(SOURCE, name="one_shot<bf16, 3>"), "sm_90a")
-
-
-def test_the_version_of_nvrtc_changes_the_key(monkeypatch):
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_is_compiled_and_with_what_changes_the_key(monkeypatch, what):
     before = cache_key(SOURCE, "sm_90a")
-    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (13, 99))
-    assert cache_key(SOURCE, "sm_90a") != before
 
-
-def test_the_options_change_the_key(monkeypatch):
-    before = cache_key(SOURCE, "sm_90a")
-    monkeypatch.setitem(compiler.OPTIONS, "std", "c++20")
-    assert cache_key(SOURCE, "sm_90a") != before
-
-
-def test_the_layout_check_changes_the_key(monkeypatch):
-    before = cache_key(SOURCE, "sm_90a")
-    monkeypatch.setattr(compiler, "layout_check", lambda: "static_assert(true);")
-    assert cache_key(SOURCE, "sm_90a") != before
+    assert (CHANGES[what](monkeypatch) or cache_key(SOURCE, "sm_90a")) != before
 
 
 def test_sources_include_only_what_the_key_covers():
@@ -247,22 +227,21 @@ def test_all_headers_can_be_included_in_one_file(sources):
 # ---- what does not compile ----
 
 
-def test_an_error_in_a_kernel_is_reported_with_file_line_and_log(sources):
-    path = sources / SOURCE.file
-    edit(path, "signals.end(a, 1);", "signals.end(a, one);")
+@pytest.mark.parametrize(
+    ("file", "old", "new", "name"),
+    [
+        (SOURCE.file, "signals.end(a, 1);", "signals.end(a, one);", "one"),
+        ("device/pack.cuh", "PackOf<T, Out> result;", "Packs result;", "Packs"),
+    ],
+    ids=["in a kernel", "in a header"],
+)
+def test_an_error_is_reported_with_file_line_and_log(sources, file, old, new, name):
+    path = sources / file
+    edit(path, old, new)
     with pytest.raises(CompileError) as raised:
         compile_kernel(SOURCE, "sm_90a")
-    assert (raised.value.file, raised.value.line) == (str(path), line_of(path, "signals.end(a, one);"))
-    assert 'identifier "one" is undefined' in raised.value.log
-
-
-def test_an_error_in_a_header_is_reported_with_the_header(sources):
-    path = sources / "device" / "pack.cuh"
-    edit(path, "PackOf<T, Out> result;", "Packs result;")
-    with pytest.raises(CompileError) as raised:
-        compile_kernel(SOURCE, "sm_90a")
-    assert (raised.value.file, raised.value.line) == (str(path), line_of(path, "Packs result;"))
-    assert 'identifier "Packs" is undefined' in raised.value.log
+    assert (raised.value.file, raised.value.line) == (str(path), line_of(path, new))
+    assert f'identifier "{name}" is undefined' in raised.value.log
 
 
 def test_a_missing_header_is_reported_where_it_is_included(sources):
