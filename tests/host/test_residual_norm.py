@@ -27,35 +27,44 @@ OF_ANY_KIND = Algorithm.ONE_SHOT_PUSH  # any: Simulation requires one
 ROW_PACKS = (1, 8, 33, 64, 130)  # up to three for each slot
 
 
-def wrong_elements(sanitizer: str, seed: int, mutation: Mutation | None = None, **of_call) -> int:
-    """How many elements and guards are wrong after one call. The seed decides its size, and whether it is in place."""
+WIDER = tuple(residual_norm_source(dtype, torch.float32) for dtype in HALVES)
+
+
+def wrong_elements(sanitizer: str, seed: int, mutation: Mutation | None = None, wide: bool = False, **of_call) -> int:
+    """How many elements and guards are wrong after one call. The seed decides its size, and whether it is in place.
+
+    If it is ``wide``, fp32 sums meet narrower residuals, and what is summed lies behind the normed rows.
+    """
     choices = random.Random(seed)
-    index, packs = choices.randrange(len(DTYPES)), choices.choice(ROW_PACKS)
-    dtype, rows = DTYPES[index], choices.randint(1, 9)
+    dtypes = HALVES if wide else DTYPES
+    index, packs = choices.randrange(len(dtypes)), choices.choice(ROW_PACKS)
+    dtype, rows = dtypes[index], choices.randint(1, 9)
     columns = packs * PACK_NBYTES // dtype.itemsize
     fill = choices.choice([normal, bit_patterns])
-    total = with_canonical_nan(fill(0, rows * columns, dtype).view(rows, columns))
+    total = with_canonical_nan(fill(0, rows * columns, torch.float32 if wide else dtype).view(rows, columns))
     residual, weight = normal(20, total.numel(), dtype).view_as(total), normal(21, columns, dtype)
     numbers = choices.choice([(1e-6, 0.0), (1e-5, 1.0)])
+    place = {"offset": choices.choice([0, 4])} if wide else {"in_place": choices.random() < 0.5}
     call = Call(
         0,
         Config(OF_ANY_KIND, choices.randint(1, min(3, rows)), 32 if packs <= 32 else NORM_SLOTS),
         [total.view(-1)],
         (total.numel(),),
-        (total.nbytes,),
-        in_place=choices.random() < 0.5,
-        operands=(residual, weight, torch.zeros_like(total)),
+        (2 * residual.nbytes if wide else total.nbytes,),
+        operands=(residual, weight, residual.nbytes if wide else torch.zeros_like(total)),
         scalars=numbers,
         columns=columns,
+        **place,
         **of_call,
     )
-    program = build(tuple(map(residual_norm_source, DTYPES)), sanitizer, mutation)
+    program = build(WIDER if wide else tuple(map(residual_norm_source, DTYPES)), sanitizer, mutation)
     simulation = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, NORM_SHARED_NBYTES), index, seed)
 
     (outcome,) = simulation.run([call])
 
-    normed, _ = norms.specification(total, residual, weight, *numbers)
-    return same_bits(outcome.results[0].view(dtype), normed.view(-1)) + outcome.broken_guards
+    normed, summed = norms.specification(total, residual, weight, *numbers)
+    expected = torch.cat([normed, summed]) if wide else normed
+    return same_bits(outcome.results[0].view(dtype), expected.view(-1)) + outcome.broken_guards
 
 
 LEFT_OUT = Mutation("norm/residual_rmsnorm.cu", "row += norm.teams", "row += norm.teams + 1")
@@ -63,10 +72,11 @@ NARROWER = Mutation("norm/residual_rmsnorm.cu", "u64(row) * norm.sums * norm.pac
 known([], [LEFT_OUT, NARROWER])
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["one dtype", "fp32 sums"])
 @pytest.mark.parametrize(("sanitizer", "seeds"), [("plain", 24), ("thread", 3), ("address", 6)])
-def test_it_gives_the_specifications_bits(sanitizer, seeds):
+def test_it_gives_the_specifications_bits(sanitizer, seeds, wide):
     for seed in range(seeds):
-        assert wrong_elements(sanitizer, seed) == 0, seed
+        assert wrong_elements(sanitizer, seed, wide=wide) == 0, seed
 
 
 def test_a_row_left_out_is_noticed():
@@ -77,47 +87,8 @@ def test_a_kernel_without_its_wait_for_the_one_before_is_noticed():
     assert any(wrong_elements("plain", seed, waits=False) for seed in range(4))
 
 
-# ---- fp32 sums of narrower residuals --------------------------------------------------------------------------------
-
-WIDER = tuple(residual_norm_source(dtype, torch.float32) for dtype in HALVES)
-
-
-def wrong_bytes_of_fp32(sanitizer: str, seed: int, mutation: Mutation | None = None) -> int:
-    """How many bytes of normed rows and sums, and guards, are wrong after one call."""
-    choices = random.Random(seed)
-    index, packs, rows = choices.randrange(len(HALVES)), choices.choice(ROW_PACKS), choices.randint(1, 9)
-    dtype, columns, fill = HALVES[index], packs * 8, choices.choice([normal, bit_patterns])
-    total = with_canonical_nan(fill(0, rows * columns, torch.float32).view(rows, columns))
-    residual, weight = normal(20, total.numel(), dtype).view_as(total), normal(21, columns, dtype)
-    numbers = choices.choice([(1e-6, 0.0), (1e-5, 1.0)])
-    call = Call(
-        0,
-        Config(OF_ANY_KIND, choices.randint(1, min(3, rows)), 32 if packs <= 32 else NORM_SLOTS),
-        [total.view(-1)],
-        (total.numel(),),
-        (2 * residual.nbytes,),
-        offset=choices.choice([0, 4]),
-        operands=(residual, weight, residual.nbytes),
-        scalars=numbers,
-        columns=columns,
-    )
-    program = build(WIDER, sanitizer, mutation)
-    simulation = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, NORM_SHARED_NBYTES), index, seed)
-
-    (outcome,) = simulation.run([call])
-
-    expected = torch.cat(norms.specification(total, residual, weight, *numbers)).view(-1)
-    return same_bits(outcome.results[0].view(dtype), expected) + outcome.broken_guards
-
-
-@pytest.mark.parametrize(("sanitizer", "seeds"), [("plain", 24), ("thread", 3), ("address", 6)])
-def test_fp32_sums_give_the_specifications_bits(sanitizer, seeds):
-    for seed in range(seeds):
-        assert wrong_bytes_of_fp32(sanitizer, seed) == 0, seed
-
-
 def test_a_row_that_begins_where_one_of_narrower_sums_would_is_noticed():
-    assert any(wrong_bytes_of_fp32("plain", seed, NARROWER) for seed in range(8))
+    assert any(wrong_elements("plain", seed, NARROWER, wide=True) for seed in range(8))
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
