@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather on GPUs over time: in graphs, on several streams, with a rank that does not come."""
+"""Reduce-scatter and all-gather on GPUs over time: on several streams, with a rank that does not come."""
 
 from __future__ import annotations
 
@@ -57,9 +57,6 @@ class Call:
     def settle(self) -> None:
         for device in range(self.ranks.world_size):
             torch.cuda.synchronize(device)
-
-
-# ---- graphs ---------------------------------------------------------------------------------------------------------
 
 
 # ---- streams --------------------------------------------------------------------------------------------------------

@@ -28,43 +28,9 @@ def entry(directory):
     return directory / KEY
 
 
-def truncate(entry):
-    entry.write_bytes(entry.read_bytes()[:-1])
-
-
-def truncate_to_the_header(entry):
-    entry.write_bytes(entry.read_bytes().partition(b"\n")[0])
-
-
-def empty(entry):
-    entry.write_bytes(b"")
-
-
-def zero(entry):
-    entry.write_bytes(bytes(entry.stat().st_size))
-
-
-def zero_the_end(entry):
-    data = entry.read_bytes()
-    entry.write_bytes(data[:-512] + bytes(512))
-
-
-def lengthen(entry):
-    entry.write_bytes(entry.read_bytes() + b"\0")
-
-
-def flip_the_last_bit(entry):
-    data = entry.read_bytes()
-    entry.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-
-
 def swap_with_another(entry):
     cache.store(OTHER_KEY, CONTENT)
     os.replace(entry.with_name(OTHER_KEY), entry)
-
-
-def put_something_foreign(entry):
-    entry.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(100))
 
 
 def put_a_foreign_content_under_the_header(entry):
@@ -77,47 +43,35 @@ def put_an_entry_of_another_program(entry):
     entry.write_bytes(f"other {KEY} {digest}\n".encode() + CONTENT)
 
 
-def put_a_link_to_a_valid_entry(entry):
-    entry.symlink_to(entry.rename(entry.with_name("elsewhere")))
+def in_its_place(put):
+    """The damage that deletes an entry and puts something else there."""
+    return lambda entry: (entry.unlink(), put(entry))
 
 
-def put_a_dangling_link(entry):
-    entry.unlink()
-    entry.symlink_to(entry.with_name("nowhere"))
+def bytes_changed(change):
+    """The damage that changes the bytes of an entry."""
+    return lambda entry: entry.write_bytes(change(entry.read_bytes()))
 
 
-def put_a_named_pipe(entry):
-    entry.unlink()
-    os.mkfifo(entry)
-
-
-def let_the_group_write(entry):
-    entry.chmod(0o620)
-
-
-def let_the_world_write(entry):
-    entry.chmod(0o602)
-
-
-DAMAGES = [
-    truncate,
-    truncate_to_the_header,
-    empty,
-    zero,
-    zero_the_end,
-    lengthen,
-    flip_the_last_bit,
-    swap_with_another,
-    put_something_foreign,
-    put_a_foreign_content_under_the_header,
-    put_an_entry_of_another_program,
-    put_a_link_to_a_valid_entry,
-    put_a_dangling_link,
-    put_a_named_pipe,
-    let_the_group_write,
-    let_the_world_write,
-]
-every_damage = pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+DAMAGES = {
+    "truncated": bytes_changed(lambda data: data[:-1]),
+    "truncated to the header": bytes_changed(lambda data: data.partition(b"\n")[0]),
+    "empty": bytes_changed(lambda data: b""),
+    "zeros": bytes_changed(lambda data: bytes(len(data))),
+    "zeros at its end": bytes_changed(lambda data: data[:-512] + bytes(512)),
+    "longer": bytes_changed(lambda data: data + b"\0"),
+    "another last bit": bytes_changed(lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+    "something foreign": bytes_changed(lambda data: b"\x7fELF\x02\x01\x01" + bytes(100)),
+    "a foreign content": put_a_foreign_content_under_the_header,
+    "another key's entry": swap_with_another,
+    "another program's entry": put_an_entry_of_another_program,
+    "a link to a valid entry": lambda entry: entry.symlink_to(entry.rename(entry.with_name("elsewhere"))),
+    "a dangling link": in_its_place(lambda entry: entry.symlink_to(entry.with_name("nowhere"))),
+    "a named pipe": in_its_place(os.mkfifo),
+    "writable by the group": lambda entry: entry.chmod(0o620),
+    "writable by the world": lambda entry: entry.chmod(0o602),
+}
+every_damage = pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 
 
 def test_what_was_stored_is_loaded():
@@ -296,7 +250,7 @@ def test_sixteen_processes_at_once_never_see_half_an_entry(directory):
 
 def test_a_survey_tells_entries_from_damaged_and_unfinished_ones(entry):
     cache.store(OTHER_KEY, CONTENT)
-    truncate(entry)
+    DAMAGES["truncated"](entry)
     (entry.parent / "unfinished-x").touch()
     (entry.parent / "tuning").mkdir()
 
