@@ -38,22 +38,23 @@ class _OfGroup(MayBeFp8):
 
     def __init__(
         self,
-        whole: torch.nn.Linear,
-        group: Group,
-        tp_invariant: bool,
-        sequence_dim: int | None,
-        out_dtype: torch.dtype | None,
+        linear: torch.nn.Linear,
+        group: Group = None,
+        *,
+        tp_invariant: bool = False,
+        sequence_dim: int | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_linear(type(self).__name__, whole)
+        check_linear(type(self).__name__, linear)
         self.tp_invariant, self.group, self.sequence_dim, self.out_dtype = tp_invariant, group, sequence_dim, out_dtype
         self._rank, self._world_size = _place(group, tp_invariant)
         self._parts = dict(self._divided)
         for name, axis in self._parts.items():
-            given = getattr(whole, name)
+            given = getattr(linear, name)
             setattr(self, name, given if given is None else self._part(given, axis))
         if self.weight.dtype == FP8:
-            self._take_scales(whole)
+            self._take_scales(linear)
         elif out_dtype is not None:
             raise ValueError(f"graphar.nn.{type(self).__name__}: out_dtype is for weights in {FP8}")
         way = "_of_tokens" if sequence_dim is not None else "_of_leaves" if tp_invariant else "_of_whole"
@@ -186,7 +187,7 @@ class RowParallelLinear(_OfGroup):
         sequence_dim: int | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(linear, group, tp_invariant, sequence_dim, out_dtype)
+        super().__init__(linear, group, tp_invariant=tp_invariant, sequence_dim=sequence_dim, out_dtype=out_dtype)
         self.constant_weight = constant_weight
         self.bias = linear.bias
 
@@ -250,17 +251,6 @@ class ColumnParallelLinear(_OfGroup):
 
     _divided: ClassVar = {"weight": 0, "bias": 0}
     _with_tokens = staticmethod(sequence.column_parallel)
-
-    def __init__(
-        self,
-        linear: torch.nn.Linear,
-        group: Group = None,
-        *,
-        tp_invariant: bool = False,
-        sequence_dim: int | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(linear, group, tp_invariant, sequence_dim, out_dtype)
 
     def _of_whole(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(_SumGradients.apply(x, engine_name(self.group)), self.weight, self.bias)

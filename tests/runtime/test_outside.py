@@ -106,33 +106,22 @@ def test_a_kernel_of_graphars_own_may_come_from_outside(op):
     assert cubin == compiled(Algorithm(own.kernel_name), element)
 
 
-def test_a_source_that_does_not_compile_is_told_with_its_own_file_and_line(folder):
-    file = folder / "pushed_sum.cu"
-    edit(file, "output.store(i,", "output.stow(i,")
-
-    error = failure(load(file))
-
-    assert (error.file, error.line) == (str(file), line_of(file, "output.stow"))
-    assert "stow" in error.log
+# By what is wrong: a file, its text and another one in its place, and the word of that which the log names.
+WRONG = {
+    "a source": ("pushed_sum.cu", "output.store(i,", "output.stow(i,", "stow"),
+    "a header beside it": ("slots_of_call.cuh", "call.epoch", "call.epic", "epic"),
+    "a header that is nowhere": ("pushed_sum.cu", "slots_of_call.cuh", "absent.cuh", "absent.cuh"),
+}
 
 
-def test_a_mistake_in_a_header_beside_it_is_told_with_the_headers_file_and_line(folder):
-    header = folder / "slots_of_call.cuh"
-    edit(header, "call.epoch", "call.epic")
+@pytest.mark.parametrize(("name", "old", "new", "word"), WRONG.values(), ids=WRONG)
+def test_what_does_not_compile_is_told_with_its_own_file_and_line(folder, name, old, new, word):
+    edit(folder / name, old, new)
 
     error = failure(load(folder / "pushed_sum.cu"))
 
-    assert (error.file, error.line) == (str(header), line_of(header, "call.epic"))
-
-
-def test_a_header_that_is_nowhere_is_told_with_file_and_line(folder):
-    file = folder / "pushed_sum.cu"
-    edit(file, "slots_of_call.cuh", "absent.cuh")
-
-    error = failure(load(file))
-
-    assert (error.file, error.line) == (str(file), line_of(file, "absent.cuh"))
-    assert "absent.cuh" in error.log
+    assert (error.file, error.line) == (str(folder / name), line_of(folder / name, new))
+    assert word in error.log
 
 
 def test_a_kernel_with_other_template_arguments_is_told_by_its_file(folder):
