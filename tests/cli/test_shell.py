@@ -331,31 +331,9 @@ def test_a_wrong_sum_ends_bench_with_status_1(monkeypatch, capsys):
 
 @NO_GPUS
 def test_bench_takes_the_flags_of_nccl_tests(capsys):
-    assert (
-        main(
-            [
-                "bench",
-                "-b",
-                "1K",
-                "-e",
-                "4K",
-                "-f",
-                "4",
-                "-g",
-                "1",
-                "-o",
-                "sum",
-                "-d",
-                "float",
-                "-c",
-                "1",
-                "--world-size",
-                "2",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    flags = "-b 1K -e 4K -f 4 -g 1 -o sum -d float -c 1 --world-size 2 --json"
+
+    assert main(["bench", *flags.split()]) == 0
 
     found = json.loads(capsys.readouterr().out)
     assert (found["dtype"], [row["nbytes"] for row in found["rows"]]) == ("float32", [1024, 4096])
