@@ -33,6 +33,7 @@ from graphar.plan.tables import Table
 from graphar.plan.work import Parts, Sum
 from graphar.ranks import capture
 from graphar.ranks.cpu import fallback
+from graphar.ranks.cpu.reduction import CoderOf
 from graphar.ranks.cpu.transport import Group, check_backend
 from graphar.ranks.groups import known_group
 from graphar.ranks.hosts import host
@@ -85,12 +86,17 @@ class Hierarchy:
         ranks: the communicator. Without a process group, :meth:`set_up` raises UnsupportedError.
         hosts: each host's ranks, from check_hosts; None: the hosts that the processes run on.
         make_kernels: makes the communicator of a host's process group, with a deadline in seconds.
+        coder_of: makes what encodes across hosts.
     """
 
     def __init__(
-        self, ranks: Ranks, hosts: list[list[int]] | None, make_kernels: Callable[[dist.ProcessGroup, float], Kernels]
+        self,
+        ranks: Ranks,
+        hosts: list[list[int]] | None,
+        make_kernels: Callable[[dist.ProcessGroup, float], Kernels],
+        coder_of: CoderOf,
     ) -> None:
-        self._communicator, self._given, self._make_kernels = ranks, hosts, make_kernels
+        self._communicator, self._given, self._make_kernels, self._coder_of = ranks, hosts, make_kernels, coder_of
         self._hosts: list[list[int]] = []  # none until the first call
         self._groups: list[dist.ProcessGroup] = []  # inside this rank's host, and across hosts
         self._kernels: Kernels | None = None  # the communicator inside this host, on GPUs
@@ -194,7 +200,7 @@ class Hierarchy:
         """Writes what graphar.reference.hierarchical_allreduce of contiguous tensors gives into ``out``.
 
         Inside a host ``x`` is summed in fp32. That sends twice the bytes of bf16 over NVLink, but needs no kernel of
-        its own. ``codec`` is the format across hosts, computed by torch on GPUs too; it rounds to nearest. It raises
+        its own. ``codec`` is the format across hosts; it rounds to nearest. It raises
         what a transport does.
         """
         check_backend(x.device, known_group(self._communicator.group))
@@ -225,7 +231,7 @@ class Hierarchy:
         group = self._groups[1]
         if group.size() == 1 or not part.numel():
             return lambda: None
-        step = partial(_run, Sum(part.numel(), codec.text if codec else ""), part, part, group, timeout_s)
+        step = partial(self._run, Sum(part.numel(), codec.text if codec else ""), part, part, group, timeout_s)
         if not (part.is_cuda and self._beside):
             step()
             return lambda: None
@@ -252,11 +258,14 @@ class Hierarchy:
             call = Call.of(Parts(op, counts), x, timeout_s=timeout_s, blocks=blocks)
             self._kernels.run(call, [Operands((x,), (out,))])
         else:
-            _run(Parts(op, counts), x, out, self._groups[0], timeout_s)
+            self._run(Parts(op, counts), x, out, self._groups[0], timeout_s)
 
-
-def _run(work: Sum | Parts, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:
-    fallback.bind(Call.of(work, x), Group(group), timeout_s, repeat(0))([Operands((x,), (out,))])
+    def _run(
+        self, work: Sum | Parts, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float
+    ) -> None:
+        call = Call.of(work, x)
+        coder = self._coder_of(call, None) if call.wire else None
+        fallback.bind(call, Group(group), timeout_s, repeat(0), coder)([Operands((x,), (out,))])
 
 
 def _counts(numel: int, ranks: int, unit: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from graphar.plan.config import HIERARCHICAL, Config
 from graphar.plan.work import Parts, Sum
 from graphar.ranks.cpu import fallback
 from graphar.ranks.cpu.fallback import Run
+from graphar.ranks.cpu.reduction import CoderOf
 from graphar.ranks.cpu.transport import Group, InProcess
 from graphar.ranks.group_calls import GroupCalls
 from graphar.ranks.groups import known_group
@@ -21,10 +22,10 @@ from graphar.ranks.rendezvous import Ranks
 
 
 class WithoutKernels:
-    """The calls of one communicator without kernels."""
+    """The calls of one communicator without kernels. ``coder_of`` makes what encodes for calls with a codec."""
 
-    def __init__(self, communicator: Ranks, hierarchy: Hierarchy) -> None:
-        self._communicator, self._hierarchy = communicator, hierarchy
+    def __init__(self, communicator: Ranks, hierarchy: Hierarchy, coder_of: CoderOf) -> None:
+        self._communicator, self._hierarchy, self._coder_of = communicator, hierarchy, coder_of
         self._group_calls: GroupCalls | None = None  # made at first use
         self._making = threading.Lock()
         self._quantized_calls = itertools.count()  # kernels count their own calls
@@ -32,14 +33,15 @@ class WithoutKernels:
     def bind(self, call: Call[Sum | Parts], x: torch.Tensor, config: Config, timeout_s: float) -> Run:
         """Returns the function of a call whose first tensor is like ``x``."""
         ranks, numbers = self._communicator, self._quantized_calls
+        coder = self._coder_of(call, ranks.devices) if call.wire else None
         if ranks.devices:
-            return fallback.bind(call, InProcess(ranks.world_size), timeout_s, numbers)
+            return fallback.bind(call, InProcess(ranks.world_size), timeout_s, numbers, coder)
         calls = self.group_calls()
         if config is HIERARCHICAL:
             run = self._hierarchical(call, timeout_s)
         else:
             messages = calls.messages if x.device.type == "cpu" else None
-            run = fallback.bind(call, messages or Group(known_group(ranks.group)), timeout_s, numbers)
+            run = fallback.bind(call, messages or Group(known_group(ranks.group)), timeout_s, numbers, coder)
         return calls.bind(call, x, timeout_s, run, config.algorithm)
 
     def group_calls(self) -> GroupCalls:
