@@ -1,9 +1,9 @@
-// encode_tiles and sum_tiles: a codec on one GPU, where torch.distributed moves what is encoded: no peer access, or
-// other hosts.
+// local_codec_encode and local_codec_sum: a codec on one GPU, where torch.distributed moves what is encoded: without
+// peer access, or between hosts.
 //
-//   encode_tiles   tensor -> codes -> wire, and with feedback rounding errors -> tensor
-//   sum_tiles      messages, in the order of ranks -> values -> sum, rounded to T -> tensor
-//                  if it encodes: the sum -> codes -> wire, and -> values -> tensor
+//   local_codec_encode   tensor -> codes -> wire, and with feedback rounding errors -> tensor
+//   local_codec_sum      messages, in the order of ranks -> values -> sum, rounded to T -> tensor
+//                        if it encodes: the sum -> codes -> wire, and -> values -> tensor
 //
 // A warp has a tile at a time (wire.cuh). They send nothing and wait for no rank, so any number of blocks will do.
 #include "device/wire/wire_sum.cuh"
@@ -30,7 +30,7 @@ __device__ __forceinline__ void for_each_tile_of(u32 tiles, const F& f) {
 }
 
 template <class T, class C>
-__global__ void __launch_bounds__(256) encode_tiles(const __grid_constant__ CodecArguments a) {
+__global__ void __launch_bounds__(256) local_codec_encode(const __grid_constant__ CodecArguments a) {
   wait_for_previous_kernel();
   const Tensor<T> tensor(a.tensor, a.numel);
   const Wire<C> wire{a.wire, tile_count(a.numel)};
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(256) encode_tiles(const __grid_constant__ Code
 }
 
 template <class T, class C, bool Encodes>
-__global__ void __launch_bounds__(256) sum_tiles(const __grid_constant__ CodecArguments a) {
+__global__ void __launch_bounds__(256) local_codec_sum(const __grid_constant__ CodecArguments a) {
   wait_for_previous_kernel();
   const Tensor<T> tensor(a.tensor, a.numel);
   const u32 tiles = tile_count(a.numel);

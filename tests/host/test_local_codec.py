@@ -32,7 +32,7 @@ CODECS = (
 )
 KINDS = [(codec, dtype) for codec in CODECS for dtype in TYPE_NAMES]
 SOURCES = tuple(
-    KernelSource("one_local_codec.cu", source.name.replace("_tiles", "_alone"))
+    KernelSource("one_local_codec.cu", f"one_{source.name}")
     for codec, dtype in KINDS
     for source in local_codec_sources(dtype, codec)
 )

@@ -55,7 +55,7 @@ class LocalCodec:
     """A codec by kernels on the GPU of the tensors, queued on torch's current stream."""
 
     codec: Codec
-    sources: tuple[KernelSource, ...]  # of encode_tiles, of sum_tiles, and of sum_tiles that encodes
+    sources: tuple[KernelSource, ...]  # of local_codec_encode, of local_codec_sum, and of local_codec_sum that encodes
 
     def load(self, device: int) -> None:
         for source in self.sources:
