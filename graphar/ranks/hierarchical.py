@@ -217,6 +217,26 @@ class Hierarchy:
         if waiting:
             self._gather_inside(*waiting)
 
+    def reducescatter(self, x: torch.Tensor, out: torch.Tensor, timeout_s: float, codec: Codec) -> None:
+        """Writes what graphar.reference.hierarchical_reducescatter gives this rank into ``out``.
+
+        Each rank's part of ``x`` is as long as ``out``. A rank sums the parts of all hosts' ranks at its own place
+        inside its host, and sends each of them to its rank, in ``codec``, which rounds to nearest.
+        """
+        check_backend(x.device, known_group(self._communicator.group))
+        (inside, across), parts = [group.size() for group in self._groups], x.view(-1, out.numel())
+        by_place = torch.tensor(list(zip(*self._hosts, strict=True)), device=x.device).view(-1)
+        step = max(1, _CHUNK_NUMEL // len(parts) // TILE_NUMEL) * TILE_NUMEL
+        for begin in range(0, out.numel(), step):
+            target = out.view(-1)[begin : begin + step]
+            chunk = parts[:, begin : begin + step].index_select(0, by_place).view(-1)
+            part = self._sum_inside(chunk, (across * target.numel(),) * inside, timeout_s)
+            total = part
+            if across > 1:
+                total, counts = part.new_empty(target.numel()), (target.numel(),) * across
+                self._run(Parts("reducescatter", counts, codec.text), part, total, self._groups[1], timeout_s)
+            target.copy_(with_canonical_nan(total.to(target.dtype)))
+
     def _sum_inside(self, chunk: torch.Tensor, counts: tuple[int, ...], timeout_s: float) -> torch.Tensor:
         wide = chunk.to(ACCUMULATION_DTYPES[chunk.dtype])
         part = wide.new_empty(counts[self._groups[0].rank()])

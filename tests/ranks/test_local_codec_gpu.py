@@ -6,9 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import graphar
 from graphar import Codec, Communicator, reference
+from graphar.fsdp import QuantizedReduceScatter
 from graphar.numerics.codec_reference import Noise, encode, error_of_wire
 from graphar.numerics.codecs import NAMES
 from graphar.numerics.partitions import split
@@ -96,6 +98,11 @@ def wrong_between_hosts(rank, world_size):
             y = communicator.allreduce(xs[rank].cuda(), codec=codec, algorithm="hierarchical")
             if same_bits(y.cpu(), reference.hierarchical_allreduce(xs, hosts, codec)):
                 wrong.append(codec)
+            comm, out = QuantizedReduceScatter(codec, communicator, algorithm="hierarchical"), xs[rank][:33_333].cuda()
+            xs = [one[: world_size * 33_333] for one in xs]
+            comm(out, xs[rank].cuda(), dist.group.WORLD, dist.ReduceOp.SUM)
+            if same_bits(out.cpu(), reference.hierarchical_reducescatter(xs, hosts, codec)[rank]):
+                wrong.append((codec, "scattered"))
     return wrong, launched.call_count > 0
 
 

@@ -52,7 +52,8 @@ class WithoutKernels:
             return self._group_calls
 
     def _hierarchical(self, call: Call, timeout_s: float) -> Run:
-        compute = partial(self._hierarchy.allreduce, timeout_s=timeout_s, codec=call.wire)
+        by_op = {"allreduce": self._hierarchy.allreduce, "reducescatter": self._hierarchy.reducescatter}
+        compute = partial(by_op[call.op], timeout_s=timeout_s, codec=call.wire)
         return lambda ranks: compute(ranks[0].inputs[0], ranks[0].outputs[0])
 
     def let_go_of_group(self) -> None:
