@@ -284,7 +284,7 @@ class Hierarchy:
         self, work: Sum | Parts, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float
     ) -> None:
         call = Call.of(work, x)
-        coder = self._coder_of(call, None) if call.wire else None
+        coder = self._coder_of(call, call.wire, None) if call.wire else None
         fallback.bind(call, Group(group), timeout_s, repeat(0), coder)([Operands((x,), (out,))])
 
 

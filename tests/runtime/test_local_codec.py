@@ -48,7 +48,7 @@ def test_kernels_encode_on_gpus_that_have_them_and_are_loaded_at_once(device, dt
     monkeypatch.setattr(local_codec, "runs_on", lambda index: runs)
     monkeypatch.setattr(local_codec, "_load", lambda index, source: loaded.append((index, source)))
 
-    made = coder_of(Call(Sum(8, "int4"), dtype, device), None)
+    made = coder_of(Call(Sum(8, "int4"), dtype, device), INT4, None)
 
     if not by_kernels:
         assert made == TorchCoder(INT4)
@@ -63,7 +63,7 @@ def test_they_are_loaded_on_each_device_of_a_process(monkeypatch):
     monkeypatch.setattr(local_codec, "runs_on", lambda index: True)
     monkeypatch.setattr(local_codec, "_load", lambda index, source: loaded.append(index))
 
-    coder_of(Call(Sum(8, "int4"), torch.float16, 0), [torch.device("cuda", 0), torch.device("cuda", 2)])
+    coder_of(Call(Sum(8, "int4"), torch.float16, 0), INT4, [torch.device("cuda", 0), torch.device("cuda", 2)])
 
     assert loaded == [0] * 3 + [2] * 3
 

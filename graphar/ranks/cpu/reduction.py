@@ -201,7 +201,8 @@ class Coder(Protocol):
         ...
 
 
-CoderOf = Callable[[Call, "Sequence[torch.device] | None"], Coder]  # for a call, and the devices of this process
+# For a call, its codec, and the devices of this process's ranks; None: the call's.
+CoderOf = Callable[[Call, Codec, "Sequence[torch.device] | None"], Coder]
 
 
 @dataclass(frozen=True)

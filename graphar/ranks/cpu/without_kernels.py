@@ -33,7 +33,7 @@ class WithoutKernels:
     def bind(self, call: Call[Sum | Parts], x: torch.Tensor, config: Config, timeout_s: float) -> Run:
         """Returns the function of a call whose first tensor is like ``x``."""
         ranks, numbers = self._communicator, self._quantized_calls
-        coder = self._coder_of(call, ranks.devices) if call.wire else None
+        coder = self._coder_of(call, call.wire, ranks.devices) if call.wire else None
         if ranks.devices:
             return fallback.bind(call, InProcess(ranks.world_size), timeout_s, numbers, coder)
         calls = self.group_calls()

@@ -35,16 +35,16 @@ class CodecArguments(ctypes.Structure):
     ]
 
 
-def coder_of(call: Call, devices: Sequence[torch.device] | None) -> Coder:
-    """Returns what encodes for a call without kernels of its own: these kernels, or torch where they do not run.
+def coder_of(call: Call, codec: Codec, devices: Sequence[torch.device] | None) -> Coder:
+    """Returns what encodes for a call without kernels between ranks: these kernels, or torch where they do not run.
 
     They are loaded now: loading while a kernel waits for other ranks could hang. ``devices`` are those of this
     process's ranks; None: the call's.
     """
     indices = [one.index for one in devices] if devices else [call.device]
     if call.device < 0 or call.dtype not in TYPE_NAMES or not all(map(runs_on, indices)):
-        return TorchCoder(call.wire)
-    made = LocalCodec(call.wire, local_codec_sources(call.dtype, call.wire))
+        return TorchCoder(codec)
+    made = LocalCodec(codec, local_codec_sources(call.dtype, codec))
     for device in indices:
         made.load(device)
     return made
@@ -88,24 +88,24 @@ class LocalCodec:
         device, blocks = tensor.device.index, -(-self.codec.tiles(tensor.numel()) // _WARPS)
         blocks = min(blocks, _BLOCKS_AN_SM * launcher.sm_count(device))
         launch, arguments, lock = _bind(device, self.sources[which], blocks)
-        first, pitch = _in_rows(messages) if messages else (None, 0)
+        rows, pitch = _in_rows(messages)
         with lock, torch.cuda.device(device):  # all threads share the launch's arguments
             arguments.tensor, arguments.numel = tensor.data_ptr(), tensor.numel()
             arguments.wire = wire.data_ptr() if wire is not None else 0
-            arguments.messages, arguments.pitch = first.data_ptr() if messages else 0, pitch
+            arguments.messages, arguments.pitch = rows[0].data_ptr() if messages else 0, pitch
             arguments.seed, arguments.call, arguments.source, begin = noise
             arguments.first_tile, arguments.count = begin // TILE_NUMEL, len(messages)
             launch.enqueue(torch.cuda.current_stream().cuda_stream)
 
 
-def _in_rows(messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Returns the first message, and the bytes from one to the next: as they lie, or copied to where packs are."""
+def _in_rows(messages: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], int]:
+    """Returns equally spaced messages at packs, and the bytes from one to the next: as they lie, or copies."""
     at = [one.data_ptr() for one in messages]
     pitches = {second - first for first, second in itertools.pairwise(at)} or {0}
-    if len(pitches) == 1 and not any(one % PACK_NBYTES for one in (at[0], *pitches)) and min(pitches) >= 0:
-        return messages[0], pitches.pop()
+    if len(pitches) == 1 and not any(one % PACK_NBYTES for one in (*at[:1], *pitches)) and min(pitches) >= 0:
+        return messages, pitches.pop()
     pitch = -(-messages[0].numel() // PACK_NBYTES) * PACK_NBYTES
-    rows = messages[0].new_empty(len(messages), pitch)
+    rows = messages[0].new_empty(len(messages), pitch).unbind()
     for row, one in zip(rows, messages, strict=True):
         row[: one.numel()].copy_(one)
     return rows, pitch
