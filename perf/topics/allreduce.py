@@ -396,17 +396,16 @@ def backend_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def token_section(rows: Sequence[Row]) -> list[Section]:
-    """Returns a section of times by number of tokens (TOKENS), for each world that has sizes of only this table."""
+    """Returns a section of times by number of tokens (TOKENS), for each world with sizes of only this table."""
     if not rows:
         return []
     dtype = rows[0].dtype
     tokens_of = dict(zip(token_sizes(dtype), TOKENS, strict=True))
-    having = {row.world_size for row in rows if row.nbytes in tokens_of and row.nbytes not in SIZES}
     found = []
-    for world_size, mode in itertools.product(sorted(having, reverse=True), ("graph", "cpu")):
-        at = (world_size, mode, "process", dtype)
-        mine = [row for row in rows if Key(*at).has(row) and row.nbytes in tokens_of]
-        if mine:
+    for world_size, mode in itertools.product(sorted({row.world_size for row in rows}, reverse=True), ("graph", "cpu")):
+        key = Key(world_size, mode, "process", dtype)
+        mine = [row for row in rows if key.has(row) and row.nbytes in tokens_of]
+        if any(row.nbytes not in SIZES for row in mine):
             cases = {str(tokens_of[nbytes]): one for nbytes, one in by_method(mine, _nbytes).items()}
             title = f"{world_size} ranks, {dtype}, hidden size {HIDDEN}, by number of tokens, {MODES[mode]}"
             found.append(Section(title, [method_table("tokens", cases)]))
