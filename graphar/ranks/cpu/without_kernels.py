@@ -33,7 +33,8 @@ class WithoutKernels:
     def bind(self, call: Call[Sum | Parts], x: torch.Tensor, config: Config, timeout_s: float) -> Run:
         """Returns the function of a call whose first tensor is like ``x``."""
         ranks, numbers = self._communicator, self._quantized_calls
-        coder = self._coder_of(call, call.wire, ranks.devices) if call.wire else None
+        coded = call._replace(dtype=torch.float32) if config is HIERARCHICAL else call  # as sums of hosts are
+        coder = self._coder_of(coded, call.wire, ranks.devices) if call.wire else None
         if ranks.devices:
             return fallback.bind(call, InProcess(ranks.world_size), timeout_s, numbers, coder)
         calls = self.group_calls()
