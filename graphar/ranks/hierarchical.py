@@ -225,11 +225,11 @@ class Hierarchy:
         """
         check_backend(x.device, known_group(self._communicator.group))
         (inside, across), parts = [group.size() for group in self._groups], x.view(-1, out.numel())
-        by_place = torch.tensor(list(zip(*self._hosts, strict=True)), device=x.device).view(-1)
+        by_place = [rank for of_place in zip(*self._hosts, strict=True) for rank in of_place]
         step = max(1, _CHUNK_NUMEL // len(parts) // TILE_NUMEL) * TILE_NUMEL
         for begin in range(0, out.numel(), step):
             target = out.view(-1)[begin : begin + step]
-            chunk = parts[:, begin : begin + step].index_select(0, by_place).view(-1)
+            chunk = torch.cat([parts[rank, begin : begin + step] for rank in by_place])
             part = self._sum_inside(chunk, (across * target.numel(),) * inside, timeout_s)
             total = part
             if across > 1:
