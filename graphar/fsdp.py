@@ -24,6 +24,7 @@ from graphar.runtime.registry import Group, engine_of
 from graphar.runtime.side_stream import SideStream
 
 Method = Literal["auto", "copies", "kernels"]
+Coded = Literal["auto", "hierarchical"]  # how sums with a codec are made
 POOL_NBYTES = 2 << 30  # for gathers of up to 1 GiB
 
 
@@ -34,7 +35,7 @@ def set_collectives(
     codec: Codec | CodecName | None = None,
     error_feedback: bool = False,
     blocks: int | None = None,
-    algorithm: Method = "auto",
+    algorithm: Method | Coded = "auto",
     pool_nbytes: int = POOL_NBYTES,
 ) -> None:
     """Makes all modules of a model that were given to ``fully_shard`` use graphar's all-gather and reduce-scatter.
@@ -58,13 +59,14 @@ def set_collectives(
             64 between 2 ranks and 32 between more, and the whole grid where a call is compressed.
         algorithm: "copies" for exact calls by copy engines, which leave matmuls all SMs but for short sums and
             meetings; "kernels"; or "auto", which goes by the tuning table, and takes kernels if ``blocks`` is given.
-            Where kernels do not reach all ranks, as on the CPU, it has no effect.
+            Where kernels do not reach all ranks, as on the CPU, it has no effect. "hierarchical", with a codec and
+            ranks on several hosts: gradients are summed exactly inside a host, and encoded between hosts alone.
         pool_nbytes: with copies, the most bytes of symmetric memory for gathered parameters on each GPU, which is kept
             and used again. Each gather gets at most half of it. Others go through scratch, and are copied once more.
 
     Raises:
         ValueError: no module was given to ``fully_shard``, a module has parameters on several meshes, the codec or the
-            algorithm is not known, or ``error_feedback`` is given without a codec.
+            algorithm is not known, or ``error_feedback`` or "hierarchical" is given without a codec, or both are.
     """
     # Import it here: it takes half a second, and a model with such modules has already done it.
     from torch.distributed.fsdp import FSDPModule
@@ -74,12 +76,15 @@ def set_collectives(
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise ValueError("set_collectives: no module of the model was given to fully_shard")
-    gather = AllGather(group, blocks=blocks, algorithm=algorithm, pool_nbytes=pool_nbytes)
-    exact = ExactReduceScatter(group, blocks=blocks, algorithm=algorithm)
+    if algorithm == "hierarchical" and codec is None:
+        raise ValueError("set_collectives: algorithm='hierarchical' needs a codec")
+    coded, by = (algorithm, "auto") if algorithm == "hierarchical" else ("auto", algorithm)
+    gather = AllGather(group, blocks=blocks, algorithm=by, pool_nbytes=pool_nbytes)
+    exact = ExactReduceScatter(group, blocks=blocks, algorithm=by)
     for module in sharded:
         scatter = exact
         if codec is not None:
-            scatter = QuantizedReduceScatter(codec, group, error_feedback=error_feedback)
+            scatter = QuantizedReduceScatter(codec, group, error_feedback=error_feedback, algorithm=coded)
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(scatter)
 
@@ -337,13 +342,27 @@ class QuantizedReduceScatter(ExactReduceScatter):
             over. None: each module's own group.
         error_feedback: whether this rank adds the rounding errors of the gradients to the next gradients. On every
             rank this takes memory of the size of the module's whole gradients.
+        algorithm: "hierarchical" is exact inside a host and encodes between hosts alone, with the bits of
+            ``graphar.reference.hierarchical_reducescatter``. It rounds to nearest, without error feedback.
 
     Raises:
-        ValueError: the codec is not known.
+        ValueError: the codec or the algorithm is not known, or "hierarchical" is given with ``error_feedback``.
     """
 
-    def __init__(self, codec: Codec | CodecName, group: Group = None, *, error_feedback: bool = False) -> None:
+    def __init__(
+        self,
+        codec: Codec | CodecName,
+        group: Group = None,
+        *,
+        error_feedback: bool = False,
+        algorithm: Coded = "auto",
+    ) -> None:
         super().__init__(group)
+        if algorithm not in get_args(Coded):
+            raise ValueError(f"{self._name}: algorithm must be one of {', '.join(get_args(Coded))}, got {algorithm!r}")
+        if error_feedback and algorithm == "hierarchical":
+            raise ValueError(f"{self._name}: algorithm='hierarchical' has no error_feedback")
+        self._coded = algorithm
         found = as_codec(self._name, codec)
         self._codec = replace(found, feedback=error_feedback).text
         self._error_feedback = error_feedback
@@ -354,7 +373,7 @@ class QuantizedReduceScatter(ExactReduceScatter):
         residuals = (self._residual_like(x),) if self._error_feedback else ()
         # The full grid: with few blocks a codec's all-reduce was 8 % slower in DistributedDataParallel.
         work = Parts("reducescatter", (out.numel(),) * engine.world_size, self._codec)
-        engine.run(Call.of(work, x), [Operands((x, *residuals), (out,))])
+        engine.run(Call.of(work, x, algorithm=self._coded), [Operands((x, *residuals), (out,))])
         return False
 
     def _residual_like(self, x: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from graphar.runtime.catalogue import (
     KernelSource,
     fused_matmul_source,
     kernel_source,
+    local_codec_sources,
     matmul_source,
     residual_norm_backward_sources,
     residual_norm_source,
@@ -76,6 +77,8 @@ def catalogue() -> Iterator[KernelSource]:
     yield from _norm_kernels()
     yield from map(residual_norm_source, TYPE_NAMES)
     yield from (residual_norm_source(dtype, torch.float32) for dtype in TYPE_NAMES if dtype != torch.float32)
+    for at, (one, dtype) in enumerate(zip(_ANY, itertools.cycle(TYPE_NAMES), strict=False)):
+        yield local_codec_sources(dtype, one)[(at + 2) % 3]  # of the codec with feedback the one that encodes
     for dtype in TYPE_NAMES:
         gradients = (residual_norm_backward_sources(dtype, *staging) for staging in ((1, 4), (2, 2), (4, 1)))
         yield from dict.fromkeys(itertools.chain(*gradients))  # the weight's kernel is the same for all

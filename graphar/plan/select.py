@@ -106,7 +106,7 @@ def select(call: Call, facts: Facts) -> Choice:
 def _elements(call: Call[Sum | Parts | TensorTuple], facts: Facts) -> Choice:
     work, asked = call.work, None if call.algorithm == "auto" else Algorithm(call.algorithm)
     if asked is HIERARCHICAL.algorithm and not _lacks(HIERARCHICAL.algorithm.row, work):
-        return _hierarchical(facts, call.wire)
+        return _hierarchical(call, facts)
     problem = "asked for" if asked is FALLBACK.algorithm else _why_no_kernel(call, facts, asked)
     if problem:
         return Choice(FALLBACK, f"{problem}{_what_is_added(work)}")
@@ -149,12 +149,13 @@ def _as_tree(work: Sum | Parts | Norm | TensorTuple) -> str:
     return "; added as a tree" if work.order == "tree" else ""
 
 
-def _hierarchical(facts: Facts, codec: Codec | None) -> Choice:
+def _hierarchical(call: Call[Sum | Parts | TensorTuple], facts: Facts) -> Choice:
+    codec = call.wire
     if facts.world_size == 1:
         return Choice(FALLBACK, "one rank has nothing to add")
     if codec and (codec.feedback or codec.rounding == "stochastic"):
         kind = "a residual" if codec.feedback else "stochastic rounding"
-        raise UnsupportedError(f"allreduce: hierarchical cannot serve this call: it rounds sums, without {kind}")
+        raise UnsupportedError(f"{call.op}: hierarchical cannot serve this call: it rounds sums, without {kind}")
     reason = facts.set_up_hierarchy()
     across = f"{reason}; across hosts {codec.bits_per_element:g} bits an element" if codec else reason
     return Choice(HIERARCHICAL, across)

@@ -33,6 +33,7 @@ from graphar.plan.tables import Table
 from graphar.plan.work import Parts, Sum
 from graphar.ranks import capture
 from graphar.ranks.cpu import fallback
+from graphar.ranks.cpu.reduction import CoderOf
 from graphar.ranks.cpu.transport import Group, check_backend
 from graphar.ranks.groups import known_group
 from graphar.ranks.hosts import host
@@ -85,12 +86,17 @@ class Hierarchy:
         ranks: the communicator. Without a process group, :meth:`set_up` raises UnsupportedError.
         hosts: each host's ranks, from check_hosts; None: the hosts that the processes run on.
         make_kernels: makes the communicator of a host's process group, with a deadline in seconds.
+        coder_of: makes what encodes across hosts.
     """
 
     def __init__(
-        self, ranks: Ranks, hosts: list[list[int]] | None, make_kernels: Callable[[dist.ProcessGroup, float], Kernels]
+        self,
+        ranks: Ranks,
+        hosts: list[list[int]] | None,
+        make_kernels: Callable[[dist.ProcessGroup, float], Kernels],
+        coder_of: CoderOf,
     ) -> None:
-        self._communicator, self._given, self._make_kernels = ranks, hosts, make_kernels
+        self._communicator, self._given, self._make_kernels, self._coder_of = ranks, hosts, make_kernels, coder_of
         self._hosts: list[list[int]] = []  # none until the first call
         self._groups: list[dist.ProcessGroup] = []  # inside this rank's host, and across hosts
         self._kernels: Kernels | None = None  # the communicator inside this host, on GPUs
@@ -194,7 +200,7 @@ class Hierarchy:
         """Writes what graphar.reference.hierarchical_allreduce of contiguous tensors gives into ``out``.
 
         Inside a host ``x`` is summed in fp32. That sends twice the bytes of bf16 over NVLink, but needs no kernel of
-        its own. ``codec`` is the format across hosts, computed by torch on GPUs too; it rounds to nearest. It raises
+        its own. ``codec`` is the format across hosts; it rounds to nearest. It raises
         what a transport does.
         """
         check_backend(x.device, known_group(self._communicator.group))
@@ -211,6 +217,26 @@ class Hierarchy:
         if waiting:
             self._gather_inside(*waiting)
 
+    def reducescatter(self, x: torch.Tensor, out: torch.Tensor, timeout_s: float, codec: Codec) -> None:
+        """Writes what graphar.reference.hierarchical_reducescatter gives this rank into ``out``.
+
+        Each rank's part of ``x`` is as long as ``out``. A rank sums the parts of all hosts' ranks at its own place
+        inside its host, and sends each of them to its rank, in ``codec``, which rounds to nearest.
+        """
+        check_backend(x.device, known_group(self._communicator.group))
+        (inside, across), parts = [group.size() for group in self._groups], x.view(-1, out.numel())
+        by_place = [rank for of_place in zip(*self._hosts, strict=True) for rank in of_place]
+        step = max(1, _CHUNK_NUMEL // len(parts) // TILE_NUMEL) * TILE_NUMEL
+        for begin in range(0, out.numel(), step):
+            target = out.view(-1)[begin : begin + step]
+            chunk = torch.cat([parts[rank, begin : begin + step] for rank in by_place])
+            part = self._sum_inside(chunk, (across * target.numel(),) * inside, timeout_s)
+            total = part
+            if across > 1:
+                total, counts = part.new_empty(target.numel()), (target.numel(),) * across
+                self._run(Parts("reducescatter", counts, codec.text), part, total, self._groups[1], timeout_s)
+            target.copy_(with_canonical_nan(total.to(target.dtype)))
+
     def _sum_inside(self, chunk: torch.Tensor, counts: tuple[int, ...], timeout_s: float) -> torch.Tensor:
         wide = chunk.to(ACCUMULATION_DTYPES[chunk.dtype])
         part = wide.new_empty(counts[self._groups[0].rank()])
@@ -225,7 +251,7 @@ class Hierarchy:
         group = self._groups[1]
         if group.size() == 1 or not part.numel():
             return lambda: None
-        step = partial(_run, Sum(part.numel(), codec.text if codec else ""), part, part, group, timeout_s)
+        step = partial(self._run, Sum(part.numel(), codec.text if codec else ""), part, part, group, timeout_s)
         if not (part.is_cuda and self._beside):
             step()
             return lambda: None
@@ -252,11 +278,14 @@ class Hierarchy:
             call = Call.of(Parts(op, counts), x, timeout_s=timeout_s, blocks=blocks)
             self._kernels.run(call, [Operands((x,), (out,))])
         else:
-            _run(Parts(op, counts), x, out, self._groups[0], timeout_s)
+            self._run(Parts(op, counts), x, out, self._groups[0], timeout_s)
 
-
-def _run(work: Sum | Parts, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:
-    fallback.bind(Call.of(work, x), Group(group), timeout_s, repeat(0))([Operands((x,), (out,))])
+    def _run(
+        self, work: Sum | Parts, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float
+    ) -> None:
+        call = Call.of(work, x)
+        coder = self._coder_of(call, call.wire, None) if call.wire else None
+        fallback.bind(call, Group(group), timeout_s, repeat(0), coder)([Operands((x,), (out,))])
 
 
 def _counts(numel: int, ranks: int, unit: int) -> tuple[int, ...]:

@@ -112,6 +112,32 @@ def hierarchical_allreduce(
     return with_canonical_nan(total.to(parts[0].dtype))
 
 
+def hierarchical_reducescatter(
+    parts: Sequence[torch.Tensor], hosts: Sequence[Sequence[int]], codec: Codec | CodecName
+) -> list[torch.Tensor]:
+    """Returns what each rank receives from graphar.fsdp with a codec and the algorithm "hierarchical".
+
+    The tensors of each host's ranks are added in fp32, in rank order. The hosts' sums then go to their owners as
+    :func:`quantized_reducescatter` sends them, rounded to nearest. There they are added in fp32, in the order of
+    ``hosts``, and rounded to the dtype once.
+
+    Args:
+        parts: one tensor per rank, in rank order; equal shapes of at least one dimension, and equal dtypes: bfloat16,
+            float16 or float32.
+        hosts: the ranks of each host.
+        codec: the format on the wire across hosts, or its name.
+
+    Returns:
+        A new, contiguous tensor per rank, in rank order: its part along the first dimension, split as
+        torch.tensor_split does. Every NaN is the canonical one. Between ranks of one host the sum is exact.
+    """
+    sums = [_sum([parts[rank] for rank in sorted(ranks)]) for ranks in hosts]
+    owned = sums[0].tensor_split(len(parts))
+    if len(hosts) > 1:
+        owned = quantized_reducescatter(sums, codec, sizes=[len(one) for one in owned])
+    return [with_canonical_nan(one.to(parts[0].dtype)).contiguous() for one in owned]
+
+
 def reducescatter(
     parts: Sequence[torch.Tensor],
     axis: int = 0,

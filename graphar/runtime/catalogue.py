@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -91,6 +91,14 @@ def source_of(kernel: Kernel, world_size: int, variant: str | None = None) -> Ke
 def sum_of_parts_source(dtype: torch.dtype, world_size: int) -> KernelSource:
     """Returns the kernel that adds the parts of ``world_size`` ranks, of one of TYPE_NAMES, which are on one GPU."""
     return KernelSource("copies/sum_of_parts.cu", f"sum_of_parts<{TYPE_NAMES[dtype]}, {world_size}>")
+
+
+def local_codec_sources(dtype: torch.dtype, codec: Codec) -> tuple[KernelSource, KernelSource, KernelSource]:
+    """Returns the kernels that encode a tensor, add encoded ones, and encode such a sum, on one GPU."""
+    file, element = "quantized/local_codec.cu", TYPE_NAMES[dtype]
+    plain = replace(codec, feedback=False).type_name  # sums have no rounding errors to keep
+    sums = (KernelSource(file, f"local_codec_sum<{element}, {plain}, {encodes}>") for encodes in ("false", "true"))
+    return (KernelSource(file, f"local_codec_encode<{element}, {codec.type_name}>"), *sums)
 
 
 def residual_norm_source(dtype: torch.dtype, total_dtype: torch.dtype | None = None) -> KernelSource:

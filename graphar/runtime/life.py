@@ -23,6 +23,7 @@ from graphar.ranks.groups import device_of_process, known_group
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
 from graphar.runtime.availability import missing_software
+from graphar.runtime.bind.local_codec import coder_of
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.memory.use import Memory, memory_of
 from graphar.runtime.plans import Plans
@@ -76,7 +77,7 @@ class Life:
         self.group, self.devices = group, devices
         self.world_size = len(devices) if devices else known_group(group).size()
         self.rank = None if devices else known_group(group).rank()  # with devices, this process has all ranks
-        self.hierarchy, self.is_part = Hierarchy(self, hosts, self._part), False
+        self.hierarchy, self.is_part = Hierarchy(self, hosts, self._part, coder_of), False
         self._making = threading.RLock()  # held to make what threads must not make twice
         self.runner = None
         self.why_no_runner: Reason | None = None  # set when a set-up found that kernels cannot run
@@ -88,7 +89,7 @@ class Life:
         self.plans = Plans(_MAX_PLANS)
         self._rendezvous: StoreRendezvous | None = None  # made at first use
         self._failure: GrapharError | None = None  # the host's error that ended this engine; kernels report theirs
-        self.without_kernels = WithoutKernels(self, self.hierarchy)
+        self.without_kernels = WithoutKernels(self, self.hierarchy, coder_of)
         self.find_warm_plans()
         open_engines[self.name] = self
 

@@ -175,6 +175,20 @@ class BackendPlan(Plan):
             yield self.case(self._modes(nbytes)[0], nbytes)
 
 
+@dataclass(frozen=True)
+class SizesPlan(Plan):
+    """A plan with the named sizes alone, each measured with every method in one mode."""
+
+    sizes: tuple[int, ...] = ()
+
+    def cases(self) -> Iterator[Case]:
+        for nbytes in self.sizes:
+            yield self.case(self._modes(nbytes)[0], nbytes)
+
+    def takes_part(self, method: str, case: Case) -> bool:
+        return method != "graphar_out"
+
+
 def may_be_fastest(method: str, case: Case) -> bool:
     """Whether tuning tables can choose a variant's algorithm at the case's size."""
     row = Algorithm(method.removeprefix("graphar:")).row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from perf.harness.cases import (
     LinkCeiling,
     Plan,
     Row,
+    SizesPlan,
     token_sizes,
 )
 from perf.host_times import host_table
@@ -131,6 +133,7 @@ class AllReduce(Report):
             help="the first is timed at all sizes, the others at a few (default: bfloat16; on GPUs all)",
         )
         parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="the largest tensor, such as 64M")
+        add_sizes(parser)
         help_of_methods = (
             f"{', '.join(dict.fromkeys(CUDA_METHODS + CPU_METHODS))}, or {FIXED_ALGORITHM} (default: all but the last)"
         )
@@ -149,6 +152,9 @@ class AllReduce(Report):
         if unknown := [name for name in methods if name not in default and not (on_gpus and "graphar:" in name)]:
             sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(default)}")
         check_world_sizes(world_sizes, gpu_count)
+        if sizes := named_sizes(options, ITEMSIZES[dtypes[0]]):
+            how = "process", dtypes[:1], methods, max(sizes)
+            return [SizesPlan(device, world_size, *how, sizes=sizes) for world_size in world_sizes]
         backends = []
         if not options.world_size:
             gloo_max_nbytes = options.max_nbytes or GLOO_MAX_NBYTES  # up to the largest size that was asked for
@@ -241,6 +247,25 @@ class AllReduce(Report):
         ratios = {format_nbytes(nbytes): one for nbytes, one in of_best_peer(by_method(rows, _nbytes)).items()}
         over = words_for([row.method for row in rows if row.is_peer], FAMILIES)
         return Glance(f"graphar's time / the time of {over}, by size, {key.world_size} ranks", ratios)
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that name what is measured."""
+    parser.add_argument("--sizes", type=size, nargs="+", metavar="SIZE", help="measure these sizes alone, such as 64M")
+    parser.add_argument("--shapes", type=shape, nargs="+", metavar="RxC", help="or tensors of R rows and C columns")
+
+
+def shape(text: str) -> int:
+    """Returns the elements of a tensor, for argparse."""
+    rows, _, columns = text.partition("x")
+    if not (rows.isdecimal() and columns.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape such as 32x8192")
+    return int(rows) * int(columns)
+
+
+def named_sizes(options: argparse.Namespace, itemsize: int) -> tuple[int, ...]:
+    """Returns the bytes of the tensors that the command line names, in order; none if it names none."""
+    return tuple(sorted({*(options.sizes or ()), *(numel * itemsize for numel in options.shapes or ())}))
 
 
 def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
@@ -371,22 +396,20 @@ def backend_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def token_section(rows: Sequence[Row]) -> list[Section]:
-    """Returns a section of times by number of tokens (TOKENS), for the largest world that has them."""
+    """Returns a section of times by number of tokens (TOKENS), for each world with sizes of only this table."""
     if not rows:
         return []
     dtype = rows[0].dtype
     tokens_of = dict(zip(token_sizes(dtype), TOKENS, strict=True))
-    widest = max((row.world_size for row in rows if row.nbytes in tokens_of and row.nbytes not in SIZES), default=None)
-    mine = [
-        row
-        for row in rows
-        if (row.world_size, row.mode, row.dtype) == (widest, "graph", dtype) and row.nbytes in tokens_of
-    ]
-    if not mine:
-        return []
-    cases = {str(tokens_of[nbytes]): one for nbytes, one in by_method(mine, _nbytes).items()}
-    title = f"{widest} ranks, {dtype}, hidden size {HIDDEN}, by number of tokens, {MODES['graph']}"
-    return [Section(title, [method_table("tokens", cases)])]
+    found = []
+    for world_size, mode in itertools.product(sorted({row.world_size for row in rows}, reverse=True), ("graph", "cpu")):
+        key = Key(world_size, mode, "process", dtype)
+        mine = [row for row in rows if key.has(row) and row.nbytes in tokens_of]
+        if any(row.nbytes not in SIZES for row in mine):
+            cases = {str(tokens_of[nbytes]): one for nbytes, one in by_method(mine, _nbytes).items()}
+            title = f"{world_size} ranks, {dtype}, hidden size {HIDDEN}, by number of tokens, {MODES[mode]}"
+            found.append(Section(title, [method_table("tokens", cases)]))
+    return found
 
 
 def dtype_section(rows: Sequence[Row]) -> list[Section]:

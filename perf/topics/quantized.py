@@ -19,12 +19,22 @@ from graphar.plan.sizes import GB, KB, MB, format_nbytes
 from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Line, Plot
 from perf.harness import sweep
-from perf.harness.cases import SIZES, Case, LinkCeiling, Plan, Row
+from perf.harness.cases import SIZES, LinkCeiling, Row, SizesPlan
 from perf.md import NOT_SERVED, ratio_cell, table, time_table
 from perf.peers.catalogue import CODEC_METHODS
 from perf.ratios import best_peer, by_method, geometric_mean, ratio, words_for
 from perf.report import Arguments, Glance, Section, Timed, timed_rows
-from perf.topics.allreduce import EVEN, FAMILIES, HEAD, OF_BEST_PEER, SIZE, AllReduce, line_of
+from perf.topics.allreduce import (
+    EVEN,
+    FAMILIES,
+    HEAD,
+    OF_BEST_PEER,
+    SIZE,
+    AllReduce,
+    add_sizes,
+    line_of,
+    named_sizes,
+)
 
 MIN_NBYTES = 256 * KB
 LARGE_NBYTES = 16 * MB  # from this size on, the time is limited by bandwidth and not by latency
@@ -147,16 +157,6 @@ def errors(result: Tensor, exact: Tensor) -> tuple[float, float, float]:
 # ---- the topic ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class QuantizedPlan(Plan):
-    """The sizes that are measured with codecs, in CUDA graphs."""
-
-    def cases(self) -> Iterator[Case]:
-        for nbytes in self.up_to_max(SIZES):
-            if nbytes >= MIN_NBYTES:
-                yield self.case("graph", nbytes)
-
-
 @dataclass
 class Quantized(BetweenRanks):
     """The errors and times of codecs. ``times`` is empty on machines without GPUs."""
@@ -176,23 +176,26 @@ class Quantized(BetweenRanks):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
         parser.add_argument("--max-nbytes", type=size, metavar="SIZE", help="the largest tensor (default: 1G)")
+        add_sizes(parser)
 
     @classmethod
-    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[QuantizedPlan]:
-        """Returns one plan for each world size. Times need GPUs."""
-        device = "cuda" if gpu_count >= 2 else "cpu"
-        world_sizes = cls.world_sizes(options, gpu_count)
-        methods = ("nccl", "graphar", PEER, *CODEC_METHODS) if device == "cuda" else ()
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[SizesPlan]:
+        """Returns one plan for each world size. Times are measured on GPUs, or where sizes are named."""
+        device, own = ("cuda", ("nccl", "graphar", PEER)) if gpu_count >= 2 else ("cpu", ("gloo", "graphar"))
+        named, largest = named_sizes(options, DTYPE.itemsize), options.max_nbytes or GB
+        sizes = named or tuple(one for one in SIZES if MIN_NBYTES <= one <= largest)
+        methods = (*own, *CODEC_METHODS) if named or device == "cuda" else ()
+        what = "process", ("bfloat16",), methods, max(sizes, default=0)
         return [
-            QuantizedPlan(device, world_size, "process", ("bfloat16",), methods, options.max_nbytes or GB, full=False)
-            for world_size in world_sizes
+            SizesPlan(device, world_size, *what, full=False, sizes=sizes)
+            for world_size in cls.world_sizes(options, gpu_count)
         ]
 
     @classmethod
-    def count(cls, plan: Sequence[QuantizedPlan]) -> int:
+    def count(cls, plan: Sequence[SizesPlan]) -> int:
         return sum(len(KINDS) * (len(NAMES) + 1) + one.row_count() for one in plan)
 
-    def measure(self, plan: Sequence[QuantizedPlan]) -> Iterator[ErrorRow | Row | str]:
+    def measure(self, plan: Sequence[SizesPlan]) -> Iterator[ErrorRow | Row | str]:
         for one in plan:
             yield from error_rows([codec(name) for name in NAMES], one.world_size, torch.device(one.device))
             for message in sweep.run(one) if one.methods else ():
@@ -257,7 +260,9 @@ class Quantized(BetweenRanks):
 
 def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
     """Returns a table of time / best peer's time. It has a row for each size and a column for each method."""
-    methods = [name for name in dict.fromkeys(name for rows in cases.values() for name in rows) if name != "nccl"]
+    methods = [
+        name for name in dict.fromkeys(name for rows in cases.values() for name in rows) if name not in ("nccl", "gloo")
+    ]
     lines = []
     for case, rows in cases.items():
         peer = best_peer(rows.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import statistics
 import sys
@@ -289,6 +290,9 @@ class Training(TrainingReport):
         quick_on_cpu="--tasks digits --steps 10",
     )
     work: ClassVar = staticmethod(run_rank)
+    kind_of_plan: ClassVar[type[TrainingPlan]] = TrainingPlan
+    tasks: ClassVar[tuple[str, ...]] = ("digits", "bytes")
+    seeds_on_cpu: ClassVar[int] = CPU_SEEDS
     steps_on_gpus: ClassVar[int] = 600
     steps_on_cpu: ClassVar[int] = 30
 
@@ -296,22 +300,27 @@ class Training(TrainingReport):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
         parser.add_argument(
-            "--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="tasks to train on (default: all)"
+            "--tasks",
+            nargs="+",
+            choices=list(TASKS),
+            default=list(cls.tasks),
+            help=f"tasks to train on (default: {', '.join(cls.tasks)})",
         )
-        seeds = f"seeds, each of which is a run of every configuration (default: {SEEDS}; {CPU_SEEDS} on the CPU)"
+        seeds = (
+            f"seeds, each of which is a run of every configuration (default: {SEEDS}; {cls.seeds_on_cpu} on the CPU)"
+        )
         parser.add_argument("--seeds", type=int, metavar="N", help=seeds)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> TrainingPlan:
         """Returns a plan of every codec on GPUs, and of a few codecs on the CPU."""
         device, world_size, steps = cls.world(options, gpu_count)
-        seeds = options.seeds or (SEEDS if device == "cuda" else CPU_SEEDS)
+        seeds = options.seeds or (SEEDS if device == "cuda" else cls.seeds_on_cpu)
         if steps <= WARM_UP_STEPS:
             sys.exit(f"--steps must be more than the {WARM_UP_STEPS} that are not timed")
-        if "digits" in options.tasks:
-            check_digits()
+        check_packages(options.tasks)
         every_codec = device == "cuda"
-        return TrainingPlan(device, world_size, tuple(options.tasks), tuple(range(seeds)), steps, every_codec)
+        return cls.kind_of_plan(device, world_size, tuple(options.tasks), tuple(range(seeds)), steps, every_codec)
 
     @classmethod
     def count(cls, plan: TrainingPlan) -> int:
@@ -365,12 +374,18 @@ class Training(TrainingReport):
         return found
 
 
-def check_digits() -> None:
-    """Ends the program if scikit-learn is missing. It has the data of the task "digits"."""
-    try:
-        import sklearn  # noqa: F401
-    except ImportError:
-        sys.exit("digits needs scikit-learn: pip install 'graphar-nvlink[train]'; or leave them out: --tasks bytes")
+# By task, the module that has its data, and how to install it.
+PACKAGES = {
+    "digits": ("sklearn", "scikit-learn: pip install 'graphar-nvlink[train]'; or leave them out: --tasks bytes"),
+    "animals": ("animal_mnist", "animal-mnist: pip install --no-deps animal-mnist; or leave them out: --tasks text"),
+}
+
+
+def check_packages(tasks: Sequence[str]) -> None:
+    """Ends the program if a task's data are in a package that is not installed."""
+    for task in tasks:
+        if task in PACKAGES and importlib.util.find_spec(PACKAGES[task][0]) is None:
+            sys.exit(f"{task} needs {PACKAGES[task][1]}")
 
 
 def title(rows: Sequence[TrainingRow]) -> str:

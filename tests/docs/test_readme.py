@@ -140,6 +140,7 @@ MARKS = {name: {"rows": lambda row: row["wrong"]} for name in OF_ROWS} | {
     "fused": {"rows": lambda row: row["wrong"], "timelines": lambda timeline: timeline["wrong"]},
     "model": dict.fromkeys(("rows", "generations", "calls", "sequences"), lambda row: row["wrong"]),
     "training": {"rows": lambda row: not row["outcome"]["same_bits"]},
+    "convergence": {"rows": lambda row: not row["outcome"]["same_bits"]},
     "throughput": {"rows": lambda row: not row["same_bits"]},
     "fsdp": {"rows": lambda row: not all(map(math.isfinite, row["losses"]))},
     "compile": {},

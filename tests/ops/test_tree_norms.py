@@ -152,7 +152,7 @@ def test_a_single_rank_norms_by_the_kernel_that_meets_no_other_rank(op, dtype, m
 
 
 def test_the_local_kernel_serves_fp32_sums_of_narrower_residuals(monkeypatch):
-    monkeypatch.setattr(residual_norm, "_runs_on", lambda device: True)
+    monkeypatch.setattr(residual_norm, "runs_on", lambda device: True)
 
     def on_gpu(columns, dtype):
         return SimpleNamespace(

@@ -16,6 +16,7 @@ from perf.topics.allreduce import AllReduce
 from perf.topics.beside import METHODS as BESIDE_METHODS
 from perf.topics.beside import BesideRow, MatmulsBeside
 from perf.topics.compile import Compile, Compiled
+from perf.topics.convergence import Convergence
 from perf.topics.fp8 import METHODS as SCALED_METHODS
 from perf.topics.fp8 import Scaled
 from perf.topics.fsdp import Fsdp, FsdpRow
@@ -233,4 +234,5 @@ REPORTS = [
         ]
     ),
     SlowLinks([slow_row("gloo", 400.0), slow_row("int4", 100.0)], skipped=["slow links: needs tc"]),
+    Convergence([row for row in TRAINED if row.backend == "graphar"], skipped=["text: the run was ended"]),
 ]

@@ -85,6 +85,23 @@ def test_eager_calls_are_measured_where_they_are_made():
     assert plan().takes_part("vllm", case)
 
 
+def test_sizes_and_shapes_that_are_named_are_measured_alone():
+    asked = program.parse(
+        ["allreduce", "--world-size", "2", "4", "--shapes", "96x8192", "--sizes", "64M", "--dtypes", "float32"]
+    )
+
+    for gpus, mode, methods in ((4, "graph", CUDA_METHODS), (0, "cpu", ("graphar", "gloo"))):
+        plans = AllReduce.plan(asked, gpu_count=gpus)
+        assert [one.world_size for one in plans] == [2, 4]
+        cases = [(case.mode, case.form, case.dtype, case.nbytes) for one in plans for case in one.cases()]
+        assert cases == [(mode, "process", "float32", 3 * MB), (mode, "process", "float32", 64 * MB)] * 2
+        taken = {name for one in plans for case in one.cases() for name in one.methods if one.takes_part(name, case)}
+        assert taken == {*methods} - {"graphar_out"}
+
+    with pytest.raises(SystemExit):
+        program.parse(["allreduce", "--shapes", "96"])
+
+
 def test_a_plan_knows_how_many_rows_it_may_yield():
     small = plan(full=False, max_nbytes=2 * KB)
 

@@ -10,7 +10,7 @@ from perf.report import Report, topics
 from perf.topics.allreduce import AllReduce
 from tests.perf.samples import CPU, row
 
-ALONE = {"nvlink", "latency", "slow_links", "beside"}
+ALONE = {"nvlink", "latency", "slow_links", "beside", "convergence"}
 
 
 def write(folder, block):

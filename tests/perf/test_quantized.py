@@ -9,9 +9,10 @@ import torch
 
 from graphar.numerics.codecs import NAMES, codec
 from perf import __main__ as program
+from perf.harness.cases import SizesPlan
 from perf.report import read
 from perf.topics import quantized
-from perf.topics.quantized import KINDS, ErrorRow, Quantized, QuantizedPlan, error_rows, errors
+from perf.topics.quantized import KINDS, ErrorRow, Quantized, error_rows, errors
 from tests.perf.samples import MACHINE, row
 
 CPU = torch.device("cpu")
@@ -113,7 +114,7 @@ def test_what_was_measured_before_a_run_ended_is_reported(tmp_path, monkeypatch)
 
     monkeypatch.setattr(quantized.sweep, "run", end)
     monkeypatch.setattr(quantized, "error_rows", lambda *_: [])
-    plan = QuantizedPlan("cpu", 2, "process", ("bfloat16",), ("nccl",), 1 << 30, full=False)
+    plan = SizesPlan("cpu", 2, "process", ("bfloat16",), ("nccl",), 1 << 30, sizes=(1 << 20,))
     monkeypatch.setattr(Quantized, "plan", lambda self, options, gpu_count: [plan])
 
     with pytest.raises(RuntimeError, match="a rank has failed"):
@@ -124,8 +125,18 @@ def test_what_was_measured_before_a_run_ended_is_reported(tmp_path, monkeypatch)
     assert "the run was ended before it was done" in found.skipped[0]
 
 
-def test_codecs_are_timed_where_links_count():
-    plan = QuantizedPlan("cuda", 4, "process", ("bfloat16",), (), 1 << 30, full=False)
+def test_codecs_are_timed_where_links_count_or_at_the_sizes_that_are_named():
+    (plan,) = Quantized.plan(program.parse(["quantized"]), gpu_count=4)
     sizes = [case.nbytes for case in plan.cases()]
-
     assert (min(sizes), max(sizes)) == (256 << 10, 1 << 30)
+    assert {case.mode for case in plan.cases()} == {"graph"}
+
+    (plan,) = Quantized.plan(program.parse(["quantized", "--sizes", "2K", "2G"]), gpu_count=2)
+    assert [case.nbytes for case in plan.cases()] == [2 << 10, 2 << 30]
+    assert plan.methods[:2] == ("nccl", "graphar")
+
+    (plan,) = Quantized.plan(program.parse(["quantized", "--world-size", "2", "--sizes", "2K"]), gpu_count=0)
+    assert [(case.mode, case.nbytes) for case in plan.cases()] == [("cpu", 2 << 10)]
+    assert plan.methods[:2] == ("gloo", "graphar")
+    (plan,) = Quantized.plan(program.parse(["quantized"]), gpu_count=0)
+    assert plan.methods == ()  # only errors

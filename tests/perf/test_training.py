@@ -16,15 +16,22 @@ from perf import __main__ as program
 from perf.models import tasks
 from perf.report import read
 from perf.topics import training
+from perf.topics.convergence import Convergence
 from perf.topics.training import Outcome, Run, Training, TrainingPlan, TrainingRow, conclusion, run_table
 from tests.perf.samples import MACHINE
 
 pytest.importorskip("sklearn", reason="needs scikit-learn, whose digits are trained on")
 
 
+def loaded(name):
+    if name == "animals":
+        pytest.importorskip("animal_mnist", reason="needs animal-mnist, whose silhouettes are trained on")
+    return tasks.TASKS[name].load()
+
+
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_data_is_the_same_each_time_and_the_test_is_not_trained_on(name):
-    data = tasks.TASKS[name].load()
+    data = loaded(name)
 
     assert data.digest() == tasks.TASKS[name].load().digest()
     for xs, ys in (data.train, data.test):
@@ -36,10 +43,9 @@ def test_data_is_the_same_each_time_and_the_test_is_not_trained_on(name):
 
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_a_model_gives_logits_for_each_class_to_predict(name):
-    task = tasks.TASKS[name]
-    xs, ys = task.load().train
+    xs, ys = loaded(name).train
 
-    logits = task.model()(xs[:2])
+    logits = tasks.TASKS[name].model()(xs[:2])
 
     assert logits.shape[:-1] == ys[:2].shape
     assert logits.shape[-1] > ys.max()
@@ -119,6 +125,9 @@ def test_a_missing_package_is_named(monkeypatch):
         Training.plan(program.parse(["train"]), gpu_count=0)
 
     assert Training.plan(program.parse(["train", "--tasks", "bytes"]), gpu_count=0).tasks == ("bytes",)
+    monkeypatch.setitem(sys.modules, "animal_mnist", None)
+    with pytest.raises(SystemExit, match="animals needs animal-mnist: pip install --no-deps animal-mnist"):
+        Convergence.plan(program.parse(["convergence"]), gpu_count=0)
 
 
 # ---- curves ---------------------------------------------------------------------------------------------------------

@@ -9,12 +9,14 @@ import torch
 
 import graphar
 from graphar import UnsupportedError
+from graphar.numerics.codecs import codec
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Kernel
 from graphar.plan.tiles import MATMUL_TILES
 from graphar.product import gemm
 from graphar.runtime import launcher
-from graphar.runtime.bind import residual_norm
+from graphar.runtime.bind import local_codec, residual_norm
+from graphar.runtime.catalogue import local_codec_sources
 from graphar.runtime.compiler import source_directory
 from graphar.runtime.kernels import Kernels
 
@@ -27,6 +29,7 @@ def load_for_a_communicator():
     return kernels._load(Kernel(Algorithm.TWO_SHOT_TMA, torch.bfloat16), members[0])
 
 
+CODED = local_codec_sources(torch.bfloat16, codec("int4"))[0]
 # By the kernel's name in errors: a load that bypasses its caller's cache.
 LOADS = {
     "allreduce: two_shot_tma": load_for_a_communicator,
@@ -36,6 +39,7 @@ LOADS = {
     f"matmul: {MATMUL_TILES[0]} for torch.bfloat16": lambda: gemm._function.__wrapped__(
         DEVICE, torch.bfloat16, MATMUL_TILES[0], "by_rows", torch.bfloat16
     ),
+    f"local_codec: {CODED.name}": lambda: local_codec._load.__wrapped__(DEVICE, CODED),
 }
 every_load = pytest.mark.parametrize(("what", "load"), LOADS.items(), ids=LOADS)
 
@@ -57,7 +61,7 @@ def test_a_kernel_is_compiled_for_its_device_and_loaded_there(device, what, load
 
     (((file, arch), where),) = device.loaded
     assert (arch, where) == ("sm_90a", DEVICE)
-    name = re.search(r"two_shot_tma|residual_rmsnorm|matmul", what)
+    name = re.search(r"two_shot_tma|residual_rmsnorm|matmul|local_codec", what)
     assert Path(file).name == f"{name.group()}.cu"
     assert (source_directory() / file).is_file()
 

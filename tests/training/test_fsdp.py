@@ -11,10 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+import graphar
 from graphar import Codec, reference
 from graphar.fsdp import ExactReduceScatter, QuantizedReduceScatter
 from graphar.numerics.codec_reference import Noise
-from tests.cases import left_after_scatter, normal, same_bits
+from graphar.ranks import hierarchical
+from tests.cases import bit_patterns, left_after_scatter, normal, parts_of, same_bits
 from tests.processes import run_ranks
 
 INT4 = Codec(4, 128)
@@ -155,6 +157,81 @@ def test_fully_shard_divides_by_another_factor_where_it_is_made_to_sum():
     first, _ = run_ranks(with_factor_as_rank, 2)
 
     torch.testing.assert_close(first, [mean * (2 / 3) for mean in exact_mean(2)])
+
+
+# ---- between hosts --------------------------------------------------------------------------------------------------
+
+
+def wrong_between_hosts(rank, world_size, splits, dtype, codec):
+    """How many elements of this rank's part of a sum, in several chunks, have other bits than the reference's."""
+    hierarchical._CHUNK_NUMEL, wrong = 1 << 12, {}
+    for hosts in splits:
+        for numel, fill in ((1, normal), (1500, normal), (2 << 10, bit_patterns)):
+            xs, out = parts_of(fill, world_size, world_size * numel, dtype), torch.empty(numel, dtype=dtype)
+            with graphar.Communicator(hosts=hosts) as communicator:
+                comm = QuantizedReduceScatter(codec, communicator, algorithm="hierarchical")
+                comm(out, xs[rank].clone(), dist.group.WORLD, SUM)
+            wrong[str(hosts), numel] = same_bits(out, reference.hierarchical_reducescatter(xs, hosts, codec)[rank])
+    return {at: count for at, count in wrong.items() if count}
+
+
+@pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [(torch.bfloat16, "int4"), (torch.float32, graphar.Codec(8, 512, scheme="minmax"))], ids=str
+)
+def test_gradients_between_hosts_are_the_specifications_bit_for_bit(dtype, codec):
+    splits = [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[2], [0], [3], [1]], [[0, 1, 2, 3]]]
+
+    assert run_ranks(wrong_between_hosts, 4, splits, dtype, codec) == [{}] * 4
+
+
+def test_sums_inside_a_host_are_exact_and_rounded_once():
+    parts = [torch.full((64,), value, dtype=torch.bfloat16) for value in (256, 1, 1, 0)]
+
+    found = reference.hierarchical_reducescatter(parts, [[0, 1, 2, 3]], "int2")
+    assert [one.tolist() for one in found] == [[258.0] * 16] * 4  # 257 is no bf16, and int2 has no 258
+
+
+def between_hosts(rank, world_size):
+    """The gradients of a model by graphar.fsdp, and what torch's own would be."""
+    with graphar.Communicator(hosts=[[0, 1], [2, 3]]) as communicator:
+        model = sharded(lambda: QuantizedReduceScatter("int8", communicator, algorithm="hierarchical"))
+        loss_of(model, rank).backward()
+        found = gradients_of(model)
+        model = sharded(ExactReduceScatter)
+        graphar.fsdp.set_collectives(model, communicator, codec="int8", algorithm="hierarchical")
+        loss_of(model, rank).backward()
+        return found, gradients_of(model)
+
+
+def test_a_model_is_trained_between_hosts_by_one_option():
+    results = run_ranks(between_hosts, 4)
+
+    for found, by_option in results:
+        assert all(torch.equal(*pair) for pair in zip(found, by_option, strict=True))
+    errors = [(mine - exact).norm() / exact.norm() for mine, exact in zip(results[0][0], exact_mean(4), strict=True)]
+    assert all(0 < error < 0.05 for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: QuantizedReduceScatter("int4", algorithm="copies"), "algorithm must be one of auto, hierarchical"),
+        (
+            lambda: QuantizedReduceScatter("int4", error_feedback=True, algorithm="hierarchical"),
+            "algorithm='hierarchical' has no error_feedback",
+        ),
+        (
+            lambda: graphar.fsdp.set_collectives(nn.Linear(1, 1), algorithm="hierarchical"),
+            "algorithm='hierarchical' needs a codec",
+        ),
+    ],
+)
+def test_what_sums_between_hosts_cannot_do_is_refused(make, message, monkeypatch):
+    monkeypatch.setattr("torch.distributed.fsdp.FSDPModule", nn.Linear)
+
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 # ---- alone ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.row import Specification
 from graphar.plan.work import Parts, Sum
-from graphar.ranks.cpu.reduction import Chunk, Reduction, reduction_of
+from graphar.ranks.cpu.reduction import Chunk, Coder, Reduction, reduction_of
 from graphar.ranks.cpu.transport import InProcess, Transport, bytes_of
 
 _CHUNK_NUMEL = 256 << 10  # of a shard with a codec, whose encoder takes some hundred bytes an element on GPUs
@@ -29,18 +29,21 @@ _SHARD_UNIT = 64  # elements: exact shards begin where those of other dtypes wou
 Run = Callable[[Sequence[Operands]], None]  # takes the operands of this process's ranks
 
 
-def bind(call: Call[Sum | Parts], transport: Transport, timeout_s: float, calls: Iterator[int]) -> Run:
+def bind(
+    call: Call[Sum | Parts], transport: Transport, timeout_s: float, calls: Iterator[int], coder: Coder | None = None
+) -> Run:
     """Returns the function of a call. It raises what the transport does: GroupFailed or UnsupportedError.
 
     ``timeout_s`` is the deadline of each wait on another rank. ``calls`` counts the calls with a codec, equally on all
-    ranks.
+    ranks. ``coder`` encodes; None: torch does.
 
     Raises:
         UnsupportedError: the call has an option that only kernels know.
     """
     if call.algorithm != "auto" and (specification := Algorithm(call.algorithm).row.specification):
         return partial(_by_specification, call, specification, transport, timeout_s)
-    run, begin = _RUNS[call.op], reduction_of(call, calls, tells_seed=len(transport.ranks) < transport.world_size)
+    tells_seed = len(transport.ranks) < transport.world_size
+    run, begin = _RUNS[call.op], reduction_of(call, calls, tells_seed, coder)
     return feeding_back(call, lambda ranks: run(begin(), call, transport, timeout_s, ranks))
 
 

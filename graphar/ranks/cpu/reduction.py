@@ -23,7 +23,7 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts, Sum
 
 _PIECE = 1 << 17  # elements that are summed at a time, in fp32
-_SEED_NBYTES = 8
+_SEED_NBYTES = 16  # with padding: what follows is aligned for kernels
 
 
 class Reduction(Protocol):
@@ -88,11 +88,13 @@ class Chunk:
                 self.how.arrived(self.targets[rank], room)
 
 
-def reduction_of(call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool) -> Callable[[], Reduction]:
+def reduction_of(
+    call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool, coder: Coder | None = None
+) -> Callable[[], Reduction]:
     """Returns a function that begins a call, and returns its reduction.
 
     ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the seed of stochastic rounding,
-    since all encode the sum with rank 0's.
+    since all encode the sum with rank 0's. ``coder`` encodes; None: torch does.
 
     Raises:
         UnsupportedError: the work has an option that is not known here.
@@ -104,7 +106,7 @@ def reduction_of(call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool
     if codec:
         scatters = work.op == "reducescatter"
         tells = tells_seed and not scatters and codec.rounding == "stochastic"
-        return lambda: CodedSum(codec, next(calls), scatters, tells)
+        return lambda: CodedSum(codec, coder or TorchCoder(codec), next(calls), scatters, tells)
     exact = ExactSum(work, work.is_plain)
     return lambda: exact
 
@@ -148,6 +150,7 @@ class CodedSum:
     """The sum of codes, with the bits of the kernels. A scattered sum is not encoded again."""
 
     codec: Codec
+    coder: Coder
     call: int  # its number, which random numbers depend on
     scatters: bool
     tells_seed: bool
@@ -156,11 +159,7 @@ class CodedSum:
     def encode(self, part: torch.Tensor, rank: int, first: int) -> torch.Tensor:
         """A codec with feedback overwrites the part with its rounding errors."""
         seed = self.codec.seed or 0
-        wire = _encode(part, self.codec, Noise(seed, self.call, rank, first))
-        if self.codec.feedback:
-            decoded = part.new_empty(part.numel(), dtype=torch.float32)
-            _decode(wire, self.codec, decoded)
-            part.copy_(rounding_error(part, decoded))
+        wire = self.coder.encode(part, Noise(seed, self.call, rank, first))
         if not self.tells_seed:
             return wire
         said = torch.tensor(list(seed.to_bytes(_SEED_NBYTES, "little")), dtype=torch.uint8, device=part.device)
@@ -168,45 +167,82 @@ class CodedSum:
 
     def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> torch.Tensor:
         if self.scatters:
-            total = _total(parts, self.codec, target.numel())
-            return target.copy_(with_canonical_nan(total.to(target.dtype)))
+            self.coder.decode(parts, target)
+            return target
         seed = self.codec.seed or 0
         if self.tells_seed:
             seed = int.from_bytes(bytes(parts[0][:_SEED_NBYTES].tolist()), "little")
             parts = [one[_SEED_NBYTES:] for one in parts]
-        total = _total(parts, self.codec, self.codec.tiles(target.numel()) * TILE_NUMEL)
-        wire = _encode(total, self.codec, Noise(seed, self.call, SUM, first))
-        _decode(wire, self.codec, target)
-        return wire
+        return self.coder.recode(parts, target, Noise(seed, self.call, SUM, first))
 
     def room(self, target: torch.Tensor) -> torch.Tensor:
         return target.new_empty(self.codec.wire_nbytes(target.numel()), dtype=torch.uint8)
 
     def arrived(self, target: torch.Tensor, room: torch.Tensor) -> None:
-        _decode(room, self.codec, target)
+        self.coder.decode([room], target)
 
 
-def _encode(x: torch.Tensor, codec: Codec, noise: Noise) -> torch.Tensor:
-    return (cpu_codec if x.device.type == "cpu" else codec_reference).encode(x, codec, noise)
+# ---- codecs ---------------------------------------------------------------------------------------------------------
 
 
-def _decode(wire: torch.Tensor, codec: Codec, target: torch.Tensor) -> None:
-    """Writes the first elements of what is encoded, with canonical NaNs."""
-    if target.device.type == "cpu":
-        cpu_codec.decode(wire, codec, target)
-    else:
-        decoded = codec_reference.decode(wire, codec)[: target.numel()]
-        target.copy_(with_canonical_nan(decoded.to(target.dtype)))
+class Coder(Protocol):
+    """Encodes and decodes with one codec, on the device of the tensors. Tensors are 1-D and contiguous."""
+
+    def encode(self, part: torch.Tensor, noise: Noise) -> torch.Tensor:
+        """Returns the bytes of a tensor on the wire. A codec with feedback replaces it by its rounding errors."""
+        ...
+
+    def decode(self, wires: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        """Writes the fp32 sum of what is encoded, in the order of ranks and rounded once, with canonical NaNs."""
+        ...
+
+    def recode(self, wires: Sequence[torch.Tensor], target: torch.Tensor, noise: Noise) -> torch.Tensor:
+        """Encodes that sum, writes what this decodes to, and returns its bytes on the wire."""
+        ...
 
 
-def _total(wires: Sequence[torch.Tensor], codec: Codec, numel: int) -> torch.Tensor:
-    """Returns the first elements of the fp32 sum of what is encoded, in the order of ranks."""
-    if wires[0].device.type != "cpu":
-        return codec_reference.total_of(wires, codec)[:numel]
-    total = torch.empty(numel)
-    for rank, wire in enumerate(wires):
-        cpu_codec.decode(wire, codec, total, adds=rank > 0)
-    return total
+# For a call, its codec, and the devices of this process's ranks; None: the call's.
+CoderOf = Callable[[Call, Codec, "Sequence[torch.device] | None"], Coder]
+
+
+@dataclass(frozen=True)
+class TorchCoder:
+    """A codec by torch's functions: on the CPU at memory speed, on others as the specification has them."""
+
+    codec: Codec
+
+    def encode(self, part: torch.Tensor, noise: Noise) -> torch.Tensor:
+        wire = self._encode(part, noise)
+        if self.codec.feedback:
+            decoded = part.new_empty(part.numel(), dtype=torch.float32)
+            self.decode([wire], decoded)
+            part.copy_(rounding_error(part, decoded))
+        return wire
+
+    def decode(self, wires: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        if len(wires) == 1 and target.device.type == "cpu":
+            cpu_codec.decode(wires[0], self.codec, target)
+        else:
+            target.copy_(with_canonical_nan(self._total(wires, target.numel()).to(target.dtype)))
+
+    def recode(self, wires: Sequence[torch.Tensor], target: torch.Tensor, noise: Noise) -> torch.Tensor:
+        wire = self._encode(self._total(wires, self.codec.tiles(target.numel()) * TILE_NUMEL), noise)
+        self.decode([wire], target)
+        return wire
+
+    def _encode(self, x: torch.Tensor, noise: Noise) -> torch.Tensor:
+        return (cpu_codec if x.device.type == "cpu" else codec_reference).encode(x, self.codec, noise)
+
+    def _total(self, wires: Sequence[torch.Tensor], numel: int) -> torch.Tensor:
+        if wires[0].device.type != "cpu":
+            return codec_reference.total_of(wires, self.codec)[:numel]
+        total = torch.empty(numel)
+        for rank, wire in enumerate(wires):
+            cpu_codec.decode(wire, self.codec, total, adds=rank > 0)
+        return total
+
+
+# ---- exact sums on the CPU ------------------------------------------------------------------------------------------
 
 
 def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ from graphar.plan.config import HIERARCHICAL, Config
 from graphar.plan.work import Parts, Sum
 from graphar.ranks.cpu import fallback
 from graphar.ranks.cpu.fallback import Run
+from graphar.ranks.cpu.reduction import CoderOf
 from graphar.ranks.cpu.transport import Group, InProcess
 from graphar.ranks.group_calls import GroupCalls
 from graphar.ranks.groups import known_group
@@ -21,10 +22,10 @@ from graphar.ranks.rendezvous import Ranks
 
 
 class WithoutKernels:
-    """The calls of one communicator without kernels."""
+    """The calls of one communicator without kernels. ``coder_of`` makes what encodes for calls with a codec."""
 
-    def __init__(self, communicator: Ranks, hierarchy: Hierarchy) -> None:
-        self._communicator, self._hierarchy = communicator, hierarchy
+    def __init__(self, communicator: Ranks, hierarchy: Hierarchy, coder_of: CoderOf) -> None:
+        self._communicator, self._hierarchy, self._coder_of = communicator, hierarchy, coder_of
         self._group_calls: GroupCalls | None = None  # made at first use
         self._making = threading.Lock()
         self._quantized_calls = itertools.count()  # kernels count their own calls
@@ -32,14 +33,16 @@ class WithoutKernels:
     def bind(self, call: Call[Sum | Parts], x: torch.Tensor, config: Config, timeout_s: float) -> Run:
         """Returns the function of a call whose first tensor is like ``x``."""
         ranks, numbers = self._communicator, self._quantized_calls
+        coded = call._replace(dtype=torch.float32) if config is HIERARCHICAL else call  # as sums of hosts are
+        coder = self._coder_of(coded, call.wire, ranks.devices) if call.wire else None
         if ranks.devices:
-            return fallback.bind(call, InProcess(ranks.world_size), timeout_s, numbers)
+            return fallback.bind(call, InProcess(ranks.world_size), timeout_s, numbers, coder)
         calls = self.group_calls()
         if config is HIERARCHICAL:
             run = self._hierarchical(call, timeout_s)
         else:
             messages = calls.messages if x.device.type == "cpu" else None
-            run = fallback.bind(call, messages or Group(known_group(ranks.group)), timeout_s, numbers)
+            run = fallback.bind(call, messages or Group(known_group(ranks.group)), timeout_s, numbers, coder)
         return calls.bind(call, x, timeout_s, run, config.algorithm)
 
     def group_calls(self) -> GroupCalls:
@@ -50,7 +53,8 @@ class WithoutKernels:
             return self._group_calls
 
     def _hierarchical(self, call: Call, timeout_s: float) -> Run:
-        compute = partial(self._hierarchy.allreduce, timeout_s=timeout_s, codec=call.wire)
+        by_op = {"allreduce": self._hierarchy.allreduce, "reducescatter": self._hierarchy.reducescatter}
+        compute = partial(by_op[call.op], timeout_s=timeout_s, codec=call.wire)
         return lambda ranks: compute(ranks[0].inputs[0], ranks[0].outputs[0])
 
     def let_go_of_group(self) -> None:

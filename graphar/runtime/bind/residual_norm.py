@@ -35,11 +35,12 @@ def serves(residual: torch.Tensor, total_dtype: torch.dtype | None = None) -> bo
         return False
     if total_dtype not in (None, residual.dtype, torch.float32):
         return False
-    return has_norm_kernel(residual.shape[-1] * residual.element_size()) and _runs_on(residual.device.index)
+    return has_norm_kernel(residual.shape[-1] * residual.element_size()) and runs_on(residual.device.index)
 
 
 @functools.cache
-def _runs_on(device: int) -> bool:
+def runs_on(device: int) -> bool:
+    """Whether kernels without communication run on a device."""
     return torch.cuda.get_device_capability(device) >= (8, 0) and not missing_software()
 
 
