@@ -1,6 +1,6 @@
 """NVLink collectives for PyTorch, with results that are exact to the bit and waits that end at a deadline.
 
-allreduce, reducescatter, allgather, allreduce_residual_rmsnorm,
+allreduce, reducescatter, allgather, alltoall, allreduce_residual_rmsnorm,
 reducescatter_residual_rmsnorm                                             collectives
 fused_matmul_allreduce, fused_matmul_reducescatter,
 fused_matmul_allreduce_residual_rmsnorm,
@@ -34,6 +34,7 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops.allgather import allgather
 from graphar.ops.allgather_matmul import fused_allgather_matmul
+from graphar.ops.alltoall import alltoall
 from graphar.ops.empty import empty
 from graphar.ops.explain import explain
 from graphar.ops.linear import linear
@@ -85,6 +86,7 @@ __all__ = [
     "allgather",
     "allreduce",
     "allreduce_residual_rmsnorm",
+    "alltoall",
     "compile_pass",
     "ddp",
     "disable",
@@ -115,6 +117,7 @@ for _op in (
     "allgather",
     "allreduce",
     "allreduce_residual_rmsnorm",
+    "alltoall",
     "fused_allgather_matmul",
     "fused_matmul_allreduce",
     "fused_matmul_allreduce_residual_rmsnorm",

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphar.numerics.codecs import Codec, CodecName, as_codec
 from graphar.numerics.epilogues.epilogue import Epilogue, form_to_prepare
 from graphar.ops.allgather import allgather
+from graphar.ops.alltoall import alltoall
 from graphar.ops.empty import empty
 from graphar.ops.explain import explain
 from graphar.ops.options import T, check_removed
@@ -145,6 +146,16 @@ class Communicator:
             options: ``axis``, ``sizes``, ``algorithm`` and ``timeout_s`` of :func:`graphar.allgather`.
         """
         return allgather(x, self, **options)
+
+    def alltoall(self, x: T, **options: Any) -> T:
+        """Returns this rank's parts of all ranks' tensors. Collective.
+
+        Args:
+            x: this rank's tensor; with ``devices``, a list with one per device.
+            options: ``out``, ``sizes``, ``scatter_dim``, ``gather_dim``, ``algorithm`` and ``timeout_s`` of
+                :func:`graphar.alltoall`.
+        """
+        return alltoall(x, self, **options)
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor | list[torch.Tensor]:
         """Returns an uninitialised symmetric tensor, which all ranks can access; see :func:`graphar.empty`. Collective.

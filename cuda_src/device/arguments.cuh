@@ -92,6 +92,18 @@ struct TupleArguments : Arguments {
   u64 rows[max_ranks];          // of each rank's part
 };
 
+// Internal: the arguments of an all-to-all, in bytes. `begin` and `count` are of the parts from each rank, in the result.
+// A part lies in runs, from one to the next a pitch apart (parts.cuh).
+struct ExchangeArguments : Arguments {
+  u64 sent[max_ranks];         // of the part for each rank
+  u64 input_begin[max_ranks];  // of that part, in the input
+  u64 input_run[max_ranks], output_run[max_ranks];
+  u64 input_pitch, output_pitch;
+  u64 most;  // of the largest part between any two ranks; 0: ranks know only their own
+  // Without `most`: what stands for the part for each rank, and from each rank, the same on both.
+  u32 sent_words[max_ranks], received_words[max_ranks];
+};
+
 // Internal: the arguments of a norm of a sum's rows (rms_norm.cuh).
 struct NormArguments : Arguments {
   const void* residual;

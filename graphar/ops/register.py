@@ -24,9 +24,9 @@ from graphar.ops.batching import check_transform, over_batch, transforms
 from graphar.ops.differentiation import Differentiation, Saved, with_own_nodes
 from graphar.ops.options import Given, defaults, kinds
 from graphar.ops.repeats import Asked, deliver, keep
-from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple
+from graphar.plan.work import Exchange, Norm, Parts, Product, Sum, TensorTuple
 from graphar.product import products
-from graphar.runtime.bind import collective, norm, tensor_tuple
+from graphar.runtime.bind import alltoall, collective, norm, tensor_tuple
 from graphar.runtime.checks import tensor_checks
 from graphar.runtime.engine import Engine, binders
 from graphar.runtime.registry import engine_of_devices, engine_of_group
@@ -37,6 +37,7 @@ binders.update(
         Parts: collective.bind,
         Norm: norm.bind,
         TensorTuple: tensor_tuple.bind,
+        Exchange: alltoall.bind,
         Product: products.bind,
     }
 )
@@ -89,6 +90,7 @@ class Op(Generic[G]):
         check: ``check(engine, *lists, given)`` raises if the arguments are invalid.
         check_out: ``check_out(*lists, outs, given)`` raises if the memory of ``outs`` does not fit. None: the op has no
             ``out=`` forms.
+        with_out: whether the ``out=`` forms have schemas. Without, :meth:`into` makes plain calls only.
         residual: ``residual(xs, residuals, outs, given)`` raises if residuals do not fit, and returns the ``given`` of
             a call that replaces them by its rounding errors. None: the op takes no residual.
         backward, saved, saved_result: see :class:`Differentiation`. Without ``backward`` it is not differentiable.
@@ -105,6 +107,7 @@ class Op(Generic[G]):
         *,
         check: Callable = lambda *given: None,
         check_out: Callable | None = None,
+        with_out: bool = True,
         residual: Callable | None = None,
         backward: Callable | None = None,
         saved: Callable[[dict[str, Any]], Sequence[str]] | None = None,
@@ -115,7 +118,7 @@ class Op(Generic[G]):
         _ops[name] = self
         self.given, self._kinds, self._defaults = arguments, kinds(arguments), defaults(arguments)
         self._run, self._fake, self._check = run, fake, check
-        self._check_out, self._residual = check_out, residual
+        self._check_out, self._with_out, self._residual = check_out, with_out, residual
         self._rule = None
         if backward:
             several = returns != "Tensor"
@@ -124,7 +127,7 @@ class Op(Generic[G]):
             self._register(in_list)
         ops = torch.ops.graphar
         self.one, self.list = getattr(ops, name).default, getattr(ops, f"{name}_list").default
-        if check_out:
+        if check_out and with_out:
             self.one_out, self.list_out = getattr(ops, f"{name}_out").default, getattr(ops, f"{name}_list_out").default
 
     # ---- calls ------------------------------------------------------------------------------------------------------
@@ -149,7 +152,8 @@ class Op(Generic[G]):
     def into(self, *given_tensors, given: G, plain: bool = False, asked: Asked | None = None) -> None:
         """Calls the ``out=`` form, in the same way as :meth:`__call__`."""
         if plain:
-            self._implement_out(*given_tensors, *self._values(given), in_list=False, asked=asked)
+            in_list = isinstance(given_tensors[0], list)
+            self._implement_out(*given_tensors, *self._values(given), in_list=in_list, asked=asked)
         elif isinstance(given_tensors[0], (list, tuple)):
             self.list_out(*given_tensors, *self._values(given))
         else:
@@ -191,7 +195,7 @@ class Op(Generic[G]):
         arguments = ", ".join(f"{kind} {name}" for name, kind in self._kinds.items())
         result = self.returns if self.returns != "Tensor" else kind
         self._define(name, f"({tensors}, {arguments}) -> {result}", in_list, self._implement, self._meta)
-        if self._check_out:
+        if self._check_out and self._with_out:
             rest = "Tensor(a!)[] residual, " if self._residual else ""
             schema = f"({tensors}, {rest}{kind.replace('Tensor', 'Tensor(b!)')} out, {arguments}) -> ()"
             self._define(f"{name}_out", schema, in_list, self._implement_out, lambda *given, in_list: None)

@@ -50,6 +50,8 @@ class Algorithm(StrEnum):
     ALLGATHER_PUSH = "allgather_push"
     ALLGATHER_LOSSLESS = "allgather_lossless"
     ALLGATHER_COPIES = "allgather_copies"
+    ALLTOALL_FLAGGED = "alltoall_flagged"
+    ALLTOALL_PUSH = "alltoall_push"
     QUANTIZED_TWO_SHOT_PUSH = "quantized_two_shot_push"
     QUANTIZED_TWO_SHOT_PIPELINED = "quantized_two_shot_pipelined"
     QUANTIZED_REDUCESCATTER = "quantized_reducescatter"
@@ -115,6 +117,7 @@ ReduceScatterAlgorithm = (
 AllGatherAlgorithm = (
     Algorithm | Literal["auto", "allgather_flagged", "allgather_push", "allgather_lossless", "allgather_copies"]
 )
+AllToAllAlgorithm = Algorithm | Literal["auto", "alltoall_flagged", "alltoall_push"]
 
 
 _BEFORE_DIGEST = "@"  # in the value of an algorithm from outside the package, between kernel_name and a digest
@@ -156,7 +159,7 @@ _NORM_VARIANTS = tuple(f"{cluster}, {output}" for cluster in grids.CLUSTERS for 
 _NARROW_TO_WIDE = grids.each_of((128, 0), (256, 0), (512, 0))
 
 _allreduce = partial(Row, "allreduce", "allreduce", half_sm_threads=MAX_THREADS)
-_allgather = partial(Row, "allgather", "scatter_gather", half_sm_threads=MAX_THREADS)
+_moved = partial(Row, folder="scatter_gather", dtypes=(BYTE,), slicing=Slicing.BYTES, half_sm_threads=MAX_THREADS)
 _quantized_allreduce = partial(Row, "allreduce", "quantized", takes_codec=True, half_sm_threads=MAX_THREADS // 2)
 _norm = partial(Row, folder="norm", variants=_NORM_VARIANTS, half_sm_threads=MAX_THREADS, adds_tree=True)
 
@@ -308,6 +311,27 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     def lossless(op: str) -> Row:
         return _lossless(sizes, op, "scatter_gather", layouts.PUSH_DEPTH, Slicing.PARTS)
 
+    def flagged(op: str) -> Row:
+        return _moved(
+            op,
+            layout=layouts.flagged(sizes.allgather_flagged_nbytes),
+            limit=_up_to(sizes.allgather_flagged_nbytes),
+            candidates=_NARROW_TO_WIDE,
+            tells=True,
+        )
+
+    def pushed(op: str, more_packs: int = 0) -> Row:
+        slot = sizes.allgather_chunk + more_packs
+        return _moved(
+            op,
+            layout=layouts.pipelined(slot, layouts.PUSH_DEPTH * sizes.allgather_blocks),
+            max_blocks=sizes.allgather_blocks,
+            chunked=True,
+            candidates=grids.each_of((512, 512), (512, 1024), (512, 2048)),
+            default_grid=lambda world_size, nbytes: Grid(128, 256, 512),
+            packs_a_block=lambda world_size, threads, chunk: chunk,
+        )
+
     return {
         Algorithm.REDUCESCATTER_PUSH: Row(
             "reducescatter",
@@ -322,26 +346,10 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         ),
         Algorithm.REDUCESCATTER_LOSSLESS: lossless("reducescatter"),
         Algorithm.ALLGATHER_LOSSLESS: lossless("allgather"),
-        Algorithm.ALLGATHER_FLAGGED: _allgather(
-            layouts.flagged(sizes.allgather_flagged_nbytes),
-            _up_to(sizes.allgather_flagged_nbytes),
-            dtypes=(BYTE,),
-            slicing=Slicing.BYTES,
-            variants=(None, TUPLE_VARIANT),
-            candidates=_NARROW_TO_WIDE,
-            tells=True,
-        ),
-        Algorithm.ALLGATHER_PUSH: _allgather(
-            layouts.pipelined(sizes.allgather_chunk, layouts.PUSH_DEPTH * sizes.allgather_blocks),
-            dtypes=(BYTE,),
-            max_blocks=sizes.allgather_blocks,
-            chunked=True,
-            slicing=Slicing.BYTES,
-            variants=(None, TUPLE_VARIANT),
-            candidates=grids.each_of((512, 512), (512, 1024), (512, 2048)),
-            default_grid=lambda world_size, nbytes: Grid(128, 256, 512),
-            packs_a_block=lambda world_size, threads, chunk: chunk,
-        ),
+        Algorithm.ALLGATHER_FLAGGED: replace(flagged("allgather"), variants=(None, TUPLE_VARIANT)),
+        Algorithm.ALLGATHER_PUSH: replace(pushed("allgather"), variants=(None, TUPLE_VARIANT)),
+        Algorithm.ALLTOALL_FLAGGED: flagged("alltoall"),
+        Algorithm.ALLTOALL_PUSH: pushed("alltoall", layouts.PACKS_A_LINE),  # the first chunk has a header
     }
 
 
@@ -485,7 +493,7 @@ def in_tables(op: str) -> tuple[Algorithm, ...]:
 # By op, the algorithms without a codec that a call may name, by name.
 NAMED: dict[str, dict[str, Algorithm]] = {
     op: {one.value: one for one, row in ROWS.items() if row.op == op and not row.takes_codec}
-    for op in ("allreduce", "reducescatter", "allgather")
+    for op in ("allreduce", "reducescatter", "allgather", "alltoall")
 }
 # By op, the algorithm that compresses bf16 without loss.
 COMPRESSING = {row.op: one for one, row in ROWS.items() if row.compresses}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
 from graphar.plan.tables import DEFAULT, Table
 from graphar.plan.times import expected_quantized_us, expected_us
-from graphar.plan.work import Norm, Parts, Sum, TensorTuple
+from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 _COMPRESSED, _NOT_COMPRESSED = "lossless compression, chosen", "; lossless compression is off"
@@ -79,7 +80,7 @@ def why_no_kernel(world_size: int, device: str, dtype: torch.dtype, op: str) -> 
         return "one rank has nothing to add"
     if device == "cpu":
         return "the tensor is on the CPU"
-    if op != "allgather" and dtype not in TYPE_NAMES:
+    if op not in MOVING and dtype not in TYPE_NAMES:
         return f"no kernel adds {dtype}"
     return f"kernels serve at most {MAX_RANKS} ranks, not {world_size}" if world_size > MAX_RANKS else None
 
@@ -131,7 +132,7 @@ def _why_no_kernel(call: Call, facts: Facts, asked: Algorithm | None) -> Reason 
     return f"{problem}; by the specification of {asked.value}" if problem else None
 
 
-def _lacks(row: Row, work: Sum | Parts | TensorTuple) -> Reason | None:
+def _lacks(row: Row, work: Sum | Parts | TensorTuple | Exchange) -> Reason | None:
     """Returns what a work needs and an algorithm's kernels do not have."""
     if work.epilogue and not row.takes_epilogue:
         return "has no kernel with an epilogue"
@@ -219,6 +220,26 @@ def _with_options(choice: Choice, call: Call) -> Choice:
     return Choice(config, f"{reason}{_what_is_added(call.work)}")
 
 
+# ---- all-to-alls ----------------------------------------------------------------------------------------------------
+
+
+def _exchange(call: Call[Exchange], facts: Facts) -> Choice:
+    """Returns the choice for an all-to-all. It must not depend on lengths that only some ranks know."""
+    asked, general, known = None if call.algorithm == "auto" else Algorithm(call.algorithm), GENERAL[call.op], True
+    if problem := _why_no_kernel(call, facts, asked):
+        return Choice(FALLBACK, problem)
+    if not call.work.known:
+        if asked not in (None, general):
+            raise UnsupportedError(
+                f"{call.op}: {call.algorithm} cannot serve this call: no rank knows all sizes; {general.value} does"
+            )
+        asked, known = general, False
+    # Without a size the grid is that of the largest parts.
+    config = by_entries(facts.table.parts[call.op], 1, call.nbytes if known else sys.maxsize, asked)
+    size = _by_table(facts.table, call, facts) if known else f"by table {facts.table.name!r} for parts of any size"
+    return Choice(config, f"asked for, shaped {size}" if call.algorithm != "auto" else size)
+
+
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +270,7 @@ _CHOOSERS: dict[type, Callable[[Call, Facts], Choice]] = {
     Parts: _elements,
     Norm: _norm,
     TensorTuple: _elements,
+    Exchange: _exchange,
 }
 
 
@@ -390,7 +412,7 @@ def needed_kernels(
                 for kernel in _variants(fitting, [torch.float32], symmetric, epilogue):
                     yield kernel._replace(template=tree)
         yield from _variants(plain, dtypes, symmetric)
-        least = facts.table.lossless.least(op, facts.world_size)  # that "auto" compresses without loss
+        least = facts.table.lossless.least(op, facts.world_size) if op in COMPRESSING else None
         if facts.lossless and least is not None and (max_nbytes is None or max_nbytes >= least):
             yield from _variants([COMPRESSING[op]], dtypes, symmetric)
         for codec in codecs:

@@ -4,6 +4,7 @@
     Parts        a reduce-scatter, or an all-gather of one tensor
     Norm         an all-reduce or a reduce-scatter, with residual addition and RMSNorm
     TensorTuple  an all-gather of several tensors
+    Exchange     an all-to-all of one tensor
     Product      a matmul with the sum of its products, or with the all-gather of its rows
 
 All have these attributes. They are tuples, so that a call is hashed and compared without Python code.
@@ -37,6 +38,7 @@ from graphar.plan.scratch import PACK_NBYTES
 
 MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER = "fused_matmul_allreduce", "fused_matmul_reducescatter"
 ALLGATHER_MATMUL = "fused_allgather_matmul"
+MOVING = ("allgather", "alltoall")  # the ops that move bits, of any dtype
 MAX_TENSORS = 4  # of one launch: `max_tensors` in cuda_src/device/arguments.cuh
 
 _SEED = re.compile(", seed=[0-9]+")
@@ -60,7 +62,7 @@ def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
     return codec + ([f"epilogue {work.epilogue.words}"] if work.epilogue else [])
 
 
-def _beside(work: Sum | Parts | Norm | TensorTuple | Product) -> list[str]:
+def _beside(work: Sum | Parts | Norm | TensorTuple | Exchange | Product) -> list[str]:
     return [work.beside] if work.beside else []
 
 
@@ -214,6 +216,79 @@ class TensorTuple(NamedTuple):
         return _beside(self)
 
 
+class Exchange(NamedTuple):
+    """An all-to-all of one tensor: each rank sends each rank a part of it along one dimension, and joins what comes.
+
+    If the dimensions differ, ``sends`` and ``receives`` are the same on all ranks: what a rank sends has its own length
+    along ``gather_dim``.
+    """
+
+    rank: int  # the first of this process's ranks
+    row: tuple[int, ...]  # the shape of a tensor, with 1 for both dimensions
+    sends: tuple[
+        tuple[int, ...], ...
+    ]  # by rank of this process, the lengths along scatter_dim of the part for each rank
+    receives: tuple[tuple[int, ...], ...]  # along gather_dim of the part from each rank
+    scatter_dim: int = 0  # the dimension that is divided
+    gather_dim: int = 0  # the dimension along which parts are joined
+    known: bool = True  # whether every rank knows the lengths of all parts, also of those between other ranks
+    beside: str = ""  # what every rank does beside it, in words, or an empty string
+
+    op = "alltoall"
+    unit = "elements"
+    codec = ""
+    epilogue = None
+    order = "rank"
+    is_plain = True
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks are known to send and to receive parts of one length."""
+        return self.known and all(len(set(ones)) == 1 for ones in (self.sends, self.sends[0], self.receives[0]))
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The elements of the part for each rank, from the rank that sends it the most, as far as it is known."""
+        most = [max(ones) for ones in zip(*self.sends, strict=True)]
+        return tuple([one * self._in_a_row(max(self.receives[0])) for one in most])
+
+    def sent(self, at: int) -> list[int]:
+        """Returns the elements that rank ``at`` of this process sends to each rank."""
+        beside = self._in_a_row(self.receives[at][self.rank + at])
+        return [one * beside for one in self.sends[at]]
+
+    def received(self, at: int) -> list[int]:
+        """Returns the elements that rank ``at`` of this process receives from each rank."""
+        beside = self._in_a_row(self.sends[at][self.rank + at])
+        return [one * beside for one in self.receives[at]]
+
+    def _in_a_row(self, length: int) -> int:
+        """The elements of a part with 1 along one dimension, and ``length`` along the other one if there are two."""
+        return math.prod(self.row) * (length if self.scatter_dim != self.gather_dim else 1)
+
+    def shapes(self, at: int) -> tuple[list[int], list[int]]:
+        """Returns the shapes of the tensor and of the result of rank ``at`` of this process."""
+        x, result, me = list(self.row), list(self.row), self.rank + at
+        x[self.gather_dim], result[self.scatter_dim] = self.receives[at][me], self.sends[at][me]
+        x[self.scatter_dim], result[self.gather_dim] = sum(self.sends[at]), sum(self.receives[at])
+        return x, result
+
+    def template(self, cluster: int) -> str | None:
+        return None
+
+    def amount(self, dtype: torch.dtype) -> str:
+        either = self.scatter_dim, self.gather_dim
+        lengths = self.shapes(0)[0] if self.is_even else ["*" if at in either else n for at, n in enumerate(self.row)]
+        return f"[{', '.join(map(str, lengths))}] {dtype}"
+
+    @property
+    def options(self) -> list[str]:
+        moved = self.scatter_dim != self.gather_dim or self.scatter_dim
+        along = [f"scatter_dim {self.scatter_dim}, gather_dim {self.gather_dim}"] if moved else []
+        both = f"sizes {list(self.sends[0])}, {list(self.receives[0])}" if self.known else "sizes of each rank"
+        return along + ([] if self.is_even else [both]) + _beside(self)
+
+
 class Product(NamedTuple):
     """A matmul A W^T, and the sum of its products over ranks, or the all-gather of the ranks' rows of A before it."""
 
@@ -316,4 +391,4 @@ class Product(NamedTuple):
         return _wire_and_epilogue(self) + tree + norm + _beside(self)
 
 
-Work: TypeAlias = Sum | Parts | Norm | TensorTuple | Product
+Work: TypeAlias = Sum | Parts | Norm | TensorTuple | Exchange | Product

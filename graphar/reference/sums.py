@@ -177,6 +177,28 @@ def allgather(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
     return torch.cat(list(parts), axis)
 
 
+def alltoall(
+    parts: Sequence[torch.Tensor],
+    scatter_dim: int = 0,
+    gather_dim: int = 0,
+    sizes: Sequence[Sequence[int]] | None = None,
+) -> list[torch.Tensor]:
+    """Returns what each rank receives: a part of every rank's tensor, joined in rank order, bit for bit.
+
+    Args:
+        parts: one tensor per rank, in rank order; any one dtype.
+        scatter_dim: the dimension along which each tensor is divided into a part for each rank.
+        gather_dim: the dimension along which a rank joins what it receives.
+        sizes: for each rank, the lengths along ``scatter_dim`` of the parts that it sends to each rank. None: equal.
+
+    Returns:
+        A new, contiguous tensor per rank, in rank order.
+    """
+    sizes = sizes or [[x.shape[scatter_dim] // len(parts)] * len(parts) for x in parts]
+    sent = [x.split(list(own), scatter_dim) for x, own in zip(parts, sizes, strict=True)]  # [sender][receiver]
+    return [torch.cat(received, gather_dim) for received in zip(*sent, strict=True)]
+
+
 def quantized_allreduce(
     parts: Sequence[torch.Tensor], codec: Codec | CodecName, seed: int = 0, call: int = 0
 ) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -11,7 +12,7 @@ import torch
 from graphar.numerics.epilogues.code import Corner
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS
-from graphar.plan.work import MAX_TENSORS, TensorTuple
+from graphar.plan.work import MAX_TENSORS, Exchange, TensorTuple
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -103,6 +104,30 @@ class TupleArguments(Arguments):
             ins[at], outs[at] = x.data_ptr(), outputs[at].data_ptr()
 
 
+class ExchangeArguments(Arguments):
+    _fields_ = [
+        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("sent", "input_begin", "input_run", "output_run")),
+        *((name, ctypes.c_uint64) for name in ("input_pitch", "output_pitch", "most")),
+        *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("sent_words", "received_words")),
+    ]
+
+    def describe(self, work: Exchange, at: int, itemsize: int) -> None:
+        """Writes everything but the addresses and words, for rank ``at`` of this process."""
+        sides = (
+            (self.input_begin, self.input_run, self.sent, work.sends[at], work.sent(at), work.scatter_dim),
+            (self.begin, self.output_run, self.count, work.receives[at], work.received(at), work.gather_dim),
+        )
+        pitches = []
+        for (begins, runs, nbytes, lengths, counts, dim), shape in zip(sides, work.shapes(at), strict=True):
+            of_one = math.prod(shape[dim + 1 :]) * itemsize
+            pitches.append(shape[dim] * of_one)
+            each = zip(accumulate(lengths, initial=0), lengths, counts, strict=False)
+            for rank, (first, length, count) in enumerate(each):
+                begins[rank], runs[rank], nbytes[rank] = first * of_one, length * of_one, count * itemsize
+        self.input_pitch, self.output_pitch = pitches
+        self.most = max(work.parts) * itemsize if work.known else 0
+
+
 class NormArguments(Arguments):
     _fields_ = [
         *(
@@ -168,6 +193,7 @@ def layout_check() -> str:
     by_kernel = (
         Arguments,
         TupleArguments,
+        ExchangeArguments,
         NormArguments,
         NormGradientArguments,
         MatmulArguments,

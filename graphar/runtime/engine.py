@@ -18,6 +18,7 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.explanation import Explanation
 from graphar.plan.select import Facts
 from graphar.plan.tables import Table
+from graphar.plan.work import ALLGATHER_MATMUL, MOVING
 from graphar.ranks import agreement
 from graphar.runtime import multicast
 from graphar.runtime.checks import call_checks, tensor_checks
@@ -64,7 +65,9 @@ class Engine(Life):
             algorithm = "auto" if call.work.codec else call.algorithm
             call_checks.check_call(call.op, algorithm, call.timeout_s, call.op)
             x = ranks[0].inputs[0]
-            takes_any = "allgather" in call.op or x.dtype != call.dtype  # operands of 8 bits have results of 16
+            takes_any = (
+                call.op in (*MOVING, ALLGATHER_MATMUL) or x.dtype != call.dtype
+            )  # operands of 8 bits have results of 16
             (tensor_checks.check_strided if takes_any else tensor_checks.check_tensor)(call.op, "x", x)
             announced = self.runner.announced(agreement.words(call)) if self.runner else contextlib.nullcontext()
             with self.keeping_failure(call.op), announced:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -101,10 +101,12 @@ class Form:
     def small(self) -> tuple[int, ...]:
         """A shape for tests that do not ask for bits: 6 rows and 8 columns, of matmuls of 5 products each.
 
-        With scales for groups of columns, a group in place of 8 columns.
+        With scales for groups of columns, a group in place of 8 columns. Four dimensions if two of them are exchanged.
         """
         if self.options.get("partition") == TP_INVARIANT:
             return (6, 8, 16)
+        if len({self.options.get(name) for name in ("scatter_dim", "gather_dim")}) == 2:
+            return (6, 4, 8, 2)
         return (6, 8, 5) if "w" in self.known else (6, self.options.get("group_size", 8))
 
     def tensors(self, ranks: int, shape=None, dtype=None, fill=None) -> Tensors:
@@ -258,6 +260,58 @@ ALLGATHER = (
             twice=True,
         )
         for axis in (0, 1)
+    ),
+)
+
+
+def alltoall_in_shares(x, group=None, *, out=None, shapes=None, scatter_dim=0, gather_dim=0):
+    """All-to-all of the shares of ``by.sizes_of``. A process gives the shapes of the ranks' tensors."""
+    sizes = by.sizes_of([one.shape for one in x] if isinstance(x, list) else shapes, scatter_dim, gather_dim)
+    if scatter_dim != gather_dim:
+        sizes = sizes[0], [shape[gather_dim] for shape in shapes or [one.shape for one in x]]
+    elif not isinstance(x, list):
+        rank = dist.get_rank() if group is None else group.rank
+        sizes = sizes[rank], [own[rank] for own in sizes]
+    return graphar.alltoall(x, group, out=out, sizes=sizes, scatter_dim=scatter_dim, gather_dim=gather_dim)
+
+
+alltoall = partial(Form, graphar.alltoall, specify=by.exchanged, fill=raw, leaves=("x",), twice=True)
+HEADS = ((1, 1, 1, 1), (2, 5, 3, 0), (0, 1, 2, 3), (2, 3, 5, 8))
+ALLTOALL = (
+    alltoall("", make=partial(by.divisible, 0), shapes=SHAPES, dtypes=MOVED, backward=partial(by.exchanged_back, 0, 0)),
+    alltoall(
+        "last dim",
+        make=partial(by.divisible, -1),
+        shapes=SHAPES,
+        options={"scatter_dim": -1, "gather_dim": -1},
+        backward=partial(by.exchanged_back, -1, -1),
+    ),
+    *(
+        alltoall(
+            label,
+            make=partial(by.divisible, scatter_dim),
+            shapes=HEADS,
+            dtypes=MOVED,
+            options={"scatter_dim": scatter_dim, "gather_dim": gather_dim},
+            backward=partial(by.exchanged_back, scatter_dim, gather_dim),
+        )
+        for label, scatter_dim, gather_dim in (("heads", 2, 1), ("sequence", 1, 2), ("first and last", 0, 3))
+    ),
+    *(
+        replace(
+            alltoall(
+                f"sizes {scatter_dim} {gather_dim}",
+                make=partial(by.uneven, gather_dim),
+                shapes=((4, 3, 2), (17, 8, 5)),
+                dtypes=MOVED,
+                options={"scatter_dim": scatter_dim, "gather_dim": gather_dim},
+                of_processes=lambda tensors: {"shapes": [x.shape for x in tensors["x"]]},
+                backward=partial(by.shares_back, scatter_dim, gather_dim),
+            ),
+            op=alltoall_in_shares,
+            specify=by.exchanged_in_shares,
+        )
+        for scatter_dim, gather_dim in ((0, 0), (1, 1), (1, 0), (0, 2))
     ),
 )
 
@@ -464,7 +518,7 @@ FUSED_SCATTERED_NORM = (
 BY_OP = {
     forms[0].op: forms
     for forms in (
-        *(ALLREDUCE, REDUCESCATTER, ALLGATHER, ALLGATHER_TUPLE, NORM, SCATTERED_NORM),
+        *(ALLREDUCE, REDUCESCATTER, ALLGATHER, ALLTOALL, ALLGATHER_TUPLE, NORM, SCATTERED_NORM),
         *(FUSED_ALLREDUCE, FUSED_REDUCESCATTER, FUSED_ALLGATHER, FUSED_NORM, FUSED_SCATTERED_NORM),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -30,6 +31,24 @@ def uneven(axis: int, ranks: int, shape, dtype, fill) -> Tensors:
     lengths = [0 if rank == 7 else max(0, shape[axis] + 3 * (rank == 1) - rank) for rank in range(ranks)]
     shapes = [torch.Size((*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]
     return {"x": [fill(rank, one.numel(), dtype).view(one) for rank, one in enumerate(shapes)]}
+
+
+def divisible(axis: int, ranks: int, shape, dtype, fill) -> Tensors:
+    """Tensors with so many times the length along the axis as there are ranks."""
+    return sums(ranks, [one * ranks if at == axis % len(shape) else one for at, one in enumerate(shape)], dtype, fill)
+
+
+def shares(length: int, ranks: int, rank: int = 0) -> list[int]:
+    """Unequal shares of a length for each rank, some of them 0, as ``rank`` divides it."""
+    weights = [(to + rank) % 3 + (to == ranks - 1) for to in range(ranks)]
+    ends = [length * sum(weights[:to]) // sum(weights) for to in range(ranks + 1)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def sizes_of(lengths: Sequence[Sequence[int]], scatter_dim: int, gather_dim: int) -> list[list[int]]:
+    """By rank, the shares of each rank's tensor, whose shapes are ``lengths``."""
+    own = scatter_dim == gather_dim
+    return [shares(one[scatter_dim], len(lengths), rank * own) for rank, one in enumerate(lengths)]
 
 
 def with_scales(make: Callable, ranks: int, shape, dtype, fill) -> Tensors:
@@ -188,6 +207,16 @@ def allgathered(x, axis=0, algorithm="auto") -> Results:
     return everyone(reference.allgather(x, axis), len(x))
 
 
+def exchanged(x, scatter_dim=0, gather_dim=0, algorithm="auto") -> Results:
+    return each(reference.alltoall(x, scatter_dim, gather_dim))
+
+
+def exchanged_in_shares(x, scatter_dim=0, gather_dim=0) -> Results:
+    return each(
+        reference.alltoall(x, scatter_dim, gather_dim, sizes_of([one.shape for one in x], scatter_dim, gather_dim))
+    )
+
+
 def gathered_with_scales(x, scales, axis=0) -> Results:
     return everyone((reference.allgather(x, axis), reference.allgather(scales, axis)), len(x))
 
@@ -263,6 +292,18 @@ def fused_scattered_and_normed(a, w, residual, weight, partition="auto", **numbe
 
 def joined(axis: int, gradients: Sequence[torch.Tensor], tensors: Tensors) -> list[torch.Tensor]:
     return [y for (y,) in allgathered(gradients, axis)]
+
+
+def exchanged_back(scatter_dim: int, gather_dim: int, gradients: Sequence[torch.Tensor], tensors: Tensors):
+    return reference.alltoall(gradients, gather_dim, scatter_dim)
+
+
+def shares_back(scatter_dim: int, gather_dim: int, gradients: Sequence[torch.Tensor], tensors: Tensors):
+    shapes = [x.shape for x in tensors["x"]]
+    received = [[shape[gather_dim] for shape in shapes]] * len(shapes)
+    if scatter_dim == gather_dim:
+        received = list(zip(*sizes_of(shapes, scatter_dim, gather_dim), strict=True))
+    return reference.alltoall(gradients, gather_dim, scatter_dim, received)
 
 
 def summed(gradients: Sequence[torch.Tensor], tensors: Tensors, **options) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 An all-reduce is a two-shot. Every rank receives its shard of all inputs, sums it as graphar.reference does, and sends
 the sum to all ranks, so it gives the bits of every exact algorithm. With a codec shards and sums travel encoded, and
 the sum has the bits of the kernels. Reduce-scatter and all-gather are its two halves. Small tensors go whole to all
-ranks.
+ranks. An all-to-all sends each rank its part.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from itertools import accumulate, repeat
 
 import torch
 
+from graphar.errors import CommunicatorError
 from graphar.numerics.codec_reference import first_elements
 from graphar.numerics.codecs import TILE_NUMEL
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.row import Specification
-from graphar.plan.work import Parts, Sum
+from graphar.plan.work import Exchange, Parts, Sum
 from graphar.ranks.cpu.reduction import Chunk, Coder, Reduction, reduction_of
 from graphar.ranks.cpu.transport import InProcess, Transport, bytes_of
 
@@ -30,7 +31,11 @@ Run = Callable[[Sequence[Operands]], None]  # takes the operands of this process
 
 
 def bind(
-    call: Call[Sum | Parts], transport: Transport, timeout_s: float, calls: Iterator[int], coder: Coder | None = None
+    call: Call[Sum | Parts | Exchange],
+    transport: Transport,
+    timeout_s: float,
+    calls: Iterator[int],
+    coder: Coder | None = None,
 ) -> Run:
     """Returns the function of a call. It raises what the transport does: GroupFailed or UnsupportedError.
 
@@ -42,14 +47,16 @@ def bind(
     """
     if call.algorithm != "auto" and (specification := Algorithm(call.algorithm).row.specification):
         return partial(_by_specification, call, specification, transport, timeout_s)
+    if isinstance(call.work, Exchange):
+        return partial(_alltoall, call, transport, timeout_s)
     tells_seed = len(transport.ranks) < transport.world_size
     run, begin = _RUNS[call.op], reduction_of(call, calls, tells_seed, coder)
     return feeding_back(call, lambda ranks: run(begin(), call, transport, timeout_s, ranks))
 
 
-def alone(call: Call[Sum | Parts]) -> Run:
+def alone(call: Call[Sum | Parts | Exchange]) -> Run:
     """Returns the function of a call between one rank."""
-    if not call.work._replace(codec="").is_plain:
+    if not (call.work if isinstance(call.work, Exchange) else call.work._replace(codec="")).is_plain:
         return bind(call, InProcess(1), 0.0, repeat(0))
 
     def copy(ranks: Sequence[Operands]) -> None:
@@ -150,6 +157,43 @@ def _allgather(
         for targets, parts in zip(outs, received, strict=True):
             for target, part in zip(targets, parts, strict=True):
                 target[window].copy_(part)
+
+
+def _alltoall(call: Call[Exchange], transport: Transport, timeout_s: float, ranks: Sequence[Operands]) -> None:
+    work = call.work
+    if not work.known:
+        _compare_lengths(call, transport, timeout_s, ranks[0].inputs[0].device)
+    sent, received, targets = [], [], []
+    for own, sends, receives in zip(ranks, work.sends, work.receives, strict=True):
+        sent.append([bytes_of(one.contiguous()) for one in own.inputs[0].split(sends, work.scatter_dim)])
+        parts = own.outputs[0].split(receives, work.gather_dim)
+        rooms = [one if one.is_contiguous() else one.new_empty(one.shape) for one in parts]
+        received.append(list(map(bytes_of, rooms)))
+        targets += [pair for pair in zip(parts, rooms, strict=True) if pair[0] is not pair[1]]
+    transport.exchange(sent, received, timeout_s)
+    for part, room in targets:
+        part.copy_(room)
+
+
+def _compare_lengths(call: Call[Exchange], transport: Transport, timeout_s: float, device: torch.device) -> None:
+    """Raises CommunicatorError on every rank unless each rank receives the lengths that others send it.
+
+    On GPUs torch.distributed finds it, or waits: to compare would stop the host.
+    """
+    if device.type != "cpu":
+        return
+    work, ranks = call.work, range(transport.world_size)
+    own = torch.tensor([*work.sends[0], *work.receives[0]], dtype=torch.int64)
+    (found,) = transport.collect([own], [own.numel()] * len(ranks), timeout_s)
+    said = [one.tolist() for one in found]
+    for sender in ranks:
+        for receiver in ranks:
+            sends, receives = said[sender][receiver], said[receiver][len(ranks) + sender]
+            if sends != receives:
+                raise CommunicatorError(
+                    f"{call.op}: ranks must send the lengths that others receive, got\nrank {sender}: {sends} to rank "
+                    f"{receiver}\nrank {receiver}: {receives} from rank {sender}"
+                )
 
 
 _RUNS = {"allreduce": _allreduce, "reducescatter": _reducescatter, "allgather": _allgather}

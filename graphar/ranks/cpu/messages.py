@@ -178,6 +178,21 @@ class Messages:
         self._finish(full, dict.fromkeys(self.peers if mine.numel() else (), mine), timeout_s)
         return [received]
 
+    def exchange(
+        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
+    ) -> None:
+        """What ranks send is under way while headers are, if the call has brought none yet."""
+        (own,), (rooms,) = sent, received
+        if self._header:
+            self.announce()
+        tag = zlib.crc32(b"parts", self._tag_of_call) >> 1
+        moves = [self._post(self._gloo.recv, rooms[peer], peer, tag) for peer in self.peers if rooms[peer].numel()]
+        moves += [self._post(self._gloo.send, own[peer], peer, tag) for peer in self.peers if own[peer].numel()]
+        if self._pending:
+            self.await_headers(timeout_s)
+        rooms[self._rank].copy_(own[self._rank])
+        wait(moves, timeout_s)
+
     def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
         self.announce()
         pipelined(self._sum_chunk(chunk, timeout_s) for (chunk,) in chunks)

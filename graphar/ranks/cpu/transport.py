@@ -58,6 +58,12 @@ class Transport(Protocol):
         """
         ...
 
+    def exchange(
+        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
+    ) -> None:
+        """All-to-all: each rank of this process sends a tensor to each rank, and receives one from each."""
+        ...
+
     def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
         """Reduce-scatter, and all-gather if chunks gather: each rank adds its shard of all inputs.
 
@@ -79,6 +85,13 @@ class InProcess:
     ) -> Sequence[Sequence[torch.Tensor]]:
         by_device = {device: [one.to(device) for one in sent] for device in dict.fromkeys(one.device for one in sent)}
         return [by_device[one.device] for one in sent]
+
+    def exchange(
+        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
+    ) -> None:
+        for rank, rooms in enumerate(received):
+            for room, of_peer in zip(rooms, sent, strict=True):
+                room.copy_(of_peer[rank])
 
     def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
         for of_ranks in chunks:  # which do not gather: each rank has all tensors at hand
@@ -108,6 +121,18 @@ class Group:
         to = list(bytes_of(received).chunk(self.world_size))
         self._wait(self._group.allgather([to], [bytes_of(mine)], options), mine.device, timeout_s)
         return [[row[:length] for row, length in zip(received.unbind(), lengths, strict=True)]]
+
+    def exchange(
+        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
+    ) -> None:
+        (own,), (rooms,) = sent, received
+        flat = torch.cat([bytes_of(one) for one in own])
+        sends, receives = ([one.nbytes for one in ones] for ones in (own, rooms))
+        room = flat.new_empty(sum(receives))
+        options = self._options(dist.distributed_c10d.AllToAllOptions(), flat.device, timeout_s)
+        self._wait(self._group.alltoall_base(room, flat, receives, sends, options), flat.device, timeout_s)
+        for target, one in zip(rooms, room.split(receives), strict=True):
+            bytes_of(target).copy_(one)
 
     def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
         pipelined(self._sum_chunk(chunk, timeout_s) for (chunk,) in chunks)

@@ -10,7 +10,7 @@ import torch
 
 from graphar.plan.call import Call
 from graphar.plan.config import HIERARCHICAL, Config
-from graphar.plan.work import Parts, Sum
+from graphar.plan.work import Exchange, Parts, Sum
 from graphar.ranks.cpu import fallback
 from graphar.ranks.cpu.fallback import Run
 from graphar.ranks.cpu.reduction import CoderOf
@@ -30,7 +30,7 @@ class WithoutKernels:
         self._making = threading.Lock()
         self._quantized_calls = itertools.count()  # kernels count their own calls
 
-    def bind(self, call: Call[Sum | Parts], x: torch.Tensor, config: Config, timeout_s: float) -> Run:
+    def bind(self, call: Call[Sum | Parts | Exchange], x: torch.Tensor, config: Config, timeout_s: float) -> Run:
         """Returns the function of a call whose first tensor is like ``x``."""
         ranks, numbers = self._communicator, self._quantized_calls
         coded = call._replace(dtype=torch.float32) if config is HIERARCHICAL else call  # as sums of hosts are

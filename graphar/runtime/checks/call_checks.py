@@ -65,20 +65,20 @@ def check_ops(op: str, ops: Iterable[str]) -> list[str]:
     return [str(one) for one in wanted]
 
 
-def check_axis(op: str, x: torch.Tensor, axis: object) -> int:
-    """Returns ``axis`` counted from the front. A negative axis counts from the end.
+def check_axis(op: str, x: torch.Tensor, axis: object, name: str = "axis") -> int:
+    """Returns ``axis``, an argument of this name, counted from the front. A negative axis counts from the end.
 
     Raises:
         TypeError: it is not an int.
         ValueError: ``x`` has no such dimension.
     """
     if isinstance(axis, bool) or not isinstance(axis, int):
-        raise TypeError(f"{op}: axis must be an int, got {type(axis).__name__}")
+        raise TypeError(f"{op}: {name} must be an int, got {type(axis).__name__}")
     if x.ndim == 0:
         raise ValueError(f"{op}: tensors must have at least one dimension, got a 0-d tensor")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(
-            f"{op}: axis must be from {-x.ndim} to {x.ndim - 1} for a tensor of shape {list(x.shape)}, got {axis}"
+            f"{op}: {name} must be from {-x.ndim} to {x.ndim - 1} for a tensor of shape {list(x.shape)}, got {axis}"
         )
     return axis % x.ndim
 

@@ -1,0 +1,278 @@
+"""graphar.alltoall: a part of every rank's tensor, on each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from graphar.ops import options, parts
+from graphar.ops.options import T
+from graphar.ops.register import Op, for_ranks, is_plain
+from graphar.ops.repeats import repeated
+from graphar.plan.algorithms import AllToAllAlgorithm
+from graphar.plan.call import Call
+from graphar.plan.work import Exchange
+from graphar.runtime.checks import call_checks, tensor_checks
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import Group, engine_name
+
+NAME = "alltoall"
+Lengths = list[list[int]]
+
+
+@dataclass(eq=False)
+class Arguments(options.InParts):
+    """``sizes`` are the lengths of the parts for each rank, and then of those from each rank.
+
+    In a call with a list that divides and joins along one dimension they are those for each rank, tensor by tensor.
+    """
+
+    scatter_dim: int = 0
+    gather_dim: int = 0
+    known: bool = True  # as Exchange has it
+    algorithm: str = "auto"
+
+
+def alltoall(
+    x: T,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    sizes: Sequence[Sequence[int]] | None = None,
+    scatter_dim: int = 0,
+    gather_dim: int = 0,
+    algorithm: AllToAllAlgorithm = "auto",
+    timeout_s: float | None = None,
+) -> T:
+    """Returns this rank's part of every rank's tensor, joined along ``gather_dim`` in rank order.
+
+    Every rank divides its tensor along ``scatter_dim`` into a part for each rank. It moves bits: any dtype, every bit
+    pattern unchanged. ``graphar.reference.alltoall`` is the specification.
+
+    Without other options it is ``torch.distributed.all_to_all_single``. For sequence parallelism (Ulysses), a tensor
+    [batch, sequence / N, heads, head_dim] with ``scatter_dim=2, gather_dim=1`` becomes [batch, sequence, heads / N,
+    head_dim], and ``scatter_dim=1, gather_dim=2`` is the way back. Kernels read and write the tensors in place: there
+    is no copy before or after.
+
+    Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
+    makes the same calls in the same order. Differentiable: the gradient is the all-to-all in the other direction.
+
+    Args:
+        x: this rank's tensor, or a list with one tensor for each device of this process, of at least one dimension, any
+            strides and alignment. Dtypes are equal, and so are shapes but for the two dimensions.
+        group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
+        out: a tensor of the result's shape and dtype, or a list of these, that shares no memory with ``x``. None: a new
+            one.
+        sizes: a pair: the lengths along ``scatter_dim`` of the parts that this rank sends to each rank, and those along
+            ``gather_dim`` of the parts that it receives from each rank. They are ``input_split_sizes`` and
+            ``output_split_sizes`` of ``all_to_all_single``, and may be 0. Every rank gives them, or none. None: the
+            parts that a rank sends are equal, and so are the tensors of all ranks. If the dimensions differ, all ranks
+            give the same pair. For a list that divides and joins along one dimension: the lengths of the parts that
+            each device sends to each device, device by device.
+        scatter_dim: the dimension along which ``x`` is divided.
+        gather_dim: the dimension along which the parts are joined.
+        algorithm: "auto", or an all-to-all of :class:`graphar.Algorithm`.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
+
+    Returns:
+        A contiguous tensor, for a list one a device; or ``out``.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        CommunicatorError: the communicator is closed, or ranks made different calls: also if a rank sends another
+            length than the other one receives.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
+    """
+    of_parts: object = sizes
+    if isinstance(sizes, (list, tuple)):  # a call of `typed` for each takes longer
+        of_parts = tuple([(*one, *map(type, one)) if isinstance(one, (list, tuple)) else (one,) for one in sizes])
+    dims = scatter_dim, type(scatter_dim), gather_dim, type(gather_dim)
+    how = *dims, of_parts, algorithm, timeout_s, type(timeout_s)
+    if (found := repeated(NAME, group, (x,), how, None, out)) is not None:
+        return found
+    call_checks.check_call(NAME, algorithm, timeout_s, NAME)
+    name = engine_name(group, NAME)
+    given = _given_of_list if isinstance(x, list) else _given_of_rank
+    given = given(name, x, group, sizes, scatter_dim, gather_dim, str(algorithm), timeout_s)
+    if out is None:
+        return OP(x, given=given, plain=is_plain(x) and not x.is_conj(), asked=((x,), how, None))
+    xs, outs = (x, out) if isinstance(x, list) else ([x], [out])
+    _check_destinations(xs, outs, given)
+    if all(is_plain(one) and not one.is_conj() for one in (*xs, *outs)):
+        OP.into(x, out, given=given, plain=True, asked=None if isinstance(x, list) else ((x,), how, None))
+        return out
+    found = OP(x, given=given)  # a compiler sees what is written to
+    for to, result in zip(outs, found if isinstance(x, list) else [found], strict=True):
+        to.copy_(result)
+    return out
+
+
+def _given_of_rank(name, x, group, sizes, scatter_dim, gather_dim, algorithm, timeout_s) -> Arguments:
+    tensor_checks.check_strided(NAME, "x", x)
+    scatter, gather = _check_dims(x, scatter_dim, gather_dim)
+    rank, ranks = parts.place(group)
+    if sizes is None:
+        sends, receives = _equal(x, scatter, ranks), [x.shape[gather]] * ranks
+        receives = sends if scatter == gather else receives
+    else:
+        sends, receives = _check_pair(sizes, ranks)
+        _check_sum(x, scatter, sends)
+        own = sends[rank] if scatter == gather else x.shape[gather]
+        if receives[rank] != own:
+            raise ValueError(
+                f"{NAME}: sizes must have {own} from rank {rank}, which is this one, got {list(receives)} as received"
+            )
+    known = sizes is None or scatter != gather
+    return Arguments(name, timeout_s, (), rank, [*sends, *receives], scatter, gather, known, algorithm)
+
+
+def _given_of_list(name, xs, group, sizes, scatter_dim, gather_dim, algorithm, timeout_s) -> Arguments:
+    gather, ranks = tensor_checks.check_list_to_join(NAME, xs, gather_dim), len(xs)
+    scatter, _ = _check_dims(xs[0], scatter_dim, gather)
+    if scatter != gather:
+        pair = (_equal(xs[0], scatter, ranks), [x.shape[gather] for x in xs]) if sizes is None else sizes
+        flat = chain(*_check_pair(pair, ranks))
+        for x in xs:
+            _check_sum(x, scatter, pair[0])
+        if list(pair[1]) != (lengths := [x.shape[gather] for x in xs]):
+            raise ValueError(f"{NAME}: sizes must have the tensors' lengths {lengths} as received, got {list(pair[1])}")
+    else:
+        matrix = [_equal(x, scatter, ranks) for x in xs] if sizes is None else sizes
+        tensor_checks.check_one_each(NAME, "sizes", matrix, xs)
+        for x, own in zip(xs, matrix, strict=True):
+            _check_sum(x, scatter, _check_lengths(own, ranks))
+        flat = chain(*matrix)
+    return Arguments(name, timeout_s, (), -1, list(flat), scatter, gather, True, algorithm)
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_dims(x: torch.Tensor, scatter_dim: object, gather_dim: object) -> tuple[int, int]:
+    dims = {"scatter_dim": scatter_dim, "gather_dim": gather_dim}
+    scatter, gather = (call_checks.check_axis(NAME, x, dim, name) for name, dim in dims.items())
+    return scatter, gather
+
+
+def _equal(x: torch.Tensor, dim: int, ranks: int) -> list[int]:
+    if x.shape[dim] % ranks:
+        raise ValueError(
+            f"{NAME}: dimension {dim} is divided into equal parts for {ranks} ranks unless sizes are given, got shape "
+            f"{list(x.shape)}"
+        )
+    return [x.shape[dim] // ranks] * ranks
+
+
+def _check_pair(sizes: object, ranks: int) -> Sequence[Sequence[int]]:
+    if not isinstance(sizes, Sequence) or len(sizes) != 2:
+        raise TypeError(f"{NAME}: sizes must be a pair, of the lengths that are sent and received, got {sizes!r}")
+    return [_check_lengths(one, ranks) for one in sizes]
+
+
+def _check_lengths(lengths: object, ranks: int) -> Sequence[int]:
+    if not isinstance(lengths, Sequence) or not all(isinstance(one, (int, torch.SymInt)) for one in lengths):
+        raise TypeError(f"{NAME}: sizes must have sequences of ints, got {lengths!r}")
+    if len(lengths) != ranks or any(one < 0 for one in lengths):
+        raise ValueError(f"{NAME}: sizes must have a length of at least 0 for each of {ranks} ranks, got {lengths!r}")
+    return lengths
+
+
+def _check_sum(x: torch.Tensor, dim: int, sends: Sequence[int]) -> None:
+    if sum(sends) != x.shape[dim]:
+        raise ValueError(
+            f"{NAME}: sizes must have lengths to send that add up to dimension {dim} of shape {list(x.shape)}, got "
+            f"{list(sends)}"
+        )
+
+
+def _check_destinations(xs, outs, given: Arguments) -> None:
+    tensor_checks.check_one_each(NAME, "out", outs, xs)
+    for one, to, shape in zip(xs, outs, _result_shapes(xs, given), strict=True):
+        tensor_checks.check_strided(NAME, "out", to)
+        wanted = {"shape": torch.Size(shape), "dtype": one.dtype, "device": one.device}
+        tensor_checks.check_destination(NAME, "out", to, wanted, "result", (one,))
+
+
+def _check(engine: Engine, xs, given: Arguments) -> None:
+    """Raises ValueError if a compiled graph made a call for another rank, other ranks or other tensors."""
+    sends, receives = _lengths(given, len(xs))
+    mine, ranks = -1 if engine.devices else engine.rank, len(sends[0])
+    if (given.rank, ranks) != (mine, engine.world_size):
+        raise ValueError(f"{NAME}: made for rank {given.rank} of {ranks}, called by rank {mine} of {engine.world_size}")
+    for at, x in enumerate(xs):
+        me = max(given.rank, 0) + at
+        own = sends[at][me] if given.scatter_dim == given.gather_dim else x.shape[given.gather_dim]
+        if min(given.sizes) < 0 or sum(sends[at]) != x.shape[given.scatter_dim] or receives[at][me] != own:
+            raise ValueError(f"{NAME}: sizes {list(given.sizes)} do not fit a tensor of shape {list(x.shape)}")
+
+
+def _check_out(xs, outs, given: Arguments) -> None:
+    for x, out in zip(xs, outs, strict=True):
+        tensor_checks.check_apart(NAME, out, x=x)
+
+
+# ---- the op ---------------------------------------------------------------------------------------------------------
+
+
+def _lengths(given: Arguments, tensors: int) -> tuple[Lengths, Lengths]:
+    """Returns what each rank of this process sends to each rank, and what it receives from each rank."""
+    sizes = list(given.sizes)
+    if given.rank >= 0 or given.scatter_dim != given.gather_dim:
+        ranks = len(sizes) // 2
+        return [sizes[:ranks]] * tensors, [sizes[ranks:]] * tensors
+    ranks = math.isqrt(len(sizes))
+    sends = [sizes[at : at + ranks] for at in range(0, len(sizes), ranks)]
+    return sends, [list(ones) for ones in zip(*sends, strict=True)]
+
+
+def _result_shapes(xs: Sequence[torch.Tensor], given: Arguments) -> list[list[int]]:
+    sends, receives = _lengths(given, len(xs))
+    shapes = [list(x.shape) for x in xs]
+    for at, shape in enumerate(shapes):
+        shape[given.scatter_dim] = sends[at][max(given.rank, 0) + at]
+        shape[given.gather_dim] = sum(receives[at])
+    return shapes
+
+
+def _fake(xs, given: Arguments) -> list[torch.Tensor]:
+    return [x.new_empty(shape) for x, shape in zip(xs, _result_shapes(xs, given), strict=True)]
+
+
+def _run(engine: Engine, xs, outs, given: Arguments):
+    """Writes each rank's parts into its tensor of ``outs``, which are contiguous."""
+    xs, (scatter, gather) = [x.contiguous() for x in xs], (given.scatter_dim, given.gather_dim)
+    row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
+    sends, receives = (tuple(map(tuple, ones)) for ones in _lengths(given, len(xs)))
+    work = Exchange(max(given.rank, 0), row, sends, receives, scatter, gather, given.known)
+    ranks = options.operands_of_sum(xs, outs, None)
+    return engine.run(Call.of(work, xs[0], algorithm=given.algorithm, timeout_s=given.timeout_s), ranks), ranks
+
+
+def _backward(ctx, gradients):
+    given = ctx.given
+    sends, receives = _lengths(Arguments(**given), ctx.ranks)
+    in_pairs = given["rank"] >= 0 or given["scatter_dim"] != given["gather_dim"]
+    back = given | {
+        "sizes": [*receives[0], *sends[0]] if in_pairs else list(chain(*receives)),
+        "scatter_dim": given["gather_dim"],
+        "gather_dim": given["scatter_dim"],
+    }
+    return for_ranks(ctx, NAME, gradients, **back), {}
+
+
+OP = Op(
+    NAME,
+    ["x"],
+    Arguments,
+    _run,
+    _fake,
+    check=_check,
+    check_out=_check_out,
+    with_out=False,
+    backward=_backward,
+    saved=lambda given: (),
+)
