@@ -80,6 +80,7 @@ def test_the_public_names_are_those_of_all():
         ("all_gather", "allgather"),
         ("all_gather_into_tensor", "allgather"),
         ("all_gather_single", "allgather"),
+        ("all_to_all_single", "alltoall"),
     ],
 )
 def test_a_name_spelt_as_torch_does_is_refused_by_the_one_that_is_meant(name, meant):

@@ -132,6 +132,7 @@ OPTIONS = [
     ("graphar.allreduce(x, algorithm={})", "one_shot_push", "one_shot_pull"),
     ("graphar.reducescatter(x, algorithm={})", "reducescatter_push", "one_shot"),
     ("graphar.allgather(x, algorithm={})", "allgather_push", "ring"),
+    ("graphar.alltoall(x, algorithm={})", "alltoall_push", "ring"),
     ("graphar.explain(x, algorithm={}).reason", "hierarchical", "hierarchic"),
     ("graphar.fused_matmul_allreduce(x, w, partition={})", "split_n", "split_k"),
     ("graphar.fused_allgather_matmul(x, w, partition={})", "chunks", "split_m"),
@@ -164,6 +165,7 @@ def test_a_name_that_an_option_does_not_have_is_refused(mypy):
         ("allreduce", algorithms.AllReduceAlgorithm),
         ("reducescatter", algorithms.ReduceScatterAlgorithm),
         ("allgather", algorithms.AllGatherAlgorithm),
+        ("alltoall", algorithms.AllToAllAlgorithm),
     ],
 )
 def test_the_types_of_algorithms_have_the_names_of_the_rows(op, hints):

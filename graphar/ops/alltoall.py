@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -98,12 +99,14 @@ def alltoall(
     name = engine_name(group, NAME)
     given = _given_of_list if isinstance(x, list) else _given_of_rank
     given = given(name, x, group, sizes, scatter_dim, gather_dim, str(algorithm), timeout_s)
+    xs: Any = x if isinstance(x, list) else [x]
+    asked = None if isinstance(x, list) else ((x,), how, None)
     if out is None:
-        return OP(x, given=given, plain=is_plain(x) and not x.is_conj(), asked=((x,), how, None))
-    xs, outs = (x, out) if isinstance(x, list) else ([x], [out])
+        return OP(x, given=given, plain=is_plain(x) and not xs[0].is_conj(), asked=asked)
+    outs: Any = out if isinstance(x, list) else [out]
     _check_destinations(xs, outs, given)
     if all(is_plain(one) and not one.is_conj() for one in (*xs, *outs)):
-        OP.into(x, out, given=given, plain=True, asked=None if isinstance(x, list) else ((x,), how, None))
+        OP.into(x, out, given=given, plain=True, asked=asked)
         return out
     found = OP(x, given=given)  # a compiler sees what is written to
     for to, result in zip(outs, found if isinstance(x, list) else [found], strict=True):

@@ -106,6 +106,8 @@ def _in_table(source: KernelSource) -> str:
         return f"with_norm_gradients<{source.name}>"
     if source.file.startswith("norm/"):
         return f"with_norm<{source.name}, {str('static_fp8' in source.name).lower()}>"
+    if "/alltoall_" in source.file:
+        return f"with_exchange<{source.name}>"
     return f"with_tuple<{source.name}>" if str(TUPLE_VARIANT) in source.name else source.name
 
 

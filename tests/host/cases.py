@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +19,8 @@ from graphar.plan import scratch as layouts
 from graphar.plan.algorithms import TUPLE_VARIANT, Algorithm, rows
 from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES, Scratch
-from graphar.plan.work import MAX_TENSORS
+from graphar.plan.work import MAX_TENSORS, Exchange
+from graphar.runtime.arguments import Arguments, ExchangeArguments
 from graphar.runtime.catalogue import KERNELS, KernelSource, kernel_source
 from graphar.simulator.calls import Drawn, first_epoch
 from graphar.simulator.mistakes import mistakes
@@ -102,6 +105,8 @@ WAYS = {
     Algorithm.REDUCESCATTER_PUSH: Way(_any, in_place=(False,)),
     Algorithm.ALLGATHER_FLAGGED: Way(_any, variants=(None, TUPLE_VARIANT), in_place=(True, False)),
     Algorithm.ALLGATHER_PUSH: Way(_one_a_peer, chunked=True, variants=(None, TUPLE_VARIANT), in_place=(True, False)),
+    Algorithm.ALLTOALL_FLAGGED: Way(_any, in_place=(False,)),
+    Algorithm.ALLTOALL_PUSH: Way(_one_a_peer, chunked=True, in_place=(False,)),
     Algorithm.REDUCESCATTER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True, in_place=(False,)),
     Algorithm.ALLGATHER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True),
     Algorithm.QUANTIZED_TWO_SHOT_PUSH: _quantized(
@@ -202,6 +207,8 @@ def draw_call(
     common = {"offset": offset, "in_place": way.in_place[variant] and choices.random() < 0.3}
     if way.variants[variant] == TUPLE_VARIANT:
         return _draw_tuple(Call(variant, shape, (), (), (), **common), world_size, choices)
+    if algorithm.op == "alltoall":
+        return _draw_exchange(Call(variant, shape, (), (), (), **common), world_size, choices)
     whole = algorithm.op == "allreduce"
     if whole:
         counts = (_draw_numel(shape, world_size, dtype, choices),)
@@ -257,6 +264,43 @@ def _draw_tuple(call: Call, world_size: int, choices: random.Random):
     return made, [result] * world_size
 
 
+def _draw_exchange(call: Call, world_size: int, choices: random.Random):
+    """A call of an all-to-all, of tensors with three dimensions, and elements of some bytes."""
+    algorithm, ranks = call.shape.algorithm, range(world_size)
+    shape = [*(choices.choice([1, 1, 2, 3]) for _ in range(3)), choices.choice([1, 2, 4, 16, 16, 48])]
+    scatter, gather = choices.choice([(0, 0), (0, 0), (1, 1), (1, 2), (2, 1), (0, 2), (2, 0)])
+    shape[scatter] = shape[gather] = 1
+    room = max(1, _room(algorithm, world_size, BYTE) // math.prod(shape))
+    if scatter != gather:  # a part has a length of each
+        sends = _draw_parts(choices.randint(1, min(8, room)), world_size, choices)
+        receives = _draw_parts(room // max(sends), world_size, choices)
+        matrix, known = [sends] * world_size, True
+    elif choices.random() < 0.4:
+        matrix, known = [(choices.randint(1, room),) * world_size] * world_size, True
+        receives = matrix[0]
+    else:
+        matrix, known = [_draw_parts(room, world_size, choices) for _ in ranks], False
+    works = []
+    for rank in ranks:
+        own = receives if known else tuple(sends[rank] for sends in matrix)
+        works.append(Exchange(rank, tuple(shape), (matrix[rank],), (own,), scatter, gather, known))
+    xs = [_bytes(1, math.prod(work.shapes(0)[0]), choices)[0].view(work.shapes(0)[0]) for work in works]
+    parts = reference.alltoall(xs, scatter, gather, matrix)
+    operand = torch.frombuffer(bytearray(b"".join(map(arguments_of, works))), dtype=torch.uint8)
+    inputs, nbytes = [x.reshape(-1) for x in xs], tuple(part.nbytes for part in parts)
+    return replace(call, inputs=inputs, output_nbytes=nbytes, operands=(operand,)), parts
+
+
+def arguments_of(work: Exchange, unlike: int = 0) -> bytes:
+    """What a rank has for its own arguments. Parts of other lengths have other words, and so do ``unlike`` ones."""
+    arguments, rank = ExchangeArguments(), work.rank
+    arguments.describe(work, 0, 1)
+    for peer, (sent, received) in enumerate(zip(work.sends[0], work.receives[0], strict=True)):
+        arguments.sent_words[peer] = 1 + hash((rank, peer, sent, unlike)) % (1 << 31)
+        arguments.received_words[peer] = 1 + hash((peer, rank, received, 0)) % (1 << 31)
+    return bytes(arguments.begin) + bytes(arguments.count) + bytes(arguments)[ctypes.sizeof(Arguments) :]
+
+
 def _draw_numel(shape: Config, world_size: int, dtype: torch.dtype, choices: random.Random) -> int:
     nbytes = SMALL_ROWS[shape.algorithm].limit(world_size) or 2 * _largest_nbytes(shape.algorithm)
     if shape.algorithm is Algorithm.TWO_SHOT_TMA:
@@ -276,6 +320,8 @@ def _room(algorithm: Algorithm, world_size: int, dtype: torch.dtype) -> int:
         Algorithm.REDUCESCATTER_PUSH: needs.capacity * PACK_NBYTES // dtype.itemsize,
         Algorithm.ALLGATHER_FLAGGED: needs.capacity // 2 * PACK_NBYTES,
         Algorithm.ALLGATHER_PUSH: _LARGEST_NBYTES,
+        Algorithm.ALLTOALL_FLAGGED: needs.capacity // 2 * PACK_NBYTES,
+        Algorithm.ALLTOALL_PUSH: _LARGEST_NBYTES // 2,
         Algorithm.QUANTIZED_REDUCESCATTER: _LARGEST_QUANTIZED_NBYTES // world_size,
         Algorithm.REDUCESCATTER_LOSSLESS: _LARGEST_QUANTIZED_NBYTES // dtype.itemsize // world_size,
         Algorithm.ALLGATHER_LOSSLESS: _LARGEST_QUANTIZED_NBYTES // dtype.itemsize,

@@ -110,6 +110,7 @@ def refusals(alone: Communicator, pair: Communicator) -> list[Refusal]:
         of_operands(alone),
         of_lists_of_operands(),
         of_tuples(alone, pair),
+        of_exchanges(alone, pair),
         of_gathered_matmuls(alone),
         of_norms(),
         of_groups(alone, pair),
@@ -152,6 +153,55 @@ def of_tuples(alone, pair):
     yield row("tuple of a list and a tensor", "list", ValueError, GATHER, (lists, rows), pair)
     yield row("tuple of a tensor and a list", "tensor 1", TypeError, GATHER, (rows, lists), alone)
     yield row("tuple of lists lengths", "length", ValueError, GATHER, (lists, [torch.ones(3, 3)] * 2), pair)
+
+
+def of_exchanges(alone, pair):
+    op, rows, even = graphar.alltoall, torch.ones(4, 3), [4, 2]
+    for what in BAD_TENSORS.keys() - set(MOVED):
+        yield row(f"alltoall {what}", "x", TypeError, op, BAD_TENSORS[what], alone)
+        yield row(f"alltoall {what} in a list", "tensor 1", TypeError, op, [Y, BAD_TENSORS[what]], pair)
+    for what, xs in BAD_LISTS.items():
+        if what != "unequal shapes":
+            yield row(f"alltoall {what}", "tensor", ValueError, op, xs)
+    yield row("alltoall 0-d", "tensors", ValueError, op, torch.tensor(1.0), alone)
+    for name, (what, (error, dim)) in itertools.product(("scatter_dim", "gather_dim"), BAD_AXES.items()):
+        yield row(f"alltoall {name} {what}", name, error, op, rows, alone, **{name: dim})
+    yield row("alltoall unequal columns", "axis 0", ValueError, op, [rows, rows[:, 1:]], pair)
+    yield row("alltoall unequal heads", "axis 1", ValueError, op, [rows, rows[1:]], pair, gather_dim=1)
+    yield row("alltoall odd", "equal parts", ValueError, op, [rows[1:], rows], pair)
+    for what, (error, sizes) in {
+        "number": (TypeError, 4),
+        "no pair": (TypeError, [[4]]),
+        "no ints": (TypeError, [[4.0], [4]]),
+        "no sequences": (TypeError, [4, 4]),
+        "of two ranks": (ValueError, [even, even]),
+        "negative": (ValueError, [[-4], [4]]),
+        "other rows": (ValueError, [[3], [3]]),
+        "unlike received": (ValueError, [[4], [3]]),
+    }.items():
+        yield row(f"alltoall sizes {what}", "sizes", error, op, rows, alone, sizes=sizes)
+    yield row("alltoall sizes unlike length", "sizes", ValueError, op, rows, alone, sizes=[[4], [4]], gather_dim=1)
+    for what, (error, sizes) in {
+        "one list": (ValueError, [even]),
+        "no lists": (TypeError, [4, 4]),
+        "other rows": (ValueError, [even, even]),
+    }.items():
+        yield row(f"alltoall sizes of a list {what}", "sizes", error, op, [rows, rows], pair, sizes=sizes)
+    heads = {"scatter_dim": 0, "gather_dim": 1}
+    yield row("alltoall heads of a list", "sizes", ValueError, op, [rows] * 2, pair, sizes=[[1, 3], [2, 3]], **heads)
+    for what, (error, make) in BAD_OUTS.items():
+        yield row(f"alltoall out {what}", "out", error, op, rows, alone, out=make(rows))
+    yield row("alltoall out as input", "out", ValueError, op, rows, alone, out=rows)
+    yield row("alltoall out for a list", "out", ValueError, op, [rows, rows], pair, out=rows)
+    for algorithm in ("ring", "allgather_push", "fallback", None):
+        yield row(f"alltoall algorithm {algorithm}", "algorithm", ValueError, op, rows, alone, algorithm=algorithm)
+    for what, (error, timeout_s) in BAD_TIMEOUTS.items():
+        yield row(f"alltoall timeout_s {what}", "timeout_s", error, op, rows, alone, timeout_s=timeout_s)
+    raw = torch.ops.graphar.alltoall
+    for what, given in {"rank": (1, [0, 4, 0, 4]), "sizes": (0, [3, 4])}.items():
+        yield row(
+            f"alltoall raw {what}", "", ValueError, raw, rows, alone.engine.name, None, [], *given, 0, 0, True, "auto"
+        )
 
 
 def of_axes(alone):

@@ -54,7 +54,7 @@ def bind(
     return feeding_back(call, lambda ranks: run(begin(), call, transport, timeout_s, ranks))
 
 
-def alone(call: Call[Sum | Parts | Exchange]) -> Run:
+def alone(call: Call) -> Run:
     """Returns the function of a call between one rank."""
     if not (call.work if isinstance(call.work, Exchange) else call.work._replace(codec="")).is_plain:
         return bind(call, InProcess(1), 0.0, repeat(0))

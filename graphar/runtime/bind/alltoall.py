@@ -15,6 +15,7 @@ from graphar.runtime.bind.collective import bind_slice, bind_without_kernel, pla
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
+from graphar.runtime.runner import Runner
 
 
 def bind(engine: Engine, call: Call[Exchange], ranks: Sequence[Operands]) -> Plan:
@@ -39,16 +40,19 @@ def _bind_kernel(engine: Engine, call: Call[Exchange], config: Config) -> Plan:
     def put_of(arguments: ExchangeArguments, config: Config, one: Slice) -> None:
         at = arguments.rank - call.work.rank
         arguments.describe(call.work, at, call.dtype.itemsize)
-        if not call.work.known:  # each pair of ranks compares the lengths of its parts
-            for peer in range(engine.world_size):
-                for field, way in (
-                    (arguments.sent_words, (arguments.rank, peer)),
-                    (arguments.received_words, (peer, arguments.rank)),
-                ):
-                    lengths = call.work.sends if field is arguments.sent_words else call.work.receives
-                    field[peer] = runner.fingerprint(
-                        f"{words}, {lengths[at][peer]} from rank {way[0]} to rank {way[1]}", (), tells=False
-                    )
+        if not call.work.known:
+            _put_words(runner, arguments, call.work, at, words)
 
     launches = bind_slice(runner, call, config, whole, engine.deadline(call), put_of, ExchangeArguments, words)
     return plan_of_slices(runner, config, [whole], [launches])
+
+
+def _put_words(runner: Runner, arguments: ExchangeArguments, work: Exchange, at: int, words: str) -> None:
+    """Writes what stands for the part between each pair of ranks, which both compare."""
+
+    def of(length: int, sender: int, receiver: int) -> int:
+        return runner.fingerprint(f"{words}, {length} from rank {sender} to rank {receiver}", (), tells=False)
+
+    me = arguments.rank
+    for peer, (sent, received) in enumerate(zip(work.sends[at], work.receives[at], strict=True)):
+        arguments.sent_words[peer], arguments.received_words[peer] = of(sent, me, peer), of(received, peer, me)

@@ -13,7 +13,7 @@ from graphar.numerics.epilogues.code import Corner
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config, kernel_of
 from graphar.plan.slices import Slice, slices
-from graphar.plan.work import Exchange, Parts, Sum
+from graphar.plan.work import Parts, Sum
 from graphar.ranks import agreement
 from graphar.ranks.cpu import fallback
 from graphar.runtime import launcher
@@ -55,7 +55,7 @@ def _bind(engine: Engine, call: Call, x: torch.Tensor, config: Config) -> Plan:
     return bind_without_kernel(engine, call, x, config)
 
 
-def bind_without_kernel(engine: Engine, call: Call[Sum | Parts | Exchange], x: torch.Tensor, config: Config) -> Plan:
+def bind_without_kernel(engine: Engine, call: Call, x: torch.Tensor, config: Config) -> Plan:
     """Returns the plan of a call that no kernel serves."""
     run = engine.keeping_failure()(engine.without_kernels.bind(call, x, config, engine.deadline(call)))
     if x.device.type != "cpu" or engine.runner:

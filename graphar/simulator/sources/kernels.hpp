@@ -1,6 +1,7 @@
 // The kernels that a program has, in the order in which a case numbers them; build.py writes their list.
 #pragma once
 #include <algorithm>
+#include <cstring>
 
 #include "device/arguments.cuh"
 
@@ -26,6 +27,20 @@ void with_tuple(Arguments a) {
     all.row_nbytes[t] = a.epilogue.scalar[t];
     for (u32 r = 0; r < a.world_size; ++r) all.count[r] += (all.rows[r] * all.row_nbytes[t] + 15) / 16 * 16;
   }
+  kernel(all);
+}
+
+// A kernel that takes ExchangeArguments, as one of the table. A call gives it, as the first tensor of an epilogue, what each
+// rank has for the arguments that are its own: `begin` and `count`, and those that follow Arguments.
+template <auto kernel>
+void with_exchange(Arguments a) {
+  constexpr size_t parts = sizeof a.begin + sizeof a.count, rest = sizeof(ExchangeArguments) - sizeof(Arguments);
+  const char* own = static_cast<const char*>(a.epilogue.tensor[0]) + a.rank * (parts + rest);
+  ExchangeArguments all{};
+  static_cast<Arguments&>(all) = a;
+  std::memcpy(all.begin, own, sizeof a.begin);
+  std::memcpy(all.count, own + sizeof a.begin, sizeof a.count);
+  std::memcpy(reinterpret_cast<char*>(&all) + sizeof(Arguments), own + parts, rest);
   kernel(all);
 }
 
