@@ -39,6 +39,7 @@ _WITHOUT_PAD = (
     "two_shot_push",
     "reducescatter_push",
     "allgather_flagged",
+    "alltoall_flagged",
     "quantized_two_shot_push",
     "matmul_one_shot",
     "matmul_two_shot",

@@ -92,14 +92,20 @@ struct TupleArguments : Arguments {
   u64 rows[max_ranks];          // of each rank's part
 };
 
-// Internal: the arguments of an all-to-all, in bytes. `begin` and `count` are of the parts from each rank, in the result.
-// A part lies in runs, from one to the next a pitch apart (parts.cuh).
+// Internal: where a part of an all-to-all lies in a tensor, in bytes: in runs, with a gap behind each (parts.cuh).
+struct Runs {
+  u64 begin;
+  u64 nbytes;
+  u64 run, gap;  // of a gap 0: the part is one run
+  u32 whole;      // packs that may move as 16 bytes if the tensor is aligned
+  u32 run_packs;  // of a run, where `whole` is not 0
+};
+
+// Internal: the arguments of an all-to-all.
 struct ExchangeArguments : Arguments {
-  u64 sent[max_ranks];         // of the part for each rank
-  u64 input_begin[max_ranks];  // of that part, in the input
-  u64 input_run[max_ranks], output_run[max_ranks];
-  u64 input_pitch, output_pitch;
-  u64 most;  // of the largest part between any two ranks; 0: ranks know only their own
+  Runs sends[max_ranks];     // the part for each rank, in the input
+  Runs receives[max_ranks];  // the part from each rank, in the output
+  u64 most;                  // bytes of the largest part between any two ranks; 0: ranks know only their own parts
   // Without `most`: what stands for the part for each rank, and from each rank, the same on both.
   u32 sent_words[max_ranks], received_words[max_ranks];
 };

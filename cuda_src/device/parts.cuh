@@ -58,82 +58,86 @@ __device__ __forceinline__ PartOfTuple<T> output_of(const TupleArguments& a, int
   return {a, a.outputs, a.first_row[rank], a.rows[rank]};
 }
 
-// Internal: a part of an all-to-all, of bytes. It lies in runs, with a gap behind each, where a dimension that is not the
-// first one is divided or joined. Packs of whole runs move as 16 bytes, others byte by byte, out of line.
+// Internal: the bytes of pack i of a part of an all-to-all, at most 16, which lie in runs.
+struct BytesInRuns {
+  char* at;
+  u32 count;
+  u64 left, run, gap;  // bytes left of this run
+
+  __device__ __forceinline__ BytesInRuns(const void* tensor, const Runs& part, u32 i) : run(part.run), gap(part.gap) {
+    const u64 first = u64(i) * sizeof(Pack), row = gap == 0 ? 0 : first / run;
+    at = static_cast<char*>(const_cast<void*>(tensor)) + part.begin + first + row * gap;
+    count = first < part.nbytes ? min(part.nbytes - first, u64(sizeof(Pack))) : 0;
+    left = gap == 0 ? count : run - (first - row * run);
+  }
+
+  __device__ __forceinline__ char* next() {
+    if (left == 0) at += gap, left = run;
+    --left;
+    return at++;
+  }
+};
+
+// Internal: the loads of packs that are not whole runs of aligned ones.
+template <class T>
+__device__ __noinline__ Pack load_in_runs(const void* tensor, const Runs& part, u32 i) {
+  BytesInRuns bytes(tensor, part, i);
+  if (part.gap == 0) return Tensor<T>::load_elements(bytes.at, bytes.count);
+  Pack p = {};
+#pragma unroll
+  for (int e = 0; e < sizeof(Pack); ++e)
+    if (e < bytes.count) p.word[e / 4] |= u32(static_cast<unsigned char>(*bytes.next())) << e % 4 * 8;
+  return p;
+}
+
+// Internal: their stores.
+template <class T>
+__device__ __noinline__ void store_in_runs(void* tensor, const Runs& part, u32 i, Pack p) {
+  BytesInRuns bytes(tensor, part, i);
+  if (part.gap == 0) return Tensor<T>::store_elements(reinterpret_cast<typename T::Storage*>(bytes.at), bytes.count, p);
+#pragma unroll
+  for (int e = 0; e < sizeof(Pack); ++e)
+    if (e < bytes.count) *bytes.next() = p.word[e / 4] >> e % 4 * 8;
+}
+
+// Internal: a part of an all-to-all, of T of one byte. It lies in runs, with a gap behind each, where a dimension that is
+// not the first one is divided or joined. Packs of whole runs move as 16 bytes, others byte by byte, out of line.
 template <class T>
 struct PartInRuns {
-  Tensor<T> together;  // the part as if no gaps were there; `whole` is of the part with them
-  u64 run, gap;
+  static_assert(sizeof(typename T::Storage) == 1, "runs are of bytes");
+  char* tensor;
+  const Runs& part;
 
-  __device__ __forceinline__ PartInRuns(const void* begin, u64 nbytes, u64 bytes_of_run, u64 pitch)
-      : together(begin, nbytes), run(bytes_of_run), gap(bytes_of_run < nbytes ? pitch - bytes_of_run : 0) {
-    static_assert(sizeof(typename T::Storage) == 1, "runs are of bytes");
-    if (gap != 0 && (run | gap) % sizeof(Pack) != 0) together.whole = 0;
-  }
+  __device__ __forceinline__ u64 packs() const { return pack_count<T>(part.nbytes); }
 
-  __device__ __forceinline__ Pack load(u64 i) const {
-    if (gap == 0) return together.load(i);
-    return i < together.whole ? *place(i) : load_bytes(*this, i);
-  }
+  __device__ __forceinline__ Pack load(u32 i) const { return is_whole(i) ? *place(i) : load_in_runs<T>(tensor, part, i); }
 
-  __device__ __forceinline__ void store(u64 i, const Pack& p) const {
-    if (gap == 0)
-      together.store(i, p);
-    else if (i < together.whole)
+  __device__ __forceinline__ void store(u32 i, const Pack& p) const {
+    if (is_whole(i))
       *place(i) = p;
     else
-      store_bytes(*this, i, p);
+      store_in_runs<T>(tensor, part, i, p);
+  }
+
+  __device__ __forceinline__ bool is_whole(u32 i) const {
+    return i < part.whole && reinterpret_cast<u64>(tensor) % sizeof(Pack) == 0;
   }
 
   // Where pack i of whole runs lies. A part has fewer than 2^32 packs.
-  __device__ __forceinline__ Pack* place(u64 i) const {
-    return reinterpret_cast<Pack*>(together.base + i * sizeof(Pack) + u32(i) / u32(run / sizeof(Pack)) * gap);
-  }
-
-  // The bytes of pack i, one after another.
-  struct Bytes {
-    const PartInRuns& part;
-    typename T::Storage* at;
-    u64 left;  // of the run
-
-    __device__ __forceinline__ Bytes(const PartInRuns& whole_part, u64 i) : part(whole_part) {
-      const u64 first = i * sizeof(Pack), row = first / part.run;
-      at = part.together.base + first + row * part.gap;
-      left = part.run - (first - row * part.run);
-    }
-
-    __device__ __forceinline__ typename T::Storage* next() {
-      if (left == 0) at += part.gap, left = part.run;
-      --left;
-      return at++;
-    }
-  };
-
-  static __device__ __noinline__ Pack load_bytes(const PartInRuns& part, u64 i) {
-    Pack p = {};
-    Bytes bytes(part, i);
-#pragma unroll
-    for (int e = 0; e < sizeof(Pack); ++e)
-      if (e < part.together.elements_of(i)) p.word[e / 4] |= u32(*bytes.next()) << e % 4 * 8;
-    return p;
-  }
-
-  static __device__ __noinline__ void store_bytes(const PartInRuns& part, u64 i, Pack p) {
-    Bytes bytes(part, i);
-#pragma unroll
-    for (int e = 0; e < sizeof(Pack); ++e)
-      if (e < part.together.elements_of(i)) *bytes.next() = p.word[e / 4] >> e % 4 * 8;
+  __device__ __forceinline__ Pack* place(u32 i) const {
+    const u64 gaps = part.gap == 0 ? 0 : i / part.run_packs * part.gap;
+    return reinterpret_cast<Pack*>(tensor + part.begin + u64(i) * sizeof(Pack) + gaps);
   }
 };
 
 // Internal: what this rank sends to `rank` in an all-to-all.
 template <class T>
 __device__ __forceinline__ PartInRuns<T> input_for(const ExchangeArguments& a, int rank) {
-  return {static_cast<const char*>(a.input) + a.input_begin[rank], a.sent[rank], a.input_run[rank], a.input_pitch};
+  return {static_cast<char*>(const_cast<void*>(a.input)), a.sends[rank]};
 }
 
 // Internal: where the part from `rank` goes, in this rank's result of an all-to-all.
 template <class T>
 __device__ __forceinline__ PartInRuns<T> output_of(const ExchangeArguments& a, int rank) {
-  return {static_cast<const char*>(a.output) + a.begin[rank], a.count[rank], a.output_run[rank], a.output_pitch};
+  return {static_cast<char*>(a.output), a.receives[rank]};
 }

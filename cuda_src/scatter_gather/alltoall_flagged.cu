@@ -15,10 +15,10 @@ __global__ void __launch_bounds__(512, 2) alltoall_flagged(const __grid_constant
   u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   const u32 stride = gridDim.x * blockDim.x;
   const auto peer = [&](int i) { return (a.rank + 1 + i) % N; };  // the ranks 1, 2, ... after this one
-  const auto packs_of = [&](u64 nbytes) { return max(u32(pack_count<T>(nbytes)), 1u); };
+  const auto packs_of = [&](const Runs& part) { return max(u32(pack_count<T>(part.nbytes)), 1u); };
   u32 sent[N - 1], most = 0;
 #pragma unroll
-  for (int i = 0; i < N - 1; ++i) most = max(most, sent[i] = packs_of(a.sent[peer(i)]));
+  for (int i = 0; i < N - 1; ++i) most = max(most, sent[i] = packs_of(a.sends[peer(i)]));
 
   HeldCall call = begin_call(a, first, most);
   release_next_kernel();
@@ -40,13 +40,13 @@ __global__ void __launch_bounds__(512, 2) alltoall_flagged(const __grid_constant
     load(j);
   }
   const auto kept = input_for<T>(a, a.rank), to = output_of<T>(a, a.rank);
-  for (u32 j = first; j < pack_count<T>(a.count[a.rank]); j += stride) to.store(j, kept.load(j));
+  for (u32 j = first; j < kept.packs(); j += stride) to.store(j, kept.load(j));
   advance_epoch(a, call);
 
   u32 packs[N - 1];
   most = 0;
 #pragma unroll
-  for (int i = 0; i < N - 1; ++i) most = max(most, packs[i] = packs_of(a.count[peer(i)]));
+  for (int i = 0; i < N - 1; ++i) most = max(most, packs[i] = packs_of(a.receives[peer(i)]));
   for (u32 j = first; j < most; j += stride) {
     Pack part[N - 1] = {};
     if (!receive_flagged<N>(a, call, slots, j, packs, part)) break;

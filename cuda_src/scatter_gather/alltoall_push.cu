@@ -17,16 +17,17 @@
 
 template <class T, int N>
 struct AlltoallPush {
+  static constexpr u32 ahead = 4;  // packs that a thread loads before it stores the first
   const ExchangeArguments& a;
   const Call& call;
-  u64 most = 0;  // packs of the largest part
+  u32 most = 1;  // packs of the largest part, which has fewer than 2^31; 0: what a peer sends or receives is another part
   u32 first_step = 0;
-  bool failed = false;
 
   __device__ AlltoallPush(const ExchangeArguments& arguments, const Call& of) : a(arguments), call(of) {
-    most = pack_count<T>(a.most);
+    most = max(most, u32(pack_count<T>(a.most)));
+    if (a.most == 0)
 #pragma unroll
-    for (int r = 0; r < N; ++r) most = max(most, pack_count<T>(max(a.sent[r], a.count[r])));
+      for (int r = 0; r < N; ++r) most = max(most, max(packs(a.sends[r]), packs(a.receives[r])));
   }
 
   // (28)
@@ -34,86 +35,85 @@ struct AlltoallPush {
 
   __device__ bool has_header(u32 k) const { return k == 0 && a.most == 0; }
   __device__ bool has_chunk(u32 k) const {
-    return !failed && ((k < 2 && a.most == 0) || u64(k) * gridDim.x * a.chunk < most);
+    return most != 0 && ((k < 2 && a.most == 0) || k * gridDim.x * a.chunk < most);
   }
   __device__ bool has_step(u32 k) const { return k == 0 || has_chunk(k - 1); }
 
-  // Where chunk k of this block begins in every part, in packs.
-  __device__ u64 chunk(u32 k) const { return (u64(k) * gridDim.x + blockIdx.x) * a.chunk; }
-
+  __device__ static u32 packs(const Runs& part) { return pack_count<T>(part.nbytes); }
   __device__ Pack* slot(int hop, u32 k, int from) const { return push_slot<N>(a, hop, first_step + k, from); }
 
-  // How many packs chunk k of this block has in a part.
-  __device__ u32 count(u32 k, u64 nbytes) const {
-    const u64 packs = pack_count<T>(nbytes);
-    return packs > chunk(k) ? min(packs - chunk(k), u64(a.chunk)) : 0;
-  }
+  // A pack of chunk k of this block, in the part for or from the rank `hop` after this one: the next peers' first.
+  struct Item {
+    const ExchangeArguments& a;
+    u32 hop, at;
+
+    __device__ explicit Item(const ExchangeArguments& arguments) : a(arguments), hop(1), at(threadIdx.x) { wrap(); }
+    __device__ void advance() {
+      at += blockDim.x;
+      wrap();
+    }
+    __device__ void wrap() {
+      for (; at >= a.chunk; at -= a.chunk) ++hop;
+    }
+    __device__ u32 peer() const { return (a.rank + hop) % N; }
+    __device__ u32 pack(u32 k) const { return (k * gridDim.x + blockIdx.x) * a.chunk + at; }
+  };
 
   __device__ void send(u32 k) const {
-    constexpr u32 ahead = N <= 3 ? 2 : 1;  // packs of each part that a thread loads before it sends the first
     if (has_header(k) && threadIdx.x > 0 && threadIdx.x < N) {
       const u32 peer = (a.rank + threadIdx.x) % N;
-      const Pack header = {{a.sent_words[peer], a.received_words[peer], u32(most), u32(most >> 32)}};
-      slot(threadIdx.x, k, a.rank)[a.capacity - 1] = header;
+      slot(threadIdx.x, k, a.rank)[a.capacity - 1] = {{a.sent_words[peer], a.received_words[peer], most, 0}};
     }
-    u32 n[N], longest = 0;
+    Item to(a);
+    for (Item from(a); from.hop <= N;) {  // N: the part that stays here
+      Pack mine[ahead] = {};
 #pragma unroll
-    for (int hop = 0; hop < N; ++hop) longest = max(longest, n[hop] = count(k, a.sent[(a.rank + hop) % N]));
-    for (u32 j = threadIdx.x; j < longest; j += ahead * blockDim.x) {
-      Pack mine[ahead][N] = {};
+      for (u32 i = 0; i < ahead; ++i, from.advance())
+        if (from.hop <= N && from.pack(k) < packs(a.sends[from.peer()]))
+          mine[i] = input_for<T>(a, from.peer()).load(from.pack(k));
 #pragma unroll
-      for (u32 i = 0; i < ahead; ++i)
-#pragma unroll
-        for (int hop = 0; hop < N; ++hop)
-          if (j + i * blockDim.x < n[hop])
-            mine[i][hop] = input_for<T>(a, (a.rank + hop) % N).load(chunk(k) + j + i * blockDim.x);
-#pragma unroll
-      for (u32 i = 0; i < ahead; ++i) {
-        const u32 at = j + i * blockDim.x;
-#pragma unroll
-        for (int hop = 1; hop < N; ++hop)
-          if (at < n[hop]) slot(hop, k, a.rank)[at] = mine[i][hop];
-        if (at < n[0]) output_of<T>(a, a.rank).store(chunk(k) + at, mine[i][0]);
+      for (u32 i = 0; i < ahead; ++i, to.advance()) {
+        if (to.hop > N || to.pack(k) >= packs(a.sends[to.peer()])) continue;
+        if (to.hop < N)
+          slot(to.hop, k, a.rank)[to.at] = mine[i];
+        else
+          output_of<T>(a, a.rank).store(to.pack(k), mine[i]);
       }
     }
   }
 
-  // Takes the largest part of all, and compares what each peer sends and receives.
+  // Takes the largest part of all, and compares the parts between each peer and this rank with what the peer says.
   __device__ void read_headers() {
 #pragma unroll 1
-    for (int hop = 1; hop < N; ++hop) {
+    for (u32 hop = 1; hop < N; ++hop) {
       const u32 peer = (a.rank + hop) % N;
       const Pack header = slot(0, 0, peer)[a.capacity - 1];
-      most = max(most, u64(header.word[3]) << 32 | header.word[2]);
       const bool as_sent = header.word[0] == a.received_words[peer];
-      if (as_sent && header.word[1] == a.sent_words[peer]) continue;
-      failed = true;
-      const u32 expected = as_sent ? a.sent_words[peer] : a.received_words[peer];
-      if (threadIdx.x == 0) report(a, disagreed, call.epoch, peer, expected, header.word[as_sent]);
+      if (as_sent && header.word[1] == a.sent_words[peer]) {
+        most = max(most, header.word[2]);
+        continue;
+      }
+      const u32 own = as_sent ? a.sent_words[peer] : a.received_words[peer];
+      if (threadIdx.x == 0) report(a, disagreed, call.epoch, peer, own, as_sent ? header.word[1] : header.word[0]);
+      most = 0;
+      return;
     }
   }
 
   __device__ void receive(u32 k) {
-    constexpr u32 ahead = N <= 3 ? 2 : 1;
     if (has_header(k)) read_headers();
-    if (failed) return;
-    u32 n[N - 1];
+    if (most == 0) return;
+    Item to(a);
+    for (Item from(a); from.hop < N;) {
+      Pack part[ahead] = {};
 #pragma unroll
-    for (int hop = 1; hop < N; ++hop) n[hop - 1] = count(k, a.count[(a.rank + hop) % N]);
-    for (u32 j = threadIdx.x; j < a.chunk; j += ahead * blockDim.x) {
-      Pack part[ahead][N - 1] = {};
+      for (u32 i = 0; i < ahead; ++i, from.advance())
+        if (from.hop < N && from.pack(k) < packs(a.receives[from.peer()]))
+          part[i] = slot(0, k, from.peer())[from.at];
 #pragma unroll
-      for (u32 i = 0; i < ahead; ++i)
-#pragma unroll
-        for (int hop = 1; hop < N; ++hop)
-          if (j + i * blockDim.x < n[hop - 1])
-            part[i][hop - 1] = slot(0, k, (a.rank + hop) % N)[j + i * blockDim.x];
-#pragma unroll
-      for (u32 i = 0; i < ahead; ++i)
-#pragma unroll
-        for (int hop = 1; hop < N; ++hop)
-          if (j + i * blockDim.x < n[hop - 1])
-            output_of<T>(a, (a.rank + hop) % N).store(chunk(k) + j + i * blockDim.x, part[i][hop - 1]);
+      for (u32 i = 0; i < ahead; ++i, to.advance())
+        if (to.hop < N && to.pack(k) < packs(a.receives[to.peer()]))
+          output_of<T>(a, to.peer()).store(to.pack(k), part[i]);
     }
   }
 };

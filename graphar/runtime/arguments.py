@@ -11,7 +11,7 @@ import torch
 
 from graphar.numerics.epilogues.code import Corner
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
-from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS
+from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, PACK_NBYTES
 from graphar.plan.work import MAX_TENSORS, Exchange, TensorTuple
 
 Tensors = tuple[torch.Tensor, ...]
@@ -104,27 +104,34 @@ class TupleArguments(Arguments):
             ins[at], outs[at] = x.data_ptr(), outputs[at].data_ptr()
 
 
+class Runs(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("begin", "nbytes", "run", "gap")),
+        *((name, ctypes.c_uint32) for name in ("whole", "run_packs")),
+    ]
+
+
 class ExchangeArguments(Arguments):
     _fields_ = [
-        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("sent", "input_begin", "input_run", "output_run")),
-        *((name, ctypes.c_uint64) for name in ("input_pitch", "output_pitch", "most")),
+        *((name, Runs * MAX_RANKS) for name in ("sends", "receives")),
+        ("most", ctypes.c_uint64),
         *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("sent_words", "received_words")),
     ]
 
     def describe(self, work: Exchange, at: int, itemsize: int) -> None:
         """Writes everything but the addresses and words, for rank ``at`` of this process."""
         sides = (
-            (self.input_begin, self.input_run, self.sent, work.sends[at], work.sent(at), work.scatter_dim),
-            (self.begin, self.output_run, self.count, work.receives[at], work.received(at), work.gather_dim),
+            (self.sends, work.sends[at], work.sent(at), work.scatter_dim),
+            (self.receives, work.receives[at], work.received(at), work.gather_dim),
         )
-        pitches = []
-        for (begins, runs, nbytes, lengths, counts, dim), shape in zip(sides, work.shapes(at), strict=True):
+        for (parts, lengths, counts, dim), shape in zip(sides, work.shapes(at), strict=True):
             of_one = math.prod(shape[dim + 1 :]) * itemsize
-            pitches.append(shape[dim] * of_one)
             each = zip(accumulate(lengths, initial=0), lengths, counts, strict=False)
             for rank, (first, length, count) in enumerate(each):
-                begins[rank], runs[rank], nbytes[rank] = first * of_one, length * of_one, count * itemsize
-        self.input_pitch, self.output_pitch = pitches
+                begin, nbytes, run = first * of_one, count * itemsize, length * of_one
+                gap = shape[dim] * of_one - run if run < nbytes else 0
+                whole = 0 if (begin | (gap and run) | gap) % PACK_NBYTES else nbytes // PACK_NBYTES
+                parts[rank] = Runs(begin, nbytes, run, gap, whole, run // PACK_NBYTES)
         self.most = max(work.parts) * itemsize if work.known else 0
 
 
@@ -199,7 +206,7 @@ def layout_check() -> str:
         MatmulArguments,
         ScaledMatmulArguments,
     )
-    for struct in (Record, EpochState, Counters, EpilogueArguments, *by_kernel):
+    for struct in (Record, EpochState, Counters, EpilogueArguments, Runs, *by_kernel):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
         for field, *_ in struct._fields_:

@@ -280,6 +280,10 @@ def _draw_exchange(call: Call, world_size: int, choices: random.Random):
         receives = matrix[0]
     else:
         matrix, known = [_draw_parts(room, world_size, choices) for _ in ranks], False
+        if choices.random() < 0.5:  # a single part, of which the other ranks know nothing
+            sender, receiver = choices.sample(ranks, 2)
+            rows = choices.choice([room, choices.randint(1, max(1, room // 8))])
+            matrix = [tuple(rows * (to == receiver and rank == sender) for to in ranks) for rank in ranks]
     works = []
     for rank in ranks:
         own = receives if known else tuple(sends[rank] for sends in matrix)
@@ -298,7 +302,7 @@ def arguments_of(work: Exchange, unlike: int = 0) -> bytes:
     for peer, (sent, received) in enumerate(zip(work.sends[0], work.receives[0], strict=True)):
         arguments.sent_words[peer] = 1 + hash((rank, peer, sent, unlike)) % (1 << 31)
         arguments.received_words[peer] = 1 + hash((peer, rank, received, 0)) % (1 << 31)
-    return bytes(arguments.begin) + bytes(arguments.count) + bytes(arguments)[ctypes.sizeof(Arguments) :]
+    return bytes(arguments)[ctypes.sizeof(Arguments) :]
 
 
 def _draw_numel(shape: Config, world_size: int, dtype: torch.dtype, choices: random.Random) -> int:

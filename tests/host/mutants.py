@@ -10,7 +10,7 @@ from tests.host.mutant import mutant
 
 CALL, SENTINEL, FLAGGED = "device/sync/call.cuh", "device/sync/sentinel.cuh", "device/sync/flagged.cuh"
 PAD, PACK, WIRE = "device/sync/signal_pad.cuh", "device/pack.cuh", "device/wire/wire_sentinel.cuh"
-PARTS = "device/parts.cuh"
+PARTS, ALLTOALL = "device/parts.cuh", "scatter_gather/alltoall"
 TILES, LOSSLESS, TILE_CHUNKS = "device/wire/wire.cuh", "device/wire/lossless.cuh", "device/wire/tile_chunks.cuh"
 TWO_SHOT_PIPELINE, PUSH_PIPELINE = "device/sync/two_shot_pipeline.cuh", "device/sync/push_pipeline.cuh"
 LOADED = "    __syncwarp();  // (24)\n"
@@ -19,7 +19,7 @@ NOT_RELEASED = "if (sends) store_relaxed_sys(&signal_pad(a, peer)->flag[row][a.r
 POLL = "for (u64 seen; (seen = load_acquire_sys(flag)) != own;) {"
 ARM = "arm(slot<P>(a, 0, at + r * a.capacity));"
 REDUCE_AND_SEND = "    if (k >= 1 && k <= chunks) body.reduce(k - 1);\n    signals.send<N>(a, call, k + 1);\n"
-SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;"
+SLOTS, NO_SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;", "const u32 slots = 0;"
 
 MUTANTS = (
     # ---- order
@@ -291,6 +291,26 @@ MUTANTS = (
         "if (i < packs)",
         "allgather_flagged",
     ),
+    # ---- parts in runs
+    mutant("runs without the gaps between them", PARTS, "i / part.run_packs * part.gap", "0", "alltoall_flagged"),
+    mutant("bytes without the gaps between runs", PARTS, "at += gap, left = run", "left = run", "alltoall_push"),
+    mutant("one slot instead of two, of all-to-alls", f"{ALLTOALL}_flagged.cu", SLOTS, NO_SLOTS, "alltoall_flagged"),
+    mutant("an empty part for a peer", f"{ALLTOALL}_flagged.cu", ", 1u); };", ", 0u); };", "alltoall_flagged"),
+    mutant(
+        "the part for another peer",
+        f"{ALLTOALL}_push.cu",
+        "(a.rank + hop) % N; }",
+        "(a.rank + N - hop) % N; }",
+        "alltoall_push",
+    ),
+    mutant(
+        "ranks that go on as far as their own largest part",
+        f"{ALLTOALL}_push.cu",
+        "      most = max(most, header.word[2]);\n",
+        "",
+        "alltoall_push",
+    ),
+    mutant("a second chunk before the headers", f"{ALLTOALL}_push.cu", "(k < 2 &&", "(k < 1 &&", "alltoall_push"),
     # ---- slots and steps
     mutant(
         "one stage instead of two",

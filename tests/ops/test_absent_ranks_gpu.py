@@ -28,6 +28,11 @@ def matmul(op, rows, **options):
     return lambda: partial(op, ones(rows, 256), ones(2048, 256), **options)
 
 
+def uneven_sizes():
+    ranks = dist.get_world_size()
+    return [[8] + [0] * (ranks - 1), [8 if dist.get_rank() == 0 else 0] * ranks]
+
+
 # By name: makes a call between two ranks.
 CALLS = {
     "norm": lambda: partial(graphar.allreduce_residual_rmsnorm, ones(4, 1024), ones(4, 1024), ones(1024)),
@@ -44,6 +49,8 @@ OF_ONE_WAIT = {
     "all-reduce": sum_of(graphar.allreduce),
     "reduce-scatter": sum_of(graphar.reducescatter),
     "all-gather": sum_of(graphar.allgather),
+    "all-to-all": lambda: partial(graphar.alltoall, ones(6720)),
+    "all-to-all of any sizes": lambda: partial(graphar.alltoall, ones(8), sizes=uneven_sizes()),
 }
 OF_ANY_RANKS = OF_ONE_WAIT | {
     "all-reduce by copies": sum_of(graphar.allreduce, algorithm="two_shot_copies"),

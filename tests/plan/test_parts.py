@@ -54,13 +54,14 @@ def test_every_kernel_is_of_one_op():
 
     assert ops.pop("reducescatter_push") == ops.pop("reducescatter_lossless") == ("reducescatter", False)
     assert {ops.pop(f"allgather_{how}") for how in ("flagged", "push", "lossless")} == {("allgather", False)}
+    assert {ops.pop(f"alltoall_{how}") for how in ("flagged", "push")} == {("alltoall", False)}
     assert ops.pop("quantized_reducescatter") == ("reducescatter", True)
     assert ops.pop("quantized_two_shot_push") == ops.pop("quantized_two_shot_pipelined") == ("allreduce", True)
     assert set(ops.values()) == {("allreduce", False)}
 
 
 def test_what_adds_has_a_kernel_for_each_type_and_what_moves_one_for_bytes():
-    moving = {"allgather_flagged", "allgather_push"}
+    moving = {f"{op}_{how}" for op in ("allgather", "alltoall") for how in ("flagged", "push")}
     assert {Algorithm(name).row.dtypes for name in moving} == {(BYTE,)}
     compressing = {one.value for one in COMPRESSING.values()}
     assert {Algorithm(name).row.dtypes for name in compressing} == {(torch.bfloat16,)}

@@ -126,7 +126,7 @@ BAD_TABLES = {
     "codecs points for '3' ranks": lambda content: content.update(codecs={"3": {"int8": [[1, 1.0]]}}),
     "2 ranks: codecs must be an object": lambda content: content.update(codecs={"2": [[1, 1.0]]}),
     "2 ranks: codecs: codec must be a graphar.Codec": lambda content: content.update(codecs={"2": {"int9": []}}),
-    "its parts must be of reducescatter, allgather": lambda content: content["parts"].pop("allgather"),
+    "its parts must be of reducescatter, allgather, alltoall": lambda content: content["parts"].update(broadcast=[]),
     "reducescatter: row 0: algorithm must be one of reducescatter_push": with_part(
         "reducescatter", algorithm="two_shot"
     ),

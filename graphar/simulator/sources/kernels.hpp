@@ -30,17 +30,14 @@ void with_tuple(Arguments a) {
   kernel(all);
 }
 
-// A kernel that takes ExchangeArguments, as one of the table. A call gives it, as the first tensor of an epilogue, what each
-// rank has for the arguments that are its own: `begin` and `count`, and those that follow Arguments.
+// A kernel that takes ExchangeArguments, as one of the table. A call gives it what follows Arguments, of rank by rank, as
+// the first tensor of an epilogue.
 template <auto kernel>
 void with_exchange(Arguments a) {
-  constexpr size_t parts = sizeof a.begin + sizeof a.count, rest = sizeof(ExchangeArguments) - sizeof(Arguments);
-  const char* own = static_cast<const char*>(a.epilogue.tensor[0]) + a.rank * (parts + rest);
+  constexpr size_t nbytes = sizeof(ExchangeArguments) - sizeof(Arguments);
   ExchangeArguments all{};
   static_cast<Arguments&>(all) = a;
-  std::memcpy(all.begin, own, sizeof a.begin);
-  std::memcpy(all.count, own + sizeof a.begin, sizeof a.count);
-  std::memcpy(reinterpret_cast<char*>(&all) + sizeof(Arguments), own + parts, rest);
+  std::memcpy(&all.sends, static_cast<const char*>(a.epilogue.tensor[0]) + a.rank * nbytes, nbytes);
   kernel(all);
 }
 
