@@ -14,7 +14,7 @@ import torch
 from graphar.communicator import Communicator
 from graphar.ops import options, sums
 from graphar.plan.call import Call, Operands
-from graphar.plan.work import Parts
+from graphar.plan.work import Exchange, Parts
 from graphar.runtime.engine import Engine
 
 _PACK_NBYTES = 1 << 20  # to copy more takes longer than the launches that it saves
@@ -121,6 +121,51 @@ def _allgather_one(
         run(x.detach().view(-1), out.detach().view(-1))  # kernels write this rank's part where they have read it
     else:
         _run_into(out, x, run)
+
+
+def why_no_splits(
+    out: torch.Tensor, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int], ranks: int
+) -> str | None:
+    """Returns why the sizes of an all-to-all's parts do not fit its tensors: torch's own group says it."""
+    if not out.ndim or not x.ndim:
+        return "a tensor without dimensions has no parts"
+    fit = all(
+        len(sizes) == ranks and min(sizes) >= 0 and sum(sizes) == one.shape[0] if sizes else one.shape[0] % ranks == 0
+        for one, sizes in ((out, receives), (x, sends))
+    )
+    return None if fit and out.shape[1:].numel() == x.shape[1:].numel() else "the sizes of parts do not fit the tensors"
+
+
+def alltoall(
+    communicator: Communicator,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    receives: Sequence[int],
+    sends: Sequence[int],
+    timeout_s: float | None,
+) -> None:
+    known = not receives and not sends
+    ranks, in_a_row = communicator.world_size, x.shape[1:].numel()
+    counts = [
+        [one * in_a_row for one in sizes or [whole.shape[0] // ranks] * ranks]
+        for whole, sizes in ((x, sends), (out, receives))
+    ]
+    _alltoall_one(communicator, out, x, *counts, known, timeout_s)
+
+
+def alltoall_lists(communicator: Communicator, outputs: Tensors, inputs: Tensors, timeout_s: float | None) -> None:
+    flat = torch.cat([x.detach().reshape(-1) for x in inputs])
+    sends, receives = ([one.numel() for one in ones] for ones in (inputs, outputs))
+    room = flat.new_empty(sum(receives))
+    _alltoall_one(communicator, room, flat, sends, receives, False, timeout_s)
+    for out, found in zip(outputs, room.split(receives), strict=True):
+        out.detach().copy_(found.view(out.shape))
+
+
+def _alltoall_one(communicator, out, x, sends: list[int], receives: list[int], known: bool, timeout_s) -> None:
+    """Exchanges elements. Only if all ranks have equal parts does each of them know all sizes."""
+    work = Exchange(communicator.rank or 0, (1,), (tuple(sends),), (tuple(receives),), known=known)
+    _run_into(out, x, functools.partial(_run, communicator.engine, Call.of(work, x, timeout_s=timeout_s)))
 
 
 def _run(engine: Engine, call: Call, x: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """Where the calls of a process group go: to graphar, or to torch's own group of the same ranks.
 
-    all_reduce, reduce_scatter (sums, averages), all_gather -> Communicator  graphar's kernels; its fallback on the CPU
-    every other call, dtype and device                      -> TorchGroup    NCCL for CUDA tensors, gloo for CPU tensors
+    all_reduce, reduce_scatter (sums, averages) -> Communicator  graphar's kernels; its fallback on the CPU
+    all_gather, all_to_all                      -> Communicator  the same, of any dtype
+    every other call, dtype and device          -> TorchGroup    NCCL for CUDA tensors, gloo for CPU tensors
 
 Both are made when first needed. The communicator is one of the TorchGroup, not of the backend's own group, so that
 the collectives of its fallback do not come back here.
@@ -29,6 +30,7 @@ from graphar.integrations.torch_group import TorchGroup
 from graphar.integrations.untraced import untraced
 from graphar.integrations.works import GrapharWork, combined
 from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.plan.work import MOVING
 from graphar.ranks.cpu.transport import wait
 from graphar.runtime.checks.call_checks import LONGEST_S
 from graphar.runtime.checks.tensor_checks import check_own_memory
@@ -172,6 +174,26 @@ class Routing(_OfTorch):
     def all_gather_single(self, output, input, opts=None):
         return self.all_gather_single_coalesced([output], [input], opts)
 
+    def alltoall(self, outputs, inputs, *given, **named):
+        opts, all_tensors = _options(c10d.AllToAllOptions, inputs, given, named), [*outputs, *inputs]
+        fits = len(outputs) == len(inputs) == self.size()
+        if why := self._why_not("alltoall", opts, all_tensors) if fits else "it needs a tensor for each rank":
+            return self._by_torch("alltoall", why, outputs, inputs, *given, **named)
+        return self._queue(opts, outputs, all_tensors, collectives.alltoall_lists, outputs, inputs)
+
+    def _alltoall_single(self, name: str, out, x, receives, sends, *given, **named):
+        opts = _options(c10d.AllToAllOptions, [x], given, named)
+        why = self._why_not("alltoall", opts, [out, x])
+        if why := why or collectives.why_no_splits(out, x, receives, sends, self.size()):
+            return self._by_torch(name, why, out, x, receives, sends, *given, **named)
+        return self._queue(opts, [out], [out, x], collectives.alltoall, out, x, receives, sends)
+
+    def alltoall_base(self, *given, **named):
+        return self._alltoall_single("alltoall_base", *given, **named)
+
+    def all_to_all_single(self, *given, **named):
+        return self._alltoall_single("all_to_all_single", *given, **named)
+
     # Their names before torch 2.13.
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -184,9 +206,6 @@ class Routing(_OfTorch):
     reduce = _method_of_torch("reduce")
     gather = _method_of_torch("gather")
     scatter = _method_of_torch("scatter")
-    alltoall = _method_of_torch("alltoall")
-    alltoall_base = _method_of_torch("alltoall_base")
-    all_to_all_single = _method_of_torch("all_to_all_single")
     send = _method_of_torch("send")
     recv = _method_of_torch("recv")
     recv_anysource = _method_of_torch("recv_anysource")
@@ -283,7 +302,7 @@ class Routing(_OfTorch):
         """Returns why graphar does not serve ``op`` with tensors of this dtype and device. Collective on GPUs."""
         if not self._is_backend_of(x.device):
             return f"the group has another backend for {x.device.type} tensors"
-        if op != "allgather" and x.dtype not in TYPE_NAMES:
+        if op not in MOVING and x.dtype not in TYPE_NAMES:
             return f"graphar's kernels do not add {x.dtype}"
         self._torch.serving(x.device)  # a communicator's fallback asks its group for a backend
         if x.device.type == "cpu":  # which has no kernels: graphar's fallback gives the bits that kernels give

@@ -292,7 +292,7 @@ def _draw_exchange(call: Call, world_size: int, choices: random.Random):
     parts = reference.alltoall(xs, scatter, gather, matrix)
     operand = torch.frombuffer(bytearray(b"".join(map(arguments_of, works))), dtype=torch.uint8)
     inputs, nbytes = [x.reshape(-1) for x in xs], tuple(part.nbytes for part in parts)
-    return replace(call, inputs=inputs, output_nbytes=nbytes, operands=(operand,)), parts
+    return replace(call, inputs=inputs, counts=nbytes, output_nbytes=nbytes, operands=(operand,)), parts
 
 
 def arguments_of(work: Exchange, unlike: int = 0) -> bytes:

@@ -256,8 +256,10 @@ ENTRIES = {
     "reduce": Entry("`reduce`", reduce),
     "gather": Entry("`gather`", gather),
     "scatter": Entry("`scatter`", scatter),
-    "all_to_all_single": Entry("`all_to_all`, `all_to_all_single`", all_to_all_single),
-    "all_to_all of uneven parts": Entry("`all_to_all`, `all_to_all_single`", all_to_all_of_uneven_parts),
+    "all_to_all_single": Entry("`all_to_all`, `all_to_all_single` of any dtype and sizes", all_to_all_single),
+    "all_to_all of uneven parts": Entry(
+        "`all_to_all`, `all_to_all_single` of any dtype and sizes", all_to_all_of_uneven_parts
+    ),
     "send and recv": Entry(POINTS, send_and_recv),
     "batch_isend_irecv": Entry(POINTS, batch_isend_irecv),
     "barrier": Entry("`barrier`", barrier),

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -172,3 +173,34 @@ def gather_in_place(rank, world_size):
 def test_an_all_gather_in_place_copies_nothing():
     for gathered in run_ranks(gather_in_place, 3, backend="cpu:graphar"):
         assert gathered == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def exchange(rank, world_size):
+    """Lists, functional calls and their gradients, and what torch's own group refuses: over graphar."""
+    ranks = range(world_size)
+    sent, got = ([1 + (rank + one) % 3 for one in ranks] for _ in range(2))
+    x = (torch.arange(sum(sent)) + 100 * rank).to(torch.int64)
+    outs = [torch.empty(one, dtype=torch.int64) for one in got]
+    dist.all_to_all(outs, list(x.split(sent)))
+    functional = funcol.all_to_all_single(x, got, sent, dist.group.WORLD)
+    even = torch.arange(2.0 * world_size).add(rank).requires_grad_()
+    y = funcol.all_to_all_single_autograd(even, None, None, dist.group.WORLD)
+    (y * (1 + torch.arange(2.0 * world_size))).sum().backward()
+    with pytest.raises(RuntimeError, match=r"[Ss]plit|size"):
+        dist.all_to_all_single(torch.empty(3), torch.ones(3), [1] * world_size, [1] * world_size)
+    calls = {
+        (one.op, one.algorithm, one.calls) for one in graphar.stats(dist.group.WORLD).calls if one.op == "alltoall"
+    }
+    return torch.cat(outs).tolist(), functional.tolist(), y.tolist(), even.grad.tolist(), calls
+
+
+def test_every_form_of_all_to_all_is_served():
+    ranks = range(2)
+    inputs = [torch.arange(sum(1 + (rank + one) % 3 for one in ranks)) + 100 * rank for rank in ranks]
+    parts = [x.split([1 + (rank + one) % 3 for one in ranks]) for rank, x in enumerate(inputs)]
+    for rank, (lists, functional, even, gradient, calls) in enumerate(run_ranks(exchange, 2, backend="cpu:graphar")):
+        expected = torch.cat([of[rank] for of in parts]).tolist()
+        assert lists == functional == expected
+        assert even == [2 * rank, 2 * rank + 1, 2 * rank + 1, 2 * rank + 2]
+        assert gradient == [2 * rank + 1, 2 * rank + 2] * 2
+        assert sum(count for *_, count in calls) == 4
