@@ -295,13 +295,13 @@ def _draw_exchange(call: Call, world_size: int, choices: random.Random):
     return replace(call, inputs=inputs, counts=nbytes, output_nbytes=nbytes, operands=(operand,)), parts
 
 
-def arguments_of(work: Exchange, unlike: int = 0) -> bytes:
-    """What a rank has for its own arguments. Parts of other lengths have other words, and so do ``unlike`` ones."""
+def arguments_of(work: Exchange) -> bytes:
+    """What a rank has for its own arguments. Parts of other lengths have other words."""
     arguments, rank = ExchangeArguments(), work.rank
     arguments.describe(work, 0, 1)
     for peer, (sent, received) in enumerate(zip(work.sends[0], work.receives[0], strict=True)):
-        arguments.sent_words[peer] = 1 + hash((rank, peer, sent, unlike)) % (1 << 31)
-        arguments.received_words[peer] = 1 + hash((peer, rank, received, 0)) % (1 << 31)
+        arguments.sent_words[peer] = 1 + hash((rank, peer, sent)) % (1 << 31)
+        arguments.received_words[peer] = 1 + hash((peer, rank, received)) % (1 << 31)
     return bytes(arguments)[ctypes.sizeof(Arguments) :]
 
 

@@ -5,6 +5,7 @@ Where flags announce the data, in the same call and before any data is read; els
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from dataclasses import replace
 
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from graphar.plan.algorithms import Algorithm
+from graphar.plan.config import Config
+from graphar.plan.work import Exchange
+from graphar.runtime.arguments import Arguments, ExchangeArguments
 from graphar.simulator.build import Mutation
 from graphar.simulator.calls import first_epoch
-from graphar.simulator.simulation import ENOUGH_NS, KernelFailure, has_pad
+from graphar.simulator.simulation import ENOUGH_NS, Call, KernelFailure, has_pad
 from tests.host.build import build, known
-from tests.host.cases import WORLD_SIZES, Kernels, dtypes_of, simulate
+from tests.host.cases import WORLD_SIZES, Kernels, arguments_of, dtypes_of, simulate
 from tests.host.every_kernel import EVERY_KERNEL, run
 from tests.host.every_kernel import draw as draw_every
 from tests.host.products import GATHER, of_ranks
@@ -24,7 +28,8 @@ from tests.host.test_faults import DEADLINE_OF_WARPS_NS, SEED, TIMED_OUT
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
-FLAGGED = [algorithm for algorithm in EVERY_KERNEL if has_pad(algorithm) or algorithm is Algorithm.ALLGATHER_FLAGGED]
+BESIDE_DATA = (Algorithm.ALLGATHER_FLAGGED, Algorithm.ALLTOALL_FLAGGED)
+FLAGGED = [algorithm for algorithm in EVERY_KERNEL if has_pad(algorithm) or algorithm in BESIDE_DATA]
 SEEDS = {2: (2,), 3: (0, 1, 2)}  # by ranks; the epochs of seed 2 wrap
 DISAGREED = 3  # `disagreed` in cuda_src/device/sync/record.cuh
 ONE, OTHER = 7, 8  # fingerprints
@@ -257,3 +262,30 @@ def test_lanes_that_each_read_whether_their_call_is_aborted_are_noticed():
         return False
 
     assert any(hangs(call, seed) for seed in range(12) for call in unlike)
+
+
+def unlike_parts(world_size, sender, receiver, unlike_at):
+    """A call in which one of two ranks takes a part between them for another one."""
+    row, lengths = (1, 16), tuple(range(world_size))
+    works = [Exchange(rank, row, (lengths,), ((rank,) * world_size,), known=False) for rank in range(world_size)]
+    of_ranks = [bytearray(arguments_of(work)) for work in works]
+    odd = ExchangeArguments.from_buffer_copy(bytes(ctypes.sizeof(Arguments)) + bytes(of_ranks[unlike_at]))
+    (odd.sent_words if unlike_at == sender else odd.received_words)[receiver if unlike_at == sender else sender] += 1
+    of_ranks[unlike_at] = bytes(odd)[ctypes.sizeof(Arguments) :]
+    operand = torch.frombuffer(bytearray(b"".join(of_ranks)), dtype=torch.uint8)
+    inputs = [torch.arange(16 * sum(lengths), dtype=torch.uint8) for _ in range(world_size)]
+    nbytes = tuple(16 * rank * world_size for rank in range(world_size))
+    shape = Config(Algorithm.ALLTOALL_PUSH, 2, 2 * world_size, 3)
+    return Call(0, shape, inputs, nbytes, nbytes, operands=(operand,), timeout_ns=DEADLINE_OF_WARPS_NS)
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (2, 1), (1, 2)])
+def test_both_ranks_are_told_of_a_part_that_they_disagree_on(sender, receiver):
+    for unlike_at in (sender, receiver):
+        call = unlike_parts(3, sender, receiver, unlike_at)
+
+        outcomes = run(Algorithm.ALLTOALL_PUSH, 3, SEED, [call])
+
+        told = [outcomes[rank].record for rank in (sender, receiver)]
+        assert [(one.kind, one.peer) for one in told] == [(DISAGREED, receiver), (DISAGREED, sender)]
+        assert (told[0].expected, told[0].seen) == (told[1].seen, told[1].expected)
