@@ -191,7 +191,7 @@ def _compare_lengths(call: Call[Exchange], transport: Transport, timeout_s: floa
             sends, receives = said[sender][receiver], said[receiver][len(ranks) + sender]
             if sends != receives:
                 raise CommunicatorError(
-                    f"{call.op}: ranks must send the lengths that others receive, got\nrank {sender}: {sends} to rank "
+                    f"{call.op}: ranks must send what others receive, got\nrank {sender}: {sends} to rank "
                     f"{receiver}\nrank {receiver}: {receives} from rank {sender}"
                 )
 
