@@ -135,13 +135,14 @@ class Messages:
         self.announce(nbytes)
         self.await_headers(timeout_s)
 
-    def announce(self, nbytes: int = 0) -> None:
-        """Begins to exchange headers, with ``nbytes`` bytes behind each."""
+    def announce(self, nbytes: int = 0, parts: Sequence[torch.Tensor] = ()) -> None:
+        """Begins to exchange headers, with ``nbytes`` bytes behind each, or with a part for each rank."""
         self._sent, self._header = self._header + self._sequence.to_bytes(8, "little"), b""
         self._letters[self._rank][: len(self._sent)] = self._sent
         self._tag_of_call = zlib.crc32(self._sent, self._tag) >> 1
         mine = self._own[: _HEADER_NBYTES + nbytes]
-        self._pending = self._start(self._incoming, dict.fromkeys(self.peers, mine), self._tag)
+        letters = {peer: torch.cat([mine, parts[peer]]) if parts else mine for peer in self.peers}
+        self._pending = self._start(self._incoming, letters, self._tag)
 
     def await_headers(self, timeout_s: float) -> None:
         """Returns once all ranks are known to have announced this call; raises what :meth:`agree` raises."""
@@ -181,16 +182,21 @@ class Messages:
     def exchange(
         self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
     ) -> None:
-        """What ranks send is under way while headers are, if the call has brought none yet."""
+        """Small parts travel behind the header, if the call has brought none yet, and others while headers do."""
         (own,), (rooms,) = sent, received
+        most = SMALL_NBYTES if self._header else 0  # of a part behind a header
         if self._header:
-            self.announce()
-        tag = zlib.crc32(b"parts", self._tag_of_call) >> 1
-        moves = [self._post(self._gloo.recv, rooms[peer], peer, tag) for peer in self.peers if rooms[peer].numel()]
-        moves += [self._post(self._gloo.send, own[peer], peer, tag) for peer in self.peers if own[peer].numel()]
+            self.announce(parts=[one[: one.numel() if one.numel() <= most else 0] for one in own])
+        tag, gloo = zlib.crc32(b"parts", self._tag_of_call) >> 1, self._gloo
+        moves = [self._post(gloo.recv, rooms[peer], peer, tag) for peer in self.peers if rooms[peer].numel() > most]
+        moves += [self._post(gloo.send, own[peer], peer, tag) for peer in self.peers if own[peer].numel() > most]
         if self._pending:
             self.await_headers(timeout_s)
-        rooms[self._rank].copy_(own[self._rank])
+        for rank, room in enumerate(rooms):
+            if rank == self._rank:
+                room.copy_(own[rank])
+            elif room.numel() <= most:
+                room.copy_(self._tensors[rank][_HEADER_NBYTES:][: room.numel()])
         wait(moves, timeout_s)
 
     def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
