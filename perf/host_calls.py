@@ -221,7 +221,7 @@ BASELINES = {1: PLAIN, 2: "and 1 torch.empty_like", 3: "and 2 torch.empty_like"}
 
 def own_trials(operands: Operands) -> Iterator[Trial]:
     """Yields the calls of graphar's ops."""
-    for make in (allreduces, reducescatters, allgathers, norms, matmul_sums, gathered_matmuls):
+    for make in (allreduces, reducescatters, allgathers, alltoalls, norms, matmul_sums, gathered_matmuls):
         yield from make(operands)
 
 
@@ -275,6 +275,16 @@ def allgathers(operands: Operands) -> Iterator[Trial]:
     yield trial("sizes=", partial(graphar.allgather, x, sizes=[ROWS] * operands.size), every)
     yield trial("a tuple of 2", partial(graphar.allgather, (x, scales)), both)
     yield trial("a tuple of 2, sizes=", partial(graphar.allgather, (x, scales), sizes=[ROWS] * operands.size), both)
+
+
+def alltoalls(operands: Operands) -> Iterator[Trial]:
+    x, rank, ranks = operands.own(operands.xs), operands.rank, operands.size
+    trial, call = partial(Trial, OWN, "alltoall", limit=SUM_LIMIT), partial(graphar.alltoall, x)
+    promised, sizes = partial(reference.alltoall, operands.xs), [ROWS // ranks] * ranks
+    yield trial(PLAIN, call, [promised()[rank]])
+    yield trial("out=", partial(call, out=torch.empty_like(x)), [promised()[rank]])
+    yield trial("sizes=", partial(call, sizes=(sizes, sizes)), [promised()[rank]])
+    yield trial("scatter_dim=, gather_dim=", partial(call, scatter_dim=1, gather_dim=0), [promised(1, 0)[rank]])
 
 
 def norms(operands: Operands) -> Iterator[Trial]:

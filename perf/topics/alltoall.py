@@ -188,7 +188,7 @@ def run_rank(plan: AllToAllPlan, rank: int, port: int) -> Iterator[AllToAllRow |
 class AllToAll(BetweenRanks):
     rows: list[AllToAllRow] = field(default_factory=list)
 
-    order: ClassVar[int] = 22
+    order: ClassVar[int] = 18
     work: ClassVar = staticmethod(run_rank)
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--max-nbytes 8M", quick_on_cpu="--max-nbytes 2K")
     has_spread: ClassVar[bool] = True

@@ -88,7 +88,7 @@ class Compile(Report):
     wall_s: float = 0.0
     kernels: list[Compiled] = field(default_factory=list)
 
-    order: ClassVar[int] = 18
+    order: ClassVar[int] = 23
     arguments: ClassVar[Arguments] = Arguments("--every 4", "--every 10", "--every 30", "--every 100")
 
     @classmethod

@@ -13,6 +13,7 @@ from perf.models.sequence import SequenceRow
 from perf.products import ProductRow
 from perf.timeline import Event, Lane, Mean, Timeline
 from perf.topics.allreduce import AllReduce
+from perf.topics.alltoall import AllToAll, AllToAllRow
 from perf.topics.beside import METHODS as BESIDE_METHODS
 from perf.topics.beside import BesideRow, MatmulsBeside
 from perf.topics.compile import Compile, Compiled
@@ -225,7 +226,7 @@ REPORTS = [
     Fsdp([fsdp_row("nccl", 400.0), fsdp_row("graphar", 390.0), fsdp_row("graphar lossless", 380.0)]),
     Host([host_row("allreduce", 12.0, 1.0), host_row("allgather", 15.0, 1.25, "sizes=")], skipped=["nccl: refused"]),
     Suspend([suspend_row()], skipped=["2 ranks, decode of 8 tokens: no driver"]),
-    Compile("13.0", 1.5, [Compiled("all/one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)]),
+    AllToAll([AllToAllRow(method, "rows", 4, 2048, spread(6.0), 0) for method in ("graphar", "nccl")]),
     Latency("0123456789ab, 2026-01-31", [latency_row(before_us=11.0)], skipped=["2 ranks: no room"]),
     MatmulsBeside(
         [
@@ -235,4 +236,5 @@ REPORTS = [
     ),
     SlowLinks([slow_row("gloo", 400.0), slow_row("int4", 100.0)], skipped=["slow links: needs tc"]),
     Convergence([row for row in TRAINED if row.backend == "graphar"], skipped=["text: the run was ended"]),
+    Compile("13.0", 1.5, [Compiled("all/one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)]),
 ]
