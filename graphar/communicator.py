@@ -209,7 +209,7 @@ class Communicator:
             dtypes: the dtypes of later calls' tensors. With torch.float8_e4m3fn the fused matmuls of such operands are
                 prepared, for results of the other dtypes that have 16 bits, or of bf16 if there are none.
             max_nbytes: the size of the largest tensor, in bytes; None: any size.
-            ops: names of ops: "allreduce", "reducescatter", "allgather", "allgather_tuple" for calls with a tuple,
+            ops: names of ops: "allreduce", "reducescatter", "allgather", "alltoall", "allgather_tuple" for a tuple,
                 "allreduce_residual_rmsnorm", "reducescatter_residual_rmsnorm", "fused_matmul_allreduce",
                 "fused_matmul_reducescatter", "fused_allgather_matmul". For FP8 results of the two that end in a norm,
                 append "_static_fp8" for calls with a scale, "_grouped_fp8" for calls with a group_size, and

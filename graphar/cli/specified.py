@@ -51,7 +51,7 @@ class SpecifiedCall:
         if self._op == "fused_allgather_matmul":  # specified for the weight of one rank
             a, weights = operands
             of_ranks = [specification(a, w) for w in weights]
-        elif "reducescatter" in self._op:  # specified for each rank
+        elif "reducescatter" in self._op or self._op == "alltoall":  # specified for each rank
             of_ranks = specification(*operands)
         else:  # every rank gets the same
             of_ranks = [specification(*operands)] * len(self._operands[0])

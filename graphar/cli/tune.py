@@ -205,14 +205,14 @@ def measure_against_torch(timer: Timer, table: Table, done: Callable[[str], None
 def measure_parts(
     timer: Timer, table: Table, world_size: int, sizes: Sequence[int], done: Callable[[str], None]
 ) -> dict[str, list[dict]]:
-    """Returns the fastest entries of reduce-scatters and all-gathers, by the bytes of a part."""
+    """Returns the fastest entries of reduce-scatters, all-gathers and all-to-alls, by the bytes of a part."""
     parts = {}
     for op, older in table.parts.items():
         measurements = {}
         for nbytes in sizes:
             tried = tuning.candidates(op, WORLD_SIZES, nbytes, chip(0))
             tables = [replace(table, parts=table.parts | {op: [entry_of(one, None)]}) for one in tried]
-            rows = nbytes // (DTYPE.itemsize * COLUMNS) * (world_size if op == "reducescatter" else 1)
+            rows = nbytes // (DTYPE.itemsize * COLUMNS) * (1 if op == "allgather" else world_size)
             measurements[nbytes] = dict(zip(tried, timer.measure_under(Workload(op, rows), tables), strict=True))
             done(f"{op}, parts of {format_nbytes(nbytes)}")
         parts[op] = tuning.entries_from(measurements, older)

@@ -35,8 +35,8 @@ ROWS_BELOW_WAVE = (64, 128, 256, 512, 768, 1024, 1536, 2048)
 class Workload:
     """A call of one op on tensors of random values."""
 
-    # One of "allreduce", "reducescatter", "allgather", "allreduce_residual_rmsnorm", "matmul_allreduce",
-    # "matmul", "allgather_matmul". "matmul" is the one that a sum would follow.
+    # One of "allreduce", "reducescatter", "allgather", "alltoall", "allreduce_residual_rmsnorm",
+    # "matmul_allreduce", "matmul", "allgather_matmul". "matmul" is the one that a sum would follow.
     op: str
     rows: int  # rows of each rank's tensor; of a matmul, of the result
     columns: int = COLUMNS  # columns of each rank's tensor; of a matmul, of the result

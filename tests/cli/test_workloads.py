@@ -15,6 +15,7 @@ WORKLOADS = (
     Workload("allreduce", 3, 64, codec="int8"),
     Workload("reducescatter", 6, 64),
     Workload("allgather", 3, 64),
+    Workload("alltoall", 6, 64),
     Workload("reducescatter", 6, 64, dtype=torch.float32),
     Workload("allreduce_residual_rmsnorm", 3, 64),
     Workload("matmul_allreduce", 5, 64, 128),
