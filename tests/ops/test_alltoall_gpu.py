@@ -67,7 +67,7 @@ def heads(rank, world_size):
     for (shape, scatter, gather), dtype in ((one, dtype) for one in HEADS for dtype in (torch.bfloat16, torch.uint8)):
         shape = [world_size * n if at == scatter else n for at, n in enumerate(shape)]
         xs = [raw(one, torch.Size(shape).numel(), dtype).view(shape) for one in range(world_size)]
-        for algorithm in KERNELS:
+        for algorithm in KERNELS if xs[0].nbytes <= world_size * LAST_FLAGGED else KERNELS[1:]:
             how = {"scatter_dim": scatter, "gather_dim": gather, "algorithm": algorithm}
             y = graphar.alltoall(xs[rank].cuda(), **how)
             assert_exchanged(y, rank, xs, scatter, gather, what=(shape, dtype, algorithm))
@@ -98,6 +98,7 @@ def uneven(rank, world_size):
     nothing = torch.empty(0, 4, device="cuda")
     for _ in range(2):
         assert graphar.alltoall(nothing, sizes=[[0] * world_size] * 2).shape == (0, 4)
+    torch.cuda.synchronize()  # else the last calls may not have begun
     return kernel_calls()
 
 
