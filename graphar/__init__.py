@@ -5,6 +5,7 @@ reducescatter_residual_rmsnorm                                             colle
 fused_matmul_allreduce, fused_matmul_reducescatter,
 fused_matmul_allreduce_residual_rmsnorm,
 fused_matmul_reducescatter_residual_rmsnorm, fused_allgather_matmul        matmuls with a collective
+cross_entropy, log_probs                                                   losses over a divided vocabulary
 Communicator, empty, suspend, resume, explain, profile, is_available       set-up, memory and diagnosis
 enable, disable, compile_pass                                              torch.compile
 nn, ddp, fsdp                                                              layers; hooks for DDP; fully_shard (FSDP2)
@@ -38,6 +39,7 @@ from graphar.ops.alltoall import alltoall
 from graphar.ops.empty import empty
 from graphar.ops.explain import explain
 from graphar.ops.linear import linear
+from graphar.ops.losses import LogProbs, cross_entropy, log_probs
 from graphar.ops.matmul_norms import (
     fused_matmul_allreduce_residual_rmsnorm,
     fused_matmul_reducescatter_residual_rmsnorm,
@@ -77,6 +79,7 @@ __all__ = [
     "Epilogue",
     "Explanation",
     "GrapharError",
+    "LogProbs",
     "Memory",
     "MemoryUse",
     "Scratch",
@@ -88,6 +91,7 @@ __all__ = [
     "allreduce_residual_rmsnorm",
     "alltoall",
     "compile_pass",
+    "cross_entropy",
     "ddp",
     "disable",
     "empty",
@@ -102,6 +106,7 @@ __all__ = [
     "is_available",
     "linear",
     "load_algorithm",
+    "log_probs",
     "nn",
     "profile",
     "reducescatter",
@@ -118,12 +123,14 @@ for _op in (
     "allreduce",
     "allreduce_residual_rmsnorm",
     "alltoall",
+    "cross_entropy",
     "fused_allgather_matmul",
     "fused_matmul_allreduce",
     "fused_matmul_allreduce_residual_rmsnorm",
     "fused_matmul_reducescatter",
     "fused_matmul_reducescatter_residual_rmsnorm",
     "linear",
+    "log_probs",
     "reducescatter",
     "reducescatter_residual_rmsnorm",
 ):

@@ -28,6 +28,7 @@ from graphar.plan.tiles import (
     skinny_tile,
 )
 from graphar.plan.work import Product, Sum
+from graphar.runtime.bind.loss import PLANES, SUM_THREADS
 from graphar.runtime.catalogue import (
     GATHERING_KERNELS,
     KERNELS,
@@ -43,6 +44,10 @@ from graphar.runtime.catalogue import (
     residual_norm_backward_sources,
     residual_norm_source,
     scaled_matmul_source,
+    softmax_backward_source,
+    softmax_partials_source,
+    softmax_results_source,
+    sum_of_losses_source,
 )
 
 # Ranks between which sums are added as a tree, and the template arguments of such kernels for each result's dtype.
@@ -82,6 +87,10 @@ def catalogue() -> Iterator[KernelSource]:
     for dtype in TYPE_NAMES:
         gradients = (residual_norm_backward_sources(dtype, *staging) for staging in ((1, 4), (2, 2), (4, 1)))
         yield from dict.fromkeys(itertools.chain(*gradients))  # the weight's kernel is the same for all
+    for at, dtype in enumerate(TYPE_NAMES):
+        *partials, backward = softmax_kernels(dtype)
+        yield from (*partials[at :: len(TYPE_NAMES)], backward)
+    yield from softmax_results_kernels()
     for dtype, tile in itertools.product(MATMUL_TYPES, MATMUL_TILES):
         for layout in tile.layouts:
             yield matmul_source(dtype, tile, layout)
@@ -89,6 +98,20 @@ def catalogue() -> Iterator[KernelSource]:
     yield from _scaled_matmul_kernels()
     yield from _fused_matmul_kernels(epilogues)
     yield from _gathered_matmul_kernels(epilogues)
+
+
+def softmax_kernels(dtype: torch.dtype) -> Iterator[KernelSource]:
+    """Yields the kernels of losses and log-probabilities that read logits of one dtype."""
+    kinds = ("nothing", False), ("nothing", True), ("sum_of_logits", False), ("entropy_and_top1", True)
+    for (also, scaled), spread in itertools.product(kinds, (False, True)):
+        yield softmax_partials_source(dtype, also, scaled, spread)
+    yield softmax_backward_source(dtype)
+
+
+def softmax_results_kernels() -> Iterator[KernelSource]:
+    """Yields the kernels of losses and log-probabilities that read no logits."""
+    yield from map(softmax_results_source, PLANES)
+    yield sum_of_losses_source(SUM_THREADS)
 
 
 def _partial_matmul_kernels() -> Iterator[KernelSource]:

@@ -1,8 +1,9 @@
-"""The code of the kernels that `auto` takes between 2 and 4 ranks, against a committed budget. It needs no GPU.
+"""The code of the kernels that `auto` takes between 2 and 4 ranks, and of losses, against a committed budget.
 
-`python -m tests.kernel_budget` compares, and `--write` makes what it found the budget. Kernels are compiled by each
-version of NVRTC that the budget names: the oldest one that users have, with torch for CUDA 13.0, and the newest one.
-pip brings those that are not installed into build/nvrtc. Kernels whose sources are unchanged come from build/kernels.
+It needs no GPU. `python -m tests.kernel_budget` compares, and `--write` makes what it found the budget. Kernels are
+compiled by each version of NVRTC that the budget names: the oldest one that users have, with torch for CUDA 13.0, and
+the newest one. pip brings those that are not installed into build/nvrtc. Kernels whose sources are unchanged come from
+build/kernels.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from graphar.runtime.catalogue import NORM_KERNELS, KernelSource, file_of
 from graphar.runtime.compiler import compile_kernel, nvrtc_version
 from perf.cubin import code, resources
+from perf.kernels import softmax_kernels, softmax_results_kernels
 from tests.compilations import FEW_RANKS, arguments, named
 from tests.processes import PROCESSES
 
@@ -52,7 +56,8 @@ Costs = Mapping[str, Cost]  # by the kernel's name
 def kernels() -> list[KernelSource]:
     """The kernels of the budget. Those of fp16 are left out, which are those of bf16 with other conversions."""
     norms = {file_of(algorithm) for algorithm in NORM_KERNELS}
-    return [source for source, world_size in named().items() if world_size <= FEW_RANKS and _is_counted(source, norms)]
+    few = [source for source, world_size in named().items() if world_size <= FEW_RANKS and _is_counted(source, norms)]
+    return [*few, *softmax_kernels(torch.bfloat16), *softmax_results_kernels()]
 
 
 def _is_counted(source: KernelSource, norms: set[str]) -> bool:

@@ -139,6 +139,35 @@ struct NormGradientArguments {
   float weight_offset;
 };
 
+// Internal: the arguments of the kernels of softmax (softmax.cuh). The addresses come first.
+struct LossArguments {
+  const void* logits;        // [rows, columns], of this rank
+  const long long* target;   // of each row, in the columns of the whole vocabulary
+  float* partials;           // [rows, width], written; null if there is one rank, whose results are written instead
+  const float* gathered;     // [ranks, rows, width]
+  float* results;            // of each row; with room for sums of 128 of them, and so on, if these are added
+  float* state;              // m and s of each row, then the number of rows that have a loss, if they are added
+  float* entropy;            // of each row
+  long long* top1;           // of each row
+  float* total;              // the sum or the mean
+  const float* upstream;     // of each row, or one number
+  void* gradient;            // like the logits
+  long long ignore_index;
+  double label_smoothing, lse_square_scale;
+  float inverse_temperature;
+  float all_share, target_share;  // label_smoothing / vocab_size, 1 - label_smoothing
+  u32 rows, columns;
+  u32 first;                 // this rank's first column of the vocabulary
+  u32 vocab_size;            // columns that are no padding
+  u32 real_columns;          // of this rank, that are no padding
+  u32 leaf_columns;
+  u32 leaves_log2, ranks;    // leaves of this rank
+  u32 cluster_log2;          // blocks that divide 8 leaves
+  u32 slices;                // blocks that divide a row's gradient
+  u32 width;                 // numbers of a partial
+  u32 may_ignore, is_loss, is_mean, is_per_row, with_entropy, with_top1;
+};
+
 // Internal: the arguments of matmul beside the tensor maps of A [m, k], of W and of C [m, n].
 struct MatmulArguments {
   const void* bias;  // n elements of C's type, or null

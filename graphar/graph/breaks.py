@@ -70,7 +70,7 @@ def _why_ours(op: Op, node: Node, tree: Matmul, places: Places) -> Reason | None
     given = op.read(node.args)
     if "partition" in given:
         return None if given["partition"] == TP_INVARIANT else f"its partition is {given['partition']!r}"
-    if op.name.startswith("allgather") or given.get("order") == "tree" or _is_lookup(first(node)):
+    if op.name.startswith(("allgather", "cross_entropy")) or given.get("order") == "tree" or _is_lookup(first(node)):
         return None
     product = tree.product(node)
     return (product and tree.why_not(product, places)) or _why_sum(node)

@@ -10,6 +10,7 @@ of a replicated tensor is therefore equal on all ranks, and is not summed again.
 from graphar.nn.fp8 import Fp8Linear, quantize_rows
 from graphar.nn.invariant import Layers, make_tp_invariant
 from graphar.nn.layers import ColumnParallelLinear, RowParallelLinear, RowwiseParallel
+from graphar.nn.losses import loss_parallel
 
 __all__ = [
     "ColumnParallelLinear",
@@ -17,6 +18,7 @@ __all__ = [
     "Layers",
     "RowParallelLinear",
     "RowwiseParallel",
+    "loss_parallel",
     "make_tp_invariant",
     "quantize_rows",
 ]

@@ -1,4 +1,4 @@
-"""The linear layers of a whole model made tensor-parallel invariant: graphar.nn.make_tp_invariant.
+"""The linear layers and the loss of a model made tensor-parallel invariant: graphar.nn.make_tp_invariant.
 
 It changes the class of each layer. Weights stay where torch's ``parallelize_module`` or a plan of transformers
 has put them, as DTensors. Hooks of torch's styles give and take DTensors, those of transformers plain tensors.
@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from graphar.errors import Reason
 from graphar.nn import sequence
+from graphar.nn.losses import CausalLoss
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.linear import linear
 from graphar.ops.matmul_sums import SUM as MATMUL_ALLREDUCE
@@ -41,11 +42,13 @@ class Layers:
         row_parallel: the names of layers whose products are added as a tree of 8 leaves of K.
         column_parallel: the names of the other linear layers, whose products are added in the order of K.
         left: by name, modules that may give other bits on another number of ranks, and why.
+        loss: whether the model's ``loss_function``, of transformers, is :func:`graphar.cross_entropy` now.
     """
 
     row_parallel: list[str] = field(default_factory=list)
     column_parallel: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    loss: bool = False
 
     def __str__(self) -> str:
         count = len(self.row_parallel), len(self.column_parallel), len(self.left)
@@ -71,6 +74,10 @@ def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None 
     computes the gradients of all; torch.compile breaks its graph there. Other modules with parameters that may see only
     a rank's tokens are in :attr:`Layers.left`. With a ``plan`` that names ``RowwiseParallel(output_layouts=Shard(1))``
     a layer sums by a reduce-scatter, and otherwise by an all-reduce.
+
+    Losses: that of a causal language model of transformers becomes :func:`graphar.cross_entropy`. Its plan gathers the
+    logits. With a ``plan`` in which ``lm_head`` is "colwise" they stay divided, and so does their gradient. In a
+    program of your own call :func:`graphar.cross_entropy`, or take :class:`graphar.nn.loss_parallel`.
 
     Args:
         model: the model. Each layer's weight is a DTensor on a mesh of one dimension, or whole.
@@ -101,6 +108,11 @@ def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None 
     for module, kind, style in layers:
         vars(module).pop("forward", None)  # that of a plan of transformers
         module.__class__, module.style = kind, style
+    of_transformers: Any = model
+    head, loss = (getattr(model, name, None) for name in ("lm_head", "loss_function"))
+    is_causal = isinstance(loss, CausalLoss) or getattr(loss, "__name__", "") == CausalLoss.replaces
+    if isinstance(head, InvariantLinear) and is_causal:
+        of_transformers.loss_function, found.loss = CausalLoss(head), True
     return found
 
 

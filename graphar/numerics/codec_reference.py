@@ -48,6 +48,7 @@ import torch
 from torch import Tensor
 
 from graphar.numerics.codecs import TILE_NUMEL, WORD_NBYTES, Codec
+from graphar.numerics.exact_fma import fma
 from graphar.numerics.nan import SAME_SIZE_INTEGER, with_canonical_nan
 
 ROWS, LANES, RUN = 4, 32, 8  # a tile in a warp: each lane holds a run of consecutive elements of each row
@@ -145,7 +146,7 @@ def _integer_codes(values: Tensor, inverse: Tensor, codec: Codec, halves: Tensor
     if halves is None:
         codes = torch.round(values.double() * inverse.double())  # exact: 24 bits each
     else:
-        codes = torch.floor(_fma(values, inverse, 128 + halves.float() * 2.0**-16)) - 128
+        codes = torch.floor(fma(values, inverse, 128 + halves.float() * 2.0**-16)) - 128
     offset = codec.largest_code if codec.scheme == "absmax" else 0
     return codes.long() + offset
 
@@ -156,20 +157,6 @@ def _e4m3_codes(values: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | 
         return products.to(torch.float8_e4m3fn).view(torch.uint8).long()
     bits = (products * 2.0**-120).view(torch.int32).long()  # e4m3's last place is now bit 20, for subnormals too
     return (bits >> 24 & 0x80) | ((bits & 0x7FFFFFFF) + 16 * halves + 8 >> 20)
-
-
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Returns ``a x b + c`` rounded once to fp32.
-
-    fp64 rounded to odd keeps more than two bits beyond fp32, so the second rounding gives the bits of a single one.
-    """
-    product, c = a.double() * b.double(), c.double()
-    total = product + c
-    taken = total - product
-    error = (product - (total - taken)) + (c - taken)
-    bits = total.view(torch.int64)
-    away = torch.where((error > 0) == (total > 0), 1, -1)
-    return torch.where((error != 0) & (bits & 1 == 0), bits + away, bits).view(torch.float64).float()
 
 
 # ---- random bits ----------------------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ from graphar.ops.batching import check_transform, over_batch, transforms
 from graphar.ops.differentiation import Differentiation, Saved, with_own_nodes
 from graphar.ops.options import Given, defaults, kinds
 from graphar.ops.repeats import Asked, deliver, keep
-from graphar.plan.work import Exchange, Norm, Parts, Product, Sum, TensorTuple
+from graphar.plan.work import Exchange, Loss, Norm, Parts, Product, Sum, TensorTuple
 from graphar.product import products
-from graphar.runtime.bind import alltoall, collective, norm, tensor_tuple
+from graphar.runtime.bind import alltoall, collective, loss, norm, tensor_tuple
 from graphar.runtime.checks import tensor_checks
 from graphar.runtime.engine import Engine, binders
 from graphar.runtime.registry import engine_of_devices, engine_of_group
@@ -39,6 +39,7 @@ binders.update(
         TensorTuple: tensor_tuple.bind,
         Exchange: alltoall.bind,
         Product: products.bind,
+        Loss: loss.bind,
     }
 )
 library = torch.library.Library("graphar", "DEF")

@@ -6,6 +6,7 @@
     TensorTuple  an all-gather of several tensors
     Exchange     an all-to-all of one tensor
     Product      a matmul with the sum of its products, or with the all-gather of its rows
+    Loss         cross-entropy losses, or log-probabilities, over a vocabulary that ranks divide
 
 All have these attributes. They are tuples, so that a call is hashed and compared without Python code.
 
@@ -33,6 +34,7 @@ from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Panel, length
+from graphar.numerics.softmax import Terms
 from graphar.plan.factors import FORMATS, Factors
 from graphar.plan.scratch import PACK_NBYTES
 
@@ -62,7 +64,7 @@ def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
     return codec + ([f"epilogue {work.epilogue.words}"] if work.epilogue else [])
 
 
-def _beside(work: Sum | Parts | Norm | TensorTuple | Exchange | Product) -> list[str]:
+def _beside(work: Sum | Parts | Norm | TensorTuple | Exchange | Product | Loss) -> list[str]:
     return [work.beside] if work.beside else []
 
 
@@ -391,4 +393,40 @@ class Product(NamedTuple):
         return _wire_and_epilogue(self) + tree + norm + _beside(self)
 
 
-Work: TypeAlias = Sum | Parts | Norm | TensorTuple | Exchange | Product
+class Loss(NamedTuple):
+    """Cross-entropy losses, or log-probabilities, of rows of logits over a vocabulary that ranks divide."""
+
+    op: str  # "cross_entropy" or "log_probs"
+    rows: int
+    columns: int  # of each rank's logits
+    terms: Terms  # what is computed of a row
+    beside: str = ""  # what every rank does beside it, in words, or an empty string
+
+    unit = "elements"
+    codec = ""
+    epilogue = None
+    order = "tree"
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return (self.rows * self.columns,)
+
+    def template(self, cluster: int) -> str | None:
+        return None
+
+    @property
+    def exchanged(self) -> Parts:
+        """The all-gather of the ranks' partials, which are fp32, without the number of ranks."""
+        return Parts("allgather", (self.rows * self.terms.width,), beside=", ".join([self.op, *self.options]))
+
+    def amount(self, dtype: torch.dtype) -> str:
+        return f"{self.rows} rows of {self.columns} columns of {dtype}"
+
+    @property
+    def options(self) -> list[str]:
+        unused = Terms(self.terms.vocab_size)._asdict()
+        others = [f"{name} {one}" for name, one in self.terms._asdict().items() if one != unused[name]]
+        return [f"vocabulary of {self.terms.vocab_size}", *others, *_beside(self)]
+
+
+Work: TypeAlias = Sum | Parts | Norm | TensorTuple | Exchange | Product | Loss

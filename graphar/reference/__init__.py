@@ -1,6 +1,7 @@
 """The specification of every op in plain torch, which runs on the CPU too. Written to be read, not to be fast."""
 
 from graphar.numerics.fp8_products import scaled_linear
+from graphar.reference.losses import cross_entropy, log_probs
 from graphar.reference.products import (
     fused_allgather_matmul,
     fused_matmul_allreduce,
@@ -33,6 +34,7 @@ __all__ = [
     "allreduce",
     "allreduce_residual_rmsnorm",
     "alltoall",
+    "cross_entropy",
     "fused_allgather_matmul",
     "fused_matmul_allreduce",
     "fused_matmul_allreduce_residual_rmsnorm",
@@ -42,6 +44,7 @@ __all__ = [
     "hierarchical_reducescatter",
     "linear",
     "linear_with_epilogue",
+    "log_probs",
     "matmul",
     "quantized_allreduce",
     "quantized_reducescatter",

@@ -173,6 +173,30 @@ class NormGradientArguments(ctypes.Structure):
             setattr(self, field[0], 0 if tensor is None else tensor.data_ptr())
 
 
+class LossArguments(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                *("logits", "target", "partials", "gathered", "results", "state", "entropy", "top1", "total"),
+                *("upstream", "gradient"),
+            )
+        ),
+        ("ignore_index", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("label_smoothing", "lse_square_scale")),
+        *((name, ctypes.c_float) for name in ("inverse_temperature", "all_share", "target_share")),
+        *(
+            (name, ctypes.c_uint32)
+            for name in ("rows", "columns", "first", "vocab_size", "real_columns", "leaf_columns")
+        ),
+        *(
+            (name, ctypes.c_uint32)
+            for name in ("leaves_log2", "ranks", "cluster_log2", "slices", "width", "may_ignore")
+        ),
+        *((name, ctypes.c_uint32) for name in ("is_loss", "is_mean", "is_per_row", "with_entropy", "with_top1")),
+    ]
+
+
 class MatmulArguments(ctypes.Structure):
     _fields_ = [
         ("bias", ctypes.c_uint64),
@@ -203,6 +227,7 @@ def layout_check() -> str:
         ExchangeArguments,
         NormArguments,
         NormGradientArguments,
+        LossArguments,
         MatmulArguments,
         ScaledMatmulArguments,
     )

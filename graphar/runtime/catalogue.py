@@ -120,6 +120,32 @@ def residual_norm_backward_sources(dtype: torch.dtype, packs: int, stages: int) 
     return rows, KernelSource(file, f"residual_rmsnorm_backward_weight<{name}>")
 
 
+def softmax_partials_source(dtype: torch.dtype, also: str, scaled: bool, spread: bool) -> KernelSource:
+    """Returns the kernel of each row's maximum and sum of exponentials, for one of TYPE_NAMES.
+
+    ``also`` is one of the names of Also in cuda_src/device/softmax.cuh, ``scaled`` says whether logits are multiplied,
+    and ``spread`` whether clusters of blocks share rows.
+    """
+    flags = f"{str(scaled).lower()}, {str(spread).lower()}"
+    name = f"softmax_partials<{TYPE_NAMES[dtype]}, {also}, {flags}>"
+    return KernelSource("loss/softmax_partials.cu", name, minimum_arch=90 if spread else 80)
+
+
+def softmax_results_source(also: str) -> KernelSource:
+    """Returns the kernel of the results of rows whose partials are gathered."""
+    return KernelSource("loss/softmax_results.cu", f"softmax_results<{also}>")
+
+
+def sum_of_losses_source(threads: int) -> KernelSource:
+    """Returns the kernel that adds the losses of rows, in one block of ``threads``."""
+    return KernelSource("loss/softmax_results.cu", f"sum_of_losses<{threads}>")
+
+
+def softmax_backward_source(dtype: torch.dtype) -> KernelSource:
+    """Returns the kernel of the gradient of logits, of one of TYPE_NAMES."""
+    return KernelSource("loss/softmax_backward.cu", f"softmax_backward<{TYPE_NAMES[dtype]}>")
+
+
 def matmul_source(
     dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype | None = None
 ) -> KernelSource:

@@ -104,6 +104,8 @@ def _in_table(source: KernelSource) -> str:
     """The name of a kernel, or of a function of Arguments that gives it the arguments it takes (kernels.hpp)."""
     if source.file == "norm/residual_rmsnorm_backward.cu":
         return f"with_norm_gradients<{source.name}>"
+    if source.file.startswith("loss/"):
+        return f"with_loss<{source.name}>"
     if source.file.startswith("norm/"):
         return f"with_norm<{source.name}, {str('static_fp8' in source.name).lower()}>"
     if "/alltoall_" in source.file:

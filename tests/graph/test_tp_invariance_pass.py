@@ -322,6 +322,7 @@ KEPT = {
     "a lookup times a mask": lambda a, w, i: summed(functional.embedding(i, w) * (i > 3).unsqueeze(-1)),
     "a maximum": lambda a, w, i: reduced(a, "max"),
     "rows that are gathered": lambda a, w, i: gathered(a),
+    "a loss of graphar's": lambda a, w, i: graphar.cross_entropy(a @ w.t(), i),
     "partials as a tree": lambda a, w, i: inside.allreduce(a.float(), order="tree"),
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 
 import pytest
 import torch
@@ -85,6 +87,16 @@ def everything(rank, ranks, kind, folder):
     return layers, logits_and_decoding(model) + training(model)
 
 
+def with_divided_logits(rank, ranks, kind, folder):
+    """The same of a model whose plan leaves the logits divided: in training, and log-probabilities of a batch."""
+    import graphar.nn
+
+    model = loaded(kind, folder, rank, ranks)
+    assert graphar.nn.make_tp_invariant(model, {**model.tp_plan, "lm_head": "colwise"}).loss
+    scored = graphar.log_probs(model(words(3)).logits[:, :-1], words(3)[:, 1:], entropy=True, top1=True)
+    return [one.detach() for one in scored] + training(model)
+
+
 def logits_of_plain(rank, ranks, kind, folder):
     return logits_and_decoding(loaded(kind, folder, rank, ranks))
 
@@ -108,9 +120,37 @@ def on_one_rank(folders):
 def test_a_sharded_model_has_the_bits_of_the_whole_one(kind, ranks, folders, on_one_rank):
     layers, expected = on_one_rank[kind]
 
+    assert layers.loss
     for found_layers, found in run_ranks(everything, ranks, kind, folders[kind], timeout_s=300):
         assert found_layers == layers
         assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * len(expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("kind", MODELS)
+def test_losses_of_divided_logits_have_the_bits_of_the_whole_model(kind, ranks, folders, on_one_rank):
+    expected = with_divided_logits(0, 1, kind, folders[kind])
+    trained = on_one_rank[kind][1][len(BATCHES) + 1 :]
+
+    assert [same_bits(*pair) for pair in zip(expected[3:], trained, strict=True)] == [0] * len(trained)
+    for found in run_ranks(with_divided_logits, ranks, kind, folders[kind], timeout_s=300):
+        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * len(expected)
+
+
+def test_a_model_that_was_made_invariant_is_copied_with_its_loss_and_compiled(folders, on_one_rank):
+    import graphar.nn
+
+    model = loaded("Llama", folders["Llama"])
+    for _ in range(2):
+        assert graphar.nn.make_tp_invariant(model).loss
+    expected = model(words(4), labels=words(4)).loss
+
+    other = pickle.loads(pickle.dumps(model))
+
+    assert other.loss_function.head is other.lm_head
+    assert same_bits(copy.deepcopy(model)(words(4), labels=words(4)).loss, expected) == 0
+    assert same_bits(torch.compile(other, backend="aot_eager")(words(4), labels=words(4)).loss, expected) == 0
+    assert same_bits(expected, on_one_rank["Llama"][1][len(BATCHES) + 1]) == 0
 
 
 def test_otherwise_a_sharded_model_has_other_bits(folders):

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from graphar.numerics import codec_reference, codecs
+from graphar.numerics import codecs, exact_fma
 from graphar.numerics.codec_reference import SUM, Noise, decode, encode, philox
 from graphar.numerics.codecs import BITS, BUCKET_SIZES, FP8, NAMES, ROUNDINGS, SCALE_DTYPES, SCHEMES, Codec, codec
 from graphar.plan.algorithms import Algorithm
@@ -189,7 +189,7 @@ def nearest(exact: Fraction) -> float:
 def test_a_product_and_what_is_added_to_it_are_rounded_once(a, b, c):
     a, b, c = (torch.tensor(one) for one in (a, b, c))
 
-    found = codec_reference._fma(a, b, c).item()
+    found = exact_fma.fma(a, b, c).item()
 
     assert found == nearest(Fraction(a.item()) * Fraction(b.item()) + Fraction(c.item()))
 

@@ -80,8 +80,13 @@ class Form:
 
     def ranks(self, asked: int) -> int:
         """How many ranks a test has that asks for so many: a tree has 4 in place of 3."""
-        is_tree = self.options.get("order") == "tree" or self.options.get("partition") == TP_INVARIANT
-        return 4 if asked == 3 and is_tree else asked
+        return 4 if asked == 3 and self.is_tree else asked
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether results are trees of 8 leaves, which 1, 2, 4 or 8 ranks have."""
+        by_options = self.options.get("order") == "tree" or self.options.get("partition") == TP_INVARIANT
+        return by_options or "logits" in self.known
 
     @property
     def takes_out(self) -> bool:
@@ -107,6 +112,8 @@ class Form:
             return (6, 8, 16)
         if len({self.options.get(name) for name in ("scatter_dim", "gather_dim")}) == 2:
             return (6, 4, 8, 2)
+        if "logits" in self.known:
+            return (6, 16)
         return (6, 8, 5) if "w" in self.known else (6, self.options.get("group_size", 8))
 
     def tensors(self, ranks: int, shape=None, dtype=None, fill=None) -> Tensors:
@@ -515,11 +522,33 @@ FUSED_SCATTERED_NORM = (
     ),
 )
 
+LOGITS = ((1, 8), (3, 5, 24), (0, 16), (16,), (5, 40))
+
+
+def cross_entropy(logits, target, temperature=None, **options):
+    """graphar.cross_entropy, or with a temperature graphar.log_probs: they share an op."""
+    if temperature is None:
+        return graphar.cross_entropy(logits, target, **options)
+    found = graphar.log_probs(logits, target, temperature=temperature, **options)
+    return tuple(found) if options.get("top1") else found
+
+
+losses = partial(
+    Form, cross_entropy, make=by.with_targets, specify=by.of_losses, shapes=LOGITS, leaves=("logits",), fill=normal
+)
+LOSSES = (
+    losses("", options={"reduction": "none"}),
+    losses("mean", options={"label_smoothing": 0.1, "lse_square_scale": 1e-3}),
+    losses("sum padded", options={"reduction": "sum", "vocab_size": 7}),
+    losses("log_probs", options={"temperature": 0.7}),
+    losses("log_probs of three", options={"temperature": 2.0, "entropy": True, "top1": True}, leaves=()),
+)
+
 BY_OP = {
     forms[0].op: forms
     for forms in (
         *(ALLREDUCE, REDUCESCATTER, ALLGATHER, ALLTOALL, ALLGATHER_TUPLE, NORM, SCATTERED_NORM),
-        *(FUSED_ALLREDUCE, FUSED_REDUCESCATTER, FUSED_ALLGATHER, FUSED_NORM, FUSED_SCATTERED_NORM),
+        *(FUSED_ALLREDUCE, FUSED_REDUCESCATTER, FUSED_ALLGATHER, FUSED_NORM, FUSED_SCATTERED_NORM, LOSSES),
     )
 }
 FORMS = [form for forms in BY_OP.values() for form in forms]

@@ -160,6 +160,14 @@ def with_places(
     return tensors
 
 
+def with_targets(ranks: int, shape, dtype, fill) -> Tensors:
+    """Logits, and a column of the first 7 for each row."""
+    logits = [fill(rank, torch.Size(shape).numel(), dtype).view(shape) for rank in range(ranks)]
+    rows = torch.arange(torch.Size(shape[:-1]).numel())
+    target = (rows * 7919 + 3) % min(7, ranks * shape[-1])
+    return {"logits": logits, "target": [target.view(shape[:-1]).clone() for _ in range(ranks)]}
+
+
 # ---- specifications -------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +296,12 @@ def fused_scattered_and_normed(a, w, residual, weight, partition="auto", **numbe
     numbers |= {"tp_invariant": partition == TP_INVARIANT}
     call = functools.partial(reference.fused_matmul_reducescatter_residual_rmsnorm, a, w, residual, **numbers)
     return [call(one)[rank] for rank, one in enumerate(weight)]
+
+
+def of_losses(logits, target, temperature=None, **options) -> Results:
+    if temperature is None:
+        return everyone(reference.cross_entropy(logits, target[0], **options), len(logits))
+    return everyone(reference.log_probs(logits, target[0], temperature=temperature, **options), len(logits))
 
 
 def joined(axis: int, gradients: Sequence[torch.Tensor], tensors: Tensors) -> list[torch.Tensor]:

@@ -73,6 +73,8 @@ def by_torch(form, tensors):
         return specify(tensors["x"], form.options.get("scatter_dim", 0), form.options.get("gather_dim", 0))
     if name == "allgather_tuple":
         return [tuple(map(torch.cat, tensors.values())) for _ in ranks]
+    if name == "cross_entropy":
+        return [(loss_by_torch(rank, **tensors, **form.options),) for rank in ranks]
     if name == "fused_allgather_matmul":
         rows = torch.cat(tensors["a"])
         own = [{name: xs[rank] for name, xs in tensors.items() if name not in ("a", "w")} for rank in ranks]
@@ -87,6 +89,19 @@ def by_torch(form, tensors):
     if "rmsnorm" in name:
         return [rms_normed(form, *pair) for pair in zip(sums, own, strict=True)]
     return [(followed(form, *pair),) for pair in zip(sums, own, strict=True)]
+
+
+def loss_by_torch(
+    rank, logits, target, temperature=1, vocab_size=None, lse_square_scale=0, reduction="mean", label_smoothing=0
+):
+    """A rank's loss, or log-probabilities; it has gradients of the rank's own logits."""
+    x = torch.cat([one if at == rank else one.detach() for at, one in enumerate(logits)], -1)[..., :vocab_size]
+    x, target = x.flatten(0, -2) / temperature, target[rank].flatten()
+    how = {"label_smoothing": label_smoothing, "reduction": "none"}
+    loss = functional.cross_entropy(x, target, **how) + lse_square_scale * x.logsumexp(1) ** 2
+    if temperature != 1:
+        return -loss.view(logits[0].shape[:-1])
+    return loss.view(logits[0].shape[:-1]) if reduction == "none" else getattr(loss, reduction)()
 
 
 def rms_normed(form, total, own):

@@ -28,6 +28,7 @@ from perf.topics.host import Host
 from perf.topics.latency import Latency, LatencyRow
 from perf.topics.leaves import METHODS as LEAF_METHODS
 from perf.topics.leaves import Leaves
+from perf.topics.losses import Losses, LossRow
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.matmul import TORCH, Matmul, MatmulRow
 from perf.topics.model import Model, ModelRow
@@ -90,6 +91,15 @@ def norm_gradient_row(method, time_us, passes=BACKWARD, shape=(4096, 8192), summ
     peak_nbytes = 192 << 20 if passes == BOTH else None
     time = spread(time_us, "p90")
     found = NormGradientRow(method, passes, *shape, summed, time, nbytes, nbytes / 4e6, peak_nbytes, wrong=0)
+    return replace(found, **more)
+
+
+def loss_row(method, time_us, passes="forward", **more):
+    """A row of 4096 x 32064 logits, whose bytes take 60 us for each time that they are read or written."""
+    peak_nbytes, times = (None, 1) if passes == "forward" else (256 << 20, 3)
+    nbytes = times * 4096 * 32064 * 2
+    time = spread(time_us, "p90")
+    found = LossRow(method, passes, 4096, 32064, 1, time, nbytes, 60.0 * times, peak_nbytes, wrong=0)
     return replace(found, **more)
 
 
@@ -237,4 +247,5 @@ REPORTS = [
     SlowLinks([slow_row("gloo", 400.0), slow_row("int4", 100.0)], skipped=["slow links: needs tc"]),
     Convergence([row for row in TRAINED if row.backend == "graphar"], skipped=["text: the run was ended"]),
     Compile("13.0", 1.5, [Compiled("all/one_shot.cu", "one_shot<bf16, 2>", "sm_90a", 0.5, 1000, 32, 0, 0)]),
+    Losses([loss_row("graphar", 80.0), loss_row("torch", 160.0)], skipped=["liger: no package"]),
 ]

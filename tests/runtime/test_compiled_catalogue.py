@@ -126,6 +126,7 @@ def test_only_kernels_of_newer_instructions_pass_over_an_architecture():
         "allreduce/multimem_one_shot.cu",
         "allreduce/multimem_two_shot.cu",
         "allreduce/two_shot_tma.cu",
+        "loss/softmax_partials.cu",
         "matmul/allgather_matmul.cu",
         "matmul/matmul.cu",
         "matmul/matmul_allreduce.cu",

@@ -83,3 +83,20 @@ void with_norm_gradients(Arguments a) {
   all.weight_offset = scalar[1];
   kernel(all);
 }
+
+// A kernel that takes LossArguments, as one of the table. A call gives it their bytes as the tensor of an epilogue. Each
+// address is there an offset in the input, or in the output if bit 62 is set, plus one; 0: null.
+template <auto kernel>
+void with_loss(Arguments a) {
+  LossArguments all;
+  std::memcpy(&all, a.epilogue.tensor[0], sizeof all);
+  const auto place = [&](auto& pointer) {
+    u64 at;
+    std::memcpy(&at, &pointer, sizeof at);
+    const u64 base = reinterpret_cast<u64>(at >> 62 ? a.output : a.input), address = base + (at << 2 >> 2) - 1;
+    if (at) std::memcpy(&pointer, &address, sizeof at);
+  };
+  place(all.logits), place(all.target), place(all.partials), place(all.gathered), place(all.results);
+  place(all.state), place(all.entropy), place(all.top1), place(all.total), place(all.upstream), place(all.gradient);
+  kernel(all);
+}

@@ -1,0 +1,384 @@
+"""Sums of exponentials over a vocabulary that ranks divide, with one set of bits on 1, 2, 4 and 8 ranks.
+
+The vocabulary is cut into 8 leaves of equal length, as leaf_tree.py cuts K. A leaf has 64 lanes. Lane (i // 8) % 64
+has element i of its leaf. It takes its elements in order, in steps of 32. The sums of a leaf's lanes are added by
+halves: those of lanes 0 to 31 and 32 to 63, then of 0 to 15 and 16 to 31, and so on. Leaves are merged as a binary tree
+over their numbers. A rank's partial is a node of that tree. All arithmetic is fp32, each operation rounded once to
+nearest, unless stated otherwise.
+
+    node            m: the maximum; s: the sum of exp(x - m). An empty one has m = -inf and s = 0
+    move to m'      delta = m - m'; sum_xe = fma(s, delta, sum_xe) x exp(delta); s = s x exp(delta)
+    step of a lane  move to the maximum of m and the step's elements; then each element, in order:
+                    s = s + exp(x - m), sum_xe = fma(exp(x - m), x - m, sum_xe)
+    lanes of a leaf move to the maximum of all lanes; then s and sum_xe are added by halves
+    merge           delta = smaller m - larger m: s = fma(smaller s, exp(delta), larger s)
+                    sum_xe = fma(fma(smaller s, delta, smaller sum_xe), exp(delta), larger sum_xe)
+                    the maxima are equal: s and sum_xe of both are added
+
+`sum_x` is the sum of x, by lanes, halves and trees too. `x - m` and `delta` count as -88 if they are less, and where
+both numbers are -inf. `top1` is the lowest index of a maximum, and -1 if that is NaN. A NaN makes m and s NaN. Every
+NaN that is stored is the canonical one. Padding columns count as -inf, and as 0 in `sum_x`.
+
+    exp(d), d <= 0  n = d x log2(e) rounded to an integer; f = d x log2(e) - n by fma; p = a polynomial of f by fma from
+                    the highest coefficient on; the result is p x 2^n, where 2^-127 counts as 0. NaN if d is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphar.numerics.exact_fma import fma, fma_in_doubles
+from graphar.numerics.nan import with_canonical_nan
+
+LANES, PACK, PACKS_OF_STEP = 64, 8, 4
+LARGEST = 88.0  # its exp(-d) is 0
+LOG2E = float.fromhex("0x1.715476p+0")
+COEFFICIENTS = [
+    float.fromhex(f"0x1.{one}") for one in ("5bba14p-10", "3cea88p-7", "c6b752p-5", "ebf9bcp-3", "62e42ap-1")
+]
+_CHUNK_NUMEL, _PIECE_NUMEL = 1 << 18, 1 << 15  # elements of whole rows, and of exponentials, that are computed at once
+
+
+class Terms(NamedTuple):
+    """What is computed of each row, beside the sizes."""
+
+    vocab_size: int  # the columns of all ranks that are no padding
+    result: str = "none"  # of losses the reduction: "mean", "sum" or "none"; or "log_probs"
+    ignore_index: int | None = None  # the target of rows without a loss
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+    temperature: float = 1.0  # divides the logits
+    entropy: bool = False
+    top1: bool = False
+
+    @property
+    def width(self) -> int:
+        """The fp32 numbers of a rank's partial of a row: m, s, the target's x, and sum_x, sum_xe, top1 if needed."""
+        return 3 + bool(self.label_smoothing) + self.entropy + self.top1
+
+    @property
+    def is_loss(self) -> bool:
+        return self.result != "log_probs"
+
+    @property
+    def inverse_temperature(self) -> float:
+        """The fp32 number by which logits are multiplied."""
+        return _rounded(1 / self.temperature)
+
+
+class Node(NamedTuple):
+    """A node of the tree: fp32 tensors of one shape. None: not asked for."""
+
+    m: Tensor
+    s: Tensor
+    sum_x: Tensor | None = None
+    sum_xe: Tensor | None = None
+    top1: Tensor | None = None  # whole numbers
+
+
+def _rounded(number: float) -> float:
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
+# ---- functions ------------------------------------------------------------------------------------------------------
+
+
+def exp(d: Tensor) -> Tensor:
+    """Returns exp(d) of fp32 numbers that are not positive, with a relative error below 1.7e-7 + 1.4e-8 |d|."""
+    made = torch.empty_like(d, memory_format=torch.contiguous_format)
+    for piece, into in zip(d.reshape(-1).split(_PIECE_NUMEL), made.view(-1).split(_PIECE_NUMEL), strict=True):
+        product = _clamped(piece).double().mul_(LOG2E)  # exact: 24 bits each
+        n = product.round()
+        f = product.sub_(n).float().double()  # the difference is exact, so this is the fma
+        p = torch.full_like(f, COEFFICIENTS[0])
+        for coefficient in (*COEFFICIENTS[1:], 1.0):
+            p = fma_in_doubles(p, f, coefficient)
+        power = (n.nan_to_num_().int().add_(127) << 23).view(torch.float32)
+        torch.mul(p.float(), power, out=into)
+    return made
+
+
+def _clamped(d: Tensor) -> Tensor:
+    """Returns ``d``, or -88 if it is less: exp(d) is then 0, and so are its products with ``d``."""
+    return d.clamp(min=-LARGEST)  # a NaN stays
+
+
+def log(s: Tensor) -> Tensor:
+    """Returns the logarithm of fp32 numbers, 0 included, in fp64 with a relative error below 1e-12.
+
+    s = 2^k c with c in [sqrt(1/2), sqrt(2)). With r = (c - 1) / (c + 1), log c = 2 r (1 + r^2/3 + ... + r^14/15).
+    """
+    c, k = torch.frexp(s.double())
+    small = c < math.sqrt(0.5)
+    c, k = torch.where(small, c * 2, c), torch.where(small, k - 1, k)
+    r = (c - 1) / (c + 1)
+    square, series = r * r, torch.full_like(r, 1 / 15)
+    for odd in range(13, 0, -2):
+        series = series * square + 1 / odd
+    return torch.where(s == 0, -math.inf, k.double() * math.log(2) + (r + r) * series)
+
+
+# ---- nodes ----------------------------------------------------------------------------------------------------------
+
+
+def merge(a: Node, b: Node) -> Node:
+    """Returns the node of two neighbours, of which ``a`` has the lower columns."""
+    b_is_larger, equal = b.m > a.m, a.m == b.m
+
+    def ordered(of_a: Tensor, of_b: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.where(b_is_larger, of_a, of_b), torch.where(b_is_larger, of_b, of_a)
+
+    (small_m, large_m), (small_s, large_s) = ordered(a.m, b.m), ordered(a.s, b.s)
+    m, delta = torch.maximum(a.m, b.m), small_m - large_m
+    factor = exp(delta)
+    s = torch.where(equal, a.s + b.s, fma(small_s, factor, large_s))
+    sum_x = sum_xe = top1 = None
+    if a.sum_x is not None and b.sum_x is not None:
+        sum_x = a.sum_x + b.sum_x
+    if a.sum_xe is not None and b.sum_xe is not None:
+        small, large = ordered(a.sum_xe, b.sum_xe)
+        moved = fma(fma(small_s, _clamped(delta), small), factor, large)
+        sum_xe = torch.where(equal, a.sum_xe + b.sum_xe, moved)
+    if a.top1 is not None and b.top1 is not None:
+        top1 = torch.where(m.isnan(), -1.0, torch.where(b_is_larger, b.top1, a.top1))
+    return Node(m, s, sum_x, sum_xe, top1)
+
+
+def tree(nodes: Node) -> Node:
+    """Returns the node of neighbours: the last dimension of ``nodes``, a power of two, is merged and gone."""
+    while nodes.m.shape[-1] > 1:
+        nodes = merge(_at(nodes, slice(0, None, 2)), _at(nodes, slice(1, None, 2)))
+    return _at(nodes, 0)
+
+
+def _at(nodes: Node, place: int | slice) -> Node:
+    m, s, *rest = nodes
+    return Node(m[..., place], s[..., place], *[None if one is None else one[..., place] for one in rest])
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """Returns the sum over the last dimension as a binary tree, as if zeros filled it up to a power of two."""
+    count = x.shape[-1]
+    x = torch.nn.functional.pad(x, (0, (1 << max(0, count - 1).bit_length()) - count))
+    while x.shape[-1] > 1:
+        x = x[..., ::2] + x[..., 1::2]
+    return x[..., 0]
+
+
+def leaves(x: Tensor, present: Tensor, terms: Terms) -> Node:
+    """Returns the nodes [rows, leaves], without top1, of ``x`` [rows, leaves, columns of a leaf], fp32.
+
+    ``present`` [leaves, columns] says which columns are no padding.
+    """
+    steps = _steps(torch.where(present, x, -math.inf), -math.inf)
+    zeros, sum_x = torch.zeros_like(steps[0][0]), None
+    lanes = Node(zeros - math.inf, zeros, None, zeros if terms.entropy else None)
+    for step in steps:
+        lanes = _after_step(lanes, step)
+    lanes = _moved(lanes, lanes.m.amax(-1, keepdim=True).expand_as(zeros))
+    if terms.label_smoothing:
+        sum_x = zeros
+        for step in _steps(torch.where(present, x, 0.0), 0.0):
+            for one in step:
+                sum_x = sum_x + one
+    sum_x, sum_xe = (None if one is None else _by_halves(one) for one in (sum_x, lanes.sum_xe))
+    return Node(lanes.m[..., 0], _by_halves(lanes.s), sum_x, sum_xe)
+
+
+def _by_halves(x: Tensor) -> Tensor:
+    """Returns the sum over the last dimension, a power of two, of which the second half is added to the first."""
+    while x.shape[-1] > 1:
+        left, right = x.chunk(2, -1)
+        x = left + right
+    return x[..., 0]
+
+
+def _steps(x: Tensor, padding: float) -> list[Tensor]:
+    """Returns the elements [32, rows, leaves, lanes] of each step; elements of a lane that do not exist are padding.
+
+    Lanes without an element are left out, but for a power of two: they are empty nodes, which change no bits.
+    """
+    packs = -(-x.shape[-1] // PACK)
+    lanes = min(LANES, 1 << (packs - 1).bit_length())
+    each = min(PACKS_OF_STEP, -(-packs // lanes))  # of small leaves
+    whole = torch.nn.functional.pad(x, (0, -x.shape[-1] % (lanes * PACK * each)), value=padding)
+    whole = whole.unflatten(-1, (whole.shape[-1] // (lanes * PACK * each), each, lanes, PACK)).permute(2, 3, 5, 0, 1, 4)
+    return list(whole.reshape(len(whole), each * PACK, *x.shape[:2], lanes))
+
+
+def _moved(node: Node, m: Tensor) -> Node:
+    """Returns the node with the maximum ``m``, which is not smaller than its own."""
+    delta = _below(node.m, m)
+    factor = exp(delta)
+    sum_xe = None if node.sum_xe is None else fma(node.s, delta, node.sum_xe) * factor
+    return Node(m, node.s * factor, None, sum_xe)
+
+
+def _below(x: Tensor, m: Tensor) -> Tensor:
+    return _clamped(torch.where(m == -math.inf, -math.inf, x - m))
+
+
+def _after_step(node: Node, step: Tensor) -> Node:
+    m, s, _, sum_xe, _ = _moved(node, torch.maximum(node.m, step.amax(0)))
+    d = _below(step, m)
+    for one, e in zip(d, exp(d), strict=True):
+        s = s + e
+        if sum_xe is not None:
+            sum_xe = fma(e, one, sum_xe)
+    return Node(m, s, None, sum_xe)
+
+
+# ---- a rank's part --------------------------------------------------------------------------------------------------
+
+
+def partial(logits: Tensor, target: Tensor, first: int, leaves_of_rank: int, terms: Terms) -> Tensor:
+    """Returns a rank's partial of each row: fp32 [rows, ``terms.width``], in the order that ``width`` names.
+
+    The x of a target that is among this rank's columns, and no padding; otherwise 0.
+
+    Args:
+        logits: [..., columns] of this rank, bf16, fp16 or fp32. Its first column is ``first`` of the vocabulary.
+        target: [...], int64, columns of the whole vocabulary.
+        leaves_of_rank: 8 / the number of ranks.
+    """
+    columns = logits.shape[-1]
+    logits, target = logits.reshape(-1, columns), target.reshape(-1)
+    present = torch.arange(first, first + columns, device=logits.device) < terms.vocab_size
+    step = max(1, _CHUNK_NUMEL // max(1, columns))
+    made = [logits.new_empty(0, terms.width, dtype=torch.float32)]
+    for rows, targets in zip(logits.split(step), target.split(step), strict=True):
+        x = _scaled(rows, terms)
+        node = tree(leaves(x.unflatten(1, (leaves_of_rank, -1)), present.view(leaves_of_rank, -1), terms))
+        own = (targets >= first) & (targets < min(first + columns, terms.vocab_size))
+        of_target = torch.where(own, x.gather(1, torch.where(own, targets - first, 0)[:, None])[:, 0], 0.0)
+        top1 = None
+        if terms.top1:
+            largest = torch.where(present, x, -math.inf).argmax(1)
+            top1 = torch.where(node.m.isnan(), -1.0, (largest + first).float())
+        found = node.m, node.s, of_target, node.sum_x, node.sum_xe, top1
+        made.append(torch.stack([one for one in found if one is not None], 1))
+    return with_canonical_nan(torch.cat(made))
+
+
+def _scaled(logits: Tensor, terms: Terms) -> Tensor:
+    return logits.float() if terms.temperature == 1 else logits.float() * terms.inverse_temperature
+
+
+def node_of(partials: Tensor, terms: Terms) -> Node:
+    """Returns the node of partials [..., width]."""
+    m, s, _, *rest = partials.unbind(-1)
+    asked = terms.label_smoothing != 0, terms.entropy, terms.top1
+    left = iter(rest)
+    return Node(m, s, *[next(left) if one else None for one in asked])
+
+
+def finish(partials: Tensor, target: Tensor, columns: int, terms: Terms) -> tuple[Tensor, ...]:
+    """Returns the results of all rows: (result, state), then the entropy and top1 that ``terms`` asks for.
+
+    Logarithms and what follows them are in fp64, each operation rounded, and results are rounded once:
+
+        lse = m + log s        log_prob = (x of the target - m) - log s        entropy = log s - sum_xe / s
+        loss = (1 - label_smoothing) x -log_prob
+               - label_smoothing x (sum_x / vocab_size - lse) + lse_square_scale x (lse x lse)
+
+    The sum over rows is :func:`tree_sum`, and the mean is that divided by the number of rows that are not ignored. A
+    target that is no column, and not ignored, makes its row NaN.
+
+    Args:
+        partials: [ranks, rows, width]: those of all ranks, in rank order.
+        target: [...], int64, of so many rows.
+        columns: of each rank.
+
+    Returns:
+        result: fp32 [rows], or [] for a mean or a sum. state: fp32 [2 rows + 1]: m and s of each row, and the number of
+        rows that are not ignored. entropy: fp32 [rows]. top1: int64 [rows].
+    """
+    rows, target = target.numel(), target.reshape(-1)
+    node = tree(node_of(partials.movedim(0, 1), terms))
+    valid, ignored = _valid_and_ignored(target, terms)
+    owner = torch.where(valid, target // columns, 0)
+    x = partials[owner, torch.arange(rows, device=target.device), 2].double()
+    m, log_s = node.m.double(), log(node.s)
+    log_prob = torch.where(valid, (x - m) - log_s, torch.nan)
+    if terms.is_loss:
+        result = _loss(log_prob, m + log_s, node, terms)
+        result = torch.where(ignored, 0.0, torch.where(valid, result, torch.nan)).float()
+    else:
+        result = log_prob.float()
+    count = (~ignored).sum().float()
+    if terms.result in ("sum", "mean"):
+        result = tree_sum(result)
+        result = result / count if terms.result == "mean" else result
+    found = [result, torch.cat([torch.stack([node.m, node.s], 1).view(-1), count[None]])]
+    if node.sum_xe is not None:
+        found.append((log_s - node.sum_xe.double() / node.s.double()).float())
+    if node.top1 is not None:
+        found.append(node.top1.long())
+    return tuple(map(with_canonical_nan, found))
+
+
+def _valid_and_ignored(target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    valid = (target >= 0) & (target < terms.vocab_size)
+    ignored = torch.zeros_like(valid) if terms.ignore_index is None else target == terms.ignore_index
+    return valid & ~ignored, ignored
+
+
+def _loss(log_prob: Tensor, lse: Tensor, node: Node, terms: Terms) -> Tensor:
+    loss = (1 - terms.label_smoothing) * -log_prob
+    if node.sum_x is not None:
+        loss = loss - terms.label_smoothing * (node.sum_x.double() / terms.vocab_size - lse)
+    if terms.lse_square_scale:
+        loss = loss + terms.lse_square_scale * (lse * lse)
+    return loss
+
+
+def gradient(
+    logits: Tensor, target: Tensor, state: Tensor, upstream: Tensor, first: int, terms: Terms, out: Tensor
+) -> None:
+    """Writes the gradient of a rank's logits into ``out``, which may be ``logits``.
+
+    In fp32, each operation rounded, g is the gradient of the row: ``upstream``, divided by the number of rows for a
+    mean, and negated for log-probabilities.
+
+        factor = 1 + 2 lse_square_scale x lse, in fp64, rounded once         scale = g x factor / s
+        gradient = exp(x - m) x scale, - g x (label_smoothing / vocab_size), and at the target - g x (1 -
+        label_smoothing); times 1 / temperature. Rounded once to the dtype. Constants are rounded to fp32 first.
+
+    The gradient of padding and of ignored rows is +0.
+
+    Args:
+        logits, target, first: those of :func:`partial`.
+        state: that of :func:`finish`.
+        upstream: fp32, [rows] for a result [rows], otherwise one element.
+        out: like ``logits``, which are contiguous.
+    """
+    columns, rows = logits.shape[-1], target.numel()
+    logits, target, out = logits.view(rows, columns), target.reshape(-1), out.view(rows, columns)
+    present = torch.arange(first, first + columns, device=logits.device) < terms.vocab_size
+    m, s = state[:-1].view(-1, 2).unbind(1)
+    valid, ignored = _valid_and_ignored(target, terms)
+    g = upstream.reshape(-1).expand(rows)
+    g = g / state[-1] if terms.result == "mean" else g if terms.is_loss else -g
+    g = torch.where(valid, g, torch.nan)
+    scale = g
+    if terms.lse_square_scale:
+        lse = m.double() + log(s)
+        scale = g * (1 + 2 * terms.lse_square_scale * lse).float()
+    scale = scale / s
+    step = max(1, _CHUNK_NUMEL // max(1, columns))
+    for start in range(0, rows, step):
+        window = slice(start, start + step)
+        x, of_row = _scaled(logits[window], terms), g[window, None]
+        found = exp(x - m[window, None]) * scale[window, None]
+        if terms.label_smoothing:
+            found = found - of_row * _rounded(terms.label_smoothing / terms.vocab_size)
+        is_target = torch.arange(first, first + columns, device=logits.device) == target[window, None]
+        found = torch.where(is_target, found - of_row * _rounded(1 - terms.label_smoothing), found)
+        if terms.temperature != 1:
+            found = found * terms.inverse_temperature
+        found = torch.where(present & ~ignored[window, None], found, 0.0)
+        out[window] = with_canonical_nan(found.to(out.dtype))

@@ -1,0 +1,376 @@
+"""Losses and log-probabilities over a vocabulary that ranks divide: graphar.cross_entropy and graphar.log_probs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+
+from graphar.numerics import leaf_tree
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.softmax import Terms
+from graphar.ops import options
+from graphar.ops.norms import check_number
+from graphar.ops.options import T
+from graphar.ops.register import Op, by_result, is_plain, library
+from graphar.ops.repeats import repeated
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Loss
+from graphar.runtime.bind import loss
+from graphar.runtime.checks import call_checks, tensor_checks
+from graphar.runtime.engine import Engine
+from graphar.runtime.registry import ALONE, Group, engine_name, engine_of_group
+
+NAME, LOG_PROBS = "cross_entropy", "log_probs"
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(eq=False)
+class Arguments(options.Given):
+    """Those of both functions. The fields up to ``top1`` are Terms, but for a ``vocab_size`` of None."""
+
+    vocab_size: int | None = None
+    result: str = "none"
+    ignore_index: int | None = None
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+    temperature: float = 1.0
+    entropy: bool = False
+    top1: bool = False
+    overwrite: bool = False  # whether the backward pass writes into the logits' memory
+
+
+class LogProbs(NamedTuple):
+    """What :func:`graphar.log_probs` returns with ``entropy`` or ``top1``: tensors, or lists with one per device."""
+
+    log_probs: Any  # fp32
+    entropy: Any  # fp32; None: not asked for
+    top1: Any  # int64; None: not asked for
+
+
+def cross_entropy(
+    logits: T,
+    target: T,
+    group: Group | Literal["alone"] = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    vocab_size: int | None = None,
+    overwrite_logits: bool = False,
+    timeout_s: float | None = None,
+) -> T:
+    """Returns the cross-entropy loss of logits whose columns, the vocabulary, are divided between ranks.
+
+    The loss has the same bits on 1, 2, 4 and 8 ranks, and so have the gradients of the logits. A row's loss and its
+    gradient have the same bits for every number of rows. ``graphar.reference.cross_entropy`` is the specification. A
+    process without a group is the only rank.
+
+    Logits are read once, in fp32 inside, and ranks exchange three or four numbers a row. The backward pass reads them
+    once more, and does not communicate: it takes this rank's gradient of the loss, which is the same on all ranks.
+
+    Args:
+        logits: [..., V / N], bf16, fp16 or fp32: this rank's columns of the vocabulary, or a list with one tensor for
+            each device of this process. V is a multiple of 8. A DTensor with Shard(-1), or a replicated one, is taken
+            as it is.
+        target: [...], int64: columns of the whole vocabulary, equal on all ranks. For a list a list, one per device. A
+            row whose target is no column and not ``ignore_index`` has the loss and gradients NaN.
+        group: a process group, 1-D DeviceMesh or Communicator of 1, 2, 4 or 8 ranks. None: the default group; for a
+            list, of its devices; for a DTensor, its mesh. "alone": this rank has the whole vocabulary.
+        ignore_index: the target of rows that have no loss: theirs is 0, and their gradient.
+        reduction: "mean" over the rows that are not ignored, "sum", or "none".
+        label_smoothing: the share of the loss, from 0 to 1, that is the mean over all columns.
+        lse_square_scale: the factor of the z-loss, the square of each row's logarithm of its sum of exponentials.
+        vocab_size: the columns of all ranks that are no padding. Those after them count as absent. None: all.
+        overwrite_logits: the backward pass writes the gradient into the memory of contiguous logits. torch raises an
+            error if another backward pass needs them. Not in compiled code.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
+
+    Returns:
+        fp32: [] for a mean or a sum, otherwise [...]. For a list a list, one per device.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
+    """
+    kinds = tuple(map(type, (ignore_index, label_smoothing, lse_square_scale, vocab_size, overwrite_logits, timeout_s)))
+    numbers = ignore_index, label_smoothing, lse_square_scale, vocab_size, overwrite_logits, timeout_s
+    how = reduction, *numbers, kinds
+    if (found := repeated(NAME, group, (logits, target), how)) is not None:  # type: ignore[arg-type]
+        return found[0]
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{NAME}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0 <= (smoothing := check_number(NAME, "label_smoothing", label_smoothing)) <= 1:
+        raise ValueError(f"{NAME}: label_smoothing must be from 0 to 1, got {label_smoothing!r}")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"{NAME}: ignore_index must be an int, got {ignore_index!r}")
+    terms = {
+        "vocab_size": vocab_size,
+        "result": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": smoothing,
+        "lse_square_scale": check_number(NAME, "lse_square_scale", lse_square_scale),
+        "overwrite": bool(overwrite_logits),
+    }
+    return _call(NAME, (logits, target), how, group, terms, timeout_s)[0]
+
+
+@overload
+def log_probs(
+    logits: T,
+    tokens: T,
+    group: Group | Literal["alone"] = None,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    entropy: Literal[False] = False,
+    top1: Literal[False] = False,
+    timeout_s: float | None = None,
+) -> T: ...
+@overload
+def log_probs(
+    logits: T,
+    tokens: T,
+    group: Group | Literal["alone"] = None,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    entropy: bool = False,
+    top1: bool = False,
+    timeout_s: float | None = None,
+) -> T | LogProbs: ...
+def log_probs(
+    logits, tokens, group=None, *, temperature=1.0, vocab_size=None, entropy=False, top1=False, timeout_s=None
+):
+    """Returns the log-probabilities of tokens, by logits whose columns, the vocabulary, are divided between ranks.
+
+    They have the same bits on 1, 2, 4 and 8 ranks, and for every number of rows; so have the gradients of the logits,
+    the entropies and the columns. ``graphar.reference.log_probs`` is the specification. A process without a group is
+    the only rank. What is computed, read and exchanged is as for :func:`cross_entropy`.
+
+    Args:
+        logits: [..., V / N], bf16, fp16 or fp32: this rank's columns of the vocabulary, or a list with one tensor for
+            each device of this process. V is a multiple of 8. A DTensor with Shard(-1), or a replicated one, is taken
+            as it is.
+        tokens: [...], int64: columns of the whole vocabulary, equal on all ranks. For a list a list, one per device. A
+            row whose token is no column is NaN.
+        group: a process group, 1-D DeviceMesh or Communicator of 1, 2, 4 or 8 ranks. None: the default group; for a
+            list, of its devices; for a DTensor, its mesh. "alone": this rank has the whole vocabulary.
+        temperature: logits are multiplied by 1 / temperature, in fp32.
+        vocab_size: the columns of all ranks that are no padding. Those after them count as absent. None: all.
+        entropy: also returns the entropy of each row, without gradients.
+        top1: also returns the column of each row's largest logit, the first of equals; -1 if a logit is NaN.
+        timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
+
+    Returns:
+        fp32 [...]; for a list a list, one per device. With ``entropy`` or ``top1`` a tuple of the fields ``log_probs``,
+        ``entropy``, fp32 [...] or None, and ``top1``, int64 [...] or None.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule. Nothing was sent.
+        CommunicatorError: the communicator is closed, or ranks made different calls.
+        CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
+    """
+    kinds = type(temperature), type(vocab_size), type(entropy), type(top1), type(timeout_s)
+    how = LOG_PROBS, temperature, vocab_size, entropy, top1, timeout_s, kinds
+    if (found := repeated(NAME, group, (logits, tokens), how)) is None:
+        if check_number(LOG_PROBS, "temperature", temperature) <= 0:
+            raise ValueError(f"{LOG_PROBS}: temperature must be positive, got {temperature!r}")
+        terms = {
+            "vocab_size": vocab_size,
+            "result": LOG_PROBS,
+            "temperature": float(temperature),
+            "entropy": bool(entropy),
+            "top1": bool(top1),
+        }
+        found = _call(LOG_PROBS, (logits, tokens), how, group, terms, timeout_s)
+    if not (entropy or top1):
+        return found[0]
+    entropies = _detached(found[2]) if entropy else None
+    return LogProbs(found[0], entropies, found[-1] if top1 else None)
+
+
+def _detached(x: Any) -> Any:
+    return [one.detach() for one in x] if isinstance(x, list) else x.detach()
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+def _call(op: str, tensors: tuple, how: tuple, group: Any, terms: dict[str, Any], timeout_s) -> tuple:
+    """Makes a call, and returns its results as users get them, the state included."""
+    call_checks.check_call(op, "auto", timeout_s)
+    if terms["vocab_size"] is not None and (type(terms["vocab_size"]) is bool or terms["vocab_size"] < 1):
+        raise ValueError(f"{op}: vocab_size must be positive, got {terms['vocab_size']!r}")
+    logits, target = tensors
+    communicator = None
+    if hasattr(logits, "device_mesh"):  # importing DTensor is slow
+        logits, communicator = _of_rank(op, logits, group)
+    if hasattr(target, "device_mesh"):
+        target = target.full_tensor()
+    ranks = _checked(op, logits, target)
+    in_list = isinstance(logits, (list, tuple))
+    if communicator is None:
+        communicator = ALONE if group == ALONE else engine_name(group, op, alone=not in_list)
+    given = Arguments(communicator, timeout_s, (), **terms)
+    plain = not in_list and all(map(is_plain, ranks[0]))
+    found = OP(logits, target, given=given, plain=plain, asked=(tensors, how, None))
+    return by_result(found, len(ranks) if in_list else None)
+
+
+def _of_rank(op: str, logits: Any, group: Group) -> tuple[torch.Tensor, str]:
+    """Returns this rank's columns of a DTensor, and the name of the ranks that divide them."""
+    placements, mesh = logits.placements, logits.device_mesh
+    if len(placements) == 1 and group is None:
+        (placement,), ranks = placements, mesh.size()
+        if placement.is_replicate():
+            return logits.to_local(), ALONE
+        if placement.is_shard(logits.ndim - 1) and logits.shape[-1] % ranks == 0:
+            return logits.to_local(), engine_name(mesh, op)
+    raise ValueError(
+        f"{op}: a DTensor of logits must be replicated, or evenly sharded by columns over a mesh of one dimension, "
+        f"without group=, got {list(logits.shape)} with {placements}"
+    )
+
+
+def _checked(op: str, logits: Any, target: Any) -> list[tuple]:
+    """Checks the tensors of a call, and returns those of each rank of this process."""
+    in_list = isinstance(logits, (list, tuple))
+    if in_list:
+        tensor_checks.check_list(op, logits)
+        tensor_checks.check_one_each(op, "target", target, logits, "logits")
+    ranks = list(zip(logits, target, strict=True)) if in_list else [(logits, target)]
+    for x, wanted in ranks:
+        tensor_checks.check_tensor(op, "logits", x)
+        tensor_checks.check_tensor(op, "target", wanted)
+        if x.dtype not in TYPE_NAMES:
+            raise ValueError(f"{op}: logits must be bfloat16, float16 or float32, got {x.dtype}")
+        if not x.ndim or not x.shape[-1]:
+            raise ValueError(f"{op}: logits must have columns, got the shape {list(x.shape)}")
+        if (wanted.shape, wanted.dtype, wanted.device) != (x.shape[:-1], torch.int64, x.device):
+            raise ValueError(
+                f"{op}: target must be {list(x.shape[:-1])} torch.int64 on {x.device}, got {list(wanted.shape)} "
+                f"{wanted.dtype} on {wanted.device}"
+            )
+    return ranks
+
+
+def _check(engine: Engine, logits, targets, given: Arguments) -> None:
+    op, columns, ranks = _op_of(given.result), logits[0].shape[-1], engine.world_size
+    leaf_tree.check_ranks(op, ranks)
+    leaf_tree.check_columns(op, columns, ranks)
+    if given.vocab_size is not None and given.vocab_size > columns * ranks:
+        raise ValueError(f"{op}: vocab_size must be at most the {columns * ranks} columns, got {given.vocab_size}")
+
+
+def _op_of(result: str) -> str:
+    return LOG_PROBS if result == LOG_PROBS else NAME
+
+
+def _work(engine: Engine, logits: torch.Tensor, given: Arguments) -> Loss:
+    columns = logits.shape[-1]
+    size = given.vocab_size or columns * engine.world_size
+    terms = Terms(size, *[getattr(given, name) for name in Terms._fields[1:]])
+    return Loss(_op_of(given.result), logits.shape[:-1].numel(), columns, terms)
+
+
+def _fake(logits, targets, given: Arguments) -> list[tuple[torch.Tensor, ...]]:
+    return [_results(target, given) for target in targets]
+
+
+def _results(target: torch.Tensor, given: Arguments) -> tuple[torch.Tensor, ...]:
+    """Returns uninitialised tensors for a rank's results: the losses, the state, perhaps entropies, perhaps columns."""
+    shape, new = target.shape, target.new_empty
+    made = [new(() if given.result in ("mean", "sum") else shape, dtype=torch.float32)]
+    made.append(new(2 * target.numel() + 1, dtype=torch.float32))
+    if given.entropy:
+        made.append(new(shape, dtype=torch.float32))
+    if given.top1:
+        made.append(new(shape))
+    return tuple(made)
+
+
+def _run(engine: Engine, logits, targets, outs, given: Arguments):
+    """Writes each rank's results."""
+    ranks = [
+        Operands((x.contiguous(), target.contiguous()), results)
+        for x, target, results in zip(logits, targets, outs, strict=True)
+    ]
+    x = ranks[0].inputs[0]
+    return engine.run(Call.of(_work(engine, x, given), x, timeout_s=given.timeout_s), ranks), ranks
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+# ``first`` is the first column of these logits in a call with lists. Otherwise it is -1: ``communicator`` knows.
+library.define(
+    "cross_entropy_backward(Tensor logits, Tensor target, Tensor state, Tensor gradient, int first, str communicator, "
+    "int? vocab_size, str result, int? ignore_index, float label_smoothing, float lse_square_scale, float temperature) "
+    "-> Tensor"
+)
+
+
+def _backward(ctx, gradients):
+    (logits, targets, states), _ = OP.saved(ctx)
+    names, columns = ("communicator", *Terms._fields[:-2]), logits[0].shape[-1]
+    how = {name: ctx.given[name] for name in names}
+    if ctx.in_list:
+        how["vocab_size"] = how["vocab_size"] or columns * ctx.ranks
+    of_results, found = gradients[:: len(gradients) // ctx.ranks], []
+    for rank, (x, *rest, of_result) in enumerate(zip(logits, targets, states, of_results, strict=True)):
+        first = columns * rank if ctx.in_list else -1
+        given = x, *rest, of_result, first, *how.values()
+        found.append(None if of_result is None else _of_rank_backward(given, ctx.given["overwrite"]))
+    return found, [None] * len(found), {}
+
+
+def _of_rank_backward(given: tuple, overwrites: bool) -> torch.Tensor:
+    logits = given[0]
+    is_eager = type(logits) in (torch.Tensor, torch.nn.Parameter)
+    if not (overwrites and is_eager and logits.is_contiguous()) or torch.is_grad_enabled():
+        return torch.ops.graphar.cross_entropy_backward(*given)
+    found = _gradient(*given, out=logits.detach())
+    torch.autograd.graph.increment_version(logits)
+    return found
+
+
+def _gradient(logits, target, state, gradient, first: int, communicator: str, vocab_size, *terms, out=None):
+    x, columns = logits.contiguous(), logits.shape[-1]
+    if first < 0:
+        engine = engine_of_group(communicator, NAME)
+        first, vocab_size = columns * (engine.rank or 0), vocab_size or columns * engine.world_size
+    out = torch.empty_like(x) if out is None else out
+    work = Loss(_op_of(terms[0]), x.shape[:-1].numel(), columns, Terms(vocab_size, *terms))
+    loss.backward(work, first, x, target.contiguous(), state, gradient.contiguous(), out)
+    return out
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("cross_entropy_backward", _gradient, _key)
+
+
+@torch.library.register_fake("graphar::cross_entropy_backward", lib=library)
+def _(logits, target, state, gradient, *rest):
+    return logits.new_empty(logits.shape)
+
+
+def _refuse(ctx, gradient):
+    raise NotImplementedError(f"{NAME}: it has no second derivatives")
+
+
+torch.library.register_autograd("graphar::cross_entropy_backward", _refuse, lib=library)
+
+OP = Op(
+    NAME,
+    ["logits", "target"],
+    Arguments,
+    _run,
+    _fake,
+    check=_check,
+    backward=_backward,
+    saved_result=1,
+    returns="Tensor[]",
+)

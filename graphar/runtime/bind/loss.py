@@ -1,0 +1,281 @@
+"""The binder of losses over a divided vocabulary: each rank's partials, their all-gather, and the results of all rows.
+
+One rank's partials become results in the same kernel. The backward pass needs no other rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from graphar.numerics import softmax
+from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.leaf_tree import LEAVES
+from graphar.numerics.softmax import LANES, Terms
+from graphar.plan.call import Call, Operands
+from graphar.plan.config import FALLBACK
+from graphar.plan.scratch import PACK_NBYTES, WARP
+from graphar.plan.work import Loss
+from graphar.runtime import launcher
+from graphar.runtime.arguments import LossArguments
+from graphar.runtime.availability import missing_software
+from graphar.runtime.bind.launches import on_own_device
+from graphar.runtime.catalogue import (
+    KernelSource,
+    softmax_backward_source,
+    softmax_partials_source,
+    softmax_results_source,
+    sum_of_losses_source,
+)
+from graphar.runtime.engine import Engine
+from graphar.runtime.launcher import Grid, Launch
+from graphar.runtime.plan import Plan
+
+# As in cuda_src/loss: the bytes of shared memory before the lanes of leaves, the numbers of a lane, and the threads of
+# blocks.
+MERGED_NBYTES = LEAVES * 5 * 4
+PLANES = {"nothing": 2, "sum_of_logits": 3, "entropy_and_top1": 4}
+RESULTS_THREADS, SUM_THREADS, BACKWARD_THREADS, ROWS_OF_WARP = 128, 1024, 256, 128
+# Where rows are few, slices of rows make grids of the gradient of up to so many blocks for each SM, and clusters that
+# share rows make grids of one for each SM, but pairs of blocks of so many (H200).
+SLICED_BLOCKS, PAIRED_BLOCKS = 8, 4
+
+
+def also(terms: Terms) -> str:
+    """Returns what the kernels compute beside the maximum and the sum: a name of Also in device/softmax.cuh."""
+    if terms.entropy or terms.top1:
+        return "entropy_and_top1"
+    return "sum_of_logits" if terms.label_smoothing else "nothing"
+
+
+def shared_nbytes(kind: str, leaves: int) -> int:
+    """Returns the shared memory of a block of softmax_partials that has so many leaves."""
+    return MERGED_NBYTES + leaves * PLANES[kind] * LANES * 4
+
+
+def room_for_sums(rows: int) -> int:
+    """Returns how many numbers the losses of ``rows`` and the sums of sum_of_losses take."""
+    count = rows
+    while True:
+        rows = -(-rows // ROWS_OF_WARP)
+        count += rows
+        if rows <= 1:
+            return count
+
+
+def arguments(work: Loss, first: int, ranks: int, cluster: int = 1, slices: int = 1) -> LossArguments:
+    """Returns the kernels' arguments without addresses, for the rank whose first column is ``first``."""
+    terms = work.terms
+    return LossArguments(
+        rows=work.rows,
+        columns=work.columns,
+        first=first,
+        vocab_size=terms.vocab_size,
+        ignore_index=terms.ignore_index or 0,
+        label_smoothing=terms.label_smoothing,
+        lse_square_scale=terms.lse_square_scale,
+        inverse_temperature=terms.inverse_temperature,
+        all_share=terms.label_smoothing / terms.vocab_size,
+        target_share=1 - terms.label_smoothing,
+        real_columns=min(work.columns, max(0, terms.vocab_size - first)),
+        leaf_columns=work.columns * ranks // LEAVES,
+        leaves_log2=(LEAVES // ranks).bit_length() - 1,
+        ranks=ranks,
+        cluster_log2=cluster.bit_length() - 1,
+        slices=slices,
+        width=terms.width,
+        may_ignore=terms.ignore_index is not None,
+        is_loss=terms.is_loss,
+        is_mean=terms.result == "mean",
+        is_per_row=terms.result not in ("mean", "sum"),
+        with_entropy=terms.entropy,
+        with_top1=terms.top1,
+    )
+
+
+def _serves(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.numel() > 0 and x.dtype in TYPE_NAMES and _runs_on(x.device.index)
+
+
+@functools.cache
+def _runs_on(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0) and not missing_software()
+
+
+# ---- the forward pass -----------------------------------------------------------------------------------------------
+
+
+class Rank(NamedTuple):
+    """How one rank of this process computes: its partials, if there are several ranks, and all results."""
+
+    partials: Callable[[Operands], torch.Tensor]
+    results: Callable[[Operands, torch.Tensor | None], None]
+
+
+def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of a loss. Collective, unless there is one rank."""
+    work, count = call.work, engine.world_size
+    first = work.columns * (engine.rank or 0)
+    firsts = [first] if engine.devices is None else [work.columns * rank for rank in range(count)]
+    made = [of_rank(own.inputs[0], work, at, count) for own, at in zip(ranks, firsts, strict=True)]
+    if count == 1:
+        ((_, results),) = made
+        alone = Plan(lambda ranks: results(ranks[0], None), FALLBACK, "one rank sends nothing")
+        return alone._replace(launch_like=lambda operands: _launch_of(alone))
+    exchange = work.exchanged
+    like = [Operands((own.inputs[0].new_empty(exchange.parts[0], dtype=torch.float32),), ()) for own in ranks]
+    exchange = exchange._replace(parts=exchange.parts * count)
+    gather = engine.plan(Call(exchange, torch.float32, call.device, timeout_s=call.timeout_s), like)
+
+    def run(ranks: Sequence[Operands]) -> None:
+        mine = [one.partials(own) for one, own in zip(made, ranks, strict=True)]
+        gathered = [one.new_empty(count, *one.shape) for one in mine]
+        gather.run([Operands((one,), (into,)) for one, into in zip(mine, gathered, strict=True)])
+        for one, own, partials in zip(made, ranks, gathered, strict=True):
+            one.results(own, partials)
+
+    plan = Plan(run, gather.config, gather.reason)
+    return plan._replace(launch_like=lambda operands: _launch_of(plan))
+
+
+def _launch_of(plan: Plan):
+    def launch(inputs, outputs, numbers=(), corner=None) -> None:
+        plan.run([Operands(inputs, outputs)])
+
+    return launch
+
+
+def of_rank(x: torch.Tensor, work: Loss, first: int, ranks: int) -> Rank:
+    if not _serves(x):
+        return _in_torch(work, first, ranks)
+    device, dtype = x.device.index, x.dtype
+    _load_backward(device, dtype)  # now, since loading could hang later
+    launch = on_own_device(device, _bind_forward(device, dtype, work, first, ranks))
+
+    def partials(own: Operands) -> torch.Tensor:
+        mine = own.inputs[0].new_empty((work.rows, work.terms.width), dtype=torch.float32)
+        launch(own, mine, None)
+        return mine
+
+    def results(own: Operands, gathered: torch.Tensor | None) -> None:
+        launch(own, None, gathered)
+
+    return Rank(partials, results)
+
+
+def _in_torch(work: Loss, first: int, ranks: int) -> Rank:
+    def partials(own: Operands) -> torch.Tensor:
+        return softmax.partial(*own.inputs, first, LEAVES // ranks, work.terms)
+
+    def results(own: Operands, gathered: torch.Tensor | None) -> None:
+        gathered = partials(own)[None] if gathered is None else gathered
+        found = softmax.finish(gathered, own.inputs[1], work.columns, work.terms)
+        for out, one in zip(own.outputs, found, strict=True):
+            out.copy_(one.view_as(out))
+
+    return Rank(partials, results)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks: int) -> Callable:
+    """Returns a function that launches the kernels of one rank.
+
+    It takes the operands, and partials to be written, or those that are gathered. With neither it computes the results
+    of the only rank.
+    """
+    terms, kind = work.terms, also(work.terms)
+    groups = -(-work.rows * (LEAVES // ranks) // LEAVES)
+    cluster = _cluster(device, groups)
+    given, lock = arguments(work, first, ranks, cluster), threading.Lock()
+    scaled = terms.temperature != 1 or kind == "entropy_and_top1"
+    shared = shared_nbytes(kind, LEAVES // cluster)
+
+    def bound(source: KernelSource, blocks: int, threads: int, shared: int = 0, cluster: int = 1) -> Launch:
+        # By their launch bounds two blocks fit on an SM.
+        is_early = launcher.can_overlap(device) and launcher.chip(device).may_overlap(blocks, halves=True)
+        return Launch(_load(source, device), [given], Grid(blocks, threads, shared, is_early, cluster))
+
+    threads = LEAVES // cluster * (LANES if cluster > 1 else WARP)
+    source = softmax_partials_source(dtype, kind, scaled, cluster > 1)
+    partials = bound(source, groups * cluster, threads, shared, cluster)
+    results = bound(softmax_results_source(kind), -(-work.rows // RESULTS_THREADS), RESULTS_THREADS)
+    total = bound(sum_of_losses_source(SUM_THREADS), 1, SUM_THREADS)
+    room = 0 if given.is_per_row else room_for_sums(work.rows)
+
+    def launch(own: Operands, mine: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
+        (logits, target), (result, state, *more) = own.inputs, own.outputs
+        losses = logits.new_empty(room, dtype=torch.float32) if room and mine is None else result
+        stream = torch.cuda.current_stream().cuda_stream
+        with lock:  # all threads share the launch's arguments
+            given.logits, given.target = logits.data_ptr(), target.data_ptr()
+            given.partials = 0 if mine is None else mine.data_ptr()
+            given.gathered = 0 if gathered is None else gathered.data_ptr()
+            given.results, given.total, given.state = losses.data_ptr(), result.data_ptr(), state.data_ptr()
+            given.entropy, given.top1 = more[0].data_ptr() if more else 0, more[-1].data_ptr() if more else 0
+            (partials if gathered is None else results).enqueue(stream)
+            if room and mine is None:
+                total.enqueue(stream)
+
+    return launch
+
+
+def _cluster(device: int, groups: int) -> int:
+    """Returns how many blocks share 8 leaves."""
+    if not launcher.chip(device).has_clusters:
+        return 1
+    sms = launcher.sm_count(device)
+    fitting = [one for one in (8, 4, 2) if groups * one <= sms * (PAIRED_BLOCKS if one == 2 else 1)]
+    return fitting[0] if fitting else 1
+
+
+@functools.cache
+def _load(source: KernelSource, device: int):
+    return launcher.load(source, device, shared_nbytes("entropy_and_top1", LEAVES), source.name)
+
+
+# ---- the backward pass ----------------------------------------------------------------------------------------------
+
+
+def _load_backward(device: int, dtype: torch.dtype):
+    return _load(softmax_backward_source(dtype), device)
+
+
+def backward(
+    work: Loss,
+    first: int,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    state: torch.Tensor,
+    upstream: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Writes the gradient of one rank's logits into ``out``: see :func:`graphar.numerics.softmax.gradient`."""
+    if not _serves(logits):
+        return softmax.gradient(logits, target, state, upstream, first, work.terms, out)
+    device = logits.device.index
+    launch = on_own_device(device, _bind_backward(device, logits.dtype, work, first))
+    launch(logits, target, state, upstream, out)
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _bind_backward(device: int, dtype: torch.dtype, work: Loss, first: int) -> Callable:
+    packs = -(-work.columns * dtype.itemsize // PACK_NBYTES)
+    slices = min(-(-SLICED_BLOCKS * launcher.sm_count(device) // work.rows), -(-packs // BACKWARD_THREADS))
+    given, lock = arguments(work, first, 1, slices=slices), threading.Lock()
+    blocks = work.rows * slices
+    is_early = launcher.can_overlap(device) and launcher.chip(device).may_overlap(blocks, halves=True)
+    bound = Launch(_load_backward(device, dtype), [given], Grid(blocks, BACKWARD_THREADS, 0, is_early))
+
+    def launch(*tensors: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        with lock:
+            for name, one in zip(("logits", "target", "state", "upstream", "gradient"), tensors, strict=True):
+                setattr(given, name, one.data_ptr())
+            bound.enqueue(stream)
+
+    return launch

@@ -1,0 +1,102 @@
+"""perf losses: measurements on the CPU, wrong results, and the report."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+
+from perf import __main__ as program
+from perf.report import read
+from perf.topics import losses as topic
+from perf.topics.losses import (
+    BOTH,
+    CPU_METHODS,
+    CPU_SHAPES,
+    METHODS,
+    OWN,
+    PASSES,
+    SHAPES,
+    TORCH,
+    Losses,
+    LossPlan,
+    least_nbytes,
+    make_method,
+    shape_of,
+    wrong_of_own,
+    wrong_of_peer,
+)
+from tests.perf.samples import loss_row as row
+
+SHAPE = (6, 512, 2)
+
+
+def test_a_run_on_the_cpu_is_reported(tmp_path, forked_ranks):
+    assert program.main(["losses", "--shapes", "3x64x1", "6x512x2", "--out", str(tmp_path)]) == 0
+
+    found = read(tmp_path / "cpu", Losses).report
+    assert [(row.rows, row.method, row.passes, row.wrong) for row in found.rows] == [
+        (rows, method, passes, 0) for rows in (3, 6) for method in CPU_METHODS for passes in PASSES
+    ]
+    assert found.skipped == []
+
+
+@pytest.mark.parametrize(
+    ("gpu_count", "plan"), [(0, LossPlan("cpu", CPU_SHAPES, CPU_METHODS)), (1, LossPlan("cuda", SHAPES, METHODS))]
+)
+def test_one_gpu_is_enough(gpu_count, plan):
+    assert Losses.plan(argparse.Namespace(shapes=None), gpu_count) == plan
+
+
+def test_the_progress_bar_counts_every_row():
+    plan = LossPlan("cpu", [SHAPE], CPU_METHODS)
+
+    assert len(list(topic.run_shape(plan, SHAPE, 0, 0))) == Losses.count(plan)
+
+
+@pytest.mark.parametrize("text", ["8x8", "0x8x1", "8x8x8x8"])
+def test_a_shape_is_rows_columns_and_ranks(text):
+    assert shape_of("4096x32064x8") == (4096, 32064, 8)
+    with pytest.raises(ValueError, match=text):
+        shape_of(text)
+
+
+def test_the_least_bytes_are_those_of_the_logits_for_each_time_that_they_move():
+    assert [least_nbytes(passes, (10, 800, 4)) for passes in PASSES] == [4000, 12000]
+
+
+def results(method: str) -> tuple:
+    x, target = torch.randn(6, 256).bfloat16() * 3, torch.randint(256, (6,))
+    made = make_method(method, x, target, SHAPE)
+    return x, target, made, made(BOTH)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_wrong_loss_or_gradient_of_graphar_is_counted(at):
+    _, _, own, found = results(OWN)
+    assert wrong_of_own(own, found) == 0
+
+    found[at].view(-1)[0] += 1
+
+    assert wrong_of_own(own, found) == 1
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_wrong_loss_or_gradient_of_a_peer_is_counted(at):
+    x, target, _, found = results(TORCH)
+    assert wrong_of_peer(x, target, found) == 0
+
+    found[at].view(-1)[0] += 1
+
+    assert wrong_of_peer(x, target, found) == 1
+
+
+def test_the_report_has_both_passes_the_share_of_the_least_time_and_the_memory():
+    rows = [row(method, time, passes) for passes in PASSES for method, time in ((OWN, 120.0), (TORCH, 240.0))]
+    forward, both, peaks = Losses(rows).sections()
+
+    assert "| 4096 x 32064 | 120 | 240 | torch | 0.50 | 250 | 60 | 2 |" in forward.body[0]
+    assert "| 4096 x 32064 | 120 | 240 | torch | 0.50 | 752 | 180 | 0.667 |" in both.body[0]
+    assert "| 4096 x 32064 | 256 | 256 |" in peaks.body[0]
+    assert Losses(rows).glance().ratios == {"4096 x 32064": 0.5}
