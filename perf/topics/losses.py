@@ -311,7 +311,7 @@ def rows_of(plan: LossPlan, shape: Shape) -> Iterator[LossRow | str]:
 class Losses(Report):
     rows: list[LossRow] = field(default_factory=list)
 
-    order: ClassVar[int] = 23
+    order: ClassVar[int] = 24
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--shapes 16x32064x1 1024x128256x1 4096x32064x1 4096x128256x8",
         quick_on_gpus="--shapes 4096x32064x1",
