@@ -97,8 +97,9 @@ def local_codec_sources(dtype: torch.dtype, codec: Codec) -> tuple[KernelSource,
     """Returns the kernels that encode a tensor, add encoded ones, and encode such a sum, on one GPU."""
     file, element = "quantized/local_codec.cu", TYPE_NAMES[dtype]
     plain = replace(codec, feedback=False).type_name  # sums have no rounding errors to keep
-    sums = (KernelSource(file, f"local_codec_sum<{element}, {plain}, {encodes}>") for encodes in ("false", "true"))
-    return (KernelSource(file, f"local_codec_encode<{element}, {codec.type_name}>"), *sums)
+    encode = KernelSource(file, f"local_codec_encode<{element}, {codec.type_name}>")
+    decode = KernelSource(file, f"local_codec_sum<{element}, {plain}, false>")
+    return encode, decode, KernelSource(file, f"local_codec_sum<{element}, {plain}, true>")
 
 
 def residual_norm_source(dtype: torch.dtype, total_dtype: torch.dtype | None = None) -> KernelSource:

@@ -522,8 +522,6 @@ FUSED_SCATTERED_NORM = (
     ),
 )
 
-LOGITS = ((1, 8), (3, 5, 24), (0, 16), (16,), (5, 40))
-
 
 def cross_entropy(logits, target, temperature=None, **options):
     """graphar.cross_entropy, or with a temperature graphar.log_probs: they share an op."""
@@ -533,6 +531,7 @@ def cross_entropy(logits, target, temperature=None, **options):
     return tuple(found) if options.get("top1") else found
 
 
+LOGITS = ((1, 8), (3, 5, 24), (0, 16), (16,), (5, 40))
 losses = partial(
     Form, cross_entropy, make=by.with_targets, specify=by.of_losses, shapes=LOGITS, leaves=("logits",), fill=normal
 )

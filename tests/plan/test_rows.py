@@ -60,6 +60,7 @@ def test_every_kernels_file_is_that_of_a_row_or_of_a_kernel_that_meets_no_other_
 
     alone = {"matmul/matmul.cu", "norm/residual_rmsnorm.cu", "norm/residual_rmsnorm_backward.cu"}
     alone |= {"copies/sum_of_parts.cu", "quantized/local_codec.cu"}
+    alone |= {f"loss/softmax_{step}.cu" for step in ("partials", "results", "backward")}
     assert files == {file_of(one) for one in WITH_KERNELS} | alone
     assert set(Algorithm) - set(WITH_KERNELS) == {*WITHOUT_KERNEL.values(), *COPYING.values()}
     assert {*WITHOUT_KERNEL.values()} == {Algorithm.FALLBACK, Algorithm.HIERARCHICAL}

@@ -169,7 +169,8 @@ def of_rank(x: torch.Tensor, work: Loss, first: int, ranks: int) -> Rank:
 
 def _in_torch(work: Loss, first: int, ranks: int) -> Rank:
     def partials(own: Operands) -> torch.Tensor:
-        return softmax.partial(*own.inputs, first, LEAVES // ranks, work.terms)
+        logits, target = own.inputs
+        return softmax.partial(logits, target, first, LEAVES // ranks, work.terms)
 
     def results(own: Operands, gathered: torch.Tensor | None) -> None:
         gathered = partials(own)[None] if gathered is None else gathered
