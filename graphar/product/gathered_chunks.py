@@ -33,7 +33,7 @@ from graphar.runtime.member import Member
 from graphar.runtime.memory.symmetric_tensors import tensor_at
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Lane(Lane):
     """A rank of this process in one call, with its operands."""
 
