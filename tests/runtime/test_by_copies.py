@@ -23,6 +23,7 @@ from graphar.runtime.bind import by_copies, copies
 from tests.cases import bit_patterns, same_bits
 
 OPS, UNIT = tuple(COPYING), 4096
+FREE = {"stream": None, "follow": lambda stream: None, "leave": lambda: None}  # of a member whose streams follow none
 every_op = pytest.mark.parametrize("op", OPS)
 
 
@@ -57,13 +58,14 @@ class Machine:
 
     def __init__(self, world_size: int, seed: int, monkeypatch) -> None:
         self.world_size, self.streams, self._choices = world_size, [], random.Random(seed)
-        self.mains, self._begun = [Stream(self, rank) for rank in range(world_size)], [0] * world_size
+        self._streams_of_callers = [[Stream(self, rank) for rank in range(world_size)] for _ in range(2)]
+        self.mains, self._begun = self._streams_of_callers[0], [0] * world_size
         self._sides, self.table = {}, shipped_table("default")
         least = self._choices.choice([UNIT, UNIT, 64 * UNIT])  # in the last case tensors have one chunk
         self.table = replace(self.table, copies=replace(self.table.copies, chunk_nbytes=least, chunks=1 << 20))
         scratch = COPYING["allreduce"].row.scratch(world_size)
         self._scratch = [torch.empty(scratch.nbytes, dtype=torch.uint8) for _ in range(world_size)]
-        members = [SimpleNamespace(rank=rank, device=rank, leave=lambda: None) for rank in range(world_size)]
+        members = [self._member(rank) for rank in range(world_size)]
         self.symmetric: dict[int, list[int]] = {}
         self.runner = SimpleNamespace(
             lock=threading.Lock(),
@@ -77,7 +79,7 @@ class Machine:
             ),
             symmetric=SimpleNamespace(on_every_rank=self.symmetric.get, place=lambda pointer: ""),
         )
-        monkeypatch.setattr(torch.cuda, "current_stream", self.mains.__getitem__)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.mains[device])
         monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
         monkeypatch.setattr(by_copies, "current_stream", lambda device: self.mains[device].cuda_stream)
         monkeypatch.setattr(by_copies, "is_capturing", lambda device: self._choices.random() < 0.5)
@@ -91,9 +93,25 @@ class Machine:
         monkeypatch.setattr(copies, "_attributes", lambda: SimpleNamespace(getPtr=lambda: 0))
 
     def _side(self, device: int, main: int, at: int) -> Stream:
-        if (device, at) not in self._sides:
-            self._sides[device, at] = Stream(self, device)
-        return self._sides[device, at]
+        if (main, at) not in self._sides:
+            self._sides[main, at] = Stream(self, device)
+        return self._sides[main, at]
+
+    def _member(self, rank: int) -> SimpleNamespace:
+        """A member, the calls of which are in one order whatever stream they are on, as those of a real one."""
+        member = SimpleNamespace(rank=rank, device=rank, stream=None, leave=lambda: None)
+
+        def follow(stream: int) -> None:
+            if member.stream is not None:
+                self.streams[stream].wait_stream(self.streams[member.stream])
+            member.stream = stream
+
+        member.follow = follow
+        return member
+
+    def use_other_streams(self) -> None:
+        """Makes later calls on streams of the caller's that wait for nothing."""
+        self.mains = self._streams_of_callers[self.mains is self._streams_of_callers[0]]
 
     def _load(self, source, device, shared_nbytes, what) -> torch.dtype:
         names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -101,8 +119,10 @@ class Machine:
 
     def _meet(self, more: str = "") -> None:
         """Lets each rank note that it has come, and then wait until all have."""
-        for rank, main in enumerate(self.mains):
-            self._come(rank, main)
+        for member, main in zip(self.runner.members, self.mains, strict=True):
+            if main.cuda_stream != member.stream:
+                member.follow(main.cuda_stream)
+            self._come(member.rank, main)
 
     def _come(self, rank: int, main: Stream) -> None:
         at = SimpleNamespace(number=None)
@@ -167,9 +187,12 @@ def wrong_elements(op: str, world_size: int, seed: int, monkeypatch, symmetric: 
     ``symmetric`` is the share of calls with symmetric outputs.
     """
     choices, machine = random.Random(seed), Machine(world_size, seed, monkeypatch)
+    is_on_two_streams = seed % 3 == 0
     dtype = choices.choice([torch.bfloat16, torch.float32])
     found, expected, kept = [], [], []
     for call in range(3):
+        if is_on_two_streams:
+            machine.use_other_streams()
         counts = [choices.choice([0, 1, 7, choices.randrange(1, 5 * UNIT)]) for _ in range(world_size)]
         counts[choices.randrange(world_size)] += UNIT  # one is not empty
         total = sum(counts)
@@ -232,6 +255,12 @@ def test_a_meeting_that_does_not_come_after_the_copies_is_noticed(op, monkeypatc
 @pytest.mark.parametrize("op", ["reducescatter", "allgather"])
 def test_a_call_without_its_first_meeting_is_noticed(op, monkeypatch):
     monkeypatch.setattr(by_copies._ByCopies, "_meets_first", False)
+    assert is_noticed(op, monkeypatch)
+
+
+@every_op
+def test_copies_that_do_not_follow_the_calls_on_other_streams_are_noticed(op, monkeypatch):
+    monkeypatch.setattr(Machine, "_member", lambda machine, rank: SimpleNamespace(**FREE, rank=rank, device=rank))
     assert is_noticed(op, monkeypatch)
 
 

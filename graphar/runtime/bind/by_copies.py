@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, cycle, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,7 +46,7 @@ _AHEAD = COPY_PLACES - 1  # chunks that travel while one is taken
 _PUSHES, _RESULTS, _KEPT = range(3)  # the side streams
 _EVENTS = 32  # of a rank; each is waited for before as many others are recorded
 
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # its handle; None in a build for the CPU
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # its handle; None in a build for the CPU
 
 
 @dataclass
@@ -84,6 +84,7 @@ class _Step(NamedTuple):
 
     begin: int  # of the rank's part of the chunk in the whole tensor
     nbytes: int
+    offset: int  # of the chunk in each rank's part
     parts: list[Move]  # of each peer's part: its place there, its begin, and its bytes
     places: list[list[int]]  # by area, this rank's places on the peers
     kept: list[list[Move]]  # by area, of each peer's part: its begin, its place here, and its bytes
@@ -109,12 +110,14 @@ class _ByCopies:
         self._counts = self._parts(call)  # elements
         chunks = policy.chunk_nbytes, policy.chunks
         self._chunks = copied_chunks(self._counts, self._itemsize, self._place_nbytes, *chunks)
-        functions, members = load(self._runner, config.algorithm, call.dtype), self._runner.members
-        self._scratch = self._runner.kernels.scratch(config.algorithm)
+        functions = load(self._runner, config.algorithm, call.dtype)
         grid = Grid(config.blocks, config.threads, 0, overlaps=False)
-        given = [Arguments() for _ in functions]
-        sums = [(Launch(one, [its], grid), its) for one, its in zip(functions, given, strict=True)]
-        self._sums = {member.rank: one for member, one in zip(members, sums, strict=False)}
+        self._scratch = self._runner.kernels.scratch(config.algorithm)
+        self._sums = {  # by rank; none in a gather
+            member.rank: (Launch(one, [given], grid), given)
+            for member, one in zip(self._runner.members, functions, strict=False)
+            for given in [Arguments()]
+        }
         self._ranks: BoundedCache[_Rank] = BoundedCache()  # by rank, and the handle of the caller's stream
         self._outs: BoundedCache[tuple[Sequence[int], str]] = BoundedCache()  # symmetric outputs, by address
         self._step = functools.cache(self._step_of)
@@ -149,8 +152,10 @@ class _ByCopies:
         return found or self._outs.keep(out, (symmetric.on_every_rank(out) or (), f" at {symmetric.place(out)}"))
 
     def _rank(self, member: Member, own: Operands) -> _Rank:
-        key = member.rank, current_stream(member.device)
-        found = self._ranks.get(key)
+        stream = current_stream(member.device)
+        if stream != member.stream:
+            member.follow(stream)  # not only the first meeting comes after the calls on other streams
+        found = self._ranks.get(key := (member.rank, stream))
         if found is None:
             main = torch.cuda.current_stream(member.device)
             apart = range(self._sides) if len(self._chunks) > 1 else self._apart
@@ -215,17 +220,13 @@ class _ByCopies:
         chunk = self._chunks[at]
         return chunk.begin[rank] * self._itemsize, chunk.count[rank] * self._itemsize
 
-    def _within_part(self, at: int) -> int:
-        """Returns where chunk ``at`` begins in each rank's part, in bytes."""
-        return self._chunks[at].offset * self._itemsize
-
     def _step_of(self, rank: int, at: int) -> _Step:
         after, before, areas = [*self._hops(rank, 1)], [*self._hops(rank, -1)], range(self._areas)
         parts = [(self._slot(peer, at, hop), *self._at(at, peer)) for hop, peer in after]
         places = [[self._slot(peer, at, hop, area) for hop, peer in after] for area in areas]
         ends = [(hop, *self._at(at, peer)) for hop, peer in before]
         kept = [[(begin, self._slot(rank, at, hop, area), nbytes) for hop, begin, nbytes in ends] for area in areas]
-        return _Step(*self._at(at, rank), parts, places, kept)
+        return _Step(*self._at(at, rank), self._chunks[at].offset * self._itemsize, parts, places, kept)
 
     def _parts_of(self, one: _Rank, at: int) -> list[Move]:
         """Returns the copies of each part of the input to its owner."""
@@ -278,7 +279,7 @@ class _AllGather(_ByCopies):
             one.main.wait_stream(one.sides[_RESULTS])
 
     def _pushed(self, one: _Rank, at: int) -> list[Move]:
-        return self._to_all(one, at, one.x + self._within_part(at), 0)
+        return self._to_all(one, at, one.x + self._step(one.rank, at).offset, 0)
 
     def _take(self, one: _Rank, at: int) -> None:
         if not one.outs:
@@ -290,7 +291,7 @@ class _ReduceScatter(_ByCopies):
         return self._parts_of(one, at)
 
     def _take(self, one: _Rank, at: int) -> None:
-        self._add(one, at, one.out + self._within_part(at))
+        self._add(one, at, one.out + self._step(one.rank, at).offset)
 
 
 class _AllReduce(_ByCopies):
