@@ -7,9 +7,9 @@ A meeting is an all-gather of one byte of each rank, by allgather_flagged in one
 ranks have begun it. It has the deadline, the record, the comparison of calls and the place in captured graphs that all
 kernels have.
 
-- Visibility. A meeting is launched after this rank's copies have ended: the caller's stream waits for their event. So
-  when the meeting has ended on a rank, the copies of all ranks have ended that were enqueued before it, and what runs
-  after it on the caller's stream reads their bytes.
+- Visibility. A meeting is launched after this rank's copies have ended: the caller's stream holds them, or waits for
+  their event. So when the meeting has ended on a rank, the copies of all ranks have ended that were enqueued before it,
+  and what runs after it on the caller's stream reads their bytes.
 - Reuse. A copy begins after a meeting that every rank begins after its last access to the memory that the copy
   overwrites. So the first copies of a call come after a meeting, too: the ranks' earlier calls, and whatever their
   streams did before this call, have ended by then.
