@@ -197,12 +197,12 @@ class LocalReduceScatter(TorchAllGather):
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of collectives: its name, graphar's limit on thread blocks and communicator, or torch's all-gather."""
+    """One kind of collectives: its name, graphar's limit on thread blocks and communicator, or a peer's all-gather."""
 
     method: str
     blocks: int | None = None
     communicator: graphar.Communicator | None = None
-    gather: TorchAllGather = field(default_factory=TorchAllGather)
+    gather: ZeroCtaAllGather | None = None
 
     def use_in(self, model: nn.Module) -> None:
         """Makes a model that was given to fully_shard use these collectives."""
@@ -210,10 +210,11 @@ class Kind:
             algorithm = "copies" if self.method == COPIES else "kernels"
             graphar.fsdp.set_collectives(model, self.communicator, blocks=self.blocks, algorithm=algorithm)
             return
-        scatter = LocalReduceScatter() if self.method == training_steps.ALONE else TorchReduceScatter()
+        local = self.method == training_steps.ALONE
+        gather, scatter = (LocalAllGather, LocalReduceScatter) if local else (TorchAllGather, TorchReduceScatter)
         for module in (*model.layers, model):
-            module.set_custom_all_gather(self.gather)
-            module.set_custom_reduce_scatter(scatter)
+            module.set_custom_all_gather(self.gather or gather())
+            module.set_custom_reduce_scatter(scatter())
 
 
 def make_kinds(plan: FsdpPlan) -> list[Kind]:
@@ -223,7 +224,7 @@ def make_kinds(plan: FsdpPlan) -> list[Kind]:
     own = [Kind(PLAIN, communicator=plain), *limited, Kind(LOSSLESS, communicator=lossless)]
     own.append(Kind(COPIES, communicator=copies))
     peer = [Kind(ZERO_CTA, gather=ZeroCtaAllGather())] if plan.zero_cta else []
-    return [Kind(dist.get_backend()), *peer, *own, Kind(training_steps.ALONE, gather=LocalAllGather())]
+    return [Kind(dist.get_backend()), *peer, *own, Kind(training_steps.ALONE)]
 
 
 def communicator_of(plan: FsdpPlan, method: str) -> graphar.Communicator:
