@@ -137,6 +137,7 @@ class Machine:
 
     def _copy_batch(self, to, source, nbytes, count, attributes, first, kinds, stream) -> None:
         """The copies of a batch, in any order."""
+        assert stream, "the default stream takes no batch"
         assert (len(to), len(source), len(nbytes), kinds) == (count,) * 3 + (1,)
         for move in self._choices.sample([*zip(to, source, nbytes, strict=True)], count):
             self._copy(*move, stream)

@@ -78,10 +78,13 @@ def _attributes():
 
 
 def enqueue(moves: Iterable[Move], stream: int, batched: bool) -> None:
-    """Copies on a stream, whose device is current. A batch is one call of the driver, which graphs do not take."""
+    """Copies on a stream, whose device is current.
+
+    A batch is one call of the driver. Neither graphs nor the default stream, whose handle is 0, take one.
+    """
     copy_one, copy_batch = _functions()
     moves = [move for move in moves if move[2]]
-    if batched and copy_batch is not None and len(moves) > 1:
+    if batched and stream and copy_batch is not None and len(moves) > 1:
         columns = [(ctypes.c_uint64 * len(moves))(*column) for column in zip(*moves, strict=True)]
         first = ctypes.c_size_t(0)  # the attributes are those of all copies from this one on
         status = copy_batch(*columns, len(moves), _attributes().getPtr(), ctypes.addressof(first), 1, stream)
