@@ -234,6 +234,40 @@ def test_peers_may_copy_into_symmetric_outputs(op, symmetric, monkeypatch):
         assert wrong_elements(op, 3, seed, monkeypatch, symmetric) == 0, seed
 
 
+def test_the_driver_is_given_addresses_sizes_and_attributes_as_it_takes_them(monkeypatch):
+    """A library of Python functions with the driver's prototypes copies in place of it."""
+    source, out, made = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8), []
+    number, pointer, size = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t
+
+    def copy_one(to, begin, nbytes, stream) -> int:
+        ctypes.memmove(to, begin, nbytes)
+        made.append(stream)
+        return 0
+
+    def copy_batch(to, begin, nbytes, count, attributes, first, kinds, stream) -> int:
+        columns = [(ctypes.c_uint64 * count).from_address(one) for one in (to, begin, nbytes)]
+        for move in zip(*columns, strict=True):
+            ctypes.memmove(*move)
+        order, *_, flags = (ctypes.c_int * 6).from_address(attributes)
+        made.append((order, flags, ctypes.c_size_t.from_address(first).value, kinds, stream))
+        return 0
+
+    one = ctypes.CFUNCTYPE(ctypes.c_int, number, number, size, pointer)(copy_one)
+    batch = ctypes.CFUNCTYPE(ctypes.c_int, *[pointer] * 3, size, *[pointer] * 2, size, pointer)(copy_batch)
+    library = SimpleNamespace(cuMemcpyAsync=one, cuMemcpyBatchAsync_v2=batch)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(copies, "_functions", copies._functions.__wrapped__)
+    moves = [(out.data_ptr() + at, source.data_ptr() + at, nbytes) for at, nbytes in ((0, 10), (10, 0), (10, 54))]
+    stream = 0x7F00_1234_5678
+
+    copies.enqueue(moves, stream, batched=True)
+    assert torch.equal(out, source)
+    copies.enqueue(moves, stream, batched=False)
+    copies.enqueue(moves[:1], stream, batched=True)
+
+    assert made == [(1, 1, 0, 1, stream), stream, stream, stream]
+
+
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
