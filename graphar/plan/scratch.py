@@ -78,7 +78,8 @@ class Sizes:
     quantized_blocks: int = MAX_BLOCKS
     norm_row_packs: int = NORM_ROW_PACKS
     copied_nbytes: int = 64 * MIB  # all places of a reduce-scatter or an all-gather by copy engines
-    copied_sum_nbytes: int = 64 * MIB  # of an all-reduce
+    # The same of an all-reduce: a copy costs 3 us beside its bytes, so chunks are large (reports/h200x2/notes.md).
+    copied_sum_nbytes: int = 192 * MIB
 
 
 @dataclass(frozen=True)
