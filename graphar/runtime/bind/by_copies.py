@@ -35,8 +35,9 @@ from graphar.runtime.arguments import Arguments
 from graphar.runtime.bind.copies import Event, Lane, Move, here, meetings
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.catalogue import sum_of_parts_source
+from graphar.runtime.catalogue import KernelSource, sum_of_parts_source
 from graphar.runtime.engine import Engine
+from graphar.runtime.kernels import Kernels
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.member import Member
 from graphar.runtime.runner import Runner
@@ -64,9 +65,18 @@ class _Rank(Lane):
         return self.member.rank
 
 
+_MEETING = Kernel(MEETING, BYTE)
+
+
+def sources(kernels: Kernels, world_size: int, algorithm: Algorithm, dtype: torch.dtype) -> list[KernelSource]:
+    """Returns the kernels that :func:`load` loads."""
+    adds = [] if BYTE in algorithm.row.dtypes else [sum_of_parts_source(dtype, world_size)]
+    return [kernels.source_of(_MEETING), *adds]
+
+
 def load(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list:
     """Loads what calls of an algorithm need, and returns each member's local sum; none of a gather. Collective."""
-    runner.kernels.prepare(Kernel(MEETING, BYTE))
+    runner.kernels.prepare(_MEETING)
     if BYTE in algorithm.row.dtypes:  # it only moves data
         runner.kernels.prepare_all((algorithm, "scratch"), algorithm, algorithm.value, lambda member: None)
         return []
