@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -111,7 +111,8 @@ class _Collective:
         if group is not None:
             engine_of(group, self._name)  # raises its errors here, not in the first step
         self._group, self._blocks, self._algorithm = group, blocks, algorithm
-        self._calls: dict[tuple[str, Call], Call] = {}  # by the engine's name and a call, the call with few blocks
+        # By the engine's name and what else a call depends on: the call, its numbers, and whether it is by copies.
+        self._calls: dict[Hashable, tuple[Call, tuple[float, ...], bool]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns an uninitialised tensor for an input or output."""
@@ -146,19 +147,29 @@ class _Collective:
 
         ``part`` is like each rank's part. Copies divide the rounded sum if it ``averages``, as other calls do not.
         """
-        call = Call.of(Parts(op, (part.numel(),) * engine.world_size), x)
-        limited = self._calls.get((engine.name, call))
-        if limited is None:
-            limited = self._calls[engine.name, call] = self._with_blocks(engine, call, x)
-        by_copies = limited.algorithm == COPYING[op]
-        if by_copies and COPYING[op].row.direct in engine.symmetric_sides(x, out):
-            limited = limited._replace(symmetric=(COPYING[op].row.direct,))
-        numbers = ()
-        if by_copies and averages:
-            limited = limited._replace(work=limited.work._replace(beside="divided by the number of ranks"))
-            numbers = (1 / engine.world_size,)
-        engine.run(limited, [Operands((x,), (out,), numbers)])
+        sides = engine.symmetric_sides(x, out)
+        key = engine.name, op, part.numel(), x.dtype, x.get_device(), sides, averages
+        found = self._calls.get(key)
+        if found is None:
+            found = self._calls[key] = self._call(engine, op, x, part.numel(), sides, averages)
+        call, numbers, by_copies = found
+        engine.run(call, [Operands((x,), (out,), numbers)])
         return by_copies
+
+    def _call(
+        self, engine: Engine, op: str, x: Tensor, numel: int, sides: tuple[str, ...], averages: bool
+    ) -> tuple[Call, tuple[float, ...], bool]:
+        """Returns a call, its numbers, and whether it is by copies."""
+        call = self._with_blocks(engine, Call.of(Parts(op, (numel,) * engine.world_size), x), x)
+        copying = COPYING[op]
+        if call.algorithm != copying:
+            return call, (), False
+        if copying.row.direct in sides:
+            call = call._replace(symmetric=(copying.row.direct,))
+        if not averages:
+            return call, (), True
+        call = call._replace(work=call.work._replace(beside="divided by the number of ranks"))
+        return call, (1 / engine.world_size,), True
 
     def _with_blocks(self, engine: Engine, call: Call, x: Tensor) -> Call:
         """Returns the call by copies, or with few blocks. A compressed call keeps its grid: few would limit it."""

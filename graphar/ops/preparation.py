@@ -59,17 +59,18 @@ def prepare(
         kernels = list(select.needed_kernels(facts, ops, added, max_nbytes, codecs, epilogues, symmetric, tp_invariant))
         tiles = list(_needed_tiles(engine, ops, dtypes, codecs, epilogues, tp_invariant))
         of_tiles = [sources_of_tile(engine.world_size, *tile).values() for tile in tiles]
+        least = {op: engine.table.copies.least(op, engine.world_size) for op in ops if op in COPYING}
+        copied = [op for op, size in least.items() if size and (max_nbytes is None or max_nbytes >= size)]
+        calls = [(COPYING[op], dtype) for op in copied for dtype in added]
         loaded = runner_of(engine).kernels
-        loaded.compile(itertools.chain(map(loaded.source_of, kernels), *of_tiles))
+        of_copies = [by_copies.sources(loaded, engine.world_size, *one) for one in calls]
+        loaded.compile(itertools.chain(map(loaded.source_of, kernels), *of_tiles, *of_copies))
         for kernel in kernels:
             loaded.prepare(kernel)
         for tile in tiles:
             load_tile(runner_of(engine), *tile)
-        for op in ops:
-            least = engine.table.copies.least(op, engine.world_size) if op in COPYING else None
-            if least is not None and (max_nbytes is None or max_nbytes >= least):
-                for dtype in added:
-                    by_copies.load(runner_of(engine), COPYING[op], dtype)
+        for one in calls:
+            by_copies.load(runner_of(engine), *one)
 
 
 def _needed_tiles(

@@ -354,12 +354,12 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
 
 def _copied_rows(sizes: Sizes) -> dict[Algorithm, Row]:
-    def copied(op: str, areas: int = 1, **how) -> Row:
-        layout = layouts.copied(sizes.copied_nbytes, areas)
+    def copied(op: str, nbytes: int = sizes.copied_nbytes, areas: int = 1, **how) -> Row:
+        layout = layouts.copied(nbytes, areas)
         return Row(op, layout=layout, copies=True, half_sm_threads=MAX_THREADS, policy_grid=grids.of_copies, **how)
 
     return {
-        Algorithm.TWO_SHOT_COPIES: copied("allreduce", areas=2, direct="output"),
+        Algorithm.TWO_SHOT_COPIES: copied("allreduce", sizes.copied_sum_nbytes, areas=2, direct="output"),
         Algorithm.REDUCESCATTER_COPIES: copied("reducescatter"),
         Algorithm.ALLGATHER_COPIES: copied("allgather", dtypes=(BYTE,), direct="output"),
     }

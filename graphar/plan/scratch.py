@@ -77,7 +77,9 @@ class Sizes:
     quantized_chunk_nbytes: int = 16 << 10  # a slot of quantized_two_shot_pipelined and quantized_reducescatter
     quantized_blocks: int = MAX_BLOCKS
     norm_row_packs: int = NORM_ROW_PACKS
-    copied_nbytes: int = 64 * MIB  # all places of an algorithm whose parts travel by copy engines
+    copied_nbytes: int = 64 * MIB  # all places of a reduce-scatter or an all-gather by copy engines
+    # The same of an all-reduce: a copy costs 3 us beside its bytes, so chunks are large (reports/h200x2/notes.md).
+    copied_sum_nbytes: int = 192 * MIB
 
 
 @dataclass(frozen=True)

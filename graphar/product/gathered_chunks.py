@@ -33,7 +33,7 @@ from graphar.runtime.member import Member
 from graphar.runtime.memory.symmetric_tensors import tensor_at
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Lane(Lane):
     """A rank of this process in one call, with its operands."""
 
@@ -86,7 +86,7 @@ class GatheredChunks:
             for hop in range(world_size):
                 if hop:
                     for lane, ends in zip(lanes, sent, strict=True):
-                        lane.main.wait_event(ends[hop - 1])
+                        lane.wait(ends[hop - 1])
                     meet()
                 for lane, x in zip(lanes, own, strict=True):
                     self._take(lane, x, hop, one)
@@ -103,7 +103,7 @@ class GatheredChunks:
             lane.keep(here, one.begin[source])
             lane.multiply(here, one.begin[source])
 
-    def _send(self, lane: _Lane, own: torch.Tensor) -> list[Event]:
+    def _send(self, lane: _Lane, own: torch.Tensor) -> list[Event | None]:
         """Copies own rows to the peers, the next rank first; returns the end of each copy."""
         hops = range(1, self._engine.world_size)
         there = [self._address((lane.member.rank + hop) % self._engine.world_size, hop) for hop in hops]

@@ -13,6 +13,8 @@ def is_capturing(device: torch.device | int, stream: torch.cuda.Stream | None = 
     """Returns whether a stream of a CUDA device is being captured into a graph. None: torch's current stream."""
     if not torch.cuda.is_initialized():
         return False
+    if stream is None and device == torch._C._cuda_getDevice():  # most calls; the contexts take microseconds
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device), torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
 

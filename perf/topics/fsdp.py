@@ -38,6 +38,7 @@ COMPRESSED_MB = 8  # the smallest size to compress if the tuning table has none
 TOLERANCE = 0.02  # the largest relative difference of a loss from the loss with torch's collectives
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PLAIN, LOSSLESS, COPIES = OWN = "graphar", "graphar lossless", "graphar copies"
+ZERO_CTA = "nccl zero-CTA"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class FsdpRow(training_steps.StepRow):
 
     Attributes:
         method: "nccl" or "gloo": torch's own collectives. "graphar": without compression. "graphar lossless": with
-            compression. "graphar copies": by copy engines. "alone": no communication.
+            compression. "graphar copies": by copy engines. "nccl zero-CTA": NCCL's gathers by copy engines. "alone": no
+            communication.
         layers: the number of layers of the trained model.
         tokens: tokens per rank and step, in one sequence.
         reduce_dtype: the dtype in which gradients are reduced, one of DTYPES.
@@ -87,7 +89,7 @@ class FsdpRow(training_steps.StepRow):
 
     @property
     def is_baseline(self) -> bool:
-        return self.method not in (*OWN, training_steps.ALONE)
+        return self.method not in (*OWN, ZERO_CTA, training_steps.ALONE)
 
     @property
     def is_alone(self) -> bool:
@@ -113,6 +115,7 @@ class FsdpPlan:
         compressed_from: "graphar lossless" compresses calls whose largest shard has at least this many bytes. None: the
             tuning table decides.
         budget_s: the time limit for each number of tokens in seconds. No steps are timed after it. None: no limit.
+        zero_cta: whether to measure NCCL's gathers by copy engines, too.
     """
 
     device: str
@@ -125,6 +128,7 @@ class FsdpPlan:
     blocks: tuple[int, ...]
     compressed_from: int | None
     budget_s: float | None
+    zero_cta: bool = False
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
@@ -142,6 +146,30 @@ class TorchAllGather:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
         return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class ZeroCtaAllGather(TorchAllGather):
+    """NCCL's all-gather by copy engines: with the policy that takes no SM, into memory that its group has registered.
+
+    Making it is collective. Multicast stays off: see NO_MULTICAST of perf.harness.ranks.
+    """
+
+    def __init__(self) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        self._group = dist.new_group(backend="nccl", pg_options=options)
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.all_reduce(torch.ones(1, device=device), group=self._group)  # connects it, which registering needs
+        backend = self._group._get_backend(device)
+        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        backend.register_mem_pool(self._pool, symm=True)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with torch.cuda.use_mem_pool(self._pool):
+            return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
+        return super().__call__(output_tensor, input_tensor, self._group, async_op)
 
 
 class TorchReduceScatter(TorchAllGather):
@@ -169,11 +197,12 @@ class LocalReduceScatter(TorchAllGather):
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of collectives: its name, graphar's limit on thread blocks, and graphar's communicator."""
+    """One kind of collectives: its name, graphar's limit on thread blocks and communicator, or a peer's all-gather."""
 
     method: str
     blocks: int | None = None
     communicator: graphar.Communicator | None = None
+    gather: ZeroCtaAllGather | None = None
 
     def use_in(self, model: nn.Module) -> None:
         """Makes a model that was given to fully_shard use these collectives."""
@@ -184,7 +213,7 @@ class Kind:
         local = self.method == training_steps.ALONE
         gather, scatter = (LocalAllGather, LocalReduceScatter) if local else (TorchAllGather, TorchReduceScatter)
         for module in (*model.layers, model):
-            module.set_custom_all_gather(gather())
+            module.set_custom_all_gather(self.gather or gather())
             module.set_custom_reduce_scatter(scatter())
 
 
@@ -194,7 +223,8 @@ def make_kinds(plan: FsdpPlan) -> list[Kind]:
     limited = [Kind(PLAIN, blocks, plain) for blocks in plan.blocks]  # calls with a limit are not compressed
     own = [Kind(PLAIN, communicator=plain), *limited, Kind(LOSSLESS, communicator=lossless)]
     own.append(Kind(COPIES, communicator=copies))
-    return [Kind(dist.get_backend()), *own, Kind(training_steps.ALONE)]
+    peer = [Kind(ZERO_CTA, gather=ZeroCtaAllGather())] if plan.zero_cta else []
+    return [Kind(dist.get_backend()), *peer, *own, Kind(training_steps.ALONE)]
 
 
 def communicator_of(plan: FsdpPlan, method: str) -> graphar.Communicator:
@@ -380,6 +410,7 @@ class Fsdp(training_steps.TrainingReport):
             "--lossless-from", type=parse_nbytes, metavar="SIZE", help="smallest size of the largest shard to compress"
         )
         parser.add_argument("--seconds", type=float, metavar="S", help="time limit for each number of tokens")
+        parser.add_argument("--zero-cta", action="store_true", help="also NCCL's gathers by copy engines, on GPUs")
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> FsdpPlan:
@@ -399,11 +430,12 @@ class Fsdp(training_steps.TrainingReport):
             blocks=tuple(options.blocks),
             compressed_from=options.lossless_from,
             budget_s=options.seconds,
+            zero_cta=options.zero_cta,
         )
 
     @classmethod
     def count(cls, plan: FsdpPlan) -> int:
-        return (5 + len(plan.blocks)) * len(plan.tokens)
+        return (5 + plan.zero_cta + len(plan.blocks)) * len(plan.tokens)
 
     def line(self, row: FsdpRow) -> str:
         return f"{row.label:>20}: {row.step_ms:.2f} ms a step of {row.tokens} tokens, loss {row.losses[-1]:.4f}"

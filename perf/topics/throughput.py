@@ -44,10 +44,12 @@ class Reduction:
         backend: "nccl" or "gloo": DistributedDataParallel's built-in all-reduce. "graphar": graphar's hook. One of
             NAIVE: blocking all-reduces with NCCL or gloo after the backward pass. "alone": gradients are not averaged.
         codec: the text of graphar's codec. None: exact gradients.
+        algorithm: the algorithm of graphar's exact hook.
     """
 
     backend: str
     codec: str | None = None
+    algorithm: str = "auto"
 
     derived: ClassVar[tuple[str, ...]] = ("bits",)
 
@@ -77,7 +79,8 @@ class Reduction:
     def __str__(self) -> str:
         if self.backend != "graphar":
             return self.backend
-        return f"{self.seeded.bits} bits" if self.seeded else "exact"
+        exact = "exact" if self.algorithm == "auto" else "exact, copies"
+        return f"{self.seeded.bits} bits" if self.seeded else exact
 
 
 @dataclass(frozen=True)
@@ -260,10 +263,11 @@ def make(workload: Workload, ranks: Ranks) -> tuple[nn.Module | None, str]:
 
 
 def reductions(backend: str) -> list[Reduction]:
-    """Returns the reductions to compare: none, two naive ones, the built-in one, graphar's exact one, and codecs."""
-    codecs = [None, *(Codec(bits, BUCKET_SIZE, "stochastic").text for bits in BITS)]
-    plain = map(Reduction, ("alone", *NAIVE, backend))
-    return [*plain, *(Reduction("graphar", text) for text in codecs)]
+    """Returns the reductions to compare: none, two naive ones, the built-in one, graphar's exact ones, and codecs."""
+    codecs = [Codec(bits, BUCKET_SIZE, "stochastic").text for bits in BITS]
+    plain = [*map(Reduction, ("alone", *NAIVE, backend, "graphar"))]
+    copies = [Reduction("graphar", algorithm="two_shot_copies")] if backend == "nccl" else []
+    return [*plain, *copies, *(Reduction("graphar", text) for text in codecs)]
 
 
 class Training:
@@ -280,7 +284,9 @@ class Training:
                 self.model, device_ids=[self._device] if on_gpu else None, gradient_as_bucket_view=True
             )
         if reduction.backend == "graphar":
-            hook = graphar.ddp.quantized_hook(reduction.seeded) if reduction.codec else graphar.ddp.exact_hook()
+            hook = graphar.ddp.exact_hook(algorithm=reduction.algorithm)
+            if reduction.codec:
+                hook = graphar.ddp.quantized_hook(reduction.seeded)
             self._ranks.register_comm_hook(None, hook)
         self._optimizer = torch.optim.AdamW(self._ranks.parameters(), lr=LEARNING_RATE, fused=on_gpu)
 
@@ -363,7 +369,7 @@ class Throughput(training_steps.TrainingReport):
 
     @classmethod
     def count(cls, plan: ThroughputPlan) -> int:
-        return len(plan.models) * len(reductions(""))
+        return len(plan.models) * len(reductions("nccl" if plan.device == "cuda" else "gloo"))
 
     def line(self, row: ThroughputRow) -> str:
         return (

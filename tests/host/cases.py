@@ -46,6 +46,7 @@ SMALL = replace(
     quantized_blocks=4,
     norm_row_packs=130,
     copied_nbytes=1 << 20,
+    copied_sum_nbytes=1 << 20,
 )
 SMALL_ROWS = rows(SMALL)
 

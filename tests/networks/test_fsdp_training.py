@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import graphar
 from graphar import fsdp
@@ -35,11 +35,18 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(48, 97), nn.LayerNorm(97), nn.ReLU(), nn.Linear(97, 5))
 
 
-def sharded(use=None, **options) -> nn.Sequential:
-    """The model under fully_shard, after ``use`` of it, such as set_collectives; None: torch's own collectives."""
+def each_layer(model: nn.Sequential) -> list:
+    return [model[0], model[1], model[3], model]
+
+
+def sharded(use=None, groups=each_layer, **options) -> nn.Sequential:
+    """The model under fully_shard, after ``use`` of it, such as set_collectives; None: torch's own collectives.
+
+    ``groups`` returns the modules whose parameters are gathered together.
+    """
     model = make_model()
     on_cpus = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}  # also where there are GPUs
-    for layer in (model[0], model[1], model[3], model):
+    for layer in groups(model):
         fully_shard(layer, **on_cpus | options)
     if use is not None:
         use(model)
@@ -118,6 +125,17 @@ def asynchronous(model: nn.Module) -> None:
     model._set_unshard_async_op(True)
 
 
+def compiled_layers(model: nn.Sequential) -> list:
+    for layer in model:
+        layer.compile(backend="aot_eager")
+    return each_layer(model)
+
+
+def compiled_as_one(model: nn.Sequential) -> list:
+    model.compile(backend="aot_eager")
+    return each_layer(model)
+
+
 SETTINGS = {
     "fp32": {},
     "kept after the forward pass": {"reshard_after_forward": False},
@@ -127,6 +145,11 @@ SETTINGS = {
     "accumulated gradients": {"accumulated": 3},
     "accumulated gradients in bf16": {"accumulated": 2, "mp_policy": BF16},
     "asynchronous gathers": {"use": asynchronous},
+    "two modules in a group": {"groups": lambda model: [[model[0], model[1]], model[3], model]},
+    "all parameters in a group": {"groups": lambda model: [model], "mp_policy": BF16},
+    "offloaded parameters": {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": BF16},
+    "compiled layers": {"groups": compiled_layers, "mp_policy": BF16},
+    "a compiled model": {"groups": compiled_as_one, "mp_policy": BF16},
 }
 
 

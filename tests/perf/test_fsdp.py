@@ -215,6 +215,15 @@ def test_the_table_has_the_ratio_to_torchs_own_and_what_communication_is_exposed
     assert [mark.value for mark in exposed.marks] == [50, 40, 30]
 
 
+def test_nccls_gathers_by_copy_engines_are_a_peer_and_not_what_others_are_compared_with():
+    (section,) = Fsdp([fsdp_row("nccl zero-CTA", 380.0, losses=[9.0, 8.0], digest="4567"), *rows()]).sections()
+
+    zero_cta, nccl, *_ = section.body[0].splitlines()[2:]
+    assert zero_cta == "| nccl zero-CTA | 380.00 | 0.95 | 30.00 | 21,558 | - | 9.000000, 8.000000 |"
+    assert nccl.startswith("| nccl | 400.00 | 1.00 |")
+    assert Fsdp.count(Fsdp.plan(program.parse(["fsdp", "--tokens", "8", "--zero-cta"]), 2)) == 6
+
+
 def test_the_finding_names_the_method_of_its_ratio_and_what_could_be_reached():
     assert Fsdp(rows()).findings() == [
         "2048 tokens per rank: with graphar lossless a step takes 0.95 of the time with torch's collectives; without"

@@ -12,6 +12,7 @@ from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.plan import tune
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
+from graphar.plan.config import Config
 from graphar.plan.entries import measured_config
 from graphar.plan.matmuls import prefers_tiles
 from graphar.plan.policy import Chip
@@ -105,6 +106,9 @@ def test_two_communicators_have_the_grids_that_were_measured():
     for world_size, nbytes in itertools.product(WORLD_SIZES, SIZES):
         config, _ = measured_config(TABLE, world_size, nbytes)
         chosen = select(Call(Sum(nbytes // 2), torch.bfloat16, 0), Facts(world_size, TABLE, chip, lossless=False))
+        if nbytes >= (TABLE.copies.least("allreduce", world_size) or 2 * SIZES[-1]):
+            config = Config(Algorithm.TWO_SHOT_COPIES, TABLE.copies.sum_blocks, 512)
+            assert chosen.config == config
         assert (chosen.config.threads, chosen.config.blocks) == (config.threads, min(config.blocks, SMS - 1))
 
 

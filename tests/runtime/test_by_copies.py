@@ -23,6 +23,7 @@ from graphar.runtime.bind import by_copies, copies
 from tests.cases import bit_patterns, same_bits
 
 OPS, UNIT = tuple(COPYING), 4096
+FREE = {"stream": None, "follow": lambda stream: None, "leave": lambda: None}  # of a member whose streams follow none
 every_op = pytest.mark.parametrize("op", OPS)
 
 
@@ -38,13 +39,15 @@ class Stream:
         self.device, self.steps, self.cuda_stream = device, [], len(machine.streams)
         machine.streams.append(self)
 
-    def record_event(self):
-        event = SimpleNamespace(done=False)
-        self.steps.append(lambda: setattr(event, "done", True) or True)
+    def record_event(self, event=None):
+        """Notes a new end in an event. Who waits waits for the last one that it had then."""
+        event, end = event or SimpleNamespace(), SimpleNamespace(done=False)
+        event.end = end
+        self.steps.append(lambda: setattr(end, "done", True) or True)
         return event
 
     def wait_event(self, event) -> None:
-        self.steps.append(lambda: event.done)
+        self.steps.append(lambda end=event.end: end.done)
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -55,12 +58,14 @@ class Machine:
 
     def __init__(self, world_size: int, seed: int, monkeypatch) -> None:
         self.world_size, self.streams, self._choices = world_size, [], random.Random(seed)
-        self.mains, self._begun = [Stream(self, rank) for rank in range(world_size)], [0] * world_size
+        self._streams_of_callers = [[Stream(self, rank) for rank in range(world_size)] for _ in range(2)]
+        self.mains, self._begun = self._streams_of_callers[0], [0] * world_size
         self._sides, self.table = {}, shipped_table("default")
-        self.table = replace(self.table, copies=replace(self.table.copies, chunk_nbytes=UNIT, chunks=1 << 20))
+        least = self._choices.choice([UNIT, UNIT, 64 * UNIT])  # in the last case tensors have one chunk
+        self.table = replace(self.table, copies=replace(self.table.copies, chunk_nbytes=least, chunks=1 << 20))
         scratch = COPYING["allreduce"].row.scratch(world_size)
         self._scratch = [torch.empty(scratch.nbytes, dtype=torch.uint8) for _ in range(world_size)]
-        members = [SimpleNamespace(rank=rank, device=rank, leave=lambda: None) for rank in range(world_size)]
+        members = [self._member(rank) for rank in range(world_size)]
         self.symmetric: dict[int, list[int]] = {}
         self.runner = SimpleNamespace(
             lock=threading.Lock(),
@@ -74,20 +79,39 @@ class Machine:
             ),
             symmetric=SimpleNamespace(on_every_rank=self.symmetric.get, place=lambda pointer: ""),
         )
-        monkeypatch.setattr(torch.cuda, "current_stream", self.mains.__getitem__)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.mains[device])
+        monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+        monkeypatch.setattr(by_copies, "current_stream", lambda device: self.mains[device].cuda_stream)
+        monkeypatch.setattr(by_copies, "is_capturing", lambda device: self._choices.random() < 0.5)
         monkeypatch.setattr(by_copies, "stream_beside", self._side)
         monkeypatch.setattr(by_copies, "here", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(by_copies, "meetings", lambda *given: self._meet)
         monkeypatch.setattr(by_copies, "Launch", lambda dtype, arguments, grid: Add(self, dtype, *arguments))
         monkeypatch.setattr(by_copies, "launcher", SimpleNamespace(load=self._load))
         monkeypatch.setattr(copies, "here", lambda device: contextlib.nullcontext())
-        monkeypatch.setattr(copies, "driver_call", self._copy)
-        monkeypatch.setattr(copies, "driver", SimpleNamespace(cuMemcpyAsync=None))
+        monkeypatch.setattr(copies, "_functions", lambda: (self._copy, self._copy_batch))
+        monkeypatch.setattr(copies, "_attributes", lambda: SimpleNamespace(getPtr=lambda: 0))
 
     def _side(self, device: int, main: int, at: int) -> Stream:
-        if (device, at) not in self._sides:
-            self._sides[device, at] = Stream(self, device)
-        return self._sides[device, at]
+        if (main, at) not in self._sides:
+            self._sides[main, at] = Stream(self, device)
+        return self._sides[main, at]
+
+    def _member(self, rank: int) -> SimpleNamespace:
+        """A member, the calls of which are in one order whatever stream they are on, as those of a real one."""
+        member = SimpleNamespace(rank=rank, device=rank, stream=None, leave=lambda: None)
+
+        def follow(stream: int) -> None:
+            if member.stream is not None:
+                self.streams[stream].wait_stream(self.streams[member.stream])
+            member.stream = stream
+
+        member.follow = follow
+        return member
+
+    def use_other_streams(self) -> None:
+        """Makes later calls on streams of the caller's that wait for nothing."""
+        self.mains = self._streams_of_callers[self.mains is self._streams_of_callers[0]]
 
     def _load(self, source, device, shared_nbytes, what) -> torch.dtype:
         names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -95,8 +119,10 @@ class Machine:
 
     def _meet(self, more: str = "") -> None:
         """Lets each rank note that it has come, and then wait until all have."""
-        for rank, main in enumerate(self.mains):
-            self._come(rank, main)
+        for member, main in zip(self.runner.members, self.mains, strict=True):
+            if main.cuda_stream != member.stream:
+                member.follow(main.cuda_stream)
+            self._come(member.rank, main)
 
     def _come(self, rank: int, main: Stream) -> None:
         at = SimpleNamespace(number=None)
@@ -109,7 +135,14 @@ class Machine:
 
         main.steps.append(meet)
 
-    def _copy(self, function, to, source, nbytes, stream) -> None:
+    def _copy_batch(self, to, source, nbytes, count, attributes, first, kinds, stream) -> None:
+        """The copies of a batch, in any order."""
+        assert stream, "the default stream takes no batch"
+        assert (len(to), len(source), len(nbytes), kinds) == (count,) * 3 + (1,)
+        for move in self._choices.sample([*zip(to, source, nbytes, strict=True)], count):
+            self._copy(*move, stream)
+
+    def _copy(self, to, source, nbytes, stream) -> None:
         """A copy in two steps: it is torn, and reads late."""
         cut = self._choices.randrange(nbytes)
         for begin, count in ((cut, nbytes - cut), (0, cut)):
@@ -149,12 +182,18 @@ def work_of(op: str, counts) -> Sum | Parts:
     return Sum(sum(counts)) if op == "allreduce" else Parts(op, tuple(counts))
 
 
-def wrong_elements(op: str, world_size: int, seed: int, monkeypatch, direct: bool = False) -> int:
-    """How many elements are wrong after three calls of any sizes, all of which are enqueued before the first runs."""
+def wrong_elements(op: str, world_size: int, seed: int, monkeypatch, symmetric: float = 0) -> int:
+    """How many elements are wrong after three calls of any sizes, all of which are enqueued before the first runs.
+
+    ``symmetric`` is the share of calls with symmetric outputs.
+    """
     choices, machine = random.Random(seed), Machine(world_size, seed, monkeypatch)
+    is_on_two_streams = seed % 3 == 0
     dtype = choices.choice([torch.bfloat16, torch.float32])
     found, expected, kept = [], [], []
     for call in range(3):
+        if is_on_two_streams:
+            machine.use_other_streams()
         counts = [choices.choice([0, 1, 7, choices.randrange(1, 5 * UNIT)]) for _ in range(world_size)]
         counts[choices.randrange(world_size)] += UNIT  # one is not empty
         total = sum(counts)
@@ -166,6 +205,7 @@ def wrong_elements(op: str, world_size: int, seed: int, monkeypatch, direct: boo
             "allgather": lambda xs=xs: [torch.cat(xs)] * world_size,
             "reducescatter": lambda xs=xs, counts=counts: reference.allreduce(xs).split(counts),
         }[op]()
+        direct = choices.random() < symmetric
         if direct:
             machine.symmetric.update({out.data_ptr(): [one.data_ptr() for one in outs] for out in outs})
         work = Call.of(work_of(op, counts), xs[0])
@@ -187,17 +227,52 @@ def test_results_are_the_specifications_whatever_is_late(op, world_size, monkeyp
         assert wrong_elements(op, world_size, seed, monkeypatch) == 0, seed
 
 
+@pytest.mark.parametrize("symmetric", [1, 0.5])
 @pytest.mark.parametrize("op", [op for op in OPS if COPYING[op].row.direct])
-def test_peers_may_copy_into_symmetric_outputs(op, monkeypatch):
-    for seed in range(8):
-        assert wrong_elements(op, 3, seed, monkeypatch, direct=True) == 0, seed
+def test_peers_may_copy_into_symmetric_outputs(op, symmetric, monkeypatch):
+    for seed in range(16):
+        assert wrong_elements(op, 3, seed, monkeypatch, symmetric) == 0, seed
+
+
+def test_the_driver_is_given_addresses_sizes_and_attributes_as_it_takes_them(monkeypatch):
+    """A library of Python functions with the driver's prototypes copies in place of it."""
+    source, out, made = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8), []
+    number, pointer, size = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t
+
+    def copy_one(to, begin, nbytes, stream) -> int:
+        ctypes.memmove(to, begin, nbytes)
+        made.append(stream)
+        return 0
+
+    def copy_batch(to, begin, nbytes, count, attributes, first, kinds, stream) -> int:
+        columns = [(ctypes.c_uint64 * count).from_address(one) for one in (to, begin, nbytes)]
+        for move in zip(*columns, strict=True):
+            ctypes.memmove(*move)
+        order, *_, flags = (ctypes.c_int * 6).from_address(attributes)
+        made.append((order, flags, ctypes.c_size_t.from_address(first).value, kinds, stream))
+        return 0
+
+    one = ctypes.CFUNCTYPE(ctypes.c_int, number, number, size, pointer)(copy_one)
+    batch = ctypes.CFUNCTYPE(ctypes.c_int, *[pointer] * 3, size, *[pointer] * 2, size, pointer)(copy_batch)
+    library = SimpleNamespace(cuMemcpyAsync=one, cuMemcpyBatchAsync_v2=batch)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(copies, "_functions", copies._functions.__wrapped__)
+    moves = [(out.data_ptr() + at, source.data_ptr() + at, nbytes) for at, nbytes in ((0, 10), (10, 0), (10, 54))]
+    stream = 0x7F00_1234_5678
+
+    copies.enqueue(moves, stream, batched=True)
+    assert torch.equal(out, source)
+    copies.enqueue(moves, stream, batched=False)
+    copies.enqueue(moves[:1], stream, batched=True)
+
+    assert made == [(1, 1, 0, 1, stream), stream, stream, stream]
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
-def is_noticed(op: str, monkeypatch) -> bool:
-    return any(wrong_elements(op, 3, seed, monkeypatch) for seed in range(30))
+def is_noticed(op: str, monkeypatch, symmetric: float = 0) -> bool:
+    return any(wrong_elements(op, 3, seed, monkeypatch, symmetric) for seed in range(30))
 
 
 @every_op
@@ -218,6 +293,24 @@ def test_a_call_without_its_first_meeting_is_noticed(op, monkeypatch):
     assert is_noticed(op, monkeypatch)
 
 
+@every_op
+def test_copies_that_do_not_follow_the_calls_on_other_streams_are_noticed(op, monkeypatch):
+    monkeypatch.setattr(Machine, "_member", lambda machine, rank: SimpleNamespace(**FREE, rank=rank, device=rank))
+    assert is_noticed(op, monkeypatch)
+
+
 def test_sums_that_are_kept_before_they_are_here_are_noticed(monkeypatch):
     monkeypatch.setattr(by_copies._AllReduce, "_ends_left", 4)
     assert is_noticed("allreduce", monkeypatch)
+
+
+def test_parts_that_come_where_earlier_sums_are_still_kept_are_noticed(monkeypatch):
+    """The places of parts of a call with a symmetric output hold another call's sums."""
+    monkeypatch.setattr(by_copies._AllReduce, "_meets_first", property(lambda self: False, lambda self, value: None))
+    assert is_noticed("allreduce", monkeypatch, 0.5)
+
+
+@pytest.mark.parametrize("op", ["allreduce", "allgather"])  # who waits for a later copy of one stream waits for both
+def test_an_event_that_is_recorded_again_before_it_is_waited_for_is_noticed(op, monkeypatch):
+    monkeypatch.setattr(by_copies, "_EVENTS", 2)
+    assert is_noticed(op, monkeypatch)

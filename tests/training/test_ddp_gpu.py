@@ -12,6 +12,7 @@ import graphar
 from graphar import Codec, reference
 from tests.gpu import kernel_calls
 from tests.processes import run_on_gpus
+from tests.worlds import SHARED_WORLD_SIZES
 
 STEPS = 4
 WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
@@ -57,11 +58,11 @@ def steps_with(rank, hook) -> list[list[Tensor]]:
     return found
 
 
-def exactly(rank, world_size):
+def exactly(rank, world_size, algorithm="auto"):
     expected = exact_means(rank, world_size)
     return [
         torch.equal(*pair)
-        for found, wanted in zip(steps_with(rank, graphar.ddp.exact_hook()), expected, strict=True)
+        for found, wanted in zip(steps_with(rank, graphar.ddp.exact_hook(algorithm=algorithm)), expected, strict=True)
         for pair in zip(found, wanted, strict=True)
     ]
 
@@ -69,6 +70,11 @@ def exactly(rank, world_size):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_exact_gradients_are_the_specifications_bit_for_bit(world_size):
     assert all(map(all, run_on_gpus(exactly, world_size)))
+
+
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
+def test_gradients_that_copy_engines_bring_are_the_specifications(world_size):
+    assert all(map(all, run_on_gpus(exactly, world_size, "two_shot_copies")))
 
 
 def with_a_codec(rank, world_size, feedback):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import graphar
 from graphar import fsdp
@@ -32,10 +33,12 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(515, 515) for _ in range(6))).cuda()
 
 
-def trained(rank: int, use=None, asynchronous: bool = False, **options) -> list[Tensor]:
+def trained(rank: int, use=None, asynchronous: bool = False, compiled: bool = False, **options) -> list[Tensor]:
     """Losses, and parameters after some steps. Each layer has a group of its own, and gathers run beside matmuls."""
     model = make_model()
     for layer in (*model, model):
+        if compiled and layer is not model:
+            layer.compile(backend="aot_eager")
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16), **options)
     if use is not None:
         use(model)
@@ -48,7 +51,8 @@ def trained(rank: int, use=None, asynchronous: bool = False, **options) -> list[
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return [*losses, *(parameter.full_tensor().detach() for parameter in model.parameters())]
+    found = [*losses, *(parameter.full_tensor().detach() for parameter in model.parameters())]
+    return [one.cpu() for one in found]
 
 
 def same(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -98,14 +102,18 @@ def test_training_has_the_same_bits_with_and_without_lossless_compression(world_
 
 def by_copies_as_rank(rank, world_size):
     """Whether training by copies has the bits of training by kernels, by how it gathers, and the pool's MB."""
-    expected, found = trained(rank, lambda model: fsdp.set_collectives(model, algorithm="kernels")), {}
+    by_kernels, found = partial(trained, rank, lambda model: fsdp.set_collectives(model, algorithm="kernels")), {}
     settings = {"pool": {}, "scratch": {"pool_nbytes": 0}, "one tensor in the pool": {"pool_nbytes": 1100 << 10}}
+    plain, offloaded = by_kernels(), {"offload_policy": CPUOffloadPolicy()}  # whose optimiser has other bits
+    cases = {"plain": ({}, plain), "asynchronous": ({"asynchronous": True}, plain)}
+    cases |= {"kept": ({"reshard_after_forward": False}, plain), "compiled": ({"compiled": True}, plain)}
+    cases["offloaded"] = offloaded, by_kernels(**offloaded)
     for name, how in settings.items():
-        for options in ({}, {"asynchronous": True}, {"reshard_after_forward": False}):
+        for case, (options, expected) in cases.items():
             own = graphar.Communicator(timeout_s=30)
             use = lambda model, own=own, how=how: fsdp.set_collectives(model, own, algorithm="copies", **how)  # noqa: E731
             is_same, held = same(trained(rank, use, **options), expected), own.memory()
-            found[name, str(options)] = is_same, held.symmetric.resident_nbytes >> 20, sorted(held.scratch)
+            found[name, case] = is_same, held.symmetric.resident_nbytes >> 20, sorted(held.scratch)
             own.close()
     return found
 
@@ -117,7 +125,7 @@ def test_training_by_copies_has_the_bits_of_training_by_kernels():
         assert {tuple(scratch) for _, _, scratch in found.values()} == {
             ("allgather_copies", "allgather_flagged", "reducescatter_copies")
         }
-        pooled = {name: held for (name, options), (_, held, _) in found.items() if options == "{}"}
+        pooled = {name: held for (name, case), (_, held, _) in found.items() if case == "plain"}
         assert pooled["scratch"] == 0
         assert 0 < pooled["one tensor in the pool"] <= pooled["pool"] <= 8
 

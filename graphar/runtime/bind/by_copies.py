@@ -12,9 +12,11 @@ peers copy directly, and nothing is kept.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,12 +29,15 @@ from graphar.plan.scratch import COPY_PLACES, PACK_NBYTES
 from graphar.plan.slices import Slice, copied_chunks, row_slices
 from graphar.plan.work import Parts, Sum
 from graphar.ranks import agreement
+from graphar.ranks.capture import is_capturing
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
 from graphar.runtime.bind.copies import Event, Lane, Move, here, meetings
 from graphar.runtime.bind.launches import runner_of
-from graphar.runtime.catalogue import sum_of_parts_source
+from graphar.runtime.bounded_cache import BoundedCache
+from graphar.runtime.catalogue import KernelSource, sum_of_parts_source
 from graphar.runtime.engine import Engine
+from graphar.runtime.kernels import Kernels
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.member import Member
 from graphar.runtime.runner import Runner
@@ -40,26 +45,38 @@ from graphar.runtime.side_stream import stream_beside
 
 _AHEAD = COPY_PLACES - 1  # chunks that travel while one is taken
 _PUSHES, _RESULTS, _KEPT = range(3)  # the side streams
+_EVENTS = 32  # of a rank; each is waited for before as many others are recorded
+
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # its handle; None in a build for the CPU
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Rank(Lane):
-    """A rank of this process in one call."""
+    """A rank of this process on a stream of the caller's, with the addresses of its tensors in the present call."""
 
-    x: int  # the address of its input
-    out: int  # and of its output
-    outs: Sequence[int]  # of the symmetric outputs of all ranks; empty if peers copy to scratch
-    factor: tuple[float, ...]  # by which the rounded sum is multiplied, if there is one
-    ends: list[Event] = field(default_factory=list)  # of what the next meeting must come after
+    x: int = 0
+    out: int = 0
+    outs: Sequence[int] = ()  # of the symmetric outputs of all ranks; empty if peers copy to scratch
+    factor: float = 1.0  # by which the rounded sum is multiplied
+    ends: list[Event | None] = field(default_factory=list)  # of what the next meeting must come after
 
     @property
     def rank(self) -> int:
         return self.member.rank
 
 
+_MEETING = Kernel(MEETING, BYTE)
+
+
+def sources(kernels: Kernels, world_size: int, algorithm: Algorithm, dtype: torch.dtype) -> list[KernelSource]:
+    """Returns the kernels that :func:`load` loads."""
+    adds = [] if BYTE in algorithm.row.dtypes else [sum_of_parts_source(dtype, world_size)]
+    return [kernels.source_of(_MEETING), *adds]
+
+
 def load(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list:
     """Loads what calls of an algorithm need, and returns each member's local sum; none of a gather. Collective."""
-    runner.kernels.prepare(Kernel(MEETING, BYTE))
+    runner.kernels.prepare(_MEETING)
     if BYTE in algorithm.row.dtypes:  # it only moves data
         runner.kernels.prepare_all((algorithm, "scratch"), algorithm, algorithm.value, lambda member: None)
         return []
@@ -72,23 +89,48 @@ def load(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list:
     return runner.kernels.prepare_all(key, algorithm, what, load_on)
 
 
+class _Step(NamedTuple):
+    """What a rank moves of a chunk: addresses of scratch, and bytes from the begin of a tensor."""
+
+    begin: int  # of the rank's part of the chunk in the whole tensor
+    nbytes: int
+    offset: int  # of the chunk in each rank's part
+    parts: list[Move]  # of each peer's part: its place there, its begin, and its bytes
+    places: list[list[int]]  # by area, this rank's places on the peers
+    kept: list[list[Move]]  # by area, of each peer's part: its begin, its place here, and its bytes
+
+
 class _ByCopies:
-    """A call by copy engines. Subclasses say what is pushed, and what is done with chunks that are here."""
+    """A call by copy engines. Subclasses say what is pushed, and what is done with chunks that are here.
+
+    A call of one chunk copies on the caller's stream: there is nothing to copy beside.
+    """
 
     _sides = _PUSHES + 1
+    _apart: tuple[int, ...] = ()  # side streams that calls of one chunk have, too
+    _areas = 1  # of the scratch
     _meets_first = True  # whether ranks meet before the first copy: they read the places after the last meeting
     _ends_left = 0  # of the copies that the last chunk's _take began, how many the next meeting need not come after
 
     def __init__(self, engine: Engine, call: Call[Sum | Parts], config: Config) -> None:
         self._runner, self._config, self._world_size = runner_of(engine), config, engine.world_size
         self._itemsize, row = call.dtype.itemsize, config.algorithm.row
-        parts, policy = self._parts(call), engine.table.copies
-        self._place_nbytes = row.scratch(self._world_size).capacity * PACK_NBYTES
-        self._counts = parts  # elements
-        self._chunks = copied_chunks(parts, self._itemsize, self._place_nbytes, policy.chunk_nbytes, policy.chunks)
+        policy, areas = engine.table.copies, self._areas if config.direct else 1  # those that copies share
+        self._place_nbytes = areas * row.scratch(self._world_size).capacity * PACK_NBYTES
+        self._counts = self._parts(call)  # elements
+        chunks = policy.chunk_nbytes, policy.chunks
+        self._chunks = copied_chunks(self._counts, self._itemsize, self._place_nbytes, *chunks)
         functions = load(self._runner, config.algorithm, call.dtype)
         grid = Grid(config.blocks, config.threads, 0, overlaps=False)
-        self._sums = [(Launch(one, [given], grid), given) for one in functions for given in [Arguments()]]
+        self._scratch = self._runner.kernels.scratch(config.algorithm)
+        self._sums = {  # by rank; none in a gather
+            member.rank: (Launch(one, [given], grid), given)
+            for member, one in zip(self._runner.members, functions, strict=False)
+            for given in [Arguments()]
+        }
+        self._ranks: BoundedCache[_Rank] = BoundedCache()  # by rank, and the handle of the caller's stream
+        self._outs: BoundedCache[tuple[Sequence[int], str]] = BoundedCache()  # symmetric outputs, by address
+        self._step = functools.cache(self._step_of)
         words = agreement.words_of_launch(call, config, Slice(0))
         self._meet = meetings(engine, call, config.algorithm, words)
 
@@ -99,8 +141,10 @@ class _ByCopies:
         """Enqueues the call on the members' current streams, for the operands of each rank of this process."""
         with self._runner.lock:
             self._runner.raise_failure()  # before any member enqueues anything
+            outs, place = self._symmetric(ranks[0].outputs[0].data_ptr()) if self._config.direct else ((), "")
             own = [self._rank(member, one) for member, one in zip(self._runner.members, ranks, strict=True)]
-            place = f" at {self._runner.symmetric.place(own[0].out)}" if own[0].outs else ""
+            for one in own:
+                one.outs = outs
             if self._meets_first:
                 self._meet(place)
             try:
@@ -112,19 +156,34 @@ class _ByCopies:
             for one in own:
                 one.member.leave()
 
+    def _symmetric(self, out: int) -> tuple[Sequence[int], str]:
+        """Returns the addresses of a symmetric output on all ranks, and in words where it lies."""
+        found, symmetric = self._outs.get(out), self._runner.symmetric
+        return found or self._outs.keep(out, (symmetric.on_every_rank(out) or (), f" at {symmetric.place(out)}"))
+
     def _rank(self, member: Member, own: Operands) -> _Rank:
-        main = torch.cuda.current_stream(member.device)
-        sides = [stream_beside(main.device, main.cuda_stream, at) for at in range(self._sides)]
-        x, out = own.inputs[0].data_ptr(), own.outputs[0].data_ptr()
-        outs = self._runner.symmetric.on_every_rank(out) if self._config.direct else None
-        return _Rank(member, main, sides, x, out, outs or (), own.numbers)
+        stream = current_stream(member.device)
+        if stream != member.stream:
+            member.follow(stream)  # not only the first meeting comes after the calls on other streams
+        found = self._ranks.get(key := (member.rank, stream))
+        if found is None:
+            main = torch.cuda.current_stream(member.device)
+            apart = range(self._sides) if len(self._chunks) > 1 else self._apart
+            beside = [stream_beside(main.device, main.cuda_stream, at) for at in range(self._sides)]
+            sides = [side if at in apart else main for at, side in enumerate(beside)]
+            events = cycle([torch.cuda.Event() for _ in range(_EVENTS)])
+            found = self._ranks.keep(key, _Rank(member, main, sides, events=events))
+        found.x, found.out = own.inputs[0].data_ptr(), own.outputs[0].data_ptr()
+        found.factor, found.ends = own.numbers[0] if own.numbers else 1.0, []
+        found.batched = self._world_size > 2 and not is_capturing(member.device)
+        return found
 
     def _go(self, own: Sequence[_Rank], place: str) -> None:
         count = len(self._chunks)
         sent = [self._send(own, at) for at in range(min(_AHEAD, count))]
         for at in range(count):
             for one, end in zip(own, sent[at], strict=True):
-                one.main.wait_event(end)
+                one.wait(end)
             self._meet_after(own, self._ends_left, "" if at or self._meets_first else place)
             if at + _AHEAD < count:
                 sent.append(self._send(own, at + _AHEAD))
@@ -133,19 +192,19 @@ class _ByCopies:
         self._finish(own)
         for one in own:
             for end in one.ends:
-                one.main.wait_event(end)
+                one.wait(end)
 
-    def _send(self, own: Sequence[_Rank], at: int) -> list[Event]:
+    def _send(self, own: Sequence[_Rank], at: int) -> list[Event | None]:
         return [one.copy(self._pushed(one, at), _PUSHES) for one in own]
 
     def _meet_after(self, own: Sequence[_Rank], left: int, words: str = "") -> None:
         """Lets ranks meet after the ends of the copies that they have noted, but for the ``left`` last ones."""
         for one in own:
             while len(one.ends) > left:
-                one.main.wait_event(one.ends.pop(0))
+                one.wait(one.ends.pop(0))
         self._meet(words)
 
-    def _pushed(self, one: _Rank, at: int) -> Iterator[Move]:
+    def _pushed(self, one: _Rank, at: int) -> list[Move]:
         raise NotImplementedError
 
     def _take(self, one: _Rank, at: int) -> None:
@@ -164,46 +223,47 @@ class _ByCopies:
     def _slot(self, rank: int, at: int, hop: int, area: int = 0) -> int:
         """Returns the address on ``rank`` of the place of chunk ``at`` of the rank ``hop`` before it."""
         place = (area * COPY_PLACES + at % COPY_PLACES) * (self._world_size - 1) + hop - 1
-        return self._runner.kernels.scratch(self._config.algorithm)[rank] + place * self._place_nbytes
+        return self._scratch[rank] + place * self._place_nbytes
 
     def _at(self, at: int, rank: int) -> tuple[int, int]:
         """Returns where chunk ``at`` of a rank's part begins in the whole tensor, and its size, in bytes."""
         chunk = self._chunks[at]
         return chunk.begin[rank] * self._itemsize, chunk.count[rank] * self._itemsize
 
-    def _within_part(self, at: int) -> int:
-        """Returns where chunk ``at`` begins in each rank's part, in bytes."""
-        return self._chunks[at].offset * self._itemsize
+    def _step_of(self, rank: int, at: int) -> _Step:
+        after, before, areas = [*self._hops(rank, 1)], [*self._hops(rank, -1)], range(self._areas)
+        parts = [(self._slot(peer, at, hop), *self._at(at, peer)) for hop, peer in after]
+        places = [[self._slot(peer, at, hop, area) for hop, peer in after] for area in areas]
+        ends = [(hop, *self._at(at, peer)) for hop, peer in before]
+        kept = [[(begin, self._slot(rank, at, hop, area), nbytes) for hop, begin, nbytes in ends] for area in areas]
+        return _Step(*self._at(at, rank), self._chunks[at].offset * self._itemsize, parts, places, kept)
 
-    def _parts_of(self, one: _Rank, at: int) -> Iterator[Move]:
-        """Yields the copies of each part of the input to its owner."""
-        for hop, peer in self._hops(one.rank, 1):
-            begin, nbytes = self._at(at, peer)
-            yield self._slot(peer, at, hop), one.x + begin, nbytes
+    def _parts_of(self, one: _Rank, at: int) -> list[Move]:
+        """Returns the copies of each part of the input to its owner."""
+        return [(to, one.x + begin, nbytes) for to, begin, nbytes in self._step(one.rank, at).parts]
 
-    def _to_all(self, one: _Rank, at: int, source: int, area: int) -> Iterator[Move]:
-        """Yields the copies of this rank's part, which is at ``source``, to every peer."""
-        begin, nbytes = self._at(at, one.rank)
-        for hop, peer in self._hops(one.rank, 1):
-            yield one.outs[peer] + begin if one.outs else self._slot(peer, at, hop, area), source, nbytes
+    def _to_all(self, one: _Rank, at: int, source: int, area: int) -> list[Move]:
+        """Returns the copies of this rank's part, which is at ``source``, to every peer."""
+        step = self._step(one.rank, at)
+        if one.outs:
+            return [(one.outs[peer] + step.begin, source, step.nbytes) for _, peer in self._hops(one.rank, 1)]
+        return [(to, source, step.nbytes) for to in step.places[area]]
 
-    def _kept(self, one: _Rank, at: int, area: int) -> Iterator[Move]:
-        """Yields the copies of the peers' parts from scratch to the output."""
-        for hop, peer in self._hops(one.rank, -1):
-            begin, nbytes = self._at(at, peer)
-            yield one.out + begin, self._slot(one.rank, at, hop, area), nbytes
+    def _kept(self, one: _Rank, at: int, area: int) -> list[Move]:
+        """Returns the copies of the peers' parts from scratch to the output."""
+        return [(one.out + begin, place, nbytes) for begin, place, nbytes in self._step(one.rank, at).kept[area]]
 
     def _add(self, one: _Rank, at: int, output: int) -> None:
         """Adds the parts of all ranks of a chunk that is here, in rank order, on the caller's stream."""
-        begin, nbytes = self._at(at, one.rank)
-        if not nbytes:
+        step = self._step(one.rank, at)
+        if not step.nbytes:
             return
-        launch, arguments = self._sums[self._runner.members.index(one.member)]
-        arguments.numel, arguments.output = nbytes // self._itemsize, output
-        arguments.epilogue.scalar[0] = one.factor[0] if one.factor else 1.0
-        arguments.peer_input[one.rank] = one.x + begin
+        launch, arguments = self._sums[one.rank]
+        arguments.numel, arguments.output = step.nbytes // self._itemsize, output
+        arguments.epilogue.scalar[0] = one.factor
+        arguments.peer_input[one.rank] = one.x + step.begin
         for hop, peer in self._hops(one.rank, -1):
-            arguments.peer_input[peer] = self._slot(one.rank, at, hop)
+            arguments.peer_input[peer] = step.kept[0][hop - 1][1]
         with here(one.member.device):
             launch.enqueue(one.main.cuda_stream)
 
@@ -215,19 +275,21 @@ class _AllGather(_ByCopies):
             self._chunks = row_slices(call.work.parts, max(call.work.parts))
 
     _sides = _KEPT + 1
+    _apart = (_RESULTS,)
 
     def _go(self, own: Sequence[_Rank], place: str) -> None:
         copied = []  # beside the pushes; an input may be this rank's part of the output
         for one in own:
             mine, nbytes = one.out + self._at(0, one.rank)[0], self._counts[one.rank] * self._itemsize
             if one.x != mine:
-                copied.append((one.main, one.copy([(mine, one.x, nbytes)], _RESULTS)))
+                one.copy([(mine, one.x, nbytes)], _RESULTS)
+                copied.append(one)
         super()._go(own, place)
-        for main, ended in copied:
-            main.wait_event(ended)
+        for one in copied:
+            one.main.wait_stream(one.sides[_RESULTS])
 
-    def _pushed(self, one: _Rank, at: int) -> Iterator[Move]:
-        return self._to_all(one, at, one.x + self._within_part(at), 0)
+    def _pushed(self, one: _Rank, at: int) -> list[Move]:
+        return self._to_all(one, at, one.x + self._step(one.rank, at).offset, 0)
 
     def _take(self, one: _Rank, at: int) -> None:
         if not one.outs:
@@ -235,15 +297,24 @@ class _AllGather(_ByCopies):
 
 
 class _ReduceScatter(_ByCopies):
-    def _pushed(self, one: _Rank, at: int) -> Iterator[Move]:
+    def _pushed(self, one: _Rank, at: int) -> list[Move]:
         return self._parts_of(one, at)
 
     def _take(self, one: _Rank, at: int) -> None:
-        self._add(one, at, one.out + self._within_part(at))
+        self._add(one, at, one.out + self._step(one.rank, at).offset)
 
 
 class _AllReduce(_ByCopies):
-    """The sums of chunk k are pushed once it is added. They are here after the meeting of chunk k + 2, or the last."""
+    """The sums of chunk k are pushed once it is added. They are here after the meeting of chunk k + 2, or the last.
+
+    With a symmetric output the places of sums are part of those of parts, which are twice as large then.
+    """
+
+    def __init__(self, engine: Engine, call: Call[Sum | Parts], config: Config) -> None:
+        # Another call's sums may still be kept from where parts come then. Else the places of parts are free after the
+        # last meeting, and outputs are written after the first.
+        self._meets_first = config.direct
+        super().__init__(engine, call, config)
 
     def _parts(self, call: Call) -> Sequence[int]:
         (numel,), pack = call.work.parts, PACK_NBYTES // call.dtype.itemsize
@@ -251,11 +322,9 @@ class _AllReduce(_ByCopies):
         ends = [min(end * pack, numel) for end in accumulate(packs, initial=0)]
         return [end - begin for begin, end in pairwise(ends)]
 
-    _meets_first = False  # the places of parts are free after the last meeting, and outputs are written after the first
-    _ends_left = 1
-    _sides = _KEPT + 1
+    _areas, _ends_left, _sides = 2, 1, _KEPT + 1
 
-    def _pushed(self, one: _Rank, at: int) -> Iterator[Move]:
+    def _pushed(self, one: _Rank, at: int) -> list[Move]:
         return self._parts_of(one, at)
 
     def _take(self, one: _Rank, at: int) -> None:

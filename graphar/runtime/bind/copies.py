@@ -7,9 +7,9 @@ A meeting is an all-gather of one byte of each rank, by allgather_flagged in one
 ranks have begun it. It has the deadline, the record, the comparison of calls and the place in captured graphs that all
 kernels have.
 
-- Visibility. A meeting is launched after this rank's copies have ended: the caller's stream waits for their event. So
-  when the meeting has ended on a rank, the copies of all ranks have ended that were enqueued before it, and what runs
-  after it on the caller's stream reads their bytes.
+- Visibility. A meeting is launched after this rank's copies have ended: the caller's stream holds them, or waits for
+  their event. So when the meeting has ended on a rank, the copies of all ranks have ended that were enqueued before it,
+  and what runs after it on the caller's stream reads their bytes.
 - Reuse. A copy begins after a meeting that every rank begins after its last access to the memory that the copy
   overwrites. So the first copies of a call come after a meeting, too: the ranks' earlier calls, and whatever their
   streams did before this call, have ended by then.
@@ -22,8 +22,11 @@ kernels have.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import ctypes
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
 
 import torch
 
@@ -34,8 +37,7 @@ from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.work import Parts
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.driver import call as driver_call
-from graphar.runtime.driver import driver, on_device
+from graphar.runtime.driver import check, driver, on_device
 from graphar.runtime.engine import Engine
 from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.member import Member
@@ -54,30 +56,79 @@ def here(device: int) -> contextlib.AbstractContextManager[None]:
     return _HERE if torch._C._cuda_getDevice() == device else on_device(device)
 
 
-@dataclass(frozen=True)
+@functools.cache
+def _functions() -> tuple[Callable[..., int], Callable[..., int] | None]:
+    """Returns the driver's copy, and its batch of copies if it has one; ctypes takes half of cuda.bindings' time."""
+    library = ctypes.CDLL("libcuda.so.1")
+    copy_one, copy_batch = library.cuMemcpyAsync, getattr(library, "cuMemcpyBatchAsync_v2", None)
+    copy_one.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    if copy_batch is not None:
+        pointers = (ctypes.c_void_p,) * 3
+        copy_batch.argtypes = (*pointers, ctypes.c_size_t, *pointers[:2], ctypes.c_size_t, ctypes.c_void_p)
+    return copy_one, copy_batch
+
+
+@functools.cache
+def _attributes():
+    """Returns the attributes of every copy in a batch: it reads in the order of the stream, by a copy engine."""
+    made = driver.CUmemcpyAttributes()
+    made.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    made.flags = driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+    return made
+
+
+def enqueue(moves: Iterable[Move], stream: int, batched: bool) -> None:
+    """Copies on a stream, whose device is current.
+
+    A batch is one call of the driver. Neither graphs nor the default stream, whose handle is 0, take one.
+    """
+    copy_one, copy_batch = _functions()
+    moves = [move for move in moves if move[2]]
+    if batched and stream and copy_batch is not None and len(moves) > 1:
+        columns = [(ctypes.c_uint64 * len(moves))(*column) for column in zip(*moves, strict=True)]
+        first = ctypes.c_size_t(0)  # the attributes are those of all copies from this one on
+        status = copy_batch(*columns, len(moves), _attributes().getPtr(), ctypes.addressof(first), 1, stream)
+        if status:
+            check("cuMemcpyBatchAsync", driver.CUresult(status))
+        return
+    for move in moves:
+        if status := copy_one(*move, stream):
+            check("cuMemcpyAsync", driver.CUresult(status))
+
+
+@dataclass
 class Lane:
-    """A rank of this process, the caller's stream, and the streams of its copies."""
+    """A rank of this process, the caller's stream, and the streams of its copies. Not for two threads at once."""
 
     member: Member
     main: torch.cuda.Stream
     sides: Sequence[torch.cuda.Stream]
+    events: Iterator[Event | None] = field(default=repeat(None), kw_only=True)  # to record in; None: in a new event
+    batched: bool = field(default=False, kw_only=True)  # whether copies that begin together are a batch
 
-    def copy(self, moves: Iterable[Move], side: int = 0) -> Event:
-        """Copies on a side stream, after what the caller's stream holds now; returns the end of the copies."""
+    def copy(self, moves: Iterable[Move], side: int = 0) -> Event | None:
+        """Copies on a side stream, after what the caller's stream holds now; returns the end of the copies.
+
+        A side stream may be the caller's stream itself: there is nothing to wait for then, and the result is None.
+        """
         stream = self.sides[side]
-        stream.wait_stream(self.main)
-        handle = stream.cuda_stream
+        if apart := stream is not self.main:
+            stream.wait_event(self.main.record_event(next(self.events)))
         with here(self.member.device):
-            for to, source, nbytes in moves:
-                if nbytes:
-                    driver_call(driver.cuMemcpyAsync, to, source, nbytes, handle)
-        return stream.record_event()
+            enqueue(moves, stream.cuda_stream, self.batched)
+        return stream.record_event(next(self.events)) if apart else None
+
+    def wait(self, end: Event | None) -> None:
+        """Lets the caller's stream wait for the end of copies."""
+        if end is not None:
+            self.main.wait_event(end)
 
     def join(self) -> None:
         """Lets the caller's stream wait for all copies: they read tensors, also after an error."""
         for side in self.sides:
-            side.wait_stream(self.main)  # under capture, one that has copied nothing yet must be part of it
-            self.main.wait_stream(side)
+            if side is not self.main:
+                side.wait_stream(self.main)  # under capture, one that has copied nothing yet must be part of it
+                self.main.wait_stream(side)
 
 
 def meetings(engine: Engine, call: Call, algorithm: Algorithm, words: str) -> Callable[[str], None]:
