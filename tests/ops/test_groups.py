@@ -34,7 +34,7 @@ def assert_sum(y, parts, what=""):
 def call_over(world_size, mine, groups):
     """How many elements differ in each plain call of rank ``mine`` over each of the groups, all of ``world_size``."""
     found = []
-    for form in PLAIN:
+    for form in [form for form in PLAIN if form.ranks(world_size) == world_size]:
         tensors = form.tensors(world_size, (5, *form.small[1:]))
         expected = form.expected(tensors)[mine]
         for given in groups:
@@ -57,7 +57,7 @@ def call_in_subgroups(rank, world_size):
 def test_a_subgroup_is_its_own_ranks_only():
     for rank, found in enumerate(run_ranks(call_in_subgroups, 4, timeout_s=100)):
         assert not any(found), rank
-        assert len(found) >= 2 * len(PLAIN)
+        assert len(found) >= 2 * len([form for form in PLAIN if not form.is_tree])
 
 
 def call_in_a_mesh(rank, world_size):

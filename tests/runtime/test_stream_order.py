@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from graphar.ops.differentiation import _in_stream_order
-from graphar.ranks import hierarchical
 from graphar.ranks.hierarchical import Hierarchy
-from graphar.runtime import side_stream
 from graphar.runtime.side_stream import SideStream
 
 
@@ -62,8 +60,9 @@ def streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: vars(state).update(current=stream, device=1))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: vars(state).update(device=device))
     raw = lambda device: handles.setdefault(state.current.name, len(handles))  # noqa: E731
-    monkeypatch.setattr(side_stream.torch._C, "_cuda_getCurrentRawStream", raw, raising=False)
-    monkeypatch.setattr(side_stream.torch._C, "_cuda_getDevice", lambda: state.device, raising=False)
+    # A build for the CPU has neither.
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.device, raising=False)
     return state
 
 
@@ -103,7 +102,7 @@ def test_a_chunk_crosses_hosts_after_it_is_summed_and_is_gathered_after_it_has_c
     part, hierarchy = torch.ones(4).as_subclass(OnGpu), Hierarchy.__new__(Hierarchy)
     hierarchy._groups, hierarchy._beside = [None, SimpleNamespace(size=lambda: 2)], streams.side
     crossing = lambda *given: streams.steps.append(f"across hosts on {streams.current.name}")  # noqa: E731
-    monkeypatch.setattr(hierarchical, "_run", crossing)
+    monkeypatch.setattr(hierarchy, "_run", crossing)
 
     arrived = hierarchy._start_across(part, 1.0, None)
     streams.steps.append("the next chunk")
