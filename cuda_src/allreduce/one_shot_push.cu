@@ -9,7 +9,7 @@
 #include "device/sync/sentinel.cuh"
 
 template <class T, int N, class Expression = Identity, class Order = RankOrder, class Out = T>
-__global__ void __launch_bounds__(1024, 1) one_shot_push(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(512, 2) one_shot_push(const __grid_constant__ Arguments a) {
   const Tensor<T> input(a.input, a.numel);
   const Tensor<Out, PackOf<T, Out>> output(a.output, a.numel);
   const u32 packs = pack_count<T>(a.numel), stride = gridDim.x * blockDim.x;
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(1024, 1) one_shot_push(const __grid_constant__
   for (int hop = 0; hop < N; ++hop) outgoing.to[(hop + N - 1) % N] = slot(a, hop, a.rank * a.capacity + first);
 
   HeldCall call = begin_call(a, first, whole, outgoing);
-  if (blockDim.x <= 512) release_next_kernel();  // such a block takes half an SM at most: (18) in kernel_order.cuh
+  release_next_kernel();
   outgoing.load();
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);

@@ -12,7 +12,7 @@
 #include "device/sync/sentinel.cuh"
 
 template <class T, int N, class Expression = Identity, class Order = RankOrder, class Out = T>
-__global__ void __launch_bounds__(1024, 1) two_shot_push(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ Arguments a) {
   using Sum = PackOf<T, Out>;
   const Tensor<T> input(a.input, a.numel);
   const Tensor<Out, Sum> output(a.output, a.numel);
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(1024, 1) two_shot_push(const __grid_constant__
   outgoing.to[0] = slot(a, hop, a.rank * a.capacity + first - begin);  // packs lie in a slot as in their shard
 
   HeldCall call = begin_call(a, hop, begin, end, first, whole, outgoing);
-  if (blockDim.x <= 512) release_next_kernel();  // such a block takes half an SM at most: (18) in kernel_order.cuh
+  release_next_kernel();
   outgoing.load();
   read_epoch(a, call);
   if (call.aborted) return end_aborted_call(a, call);

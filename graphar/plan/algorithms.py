@@ -208,7 +208,6 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.ONE_SHOT_PUSH: _allreduce(
             layouts.rotating(_packs(pushed), 2),
             pushed,
-            max_threads=2 * MAX_THREADS,
             takes_epilogue=True,
             adds_tree=True,
             candidates=grids.in_filled_blocks,
@@ -246,7 +245,6 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.TWO_SHOT_PUSH: _allreduce(
             layouts.rotating(_packs_a_shard(sizes.two_shot_nbytes), 4),
             limit,
-            max_threads=2 * MAX_THREADS,
             takes_epilogue=True,
             adds_tree=True,
             candidates=grids.in_groups,

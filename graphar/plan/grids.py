@@ -29,17 +29,15 @@ def in_filled_blocks(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Yields widths of blocks that each have a pack for every thread."""
     # At larger sizes a few full blocks would leave most of the links' bandwidth unused.
     fewest_blocks = 16 if nbytes > 64 * KB else 1
-    for threads in (64, 128, 256, 512, 1024):
-        fills = nbytes >= (fewest_blocks if threads <= MAX_THREADS else 64) * threads * PACK_NBYTES
-        if fills and (threads > 64 or nbytes <= 32 * KB):
+    for threads in (64, 128, 256, 512):
+        if nbytes >= fewest_blocks * threads * PACK_NBYTES and (threads > 64 or nbytes <= 32 * KB):
             yield threads, 0
 
 
 def in_groups(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Yields widths of blocks that have a group of whole warps for each rank."""
-    most = 2 * MAX_THREADS // world_size // WARP * WARP
-    half = most // 2 // WARP * WARP
-    widths = {width for width in (32, 64, 96, 128, 256) if width <= most} | {half, most}
+    most = MAX_THREADS // world_size // WARP * WARP
+    widths = {width for width in (32, 64, 96, 128, 256) if width <= most} | {most}
     return ((width * world_size, 0) for width in sorted(widths))
 
 

@@ -112,7 +112,7 @@ BAD_TABLES = {
     "row 0: blocks, max_nbytes, threads must": with_entry(threads=None),
     "one_shot_push takes at most 4194304 bytes": with_entry(max_nbytes=None),
     "row 0: one_shot_push takes at most 4194304 bytes": with_entry(max_nbytes=4 * MB + 1),
-    "row 0: threads of one_shot_push must be a multiple of 32, at most 1024": with_entry(threads=100),
+    "row 0: threads of one_shot_push must be a multiple of 32, at most 512": with_entry(threads=100),
     "threads of one_shot must be a multiple of 32, at most 256": with_entry(algorithm="one_shot", threads=512),
     "two_shot_tma has 640 threads": with_entry(algorithm="two_shot_tma", threads=512, chunk=32),
     "row 0: one_shot_push has at most 256 blocks": with_entry(blocks=257),

@@ -89,11 +89,10 @@ __device__ __forceinline__ void wait_for_previous_kernel(const Arguments& a, Val
 //       alone, and blocks start in the order of their indices, so on all ranks the first unfinished blocks are on their
 //       GPUs or will be. Where K differs between the ranks of a matmul, tiles may differ, and then this does not hold:
 //       (10) in warpgroup_tile.cuh.
-//     - Half SMs: __launch_bounds__ asks for two blocks of up to 512 threads, or one of twice as many, on an SM. Such a
-//       kernel, in a block of half an SM, releases the next one after it has waited for the previous one, so at most two
-//       of a communicator are on a GPU, one of them waiting for the other. Of all communicators but one, such pairs
-//       leave a half SM (Chip.may_overlap in graphar/plan/policy.py). With g = 2, a kernel of whole SMs leaves a half
-//       beside each block of such a kernel.
+//     - Half SMs: __launch_bounds__ asks for two blocks of up to 512 threads on an SM. Such a kernel releases the next
+//       one after it has waited for the previous one, so at most two of a communicator are on a GPU, one of them
+//       waiting for the other. Of all communicators but one, such pairs leave a half SM (Chip.may_overlap in
+//       graphar/plan/policy.py). With g = 2, a kernel of whole SMs leaves a half beside each block of such a kernel.
 //     - Whole SMs, in clusters or not, release no other kernel while they wait for ranks. Another communicator's
 //       kernels of half SMs go on beside them and end. With g = 2 the second of two kernels without clusters has a free
 //       SM, and so has the one without beside one in clusters. Where all communicators' kernels wait for whole SMs,
