@@ -99,7 +99,8 @@ def alltoall(
     in_list, name = isinstance(x, list), engine_name(group, NAME)
     arguments_of = _arguments_of_list if in_list else _arguments_of_rank
     given = arguments_of(name, x, group, sizes, scatter_dim, gather_dim, str(algorithm), timeout_s)
-    xs, asked = (x, None) if in_list else ([x], ((x,), how, None))
+    xs: Any = x if in_list else [x]
+    asked = None if in_list else ((x,), how, None)
     if out is None:
         return OP(x, given=given, plain=is_plain(x) and not xs[0].is_conj(), asked=asked)
     outs: Any = out if in_list else [out]
