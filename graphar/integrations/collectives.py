@@ -147,7 +147,7 @@ def alltoall(
     known = not receives and not sends
     ranks, in_a_row = communicator.world_size, x.shape[1:].numel()
     counts = [
-        [one * in_a_row for one in sizes or [whole.shape[0] // ranks] * ranks]
+        [rows * in_a_row for rows in sizes or [whole.shape[0] // ranks] * ranks]
         for whole, sizes in ((x, sends), (out, receives))
     ]
     _alltoall_one(communicator, out, x, *counts, known, timeout_s)
@@ -158,8 +158,8 @@ def alltoall_lists(communicator: Communicator, outputs: Tensors, inputs: Tensors
     sends, receives = ([one.numel() for one in ones] for ones in (inputs, outputs))
     room = flat.new_empty(sum(receives))
     _alltoall_one(communicator, room, flat, sends, receives, False, timeout_s)
-    for out, found in zip(outputs, room.split(receives), strict=True):
-        out.detach().copy_(found.view(out.shape))
+    for out, part in zip(outputs, room.split(receives), strict=True):
+        out.detach().copy_(part.view(out.shape))
 
 
 def _alltoall_one(communicator, out, x, sends: list[int], receives: list[int], known: bool, timeout_s) -> None:

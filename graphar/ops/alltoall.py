@@ -88,35 +88,36 @@ def alltoall(
             length than the other one receives.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    of_parts: object = sizes
-    if isinstance(sizes, (list, tuple)):  # a call of `typed` for each takes longer
-        of_parts = tuple([(*one, *map(type, one)) if isinstance(one, (list, tuple)) else (one,) for one in sizes])
+    typed: object = sizes
+    if isinstance(sizes, (list, tuple)):  # a call of `repeats.typed` for each takes longer
+        typed = tuple([(*own, *map(type, own)) if isinstance(own, (list, tuple)) else (own,) for own in sizes])
     dims = scatter_dim, type(scatter_dim), gather_dim, type(gather_dim)
-    how = *dims, of_parts, algorithm, timeout_s, type(timeout_s)
+    how = *dims, typed, algorithm, timeout_s, type(timeout_s)
     if (found := repeated(NAME, group, (x,), how, None, out)) is not None:
         return found
     call_checks.check_call(NAME, algorithm, timeout_s, NAME)
-    name = engine_name(group, NAME)
-    given = _given_of_list if isinstance(x, list) else _given_of_rank
-    given = given(name, x, group, sizes, scatter_dim, gather_dim, str(algorithm), timeout_s)
-    xs: Any = x if isinstance(x, list) else [x]
-    asked = None if isinstance(x, list) else ((x,), how, None)
+    in_list, name = isinstance(x, list), engine_name(group, NAME)
+    arguments_of = _arguments_of_list if in_list else _arguments_of_rank
+    given = arguments_of(name, x, group, sizes, scatter_dim, gather_dim, str(algorithm), timeout_s)
+    xs: Any = x if in_list else [x]
+    asked = None if in_list else ((x,), how, None)
     if out is None:
         return OP(x, given=given, plain=is_plain(x) and not xs[0].is_conj(), asked=asked)
-    outs: Any = out if isinstance(x, list) else [out]
+    outs: Any = out if in_list else [out]
     _check_destinations(xs, outs, given)
-    if all(is_plain(one) and not one.is_conj() for one in (*xs, *outs)):
+    if all(is_plain(tensor) and not tensor.is_conj() for tensor in (*xs, *outs)):
         OP.into(x, out, given=given, plain=True, asked=asked)
         return out
-    found = OP(x, given=given)  # a compiler sees what is written to
-    for to, result in zip(outs, found if isinstance(x, list) else [found], strict=True):
+    results = OP(x, given=given)  # a compiler sees what is written to
+    for to, result in zip(outs, results if in_list else [results], strict=True):
         to.copy_(result)
     return out
 
 
-def _given_of_rank(name, x, group, sizes, scatter_dim, gather_dim, algorithm, timeout_s) -> Arguments:
+def _arguments_of_rank(name, x, group, sizes, scatter_dim, gather_dim, algorithm, timeout_s) -> Arguments:
     tensor_checks.check_strided(NAME, "x", x)
-    scatter, gather = _check_dims(x, scatter_dim, gather_dim)
+    scatter = call_checks.check_axis(NAME, x, scatter_dim, "scatter_dim")
+    gather = call_checks.check_axis(NAME, x, gather_dim, "gather_dim")
     rank, ranks = parts.place(group)
     if sizes is None:
         sends, receives = _equal(x, scatter, ranks), [x.shape[gather]] * ranks
@@ -133,32 +134,26 @@ def _given_of_rank(name, x, group, sizes, scatter_dim, gather_dim, algorithm, ti
     return Arguments(name, timeout_s, (), rank, [*sends, *receives], scatter, gather, known, algorithm)
 
 
-def _given_of_list(name, xs, group, sizes, scatter_dim, gather_dim, algorithm, timeout_s) -> Arguments:
+def _arguments_of_list(name, xs, group, sizes, scatter_dim, gather_dim, algorithm, timeout_s) -> Arguments:
     gather, ranks = tensor_checks.check_list_to_join(NAME, xs, gather_dim), len(xs)
-    scatter, _ = _check_dims(xs[0], scatter_dim, gather)
+    scatter = call_checks.check_axis(NAME, xs[0], scatter_dim, "scatter_dim")
     if scatter != gather:
-        pair = (_equal(xs[0], scatter, ranks), [x.shape[gather] for x in xs]) if sizes is None else sizes
-        flat = chain(*_check_pair(pair, ranks))
+        own = [x.shape[gather] for x in xs]
+        sends, receives = (_equal(xs[0], scatter, ranks), own) if sizes is None else _check_pair(sizes, ranks)
         for x in xs:
-            _check_sum(x, scatter, pair[0])
-        if list(pair[1]) != (lengths := [x.shape[gather] for x in xs]):
-            raise ValueError(f"{NAME}: sizes must have the tensors' lengths {lengths} as received, got {list(pair[1])}")
+            _check_sum(x, scatter, sends)
+        if list(receives) != own:
+            raise ValueError(f"{NAME}: sizes must have the tensors' lengths {own} as received, got {list(receives)}")
+        lengths = sends, receives
     else:
-        matrix = [_equal(x, scatter, ranks) for x in xs] if sizes is None else sizes
-        tensor_checks.check_one_each(NAME, "sizes", matrix, xs)
-        for x, own in zip(xs, matrix, strict=True):
+        lengths = [_equal(x, scatter, ranks) for x in xs] if sizes is None else sizes
+        tensor_checks.check_one_each(NAME, "sizes", lengths, xs)
+        for x, own in zip(xs, lengths, strict=True):
             _check_sum(x, scatter, _check_lengths(own, ranks))
-        flat = chain(*matrix)
-    return Arguments(name, timeout_s, (), -1, list(flat), scatter, gather, True, algorithm)
+    return Arguments(name, timeout_s, (), -1, list(chain(*lengths)), scatter, gather, True, algorithm)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
-
-
-def _check_dims(x: torch.Tensor, scatter_dim: object, gather_dim: object) -> tuple[int, int]:
-    dims = {"scatter_dim": scatter_dim, "gather_dim": gather_dim}
-    scatter, gather = (call_checks.check_axis(NAME, x, dim, name) for name, dim in dims.items())
-    return scatter, gather
 
 
 def _equal(x: torch.Tensor, dim: int, ranks: int) -> list[int]:
@@ -173,13 +168,13 @@ def _equal(x: torch.Tensor, dim: int, ranks: int) -> list[int]:
 def _check_pair(sizes: object, ranks: int) -> Sequence[Sequence[int]]:
     if not isinstance(sizes, Sequence) or len(sizes) != 2:
         raise TypeError(f"{NAME}: sizes must be a pair, of the lengths that are sent and received, got {sizes!r}")
-    return [_check_lengths(one, ranks) for one in sizes]
+    return [_check_lengths(lengths, ranks) for lengths in sizes]
 
 
 def _check_lengths(lengths: object, ranks: int) -> Sequence[int]:
-    if not isinstance(lengths, Sequence) or not all(isinstance(one, (int, torch.SymInt)) for one in lengths):
+    if not isinstance(lengths, Sequence) or not all(isinstance(n, (int, torch.SymInt)) for n in lengths):
         raise TypeError(f"{NAME}: sizes must have sequences of ints, got {lengths!r}")
-    if len(lengths) != ranks or any(one < 0 for one in lengths):
+    if len(lengths) != ranks or any(n < 0 for n in lengths):
         raise ValueError(f"{NAME}: sizes must have a length of at least 0 for each of {ranks} ranks, got {lengths!r}")
     return lengths
 
@@ -194,10 +189,10 @@ def _check_sum(x: torch.Tensor, dim: int, sends: Sequence[int]) -> None:
 
 def _check_destinations(xs, outs, given: Arguments) -> None:
     tensor_checks.check_one_each(NAME, "out", outs, xs)
-    for one, to, shape in zip(xs, outs, _result_shapes(xs, given), strict=True):
+    for x, to, shape in zip(xs, outs, _result_shapes(xs, given), strict=True):
         tensor_checks.check_strided(NAME, "out", to)
-        wanted = {"shape": torch.Size(shape), "dtype": one.dtype, "device": one.device}
-        tensor_checks.check_destination(NAME, "out", to, wanted, "result", (one,))
+        wanted = {"shape": torch.Size(shape), "dtype": x.dtype, "device": x.device}
+        tensor_checks.check_destination(NAME, "out", to, wanted, "result", (x,))
 
 
 def _check(engine: Engine, xs, given: Arguments) -> None:
@@ -229,7 +224,7 @@ def _lengths(given: Arguments, tensors: int) -> tuple[Lengths, Lengths]:
         return [sizes[:ranks]] * tensors, [sizes[ranks:]] * tensors
     ranks = math.isqrt(len(sizes))
     sends = [sizes[at : at + ranks] for at in range(0, len(sizes), ranks)]
-    return sends, [list(ones) for ones in zip(*sends, strict=True)]
+    return sends, [list(column) for column in zip(*sends, strict=True)]
 
 
 def _result_shapes(xs: Sequence[torch.Tensor], given: Arguments) -> list[list[int]]:
@@ -249,7 +244,7 @@ def _run(engine: Engine, xs, outs, given: Arguments):
     """Writes each rank's parts into its tensor of ``outs``, which are contiguous."""
     xs, (scatter, gather) = [x.contiguous() for x in xs], (given.scatter_dim, given.gather_dim)
     row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
-    sends, receives = (tuple(map(tuple, ones)) for ones in _lengths(given, len(xs)))
+    sends, receives = (tuple(map(tuple, lengths)) for lengths in _lengths(given, len(xs)))
     work = Exchange(max(given.rank, 0), row, sends, receives, scatter, gather, given.known)
     ranks = options.operands_of_sum(xs, outs, None)
     return engine.run(Call.of(work, xs[0], algorithm=given.algorithm, timeout_s=given.timeout_s), ranks), ranks

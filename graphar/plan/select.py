@@ -225,18 +225,18 @@ def _with_options(choice: Choice, call: Call) -> Choice:
 
 def _exchange(call: Call[Exchange], facts: Facts) -> Choice:
     """Returns the choice for an all-to-all. It must not depend on lengths that only some ranks know."""
-    asked, general, known = None if call.algorithm == "auto" else Algorithm(call.algorithm), GENERAL[call.op], True
+    asked, general = None if call.algorithm == "auto" else Algorithm(call.algorithm), GENERAL[call.op]
     if problem := _why_no_kernel(call, facts, asked):
         return Choice(FALLBACK, problem)
-    if not call.work.known:
-        if asked not in (None, general):
-            raise UnsupportedError(
-                f"{call.op}: {call.algorithm} cannot serve this call: no rank knows all sizes; {general.value} does"
-            )
-        asked, known = general, False
-    # Without a size the grid is that of the largest parts.
-    config = by_entries(facts.table.parts[call.op], 1, call.nbytes if known else sys.maxsize, asked)
-    size = _by_table(facts.table, call, facts) if known else f"by table {facts.table.name!r} for parts of any size"
+    table, entries = facts.table, facts.table.parts[call.op]
+    if call.work.known:
+        config, size = by_entries(entries, 1, call.nbytes, asked), _by_table(table, call, facts)
+    elif asked in (None, general):  # without a size the grid is that of the largest parts
+        config, size = by_entries(entries, 1, sys.maxsize, general), f"by table {table.name!r} for parts of any size"
+    else:
+        raise UnsupportedError(
+            f"{call.op}: {call.algorithm} cannot serve this call: no rank knows all sizes; {general.value} does"
+        )
     return Choice(config, f"asked for, shaped {size}" if call.algorithm != "auto" else size)
 
 

@@ -218,6 +218,9 @@ class TensorTuple(NamedTuple):
         return _beside(self)
 
 
+Lengths: TypeAlias = tuple[tuple[int, ...], ...]  # by rank of this process, those of each rank's part
+
+
 class Exchange(NamedTuple):
     """An all-to-all of one tensor: each rank sends each rank a part of it along one dimension, and joins what comes.
 
@@ -227,10 +230,8 @@ class Exchange(NamedTuple):
 
     rank: int  # the first of this process's ranks
     row: tuple[int, ...]  # the shape of a tensor, with 1 for both dimensions
-    sends: tuple[
-        tuple[int, ...], ...
-    ]  # by rank of this process, the lengths along scatter_dim of the part for each rank
-    receives: tuple[tuple[int, ...], ...]  # along gather_dim of the part from each rank
+    sends: Lengths  # along scatter_dim, of the part for each rank
+    receives: Lengths  # along gather_dim, of the part from each rank
     scatter_dim: int = 0  # the dimension that is divided
     gather_dim: int = 0  # the dimension along which parts are joined
     known: bool = True  # whether every rank knows the lengths of all parts, also of those between other ranks
@@ -251,22 +252,8 @@ class Exchange(NamedTuple):
     @property
     def parts(self) -> tuple[int, ...]:
         """The elements of the part for each rank, from the rank that sends it the most, as far as it is known."""
-        most = [max(ones) for ones in zip(*self.sends, strict=True)]
-        return tuple([one * self._in_a_row(max(self.receives[0])) for one in most])
-
-    def sent(self, at: int) -> list[int]:
-        """Returns the elements that rank ``at`` of this process sends to each rank."""
-        beside = self._in_a_row(self.receives[at][self.rank + at])
-        return [one * beside for one in self.sends[at]]
-
-    def received(self, at: int) -> list[int]:
-        """Returns the elements that rank ``at`` of this process receives from each rank."""
-        beside = self._in_a_row(self.sends[at][self.rank + at])
-        return [one * beside for one in self.receives[at]]
-
-    def _in_a_row(self, length: int) -> int:
-        """The elements of a part with 1 along one dimension, and ``length`` along the other one if there are two."""
-        return math.prod(self.row) * (length if self.scatter_dim != self.gather_dim else 1)
+        in_a_row = math.prod(self.row) * (max(self.receives[0]) if self.scatter_dim != self.gather_dim else 1)
+        return tuple([max(lengths) * in_a_row for lengths in zip(*self.sends, strict=True)])
 
     def shapes(self, at: int) -> tuple[list[int], list[int]]:
         """Returns the shapes of the tensor and of the result of rank ``at`` of this process."""

@@ -120,15 +120,12 @@ class ExchangeArguments(Arguments):
 
     def describe(self, work: Exchange, at: int, itemsize: int) -> None:
         """Writes everything but the addresses and words, for rank ``at`` of this process."""
-        sides = (
-            (self.sends, work.sends[at], work.sent(at), work.scatter_dim),
-            (self.receives, work.receives[at], work.received(at), work.gather_dim),
-        )
-        for (parts, lengths, counts, dim), shape in zip(sides, work.shapes(at), strict=True):
-            of_one = math.prod(shape[dim + 1 :]) * itemsize
-            each = zip(accumulate(lengths, initial=0), lengths, counts, strict=False)
-            for rank, (first, length, count) in enumerate(each):
-                begin, nbytes, run = first * of_one, count * itemsize, length * of_one
+        sides = (self.sends, work.sends, work.scatter_dim), (self.receives, work.receives, work.gather_dim)
+        for (parts, lengths, dim), shape in zip(sides, work.shapes(at), strict=True):
+            runs, of_one = math.prod(shape[:dim]), math.prod(shape[dim + 1 :]) * itemsize
+            for rank, (first, length) in enumerate(zip(accumulate(lengths[at], initial=0), lengths[at], strict=False)):
+                begin, run = first * of_one, length * of_one
+                nbytes = run * runs
                 gap = shape[dim] * of_one - run if run < nbytes else 0
                 whole = 0 if (begin | (gap and run) | gap) % PACK_NBYTES else nbytes // PACK_NBYTES
                 parts[rank] = Runs(begin, nbytes, run, gap, whole, run // PACK_NBYTES)

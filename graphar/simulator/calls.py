@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from graphar.numerics.dtypes import BYTE
 from graphar.numerics.partitions import split
 from graphar.plan.config import Config
 from graphar.plan.row import Row
+from graphar.plan.work import Exchange
+from graphar.runtime.arguments import Arguments, ExchangeArguments
 from graphar.simulator.simulation import Call
 from graphar.simulator.subject import Subject
 
@@ -83,9 +86,27 @@ def _draw_call(
         counts,
         tuple(result.nbytes for result in results),
         offset=choices.choice([0, 0, 16, dtype.itemsize]),
-        in_place=variant == 0 and row.op != "reducescatter" and choices.random() < 0.3,
+        in_place=variant == 0 and row.op not in ("reducescatter", "alltoall") and choices.random() < 0.3,
+        operands=(_draw_exchange(counts, choices),) if row.op == "alltoall" else (),
     )
     return call, results
+
+
+def _draw_exchange(counts: tuple[int, ...], choices: random.Random) -> torch.Tensor:
+    """Returns the ranks' own arguments of an all-to-all in which each sends parts of ``counts`` bytes."""
+    known, ranks = choices.random() < 0.5, len(counts)
+    works = [Exchange(rank, (1,), (counts,), ((n,) * ranks,), known=known) for rank, n in enumerate(counts)]
+    return torch.frombuffer(bytearray(b"".join(map(arguments_of, works))), dtype=BYTE)
+
+
+def arguments_of(work: Exchange) -> bytes:
+    """Returns a rank's own arguments of an all-to-all of bytes. Parts of other lengths have other words."""
+    arguments, rank = ExchangeArguments(), work.rank
+    arguments.describe(work, 0, 1)
+    for peer, (sent, received) in enumerate(zip(work.sends[0], work.receives[0], strict=True)):
+        arguments.sent_words[peer] = 1 + hash((rank, peer, sent)) % (1 << 31)
+        arguments.received_words[peer] = 1 + hash((peer, rank, received)) % (1 << 31)
+    return bytes(arguments)[ctypes.sizeof(Arguments) :]
 
 
 def _draw_counts(world_size: int, numel: int, choices: random.Random) -> tuple[int, ...]:

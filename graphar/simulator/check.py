@@ -121,8 +121,9 @@ def run(
     its case. Needs g++ 12 or newer, and no GPU. Compiled programs are kept in the kernel cache.
 
     Args:
-        algorithm: an all-reduce, reduce-scatter or all-gather without a codec, or what :func:`graphar.load_algorithm`
-            returned. The latter keeps its own scratch, and is compared with its own specification if it has one.
+        algorithm: an all-reduce, reduce-scatter, all-gather or all-to-all without a codec, or what
+            :func:`graphar.load_algorithm` returned. The latter keeps its own scratch, and is compared with its own
+            specification if it has one.
         ranks: the numbers of ranks, each from 2 to 8.
         dtypes: the dtypes of tensors. Cases with one that the algorithm does not take are skipped.
         numel: the elements of a tensor; of the largest part, if ranks have parts. Scratch is made small enough for the

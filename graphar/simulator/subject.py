@@ -21,6 +21,7 @@ _SPECIFICATIONS: dict[str, Specification] = {
     "allreduce": lambda xs, counts: [reference.allreduce(xs)] * len(xs),
     "reducescatter": lambda xs, counts: reference.allreduce(xs).split(list(counts)),
     "allgather": lambda xs, counts: [reference.allgather(xs)] * len(xs),
+    "alltoall": lambda xs, counts: reference.alltoall(xs, sizes=[counts] * len(xs)),
 }
 ALGORITHMS = kernels_that(lambda row: row.op in _SPECIFICATIONS and not row.takes_codec)
 

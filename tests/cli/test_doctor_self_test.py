@@ -43,6 +43,7 @@ def test_the_cpu_gives_the_specifications_bits_in_every_op():
         ("allreduce", ("allreduce", "quantized_allreduce")),
         ("reducescatter", ("reducescatter", "quantized_reducescatter")),
         ("allgather", ("allgather",)),
+        ("alltoall", ("alltoall",)),
         ("allreduce_residual_rmsnorm", ("allreduce_residual_rmsnorm",)),
         ("reducescatter_residual_rmsnorm", ("reducescatter_residual_rmsnorm",)),
         ("fused_matmul_allreduce", ("fused_matmul_allreduce",)),

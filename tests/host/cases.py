@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -20,9 +19,8 @@ from graphar.plan.algorithms import TUPLE_VARIANT, Algorithm, rows
 from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES, Scratch
 from graphar.plan.work import MAX_TENSORS, Exchange
-from graphar.runtime.arguments import Arguments, ExchangeArguments
 from graphar.runtime.catalogue import KERNELS, KernelSource, kernel_source
-from graphar.simulator.calls import Drawn, first_epoch
+from graphar.simulator.calls import Drawn, arguments_of, first_epoch
 from graphar.simulator.mistakes import mistakes
 from graphar.simulator.simulation import Call, Outcome, Simulation
 from graphar.simulator.subject import small
@@ -294,16 +292,6 @@ def _draw_exchange(call: Call, world_size: int, choices: random.Random):
     operand = torch.frombuffer(bytearray(b"".join(map(arguments_of, works))), dtype=torch.uint8)
     inputs, nbytes = [x.reshape(-1) for x in xs], tuple(part.nbytes for part in parts)
     return replace(call, inputs=inputs, counts=nbytes, output_nbytes=nbytes, operands=(operand,)), parts
-
-
-def arguments_of(work: Exchange) -> bytes:
-    """What a rank has for its own arguments. Parts of other lengths have other words."""
-    arguments, rank = ExchangeArguments(), work.rank
-    arguments.describe(work, 0, 1)
-    for peer, (sent, received) in enumerate(zip(work.sends[0], work.receives[0], strict=True)):
-        arguments.sent_words[peer] = 1 + hash((rank, peer, sent)) % (1 << 31)
-        arguments.received_words[peer] = 1 + hash((peer, rank, received)) % (1 << 31)
-    return bytes(arguments)[ctypes.sizeof(Arguments) :]
 
 
 def _draw_numel(shape: Config, world_size: int, dtype: torch.dtype, choices: random.Random) -> int:

@@ -17,10 +17,10 @@ from graphar.plan.config import Config
 from graphar.plan.work import Exchange
 from graphar.runtime.arguments import Arguments, ExchangeArguments
 from graphar.simulator.build import Mutation
-from graphar.simulator.calls import first_epoch
+from graphar.simulator.calls import arguments_of, first_epoch
 from graphar.simulator.simulation import ENOUGH_NS, Call, KernelFailure, has_pad
 from tests.host.build import build, known
-from tests.host.cases import WORLD_SIZES, Kernels, arguments_of, dtypes_of, simulate
+from tests.host.cases import WORLD_SIZES, Kernels, dtypes_of, simulate
 from tests.host.every_kernel import EVERY_KERNEL, run
 from tests.host.every_kernel import draw as draw_every
 from tests.host.products import GATHER, of_ranks

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -271,8 +271,8 @@ ALLGATHER = (
 )
 
 
-def alltoall_in_shares(x, group=None, *, out=None, shapes=None, scatter_dim=0, gather_dim=0):
-    """All-to-all of the shares of ``by.sizes_of``. A process gives the shapes of the ranks' tensors."""
+def alltoall(x, group=None, *, out=None, shapes=None, scatter_dim=0, gather_dim=0):
+    """graphar.alltoall of the shares of ``by.sizes_of``. A process gives the shapes of the ranks' tensors."""
     sizes = by.sizes_of([one.shape for one in x] if isinstance(x, list) else shapes, scatter_dim, gather_dim)
     if scatter_dim != gather_dim:
         sizes = sizes[0], [shape[gather_dim] for shape in shapes or [one.shape for one in x]]
@@ -282,11 +282,11 @@ def alltoall_in_shares(x, group=None, *, out=None, shapes=None, scatter_dim=0, g
     return graphar.alltoall(x, group, out=out, sizes=sizes, scatter_dim=scatter_dim, gather_dim=gather_dim)
 
 
-alltoall = partial(Form, graphar.alltoall, specify=by.exchanged, fill=raw, leaves=("x",), twice=True)
+exchange = partial(Form, graphar.alltoall, specify=by.exchanged, fill=raw, leaves=("x",), twice=True)
 HEADS = ((1, 1, 1, 1), (2, 5, 3, 0), (0, 1, 2, 3), (2, 3, 5, 8))
 ALLTOALL = (
-    alltoall("", make=partial(by.divisible, 0), shapes=SHAPES, dtypes=MOVED, backward=partial(by.exchanged_back, 0, 0)),
-    alltoall(
+    exchange("", make=partial(by.divisible, 0), shapes=SHAPES, dtypes=MOVED, backward=partial(by.exchanged_back, 0, 0)),
+    exchange(
         "last dim",
         make=partial(by.divisible, -1),
         shapes=SHAPES,
@@ -294,7 +294,7 @@ ALLTOALL = (
         backward=partial(by.exchanged_back, -1, -1),
     ),
     *(
-        alltoall(
+        exchange(
             label,
             make=partial(by.divisible, scatter_dim),
             shapes=HEADS,
@@ -305,18 +305,19 @@ ALLTOALL = (
         for label, scatter_dim, gather_dim in (("heads", 2, 1), ("sequence", 1, 2), ("first and last", 0, 3))
     ),
     *(
-        replace(
-            alltoall(
-                f"sizes {scatter_dim} {gather_dim}",
-                make=partial(by.uneven, gather_dim),
-                shapes=((4, 3, 2), (17, 8, 5)),
-                dtypes=MOVED,
-                options={"scatter_dim": scatter_dim, "gather_dim": gather_dim},
-                of_processes=lambda tensors: {"shapes": [x.shape for x in tensors["x"]]},
-                backward=partial(by.shares_back, scatter_dim, gather_dim),
-            ),
-            op=alltoall_in_shares,
+        Form(
+            alltoall,
+            f"sizes {scatter_dim} {gather_dim}",
+            make=partial(by.uneven, gather_dim),
             specify=by.exchanged_in_shares,
+            shapes=((4, 3, 2), (17, 8, 5)),
+            dtypes=MOVED,
+            fill=raw,
+            options={"scatter_dim": scatter_dim, "gather_dim": gather_dim},
+            of_processes=lambda tensors: {"shapes": [x.shape for x in tensors["x"]]},
+            leaves=("x",),
+            backward=partial(by.shares_back, scatter_dim, gather_dim),
+            twice=True,
         )
         for scatter_dim, gather_dim in ((0, 0), (1, 1), (1, 0), (0, 2))
     ),

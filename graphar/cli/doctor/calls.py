@@ -20,7 +20,7 @@ from graphar.plan.policy import LosslessPolicy
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.select import Facts, select
 from graphar.plan.tables import DEFAULT, Table, shipped_table
-from graphar.plan.work import Norm, Parts, Product, Work
+from graphar.plan.work import Exchange, Norm, Parts, Product, Work
 from graphar.runtime.user_tables import find_table
 
 _NUMELS = (7, 8199, 262149)  # less than a pack for every rank, a few blocks, many blocks; all with a partial pack
@@ -105,6 +105,11 @@ def _with_special(ranks: int, numel: int) -> Tensors:
     return [xs], []
 
 
+def _with_special_for_each(ranks: int, numel: int) -> Tensors:
+    """Returns the same, with ``numel`` elements for each rank."""
+    return _with_special(ranks, ranks * numel)
+
+
 def _factors(ranks: int, size: tuple[int, int]) -> Tensors:
     """Returns each rank's ``a`` and ``w``: small integers, whose products add up to the same bits in any order."""
     return [[_integers(rank, length, _K) for rank in range(ranks)] for length in size], []
@@ -167,6 +172,11 @@ def _kernel_of_parts(op: str, world_size: int, size: int) -> Algorithm:
     return _chosen(Parts(op, (size if op == "allgather" else -(-size // world_size),) * world_size), world_size)
 
 
+def _kernel_of_exchange(world_size: int, size: int) -> Algorithm:
+    lengths = ((size,) * world_size,)
+    return _chosen(Exchange(0, (1,), lengths, lengths), world_size)
+
+
 def _norm_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
     rows, columns = size
     return _chosen(Norm("allreduce_residual_rmsnorm", (rows * columns,), columns), world_size)
@@ -187,6 +197,7 @@ _OPS = (
     _Op("allreduce", _with_special, _NUMELS),
     _Op("reducescatter", _with_special, _NUMELS, partial(_kernel_of_parts, "reducescatter")),
     _Op("allgather", _with_special, _NUMELS, partial(_kernel_of_parts, "allgather")),
+    _Op("alltoall", _with_special_for_each, _NUMELS, _kernel_of_exchange),
     _Op("reducescatter", _with_special, _NUMELS, lambda *_: COMPRESSING["reducescatter"], _LOSSLESS),
     _Op("allgather", _with_special, _NUMELS, lambda *_: COMPRESSING["allgather"], _LOSSLESS),
     _Op("reducescatter", _with_special, _NUMELS, lambda *_: COPYING["reducescatter"], _COPIED),

@@ -165,9 +165,9 @@ def _alltoall(call: Call[Exchange], transport: Transport, timeout_s: float, rank
         _compare_lengths(call, transport, timeout_s, ranks[0].inputs[0].device)
     sent, received, targets = [], [], []
     for own, sends, receives in zip(ranks, work.sends, work.receives, strict=True):
-        sent.append([bytes_of(one.contiguous()) for one in own.inputs[0].split(sends, work.scatter_dim)])
+        sent.append([bytes_of(part.contiguous()) for part in own.inputs[0].split(sends, work.scatter_dim)])
         parts = own.outputs[0].split(receives, work.gather_dim)
-        rooms = [one if one.is_contiguous() else one.new_empty(one.shape) for one in parts]
+        rooms = [part if part.is_contiguous() else part.new_empty(part.shape) for part in parts]
         received.append(list(map(bytes_of, rooms)))
         targets += [pair for pair in zip(parts, rooms, strict=True) if pair[0] is not pair[1]]
     transport.exchange(sent, received, timeout_s)
@@ -184,11 +184,11 @@ def _compare_lengths(call: Call[Exchange], transport: Transport, timeout_s: floa
         return
     work, ranks = call.work, range(transport.world_size)
     own = torch.tensor([*work.sends[0], *work.receives[0]], dtype=torch.int64)
-    (found,) = transport.collect([own], [own.numel()] * len(ranks), timeout_s)
-    said = [one.tolist() for one in found]
+    (of_ranks,) = transport.collect([own], [own.numel()] * len(ranks), timeout_s)
+    lengths = [of_rank.tolist() for of_rank in of_ranks]
     for sender in ranks:
         for receiver in ranks:
-            sends, receives = said[sender][receiver], said[receiver][len(ranks) + sender]
+            sends, receives = lengths[sender][receiver], lengths[receiver][len(ranks) + sender]
             if sends != receives:
                 raise CommunicatorError(
                     f"{call.op}: ranks must send what others receive, got\nrank {sender}: {sends} to rank "
