@@ -1,6 +1,6 @@
 // Sums of exponentials over a vocabulary that ranks divide: what a lane of a leaf adds, and how lanes, leaves and ranks
-// are merged. numerics/softmax.py of the package specifies it, operation by operation, and gives the same bits. No
-// operation is contracted.
+// are merged. numerics/softmax.py of the package specifies each operation, and gives the same bits. The compiler
+// contracts none.
 #pragma once
 #include "device/ptx/codec.cuh"
 #include "device/warp_sum.cuh"

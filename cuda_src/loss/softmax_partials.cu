@@ -4,10 +4,10 @@
 //     -> the leaf's lanes, by shuffles -> shared memory -> the leaves of a row as a tree, by shuffles
 //     -> the rank's partial of the row; or, if there is one rank, the results of the row
 //
-// A block has 8 leaves: of one row, or of up to 8 rows where ranks divide them. Where there are few rows, a leaf has a
-// warp for each 32 lanes, and a cluster of blocks divides the 8 leaves. An element takes 13 instructions, about as many
-// as memory leaves time for. So a warp waits for no other one before its leaf is done. It sends nothing and
-// waits for no rank.
+// A block has 8 leaves: of one row, or of up to 8 rows if ranks divide the leaves of a row. A warp takes one leaf. If
+// there are few rows, a leaf has a warp for each 32 lanes instead, and the blocks of a cluster divide the 8 leaves. An
+// element takes 13 instructions, about as many as memory leaves time for, so no warp waits for another before its leaf
+// is done. The kernel sends nothing, and waits for no rank.
 #include "device/softmax.cuh"
 
 constexpr int groups = softmax_lanes / 32;                 // of lanes, which a warp takes one after another
@@ -162,21 +162,21 @@ struct Step {
       T::unpack(x[k].word[w], v);
 #pragma unroll
       for (int e = 0; e < W; ++e) {
-        const float one = x_of(v[e]), d = clamped(__fsub_rn(one, r));
+        const float logit = x_of(v[e]), d = clamped(__fsub_rn(logit, r));
         const Exponential exponential(d);
         node.s = __fmaf_rn(exponential.p, exponential.power, node.s);
         if constexpr (also == entropy_and_top1) node.sum_xe = __fmaf_rn(exponential, d, node.sum_xe);
         if constexpr (also == sum_of_logits) {
           const bool present = whole || (i + k * softmax_lanes) * 8 + w * W + e < leaf.numel;
-          node.sum_x = __fadd_rn(node.sum_x, present ? one : 0.0f);
+          node.sum_x = __fadd_rn(node.sum_x, present ? logit : 0.0f);
         }
       }
     }
   }
 };
 
-// By a warp: the lanes of the groups [group, end) of a leaf, into shared memory. `ignored` is first read when the first
-// step is on its way.
+// By a warp: puts the lanes of the groups [group, end) of a leaf into shared memory. `ignored` reads the target. It is
+// called when the loads of the first step are on their way.
 template <class T, Also also, bool scaled, bool early, bool aligned, class Ignored>
 __device__ __forceinline__ void take(const Leaf<T, aligned>& leaf, float inverse_temperature, u32 group, u32 end,
                                      LanesOfLeaf* lanes, const Ignored& ignored) {

@@ -38,7 +38,7 @@ LANES, PACK, PACKS_OF_STEP = 64, 8, 4
 LARGEST = 88.0  # its exp(-d) is 0
 LOG2E = float.fromhex("0x1.715476p+0")
 COEFFICIENTS = [
-    float.fromhex(f"0x1.{one}") for one in ("5bba14p-10", "3cea88p-7", "c6b752p-5", "ebf9bcp-3", "62e42ap-1")
+    float.fromhex(f"0x1.{digits}") for digits in ("5bba14p-10", "3cea88p-7", "c6b752p-5", "ebf9bcp-3", "62e42ap-1")
 ]
 _CHUNK_NUMEL, _PIECE_NUMEL = 1 << 18, 1 << 15  # elements of whole rows, and of exponentials, that are computed at once
 
@@ -89,8 +89,8 @@ def _rounded(number: float) -> float:
 
 def exp(d: Tensor) -> Tensor:
     """Returns exp(d) of fp32 numbers that are not positive, with a relative error below 1.7e-7 + 1.4e-8 |d|."""
-    made = torch.empty_like(d, memory_format=torch.contiguous_format)
-    for piece, into in zip(d.reshape(-1).split(_PIECE_NUMEL), made.view(-1).split(_PIECE_NUMEL), strict=True):
+    result = torch.empty_like(d, memory_format=torch.contiguous_format)
+    for piece, into in zip(d.reshape(-1).split(_PIECE_NUMEL), result.view(-1).split(_PIECE_NUMEL), strict=True):
         product = _clamped(piece).double().mul_(LOG2E)  # exact: 24 bits each
         n = product.round()
         f = product.sub_(n).float().double()  # the difference is exact, so this is the fma
@@ -99,7 +99,7 @@ def exp(d: Tensor) -> Tensor:
             p = fma_in_doubles(p, f, coefficient)
         power = (n.nan_to_num_().int().add_(127) << 23).view(torch.float32)
         torch.mul(p.float(), power, out=into)
-    return made
+    return result
 
 
 def _clamped(d: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def tree(nodes: Node) -> Node:
 
 def _at(nodes: Node, place: int | slice) -> Node:
     m, s, *rest = nodes
-    return Node(m[..., place], s[..., place], *[None if one is None else one[..., place] for one in rest])
+    return Node(m[..., place], s[..., place], *[None if numbers is None else numbers[..., place] for numbers in rest])
 
 
 def tree_sum(x: Tensor) -> Tensor:
@@ -183,9 +183,9 @@ def leaves(x: Tensor, present: Tensor, terms: Terms) -> Node:
     if terms.label_smoothing:
         sum_x = zeros
         for step in _steps(torch.where(present, x, 0.0), 0.0):
-            for one in step:
-                sum_x = sum_x + one
-    sum_x, sum_xe = (None if one is None else _by_halves(one) for one in (sum_x, lanes.sum_xe))
+            for element in step:
+                sum_x = sum_x + element
+    sum_x, sum_xe = (None if lane is None else _by_halves(lane) for lane in (sum_x, lanes.sum_xe))
     return Node(lanes.m[..., 0], _by_halves(lanes.s), sum_x, sum_xe)
 
 
@@ -225,10 +225,10 @@ def _below(x: Tensor, m: Tensor) -> Tensor:
 def _after_step(node: Node, step: Tensor) -> Node:
     m, s, _, sum_xe, _ = _moved(node, torch.maximum(node.m, step.amax(0)))
     d = _below(step, m)
-    for one, e in zip(d, exp(d), strict=True):
+    for of_element, e in zip(d, exp(d), strict=True):
         s = s + e
         if sum_xe is not None:
-            sum_xe = fma(e, one, sum_xe)
+            sum_xe = fma(e, of_element, sum_xe)
     return Node(m, s, None, sum_xe)
 
 
@@ -249,7 +249,7 @@ def partial(logits: Tensor, target: Tensor, first: int, leaves_of_rank: int, ter
     logits, target = logits.reshape(-1, columns), target.reshape(-1)
     present = torch.arange(first, first + columns, device=logits.device) < terms.vocab_size
     step = max(1, _CHUNK_NUMEL // max(1, columns))
-    made = [logits.new_empty(0, terms.width, dtype=torch.float32)]
+    partials = [logits.new_empty(0, terms.width, dtype=torch.float32)]
     for rows, targets in zip(logits.split(step), target.split(step), strict=True):
         x = _scaled(rows, terms)
         node = tree(leaves(x.unflatten(1, (leaves_of_rank, -1)), present.view(leaves_of_rank, -1), terms))
@@ -259,9 +259,9 @@ def partial(logits: Tensor, target: Tensor, first: int, leaves_of_rank: int, ter
         if terms.top1:
             largest = torch.where(present, x, -math.inf).argmax(1)
             top1 = torch.where(node.m.isnan(), -1.0, (largest + first).float())
-        found = node.m, node.s, of_target, node.sum_x, node.sum_xe, top1
-        made.append(torch.stack([one for one in found if one is not None], 1))
-    return with_canonical_nan(torch.cat(made))
+        numbers = node.m, node.s, of_target, node.sum_x, node.sum_xe, top1
+        partials.append(torch.stack([number for number in numbers if number is not None], 1))
+    return with_canonical_nan(torch.cat(partials))
 
 
 def _scaled(logits: Tensor, terms: Terms) -> Tensor:
@@ -273,7 +273,7 @@ def node_of(partials: Tensor, terms: Terms) -> Node:
     m, s, _, *rest = partials.unbind(-1)
     asked = terms.label_smoothing != 0, terms.entropy, terms.top1
     left = iter(rest)
-    return Node(m, s, *[next(left) if one else None for one in asked])
+    return Node(m, s, *[next(left) if is_asked else None for is_asked in asked])
 
 
 def finish(partials: Tensor, target: Tensor, columns: int, terms: Terms) -> tuple[Tensor, ...]:
@@ -313,12 +313,12 @@ def finish(partials: Tensor, target: Tensor, columns: int, terms: Terms) -> tupl
     if terms.result in ("sum", "mean"):
         result = tree_sum(result)
         result = result / count if terms.result == "mean" else result
-    found = [result, torch.cat([torch.stack([node.m, node.s], 1).view(-1), count[None]])]
+    results = [result, torch.cat([torch.stack([node.m, node.s], 1).view(-1), count[None]])]
     if node.sum_xe is not None:
-        found.append((log_s - node.sum_xe.double() / node.s.double()).float())
+        results.append((log_s - node.sum_xe.double() / node.s.double()).float())
     if node.top1 is not None:
-        found.append(node.top1.long())
-    return tuple(map(with_canonical_nan, found))
+        results.append(node.top1.long())
+    return tuple(map(with_canonical_nan, results))
 
 
 def _valid_and_ignored(target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
@@ -373,12 +373,12 @@ def gradient(
     for start in range(0, rows, step):
         window = slice(start, start + step)
         x, of_row = _scaled(logits[window], terms), g[window, None]
-        found = exp(x - m[window, None]) * scale[window, None]
+        gradients = exp(x - m[window, None]) * scale[window, None]
         if terms.label_smoothing:
-            found = found - of_row * _rounded(terms.label_smoothing / terms.vocab_size)
+            gradients = gradients - of_row * _rounded(terms.label_smoothing / terms.vocab_size)
         is_target = torch.arange(first, first + columns, device=logits.device) == target[window, None]
-        found = torch.where(is_target, found - of_row * _rounded(1 - terms.label_smoothing), found)
+        gradients = torch.where(is_target, gradients - of_row * _rounded(1 - terms.label_smoothing), gradients)
         if terms.temperature != 1:
-            found = found * terms.inverse_temperature
-        found = torch.where(present & ~ignored[window, None], found, 0.0)
-        out[window] = with_canonical_nan(found.to(out.dtype))
+            gradients = gradients * terms.inverse_temperature
+        gradients = torch.where(present & ~ignored[window, None], gradients, 0.0)
+        out[window] = with_canonical_nan(gradients.to(out.dtype))

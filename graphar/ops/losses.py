@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -14,7 +15,7 @@ from graphar.ops import options
 from graphar.ops.norms import check_number
 from graphar.ops.options import T
 from graphar.ops.register import Op, by_result, is_plain, library
-from graphar.ops.repeats import repeated
+from graphar.ops.repeats import repeated, typed
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Loss
 from graphar.runtime.bind import loss
@@ -28,7 +29,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(eq=False)
 class Arguments(options.Given):
-    """Those of both functions. The fields up to ``top1`` are Terms, but for a ``vocab_size`` of None."""
+    """The arguments of both functions. The fields up to ``top1`` are those of Terms. ``vocab_size`` may be None."""
 
     vocab_size: int | None = None
     result: str = "none"
@@ -96,11 +97,10 @@ def cross_entropy(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    kinds = tuple(map(type, (ignore_index, label_smoothing, lse_square_scale, vocab_size, overwrite_logits, timeout_s)))
     numbers = ignore_index, label_smoothing, lse_square_scale, vocab_size, overwrite_logits, timeout_s
-    how = reduction, *numbers, kinds
-    if (found := repeated(NAME, group, (logits, target), how)) is not None:  # type: ignore[arg-type]
-        return found[0]
+    how = reduction, *typed(numbers)
+    if (results := repeated(NAME, group, (logits, target), how)) is not None:  # type: ignore[arg-type]
+        return results[0]
     if reduction not in REDUCTIONS:
         raise ValueError(f"{NAME}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if not 0 <= (smoothing := check_number(NAME, "label_smoothing", label_smoothing)) <= 1:
@@ -174,9 +174,8 @@ def log_probs(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    kinds = type(temperature), type(vocab_size), type(entropy), type(top1), type(timeout_s)
-    how = LOG_PROBS, temperature, vocab_size, entropy, top1, timeout_s, kinds
-    if (found := repeated(NAME, group, (logits, tokens), how)) is None:
+    how = LOG_PROBS, *typed((temperature, vocab_size, entropy, top1, timeout_s))
+    if (results := repeated(NAME, group, (logits, tokens), how)) is None:
         if check_number(LOG_PROBS, "temperature", temperature) <= 0:
             raise ValueError(f"{LOG_PROBS}: temperature must be positive, got {temperature!r}")
         terms = {
@@ -186,15 +185,14 @@ def log_probs(
             "entropy": bool(entropy),
             "top1": bool(top1),
         }
-        found = _call(LOG_PROBS, (logits, tokens), how, group, terms, timeout_s)
+        results = _call(LOG_PROBS, (logits, tokens), how, group, terms, timeout_s)
     if not (entropy or top1):
-        return found[0]
-    entropies = _detached(found[2]) if entropy else None
-    return LogProbs(found[0], entropies, found[-1] if top1 else None)
+        return results[0]
+    return LogProbs(results[0], _detached(results[2]) if entropy else None, results[-1] if top1 else None)
 
 
 def _detached(x: Any) -> Any:
-    return [one.detach() for one in x] if isinstance(x, list) else x.detach()
+    return [of_rank.detach() for of_rank in x] if isinstance(x, list) else x.detach()
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
@@ -203,9 +201,9 @@ def _detached(x: Any) -> Any:
 def _call(op: str, tensors: tuple, how: tuple, group: Any, terms: dict[str, Any], timeout_s) -> tuple:
     """Makes a call, and returns its results as users get them, the state included."""
     call_checks.check_call(op, "auto", timeout_s)
-    if terms["vocab_size"] is not None and (type(terms["vocab_size"]) is bool or terms["vocab_size"] < 1):
-        raise ValueError(f"{op}: vocab_size must be positive, got {terms['vocab_size']!r}")
-    logits, target = tensors
+    (logits, target), size = tensors, terms["vocab_size"]
+    if size is not None and (type(size) is bool or size < 1):
+        raise ValueError(f"{op}: vocab_size must be positive, got {size!r}")
     communicator = None
     if hasattr(logits, "device_mesh"):  # importing DTensor is slow
         logits, communicator = _of_rank(op, logits, group)
@@ -217,8 +215,8 @@ def _call(op: str, tensors: tuple, how: tuple, group: Any, terms: dict[str, Any]
         communicator = ALONE if group == ALONE else engine_name(group, op, alone=not in_list)
     given = Arguments(communicator, timeout_s, (), **terms)
     plain = not in_list and all(map(is_plain, ranks[0]))
-    found = OP(logits, target, given=given, plain=plain, asked=(tensors, how, None))
-    return by_result(found, len(ranks) if in_list else None)
+    results = OP(logits, target, given=given, plain=plain, asked=(tensors, how, None))
+    return by_result(results, len(ranks) if in_list else None)
 
 
 def _of_rank(op: str, logits: Any, group: Group) -> tuple[torch.Tensor, str]:
@@ -243,17 +241,17 @@ def _checked(op: str, logits: Any, target: Any) -> list[tuple]:
         tensor_checks.check_list(op, logits)
         tensor_checks.check_one_each(op, "target", target, logits, "logits")
     ranks = list(zip(logits, target, strict=True)) if in_list else [(logits, target)]
-    for x, wanted in ranks:
+    for x, of_rows in ranks:
         tensor_checks.check_tensor(op, "logits", x)
-        tensor_checks.check_tensor(op, "target", wanted)
+        tensor_checks.check_tensor(op, "target", of_rows)
         if x.dtype not in TYPE_NAMES:
             raise ValueError(f"{op}: logits must be bfloat16, float16 or float32, got {x.dtype}")
         if not x.ndim or not x.shape[-1]:
             raise ValueError(f"{op}: logits must have columns, got the shape {list(x.shape)}")
-        if (wanted.shape, wanted.dtype, wanted.device) != (x.shape[:-1], torch.int64, x.device):
+        if (of_rows.shape, of_rows.dtype, of_rows.device) != (x.shape[:-1], torch.int64, x.device):
             raise ValueError(
-                f"{op}: target must be {list(x.shape[:-1])} torch.int64 on {x.device}, got {list(wanted.shape)} "
-                f"{wanted.dtype} on {wanted.device}"
+                f"{op}: target must be {list(x.shape[:-1])} torch.int64 on {x.device}, got "
+                f"{list(of_rows.shape)} {of_rows.dtype} on {of_rows.device}"
             )
     return ranks
 
@@ -278,19 +276,18 @@ def _work(engine: Engine, logits: torch.Tensor, given: Arguments) -> Loss:
 
 
 def _fake(logits, targets, given: Arguments) -> list[tuple[torch.Tensor, ...]]:
-    return [_results(target, given) for target in targets]
+    """Returns uninitialised tensors for each rank's results: losses, state, entropies if asked, columns if asked."""
+    return [_empty(target, given) for target in targets]
 
 
-def _results(target: torch.Tensor, given: Arguments) -> tuple[torch.Tensor, ...]:
-    """Returns uninitialised tensors for a rank's results: the losses, the state, perhaps entropies, perhaps columns."""
-    shape, new = target.shape, target.new_empty
-    made = [new(() if given.result in ("mean", "sum") else shape, dtype=torch.float32)]
-    made.append(new(2 * target.numel() + 1, dtype=torch.float32))
+def _empty(target: torch.Tensor, given: Arguments) -> tuple[torch.Tensor, ...]:
+    shape, fp32 = target.shape, partial(target.new_empty, dtype=torch.float32)
+    results = [fp32(() if given.result in ("mean", "sum") else shape), fp32(2 * target.numel() + 1)]
     if given.entropy:
-        made.append(new(shape, dtype=torch.float32))
+        results.append(fp32(shape))
     if given.top1:
-        made.append(new(shape))
-    return tuple(made)
+        results.append(target.new_empty(shape))
+    return tuple(results)
 
 
 def _run(engine: Engine, logits, targets, outs, given: Arguments):
@@ -315,26 +312,25 @@ library.define(
 
 def _backward(ctx, gradients):
     (logits, targets, states), _ = OP.saved(ctx)
-    names, columns = ("communicator", *Terms._fields[:-2]), logits[0].shape[-1]
-    how = {name: ctx.given[name] for name in names}
+    columns, results = logits[0].shape[-1], len(gradients) // ctx.ranks
+    how = [ctx.given[name] for name in ("communicator", *Terms._fields[:-2])]
     if ctx.in_list:
-        how["vocab_size"] = how["vocab_size"] or columns * ctx.ranks
-    of_results, found = gradients[:: len(gradients) // ctx.ranks], []
-    for rank, (x, *rest, of_result) in enumerate(zip(logits, targets, states, of_results, strict=True)):
-        first = columns * rank if ctx.in_list else -1
-        given = x, *rest, of_result, first, *how.values()
-        found.append(None if of_result is None else _of_rank_backward(given, ctx.given["overwrite"]))
-    return found, [None] * len(found), {}
+        how[1] = how[1] or columns * ctx.ranks  # vocab_size
+    ranks, of_logits = zip(logits, targets, states, gradients[::results], strict=True), []
+    for rank, (*tensors, gradient) in enumerate(ranks):
+        call = *tensors, gradient, columns * rank if ctx.in_list else -1, *how
+        of_logits.append(None if gradient is None else _of_rank_backward(call, ctx.given["overwrite"]))
+    return of_logits, [None] * ctx.ranks, {}
 
 
-def _of_rank_backward(given: tuple, overwrites: bool) -> torch.Tensor:
-    logits = given[0]
+def _of_rank_backward(call: tuple, overwrites: bool) -> torch.Tensor:
+    logits = call[0]
     is_eager = type(logits) in (torch.Tensor, torch.nn.Parameter)
     if not (overwrites and is_eager and logits.is_contiguous()) or torch.is_grad_enabled():
-        return torch.ops.graphar.cross_entropy_backward(*given)
-    found = _gradient(*given, out=logits.detach())
+        return torch.ops.graphar.cross_entropy_backward(*call)
+    gradient = _gradient(*call, out=logits.detach())
     torch.autograd.graph.increment_version(logits)
-    return found
+    return gradient
 
 
 def _gradient(logits, target, state, gradient, first: int, communicator: str, vocab_size, *terms, out=None):

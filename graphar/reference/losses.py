@@ -72,8 +72,8 @@ def log_probs(
         fp32 [...]; with ``entropy`` or ``top1`` a tuple: log-probabilities, then fp32 entropies, then int64 columns.
     """
     terms = Terms(vocab_size or _columns(logits), "log_probs", temperature=temperature, entropy=entropy, top1=top1)
-    found, _, *more = specification(logits, tokens, terms).results
-    return (found, *more) if more else found
+    result, _, *more = specification(logits, tokens, terms).results
+    return (result, *more) if more else result
 
 
 def specification(
@@ -86,19 +86,19 @@ def specification(
 
     ``upstream`` is the gradient of the first result, fp32. None: no gradients.
     """
-    ranks = [one.contiguous() for one in ([logits] if isinstance(logits, torch.Tensor) else logits)]
+    ranks = [x.contiguous() for x in ([logits] if isinstance(logits, torch.Tensor) else logits)]
     columns, gradients = ranks[0].shape[-1], []
     firsts = range(0, columns * len(ranks), columns)
     leaves = LEAVES // len(ranks)
-    partials = [softmax.partial(one, target, at, leaves, terms) for one, at in zip(ranks, firsts, strict=True)]
+    partials = [softmax.partial(x, target, first, leaves, terms) for x, first in zip(ranks, firsts, strict=True)]
     result, state, *more = softmax.finish(torch.stack(partials), target, columns, terms)
     if upstream is not None:
-        gradients = [torch.empty_like(one) for one in ranks]
-        for one, at, out in zip(ranks, firsts, gradients, strict=True):
-            softmax.gradient(one, target, state, upstream, at, terms, out)
-    result, *more = (one.view(target.shape) if one.ndim else one for one in (result, *more))
+        gradients = [torch.empty_like(x) for x in ranks]
+        for x, first, out in zip(ranks, firsts, gradients, strict=True):
+            softmax.gradient(x, target, state, upstream, first, terms, out)
+    result, *more = (x.view(target.shape) if x.ndim else x for x in (result, *more))
     return Specified((result, state, *more), gradients)
 
 
 def _columns(logits: torch.Tensor | Sequence[torch.Tensor]) -> int:
-    return logits.shape[-1] if isinstance(logits, torch.Tensor) else sum(one.shape[-1] for one in logits)
+    return logits.shape[-1] if isinstance(logits, torch.Tensor) else sum(x.shape[-1] for x in logits)

@@ -110,21 +110,21 @@ class Own:
     def __init__(self, x: Tensor, target: Tensor, shape: Shape, result: str = "mean") -> None:
         rows, columns, self.ranks = shape
         self.work = Loss("cross_entropy", rows, x.shape[1], Terms(columns, result, ignore_index=-100))
-        self.one, self.x, self.target = loss.of_rank(x, self.work, 0, self.ranks), x, target
+        self.kernels, self.x, self.target = loss.of_rank(x, self.work, 0, self.ranks), x, target
         self.upstream = torch.ones((), device=x.device)
         new = partial(x.new_empty, dtype=torch.float32)
         self.results = new(() if result == "mean" else rows), new(2 * rows + 1)
         self.gathered = None
         if self.ranks > 1:
-            self.gathered = self.one.partials(self._operands()).expand(self.ranks, -1, -1).contiguous()
+            self.gathered = self.kernels.partials(self._operands()).expand(self.ranks, -1, -1).contiguous()
 
     def _operands(self) -> Operands:
         return Operands((self.x, self.target), self.results)
 
     def __call__(self, passes: str) -> tuple[Tensor, ...]:
         if self.gathered is not None:
-            self.one.partials(self._operands())
-        self.one.results(self._operands(), self.gathered)
+            self.kernels.partials(self._operands())
+        self.kernels.results(self._operands(), self.gathered)
         if passes == FORWARD:
             return (self.results[0],)
         gradient = torch.empty_like(self.x)
@@ -142,8 +142,8 @@ class Peer:
         if passes == FORWARD:
             return (self.function(self.x, self.target),)
         x = self.x.detach().requires_grad_()
-        found = self.function(x, self.target)
-        return found.detach(), *torch.autograd.grad(found, x)
+        mean = self.function(x, self.target)
+        return mean.detach(), *torch.autograd.grad(mean, x)
 
 
 class Liger:
@@ -152,14 +152,14 @@ class Liger:
     def __init__(self, x: Tensor, target: Tensor) -> None:
         from liger_kernel.transformers.functional import liger_cross_entropy
 
-        self.function, self.given, self.target = liger_cross_entropy, x, target
+        self.function, self.target = liger_cross_entropy, target
         self.x = x.clone()
 
     def __call__(self, passes: str) -> tuple[Tensor, ...]:
         if passes == FORWARD:
             raise NotImplementedError("it computes the gradient in the forward pass")
-        found = self.function(self.x.requires_grad_(), self.target)
-        return found.detach(), self.x.detach()
+        mean = self.function(self.x.requires_grad_(), self.target)
+        return mean.detach(), self.x.detach()
 
 
 def in_fp32(x: Tensor, target: Tensor) -> Tensor:
@@ -183,9 +183,9 @@ def some_rows(rows: int, device: str) -> Tensor:
 
 
 @torch.no_grad()
-def wrong_of_own(own: Own, found: tuple[Tensor, ...]) -> int:
+def wrong_of_own(own: Own, results: tuple[Tensor, ...]) -> int:
     """Counts the numbers of VERIFIED_ROWS that differ from the specification, and the mean of all rows."""
-    rows, (loss_of_all, *gradient) = some_rows(len(own.x), own.x.device.type), found
+    rows, (loss_of_all, *gradient) = some_rows(len(own.x), own.x.device.type), results
     terms = own.work.terms._replace(result="none")
     x, target = own.x[rows], own.target[rows]
     part = softmax.partial(x, target, 0, LEAVES // own.ranks, terms)
@@ -204,7 +204,7 @@ def wrong_of_own(own: Own, found: tuple[Tensor, ...]) -> int:
 
 
 @torch.no_grad()
-def wrong_of_peer(x: Tensor, target: Tensor, found: tuple[Tensor, ...]) -> int:
+def wrong_of_peer(x: Tensor, target: Tensor, results: tuple[Tensor, ...]) -> int:
     """Counts the gradients of VERIFIED_ROWS, and the loss of all, whose error is above ROUNDINGS to bf16.
 
     torch rounds log-probabilities to bf16, so their share of a gradient's error is as large as they are.
@@ -215,15 +215,15 @@ def wrong_of_peer(x: Tensor, target: Tensor, found: tuple[Tensor, ...]) -> int:
         for rows, of_rows in zip(x.split(step), target.split(step), strict=True)
     ]
     mean = torch.stack(losses).sum() / len(x)
-    wrong = count_far(found[:1], (mean,), [ROUNDINGS * half * mean])
-    if len(found) > 1:
+    wrong = count_far(results[:1], (mean,), [ROUNDINGS * half * mean])
+    if len(results) > 1:
         chosen = some_rows(len(x), x.device.type)
         log_probs = functional.log_softmax(x[chosen].double(), -1)
         gradient = log_probs.exp()
         limit = gradient * -log_probs
         gradient[torch.arange(len(chosen), device=x.device), target[chosen]] -= 1
         limit += gradient.abs() + torch.finfo(torch.bfloat16).tiny
-        wrong += count_far((found[1][chosen],), (gradient / len(x),), [ROUNDINGS * half * limit / len(x)])
+        wrong += count_far((results[1][chosen],), (gradient / len(x),), [ROUNDINGS * half * limit / len(x)])
     return wrong
 
 
@@ -259,8 +259,8 @@ class Trial:
 
     def count_wrong(self, launch: Callable[[], None]) -> int:
         """Runs the timed launch once more. Returns how many of the numbers that are verified are wrong."""
-        for one in self.results:
-            one.fill_(torch.nan)
+        for result in self.results:
+            result.fill_(torch.nan)
         if self.name == LIGER:
             self.method.x = self.x.clone()
             self.run(1)
@@ -298,7 +298,7 @@ def rows_of(plan: LossPlan, shape: Shape) -> Iterator[LossRow | str]:
     time_of = ranks_of.host_time_us if plan.device == "cpu" else ranks_of.graph_time_us
     times = time_in_turn([launch for _, launch in ready], REPEATS[plan.device], time_of)
     for (trial, launch), of_trial in zip(ready, times, strict=True):
-        nbytes, time_us = least_nbytes(trial.passes, shape), deciles([one / trial.calls for one in of_trial])
+        nbytes, time_us = least_nbytes(trial.passes, shape), deciles([time / trial.calls for time in of_trial])
         floor_us = nbytes / rate / 1e3 if rate else None
         wrong = trial.count_wrong(launch)
         yield LossRow(trial.name, trial.passes, *shape, time_us, nbytes, floor_us, trial.peak_nbytes, wrong)
@@ -341,17 +341,17 @@ class Losses(Report):
         return len(plan.shapes) * sum(len(PASSES[name == LIGER :]) for name in plan.methods)
 
     def sections(self) -> list[Section]:
-        found = []
+        sections = []
         for passes in PASSES:
             if cases := cases_of(self.rows, passes):
-                found.append(Section(passes.capitalize(), [comparison(cases)], [ratio_chart(passes, cases)]))
+                sections.append(Section(passes.capitalize(), [comparison(cases)], [ratio_chart(passes, cases)]))
         peaks = peak_table(cases_of(self.rows, BOTH))
-        return [*found, Section("Peak memory of forward and backward", [peaks])] if peaks else found
+        return [*sections, Section("Peak memory of forward and backward", [peaks])] if peaks else sections
 
     def glance(self) -> Glance:
         ratios = of_best_peer(cases_of(self.rows, BOTH))
         over = words_for([row.method for row in self.rows if row.is_peer], {})
-        named = {words_of(case): one for case, one in ratios.items()}
+        named = {words_of(case): of_peer for case, of_peer in ratios.items()}
         return Glance(f"graphar's time of forward and backward / that of {over}, by shape", named, NOT_SERVED)
 
 
@@ -394,13 +394,13 @@ def peak_table(cases: Cases) -> str:
     for shape, rows in cases.items():
         peaks = [rows[name].peak_nbytes if name in rows else None for name in methods]
         if any(peaks):
-            lines.append([words_of(shape), *(number(None if one is None else one / MB) for one in peaks)])
+            lines.append([words_of(shape), *(number(None if peak is None else peak / MB) for peak in peaks)])
     return table(["rows x columns / ranks", *(f"{name} (MB)" for name in methods)], lines) if lines else ""
 
 
 def ratio_chart(passes: str, cases: Cases) -> Rows:
     """Plots graphar's time / the best peer's time, with a row for each shape."""
     marks = []
-    for case, one in of_best_peer(cases).items():
-        marks.append(Mark(words_of(case), OWN, one, f"{words_of(case)}: {times_of_peer(one, cases[case])}"))
+    for case, of_peer in of_best_peer(cases).items():
+        marks.append(Mark(words_of(case), OWN, of_peer, f"{words_of(case)}: {times_of_peer(of_peer, cases[case])}"))
     return Rows(f"{passes.capitalize()}: time / best peer's time", marks, OF_BEST_PEER, 1.0)

@@ -33,7 +33,7 @@ from graphar.runtime.catalogue import (
 )
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid, Launch
-from graphar.runtime.plan import Plan
+from graphar.runtime.plan import Plan, Tensors
 
 # As in cuda_src/loss: the bytes of shared memory before the lanes of leaves, the numbers of a lane, and the threads of
 # blocks.
@@ -119,34 +119,34 @@ class Rank(NamedTuple):
 def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of a loss. Collective, unless there is one rank."""
     work, count = call.work, engine.world_size
-    first = work.columns * (engine.rank or 0)
-    firsts = [first] if engine.devices is None else [work.columns * rank for rank in range(count)]
-    made = [of_rank(own.inputs[0], work, at, count) for own, at in zip(ranks, firsts, strict=True)]
-    if count == 1:
-        ((_, results),) = made
-        alone = Plan(lambda ranks: results(ranks[0], None), FALLBACK, "one rank sends nothing")
-        return alone._replace(launch_like=lambda operands: _launch_of(alone))
-    exchange = work.exchanged
-    like = [Operands((own.inputs[0].new_empty(exchange.parts[0], dtype=torch.float32),), ()) for own in ranks]
-    exchange = exchange._replace(parts=exchange.parts * count)
-    gather = engine.plan(Call(exchange, torch.float32, call.device, timeout_s=call.timeout_s), like)
+    numbers = [engine.rank or 0] if engine.devices is None else range(count)
+    kernels = [
+        of_rank(own.inputs[0], work, work.columns * rank, count) for rank, own in zip(numbers, ranks, strict=True)
+    ]
+    gather = _gather(engine, call, ranks) if count > 1 else None
 
     def run(ranks: Sequence[Operands]) -> None:
-        mine = [one.partials(own) for one, own in zip(made, ranks, strict=True)]
-        gathered = [one.new_empty(count, *one.shape) for one in mine]
-        gather.run([Operands((one,), (into,)) for one, into in zip(mine, gathered, strict=True)])
-        for one, own, partials in zip(made, ranks, gathered, strict=True):
-            one.results(own, partials)
+        gathered: list[torch.Tensor | None] = [None]
+        if gather:
+            partials = [kernel.partials(own) for kernel, own in zip(kernels, ranks, strict=True)]
+            gathered = [x.new_empty(count, *x.shape) for x in partials]
+            gather.run([Operands((x,), (into,)) for x, into in zip(partials, gathered, strict=True)])
+        for kernel, own, x in zip(kernels, ranks, gathered, strict=True):
+            kernel.results(own, x)
 
-    plan = Plan(run, gather.config, gather.reason)
-    return plan._replace(launch_like=lambda operands: _launch_of(plan))
+    def launch(inputs: Tensors, outputs: Tensors, numbers=(), corner=None) -> None:
+        run([Operands(inputs, outputs)])
+
+    config, reason = (gather.config, gather.reason) if gather else (FALLBACK, "one rank sends nothing")
+    return Plan(run, config, reason, lambda operands: launch)
 
 
-def _launch_of(plan: Plan):
-    def launch(inputs, outputs, numbers=(), corner=None) -> None:
-        plan.run([Operands(inputs, outputs)])
-
-    return launch
+def _gather(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of the all-gather of all ranks' partials."""
+    exchange = call.work.exchanged
+    like = [Operands((own.inputs[0].new_empty(exchange.parts[0], dtype=torch.float32),), ()) for own in ranks]
+    exchange = exchange._replace(parts=exchange.parts * engine.world_size)
+    return engine.plan(Call(exchange, torch.float32, call.device, timeout_s=call.timeout_s), like)
 
 
 def of_rank(x: torch.Tensor, work: Loss, first: int, ranks: int) -> Rank:
@@ -174,49 +174,49 @@ def _in_torch(work: Loss, first: int, ranks: int) -> Rank:
 
     def results(own: Operands, gathered: torch.Tensor | None) -> None:
         gathered = partials(own)[None] if gathered is None else gathered
-        found = softmax.finish(gathered, own.inputs[1], work.columns, work.terms)
-        for out, one in zip(own.outputs, found, strict=True):
-            out.copy_(one.view_as(out))
+        finished = softmax.finish(gathered, own.inputs[1], work.columns, work.terms)
+        for out, result in zip(own.outputs, finished, strict=True):
+            out.copy_(result.view_as(out))
 
     return Rank(partials, results)
 
 
 @functools.lru_cache(maxsize=1024)
 def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks: int) -> Callable:
-    """Returns a function that launches the kernels of one rank.
+    """Returns a function that launches one rank's kernels.
 
-    It takes the operands, and partials to be written, or those that are gathered. With neither it computes the results
-    of the only rank.
+    It takes the rank's operands, partials to write, and gathered partials to read; at most one of the two. With None
+    for both it computes the results of the only rank.
     """
     terms, kind = work.terms, also(work.terms)
     groups = -(-work.rows * (LEAVES // ranks) // LEAVES)
     cluster = _cluster(device, groups)
-    given, lock = arguments(work, first, ranks, cluster), threading.Lock()
+    fields, lock = arguments(work, first, ranks, cluster), threading.Lock()
     scaled = terms.temperature != 1 or kind == "entropy_and_top1"
     shared = shared_nbytes(kind, LEAVES // cluster)
 
     def bound(source: KernelSource, blocks: int, threads: int, shared: int = 0, cluster: int = 1) -> Launch:
         # By their launch bounds two blocks fit on an SM.
         is_early = launcher.can_overlap(device) and launcher.chip(device).may_overlap(blocks, halves=True)
-        return Launch(_load(source, device), [given], Grid(blocks, threads, shared, is_early, cluster))
+        return Launch(_load(source, device), [fields], Grid(blocks, threads, shared, is_early, cluster))
 
     threads = LEAVES // cluster * (LANES if cluster > 1 else WARP)
     source = softmax_partials_source(dtype, kind, scaled, cluster > 1)
     partials = bound(source, groups * cluster, threads, shared, cluster)
     results = bound(softmax_results_source(kind), -(-work.rows // RESULTS_THREADS), RESULTS_THREADS)
     total = bound(sum_of_losses_source(SUM_THREADS), 1, SUM_THREADS)
-    room = 0 if given.is_per_row else room_for_sums(work.rows)
+    room = 0 if fields.is_per_row else room_for_sums(work.rows)
 
     def launch(own: Operands, mine: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
         (logits, target), (result, state, *more) = own.inputs, own.outputs
         losses = logits.new_empty(room, dtype=torch.float32) if room and mine is None else result
         stream = torch.cuda.current_stream().cuda_stream
         with lock:  # all threads share the launch's arguments
-            given.logits, given.target = logits.data_ptr(), target.data_ptr()
-            given.partials = 0 if mine is None else mine.data_ptr()
-            given.gathered = 0 if gathered is None else gathered.data_ptr()
-            given.results, given.total, given.state = losses.data_ptr(), result.data_ptr(), state.data_ptr()
-            given.entropy, given.top1 = more[0].data_ptr() if more else 0, more[-1].data_ptr() if more else 0
+            fields.logits, fields.target = logits.data_ptr(), target.data_ptr()
+            fields.partials = 0 if mine is None else mine.data_ptr()
+            fields.gathered = 0 if gathered is None else gathered.data_ptr()
+            fields.results, fields.total, fields.state = losses.data_ptr(), result.data_ptr(), state.data_ptr()
+            fields.entropy, fields.top1 = more[0].data_ptr() if more else 0, more[-1].data_ptr() if more else 0
             (partials if gathered is None else results).enqueue(stream)
             if room and mine is None:
                 total.enqueue(stream)
@@ -229,8 +229,8 @@ def _cluster(device: int, groups: int) -> int:
     if not launcher.chip(device).has_clusters:
         return 1
     sms = launcher.sm_count(device)
-    fitting = [one for one in (8, 4, 2) if groups * one <= sms * (PAIRED_BLOCKS if one == 2 else 1)]
-    return fitting[0] if fitting else 1
+    fitting = (blocks for blocks in (8, 4, 2) if groups * blocks <= sms * (PAIRED_BLOCKS if blocks == 2 else 1))
+    return next(fitting, 1)
 
 
 @functools.cache
@@ -267,16 +267,16 @@ def backward(
 def _bind_backward(device: int, dtype: torch.dtype, work: Loss, first: int) -> Callable:
     packs = -(-work.columns * dtype.itemsize // PACK_NBYTES)
     slices = min(-(-SLICED_BLOCKS * launcher.sm_count(device) // work.rows), -(-packs // BACKWARD_THREADS))
-    given, lock = arguments(work, first, 1, slices=slices), threading.Lock()
+    fields, lock = arguments(work, first, 1, slices=slices), threading.Lock()
     blocks = work.rows * slices
     is_early = launcher.can_overlap(device) and launcher.chip(device).may_overlap(blocks, halves=True)
-    bound = Launch(_load_backward(device, dtype), [given], Grid(blocks, BACKWARD_THREADS, 0, is_early))
+    bound = Launch(_load_backward(device, dtype), [fields], Grid(blocks, BACKWARD_THREADS, 0, is_early))
 
     def launch(*tensors: torch.Tensor) -> None:
         stream = torch.cuda.current_stream().cuda_stream
         with lock:
-            for name, one in zip(("logits", "target", "state", "upstream", "gradient"), tensors, strict=True):
-                setattr(given, name, one.data_ptr())
+            for name, x in zip(("logits", "target", "state", "upstream", "gradient"), tensors, strict=True):
+                setattr(fields, name, x.data_ptr())
             bound.enqueue(stream)
 
     return launch
