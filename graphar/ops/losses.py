@@ -257,22 +257,16 @@ def _checked(op: str, logits: Any, target: Any) -> list[tuple]:
 
 
 def _check(engine: Engine, logits, targets, given: Arguments) -> None:
-    op, columns, ranks = _op_of(given.result), logits[0].shape[-1], engine.world_size
+    op = LOG_PROBS if given.result == LOG_PROBS else NAME
+    columns, ranks = logits[0].shape[-1], engine.world_size
     leaf_tree.check_ranks(op, ranks)
     leaf_tree.check_columns(op, columns, ranks)
     if given.vocab_size is not None and given.vocab_size > columns * ranks:
         raise ValueError(f"{op}: vocab_size must be at most the {columns * ranks} columns, got {given.vocab_size}")
 
 
-def _op_of(result: str) -> str:
-    return LOG_PROBS if result == LOG_PROBS else NAME
-
-
-def _work(engine: Engine, logits: torch.Tensor, given: Arguments) -> Loss:
-    columns = logits.shape[-1]
-    size = given.vocab_size or columns * engine.world_size
-    terms = Terms(size, *[getattr(given, name) for name in Terms._fields[1:]])
-    return Loss(_op_of(given.result), logits.shape[:-1].numel(), columns, terms)
+def _work(logits: torch.Tensor, terms: Terms) -> Loss:
+    return Loss(NAME if terms.is_loss else LOG_PROBS, logits.shape[:-1].numel(), logits.shape[-1], terms)
 
 
 def _fake(logits, targets, given: Arguments) -> list[tuple[torch.Tensor, ...]]:
@@ -297,12 +291,15 @@ def _run(engine: Engine, logits, targets, outs, given: Arguments):
         for x, target, results in zip(logits, targets, outs, strict=True)
     ]
     x = ranks[0].inputs[0]
-    return engine.run(Call.of(_work(engine, x, given), x, timeout_s=given.timeout_s), ranks), ranks
+    size = given.vocab_size or x.shape[-1] * engine.world_size
+    terms = Terms(size, *[getattr(given, name) for name in Terms._fields[1:]])
+    return engine.run(Call.of(_work(x, terms), x, timeout_s=given.timeout_s), ranks), ranks
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
-# ``first`` is the first column of these logits in a call with lists. Otherwise it is -1: ``communicator`` knows.
+# ``first`` is the first column of these logits in a call with lists. Otherwise it is -1, and the communicator's rank
+# decides.
 library.define(
     "cross_entropy_backward(Tensor logits, Tensor target, Tensor state, Tensor gradient, int first, str communicator, "
     "int? vocab_size, str result, int? ignore_index, float label_smoothing, float lse_square_scale, float temperature) "
@@ -339,7 +336,7 @@ def _gradient(logits, target, state, gradient, first: int, communicator: str, vo
         engine = engine_of_group(communicator, NAME)
         first, vocab_size = columns * (engine.rank or 0), vocab_size or columns * engine.world_size
     out = torch.empty_like(x) if out is None else out
-    work = Loss(_op_of(terms[0]), x.shape[:-1].numel(), columns, Terms(vocab_size, *terms))
+    work = _work(x, Terms(vocab_size, *terms))
     loss.backward(work, first, x, target.contiguous(), state, gradient.contiguous(), out)
     return out
 
