@@ -39,7 +39,7 @@ MAX_TEST_FILES_OUTSIDE_FOLDERS = 12
 MAX_ROOT_ENTRIES = 19  # 16 packages and modules, and `__init__.py`, `__main__.py` and `py.typed`
 MAX_INNER_IMPORTS = 8
 MAX_SCHEMAS = 36
-MAX_LINES = {"graphar": 35_540, "cuda_src": 8_600, "tests": 69_900, "perf": 16_150}  # what comes in takes out as much
+MAX_LINES = {"graphar": 38_010, "cuda_src": 9_690, "tests": 72_200, "perf": 17_060}  # what comes in takes out as much
 LIMITS = {
     **{f"lines of code in `{folder}/`": most for folder, most in MAX_LINES.items()},
     "entries of `graphar/`": MAX_ROOT_ENTRIES,

@@ -43,7 +43,8 @@ PRODUCTS = ((8, 128, 200), (129, 136, 208), (640, 512, 264))
 
 def questions(form, world_size):
     """Shapes and dtypes: all dtypes of the first shape, and the others in bf16."""
-    first, *others = PRODUCTS if "w" in parameters(form.op) else SHAPES
+    has_dims = len(form.small) > 2  # named ones, which matrices lack
+    first, *others = PRODUCTS if "w" in parameters(form.op) else form.shapes if has_dims else SHAPES
     is_invariant = "w" in parameters(form.op) and form.options.get("partition") == TP_INVARIANT
     dtypes = [one for one in form.dtypes if not is_invariant or one in MATMUL_TYPES]  # on GPUs fp32 is refused
     asked = [*((first, dtype) for dtype in dtypes), *((shape, torch.bfloat16) for shape in others)]
