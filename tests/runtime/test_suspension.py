@@ -115,7 +115,6 @@ def test_a_closed_communicator_is_neither_suspended_nor_resumed(pair):
 
 def test_a_suspended_communicator_can_be_closed(pair):
     pair.suspend()
-
     pair.close()
 
     assert pair.closed
@@ -448,11 +447,14 @@ def what_is_held(runner):
 
 
 def holds_again(runner, before, within_s=10.0):
-    """Whether a runner soon holds what it held before: the kernel closes a connection some time after its peer has."""
+    """Whether a runner soon holds what it held before, or fewer connections: the kernel closes them late, then too."""
     until = time.monotonic() + within_s
-    while what_is_held(runner) != before and time.monotonic() < until:
+    while time.monotonic() < until:
+        *held, opened = what_is_held(runner)
+        if held == [*before[:-1]] and opened <= before[-1]:
+            return True
         time.sleep(0.01)
-    return what_is_held(runner) == before
+    return False
 
 
 def fail_everywhere(engine, step, fails_here=True):
@@ -587,11 +589,9 @@ def test_a_suspended_runner_is_closed_without_a_trace(runner):
 
 def test_memory_is_printed_as_a_table():
     mb = 1 << 20
-    memory = Memory(
-        {"one_shot_push": MemoryUse(16 * mb, 0), "two_shot_push": MemoryUse(256 * mb, 0)}, MemoryUse(mb, mb)
-    )
+    scratch = {"one_shot_push": MemoryUse(16 * mb, 0), "two_shot_push": MemoryUse(256 * mb, 0)}
 
-    assert str(memory).splitlines() == [
+    assert str(Memory(scratch, MemoryUse(mb, mb))).splitlines() == [
         "                     reserved    resident",
         "one_shot_push         16.0 MB      0.0 MB",
         "two_shot_push        256.0 MB      0.0 MB",
