@@ -447,11 +447,12 @@ def what_is_held(runner):
 
 
 def holds_again(runner, before, within_s=10.0):
-    """Whether a runner soon holds what it held before, or fewer connections: the kernel closes them late, then too."""
+    """Whether a runner soon holds what it held ``before``: the kernel closes connections late, also those of before."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         *held, opened = what_is_held(runner)
-        if held == [*before[:-1]] and opened <= before[-1]:
+        if held == before[:-1] and opened <= before[-1]:
+            before[-1] = opened
             return True
         time.sleep(0.01)
     return False
@@ -464,7 +465,7 @@ def fail_everywhere(engine, step, fails_here=True):
     symmetric tensor, armed the scratch, and left nothing.
     """
     runner, seen, reached = engine.runner, [], True
-    (buffer,), before = runner.symmetric.buffers, what_is_held(runner)
+    (buffer,), before = runner.symmetric.buffers, [*what_is_held(runner)]
     ranks = [member.rank for member in runner.members]
     counters = [(one, rank) for one in runner.kernels.regions() for rank in ranks]
     while reached:
@@ -577,7 +578,6 @@ def test_a_suspended_runner_is_closed_without_a_trace(runner):
     for member in runner.members:
         member.free = lambda: None
     going_on = suspended(runner)
-
     going_on.end()
     runner.close()
 
