@@ -15,7 +15,7 @@ from graphar.ops import options
 from graphar.ops.norms import check_number
 from graphar.ops.options import T
 from graphar.ops.register import Op, by_result, is_plain, library
-from graphar.ops.repeats import repeated, typed
+from graphar.ops.repeats import repeated
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Loss
 from graphar.runtime.bind import loss
@@ -98,7 +98,7 @@ def cross_entropy(
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     numbers = ignore_index, label_smoothing, lse_square_scale, vocab_size, overwrite_logits, timeout_s
-    how = reduction, *typed(numbers)
+    how = reduction, *numbers, *map(type, numbers)  # a call of `repeats.typed` takes longer
     if (results := repeated(NAME, group, (logits, target), how)) is not None:  # type: ignore[arg-type]
         return results[0]
     if reduction not in REDUCTIONS:
@@ -174,7 +174,8 @@ def log_probs(
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    how = LOG_PROBS, *typed((temperature, vocab_size, entropy, top1, timeout_s))
+    numbers = temperature, vocab_size, entropy, top1, timeout_s
+    how = LOG_PROBS, *numbers, *map(type, numbers)
     if (results := repeated(NAME, group, (logits, tokens), how)) is None:
         if check_number(LOG_PROBS, "temperature", temperature) <= 0:
             raise ValueError(f"{LOG_PROBS}: temperature must be positive, got {temperature!r}")

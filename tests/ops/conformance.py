@@ -85,8 +85,7 @@ class Form:
     @property
     def is_tree(self) -> bool:
         """Whether results are trees of 8 leaves, which 1, 2, 4 or 8 ranks have."""
-        by_options = self.options.get("order") == "tree" or self.options.get("partition") == TP_INVARIANT
-        return by_options or "logits" in self.known
+        return "logits" in self.known or not {"tree", TP_INVARIANT}.isdisjoint(map(str, self.options.values()))
 
     @property
     def takes_out(self) -> bool:

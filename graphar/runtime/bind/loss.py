@@ -129,8 +129,9 @@ def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
         gathered: list[torch.Tensor | None] = [None]
         if gather:
             partials = [kernel.partials(own) for kernel, own in zip(kernels, ranks, strict=True)]
-            gathered = [x.new_empty(count, *x.shape) for x in partials]
-            gather.run([Operands((x,), (into,)) for x, into in zip(partials, gathered, strict=True)])
+            wholes = [x.new_empty(count, *x.shape) for x in partials]
+            gather.run([Operands((x,), (whole,)) for x, whole in zip(partials, wholes, strict=True)])
+            gathered = [*wholes]
         for kernel, own, x in zip(kernels, ranks, gathered, strict=True):
             kernel.results(own, x)
 
