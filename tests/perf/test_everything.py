@@ -73,7 +73,7 @@ def test_a_part_that_cannot_run_keeps_no_other_from_running_but_an_error_is_told
     found, ran = run(acts={"train": raiser(error)})
 
     assert found == status
-    assert list(ran)[-5:] == ["fsdp", "host", "suspend", "alltoall", "compile"]
+    assert list(ran)[-6:] == ["fsdp", "host", "suspend", "alltoall", "compile", "losses"]
     assert said in capsys.readouterr().err
 
 
