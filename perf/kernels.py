@@ -47,7 +47,7 @@ from graphar.runtime.catalogue import (
     softmax_backward_source,
     softmax_partials_source,
     softmax_results_source,
-    sum_of_losses_source,
+    softmax_total_source,
 )
 
 # Ranks between which sums are added as a tree, and the template arguments of such kernels for each result's dtype.
@@ -111,7 +111,7 @@ def softmax_kernels(dtype: torch.dtype) -> Iterator[KernelSource]:
 def softmax_results_kernels() -> Iterator[KernelSource]:
     """Yields the kernels of losses and log-probabilities that read no logits."""
     yield from map(softmax_results_source, PLANES)
-    yield sum_of_losses_source(SUM_THREADS)
+    yield softmax_total_source(SUM_THREADS)
 
 
 def _partial_matmul_kernels() -> Iterator[KernelSource]:

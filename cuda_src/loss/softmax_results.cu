@@ -1,7 +1,7 @@
 // softmax_results: losses or log-probabilities of rows, once the ranks' partials are gathered.
 //
 //   gathered [ranks, rows, width] -> thread of a row: the ranks' nodes as a tree -> the row's results
-//   sum_of_losses: losses of rows -> the rows as a tree -> their sum or mean, and the number of rows that have a loss
+//   softmax_results_total: losses of rows -> the rows as a tree -> their sum or mean, and how many rows have a loss
 //
 // They send nothing and wait for no rank. The sum is one block's: of 65,536 rows it takes a hundredth of the pass.
 #include "device/softmax.cuh"
@@ -37,7 +37,7 @@ __device__ __forceinline__ float sum_of_four_each(const float (&v)[4], u64 size)
 }
 
 template <int threads>
-__global__ void __launch_bounds__(threads, 1) sum_of_losses(const __grid_constant__ LossArguments a) {
+__global__ void __launch_bounds__(threads, 1) softmax_results_total(const __grid_constant__ LossArguments a) {
   constexpr u64 rows_of_warp = 128;  // ROWS_OF_WARP in runtime/bind/loss.py; 4 for each thread
   u32& counted = static_shared<u32>();
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -137,9 +137,9 @@ def softmax_results_source(also: str) -> KernelSource:
     return KernelSource("loss/softmax_results.cu", f"softmax_results<{also}>")
 
 
-def sum_of_losses_source(threads: int) -> KernelSource:
+def softmax_total_source(threads: int) -> KernelSource:
     """Returns the kernel that adds the losses of rows, in one block of ``threads``."""
-    return KernelSource("loss/softmax_results.cu", f"sum_of_losses<{threads}>")
+    return KernelSource("loss/softmax_results.cu", f"softmax_results_total<{threads}>")
 
 
 def softmax_backward_source(dtype: torch.dtype) -> KernelSource:

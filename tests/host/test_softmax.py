@@ -22,7 +22,7 @@ from graphar.runtime.catalogue import (
     softmax_backward_source,
     softmax_partials_source,
     softmax_results_source,
-    sum_of_losses_source,
+    softmax_total_source,
 )
 from graphar.simulator.build import Mutation
 from graphar.simulator.simulation import Call, Simulation
@@ -42,7 +42,7 @@ PARTIALS = [
     for spread in (False, True)
 ]
 SUM_THREADS = 64
-OF_RESULTS = (*map(softmax_results_source, KINDS), sum_of_losses_source(SUM_THREADS))
+OF_RESULTS = (*map(softmax_results_source, KINDS), softmax_total_source(SUM_THREADS))
 COLUMNS_OF_LEAF = (1, 8, 12, 40, 504, 512, 520, 1024, 2048, 2056, 3001)
 
 

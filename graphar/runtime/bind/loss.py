@@ -29,7 +29,7 @@ from graphar.runtime.catalogue import (
     softmax_backward_source,
     softmax_partials_source,
     softmax_results_source,
-    sum_of_losses_source,
+    softmax_total_source,
 )
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid, Launch
@@ -58,7 +58,7 @@ def shared_nbytes(kind: str, leaves: int) -> int:
 
 
 def room_for_sums(rows: int) -> int:
-    """Returns how many numbers the losses of ``rows`` and the sums of sum_of_losses take."""
+    """Returns how many numbers the losses of ``rows`` and the sums of softmax_results_total take."""
     count = rows
     while True:
         rows = -(-rows // ROWS_OF_WARP)
@@ -205,7 +205,7 @@ def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks
     source = softmax_partials_source(dtype, kind, scaled, cluster > 1)
     partials = bound(source, groups * cluster, threads, shared, cluster)
     results = bound(softmax_results_source(kind), -(-work.rows // RESULTS_THREADS), RESULTS_THREADS)
-    total = bound(sum_of_losses_source(SUM_THREADS), 1, SUM_THREADS)
+    total = bound(softmax_total_source(SUM_THREADS), 1, SUM_THREADS)
     room = 0 if fields.is_per_row else room_for_sums(work.rows)
 
     def launch(own: Operands, mine: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
