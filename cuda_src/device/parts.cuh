@@ -100,8 +100,8 @@ __device__ __noinline__ void store_in_runs(void* tensor, const Runs& part, u32 i
     if (e < bytes.count) *bytes.next() = p.word[e / 4] >> e % 4 * 8;
 }
 
-// Internal: a part of an all-to-all, of T of one byte. It lies in runs, with a gap behind each, where a dimension that is
-// not the first one is divided or joined. Packs of whole runs move as 16 bytes, others byte by byte, out of line.
+// Internal: a part of an all-to-all, of T of one byte. It lies in runs, with a gap behind each, where a dimension that
+// is not the first one is divided or joined. Packs of whole runs move as 16 bytes, others byte by byte, out of line.
 template <class T>
 struct PartInRuns {
   static_assert(sizeof(typename T::Storage) == 1, "runs are of bytes");
@@ -110,7 +110,9 @@ struct PartInRuns {
 
   __device__ __forceinline__ u64 packs() const { return pack_count<T>(part.nbytes); }
 
-  __device__ __forceinline__ Pack load(u32 i) const { return is_whole(i) ? *place(i) : load_in_runs<T>(tensor, part, i); }
+  __device__ __forceinline__ Pack load(u32 i) const {
+    return is_whole(i) ? *place(i) : load_in_runs<T>(tensor, part, i);
+  }
 
   __device__ __forceinline__ void store(u32 i, const Pack& p) const {
     if (is_whole(i))

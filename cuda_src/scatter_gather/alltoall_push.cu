@@ -8,10 +8,10 @@
 // (parts.cuh). The steps, and why no slot is overwritten early, are in push_pipeline.cuh, (12). Wins above the sizes of
 // alltoall_flagged, and serves ranks that know the sizes of their own parts alone:
 //
-// The number of steps must be the same on all ranks. Without a.most, the first chunk of every block brings a header in the
-// last pack of its slot: the packs of the largest part that the sender knows, and what stands for the two parts between
-// both ranks. The second chunk is always sent, so that each rank has all headers, and with them the largest part of all,
-// before it decides on the third one.
+// The number of steps must be the same on all ranks. Without a.most, the first chunk of every block brings a header in
+// the last pack of its slot: the packs of the largest part that the sender knows, and what stands for the two parts
+// between both ranks. The second chunk is always sent, so that each rank has all headers, and with them the largest
+// part of all, before it decides on the third one.
 #include "device/parts.cuh"
 #include "device/sync/push_pipeline.cuh"
 
@@ -20,7 +20,7 @@ struct AlltoallPush {
   static constexpr u32 ahead = 4;  // packs that a thread loads before it stores the first
   const ExchangeArguments& a;
   const Call& call;
-  u32 most = 1;  // packs of the largest part, which has fewer than 2^31; 0: what a peer sends or receives is another part
+  u32 most = 1;  // packs of the largest part, fewer than 2^31; 0: what a peer sends or receives is another part
   u32 first_step = 0;
 
   __device__ AlltoallPush(const ExchangeArguments& arguments, const Call& of) : a(arguments), call(of) {
