@@ -21,7 +21,6 @@ from graphar.plan.call import Operands
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.checks.tensor_checks import span
 from graphar.runtime.engine import Engine
-from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.plan import Count, Launch, Plan, Tensors
 from graphar.runtime.plans import Repeat
 from graphar.runtime.registry import Group, known_engine
@@ -57,18 +56,6 @@ except (AttributeError, TypeError):
     can_repeat = False
 
 
-class Nowhere:
-    """The symmetric tensors of calls on the CPU, which have no kernels: none."""
-
-    begin = end = 0
-
-    def holds(self, x: torch.Tensor) -> bool:
-        return False
-
-
-_NOWHERE = Nowhere()
-
-
 def repeated(
     op: str,
     group: Group,
@@ -90,10 +77,12 @@ def repeated(
         return None
     if type(epilogue) is Epilogue:
         tensors, numbers, epilogue = (*tensors, *epilogue.tensors.values()), (*epilogue.scalars.values(),), epilogue.key
-    repeats, call = engine.warm.repeats, (op, len(tensors), options, epilogue)
+    repeats, symmetric = engine.warm.repeats, engine.symmetric
     try:
+        # A plan depends on which tensors are symmetric.
+        call = op, len(tensors), options, epilogue, symmetric.sides(first, out) if symmetric else ()
         latest = repeats.get(call)  # most calls are like the latest one: its guard is faster than a look-up by shape
-    except TypeError:  # an option is of another type than any that fits
+    except (TypeError, RuntimeError):  # an option is of another type than any that fits, or a tensor has no memory
         return None
     if latest is not None and (found := latest(tensors, out, numbers)) is not None:
         return found
@@ -139,26 +128,24 @@ def keep(
     order = [at for one in own.inputs for at, mine in enumerate(tensors) if mine is one]
     if not can_repeat or len(order) != len(own.inputs):
         return  # an operand is a copy of what the user gave
-    key = (op, len(tensors), options, epilogue), tensors[0].shape, tensors[0].dtype
+    sides = engine.symmetric_sides(tensors[0], own.outputs[0])
+    key = (op, len(tensors), options, epilogue, sides), tensors[0].shape, tensors[0].dtype
     if not warm.was_seen(key):
         return
     warm.unrepeated += 1
     if key in repeats and warm.unrepeated % _REPLACED_EACH:
         return
-    symmetric = engine.runner.symmetric if engine.runner else _NOWHERE
-    if any(symmetric.begin <= one.data_ptr() < symmetric.end for one in (tensors[0], *own.outputs)):
-        return
     if launch := plan.launch_like(own):
         select = None if order == list(range(len(tensors))) else _selected(order)
         wire = codec_of_text(codec) if codec else None
         launch = _telling_of_residual(launch) if wire and wire.feedback else launch
-        repeats.keep(key, _repeat(launch, plan.served, symmetric, tensors, own.outputs, select, wire))
+        repeats.keep(key, _repeat(launch, plan.served, engine.runner is None, tensors, own.outputs, select, wire))
 
 
 def _repeat(
     launch: Launch,
     count: Count,
-    symmetric: SymmetricTensors | Nowhere,
+    on_cpu: bool,
     tensors: Tensors,
     outputs: Tensors,
     select: Callable[[Tensors], Tensors] | None,
@@ -173,7 +160,7 @@ def _repeat(
     Callers look the function up in the engine's ``warm`` plans, which are dropped with what they depend on, and are out
     of reach while a profiler watches. The launch looks for the current stream and for failures.
     """
-    device, alike, on_cpu = tensors[0].get_device(), _guard(tensors), symmetric is _NOWHERE
+    device, alike = tensors[0].get_device(), _guard(tensors)
     new = _new_on_cpu if on_cpu else _new_on_current_device
     result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
@@ -196,8 +183,6 @@ def _repeat(
             or not (on_cpu or _current_device() == device)
             or (forbidden is not None and forbidden())
         ):
-            return None
-        if symmetric.end and (symmetric.holds(tensors[0]) or (out is not None and symmetric.holds(out))):
             return None
         if feeds_back and -nbytes[1] < tensors[1].data_ptr() - tensors[0].data_ptr() < nbytes[0]:
             return None

@@ -21,6 +21,8 @@ from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments, Record
 from graphar.runtime.bind.launches import bind_launch, of_members
 from graphar.runtime.launcher import Grid, Launch
+from graphar.runtime.memory import symmetric_tensors
+from graphar.runtime.memory.peer_memory import SharedBuffer
 from graphar.runtime.plan import Plan
 from graphar.runtime.runner import Runner
 
@@ -75,3 +77,21 @@ def communicator(machine, group, monkeypatch):
     monkeypatch.setattr(runner, "close", lambda: None)
     yield made
     made.close()
+
+
+@pytest.fixture
+def symmetric(communicator, monkeypatch):
+    """Returns tensors that the communicator takes for symmetric. Host memory stands in for that of a GPU."""
+    kept = []
+
+    def allocate(nbytes):
+        kept.append(torch.empty(nbytes, dtype=torch.uint8))
+        return SharedBuffer([kept[-1].data_ptr()], nbytes, [], [])
+
+    def tensor_at(pointer, device, like):
+        return kept[-1][: like.nbytes].view(like.dtype).view(like.shape)
+
+    monkeypatch.setattr(symmetric_tensors, "tensor_at", tensor_at)
+    made = symmetric_tensors.SymmetricTensors({0: -1}, SimpleNamespace(allocate=allocate))
+    communicator.engine.symmetric = made
+    return lambda like: made.empty(like)[0]

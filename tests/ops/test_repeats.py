@@ -24,8 +24,10 @@ from graphar.numerics.epilogues.epilogue import bind
 from graphar.ops import repeats
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
+from graphar.plan.config import Config
 from graphar.plan.work import Sum
 from graphar.runtime import failures
+from graphar.runtime.plan import Plan
 from graphar.runtime.watch.hook import watching
 from tests.ops.conftest import NUMEL, PLAIN
 
@@ -226,13 +228,38 @@ def test_a_repeated_call_follows_the_stream(warm, machine, like):
     assert warm.engine.runner.members[0].followed == [6]
 
 
-def test_calls_with_symmetric_tensors_are_not_repeated(warm, machine, like):
-    """Their plan is another one, which the addresses choose."""
-    symmetric, beside = warm.engine.runner.symmetric, torch.empty_like(like)
-    symmetric.begin, symmetric.end = like.data_ptr(), like.data_ptr() + like.nbytes
+def test_calls_with_symmetric_tensors_repeat_the_launch_of_their_own_plan(warm, symmetric, like):
+    """Which plan that is depends on the addresses alone, and calls of one shape take turns."""
+    x, out, beside = symmetric(like), symmetric(like), torch.empty_like(like)
+    launched, ran = [], []
 
-    assert repeats_of(machine, lambda: warm.allreduce(like), lambda: warm.allreduce(beside, out=like)) == 0
-    assert repeats_of(machine, lambda: warm.allreduce(beside)) == 1
+    def launch_of(sides):
+        return lambda inputs, outputs, numbers: launched.append((sides, inputs[0].data_ptr(), outputs[0].data_ptr()))
+
+    for sides in ((), ("input",), ("output",), ("input", "output")):
+        launch = launch_of(sides)
+        plan = Plan(ran.append, Config(Algorithm.ONE_SHOT_PUSH, 2, 32), launch_like=lambda own, launch=launch: launch)
+        warm.engine.plans.keep(PLAIN._replace(symmetric=sides), plan)
+    warm.engine.plans.repeats.clear()
+    calls = [
+        ((), like, beside),
+        (("input",), x, beside),
+        (("output",), like, out),
+        (("input", "output"), x, out),
+        (("output",), x, x),
+    ]
+    for _, one, to in calls:
+        twice(lambda one=one, to=to: warm.allreduce(one, out=to))
+    ran.clear(), launched.clear()
+
+    for _ in range(2):
+        results = [warm.allreduce(one, out=to) for _, one, to in calls]
+        assert all(result is to for result, (_, _, to) in zip(results, calls, strict=True))
+    new = warm.allreduce(x)
+
+    expected = [(sides, one.data_ptr(), to.data_ptr()) for sides, one, to in calls]
+    assert launched == [*expected, *expected, (("input",), x.data_ptr(), new.data_ptr())]
+    assert ran == []
 
 
 # ---- plans that are stale -------------------------------------------------------------------------------------------

@@ -147,6 +147,22 @@ def test_a_warm_call_of_every_op_reaches_its_launch_in_few_python_calls(bound, n
     assert len(calls) + 2 <= MOST_CALLS, calls
 
 
+def test_symmetric_tensors_cost_a_warm_call_one_look_up(bound, symmetric):
+    communicator, machine = bound
+    plain = Form(graphar.allreduce, SUMMED, out=zeros(ROWS, COLUMNS))
+    direct = Form(graphar.allreduce, symmetric(SUMMED), out=symmetric(SUMMED))
+    for _ in range(3):
+        plain(communicator), direct(communicator)
+    ran = len(machine.ran)
+
+    found = [python_calls(functools.partial(one, communicator)) for one in (direct, plain)]
+
+    assert len(machine.ran) == ran
+    assert found[0] == found[1]  # a plain call asks, too, once there is symmetric memory
+    assert found[0].count("sides") == 1
+    assert len(found[0]) + 2 <= MOST_CALLS + 1, found[0]  # the form of this test is a call, too
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_a_repeated_call_launches_with_the_operands_of_the_call_that_ran(bound, name):
     communicator, machine = bound

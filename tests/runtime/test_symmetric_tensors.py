@@ -195,8 +195,8 @@ def test_symmetric_tensors_are_recognised_among_others(make):
 
 def test_a_cached_answer_about_a_place_is_dropped_once_there_is_more_memory(make, monkeypatch):
     symmetric = make(1)
-    symmetric.empty(like(100))
-    x, out = (torch.empty(8, dtype=torch.bfloat16) for _ in range(2))
+    (memory,) = symmetric.empty(like(100))
+    x, out = memory[1:9], memory[17:25]  # 2 bytes in: packs cannot be stored there
     asked, found = [], symmetric._hold
     monkeypatch.setattr(symmetric, "_hold", lambda tensors: asked.append(tensors) or found(tensors))
 

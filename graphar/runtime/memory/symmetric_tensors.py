@@ -29,7 +29,8 @@ class SymmetricTensors:
         self._starts: list[int] = []  # addresses of this process's allocations, sorted; unique over devices
         self._buffer_at: dict[int, Buffer] = {}
         self._sides: BoundedCache[tuple[str, ...]] = BoundedCache()  # for calls with one tensor
-        self.begin = self.end = 0  # all allocations lie in these addresses, with other memory between them
+        self._places: BoundedCache[tuple[list[int], str]] = BoundedCache()  # by address, as `put_peers` needs them
+        self._begin = self._end = 0  # all allocations lie in these addresses, with other memory between them
 
     def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Returns an uninitialised tensor for each rank of this process. Collective; ``like`` is alike on all ranks."""
@@ -41,8 +42,8 @@ class SymmetricTensors:
         for rank in self._devices:
             insort(self._starts, buffer.pointers[rank])
             self._buffer_at[buffer.pointers[rank]] = buffer
-        self.begin = self._starts[0]
-        self.end = self._starts[-1] + self._buffer_at[self._starts[-1]].nbytes
+        self._begin = self._starts[0]
+        self._end = self._starts[-1] + self._buffer_at[self._starts[-1]].nbytes
         return [tensor_at(buffer.pointers[rank], device, like) for rank, device in self._devices.items()]
 
     def on_every_rank(self, pointer: int) -> list[int] | None:
@@ -59,10 +60,6 @@ class SymmetricTensors:
         buffer = self._buffer_at[start]
         return (buffer, pointer - start) if pointer - start < buffer.nbytes else None
 
-    def holds(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` may lie in symmetric memory: no other tensor that is farther away than these does."""
-        return self.begin <= x.data_ptr() < self.end
-
     def place(self, pointer: int) -> str:
         """Returns where an address of this process lies, in words that are the same on every rank."""
         if (found := self._find(pointer)) is None:
@@ -76,12 +73,15 @@ class SymmetricTensors:
         An input that is also the output is left out, since peers would read it while it is overwritten. ``x`` and
         ``out`` are lists for several ranks of this process; ``out`` is None for new tensors.
         """
-        if not (isinstance(x, torch.Tensor) and isinstance(out, torch.Tensor)):
-            return self._find_sides([x] if isinstance(x, torch.Tensor) else x, out or [])
-        key = x.data_ptr(), x.is_contiguous(), out.data_ptr(), out.is_contiguous()
+        if not isinstance(x, torch.Tensor):
+            return self._find_sides(x, out or [])
+        pointer, to = x.data_ptr(), out.data_ptr() if isinstance(out, torch.Tensor) else 0
+        if not (self._begin <= pointer < self._end or self._begin <= to < self._end):
+            return ()
+        key = pointer, x.is_contiguous(), to, to and out.is_contiguous()
         found = self._sides.get(key)
         if found is None:
-            found = self._sides.keep(key, self._find_sides([x], [out]))
+            found = self._sides.keep(key, self._find_sides([x], [out] if to else []))
         return found
 
     def _find_sides(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[str, ...]:
@@ -112,9 +112,12 @@ class SymmetricTensors:
             pointer = arguments.input if is_input else arguments.output
             if pointer != last:
                 peers = arguments.peer_input if is_input else arguments.peer_output
-                for rank, there in enumerate(self.on_every_rank(pointer) or ()):
+                found = self._places.get(pointer)
+                if found is None:
+                    found = self._places.keep(pointer, (self.on_every_rank(pointer) or [], self.place(pointer)))
+                for rank, there in enumerate(found[0]):
                     peers[rank] = there
-                last, place = pointer, f", its {side} at {self.place(pointer)}"
+                last, place = pointer, f", its {side} at {found[1]}"
             return place
 
         return put
