@@ -10,8 +10,8 @@
 //
 // The number of steps must be the same on all ranks. Without a.most, the first chunk of every block brings a header in
 // the last pack of its slot: the packs of the largest part that the sender knows, and what stands for the two parts
-// between both ranks. The second chunk is always sent, so that each rank has all headers, and with them the largest
-// part of all, before it decides on the third one.
+// between both ranks. With all headers a rank knows the largest part of all. It needs them before it decides on the
+// second chunk, unless a part of its own has one: then it goes on, and has them before it decides on the third.
 #include "device/parts.cuh"
 #include "device/sync/push_pipeline.cuh"
 
@@ -35,8 +35,9 @@ struct AlltoallPush {
 
   __device__ bool has_header(u32 k) const { return k == 0 && a.most == 0; }
   __device__ bool has_chunk(u32 k) const {
-    return most != 0 && ((k < 2 && a.most == 0) || k * gridDim.x * a.chunk < most);
+    return most != 0 && k * gridDim.x * a.chunk < most;
   }
+  __device__ bool asks_first() const { return a.most == 0 && most <= gridDim.x * a.chunk; }
   __device__ bool has_step(u32 k) const { return k == 0 || has_chunk(k - 1); }
 
   __device__ static u32 packs(const Runs& part) { return pack_count<T>(part.nbytes); }
@@ -120,5 +121,5 @@ struct AlltoallPush {
 
 template <class T, int N>
 __global__ void __launch_bounds__(512, 2) alltoall_push(const __grid_constant__ ExchangeArguments a) {
-  run_push_pipeline<N, AlltoallPush<T, N>, true>(a);
+  run_push_pipeline<N, AlltoallPush<T, N>, true, true>(a);
 }

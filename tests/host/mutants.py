@@ -310,7 +310,13 @@ MUTANTS = (
         "",
         "alltoall_push",
     ),
-    mutant("a second chunk before the headers", f"{ALLTOALL}_push.cu", "(k < 2 &&", "(k < 1 &&", "alltoall_push"),
+    mutant(
+        "a second chunk before the headers",
+        f"{ALLTOALL}_push.cu",
+        "{ return a.most == 0 && most <=",
+        "{ return a.most != 0 && most <=",
+        "alltoall_push",
+    ),
     # ---- slots and steps
     mutant(
         "one stage instead of two",

@@ -30,8 +30,9 @@ __device__ __forceinline__ Pack* push_slot(const Arguments& a, int hop, u32 step
 
 // The kernel. The body is made before the call is read. It has parts 1 and 4 as send(k) and receive(k), and takes
 // `first_step`. has_chunk(k) and has_step(k) must be the same on all ranks; there is one step more than chunks. With
-// `HalfSm` a block takes half an SM at most, and the kernel releases the next one: (18) in kernel_order.cuh.
-template <int N, class Body, bool HalfSm = false, class Given>
+// `HalfSm` a block takes half an SM at most, and the kernel releases the next one: (18) in kernel_order.cuh. With
+// `MayAsk`, a body that asks_first() receives chunk 0 before it decides on chunk 1; ranks may differ in that.
+template <int N, class Body, bool HalfSm = false, bool MayAsk = false, class Given>
 __device__ __forceinline__ void run_push_pipeline(const Given& a) {
   HeldCall call{};
   Body body(a, call);
@@ -43,16 +44,18 @@ __device__ __forceinline__ void run_push_pipeline(const Given& a) {
   advance_epoch(a, call);
   body.first_step = signals.first_step();
 
-  u32 k = 0;
+  u32 k = 0, idle = 0;  // the step that receives nothing
+  if constexpr (MayAsk) idle = body.asks_first();
   for (; body.has_step(k); ++k) {
     if (body.has_chunk(k)) {
       body.send(k);
       signals.send<N>(a, call, k + 1);
     }
-    if (k == 0) continue;
-    if (!signals.wait<N>(a, call, k)) break;
-    body.receive(k - 1);
+    if (k == idle) continue;
+    const u32 chunk = MayAsk && k == 0 ? 0 : k - 1;
+    if (!signals.wait<N>(a, call, chunk + 1)) break;
+    body.receive(chunk);
   }
-  signals.end(a, k - 1);
+  signals.end(a, MayAsk && k == 0 ? 0 : k - 1);
   end_call(a, call);
 }
