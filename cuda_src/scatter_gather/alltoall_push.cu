@@ -10,8 +10,8 @@
 //
 // The number of steps must be the same on all ranks. Without a.most, the first chunk of every block brings a header in
 // the last pack of its slot: the packs of the largest part that the sender knows, and what stands for the two parts
-// between both ranks. With all headers a rank knows the largest part of all. It needs them before it decides on the
-// second chunk, unless a part of its own has one: then it goes on, and has them before it decides on the third.
+// between both ranks. All headers tell the largest part of all. A rank reads them before it decides on the second
+// chunk, unless a part of its own has one: then before it decides on the third.
 #include "device/parts.cuh"
 #include "device/sync/push_pipeline.cuh"
 
@@ -34,9 +34,7 @@ struct AlltoallPush {
   __device__ __forceinline__ u32 hold() { return ::hold(most); }
 
   __device__ bool has_header(u32 k) const { return k == 0 && a.most == 0; }
-  __device__ bool has_chunk(u32 k) const {
-    return most != 0 && k * gridDim.x * a.chunk < most;
-  }
+  __device__ bool has_chunk(u32 k) const { return most != 0 && k * gridDim.x * a.chunk < most; }
   __device__ bool asks_first() const { return a.most == 0 && most <= gridDim.x * a.chunk; }
   __device__ bool has_step(u32 k) const { return k == 0 || has_chunk(k - 1); }
 

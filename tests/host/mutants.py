@@ -311,11 +311,7 @@ MUTANTS = (
         "alltoall_push",
     ),
     mutant(
-        "a second chunk before the headers",
-        f"{ALLTOALL}_push.cu",
-        "{ return a.most == 0 && most <=",
-        "{ return a.most != 0 && most <=",
-        "alltoall_push",
+        "a step before headers", f"{ALLTOALL}_push.cu", "a.most == 0 && most", "a.most != 0 && most", "alltoall_push"
     ),
     # ---- slots and steps
     mutant(

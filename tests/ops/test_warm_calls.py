@@ -149,18 +149,18 @@ def test_a_warm_call_of_every_op_reaches_its_launch_in_few_python_calls(bound, n
 
 def test_symmetric_tensors_cost_a_warm_call_one_look_up(bound, symmetric):
     communicator, machine = bound
-    plain = Form(graphar.allreduce, SUMMED, out=zeros(ROWS, COLUMNS))
-    direct = Form(graphar.allreduce, symmetric(SUMMED), out=symmetric(SUMMED))
-    for _ in range(3):
-        plain(communicator), direct(communicator)
+    forms = [Form(graphar.allreduce, x, out=x.clone()) for x in (symmetric(SUMMED), SUMMED)]
+    calls = [functools.partial(graphar.allreduce, group=communicator, **form.given) for form in forms]
+    for call in calls * 3:
+        call()
     ran = len(machine.ran)
 
-    found = [python_calls(functools.partial(one, communicator)) for one in (direct, plain)]
+    direct, plain = map(python_calls, calls)
 
     assert len(machine.ran) == ran
-    assert found[0] == found[1]  # a plain call asks, too, once there is symmetric memory
-    assert found[0].count("sides") == 1
-    assert len(found[0]) + 2 <= MOST_CALLS + 1, found[0]  # the form of this test is a call, too
+    assert direct == plain  # a plain call asks, too, once there is symmetric memory
+    assert direct.count("sides") == 1
+    assert len(direct) + 2 <= MOST_CALLS, direct
 
 
 @pytest.mark.parametrize("name", OPS)
