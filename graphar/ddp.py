@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,8 +14,10 @@ from torch._C._distributed_c10d import GradBucket
 
 from graphar.fsdp import ExactReduceScatter as ExactReduceScatter
 from graphar.fsdp import QuantizedReduceScatter as QuantizedReduceScatter
+from graphar.fsdp import few_blocks
 from graphar.numerics.codecs import Codec, CodecName, as_codec
-from graphar.plan.algorithms import WITHOUT_KERNEL, AllReduceAlgorithm
+from graphar.numerics.epilogues.epilogue import bind
+from graphar.plan.algorithms import COPYING, WITHOUT_KERNEL, AllReduceAlgorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
 from graphar.runtime.checks import call_checks
@@ -32,8 +36,9 @@ def exact_hook(group: Group = None, *, algorithm: AllReduceAlgorithm = "auto") -
     Args:
         group: the model's process group, a DeviceMesh of one dimension, or a Communicator of its ranks; None: the
             default group.
-        algorithm: "auto", or one of :class:`graphar.Algorithm`. With several hosts, "hierarchical" sends less data
-            between them.
+        algorithm: "auto", or one of :class:`graphar.Algorithm`. "auto" takes copy engines ("two_shot_copies") from the
+            bucket size that the tuning table names, and else kernels of few blocks. With several hosts, "hierarchical"
+            sends less data between them.
 
     Raises:
         ValueError: there is no such algorithm.
@@ -80,16 +85,16 @@ def quantized_hook(
 
 
 class _Hook:
-    """A hook that calls ``sum_up(engine, bucket, gradients / world_size)``; on GPUs, on a side stream.
+    """A hook that calls ``average(engine, bucket, gradients)``; on GPUs, on a side stream.
 
     A model is pickled with its hook, which needs a group that can be pickled, as None can.
     """
 
-    def __init__(self, group: Group, sum_up: Callable[[Engine, GradBucket, Tensor], Tensor]) -> None:
+    def __init__(self, group: Group, average: _Exact | _Quantized) -> None:
         engine_name(group, "hook")  # raises its errors here, not in the first step
-        self._group, self._sum_up = group, sum_up
+        self._group, self._average = group, average
         self._sides: dict[torch.device, SideStream] = {}
-        self.__name__ = self.__qualname__ = f"graphar{type(sum_up).__name__}"  # torch asks a hook for them
+        self.__name__ = self.__qualname__ = f"graphar{type(average).__name__}"  # torch asks a hook for them
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_sides": {}}  # streams are a process's own
@@ -99,22 +104,67 @@ class _Hook:
         device = gradients.device
         if device.type != "cuda":
             future = torch.futures.Future()
-            future.set_result(self._sum_up(engine, bucket, gradients.div_(engine.world_size)))
+            future.set_result(self._average(engine, bucket, gradients))
             return future
-        side = self._sides.get(device) or self._sides.setdefault(device, SideStream(device))
+        side = self._sides.get(device)
+        if side is None:
+            side = self._sides.setdefault(device, SideStream(device, self._average.priority))
         # The future records the side stream's work; a stream that waits for the future waits for that work.
         future = torch.futures.Future(devices=[device])
         with side.behind_the_caller():
-            future.set_result(self._sum_up(engine, bucket, gradients.div_(engine.world_size)))
+            future.set_result(self._average(engine, bucket, gradients))
         return future
 
 
 @dataclass
 class _Exact:
-    algorithm: str
+    """Exact averages. The times of what else was tried are in reports/h200x2/notes.md.
 
-    def __call__(self, engine: Engine, bucket: GradBucket, mean: Tensor) -> Tensor:
-        return _sum_up(engine, mean, algorithm=self.algorithm)
+    Each kernel waits until the backward pass leaves it an SM. So the stream has a high priority, a bucket that fits a
+    place of the scratch is one chunk, and the division is a part of the sum where that changes subnormals alone. A
+    local sum takes all SMs for its short time.
+    """
+
+    algorithm: str
+    priority: ClassVar[int] = -1
+
+    def __call__(self, engine: Engine, bucket: GradBucket, gradients: Tensor) -> Tensor:
+        call, numbers = self._call(engine, gradients)
+        if not numbers:
+            gradients.div_(engine.world_size)
+        engine.run(call, [Operands((gradients,), (gradients,), numbers)])
+        return gradients
+
+    def _call(self, engine: Engine, x: Tensor) -> tuple[Call, tuple[float, ...]]:
+        """Returns the call for a bucket, and its numbers, which divide the sum; none if the bucket is to be divided."""
+        ranks, algorithm, copies = engine.world_size, self.algorithm, COPYING["allreduce"].value
+        with engine.keeping_failure("allreduce"):
+            is_served = not engine.why_no_kernel("allreduce", x)  # from here on the engine has its tuning table
+        least = engine.table.copies.sum_beside_from_nbytes.get(ranks, math.inf)
+        if algorithm == "auto" and is_served and x.nbytes >= least:
+            algorithm = copies
+        divides = is_served and algorithm in ("auto", copies) and x.dtype in _DIVIDED and ranks & (ranks - 1) == 0
+        blocks = engine.table.chip.sms if algorithm == copies else few_blocks(ranks)
+        sides = engine.symmetric_sides(x, x)
+        return _mean(x.numel(), x.dtype, x.get_device(), algorithm, blocks, sides, ranks if divides else 1)
+
+
+# Of an average of fp16, the sum may overflow, and halves are often subnormal.
+_DIVIDED = (torch.float32, torch.bfloat16)
+
+
+@functools.lru_cache(maxsize=4096)
+def _mean(
+    numel: int, dtype: torch.dtype, device: int, algorithm: str, blocks: int, sides: tuple[str, ...], divisor: int
+) -> tuple[Call, tuple[float, ...]]:
+    """Returns the call that sums a bucket and divides the sum, and its numbers."""
+    work, numbers = Sum(numel), (1 / divisor,) if divisor > 1 else ()
+    if numbers and algorithm == "auto":
+        epilogue, _ = bind("exact_hook", "v * scale", torch.empty(numel, dtype=dtype, device="meta"), [], numbers)
+        work = work._replace(epilogue=epilogue)
+    elif numbers:
+        work = work._replace(beside="divided by the number of ranks")
+    return Call(work, dtype, device, algorithm, blocks=blocks, symmetric=sides), numbers
 
 
 @dataclass
@@ -128,6 +178,8 @@ class _Bucket:
 
 
 class _Quantized:
+    priority = 0
+
     def __init__(
         self, codec: Codec, error_feedback: bool, stays_exact: Callable[[Tensor], bool], algorithm: str = "auto"
     ) -> None:
@@ -136,8 +188,8 @@ class _Quantized:
         self._of_exact = algorithm if algorithm == WITHOUT_KERNEL[True] else "auto"  # others need a codec
         self._buckets: dict[int, _Bucket] = {}
 
-    def __call__(self, engine: Engine, bucket: GradBucket, mean: Tensor) -> Tensor:
-        known = self._known(bucket)
+    def __call__(self, engine: Engine, bucket: GradBucket, gradients: Tensor) -> Tensor:
+        mean, known = gradients.div_(engine.world_size), self._known(bucket)
         if len(known.runs) == 1:
             return _sum_up(engine, mean, algorithm=self._of_exact)
         exact, sizes = mean.split_with_sizes(known.runs)[::2], known.runs[::2]

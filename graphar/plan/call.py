@@ -77,6 +77,6 @@ class Operands(NamedTuple):
 
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
-    # Of the epilogue, sorted by name; of a reduce-scatter by copies, perhaps the factor of its rounded sums.
+    # Of the epilogue, sorted by name; of a sum by copies, perhaps the factor of its rounded sums.
     numbers: tuple[float, ...] = ()
     corner: Corner | None = None  # for a panel of a larger tensor: the epilogue's row, col and index are places there

@@ -48,7 +48,7 @@ def of_copies(row: Row, call: Call, world_size: int, policies: Policies, chip: C
     """Returns the grid of a rank's local sum; of an all-gather, which has none, a block in which ranks meet."""
     if call.op == "allgather":
         return Grid(1, MEETING_THREADS)
-    return Grid(min(call.blocks or chip.sms, policies.copies.sum_blocks, chip.shared_blocks(halves=True)), MAX_THREADS)
+    return Grid(min(call.blocks or policies.copies.sum_blocks, chip.shared_blocks(halves=True)), MAX_THREADS)
 
 
 # ---- with a codec on the wire: tiles are encoded by a warp each ------------------------------------------------------

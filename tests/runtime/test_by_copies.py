@@ -174,8 +174,13 @@ class Add:
         given = self._arguments
         like = torch.empty(given.numel, dtype=self._dtype, device="meta")
         parts = [bytes_at(given.peer_input[rank], like) for rank in range(self._machine.world_size)]
-        output = bytes_at(given.output, like)
-        self._machine.streams[stream].steps.append(lambda: output.copy_(reference.allreduce(parts)) is output)
+        output, factor = bytes_at(given.output, like), given.epilogue.scalar[0]
+        self._machine.streams[stream].steps.append(lambda: output.copy_(scaled(parts, factor)) is output)
+
+
+def scaled(parts: list[torch.Tensor], factor: float) -> torch.Tensor:
+    total = reference.allreduce(parts)
+    return torch.where(total.isnan(), total, total * factor)  # torch's vectors and scalars make different NaNs
 
 
 def work_of(op: str, counts) -> Sum | Parts:
@@ -189,7 +194,7 @@ def wrong_elements(op: str, world_size: int, seed: int, monkeypatch, symmetric: 
     """
     choices, machine = random.Random(seed), Machine(world_size, seed, monkeypatch)
     is_on_two_streams = seed % 3 == 0
-    dtype = choices.choice([torch.bfloat16, torch.float32])
+    dtype, factor = choices.choice([torch.bfloat16, torch.float32]), choices.choice([1.0, 0.5])
     found, expected, kept = [], [], []
     for call in range(3):
         if is_on_two_streams:
@@ -201,16 +206,17 @@ def wrong_elements(op: str, world_size: int, seed: int, monkeypatch, symmetric: 
         xs = [bit_patterns(100 * call + rank, size, dtype) for rank, size in enumerate(sizes)]
         outs = [torch.full((count if op == "reducescatter" else total,), 7.0).to(dtype) for count in counts]
         expected += {
-            "allreduce": lambda xs=xs: [reference.allreduce(xs)] * world_size,
+            "allreduce": lambda xs=xs: [scaled(xs, factor)] * world_size,
             "allgather": lambda xs=xs: [torch.cat(xs)] * world_size,
-            "reducescatter": lambda xs=xs, counts=counts: reference.allreduce(xs).split(counts),
+            "reducescatter": lambda xs=xs, counts=counts: scaled(xs, factor).split(counts),
         }[op]()
         direct = choices.random() < symmetric
         if direct:
             machine.symmetric.update({out.data_ptr(): [one.data_ptr() for one in outs] for out in outs})
-        work = Call.of(work_of(op, counts), xs[0])
+        work = Call.of(work_of(op, counts), xs[0], blocks=choices.choice([None, None, 1]))
         config = Config(COPYING[op], 1, 32, direct=direct)
-        by_copies.bind_copies(machine, work, config)([Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)])
+        ranks = [Operands((x,), (out,), (factor,)) for x, out in zip(xs, outs, strict=True)]
+        by_copies.bind_copies(machine, work, config)(ranks)
         for main, out in zip(machine.mains, outs, strict=True):
             result = torch.empty_like(out)
             found.append(result)
@@ -232,6 +238,18 @@ def test_results_are_the_specifications_whatever_is_late(op, world_size, monkeyp
 def test_peers_may_copy_into_symmetric_outputs(op, symmetric, monkeypatch):
     for seed in range(16):
         assert wrong_elements(op, 3, seed, monkeypatch, symmetric) == 0, seed
+
+
+def test_a_call_beside_other_work_is_one_chunk_if_that_fits_a_place(monkeypatch):
+    machine, config = Machine(2, 0, monkeypatch), Config(COPYING["allreduce"], 1, 32)
+    place = COPYING["allreduce"].row.scratch(2).capacity * 16
+
+    def chunks(nbytes, blocks):
+        call = Call.of(Sum(nbytes // 4), torch.empty(1, dtype=torch.float32), blocks=blocks)
+        return len(by_copies._AllReduce(machine, call, config)._chunks)
+
+    assert (chunks(2 * place, 1), chunks(2 * place + 32, 1)) == (1, 2)
+    assert chunks(2 * place, None) > 2
 
 
 def test_the_driver_is_given_addresses_sizes_and_attributes_as_it_takes_them(monkeypatch):

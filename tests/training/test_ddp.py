@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -151,7 +152,7 @@ def test_the_hook_decides_about_feedback_whatever_the_codec_says(monkeypatch):
     """Without a residual the kernels would leave errors in the gradients that they are writing."""
     hooks = [graphar.ddp.quantized_hook(Codec(4, feedback=asked), error_feedback=True) for asked in (False, True)]
 
-    assert [(one._sum_up._plain, "feedback=True" in one._sum_up._fed_back) for one in hooks] == [("int4", True)] * 2
+    assert [(one._average._plain, "feedback=True" in one._average._fed_back) for one in hooks] == [("int4", True)] * 2
 
 
 def test_an_unknown_codec_is_refused_when_the_hook_is_made():
@@ -170,6 +171,57 @@ def test_an_unknown_algorithm_is_refused_when_the_hook_is_made():
 
 
 # ---- a bucket's sum -------------------------------------------------------------------------------------------------
+
+
+def exact_call(nbytes, dtype=torch.float32, ranks=2, table="nvidia_h200", algorithm="auto", reason=None):
+    """The call and the numbers of an exact bucket. ``reason`` says why no kernel serves it."""
+    engine = SimpleNamespace(
+        world_size=ranks,
+        table=shipped_table(table),
+        symmetric_sides=lambda *sides: (),
+        why_no_kernel=lambda *given: reason,
+        keeping_failure=lambda op: contextlib.nullcontext(),
+    )
+    x = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="meta")
+    return ddp._Exact(algorithm)._call(engine, x)
+
+
+MB, COPIES = 1 << 20, "two_shot_copies"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (COPIES, 132, (0.5,))),
+        ({"table": "default"}, ("auto", 64, (0.5,))),
+        ({"nbytes": 8 * MB}, ("auto", 64, (0.5,))),
+        ({"ranks": 4}, ("auto", 32, (0.25,))),
+        ({"ranks": 3}, ("auto", 32, ())),
+        ({"dtype": torch.bfloat16}, (COPIES, 132, (0.5,))),
+        ({"dtype": torch.float16}, (COPIES, 132, ())),
+        ({"algorithm": COPIES, "ranks": 4}, (COPIES, 132, (0.25,))),
+        ({"algorithm": "hierarchical"}, ("hierarchical", 64, ())),
+        ({"reason": "the tensor is on the CPU"}, ("auto", 64, ())),
+    ],
+    ids=str,
+)
+def test_exact_buckets_go_by_the_table_and_are_divided_by_their_sum_where_bits_stay(given, expected):
+    call, numbers = exact_call(**{"nbytes": 32 * MB} | given)
+
+    assert (call.algorithm, call.blocks, numbers) == expected
+    by_copies = call.algorithm == COPIES
+    assert (call.work.beside != "", call.work.epilogue is not None) == (by_copies, not by_copies) if numbers else True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_divided_sum_has_the_bits_of_a_sum_of_divided_parts(dtype):
+    parts = [(1e30 ** (rank - 1)) * torch.randn(4096).to(dtype) for rank in range(4)]
+
+    expected = reference.allreduce([part / 4 for part in parts])
+
+    scaled = reference.allreduce(parts, epilogue=graphar.Epilogue("v * scale", scale=0.25))
+    assert torch.equal(scaled, expected)  # by kernels
+    assert torch.equal(reference.allreduce(parts) * 0.25, expected)  # by copies
 
 
 def test_exact_sums_alone_leave_sms_to_the_backward_pass():

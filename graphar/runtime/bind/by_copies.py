@@ -118,7 +118,8 @@ class _ByCopies:
         policy, areas = engine.table.copies, self._areas if config.direct else 1  # those that copies share
         self._place_nbytes = areas * row.scratch(self._world_size).capacity * PACK_NBYTES
         self._counts = self._parts(call)  # elements
-        chunks = policy.chunk_nbytes, policy.chunks
+        # Beside other work the kernels of each chunk wait for SMs, and calls overlap that work in place of one another.
+        chunks = policy.chunk_nbytes, 1 if call.blocks else policy.chunks
         self._chunks = copied_chunks(self._counts, self._itemsize, self._place_nbytes, *chunks)
         functions = load(self._runner, config.algorithm, call.dtype)
         grid = Grid(config.blocks, config.threads, 0, overlaps=False)
