@@ -77,7 +77,7 @@ class Machine:
                 prepare=lambda kernel: None,
                 prepare_all=lambda key, algorithm, words, load: [load(member) for member in members],
             ),
-            symmetric=SimpleNamespace(on_every_rank=self.symmetric.get, place=lambda pointer: ""),
+            symmetric=SimpleNamespace(where=lambda pointer: (self.symmetric[pointer], "")),
         )
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.mains[device])
         monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)

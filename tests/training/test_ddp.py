@@ -224,22 +224,17 @@ def test_a_divided_sum_has_the_bits_of_a_sum_of_divided_parts(dtype):
     assert torch.equal(reference.allreduce(parts) * 0.25, expected)  # by copies
 
 
-def test_exact_sums_alone_leave_sms_to_the_backward_pass():
+def test_sums_with_a_codec_take_the_full_grid():
     calls, x, residual = [], torch.ones(4), torch.zeros(4)
-    table = shipped_table("default")
-    engine = SimpleNamespace(run=lambda *given: calls.append(given), table=table, symmetric_sides=lambda *sides: ())
 
-    assert ddp._sum_up(engine, x) is x
-    assert ddp._sum_up(engine, x, "int4", residual) is x
+    ddp._sum_up(SimpleNamespace(run=lambda *given: calls.append(given)), x, "int4", residual, algorithm="auto")
 
-    exact, quantized = Call.of(Sum(4), x, blocks=table.beside.blocks), Call.of(Sum(4, "int4"), x)
-    assert table.beside.blocks
-    assert calls == [(exact, [Operands((x,), (x,))]), (quantized, [Operands((x, residual), (x,))])]
+    assert calls == [(Call.of(Sum(4, "int4"), x), [Operands((x, residual), (x,))])]
 
 
 def test_gradients_that_no_codec_rounds_are_refused():
     with pytest.raises(ValueError, match=r"quantized_hook: a codec rounds .*, got a tensor of torch\.float64"):
-        ddp._sum_up(None, torch.ones(4).double(), "int4")
+        ddp._sum_up(None, torch.ones(4).double(), "int4", algorithm="auto")
 
 
 def test_a_bucket_that_comes_with_other_parameters_is_divided_anew():

@@ -130,7 +130,6 @@ class _ByCopies:
             for given in [Arguments()]
         }
         self._ranks: BoundedCache[_Rank] = BoundedCache()  # by rank, and the handle of the caller's stream
-        self._outs: BoundedCache[tuple[Sequence[int], str]] = BoundedCache()  # symmetric outputs, by address
         self._step = functools.cache(self._step_of)
         words = agreement.words_of_launch(call, config, Slice(0))
         self._meet = meetings(engine, call, config.algorithm, words)
@@ -142,7 +141,8 @@ class _ByCopies:
         """Enqueues the call on the members' current streams, for the operands of each rank of this process."""
         with self._runner.lock:
             self._runner.raise_failure()  # before any member enqueues anything
-            outs, place = self._symmetric(ranks[0].outputs[0].data_ptr()) if self._config.direct else ((), "")
+            where = self._runner.symmetric.where
+            outs, place = where(ranks[0].outputs[0].data_ptr()) if self._config.direct else ((), "")
             own = [self._rank(member, one) for member, one in zip(self._runner.members, ranks, strict=True)]
             for one in own:
                 one.outs = outs
@@ -156,11 +156,6 @@ class _ByCopies:
                 raise
             for one in own:
                 one.member.leave()
-
-    def _symmetric(self, out: int) -> tuple[Sequence[int], str]:
-        """Returns the addresses of a symmetric output on all ranks, and in words where it lies."""
-        found, symmetric = self._outs.get(out), self._runner.symmetric
-        return found or self._outs.keep(out, (symmetric.on_every_rank(out) or (), f" at {symmetric.place(out)}"))
 
     def _rank(self, member: Member, own: Operands) -> _Rank:
         stream = current_stream(member.device)

@@ -29,7 +29,7 @@ class SymmetricTensors:
         self._starts: list[int] = []  # addresses of this process's allocations, sorted; unique over devices
         self._buffer_at: dict[int, Buffer] = {}
         self._sides: BoundedCache[tuple[str, ...]] = BoundedCache()  # for calls with one tensor
-        self._places: BoundedCache[tuple[list[int], str]] = BoundedCache()  # by address, as `put_peers` needs them
+        self._places: BoundedCache[tuple[list[int], str]] = BoundedCache()  # by address
         self._begin = self._end = 0  # all allocations lie in these addresses, with other memory between them
 
     def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
@@ -39,6 +39,7 @@ class SymmetricTensors:
         buffer = self._memory.allocate(math.ceil(like.nbytes / _BLOCK_NBYTES) * _BLOCK_NBYTES)
         self.buffers.append(buffer)
         self._sides.clear()
+        self._places.clear()
         for rank in self._devices:
             insort(self._starts, buffer.pointers[rank])
             self._buffer_at[buffer.pointers[rank]] = buffer
@@ -60,12 +61,13 @@ class SymmetricTensors:
         buffer = self._buffer_at[start]
         return (buffer, pointer - start) if pointer - start < buffer.nbytes else None
 
-    def place(self, pointer: int) -> str:
-        """Returns where an address of this process lies, in words that are the same on every rank."""
-        if (found := self._find(pointer)) is None:
-            return "no symmetric tensor"
-        buffer, offset = found
-        return f"byte {offset} of symmetric tensor {self.buffers.index(buffer)}"
+    def where(self, pointer: int) -> tuple[list[int], str]:
+        """Returns each rank's address for an address of this process, and words for it, the same on every rank."""
+        if (known := self._places.get(pointer)) is not None:
+            return known
+        found = self._find(pointer)
+        what = f"byte {found[1]} of symmetric tensor {self.buffers.index(found[0])}" if found else "no symmetric tensor"
+        return self._places.keep(pointer, (self.on_every_rank(pointer) or [], f" at {what}"))
 
     def sides(self, x, out) -> tuple[str, ...]:
         """Returns which of "input" and "output" lie in symmetric memory, so that kernels may access them on all ranks.
@@ -112,12 +114,10 @@ class SymmetricTensors:
             pointer = arguments.input if is_input else arguments.output
             if pointer != last:
                 peers = arguments.peer_input if is_input else arguments.peer_output
-                found = self._places.get(pointer)
-                if found is None:
-                    found = self._places.keep(pointer, (self.on_every_rank(pointer) or [], self.place(pointer)))
-                for rank, there in enumerate(found[0]):
+                addresses, at = self.where(pointer)
+                for rank, there in enumerate(addresses):
                     peers[rank] = there
-                last, place = pointer, f", its {side} at {found[1]}"
+                last, place = pointer, f", its {side}{at}"
             return place
 
         return put
