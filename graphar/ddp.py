@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from graphar.fsdp import ExactReduceScatter as ExactReduceScatter
 from graphar.fsdp import QuantizedReduceScatter as QuantizedReduceScatter
-from graphar.fsdp import few_blocks
+from graphar.fsdp import _few_blocks
 from graphar.numerics.codecs import Codec, CodecName, as_codec
 from graphar.numerics.epilogues.epilogue import bind
 from graphar.plan.algorithms import COPYING, WITHOUT_KERNEL, AllReduceAlgorithm
@@ -150,7 +150,7 @@ class _Exact:
                 work = work._replace(epilogue=bind("allreduce", "v * scale", x, [], numbers)[0])
             elif algorithm == copies:
                 work, numbers = work._replace(beside="divided by the number of ranks"), (1 / ranks,)
-        blocks = engine.table.chip.sms if algorithm == copies else few_blocks(ranks)
+        blocks = engine.table.chip.sms if algorithm == copies else _few_blocks(ranks)
         sides = engine.symmetric_sides(x, x)
         return Call.of(work, x, algorithm=algorithm, blocks=blocks, symmetric=sides), numbers
 
