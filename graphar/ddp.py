@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -35,9 +34,8 @@ def exact_hook(group: Group = None, *, algorithm: AllReduceAlgorithm = "auto") -
     Args:
         group: the model's process group, a DeviceMesh of one dimension, or a Communicator of its ranks; None: the
             default group.
-        algorithm: "auto", or one of :class:`graphar.Algorithm`. "auto" takes copy engines ("two_shot_copies") from the
-            bucket size that the tuning table names, and else kernels of few blocks. With several hosts, "hierarchical"
-            sends less data between them.
+        algorithm: "auto", or one of :class:`graphar.Algorithm`. "two_shot_copies" sums by copy engines. With several
+            hosts, "hierarchical" sends less data between them.
 
     Raises:
         ValueError: there is no such algorithm.
@@ -119,40 +117,48 @@ class _Hook:
 class _Exact:
     """Exact averages. The times of what else was tried are in reports/h200x2/notes.md.
 
-    Each kernel waits until the backward pass leaves it an SM. So the stream has a high priority, a bucket that fits a
-    place of the scratch is one chunk, and the division is a part of the sum where that changes subnormals alone. A
-    local sum takes all SMs for its short time.
+    Few blocks leave SMs to the backward pass, and each kernel waits until that leaves it an SM. So the stream has a
+    high priority, and the division is a part of the sum where that changes subnormals alone. By copies a bucket that
+    fits a place of the scratch is one chunk, and a local sum takes all SMs for its short time.
     """
 
     algorithm: str
     priority: ClassVar[int] = -1
 
-    def __call__(self, engine: Engine, bucket: GradBucket, gradients: Tensor) -> Tensor:
-        call, numbers = self._call(engine, gradients)
+    def __post_init__(self) -> None:
+        self._calls: dict[Hashable, tuple[Call, tuple[float, ...]]] = {}  # what `_call` has returned
+
+    def __reduce__(self):
+        return type(self), (self.algorithm,)  # names of engines are a process's own
+
+    def __call__(self, engine: Engine, bucket: GradBucket, x: Tensor) -> Tensor:
+        key = engine.name, x.numel(), x.dtype, x.get_device(), engine.symmetric_sides(x, x)
+        found = self._calls.get(key)
+        if found is None:
+            found = self._calls[key] = self._call(engine, x)
+        call, numbers = found
         if not numbers:
-            gradients.div_(engine.world_size)
-        engine.run(call, [Operands((gradients,), (gradients,), numbers)])
-        return gradients
+            x.div_(engine.world_size)
+        engine.run(call, [Operands((x,), (x,), numbers)])
+        return x
 
     def _call(self, engine: Engine, x: Tensor) -> tuple[Call, tuple[float, ...]]:
         """Returns the call for a bucket, and its numbers, which divide the sum; none if the bucket is to be divided."""
-        ranks, algorithm, copies = engine.world_size, self.algorithm, COPYING["allreduce"].value
+        ranks, by_copies = engine.world_size, self.algorithm == COPYING["allreduce"].value
         with engine.keeping_failure("allreduce"):
             is_served = not engine.why_no_kernel("allreduce", x)  # from here on the engine has its tuning table
-        least = engine.table.copies.sum_beside_from_nbytes.get(ranks, math.inf)
-        if algorithm == "auto" and is_served and x.nbytes >= least:
-            algorithm = copies
         work, numbers = Sum(x.numel()), ()
         # Not of fp16: its sums may overflow, and its halves are often subnormal.
-        if is_served and x.dtype in (torch.float32, torch.bfloat16) and ranks.bit_count() == 1:
-            if algorithm == "auto":
-                numbers = (1 / ranks,)
+        is_exact = x.dtype in (torch.float32, torch.bfloat16) and ranks.bit_count() == 1
+        if is_served and is_exact and (by_copies or self.algorithm == "auto"):
+            numbers = (1 / ranks,)
+            if by_copies:
+                work = work._replace(beside="divided by the number of ranks")
+            else:
                 work = work._replace(epilogue=bind("allreduce", "v * scale", x, [], numbers)[0])
-            elif algorithm == copies:
-                work, numbers = work._replace(beside="divided by the number of ranks"), (1 / ranks,)
-        blocks = engine.table.chip.sms if algorithm == copies else _few_blocks(ranks)
+        blocks = engine.table.chip.sms if by_copies else _few_blocks(ranks)
         sides = engine.symmetric_sides(x, x)
-        return Call.of(work, x, algorithm=algorithm, blocks=blocks, symmetric=sides), numbers
+        return Call.of(work, x, algorithm=self.algorithm, blocks=blocks, symmetric=sides), numbers
 
 
 @dataclass

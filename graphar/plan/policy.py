@@ -119,7 +119,6 @@ class CopiesPolicy:
     reducescatter_from_nbytes: ByWorldSize
     allgather_from_nbytes: ByWorldSize
     beside_from_nbytes: ByWorldSize  # the same for gathers and reduce-scatters beside matmuls, of the largest part
-    sum_beside_from_nbytes: ByWorldSize  # the same for all-reduces beside matmuls, of the tensor
     sum_blocks: int  # thread blocks of a local sum
     chunk_nbytes: int  # the smallest chunk; larger tensors travel in larger ones, up to a place of the scratch
     chunks: int  # how many chunks of a part are enough: more meet more often, and fewer fill the links less

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -173,44 +174,50 @@ def test_an_unknown_algorithm_is_refused_when_the_hook_is_made():
 # ---- a bucket's sum -------------------------------------------------------------------------------------------------
 
 
-def exact_call(nbytes, dtype=torch.float32, ranks=2, table="nvidia_h200", algorithm="auto", reason=None):
-    """The call and the numbers of an exact bucket. ``reason`` says why no kernel serves it."""
-    engine = SimpleNamespace(
-        world_size=ranks,
-        table=shipped_table(table),
-        symmetric_sides=lambda *sides: (),
-        why_no_kernel=lambda *given: reason,
-        keeping_failure=lambda op: contextlib.nullcontext(),
-    )
-    x = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="meta")
-    return ddp._Exact(algorithm)._call(engine, x)
+def engine_of(ranks=2, reason=None, **functions):
+    """A stand-in for an engine. ``reason`` says why no kernel serves a call."""
+    given = {"symmetric_sides": lambda *sides: (), "why_no_kernel": lambda *of: reason} | functions
+    table, failures = shipped_table("default"), lambda op: contextlib.nullcontext()
+    return SimpleNamespace(name="mine", world_size=ranks, table=table, keeping_failure=failures, **given)
 
 
-MB, COPIES = 1 << 20, "two_shot_copies"
+COPIES = "two_shot_copies"
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, (COPIES, 132, (0.5,))),
-        ({"table": "default"}, ("auto", 64, (0.5,))),
-        ({"nbytes": 8 * MB}, ("auto", 64, (0.5,))),
+        ({}, ("auto", 64, (0.5,))),
         ({"ranks": 4}, ("auto", 32, (0.25,))),
         ({"ranks": 3}, ("auto", 32, ())),
-        ({"dtype": torch.bfloat16}, (COPIES, 132, (0.5,))),
-        ({"dtype": torch.float16}, (COPIES, 132, ())),
+        ({"dtype": torch.bfloat16}, ("auto", 64, (0.5,))),
+        ({"dtype": torch.float16}, ("auto", 64, ())),
+        ({"algorithm": COPIES, "dtype": torch.float16}, (COPIES, 132, ())),
         ({"algorithm": COPIES, "ranks": 4}, (COPIES, 132, (0.25,))),
         ({"algorithm": "hierarchical"}, ("hierarchical", 64, ())),
         ({"reason": "the tensor is on the CPU"}, ("auto", 64, ())),
     ],
     ids=str,
 )
-def test_exact_buckets_go_by_the_table_and_are_divided_by_their_sum_where_bits_stay(given, expected):
-    call, numbers = exact_call(**{"nbytes": 32 * MB} | given)
+def test_exact_buckets_are_divided_as_they_are_summed_where_bits_stay(given, expected):
+    given = {"dtype": torch.float32, "algorithm": "auto"} | given
+    x, exact = torch.empty(1 << 20, dtype=given.pop("dtype"), device="meta"), ddp._Exact(given.pop("algorithm"))
+    call, numbers = exact._call(engine_of(**given), x)
 
     assert (call.algorithm, call.blocks, numbers) == expected
     by_copies = call.algorithm == COPIES
     assert (call.work.beside != "", call.work.epilogue is not None) == (by_copies, not by_copies) if numbers else True
+
+
+def test_the_call_of_a_bucket_is_made_once_in_a_process():
+    asked, ran, exact, x = [], [], ddp._Exact("auto"), torch.full((8,), 2.0)
+    engine = engine_of(why_no_kernel=lambda *of: asked.append(of), run=lambda *of: ran.append(of))
+    for _ in range(2):
+        assert exact(engine, None, x) is x
+
+    assert (len(asked), x.tolist()) == (1, [2.0] * 8)  # the sum is divided
+    assert ran == [(ran[0][0], [Operands((x,), (x,), (0.5,))])] * 2
+    assert pickle.loads(pickle.dumps(exact))._calls == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
