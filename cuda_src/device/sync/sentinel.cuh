@@ -70,10 +70,9 @@ __device__ __noinline__ void push_elements(const Arguments& a, u32 hop, u32 at, 
 }
 
 // What a thread sends: packs of a tensor that are `stride` apart, each to places as far apart on `Places` ranks. It is
-// made before a kernel's wait, which it is named in (28).
-template <int Places, u32 Ahead = Places == 1 ? 4 : Places == 2 ? 2 : 1>
+// made before a kernel's wait, which it is named in (28). A thread loads `ahead` packs before it sends them.
+template <int Places, u32 ahead = Places == 1 ? 4 : Places == 2 ? 2 : 1>
 struct Outgoing {
-  static constexpr u32 ahead = Ahead;  // packs that a thread loads before it sends them
   const Pack* from;
   Pack* to[Places];
   u32 stride, count;  // `count` from the first pack to the end
@@ -262,7 +261,7 @@ __device__ __forceinline__ bool receive_sums(const Arguments& a, const Call& cal
   return true;
 }
 
-// Internal: what receive_each calls where all has been sent.
+// Internal: sends nothing, for receive_each.
 struct NoSend {
   __device__ __forceinline__ void operator()() const {}
 };
@@ -270,7 +269,7 @@ struct NoSend {
 // By one thread for each place: receives, relaxed and of system scope, from each of N ranks at every `stride`-th place
 // from `first` up to `end`, counted from offset `base`. It hands each place with its packs to `use`, and then arms it.
 // With `Ahead` it looks at the next place before it uses one, which a thread with one place pays for. It calls `send`
-// before it waits for a place: a rank may send what it awaits two places later once it has what it awaits now.
+// before each wait, for a kernel that does not send everything first.
 template <int N, bool Ahead = false, class P = Pack, class Use, class Send = NoSend>
 __device__ __forceinline__ void receive_each(const Arguments& a, const Call& call, int source, u32 base, u32 first,
                                              u32 end, u32 stride, const Use& use, const Send& send = {}) {
