@@ -17,6 +17,7 @@ LOADED = "    __syncwarp();  // (24)\n"
 SET = "store_release_sys_if(sends, &signal_pad(a, sends ? peer : 0)->flag[row][a.rank], flag_of(a, call, step));"
 NOT_RELEASED = "if (sends) store_relaxed_sys(&signal_pad(a, peer)->flag[row][a.rank], flag_of(a, call, step));"
 POLL = "for (u64 seen; (seen = load_acquire_sys(flag)) != own;) {"
+NEXT = "mine[0] = from[sent];"
 ARM = "arm(slot<P>(a, 0, at + r * a.capacity));"
 REDUCE_AND_SEND = "    if (k >= 1 && k <= chunks) body.reduce(k - 1);\n    signals.send<N>(a, call, k + 1);\n"
 SLOTS, NO_SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;", "const u32 slots = 0;"
@@ -117,6 +118,8 @@ MUTANTS = (
         "two_shot_push",
     ),
     mutant("a pack that is sent twice", SENTINEL, "from[i + ahead * stride];", "from[i];", "two_shot_push"),
+    mutant("a pack that is sent twice in turn", SENTINEL, NEXT, "mine[0] = *from;", "one_shot_push", world_size=2),
+    mutant("packs after the first that are not sent", SENTINEL, "    send();\n", "", "one_shot_push", world_size=2),
     mutant(
         "the last pack of a tensor taken for a whole one",
         PACK,

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 from tests.model import programs as do
 
 
 @dataclass(frozen=True)
 class Call:
-    """How many packs each rank sends each owner, ``packs[source][owner]``, and the grid."""
+    """How many packs each rank sends each owner, ``packs[source][owner]``, and the grid.
+
+    In turn: a thread sends one pack first, and the next one each time before it waits.
+    """
 
     packs: tuple[tuple[int, ...], ...]
     blocks: int = 1
+    in_turn: bool = False
 
 
 def one_shot(ranks: int, packs: int, blocks: int = 1) -> Call:
-    """Every rank sends all of its tensor to every rank."""
-    return Call(((packs,) * ranks,) * ranks, blocks)
+    """Every rank sends all of its tensor to every rank: two ranks in turn, others first of all."""
+    return Call(((packs,) * ranks,) * ranks, blocks, in_turn=ranks == 2)
 
 
 def reducescatter(parts: Sequence[int], least: int = 1) -> Call:
@@ -61,6 +65,13 @@ def one_hop(ranks: int, calls: Sequence[Call], words: int = 1, mutant: str = "")
     def data(c: int, source: int, i: int) -> list[str]:
         return [f"call {c}, rank {source}, pack {i}, word {w}" for w in range(words)]
 
+    def sends(rank: int, block: int, c: int) -> Iterator[list[do.Store]]:
+        """What a block stores, by place: one after the other, on all owners."""
+        packs, owners = calls[c].packs[rank], [(rank + hop) % ranks for hop in range(1, ranks + 1)]
+        for i in range(block, max(packs), calls[c].blocks):
+            words = [(slot(owner, epoch[c][block], rank, i), data(c, rank, i)) for owner in owners if i < packs[owner]]
+            yield [do.Store(word, value) for pair in words for word, value in zip(*pair, strict=True)]
+
     def program(rank: int, block: int) -> Iterator:
         late = []  # what a mutant arms too late
         for c, call in enumerate(calls):
@@ -72,13 +83,12 @@ def one_hop(ranks: int, calls: Sequence[Call], words: int = 1, mutant: str = "")
             if mutant != "sends after a wait has expired":
                 yield do.LeaveIfAborted(f"rank {rank} block {block}", c)
             e, late = epoch[c][block], []
-            for hop in range(1, ranks + 1):
-                owner = (rank + hop) % ranks
-                for i in range(block, call.packs[rank][owner], call.blocks):
-                    for word, value in zip(slot(owner, e, rank, i), data(c, rank, i), strict=True):
-                        yield do.Store(word, value)
             e += mutant == "takes from the other slot"
+            to_send = sends(rank, block, c)
+            for stores in islice(to_send, 1 if call.in_turn else None):
+                yield from stores
             for i in range(block, max(sent[rank] for sent in call.packs), call.blocks):
+                yield from next(to_send, ())
                 sources = [r for r in range(ranks) if i < call.packs[r][rank]]
                 places = [slot(rank, e, r, i) for r in sources]
                 looked_at = [place[:1] if mutant == "looks at one word of a pack" else place for place in places]

@@ -15,7 +15,7 @@ from tests.model.sentinel import allgather, one_hop, one_shot, reducescatter, tw
 # Threads, and how many states there are at least.
 HOLD = {
     "one_shot_push, 2 ranks, two words": (one_hop(2, [one_shot(2, 1)] * 4, words=2), 2_700),
-    "one_shot_push, 2 ranks, other sizes": (one_hop(2, [one_shot(2, packs) for packs in (2, 1, 2, 2)]), 800),
+    "one_shot_push, 2 ranks, other sizes": (one_hop(2, [one_shot(2, packs) for packs in (2, 1, 3, 2)]), 800),
     "one_shot_push, 2 ranks, other grids": (one_hop(2, [one_shot(2, 2, blocks) for blocks in (2, 1, 2, 1)]), 4_500),
     "one_shot_push, 3 ranks": (one_hop(3, [one_shot(3, 1)] * 4), 13_000),
     "reducescatter_push, 2 ranks": (one_hop(2, [reducescatter(p) for p in ((1, 0), (0, 1), (1, 0), (2, 1))]), 400),

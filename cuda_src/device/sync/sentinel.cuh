@@ -70,13 +70,13 @@ __device__ __noinline__ void push_elements(const Arguments& a, u32 hop, u32 at, 
 }
 
 // What a thread sends: packs of a tensor that are `stride` apart, each to places as far apart on `Places` ranks. It is
-// made before a kernel's wait, which it is named in (28).
-template <int Places>
+// made before a kernel's wait, which it is named in (28). A thread loads `ahead` packs before it sends them.
+template <int Places, u32 ahead = Places == 1 ? 4 : Places == 2 ? 2 : 1>
 struct Outgoing {
-  static constexpr u32 ahead = Places == 1 ? 4 : Places == 2 ? 2 : 1;  // packs that a thread loads before it sends them
   const Pack* from;
   Pack* to[Places];
   u32 stride, count;  // `count` from the first pack to the end
+  u32 sent = 0;       // the next pack of push_next, as `count`
   Pack mine[ahead];
 
   // By any thread: packs `first`, `first` + `stride`, ... below `end` of the tensor at `input`, all of them whole and
@@ -106,6 +106,17 @@ struct Outgoing {
         if (i + ahead * stride < count) mine[k] = from[i + ahead * stride];
       }
     }
+  }
+
+  // By any thread, after read_epoch, with `ahead` = 1: pushes the next pack, if there is one, and loads the one after
+  // it. Relaxed stores of system scope, as `push`.
+  __device__ __forceinline__ void push_next(u32 slots) {
+    static_assert(ahead == 1);
+    if (sent >= count) return;
+#pragma unroll
+    for (Pack* place : to) push(place + slots + sent, mine[0]);
+    sent += stride;
+    if (sent < count) mine[0] = from[sent];
   }
 };
 
@@ -250,12 +261,18 @@ __device__ __forceinline__ bool receive_sums(const Arguments& a, const Call& cal
   return true;
 }
 
+// Internal: sends nothing, for receive_each.
+struct NoSend {
+  __device__ __forceinline__ void operator()() const {}
+};
+
 // By one thread for each place: receives, relaxed and of system scope, from each of N ranks at every `stride`-th place
 // from `first` up to `end`, counted from offset `base`. It hands each place with its packs to `use`, and then arms it.
-// With `Ahead` it looks at the next place before it uses one, which a thread with one place pays for.
-template <int N, bool Ahead = false, class P = Pack, class Use>
+// With `Ahead` it looks at the next place before it uses one, which a thread with one place pays for. It calls `send`
+// before each wait, for a kernel that does not send everything first.
+template <int N, bool Ahead = false, class P = Pack, class Use, class Send = NoSend>
 __device__ __forceinline__ void receive_each(const Arguments& a, const Call& call, int source, u32 base, u32 first,
-                                             u32 end, u32 stride, const Use& use) {
+                                             u32 end, u32 stride, const Use& use, const Send& send = {}) {
   P next[N];
   if (Ahead && first < end) look_at(a, base + first, next);
 #pragma unroll 1
@@ -264,6 +281,7 @@ __device__ __forceinline__ void receive_each(const Arguments& a, const Call& cal
 #pragma unroll
     for (int r = 0; Ahead && r < N; ++r) part[r] = next[r];
     if (Ahead && i + stride < end) look_at(a, base + i + stride, next);
+    send();
     if (!(Ahead && arrived(part)) && !await(a, call, source, base + i, part)) return;
     use(i, part);
     arm_all(a, base + i, part);
