@@ -271,15 +271,22 @@ class Trial:
         return wrong_of_peer(self.x, self.target, self.results)
 
 
-def run_shape(plan: LossPlan, shape: Shape, rank: int, port: int) -> Iterator[LossRow | str]:
-    """Measures all methods with one shape, in a process of its own."""
+def run_shapes(plan: LossPlan, rank: int, port: int) -> Iterator[LossRow | str]:
+    """Measures all methods with each shape, in a process that loads compilers and kernels once."""
     stream = contextlib.nullcontext()
     if plan.device == "cuda":
         torch.cuda.set_device(0)
         ranks_of.raise_clocks(torch.device("cuda", 0))
         stream = torch.cuda.stream(torch.cuda.Stream())
     with stream:
-        yield from rows_of(plan, shape)
+        for shape in plan.shapes:
+            try:
+                yield from rows_of(plan, shape)
+            except Exception as error:
+                yield f"{words_of(shape)}: {reason(error)}"
+            torch.compiler.reset()  # it compiles one function for a few shapes only
+            if plan.device == "cuda":
+                torch.cuda.empty_cache()
 
 
 def rows_of(plan: LossPlan, shape: Shape) -> Iterator[LossRow | str]:
@@ -330,11 +337,10 @@ class Losses(Report):
         return LossPlan(device, options.shapes or shapes, methods)
 
     def measure(self, plan: LossPlan) -> Iterator[LossRow | str]:
-        for shape in plan.shapes:
-            try:
-                yield from ranks_of.run(1, partial(run_shape, plan, shape))
-            except ProcessException as error:
-                yield f"{words_of(shape)}: {reason_of_process(error)}"
+        try:
+            yield from ranks_of.run(1, partial(run_shapes, plan))
+        except ProcessException as error:
+            yield reason_of_process(error)
 
     @classmethod
     def count(cls, plan: LossPlan) -> int:
