@@ -114,9 +114,8 @@ class Own:
         self.upstream = torch.ones((), device=x.device)
         new = partial(x.new_empty, dtype=torch.float32)
         self.results = new(() if result == "mean" else rows), new(2 * rows + 1)
-        self.gathered = None
-        if self.ranks > 1:
-            self.gathered = self.kernels.partials(self._operands()).expand(self.ranks, -1, -1).contiguous()
+        partials = self.kernels.partials(self._operands()) if self.ranks > 1 else None
+        self.gathered = None if partials is None else partials.expand(self.ranks, -1, -1).contiguous()
 
     def _operands(self) -> Operands:
         return Operands((self.x, self.target), self.results)
@@ -285,8 +284,6 @@ def run_shapes(plan: LossPlan, rank: int, port: int) -> Iterator[LossRow | str]:
             except Exception as error:
                 yield f"{words_of(shape)}: {reason(error)}"
             torch.compiler.reset()  # it compiles one function for a few shapes only
-            if plan.device == "cuda":
-                torch.cuda.empty_cache()
 
 
 def rows_of(plan: LossPlan, shape: Shape) -> Iterator[LossRow | str]:
@@ -306,9 +303,8 @@ def rows_of(plan: LossPlan, shape: Shape) -> Iterator[LossRow | str]:
     times = time_in_turn([launch for _, launch in ready], REPEATS[plan.device], time_of)
     for (trial, launch), of_trial in zip(ready, times, strict=True):
         nbytes, time_us = least_nbytes(trial.passes, shape), deciles([time / trial.calls for time in of_trial])
-        floor_us = nbytes / rate / 1e3 if rate else None
-        wrong = trial.count_wrong(launch)
-        yield LossRow(trial.name, trial.passes, *shape, time_us, nbytes, floor_us, trial.peak_nbytes, wrong)
+        found = time_us, nbytes, nbytes / rate / 1e3 if rate else None, trial.peak_nbytes, trial.count_wrong(launch)
+        yield LossRow(trial.name, trial.passes, *shape, *found)
 
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
@@ -355,9 +351,8 @@ class Losses(Report):
         return [*sections, Section("Peak memory of forward and backward", [peaks])] if peaks else sections
 
     def glance(self) -> Glance:
-        ratios = of_best_peer(cases_of(self.rows, BOTH))
         over = words_for([row.method for row in self.rows if row.is_peer], {})
-        named = {words_of(case): of_peer for case, of_peer in ratios.items()}
+        named = {words_of(case): of_peer for case, of_peer in of_best_peer(cases_of(self.rows, BOTH)).items()}
         return Glance(f"graphar's time of forward and backward / that of {over}, by shape", named, NOT_SERVED)
 
 
@@ -372,8 +367,7 @@ Cases = dict[Shape, dict[str, LossRow]]
 
 def cases_of(rows: Sequence[LossRow], passes: str) -> Cases:
     """Returns the rows by shape and method."""
-    mine = [row for row in rows if row.passes == passes]
-    cases = group(mine, lambda row: (row.rows, row.columns, row.ranks))
+    cases = group([row for row in rows if row.passes == passes], lambda row: (row.rows, row.columns, row.ranks))
     return {case: {row.method: row for row in of_case} for case, of_case in cases.items()}
 
 
