@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import subprocess
@@ -148,13 +149,7 @@ def test_several_threads_compile_the_first_kernels_of_a_process(tmp_path):
 # ---- what is prepared -----------------------------------------------------------------------------------------------
 
 OPS = ("allreduce", "allgather_tuple", "allreduce_residual_rmsnorm", "fused_matmul_allreduce", "log_probs")
-TERMS = [
-    ("cross_entropy", Terms(1024, "mean", -100)),
-    ("cross_entropy", Terms(1024, "none", -100, 0.1, 1e-4)),
-    ("log_probs", Terms(1024, "log_probs")),
-    ("log_probs", Terms(1024, "log_probs", temperature=0.7)),
-    ("log_probs", Terms(1024, "log_probs", entropy=True)),
-]
+OPTIONS = ({"label_smoothing": 0.1}, {"temperature": 0.7}, {"entropy": True}, {})
 GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
@@ -166,11 +161,9 @@ def loaded(monkeypatch):
     monkeypatch.setattr(launcher, "chip", lambda device: shipped_table("nvidia_h200").chip)
     monkeypatch.setattr(kernels.Kernels, "_allocate", lambda self, algorithm: None)
     monkeypatch.setattr(loss, "runs_on", lambda device: True)
-    for cached in (cleared := (loss.load, loss._bind_forward)):
-        cached.cache_clear()
-    yield found
-    for cached in cleared:
-        cached.cache_clear()
+    monkeypatch.setattr(loss, "load", functools.cache(loss.load.__wrapped__))
+    monkeypatch.setattr(loss, "_bind_forward", loss._bind_forward.__wrapped__)
+    return found
 
 
 @pytest.mark.parametrize("ops", [OPS[:1], OPS], ids=["one op", "many ops"])
@@ -192,16 +185,17 @@ def test_all_that_is_loaded_was_compiled_ahead(asked, loaded, ops):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", TYPE_NAMES)
 def test_later_losses_and_their_backward_passes_load_nothing(asked, loaded, ranks, dtype):
-    chip = shipped_table("nvidia_h200").chip
-    engine = mock.MagicMock(world_size=ranks, table=shipped_table("nvidia_h200"), symmetric=None, devices=GPUS[:ranks])
-    engine.runner = SimpleNamespace(kernels=kernels_of(Alone()), chip=chip, world_size=2)
+    table = shipped_table("nvidia_h200")
+    engine = mock.MagicMock(world_size=ranks, table=table, symmetric=None, devices=GPUS[:ranks])
+    engine.runner = SimpleNamespace(kernels=kernels_of(Alone()), chip=table.chip, world_size=2)
     engine.find_runner.return_value = ranks > 1
     preparation.prepare(engine, softmax.PREPARED, [dtype], None)
     prepared = list(loaded)
 
     with mock.patch.multiple(launcher, sm_count=lambda device: 132, can_overlap=lambda device: True):
-        for rows, (name, terms) in itertools.product((1, 64, 4096), TERMS):
-            loss._bind_forward(0, dtype, Loss(name, rows, 1024 // ranks, terms), 0, ranks)
+        for rows, options in itertools.product((1, 64, 4096), OPTIONS):
+            work = Loss("loss", rows, 1024 // ranks, Terms(1024, **options))
+            loss._bind_forward(0, dtype, work, 0, ranks)
             loss._load_backward(0, dtype)
 
     assert loaded == prepared
