@@ -211,10 +211,10 @@ class Communicator:
             max_nbytes: the size of the largest tensor, in bytes; None: any size.
             ops: names of ops: "allreduce", "reducescatter", "allgather", "alltoall", "allgather_tuple" for a tuple,
                 "allreduce_residual_rmsnorm", "reducescatter_residual_rmsnorm", "fused_matmul_allreduce",
-                "fused_matmul_reducescatter", "fused_allgather_matmul". For FP8 results of the two that end in a norm,
-                append "_static_fp8" for calls with a scale, "_grouped_fp8" for calls with a group_size, and
-                "_dynamic_fp8" for other calls. Or algorithms from :func:`graphar.load_algorithm`, for calls that name
-                them.
+                "fused_matmul_reducescatter", "fused_allgather_matmul", "cross_entropy", "log_probs". For FP8 results of
+                the two that end in a norm, append "_static_fp8" for calls with a scale, "_grouped_fp8" for calls with a
+                group_size, and "_dynamic_fp8" for other calls. Or algorithms from :func:`graphar.load_algorithm`, for
+                calls that name them.
             codecs: the codecs of later calls. Calls without a codec are prepared too.
             epilogues: the epilogues of later calls. Calls without an epilogue are prepared too. Give expressions,
                 with arguments of the later dtypes. For a function, give its ``traced(x)``.

@@ -28,7 +28,7 @@ from graphar.plan.tiles import (
     skinny_tile,
 )
 from graphar.plan.work import Product, Sum
-from graphar.runtime.bind.loss import PLANES, SUM_THREADS
+from graphar.runtime.bind.loss import FORMS, PLANES, SUM_THREADS
 from graphar.runtime.catalogue import (
     GATHERING_KERNELS,
     KERNELS,
@@ -102,8 +102,7 @@ def catalogue() -> Iterator[KernelSource]:
 
 def softmax_kernels(dtype: torch.dtype) -> Iterator[KernelSource]:
     """Yields the kernels of losses and log-probabilities that read logits of one dtype."""
-    kinds = ("nothing", False), ("nothing", True), ("sum_of_logits", False), ("entropy_and_top1", True)
-    for (also, scaled), spread in itertools.product(kinds, (False, True)):
+    for (also, scaled), spread in itertools.product(FORMS, (False, True)):
         yield softmax_partials_source(dtype, also, scaled, spread)
     yield softmax_backward_source(dtype)
 

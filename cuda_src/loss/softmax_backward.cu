@@ -2,8 +2,9 @@
 //
 //   logits, state (m and s of each row), target, gradient of the results -> gradient of the logits
 //
-// Block b has a slice of the row b / slices. The gradient may lie where the logits do: a thread reads a pack before it
-// overwrites it. It sends nothing and waits for no rank. `gradient` in numerics/softmax.py specifies it.
+// A block has a slice of a row. The last rows come first, since the forward pass may have left them in the L2 cache.
+// The gradient may lie where the logits do: a thread reads a pack before it overwrites it. The kernel sends nothing and
+// waits for no rank. `gradient` in numerics/softmax.py specifies it.
 #include "device/softmax.cuh"
 
 constexpr int depth = 2;  // packs that a thread loads before it computes
@@ -34,7 +35,7 @@ template <class T>
 __global__ void __launch_bounds__(256, 8) softmax_backward(const __grid_constant__ LossArguments a) {
   using Storage = typename T::Storage;
   constexpr u32 E = elements_per_pack<T>, W = elements_per_word<T>;
-  const u32 row = blockIdx.x / a.slices;
+  const u32 row = a.rows - 1 - blockIdx.x / a.slices;
   const u32 packs = pack_count<T>(a.columns), each = (packs + a.slices - 1) / a.slices;
   const u32 begin = blockIdx.x % a.slices * each, end = min(packs, begin + each);
   const Tensor<T> logits(static_cast<const Storage*>(a.logits) + u64(row) * a.columns, a.columns);

@@ -34,6 +34,7 @@ from torch import Tensor
 from graphar.numerics.exact_fma import fma, fma_in_doubles
 from graphar.numerics.nan import with_canonical_nan
 
+PREPARED = ("cross_entropy", "log_probs")  # names under which the kernels of both are prepared
 LANES, PACK, PACKS_OF_STEP = 64, 8, 4
 LARGEST = 88.0  # its exp(-d) is 0
 LOG2E = float.fromhex("0x1.715476p+0")

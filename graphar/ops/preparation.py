@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from graphar.numerics import leaf_tree
+from graphar.numerics import leaf_tree, softmax
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
@@ -20,9 +20,12 @@ from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.work import Product, without_seeds
 from graphar.product.fused import load_tile, sources_of_tile
 from graphar.product.tile_launches import Tile
-from graphar.runtime.bind import by_copies
+from graphar.runtime import compiler, launcher
+from graphar.runtime.bind import by_copies, loss
 from graphar.runtime.bind.launches import runner_of
+from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.engine import Engine
+from graphar.runtime.kernels import threads_for_compiling
 
 NeededTile = tuple[Algorithm, torch.dtype, Tile, Product]  # the product has no shape
 
@@ -52,7 +55,12 @@ def prepare(
         if engine.group and engine.world_size > 1:
             said = f"prepare of {ops} for {added}, max_nbytes {max_nbytes}{named}"
             engine.rendezvous().exchange(without_seeds(said), b"")
+        of_losses = _of_losses(engine, added) if {*ops} & {*softmax.PREPARED} else {}
+        ops = [*dict.fromkeys("allgather" if op in softmax.PREPARED else op for op in ops)]
         if not engine.find_runner(engine.first_device()):
+            for device, sources in of_losses.items():
+                compiler.compile_at_once(sources, launcher.architecture(device), threads_for_compiling(1))
+            _load_losses(of_losses)
             return
         facts = select.Facts(engine.world_size, engine.table, runner_of(engine).chip, lossless=engine.lossless)
         symmetric = engine.symmetric is not None
@@ -64,13 +72,26 @@ def prepare(
         calls = [(COPYING[op], dtype) for op in copied for dtype in added]
         loaded = runner_of(engine).kernels
         of_copies = [by_copies.sources(loaded, engine.world_size, *one) for one in calls]
-        loaded.compile(itertools.chain(map(loaded.source_of, kernels), *of_tiles, *of_copies))
+        loaded.compile(itertools.chain(map(loaded.source_of, kernels), *of_tiles, *of_copies, *of_losses.values()))
+        _load_losses(of_losses)
         for kernel in kernels:
             loaded.prepare(kernel)
         for tile in tiles:
             load_tile(runner_of(engine), *tile)
         for one in calls:
             by_copies.load(runner_of(engine), *one)
+
+
+def _of_losses(engine: Engine, dtypes: Sequence[torch.dtype]) -> dict[int, list[KernelSource]]:
+    """Returns the kernels of losses and log-probabilities by GPU of this process."""
+    devices = [one.index for one in engine.devices or [engine.first_device()] if one.type == "cuda"]
+    return {one: loss.sources(one, dtypes) for one in devices if loss.runs_on(one)}
+
+
+def _load_losses(of_losses: dict[int, list[KernelSource]]) -> None:
+    for device, sources in of_losses.items():
+        for source in sources:
+            loss.load(source, device)
 
 
 def _needed_tiles(

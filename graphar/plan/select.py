@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from graphar.errors import Reason, UnsupportedError
-from graphar.numerics import leaf_tree, norms
+from graphar.numerics import leaf_tree, norms, softmax
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
@@ -365,7 +365,7 @@ def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:
 PREPARED_TUPLE = "allgather_tuple"  # the name under which the kernels of all-gathers of several tensors are prepared
 _OF_KERNELS = [one.op for one in kernels_that(lambda row: True)]
 # The names under which kernels are prepared.
-PREPARED = tuple(dict.fromkeys([*_OF_KERNELS, PREPARED_TUPLE, *norms.PREPARED]))
+PREPARED = tuple(dict.fromkeys([*_OF_KERNELS, PREPARED_TUPLE, *norms.PREPARED, *softmax.PREPARED]))
 
 
 def needed_kernels(

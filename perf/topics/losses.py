@@ -114,9 +114,8 @@ class Own:
         self.upstream = torch.ones((), device=x.device)
         new = partial(x.new_empty, dtype=torch.float32)
         self.results = new(() if result == "mean" else rows), new(2 * rows + 1)
-        self.gathered = None
-        if self.ranks > 1:
-            self.gathered = self.kernels.partials(self._operands()).expand(self.ranks, -1, -1).contiguous()
+        partials = self.kernels.partials(self._operands()) if self.ranks > 1 else None
+        self.gathered = None if partials is None else partials.expand(self.ranks, -1, -1).contiguous()
 
     def _operands(self) -> Operands:
         return Operands((self.x, self.target), self.results)
@@ -271,15 +270,20 @@ class Trial:
         return wrong_of_peer(self.x, self.target, self.results)
 
 
-def run_shape(plan: LossPlan, shape: Shape, rank: int, port: int) -> Iterator[LossRow | str]:
-    """Measures all methods with one shape, in a process of its own."""
+def run_shapes(plan: LossPlan, rank: int, port: int) -> Iterator[LossRow | str]:
+    """Measures all methods with each shape, in a process that loads compilers and kernels once."""
     stream = contextlib.nullcontext()
     if plan.device == "cuda":
         torch.cuda.set_device(0)
         ranks_of.raise_clocks(torch.device("cuda", 0))
         stream = torch.cuda.stream(torch.cuda.Stream())
     with stream:
-        yield from rows_of(plan, shape)
+        for shape in plan.shapes:
+            try:
+                yield from rows_of(plan, shape)
+            except Exception as error:
+                yield f"{words_of(shape)}: {reason(error)}"
+            torch.compiler.reset()  # it compiles one function for a few shapes only
 
 
 def rows_of(plan: LossPlan, shape: Shape) -> Iterator[LossRow | str]:
@@ -299,9 +303,8 @@ def rows_of(plan: LossPlan, shape: Shape) -> Iterator[LossRow | str]:
     times = time_in_turn([launch for _, launch in ready], REPEATS[plan.device], time_of)
     for (trial, launch), of_trial in zip(ready, times, strict=True):
         nbytes, time_us = least_nbytes(trial.passes, shape), deciles([time / trial.calls for time in of_trial])
-        floor_us = nbytes / rate / 1e3 if rate else None
-        wrong = trial.count_wrong(launch)
-        yield LossRow(trial.name, trial.passes, *shape, time_us, nbytes, floor_us, trial.peak_nbytes, wrong)
+        found = time_us, nbytes, nbytes / rate / 1e3 if rate else None, trial.peak_nbytes, trial.count_wrong(launch)
+        yield LossRow(trial.name, trial.passes, *shape, *found)
 
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
@@ -330,11 +333,10 @@ class Losses(Report):
         return LossPlan(device, options.shapes or shapes, methods)
 
     def measure(self, plan: LossPlan) -> Iterator[LossRow | str]:
-        for shape in plan.shapes:
-            try:
-                yield from ranks_of.run(1, partial(run_shape, plan, shape))
-            except ProcessException as error:
-                yield f"{words_of(shape)}: {reason_of_process(error)}"
+        try:
+            yield from ranks_of.run(1, partial(run_shapes, plan))
+        except ProcessException as error:
+            yield reason_of_process(error)
 
     @classmethod
     def count(cls, plan: LossPlan) -> int:
@@ -349,9 +351,8 @@ class Losses(Report):
         return [*sections, Section("Peak memory of forward and backward", [peaks])] if peaks else sections
 
     def glance(self) -> Glance:
-        ratios = of_best_peer(cases_of(self.rows, BOTH))
         over = words_for([row.method for row in self.rows if row.is_peer], {})
-        named = {words_of(case): of_peer for case, of_peer in ratios.items()}
+        named = {words_of(case): of_peer for case, of_peer in of_best_peer(cases_of(self.rows, BOTH)).items()}
         return Glance(f"graphar's time of forward and backward / that of {over}, by shape", named, NOT_SERVED)
 
 
@@ -366,8 +367,7 @@ Cases = dict[Shape, dict[str, LossRow]]
 
 def cases_of(rows: Sequence[LossRow], passes: str) -> Cases:
     """Returns the rows by shape and method."""
-    mine = [row for row in rows if row.passes == passes]
-    cases = group(mine, lambda row: (row.rows, row.columns, row.ranks))
+    cases = group([row for row in rows if row.passes == passes], lambda row: (row.rows, row.columns, row.ranks))
     return {case: {row.method: row for row in of_case} for case, of_case in cases.items()}
 
 

@@ -52,7 +52,17 @@ def test_one_gpu_is_enough(gpu_count, plan):
 def test_the_progress_bar_counts_every_row():
     plan = LossPlan("cpu", [SHAPE], CPU_METHODS)
 
-    assert len(list(topic.run_shape(plan, SHAPE, 0, 0))) == Losses.count(plan)
+    assert len(list(topic.run_shapes(plan, 0, 0))) == Losses.count(plan)
+
+
+def test_shapes_after_one_that_fails_are_measured(monkeypatch):
+    count_wrong = topic.wrong_of_own
+    monkeypatch.setattr(topic, "wrong_of_own", lambda own, results: count_wrong(own, results) // (len(own.x) - 1))
+
+    reason, *rows = topic.run_shapes(LossPlan("cpu", [(1, 512, 1), SHAPE], [OWN]), 0, 0)
+
+    assert reason.startswith("1 x 512: ZeroDivisionError")
+    assert [row.passes for row in rows] == list(PASSES)
 
 
 @pytest.mark.parametrize("text", ["8x8", "0x8x1", "8x8x8x8"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -13,15 +15,20 @@ import torch
 import torch.distributed as dist
 
 from graphar.errors import CompileError
+from graphar.numerics import softmax
 from graphar.numerics.codecs import codec
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.fp8_products import FP8
+from graphar.numerics.softmax import Terms
 from graphar.ops import preparation
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Kernel
 from graphar.plan.tables import shipped_table
+from graphar.plan.work import Loss
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import catalogue, compiler, kernels, launcher
+from graphar.runtime.bind import loss
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.kernels import PART, Kernels, threads_for_compiling
 from tests.processes import run_ranks
@@ -141,16 +148,28 @@ def test_several_threads_compile_the_first_kernels_of_a_process(tmp_path):
 
 # ---- what is prepared -----------------------------------------------------------------------------------------------
 
-OPS = ("allreduce", "allgather_tuple", "allreduce_residual_rmsnorm", "fused_matmul_allreduce")
+OPS = ("allreduce", "allgather_tuple", "allreduce_residual_rmsnorm", "fused_matmul_allreduce", "log_probs")
+OPTIONS = ({"label_smoothing": 0.1}, {"temperature": 0.7}, {"entropy": True}, {})
+GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The kernels that are loaded, and on which GPU."""
+    found = []
+    monkeypatch.setattr(launcher, "load", lambda source, device, *_: found.append((source, device)) or 1)
+    monkeypatch.setattr(launcher, "chip", lambda device: shipped_table("nvidia_h200").chip)
+    monkeypatch.setattr(kernels.Kernels, "_allocate", lambda self, algorithm: None)
+    monkeypatch.setattr(loss, "runs_on", lambda device: True)
+    monkeypatch.setattr(loss, "load", functools.cache(loss.load.__wrapped__))
+    monkeypatch.setattr(loss, "_bind_forward", loss._bind_forward.__wrapped__)
+    return found
 
 
 @pytest.mark.parametrize("ops", [OPS[:1], OPS], ids=["one op", "many ops"])
-def test_all_that_is_loaded_was_compiled_ahead(monkeypatch, asked, ops):
-    loaded = []
-    monkeypatch.setattr(launcher, "load", lambda source, *_: loaded.append(source))
-    monkeypatch.setattr(kernels.Kernels, "_allocate", lambda self, algorithm: None)
+def test_all_that_is_loaded_was_compiled_ahead(asked, loaded, ops):
     table = shipped_table("nvidia_h200")
-    engine = mock.MagicMock(world_size=2, table=table, lossless=True, symmetric=None)
+    engine = mock.MagicMock(world_size=2, table=table, lossless=True, symmetric=None, devices=GPUS)
     engine.runner = SimpleNamespace(kernels=kernels_of(Alone()), chip=table.chip, world_size=2)
 
     preparation.prepare(
@@ -159,4 +178,26 @@ def test_all_that_is_loaded_was_compiled_ahead(monkeypatch, asked, ops):
 
     ahead = [source for sources, _, _ in asked for source in sources]
     assert len(ahead) == len(set(ahead))
-    assert set(ahead) == set(loaded)
+    assert set(ahead) == {source for source, _ in loaded}
+    assert any(source.file.startswith("loss") for source in ahead) == ("log_probs" in ops)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", TYPE_NAMES)
+def test_later_losses_and_their_backward_passes_load_nothing(asked, loaded, ranks, dtype):
+    table = shipped_table("nvidia_h200")
+    engine = mock.MagicMock(world_size=ranks, table=table, symmetric=None, devices=GPUS[:ranks])
+    engine.runner = SimpleNamespace(kernels=kernels_of(Alone()), chip=table.chip, world_size=2)
+    engine.find_runner.return_value = ranks > 1
+    preparation.prepare(engine, softmax.PREPARED, [dtype], None)
+    prepared = list(loaded)
+
+    with mock.patch.multiple(launcher, sm_count=lambda device: 132, can_overlap=lambda device: True):
+        for rows, options in itertools.product((1, 64, 4096), OPTIONS):
+            work = Loss("loss", rows, 1024 // ranks, Terms(1024, **options))
+            loss._bind_forward(0, dtype, work, 0, ranks)
+            loss._load_backward(0, dtype)
+
+    assert loaded == prepared
+    assert {device for source, device in loaded if source.file.startswith("loss")} == {*range(ranks)}
+    assert any("allgather" in source.file for source, _ in loaded) == (ranks > 1)

@@ -6,6 +6,7 @@ One rank's partials become results in the same kernel. The backward pass needs n
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -43,6 +44,8 @@ RESULTS_THREADS, SUM_THREADS, BACKWARD_THREADS, ROWS_OF_WARP = 128, 1024, 256, 1
 # Where rows are few, slices of rows make grids of the gradient of up to so many blocks for each SM, and clusters that
 # share rows make grids of one for each SM, but pairs of blocks of so many (H200).
 SLICED_BLOCKS, PAIRED_BLOCKS = 8, 4
+# What partials may have beside the maximum and the sum, and whether their logits are scaled.
+FORMS = ("nothing", False), ("nothing", True), ("sum_of_logits", False), ("entropy_and_top1", True)
 
 
 def also(terms: Terms) -> str:
@@ -98,12 +101,21 @@ def arguments(work: Loss, first: int, ranks: int, cluster: int = 1, slices: int 
 
 
 def _serves(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.numel() > 0 and x.dtype in TYPE_NAMES and _runs_on(x.device.index)
+    return x.is_cuda and x.numel() > 0 and x.dtype in TYPE_NAMES and runs_on(x.device.index)
 
 
 @functools.cache
-def _runs_on(device: int) -> bool:
+def runs_on(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0) and not missing_software()
+
+
+def sources(device: int, dtypes: Sequence[torch.dtype]) -> list[KernelSource]:
+    """Returns the kernels that losses and log-probabilities may take on a GPU, and those of their gradients."""
+    spreads = (False, True) if launcher.chip(device).has_clusters else (False,)
+    ways = itertools.product(FORMS, spreads, dtypes)
+    partials = [softmax_partials_source(dtype, *form, spread) for form, spread, dtype in ways]
+    results = [*map(softmax_results_source, PLANES), softmax_total_source(SUM_THREADS)]
+    return [*partials, *results, *map(softmax_backward_source, dtypes)]
 
 
 # ---- the forward pass -----------------------------------------------------------------------------------------------
@@ -199,7 +211,7 @@ def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks
     def bound(source: KernelSource, blocks: int, threads: int, shared: int = 0, cluster: int = 1) -> Launch:
         # By their launch bounds two blocks fit on an SM.
         is_early = launcher.can_overlap(device) and launcher.chip(device).may_overlap(blocks, halves=True)
-        return Launch(_load(source, device), [fields], Grid(blocks, threads, shared, is_early, cluster))
+        return Launch(load(source, device), [fields], Grid(blocks, threads, shared, is_early, cluster))
 
     threads = LEAVES // cluster * (LANES if cluster > 1 else WARP)
     source = softmax_partials_source(dtype, kind, scaled, cluster > 1)
@@ -235,7 +247,7 @@ def _cluster(device: int, groups: int) -> int:
 
 
 @functools.cache
-def _load(source: KernelSource, device: int):
+def load(source: KernelSource, device: int):
     return launcher.load(source, device, shared_nbytes("entropy_and_top1", LEAVES), source.name)
 
 
@@ -243,7 +255,7 @@ def _load(source: KernelSource, device: int):
 
 
 def _load_backward(device: int, dtype: torch.dtype):
-    return _load(softmax_backward_source(dtype), device)
+    return load(softmax_backward_source(dtype), device)
 
 
 def backward(
