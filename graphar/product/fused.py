@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import ClassVar
 
 import torch
 
@@ -93,6 +93,9 @@ def fused_matmul(
 class FusedMatmul(ABC):
     """The launches of one call by a fused kernel, bound to the addresses of the operands."""
 
+    # Returns the parameters of a launch, without the collective arguments, and its grid.
+    _parameters: ClassVar[Callable[..., tuple[list, Grid]]]
+
     def __init__(
         self,
         engine: Engine,
@@ -146,10 +149,6 @@ class FusedMatmul(ABC):
 
     def _matrix_of_a(self, a: torch.Tensor) -> Matrix:
         return loaded(a)
-
-    @abstractmethod
-    def _parameters(self, *given: Any) -> tuple[list, Grid]:
-        """Returns the parameters of a launch, without the collective arguments, and its grid: tile_launches.py."""
 
     def _chip(self, member: Member) -> Chip:
         return self._runner.chip
@@ -242,6 +241,8 @@ class Summed(FusedMatmul):
     A rank computes its own rows last, and gathers the summed tiles of its peers meanwhile.
     """
 
+    _parameters = staticmethod(summed_tiles)
+
     def _cut(self, work: Product) -> list[Slice]:
         if reason := why_not_columns(work, self._runner.chip, self._engine.world_size):
             raise UnsupportedError(f"{work.op}: {reason}")
@@ -255,9 +256,6 @@ class Summed(FusedMatmul):
 
     def _first_row(self, member: Member, one: Slice) -> int:
         return one.offset if self._call.work.scattered else one.begin[member.rank]
-
-    def _parameters(self, *given: Any) -> tuple[list, Grid]:
-        return summed_tiles(*given)
 
     def _words(self, own: MatmulOperands, one: Slice) -> str:
         k = own.a.shape[1] if own.given_k is None else own.given_k
@@ -291,6 +289,8 @@ class Skinny(Summed):
     Either every rank pushes its whole product to all ranks (one-shot), or each rank sums a shard (two-shot).
     """
 
+    _parameters = staticmethod(skinny)
+
     def _cut(self, work: Product) -> list[Slice]:
         # It is chosen only for results that fit its scratch (plan.matmuls.is_skinny).
         return [Slice(sum(work.parts) * work.columns)]
@@ -298,12 +298,11 @@ class Skinny(Summed):
     def _first_row(self, member: Member, one: Slice) -> int:
         return 0
 
-    def _parameters(self, *given: Any) -> tuple[list, Grid]:
-        return skinny(*given)
-
 
 class Gathered(FusedMatmul):
     """Each tile begins when its rows have arrived."""
+
+    _parameters = staticmethod(gathered_tiles)
 
     def _cut(self, work: Product) -> list[Slice]:
         step = gathered_rows_a_launch(self.algorithm, self._engine.world_size, work.columns, work.factors)
@@ -320,9 +319,6 @@ class Gathered(FusedMatmul):
         # The gathered rows are bound whole, and may be empty on this rank.
         (rows, k), unit = a.shape, PACK_NBYTES // a.dtype.itemsize
         return Matrix(a.data_ptr(), a.dtype, rows, k, -(-k // unit) * unit)
-
-    def _parameters(self, *given: Any) -> tuple[list, Grid]:
-        return gathered_tiles(*given)
 
     def _chip(self, member: Member) -> Chip:
         chip = self._runner.chip
