@@ -174,14 +174,7 @@ def why_not_on(device: torch.device) -> Reason | None:
 
 
 def default_tile(
-    device: int,
-    m: int,
-    n: int,
-    k: int,
-    sms: int,
-    layout: str = "by_rows",
-    leaves: int = 1,
-    factors: Factors = PLAIN,
+    device: int, m: int, n: int, k: int, sms: int, layout: str = "by_rows", leaves: int = 1, factors: Factors = PLAIN
 ) -> MatmulTile:
     """Returns the tile that :func:`matmul` takes by default for [m, k] times [k, n] on ``sms`` SMs of a device.
 
@@ -271,7 +264,7 @@ def _bind(
     """Returns a function that launches the matmul on a stream, at each call."""
     n = w.rows if layout == "by_rows" else w.columns
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
-    sizes = bias, a.rows, n, a.columns, 0, min(GROUP_ROWS, rows)
+    sizes = bias, a.rows, n, a.columns, min(GROUP_ROWS, rows)
     maps = [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS)]
 
     def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:

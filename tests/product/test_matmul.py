@@ -288,8 +288,8 @@ def test_a_launch_is_told_sizes_and_groups_of_the_rows_there_are(launches, layou
     bind(MatmulTile(64, 64, 12), layout, m=300, n=5, k=7)
 
     arguments = launches[0][0][3]
-    told = [getattr(arguments, name) for name in ("bias", "m", "n", "k", "first_row", "group_rows")]
-    assert told == [0, 300, 5, 7, 0, 5]
+    told = [getattr(arguments, name) for name in ("bias", "m", "n", "k", "group_rows")]
+    assert told == [0, 300, 5, 7, 5]
 
 
 def test_boxes_of_a_are_no_higher_than_a(launches):

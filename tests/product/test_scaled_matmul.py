@@ -128,8 +128,8 @@ def test_a_launch_is_told_sizes_scales_and_groups_of_rows(launches):
     bind(MatmulTile(64, 64, 12), scales)
 
     arguments = launches[0][1][3]
-    sizes = [getattr(arguments, name) for name in ("bias", "m", "n", "k", "first_row", "group_rows")]
-    assert sizes == [8192, 1000, 520, 300, 0, 8]
+    sizes = [getattr(arguments, name) for name in ("bias", "m", "n", "k", "group_rows")]
+    assert sizes == [8192, 1000, 520, 300, 8]
     assert told(arguments) == [scales.a.data_ptr(), scales.w.data_ptr(), 3, 1, 3, 1]
 
 
