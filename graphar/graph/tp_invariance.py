@@ -26,7 +26,6 @@ from graphar.ops.register import op_of
 
 _aten = torch.ops.aten
 LINEAR = torch.ops.graphar.linear.default
-# By matmul, the positions of the rows, the weight and the bias. Only aten.linear takes a weight as it is stored.
 
 
 def add_in_order(graph: Graph, places: Places) -> None:
@@ -100,7 +99,7 @@ def _replace_matmul(graph: Graph, node: Node) -> None:
     a, w, bias = operands_of(node)
     with graph.inserting_before(node):
         w = w if node.target is _aten.linear.default else stored(graph, w)
-        new = graph.call_function(LINEAR, (a, w, bias, 1, None, "", None, None))
+        new = graph.call_function(LINEAR, (a, w, bias))
     new.meta = node.meta
     new.meta.pop("eager_input_vals", None)
     node.replace_all_uses_with(new)
@@ -115,7 +114,7 @@ def _replace_bias_gradient(graph: Graph, total: Node) -> None:
         like = value(dy)
         ones = call(graph, _aten.full.default, ([1, first_size(graph, dy)], 1), like.new_ones((1, like.shape[0])))
         ones.kwargs = {"dtype": kind.dtype, "device": kind.device, "pin_memory": False}
-        added = rows.called(graph, LINEAR, (ones, stored(graph, dy), None, LEAVES, torch.float32, "", None, None))
+        added = rows.called(graph, LINEAR, (ones, stored(graph, dy), None, LEAVES, torch.float32))
         new = rows.called(graph, _aten.reshape.default, (added, list(result.shape)))
         if result.dtype != torch.float32:
             new = rows.called(graph, torch.ops.prims.convert_element_type.default, (new, result.dtype))

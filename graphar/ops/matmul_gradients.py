@@ -120,9 +120,7 @@ def _products(ctx, a: Tensors, w: Tensors) -> list[torch.Tensor]:
     pairs = zip(a, w, strict=True)
     if not is_invariant(ctx):
         return [torch.nn.functional.linear(*pair) for pair in pairs]
-    return [
-        torch.ops.graphar.linear(*pair, None, LEAVES // _ranks(ctx), torch.float32, "", None, None) for pair in pairs
-    ]
+    return [torch.ops.graphar.linear(*pair, None, LEAVES // _ranks(ctx), torch.float32) for pair in pairs]
 
 
 def _of_bias_of_all(ctx, gradient: torch.Tensor) -> torch.Tensor:
