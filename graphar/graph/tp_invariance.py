@@ -33,9 +33,9 @@ def add_in_order(graph: Graph, places: Places) -> None:
     for total in bias_gradients(graph):
         if not why_not_added(first(total), places):
             _replace_bias_gradient(graph, total)
-    found = [node for node in graph.nodes if node.target in MATMULS and node.users and not why_not(node, places)]
-    for node in found:
-        _replace_matmul(graph, node)
+    matmuls = [node for node in graph.nodes if node.target in MATMULS and node.users and not why_not(node, places)]
+    for matmul in matmuls:
+        _replace_matmul(graph, matmul)
 
 
 def why_not(matmul: Node, places: Places) -> Reason | None:
@@ -56,14 +56,14 @@ def why_not_added(a: Node, places: Places) -> Reason | None:
 
 def bias_gradients(graph: Graph) -> list[Node]:
     """Returns the sums over rows of what matmuls multiply by weights or inputs: the gradients of biases."""
-    multiplied = {_origin(one): features for node in graph.nodes for one, features in _multiplied(node)}
-    found = []
+    multiplied = {_origin(gradient): features for node in graph.nodes for gradient, features in _multiplied(node)}
+    totals = []
     for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
         features = multiplied.get(_origin(first(node)))
         is_of_layer = features is not None and statically_known_true(value(first(node)).shape[-1] == features)
         if node.users and is_over_rows(node) and is_of_layer:
-            found.append(node)
-    return found
+            totals.append(node)
+    return totals
 
 
 def is_over_rows(total: Node) -> bool:
