@@ -361,12 +361,7 @@ class QuantizedReduceScatter(ExactReduceScatter):
     """
 
     def __init__(
-        self,
-        codec: Codec | CodecName,
-        group: Group = None,
-        *,
-        error_feedback: bool = False,
-        algorithm: Coded = "auto",
+        self, codec: Codec | CodecName, group: Group = None, *, error_feedback: bool = False, algorithm: Coded = "auto"
     ) -> None:
         super().__init__(group)
         if algorithm not in get_args(Coded):

@@ -54,7 +54,7 @@ def leaf_product(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``a @ w.T + bias`` with K in so many leaves that are added as a tree: what graphar.linear makes."""
-    return torch.ops.graphar.linear(a, w, bias, leaves, out_dtype, "", None, None)
+    return torch.ops.graphar.linear(a, w, bias, leaves, out_dtype)
 
 
 def bit_patterns(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

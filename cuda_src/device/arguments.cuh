@@ -172,7 +172,6 @@ struct LossArguments {
 struct MatmulArguments {
   const void* bias;  // n elements of C's type, or null
   u32 m, n, k;
-  u32 first_row;   // the row of tiles that comes first
   u32 group_rows;  // rows of tiles that are walked together, column by column
   void* timeline = nullptr;  // of a kernel whose tile is `recorded` (timeline.cuh); else null
   // Whether the caller promises that W is constant: (26) in kernel_order.cuh. Only skinny kernels read it.

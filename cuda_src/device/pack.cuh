@@ -50,18 +50,9 @@ constexpr int elements_per_pack = 4 * elements_per_word<T>;
 // 8 bytes that move as one access.
 using HalfPack = Words<2>;
 
-// Internal: what holds as many elements of Out as a pack has of T.
-template <int Ratio>
-struct Share {
-  using Type = Pack;
-};
-template <>
-struct Share<2> {
-  using Type = HalfPack;
-};
 // What holds as many elements of Out as a pack has of T: a pack, or half of one.
 template <class T, class Out>
-using PackOf = typename Share<elements_per_word<Out> / elements_per_word<T>>::Type;
+using PackOf = Words<elements_per_pack<T> / elements_per_word<Out>>;
 template <class P>
 constexpr u32 in_a_pack = sizeof(Pack) / sizeof(P);
 

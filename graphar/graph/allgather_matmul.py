@@ -38,7 +38,6 @@ from graphar.ops.register import op_of
 from graphar.plan.algorithms import MATMUL_TYPES
 
 _aten = torch.ops.aten
-# By matmul, the positions of its arguments: the rows, the weight, and the bias.
 _MATMULS = (*MATMULS, *scaled.TARGETS)
 _MOVABLE = (*VIEWS, *TRANSPOSES, *CASTS)  # what may be done to a weight between the all-gather and the matmul
 

@@ -26,7 +26,6 @@ from graphar.ops.register import op_of
 
 _aten = torch.ops.aten
 LINEAR = torch.ops.graphar.linear.default
-# By matmul, the positions of the rows, the weight and the bias. Only aten.linear takes a weight as it is stored.
 
 
 def add_in_order(graph: Graph, places: Places) -> None:
@@ -34,9 +33,9 @@ def add_in_order(graph: Graph, places: Places) -> None:
     for total in bias_gradients(graph):
         if not why_not_added(first(total), places):
             _replace_bias_gradient(graph, total)
-    found = [node for node in graph.nodes if node.target in MATMULS and node.users and not why_not(node, places)]
-    for node in found:
-        _replace_matmul(graph, node)
+    matmuls = [node for node in graph.nodes if node.target in MATMULS and node.users and not why_not(node, places)]
+    for matmul in matmuls:
+        _replace_matmul(graph, matmul)
 
 
 def why_not(matmul: Node, places: Places) -> Reason | None:
@@ -57,14 +56,14 @@ def why_not_added(a: Node, places: Places) -> Reason | None:
 
 def bias_gradients(graph: Graph) -> list[Node]:
     """Returns the sums over rows of what matmuls multiply by weights or inputs: the gradients of biases."""
-    multiplied = {_origin(one): features for node in graph.nodes for one, features in _multiplied(node)}
-    found = []
+    multiplied = {_origin(gradient): features for node in graph.nodes for gradient, features in _multiplied(node)}
+    totals = []
     for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
         features = multiplied.get(_origin(first(node)))
         is_of_layer = features is not None and statically_known_true(value(first(node)).shape[-1] == features)
         if node.users and is_over_rows(node) and is_of_layer:
-            found.append(node)
-    return found
+            totals.append(node)
+    return totals
 
 
 def is_over_rows(total: Node) -> bool:
@@ -100,7 +99,7 @@ def _replace_matmul(graph: Graph, node: Node) -> None:
     a, w, bias = operands_of(node)
     with graph.inserting_before(node):
         w = w if node.target is _aten.linear.default else stored(graph, w)
-        new = graph.call_function(LINEAR, (a, w, bias, 1, None, "", None, None))
+        new = graph.call_function(LINEAR, (a, w, bias))
     new.meta = node.meta
     new.meta.pop("eager_input_vals", None)
     node.replace_all_uses_with(new)
@@ -115,7 +114,7 @@ def _replace_bias_gradient(graph: Graph, total: Node) -> None:
         like = value(dy)
         ones = call(graph, _aten.full.default, ([1, first_size(graph, dy)], 1), like.new_ones((1, like.shape[0])))
         ones.kwargs = {"dtype": kind.dtype, "device": kind.device, "pin_memory": False}
-        added = rows.called(graph, LINEAR, (ones, stored(graph, dy), None, LEAVES, torch.float32, "", None, None))
+        added = rows.called(graph, LINEAR, (ones, stored(graph, dy), None, LEAVES, torch.float32))
         new = rows.called(graph, _aten.reshape.default, (added, list(result.shape)))
         if result.dtype != torch.float32:
             new = rows.called(graph, torch.ops.prims.convert_element_type.default, (new, result.dtype))

@@ -15,6 +15,7 @@ _aten = torch.ops.aten
 _TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
 _SAME = (_aten.view.default, *_TRANSPOSES, _aten.detach.default, _aten.alias.default)  # other views of the same memory
 
+# By matmul, the positions of its arguments: the rows, the weight, and the bias.
 MATMULS: dict[Any, tuple[int | None, ...]] = {
     _aten.mm.default: (0, 1, None),
     _aten.addmm.default: (1, 2, 0),

@@ -155,9 +155,8 @@ def _codes(x: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | None) -> T
     if codec.is_float:
         return _e4m3_codes(products, halves, codes)
     if halves is not None:
-        products.add_(
-            rounded.copy_(halves), alpha=2.0**-16
-        )  # from -1/2 on: floor(product + u + 1/2) is the nearest integer
+        # The halves begin at -1/2: floor(product + u + 1/2) is the nearest integer.
+        products.add_(rounded.copy_(halves), alpha=2.0**-16)
     torch.round(products, out=rounded)
     distances = products.sub_(rounded).abs_().view(-1, _CHECKED).amax(1)
     again = (distances >= (0.5 if halves is None else 0.5 - _DOUBT)).nonzero()[:, 0]

@@ -22,7 +22,8 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     error = (product - (total - taken)) + (c - taken)
     bits = total.view(torch.int64)
     away = torch.where((error > 0) == (total > 0), 1, -1)
-    return torch.where((error != 0) & (bits & 1 == 0), bits + away, bits).view(torch.float64).float()
+    is_inexact = (error != 0) & error.isfinite()  # it is NaN beside an infinite total
+    return torch.where(is_inexact & (bits & 1 == 0), bits + away, bits).view(torch.float64).float()
 
 
 def fma_in_doubles(a: Tensor, b: Tensor, c: float) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from graphar.numerics import leaf_tree
+from graphar.numerics.exact_fma import fma
 from graphar.numerics.nan import with_canonical_nan
 
 FP8 = torch.float8_e4m3fn
@@ -132,26 +133,10 @@ def product(a: torch.Tensor, w: torch.Tensor, scales: Scales) -> torch.Tensor:
         added = leaf_tree.product(a[:, columns], w[:, columns], STEP)
         if scales.in_blocks:
             of_rows = scales.w[:, block].repeat_interleave(BLOCK)[:n]
-            total = fused_multiply_add(added, scales.a[:, block, None] * of_rows, total)
+            total = fma(added, scales.a[:, block, None] * of_rows, total)
         else:
             total = total + added
     return total if scales.in_blocks else total * scales.a * scales.w.t()
-
-
-def fused_multiply_add(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """Returns ``x * y + z`` of fp32 tensors, rounded once.
-
-    In fp64 the product is exact, and the sum has 53 bits. If the sum is not exact, its last bit is made odd, away from
-    what fp32 could take for a tie: so the second rounding gives what a single one would give.
-    """
-    of_x_y = x.double() * y.double()
-    total = of_x_y + z
-    of_z = total - of_x_y
-    rest = (of_x_y - (total - of_z)) + (z - of_z)  # what the addition has lost
-    bits = total.view(torch.int64)
-    is_even = (bits & 1 == 0) & (rest != 0) & rest.isfinite()
-    nearest_odd = bits + torch.where((rest > 0) == (total > 0), 1, -1)
-    return torch.where(is_even, nearest_odd, bits).view(torch.float64).float()
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -138,13 +138,4 @@ def _backward(ctx, gradients):
     return [torch.view_as_complex(one) for one in for_ranks(ctx, "reducescatter", reals, **where)], {}
 
 
-OP = Op(
-    NAME,
-    ["x"],
-    parts.AlongAxis,
-    _run,
-    _fake,
-    check=_check,
-    backward=_backward,
-    saved=lambda given: (),
-)
+OP = Op(NAME, ["x"], parts.AlongAxis, _run, _fake, check=_check, backward=_backward, saved=lambda given: ())

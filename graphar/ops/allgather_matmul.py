@@ -297,13 +297,4 @@ def _of_rows(ctx, of_products, of_rows, w, where: dict) -> list[torch.Tensor]:
     return for_ranks(ctx, "reducescatter", totals, **where)
 
 
-OP = Op(
-    NAME,
-    ["a", "w"],
-    Arguments,
-    _run,
-    _fake,
-    check=_check,
-    backward=_backward,
-    returns="Tensor[]",
-)
+OP = Op(NAME, ["a", "w"], Arguments, _run, _fake, check=_check, backward=_backward, returns="Tensor[]")

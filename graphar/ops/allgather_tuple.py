@@ -108,12 +108,4 @@ def _check(engine: Engine, xs, given: Arguments) -> None:
     parts.check_lengths(NAME, given.sizes, lengths, [own for own in parts.own_sizes(given) for _ in range(each)])
 
 
-OP = Op(
-    TUPLE,
-    ["x"],
-    Arguments,
-    _run,
-    _fake,
-    check=_check,
-    returns="Tensor[]",
-)
+OP = Op(TUPLE, ["x"], Arguments, _run, _fake, check=_check, returns="Tensor[]")

@@ -19,11 +19,11 @@ from graphar.runtime.registry import Group, engine_name
 
 NAME = "linear"
 
-# ``leaves`` are those of K in multiply/leaves.py. ``communicator`` is of the ranks between which the rows of ``w`` are
-# divided, or an empty string. The scales are those of operands in e4m3.
+# ``leaves`` divide K, as in product/multiply/leaves.py. The rows of ``w`` are divided between the ranks of
+# ``communicator``; an empty string: they are not divided. The scales are those of operands in e4m3.
 library.define(
-    "linear(Tensor a, Tensor w, Tensor? bias, int leaves, ScalarType? out_dtype, str communicator, "
-    "Tensor? a_scale, Tensor? w_scale) -> Tensor"
+    "linear(Tensor a, Tensor w, Tensor? bias, int leaves=1, ScalarType? out_dtype=None, str communicator='', "
+    "Tensor? a_scale=None, Tensor? w_scale=None) -> Tensor"
 )
 
 
@@ -82,11 +82,12 @@ def linear(
         raise ValueError(f"{NAME}: a must be bfloat16, float16 or float32, got {a.dtype}")
     if a.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns(NAME, len(w), ranks, "features")
-    return torch.ops.graphar.linear(a, w, bias, 1, None, "" if group is None else engine_name(group, NAME), None, None)
+    communicator = "" if group is None else engine_name(group, NAME)
+    return torch.ops.graphar.linear(a, w, bias, communicator=communicator)
 
 
 def _linear(
-    a, w, bias, leaves: int, out_dtype: torch.dtype | None, communicator: str, a_scale, w_scale
+    a, w, bias, leaves: int = 1, out_dtype: torch.dtype | None = None, communicator="", a_scale=None, w_scale=None
 ) -> torch.Tensor:
     rows, out = operands.flat(a), a.new_empty((*a.shape[:-1], len(w)), dtype=out_dtype)
     multiply, scales = Leaves(leaves, NAME), None
@@ -101,7 +102,7 @@ for _key in ("CPU", "CUDA"):
 
 
 @torch.library.register_fake("graphar::linear", lib=library)
-def _(a, w, bias, leaves, out_dtype, communicator, a_scale, w_scale):
+def _(a, w, bias, leaves=1, out_dtype=None, communicator="", a_scale=None, w_scale=None):
     return a.new_empty((*a.shape[:-1], w.shape[0]), dtype=out_dtype)
 
 
@@ -109,24 +110,24 @@ def _(a, w, bias, leaves, out_dtype, communicator, a_scale, w_scale):
 
 
 def of_input(dy: torch.Tensor, w: torch.Tensor, leaves: int = 1) -> torch.Tensor:
-    """Returns ``dy @ w``: the gradient of a layer's input, whose sum over features has so many leaves."""
-    return torch.ops.graphar.linear(dy, w.t(), None, leaves, None, "", None, None)
+    """Returns ``dy @ w``, the gradient of a layer's input: a sum over features in ``leaves``."""
+    return torch.ops.graphar.linear(dy, w.t(), None, leaves)
 
 
 def of_weight(dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of a weight: the sum over rows of their outer products, in the order of the rows."""
-    return torch.ops.graphar.linear(operands.flat(dy).t(), operands.flat(a).t(), None, 1, None, "", None, None)
+    return torch.ops.graphar.linear(operands.flat(dy).t(), operands.flat(a).t(), None)
 
 
 def of_bias(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
-    """Returns the partial of a bias's gradient, in fp32, of a rank that has its part of the rows of so many ranks.
+    """Returns a rank's partial of a bias's gradient, in fp32, where the rows are divided between ``ranks``.
 
     It is the sum over the rank's leaves of rows: graphar.reference.linear_gradients.bias_partial.
     """
     dy = operands.flat(dy)
     leaf_tree.check_rows(NAME, len(dy), ranks)
     ones = dy.new_ones(1, len(dy))
-    return torch.ops.graphar.linear(ones, dy.t(), None, LEAVES // ranks, torch.float32, "", None, None).squeeze(0)
+    return torch.ops.graphar.linear(ones, dy.t(), None, LEAVES // ranks, torch.float32).squeeze(0)
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -140,9 +141,9 @@ def _backward(ctx, dy):
     dy = dy.to(a.dtype)
     of_a = None
     if needs_a and ctx.communicator:
-        summed = op_named(MATMUL_ALLREDUCE)
-        given = {"a": dy, "w": w.t(), "communicator": ctx.communicator, "partition": TP_INVARIANT}
-        of_a = summed.one(*summed.write(given))
+        op = op_named(MATMUL_ALLREDUCE)
+        arguments = {"a": dy, "w": w.t(), "communicator": ctx.communicator, "partition": TP_INVARIANT}
+        of_a = op.one(*op.write(arguments))
     elif needs_a:
         of_a = of_input(dy, w, LEAVES)
     of_w = of_weight(dy, a) if needs_w else None

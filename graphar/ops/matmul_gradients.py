@@ -44,7 +44,7 @@ def of_weight(partition: str, of_product: torch.Tensor, x: torch.Tensor) -> torc
 
 
 def of_bias(partition: str, of_product: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of a bias that was added to rows which this rank has all."""
+    """Returns the gradient of a bias, of which this rank has all rows that it was added to."""
     if partition == TP_INVARIANT:
         return linear.of_bias(of_product).to(of_product.dtype)
     return operands.flat(of_product).sum(0)
@@ -55,7 +55,7 @@ def of_bias(partition: str, of_product: torch.Tensor) -> torch.Tensor:
 
 def of_products(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, list]:
     """Returns the gradients of each rank's ``a`` and ``w`` from the gradient of its product; None if not needed."""
-    needed = [one if isinstance(one, (list, tuple)) else [one] for one in ctx.needs_input_grad[:2]]
+    needed = [needs if isinstance(needs, (list, tuple)) else [needs] for needs in ctx.needs_input_grad[:2]]
     of_a = [
         of_input(ctx, gradient, x, weight) if wanted else None
         for gradient, x, weight, wanted in zip(gradients, a, w, needed[0], strict=True)
@@ -76,8 +76,8 @@ def of_parts(ctx, gradients: Tensors, a: Tensors, w: Tensors, where: dict) -> tu
     of_a, of_w, wholes = [None] * len(a), [None] * len(w), []
     if needs_a:
         how = {"gathered": needs_w, "partition": partitions.in_backward(ctx.given["partition"])}
-        found = for_ranks(ctx, "fused_allgather_matmul", gradients, [weight.t() for weight in w], **how, **where)
-        of_a, wholes = found[::2], found[1::2]
+        results = for_ranks(ctx, "fused_allgather_matmul", gradients, [weight.t() for weight in w], **how, **where)
+        of_a, wholes = results[::2], results[1::2]
     elif needs_w:
         wholes = for_ranks(ctx, "allgather", gradients, **where)
     if needs_w:
@@ -95,7 +95,7 @@ def of_equal_sums(ctx, gradients: Tensors, call: dict) -> Tensors:
     if not is_invariant(ctx):
         return for_ranks(ctx, "allreduce", gradients, **call)
     how = {"order": "tree", "out_dtype": gradients[0].dtype}
-    return for_ranks(ctx, "allreduce", [one.float() for one in gradients], **how, **call)
+    return for_ranks(ctx, "allreduce", [gradient.float() for gradient in gradients], **how, **call)
 
 
 def of_sums(ctx, summing: str, call: dict, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, dict]:
@@ -120,9 +120,7 @@ def _products(ctx, a: Tensors, w: Tensors) -> list[torch.Tensor]:
     pairs = zip(a, w, strict=True)
     if not is_invariant(ctx):
         return [torch.nn.functional.linear(*pair) for pair in pairs]
-    return [
-        torch.ops.graphar.linear(*pair, None, LEAVES // _ranks(ctx), torch.float32, "", None, None) for pair in pairs
-    ]
+    return [torch.ops.graphar.linear(*pair, None, LEAVES // _ranks(ctx), torch.float32) for pair in pairs]
 
 
 def _of_bias_of_all(ctx, gradient: torch.Tensor) -> torch.Tensor:
@@ -147,17 +145,17 @@ def of_norms(ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None], own
     """
     if not is_invariant(ctx):
         return norm_gradients.of_rows_and_weights(ctx, saved, gradients)
-    ranks = _ranks(ctx) if own_rows and not ctx.in_list else 1
+    ranks, dtype = _ranks(ctx) if own_rows and not ctx.in_list else 1, saved[-1][0].dtype
     of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, saved, gradients, ranks)
     if own_rows and not ctx.in_list and of_weights[0] is not None:
-        of_weights = _sums_of_rows(ctx, of_weights, saved[-1][0].dtype)
-    return of_rows, [None if one is None else one.to(saved[-1][0].dtype) for one in of_weights]
+        of_weights = _sums_of_rows(ctx, of_weights, dtype)
+    return of_rows, [None if gradient is None else gradient.to(dtype) for gradient in of_weights]
 
 
 def _sums_of_rows(ctx, partials: Tensors, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Returns the sum over all ranks' rows of partials that each cover a rank's rows."""
-    where = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
-    return for_ranks(ctx, "allreduce", [one.float() for one in partials], order="tree", out_dtype=dtype, **where)
+    """Returns the sums over the rows of all ranks. ``partials`` are sums over the rows of one rank."""
+    how = {name: ctx.given[name] for name in ("communicator", "timeout_s")} | {"order": "tree", "out_dtype": dtype}
+    return for_ranks(ctx, "allreduce", [partial.float() for partial in partials], **how)
 
 
 def _ranks(ctx) -> int:

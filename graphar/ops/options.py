@@ -1,9 +1,9 @@
 """The options that ops share: their arguments in a schema, and their checks.
 
-An op's arguments after its tensors are a dataclass. Its fields are the schema, with its defaults, and the ``given`` of
-the op's functions. In a schema a codec and an epilogue are texts, which a graph can hold and a compiler does not trace.
-The inputs of an epilogue are in the order of their names; in a call with a list, rank by rank. An option that is not
-used is an empty string or list.
+An op's arguments after its tensors are a dataclass. Its fields, with their defaults, are a part of the op's schema; an
+instance with a call's arguments is the ``given`` of the op's functions. A schema has codecs and epilogues as texts: a
+graph can hold them, and no compiler traces them. The inputs of an epilogue are in the order of their names; in a call
+with a list, rank by rank. An option that is not used is an empty string or list.
 """
 
 from __future__ import annotations
@@ -94,16 +94,16 @@ class Normed(Given):
 
 def kinds(given: type[Given]) -> dict[str, str]:
     """Returns the types of arguments in a schema, by name."""
-    return {one.name: _KINDS[str(one.type).removeprefix("options.")] for one in fields(given)}
+    return {argument.name: _KINDS[str(argument.type).removeprefix("options.")] for argument in fields(given)}
 
 
 def defaults(given: type[Given]) -> dict[str, Any]:
-    """Returns what arguments are that are not used, by name."""
-    return {one.name: [] if one.default == () else one.default for one in fields(given)}
+    """Returns the value of each argument in a call that does not use it, by name."""
+    return {argument.name: [] if argument.default == () else argument.default for argument in fields(given)}
 
 
 class EpilogueOption(TypedDict):
-    """An epilogue in the form that schemas have."""
+    """An epilogue as a schema has it."""
 
     epilogue: str
     tensors: Tensors
@@ -114,8 +114,8 @@ NO_EPILOGUE: EpilogueOption = {"epilogue": "", "tensors": (), "scalars": ()}
 
 
 def needs_gradient(tensors: Tensors) -> bool:
-    """Whether a call with an epilogue's ``tensors`` needs a gradient because of them."""
-    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    """Whether an epilogue's ``tensors`` need gradients."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -170,8 +170,8 @@ def check_order(op: str, engine: Engine, xs: Sequence[torch.Tensor], given: Orde
 
 
 def gradients_in_order(order: str, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns the gradients of sums that were added in an order, in the dtype of what was added."""
-    return [one.float() for one in gradients] if order == "tree" else gradients
+    """Returns ``gradients`` of sums that were added in ``order``, in the dtype of the summands."""
+    return [gradient.float() for gradient in gradients] if order == "tree" else gradients
 
 
 def codec_option(op: str, codec: Codec | str | None, residual: object = None) -> str:
@@ -180,10 +180,10 @@ def codec_option(op: str, codec: Codec | str | None, residual: object = None) ->
         return ""
     if isinstance(codec, str) and "feedback" not in codec:
         return codec
-    found = as_codec(op, codec)
-    if residual is None and found.feedback:
+    checked = as_codec(op, codec)
+    if residual is None and checked.feedback:
         raise ValueError(f"{op}: a codec with feedback=True needs a residual, which allreduce and reducescatter take")
-    return found.text
+    return checked.text
 
 
 def epilogue_option(
@@ -206,27 +206,28 @@ def epilogue_option(
     return {"epilogue": text, "tensors": _tensors(op, tensors, ranks), "scalars": scalars}
 
 
-def _tensors(op: str, given: list, ranks: int | None) -> list[torch.Tensor]:
+def _tensors(op: str, inputs: list, ranks: int | None) -> list[torch.Tensor]:
     """Checks and returns the tensors of an epilogue; in a call with a list, rank by rank."""
     if ranks is None:
-        if not all(isinstance(one, torch.Tensor) for one in given):
+        if not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
             raise ValueError(f"{op}: with one tensor, an epilogue's tensors are tensors, not lists")
+        tensors = inputs
     else:
-        if any(isinstance(one, torch.Tensor) or len(one) != ranks for one in given):
+        if any(isinstance(of_ranks, torch.Tensor) or len(of_ranks) != ranks for of_ranks in inputs):
             raise ValueError(f"{op}: with a list, an epilogue's tensors are lists of {ranks}, one a device")
-        given = [one[rank] for rank in range(ranks) for one in given]
-    for one in given:
-        tensor_checks.check_local(op, "an epilogue's tensor", one)
-    return given
+        tensors = [of_ranks[rank] for rank in range(ranks) for of_ranks in inputs]
+    for tensor in tensors:
+        tensor_checks.check_local(op, "an epilogue's tensor", tensor)
+    return tensors
 
 
 def codec_with_feedback(op: str, codec: str, algorithm: str, xs, residuals, outs) -> str:
-    """Checks a call's residuals, and returns the text of its codec with feedback, which stores rounding errors."""
-    found = call_checks.check_quantized_call(op, codec, algorithm, xs[0])
+    """Checks a call's residuals, and returns the text of its codec with feedback: it stores rounding errors there."""
+    checked = call_checks.check_quantized_call(op, codec, algorithm, xs[0])
     for x, residual, out in zip(xs, residuals, outs, strict=True):
         tensor_checks.check_residual(op, residual, x=x, out=out)
     tensor_checks.check_distinct(op, "residual", residuals)
-    return replace(found, feedback=True).text
+    return replace(checked, feedback=True).text
 
 
 def applied(op: str, given, outs: Sequence[torch.Tensor], bind_one: Callable = bind) -> AppliedEpilogue | None:
@@ -237,33 +238,37 @@ def applied(op: str, given, outs: Sequence[torch.Tensor], bind_one: Callable = b
     """
     if not given.epilogue:
         return None
-    each = len(given.tensors) // len(outs)
-    own = [given.tensors[rank * each : (rank + 1) * each] for rank in range(len(outs))]
-    bound = [bind_one(op, given.epilogue, out, mine, given.scalars) for out, mine in zip(outs, own, strict=True)]
-    if len({form.dtypes for form, _ in bound}) > 1:
+    count = len(given.tensors) // len(outs)
+    forms, inputs = [], []
+    for rank, out in enumerate(outs):
+        form, of_rank = bind_one(op, given.epilogue, out, given.tensors[rank * count :][:count], given.scalars)
+        forms.append(form)
+        inputs.append(of_rank)
+    if len({form.dtypes for form in forms}) > 1:
         raise ValueError(f"{op}: the tensors of an epilogue must have equal dtypes on all ranks")
-    return AppliedEpilogue(bound[0][0], [inputs for _, inputs in bound])
+    return AppliedEpilogue(forms[0], inputs)
 
 
 def operands_of_sum(
     xs: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
     followed: AppliedEpilogue | None,
-    seconds: Sequence[torch.Tensor] = (),
+    residuals: Sequence[torch.Tensor] = (),
 ) -> list[Operands]:
     """Returns the operands of each rank of this process, of a sum or of parts.
 
-    ``seconds`` are the ranks' second inputs, if there are any: the residuals of a codec.
+    ``residuals`` are those of a codec, one a rank, if there are any.
     """
     if followed:
-        each = zip(xs, outs, followed.inputs, strict=True)
-        return [Operands((x, *own.tensors), (out,), tuple(own.scalars), own.corner) for x, out, own in each]
-    if seconds:
-        return [Operands((x, one), (out,)) for x, out, one in zip(xs, outs, seconds, strict=True)]
+        ranks = zip(xs, outs, followed.inputs, strict=True)
+        return [Operands((x, *more.tensors), (out,), tuple(more.scalars), more.corner) for x, out, more in ranks]
+    if residuals:
+        return [Operands((x, residual), (out,)) for x, out, residual in zip(xs, outs, residuals, strict=True)]
     return [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
 
 
 def check_apart_from_epilogue(op: str, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Raises ValueError if ``outs`` share memory with an epilogue's tensors, which kernels read while they store."""
     for out in outs:
-        tensor_checks.check_apart(op, out, **{f"tensor {at} of the epilogue": one for at, one in enumerate(tensors)})
+        named = {f"tensor {at} of the epilogue": tensor for at, tensor in enumerate(tensors)}
+        tensor_checks.check_apart(op, out, **named)

@@ -56,14 +56,7 @@ except (AttributeError, TypeError):
     can_repeat = False
 
 
-def repeated(
-    op: str,
-    group: Group,
-    tensors: tuple,
-    options: tuple,
-    epilogue: object = None,
-    out: Any = None,
-) -> Any:
+def repeated(op: str, group: Group, tensors: tuple, options: tuple, epilogue: object = None, out: Any = None) -> Any:
     """Returns the result of a call that repeats an earlier one; None, if there is none that it can repeat.
 
     ``tensors`` are those of one rank in the order of the work's operands, without those of the epilogue. ``options`` is
@@ -102,13 +95,7 @@ def typed(numbers: object) -> tuple:
 
 
 def keep(
-    engine: Engine,
-    repeats: BoundedCache[Repeat],
-    op: str,
-    asked: Asked,
-    plan: Plan,
-    own: Operands,
-    codec: str = "",
+    engine: Engine, repeats: BoundedCache[Repeat], op: str, asked: Asked, plan: Plan, own: Operands, codec: str = ""
 ) -> None:
     """Keeps a call, if calls like it can repeat its launch, once it has been made twice.
 

@@ -95,37 +95,33 @@ class QuantizedPolicy:
 
 
 @dataclass(frozen=True)
-class LosslessPolicy:
-    """Lossless compression of bf16."""
+class LargeCallsPolicy:
+    """An algorithm that "auto" takes for large calls alone."""
 
-    # By world size, the bytes from which on "auto" compresses: of the tensor, or of the largest part. Without an entry
-    # it never does.
+    # By world size, the bytes from which on "auto" takes it: of the tensor, or of the largest part. Without an entry it
+    # never does.
     allreduce_from_nbytes: ByWorldSize
     reducescatter_from_nbytes: ByWorldSize
     allgather_from_nbytes: ByWorldSize
 
     def least(self, op: str, world_size: int) -> int | None:
-        """Returns the bytes from which on "auto" compresses calls of ``op``; None: it never does."""
+        """Returns the bytes from which on "auto" takes it for calls of ``op``; None: it never does."""
         return getattr(self, f"{op}_from_nbytes").get(world_size)
 
 
 @dataclass(frozen=True)
-class CopiesPolicy:
+class LosslessPolicy(LargeCallsPolicy):
+    """Lossless compression of bf16."""
+
+
+@dataclass(frozen=True)
+class CopiesPolicy(LargeCallsPolicy):
     """Collectives by copy engines."""
 
-    # By world size, the bytes from which on "auto" takes copies: of the tensor, or of the largest part. Without an
-    # entry it never does.
-    allreduce_from_nbytes: ByWorldSize
-    reducescatter_from_nbytes: ByWorldSize
-    allgather_from_nbytes: ByWorldSize
     beside_from_nbytes: ByWorldSize  # the same for gathers and reduce-scatters beside matmuls, of the largest part
     sum_blocks: int  # thread blocks of a local sum
     chunk_nbytes: int  # the smallest chunk; larger tensors travel in larger ones, up to a place of the scratch
     chunks: int  # how many chunks of a part are enough: more meet more often, and fewer fill the links less
-
-    def least(self, op: str, world_size: int) -> int | None:
-        """Returns the bytes from which on "auto" takes copies for ``op``; None: it never does."""
-        return getattr(self, f"{op}_from_nbytes").get(world_size)
 
 
 @dataclass(frozen=True)

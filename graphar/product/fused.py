@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import ClassVar
 
 import torch
 
@@ -93,6 +93,9 @@ def fused_matmul(
 class FusedMatmul(ABC):
     """The launches of one call by a fused kernel, bound to the addresses of the operands."""
 
+    # Returns the parameters of a launch, without the collective arguments, and its grid.
+    _parameters: ClassVar[Callable[..., tuple[list, Grid]]]
+
     def __init__(
         self,
         engine: Engine,
@@ -105,7 +108,7 @@ class FusedMatmul(ABC):
         self._tile, self._timelines = tile, timelines
         self._slices = self._cut(call.work)
         tiles = self._tiles_to_load()
-        self.tiles = tuple(replace(one, recorded=True) if timelines else one for one in tiles)
+        self.tiles = tuple(replace(tile, recorded=True) if timelines else tile for tile in tiles)
         self._functions = self._load()
         self._launches: BoundedCache[Launch] = BoundedCache()
 
@@ -113,9 +116,8 @@ class FusedMatmul(ABC):
         """Returns each member's kernels by tile and layout of W, in which ranks may differ. Collective."""
         call, algorithm = self._call, self.algorithm
         of_tiles = [load_tile(self._runner, algorithm, call.dtype, tile, call.work) for tile in self.tiles]
-        return [
-            {kind: one for of_tile in of_tiles for kind, one in of_tile[at].items()} for at in range(len(of_tiles[0]))
-        ]
+        of_members = zip(*of_tiles, strict=True)
+        return [{kind: kernel for of_tile in of_member for kind, kernel in of_tile.items()} for of_member in of_members]
 
     def plan(self, reason: str) -> Plan:
         """Returns the plan of a call by these launches, with the ``reason`` for them."""
@@ -133,34 +135,30 @@ class FusedMatmul(ABC):
         return tiles_to_load(engine.table.matmul, self.algorithm, self._call.work, chip, engine.world_size)
 
     @abstractmethod
-    def _tile_of(self, own: MatmulOperands, one: Slice, layout: str) -> Tile:
+    def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
         """Returns the tile that a rank takes."""
 
     @abstractmethod
-    def _place(self, own: MatmulOperands) -> MatmulOperands:
+    def _place(self, operands: MatmulOperands) -> MatmulOperands:
         """Returns operands as kernels take them: the same ones, or copies where their alignment requires it."""
 
-    def _first_row(self, member: Member, one: Slice) -> int:
+    def _first_row(self, member: Member, piece: Slice) -> int:
         """Returns the first row of a member's ``out`` that a launch writes."""
         return 0
 
     def _matrix_of_a(self, a: torch.Tensor) -> Matrix:
         return loaded(a)
 
-    @abstractmethod
-    def _parameters(self, *given: Any) -> tuple[list, Grid]:
-        """Returns the parameters of a launch, without the collective arguments, and its grid: tile_launches.py."""
-
     def _chip(self, member: Member) -> Chip:
         return self._runner.chip
 
-    def _words(self, own: MatmulOperands, one: Slice) -> str:
+    def _words(self, operands: MatmulOperands, piece: Slice) -> str:
         """Returns in words what a launch must have alike on all ranks."""
-        return agreement.words_of_matmul_launch(self._call, self.algorithm, one)
+        return agreement.words_of_matmul_launch(self._call, self.algorithm, piece)
 
-    def _tensors(self, member: Member, own: MatmulOperands, one: Slice) -> tuple:
+    def _tensors(self, member: Member, operands: MatmulOperands, piece: Slice) -> tuple:
         """Returns what one member's launch of a slice takes."""
-        return (own.a, *own.tensors), (own.out,), own.numbers, self._corner(member, own, one)
+        return (operands.a, *operands.tensors), (operands.out,), operands.numbers, self._corner(member, operands, piece)
 
     def _again(self, a: torch.Tensor) -> tuple[int, Tensors]:
         """Returns from which of a repeated call's outputs on its launch is given them, or what it is always given."""
@@ -170,66 +168,70 @@ class FusedMatmul(ABC):
 
     def run(self, ranks: Sequence[Operands]) -> None:
         """Launches the kernels on the members' current streams, for the operands of each rank of this process."""
-        given = [operands_of(self._call.work, own) for own in ranks]
-        placed = [self._place(one) for one in given]
+        given = [operands_of(self._call.work, of_rank) for of_rank in ranks]
+        placed = [self._place(operands) for operands in given]
         with self._runner.lock:
             self._runner.raise_failure()  # before any member launches
-            for one in self._slices:
-                for member, own in zip(self._runner.members, placed, strict=True):
-                    on_own_device(member.device, self._launch(member, own, one))(*self._tensors(member, own, one))
-        for mine, own in zip(given, placed, strict=True):
-            for result, written in ((mine.out, own.out), (mine.gathered, own.gathered)):
+            for piece in self._slices:
+                for member, operands in zip(self._runner.members, placed, strict=True):
+                    launch = on_own_device(member.device, self._launch(member, operands, piece))
+                    launch(*self._tensors(member, operands, piece))
+        for wanted, taken in zip(given, placed, strict=True):
+            for result, written in ((wanted.out, taken.out), (wanted.gathered, taken.gathered)):
                 if result is not None and written is not None and written is not result:
                     result.copy_(written[:, : result.shape[1]])
 
-    def launch_like(self, own: Operands) -> Launch | None:
+    def launch_like(self, like: Operands) -> Launch | None:
         """Returns the launch of calls with tensors like these: see :class:`graphar.runtime.plan.Plan`."""
-        work, given = self._call.work, operands_of(self._call.work, own)
+        work, given = self._call.work, operands_of(self._call.work, like)
         if len(self._slices) > 1 or len(self._runner.members) > 1 or self._timelines or self._place(given) is not given:
             return None
-        if given.is_copy_of(own):
+        if given.is_copy_of(like):
             return None
-        (one,), (member,) = self._slices, self._runner.members
-        operands = work.factors.inputs + work.bias
-        corner = self._corner(member, given, one)
+        (piece,), (member,) = self._slices, self._runner.members
+        addressed = work.factors.inputs + work.bias  # inputs to whose addresses a launch is bound
+        corner = self._corner(member, given, piece)
         (first, always), launches = self._again(given.a), BoundedCache[Launch]()
 
         def launch(inputs, outputs, numbers, _=None) -> None:
             # Each launch is given the address of the gathered rows, but bound to those of the results after them.
-            key = tuple([x.data_ptr() for x in (*inputs[:operands], outputs[0], *outputs[2:])])
+            key = tuple([x.data_ptr() for x in (*inputs[:addressed], outputs[0], *outputs[2:])])
             bound = launches.get(key)
             if bound is None:
-                own = operands_of(work, Operands(inputs, outputs, numbers))
-                if self._place(own) is not own:  # its addresses are not aligned as the others are
+                operands = operands_of(work, Operands(inputs, outputs, numbers))
+                if self._place(operands) is not operands:  # its addresses are not aligned as the others are
                     self.run([Operands(inputs, outputs, numbers)])
                     return
-                bound = launches.keep(key, self._launch(member, own, one))
-            bound((inputs[0], *inputs[operands:]), always or outputs[first:], numbers, corner)
+                bound = launches.keep(key, self._launch(member, operands, piece))
+            bound((inputs[0], *inputs[addressed:]), always or outputs[first:], numbers, corner)
 
         return launch
 
-    def _corner(self, member: Member, own: MatmulOperands, one: Slice) -> Corner:
+    def _corner(self, member: Member, operands: MatmulOperands, piece: Slice) -> Corner:
         """Returns where the epilogue's row, col and index of a launch begin, in this rank's result."""
-        return self._first_row(member, one), 0, own.out.shape[1]
+        return self._first_row(member, piece), 0, operands.out.shape[1]
 
-    def _launch(self, member: Member, own: MatmulOperands, one: Slice) -> Launch:
+    def _launch(self, member: Member, operands: MatmulOperands, piece: Slice) -> Launch:
         """Returns one member's launch of a slice, bound to the addresses of its operands; cached."""
         at = member.rank if self._engine.devices else 0
         timeline = self._timelines[at] if self._timelines else None
-        (layout, w), a = weight_of(own.w), self._matrix_of_a(own.a)
-        bias, of = (0 if x is None else x.data_ptr() for x in (own.bias, timeline))
-        matrices = Matrices(a, w, layout, own.out, bias, of, own.constant_weight, own.placed)
-        tile = self._tile_of(own, one, layout)
-        key = (member.rank, one, tile, matrices.key, own.given_k)
-        launch = self._launches.get(key)
-        return self._launches.keep(key, self._bind(at, member, tile, matrices, own, one)) if launch is None else launch
+        (layout, w), a = weight_of(operands.w), self._matrix_of_a(operands.a)
+        bias, of = (0 if x is None else x.data_ptr() for x in (operands.bias, timeline))
+        matrices = Matrices(a, w, layout, operands.out, bias, of, operands.constant_weight, operands.placed)
+        tile = self._tile_of(operands, piece, layout)
+        key = (member.rank, piece, tile, matrices.key, operands.given_k)
+        if (launch := self._launches.get(key)) is not None:
+            return launch
+        return self._launches.keep(key, self._bind(at, member, tile, matrices, operands, piece))
 
-    def _bind(self, at: int, member: Member, tile: Tile, matrices: Matrices, own: MatmulOperands, one: Slice) -> Launch:
-        words, seconds = self._words(own, one), self._engine.deadline(self._call)
-        arguments = self._runner.arguments(member, self.algorithm, one, seconds, words)
-        first = self._first_row(member, one)
-        rows = slice(first, first + one.count[member.rank]) if one.count else slice(None)
-        parameters, grid = self._parameters(tile, matrices, one, arguments, rows, self._chip(member))
+    def _bind(
+        self, at: int, member: Member, tile: Tile, matrices: Matrices, operands: MatmulOperands, piece: Slice
+    ) -> Launch:
+        words, seconds = self._words(operands, piece), self._engine.deadline(self._call)
+        arguments = self._runner.arguments(member, self.algorithm, piece, seconds, words)
+        first = self._first_row(member, piece)
+        rows = slice(first, first + piece.count[member.rank]) if piece.count else slice(None)
+        parameters, grid = self._parameters(tile, matrices, piece, arguments, rows, self._chip(member))
         launch = KernelLaunch(self._functions[at][tile, matrices.layout], [*parameters, arguments], grid)
         epilogue = self._call.work.epilogue
         put = epilogue and put_agreed(self._runner, arguments, words, epilogue, arguments.epilogue.put)
@@ -242,6 +244,8 @@ class Summed(FusedMatmul):
     A rank computes its own rows last, and gathers the summed tiles of its peers meanwhile.
     """
 
+    _parameters = staticmethod(summed_tiles)
+
     def _cut(self, work: Product) -> list[Slice]:
         if reason := why_not_columns(work, self._runner.chip, self._engine.world_size):
             raise UnsupportedError(f"{work.op}: {reason}")
@@ -250,39 +254,36 @@ class Summed(FusedMatmul):
     def _tiles_to_load(self) -> tuple[Tile, ...]:
         return (self._tile,) if self._tile else super()._tiles_to_load()
 
-    def _tile_of(self, own: MatmulOperands, one: Slice, layout: str) -> Tile:
-        return tile_for(self._engine.table.matmul, self.tiles, own.a.shape[1])
+    def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
+        return tile_for(self._engine.table.matmul, self.tiles, operands.a.shape[1])
 
-    def _first_row(self, member: Member, one: Slice) -> int:
-        return one.offset if self._call.work.scattered else one.begin[member.rank]
+    def _first_row(self, member: Member, piece: Slice) -> int:
+        return piece.offset if self._call.work.scattered else piece.begin[member.rank]
 
-    def _parameters(self, *given: Any) -> tuple[list, Grid]:
-        return summed_tiles(*given)
-
-    def _words(self, own: MatmulOperands, one: Slice) -> str:
-        k = own.a.shape[1] if own.given_k is None else own.given_k
+    def _words(self, operands: MatmulOperands, piece: Slice) -> str:
+        k = operands.a.shape[1] if operands.given_k is None else operands.given_k
         as_tree = self._call.work.factors.as_tree
-        return agreement.words_of_matmul_launch(self._call, self.algorithm, one, k if as_tree else None)
+        return agreement.words_of_matmul_launch(self._call, self.algorithm, piece, k if as_tree else None)
 
-    def _place(self, own: MatmulOperands) -> MatmulOperands:
-        whole, leaves, out = own.with_columns(), self._call.work.leaves(self._engine.world_size), own.out
+    def _place(self, operands: MatmulOperands) -> MatmulOperands:
+        whole, leaves, out = operands.with_columns(), self._call.work.leaves(self._engine.world_size), operands.out
         a, w = in_whole_loads(whole.a, leaves), in_whole_loads(whole.w, leaves)
-        given_k = None if a.shape[1] == own.a.shape[1] else own.a.shape[1]
+        given_k = None if a.shape[1] == operands.a.shape[1] else operands.a.shape[1]
         if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
             out = torch.empty_like(out)
-        w = w if layout_of(w) in own.layouts else aligned_copy(w)
+        w = w if layout_of(w) in operands.layouts else aligned_copy(w)
         placed = replace(
             whole,
             a=a if matrix_of(a) else aligned_copy(a),
             w=w,
-            bias=None if own.bias is None else own.bias.contiguous(),
+            bias=None if operands.bias is None else operands.bias.contiguous(),
             out=out,
-            constant_weight=own.constant_weight and w is own.w,  # the kernel before writes a copy
+            constant_weight=operands.constant_weight and w is operands.w,  # the kernel before writes a copy
             given_k=given_k,
         )
         if reason := _why_not(placed):
             raise UnsupportedError(f"{self._call.op}: {reason}")
-        return _placed_or_same(placed, own)
+        return _placed_or_same(placed, operands)
 
 
 class Skinny(Summed):
@@ -291,69 +292,68 @@ class Skinny(Summed):
     Either every rank pushes its whole product to all ranks (one-shot), or each rank sums a shard (two-shot).
     """
 
+    _parameters = staticmethod(skinny)
+
     def _cut(self, work: Product) -> list[Slice]:
         # It is chosen only for results that fit its scratch (plan.matmuls.is_skinny).
         return [Slice(sum(work.parts) * work.columns)]
 
-    def _first_row(self, member: Member, one: Slice) -> int:
+    def _first_row(self, member: Member, piece: Slice) -> int:
         return 0
-
-    def _parameters(self, *given: Any) -> tuple[list, Grid]:
-        return skinny(*given)
 
 
 class Gathered(FusedMatmul):
     """Each tile begins when its rows have arrived."""
 
+    _parameters = staticmethod(gathered_tiles)
+
     def _cut(self, work: Product) -> list[Slice]:
         step = gathered_rows_a_launch(self.algorithm, self._engine.world_size, work.columns, work.factors)
         return row_slices(work.parts, step)
 
-    def _tile_of(self, own: MatmulOperands, one: Slice, layout: str) -> Tile:
+    def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
         # Each rank takes the one with the least estimated time for its weight.
         cost, world_size = self._engine.table.matmul.cost, self._engine.world_size
         kind = tiles_that_serve(self.algorithm, self._call.work, world_size)
-        (n, k), chip = own.w.shape, self._runner.chip
-        return self._tile or best_tile(kind, Shape(one.count, n, k, layout), cost, chip)
+        (n, k), chip = operands.w.shape, self._runner.chip
+        return self._tile or best_tile(kind, Shape(piece.count, n, k, layout), cost, chip)
 
     def _matrix_of_a(self, a: torch.Tensor) -> Matrix:
         # The gathered rows are bound whole, and may be empty on this rank.
         (rows, k), unit = a.shape, PACK_NBYTES // a.dtype.itemsize
         return Matrix(a.data_ptr(), a.dtype, rows, k, -(-k // unit) * unit)
 
-    def _parameters(self, *given: Any) -> tuple[list, Grid]:
-        return gathered_tiles(*given)
-
     def _chip(self, member: Member) -> Chip:
         chip = self._runner.chip
         return replace(chip, sms=min(launcher.sm_count(member.device), chip.sms))
 
-    def _tensors(self, member: Member, own: MatmulOperands, one: Slice) -> tuple:
+    def _tensors(self, member: Member, operands: MatmulOperands, piece: Slice) -> tuple:
         # An empty tensor's address is null: the rows are not wanted.
-        a = own.a[one.offset : one.offset + one.count[member.rank]]
-        out = a.new_empty(0) if own.gathered is None else own.gathered
-        return (a, *own.tensors), (out,), own.numbers, self._corner(member, own, one)
+        a = operands.a[piece.offset : piece.offset + piece.count[member.rank]]
+        out = a.new_empty(0) if operands.gathered is None else operands.gathered
+        return (a, *operands.tensors), (out,), operands.numbers, self._corner(member, operands, piece)
 
     def _again(self, a: torch.Tensor) -> tuple[int, Tensors]:
         return (1, ()) if self._call.work.gathered else (0, (a.new_empty(0),))
 
-    def _place(self, own: MatmulOperands) -> MatmulOperands:
-        return _placed_or_same(place_gathering(own), own)
+    def _place(self, operands: MatmulOperands) -> MatmulOperands:
+        return _placed_or_same(place_gathering(operands), operands)
 
 
-def place_gathering(own: MatmulOperands) -> MatmulOperands:
+def place_gathering(operands: MatmulOperands) -> MatmulOperands:
     """Returns the operands of gathered tiles as kernels take them, in part copies."""
-    k, own = own.a.shape[1], own.with_features(STORE_COLUMNS)  # a rank without features sends its rows all the same
+    k = operands.a.shape[1]
+    operands = operands.with_features(STORE_COLUMNS)  # a rank without features sends its rows all the same
     # The rows are sent as they lie: without gaps, and each in whole packs.
-    in_packs = k * own.a.dtype.itemsize % PACK_NBYTES == 0
-    whole = in_packs and own.a.is_contiguous() and own.a.data_ptr() % PACK_NBYTES == 0
-    rows = own.gathered
+    in_packs = k * operands.a.dtype.itemsize % PACK_NBYTES == 0
+    whole = in_packs and operands.a.is_contiguous() and operands.a.data_ptr() % PACK_NBYTES == 0
+    rows = operands.gathered
     return replace(
-        own,
-        a=own.a if whole else aligned_copy(own.a),
-        w=own.w if layout_of(own.w) in own.layouts else aligned_copy(own.w),
-        bias=None if own.bias is None else own.bias.contiguous(),
-        out=own.out if len(own.w) % STORE_COLUMNS == 0 else aligned_like(own.out),
+        operands,
+        a=operands.a if whole else aligned_copy(operands.a),
+        w=operands.w if layout_of(operands.w) in operands.layouts else aligned_copy(operands.w),
+        bias=None if operands.bias is None else operands.bias.contiguous(),
+        out=operands.out if len(operands.w) % STORE_COLUMNS == 0 else aligned_like(operands.out),
         gathered=rows if rows is None or in_packs else aligned_like(rows),
     )
 
@@ -361,10 +361,10 @@ def place_gathering(own: MatmulOperands) -> MatmulOperands:
 _PLACED = ("a", "w", "bias", "out", "gathered", "tensors")  # the fields that may be copies
 
 
-def _placed_or_same(placed: MatmulOperands, own: MatmulOperands) -> MatmulOperands:
-    return placed if any(getattr(placed, name) is not getattr(own, name) for name in _PLACED) else own
+def _placed_or_same(placed: MatmulOperands, operands: MatmulOperands) -> MatmulOperands:
+    return placed if any(getattr(placed, name) is not getattr(operands, name) for name in _PLACED) else operands
 
 
-def _why_not(own: MatmulOperands) -> Reason | None:
+def _why_not(operands: MatmulOperands) -> Reason | None:
     """Returns why a kernel cannot take one rank's operands. Ranks may differ in alignment."""
-    return "a rank has nothing to add" if own.a.numel() == 0 else why_not(own.a, own.w, own.out)
+    return "a rank has nothing to add" if operands.a.numel() == 0 else why_not(operands.a, operands.w, operands.out)

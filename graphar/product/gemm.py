@@ -8,17 +8,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from graphar.errors import Reason, UnsupportedError
-from graphar.numerics.fp8_products import FP8, Scales, check_operands, checked_scales
+from graphar.numerics.fp8_products import FP8, Scales, checked_scales
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
 from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.policy import TileCost
-from graphar.plan.tiles import FP8_TILES, LEAF_COUNTS, LEAF_TILES, MatmulTile
+from graphar.plan.tiles import LEAF_COUNTS, LEAF_TILES, MatmulTile
 from graphar.product.operands import Placed, Step, kernel_arguments, placed
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, loaded, matrix_of, tensor_map
 from graphar.runtime import launcher
@@ -43,38 +44,48 @@ def matmul(
     tile: MatmulTile | None = None,
     leaves: int = 1,
     out_dtype: torch.dtype | None = None,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Returns ``a @ w.T + bias``: accumulated in fp32 in the order of K, and rounded once.
 
     With several leaves K is cut into as many, of equal length. Each is accumulated in the order of K, and they are
-    added in fp32 as a binary tree: a node of the tree of :mod:`graphar.numerics.leaf_tree`. It is queued on torch's
-    current stream.
+    added in fp32 as a binary tree: a node of the tree of :mod:`graphar.numerics.leaf_tree`. With scales the order is
+    that of :func:`graphar.numerics.fp8_products.scaled_linear`. It is queued on torch's current stream. The caller has
+    checked that dtypes, devices and shapes fit together, as the ops do.
 
     Args:
-        a: [M, K], bf16 or fp16, on a device of sm_90a.
+        a: [M, K], bf16 or fp16, or with scales torch.float8_e4m3fn, on a device of sm_90a.
         w: [N, K], of the same dtype and device. Its rows are contiguous, as in ``torch.nn.Linear``, or its columns, as
-            in the transpose of a [K, N] tensor.
+            in the transpose of a [K, N] tensor. With scales its rows.
         out: [M, N] of ``out_dtype``, takes the result; overlaps no operand. None: a new tensor.
-        bias: [N], of the dtype and device of ``a``. Not with fp32 results.
+        bias: [N], contiguous, of the dtype of the result. Not with fp32 results.
         sms: how many SMs to take; None: all.
-        tile: one of LEAF_TILES, or another; None: the one with the least estimated time. With a ``tail_split`` two
-            kernels are launched, the second for the last round.
+        tile: one of LEAF_TILES, or another, with so many ``leaves``; None: the one with the least estimated time. With
+            a ``tail_split`` two kernels are launched, the second for the last round.
         leaves: 1, 2, 4 or 8: all leaves of one of 8, 4, 2 or 1 ranks. Of several, each must be a multiple of 64 columns
             of ``a``.
-        out_dtype: the dtype of the result: that of ``a``, or torch.float32 for the sum that is not rounded, such as a
-            rank's partial. None: that of ``a``.
+        out_dtype: the dtype of the result: 16 bits, or torch.float32 for the sum that is not rounded, such as a rank's
+            partial. None: that of ``a``.
+        scales: those of e4m3 operands.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes that do not fit together; less than one SM; leaves that are not
-            those of ``tile``; a tile that does not serve the layout of ``w``.
+        ValueError: ``tile`` does not serve the layout of ``w``.
         UnsupportedError: :func:`why_not` has a reason, or the kernel is not loaded yet while a graph is captured.
     """
-    _check(a, w, out, bias, out_dtype)
-    if leaves not in LEAF_COUNTS:
-        raise ValueError(f"matmul: leaves must be one of {LEAF_COUNTS}, got {leaves}")
-    if tile and tile.leaves != leaves:
-        raise ValueError(f"matmul: {tile} adds {tile.leaves} leaves, got leaves={leaves}")
-    return _multiplied("matmul", a, w, out, bias, sms, tile, leaves, out_dtype)
+    out = a.new_empty(a.shape[0], w.shape[0], dtype=out_dtype) if out is None else out
+    if out.numel() == 0:
+        return out
+    if a.shape[1] == 0:
+        return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+    op = "scaled_matmul" if scales else "matmul"
+    if reason := why_not(a, w, out, leaves):
+        raise UnsupportedError(f"{op}: {reason}")
+    if tile and (layout := weight_of(w)[0]) not in tile.layouts:
+        raise ValueError(f"{op}: {tile} serves weights {' or '.join(tile.layouts)}, got one {layout}")
+    enqueue = bind(a, w, out, bias, sms, tile, leaves, scales)
+    with torch.cuda.device(a.device):
+        enqueue(torch.cuda.current_stream().cuda_stream)
+    return out
 
 
 def scaled_matmul(
@@ -84,74 +95,12 @@ def scaled_matmul(
     *,
     a_scale: torch.Tensor,
     w_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    sms: int | None = None,
-    tile: MatmulTile | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    **how: Any,
 ) -> torch.Tensor:
-    """Returns ``(a * a_scale) @ (w * w_scale).T + bias`` of e4m3 operands, accumulated in fp32 and rounded once.
-
-    The order is that of :func:`graphar.numerics.fp8_products.scaled_linear`: blocks of 128 of K are accumulated by the
-    tensor cores from zero, and added in fp32 in the order of K. An element depends on its row of ``a``, its row of
-    ``w`` and their scales alone, for every tile and every number of rows. It is queued on torch's current stream.
-
-    Args:
-        a: [M, K], torch.float8_e4m3fn, on a device of sm_90a. Its rows are contiguous and begin at multiples of 16
-            bytes.
-        w: [N, K], likewise, as torch.nn.Linear stores it. N is a multiple of 8.
-        out: [M, N] of ``out_dtype``, takes the result; overlaps no operand. None: a new tensor.
-        a_scale: fp32, with any strides: of rows [M, 1], or one number; of blocks [M, ceil(K / 128)].
-        w_scale: fp32, with any strides: of rows [N, 1], [1, N], or one number; of blocks [ceil(N / 128), ceil(K /
-            128)]. Scales that could be of either format are of rows.
-        bias: [N], contiguous, with the dtype of the result. Not for results in fp32.
-        sms: how many SMs to take; None: all.
-        tile: one of FP8_TILES; None: the one with the least estimated time.
-        out_dtype: the dtype of the result: torch.bfloat16, torch.float16, or torch.float32 for the sum that is not
-            rounded, such as a rank's partial.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices, shapes or scales that do not fit together; less than one SM; another
-            tile.
-        UnsupportedError: :func:`why_not` has a reason, or the kernel is not loaded yet while a graph is captured.
-    """
-    check_operands("scaled_matmul", a, w, bias, out_dtype)
+    """Returns the :func:`matmul` of e4m3 operands whose scales users give: of rows, or of blocks of 128 x 128."""
     scales = checked_scales("scaled_matmul", a, w, a_scale, w_scale)
-    if bias is not None and not bias.is_contiguous():
-        raise ValueError("scaled_matmul: bias must be contiguous")
-    _check_out("scaled_matmul", a, w, out, out_dtype, "out_dtype")
-    if tile and tile not in FP8_TILES:
-        raise ValueError(f"scaled_matmul: tile must be one of FP8_TILES, got {tile}")
-    return _multiplied("scaled_matmul", a, w, out, bias, sms, tile, 1, out_dtype, scales)
-
-
-def _multiplied(
-    op: str,
-    a: torch.Tensor,
-    w: torch.Tensor,
-    out: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    sms: int | None,
-    tile: MatmulTile | None,
-    leaves: int,
-    out_dtype: torch.dtype | None,
-    scales: Scales | None = None,
-) -> torch.Tensor:
-    """Returns the product of operands that were checked."""
-    if sms is not None and sms < 1:
-        raise ValueError(f"{op}: sms must be 1 or more, got {sms}")
-    out = a.new_empty(a.shape[0], w.shape[0], dtype=out_dtype) if out is None else out
-    if out.numel() == 0:
-        return out
-    if a.shape[1] == 0:
-        return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-    if reason := (None if scales else why_none_like(a)) or why_not(a, w, out, leaves):
-        raise UnsupportedError(f"{op}: {reason}")
-    if tile and (layout := weight_of(w)[0]) not in tile.layouts:
-        raise ValueError(f"{op}: {tile} serves weights {' or '.join(tile.layouts)}, got one {layout}")
-    enqueue = bind(a, w, out, bias, sms, tile, leaves, scales)
-    with torch.cuda.device(a.device):
-        enqueue(torch.cuda.current_stream().cuda_stream)
-    return out
+    return matmul(a, w, out, out_dtype=out_dtype, scales=scales, **how)
 
 
 def bind(
@@ -166,8 +115,8 @@ def bind(
 ) -> Callable[[int], None]:
     """Returns a function of a stream's handle that launches ``out = a @ w.T + bias``; its device must be current.
 
-    It loads the kernel. The caller has checked the arguments of :func:`matmul` or :func:`scaled_matmul`: K and ``out``
-    are not empty, and :func:`why_not` has no reason. The dtype of ``out`` is ``out_dtype``.
+    It loads the kernel. Arguments are those of :func:`matmul`: K and ``out`` are not empty, and :func:`why_not` has no
+    reason. The dtype of ``out`` is ``out_dtype``.
     """
     device, (layout, weights), (m, n) = a.device.index, weight_of(w), out.shape
     sms = sms or launcher.sm_count(device)
@@ -225,14 +174,7 @@ def why_not_on(device: torch.device) -> Reason | None:
 
 
 def default_tile(
-    device: int,
-    m: int,
-    n: int,
-    k: int,
-    sms: int,
-    layout: str = "by_rows",
-    leaves: int = 1,
-    factors: Factors = PLAIN,
+    device: int, m: int, n: int, k: int, sms: int, layout: str = "by_rows", leaves: int = 1, factors: Factors = PLAIN
 ) -> MatmulTile:
     """Returns the tile that :func:`matmul` takes by default for [m, k] times [k, n] on ``sms`` SMs of a device.
 
@@ -254,46 +196,6 @@ def _sms_in_clusters(device: int) -> int:
 def cost_on(device: int) -> TileCost:
     """Returns the costs by which tiles are chosen on a device."""
     return find_table(torch.cuda.get_device_name(device)).matmul.cost
-
-
-def _check(
-    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> None:
-    for name, x, dimensions in (("a", a, 2), ("w", w, 2), *([] if bias is None else [("bias", bias, 1)])):
-        _check_tensor("matmul", name, x, a)
-        if x.ndim != dimensions:
-            raise ValueError(f"matmul: {name} must have {dimensions} dimensions, got {list(x.shape)}")
-    if out_dtype not in (None, a.dtype, torch.float32):
-        raise TypeError(f"matmul: out_dtype must be torch.float32 or the dtype of a, {a.dtype}, got {out_dtype}")
-    if a.shape[1] != w.shape[1]:
-        raise ValueError(f"matmul: a and w must have equally many columns, got {list(a.shape)} and {list(w.shape)}")
-    wanted = out_dtype or a.dtype
-    _check_out("matmul", a, w, out, wanted, "the dtype of a" if wanted == a.dtype else "out_dtype")
-    if bias is not None and (bias.shape[0] != w.shape[0] or not bias.is_contiguous()):
-        raise ValueError(f"matmul: bias must be {[w.shape[0]]} and contiguous, got {list(bias.shape)}")
-    if bias is not None and out_dtype == torch.float32:
-        raise ValueError("matmul: a bias is added to rounded results only, got out_dtype=torch.float32")
-
-
-def _check_out(
-    op: str, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, whose: str
-) -> None:
-    if out is None:
-        return
-    _check_tensor(op, "out", out, a, dtype, whose)
-    if out.shape != (a.shape[0], w.shape[0]):
-        raise ValueError(f"{op}: out must be {[a.shape[0], w.shape[0]]}, got {list(out.shape)}")
-
-
-def _check_tensor(
-    op: str, name: str, x: object, a: torch.Tensor, dtype: torch.dtype | None = None, whose: str = "the dtype of a"
-) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.dtype != (dtype or a.dtype):
-        raise TypeError(f"{op}: {name} must have {whose}, {dtype or a.dtype}, got {x.dtype}")
-    if x.device != a.device:
-        raise ValueError(f"{op}: {name} must be on the device of a, {a.device}, got {x.device}")
 
 
 def layout_of(w: torch.Tensor) -> str | None:
@@ -362,7 +264,7 @@ def _bind(
     """Returns a function that launches the matmul on a stream, at each call."""
     n = w.rows if layout == "by_rows" else w.columns
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
-    sizes = bias, a.rows, n, a.columns, 0, min(GROUP_ROWS, rows)
+    sizes = bias, a.rows, n, a.columns, min(GROUP_ROWS, rows)
     maps = [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS)]
 
     def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:

@@ -184,12 +184,7 @@ class Then:
         return slice(rows.start - first, rows.stop - first)
 
     def _place(
-        self,
-        one: MatmulOperands,
-        panel: Panel,
-        index: int,
-        shape: tuple[int, int],
-        dtype: torch.dtype | None = None,
+        self, one: MatmulOperands, panel: Panel, index: int, shape: tuple[int, int], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Returns a contiguous tensor for a panel: a view of ``out`` if the panel is contiguous there and has no bias.
 

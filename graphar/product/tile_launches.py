@@ -48,37 +48,37 @@ class Matrices:
         return self.w.rows if self.layout == "by_rows" else self.w.columns
 
 
-def _arguments(own: Matrices, rows: int, **more: int) -> MatmulArguments:
+def _arguments(matrices: Matrices, rows: int, **more: int) -> MatmulArguments:
     """Returns the arguments of a matmul of so many rows."""
-    return kernel_arguments(own.beside, own.bias, rows, own.columns, own.a.columns, **more)
+    return kernel_arguments(matrices.beside, matrices.bias, rows, matrices.columns, matrices.a.columns, **more)
 
 
 def summed_tiles(
-    tile: MatmulTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, chip: Chip
+    tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
 ) -> tuple[list, Grid]:
     """Returns the parameters of a kernel that sums tiles, without the collective arguments, and its grid.
 
     ``rows`` are those of ``out`` that the launch writes. ``chip`` is what the ranks' devices have in common.
     """
-    tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count) * -(-own.columns // tile.columns)
+    tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in piece.count) * -(-matrices.columns // tile.columns)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), tiles * tile.cluster)
-    sizes = _arguments(own, own.a.rows, group_rows=GROUP_ROWS, timeline=own.timeline)
+    sizes = _arguments(matrices, matrices.a.rows, group_rows=GROUP_ROWS, timeline=matrices.timeline)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
     # A rank without rows writes nothing, but the kernel needs a valid tensor map.
-    out = matrix_of(own.out[rows]) or own.a
-    return [*operand_maps(tile, own.layout, own.a, own.w), tensor_map(out, STORE_ROWS), sizes], grid
+    out = matrix_of(matrices.out[rows]) or matrices.a
+    return [*operand_maps(tile, matrices.layout, matrices.a, matrices.w), tensor_map(out, STORE_ROWS), sizes], grid
 
 
 def skinny(
-    tile: SkinnyTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, chip: Chip
+    tile: SkinnyTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
 ) -> tuple[list, Grid]:
     """Returns the same of a skinny kernel, which takes one launch."""
-    rows_of_out, columns = own.out.shape
+    rows_of_out, columns = matrices.out.shape
     clusters = -(-columns // (tile.columns * tile.cluster))
     blocks = min(chip.shared_blocks(cluster=tile.cluster), clusters * tile.cluster)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, chip.may_overlap(blocks, halves=False), cluster=tile.cluster)
-    sizes = _arguments(own, rows_of_out, constant_weight=own.constant_weight)
-    return [tensor_map(own.w, BOX_COLUMNS), tensor_map(own.a, box_rows(tile, rows_of_out)), sizes], grid
+    sizes = _arguments(matrices, rows_of_out, constant_weight=matrices.constant_weight)
+    return [tensor_map(matrices.w, BOX_COLUMNS), tensor_map(matrices.a, box_rows(tile, rows_of_out)), sizes], grid
 
 
 def box_rows(tile: SkinnyTile, rows: int) -> int:
@@ -87,23 +87,23 @@ def box_rows(tile: SkinnyTile, rows: int) -> int:
 
 
 def gathered_tiles(
-    tile: MatmulTile, own: Matrices, one: Slice, arguments: Arguments, rows: slice, chip: Chip
+    tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
 ) -> tuple[list, Grid]:
     """Returns the same of a kernel that gathers rows; ``chip`` may differ between ranks."""
-    k, (m, n), world_size, rank = own.a.columns, own.out.shape, arguments.world_size, arguments.rank
+    k, (m, n), world_size, rank = matrices.a.columns, matrices.out.shape, arguments.world_size, arguments.rank
     a_maps, c_maps = (TensorMap * world_size)(), (TensorMap * world_size)()
-    for source, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
+    for source, (begin, count) in enumerate(zip(piece.begin, piece.count, strict=True)):
         if not count:  # nothing reads its maps
             continue
         if source == rank:
-            pointer = own.a.pointer + one.offset * own.a.leading * own.a.dtype.itemsize
+            pointer = matrices.a.pointer + piece.offset * matrices.a.leading * matrices.a.dtype.itemsize
         else:
             hops = (source - rank) % world_size
             pointer = arguments.scratch[rank] + gathered_slot_offset(world_size, arguments.capacity, hops)
-        a_maps[source] = rows_map(tile, Matrix(pointer, own.a.dtype, count, k, own.a.leading))
-        c_maps[source] = tensor_map(matrix_of(own.out[begin : begin + count]), STORE_ROWS)
-    sizes = _arguments(own, m, from_row=one.offset, group_rows=GROUP_ROWS)
-    of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in one.count)
+        a_maps[source] = rows_map(tile, Matrix(pointer, matrices.a.dtype, count, k, matrices.a.leading))
+        c_maps[source] = tensor_map(matrix_of(matrices.out[begin : begin + count]), STORE_ROWS)
+    sizes = _arguments(matrices, m, from_row=piece.offset, group_rows=GROUP_ROWS)
+    of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in piece.count)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), of_tiles * -(-n // tile.columns) * tile.cluster)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
-    return [a_maps, weight_map(tile, own.layout, own.w), c_maps, sizes], grid
+    return [a_maps, weight_map(tile, matrices.layout, matrices.w), c_maps, sizes], grid

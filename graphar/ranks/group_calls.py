@@ -30,7 +30,15 @@ _PARTS = re.compile(r"^allgather of parts of \[[^]]*\]")  # as agreement.words b
 
 
 class OneCall:
-    """A call, as a context: see :meth:`GroupCalls.naming_absent`."""
+    """The context of a call, which gives its number. It raises CollectiveTimeout for GroupFailed and RanksAbsent.
+
+    Two threads that are inside at the same time get ConcurrentCallError, and so do all later calls.
+
+    Args:
+        agreed: the call in words.
+        by: the algorithm, or the backend that makes the call.
+        notes: whether to record the call for other ranks. Without, GroupFailed knows which ranks have not made it.
+    """
 
     def __init__(self, calls: GroupCalls, op: str, agreed: str, by: str, timeout_s: float, notes: bool) -> None:
         self._calls, self.op, self.agreed, self.by = calls, op, agreed, by
@@ -138,18 +146,6 @@ class GroupCalls:
                         messages.await_headers(timeout_s)
                     except GroupFailed as error:
                         raise RanksAbsent(f"{what}: {error}", [*(error.absent or ())]) from error
-
-    def naming_absent(self, op: str, agreed: str, by: str, timeout_s: float, notes: bool = True) -> OneCall:
-        """Returns the context of a call, which gives its number. GroupFailed and RanksAbsent become CollectiveTimeout.
-
-        Two threads that are inside at the same time get ConcurrentCallError, and so do all later calls.
-
-        Args:
-            agreed: the call in words.
-            by: the algorithm, or the backend that makes the call.
-            notes: whether to record the call for other ranks. Without, GroupFailed knows which ranks have not made it.
-        """
-        return OneCall(self, op, agreed, by, timeout_s, notes)
 
     def enter(self, call: OneCall) -> int:
         """Begins a call, and returns its number; ConcurrentCallError if another thread is in one."""

@@ -19,10 +19,7 @@ Order = Literal["rank", "tree"]  # in which the tensors of ranks are added
 
 
 def allreduce(
-    parts: Sequence[torch.Tensor],
-    epilogue: object = None,
-    order: Order = "rank",
-    out_dtype: torch.dtype | None = None,
+    parts: Sequence[torch.Tensor], epilogue: object = None, order: Order = "rank", out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Returns the sum that every rank receives: ``parts[0] + parts[1] + ...``, added in rank order and rounded once.
 

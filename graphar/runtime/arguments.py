@@ -17,33 +17,36 @@ from graphar.plan.work import MAX_TENSORS, Exchange, TensorTuple
 Tensors = tuple[torch.Tensor, ...]
 
 KEPT_CALLS = 16  # the last calls of which a rank keeps what it called
+_U32, _U64, _F32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
+
+
+def _of(kind: type, *names: str) -> list[tuple[str, type]]:
+    """Returns fields of one kind."""
+    return [(name, kind) for name in names]
 
 
 class Record(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_uint32)
-        for name in ("kind", "algorithm", "sequence", "rank", "peer", "block", "expected", "seen")
-    ]
+    _fields_ = _of(_U32, "kind", "algorithm", "sequence", "rank", "peer", "block", "expected", "seen")
 
 
 class EpochState(ctypes.Structure):
-    _fields_ = [("epoch", ctypes.c_uint32), ("aborted", ctypes.c_uint32)]
+    _fields_ = _of(_U32, "epoch", "aborted")
 
 
 class Counters(ctypes.Structure):
     _fields_ = [
         ("epoch_state", EpochState * MAX_BLOCKS),
-        ("steps", ctypes.c_uint32 * MAX_BLOCKS),
-        ("busy", ctypes.c_uint32 * MAX_BLOCKS),
-        ("called", (ctypes.c_uint64 * KEPT_CALLS) * MAX_RANKS),
+        ("steps", _U32 * MAX_BLOCKS),
+        ("busy", _U32 * MAX_BLOCKS),
+        ("called", (_U64 * KEPT_CALLS) * MAX_RANKS),
     ]
 
 
 class EpilogueArguments(ctypes.Structure):
     _fields_ = [
-        ("tensor", ctypes.c_uint64 * MAX_ARGUMENTS),
-        ("scalar", ctypes.c_float * MAX_ARGUMENTS),
-        *((name, ctypes.c_uint64) for name in ("columns", "skipped", "first_row", "first_col", "pitch")),
+        ("tensor", _U64 * MAX_ARGUMENTS),
+        ("scalar", _F32 * MAX_ARGUMENTS),
+        *_of(_U64, "columns", "skipped", "first_row", "first_col", "pitch"),
     ]
     _corner: object = ()  # that of the last call; an empty tuple before the first
 
@@ -64,17 +67,15 @@ class EpilogueArguments(ctypes.Structure):
 
 class Arguments(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("input", "output", "numel", "counters")),
-        *((name, ctypes.c_uint32) for name in ("capacity", "rank", "fingerprint", "algorithm")),
-        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("ring", "peer_counters")),
-        *((name, ctypes.c_uint64) for name in ("timeout_ns", "seed")),
-        *((name, ctypes.c_uint32) for name in ("chunk", "world_size")),
-        ("scratch", ctypes.c_uint64 * MAX_RANKS),
-        ("multicast", ctypes.c_uint64),
-        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("peer_input", "peer_output", "begin", "count")),
-        ("abort", ctypes.c_uint64),
-        ("record", ctypes.c_uint64),
-        ("errors", ctypes.c_uint64),
+        *_of(_U64, "input", "output", "numel", "counters"),
+        *_of(_U32, "capacity", "rank", "fingerprint", "algorithm"),
+        *_of(_U64 * MAX_RANKS, "ring", "peer_counters"),
+        *_of(_U64, "timeout_ns", "seed"),
+        *_of(_U32, "chunk", "world_size"),
+        ("scratch", _U64 * MAX_RANKS),
+        ("multicast", _U64),
+        *_of(_U64 * MAX_RANKS, "peer_input", "peer_output", "begin", "count"),
+        *_of(_U64, "abort", "record", "errors"),
         ("epilogue", EpilogueArguments),
     ]
 
@@ -85,8 +86,8 @@ class Arguments(ctypes.Structure):
 
 class TupleArguments(Arguments):
     _fields_ = [
-        *((name, ctypes.c_uint64 * MAX_TENSORS) for name in ("inputs", "outputs", "row_nbytes")),
-        *((name, ctypes.c_uint64 * MAX_RANKS) for name in ("first_row", "rows")),
+        *_of(_U64 * MAX_TENSORS, "inputs", "outputs", "row_nbytes"),
+        *_of(_U64 * MAX_RANKS, "first_row", "rows"),
     ]
 
     def describe(self, work: TensorTuple) -> None:
@@ -105,17 +106,14 @@ class TupleArguments(Arguments):
 
 
 class Runs(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("begin", "nbytes", "run", "gap")),
-        *((name, ctypes.c_uint32) for name in ("whole", "run_packs")),
-    ]
+    _fields_ = [*_of(_U64, "begin", "nbytes", "run", "gap"), *_of(_U32, "whole", "run_packs")]
 
 
 class ExchangeArguments(Arguments):
     _fields_ = [
-        *((name, Runs * MAX_RANKS) for name in ("sends", "receives")),
-        ("most", ctypes.c_uint64),
-        *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("sent_words", "received_words")),
+        *_of(Runs * MAX_RANKS, "sends", "receives"),
+        ("most", _U64),
+        *_of(_U32 * MAX_RANKS, "sent_words", "received_words"),
     ]
 
     def describe(self, work: Exchange, at: int, itemsize: int) -> None:
@@ -134,16 +132,11 @@ class ExchangeArguments(Arguments):
 
 class NormArguments(Arguments):
     _fields_ = [
-        *(
-            (name, ctypes.c_uint64)
-            for name in ("residual", "weight", "summed", "scale", "scales", "columns", "skipped")
-        ),
-        *((name, ctypes.c_float) for name in ("eps", "weight_offset")),
+        *_of(_U64, "residual", "weight", "summed", "scale", "scales", "columns", "skipped"),
+        *_of(_F32, "eps", "weight_offset"),
     ]
 
-    def put(
-        self, inputs: Tensors, outputs: Tensors, numbers: Sequence[float] = (), corner: Corner | None = None
-    ) -> None:
+    def put(self, inputs: Tensors, outputs: Tensors, numbers=(), corner: Corner | None = None) -> None:
         """Writes the addresses of one rank's tensors: (x, residual, weight[, scale]) and (normed, summed[, scales]).
 
         Those of x and normed are ``input`` and ``output``, which the launch writes.
@@ -155,13 +148,10 @@ class NormArguments(Arguments):
 
 class NormGradientArguments(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, ctypes.c_uint64)
-            for name in ("of_normed", "of_summed", "summed", "weight", "of_rows", "groups", "of_weight")
-        ),
-        *((name, ctypes.c_uint64) for name in ("rows", "columns")),
-        *((name, ctypes.c_uint32) for name in ("row_groups", "with_weight")),
-        *((name, ctypes.c_float) for name in ("eps", "weight_offset")),
+        *_of(_U64, "of_normed", "of_summed", "summed", "weight", "of_rows", "groups", "of_weight"),
+        *_of(_U64, "rows", "columns"),
+        *_of(_U32, "row_groups", "with_weight"),
+        *_of(_F32, "eps", "weight_offset"),
     ]
 
     def put(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -172,63 +162,42 @@ class NormGradientArguments(ctypes.Structure):
 
 class LossArguments(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, ctypes.c_uint64)
-            for name in (
-                *("logits", "target", "partials", "gathered", "results", "state", "entropy", "top1", "total"),
-                *("upstream", "gradient"),
-            )
-        ),
+        *_of(_U64, "logits", "target", "partials", "gathered", "results", "state", "entropy", "top1", "total"),
+        *_of(_U64, "upstream", "gradient"),
         ("ignore_index", ctypes.c_int64),
-        *((name, ctypes.c_double) for name in ("label_smoothing", "lse_square_scale")),
-        *((name, ctypes.c_float) for name in ("inverse_temperature", "all_share", "target_share")),
-        *(
-            (name, ctypes.c_uint32)
-            for name in ("rows", "columns", "first", "vocab_size", "real_columns", "leaf_columns")
-        ),
-        *(
-            (name, ctypes.c_uint32)
-            for name in ("leaves_log2", "ranks", "cluster_log2", "slices", "width", "may_ignore")
-        ),
-        *((name, ctypes.c_uint32) for name in ("is_loss", "is_mean", "is_per_row", "with_entropy", "with_top1")),
+        *_of(ctypes.c_double, "label_smoothing", "lse_square_scale"),
+        *_of(_F32, "inverse_temperature", "all_share", "target_share"),
+        *_of(_U32, "rows", "columns", "first", "vocab_size", "real_columns", "leaf_columns"),
+        *_of(_U32, "leaves_log2", "ranks", "cluster_log2", "slices", "width", "may_ignore"),
+        *_of(_U32, "is_loss", "is_mean", "is_per_row", "with_entropy", "with_top1"),
     ]
 
 
 class MatmulArguments(ctypes.Structure):
     _fields_ = [
-        ("bias", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("m", "n", "k", "first_row", "group_rows")),
-        ("timeline", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("constant_weight", "c_leading")),
-        ("c", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("first_tile", "end_tile")),
+        ("bias", _U64),
+        *_of(_U32, "m", "n", "k", "group_rows"),
+        ("timeline", _U64),
+        *_of(_U32, "constant_weight", "c_leading"),
+        ("c", _U64),
+        *_of(_U32, "first_tile", "end_tile"),
     ]
 
 
 class ScaledMatmulArguments(MatmulArguments):
     _fields_ = [
-        (name, ctypes.c_uint64)
-        for name in (
-            *("a_scale", "w_scale", "a_scale_row", "a_scale_block", "w_scale_row", "w_scale_block"),
-            "gathered_scales",
-        )
+        *_of(_U64, "a_scale", "w_scale", "a_scale_row", "a_scale_block", "w_scale_row", "w_scale_block"),
+        ("gathered_scales", _U64),
     ]
 
 
 def layout_check() -> str:
     """Returns C++ that compiles only if the structs above match the sources byte for byte."""
     lines = []
-    by_kernel = (
-        Arguments,
-        TupleArguments,
-        ExchangeArguments,
-        NormArguments,
-        NormGradientArguments,
-        LossArguments,
-        MatmulArguments,
-        ScaledMatmulArguments,
-    )
-    for struct in (Record, EpochState, Counters, EpilogueArguments, Runs, *by_kernel):
+    parts = Record, EpochState, Counters, EpilogueArguments, Runs
+    of_collectives = Arguments, TupleArguments, ExchangeArguments, NormArguments
+    of_one_rank = NormGradientArguments, LossArguments, MatmulArguments, ScaledMatmulArguments
+    for struct in (*parts, *of_collectives, *of_one_rank):
         name = struct.__name__
         lines += [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
         for field, *_ in struct._fields_:

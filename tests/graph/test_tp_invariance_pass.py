@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 import graphar
+from graphar.graph.nodes import arguments
 from graphar.ops.register import op_of
 from tests import inside
 from tests.graph.graphs import RANKS, Traced, given, llamas, rewritten, scattered, summed
@@ -183,7 +184,7 @@ def test_a_biass_gradient_is_added_as_leaves_of_rows_and_other_sums_are_not(tree
 
     _, graph = tree(traced(gradients, (*rows, COLUMNS), rows=rows))
 
-    leaves = [node.args[3] for node in graph.nodes if node.target is ops.linear.default]
+    leaves = [arguments(node).get("leaves", 1) for node in graph.nodes if node.target is ops.linear.default]
     assert sorted(leaves) == [1, 8]
     assert [node.target for node in graph.nodes].count(aten.sum.dim_IntList) == 2
 

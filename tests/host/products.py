@@ -157,7 +157,7 @@ def aligned_rows(values: torch.Tensor) -> torch.Tensor:
 
 def packed(own: Operands, m: int, layout: str = "by_rows", *, with_bias=False, **sizes: int) -> torch.Tensor:
     """The bytes of a rank's sizes and operands. ``sizes`` are further members of Sizes in programs/products.hpp."""
-    names = ("first_row", "group_rows", "first_tile", "end_tile", "constant", "held", "wants_rows")
+    names = ("group_rows", "first_tile", "end_tile", "constant", "held", "wants_rows")
     (n, k), scales, words = own.w.shape, [own.scales.a, own.scales.w] if own.scales else [], [0] * 5
     in_memory = [one.as_strided((one.untyped_storage().nbytes() // 4,), (1,), 0) for one in scales]
     if own.scales:  # a column that a scale has but once has no stride
@@ -358,7 +358,7 @@ class Products:
             return {"group_rows": choices.randint(1, 3)}
         rows = -(-m // self._height(kind))
         end = rows * -(-n // kind.tile.columns)
-        return {"first_row": choices.randrange(rows), "group_rows": choices.randint(1, rows), "end_tile": end}
+        return {"group_rows": choices.randint(1, rows), "end_tile": end}
 
     def _draw_blocks(self, kind: Kind, choices: random.Random) -> tuple[int, ...]:
         """The blocks of each rank's grid, in whole clusters. Ranks differ, as GPUs may differ in their SMs."""

@@ -171,8 +171,7 @@ def test_a_kernel_without_its_wait_for_the_one_before_is_noticed(kind):
 
 # ---- a grid that computes a part of the tiles -----------------------------------------------------------------------
 
-# The walk begins at the second row.
-OF_TWO_GRIDS = [[[True, False, False], [True, True, True]], [[False, True, True], [False, False, False]]]
+OF_TWO_GRIDS = [[[True, True, True], [True, False, False]], [[False, False, False], [False, True, True]]]
 
 
 def tiles_of_two_grids(tile, mutation=None) -> list:
@@ -183,7 +182,7 @@ def tiles_of_two_grids(tile, mutation=None) -> list:
     own, products, right = Operands(a, w, torch.zeros(n, dtype=BF16), None), alone(tile, result=FP32), []
     shape, expected = Config(OF_ANY_KIND, 2 * tile.blocks, tile.threads), a.float() @ w.float().t()
     for first, end in ((0, 4), (4, 6)):
-        x = packed(own, m, first_row=1, group_rows=1, first_tile=first, end_tile=end)
+        x = packed(own, m, group_rows=1, first_tile=first, end_tile=end)
 
         (outcome,) = products.run([Call(0, shape, [x], (len(x),), (4 * m * n,), cluster=tile.blocks)], 0, mutation)
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphar import reference
-from graphar.numerics.fp8_products import BLOCK, FP8, checked_scales, fused_multiply_add, product
+from graphar.numerics.exact_fma import fma
+from graphar.numerics.fp8_products import BLOCK, FP8, checked_scales, product
 from tests.cases import HALVES, far_apart, normal, same_bits
 
 M, N, K = 5, 300, 400  # the last block of N and of K is short
@@ -128,7 +129,7 @@ def test_an_element_is_what_numpy_gives_one_operation_at_a_time(form, fill):
 def test_a_fused_multiply_add_rounds_the_exact_sum_once(numbers):
     x, y, z = numbers
 
-    found = fused_multiply_add(*(torch.tensor(v) for v in numbers)).item()
+    found = fma(*(torch.tensor(v) for v in numbers)).item()
 
     assert found == rounded(Fraction(x) * Fraction(y) + Fraction(z))
 
@@ -137,10 +138,11 @@ def test_a_sum_that_fp64_rounds_to_a_tie_of_fp32_is_rounded_by_what_it_lost():
     one, tiny = torch.tensor(1.0), torch.tensor(2.0**-40)
     half_ulp = torch.tensor(1 + 2.0**-23)  # z + x * y is 2^24 + 1 and a little, where fp32 has every second integer
 
-    assert fused_multiply_add(one, one, torch.tensor(2.0**24)).item() == 2.0**24
-    assert fused_multiply_add(tiny, tiny, torch.tensor(1.0)).item() == 1
-    assert fused_multiply_add(half_ulp, one, torch.tensor(2.0**24)).item() == 2.0**24 + 2
-    assert fused_multiply_add(torch.tensor(torch.inf), one, one).item() == torch.inf
+    assert fma(one, one, torch.tensor(2.0**24)).item() == 2.0**24
+    assert fma(tiny, tiny, torch.tensor(1.0)).item() == 1
+    assert fma(half_ulp, one, torch.tensor(2.0**24)).item() == 2.0**24 + 2
+    for infinite in (torch.inf, -torch.inf):
+        assert fma(torch.tensor(infinite), one, one).item() == fma(one, one, torch.tensor(infinite)).item() == infinite
 
 
 def test_what_is_not_a_number_stays_in_its_row_and_column():

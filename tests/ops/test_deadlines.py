@@ -180,8 +180,8 @@ def gpus(monkeypatch, request):
         monkeypatch.setattr(module, "bind_launch", bind_launch)
     for module in (launches, fused):
         monkeypatch.setattr(module, "on_own_device", lambda device, launch: launch)
-    for name in ("summed_tiles", "gathered_tiles", "skinny"):
-        monkeypatch.setattr(fused, name, lambda *given: ([], None))
+    for kind in (fused.Summed, fused.Skinny, fused.Gathered):
+        monkeypatch.setattr(kind, "_parameters", lambda *given: ([], None))
     monkeypatch.setattr(fused, "load_tile", load_tile)
     monkeypatch.setattr(fused, "_why_not", lambda own: "")
     monkeypatch.setattr(launcher, "sm_count", lambda device: 132)

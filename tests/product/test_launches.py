@@ -49,8 +49,8 @@ class Bound:
 @pytest.fixture
 def engine(monkeypatch):
     """An engine of two ranks whose launches are recorded, and bound to nothing."""
-    for name in ("summed_tiles", "gathered_tiles"):
-        monkeypatch.setattr(fused, name, lambda *given: ([], None))
+    for kind in (fused.Summed, fused.Gathered):
+        monkeypatch.setattr(kind, "_parameters", lambda *given: ([], None))
     monkeypatch.setattr(fused, "KernelLaunch", lambda *given: given)
     monkeypatch.setattr(fused, "bind_launch", lambda *given: given)
     monkeypatch.setattr(fused, "_why_not", lambda own: "")  # the operands are on the CPU

@@ -48,9 +48,8 @@ struct MatmulTile {
 };
 
 // The tiles of a block, in the order of the whole grid. `group_rows` rows of tiles are walked at a time, column by
-// column, so that tiles computed at the same time share operands in L2. The walk begins at row `first_row` and wraps to
-// row 0. A row of tiles is as high as a cluster. No group crosses row `border`. With leaves a grid computes a part of
-// the tiles: those of the walk from `first_tile` on, before `end_tile`.
+// column, so that tiles computed at the same time share operands in L2. A row of tiles is as high as a cluster. No group
+// crosses row `border`. With leaves a grid computes a part of the tiles: those from `first_tile` on, before `end_tile`.
 template <class Tile>
 struct Walk {
   const MatmulArguments& a;
@@ -79,9 +78,7 @@ struct Walk {
   // The first row and column of this block's tile.
   __device__ void locate(u32& row, u32& column) const {
     column = within / rows_of_group();
-    row = group + within - column * rows_of_group() + a.first_row;
-    if (row >= rows) row -= rows;
-    row *= height;
+    row = (group + within - column * rows_of_group()) * height;
     column *= Tile::columns;
     if constexpr (Tile::cluster > 1) row += block_in_cluster() * Tile::rows;
   }

@@ -6,16 +6,14 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// 16 bytes: the unit of every transfer.
-struct alignas(16) Pack {
-  u32 word[4];
-};
-
 // 4, 8 or 16 bytes that move as one access.
 template <int Count>
 struct alignas(4 * Count) Words {
   u32 word[Count];
 };
+
+// 16 bytes: the unit of every transfer.
+using Pack = Words<4>;
 
 // 16 bytes that move as two accesses of 8, none of which is ever torn.
 struct alignas(16) Pair {
@@ -52,21 +50,12 @@ __device__ __forceinline__ Words<2> load_relaxed_sys(const Words<2>* address) {
   return v;
 }
 
-__device__ __forceinline__ Words<4> load_relaxed_sys(const Words<4>* address) {
-  const Pack p = load_relaxed_sys(reinterpret_cast<const Pack*>(address));
-  return {{p.word[0], p.word[1], p.word[2], p.word[3]}};
-}
-
 __device__ __forceinline__ void store_relaxed_sys(Words<1>* address, const Words<1>& v) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v.word[0]));
 }
 
 __device__ __forceinline__ void store_relaxed_sys(Words<2>* address, const Words<2>& v) {
   asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(v.word[0]), "r"(v.word[1]));
-}
-
-__device__ __forceinline__ void store_relaxed_sys(Words<4>* address, const Words<4>& v) {
-  store_relaxed_sys(reinterpret_cast<Pack*>(address), Pack{{v.word[0], v.word[1], v.word[2], v.word[3]}});
 }
 
 __device__ __forceinline__ Pair load_relaxed_sys(const Pair* address) {

@@ -86,13 +86,7 @@ def _load(device: int, dtype: torch.dtype, total_dtype: torch.dtype):
 
 @functools.lru_cache(maxsize=1024)
 def _bind(
-    device: int,
-    dtype: torch.dtype,
-    total_dtype: torch.dtype,
-    numel: int,
-    columns: int,
-    eps: float,
-    offset: float,
+    device: int, dtype: torch.dtype, total_dtype: torch.dtype, numel: int, columns: int, eps: float, offset: float
 ) -> Callable[[Tensors, Tensors, int], None]:
     """Returns a function that launches one norm.
 

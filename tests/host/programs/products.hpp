@@ -8,7 +8,7 @@ inline u64 up_to(u64 unit, u64 n) { return (n + unit - 1) / unit * unit; }
 // Mirrored in products.py.
 struct Sizes {
   u64 m, n, k, with_bias;
-  u64 first_row, group_rows, first_tile, end_tile;  // as in MatmulArguments
+  u64 group_rows, first_tile, end_tile;  // as in MatmulArguments
   u64 constant, held;  // whether W is called constant, and is: it then lies in the host's copy, which nothing writes
   u64 wants_rows;      // whether the gathered rows follow the result, and their scales
   u64 a_scales;        // numbers of A's scale in memory
@@ -52,7 +52,6 @@ struct Operands {
     made.m = sizes.m;
     made.n = sizes.n;
     made.k = sizes.k;
-    made.first_row = sizes.first_row;
     made.group_rows = sizes.group_rows;
     made.first_tile = sizes.first_tile;
     made.end_tile = sizes.end_tile;

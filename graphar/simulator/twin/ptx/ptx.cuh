@@ -29,14 +29,12 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-struct alignas(16) Pack {
-  u32 word[4];
-};
-
 template <int Count>
 struct alignas(4 * Count) Words {
   u32 word[Count];
 };
+
+using Pack = Words<4>;
 
 struct alignas(16) Pair {
   u64 half[2];
