@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import heapq
+import importlib.metadata
 import itertools
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
+from pathlib import Path
 
 import torch
 
@@ -19,6 +24,7 @@ from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.tables import Table, shipped_table
 from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, skinny_tile
 from graphar.plan.work import Norm
+from graphar.runtime import compiler
 from graphar.runtime.catalogue import (
     GATHERING_KERNELS,
     NORM_KERNELS,
@@ -29,10 +35,12 @@ from graphar.runtime.catalogue import (
     fused_matmul_source,
     kernel_source,
 )
+from graphar.runtime.compiler import Cubin
 from perf.kernels import TREE_WORLD_SIZES, TREES, catalogue
 from tests.changes import any_changed, included
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
+KEPT = Path(__file__).parents[1] / "build" / "kernels"
 
 
 def arguments(source: KernelSource) -> list[str]:
@@ -77,24 +85,73 @@ def combinations(source: KernelSource) -> set[tuple]:
     return {("" if source.generated else source.file, *one) for one in enumerate(arguments(source))}
 
 
-def sample() -> list[tuple[KernelSource, str]]:
-    """Kernels that cover all :func:`combinations`, cheap ones first, and those whose files changed (tests.changes).
+def sample(budgeted: Sequence[KernelSource]) -> list[tuple[KernelSource, str]]:
+    """Few kernels that cover all :func:`combinations`, and those whose files changed (tests.changes).
 
-    Kernels of few ranks that a tuning table names come first, for their architecture. For others they take turns.
+    ``budgeted`` are compiled for sm_90a in any case. Next come kernels of few ranks that a tuning table names, then
+    others that it names, for the same architecture. For those that cover the rest architectures take turns.
     """
-    turns, found, cases, ranks = Counter(), set(), {}, named()
-    for source in sorted(ranks, key=lambda one: (ranks[one] > FEW_RANKS, effort(one))):
-        if not combinations(source) <= found or any_changed(included(source.file)):
-            cases[source, "sm_90a"] = None
-            found |= combinations(source)
-    for source in sorted(catalogue(), key=effort):
-        is_changed = (source, "sm_90a") not in cases and any_changed(included(source.file))
-        if is_changed or not combinations(source) <= found:
-            arch = min((arch for arch in ARCHS if source.runs_on(arch)), key=lambda arch: turns[arch])
-            cases[source, arch] = None
-            turns[arch] += 1
-            found |= combinations(source)
-    return list(cases)
+    turns, ranks = Counter(), named()
+    changed = [source for source in ranks if any_changed(included(source.file))]
+    chosen = dict.fromkeys([*budgeted, *changed])
+    found = set().union(*map(combinations, chosen))
+    chosen |= dict.fromkeys(cover((source for source in ranks if ranks[source] <= FEW_RANKS), found))
+    chosen |= dict.fromkeys(cover(ranks, found))
+    made = [(source, "sm_90a") for source in chosen]
+    changed = [one for one in catalogue() if one not in chosen and any_changed(included(one.file))]
+    found = found.union(*map(combinations, changed))
+    for source in [*changed, *cover(catalogue(), found)]:
+        arch = min((arch for arch in ARCHS if source.runs_on(arch)), key=lambda arch: turns[arch])
+        made.append((source, arch))
+        turns[arch] += 1
+    return made
+
+
+def cases(budgeted: Sequence[KernelSource]) -> dict[str, list[tuple[KernelSource, str]]]:
+    """What tests compile: always, before a change goes in, and before a release."""
+    return {"some": some(), "sample": sample(budgeted), "all": taken()}
+
+
+def cover(sources: Iterable[KernelSource], found: set[tuple]) -> Iterator[KernelSource]:
+    """Few of the kernels, which have all their :func:`combinations`, but for those ``found``, to which these are added.
+
+    The next one is always one with the most new ones, and of these the cheapest.
+    """
+    ordered = sorted(sources, key=effort)
+    left = [(-len(combinations(source)), at) for at, source in enumerate(ordered)]
+    heapq.heapify(left)
+    while left:
+        _, at = left[0]
+        new = combinations(ordered[at]) - found
+        if not new:
+            heapq.heappop(left)
+        elif (-len(new), at) == left[0]:
+            found |= new
+            yield ordered[at]
+        else:
+            heapq.heapreplace(left, (-len(new), at))
+
+
+def keep_kernels(*nvrtc: str) -> None:
+    """Has this process use a kernel cache that runs share: of these packages, or of those that are installed.
+
+    Its path depends on the compiler's code and packages, unlike the cache's keys.
+    """
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("cuda-core", "cuda-bindings")]
+    found = [one for one in importlib.metadata.distributions() if "nvrtc" in (one.name or "")]
+    packages += sorted(nvrtc or {f"{one.name} {one.version}" for one in found})
+    text = "\n".join([Path(compiler.__file__).read_text(), *packages])
+    path = KEPT / hashlib.sha256(text.encode()).hexdigest()[:16]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ["GRAPHAR_CACHE_DIR"] = str(path)
+
+
+def compile_kept(source: KernelSource, arch: str) -> Cubin:
+    """The kernel. What the compiler says of it, it says again next time: a cubin from the cache has lost this text."""
+    cubin = compiler.compile_kernel(source, arch)
+    if cubin.said:
+        Path(os.environ["GRAPHAR_CACHE_DIR"], compiler.cache_key(source, arch)).unlink()
+    return cubin
 
 
 def taken() -> list[tuple[KernelSource, str]]:

@@ -26,10 +26,10 @@ from typing import NamedTuple
 import torch
 
 from graphar.runtime.catalogue import NORM_KERNELS, KernelSource, file_of
-from graphar.runtime.compiler import compile_kernel, nvrtc_version
+from graphar.runtime.compiler import nvrtc_version
 from perf.cubin import code, resources
 from perf.kernels import softmax_kernels, softmax_results_kernels
-from tests.compilations import FEW_RANKS, arguments, named
+from tests.compilations import FEW_RANKS, arguments, compile_kept, keep_kernels, named
 from tests.processes import PROCESSES
 
 ROOT = Path(__file__).parents[1]
@@ -133,13 +133,11 @@ def _use(version: str, folder: Path) -> None:
         ctypes.CDLL(str(library))
     if ".".join(map(str, nvrtc_version())) != version.rpartition(".")[0]:
         raise RuntimeError(f"{folder} holds NVRTC {nvrtc_version()}, not {version}")
-    cache = ROOT / "build" / "kernels" / f"nvrtc-{version}"
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.environ["GRAPHAR_CACHE_DIR"] = str(cache)
+    keep_kernels(f"{PACKAGE} {version}")
 
 
 def _cost(source: KernelSource) -> Cost:
-    cubin = compile_kernel(source, ARCH)
+    cubin = compile_kept(source, ARCH)
     needs, of = resources(cubin.image, cubin.symbol), code(cubin.image)
     return Cost(of.instructions, needs.registers, of.spilled_nbytes, needs.stack_nbytes)
 

@@ -43,6 +43,7 @@ BOXES, PACKS = 16, 64 * 24  # in a slot of tiles; in one of a skinny matmul
 MOST_ROWS, MOST_K = 300, 400  # of a rank whose rows are gathered
 GATHERED_PACKS = MOST_ROWS * (-(-MOST_K // 16) + 1)  # a row of e4m3 has at most a pack of scales
 MOST_THREADS = {"plain": 1 << 13, "thread": 2200, "address": 1 << 12}  # ThreadSanitizer has 8128: 3 or 4 per thread
+MOST_IN_GRIDS = MOST_THREADS | {"thread": 1100}  # if a cluster a rank has fewer: its time grows with their square
 LARGE_SUMS, LARGE_LEAVES = 2.0**20, 2.0**12  # of products that cancel
 EPILOGUE = Pointwise("max(v * scale, c[col]) + f[index] - r[row] + row * 3 - col", (BF16,) * 3, 1)
 EPILOGUE_SCALAR = 0.375
@@ -321,22 +322,19 @@ class Products:
 
     def _draw_sizes(self, kind: Kind, choices: random.Random) -> tuple[list[int], int]:
         """The rows of each rank's part, or of the whole, and the columns."""
-        tile = kind.tile
+        tile, share = kind.tile, 1 if self.sanitizer == "plain" else 2
         if self.algorithm is None:
-            largest = 1.0 if self.sanitizer == "plain" else 0.5
-            m, n = (
-                choices.randint(1, int(largest * most)) for most in (2.5 * self._height(kind), 2 * tile.columns + 70)
-            )
+            m, n = (choices.randint(1, int(most / share)) for most in (2.5 * self._height(kind), 2 * tile.columns + 70))
             return [m], -(-n // STORE_COLUMNS) * STORE_COLUMNS
         if self.is_skinny:
             m = choices.choice([1, tile.rows, choices.randint(1, tile.rows)])
             return [m], STORE_COLUMNS * choices.randint(1, min(PACKS // (2 if tile.partials else 1) // m, 30))
-        most = MOST_ROWS if self.algorithm is GATHER else 150
+        most = (MOST_ROWS if self.algorithm is GATHER else 150) // share
         counts = [choices.choice([0, 1, 64, choices.randint(1, most)]) for _ in range(self.world_size)]
         counts[choices.randrange(self.world_size)] = choices.randint(1, most)
         if self.algorithm is GATHER:
-            return counts, STORE_COLUMNS * choices.randint(1, 30)
-        columns = 64 * ((8 if tile.partials else 12) // -(-max(counts) // 64))
+            return counts, STORE_COLUMNS * choices.randint(1, 30 // share)
+        columns = 64 * ((8 if tile.partials else 12) // share // -(-max(counts) // 64))
         unit = self.then.bucket_size if isinstance(self.then, Codec) else STORE_COLUMNS
         return counts, unit * choices.randint(1, max(1, columns // unit))
 
@@ -347,7 +345,7 @@ class Products:
     def _most_k(self, kind: Kind) -> int:
         if self.algorithm is GATHER:
             return 150 if kind.scales == UNSCALED else MOST_K
-        return (150 if kind.scales == UNSCALED else 450) * (1 if self.algorithm else 2)
+        return (150 if kind.scales == UNSCALED else 450) * (1 if self.algorithm or self.sanitizer == "thread" else 2)
 
     def _height(self, kind: Kind) -> int:
         return kind.tile.rows * kind.tile.cluster
@@ -362,7 +360,7 @@ class Products:
 
     def _draw_blocks(self, kind: Kind, choices: random.Random) -> tuple[int, ...]:
         """The blocks of each rank's grid, in whole clusters. Ranks differ, as GPUs may differ in their SMs."""
-        of_threads = MOST_THREADS[self.sanitizer] // (self.world_size * kind.tile.threads * kind.blocks)
+        of_threads = MOST_IN_GRIDS[self.sanitizer] // (self.world_size * kind.tile.threads * kind.blocks)
         grids = max(1, min(2 if self.algorithm else 3, of_threads))
         first = choices.randrange(grids)
         return tuple(((first + rank) % grids + 1) * kind.blocks for rank in range(self.world_size))
@@ -376,7 +374,8 @@ class Products:
         dtype = kind.dtype if self.algorithm is None else self.dtype
         rows = counts if self.algorithm is GATHER else [sum(counts)] * self.world_size
         in_leaves, ranks = tile.leaves > 1 or tile.partials, []
-        k = LEAF_UNIT * tile.leaves * choices.choice([1, 1, 2]) if in_leaves else choices.randint(1, self._most_k(kind))
+        lengths = [1, 1, 2] if self.sanitizer == "plain" else [1]
+        k = LEAF_UNIT * tile.leaves * choices.choice(lengths) if in_leaves else choices.randint(1, self._most_k(kind))
         for m in rows:
             if self.algorithm is not GATHER and not in_leaves:
                 k = choices.randint(1, self._most_k(kind))

@@ -1,7 +1,5 @@
 """Kernels compile: a few of each file, with `nox -s catalogue` a sample, and with its `--whole` all of them."""
 
-import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -14,56 +12,38 @@ import pytest
 
 from graphar.errors import CompileError
 from graphar.runtime import compiler
-from graphar.runtime.compiler import Cubin, cache_key, compile_kernel, nvrtc_version
+from graphar.runtime.compiler import Cubin, compile_kernel, nvrtc_version
 from perf.cubin import resources
 from perf.kernels import catalogue
 from tests.changes import any_changed, included
-from tests.compilations import ARCHS, FEW_RANKS, combinations, features, named, sample, some, taken, words
+from tests.compilations import ARCHS, FEW_RANKS, cases, combinations, compile_kept, features, keep_kernels, named, words
+from tests.kernel_budget import of_most_ranks
 from tests.processes import PROCESSES
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
-CASES = {"some": some(), "sample": sample(), "all": taken()}
-MOST_SAMPLED = 450  # a budget of time: each takes about 0.4 s
-KEPT = Path(__file__).parents[2] / "build" / "kernels"
+CASES = cases(of_most_ranks())
+MOST_SAMPLED = 400  # a budget of time: each takes about 0.5 s
 # The bytes of local memory that each thread of a kernel takes, with one version of NVRTC. Kernels without are left out.
 LOCAL_MEMORY = json.loads(Path(__file__).with_name("local_memory.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def kept():
-    """A kernel cache that runs share. Its path depends on the compiler's code and packages, unlike the cache's keys."""
-    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("cuda-core", "cuda-bindings")]
-    nvrtc = [f"{one.name} {one.version}" for one in importlib.metadata.distributions() if "nvrtc" in (one.name or "")]
-    text = "\n".join([Path(compiler.__file__).read_text(), *packages, *sorted(nvrtc)])
-    path = KEPT / hashlib.sha256(text.encode()).hexdigest()[:16]
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return path
-
-
 @pytest.fixture(scope="module", params=["some", pytest.param("most", marks=pytest.mark.catalogue)])
-def compiled(request, kept):
+def compiled(request):
     """A Cubin, or what went wrong, for each of CASES; NVRTC is loaded in forked processes only."""
     whole = "all" if request.config.getoption("--whole") else "sample"
-    return compile_all(CASES["some" if request.param == "some" else whole], kept)
+    return compile_all(CASES["some" if request.param == "some" else whole])
 
 
-def compile_all(cases, kept):
-    with ProcessPoolExecutor(os.cpu_count(), PROCESSES, use_directory, (str(kept),)) as pool:
-        return dict(zip(cases, pool.map(compile_or_explain, cases), strict=True))
-
-
-def use_directory(path):
-    os.environ["GRAPHAR_CACHE_DIR"] = path
+def compile_all(these):
+    with ProcessPoolExecutor(os.cpu_count(), PROCESSES, keep_kernels) as pool:
+        return dict(zip(these, pool.map(compile_or_explain, these), strict=True))
 
 
 def compile_or_explain(case):
     try:
-        cubin = compile_kernel(*case)
+        return compile_kept(*case)
     except CompileError as error:
         return str(error)
-    if cubin.said:  # a cubin from the cache has lost this text
-        Path(os.environ["GRAPHAR_CACHE_DIR"], cache_key(*case)).unlink()
-    return cubin
 
 
 def cubins(compiled, arch):
@@ -95,6 +75,7 @@ def test_every_file_is_in_the_sample_with_every_dtype_number_of_ranks_codec_and_
     sampled, known = (set().union(*map(combinations, of)) for of in ([s for s, _ in CASES["sample"]], catalogue()))
     assert sampled >= known
     assert {arch for _, arch in CASES["sample"]} == set(ARCHS)
+    assert CASES["sample"][: len(of_most_ranks())] == [(source, "sm_90a") for source in of_most_ranks()]
 
 
 @every_arch
@@ -193,10 +174,10 @@ def asked(request):
 
 
 @pytest.fixture(scope="module")
-def local_nbytes(asked, kept):
+def local_nbytes(asked):
     """The local memory of those that have some, by world size and name."""
     found = {}
-    for (source, _), cubin in compile_all([(source, "sm_90a") for source in asked], kept).items():
+    for (source, _), cubin in compile_all([(source, "sm_90a") for source in asked]).items():
         assert isinstance(cubin, Cubin), cubin
         if nbytes := resources(cubin.image, cubin.symbol).stack_nbytes:
             found.setdefault(asked[source], {})[source.name] = nbytes

@@ -12,6 +12,8 @@ __attribute__((weak)) void __tsan_destroy_fiber(void* fiber);
 __attribute__((weak)) void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 __attribute__((weak)) void __tsan_acquire(void* address);
 __attribute__((weak)) void __tsan_release(void* address);
+__attribute__((weak)) void __tsan_read_range(const void* begin, unsigned long size);
+__attribute__((weak)) void __tsan_write_range(void* begin, unsigned long size);
 __attribute__((weak)) int __tsan_atomic32_load(const volatile int* address, int order);
 __attribute__((weak)) void __tsan_atomic32_store(volatile int* address, int value, int order);
 __attribute__((weak)) void __tsan_atomic64_store(volatile long long* address, long long value, int order);

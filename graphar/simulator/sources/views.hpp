@@ -40,10 +40,10 @@ void become(Observer next);
 // Attributes accesses to the observer while the object lives.
 class As {
  public:
-  explicit As(Observer observer) {
+  [[gnu::always_inline]] explicit As(Observer observer) {
     if (observer) begin(observer);
   }
-  ~As() {
+  [[gnu::always_inline]] ~As() {
     if (before_) become(before_);
   }
   As(const As&) = delete;

@@ -35,8 +35,7 @@ inline Pack multimem_load_sum(T, const Pack* address) {
 inline void multimem_store(Pack* address, const Pack& p) {
   twin::note_store("multimem_store", address, p);
   for (size_t rank = 0; rank < multicast.scratch.size(); ++rank) {
-    for (int w = 0; w < 4; ++w)
-      twin::store_as(simulator::view(simulator::alias), &twin::on_rank(rank, address)->word[w], p.word[w]);
+    twin::copy_as(nullptr, simulator::view(simulator::alias), twin::on_rank(rank, address), &p, sizeof p);
     twin::after_access();
   }
 }

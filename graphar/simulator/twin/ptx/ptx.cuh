@@ -12,6 +12,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "sanitizers.hpp"
 #include "scheduler.hpp"
 
 #define __global__
@@ -58,19 +59,20 @@ inline Word load_as(simulator::Observer observer, const Word* address) {
   return *address;
 }
 
-template <class Word>
-inline void store_as(simulator::Observer observer, Word* address, Word v) {
-  const simulator::As as(observer);
-  *address = v;
+// Copies elements of 2 bytes. ThreadSanitizer is told of them at once, unless nobody is named: each change of the
+// observer takes longer than an access.
+[[gnu::no_sanitize("thread")]] inline void copy_as(simulator::Observer reader, simulator::Observer writer, void* to,
+                                                   const void* from, u32 nbytes) {
+  if (const simulator::As as(reader); reader) __tsan_read_range(from, nbytes);
+  if (const simulator::As as(writer); writer) __tsan_write_range(to, nbytes);
+  for (u32 i = 0; i < nbytes / 2; ++i) static_cast<u16*>(to)[i] = static_cast<const u16*>(from)[i];
 }
 
 inline void carry_out(size_t at) {
   auto& copies = simulator::self().copies;
   const simulator::Copy copy = copies[at];
   copies.erase(copies.begin() + at);
-  const simulator::Observer reader = simulator::view(copy.read), writer = simulator::view(copy.written);
-  for (u32 i = 0; i < copy.nbytes / sizeof(u64); ++i)
-    store_as(writer, static_cast<u64*>(copy.to) + i, load_as(reader, static_cast<const u64*>(copy.from) + i));
+  copy_as(simulator::view(copy.read), simulator::view(copy.written), copy.to, copy.from, copy.nbytes);
   if (copy.complete) copy.complete(copy);
 }
 

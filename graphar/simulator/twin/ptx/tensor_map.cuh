@@ -28,26 +28,25 @@ struct Piece {
   u32 x, y;
   char* shared;
 
+  // 8 elements at a time: how many of them are in the matrix, and where.
   template <class Visit>
-  void visit(u64 columns, Visit visit) const {
+  void visit(Visit visit) const {
     for (u32 r = 0; r < 8; ++r)
-      for (u32 c = 0; c < 64; ++c) {
-        const bool inside = x + c < columns && y + r < map.rows;
-        u16* const global = inside ? map.base + (y + r) * map.leading + x + c : nullptr;
-        visit(reinterpret_cast<u16*>(shared + r * 128 + (c / 8 ^ r) * 16) + c % 8, global);
+      for (u64 c = x; c < x + 64u; c += 8) {
+        const u64 count = y + r < map.rows && c < map.columns ? min(map.columns - c, u64(8)) : 0;
+        visit(shared + r * 128 + ((c - x) / 8 ^ r) * 16, count, map.base + (y + r) * map.leading + c);
       }
-  }
-
-  // Whether the row of an element ends after its first byte.
-  bool ends_within(const u16* global) const {
-    return map.is_odd && global && u64(global - map.base) % map.leading + 1 == map.columns;
   }
 
   static void load(const simulator::Copy& copy) {
     const Piece& piece = *static_cast<const Piece*>(copy.from);
-    piece.visit(piece.map.columns, [&](u16* there, const u16* global) {
-      const u16 v = global ? load_as(simulator::view(copy.read), global) : 0;
-      store_as(simulator::view(copy.written), there, piece.ends_within(global) ? u16(v & 0xff) : v);
+    piece.visit([&](char* there, u64 count, const u16* global) {
+      u16 eight[8] = {};
+      if (count) copy_as(simulator::view(copy.read), nullptr, eight, global, 2 * count);
+      // Whether the row ends after the first byte of this element.
+      if (piece.map.is_odd && count && u64(global - piece.map.base) % piece.map.leading + count == piece.map.columns)
+        eight[count - 1] &= 0xff;
+      copy_as(nullptr, simulator::view(copy.written), there, eight, sizeof eight);
     });
     simulator::Copy done = copy;
     done.nbytes = 1024;
@@ -57,8 +56,8 @@ struct Piece {
   // If a row ends within 16 bytes, the hardware writes all of these 16.
   static void store(const simulator::Copy& copy) {
     const Piece& piece = *static_cast<const Piece*>(copy.from);
-    piece.visit((piece.map.columns + 7) / 8 * 8, [&](const u16* here, u16* global) {
-      if (global) store_as(simulator::view(copy.written), global, load_as(simulator::view(copy.read), here));
+    piece.visit([&](const char* here, u64 count, u16* global) {
+      if (count) copy_as(simulator::view(copy.read), simulator::view(copy.written), global, here, 16);
     });
   }
 };
@@ -116,11 +115,8 @@ namespace twin {
 // Reads the source of a store now. The store itself comes later.
 inline void read_source(simulator::Copy& copy) {
   const auto keep = [&](const void* from, u32 nbytes) {
-    const simulator::Observer reader = simulator::view(copy.read);
     char* const kept = simulator::make_memory(nbytes);
-    for (u32 at = 0; at < nbytes; at += sizeof(u64))
-      store_as(reader, reinterpret_cast<u64*>(kept + at),
-               load_as(reader, reinterpret_cast<const u64*>(static_cast<const char*>(from) + at)));
+    copy_as(simulator::view(copy.read), nullptr, kept, from, nbytes);
     return kept;
   };
   copy.source_is_read = true;

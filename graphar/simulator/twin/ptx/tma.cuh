@@ -33,7 +33,7 @@ inline char* shared_of_block(u32 block, const void* p) {
 class Mbarrier {
  public:
   void init(u32 arrivals) {
-    twin::store_as(simulator::view(simulator::inits), &arrivals_, arrivals);
+    twin::copy_as(nullptr, simulator::view(simulator::inits), &arrivals_, &arrivals, sizeof arrivals);
     simulator::fence(simulator::inits, simulator::generic);
     pending_ = arrivals;
     transactions_ = ended_ = 0;
@@ -166,7 +166,7 @@ void bulk_store(void* global, const void* shared, u32 nbytes) {
 // A copy of a pack that nobody else sees. Its end releases what the copy does, but only to a wait for the cluster.
 inline void store_async_in_cluster(Pack* here, u32 block, const Pack& p, Mbarrier& stored) {
   u32* const kept = reinterpret_cast<u32*>(simulator::make_memory(sizeof(Pack)));
-  for (u32 w = 0; w < 4; ++w) twin::store_as(simulator::view(simulator::async_shared), kept + w, p.word[w]);
+  twin::copy_as(nullptr, simulator::view(simulator::async_shared), kept, &p, sizeof p);
   simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
                                       .to = twin::shared_of_block(block, here),
                                       .from = kept,

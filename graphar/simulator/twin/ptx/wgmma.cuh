@@ -38,40 +38,40 @@ inline Products& products() {
   return of_threads[block_of_all()][threadIdx.x];
 }
 
-inline float decoded(bf16, u16 bits) {
-  float v[2];
-  return bf16::unpack(bits, v), v[0];
-}
-inline float decoded(fp16, u16 bits) {
-  float v[2];
-  return fp16::unpack(bits, v), v[0];
-}
-inline float decoded(e4m3, unsigned char bits) {
+[[gnu::always_inline]] inline float decoded(bf16, u16 bits) { return __builtin_bit_cast(float, u32(bits) << 16); }
+[[gnu::always_inline]] inline float decoded(fp16, u16 bits) { return __builtin_bit_cast(_Float16, bits); }
+[[gnu::always_inline]] inline float decoded(e4m3, unsigned char bits) {
   const u32 magnitude = bits & 0x7f;
-  float v = std::bit_cast<float>((magnitude << 20) + (120u << 23));
+  float v = __builtin_bit_cast(float, (magnitude << 20) + (120u << 23));
   if (magnitude < 8) v = magnitude * 0x1p-9f;
   if (magnitude == 0x7f) v = NAN;
   return bits & 0x80 ? -v : v;
 }
 
-// Element k of row (or column) i of an operand, by the bits of its descriptor.
+// An operand, by the bits of its descriptor.
 template <class T>
 struct Operand {
   u32 begin, leading, stride;
   const char* boxes = dynamic_shared_boxes() - 1024;
-  simulator::Observer observer = simulator::view(simulator::products);
 
   explicit Operand(u64 bits)
       : begin((bits & 0x3fff) << 4), leading((bits >> 16 & 0x3fff) << 4), stride((bits >> 32 & 0x3fff) << 4) {
     if (bits >> 62 != 1) std::abort();
   }
 
-  template <bool by_columns>
-  __forceinline__ float element(u32 i, u32 k) const {
-    u32 at = begin + (by_columns ? i / 64 * leading + i % 64 * 2 + k / 8 * stride + k % 8 * 128
-                                 : i / 8 * stride + i % 8 * 128 + k * sizeof(typename T::Storage));
-    at ^= at / 128 % 8 * 16;
-    return decoded(T{}, load_as(observer, reinterpret_cast<const typename T::Storage*>(boxes + at)));
+  // Row (or column) i: 16 bytes at a time where its elements follow one another.
+  template <bool by_columns, u32 Count>
+  [[gnu::always_inline]] void read(u32 i, float (&elements)[Count]) const {
+    typename T::Storage bits[by_columns ? 1 : 16 / sizeof(typename T::Storage)];
+    constexpr u32 together = sizeof bits / sizeof bits[0];
+    for (u32 k = 0; k < Count; k += together) {
+      u32 at = begin + (by_columns ? i / 64 * leading + i % 64 * 2 + k / 8 * stride + k % 8 * 128
+                                   : i / 8 * stride + i % 8 * 128 + k * sizeof bits[0]);
+      at ^= at / 128 % 8 * 16;
+      if (__tsan_read_range) __tsan_read_range(boxes + at, sizeof bits);
+      __builtin_memcpy(bits, boxes + at, sizeof bits);
+      for (u32 j = 0; j < together; ++j) elements[k + j] = decoded(T{}, bits[j]);
+    }
   }
 };
 }  // namespace twin
@@ -88,20 +88,19 @@ struct Product {
 
   // Adds in the order of graphar.numerics.leaf_tree.product: the products of one instruction are a step.
   template <class T>
-  static void carry_out(float* sums, u64 a, u64 b, bool first) {
+  [[gnu::no_sanitize("thread")]] static void carry_out(float* sums, u64 a, u64 b, bool first) {
     const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     simulator::fence(simulator::async_shared, simulator::products);
     constexpr u32 step = 32 / sizeof(typename T::Storage);
     const twin::Operand<T> rows(a), columns(b);
-    float row[2][step];
-    for (u32 k = 0; k < 2 * step; ++k)
-      row[k / step][k % step] = rows.template element<a_by_columns>(warp * 16 + lane / 4 + k / step * 8, k % step);
+    const simulator::As as(simulator::view(simulator::products));
+    float row[2][step], column[step];
+    for (u32 r = 0; r < 2; ++r) rows.template read<a_by_columns>(warp * 16 + lane / 4 + r * 8, row[r]);
     for (u32 c = 0; c < N / 4; ++c) {
       float sum[2] = {};
-      for (u32 k = 0; k < step; ++k) {
-        const float v = columns.template element<b_by_columns>(c / 2 * 8 + lane % 4 * 2 + c % 2, k);
-        for (int r = 0; r < 2; ++r) sum[r] += row[r][k] * v;
-      }
+      columns.template read<b_by_columns>(c / 2 * 8 + lane % 4 * 2 + c % 2, column);
+      for (u32 k = 0; k < step; ++k)
+        for (u32 r = 0; r < 2; ++r) sum[r] += row[r][k] * column[k];
       for (u32 r = 0; r < 2; ++r) {
         float& to = sums[c / 2 * 4 + r * 2 + c % 2];
         to = first ? sum[r] : to + sum[r];
