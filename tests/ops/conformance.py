@@ -411,6 +411,7 @@ def matmuls(op: Callable, specify: Callable, **shared) -> tuple[Form, ...]:
         form("rows bias fp16", **scaled("rows", by.with_bias, torch.float16)),
         form("rows split_n", **scaled("rows", partition="split_n")),
         form("rows int8", **scaled("rows", codec="int8")),
+        form("rows invariant", **scaled("rows", partition="batch_invariant")),
         form("numbers tiles", **scaled("numbers", partition="tiles")),
         form("blocks bias", **scaled("blocks", partial(by.with_unequal_columns, by.with_bias))),
         form("blocks split_m", **scaled("blocks", partition="split_m")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -135,21 +134,6 @@ def test_tensors_are_read_by_row_column_index_and_alone():
     assert same_bits(out, r[:, None] * c + f.view(3, 4) * d) == 0
 
 
-def reduce_with_another(rank, world_size):
-    with graphar.Communicator() as communicator:
-        assert communicator.allreduce(torch.ones(3), epilogue="-v").tolist() == [-2.0] * 3
-        with pytest.raises(graphar.CommunicatorError, match="epilogue v"):
-            communicator.allreduce(torch.ones(3), epilogue=f"v + {rank}")
-
-
-def gather_with_another(rank, world_size):
-    with graphar.Communicator() as communicator:
-        call = functools.partial(graphar.fused_allgather_matmul, torch.ones(1, 2), torch.ones(1, 2), group=communicator)
-        assert call(epilogue="-v").tolist() == [[-2.0], [-2.0]]
-        with pytest.raises(graphar.CommunicatorError, match="followed by epilogue v"):
-            call(epilogue=f"v + {rank}")
-
-
 @pytest.mark.parametrize(
     ("text", "function"),
     [
@@ -245,18 +229,6 @@ def test_a_function_means_the_same_on_ranks_with_one_row_as_on_others(length):
     epilogue = Epilogue(added, residual=torch.ones(length, 5), of_rows=torch.ones(length, 1))
 
     assert epilogue.text(torch.empty(length, 5), whole=0) == "((v * of_rows[row]) + residual[index])"
-
-
-def scatter_with_another(rank, world_size):
-    with graphar.Communicator() as communicator:
-        assert communicator.reducescatter(torch.ones(2), epilogue="-v").tolist() == [-2.0]
-        with pytest.raises(graphar.CommunicatorError, match=r"parts of .* epilogue v"):
-            communicator.reducescatter(torch.ones(2), epilogue=f"v + {rank}")
-
-
-@pytest.mark.parametrize("calls", [reduce_with_another, gather_with_another, scatter_with_another])
-def test_ranks_compare_epilogues(calls):
-    run_ranks(calls, 2)
 
 
 def test_a_rank_whose_part_is_empty_has_tensors_without_elements():
