@@ -58,6 +58,14 @@ def kernel_cache(new_cache):
 
 
 @pytest.fixture
+def nothing_stays_loaded(monkeypatch):
+    """Forgets, at the end of a test, the algorithms from outside the package that it loads."""
+    from tests.outside import forget_loaded
+
+    forget_loaded(monkeypatch)
+
+
+@pytest.fixture
 def user_folder(tmp_path, monkeypatch):
     """The folder of the user's tuning tables, which does not exist yet."""
     from graphar.runtime import user_tables

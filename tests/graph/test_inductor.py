@@ -109,18 +109,24 @@ def test_torch_compile_takes_its_modes_beside_the_pass():
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 
+def replays(model, inputs, expected, **options):
+    """How many elements of the results are wrong in five calls, the last of which are replays; and the report."""
+    with graphar.enable(**options) as compile_pass, torch.no_grad():
+        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        found = [[one.clone() for one in replayed(*inputs)] for _ in range(5)]
+    wrong = [same_bits(one, other) for results in found for one, other in zip(results, expected, strict=True)]
+    return wrong, str(compile_pass.report), [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+
+
 def run_in_graphs(rank, world_size):
     def model(x):
         y = torch.relu(x) * 2
         dist.all_reduce(y)
-        return y + 1
+        return (y + 1,)
 
     parts = [integers(r, 8192, torch.bfloat16).cuda() for r in range(world_size)]
     expected = graphar.reference.allreduce([torch.relu(part) * 2 for part in parts]) + 1
-    with graphar.enable() as compile_pass:
-        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        wrong = [same_bits(replayed(parts[rank]).clone(), expected) for _ in range(5)]
-    return wrong, str(compile_pass.report)
+    return replays(model, [parts[rank]], [expected])
 
 
 def run_norm_in_graphs(rank, world_size):
@@ -136,11 +142,7 @@ def run_norm_in_graphs(rank, world_size):
     made = [integers(r, 8 * columns, torch.bfloat16).view(8, columns).cuda() for r in range(world_size + 1)]
     *parts, residual = made
     expected = graphar.reference.allreduce_residual_rmsnorm([part * 2 for part in parts], residual, weight, eps)
-    with graphar.enable() as compile_pass, torch.no_grad():
-        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        found = [[one.clone() for one in replayed(parts[rank], residual)] for _ in range(5)]
-    wrong = [same_bits(one, other) for pair in found for one, other in zip(pair, expected, strict=True)]
-    return wrong, [entry.rewrite for entry in compile_pass.report.entries]
+    return replays(model, [parts[rank], residual], expected)
 
 
 def run_epilogues_in_graphs(rank, world_size):
@@ -154,11 +156,7 @@ def run_epilogues_in_graphs(rank, world_size):
     parts = [integers(r, 64 * 128, torch.bfloat16).view(64, 128).cuda() for r in range(world_size)]
     whole = torch.relu(graphar.reference.allreduce([part * 2 for part in parts]))
     expected = whole, graphar.reference.allreduce(parts).chunk(world_size)[rank] * 0.5
-    with graphar.enable(on=["epilogue"]) as compile_pass, torch.no_grad():
-        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        found = [[one.clone() for one in replayed(parts[rank])] for _ in range(5)]
-    wrong = [same_bits(one, other) for pair in found for one, other in zip(pair, expected, strict=True)]
-    return wrong, [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+    return replays(model, [parts[rank]], expected, on=["epilogue"])
 
 
 def run_plan_in_inductor(rank, world_size):
@@ -176,21 +174,21 @@ def run_plan_in_inductor(rank, world_size):
 @pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
 @pytest.mark.gpu
 def test_a_model_with_dist_all_reduce_replays_in_cuda_graphs(on_gpus):
-    for wrong, report in on_gpus(run_in_graphs):
+    for wrong, report, _ in on_gpus(run_in_graphs):
         assert wrong == [0] * 5
         assert "all_reduce(sum) of [8192] bfloat16 on cuda in group '0': graphar::allreduce" in report
 
 
 @pytest.mark.gpu
 def test_a_model_with_a_norm_replays_the_fused_one_in_cuda_graphs(on_gpus):
-    for wrong, rewrites in on_gpus(run_norm_in_graphs):
+    for wrong, _, entries in on_gpus(run_norm_in_graphs):
         assert wrong == [0] * 10
-        assert rewrites == ["norm"]
+        assert [rewrite for rewrite, _ in entries] == ["norm"]
 
 
 @pytest.mark.gpu
 def test_pointwise_operations_behind_both_kinds_of_sums_replay_as_epilogues_in_cuda_graphs(on_gpus):
-    for wrong, entries in on_gpus(run_epilogues_in_graphs):
+    for wrong, _, entries in on_gpus(run_epilogues_in_graphs):
         assert wrong == [0] * 10
         assert entries == [("epilogue", "")] * 2
 

@@ -376,10 +376,11 @@ def differing(model, fast, inputs):
     return found
 
 
-def run_in_graphs(rank, world_size, rows, fill, with_norm=False, in_parts=False, constant_weights=False):
+def run_in_graphs(rank, world_size, rows, fill, options):
+    with_norm, constant_weights = (options.get(name, False) for name in ("with_norm", "constant_weights"))
     from torch._dynamo.utils import counters
 
-    model = RowParallel(rank, fill, with_norm, in_parts)
+    model = RowParallel(rank, fill, with_norm, options.get("in_parts", False))
     inputs = [(drawn(fill, 10 * turn + rank, rows, INNER),) for turn in range(1, 3)]
     if with_norm:
         inputs = [(x, drawn(normal, 200 + turn, rows, WIDE)) for turn, (x,) in enumerate(inputs)]
@@ -417,46 +418,26 @@ def test_rows_of_a_batch_invariant_layer_have_the_same_bits_in_graphs_of_any_num
         assert entries == {("allreduce", ""), ("matmul", "")}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", PAYING)
-def test_a_layer_of_a_size_that_pays_replays_the_fused_op_in_cuda_graphs(on_gpus, rows):
-    for wrong, entries, skips in on_gpus(run_in_graphs, rows, normal):
-        assert wrong == [0] * 5
-        assert entries == [("allreduce", ""), ("matmul", "")]
-        assert skips == 0
+REPLAYED = {  # rows, their values, further options, and what the report says
+    "few rows": (PAYING[0], normal, {}, ["allreduce", "matmul"]),
+    "many rows": (PAYING[1], normal, {}, ["allreduce", "matmul"]),
+    "few rows and a norm": (PAYING[0], normal, {"with_norm": True}, ["norm", "matmul"]),
+    "many rows and a norm": (PAYING[1], normal, {"with_norm": True}, ["norm", "matmul"]),
+    "a constant weight": (PAYING[0], normal, {"constant_weights": True}, ["allreduce", "matmul"]),
+    "both": (PAYING[0], normal, {"constant_weights": True, "with_norm": True}, ["norm", "matmul"]),
+    "divided tokens": (PAYING[1], normal, {"in_parts": True}, ["reducescatter", "matmul"]),
+    # Any matmul adds integers up alike.
+    "rows that do not pay": (LEFT_APART, integers, {}, ["allreduce", "matmul: not known to be faster as one op"]),
+}
 
 
 @pytest.mark.gpu
-def test_a_layer_of_another_size_replays_a_matmul_and_a_sum(on_gpus):
-    for wrong, entries, skips in on_gpus(run_in_graphs, LEFT_APART, integers):  # which any matmul adds up alike
-        assert wrong == [0] * 5
-        assert entries == [("allreduce", ""), ("matmul", "not known to be faster as one op")]
-        assert skips == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", PAYING)
-def test_a_layer_and_its_norm_replay_as_one_op_in_cuda_graphs(on_gpus, rows):
-    for wrong, entries, skips in on_gpus(run_in_graphs, rows, normal, True):
-        assert wrong == [0] * 10
-        assert entries == [("norm", ""), ("matmul", "")]
-        assert skips == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_a_layer_of_a_constant_weight_replays_with_the_same_bits(on_gpus, with_norm):
-    for wrong, entries, skips in on_gpus(run_in_graphs, PAYING[0], normal, with_norm, False, True):
-        assert wrong == [0] * len(wrong)
-        assert entries[-1] == ("matmul", "")
-        assert skips == 0
-
-
-@pytest.mark.gpu
-def test_a_layer_whose_tokens_are_divided_replays_as_one_op_in_cuda_graphs(on_gpus):
-    for wrong, entries, skips in on_gpus(run_in_graphs, PAYING[1], normal, False, True):
-        assert wrong == [0] * 5
-        assert entries == [("reducescatter", ""), ("matmul", "")]
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_layer_replays_in_cuda_graphs_as_one_op_where_that_pays(on_gpus, name):
+    rows, fill, options, expected = REPLAYED[name]
+    for wrong, entries, skips in on_gpus(run_in_graphs, rows, fill, options):
+        assert wrong == [0] * (10 if "with_norm" in options else 5)
+        assert [": ".join(filter(None, entry)) for entry in entries] == expected
         assert skips == 0
 
 

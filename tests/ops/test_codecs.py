@@ -293,18 +293,6 @@ def test_a_fake_result_is_as_long_as_its_ranks_part(group_of):
     assert plain.shape == fed_back.shape == (1, 4)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("one", [*map(codec, NAMES), Codec(8, 32, scheme="minmax", scale_dtype=torch.float32)], ids=str)
-def test_a_configuration_of_parts_can_run(world_size, one):
-    room = KERNEL.row.scratch(world_size).capacity * 16
-    for numel in (1, 1024, 1025, 1 << 20, 1 << 25, 1 << 31):
-        call = Call(Parts("reducescatter", (numel,) * world_size, one.text), torch.bfloat16, 0)
-        config, _ = select(call, Facts(world_size, TABLE, Chip(132, "sm_90a")))
-        assert 1 <= config.blocks <= MAX_BLOCKS
-        assert config.threads in range(32 * world_size, 513, 32)
-        assert 1 <= config.chunk * one.tile_nbytes <= room
-
-
 def test_any_codec_has_its_kernel():
     assert algorithms_of(INT4, "reducescatter") == algorithms_of(Codec(4, scheme="minmax"), "reducescatter") == [KERNEL]
     assert algorithms_of(INT4, "allgather") == []

@@ -9,8 +9,10 @@ import torch
 
 import graphar
 from graphar import reference
-from tests.outside import forget_loaded, load
+from tests.outside import load
 from tests.processes import run_ranks
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
 OPS = ("allreduce", "reducescatter", "allgather")
 
@@ -32,11 +34,6 @@ def joined_in_reverse(tensors):
 
 
 OWN = {"allreduce": in_reverse, "reducescatter": parts_in_reverse, "allgather": joined_in_reverse}
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 @pytest.fixture

@@ -9,14 +9,10 @@ import pytest
 
 from graphar.plan import algorithms
 from graphar.plan.algorithms import ROWS, Algorithm
-from tests.outside import forget_loaded
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
 ROW = ROWS[Algorithm.ONE_SHOT_PUSH]
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 def test_an_algorithm_from_outside_is_found_by_its_name():

@@ -19,7 +19,9 @@ from graphar.plan.scratch import WORLD_SIZES, Scratch
 from graphar.plan.select import Facts, needed_kernels
 from graphar.plan.tables import Table, problem_with, shipped_table
 from graphar.plan.work import Parts, Sum, TensorTuple
-from tests.outside import forget_loaded, load, unload
+from tests.outside import load, unload
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
 BF16 = torch.bfloat16
 CHIP = Chip(132, "sm_90a")
@@ -27,11 +29,6 @@ H200 = shipped_table("nvidia_h200")
 LIMIT = 64 << 10
 SIGNALLED = Scratch.of_slots(64, 4096, signal_pad=True)
 OPS = ("allreduce", "reducescatter", "allgather")
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 def table_with(algorithm, **changes):
