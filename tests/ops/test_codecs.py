@@ -13,7 +13,6 @@ from graphar.numerics.codecs import BUCKET_SIZES, NAMES, SCALE_DTYPES, codec
 from graphar.ops.sums import SCATTER as OP
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.policy import Chip
 from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
 from graphar.plan.select import Facts, algorithms_of, select
 from graphar.plan.tables import shipped_table

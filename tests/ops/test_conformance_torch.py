@@ -176,28 +176,20 @@ def stacked(form, batch):
     }, dims
 
 
-@pytest.mark.parametrize("form", [form for form in MAPPED if form.is_steady], ids=str)
-def test_vmap_makes_a_call_a_slice(form):
-    tensors, dims = stacked(form, 3)
+@pytest.mark.parametrize(
+    ("form", "in_list"),
+    [*((form, False) for form in MAPPED if form.is_steady), *((form, True) for form in (*PLAIN, *SCALED))],
+    ids=str,
+)
+def test_vmap_makes_a_call_a_slice(form, in_list):
+    batch = 2 if in_list else 3
+    tensors, dims = stacked(form, batch)
 
     def call(one):
-        return form.of_rank(0, {name: [x] for name, x in one.items()})
+        given = {name: [x] for name, x in one.items()}
+        return tuple(tree_leaves(form.in_list(given))) if in_list else form.of_rank(0, given)
 
-    expected = [call({name: x.select(dims[name], at) for name, x in tensors.items()}) for at in range(3)]
-    found = torch.vmap(call, in_dims=(dims,))(tensors)
-
-    for at, y in enumerate(found):
-        assert same_bits(y, torch.stack([ys[at] for ys in expected])) == 0
-
-
-@pytest.mark.parametrize("form", [*PLAIN, *SCALED], ids=str)
-def test_vmap_of_a_list_makes_a_call_a_slice(form):
-    tensors, dims = stacked(form, 2)
-
-    def call(one):
-        return tuple(tree_leaves(form.in_list({name: [x] for name, x in one.items()})))
-
-    expected = [call({name: x.select(dims[name], at) for name, x in tensors.items()}) for at in range(2)]
+    expected = [call({name: x.select(dims[name], at) for name, x in tensors.items()}) for at in range(batch)]
     found = torch.vmap(call, in_dims=(dims,))(tensors)
 
     for at, y in enumerate(found):

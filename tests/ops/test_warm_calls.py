@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
-import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from types import SimpleNamespace
@@ -21,6 +19,7 @@ from graphar.plan.config import Config
 from graphar.runtime import engine as engines
 from graphar.runtime import runner
 from graphar.runtime.plan import Plan
+from tests.ops.test_repeats import functions_called
 
 MOST_CALLS = 8  # Python calls from the public op to the launch
 BF16 = torch.bfloat16
@@ -114,25 +113,6 @@ def bound(communicator, monkeypatch):
     return communicator, machine
 
 
-def python_calls(call):
-    """The Python functions that are called until the launch, without lambdas, which stand in for functions of torch."""
-    seen = []
-
-    def profile(frame, event, argument):
-        if event == "call":
-            seen.append(frame.f_code.co_name)
-
-    gc.collect()
-    gc.disable()  # a collection of other tests' objects would call what awaits their end
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return [name for name in seen[: seen.index("launch")] if name != "<lambda>"]
-
-
 @pytest.mark.parametrize("name", OPS)
 def test_a_warm_call_of_every_op_reaches_its_launch_in_few_python_calls(bound, name):
     communicator, machine = bound
@@ -141,7 +121,9 @@ def test_a_warm_call_of_every_op_reaches_its_launch_in_few_python_calls(bound, n
     ran = len(machine.ran)
 
     # Two more are the kernels' own: they write the operands' addresses, and a matmul's look up its tensor maps.
-    calls = python_calls(functools.partial(OPS[name].op, group=communicator, **OPS[name].given))
+    call = functools.partial(OPS[name].op, group=communicator, **OPS[name].given)
+    # Without lambdas, which stand in for functions of torch.
+    calls = [one for one in functions_called(call, until="launch", events=("call",)) if one != "<lambda>"]
 
     assert len(machine.ran) == ran
     assert len(calls) + 2 <= MOST_CALLS, calls

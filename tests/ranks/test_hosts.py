@@ -191,26 +191,21 @@ def averaged(rank, world_size, codec=None, bias=True):
 
 
 @pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
-def test_gradients_are_the_specifications_bit_for_bit():
-    results = run_ranks(averaged, 4)
-
-    parts = list(zip(*(alone for alone, _ in results), strict=True))
-    for _, found in results:
-        for of_ranks, gradient in zip(parts, found, strict=True):
-            assert same_bits(gradient, reference.hierarchical_allreduce(of_ranks, TWO_BY_TWO)) == 0
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["rounded", "beside exact ones"])
-def test_gradients_with_a_codec_are_exact_inside_a_host_and_encoded_between_hosts(bias):
-    results = run_ranks(averaged, 4, "int4", bias)
+@pytest.mark.parametrize(
+    ("codec", "bias"),
+    [(None, False), ("int4", False), ("int4", True)],
+    ids=["exact", "rounded between hosts", "rounded beside exact ones"],
+)
+def test_gradients_are_the_specifications_bit_for_bit(codec, bias):
+    results = run_ranks(averaged, 4, codec, bias)
 
     parts = list(zip(*(alone for alone, _ in results), strict=True))
     for _, found in results:
         for of_ranks, gradient in zip(parts, found, strict=True):
             if gradient.dim() > 1 and bias:  # the bucket also has the biases, at places that torch chooses
                 continue
-            codec = None if gradient.dim() == 1 else "int4"
-            assert same_bits(gradient, reference.hierarchical_allreduce(of_ranks, TWO_BY_TWO, codec)) == 0
+            of_hosts = None if gradient.dim() == 1 else codec
+            assert same_bits(gradient, reference.hierarchical_allreduce(of_ranks, TWO_BY_TWO, of_hosts)) == 0
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------

@@ -371,19 +371,20 @@ def test_memory_that_a_rank_cannot_map_is_told_on_all_with_what_to_do(allocate_w
     assert "for the memory of rank 0" in second
 
 
-def test_what_one_rank_cannot_allocate_none_keeps(allocate_with):
-    (_, done), (_, done_by_failing) = allocate_with(None, driver.cuMemAlloc)
-
-    assert done == ["cuMemAlloc", "cuIpcGetMemHandle", "cuMemFree"]
-    assert done_by_failing == []
-
-
-def test_what_one_rank_cannot_map_none_keeps(allocate_with):
-    (_, done), (_, done_by_failing) = allocate_with(None, driver.cuIpcOpenMemHandle)
+@pytest.mark.parametrize(
+    ("failing", "done", "done_by_failing"),
+    [
+        (driver.cuMemAlloc, ["cuMemFree"], None),
+        (driver.cuIpcOpenMemHandle, ["cuIpcOpenMemHandle", "cuIpcCloseMemHandle", "cuMemFree"], ["cuMemFree"]),
+    ],
+    ids=["allocate", "map"],
+)
+def test_what_one_rank_cannot_allocate_or_map_none_keeps(allocate_with, failing, done, done_by_failing):
+    (_, calls), (_, calls_of_failing) = allocate_with(None, failing)
 
     shared = ["cuMemAlloc", "cuIpcGetMemHandle"]
-    assert done == [*shared, "cuIpcOpenMemHandle", "cuIpcCloseMemHandle", "cuMemFree"]
-    assert done_by_failing == [*shared, "cuMemFree"]
+    assert calls == [*shared, *done]
+    assert calls_of_failing == ([] if done_by_failing is None else [*shared, *done_by_failing])
 
 
 def test_of_a_list_the_devices_before_the_one_without_memory_keep_nothing(monkeypatch):
