@@ -58,6 +58,14 @@ def kernel_cache(new_cache):
 
 
 @pytest.fixture
+def world_of_one():
+    """The default process group, of which this process is the only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def nothing_stays_loaded(monkeypatch):
     """Forgets, at the end of a test, the algorithms from outside the package that it loads."""
     from tests.outside import forget_loaded

@@ -78,20 +78,6 @@ def test_a_weight_that_is_not_seen_transposed_is_given_so(make_pass, pays):
     assert fused.args[1].meta["val"].shape == (COLUMNS, K)
 
 
-def normed(a, w, residual, weight):
-    return llamas(residual + summed(functional.linear(a, w)), weight)
-
-
-def test_a_matmul_a_sum_and_a_norm_become_one_op(make_pass, pays):
-    compile_pass = make_pass()
-
-    graph = rewritten(compile_pass, traced(normed, (ROWS, COLUMNS), (COLUMNS,))).graph
-
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce_residual_rmsnorm.default]
-    assert fused.args == (*inputs, *matmul_norms.NORM.arguments(eps=1e-5, weight_offset=0.0))
-
-
 SCATTERED = {
     "a reduce-scatter": ({}, lambda v: v, {}),
     "and an epilogue": ({"on": ["epilogue"]}, torch.relu, {"epilogue": "relu(v)"}),
@@ -108,17 +94,28 @@ def test_a_matmul_and_a_reduce_scatter_of_its_rows_become_one_op(make_pass, pays
     assert tuple(fused.meta["val"].shape) == (ROWS // 4, COLUMNS)
 
 
-def test_a_matmul_a_reduce_scatter_and_a_norm_become_one_op(make_pass, pays):
-    def layer(a, w, residual, weight):
-        return llamas(residual + scattered(functional.linear(a, w)), weight)
+PARTS = {"rank": 0, "sizes": [ROWS // RANKS] * RANKS}
+NORMED = {  # a sum, this rank's rows, and the fused op with what it is told
+    "a sum": (summed, ROWS, matmul_norms.NORM, {}),
+    "a reduce-scatter": (scattered, ROWS // RANKS, matmul_norms.SCATTERED_NORM, PARTS),
+}
 
-    graph = rewritten(make_pass(), traced(layer, (ROWS // RANKS, COLUMNS), (COLUMNS,))).graph
+
+def normed(total):
+    return lambda a, w, residual, weight: llamas(residual + total(functional.linear(a, w)), weight)
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_a_matmul_its_sum_and_a_norm_become_one_op(make_pass, pays, name):
+    total, rows, op, place = NORMED[name]
+
+    drawing = traced(normed(total), (rows, COLUMNS), (COLUMNS,))
+    graph = rewritten(make_pass(), drawing).graph
 
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (fused,) = [node for node in graph.nodes if op_of(node.target)]
-    numbers = {"eps": 1e-5, "weight_offset": 0.0, "rank": 0, "sizes": [ROWS // RANKS] * RANKS}
-    assert fused.target is ops.fused_matmul_reducescatter_residual_rmsnorm.default
-    assert fused.args == (*inputs, *matmul_norms.SCATTERED_NORM.arguments(**numbers))
+    assert fused.target is op.one
+    assert fused.args == (*inputs, *op.arguments(eps=1e-5, weight_offset=0.0, **place))
 
 
 @pytest.mark.parametrize(("batch", "copies"), [(1, 0), (2, 1)])
@@ -176,17 +173,18 @@ def test_a_models_own_sum_in_another_way_is_left(make_pass, pays, way):
 
 
 LEFT = {
-    "the product has further uses": lambda a, w: (lambda y: (summed(y), y))(functional.linear(a, w)),
-    "several products are added before the sum": lambda a, w: summed(functional.linear(a, w) + (a * 2) @ w.t()),
-    "the product is summed in another shape": lambda a, w: summed(functional.linear(a, w).view(-1, 2 * COLUMNS)),
+    "the product has further uses": (lambda a, w: (lambda y: (summed(y), y))(functional.linear(a, w)), {}),
+    "several products are added before the sum": (lambda a, w: summed(functional.linear(a, w) + (a * 2) @ w.t()), {}),
+    "the product is summed in another shape": (lambda a, w: summed(functional.linear(a, w).view(-1, 2 * COLUMNS)), {}),
+    "no matmul of torch.float32 sums its tiles": (FORMS["a product"], {"dtype": torch.float32}),
 }
 
 
 @pytest.mark.parametrize("why", LEFT)
 def test_others_are_left_and_the_report_says_why(make_pass, pays, why):
-    compile_pass = make_pass()
+    compile_pass, (function, how) = make_pass(), LEFT[why]
 
-    calls = rewritten(compile_pass, traced(LEFT[why])).calls()
+    calls = rewritten(compile_pass, traced(function, **how)).calls()
 
     assert ops.allreduce.default in calls
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [why]
@@ -205,14 +203,6 @@ def test_a_product_that_is_the_norms_residual_too_is_left(make_pass, pays):
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the product has further uses"]
 
 
-def test_dtypes_without_a_kernel_are_left(make_pass, pays):
-    compile_pass = make_pass()
-
-    rewritten(compile_pass, traced(FORMS["a product"], dtype=torch.float32))
-
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["no matmul of torch.float32 sums its tiles"]
-
-
 def test_sizes_that_were_not_measured_to_be_faster_are_left(make_pass):
     compile_pass = make_pass()
 
@@ -225,7 +215,7 @@ def test_sizes_that_were_not_measured_to_be_faster_are_left(make_pass):
 # Of few rows: every rank may sum all of them, which was measured to be faster; a part for each was not.
 FEW_ROWS = {
     "a sum": ({}, lambda a, w, *norm: summed(functional.linear(a, w)), True),
-    "a norm": ({}, normed, True),
+    "a norm": ({}, normed(summed), True),
     "a reduce-scatter": ({}, lambda a, w, *norm: scattered(functional.linear(a, w)), False),
     "an epilogue": ({"on": ["epilogue"]}, lambda a, w, *norm: summed(functional.linear(a, w)).relu(), False),
 }

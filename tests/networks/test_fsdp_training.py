@@ -23,16 +23,11 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import engine_of
 from tests.cases import same_bits
 from tests.processes import run_ranks
+from tests.training.test_fsdp import batch, make_model
 
 STEPS = 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 FP32_SUMS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def make_model() -> nn.Sequential:
-    """A model whose parameters have 97 and 5 rows: not the same number on each rank."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(48, 97), nn.LayerNorm(97), nn.ReLU(), nn.Linear(97, 5))
 
 
 def each_layer(model: nn.Sequential) -> list:
@@ -51,10 +46,6 @@ def sharded(use=None, groups=each_layer, **options) -> nn.Sequential:
     if use is not None:
         use(model)
     return model
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(16, 48, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -302,13 +293,6 @@ def test_a_gather_moves_any_dtype_and_its_input_may_be_a_part_of_its_output():
     for found in run_ranks(gather_as_rank, 3):
         assert len(found) == 20
         assert all(found.values()), found
-
-
-@pytest.fixture
-def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -561,14 +561,6 @@ every_op = pytest.mark.parametrize("op", BY_OP, ids=lambda op: op.__name__)
 every_plain_form = pytest.mark.parametrize("form", PLAIN, ids=str)
 
 
-@pytest.fixture(scope="module")
-def world_of_one():
-    """This process is the only rank of the default group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture
 def compiled():
     """torch.compile without graph breaks, for any size."""

@@ -75,3 +75,11 @@ def communicator(machine, group, monkeypatch):
     monkeypatch.setattr(runner, "close", lambda: None)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def world_of_one():
+    """This process is the only rank of the default group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -12,9 +12,7 @@ from graphar.runtime import engine as engines
 from graphar.runtime.bind import tensor_tuple
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
-from tests.ops.conformance import world_of_one
 
-__all__ = ["world_of_one"]  # fixtures
 FP8 = torch.float8_e4m3fn
 
 

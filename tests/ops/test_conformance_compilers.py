@@ -32,11 +32,10 @@ from tests.ops.conformance import (
     every_op,
     flat,
     given,
-    world_of_one,
 )
 from tests.processes import run_ranks
 
-__all__ = ["compiled", "world_of_one"]  # fixtures
+__all__ = ["compiled"]  # a fixture
 pytestmark = [
     pytest.mark.usefixtures("world_of_one"),
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import graphar
 from tests.cases import normal, same_bits
-from tests.ops.conformance import FORMS, compiled, every_form, world_of_one
+from tests.ops.conformance import FORMS, compiled, every_form
 from tests.processes import run_ranks
 
-__all__ = ["compiled", "world_of_one"]  # fixtures
+__all__ = ["compiled"]  # a fixture
 
 WITH_GRADIENTS = [form for form in FORMS if form.leaves]
 EXACT = [form for form in WITH_GRADIENTS if form.backward]

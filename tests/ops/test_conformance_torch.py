@@ -24,13 +24,11 @@ from tests.ops.conformance import (
     every_op,
     every_plain_form,
     given,
-    world_of_one,
 )
 from tests.ops.specified import FP8
 from tests.processes import run_ranks
 from tests.test_layers import MAX_SCHEMAS
 
-__all__ = ["world_of_one"]  # fixtures
 pytestmark = [
     pytest.mark.usefixtures("world_of_one"),
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),

@@ -237,13 +237,6 @@ def test_what_sums_between_hosts_cannot_do_is_refused(make, message, monkeypatch
 # ---- alone ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def reduce_as_rank(rank, world_size, op, dtype):
     comm = QuantizedReduceScatter(INT4, error_feedback=True)
     residuals, checked = [torch.zeros(4800, dtype=dtype) for _ in range(world_size)], []
