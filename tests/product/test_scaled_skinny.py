@@ -64,16 +64,6 @@ def test_results_take_one_kernel_where_they_do_without_scales(scales, call, take
         assert takes_tiles(Ranks(), Call(work, dtype, 0), out) is taken
 
 
-@every_format
-def test_a_gpu_or_ranks_without_the_kernel_multiply_and_then_sum(scales):
-    work = product(16, 8192, format=scales)
-    on_cpu, on_gpu = (SimpleNamespace(is_cuda=it, dtype=torch.bfloat16) for it in (False, True))
-
-    assert not takes_tiles(Ranks(), Call(work, torch.bfloat16, 0), on_cpu)
-    for ranks in (Ranks(arch="sm_100a"), Ranks(no_kernel="kernels serve 2 to 8 ranks, not 1")):
-        assert not takes_tiles(ranks, Call(work, torch.bfloat16, 0), on_gpu)
-
-
 @pytest.mark.parametrize("scales", SCALE_FORMATS)
 def test_the_kernel_is_that_of_the_result_and_of_the_format_of_the_scales(scales):
     tile = skinny_tile(16)
