@@ -20,7 +20,11 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHAPES = ((1, 64, 128), (33, 136, 272), (200, 1032, 1024), (1024, 2048, 4096))  # M, N, K
 FORMATS = ("rows", "numbers", "blocks")
 OPS = ("fused_matmul_allreduce", "fused_matmul_reducescatter")
-HOW = ({}, {"partition": "none"}, {"partition": "split_m", "num_partitions": 1}, {"epilogue": "max(v, 0)"})
+HOW = (
+    *({"partition": partition} for partition in ("auto", "tiles", "none", "split_m")),
+    {"partition": "split_m", "num_partitions": 1},
+    {"epilogue": "max(v, 0)"},
+)
 
 
 def drawn(seed, *shape):
@@ -48,19 +52,6 @@ def expected(op, rank, ranks, of, shape, **how):
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("of", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_single_rank_gets_the_bits_of_the_scaled_matmul(op, of, shape):
-    a, w, scales = operands(0, of, *shape)
-    lists = {name: [one] for name, one in scales.items()}
-    for how in HOW:
-        (found,) = getattr(graphar, op)([a], [w], **lists, **how)
-        epilogue = {"epilogue": how["epilogue"]} if "epilogue" in how else {}
-        assert same_bits(found, expected(op, 0, 1, of, shape, **epilogue)) == 0, how
 
 
 @pytest.mark.gpu(1)
@@ -121,20 +112,6 @@ def normed(partials, rank, op, shape):
 NORMED = [f"{op}_residual_rmsnorm" for op in OPS]
 
 
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("op", NORMED)
-@pytest.mark.parametrize("of", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_single_rank_gets_the_norm_of_the_scaled_matmul(op, of, shape):
-    a, w, scales = operands(0, of, *shape)
-    wanted, (residual, weight) = normed([scaled_matmul(a, w, **scales)], 0, op, shape)
-    lists = {name: [one] for name, one in scales.items()}
-
-    for partition in ("auto", "none"):
-        found = getattr(graphar, op)([a], [w], [residual], [weight], partition=partition, **lists)
-        assert [same_bits(one[0], of_rank) for one, of_rank in zip(found, wanted, strict=True)] == [0, 0]
-
-
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
@@ -146,12 +123,14 @@ def wrong_elements(rank, world_size):
         for of in FORMATS:
             for shape in SHAPES:
                 a, w, scales = operands(rank, of, *shape)
-                wanted = expected(op, rank, world_size, of, shape)
-                for partition in ("auto", "tiles", "none", "split_m"):
-                    if shape[0] < 33 and partition == "split_m":
+                for how in HOW:
+                    if shape[0] < 33 and how == {"partition": "split_m"}:
                         continue
-                    found = [call(a, w, **scales, partition=partition) for _ in range(4)]
+                    epilogue = {"epilogue": how["epilogue"]} if "epilogue" in how else {}
+                    wanted = expected(op, rank, world_size, of, shape, **epilogue)
+                    found = [call(a, w, **scales, **how) for _ in range(4)]
                     wrong += [same_bits(one, wanted) for one in found]
+                wanted = expected(op, rank, world_size, of, shape)
                 for partition in ("auto", "tiles"):
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):
@@ -167,8 +146,8 @@ def wrong_elements_of_norms(rank, world_size):
         of_ranks = [operands(one, of, *shape) for one in range(world_size)]
         wanted, beside = normed([scaled_matmul(a, w, **scales) for a, w, scales in of_ranks], rank, op, shape)
         a, w, scales = of_ranks[rank]
-        for _ in range(4):
-            found = getattr(graphar, op)(a, w, *beside, **scales)
+        for partition in ("auto", "none") * 4:
+            found = getattr(graphar, op)(a, w, *beside, partition=partition, **scales)
             wrong += [same_bits(*pair) for pair in zip(found, wanted, strict=True)]
     return wrong
 

@@ -73,58 +73,39 @@ def assert_refused(communicator, error):
 # ---- a rank that never calls ----------------------------------------------------------------------------------------
 
 
-def fail_each_in_turn(rank, world_size):
-    for algorithm, numel in NUMELS.items():
-        x = normal(rank, numel, torch.bfloat16).cuda()
-        with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
-            call, call_in_vain = caller(communicator, algorithm)
-            call(x)
-            communicator.synchronize()
-            if rank < world_size - 1:
-                begin = time.monotonic()
-                call_in_vain(x)
-                with pytest.raises(CollectiveTimeout) as raised:
-                    communicator.synchronize()
-                assert SHORT_S <= time.monotonic() - begin < 5, algorithm
-                assert_timeout(raised.value, algorithm, rank, world_size, sequence=1)
-                assert_refused(communicator, raised.value)
-
-
-@pytest.mark.promise("A wait ends at its deadline with a record of who is missing; torch goes on working.")
-@every_world_size
-def test_every_algorithm_names_the_rank_that_never_calls_and_can_be_used_again(world_size):
-    run(fail_each_in_turn, world_size)
-
-
-def fail_in_a_graph(rank, world_size):
+def fail_each_in_turn(rank, world_size, in_a_graph):
     for algorithm, numel in NUMELS.items():
         x = normal(rank, numel, torch.bfloat16).cuda()
         communicator = graphar.Communicator(timeout_s=PATIENCE_S)
         call, call_in_vain = caller(communicator, algorithm)
         call(x)
-        gc.collect()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call_in_vain(x)
-        graph.replay()
+        times = 1
+        if in_a_graph:
+            gc.collect()
+            graph, times = torch.cuda.CUDAGraph(), 100  # those behind the first end at once
+            with torch.cuda.graph(graph):
+                call_in_vain(x)
+            graph.replay()
         communicator.synchronize()
         if rank < world_size - 1:
             begin = time.monotonic()
-            for _ in range(100):  # those behind the first end at once
-                graph.replay()
+            for _ in range(times):
+                graph.replay() if in_a_graph else call_in_vain(x)
             with pytest.raises(CollectiveTimeout) as raised:
                 communicator.synchronize()
             assert SHORT_S <= time.monotonic() - begin < 5, algorithm
-            assert_timeout(raised.value, algorithm, rank, world_size, sequence=2)
+            assert_timeout(raised.value, algorithm, rank, world_size, sequence=2 if in_a_graph else 1)
             assert_refused(communicator, raised.value)
-        del graph
+        if in_a_graph:
+            del graph
         communicator.close()
 
 
 @pytest.mark.promise("A wait ends at its deadline with a record of who is missing; torch goes on working.")
 @every_world_size
-def test_every_algorithm_names_the_rank_that_never_replays_its_graph(world_size):
-    run(fail_in_a_graph, world_size)
+@pytest.mark.parametrize("in_a_graph", [False, True], ids=["eager", "graph"])
+def test_every_algorithm_names_the_rank_that_never_calls_and_can_be_used_again(world_size, in_a_graph):
+    run(fail_each_in_turn, world_size, in_a_graph)
 
 
 def wait_for_a_later_call(rank, world_size):

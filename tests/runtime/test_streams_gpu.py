@@ -71,18 +71,24 @@ def ends(*communicators) -> bool:
 # ---- one communicator -----------------------------------------------------------------------------------------------
 
 
-def eager_on_two_streams(rank, world_size):
-    sums = [Sum(rank, world_size, numel, seed) for seed, numel in enumerate((SMALL, 1 << 20, SMALL, 1 << 18))]
-    streams = [torch.cuda.Stream() for _ in range(2)]
+def call_in_turn(rank, world_size, numels, turns, at, stream_at, before=lambda turn, stream: None):
+    """Sums, of which ``at`` gives each turn's, on the stream of the turn, behind what ``before`` puts there."""
+    sums, results = [Sum(rank, world_size, numel, seed) for seed, numel in enumerate(numels)], []
     torch.cuda.synchronize()
     with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
-        results = []
-        for turn in range(200):
-            one = sums[turn % len(sums)]
-            results.append((one, on(streams[turn * 7 % 3 % 2], lambda one=one: communicator.allreduce(one.x))))
+        for turn in range(turns):
+            one, stream = sums[at(turn)], stream_at(turn)
+            before(turn, stream)
+            results.append((one, on(stream, lambda one=one: communicator.allreduce(one.x))))
         communicator.synchronize()
         for one, y in results:
             one.check(y)
+
+
+def eager_on_two_streams(rank, world_size):
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    numels = (SMALL, 1 << 20, SMALL, 1 << 18)
+    call_in_turn(rank, world_size, numels, 200, lambda turn: turn % 4, lambda turn: streams[turn * 7 % 3 % 2])
 
 
 @pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
@@ -92,22 +98,16 @@ def test_eager_calls_on_two_streams_are_right(world_size):
 
 
 def with_waits_between(rank, world_size, on_default):
-    sums = [Sum(rank, world_size, numel, seed) for seed, numel in enumerate((SMALL, 1 << 20))]
     stream = torch.cuda.default_stream() if on_default else torch.cuda.Stream()
     other = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
-        results = []
-        for turn in range(300):
-            one = sums[turn % 3 % 2]
-            if turn % 7 == rank:
-                on(stream, lambda: torch.cuda._sleep(1_000_000))
-            on(other, lambda: torch.cuda._sleep(50_000))
-            stream.wait_stream(other)
-            results.append((one, on(stream, lambda one=one: communicator.allreduce(one.x))))
-        communicator.synchronize()
-        for one, y in results:
-            one.check(y)
+
+    def wait(turn, stream):
+        if turn % 7 == rank:
+            on(stream, lambda: torch.cuda._sleep(1_000_000))
+        on(other, lambda: torch.cuda._sleep(50_000))
+        stream.wait_stream(other)
+
+    call_in_turn(rank, world_size, (SMALL, 1 << 20), 300, lambda turn: turn % 3 % 2, lambda turn: stream, wait)
 
 
 @every_world_size
@@ -117,21 +117,16 @@ def test_calls_follow_each_other_though_their_stream_waits_for_another_one_betwe
 
 
 def late_on_two_streams(rank, world_size):
-    sums = [Sum(rank, world_size, numel, seed) for seed, numel in enumerate((SMALL, 1 << 20))]
     streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
     weight = torch.randn(1024, 1024, dtype=DTYPE, device="cuda")
-    torch.cuda.synchronize()
-    with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
-        results = []
-        for turn in range(300):
-            one, stream = sums[turn % 3 % 2], streams[turn * 7 % 3 % 2]
-            if turn % 7 == rank:
-                on(stream, lambda: torch.cuda._sleep(1_000_000))
-            on(stream, lambda: weight @ weight)  # still runs when the call's kernel is queued
-            results.append((one, on(stream, lambda one=one: communicator.allreduce(one.x))))
-        communicator.synchronize()
-        for one, y in results:
-            one.check(y)
+
+    def be_busy(turn, stream):
+        if turn % 7 == rank:
+            on(stream, lambda: torch.cuda._sleep(1_000_000))
+        on(stream, lambda: weight @ weight)  # still runs when the call's kernel is queued
+
+    at, stream_at = (lambda turn: turn % 3 % 2), (lambda turn: streams[turn * 7 % 3 % 2])
+    call_in_turn(rank, world_size, (SMALL, 1 << 20), 300, at, stream_at, be_busy)
 
 
 @pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")

@@ -62,41 +62,51 @@ def restore(on_gpu, tensors, form):
 # ---- everything is valid afterwards ---------------------------------------------------------------------------------
 
 
-def every_form(rank, world_size):
-    """How many elements of results are wrong, by form, after a suspension: of repeated calls and of replayed graphs."""
-    torch.cuda.set_device(0)
-    calls, graphs, wrong = {}, {}, {}
+def call_every_form(rank, world_size):
+    """By form: a repeated call, what restores its tensors, what it must give, and a graph of it with its results.
+
+    Without a graph are torch.distributed's calls between such ranks, which are no GPU's.
+    """
+    made = {}
     for form in EVERY_FORM:
         tensors = tensors_of(form, world_size, *next(questions(form, world_size)))
         expected = form.expected(copies(tensors))[rank]
         on_gpu = {name: [one.cuda() for one in ones] for name, ones in tensors.items()}
-        before = len(graphar.stats().fallbacks)
+        before, call = len(graphar.stats().fallbacks), partial(form.of_rank, rank, on_gpu)
         for _ in range(3):
-            form.of_rank(rank, on_gpu)
-        call = partial(form.of_rank, rank, on_gpu)
-        calls[str(form)] = call, partial(restore, on_gpu, tensors, form), expected
-        if len(graphar.stats().fallbacks) == before:  # torch.distributed's calls between such ranks are no GPU's
-            graphs[str(form)] = captured(call)
+            call()
+        graph = captured(call) if len(graphar.stats().fallbacks) == before else None
+        made[str(form)] = call, partial(restore, on_gpu, tensors, form), expected, graph
+    return made
+
+
+def replay(graph, results, prepare):
+    for one in results:
+        one.view(torch.uint8).fill_(7)
+    prepare()
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+def every_form(rank, world_size):
+    """How many elements of results are wrong, by form, after a suspension: of repeated calls and of replayed graphs."""
+    torch.cuda.set_device(0)
+    made, wrong = call_every_form(rank, world_size), {}
     plans, launches = graphar.stats().plans, graphar.stats().launches
 
     graphar.suspend()
     graphar.resume()
 
-    for form, (call, prepare, expected) in calls.items():
+    for form, (call, prepare, expected, graph) in made.items():
         prepare()
         results = [one.clone() for one in call()]
-        if form in graphs:
-            graph, replayed = graphs[form]
-            for one in replayed:
-                one.view(torch.uint8).fill_(7)
-            prepare()
-            graph.replay()
-            torch.cuda.synchronize()
-            results += replayed
+        if graph:
+            replay(*graph, prepare)
+            results += graph[1]
         wrong[form] = sum(same_bits(y.cpu(), right) for y, right in zip(results, (*expected, *expected), strict=False))
     more = graphar.stats()
     grown = all(more.launches[name] > count for name, count in launches.items())
-    return wrong, len(graphs), more.plans - plans, grown
+    return wrong, sum(graph is not None for *_, graph in made.values()), more.plans - plans, grown
 
 
 @pytest.mark.promise("A suspended communicator holds no GPU memory. Resumed, it has the same addresses; graphs replay.")
@@ -188,19 +198,10 @@ def test_calls_meanwhile_are_errors_that_name_resume():
 def replay_meanwhile(rank, world_size):
     """By form: whether a replay wrote results meanwhile; the warnings of resume; and what a replay gives afterwards."""
     torch.cuda.set_device(0)
-    graphs, inputs = {}, []
-    for form in EVERY_FORM:
-        tensors = tensors_of(form, world_size, *next(questions(form, world_size)))
-        on_gpu = {name: [one.cuda() for one in ones] for name, ones in tensors.items()}
-        before = len(graphar.stats().fallbacks)
-        form.of_rank(rank, on_gpu)
-        if len(graphar.stats().fallbacks) == before:
-            graph, results = captured(partial(form.of_rank, rank, on_gpu))
-            prepare = partial(restore, on_gpu, tensors, form)
-            graphs[str(form)] = graph, results, prepare, form.expected(copies(tensors))[rank]
-            inputs.append(on_gpu)
+    made = call_every_form(rank, world_size)
+    graphs = {name: (graph, prepare, expected) for name, (_, prepare, expected, graph) in made.items() if graph}
     graphar.suspend()
-    for graph, *_ in graphs.values():
+    for (graph, _), *_ in graphs.values():
         for _ in range(3):
             graph.replay()
     torch.cuda.synchronize()  # an illegal address would be raised here
@@ -208,12 +209,8 @@ def replay_meanwhile(rank, world_size):
         warnings.simplefilter("always")
         graphar.resume()
     wrong = {}
-    for name, (graph, results, prepare, expected) in graphs.items():
-        for one in results:
-            one.view(torch.uint8).fill_(7)
-        prepare()
-        graph.replay()
-        torch.cuda.synchronize()
+    for name, ((graph, results), prepare, expected) in graphs.items():
+        replay(graph, results, prepare)
         wrong[name] = sum(same_bits(y.cpu(), right) for y, right in zip(results, expected, strict=True))
     return wrong, [str(one.message) for one in warned]
 
