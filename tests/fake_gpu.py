@@ -29,6 +29,13 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
+class OnGpu(torch.Tensor):
+    """A CPU tensor that claims to be on a GPU."""
+
+    is_cuda = property(lambda self: True)
+    device = property(lambda self: torch.device("cuda", 0))
+
+
 class FakeDriver:
     """The functions of cuda.bindings.driver that memory needs.
 

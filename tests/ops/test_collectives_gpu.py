@@ -169,6 +169,19 @@ def test_nothing_is_written_beside_the_result_or_the_scratch(ranks: Ranks, case,
     assert case.is_at_rest(ranks)
 
 
+@every(*[case for case in (*TREES, *FOLLOWED["v * scale + bias[col]"]) if "two_shot_pipelined" in case.kernels])
+def test_symmetric_outputs_are_written_directly(ranks: Ranks, case):
+    case.skip_unless_served(ranks)
+    drawn = case.draw(ranks, (8199,) if case.is_tree else (512, 1024))
+    (first, *_), *_ = expected = case.expected(drawn)
+    outs = ranks.communicator.empty(*first.shape, dtype=first.dtype)
+
+    case.call_into(ranks, case.place(ranks, drawn), outs)
+
+    ranks.communicator.synchronize()
+    assert_bits([(out,) for out in outs], expected)
+
+
 @every(*SUMS, *OF_INT4[:-1], *FOLLOWED["v + c[index] - row + b[col]"][:-1])
 def test_the_output_may_be_the_input(ranks: Ranks, case):
     large = (((1 << 22) + 3,),) if case in SUMS and case.fits(ranks, ((1 << 22) + 3,), BF16) else ()

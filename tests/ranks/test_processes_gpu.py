@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import graphar
 from tests.cases import integers, normal, parts_of, same_bits
@@ -72,43 +68,6 @@ def expandable(rank, world_size):
 def test_expandable_segments(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     run(expandable, 2)
-
-
-def loop_until_killed(rank, port, number, verdicts):
-    """Rank 1 kills itself amid a loop of calls; rank 0 says what became of its own."""
-    torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=2)
-    communicator = graphar.Communicator(timeout_s=2)
-    x = torch.ones(8192, dtype=torch.bfloat16, device="cuda")
-    try:
-        for call in range(1_000_000):
-            communicator.allreduce(x)
-            if call % 50 == 0:
-                communicator.synchronize()
-            if rank == 1 and call == 500:
-                os.kill(os.getpid(), number)
-    except graphar.CollectiveTimeout as error:
-        verdicts.send((error.record.peer, x.sum().item()))
-    os._exit(0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_rank_is_noticed_by_the_others(number):
-    spawn = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    verdicts, sender = spawn.Pipe(duplex=False)
-    processes = [spawn.Process(target=loop_until_killed, args=(r, store.port, number, sender)) for r in range(2)]
-    for process in processes:
-        process.start()
-    try:
-        assert verdicts.poll(60), "no rank raised"
-        assert verdicts.recv() == (1, 8192)  # it names the rank, and torch still computes
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu(1)
 ALLREDUCES, REDUCESCATTERS, ALLGATHERS = map(with_kernels, ("allreduce", "reducescatter", "allgather"))
 QUANTIZED = with_kernels("allreduce", codec=True)
 TREES = tuple(one for op in ("allreduce", "reducescatter") for one in with_tree(op))
+(SCATTERED_NORM,) = with_kernels(REDUCESCATTER_NORM)
 SMALL = (1, 7, 8, 64, 8199)
 MEDIUM = (8192, 8193, 8216, 131072)
 EVERY_EPOCH = 3  # calls in a row: buffers take turns
@@ -167,7 +168,7 @@ def test_reducescatter_with_a_norm_gives_the_specification(ranks, output, fp8):
             parts, residuals, weight, eps=1e-5, weight_offset=1.0, **fp8
         )
         for _ in range(EVERY_EPOCH):
-            found = ranks.reducescatter_norm(parts, residuals, weight, (1e-5, 1.0), output)
+            found = ranks.norm(SCATTERED_NORM, parts, residuals, weight, (1e-5, 1.0), output)
             assert_bits(*([one for of_rank in ones for one in of_rank] for ones in (found, expected)))
 
 
@@ -191,7 +192,7 @@ def test_every_norm_of_a_sum_as_a_tree_gives_the_specification(ranks, algorithm,
             split = zip(*(one.tensor_split(ranks.world_size) for one in whole), strict=True)
             expected = [one for of_rank in split for one in of_rank]
         for _ in range(EVERY_EPOCH):
-            found = ranks.tree_norm(parts, residuals, weight, (1e-5, 1.0), algorithm)
+            found = ranks.norm(algorithm, parts, residuals, weight, (1e-5, 1.0), order="tree", out_dtype=dtype)
             assert_bits([one for of_rank in found for one in of_rank], expected)
 
 
