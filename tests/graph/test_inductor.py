@@ -13,7 +13,7 @@ import torch.distributed as dist
 import graphar
 from tests.cases import integers, same_bits
 from tests.parallel_models import HIDDEN, Gradients, backward, tokens, weights
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"
@@ -73,7 +73,10 @@ def test_inductor_runs_the_pass_and_its_cache_knows_the_options(tmp_path, monkey
         assert found == [(0, ["norm"]), (0, 3), (0, 0), (0, 2)]
 
 
-def run_calls_of_unequal_sizes(rank, world_size, enabled):
+@needs_a_compiler
+@pytest.mark.parametrize("enabled", [False, True])
+@on_ranks(2, timeout_s=150)
+def test_inductor_keeps_the_order_of_a_models_own_calls_on_ranks_of_unequal_sizes(rank, world_size, enabled):
     """Two calls that need nothing of each other, of which the larger one is another one on each rank."""
     narrow, wide = torch.randn(2, 64), torch.randn(4000, 64)
     first, second = (narrow, wide) if rank == 0 else (wide, narrow)
@@ -87,13 +90,10 @@ def run_calls_of_unequal_sizes(rank, world_size, enabled):
     a, b = torch.randn(256, 64), torch.randn(64, 64) / 8
     with graphar.enable() if enabled else contextlib.nullcontext():
         found = torch.compile(model, fullgraph=True)(a, b)
-    return [torch.allclose(*pair, rtol=1e-3, atol=1e-2) for pair in zip(found, model(a, b), strict=True)]
-
-
-@needs_a_compiler
-@pytest.mark.parametrize("enabled", [False, True])
-def test_inductor_keeps_the_order_of_a_models_own_calls_on_ranks_of_unequal_sizes(enabled):
-    assert run_ranks(run_calls_of_unequal_sizes, 2, enabled, timeout_s=150) == [[True, True]] * 2
+    assert [torch.allclose(*pair, rtol=1e-3, atol=1e-2) for pair in zip(found, model(a, b), strict=True)] == [
+        True,
+        True,
+    ]
 
 
 def compile_with_a_mode(rank, world_size):

@@ -30,7 +30,7 @@ from tests.integrations.every_call import (
 )
 from tests.integrations.programs import PROGRAMS
 from tests.pages import FOLDER
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -162,17 +162,14 @@ def test_stats_count_the_calls_that_graphar_serves_and_those_that_it_passes_on()
         assert found == (served, passed_on, 2, True, ())
 
 
-def gather_in_place(rank, world_size):
+@on_ranks(3, backend="cpu:graphar")
+def test_an_all_gather_in_place_copies_nothing(rank, world_size):
     out = torch.zeros(3 * world_size)
     own = out[3 * rank :][:3].fill_(rank + 1)
     with mock.patch("torch.Tensor.clone", side_effect=AssertionError("the input was copied")):
         dist.all_gather_into_tensor(out, own)
-    return out.tolist()
-
-
-def test_an_all_gather_in_place_copies_nothing():
-    for gathered in run_ranks(gather_in_place, 3, backend="cpu:graphar"):
-        assert gathered == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    gathered = out.tolist()
+    assert gathered == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 def exchange(rank, world_size):

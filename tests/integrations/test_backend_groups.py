@@ -16,7 +16,7 @@ from graphar.integrations import backend
 from graphar.runtime import life
 from tests.integrations.entry_points import values
 from tests.integrations.programs import WHOLE_GROUP, total
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 BACKEND = "cpu:graphar"
 
@@ -47,18 +47,15 @@ def test_a_group_has_the_backend_by_every_name(name):
         assert found == name
 
 
-def abort(rank, world_size):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the group has a backend for CUDA")
+@on_ranks(2, backend=BACKEND)
+def test_a_group_without_a_backend_for_cuda_says_so_and_is_aborted(rank, world_size):
     """Aborts the default group, for which torch asks it for its backend for CUDA."""
     dist.all_reduce(values(rank))
     with pytest.raises(RuntimeError, match=r"(?i)no backend"):
         dist.group.WORLD._get_backend(torch.device("cuda"))
     dist.distributed_c10d._abort_process_group()
-    return dist.is_initialized()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the group has a backend for CUDA")
-def test_a_group_without_a_backend_for_cuda_says_so_and_is_aborted():
-    assert run_ranks(abort, 2, backend=BACKEND) == [False] * 2
+    assert not dist.is_initialized()
 
 
 def init_beside_gloo(rank, world_size, port):
@@ -77,19 +74,17 @@ def test_cpu_tensors_stay_with_gloo_where_the_backend_has_only_cuda():
         assert engines == 0
 
 
-def sum_in_debug_mode(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_a_group_is_served_in_torchs_debug_mode(rank, world_size):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     group, x = dist.new_group(), values(rank)
     dist.all_reduce(x, group=group)
     dist.destroy_process_group(group)
-    return torch.equal(x, total(world_size)), len(life.open_engines)
+    assert (torch.equal(x, total(world_size)), len(life.open_engines)) == (True, 0)
 
 
-def test_a_group_is_served_in_torchs_debug_mode():
-    assert run_ranks(sum_in_debug_mode, 2, backend=BACKEND) == [(True, 0)] * 2
-
-
-def call_unlike_in_debug_mode(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_torchs_debug_mode_names_both_of_two_calls_that_do_not_match(rank, world_size):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     x, part, said = torch.ones(3), torch.ones(world_size), []
     calls = [
@@ -103,19 +98,14 @@ def call_unlike_in_debug_mode(rank, world_size):
         with pytest.raises(RuntimeError) as raised:
             of_ranks[rank]()
         said.append(str(raised.value).lower())
-    return said
-
-
-def test_torchs_debug_mode_names_both_of_two_calls_that_do_not_match():
     both = [
         ("broadcast", "all_?reduce"),
         ("broadcast", "all_?reduce"),
         ("barrier", "gather"),
         ("all_?to_?all", "broadcast"),
     ]
-    for said in run_ranks(call_unlike_in_debug_mode, 2, backend=BACKEND):
-        for message, (one, other) in zip(said, both if WHOLE_GROUP else both[:2], strict=True):
-            assert re.search(rf"rank 0\b.*{one}[\s\S]*rank 1\b.*{other}|rank 1\b.*{other}.*rank 0\b.*{one}", message)
+    for message, (one, other) in zip(said, both if WHOLE_GROUP else both[:2], strict=True):
+        assert re.search(rf"rank 0\b.*{one}[\s\S]*rank 1\b.*{other}|rank 1\b.*{other}.*rank 0\b.*{one}", message)
 
 
 def call_alike_in_debug_mode(rank, world_size):

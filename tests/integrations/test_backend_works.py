@@ -17,7 +17,7 @@ from graphar.integrations.works import combined
 from tests.integrations.entry_points import values
 from tests.integrations.every_call import by_rank, check
 from tests.integrations.programs import PROGRAMS, WHOLE_GROUP, total
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 BACKEND = "cpu:graphar"
 
@@ -129,21 +129,19 @@ def test_every_call_ends_at_its_deadline_without_a_rank(from_group):
     assert {name: took_s for name, took_s in found.items() if not 0.1 < took_s < 8} == {}
 
 
-def call_with_the_longest_timeout(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_timeouts_may_be_longer_than_graphars_own(rank, world_size):
     group, x, options = dist.new_group(timeout=timedelta(days=30)), values(rank), dist.AllreduceOptions()
     options.timeout = timedelta(days=20)
     group.allreduce([x], options).wait()
     dist.barrier(group)
     group.set_timeout(timedelta(days=12))
     dist.all_reduce(x, group=group)
-    return torch.equal(x, 2 * total(world_size))
+    assert torch.equal(x, 2 * total(world_size))
 
 
-def test_timeouts_may_be_longer_than_graphars_own():
-    assert run_ranks(call_with_the_longest_timeout, 2, backend=BACKEND) == [True] * 2
-
-
-def wait_for_results_with_gaps(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_results_with_gaps_are_there_however_a_call_is_waited_for(rank, world_size):
     found = []
     for finish in (
         lambda work: work.wait(),
@@ -160,14 +158,11 @@ def wait_for_results_with_gaps(rank, world_size):
         dist.reduce_scatter_tensor(whole[:, 0], values(rank, 3 * world_size, torch.int64))
     manager.wait()
     part = total(world_size, 3 * world_size).long().chunk(world_size)[rank]
-    return [*found, (torch.equal(whole[:, 0], part), whole[:, 1].eq(0).all().item())]
+    assert [*found, (torch.equal(whole[:, 0], part), whole[:, 1].eq(0).all().item())] == [(True, True)] * 4
 
 
-def test_results_with_gaps_are_there_however_a_call_is_waited_for():
-    assert run_ranks(wait_for_results_with_gaps, 2, backend=BACKEND) == [[(True, True)] * 4] * 2
-
-
-def call_with_unlike_dtypes(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_tensors_of_unlike_dtypes_are_refused_and_stay_as_they_are(rank, world_size):
     """gloo refuses them; nothing may be converted, or served by the first tensor's dtype."""
     group, x, y = dist.group.WORLD, values(rank), values(rank, dtype=torch.int64)
     for call in (
@@ -178,11 +173,8 @@ def call_with_unlike_dtypes(rank, world_size):
     ):
         with pytest.raises(RuntimeError, match="type"):
             call()
-    return torch.equal(x, values(rank)) and torch.equal(y, values(rank, dtype=torch.int64))
-
-
-def test_tensors_of_unlike_dtypes_are_refused_and_stay_as_they_are():
-    assert run_ranks(call_with_unlike_dtypes, 2, backend=BACKEND) == [True] * 2
+    assert torch.equal(x, values(rank))
+    assert torch.equal(y, values(rank, dtype=torch.int64))
 
 
 def write_into_shared_memory(rank, world_size):
@@ -221,7 +213,8 @@ def test_outputs_whose_elements_share_memory_are_refused_and_inputs_are_not():
         assert said == ([1] * 7 + [[ones, ones, twos] if rank else [ones, ones]]) * 2
 
 
-def call_behind_a_window(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_nothing_keeps_the_tensors_of_calls_behind_a_coalescing_window(rank, world_size):
     with coalescing_manager(device=torch.device("cpu")):
         dist.all_reduce(values(rank))
     x = values(rank)
@@ -229,11 +222,7 @@ def call_behind_a_window(rank, world_size):
     work.wait()
     alive, same = weakref.ref(x), torch.equal(x, total(world_size))
     del work, x
-    return same, alive() is None
-
-
-def test_nothing_keeps_the_tensors_of_calls_behind_a_coalescing_window():
-    assert run_ranks(call_behind_a_window, 2, backend=BACKEND) == [(True, True)] * 2
+    assert (same, alive() is None) == (True, True)
 
 
 def call_with_negative_views(rank, world_size):

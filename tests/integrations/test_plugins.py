@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from graphar import CommunicatorError, reference
 from graphar.integrations import sglang, tensor_parallel, vllm
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = {"vllm.platform_plugins": vllm.platform, "sglang.srt.plugins": sglang.register}
@@ -229,20 +229,16 @@ def test_while_vllm_sleeps_graphars_communicator_is_suspended(methods):
         assert said == said_by_other == [*methods]
 
 
-def with_calls_of_vllms_own(rank, world_size):
+@on_ranks(2)
+def test_other_groups_dtypes_and_uneven_parts_go_to_vllms_own(rank, world_size):
     served, other = Mixed(dist.group.WORLD, "tp:0"), Mixed(dist.group.WORLD, "pp:0")
     x, counts = torch.ones(4, 6), torch.ones(4, 6, dtype=torch.int64)
     of_group = [other.all_reduce(x), other.reduce_scatter(x, 1), other.all_gather(x, 1)]
     of_dtype = [served.all_reduce(counts), served.reduce_scatter(counts, 0), served.all_gather(counts, 0)]
     of_shape = served.reduce_scatter(torch.ones(3, 2), 0)
     other.destroy()
-    return of_group, of_dtype, of_shape, other.is_destroyed
-
-
-def test_other_groups_dtypes_and_uneven_parts_go_to_vllms_own():
     expected = ["own", ("own", 1), ("own", 1)], ["own", ("own", 0), ("own", 0)], ("own", 0), True
-
-    assert run_ranks(with_calls_of_vllms_own, 2) == [expected] * 2
+    assert (of_group, of_dtype, of_shape, other.is_destroyed) == expected
 
 
 @pytest.mark.parametrize("name", ["tp", "tp:0", "tp:12"])
@@ -327,7 +323,8 @@ def test_while_sglang_has_released_its_memory_communicators_are_suspended():
         assert torch.equal(result, total)
 
 
-def with_calls_of_sglangs_own(rank, world_size):
+@on_ranks(2)
+def test_other_groups_dtypes_and_overlapping_tensors_go_to_sglangs_own(rank, world_size):
     def every_call(coordinator, whole, part):
         return [
             sglang.all_reduce(own, coordinator, whole),
@@ -345,15 +342,14 @@ def with_calls_of_sglangs_own(rank, world_size):
     answers = every_call(other, whole, torch.empty(2, 6)) + every_call(served, whole.long(), torch.empty(2, 6).long())
     answers.append(sglang.reduce_scatter_tensor(own, served, buffer[:4], buffer))  # the parts overlap
     answers.append(sglang.reduce_scatter_tensor(own, served, torch.empty(6, 2).t(), whole))
-    return set(answers), [
-        leaves_to_own(sglang.all_reduce_in_place, served, whole.long()),
-        leaves_to_own(sglang.all_reduce_in_place, other, whole),
-        leaves_to_own(sglang.all_gather_into_tensor, other, torch.empty(8, 6), whole),
-        leaves_to_own(sglang.all_gather_into_tensor, served, torch.empty(8, 6, dtype=torch.int64), whole.long()),
-        leaves_to_own(sglang.all_gather_into_tensor, served, buffer, buffer[4:]),
-        leaves_to_own(sglang.destroy, other),
-    ]
-
-
-def test_other_groups_dtypes_and_overlapping_tensors_go_to_sglangs_own():
-    assert run_ranks(with_calls_of_sglangs_own, 2) == [({"own"}, [True] * 6)] * 2
+    assert (
+        set(answers),
+        [
+            leaves_to_own(sglang.all_reduce_in_place, served, whole.long()),
+            leaves_to_own(sglang.all_reduce_in_place, other, whole),
+            leaves_to_own(sglang.all_gather_into_tensor, other, torch.empty(8, 6), whole),
+            leaves_to_own(sglang.all_gather_into_tensor, served, torch.empty(8, 6, dtype=torch.int64), whole.long()),
+            leaves_to_own(sglang.all_gather_into_tensor, served, buffer, buffer[4:]),
+            leaves_to_own(sglang.destroy, other),
+        ],
+    ) == ({"own"}, [True] * 6)

@@ -10,7 +10,7 @@ import torch
 import graphar
 from graphar import nn
 from tests.cases import same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 TOKENS, HIDDEN, INNER = 6, 256, 512
@@ -277,11 +277,8 @@ def expected_sum(whole, hidden, world_size):
     )
 
 
-def run_layers_of_tokens(rank, world_size):
-    """For each format and dimension of tokens this rank's output, eager and compiled, and its part of the expected one.
-
-    The input of the first layer are rows and scales.
-    """
+@on_ranks(2, timeout_s=180)
+def test_layers_of_divided_tokens_have_the_bits_of_those_of_all_tokens(rank, world_size):
     found = []
     for scales in FORMATS:
         for dim in (0, 1):
@@ -295,20 +292,15 @@ def run_layers_of_tokens(rank, world_size):
             with torch.no_grad():
                 outputs = [parted(own), compiled(own), layered(MLP(scales))(x).chunk(world_size, dim)[rank]]
             found.append(outputs)
-    return found
-
-
-def test_layers_of_divided_tokens_have_the_bits_of_those_of_all_tokens():
-    for found in run_ranks(run_layers_of_tokens, 2, timeout_s=180):
-        for *mine, expected in found:
-            assert [same_bits(one, expected) for one in mine] == [0, 0]
+    for *mine, expected in found:
+        assert [same_bits(one, expected) for one in mine] == [0, 0]
 
 
 NORMS = {"tensor": {"scale": torch.tensor([0.01])}, "rows": {}, "blocks": {"group_size": 128}}
 
 
-def run_layers_behind_norms(rank, world_size):
-    """By format this rank's output of an MLP behind a norm in FP8, for divided tokens and for all of them."""
+@on_ranks(2, timeout_s=180)
+def test_layers_take_the_rows_and_scales_of_norms(rank, world_size):
     found = {}
     x, residual = [torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(seed)) for seed in (rank, 5)]
     x, residual, weight = x.to(BF16), residual.to(BF16), torch.ones(HIDDEN, dtype=BF16)
@@ -322,14 +314,9 @@ def run_layers_behind_norms(rank, world_size):
             every, _, *of_all = graphar.allreduce_residual_rmsnorm(x, residual, weight, out_dtype=FP8, **how)
             mine = parted((rows, *(of_own or how.values())))
             found[scales] = mine, layered(MLP(scales))((every, *(of_all or how.values()))).chunk(world_size)[rank]
-    return found
-
-
-def test_layers_take_the_rows_and_scales_of_norms():
-    for found in run_ranks(run_layers_behind_norms, 2, timeout_s=180):
-        for mine, expected in found.values():
-            assert same_bits(mine, expected) == 0
-            assert mine.float().norm() > 1
+    for mine, expected in found.values():
+        assert same_bits(mine, expected) == 0
+        assert mine.float().norm() > 1
 
 
 def run_layers(rank, world_size):

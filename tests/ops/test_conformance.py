@@ -22,7 +22,7 @@ from tests.cases import (
     same_bits,
 )
 from tests.ops.conformance import ALLGATHER, ALLREDUCE, FORMS, PLAIN, REDUCESCATTER, copies, every_form
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 TREES = [form for form in (*ALLREDUCE, *REDUCESCATTER) if form.label.startswith("tree")]
 WITH_OUT = [form for form in FORMS if form.takes_out]
@@ -208,8 +208,8 @@ def test_every_process_gets_the_specifications_bits(answers, form, world_size):
                 assert torch.equal(data, wanted_data)
 
 
-def call_in_chunks(rank, world_size):
-    """By form, how many elements differ if tensors are sent in many pieces."""
+@on_ranks(2, timeout_s=120)
+def test_processes_send_large_tensors_in_chunks(rank, world_size):
     found = {}
     fallback._CHUNK_NUMEL = 1024
     for form in (*ALLREDUCE, *REDUCESCATTER, *ALLGATHER):
@@ -220,21 +220,17 @@ def call_in_chunks(rank, world_size):
             expected = form.expected(copies(tensors))[rank]
             ys = call_anew(form, rank, tensors)
             found.setdefault(str(form), []).extend(same_bits(*pair) for pair in zip(ys, expected, strict=True))
-    return found
-
-
-def test_processes_send_large_tensors_in_chunks():
-    for found in run_ranks(call_in_chunks, 2, timeout_s=120):
-        assert {name for name, differ in found.items() if any(differ)} == set()
-        assert len(found) == len(ALLREDUCE) + len(REDUCESCATTER) + len(ALLGATHER)
+    assert {name for name, differ in found.items() if any(differ)} == set()
+    assert len(found) == len(ALLREDUCE) + len(REDUCESCATTER) + len(ALLGATHER)
 
 
 def of_many(world_size):
     return [form for form in (*PLAIN, *TREES) if world_size != 5 or not form.is_tree]
 
 
-def call_plain_forms(rank, world_size):
-    """By form, how many elements differ; all-reduces are also made as those of large tensors."""
+@pytest.mark.parametrize("world_size", [4, 5, 8])
+@on_ranks(timeout_s=120)
+def test_many_processes_get_the_specifications_bits(rank, world_size):
     found = {}
     for small_nbytes in (Messages.small_nbytes, 0):
         Messages.small_nbytes = small_nbytes
@@ -242,11 +238,5 @@ def call_plain_forms(rank, world_size):
             tensors = form.tensors(world_size)
             pairs = zip(form.of_rank(rank, tensors), form.expected(tensors)[rank], strict=True)
             found.setdefault(str(form), []).extend(same_bits(*pair) for pair in pairs)
-    return found
-
-
-@pytest.mark.parametrize("world_size", [4, 5, 8])
-def test_many_processes_get_the_specifications_bits(world_size):
-    for found in run_ranks(call_plain_forms, world_size, timeout_s=120):
-        assert {name for name, differ in found.items() if any(differ)} == set()
-        assert len(found) == len(of_many(world_size))
+    assert {name for name, differ in found.items() if any(differ)} == set()
+    assert len(found) == len(of_many(world_size))

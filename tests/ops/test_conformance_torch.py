@@ -26,7 +26,7 @@ from tests.ops.conformance import (
     given,
 )
 from tests.ops.specified import FP8
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 from tests.test_layers import MAX_SCHEMAS
 
 pytestmark = [
@@ -203,8 +203,8 @@ def test_vmap_of_what_is_written_in_place_is_refused(options):
         torch.vmap(call)(torch.randn(4, 3))
 
 
-def slices_as_rank(rank, world_size):
-    """For two forms, how many elements of each slice differ from the specification."""
+@on_ranks(2)
+def test_vmap_of_processes_makes_a_call_a_slice(rank, world_size):
     found = []
     for form in PLAIN:
         if form.op in (graphar.allreduce, graphar.fused_matmul_allreduce):
@@ -214,11 +214,7 @@ def slices_as_rank(rank, world_size):
                 lambda one, form=form: form.of_rank(rank, {n: [x] * world_size for n, x in one.items()})
             )(own)
             found += [same_bits(y, form.expected(one)[rank][0]) for y, one in zip(ys, slices, strict=True)]
-    return found
-
-
-def test_vmap_of_processes_makes_a_call_a_slice():
-    assert run_ranks(slices_as_rank, 2) == [[0] * 4] * 2
+    assert found == [0] * 4
 
 
 def with_tangent(x):

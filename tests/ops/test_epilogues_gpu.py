@@ -16,7 +16,7 @@ from tests.gpu import DTYPES, Ranks, parts_of
 from tests.ops import specified as by
 from tests.ops.conformance import ALLREDUCE, REDUCESCATTER
 from tests.ops.gpu_cases import EPILOGUE_KERNELS, FOLLOWED, Case, followed, if_not_empty
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
@@ -134,8 +134,9 @@ def test_a_tensor_on_another_device_is_refused(ranks: Ranks):
 # ---- one process a GPU ----------------------------------------------------------------------------------------------
 
 
-def reduce_as_rank(rank, world_size):
-    """How many elements differ from those of an eager call, by a description of the call."""
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
+@on_ranks(by=run_on_gpus)
+def test_compiled_calls_and_the_fallback_have_the_bits_of_an_eager_call(rank, world_size):
     wrong, bias = {}, normal(9, 128, torch.bfloat16).cuda()
     x = normal(rank, 65536, torch.bfloat16).view(-1, 128).cuda()
 
@@ -149,10 +150,5 @@ def reduce_as_rank(rank, world_size):
     wrong["compiled"] = same_bits(torch.compile(model, fullgraph=True)(x), y)
     wrong["compiled for CUDA graphs"] = same_bits(torch.compile(model, mode="reduce-overhead")(x), y)
     again = graphar.allreduce(x, epilogue=Epilogue(biased, bias=bias), algorithm="fallback")
-    return wrong | {"fallback": same_bits(again, y)}
-
-
-@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-def test_compiled_calls_and_the_fallback_have_the_bits_of_an_eager_call(world_size):
-    for wrong in run_on_gpus(reduce_as_rank, world_size):
-        assert not any(wrong.values()), wrong
+    wrong = wrong | {"fallback": same_bits(again, y)}
+    assert not any(wrong.values()), wrong

@@ -13,7 +13,7 @@ import graphar
 from graphar import Codec, reference
 from graphar.numerics.codec_reference import Noise, encode, error_of_wire
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 INT4 = Codec(4)
 STOCHASTIC = Codec(2, 128, "stochastic", seed=3)
@@ -84,7 +84,11 @@ class Feeding:
         return out
 
 
-def refused_and_made_again(rank, world_size, kind):
+@pytest.mark.parametrize(
+    "kind", ["allreduce", "reducescatter", "reducescatter_of_columns", "data_parallel_hook", "sharded_scatter"]
+)
+@on_ranks(2)
+def test_a_call_that_raises_leaves_the_residual_for_the_call_that_is_made_in_its_place(rank, world_size, kind):
     x = normal(rank, 64 * world_size, torch.float32).view(-1, 4)
     groups = [dist.new_group(range(world_size)) for _ in range(3)]
     with graphar.Communicator(groups[0], timeout_s=20) as never_refused:
@@ -111,14 +115,8 @@ def refused_and_made_again(rank, world_size, kind):
     mine.communicator = graphar.Communicator(groups[2], timeout_s=20)
     mine._hook._group = mine._scatter._group = mine.communicator
     found.append(mine.call(x))
-    return all(map(torch.equal, found, expected)) and torch.equal(mine.residual, twin.residual)
-
-
-@pytest.mark.parametrize(
-    "kind", ["allreduce", "reducescatter", "reducescatter_of_columns", "data_parallel_hook", "sharded_scatter"]
-)
-def test_a_call_that_raises_leaves_the_residual_for_the_call_that_is_made_in_its_place(kind):
-    assert all(run_ranks(refused_and_made_again, 2, kind))
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(mine.residual, twin.residual)
 
 
 def test_a_bucket_that_became_nan_leaves_nothing():

@@ -11,7 +11,7 @@ import graphar
 from graphar import reference
 from graphar.product.gemm import scaled_matmul
 from tests.cases import same_bits
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -115,8 +115,21 @@ NORMED = [f"{op}_residual_rmsnorm" for op in OPS]
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def wrong_elements(rank, world_size):
-    """How many elements of results differ from the sums of partials, also of repeated and of captured calls."""
+def wrong_elements_of_norms(rank, world_size):
+    wrong = []
+    for op, of, shape in itertools.product(NORMED, FORMATS, SHAPES):
+        of_ranks = [operands(one, of, *shape) for one in range(world_size)]
+        wanted, beside = normed([scaled_matmul(a, w, **scales) for a, w, scales in of_ranks], rank, op, shape)
+        a, w, scales = of_ranks[rank]
+        for partition in ("auto", "none") * 4:
+            found = getattr(graphar, op)(a, w, *beside, partition=partition, **scales)
+            wrong += [same_bits(*pair) for pair in zip(found, wanted, strict=True)]
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.gpu(1)), *SHARED_WORLD_SIZES])
+@on_ranks(by=run_on_gpus, timeout_s=300)
+def test_processes_get_the_sums_of_the_scaled_matmuls_partials(rank, world_size):
     wrong = []
     for op in OPS:
         call = getattr(graphar, op)
@@ -137,22 +150,5 @@ def wrong_elements(rank, world_size):
                         captured = call(a, w, **scales, partition=partition)
                     graph.replay()
                     wrong.append(same_bits(captured, wanted))
-    return wrong + wrong_elements_of_norms(rank, world_size)
-
-
-def wrong_elements_of_norms(rank, world_size):
-    wrong = []
-    for op, of, shape in itertools.product(NORMED, FORMATS, SHAPES):
-        of_ranks = [operands(one, of, *shape) for one in range(world_size)]
-        wanted, beside = normed([scaled_matmul(a, w, **scales) for a, w, scales in of_ranks], rank, op, shape)
-        a, w, scales = of_ranks[rank]
-        for partition in ("auto", "none") * 4:
-            found = getattr(graphar, op)(a, w, *beside, partition=partition, **scales)
-            wrong += [same_bits(*pair) for pair in zip(found, wanted, strict=True)]
-    return wrong
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.gpu(1)), *SHARED_WORLD_SIZES])
-def test_processes_get_the_sums_of_the_scaled_matmuls_partials(world_size):
-    for found in run_on_gpus(wrong_elements, world_size, timeout_s=300):
-        assert set(found) == {0}
+    found = wrong + wrong_elements_of_norms(rank, world_size)
+    assert set(found) == {0}

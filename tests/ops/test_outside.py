@@ -10,7 +10,7 @@ import torch
 import graphar
 from graphar import reference
 from tests.outside import load
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
@@ -222,11 +222,8 @@ def test_another_algorithm_is_compiled_again(xs, compiler):
 # ---- a process for each rank ----------------------------------------------------------------------------------------
 
 
-def test_ranks_that_are_processes_compute_the_specification():
-    run_ranks(call_every_op, 3)
-
-
-def call_every_op(rank, world_size):
+@on_ranks(3)
+def test_ranks_that_are_processes_compute_the_specification(rank, world_size):
     xs = [torch.tensor([[1.0, 2.0], [1e8, 1e8], [-1e8, 3.0]])[at] + torch.zeros(5, 2) for at in range(world_size)]
     unequal = [x[: at + 1] for at, x in enumerate(xs)]
     reduce, scatter, gather = (load(op=op, specification=OWN[op]) for op in OPS)
@@ -243,11 +240,8 @@ def call_every_op(rank, world_size):
     assert graphar.allreduce(large, algorithm=reduce)[0] == 6
 
 
-def test_ranks_that_loaded_different_files_or_rows_are_told_what_each_called():
-    run_ranks(disagree, 2)
-
-
-def disagree(rank, world_size):
+@on_ranks(2)
+def test_ranks_that_loaded_different_files_or_rows_are_told_what_each_called(rank, world_size):
     ring = load(threads=128 << rank)
 
     with pytest.raises(graphar.CommunicatorError, match="must make the same graphar calls") as raised:

@@ -11,7 +11,7 @@ from graphar.plan import algorithms
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks
 from tests.outside import FOLDER, MAX_NBYTES, load, load_own
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_stays_loaded")]
 
@@ -57,12 +57,9 @@ def test_a_source_that_does_not_compile_is_told_with_its_line(fresh_ranks: Ranks
 
 
 @pytest.mark.gpu(2, shared=True)
-def test_processes_may_load_them_in_another_order():
+@on_ranks(2, by=run_on_gpus)
+def test_processes_may_load_them_in_another_order(rank, world_size):
     """A record's number is that of its process."""
-    run_on_gpus(call_after_others, 2)
-
-
-def call_after_others(rank, world_size):
     if rank:
         load(threads=64)
     pushed_sum = load()

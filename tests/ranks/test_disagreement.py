@@ -14,7 +14,7 @@ from tests import inside
 from tests.cases import normal
 from tests.ops import specified as by
 from tests.ops.conformance import BY_OP, SCALED
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 F32, I32 = torch.float32, torch.int32
 
@@ -149,17 +149,14 @@ def test_processes_that_call_different_things_are_both_told_and_get_no_data():
             assert {word: "\n".join(calls).count(word) for word in counts} == counts, name
 
 
-def gather_uneven_parts(rank, world_size):
+@on_ranks(2, timeout_s=60)
+def test_uneven_parts_are_gathered_by_their_sizes_or_refused(rank, world_size):
     part = graphar.reducescatter(torch.arange(3.0))
     with pytest.raises(
         CommunicatorError, match=r"rank 0: allgather of parts of \[2, 2\] elements.*\nrank 1: .*\[1, 1\].*\n.*sizes="
     ):
         graphar.allgather(part)
-    return graphar.allgather(part, sizes=[2, 1]).tolist()
-
-
-def test_uneven_parts_are_gathered_by_their_sizes_or_refused():
-    assert run_ranks(gather_uneven_parts, 2, timeout_s=60) == [[0, 2, 4]] * 2
+    assert graphar.allgather(part, sizes=[2, 1]).tolist() == [0, 2, 4]
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------
@@ -254,11 +251,8 @@ def test_a_rank_that_calls_in_another_group_is_told_apart():
     assert any(re.match(called, told) for told, _ in said), said
 
 
-def prepare_alike(rank, world_size):
+@on_ranks(3)
+def test_ranks_that_prepare_alike_go_on(rank, world_size):
     with graphar.Communicator(timeout_s=20) as communicator:
         communicator.prepare(codecs=[graphar.Codec(2, rounding="stochastic", seed=rank)])
-        return communicator.allreduce(x(3)).tolist()
-
-
-def test_ranks_that_prepare_alike_go_on():
-    assert run_ranks(prepare_alike, 3) == [[3.0] * 3] * 3
+        assert communicator.allreduce(x(3)).tolist() == [3.0] * 3

@@ -21,7 +21,7 @@ from graphar.ranks.cpu import fallback, reduction
 from graphar.ranks.cpu.messages import Messages
 from graphar.ranks.cpu.transport import Group
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 RANKS = 2
 SHAPE = (12, 301)
@@ -61,8 +61,8 @@ def test_neither_random_numbers_nor_places_begin_again_with_a_piece(by_messages)
         assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 7
 
 
-def count_bytes_sent(rank, world_size):
-    """For an all-reduce and a reduce-scatter with a codec: the bytes of all messages, and the order of both kinds."""
+@on_ranks(3)
+def test_codes_go_to_owners_alone_and_a_chunk_is_on_its_way_before_the_last_one_is_summed(rank, world_size):
     fallback._CHUNK_NUMEL, sent, order, post = 1024, [0], [], Messages._post
     Messages.small_nbytes = 0
 
@@ -76,15 +76,10 @@ def count_bytes_sent(rank, world_size):
     graphar.allreduce(torch.ones(3 * world_size * 1024), codec="int4")
     of_sum, sent[0] = sent[0], 0
     graphar.reducescatter(torch.ones(3 * world_size * 1024), codec="int4")
-    return of_sum, sent[0], "".join(".S"[one] for one in order)
-
-
-def test_codes_go_to_owners_alone_and_a_chunk_is_on_its_way_before_the_last_one_is_summed():
+    of_parts, order = sent[0], "".join(".S"[one] for one in order)
     coded = graphar.Codec().wire_nbytes(3 * 1024)  # of a rank's shard, in three messages
-
-    for of_sum, of_parts, order in run_ranks(count_bytes_sent, 3):
-        assert (of_sum, of_parts) == (coded * 4, coded * 2)
-        assert order == "SSSS..SS...." + "S" * 6
+    assert (of_sum, of_parts) == (coded * 4, coded * 2)
+    assert order == "SSSS..SS...." + "S" * 6
 
 
 INFINITIES = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40, 65504.0, 3e38]

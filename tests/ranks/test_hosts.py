@@ -14,7 +14,7 @@ import graphar
 from graphar import CollectiveTimeout, Communicator, CommunicatorError, UnsupportedError, reference
 from graphar.ranks import hierarchical
 from tests.cases import ALL_DTYPES, HALVES, KERNEL_DTYPES, bit_patterns, integers, normal, parts_of, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 TWO_BY_TWO = [[0, 1], [2, 3]]
 SPLITS = [TWO_BY_TWO, [[0, 2], [1, 3]], [[2, 3], [0, 1]], [[0, 1, 2, 3]], [[2], [0], [3], [1]]]
@@ -257,8 +257,8 @@ def test_a_rank_that_is_absent_from_the_first_call_is_named():
     assert "rank 0 waited 0.5 s for rank(s) [1]" in run_ranks(never_comes, 2)[0]
 
 
-def fails_once(rank, world_size):
-    """The sum of a call after one whose groups could not be made, and the number of groups left in the end."""
+@on_ranks(4)
+def test_a_call_after_one_that_could_not_connect_has_the_right_groups(rank, world_size):
     make, left = hierarchical._new_group, ["across"] if rank % 2 else []
 
     def make_or_fail(communicator, what, ranks):
@@ -272,11 +272,7 @@ def fails_once(rank, world_size):
         with pytest.raises(RuntimeError, match="connection refused"):
             summed(communicator, torch.ones(8))
         found = summed(communicator, torch.full((3,), float(rank)))
-    return found.tolist(), groups_left()
-
-
-def test_a_call_after_one_that_could_not_connect_has_the_right_groups():
-    assert run_ranks(fails_once, 4) == [([6.0] * 3, 1)] * 4
+    assert (found.tolist(), groups_left()) == ([6.0] * 3, 1)
 
 
 def test_devices_of_one_process_have_no_hosts():

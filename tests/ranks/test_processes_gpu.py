@@ -9,7 +9,7 @@ import torch
 
 import graphar
 from tests.cases import integers, normal, parts_of, same_bits
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -23,7 +23,9 @@ def assert_reduced(y, parts, what=""):
     assert same_bits(y.cpu(), graphar.reference.allreduce(parts)) == 0, what
 
 
-def skewed_start(rank, world_size):
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
+@on_ranks(by=run)
+def test_ranks_that_come_seconds_apart(rank, world_size):
     with graphar.Communicator(timeout_s=20) as communicator:
         time.sleep(rank)
         parts = parts_of(normal, world_size, 8192, torch.bfloat16)
@@ -31,11 +33,6 @@ def skewed_start(rank, world_size):
         with graphar.Communicator(timeout_s=20) as other:
             assert_reduced(other.allreduce(parts[rank].cuda()), parts)
             assert_reduced(communicator.allreduce(parts[rank].cuda()), parts)
-
-
-@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-def test_ranks_that_come_seconds_apart(world_size):
-    run(skewed_start, world_size)
 
 
 def load_while_spinning(rank, world_size):

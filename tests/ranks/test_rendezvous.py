@@ -14,7 +14,7 @@ import torch.distributed as dist
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError, CompileError
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 PATIENCE_S = 30.0
 
@@ -263,14 +263,11 @@ def test_a_rank_that_never_calls_lets_the_others_go_at_the_deadline(in_the_call)
         assert record.last_calls[rank] == "allreduce of [1000] torch.float32, call 0 over torch.distributed"
 
 
-def call_late(rank, world_size):
+@on_ranks(3)
+def test_a_rank_that_comes_late_but_in_time_is_waited_for(rank, world_size):
     if rank == 1:
         time.sleep(1)
-    return graphar.allreduce(torch.ones(3), timeout_s=PATIENCE_S).tolist()
-
-
-def test_a_rank_that_comes_late_but_in_time_is_waited_for():
-    assert run_ranks(call_late, 3) == [[3.0] * 3] * 3
+    assert graphar.allreduce(torch.ones(3), timeout_s=PATIENCE_S).tolist() == [3.0] * 3
 
 
 # ---- a rank that stays while others come and go ---------------------------------------------------------------------

@@ -26,7 +26,7 @@ from graphar.ranks import capture
 from graphar.ranks.rendezvous import StoreRendezvous
 from graphar.runtime import availability, launcher, life
 from graphar.runtime.memory import ipc_memory
-from tests.processes import run_code, run_ranks
+from tests.processes import on_ranks, run_code, run_ranks
 
 ROOT = Path(__file__).parents[2]
 OK = driver.CUresult.CUDA_SUCCESS
@@ -220,16 +220,13 @@ def test_where_one_rank_captures_its_first_call_the_others_name_it():
     assert waited.startswith("set-up: rank 1 waited 2 s for rank(s) [0]; every rank of the group must make the same")
 
 
-def prepare_and_ask(rank, world_size):
+@on_ranks(2)
+def test_what_a_process_does_before_it_has_touched_its_gpu_decides_nothing(rank, world_size):
     """Why a call with a GPU's tensor has no kernel, after ``prepare`` had no GPU to prepare."""
     life.missing_software = lambda: "NVRTC cannot be loaded: install it"
     with graphar.Communicator() as communicator:
         communicator.prepare()
-        return explained(communicator, "auto").reason
-
-
-def test_what_a_process_does_before_it_has_touched_its_gpu_decides_nothing():
-    assert run_ranks(prepare_and_ask, 2) == ["rank 0: NVRTC cannot be loaded: install it"] * 2
+        assert explained(communicator, "auto").reason == "rank 0: NVRTC cannot be loaded: install it"
 
 
 def set_up_where_rank_1_has_no_memory(rank, world_size):

@@ -14,7 +14,7 @@ import graphar
 from graphar.plan.algorithms import kernels_that
 from tests.cases import normal, same_bits
 from tests.gpu import DTYPES, Ranks, fits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 from tests.worlds import GPU_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,9 @@ def test_explain_calls_the_stand_in_by_its_name(ranks: Ranks, algorithm):
 # ---- one process a rank ---------------------------------------------------------------------------------------------
 
 
-def stand_in_between_processes(rank, world_size):
+@process_worlds
+@on_ranks(backend="cpu:gloo,cuda:nccl", timeout_s=120)
+def test_the_stand_in_works_between_processes(rank, world_size):
     communicator = graphar.Communicator(dist.group.WORLD, timeout_s=20)
     communicator.engine.multimem_stand_in = True
     for algorithm in MULTIMEM_KERNELS:
@@ -58,11 +60,6 @@ def stand_in_between_processes(rank, world_size):
                 y = communicator.allreduce(parts[rank].cuda(), algorithm=algorithm)
                 assert same_bits(y.cpu(), graphar.reference.allreduce(parts)) == 0, f"{algorithm} {dtype} {numel}"
     communicator.close()
-
-
-@process_worlds
-def test_the_stand_in_works_between_processes(world_size):
-    run_ranks(stand_in_between_processes, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=120)
 
 
 def refused_without_the_opt_in(rank, world_size):

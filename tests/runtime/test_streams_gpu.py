@@ -13,7 +13,7 @@ import torch.distributed as dist
 import graphar
 from graphar import CollectiveTimeout, ConcurrentCallError
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 from tests.worlds import GPU_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -85,19 +85,19 @@ def call_in_turn(rank, world_size, numels, turns, at, stream_at, before=lambda t
             one.check(y)
 
 
-def eager_on_two_streams(rank, world_size):
+@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
+@every_world_size
+@on_ranks(by=run)
+def test_eager_calls_on_two_streams_are_right(rank, world_size):
     streams = [torch.cuda.Stream() for _ in range(2)]
     numels = (SMALL, 1 << 20, SMALL, 1 << 18)
     call_in_turn(rank, world_size, numels, 200, lambda turn: turn % 4, lambda turn: streams[turn * 7 % 3 % 2])
 
 
-@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 @every_world_size
-def test_eager_calls_on_two_streams_are_right(world_size):
-    run(eager_on_two_streams, world_size)
-
-
-def with_waits_between(rank, world_size, on_default):
+@pytest.mark.parametrize("on_default", [False, True], ids=["own_stream", "default_stream"])
+@on_ranks(by=run)
+def test_calls_follow_each_other_though_their_stream_waits_for_another_one_between_them(rank, world_size, on_default):
     stream = torch.cuda.default_stream() if on_default else torch.cuda.Stream()
     other = torch.cuda.Stream()
 
@@ -110,13 +110,10 @@ def with_waits_between(rank, world_size, on_default):
     call_in_turn(rank, world_size, (SMALL, 1 << 20), 300, lambda turn: turn % 3 % 2, lambda turn: stream, wait)
 
 
+@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 @every_world_size
-@pytest.mark.parametrize("on_default", [False, True], ids=["own_stream", "default_stream"])
-def test_calls_follow_each_other_though_their_stream_waits_for_another_one_between_them(world_size, on_default):
-    run(with_waits_between, world_size, on_default)
-
-
-def late_on_two_streams(rank, world_size):
+@on_ranks(by=run)
+def test_calls_on_two_streams_follow_each_other_though_ranks_are_late(rank, world_size):
     streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
     weight = torch.randn(1024, 1024, dtype=DTYPE, device="cuda")
 
@@ -129,13 +126,9 @@ def late_on_two_streams(rank, world_size):
     call_in_turn(rank, world_size, (SMALL, 1 << 20), 300, at, stream_at, be_busy)
 
 
-@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 @every_world_size
-def test_calls_on_two_streams_follow_each_other_though_ranks_are_late(world_size):
-    run(late_on_two_streams, world_size)
-
-
-def two_branches_of_a_graph(rank, world_size):
+@on_ranks(by=run)
+def test_calls_on_two_branches_of_one_graph_are_right(rank, world_size):
     first, second = (Sum(rank, world_size, 1 << 20, seed) for seed in range(2))
     with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
         communicator.allreduce(first.x)
@@ -159,11 +152,6 @@ def two_branches_of_a_graph(rank, world_size):
             one.check(y)
         communicator.allreduce(first.x)  # and outside once more
         del graph
-
-
-@every_world_size
-def test_calls_on_two_branches_of_one_graph_are_right(world_size):
-    run(two_branches_of_a_graph, world_size)
 
 
 def two_graphs(rank, world_size, ordered):

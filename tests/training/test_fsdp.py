@@ -17,7 +17,7 @@ from graphar.fsdp import ExactReduceScatter, QuantizedReduceScatter
 from graphar.numerics.codec_reference import Noise
 from graphar.ranks import hierarchical
 from tests.cases import bit_patterns, left_after_scatter, normal, parts_of, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 INT4 = Codec(4, 128)
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
@@ -65,16 +65,13 @@ def exact_mean(world_size: int) -> list[torch.Tensor]:
 # ---- with fully_shard -----------------------------------------------------------------------------------------------
 
 
-def exact_as_rank(rank, world_size):
-    model = sharded(ExactReduceScatter)
-    loss_of(model, rank).backward()
-    return [torch.equal(*pair) for pair in zip(gradients_of(model), exact_mean(world_size), strict=True)]
-
-
 @pytest.mark.promise("A codec's results have the bits of its specification, at every size and on every rank.")
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_exact_gradients_are_the_specifications_bit_for_bit(world_size):
-    assert run_ranks(exact_as_rank, world_size) == [[True] * 6] * world_size
+@on_ranks()
+def test_exact_gradients_are_the_specifications_bit_for_bit(rank, world_size):
+    model = sharded(ExactReduceScatter)
+    loss_of(model, rank).backward()
+    assert [torch.equal(*pair) for pair in zip(gradients_of(model), exact_mean(world_size), strict=True)] == [True] * 6
 
 
 def quantized_as_rank(rank, world_size, options):
@@ -237,7 +234,10 @@ def test_what_sums_between_hosts_cannot_do_is_refused(make, message, monkeypatch
 # ---- alone ----------------------------------------------------------------------------------------------------------
 
 
-def reduce_as_rank(rank, world_size, op, dtype):
+@pytest.mark.parametrize("op", [SUM, AVG], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@on_ranks(2)
+def test_each_call_gives_the_specification_of_its_input_and_what_earlier_ones_took(rank, world_size, op, dtype):
     comm = QuantizedReduceScatter(INT4, error_feedback=True)
     residuals, checked = [torch.zeros(4800, dtype=dtype) for _ in range(world_size)], []
     for call in range(3):
@@ -248,13 +248,7 @@ def reduce_as_rank(rank, world_size, op, dtype):
         out = comm.allocate((2400,), dtype=dtype, device=torch.device("cpu"))
         assert comm(output_tensor=out, input_tensor=xs[rank].clone(), group=dist.group.WORLD, op=op) is None
         checked.append(same_bits(out, expected))
-    return checked
-
-
-@pytest.mark.parametrize("op", [SUM, AVG], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_each_call_gives_the_specification_of_its_input_and_what_earlier_ones_took(op, dtype):
-    assert run_ranks(reduce_as_rank, 2, op, dtype) == [[0] * 3] * 2
+    assert checked == [0] * 3
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.MAX, dist.ReduceOp(dist.ReduceOp.MIN)], ids=["a kind", "an op"])
