@@ -96,14 +96,11 @@ def test_inductor_keeps_the_order_of_a_models_own_calls_on_ranks_of_unequal_size
     ]
 
 
-def compile_with_a_mode(rank, world_size):
+@on_ranks(2)
+def test_torch_compile_takes_its_modes_beside_the_pass(rank, world_size):
     with graphar.enable() as compile_pass:
         torch.compile(torch.relu, mode="reduce-overhead")  # copies Inductor's configuration
-        return copy.deepcopy(compile_pass) is compile_pass
-
-
-def test_torch_compile_takes_its_modes_beside_the_pass():
-    assert run_ranks(compile_with_a_mode, 2) == [True, True]
+        assert copy.deepcopy(compile_pass) is compile_pass
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------

@@ -177,7 +177,8 @@ def test_tensors_of_unlike_dtypes_are_refused_and_stay_as_they_are(rank, world_s
     assert torch.equal(y, values(rank, dtype=torch.int64))
 
 
-def write_into_shared_memory(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_outputs_whose_elements_share_memory_are_refused_and_inputs_are_not(rank, world_size):
     """All ranks are refused what one of them could not be given."""
     one, said = torch.ones(1), []
     for dtype in (torch.float32, torch.int64):
@@ -203,14 +204,8 @@ def write_into_shared_memory(rank, world_size):
         outs = [torch.empty(4, dtype=dtype) for _ in range(world_size)]
         dist.all_gather(outs, x if rank else y)
         said.append([out.tolist() for out in outs] + [y.tolist()] * rank)
-    return said
-
-
-def test_outputs_whose_elements_share_memory_are_refused_and_inputs_are_not():
     ones, twos = [1.0] * 4, [2.0] * 4
-
-    for rank, said in enumerate(run_ranks(write_into_shared_memory, 2, backend=BACKEND)):
-        assert said == ([1] * 7 + [[ones, ones, twos] if rank else [ones, ones]]) * 2
+    assert said == ([1] * 7 + [[ones, ones, twos] if rank else [ones, ones]]) * 2
 
 
 @on_ranks(2, backend=BACKEND)

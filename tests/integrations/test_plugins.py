@@ -251,12 +251,9 @@ def test_a_name_that_begins_like_that_of_a_tensor_parallel_group_is_another(name
     assert not tensor_parallel.is_tensor_parallel(name, ("tp",))
 
 
-def alone(rank, world_size):
-    return Mixed(dist.group.WORLD, "tp:0").graphar, coordinator_of("tp:0").graphar
-
-
-def test_a_group_of_one_rank_stays_the_programs():
-    assert run_ranks(alone, 1) == [(None, None)]
+@on_ranks(1)
+def test_a_group_of_one_rank_stays_the_programs(rank, world_size):
+    assert (Mixed(dist.group.WORLD, "tp:0").graphar, coordinator_of("tp:0").graphar) == (None, None)
 
 
 # ---- SGLang's coordinator -------------------------------------------------------------------------------------------

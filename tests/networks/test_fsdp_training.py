@@ -174,8 +174,9 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, ob
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
-def checkpoint_as_rank(rank, world_size, folder):
-    """Whether torch's training continues graphar's checkpoint as if nothing had happened, and graphar torch's."""
+@on_ranks(2)
+def test_a_checkpoint_of_either_is_continued_by_the_other_to_the_bit(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     whole = sharded(mp_policy=BF16)
     losses, *rest = train(whole, adam(whole), rank, steps=range(2 * STEPS))
     found = []
@@ -191,11 +192,7 @@ def checkpoint_as_rank(rank, world_size, folder):
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         continued = train(model, optimizer, rank, steps=range(STEPS, 2 * STEPS))
         found.append(same(continued, (losses[STEPS:], *rest)))
-    return found
-
-
-def test_a_checkpoint_of_either_is_continued_by_the_other_to_the_bit(tmp_path):
-    assert run_ranks(checkpoint_as_rank, 2, str(tmp_path)) == [[True, True]] * 2
+    assert found == [True, True]
 
 
 # ---- with more ranks ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from graphar.plan.tables import shipped_table
 from graphar.plan.work import Parts, Sum
 from graphar.ranks.cpu import fallback
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 INT4 = Codec(4)
 STOCHASTIC = Codec(4, 128, "stochastic", seed=11)
@@ -241,16 +241,13 @@ UNEVEN = (0, 3000, 1025)
 UNEVEN_CALL = Call(Parts("reducescatter", UNEVEN, STOCHASTIC.text), torch.bfloat16, -1)
 
 
-def scatter_unevenly_as_rank(rank, world_size):
+@on_ranks(3)
+def test_processes_may_have_parts_of_any_lengths(rank, world_size):
     fallback._CHUNK_NUMEL = 1024  # so that parts go in several pieces, some of them empty
     parts = inputs((sum(UNEVEN),))
     out = torch.empty(UNEVEN[rank], dtype=torch.bfloat16)
     Communicator().engine.run(UNEVEN_CALL, [Operands((parts[rank],), (out,))])
-    return same_bits(out, scattered(parts, STOCHASTIC, sizes=UNEVEN)[rank])
-
-
-def test_processes_may_have_parts_of_any_lengths():
-    assert run_ranks(scatter_unevenly_as_rank, 3) == [0, 0, 0]
+    assert same_bits(out, scattered(parts, STOCHASTIC, sizes=UNEVEN)[rank]) == 0
 
 
 def test_a_list_may_have_parts_of_any_lengths(trio, monkeypatch):

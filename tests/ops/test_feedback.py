@@ -13,7 +13,7 @@ import graphar
 from graphar import Codec, reference
 from graphar.numerics.codec_reference import Noise, encode, error_of_wire
 from tests.cases import normal, same_bits
-from tests.processes import on_ranks, run_ranks
+from tests.processes import on_ranks
 
 INT4 = Codec(4)
 STOCHASTIC = Codec(2, 128, "stochastic", seed=3)
@@ -27,7 +27,11 @@ def step(xs, residuals, codec, call=0):
     return reference.quantized_allreduce(parts, codec, codec.seed or 0, call), left
 
 
-def in_processes(rank, world_size, codec, dtype):
+@pytest.mark.promise("Error feedback adds what a codec took to the next tensor, and loses nothing.")
+@pytest.mark.parametrize("codec", [INT4, STOCHASTIC], ids=["int4", "stochastic"])
+@on_ranks(3)
+def test_processes_keep_the_specifications_residuals(rank, world_size, codec):
+    dtype = torch.bfloat16
     xs, residuals = ([normal(r + at, 3001, dtype) for r in range(world_size)] for at in (0, 50))
     mine = residuals[rank].clone()
     for call in range(3):
@@ -35,13 +39,6 @@ def in_processes(rank, world_size, codec, dtype):
         y = graphar.allreduce(xs[rank], codec=codec, residual=mine)
         assert same_bits(y, expected) == 0
         assert same_bits(mine, residuals[rank]) == 0
-    return True
-
-
-@pytest.mark.promise("Error feedback adds what a codec took to the next tensor, and loses nothing.")
-@pytest.mark.parametrize("codec", [INT4, STOCHASTIC], ids=["int4", "stochastic"])
-def test_processes_keep_the_specifications_residuals(codec):
-    assert all(run_ranks(in_processes, 3, codec, torch.bfloat16))
 
 
 # ---- calls that are not made, or fail -------------------------------------------------------------------------------

@@ -43,25 +43,20 @@ def call_over(world_size, mine, groups):
     return found
 
 
-def call_in_subgroups(rank, world_size):
-    """How many elements differ in each call with a subgroup, or with a communicator of it."""
+@on_ranks(4, timeout_s=100)
+def test_a_subgroup_is_its_own_ranks_only(rank, world_size):
     found = []
     for members in SUBGROUPS:
         group = dist.new_group(members)
         if rank in members:
             with Communicator(group) as communicator:
                 found += call_over(len(members), members.index(rank), (group, communicator))
-    return found
+    assert not any(found), rank
+    assert len(found) >= 2 * len([form for form in PLAIN if not form.is_tree])
 
 
-def test_a_subgroup_is_its_own_ranks_only():
-    for rank, found in enumerate(run_ranks(call_in_subgroups, 4, timeout_s=100)):
-        assert not any(found), rank
-        assert len(found) >= 2 * len([form for form in PLAIN if not form.is_tree])
-
-
-def call_in_a_mesh(rank, world_size):
-    """How many elements differ in each call with a dimension of a mesh, or with a communicator of it."""
+@on_ranks(4, timeout_s=100)
+def test_a_mesh_of_one_dimension_is_a_group(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
     for name, mine in (("dp", rank // 2), ("tp", rank % 2)):
@@ -70,13 +65,8 @@ def call_in_a_mesh(rank, world_size):
             found += call_over(2, mine, (mesh[name], communicator))
         assert graphar.empty(3, group=mesh[name]).shape == (3,)
         assert graphar.explain(torch.ones(3), mesh[name]).algorithm == "fallback"
-    return found
-
-
-def test_a_mesh_of_one_dimension_is_a_group():
-    for rank, found in enumerate(run_ranks(call_in_a_mesh, 4, timeout_s=100)):
-        assert not any(found), rank
-        assert len(found) >= 4 * len(PLAIN)
+    assert not any(found), rank
+    assert len(found) >= 4 * len(PLAIN)
 
 
 def call_outside_a_mesh(rank, world_size):

@@ -33,8 +33,9 @@ def inputs():
     return [normal(rank, 12 * 301, torch.float32).view(SHAPE) for rank in range(RANKS)]
 
 
-def call_in_pieces(rank, world_size, by_messages):
-    """An all-reduce and a reduce-scatter for each option, and an all-gather, all in small pieces."""
+@pytest.mark.parametrize("by_messages", [True, False], ids=["messages", "process group"])
+@on_ranks(RANKS)
+def test_neither_random_numbers_nor_places_begin_again_with_a_piece(rank, world_size, by_messages):
     fallback._CHUNK_NUMEL = 1024
     for transport in (Messages, Group):
         transport.small_nbytes, transport.chunk_nbytes, transport.two_shot_nbytes = 0, 1000, 1000
@@ -45,20 +46,15 @@ def call_in_pieces(rank, world_size, by_messages):
         for op in (graphar.allreduce, graphar.reducescatter):
             with Communicator() as communicator:  # random numbers depend on the calls before
                 found.append(op(x, communicator, **options))
-    return [*found, graphar.allgather(x[: rank + 1], sizes=[1, 2])]
-
-
-@pytest.mark.parametrize("by_messages", [True, False], ids=["messages", "process group"])
-def test_neither_random_numbers_nor_places_begin_again_with_a_piece(by_messages):
+    found = [*found, graphar.allgather(x[: rank + 1], sizes=[1, 2])]
     xs = inputs()
     with Communicator(devices=["cpu"] * RANKS) as whole:
         placed = whole.allreduce(xs, epilogue=PLACES)[0], whole.reducescatter(xs, epilogue=PLACES)
     parts = reference.quantized_reducescatter(xs, STOCHASTIC, STOCHASTIC.seed)
     total = reference.quantized_allreduce(xs, STOCHASTIC, STOCHASTIC.seed)
-    for rank, found in enumerate(run_ranks(call_in_pieces, RANKS, by_messages)):
-        plain = [reference.allreduce(xs), reference.reducescatter(xs)[rank]]
-        expected = [total, parts[rank], placed[0], placed[1][rank], *plain, torch.cat([xs[0][:1], xs[1][:2]])]
-        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 7
+    plain = [reference.allreduce(xs), reference.reducescatter(xs)[rank]]
+    expected = [total, parts[rank], placed[0], placed[1][rank], *plain, torch.cat([xs[0][:1], xs[1][:2]])]
+    assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 7
 
 
 @on_ranks(3)

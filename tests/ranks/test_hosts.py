@@ -51,15 +51,6 @@ def wrong_sums_of_splits(rank, world_size, splits):
     return {what: found for what, found in wrong.items() if found}
 
 
-def wrong_sums_of_any_data(rank, world_size, split):
-    wrong = {"any bits": wrong_sums(rank, world_size, split, bit_patterns, HALVES)}
-    wrong["any dtype"] = wrong_sums(rank, world_size, split, integers, ALL_DTYPES)
-    for codec in CODECS:
-        wrong[codec.text] = wrong_sums(rank, world_size, split, normal, [torch.bfloat16, torch.float32], codec)
-    wrong["any bits, coded"] = wrong_sums(rank, world_size, split, bit_patterns, HALVES, CODECS[0])
-    return {what: found for what, found in wrong.items() if found}
-
-
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
@@ -68,8 +59,15 @@ def test_two_hosts_of_two_ranks_get_the_specifications_bits_however_ranks_are_pl
     assert run_ranks(wrong_sums_of_splits, 4, SPLITS) == [{}] * 4
 
 
-def test_two_hosts_get_the_specifications_bits_of_any_dtype_bits_and_codec():
-    assert run_ranks(wrong_sums_of_any_data, 4, TWO_BY_TWO) == [{}] * 4
+@on_ranks(4)
+def test_two_hosts_get_the_specifications_bits_of_any_dtype_bits_and_codec(rank, world_size):
+    split = TWO_BY_TWO
+    wrong = {"any bits": wrong_sums(rank, world_size, split, bit_patterns, HALVES)}
+    wrong["any dtype"] = wrong_sums(rank, world_size, split, integers, ALL_DTYPES)
+    for codec in CODECS:
+        wrong[codec.text] = wrong_sums(rank, world_size, split, normal, [torch.bfloat16, torch.float32], codec)
+    wrong["any bits, coded"] = wrong_sums(rank, world_size, split, bit_patterns, HALVES, CODECS[0])
+    assert {what: found for what, found in wrong.items() if found} == {}
 
 
 def test_two_hosts_of_four_ranks_and_four_of_two_get_the_specifications_bits():

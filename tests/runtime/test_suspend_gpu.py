@@ -276,8 +276,15 @@ def test_it_is_refused_on_every_rank_while_one_captures():
 # ---- often, and when something fails --------------------------------------------------------------------------------
 
 
-def cycle(rank, world_size, cycles):
-    """What the process and the GPU hold more after many cycles than after a few; and how many sums were wrong."""
+def resident_nbytes():
+    """Bytes of host memory that this process uses."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@on_ranks(WORLD_SIZE, timeout_s=300)
+def test_a_thousand_cycles_leak_nothing(rank, world_size):
+    cycles = 1000
     torch.cuda.set_device(0)
     x = part(rank).cuda()
     with graphar.Communicator() as communicator:
@@ -292,17 +299,7 @@ def cycle(rank, world_size, cycles):
                 held.append((torch.cuda.mem_get_info()[0], descriptors(), resident_nbytes()))
                 torch.distributed.barrier()
         (free, files, host), (free_at_end, files_at_end, host_at_end) = held
-        return wrong, free - free_at_end, files_at_end - files, host_at_end - host
-
-
-def resident_nbytes():
-    """Bytes of host memory that this process uses."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_a_thousand_cycles_leak_nothing():
-    for wrong, gpu, files, host in run_ranks(cycle, WORLD_SIZE, 1000, timeout_s=300):
+        gpu, files, host = free - free_at_end, files_at_end - files, host_at_end - host
         assert (wrong, gpu, files) == (0, 0, 0)
         assert host < 16 * MB
 
