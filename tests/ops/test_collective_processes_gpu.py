@@ -19,10 +19,6 @@ from tests.worlds import SHARED_WORLD_SIZES
 every_shared_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 
 
-def run(function, world_size, *args, timeout_s=120.0):
-    return run_on_gpus(function, world_size, *args, timeout_s=timeout_s)
-
-
 def assert_part(y, rank, parts, axis=0, what=""):
     assert same_bits(y.cpu(), graphar.reference.reducescatter(parts, axis)[rank]) == 0, what
 
@@ -40,7 +36,7 @@ def sizes_of(length, world_size):
 
 
 @every_shared_world_size
-@on_ranks(by=run)
+@on_ranks(by=run_on_gpus)
 def test_calls_back_to_back_and_in_place(rank, world_size):
     calls = [[normal(100 * seed + r, 262149, torch.bfloat16) for r in range(world_size)] for seed in range(3)]
     xs = [parts[rank].cuda() for parts in calls]
@@ -58,7 +54,7 @@ def test_calls_back_to_back_and_in_place(rank, world_size):
 
 
 @pytest.mark.gpu(4, shared=True)
-@on_ranks(4, by=run)
+@on_ranks(4, by=run_on_gpus)
 def test_overlapping_subgroups_in_turn(rank, world_size):
     members = [(1, 3), (0, 2, 3), (0, 1, 2, 3)]
     groups = [dist.new_group(list(ranks)) for ranks in members]
@@ -75,7 +71,7 @@ def test_overlapping_subgroups_in_turn(rank, world_size):
 
 
 @pytest.mark.gpu(4, shared=True)
-@on_ranks(4, by=run)
+@on_ranks(4, by=run_on_gpus)
 def test_pairs_of_four_ranks_split_five_and_three_rows(rank, world_size):
     pairs = [[0, 1], [2, 3]]
     pair, group = pairs[rank // 2], [dist.new_group(pair) for pair in pairs][rank // 2]
@@ -92,7 +88,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.gpu(2, shared=True)
-@on_ranks(2, by=run, timeout_s=300)
+@on_ranks(2, by=run_on_gpus, timeout_s=300)
 def test_the_operators_check_differentiate_and_export(rank, world_size):
     opcheck(sums.SUM.one, (torch.ones(9, device="cuda", requires_grad=True), *sums.SUM.arguments()))
     leaf = integers(rank, 100, torch.float32).cuda().requires_grad_()
@@ -115,7 +111,7 @@ def test_the_operators_check_differentiate_and_export(rank, world_size):
 
 @pytest.mark.promise("The CPU gives the same bits, and so do compiled, captured and replayed calls.")
 @pytest.mark.gpu(2, shared=True)
-@on_ranks(2, by=run, timeout_s=300)
+@on_ranks(2, by=run_on_gpus, timeout_s=300)
 def test_torch_compile_takes_them_whole_also_in_cuda_graphs(rank, world_size):
     def model(x):
         y = torch.relu(x) * 2
@@ -137,7 +133,7 @@ def test_torch_compile_takes_them_whole_also_in_cuda_graphs(rank, world_size):
 
 
 @every_shared_world_size
-@on_ranks(by=run)
+@on_ranks(by=run_on_gpus)
 def test_a_thousand_graph_replays_between_eager_calls(rank, world_size):
     parts = parts_of(normal, world_size, (8199,), torch.bfloat16)
     sizes = sizes_of(8199, world_size)

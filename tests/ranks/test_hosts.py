@@ -46,34 +46,28 @@ def wrong_sums(rank, world_size, split, fill, dtypes, codec=None):
     return wrong
 
 
-def wrong_sums_of_splits(rank, world_size, splits):
-    wrong = {str(split): wrong_sums(rank, world_size, split, normal, KERNEL_DTYPES) for split in splits}
-    return {what: found for what, found in wrong.items() if found}
-
-
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
-def test_two_hosts_of_two_ranks_get_the_specifications_bits_however_ranks_are_placed():
-    assert run_ranks(wrong_sums_of_splits, 4, SPLITS) == [{}] * 4
+@pytest.mark.parametrize(
+    ("ranks", "splits"),
+    [(4, SPLITS), (8, [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]])],
+    ids=["two by two", "four by two, and two by four"],
+)
+@on_ranks()
+def test_hosts_get_the_specifications_bits_however_ranks_are_placed(rank, ranks, splits):
+    assert [wrong_sums(rank, ranks, split, normal, KERNEL_DTYPES) for split in splits] == [[]] * len(splits)
 
 
 @on_ranks(4)
 def test_two_hosts_get_the_specifications_bits_of_any_dtype_bits_and_codec(rank, world_size):
-    split = TWO_BY_TWO
-    wrong = {"any bits": wrong_sums(rank, world_size, split, bit_patterns, HALVES)}
-    wrong["any dtype"] = wrong_sums(rank, world_size, split, integers, ALL_DTYPES)
+    wrong = {"any bits": wrong_sums(rank, world_size, TWO_BY_TWO, bit_patterns, HALVES)}
+    wrong["any dtype"] = wrong_sums(rank, world_size, TWO_BY_TWO, integers, ALL_DTYPES)
     for codec in CODECS:
-        wrong[codec.text] = wrong_sums(rank, world_size, split, normal, [torch.bfloat16, torch.float32], codec)
-    wrong["any bits, coded"] = wrong_sums(rank, world_size, split, bit_patterns, HALVES, CODECS[0])
+        wrong[codec.text] = wrong_sums(rank, world_size, TWO_BY_TWO, normal, [torch.bfloat16, torch.float32], codec)
+    wrong["any bits, coded"] = wrong_sums(rank, world_size, TWO_BY_TWO, bit_patterns, HALVES, CODECS[0])
     assert {what: found for what, found in wrong.items() if found} == {}
-
-
-def test_two_hosts_of_four_ranks_and_four_of_two_get_the_specifications_bits():
-    splits = [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]]
-
-    assert run_ranks(wrong_sums_of_splits, 8, splits) == [{}] * 8
 
 
 def test_sums_of_hosts_are_added_and_only_their_sum_is_rounded():

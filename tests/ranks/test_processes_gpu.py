@@ -12,19 +12,13 @@ from tests.cases import integers, normal, parts_of, same_bits
 from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
-BACKEND = "cpu:gloo,cuda:nccl"
-
-
-def run(function, world_size, *args, timeout_s=120.0):
-    return run_on_gpus(function, world_size, *args, timeout_s=timeout_s)
-
 
 def assert_reduced(y, parts, what=""):
     assert same_bits(y.cpu(), graphar.reference.allreduce(parts)) == 0, what
 
 
 @pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-@on_ranks(by=run)
+@on_ranks(by=run_on_gpus)
 def test_ranks_that_come_seconds_apart(rank, world_size):
     with graphar.Communicator(timeout_s=20) as communicator:
         time.sleep(rank)
@@ -51,7 +45,7 @@ def load_while_spinning(rank, world_size):
 @pytest.mark.gpu
 def test_a_plan_made_while_a_collective_spins_does_not_hang():
     begin = time.monotonic()
-    run(load_while_spinning, 2)
+    run_on_gpus(load_while_spinning, 2)
     assert time.monotonic() - begin < 60
 
 
@@ -64,7 +58,7 @@ def expandable(rank, world_size):
 @pytest.mark.gpu(2, shared=True)
 def test_expandable_segments(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    run(expandable, 2)
+    run_on_gpus(expandable, 2)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import graphar
 from graphar.runtime.driver import call, driver
 from graphar.runtime.launcher import Grid
 from tests.cases import normal, same_bits
-from tests.processes import on_ranks, run_ranks
+from tests.processes import on_ranks, run_on_gpus
 from tests.small_kernels import bind
 from tests.worlds import GPU_WORLD_SIZES
 
@@ -20,12 +20,8 @@ ROUNDS = 50
 LATE_CLOCKS = 2_000_000
 
 
-def run(function, world_size, *args):
-    return run_ranks(function, world_size, *args, backend="cpu:gloo,cuda:nccl", timeout_s=120)
-
-
 @every_world_size
-@on_ranks(by=run)
+@on_ranks(by=run_on_gpus)
 def test_calls_are_right_though_a_kernel_between_them_waits_for_nothing(rank, world_size):
     idle = bind(IDLE, "idle", rank, [], Grid(1, 32, 0, overlaps=True))
     stream, wrong = torch.cuda.Stream(), []
@@ -48,7 +44,7 @@ def test_calls_are_right_though_a_kernel_between_them_waits_for_nothing(rank, wo
 
 
 @every_world_size
-@on_ranks(by=run)
+@on_ranks(by=run_on_gpus)
 def test_calls_follow_each_other_though_their_streams_are_destroyed_and_handles_used_again(rank, world_size):
     parts = [normal(r, NUMELS[-1], torch.bfloat16).cuda() for r in range(world_size)]
     expected = graphar.reference.allreduce(parts)

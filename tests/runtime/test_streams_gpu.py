@@ -13,20 +13,15 @@ import torch.distributed as dist
 import graphar
 from graphar import CollectiveTimeout, ConcurrentCallError
 from tests.cases import normal, same_bits
-from tests.processes import on_ranks, run_ranks
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES
 
-BACKEND = "cpu:gloo,cuda:nccl"
 DTYPE = torch.bfloat16
 SMALL, LARGE = 8192, 64 << 20  # one block or so, and one for every SM
 TIMEOUT_S = 2.0
 PATIENCE_S = 30.0
 
 every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-
-
-def run(function, world_size, *args):
-    return run_ranks(function, world_size, *args, backend=BACKEND, timeout_s=180)
 
 
 class Sum:
@@ -87,7 +82,7 @@ def call_in_turn(rank, world_size, numels, turns, at, stream_at, before=lambda t
 
 @pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 @every_world_size
-@on_ranks(by=run)
+@on_ranks(by=run_on_gpus)
 def test_eager_calls_on_two_streams_are_right(rank, world_size):
     streams = [torch.cuda.Stream() for _ in range(2)]
     numels = (SMALL, 1 << 20, SMALL, 1 << 18)
@@ -96,7 +91,7 @@ def test_eager_calls_on_two_streams_are_right(rank, world_size):
 
 @every_world_size
 @pytest.mark.parametrize("on_default", [False, True], ids=["own_stream", "default_stream"])
-@on_ranks(by=run)
+@on_ranks(by=run_on_gpus)
 def test_calls_follow_each_other_though_their_stream_waits_for_another_one_between_them(rank, world_size, on_default):
     stream = torch.cuda.default_stream() if on_default else torch.cuda.Stream()
     other = torch.cuda.Stream()
@@ -112,7 +107,7 @@ def test_calls_follow_each_other_though_their_stream_waits_for_another_one_betwe
 
 @pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 @every_world_size
-@on_ranks(by=run)
+@on_ranks(by=run_on_gpus)
 def test_calls_on_two_streams_follow_each_other_though_ranks_are_late(rank, world_size):
     streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
     weight = torch.randn(1024, 1024, dtype=DTYPE, device="cuda")
@@ -127,7 +122,7 @@ def test_calls_on_two_streams_follow_each_other_though_ranks_are_late(rank, worl
 
 
 @every_world_size
-@on_ranks(by=run)
+@on_ranks(by=run_on_gpus)
 def test_calls_on_two_branches_of_one_graph_are_right(rank, world_size):
     first, second = (Sum(rank, world_size, 1 << 20, seed) for seed in range(2))
     with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
@@ -154,7 +149,12 @@ def test_calls_on_two_branches_of_one_graph_are_right(rank, world_size):
         del graph
 
 
-def two_graphs(rank, world_size, ordered):
+@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
+@every_world_size
+@pytest.mark.parametrize("ordered", [True, False])
+@on_ranks(by=run_on_gpus)
+def test_two_graphs_on_two_streams_end_and_are_right_in_order(rank, world_size, ordered):
+    """At once, their results may be wrong: each rank runs them in an order of its own."""
     sums = [Sum(rank, world_size, SMALL, seed) for seed in range(2)]
     communicator = graphar.Communicator(timeout_s=PATIENCE_S)
     communicator.prepare([DTYPE])
@@ -177,18 +177,9 @@ def two_graphs(rank, world_size, ordered):
 
 
 @every_world_size
-def test_two_graphs_on_two_streams_in_order_are_right(world_size):
-    run(two_graphs, world_size, True)
-
-
-@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
-@every_world_size
-def test_two_graphs_on_two_streams_at_once_end(world_size):
-    """Their results may be wrong: each rank runs them in an order of its own."""
-    run(two_graphs, world_size, False)
-
-
-def graph_beside_eager(rank, world_size, same_stream):
+@pytest.mark.parametrize("same_stream", [True, False])
+@on_ranks(by=run_on_gpus)
+def test_a_graph_and_eager_calls_end_and_are_right_on_one_stream(rank, world_size, same_stream):
     one, other = (Sum(rank, world_size, SMALL, seed) for seed in range(2))
     communicator = graphar.Communicator(timeout_s=PATIENCE_S)
     communicator.prepare([DTYPE])
@@ -209,20 +200,13 @@ def graph_beside_eager(rank, world_size, same_stream):
     communicator.close()
 
 
-@every_world_size
-def test_a_graph_and_eager_calls_on_one_stream_are_right(world_size):
-    run(graph_beside_eager, world_size, True)
-
-
-@every_world_size
-def test_a_graph_and_eager_calls_on_two_streams_end(world_size):
-    run(graph_beside_eager, world_size, False)
-
-
 # ---- two communicators ----------------------------------------------------------------------------------------------
 
 
-def opposite_orders(rank, world_size, numel):
+@every_world_size
+@pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["both fit the GPU", "each fills the GPU"])
+@on_ranks(by=run_on_gpus)
+def test_two_communicators_in_opposite_orders_end_and_are_right_while_both_fit_the_gpu(rank, world_size, numel):
     """Odd ranks launch the second communicator's call first."""
     sums = [Sum(rank, world_size, numel, seed) for seed in range(2)]
     communicators = [graphar.Communicator(timeout_s=PATIENCE_S) for _ in sums]
@@ -243,14 +227,4 @@ def opposite_orders(rank, world_size, numel):
             one.check(out)
     for communicator in communicators:
         communicator.close()
-    return ended
-
-
-@every_world_size
-def test_two_communicators_in_opposite_orders_are_right_while_both_fit_the_gpu(world_size):
-    assert run(opposite_orders, world_size, SMALL) == [True] * world_size
-
-
-@every_world_size
-def test_two_communicators_in_opposite_orders_end_where_each_fills_the_gpu(world_size):
-    run(opposite_orders, world_size, LARGE)
+    assert ended or numel == LARGE

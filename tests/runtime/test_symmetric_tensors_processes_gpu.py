@@ -12,17 +12,13 @@ from graphar.plan.config import Kernel
 from graphar.runtime.registry import engine_of_group
 from tests.cases import normal, same_bits
 from tests.gpu import DIRECT_ALGORITHMS, DTYPES
-from tests.processes import on_ranks, run_ranks
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
 GUARD = 4096  # elements on either side
 PIPELINED = "two_shot_pipelined"
-
-
-def run(function, world_size, *args):
-    run_ranks(function, world_size, *args, backend="cpu:gloo,cuda:nccl", timeout_s=120.0)
 
 
 def inputs_of(world_size, numel, dtype, salt=0):
@@ -34,7 +30,7 @@ def assert_reduced(y, inputs, what="") -> None:
 
 
 @pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-@on_ranks(by=run)
+@on_ranks(by=run_on_gpus)
 def test_processes_reduce_straight_into_each_others_tensors(rank, world_size):
     for algorithm in DIRECT_ALGORITHMS:
         for dtype in DTYPES:
@@ -56,7 +52,7 @@ def test_processes_reduce_straight_into_each_others_tensors(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-@on_ranks(by=run)
+@on_ranks(by=run_on_gpus)
 def test_nothing_comes_too_early_for_a_process_that_is_late(rank, world_size):
     numel = 1 << 20
     x, out = (graphar.empty(numel, dtype=torch.bfloat16) for _ in range(2))
@@ -79,7 +75,7 @@ def test_nothing_comes_too_early_for_a_process_that_is_late(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-@on_ranks(by=run)
+@on_ranks(by=run_on_gpus)
 def test_graphs_of_processes_replay_with_other_inputs(rank, world_size):
     numel = 262149
     x, out = (graphar.empty(numel, dtype=torch.bfloat16) for _ in range(2))
@@ -96,7 +92,7 @@ def test_graphs_of_processes_replay_with_other_inputs(rank, world_size):
 
 
 @pytest.mark.gpu(4)
-@on_ranks(4, by=run)
+@on_ranks(4, by=run_on_gpus)
 def test_subgroups_have_symmetric_tensors_of_their_own(rank, world_size):
     groups = {ranks: dist.new_group(ranks) for ranks in ((1, 3), (0, 2, 3))}
     for ranks, group in groups.items():
@@ -110,7 +106,7 @@ def test_subgroups_have_symmetric_tensors_of_their_own(rank, world_size):
             assert same_bits(out.cpu(), everyones) == 0
 
 
-@on_ranks(2, by=run)
+@on_ranks(2, by=run_on_gpus)
 def test_processes_that_ask_for_different_sizes_are_told_so(rank, world_size):
     with pytest.raises(ValueError, match="must ask for the same shape and dtype"):
         graphar.empty(8 + rank)
