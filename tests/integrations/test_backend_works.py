@@ -220,7 +220,8 @@ def test_nothing_keeps_the_tensors_of_calls_behind_a_coalescing_window(rank, wor
     assert (same, alive() is None) == (True, True)
 
 
-def call_with_negative_views(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_a_view_that_torch_keeps_as_its_negative_has_the_right_sign(rank, world_size):
     x = torch._neg_view(values(rank) + 1)  # contiguous, unlike the imaginary part of a conjugate
     assert x.is_neg()
     out, part = torch.empty(6 * world_size), torch.empty(6 // world_size)
@@ -228,17 +229,12 @@ def call_with_negative_views(rank, world_size):
     dist.all_gather_into_tensor(out, x)
     dist.all_gather(parts, x)
     dist.reduce_scatter_tensor(part, x)
-    return out, torch.cat(parts), part
-
-
-def test_a_view_that_torch_keeps_as_its_negative_has_the_right_sign():
+    parts = torch.cat(parts)
     whole = torch.cat([-(values(rank) + 1) for rank in range(2)])
     summed = whole[:6] + whole[6:]
-
-    for rank, (out, parts, part) in enumerate(run_ranks(call_with_negative_views, 2, backend=BACKEND)):
-        assert torch.equal(out, whole)
-        assert torch.equal(parts, whole)
-        assert torch.equal(part, summed.chunk(2)[rank])
+    assert torch.equal(out, whole)
+    assert torch.equal(parts, whole)
+    assert torch.equal(part, summed.chunk(2)[rank])
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("averages")])

@@ -183,7 +183,9 @@ def of_rank(rank: int, dtype=torch.float32) -> torch.Tensor:
     return (torch.arange(4 * 6 * 3).reshape(4, 6, 3) * (1 + 0.1 * rank) + 100 * rank).to(dtype)
 
 
-def with_vllms_communicator(rank, world_size, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@on_ranks(2)
+def test_vllms_collectives_of_a_tensor_parallel_group_are_graphars(rank, world_size, dtype):
     communicator = Mixed(dist.group.WORLD, "tp:0")
     x = of_rank(rank, dtype)
     results = [communicator.all_reduce(x)]
@@ -191,20 +193,14 @@ def with_vllms_communicator(rank, world_size, dtype):
     results += [communicator.all_gather(x, dim) for dim in (0, 1, -1)]
     used = communicator.graphar
     communicator.destroy()
-    return results, used.closed, communicator.is_destroyed
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_vllms_collectives_of_a_tensor_parallel_group_are_graphars(dtype):
+    closed, destroyed = used.closed, communicator.is_destroyed
     xs = [of_rank(rank, dtype) for rank in range(2)]
     total = reference.allreduce(xs)
-
-    for rank, (results, closed, destroyed) in enumerate(run_ranks(with_vllms_communicator, 2, dtype)):
-        expected = [total] + [total.chunk(2, dim)[rank] for dim in (0, 1, -2)] + [torch.cat(xs, d) for d in (0, 1, -1)]
-        assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
-        assert all(result.is_contiguous() for result in results)
-        assert closed
-        assert destroyed
+    expected = [total] + [total.chunk(2, dim)[rank] for dim in (0, 1, -2)] + [torch.cat(xs, d) for d in (0, 1, -1)]
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+    assert all(result.is_contiguous() for result in results)
+    assert closed
+    assert destroyed
 
 
 def asleep_in_vllm(rank, world_size, sleep, wake_up):
@@ -274,7 +270,8 @@ def own(*_):
     return "own"
 
 
-def with_sglangs_coordinator(rank, world_size):
+@on_ranks(2)
+def test_sglangs_collectives_of_a_tensor_parallel_group_are_graphars(rank, world_size):
     x, coordinator = of_rank(rank), coordinator_of("attention_tp:3")
     in_place, part, whole = x.clone(), torch.empty(2, 6, 3), torch.empty(8, 6, 3)
     sglang.all_reduce_in_place(own, coordinator, in_place)
@@ -288,36 +285,26 @@ def with_sglangs_coordinator(rank, world_size):
     used = coordinator.graphar
     said = []
     sglang.destroy(said.append, coordinator)
-    return [*results, whole], used.closed, said == [coordinator]
-
-
-def test_sglangs_collectives_of_a_tensor_parallel_group_are_graphars():
+    results, closed, destroyed = [*results, whole], used.closed, said == [coordinator]
     xs = [of_rank(rank) for rank in range(2)]
     total = reference.allreduce(xs)
-
-    for rank, (results, closed, destroyed) in enumerate(run_ranks(with_sglangs_coordinator, 2)):
-        expected = [total, total, total, total.chunk(2)[rank], torch.cat(xs)]
-        assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
-        assert closed
-        assert destroyed
+    expected = [total, total, total, total.chunk(2)[rank], torch.cat(xs)]
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+    assert closed
+    assert destroyed
 
 
-def without_memory_in_sglang(rank, world_size):
-    """What SGLang's own methods said, whether calls are refused between them, and the sum afterwards."""
+@on_ranks(2)
+def test_while_sglang_has_released_its_memory_communicators_are_suspended(rank, world_size):
     coordinator, x = coordinator_of("tp:0"), of_rank(rank)
     said = [sglang.release_memory_occupation(own, None, "request") for _ in range(2)]
     with pytest.raises(CommunicatorError, match="is suspended; call its resume"):
         sglang.all_reduce(own, coordinator, x)
     said += [sglang.resume_memory_occupation(own, None, "request") for _ in range(2)]
-    return said, sglang.all_reduce(own, coordinator, x)
-
-
-def test_while_sglang_has_released_its_memory_communicators_are_suspended():
+    result = sglang.all_reduce(own, coordinator, x)
     total = reference.allreduce([of_rank(rank) for rank in range(2)])
-
-    for said, result in run_ranks(without_memory_in_sglang, 2):
-        assert said == ["own"] * 4
-        assert torch.equal(result, total)
+    assert said == ["own"] * 4
+    assert torch.equal(result, total)
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ import graphar
 from graphar import Epilogue
 from graphar.numerics.epilogues.epilogue import bind
 from tests.cases import KERNEL_DTYPES, bit_patterns, normal, parts_of, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
 ops = torch.ops.graphar
 BIASED = "v * scale + bias[col]"
@@ -239,20 +239,16 @@ def test_a_rank_whose_part_is_empty_has_tensors_without_elements():
     assert [part.tolist() for part in parts] == [[3.0], []]
 
 
-def gradient_of_rank(rank, world_size):
+@on_ranks(2)
+def test_the_gradient_of_a_process_sums_those_of_all_and_an_arguments_is_its_own(rank, world_size):
     x, bias = normal(rank, 12, torch.bfloat16).view(3, 4).requires_grad_(), torch.ones(4, requires_grad=True)
     y = graphar.allreduce(x, epilogue=Epilogue("v * v + bias[col]", bias=bias))
     y.backward(torch.full_like(y, 1.0 + rank))
-    return x.grad, bias.grad
-
-
-def test_the_gradient_of_a_process_sums_those_of_all_and_an_arguments_is_its_own():
+    gradient, of_bias = x.grad, bias.grad
     v = sum(normal(rank, 12, torch.bfloat16).float() for rank in range(2)).view(3, 4)
     expected = graphar.reference.allreduce([(v * 2 * (1 + rank)).bfloat16() for rank in range(2)])
-
-    for rank, (gradient, of_bias) in enumerate(run_ranks(gradient_of_rank, 2)):
-        assert same_bits(gradient, expected) == 0
-        assert of_bias.tolist() == [3 * (1.0 + rank)] * 4
+    assert same_bits(gradient, expected) == 0
+    assert of_bias.tolist() == [3 * (1.0 + rank)] * 4
 
 
 def test_what_the_sum_has_no_part_in_has_no_gradient():
