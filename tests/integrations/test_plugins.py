@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from graphar import CommunicatorError, reference
 from graphar.integrations import sglang, tensor_parallel, vllm
-from tests.processes import on_ranks, run_ranks
+from tests.processes import on_ranks
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = {"vllm.platform_plugins": vllm.platform, "sglang.srt.plugins": sglang.register}
@@ -203,8 +203,10 @@ def test_vllms_collectives_of_a_tensor_parallel_group_are_graphars(rank, world_s
     assert destroyed
 
 
-def asleep_in_vllm(rank, world_size, sleep, wake_up):
-    """Whether calls are refused between two of vLLM's methods, the sum afterwards, and what vLLM's own were called."""
+@pytest.mark.parametrize("methods", [("suspend", "resume"), ("checkpoint_prepare", "checkpoint_restore")], ids="-".join)
+@on_ranks(2)
+def test_while_vllm_sleeps_graphars_communicator_is_suspended(rank, world_size, methods):
+    sleep, wake_up = methods
     communicator, other = Mixed(dist.group.WORLD, "tp:0"), Mixed(dist.group.WORLD, "pp:0")
     x = of_rank(rank)
     for one in (communicator, other):
@@ -213,16 +215,8 @@ def asleep_in_vllm(rank, world_size, sleep, wake_up):
         communicator.all_reduce(x)
     for one in (communicator, other):
         getattr(one, wake_up)()
-    return communicator.all_reduce(x), communicator.said, other.said
-
-
-@pytest.mark.parametrize("methods", [("suspend", "resume"), ("checkpoint_prepare", "checkpoint_restore")], ids="-".join)
-def test_while_vllm_sleeps_graphars_communicator_is_suspended(methods):
-    total = reference.allreduce([of_rank(rank) for rank in range(2)])
-
-    for result, said, said_by_other in run_ranks(asleep_in_vllm, 2, *methods):
-        assert torch.equal(result, total)
-        assert said == said_by_other == [*methods]
+    assert torch.equal(communicator.all_reduce(x), reference.allreduce([of_rank(0), of_rank(1)]))
+    assert communicator.said == other.said == [*methods]
 
 
 @on_ranks(2)

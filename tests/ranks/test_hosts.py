@@ -92,8 +92,8 @@ def test_the_ranks_of_a_host_are_added_in_their_own_order_however_it_names_them(
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def calls_of_every_kind(rank, world_size):
-    """How many elements differ, by the kind of call; without the kinds that have none."""
+@on_ranks(4)
+def test_every_kind_of_call_has_the_same_bits_and_closing_ends_the_groups(rank, world_size):
     hierarchical._CHUNK_NUMEL = CHUNK
     parts = parts_of(normal, world_size, 2 * CHUNK + 6, torch.bfloat16)
     expected = reference.hierarchical_allreduce(parts, TWO_BY_TWO)
@@ -113,22 +113,16 @@ def calls_of_every_kind(rank, world_size):
         said = communicator.explain(parts[rank], algorithm="hierarchical")
         auto = communicator.explain(parts[rank]).algorithm
     with_codec = reference.hierarchical_allreduce(parts, TWO_BY_TWO, graphar.Codec(8))
-    wrong = {
-        what: same_bits(y, with_codec if "codec" in what else expected)
-        for what, y in found.items()
-        if same_bits(y, with_codec if "codec" in what else expected)
-    }
-    return wrong, with_codec.equal(expected), str(said), auto, groups_left()
+    for what, y in found.items():
+        assert same_bits(y, with_codec if "codec" in what else expected) == 0, what
+    assert not with_codec.equal(expected)
+    assert str(said) == "hierarchical: asked for: 2 host(s) of 2 rank(s), sums inside, then across"
+    assert auto == "fallback"
+    assert groups_left() == 1
 
 
 def groups_left():
     return len(dist.distributed_c10d._world.pg_names)
-
-
-def test_every_kind_of_call_has_the_same_bits_and_closing_ends_the_groups():
-    said = "hierarchical: asked for: 2 host(s) of 2 rank(s), sums inside, then across"
-
-    assert run_ranks(calls_of_every_kind, 4) == [({}, False, said, "fallback", 1)] * 4
 
 
 def sum_between_found_hosts(rank, world_size):

@@ -159,27 +159,22 @@ def test_fully_shard_divides_by_another_factor_where_it_is_made_to_sum():
 # ---- between hosts --------------------------------------------------------------------------------------------------
 
 
-def wrong_between_hosts(rank, world_size, splits, dtype, codec):
-    """How many elements of this rank's part of a sum, in several chunks, have other bits than the reference's."""
-    hierarchical._CHUNK_NUMEL, wrong = 1 << 12, {}
+@pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [(torch.bfloat16, "int4"), (torch.float32, graphar.Codec(8, 512, scheme="minmax"))], ids=str
+)
+@on_ranks(4)
+def test_gradients_between_hosts_are_the_specifications_bit_for_bit(rank, world_size, dtype, codec):
+    hierarchical._CHUNK_NUMEL = 1 << 12  # so that there are several chunks
+    splits = [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[2], [0], [3], [1]], [[0, 1, 2, 3]]]
     for hosts in splits:
         for numel, fill in ((1, normal), (1500, normal), (2 << 10, bit_patterns)):
             xs, out = parts_of(fill, world_size, world_size * numel, dtype), torch.empty(numel, dtype=dtype)
             with graphar.Communicator(hosts=hosts) as communicator:
                 comm = QuantizedReduceScatter(codec, communicator, algorithm="hierarchical")
                 comm(out, xs[rank].clone(), dist.group.WORLD, SUM)
-            wrong[str(hosts), numel] = same_bits(out, reference.hierarchical_reducescatter(xs, hosts, codec)[rank])
-    return {at: count for at, count in wrong.items() if count}
-
-
-@pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
-@pytest.mark.parametrize(
-    ("dtype", "codec"), [(torch.bfloat16, "int4"), (torch.float32, graphar.Codec(8, 512, scheme="minmax"))], ids=str
-)
-def test_gradients_between_hosts_are_the_specifications_bit_for_bit(dtype, codec):
-    splits = [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[2], [0], [3], [1]], [[0, 1, 2, 3]]]
-
-    assert run_ranks(wrong_between_hosts, 4, splits, dtype, codec) == [{}] * 4
+            expected = reference.hierarchical_reducescatter(xs, hosts, codec)[rank]
+            assert same_bits(out, expected) == 0, (hosts, numel)
 
 
 def test_sums_inside_a_host_are_exact_and_rounded_once():
