@@ -14,7 +14,7 @@ import graphar
 from graphar.plan.algorithms import kernels_that
 from tests.cases import normal, same_bits
 from tests.gpu import DTYPES, Ranks, fits
-from tests.processes import on_ranks, run_ranks
+from tests.processes import on_ranks
 from tests.worlds import GPU_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
@@ -62,25 +62,18 @@ def test_the_stand_in_works_between_processes(rank, world_size):
     communicator.close()
 
 
-def refused_without_the_opt_in(rank, world_size):
+@process_worlds
+@on_ranks(backend="cpu:gloo,cuda:nccl", timeout_s=120)
+def test_without_the_opt_in_users_are_refused_and_torch_is_not_asked(rank, world_size):
     from torch.distributed import _symmetric_memory
 
     for name in ("_SymmetricMemory", "rendezvous", "empty"):
         setattr(_symmetric_memory, name, None)  # a use of it fails
     x = torch.zeros(8192, device="cuda")
-    messages = []
+    reason = "rank 0: NVLink multicast needs the opt-in GRAPHAR_MULTICAST=1"
     for algorithm in MULTIMEM_KERNELS:
         for call in (graphar.allreduce, graphar.explain):
             with pytest.raises(graphar.UnsupportedError) as raised:
                 call(x, algorithm=algorithm)
-            messages.append(str(raised.value))
+            assert str(raised.value) == f"allreduce: {algorithm} cannot serve this call: {reason}"
     assert graphar.allreduce(x).sum().item() == 0
-    return messages
-
-
-@process_worlds
-def test_without_the_opt_in_users_are_refused_and_torch_is_not_asked(world_size):
-    results = run_ranks(refused_without_the_opt_in, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=120)
-    reason = "rank 0: NVLink multicast needs the opt-in GRAPHAR_MULTICAST=1"
-    expected = [f"allreduce: {name} cannot serve this call: {reason}" for name in MULTIMEM_KERNELS for _ in range(2)]
-    assert results == [expected] * world_size
