@@ -1,7 +1,5 @@
 """Which kernels tests compile for which architectures."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Fixtures for all tests: a kernel cache that is not the user's, skips for missing GPUs, and a compile pass."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

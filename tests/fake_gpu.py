@@ -4,8 +4,6 @@ An allocation is a file in memory, a reserved address range one of this process 
 a shared mapping of the file. So an access to memory that was given back ends the process, as on a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -4,8 +4,6 @@ Every rank has its own memory, counters and stream, as if it had its own GPU. On
 other would wait for ever. Grids that are too large to be resident together would do so, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

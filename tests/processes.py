@@ -1,7 +1,5 @@
 """Runs a function on several ranks, one process each, or code in a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

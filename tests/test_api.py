@@ -1,7 +1,5 @@
 """The public interface of graphar, and limits that keep its code easy to read."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Calls that graphar does not make as they are: right data, or an error that says what to do."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import threading

@@ -1,7 +1,5 @@
 """graphar.profile: a trace has every collective called inside, on every rank, and nothing of before and after."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time

@@ -1,7 +1,5 @@
 """The algorithms of docs/pages/algorithms: they compile, and their kernels compute their specifications."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from functools import reduce

@@ -1,7 +1,5 @@
 """The commands with algorithms from outside the package, which a file of --load loads."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

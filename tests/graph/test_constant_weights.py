@@ -1,7 +1,5 @@
 """Which weights the pass calls constant: those of modules that a graph for inference only reads."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """torch.fx graphs of one process with several devices: sums of lists between the operations of each device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import fx

@@ -1,7 +1,5 @@
 """The pass's rewrite of a sum over ranks and the pointwise operations that follow: what it takes, and what it gives."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

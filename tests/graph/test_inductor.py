@@ -1,7 +1,5 @@
 """Inductor runs graphar's pass, on the CPU and on GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import shutil

@@ -1,7 +1,5 @@
 """The pass's rewrite of a matmul and the sum of its result: the forms it takes, what it leaves, and the bits."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The pass's rewrite of an all-reduce, residual and norm: the forms it knows, what it leaves, and the bits it gives."""
 
-from __future__ import annotations
-
 import functools
 import operator
 

@@ -1,7 +1,5 @@
 """The process group backend "graphar" between processes on the CPU: every entry point, its route and its results."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import astuple
 from functools import partial

@@ -1,7 +1,5 @@
 """The process group backend "graphar" with one process a GPU: every entry point, streams, graph capture, late ranks."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Groups with the backend "graphar": their names, how they are split and end, and ranks that do not come."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """What calls of the backend "graphar" leave behind: works, deadlines, coalescing windows, and negative views."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """torch.distributed's collectives go by a tuning table, which may name an algorithm from outside the package."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """The plugin in SGLang itself, on the CPU: its loader of plugins, its registry of hooks and its groups of ranks."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

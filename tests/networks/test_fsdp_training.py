@@ -1,7 +1,5 @@
 """Training by fully_shard with graphar.fsdp.set_collectives, compared with torch's own collectives over gloo."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Layers of graphar.nn with weights in FP8: checkpoints, quantised inputs, and parts against the whole layer."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensor-parallel layers and the RowwiseParallel of plans against the whole layer: forward, backward, compiled."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 

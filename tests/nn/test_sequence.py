@@ -4,8 +4,6 @@ Sequence shards of a [batch, sequence, hidden] input interleave with the batch, 
 of ranks.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Sequence parallelism of graphar.nn between GPUs: results and gradients have the bits of one GPU with all tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

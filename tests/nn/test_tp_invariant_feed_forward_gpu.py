@@ -1,7 +1,5 @@
 """A feed-forward layer of a real size, divided between GPUs: results and gradients have the bits of one GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

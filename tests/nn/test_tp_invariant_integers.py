@@ -3,8 +3,6 @@
 Integers depend on their positions. A wrong place of a row, of a column or of a leaf shows where results differ.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -5,8 +5,6 @@ questions: with lists, in one process that has all ranks, and with one process p
 option, add a row.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence

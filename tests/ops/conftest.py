@@ -1,7 +1,5 @@
 """A communicator whose calls with CPU tensors launch on a stand-in for the driver."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 

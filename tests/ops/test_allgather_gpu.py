@@ -1,7 +1,5 @@
 """All-gather's kernels on real GPUs, in one process with a tensor on each device: every byte is in its place."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

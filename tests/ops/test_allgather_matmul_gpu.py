@@ -1,7 +1,5 @@
 """fused_allgather_matmul between GPUs: in one process with operands on every device, and with a process each."""
 
-from __future__ import annotations
-
 import random
 import time
 

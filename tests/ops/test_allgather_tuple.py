@@ -1,7 +1,5 @@
 """All-gathers of tuples: how many launches a call takes, where GPUs have kernels, and what plans are kept for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """All-gathers of tuples on real GPUs: FP8 rows with their scales, and any other tensors, in one launch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

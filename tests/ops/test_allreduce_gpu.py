@@ -1,7 +1,5 @@
 """The kernels on real GPUs, one process with a tensor a device: every algorithm, the specification's bits."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

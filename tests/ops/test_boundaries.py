@@ -1,7 +1,5 @@
 """Rules with a limit: what lies exactly at it is served, and one beyond it is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Codecs on the CPU: the rounding of each call, with and without a seed, and the choice of kernels on GPUs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode

@@ -1,7 +1,5 @@
 """Collectives with one process per GPU: calls back to back, groups, torch.compile, graphs, and gradients."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Collectives on real GPUs, one process with a tensor a device: every kernel gives its specification's bits."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Every op with every option gives the specification's bits, on the CPU: in lists, and between processes over gloo."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Every op with every option under torch's compilers: bits at any size, written tensors, exports, order of calls."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 

@@ -1,7 +1,5 @@
 """The gradients of every op with every option, on the CPU: in lists and between processes, first and second."""
 
-from __future__ import annotations
-
 import functools
 from functools import partial
 

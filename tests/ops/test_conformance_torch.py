@@ -1,7 +1,5 @@
 """Every op with every option as torch sees it: rules of ops, fakes, transforms, modes, profiler."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

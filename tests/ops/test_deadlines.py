@@ -1,7 +1,5 @@
 """A call's own deadline: every cache that a call goes through keeps calls with other deadlines apart. Needs no GPU."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 

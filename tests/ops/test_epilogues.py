@@ -1,7 +1,5 @@
 """Epilogues on the CPU: the value of each operation, the places of elements, explanations, and gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums with an epilogue on real GPUs: exact expressions give the specification's bits on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

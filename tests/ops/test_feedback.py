@@ -1,7 +1,5 @@
 """Error feedback: the rounding error of a codec stays in a residual, which is added to the next tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Matmuls of e4m3 operands with scales on GPUs: partials of the scaled matmul, summed in the order of ranks."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Fused matmuls on the CPU: the order of roundings, odd operands, and the communication of a backward pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

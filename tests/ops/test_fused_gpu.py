@@ -3,8 +3,6 @@
 tests.ops.gpu_cases has what they share with collectives.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """fused_matmul_allreduce_residual_rmsnorm on GPUs: the bits of the products, reduced and normed, on every rank."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """fused_matmul_allreduce and fused_matmul_reducescatter on GPUs, one process each."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups and communicators on the CPU: whose ranks take part, how long a communicator lives, and what explain says."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import random

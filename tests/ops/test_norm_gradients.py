@@ -1,7 +1,5 @@
 """The gradients of residual and RMSNorm: the specification, the kernels' bits, and what a call keeps for them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

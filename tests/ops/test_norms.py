@@ -1,7 +1,5 @@
 """graphar.allreduce_residual_rmsnorm on the CPU: its bits, its gradients, and what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums with residual and RMSNorm on real GPUs: what the cases of tests.ops.gpu_cases do not ask of them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls by an algorithm from outside the package on the CPU: they have the result of its specification."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

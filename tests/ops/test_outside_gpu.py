@@ -1,7 +1,5 @@
 """Calls by algorithms from outside the package, on several GPUs; test_outside_shared_gpu.py has every way to call."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """An algorithm from outside the package on a GPU that ranks in processes share: like graphar's own in every way."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

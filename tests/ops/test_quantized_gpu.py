@@ -1,7 +1,5 @@
 """Sums with a codec on real GPUs: every kernel, format, size and part gives the specification's bits on every rank."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """reducescatter_push on real GPUs, one process with a tensor a device: to each rank its part of the exact sum."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -5,8 +5,6 @@ for calls with CPU tensors. Its driver and its streams are stand-ins, so that a 
 a list.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib.util

@@ -1,7 +1,5 @@
 """Operands in e4m3 with scales: what the table of conformance does not ask of them, and `graphar.linear`."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Reduce-scatter and all-gather on GPUs over time: on several streams, with a rank that does not come."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

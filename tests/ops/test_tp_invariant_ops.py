@@ -1,7 +1,5 @@
 """Tensor-parallel invariance of the ops: one set of bits for results and gradients on 1, 2, 4 and 8 ranks."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

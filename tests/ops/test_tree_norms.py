@@ -3,8 +3,6 @@
 Engines plan these calls. No op of one tensor makes them.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums of fp32 partials as a tree, with residual and norm, on real GPUs: the specification's bits on every rank."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums of fp32 partials as a binary tree over ranks: what the rows of tests.ops.conformance do not ask of them."""
 
-from __future__ import annotations
-
 import torch
 
 import graphar

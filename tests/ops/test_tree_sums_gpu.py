@@ -1,7 +1,5 @@
 """Sums as a tree on real GPUs, one process with a tensor a device: the specification's bits, by every algorithm."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Warm eager calls of every op: they reach their launch in few Python calls, with the operands of the call before."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """The tuning tables, and the algorithms that are chosen by them."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

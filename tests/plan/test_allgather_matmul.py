@@ -1,7 +1,5 @@
 """How all-gathers and matmuls overlap, and what the kernel in tiles is given."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which algorithm a call takes between GPUs and why, and which kernels must be loaded for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

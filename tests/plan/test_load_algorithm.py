@@ -1,7 +1,5 @@
 """graphar.load_algorithm: what its result stands for, and which rows and sources it refuses."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Calls by algorithms from outside the package: how they are chosen, refused, prepared and put into words."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Algorithms from outside the package among the builtin ones: found by name, and by the number in a record."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Algorithms from outside the package in tuning tables: chosen where they are loaded, and passed over elsewhere."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Reduce-scatter's and all-gather's kernels: their grids, their scratch, and the slices of a call."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from itertools import pairwise

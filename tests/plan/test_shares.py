@@ -1,7 +1,5 @@
 """Each communicator's grids take a share of the GPU, by how many communicators are declared. The rule is (18)."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Tuning tables: where they are found, which are refused, and the times that they predict."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

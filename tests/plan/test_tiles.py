@@ -1,7 +1,5 @@
 """Which calls one kernel multiplies and sums tile by tile, and what it is given."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 

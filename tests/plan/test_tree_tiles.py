@@ -1,7 +1,5 @@
 """Which calls one kernel multiplies and adds as a tree tile by tile, and what it is given."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace

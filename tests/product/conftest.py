@@ -1,7 +1,5 @@
 """What matmuls would launch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

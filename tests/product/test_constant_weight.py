@@ -1,7 +1,5 @@
 """``constant_weight`` on its way from a call to a plan; test_scaled_skinny.py has what the kernel is told."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The launches of fused matmuls, which are bound to what their ranks agree on. Needs no GPU."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Matmuls of few rows whose result is summed, in one kernel on GPUs: in one process and in one each."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

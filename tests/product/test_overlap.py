@@ -1,7 +1,5 @@
 """The order and the streams in which panels are multiplied and summed. Stand-ins for streams record it."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which calls with scales take a skinny kernel, and what its launches are given, with scales or none. Needs no GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

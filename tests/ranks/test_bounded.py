@@ -1,7 +1,5 @@
 """Waits on the CPU end in bounded time and name the missing rank: over gloo, at a process's end, after a failure."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

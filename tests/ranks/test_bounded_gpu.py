@@ -1,7 +1,5 @@
 """One process per GPU: calls that cannot finish say why in bounded time, also in graphs and after ranks have died."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Groups that cross, as tensor parallelism beside data parallelism has them: four ranks in rows and columns."""
 
-from __future__ import annotations
-
 import copy
 import random
 

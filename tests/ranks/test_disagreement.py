@@ -1,7 +1,5 @@
 """Ranks that make different calls: every rank gets an error that names each rank's call, and no data."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that call different things on GPUs: the kernels tell every rank what each called, within the deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

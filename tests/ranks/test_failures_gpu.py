@@ -1,7 +1,5 @@
 """Failures on GPUs are reported in bounded time, and torch goes on working."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

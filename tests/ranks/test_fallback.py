@@ -1,7 +1,5 @@
 """The fallback between processes: pieces are parts of one tensor, and gloo itself has the call's deadline."""
 
-from __future__ import annotations
-
 import itertools
 from datetime import timedelta
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The hierarchical all-reduce, between processes over gloo that are said to be of several hosts."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Coded sums of GPUs without peer access: local kernels encode and add, torch.distributed moves the codes."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

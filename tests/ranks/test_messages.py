@@ -1,7 +1,5 @@
 """Messages over gloo: a call that repeats touches no store, and no data is delivered to ranks that disagree."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """One process a GPU: the same bits, in groups of any shape, under torch.compile, in graphs; and ranks that fail."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that meet through a store, and errors about a rank that does not come or whose step fails."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Every rank is told what is missing at set-up and what to do about it, in bounded time."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

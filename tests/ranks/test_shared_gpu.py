@@ -3,8 +3,6 @@
 Kernels of different processes take turns on the GPU in time slices, so a wait on a peer takes milliseconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

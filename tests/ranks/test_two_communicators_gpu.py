@@ -1,7 +1,5 @@
 """Kernels of two communicators of the same processes make progress together, in whatever order ranks launch them."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

@@ -1,7 +1,5 @@
 """Foreign kernels that wait for nothing, and destroyed streams, between graphar's calls: calls must not overlap."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

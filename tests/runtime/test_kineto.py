@@ -1,7 +1,5 @@
 """What a trace of torch.profiler says of graphar's calls: a range for each, with the metadata of Kineto's events."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

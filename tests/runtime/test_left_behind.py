@@ -1,7 +1,5 @@
 """What remains after a call: tensors that it wrote or refused to write, and a communicator that was closed."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import socket

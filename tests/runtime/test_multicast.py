@@ -3,8 +3,6 @@
 Nothing here sets GRAPHAR_MULTICAST: environments are dictionaries, and torch's symmetric memory is stood in for.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

@@ -1,7 +1,5 @@
 """The compiled kernels have the multimem instructions at the intended places, in the intended order."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

@@ -4,8 +4,6 @@ The stand-in adds in rank order, so the specification's bits are expected. What 
 algorithm they do with these two as well: small tensors, graphs, timeouts, epochs that wrap, calls back to back.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

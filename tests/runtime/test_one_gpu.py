@@ -3,8 +3,6 @@
 Those marked ``sanitize`` are few and small: `nox -s sanitize` runs them under compute-sanitizer.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

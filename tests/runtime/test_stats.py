@@ -1,7 +1,5 @@
 """Communicator.stats: calls, bytes, fallbacks and plans are counted, and so are the waits that the host knows of."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

@@ -1,7 +1,5 @@
 """Several streams and graphs on one communicator, and several communicators: right, or an error; never a deadlock."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

@@ -1,7 +1,5 @@
 """Suspend and resume: ranks in processes that share one GPU, and ranks of one process on one GPU."""
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings

@@ -1,7 +1,5 @@
 """Suspend and resume between processes with a GPU each: a captured decoder step replays with the same bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

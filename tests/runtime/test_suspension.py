@@ -1,7 +1,5 @@
 """Suspend and resume: communicators on the CPU, and runners on a driver on the CPU (tests/fake_gpu.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

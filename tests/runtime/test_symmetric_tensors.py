@@ -1,7 +1,5 @@
 """graphar.empty on the CPU, and which calls are direct; host memory stands in for that of GPUs."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

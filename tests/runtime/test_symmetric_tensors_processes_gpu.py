@@ -1,7 +1,5 @@
 """All-reduces straight into, and from, the symmetric tensors of other processes, also of late ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

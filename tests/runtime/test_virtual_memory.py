@@ -1,7 +1,5 @@
 """Memory that ranks share at addresses that stay, on a driver on the CPU: tests/fake_gpu.py."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """The reduce-scatter of fully_shard: gradients averaged exactly, or with a codec, by processes over gloo."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

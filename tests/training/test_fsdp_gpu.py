@@ -1,7 +1,5 @@
 """Training by fully_shard on GPUs: bits with and without lossless compression, gradients with a codec, gathers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
