@@ -1,7 +1,5 @@
 """The data that tests share: sizes, dtypes, fills that differ by rank and position, and how results are compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 

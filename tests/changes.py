@@ -1,7 +1,5 @@
 """What changed since the newest commit that is an hour older than the last one, by git."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

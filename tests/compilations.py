@@ -1,7 +1,5 @@
 """Which kernels tests compile for which architectures."""
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import importlib.metadata

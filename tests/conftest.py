@@ -1,7 +1,5 @@
 """Fixtures for all tests: a kernel cache that is not the user's, skips for missing GPUs, and a compile pass."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os
@@ -55,6 +53,22 @@ def kernel_cache(new_cache):
         if "GRAPHAR_CACHE_DIR" not in os.environ:
             patch.setenv("GRAPHAR_CACHE_DIR", str(new_cache))
         yield
+
+
+@pytest.fixture
+def world_of_one():
+    """The default process group, of which this process is the only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def nothing_stays_loaded(monkeypatch):
+    """Forgets, at the end of a test, the algorithms from outside the package that it loads."""
+    from tests.outside import forget_loaded
+
+    forget_loaded(monkeypatch)
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ An allocation is a file in memory, a reserved address range one of this process 
 a shared mapping of the file. So an access to memory that was given back ends the process, as on a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -27,6 +25,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that claims to be on a GPU."""
+
+    is_cuda = property(lambda self: True)
+    device = property(lambda self: torch.device("cuda", 0))
 
 
 class FakeDriver:

@@ -1,7 +1,5 @@
 """Garbage collections that take less of a test's time. A process whose ranks are forks of it imports this last."""
 
-from __future__ import annotations
-
 import gc
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import random
 import struct
+import time
 from collections.abc import Callable, Sequence
 from unittest import mock
 
+import pytest
 import torch
 from cuda.bindings import driver
 
@@ -151,6 +154,46 @@ class Ranks:
             for rank, y in enumerate(ys):
                 assert same_bits(y[window].to("cuda:0"), expected) == 0, f"rank {rank}, from element {start}"
 
+    def assert_the_last_is_named(self, algorithm: str):
+        """Waits in calls of which it made no one but the first. Returns the record."""
+        begin = time.monotonic()
+        with pytest.raises(graphar.CollectiveTimeout, match="waited past the deadline for rank") as raised:
+            self.communicator.synchronize()
+        assert time.monotonic() - begin < 5
+        record = raised.value.record
+        assert (record.algorithm, record.sequence, record.peer) == (algorithm, 1, self.world_size - 1)
+        return record
+
+    def launch_on_all_but_the_last(self, launches: Sequence[Callable], xs, outs) -> None:
+        """``launches``: those of :func:`bare_launches`."""
+        for rank, launch in enumerate(launches[:-1]):
+            with torch.cuda.device(rank):
+                launch(xs[rank], outs[rank], torch.cuda.current_stream().cuda_stream)
+
+    def be_late(self, choices: random.Random, chance: float = 0.02, cycles: int = 3_000_000) -> None:
+        """Has one rank sleep, now and then."""
+        if choices.random() < chance:
+            with torch.cuda.device(choices.randrange(self.world_size)):
+                torch.cuda._sleep(choices.randrange(cycles))
+
+    def in_turn_on_two_streams(self, calls: Sequence[Callable]) -> list:
+        """The results of calls, every other one on a second stream of each device."""
+        streams = [[torch.cuda.Stream(device) for device in range(self.world_size)] for _ in range(2)]
+        results = []
+        for turn, make in enumerate(calls):
+            for stream in streams[turn % 2]:
+                torch.cuda.set_stream(stream)
+            torch.cuda.set_device(0)
+            results.append(make())
+        self._leave_streams()
+        self.communicator.synchronize()
+        return results
+
+    def _leave_streams(self) -> None:
+        for device in range(self.world_size):
+            torch.cuda.set_stream(torch.cuda.default_stream(device))
+        torch.cuda.set_device(0)
+
     def capture(self, call: Callable) -> torch.cuda.CUDAGraph:
         """``call`` on all devices in one graph: each device's side stream joins the capture and comes back."""
         gc.collect()  # the end of an older graph would end this capture
@@ -165,9 +208,7 @@ class Ranks:
             call()
             for stream in streams[1:]:
                 streams[0].wait_stream(stream)
-        for device in range(self.world_size):
-            torch.cuda.set_stream(torch.cuda.default_stream(device))
-        torch.cuda.set_device(0)
+        self._leave_streams()
         return graph
 
     # ---- the communicator's device memory ---------------------------------------------------------------------------

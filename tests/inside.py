@@ -3,8 +3,6 @@
 ``order`` and ``out_dtype`` of sums, and ``constant_weight`` of matmuls.
 """
 
-from __future__ import annotations
-
 from graphar.numerics.partitions import split
 from graphar.ops import matmul_operands, options, parts
 from graphar.ops.register import by_result, check_input, op_named

@@ -3,8 +3,6 @@
 The import of torch takes longer than most programs. Here one process imports it, and a program is a fork of that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

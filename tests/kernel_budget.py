@@ -6,8 +6,6 @@ the newest one. pip brings those that are not installed into build/nvrtc. Kernel
 build/kernels.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

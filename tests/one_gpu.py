@@ -4,8 +4,6 @@ Every rank has its own memory, counters and stream, as if it had its own GPU. On
 other would wait for ever. Grids that are too large to be resident together would do so, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,11 +15,11 @@ import torch
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
-from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
+from graphar.numerics.norms import ALLREDUCE_NORM
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import norms
 from graphar.ops.allgather_tuple import work_of
-from graphar.plan.algorithms import Algorithm, with_kernels
+from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
 from graphar.plan.entries import by_entries, measured_config
@@ -118,31 +116,19 @@ class RanksOfOneGpu:
         self._launch(work, config, [part.cuda(0) for part in parts], outs)
         return outs
 
-    def reducescatter_norm(
+    def norm(
         self,
+        algorithm: Algorithm,
         parts: Sequence[torch.Tensor],
         residuals: Sequence[torch.Tensor],
         weight: torch.Tensor,
         numbers: tuple[float, float],
-        output: str,
+        output: str = "like_input",
+        **tree,
     ) -> list[tuple[torch.Tensor, ...]]:
         """What each rank receives of matrices, in one of the formats of NORM_OUTPUTS that need no scale."""
-        counts = tuple(one.numel() for one in residuals)
-        (algorithm,) = with_kernels(REDUCESCATTER_NORM)
-        work = Norm(algorithm.op, counts, len(weight), output, *numbers)
-        return self._norm(work, algorithm, parts, residuals, weight)
-
-    def tree_norm(
-        self,
-        parts: Sequence[torch.Tensor],
-        residuals: Sequence[torch.Tensor],
-        weight: torch.Tensor,
-        numbers: tuple[float, float],
-        algorithm: Algorithm,
-    ) -> list[tuple[torch.Tensor, ...]]:
-        """What each rank receives of fp32 matrices that are added as a tree, with results like its residual."""
         counts = (parts[0].numel(),) if algorithm.op == ALLREDUCE_NORM else tuple(one.numel() for one in residuals)
-        work = Norm(algorithm.op, counts, len(weight), "like_input", *numbers, order="tree", out_dtype=weight.dtype)
+        work = Norm(algorithm.op, counts, len(weight), output, *numbers, **tree)
         return self._norm(work, algorithm, parts, residuals, weight)
 
     def _norm(self, work: Norm, algorithm: Algorithm, parts, residuals, weight) -> list[tuple[torch.Tensor, ...]]:

@@ -1,7 +1,5 @@
 """An algorithm from outside the package, as a user loads it: a kernel beside tests/runtime, and a row."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

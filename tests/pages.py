@@ -16,8 +16,6 @@ What holds for each page:
 - Links lead to other pages, and out of docs/ to `../../reports/` alone.
 """
 
-from __future__ import annotations
-
 import re
 from collections import namedtuple
 from dataclasses import dataclass

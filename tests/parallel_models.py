@@ -1,7 +1,5 @@
 """Tensor-parallel models as they are written for torch.distributed, and how tests compile them."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

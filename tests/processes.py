@@ -1,12 +1,13 @@
 """Runs a function on several ranks, one process each, or code in a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
+import functools
+import inspect
 import io
 import multiprocessing
 import os
 import pickle
+import reprlib
 import signal
 import sys
 import time
@@ -99,6 +100,32 @@ def run_on_gpus(function: Callable, world_size: int, *args, timeout_s: float = 1
     if torch.cuda.device_count() < world_size:
         backend, environment[SHARE_SWITCH] = "cpu:gloo,cuda:gloo", "1"
     return _run_with(environment, function, world_size, args, backend, timeout_s, **options)
+
+
+def on_ranks(world_size: int | None = None, by: Callable = run_ranks, **options) -> Callable:
+    """Has every rank run a test's body, in a process each: ``test(rank, world_size, ...)``.
+
+    Args:
+        world_size: how many ranks; None: a parameter of the test says so, the one behind ``rank``.
+        by: :func:`run_ranks`, or a function like it.
+        options: of ``by``.
+    """
+
+    def decorate(test: Callable) -> Callable:
+        _, size, *rest = inspect.signature(test).parameters.values()
+
+        @functools.wraps(test)
+        def run_test(**given) -> None:
+            by(_run_body, given.pop(size.name, world_size), run_test, given, **options)
+
+        run_test.__signature__ = inspect.Signature([size, *rest] if world_size is None else rest)
+        return run_test
+
+    return decorate
+
+
+def _run_body(rank: int, world_size: int, test: Callable, given: dict) -> None:
+    test.__wrapped__(rank, world_size, **given)
 
 
 def _run_with(
@@ -227,8 +254,16 @@ def _be_rank(place: tuple, work: bytes, pipe: Connection) -> None:
         message = pickle.dumps((None, _run(*place, work)))
     except BaseException as error:
         no_group = isinstance(error, _NoGroup) or _NOT_CONNECTED in str(error)
-        message = pickle.dumps((_NoGroup if no_group else RankFailed, traceback.format_exc()))
+        message = pickle.dumps((_NoGroup if no_group else RankFailed, traceback.format_exc() + _values(error)))
     pipe.send_bytes(message)
+
+
+def _values(error: BaseException) -> str:
+    """The variables where an assertion failed, since pytest rewrites those of its own process alone."""
+    if not isinstance(error, AssertionError) or error.args:
+        return ""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return "".join(f"{name} = {reprlib.repr(one)}\n" for name, one in frame.f_locals.items())
 
 
 def _run(rank: int, world_size: int, port: int, backend: str, timeout_s: float, work: bytes):

@@ -1,7 +1,5 @@
 """Small kernels written in tests. They may include headers of cuda_src."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

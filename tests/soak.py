@@ -4,8 +4,6 @@ One process a GPU, or a few on the CPU where there are none. Every rank draws th
 small, eager or as a graph's replay, on one stream or two. A random sample of results is compared bit for bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Hypothesis strategies for calls of any op, shape, dtype, layout and order, and the check of their bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

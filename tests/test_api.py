@@ -1,7 +1,5 @@
 """The public interface of graphar, and limits that keep its code easy to read."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
@@ -12,7 +10,6 @@ from types import ModuleType
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import graphar
 from graphar import errors
@@ -149,14 +146,7 @@ def test_a_communicator_shows_its_ranks_and_whether_it_is_closed():
     assert repr(communicator) == f"{shown}, closed)"
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_compile_pass_shows_its_rewrites(one_rank):
+def test_a_compile_pass_shows_its_rewrites(world_of_one):
     compile_pass = graphar.compile_pass(on=["epilogue"], off=["norm", "matmul"])
 
     shown = "on=['epilogue'], off=['matmul', 'norm'], batch_invariant=False, tp_invariant=False"
@@ -164,7 +154,7 @@ def test_a_compile_pass_shows_its_rewrites(one_rank):
 
 
 @pytest.mark.parametrize("layer", ["RowParallelLinear", "ColumnParallelLinear"])
-def test_a_layer_shows_its_features_and_ranks(one_rank, layer):
+def test_a_layer_shows_its_features_and_ranks(world_of_one, layer):
     made = getattr(graphar.nn, layer)(torch.nn.Linear(8, 4, bias=False))
 
     assert repr(made) == f"{layer}(in_features=8, out_features=4, bias=False, ranks=1)"

@@ -1,7 +1,5 @@
 """Tests for GPUs, where there are none: their files can be imported, and marks say how many GPUs each needs."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

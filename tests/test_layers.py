@@ -1,7 +1,5 @@
 """The package's layers: each package uses only those below it, and no import goes around in a circle."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 from graphlib import CycleError, TopologicalSorter

@@ -1,7 +1,5 @@
 """Calls that graphar does not make as they are: right data, or an error that says what to do."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import threading
@@ -14,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphar
 from graphar.nn import ColumnParallelLinear, RowParallelLinear
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 OPS = ("allreduce", "reducescatter", "allgather")
 
@@ -83,13 +81,14 @@ def test_an_error_says_what_to_do(of_ranks, name):
         assert re.match(WITH_ADVICE[name][1], said[name]), said[name]
 
 
-def with_meta_tensors(rank, world_size):
+@on_ranks(2)
+def test_a_meta_tensor_gives_the_shape_of_the_result(rank, world_size):
     x = torch.empty(6, device="meta")
-    return [(getattr(graphar, op)(x).device.type, *getattr(graphar, op)(x).shape) for op in OPS]
-
-
-def test_a_meta_tensor_gives_the_shape_of_the_result():
-    assert run_ranks(with_meta_tensors, 2) == [[("meta", 6), ("meta", 3), ("meta", 12)]] * 2
+    assert [(getattr(graphar, op)(x).device.type, *getattr(graphar, op)(x).shape) for op in OPS] == [
+        ("meta", 6),
+        ("meta", 3),
+        ("meta", 12),
+    ]
 
 
 def test_vmap_of_a_list_makes_a_call_for_each_slice():
@@ -101,7 +100,8 @@ def test_vmap_of_a_list_makes_a_call_for_each_slice():
     assert torch.equal(second, x + y.t())
 
 
-def two_threads(rank, world_size):
+@on_ranks(2)
+def test_two_threads_with_equal_sizes_on_one_group_are_told_to_take_two_groups(rank, world_size):
     communicator, both_begin, said = graphar.Communicator(timeout_s=2), threading.Barrier(2), []
 
     def call(value):
@@ -117,25 +117,15 @@ def two_threads(rank, world_size):
         thread.start()
     for thread in threads:
         thread.join()
-    return said
+    assert len(said) == 2
+    assert all("give each thread a process group of its own, by torch.distributed.new_group()" in one for one in said)
 
 
-def test_two_threads_with_equal_sizes_on_one_group_are_told_to_take_two_groups():
-    for said in run_ranks(two_threads, 2):
-        assert len(said) == 2
-        assert all(
-            "give each thread a process group of its own, by torch.distributed.new_group()" in one for one in said
-        )
-
-
-def train_a_pickled_model(rank, world_size):
+@on_ranks(2)
+def test_a_hook_can_be_pickled(rank, world_size):
     torch.manual_seed(0)
     hook = pickle.loads(pickle.dumps(graphar.ddp.exact_hook()))
     model = DistributedDataParallel(nn.Linear(6, 1))
     model.register_comm_hook(None, hook)
     model(of_rank(rank)).sum().backward()
-    return model.module.weight.grad.flatten().tolist()
-
-
-def test_a_hook_can_be_pickled():
-    assert run_ranks(train_a_pickled_model, 2) == [[0.5, 1.5, 2.5, 3.5, 4.5, 5.5]] * 2
+    assert model.module.weight.grad.flatten().tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]

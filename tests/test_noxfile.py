@@ -1,7 +1,5 @@
 """noxfile.py and .ci/run with a stand-in for nox: every test belongs to a session, and what fails fails the session."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """graphar.profile: a trace has every collective called inside, on every rank, and nothing of before and after."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time
@@ -65,30 +63,22 @@ def test_a_call_with_a_tuple_has_the_bytes_of_all_its_tensors(tmp_path, monkeypa
     assert first["tensors"] == "(torch.float32 [*, 4], torch.float32 [*, 1]), sizes [2, 5]"
 
 
-def test_calls_with_an_epilogue_are_traced(tmp_path):
-    xs = [torch.ones(6), torch.ones(6)]
+def test_calls_and_matmuls_with_an_epilogue_are_traced(tmp_path):
+    xs, a, w = [torch.ones(6)] * 2, [torch.ones(6, 2)] * 2, [torch.ones(8, 2)] * 2
 
     with graphar.profile(tmp_path / "trace.json"):
         graphar.allreduce(xs, epilogue="-v")
         graphar.reducescatter(xs, epilogue="v + col")
+        graphar.fused_matmul_allreduce(a, w, epilogue="-v", partition="split_m")
+        graphar.fused_matmul_reducescatter(a, w, epilogue="-v", partition="none")
 
     found = slices(tmp_path / "trace.json")[::2]
     assert [(event["name"], event["args"]["epilogue"]) for event in found] == [
         ("allreduce", "-v"),
         ("reducescatter", "v + col"),
+        ("fused_matmul_allreduce", "-v"),
+        ("fused_matmul_reducescatter", "-v"),
     ]
-
-
-def test_a_matmul_with_an_epilogue_is_traced(tmp_path):
-    a, w = [torch.ones(6, 2)] * 2, [torch.ones(8, 2)] * 2
-
-    with graphar.profile(tmp_path / "trace.json"):
-        graphar.fused_matmul_allreduce(a, w, epilogue="-v", partition="split_m")
-        graphar.fused_matmul_reducescatter(a, w, epilogue="-v", partition="none")
-
-    found = slices(tmp_path / "trace.json")[::2]
-    assert [event["name"] for event in found] == ["fused_matmul_allreduce", "fused_matmul_reducescatter"]
-    assert {event["args"]["epilogue"] for event in found} == {"-v"}
 
 
 @pytest.mark.parametrize("epilogue", [None, "-v"], ids=["plain", "epilogue"])

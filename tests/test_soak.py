@@ -1,7 +1,5 @@
 """The soak test itself: it runs, and notices growing memory and wrong results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

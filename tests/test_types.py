@@ -1,7 +1,5 @@
 """Type checkers accept ordinary code: results are tensors or lists of them, by what goes in."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The numbers of ranks on GPUs: 2, 3, 4, and all of the machine's GPUs up to 8."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

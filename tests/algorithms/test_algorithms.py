@@ -1,7 +1,5 @@
 """The algorithms of docs/pages/algorithms: they compile, and their kernels compute their specifications."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from functools import reduce
@@ -15,8 +13,9 @@ from graphar.plan.config import Kernel
 from graphar.runtime.catalogue import source_of
 from graphar.runtime.compiler import compile_kernel
 from graphar.simulator import Mutation
-from tests.outside import forget_loaded
 from tests.pages import FOLDER
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
 NAMES = sorted(path.stem for path in (FOLDER / "algorithms").glob("*.cu"))
 # By algorithm, a mistake: each call takes the same slots, or a partial sum travels on without its next addend. A ring
@@ -33,11 +32,6 @@ NUMELS = (1, 9, 1024, 1025, 1032, 3000)
 BF16 = (torch.bfloat16,)
 
 every_name = pytest.mark.parametrize("name", NAMES)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 def load(name):

@@ -1,7 +1,5 @@
 """`graphar bench` between processes: nccl-tests' columns, other backends beside graphar, and checked results."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

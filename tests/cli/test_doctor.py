@@ -1,7 +1,5 @@
 """python -m graphar doctor: what it prints, and when it finds a problem."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

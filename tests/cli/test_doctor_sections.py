@@ -1,7 +1,5 @@
 """What the doctor finds on simulated machines."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import ModuleType, SimpleNamespace

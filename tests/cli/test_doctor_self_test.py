@@ -1,7 +1,5 @@
 """The doctor's self-test approves an algorithm only if its own kernels ran and gave the right bits."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

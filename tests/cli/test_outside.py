@@ -1,7 +1,5 @@
 """The commands with algorithms from outside the package, which a file of --load loads."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -12,15 +10,12 @@ from graphar.cli import bench_ranks
 from graphar.cli.main import main
 from graphar.plan.tables import shipped_table
 from tests.cli.test_bench_ranks import options
-from tests.outside import PUSHED_SUM, forget_loaded, load, unload
+from tests.outside import PUSHED_SUM, load, unload
 from tests.processes import run_ranks
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
+
 NO_GPUS = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it measures those")
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """python -m graphar: what its commands say, with and without GPUs, and how they end."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """python -m graphar simulate: what it prints, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """python -m graphar tune: what it measures and writes, and that nothing wrong is timed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from contextlib import nullcontext

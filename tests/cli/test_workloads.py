@@ -1,7 +1,5 @@
 """The calls of trials: results are compared with the specification, and wrong ones are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

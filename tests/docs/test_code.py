@@ -1,7 +1,5 @@
 """Every block of Python in the README and docs runs as it stands; tests/pages.py says how."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """Commands of contributing.md for an environment that exists, and what pytest says where it leaves out all tests."""
 
-from __future__ import annotations
-
 import shlex
 from types import SimpleNamespace
 

@@ -4,8 +4,6 @@ A quote is the text of a heading such as `## ValueError: text`, or the code in t
 It is part of a message. Numbers, devices, dtypes and `...` stand for what the message fills in.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

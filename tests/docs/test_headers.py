@@ -1,7 +1,5 @@
 """The headers that kernels from outside the package include: contracts in their comments, their version, their page."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil

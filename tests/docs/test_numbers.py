@@ -5,8 +5,6 @@ that the page links to, or in the summary of that report's folder; what was comp
 tuning table, is computed here.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The pages of docs/: all public names are on them, and they agree with the code."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The README is short, functions and promises are those of the code, and what tuning tables refer to is there."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Fixtures of the tests of Inductor's pass."""
 
-from __future__ import annotations
-
 import pytest
 
 from graphar.graph import places

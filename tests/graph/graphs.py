@@ -1,7 +1,5 @@
 """Graphs and made-up ranks for tests of Inductor's pass."""
 
-from __future__ import annotations
-
 import json
 import operator
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The pass's rewrite of an all-gather and the matmuls of its rows: the forms it takes, what it leaves, and numbers."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from dataclasses import replace

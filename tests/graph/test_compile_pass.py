@@ -1,7 +1,5 @@
 """The Inductor pass on graphs written by hand, between ranks that are made up: what it writes, and what it leaves."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Which weights the pass calls constant: those of modules that a graph for inference only reads."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +14,7 @@ from graphar.ops.register import op_of
 from tests.graph.graphs import PAYS, given, rewritten
 from tests.graph.test_matmul_pass import COLUMNS, FORMS, ROWS, K, normed, traced
 from tests.parallel_models import HIDDEN, compiled, tokens
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
 pytestmark = pytest.mark.usefixtures("pays")
 
@@ -95,7 +93,8 @@ def test_nothing_is_constant_where_gradients_are_recorded(make_pass, name):
 # ---- in Inductor ----------------------------------------------------------------------------------------------------
 
 
-def run_compiled(rank, world_size):
+@on_ranks(2, timeout_s=180)
+def test_inductor_tells_parameters_from_other_inputs(rank, world_size):
     """Which weights of a model are constant, first for inference: those of a layer, and one that is an argument."""
     places.shipped_table = places.find_table = lambda name: PAYS
     found, is_constant = [], matmul.is_constant
@@ -112,9 +111,4 @@ def run_compiled(rank, world_size):
         torch._dynamo.reset()
         with torch.set_grad_enabled(records_gradients):
             compiled(model, graphar.compile_pass(constant_weights=True))(tokens(4), torch.zeros_like(layer.weight))
-    return found
-
-
-def test_inductor_tells_parameters_from_other_inputs():
-    for found in run_ranks(run_compiled, 2, timeout_s=180):
-        assert found == [True, False, False, False]
+    assert found == [True, False, False, False]

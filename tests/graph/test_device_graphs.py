@@ -1,7 +1,5 @@
 """torch.fx graphs of one process with several devices: sums of lists between the operations of each device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import fx
@@ -9,6 +7,7 @@ from torch import fx
 import graphar
 from graphar import reference
 from tests.cases import same_bits
+from tests.worlds import GPU_COUNTS
 
 COLUMNS = 1024
 ROWS = (7, 512)
@@ -72,29 +71,36 @@ def wrong(found, function, xs):
     return [same_bits(mine.to(right.device), right) for mine, right in zip(found, expected, strict=True)]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+# A number of devices, and their kind.
+ON = [(1, "cpu"), (2, "cpu"), (4, "cpu"), *(pytest.param((n, "cuda"), marks=pytest.mark.gpu(n)) for n in GPU_COUNTS)]
+IN_PAIRS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(4))]
+
+
+@pytest.mark.parametrize("on", ON, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", GRAPHS)
-def test_a_traced_graph_gives_the_specifications_bits(name, rows, devices):
-    xs = inputs(devices, rows)
+def test_a_traced_graph_gives_the_specifications_bits(name, rows, on):
+    devices, device = on
 
-    found = traced(GRAPHS[name], devices)(xs)
+    found = traced(GRAPHS[name], devices)(inputs(devices, rows, device))
 
-    assert wrong(found, GRAPHS[name], xs) == [0] * devices
+    assert wrong(found, GRAPHS[name], inputs(devices, rows)) == [0] * devices
 
 
+@pytest.mark.parametrize("device", IN_PAIRS)
 @pytest.mark.parametrize("name", PAIRS)
-def test_pairs_of_devices_sum_among_themselves(name):
-    xs = inputs(4)
+def test_pairs_of_devices_sum_among_themselves(name, device):
+    found = traced(PAIRS[name], 4)(inputs(4, ROWS[1], device))
 
-    assert wrong(traced(PAIRS[name], 4)(xs), PAIRS[name], xs) == [0] * 4
+    assert wrong(found, PAIRS[name], inputs(4, ROWS[1])) == [0] * 4
 
 
-def test_pairs_may_have_tensors_of_other_sizes():
-    for rows in ((5, 9), (384, 512)):
-        xs = [x[: rows[rank // 2]] for rank, x in enumerate(inputs(4, ROWS[1]))]
+@pytest.mark.parametrize("device", IN_PAIRS)
+@pytest.mark.parametrize("rows", [(5, 9), (384, 512)], ids=str)
+def test_pairs_may_have_tensors_of_other_sizes(rows, device):
+    mine, expected = ([x[: rows[rank // 2]] for rank, x in enumerate(inputs(4, ROWS[1], on))] for on in (device, "cpu"))
 
-        assert wrong(traced(PAIRS["pairs"], 4)(xs), PAIRS["pairs"], xs) == [0] * 4
+    assert wrong(traced(PAIRS["pairs"], 4)(mine), PAIRS["pairs"], expected) == [0] * 4
 
 
 def test_a_sum_is_one_node():
@@ -120,37 +126,6 @@ def test_every_op_can_be_traced():
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", GRAPHS)
-def test_a_traced_graph_gives_the_bits_of_the_cpu_on_gpus(gpu_count, name, rows):
-    graph = traced(GRAPHS[name], gpu_count)
-
-    found = graph(inputs(gpu_count, rows, "cuda"))
-
-    assert wrong(found, GRAPHS[name], inputs(gpu_count, rows)) == [0] * gpu_count
-
-
-@pytest.mark.gpu(4)
-@pytest.mark.parametrize("name", PAIRS)
-def test_pairs_of_gpus_sum_among_themselves(name):
-    found = traced(PAIRS[name], 4)(inputs(4, ROWS[1], "cuda"))
-
-    assert wrong(found, PAIRS[name], inputs(4, ROWS[1])) == [0] * 4
-
-
-@pytest.mark.gpu(4)
-@pytest.mark.parametrize("rows", [(5, 9), (384, 512)], ids=str)
-def test_pairs_of_gpus_may_have_tensors_of_other_sizes(rows):
-    of_pairs = [
-        [x[: rows[rank // 2]] for rank, x in enumerate(inputs(4, ROWS[1], device))] for device in ("cuda", "cpu")
-    ]
-
-    found = traced(PAIRS["pairs"], 4)(of_pairs[0])
-
-    assert wrong(found, PAIRS["pairs"], of_pairs[1]) == [0] * 4
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """Inductor runs graphar's pass, on the CPU and on GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import shutil
@@ -13,7 +11,7 @@ import torch.distributed as dist
 import graphar
 from tests.cases import integers, same_bits
 from tests.parallel_models import HIDDEN, Gradients, backward, tokens, weights
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"
@@ -73,7 +71,10 @@ def test_inductor_runs_the_pass_and_its_cache_knows_the_options(tmp_path, monkey
         assert found == [(0, ["norm"]), (0, 3), (0, 0), (0, 2)]
 
 
-def run_calls_of_unequal_sizes(rank, world_size, enabled):
+@needs_a_compiler
+@pytest.mark.parametrize("enabled", [False, True])
+@on_ranks(2, timeout_s=150)
+def test_inductor_keeps_the_order_of_a_models_own_calls_on_ranks_of_unequal_sizes(rank, world_size, enabled):
     """Two calls that need nothing of each other, of which the larger one is another one on each rank."""
     narrow, wide = torch.randn(2, 64), torch.randn(4000, 64)
     first, second = (narrow, wide) if rank == 0 else (wide, narrow)
@@ -87,40 +88,40 @@ def run_calls_of_unequal_sizes(rank, world_size, enabled):
     a, b = torch.randn(256, 64), torch.randn(64, 64) / 8
     with graphar.enable() if enabled else contextlib.nullcontext():
         found = torch.compile(model, fullgraph=True)(a, b)
-    return [torch.allclose(*pair, rtol=1e-3, atol=1e-2) for pair in zip(found, model(a, b), strict=True)]
+    assert [torch.allclose(*pair, rtol=1e-3, atol=1e-2) for pair in zip(found, model(a, b), strict=True)] == [
+        True,
+        True,
+    ]
 
 
-@needs_a_compiler
-@pytest.mark.parametrize("enabled", [False, True])
-def test_inductor_keeps_the_order_of_a_models_own_calls_on_ranks_of_unequal_sizes(enabled):
-    assert run_ranks(run_calls_of_unequal_sizes, 2, enabled, timeout_s=150) == [[True, True]] * 2
-
-
-def compile_with_a_mode(rank, world_size):
+@on_ranks(2)
+def test_torch_compile_takes_its_modes_beside_the_pass(rank, world_size):
     with graphar.enable() as compile_pass:
         torch.compile(torch.relu, mode="reduce-overhead")  # copies Inductor's configuration
-        return copy.deepcopy(compile_pass) is compile_pass
-
-
-def test_torch_compile_takes_its_modes_beside_the_pass():
-    assert run_ranks(compile_with_a_mode, 2) == [True, True]
+        assert copy.deepcopy(compile_pass) is compile_pass
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+def replays(model, inputs, expected, **options):
+    """How many elements of the results are wrong in five calls, the last of which are replays; and the report."""
+    with graphar.enable(**options) as compile_pass, torch.no_grad():
+        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        found = [[one.clone() for one in replayed(*inputs)] for _ in range(5)]
+    wrong = [same_bits(one, other) for results in found for one, other in zip(results, expected, strict=True)]
+    return wrong, str(compile_pass.report), [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
 
 
 def run_in_graphs(rank, world_size):
     def model(x):
         y = torch.relu(x) * 2
         dist.all_reduce(y)
-        return y + 1
+        return (y + 1,)
 
     parts = [integers(r, 8192, torch.bfloat16).cuda() for r in range(world_size)]
     expected = graphar.reference.allreduce([torch.relu(part) * 2 for part in parts]) + 1
-    with graphar.enable() as compile_pass:
-        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        wrong = [same_bits(replayed(parts[rank]).clone(), expected) for _ in range(5)]
-    return wrong, str(compile_pass.report)
+    return replays(model, [parts[rank]], [expected])
 
 
 def run_norm_in_graphs(rank, world_size):
@@ -136,11 +137,7 @@ def run_norm_in_graphs(rank, world_size):
     made = [integers(r, 8 * columns, torch.bfloat16).view(8, columns).cuda() for r in range(world_size + 1)]
     *parts, residual = made
     expected = graphar.reference.allreduce_residual_rmsnorm([part * 2 for part in parts], residual, weight, eps)
-    with graphar.enable() as compile_pass, torch.no_grad():
-        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        found = [[one.clone() for one in replayed(parts[rank], residual)] for _ in range(5)]
-    wrong = [same_bits(one, other) for pair in found for one, other in zip(pair, expected, strict=True)]
-    return wrong, [entry.rewrite for entry in compile_pass.report.entries]
+    return replays(model, [parts[rank], residual], expected)
 
 
 def run_epilogues_in_graphs(rank, world_size):
@@ -154,11 +151,7 @@ def run_epilogues_in_graphs(rank, world_size):
     parts = [integers(r, 64 * 128, torch.bfloat16).view(64, 128).cuda() for r in range(world_size)]
     whole = torch.relu(graphar.reference.allreduce([part * 2 for part in parts]))
     expected = whole, graphar.reference.allreduce(parts).chunk(world_size)[rank] * 0.5
-    with graphar.enable(on=["epilogue"]) as compile_pass, torch.no_grad():
-        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        found = [[one.clone() for one in replayed(parts[rank])] for _ in range(5)]
-    wrong = [same_bits(one, other) for pair in found for one, other in zip(pair, expected, strict=True)]
-    return wrong, [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
+    return replays(model, [parts[rank]], expected, on=["epilogue"])
 
 
 def run_plan_in_inductor(rank, world_size):
@@ -176,21 +169,21 @@ def run_plan_in_inductor(rank, world_size):
 @pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
 @pytest.mark.gpu
 def test_a_model_with_dist_all_reduce_replays_in_cuda_graphs(on_gpus):
-    for wrong, report in on_gpus(run_in_graphs):
+    for wrong, report, _ in on_gpus(run_in_graphs):
         assert wrong == [0] * 5
         assert "all_reduce(sum) of [8192] bfloat16 on cuda in group '0': graphar::allreduce" in report
 
 
 @pytest.mark.gpu
 def test_a_model_with_a_norm_replays_the_fused_one_in_cuda_graphs(on_gpus):
-    for wrong, rewrites in on_gpus(run_norm_in_graphs):
+    for wrong, _, entries in on_gpus(run_norm_in_graphs):
         assert wrong == [0] * 10
-        assert rewrites == ["norm"]
+        assert [rewrite for rewrite, _ in entries] == ["norm"]
 
 
 @pytest.mark.gpu
 def test_pointwise_operations_behind_both_kinds_of_sums_replay_as_epilogues_in_cuda_graphs(on_gpus):
-    for wrong, entries in on_gpus(run_epilogues_in_graphs):
+    for wrong, _, entries in on_gpus(run_epilogues_in_graphs):
         assert wrong == [0] * 10
         assert entries == [("epilogue", "")] * 2
 

@@ -1,7 +1,5 @@
 """The pass's rewrite of a matmul and the sum of its result: the forms it takes, what it leaves, and the bits."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -78,20 +76,6 @@ def test_a_weight_that_is_not_seen_transposed_is_given_so(make_pass, pays):
     assert fused.args[1].meta["val"].shape == (COLUMNS, K)
 
 
-def normed(a, w, residual, weight):
-    return llamas(residual + summed(functional.linear(a, w)), weight)
-
-
-def test_a_matmul_a_sum_and_a_norm_become_one_op(make_pass, pays):
-    compile_pass = make_pass()
-
-    graph = rewritten(compile_pass, traced(normed, (ROWS, COLUMNS), (COLUMNS,))).graph
-
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce_residual_rmsnorm.default]
-    assert fused.args == (*inputs, *matmul_norms.NORM.arguments(eps=1e-5, weight_offset=0.0))
-
-
 SCATTERED = {
     "a reduce-scatter": ({}, lambda v: v, {}),
     "and an epilogue": ({"on": ["epilogue"]}, torch.relu, {"epilogue": "relu(v)"}),
@@ -108,17 +92,28 @@ def test_a_matmul_and_a_reduce_scatter_of_its_rows_become_one_op(make_pass, pays
     assert tuple(fused.meta["val"].shape) == (ROWS // 4, COLUMNS)
 
 
-def test_a_matmul_a_reduce_scatter_and_a_norm_become_one_op(make_pass, pays):
-    def layer(a, w, residual, weight):
-        return llamas(residual + scattered(functional.linear(a, w)), weight)
+PARTS = {"rank": 0, "sizes": [ROWS // RANKS] * RANKS}
+NORMED = {  # a sum, this rank's rows, and the fused op with what it is told
+    "a sum": (summed, ROWS, matmul_norms.NORM, {}),
+    "a reduce-scatter": (scattered, ROWS // RANKS, matmul_norms.SCATTERED_NORM, PARTS),
+}
 
-    graph = rewritten(make_pass(), traced(layer, (ROWS // RANKS, COLUMNS), (COLUMNS,))).graph
+
+def normed(total):
+    return lambda a, w, residual, weight: llamas(residual + total(functional.linear(a, w)), weight)
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_a_matmul_its_sum_and_a_norm_become_one_op(make_pass, pays, name):
+    total, rows, op, place = NORMED[name]
+
+    drawing = traced(normed(total), (rows, COLUMNS), (COLUMNS,))
+    graph = rewritten(make_pass(), drawing).graph
 
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (fused,) = [node for node in graph.nodes if op_of(node.target)]
-    numbers = {"eps": 1e-5, "weight_offset": 0.0, "rank": 0, "sizes": [ROWS // RANKS] * RANKS}
-    assert fused.target is ops.fused_matmul_reducescatter_residual_rmsnorm.default
-    assert fused.args == (*inputs, *matmul_norms.SCATTERED_NORM.arguments(**numbers))
+    assert fused.target is op.one
+    assert fused.args == (*inputs, *op.arguments(eps=1e-5, weight_offset=0.0, **place))
 
 
 @pytest.mark.parametrize(("batch", "copies"), [(1, 0), (2, 1)])
@@ -176,17 +171,18 @@ def test_a_models_own_sum_in_another_way_is_left(make_pass, pays, way):
 
 
 LEFT = {
-    "the product has further uses": lambda a, w: (lambda y: (summed(y), y))(functional.linear(a, w)),
-    "several products are added before the sum": lambda a, w: summed(functional.linear(a, w) + (a * 2) @ w.t()),
-    "the product is summed in another shape": lambda a, w: summed(functional.linear(a, w).view(-1, 2 * COLUMNS)),
+    "the product has further uses": (lambda a, w: (lambda y: (summed(y), y))(functional.linear(a, w)), {}),
+    "several products are added before the sum": (lambda a, w: summed(functional.linear(a, w) + (a * 2) @ w.t()), {}),
+    "the product is summed in another shape": (lambda a, w: summed(functional.linear(a, w).view(-1, 2 * COLUMNS)), {}),
+    "no matmul of torch.float32 sums its tiles": (FORMS["a product"], {"dtype": torch.float32}),
 }
 
 
 @pytest.mark.parametrize("why", LEFT)
 def test_others_are_left_and_the_report_says_why(make_pass, pays, why):
-    compile_pass = make_pass()
+    compile_pass, (function, how) = make_pass(), LEFT[why]
 
-    calls = rewritten(compile_pass, traced(LEFT[why])).calls()
+    calls = rewritten(compile_pass, traced(function, **how)).calls()
 
     assert ops.allreduce.default in calls
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [why]
@@ -205,14 +201,6 @@ def test_a_product_that_is_the_norms_residual_too_is_left(make_pass, pays):
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the product has further uses"]
 
 
-def test_dtypes_without_a_kernel_are_left(make_pass, pays):
-    compile_pass = make_pass()
-
-    rewritten(compile_pass, traced(FORMS["a product"], dtype=torch.float32))
-
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["no matmul of torch.float32 sums its tiles"]
-
-
 def test_sizes_that_were_not_measured_to_be_faster_are_left(make_pass):
     compile_pass = make_pass()
 
@@ -225,7 +213,7 @@ def test_sizes_that_were_not_measured_to_be_faster_are_left(make_pass):
 # Of few rows: every rank may sum all of them, which was measured to be faster; a part for each was not.
 FEW_ROWS = {
     "a sum": ({}, lambda a, w, *norm: summed(functional.linear(a, w)), True),
-    "a norm": ({}, normed, True),
+    "a norm": ({}, normed(summed), True),
     "a reduce-scatter": ({}, lambda a, w, *norm: scattered(functional.linear(a, w)), False),
     "an epilogue": ({"on": ["epilogue"]}, lambda a, w, *norm: summed(functional.linear(a, w)).relu(), False),
 }
@@ -376,10 +364,11 @@ def differing(model, fast, inputs):
     return found
 
 
-def run_in_graphs(rank, world_size, rows, fill, with_norm=False, in_parts=False, constant_weights=False):
+def run_in_graphs(rank, world_size, rows, fill, options):
+    with_norm, constant_weights = (options.get(name, False) for name in ("with_norm", "constant_weights"))
     from torch._dynamo.utils import counters
 
-    model = RowParallel(rank, fill, with_norm, in_parts)
+    model = RowParallel(rank, fill, with_norm, options.get("in_parts", False))
     inputs = [(drawn(fill, 10 * turn + rank, rows, INNER),) for turn in range(1, 3)]
     if with_norm:
         inputs = [(x, drawn(normal, 200 + turn, rows, WIDE)) for turn, (x,) in enumerate(inputs)]
@@ -417,46 +406,26 @@ def test_rows_of_a_batch_invariant_layer_have_the_same_bits_in_graphs_of_any_num
         assert entries == {("allreduce", ""), ("matmul", "")}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", PAYING)
-def test_a_layer_of_a_size_that_pays_replays_the_fused_op_in_cuda_graphs(on_gpus, rows):
-    for wrong, entries, skips in on_gpus(run_in_graphs, rows, normal):
-        assert wrong == [0] * 5
-        assert entries == [("allreduce", ""), ("matmul", "")]
-        assert skips == 0
+REPLAYED = {  # rows, their values, further options, and what the report says
+    "few rows": (PAYING[0], normal, {}, ["allreduce", "matmul"]),
+    "many rows": (PAYING[1], normal, {}, ["allreduce", "matmul"]),
+    "few rows and a norm": (PAYING[0], normal, {"with_norm": True}, ["norm", "matmul"]),
+    "many rows and a norm": (PAYING[1], normal, {"with_norm": True}, ["norm", "matmul"]),
+    "a constant weight": (PAYING[0], normal, {"constant_weights": True}, ["allreduce", "matmul"]),
+    "both": (PAYING[0], normal, {"constant_weights": True, "with_norm": True}, ["norm", "matmul"]),
+    "divided tokens": (PAYING[1], normal, {"in_parts": True}, ["reducescatter", "matmul"]),
+    # Any matmul adds integers up alike.
+    "rows that do not pay": (LEFT_APART, integers, {}, ["allreduce", "matmul: not known to be faster as one op"]),
+}
 
 
 @pytest.mark.gpu
-def test_a_layer_of_another_size_replays_a_matmul_and_a_sum(on_gpus):
-    for wrong, entries, skips in on_gpus(run_in_graphs, LEFT_APART, integers):  # which any matmul adds up alike
-        assert wrong == [0] * 5
-        assert entries == [("allreduce", ""), ("matmul", "not known to be faster as one op")]
-        assert skips == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", PAYING)
-def test_a_layer_and_its_norm_replay_as_one_op_in_cuda_graphs(on_gpus, rows):
-    for wrong, entries, skips in on_gpus(run_in_graphs, rows, normal, True):
-        assert wrong == [0] * 10
-        assert entries == [("norm", ""), ("matmul", "")]
-        assert skips == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_a_layer_of_a_constant_weight_replays_with_the_same_bits(on_gpus, with_norm):
-    for wrong, entries, skips in on_gpus(run_in_graphs, PAYING[0], normal, with_norm, False, True):
-        assert wrong == [0] * len(wrong)
-        assert entries[-1] == ("matmul", "")
-        assert skips == 0
-
-
-@pytest.mark.gpu
-def test_a_layer_whose_tokens_are_divided_replays_as_one_op_in_cuda_graphs(on_gpus):
-    for wrong, entries, skips in on_gpus(run_in_graphs, PAYING[1], normal, False, True):
-        assert wrong == [0] * 5
-        assert entries == [("reducescatter", ""), ("matmul", "")]
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_layer_replays_in_cuda_graphs_as_one_op_where_that_pays(on_gpus, name):
+    rows, fill, options, expected = REPLAYED[name]
+    for wrong, entries, skips in on_gpus(run_in_graphs, rows, fill, options):
+        assert wrong == [0] * (10 if "with_norm" in options else 5)
+        assert [": ".join(filter(None, entry)) for entry in entries] == expected
         assert skips == 0
 
 

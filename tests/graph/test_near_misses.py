@@ -4,8 +4,6 @@ The near misses of a form are made from the schemas of its ops: each argument of
 far as the graph still has shapes. Its values before and after the passes are those of ranks that have the same tensors.
 """
 
-from __future__ import annotations
-
 import logging
 import operator
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The pass's rewrite of an all-reduce, residual and norm: the forms it knows, what it leaves, and the bits it gives."""
 
-from __future__ import annotations
-
 import functools
 import operator
 
@@ -34,23 +32,38 @@ def traced(function, columns=COLUMNS, **kinds):
     return Traced(function, (8, columns), (8, columns), (columns,), **kinds)
 
 
+def traced_parts(function, part=(2, COLUMNS), columns=COLUMNS, **kinds):
+    """Traces a function of the summed x [8, columns], of this rank's residual of shape ``part``, and of a weight."""
+    return Traced(function, (2 * RANKS, columns), part, part[-1:], **kinds)
+
+
 # ---- graphs ---------------------------------------------------------------------------------------------------------
+
+
+PARTS = {"rank": 0, "sizes": [2] * RANKS}
+FUSED = {  # by the collective, a layer's sum, how it is traced, and the fused op with what a call of it is told
+    "allreduce": (summed, traced, norms.NORM, {}),
+    "reducescatter": (scattered, traced_parts, norms.SCATTERED_NORM, {"output": "like_input"} | PARTS),
+}
 
 
 @every_norm
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sum_a_residual_and_a_norm_become_one_op(make_pass, name, dtype):
+@pytest.mark.parametrize("collective", FUSED)
+def test_a_sum_a_residual_and_a_norm_become_one_op(make_pass, name, dtype, collective):
+    total, trace, op, place = FUSED[collective]
     compile_pass = make_pass()
 
-    graph = rewritten(compile_pass, traced(lambda x, y, w: NORMS[name](y + summed(x), w), dtype=dtype)).graph
+    graph = rewritten(compile_pass, trace(lambda x, y, w: NORMS[name](y + total(x), w), dtype=dtype)).graph
 
     graph.eliminate_dead_code()
     x, residual, weight, fused, normed, output = graph.nodes
-    assert fused.target is ops.allreduce_residual_rmsnorm.default
-    call = OP.arguments(eps=pytest.approx(EPS, rel=1e-6), weight_offset=OFFSETS[name])
-    assert fused.args == (x, residual, weight, *call)
+    assert fused.target is op.one is getattr(ops, f"{collective}_residual_rmsnorm").default
+    numbers = {"eps": pytest.approx(EPS, rel=1e-6), "weight_offset": OFFSETS[name]}
+    assert fused.args == (x, residual, weight, *op.arguments(**numbers, **place))
     assert (normed.target, normed.args, output.args) == (operator.getitem, (fused, 0), (normed,))
-    assert str(compile_pass.report).endswith("in group '0': graphar::allreduce_residual_rmsnorm")
+    assert str(compile_pass.report).endswith(f"in group '0': graphar::{collective}_residual_rmsnorm")
+    assert "1 collective became graphar's" in str(compile_pass.report)
 
 
 def test_what_else_uses_the_sum_with_its_residual_gets_the_second_result(make_pass):
@@ -127,30 +140,6 @@ def test_a_norm_after_a_call_that_it_does_not_need_is_tied_to_it(make_pass):
 # ---- reduce-scatters -------------------------------------------------------------------------------------------------
 
 
-def traced_parts(function, part=(2, COLUMNS), columns=COLUMNS, **kinds):
-    """Traces a function of the summed x [8, columns], of this rank's residual of shape ``part``, and of a weight."""
-    return Traced(function, (2 * RANKS, columns), part, part[-1:], **kinds)
-
-
-@every_norm
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_scattered_sum_a_residual_and_a_norm_become_one_op(make_pass, name, dtype):
-    compile_pass = make_pass()
-
-    drawing = traced_parts(lambda x, y, w: NORMS[name](y + scattered(x), w), dtype=dtype)
-    graph = rewritten(compile_pass, drawing).graph
-
-    graph.eliminate_dead_code()
-    x, residual, weight, fused, normed, output = graph.nodes
-    assert fused.target is ops.reducescatter_residual_rmsnorm.default
-    numbers = {"eps": pytest.approx(EPS, rel=1e-6), "weight_offset": OFFSETS[name]}
-    place = {"output": "like_input", "rank": 0, "sizes": [2] * RANKS}
-    assert fused.args == (x, residual, weight, *norms.SCATTERED_NORM.arguments(**numbers, **place))
-    assert (normed.target, normed.args, output.args) == (operator.getitem, (fused, 0), (normed,))
-    assert str(compile_pass.report).endswith("in group '0': graphar::reducescatter_residual_rmsnorm")
-    assert "1 collective became graphar's" in str(compile_pass.report)
-
-
 def test_a_scattered_sum_that_is_seen_in_another_shape_has_its_residual_and_results_reshaped(make_pass):
     def layer(x, y, w):
         residual = y + scattered(x).view(1, 2, -1)
@@ -173,30 +162,24 @@ def with_part(x, y, w):
 
 
 LEFT_SCATTERED = {
-    "the sum is seen in another shape": (as_halves, {"part": (4, COLUMNS // 2)}),
-    "the sum has further uses": (with_part, {}),
-    "graphar has sums, not avg": (lambda x, y, w: torchs(y + scattered(x, reduction="avg"), w), {}),
-    "the scattered tensor has no rows": (
+    "in halves": (as_halves, {"part": (4, COLUMNS // 2)}, "the sum is seen in another shape"),
+    "parts are used": (with_part, {}, "the sum has further uses"),
+    "an average": (
+        lambda x, y, w: torchs(y + scattered(x, reduction="avg"), w),
+        {},
+        "graphar has sums, not avg",
+    ),
+    "no rows": (
         lambda x, y, w: torchs(y + scattered(x.flatten()), w),
         {"part": (2 * COLUMNS,)},
+        "the scattered tensor has no rows",
     ),
-    "no kernel norms rows of 33 columns": (
+    "odd columns of parts": (
         lambda x, y, w: torchs(y + scattered(x), w),
         {"part": (2, 33), "columns": 33, "device": "cuda"},
+        "no kernel norms rows of 33 columns",
     ),
 }
-
-
-@pytest.mark.parametrize(("function", "kinds"), LEFT_SCATTERED.values(), ids=LEFT_SCATTERED)
-def test_another_form_of_a_scattered_sum_is_left_with_the_reason(make_pass, request, function, kinds):
-    compile_pass = make_pass()
-
-    drawing = rewritten(compile_pass, traced_parts(function, **kinds))
-
-    entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
-    assert entries[0] == ("norm", request.node.callspec.id)
-    assert entries[1][0] == "reducescatter"
-    assert norms.SCATTERED_NORM.one not in drawing.calls()
 
 
 # ---- what is left ---------------------------------------------------------------------------------------------------
@@ -286,16 +269,18 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize(("function", "kinds", "why"), LEFT.values(), ids=LEFT)
-def test_another_form_is_left_with_the_reason_and_its_sum_rewritten_alone(make_pass, function, kinds, why):
+@pytest.mark.parametrize("name", LEFT | LEFT_SCATTERED)
+def test_another_form_is_left_with_the_reason_and_its_sum_rewritten_alone(make_pass, name):
+    collective = "allreduce" if name in LEFT else "reducescatter"
+    (function, kinds, why), (_, trace, op, _) = (LEFT | LEFT_SCATTERED)[name], FUSED[collective]
     compile_pass = make_pass()
 
-    drawing = rewritten(compile_pass, traced(function, **kinds))
+    drawing = rewritten(compile_pass, trace(function, **kinds))
 
     entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
     assert entries[0] == ("norm", why)
-    assert entries[1][0] == "allreduce"
-    assert ops.allreduce_residual_rmsnorm.default not in drawing.calls()
+    assert entries[1][0] == collective
+    assert op.one not in drawing.calls()
 
 
 def test_what_is_turned_off_is_an_all_reduce_and_the_report_says_so(make_pass):

@@ -1,7 +1,5 @@
 """The pass's rewrite of a product of e4m3 operands with scales and its sum: its forms, what it leaves, and the bits."""
 
-from __future__ import annotations
-
 import functools
 import operator
 

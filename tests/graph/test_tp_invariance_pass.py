@@ -1,7 +1,5 @@
 """The pass with ``tp_invariant=True``: what it writes, and what it reports."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -6,8 +6,6 @@ skip themselves, too. torch's wheel has no other tests that a backend could take
 group of their own, and those of DTensor are not in it.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

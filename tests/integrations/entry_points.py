@@ -1,7 +1,5 @@
 """Every entry point of torch.distributed, as a call with a group: what the backend's tests make, also over gloo."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

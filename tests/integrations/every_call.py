@@ -4,8 +4,6 @@ A run names the call that it stopped in: where a rank is not done in time, the e
 tracebacks of its threads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

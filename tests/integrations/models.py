@@ -1,7 +1,5 @@
 """Models over the backend "graphar", as programs: each returns pairs of a result and what is expected."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

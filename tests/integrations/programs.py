@@ -1,7 +1,5 @@
 """Programs over the backend "graphar": each returns pairs of a result and what is expected."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from unittest import mock

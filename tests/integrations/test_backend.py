@@ -1,7 +1,5 @@
 """The process group backend "graphar" between processes on the CPU: every entry point, its route and its results."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import astuple
 from functools import partial
@@ -30,7 +28,7 @@ from tests.integrations.every_call import (
 )
 from tests.integrations.programs import PROGRAMS
 from tests.pages import FOLDER
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +121,8 @@ def test_tensors_with_gaps_give_what_gloo_gives_for_dense_ones(with_gaps, name):
     check_entry(with_gaps, name)
 
 
-def count_calls(rank, world_size):
-    """What graphar.stats says of the calls of a group, and of another group."""
+@on_ranks(2, backend="cpu:graphar")
+def test_stats_count_the_calls_that_graphar_serves_and_those_that_it_passes_on(rank, world_size):
     group, x = dist.new_group(), torch.ones(6)
     for _ in range(3):
         dist.all_reduce(x, group=group)
@@ -138,18 +136,10 @@ def count_calls(rank, world_size):
     found, other = graphar.stats(group), graphar.stats()
     served = [one for one in found.calls if one.algorithm != "gloo"]
     passed_on = [one[:3] + one[4:] for one in map(astuple, found.calls) if one[1] == "gloo"]
-    return (
-        [(one.op, one.calls, one.nbytes) for one in served],
-        passed_on,
-        found.plans,
-        found.host_waited_s > 0,
-        other.calls,
-    )
-
-
-def test_stats_count_the_calls_that_graphar_serves_and_those_that_it_passes_on():
+    assert [(one.op, one.calls, one.nbytes) for one in served] == [("allreduce", 3, 72), ("allgather", 1, 48)]
+    assert (found.plans, found.host_waited_s > 0, other.calls) == (2, True, ())
     add_only, none = "graphar's kernels add, and do nothing else", "graphar has no "
-    passed_on = [
+    assert passed_on == [
         ("allreduce", "gloo", 1, 24, add_only),
         ("allreduce", "gloo", 1, 48, "graphar's kernels do not add torch.float64"),
         ("reducescatter", "gloo", 1, 24, add_only),
@@ -157,22 +147,15 @@ def test_stats_count_the_calls_that_graphar_serves_and_those_that_it_passes_on()
         ("barrier", "gloo", 1, 0, f"{none}barrier"),
     ]
 
-    served = [("allreduce", 3, 72), ("allgather", 1, 48)]
-    for found in run_ranks(count_calls, 2, backend="cpu:graphar"):
-        assert found == (served, passed_on, 2, True, ())
 
-
-def gather_in_place(rank, world_size):
+@on_ranks(3, backend="cpu:graphar")
+def test_an_all_gather_in_place_copies_nothing(rank, world_size):
     out = torch.zeros(3 * world_size)
     own = out[3 * rank :][:3].fill_(rank + 1)
     with mock.patch("torch.Tensor.clone", side_effect=AssertionError("the input was copied")):
         dist.all_gather_into_tensor(out, own)
-    return out.tolist()
-
-
-def test_an_all_gather_in_place_copies_nothing():
-    for gathered in run_ranks(gather_in_place, 3, backend="cpu:graphar"):
-        assert gathered == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    gathered = out.tolist()
+    assert gathered == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 def exchange(rank, world_size):

@@ -1,7 +1,5 @@
 """The process group backend "graphar" with one process a GPU: every entry point, streams, graph capture, late ranks."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 
@@ -14,7 +12,7 @@ from tests.integrations.entry_points import ENTRIES
 from tests.integrations.every_call import FOR_ONE_RANK, by_rank, check, check_entry, check_program
 from tests.integrations.models import MODELS
 from tests.integrations.programs import PROGRAMS
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 from tests.worlds import GPU_COUNTS, GPU_WORLD_SIZES
 
 BACKEND = "cpu:gloo,cuda:graphar"
@@ -65,7 +63,11 @@ def total(world_size, numel):
     return torch.full((numel,), world_size * (world_size + 1) / 2)
 
 
-def wait_on_another_stream(rank, world_size, numel, rounds):
+@every_world_size
+@pytest.mark.parametrize("numel", [1000, 4 << 20])
+@on_ranks(backend=BACKEND, timeout_s=120)
+def test_waiting_orders_the_current_stream_behind_an_asynchronous_call(rank, world_size, numel):
+    rounds = 20
     other, found = torch.cuda.Stream(), []
     for _ in range(rounds):
         x = torch.full((numel,), rank + 1.0, device="cuda")
@@ -78,16 +80,13 @@ def wait_on_another_stream(rank, world_size, numel, rounds):
         torch.full((numel,), -1.0, device="cuda")
         other.synchronize()
         found.append(torch.equal(y.cpu(), total(world_size, numel)))
-    return all(found)
+    assert all(found)
 
 
 @every_world_size
-@pytest.mark.parametrize("numel", [1000, 4 << 20])
-def test_waiting_orders_the_current_stream_behind_an_asynchronous_call(world_size, numel):
-    assert all(run_ranks(wait_on_another_stream, world_size, numel, 20, backend=BACKEND, timeout_s=120))
-
-
-def replay(rank, world_size, numel):
+@on_ranks(backend=BACKEND, timeout_s=120)
+def test_calls_are_captured_in_a_graph(rank, world_size):
+    numel = 1000
     x, out = torch.empty(numel, device="cuda"), torch.empty(numel * world_size, device="cuda")
 
     def step():
@@ -105,12 +104,7 @@ def replay(rank, world_size, numel):
         x.fill_(begin * (rank + 1))
         graph.replay()
         found.append(torch.equal(out.cpu(), begin * total(world_size, numel).repeat(world_size)))
-    return all(found)
-
-
-@every_world_size
-def test_calls_are_captured_in_a_graph(world_size):
-    assert all(run_ranks(replay, world_size, 1000, backend=BACKEND, timeout_s=120))
+    assert all(found)
 
 
 def call_without_rank_1(rank, world_size):

@@ -1,7 +1,5 @@
 """Groups with the backend "graphar": their names, how they are split and end, and ranks that do not come."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -16,19 +14,28 @@ from graphar.integrations import backend
 from graphar.runtime import life
 from tests.integrations.entry_points import values
 from tests.integrations.programs import WHOLE_GROUP, total
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 BACKEND = "cpu:graphar"
 
 # ---- the backend's name ---------------------------------------------------------------------------------------------
 
 
-def sum_and_meet(rank, world_size):
+@pytest.fixture
+def port():
+    """Of a store that outlives the ranks' first group, by which they can make another."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store  # ends it
+
+
+def check_a_sum_and_meet(rank, world_size):
     x, integers = values(rank), values(rank, dtype=torch.int64)
     dist.all_reduce(x)
     dist.all_reduce(integers)
     dist.barrier()
-    return torch.equal(x, total(world_size)), torch.equal(integers.float(), total(world_size)), dist.get_backend()
+    assert torch.equal(x, total(world_size))
+    assert torch.equal(integers.float(), total(world_size))
 
 
 def test_the_backend_is_known_after_import():
@@ -39,57 +46,47 @@ def test_the_backend_is_known_after_import():
     assert dist.Backend.backend_list.count("graphar") == 1
 
 
+def check_the_backend(rank, world_size, name):
+    check_a_sum_and_meet(rank, world_size)
+    assert dist.get_backend() == name
+
+
 @pytest.mark.parametrize("name", ["graphar", "cpu:graphar"])
 def test_a_group_has_the_backend_by_every_name(name):
-    for exact, also, found in run_ranks(sum_and_meet, 2, backend=name):
-        assert exact
-        assert also
-        assert found == name
+    run_ranks(check_the_backend, 2, name, backend=name)
 
 
-def abort(rank, world_size):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the group has a backend for CUDA")
+@on_ranks(2, backend=BACKEND)
+def test_a_group_without_a_backend_for_cuda_says_so_and_is_aborted(rank, world_size):
     """Aborts the default group, for which torch asks it for its backend for CUDA."""
     dist.all_reduce(values(rank))
     with pytest.raises(RuntimeError, match=r"(?i)no backend"):
         dist.group.WORLD._get_backend(torch.device("cuda"))
     dist.distributed_c10d._abort_process_group()
-    return dist.is_initialized()
+    assert not dist.is_initialized()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the group has a backend for CUDA")
-def test_a_group_without_a_backend_for_cuda_says_so_and_is_aborted():
-    assert run_ranks(abort, 2, backend=BACKEND) == [False] * 2
-
-
-def init_beside_gloo(rank, world_size, port):
+@on_ranks(2)
+def test_cpu_tensors_stay_with_gloo_where_the_backend_has_only_cuda(rank, world_size, port):
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("cpu:gloo,cuda:graphar", store=store, rank=rank, world_size=world_size)
-    found = sum_and_meet(rank, world_size)
-    return found, len(life.open_engines)
+    check_a_sum_and_meet(rank, world_size)
+    assert not life.open_engines
 
 
-def test_cpu_tensors_stay_with_gloo_where_the_backend_has_only_cuda():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for (exact, also, _), engines in run_ranks(init_beside_gloo, 2, store.port):
-        assert exact
-        assert also
-        assert engines == 0
-
-
-def sum_in_debug_mode(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_a_group_is_served_in_torchs_debug_mode(rank, world_size):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     group, x = dist.new_group(), values(rank)
     dist.all_reduce(x, group=group)
     dist.destroy_process_group(group)
-    return torch.equal(x, total(world_size)), len(life.open_engines)
+    assert (torch.equal(x, total(world_size)), len(life.open_engines)) == (True, 0)
 
 
-def test_a_group_is_served_in_torchs_debug_mode():
-    assert run_ranks(sum_in_debug_mode, 2, backend=BACKEND) == [(True, 0)] * 2
-
-
-def call_unlike_in_debug_mode(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_torchs_debug_mode_names_both_of_two_calls_that_do_not_match(rank, world_size):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     x, part, said = torch.ones(3), torch.ones(world_size), []
     calls = [
@@ -103,19 +100,14 @@ def call_unlike_in_debug_mode(rank, world_size):
         with pytest.raises(RuntimeError) as raised:
             of_ranks[rank]()
         said.append(str(raised.value).lower())
-    return said
-
-
-def test_torchs_debug_mode_names_both_of_two_calls_that_do_not_match():
     both = [
         ("broadcast", "all_?reduce"),
         ("broadcast", "all_?reduce"),
         ("barrier", "gather"),
         ("all_?to_?all", "broadcast"),
     ]
-    for said in run_ranks(call_unlike_in_debug_mode, 2, backend=BACKEND):
-        for message, (one, other) in zip(said, both if WHOLE_GROUP else both[:2], strict=True):
-            assert re.search(rf"rank 0\b.*{one}[\s\S]*rank 1\b.*{other}|rank 1\b.*{other}.*rank 0\b.*{one}", message)
+    for message, (one, other) in zip(said, both if WHOLE_GROUP else both[:2], strict=True):
+        assert re.search(rf"rank 0\b.*{one}[\s\S]*rank 1\b.*{other}|rank 1\b.*{other}.*rank 0\b.*{one}", message)
 
 
 def call_alike_in_debug_mode(rank, world_size):
@@ -142,34 +134,29 @@ def test_torchs_debug_mode_lets_calls_pass_that_match():
 # ---- groups that are split, groups that end, and ranks that do not come ---------------------------------------------
 
 
-def split(rank, world_size, port):
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch before 2.15 splits no group of CPU tensors")
+@on_ranks(3)
+def test_a_group_is_split(rank, world_size, port):
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     place = {"store": store, "rank": rank, "world_size": world_size, "device_id": torch.device("cpu:0")}
     dist.init_process_group(BACKEND, **place)
-    found = []
     for parts in ([[0, 1], [2]], [[2, 0], [1]]):
         mine = next(part for part in parts if rank in part)
         group, x = dist.split_group(None, parts), values(rank)
         dist.all_reduce(x, group=group)
         dist.barrier(group=group)
-        found.append((torch.equal(x, sum(values(one) for one in mine)), group.rank() == mine.index(rank)))
+        assert torch.equal(x, sum(values(one) for one in mine))
+        assert group.rank() == mine.index(rank)
     if rank == 1:
         with pytest.raises(graphar.UnsupportedError, match=r"rank 1 of \w+ must be in one of the groups"):
             dist.split_group(None, [[0, 2]])
     else:
         dist.split_group(None, [[0, 2]])
-    return found
 
 
-@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch before 2.15 splits no group of CPU tensors")
-def test_a_group_is_split():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for found in run_ranks(split, 3, store.port, backend="gloo"):
-        assert found == [(True, True)] * 2
-
-
-def end_and_begin_again(rank, world_size, port):
+@on_ranks(2, backend=BACKEND)
+def test_destroying_a_group_closes_its_communicator_and_another_can_be_made(rank, world_size, port):
     counts = []
     x = values(rank)
     dist.all_reduce(x)
@@ -184,14 +171,8 @@ def end_and_begin_again(rank, world_size, port):
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     x = values(rank)
     dist.all_reduce(x)
-    return counts, torch.equal(x, total(world_size))
-
-
-def test_destroying_a_group_closes_its_communicator_and_another_can_be_made():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for counts, exact in run_ranks(end_and_begin_again, 2, store.port, backend=BACKEND):
-        assert counts == [2, 1, 0]
-        assert exact
+    assert counts == [2, 1, 0]
+    assert torch.equal(x, total(world_size))
 
 
 def call_without_rank_1(rank, world_size, how):

@@ -1,7 +1,5 @@
 """What calls of the backend "graphar" leave behind: works, deadlines, coalescing windows, and negative views."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from datetime import timedelta
@@ -17,7 +15,7 @@ from graphar.integrations.works import combined
 from tests.integrations.entry_points import values
 from tests.integrations.every_call import by_rank, check
 from tests.integrations.programs import PROGRAMS, WHOLE_GROUP, total
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 BACKEND = "cpu:graphar"
 
@@ -129,21 +127,19 @@ def test_every_call_ends_at_its_deadline_without_a_rank(from_group):
     assert {name: took_s for name, took_s in found.items() if not 0.1 < took_s < 8} == {}
 
 
-def call_with_the_longest_timeout(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_timeouts_may_be_longer_than_graphars_own(rank, world_size):
     group, x, options = dist.new_group(timeout=timedelta(days=30)), values(rank), dist.AllreduceOptions()
     options.timeout = timedelta(days=20)
     group.allreduce([x], options).wait()
     dist.barrier(group)
     group.set_timeout(timedelta(days=12))
     dist.all_reduce(x, group=group)
-    return torch.equal(x, 2 * total(world_size))
+    assert torch.equal(x, 2 * total(world_size))
 
 
-def test_timeouts_may_be_longer_than_graphars_own():
-    assert run_ranks(call_with_the_longest_timeout, 2, backend=BACKEND) == [True] * 2
-
-
-def wait_for_results_with_gaps(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_results_with_gaps_are_there_however_a_call_is_waited_for(rank, world_size):
     found = []
     for finish in (
         lambda work: work.wait(),
@@ -160,14 +156,11 @@ def wait_for_results_with_gaps(rank, world_size):
         dist.reduce_scatter_tensor(whole[:, 0], values(rank, 3 * world_size, torch.int64))
     manager.wait()
     part = total(world_size, 3 * world_size).long().chunk(world_size)[rank]
-    return [*found, (torch.equal(whole[:, 0], part), whole[:, 1].eq(0).all().item())]
+    assert [*found, (torch.equal(whole[:, 0], part), whole[:, 1].eq(0).all().item())] == [(True, True)] * 4
 
 
-def test_results_with_gaps_are_there_however_a_call_is_waited_for():
-    assert run_ranks(wait_for_results_with_gaps, 2, backend=BACKEND) == [[(True, True)] * 4] * 2
-
-
-def call_with_unlike_dtypes(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_tensors_of_unlike_dtypes_are_refused_and_stay_as_they_are(rank, world_size):
     """gloo refuses them; nothing may be converted, or served by the first tensor's dtype."""
     group, x, y = dist.group.WORLD, values(rank), values(rank, dtype=torch.int64)
     for call in (
@@ -178,14 +171,12 @@ def call_with_unlike_dtypes(rank, world_size):
     ):
         with pytest.raises(RuntimeError, match="type"):
             call()
-    return torch.equal(x, values(rank)) and torch.equal(y, values(rank, dtype=torch.int64))
+    assert torch.equal(x, values(rank))
+    assert torch.equal(y, values(rank, dtype=torch.int64))
 
 
-def test_tensors_of_unlike_dtypes_are_refused_and_stay_as_they_are():
-    assert run_ranks(call_with_unlike_dtypes, 2, backend=BACKEND) == [True] * 2
-
-
-def write_into_shared_memory(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_outputs_whose_elements_share_memory_are_refused_and_inputs_are_not(rank, world_size):
     """All ranks are refused what one of them could not be given."""
     one, said = torch.ones(1), []
     for dtype in (torch.float32, torch.int64):
@@ -211,17 +202,12 @@ def write_into_shared_memory(rank, world_size):
         outs = [torch.empty(4, dtype=dtype) for _ in range(world_size)]
         dist.all_gather(outs, x if rank else y)
         said.append([out.tolist() for out in outs] + [y.tolist()] * rank)
-    return said
-
-
-def test_outputs_whose_elements_share_memory_are_refused_and_inputs_are_not():
     ones, twos = [1.0] * 4, [2.0] * 4
-
-    for rank, said in enumerate(run_ranks(write_into_shared_memory, 2, backend=BACKEND)):
-        assert said == ([1] * 7 + [[ones, ones, twos] if rank else [ones, ones]]) * 2
+    assert said == ([1] * 7 + [[ones, ones, twos] if rank else [ones, ones]]) * 2
 
 
-def call_behind_a_window(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_nothing_keeps_the_tensors_of_calls_behind_a_coalescing_window(rank, world_size):
     with coalescing_manager(device=torch.device("cpu")):
         dist.all_reduce(values(rank))
     x = values(rank)
@@ -229,14 +215,11 @@ def call_behind_a_window(rank, world_size):
     work.wait()
     alive, same = weakref.ref(x), torch.equal(x, total(world_size))
     del work, x
-    return same, alive() is None
+    assert (same, alive() is None) == (True, True)
 
 
-def test_nothing_keeps_the_tensors_of_calls_behind_a_coalescing_window():
-    assert run_ranks(call_behind_a_window, 2, backend=BACKEND) == [(True, True)] * 2
-
-
-def call_with_negative_views(rank, world_size):
+@on_ranks(2, backend=BACKEND)
+def test_a_view_that_torch_keeps_as_its_negative_has_the_right_sign(rank, world_size):
     x = torch._neg_view(values(rank) + 1)  # contiguous, unlike the imaginary part of a conjugate
     assert x.is_neg()
     out, part = torch.empty(6 * world_size), torch.empty(6 // world_size)
@@ -244,17 +227,12 @@ def call_with_negative_views(rank, world_size):
     dist.all_gather_into_tensor(out, x)
     dist.all_gather(parts, x)
     dist.reduce_scatter_tensor(part, x)
-    return out, torch.cat(parts), part
-
-
-def test_a_view_that_torch_keeps_as_its_negative_has_the_right_sign():
+    parts = torch.cat(parts)
     whole = torch.cat([-(values(rank) + 1) for rank in range(2)])
     summed = whole[:6] + whole[6:]
-
-    for rank, (out, parts, part) in enumerate(run_ranks(call_with_negative_views, 2, backend=BACKEND)):
-        assert torch.equal(out, whole)
-        assert torch.equal(parts, whole)
-        assert torch.equal(part, summed.chunk(2)[rank])
+    assert torch.equal(out, whole)
+    assert torch.equal(parts, whole)
+    assert torch.equal(part, summed.chunk(2)[rank])
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("averages")])

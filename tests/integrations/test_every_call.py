@@ -1,7 +1,5 @@
 """A run of many calls that hangs says where: the call and the traceback of each rank."""
 
-from __future__ import annotations
-
 import re
 import time
 

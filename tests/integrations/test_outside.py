@@ -1,7 +1,5 @@
 """torch.distributed's collectives go by a tuning table, which may name an algorithm from outside the package."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -14,16 +12,11 @@ from graphar.runtime.bind import collective
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 from tests.outside import load
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
 
-def test_the_backend_takes_what_a_table_names():
-    for taken in run_ranks(take_by_a_table, 2):
-        assert taken == ["pushed_sum", "pushed_sum"]
-
-
-def take_by_a_table(rank, world_size):
-    """What the backend's calls take where ranks had kernels: the first part of each algorithm's name."""
+@on_ranks(2)
+def test_the_backend_takes_what_a_table_names(rank, world_size):
     ring, gather = load(), load(op="allgather")
     table = shipped_table("nvidia_h200")
     entries = [
@@ -44,4 +37,4 @@ def take_by_a_table(rank, world_size):
     dist.all_reduce(torch.ones(64), group=group)
     dist.all_gather_into_tensor(torch.empty(128), torch.ones(64), group=group)
 
-    return taken
+    assert taken == ["pushed_sum", "pushed_sum"]

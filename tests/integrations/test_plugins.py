@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from graphar import CommunicatorError, reference
 from graphar.integrations import sglang, tensor_parallel, vllm
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = {"vllm.platform_plugins": vllm.platform, "sglang.srt.plugins": sglang.register}
@@ -183,7 +183,9 @@ def of_rank(rank: int, dtype=torch.float32) -> torch.Tensor:
     return (torch.arange(4 * 6 * 3).reshape(4, 6, 3) * (1 + 0.1 * rank) + 100 * rank).to(dtype)
 
 
-def with_vllms_communicator(rank, world_size, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@on_ranks(2)
+def test_vllms_collectives_of_a_tensor_parallel_group_are_graphars(rank, world_size, dtype):
     communicator = Mixed(dist.group.WORLD, "tp:0")
     x = of_rank(rank, dtype)
     results = [communicator.all_reduce(x)]
@@ -191,24 +193,20 @@ def with_vllms_communicator(rank, world_size, dtype):
     results += [communicator.all_gather(x, dim) for dim in (0, 1, -1)]
     used = communicator.graphar
     communicator.destroy()
-    return results, used.closed, communicator.is_destroyed
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_vllms_collectives_of_a_tensor_parallel_group_are_graphars(dtype):
+    closed, destroyed = used.closed, communicator.is_destroyed
     xs = [of_rank(rank, dtype) for rank in range(2)]
     total = reference.allreduce(xs)
-
-    for rank, (results, closed, destroyed) in enumerate(run_ranks(with_vllms_communicator, 2, dtype)):
-        expected = [total] + [total.chunk(2, dim)[rank] for dim in (0, 1, -2)] + [torch.cat(xs, d) for d in (0, 1, -1)]
-        assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
-        assert all(result.is_contiguous() for result in results)
-        assert closed
-        assert destroyed
+    expected = [total] + [total.chunk(2, dim)[rank] for dim in (0, 1, -2)] + [torch.cat(xs, d) for d in (0, 1, -1)]
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+    assert all(result.is_contiguous() for result in results)
+    assert closed
+    assert destroyed
 
 
-def asleep_in_vllm(rank, world_size, sleep, wake_up):
-    """Whether calls are refused between two of vLLM's methods, the sum afterwards, and what vLLM's own were called."""
+@pytest.mark.parametrize("methods", [("suspend", "resume"), ("checkpoint_prepare", "checkpoint_restore")], ids="-".join)
+@on_ranks(2)
+def test_while_vllm_sleeps_graphars_communicator_is_suspended(rank, world_size, methods):
+    sleep, wake_up = methods
     communicator, other = Mixed(dist.group.WORLD, "tp:0"), Mixed(dist.group.WORLD, "pp:0")
     x = of_rank(rank)
     for one in (communicator, other):
@@ -217,32 +215,20 @@ def asleep_in_vllm(rank, world_size, sleep, wake_up):
         communicator.all_reduce(x)
     for one in (communicator, other):
         getattr(one, wake_up)()
-    return communicator.all_reduce(x), communicator.said, other.said
+    assert torch.equal(communicator.all_reduce(x), reference.allreduce([of_rank(0), of_rank(1)]))
+    assert communicator.said == other.said == [*methods]
 
 
-@pytest.mark.parametrize("methods", [("suspend", "resume"), ("checkpoint_prepare", "checkpoint_restore")], ids="-".join)
-def test_while_vllm_sleeps_graphars_communicator_is_suspended(methods):
-    total = reference.allreduce([of_rank(rank) for rank in range(2)])
-
-    for result, said, said_by_other in run_ranks(asleep_in_vllm, 2, *methods):
-        assert torch.equal(result, total)
-        assert said == said_by_other == [*methods]
-
-
-def with_calls_of_vllms_own(rank, world_size):
+@on_ranks(2)
+def test_other_groups_dtypes_and_uneven_parts_go_to_vllms_own(rank, world_size):
     served, other = Mixed(dist.group.WORLD, "tp:0"), Mixed(dist.group.WORLD, "pp:0")
     x, counts = torch.ones(4, 6), torch.ones(4, 6, dtype=torch.int64)
     of_group = [other.all_reduce(x), other.reduce_scatter(x, 1), other.all_gather(x, 1)]
     of_dtype = [served.all_reduce(counts), served.reduce_scatter(counts, 0), served.all_gather(counts, 0)]
     of_shape = served.reduce_scatter(torch.ones(3, 2), 0)
     other.destroy()
-    return of_group, of_dtype, of_shape, other.is_destroyed
-
-
-def test_other_groups_dtypes_and_uneven_parts_go_to_vllms_own():
     expected = ["own", ("own", 1), ("own", 1)], ["own", ("own", 0), ("own", 0)], ("own", 0), True
-
-    assert run_ranks(with_calls_of_vllms_own, 2) == [expected] * 2
+    assert (of_group, of_dtype, of_shape, other.is_destroyed) == expected
 
 
 @pytest.mark.parametrize("name", ["tp", "tp:0", "tp:12"])
@@ -255,12 +241,9 @@ def test_a_name_that_begins_like_that_of_a_tensor_parallel_group_is_another(name
     assert not tensor_parallel.is_tensor_parallel(name, ("tp",))
 
 
-def alone(rank, world_size):
-    return Mixed(dist.group.WORLD, "tp:0").graphar, coordinator_of("tp:0").graphar
-
-
-def test_a_group_of_one_rank_stays_the_programs():
-    assert run_ranks(alone, 1) == [(None, None)]
+@on_ranks(1)
+def test_a_group_of_one_rank_stays_the_programs(rank, world_size):
+    assert (Mixed(dist.group.WORLD, "tp:0").graphar, coordinator_of("tp:0").graphar) == (None, None)
 
 
 # ---- SGLang's coordinator -------------------------------------------------------------------------------------------
@@ -281,7 +264,8 @@ def own(*_):
     return "own"
 
 
-def with_sglangs_coordinator(rank, world_size):
+@on_ranks(2)
+def test_sglangs_collectives_of_a_tensor_parallel_group_are_graphars(rank, world_size):
     x, coordinator = of_rank(rank), coordinator_of("attention_tp:3")
     in_place, part, whole = x.clone(), torch.empty(2, 6, 3), torch.empty(8, 6, 3)
     sglang.all_reduce_in_place(own, coordinator, in_place)
@@ -295,39 +279,30 @@ def with_sglangs_coordinator(rank, world_size):
     used = coordinator.graphar
     said = []
     sglang.destroy(said.append, coordinator)
-    return [*results, whole], used.closed, said == [coordinator]
-
-
-def test_sglangs_collectives_of_a_tensor_parallel_group_are_graphars():
+    results, closed, destroyed = [*results, whole], used.closed, said == [coordinator]
     xs = [of_rank(rank) for rank in range(2)]
     total = reference.allreduce(xs)
-
-    for rank, (results, closed, destroyed) in enumerate(run_ranks(with_sglangs_coordinator, 2)):
-        expected = [total, total, total, total.chunk(2)[rank], torch.cat(xs)]
-        assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
-        assert closed
-        assert destroyed
+    expected = [total, total, total, total.chunk(2)[rank], torch.cat(xs)]
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+    assert closed
+    assert destroyed
 
 
-def without_memory_in_sglang(rank, world_size):
-    """What SGLang's own methods said, whether calls are refused between them, and the sum afterwards."""
+@on_ranks(2)
+def test_while_sglang_has_released_its_memory_communicators_are_suspended(rank, world_size):
     coordinator, x = coordinator_of("tp:0"), of_rank(rank)
     said = [sglang.release_memory_occupation(own, None, "request") for _ in range(2)]
     with pytest.raises(CommunicatorError, match="is suspended; call its resume"):
         sglang.all_reduce(own, coordinator, x)
     said += [sglang.resume_memory_occupation(own, None, "request") for _ in range(2)]
-    return said, sglang.all_reduce(own, coordinator, x)
-
-
-def test_while_sglang_has_released_its_memory_communicators_are_suspended():
+    result = sglang.all_reduce(own, coordinator, x)
     total = reference.allreduce([of_rank(rank) for rank in range(2)])
-
-    for said, result in run_ranks(without_memory_in_sglang, 2):
-        assert said == ["own"] * 4
-        assert torch.equal(result, total)
+    assert said == ["own"] * 4
+    assert torch.equal(result, total)
 
 
-def with_calls_of_sglangs_own(rank, world_size):
+@on_ranks(2)
+def test_other_groups_dtypes_and_overlapping_tensors_go_to_sglangs_own(rank, world_size):
     def every_call(coordinator, whole, part):
         return [
             sglang.all_reduce(own, coordinator, whole),
@@ -345,15 +320,14 @@ def with_calls_of_sglangs_own(rank, world_size):
     answers = every_call(other, whole, torch.empty(2, 6)) + every_call(served, whole.long(), torch.empty(2, 6).long())
     answers.append(sglang.reduce_scatter_tensor(own, served, buffer[:4], buffer))  # the parts overlap
     answers.append(sglang.reduce_scatter_tensor(own, served, torch.empty(6, 2).t(), whole))
-    return set(answers), [
-        leaves_to_own(sglang.all_reduce_in_place, served, whole.long()),
-        leaves_to_own(sglang.all_reduce_in_place, other, whole),
-        leaves_to_own(sglang.all_gather_into_tensor, other, torch.empty(8, 6), whole),
-        leaves_to_own(sglang.all_gather_into_tensor, served, torch.empty(8, 6, dtype=torch.int64), whole.long()),
-        leaves_to_own(sglang.all_gather_into_tensor, served, buffer, buffer[4:]),
-        leaves_to_own(sglang.destroy, other),
-    ]
-
-
-def test_other_groups_dtypes_and_overlapping_tensors_go_to_sglangs_own():
-    assert run_ranks(with_calls_of_sglangs_own, 2) == [({"own"}, [True] * 6)] * 2
+    assert (
+        set(answers),
+        [
+            leaves_to_own(sglang.all_reduce_in_place, served, whole.long()),
+            leaves_to_own(sglang.all_reduce_in_place, other, whole),
+            leaves_to_own(sglang.all_gather_into_tensor, other, torch.empty(8, 6), whole),
+            leaves_to_own(sglang.all_gather_into_tensor, served, torch.empty(8, 6, dtype=torch.int64), whole.long()),
+            leaves_to_own(sglang.all_gather_into_tensor, served, buffer, buffer[4:]),
+            leaves_to_own(sglang.destroy, other),
+        ],
+    ) == ({"own"}, [True] * 6)

@@ -1,7 +1,5 @@
 """The plugin in SGLang itself, on the CPU: its loader of plugins, its registry of hooks and its groups of ranks."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os
@@ -12,7 +10,7 @@ import torch
 
 from graphar import reference
 from graphar.integrations.sglang import WEIGHT_UPDATER
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed: nox -s sglang"
@@ -25,7 +23,18 @@ def of_rank(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.arange(4 * 6).reshape(4, 6) * (rank + 1)).to(dtype)
 
 
-def with_sglangs_group(rank, world_size, name, dtype, asked):
+@pytest.mark.parametrize(
+    ("name", "dtype", "asked", "by_graphar"),
+    [
+        ("tp", FLOATS, "1", ["allgather", "allreduce", "reducescatter"]),
+        ("attention_tp", FLOATS, "1", ["allgather", "allreduce", "reducescatter"]),
+        ("tp", INTEGERS, "1", []),
+        ("pp", FLOATS, "1", None),
+        ("tp", FLOATS, "0", None),
+    ],
+)
+@on_ranks(2, timeout_s=240.0)
+def test_a_groups_calls_are_graphars_or_sglangs_own(rank, world_size, name, dtype, asked, by_graphar):
     os.environ |= {"GRAPHAR_SGLANG": asked, "SGLANG_USE_CPU_ENGINE": "1", "LOCAL_SIZE": str(world_size)}
     from sglang.srt.plugins import load_plugins
 
@@ -44,30 +53,13 @@ def with_sglangs_group(rank, world_size, name, dtype, asked):
     sums = [group.all_reduce(x.clone()), in_place, group._all_reduce_out_place(x, "auto")]
     made = sorted(call.op for call in used.engine.plans) if used else None
     group.destroy()
-    return sums, part, whole, made, used is None or used.closed
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "asked", "by_graphar"),
-    [
-        ("tp", FLOATS, "1", ["allgather", "allreduce", "reducescatter"]),
-        ("attention_tp", FLOATS, "1", ["allgather", "allreduce", "reducescatter"]),
-        ("tp", INTEGERS, "1", []),
-        ("pp", FLOATS, "1", None),
-        ("tp", FLOATS, "0", None),
-    ],
-)
-def test_a_groups_calls_are_graphars_or_sglangs_own(name, dtype, asked, by_graphar):
     xs = [of_rank(rank, dtype) for rank in range(2)]
     total = reference.allreduce(xs)
-
-    for rank, found in enumerate(run_ranks(with_sglangs_group, 2, name, dtype, asked, timeout_s=240.0)):
-        sums, part, whole, made, closed = found
-        assert made == by_graphar
-        assert all(torch.equal(one, total) for one in sums)
-        assert torch.equal(part, total.chunk(2)[rank])
-        assert torch.equal(whole, torch.cat(xs))
-        assert closed
+    assert made == by_graphar
+    assert all(torch.equal(one, total) for one in sums)
+    assert torch.equal(part, total.chunk(2)[rank])
+    assert torch.equal(whole, torch.cat(xs))
+    assert used is None or used.closed
 
 
 def test_sglang_has_the_methods_that_release_and_resume_memory():

@@ -1,7 +1,5 @@
 """The plugin in vLLM itself, on the CPU: a model on two ranks, and the communicator that vLLM has for CUDA."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

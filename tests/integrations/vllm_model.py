@@ -3,8 +3,6 @@
 python -m tests.integrations.vllm_model FOLDER [--compile]
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -9,8 +9,6 @@ of them ends if no state is stuck.
     describe(state, move), where(state)   lines for people: a move, and what each thread waits for
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 

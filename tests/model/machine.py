@@ -1,7 +1,5 @@
 """Ranks whose threads run programs over the memory of memory.py, for the search."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from tests.model import programs as do

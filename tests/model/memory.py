@@ -25,8 +25,6 @@ from (a): a rank that has performed a store to a word it holds performs later ar
 Data that nobody has read may not be overwritten, by anything: every store is checked for that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Data are strings, counts are numbers, and None is 'not yet'. A word is a tuple t
 Operations that several threads do together, as they begin a kernel, are equal in their programs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 Word = tuple

@@ -1,7 +1,5 @@
 """Programs of the kernels whose data carry their own readiness (cuda_src/device/sync/sentinel.cuh, flagged.cuh)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice

@@ -1,7 +1,5 @@
 """Programs of the kernels whose data flags announce (cuda_src/device/sync/signal_pad.cuh). A thread is a block."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

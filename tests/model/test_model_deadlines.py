@@ -1,7 +1,5 @@
 """Waits that expire at any moment, and a rank that dies at any moment: nobody waits for ever, or takes wrong data."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.model import signals

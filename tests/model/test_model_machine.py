@@ -1,7 +1,5 @@
 """What the search leaves out makes no difference: small random programs have the same verdict and ends without it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

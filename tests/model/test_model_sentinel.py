@@ -4,8 +4,6 @@ A word is what cannot be torn: 4 bytes of a pack (device/sync/sentinel.cuh), or 
 (device/sync/flagged.cuh). Four calls use each slot twice.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.model.explore import assert_caught, assert_holds

@@ -1,7 +1,5 @@
 """Flags, and the chunks they announce: two_shot_pipelined, allgather_push, one_shot and one_shot_unstaged."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.model.explore import assert_caught, assert_holds

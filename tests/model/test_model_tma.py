@@ -1,7 +1,5 @@
 """The channels of two_shot_tma: one of each rank, with fewer places in the scratch than the kernel's three."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.model.explore import assert_caught, assert_holds

@@ -5,8 +5,6 @@ mbarriers' parity and copies that read and write late are modelled; the loads in
 proxies that (5) of device/ptx/tma.cuh joins by fences are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from tests.model import programs as do

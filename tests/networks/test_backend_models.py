@@ -1,7 +1,5 @@
 """The process group backend "graphar" under models between processes on the CPU: training, inference, checkpoints."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.integrations.every_call import by_rank, check_program

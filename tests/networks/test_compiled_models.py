@@ -1,7 +1,5 @@
 """Unmodified models compiled with graphar's pass give the bits of eager graphar, in one process per rank."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -7,8 +7,6 @@ The model's own rounding does the same. Its spread is measured as the distance b
 and in fp16, which rounds 8 times more finely. The sharded model's logits are to be within 1.5 of that spread.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Training by fully_shard with graphar.fsdp.set_collectives, compared with torch's own collectives over gloo."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 
@@ -22,17 +20,12 @@ from graphar.plan.select import Choice
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import engine_of
 from tests.cases import same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
+from tests.training.test_fsdp import batch, make_model
 
 STEPS = 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 FP32_SUMS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def make_model() -> nn.Sequential:
-    """A model whose parameters have 97 and 5 rows: not the same number on each rank."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(48, 97), nn.LayerNorm(97), nn.ReLU(), nn.Linear(97, 5))
 
 
 def each_layer(model: nn.Sequential) -> list:
@@ -51,10 +44,6 @@ def sharded(use=None, groups=each_layer, **options) -> nn.Sequential:
     if use is not None:
         use(model)
     return model
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(16, 48, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -153,49 +142,39 @@ SETTINGS = {
 }
 
 
-def as_torch_as_rank(rank, world_size):
-    """Whether training has the bits of torch's own, by setting; without a call of torch's own collectives."""
+@on_ranks(2)
+def test_training_by_two_ranks_has_the_bits_of_torchs_own_collectives(rank, world_size):
     found = {}
     for name, setting in SETTINGS.items():
         options = {"use": fsdp.set_collectives} | setting
         expected = trained(rank, **(options | {"use": None}))
         with none_of_torch():
             found[name] = same(trained(rank, **options), expected)
-    return found
+    assert found == dict.fromkeys(SETTINGS, True)
 
 
-def test_training_by_two_ranks_has_the_bits_of_torchs_own_collectives():
-    assert run_ranks(as_torch_as_rank, 2) == [dict.fromkeys(SETTINGS, True)] * 2
-
-
-def as_torch_calls_as_rank(rank, world_size):
+@on_ranks(2)
+def test_torchs_own_collectives_are_noticed(rank, world_size):
     with none_of_torch(), pytest.raises(AssertionError, match="all_gather"):
         trained(rank)
-    return True
-
-
-def test_torchs_own_collectives_are_noticed():
-    assert run_ranks(as_torch_calls_as_rank, 2) == [True] * 2
 
 
 def with_a_communicator(model: nn.Module) -> None:
     fsdp.set_collectives(model, graphar.Communicator(lossless=False))
 
 
-def both_ways_as_rank(rank, world_size):
-    return same(trained(rank, fsdp.set_collectives, mp_policy=BF16), trained(rank, with_a_communicator, mp_policy=BF16))
-
-
-def test_three_ranks_with_a_communicator_have_the_bits_of_the_groups_own_engine():
-    assert run_ranks(both_ways_as_rank, 3) == [True] * 3
+@on_ranks(3)
+def test_three_ranks_with_a_communicator_have_the_bits_of_the_groups_own_engine(rank, world_size):
+    assert same(trained(rank, fsdp.set_collectives, mp_policy=BF16), trained(rank, with_a_communicator, mp_policy=BF16))
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
-def checkpoint_as_rank(rank, world_size, folder):
-    """Whether torch's training continues graphar's checkpoint as if nothing had happened, and graphar torch's."""
+@on_ranks(2)
+def test_a_checkpoint_of_either_is_continued_by_the_other_to_the_bit(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     whole = sharded(mp_policy=BF16)
     losses, *rest = train(whole, adam(whole), rank, steps=range(2 * STEPS))
     found = []
@@ -211,17 +190,14 @@ def checkpoint_as_rank(rank, world_size, folder):
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         continued = train(model, optimizer, rank, steps=range(STEPS, 2 * STEPS))
         found.append(same(continued, (losses[STEPS:], *rest)))
-    return found
-
-
-def test_a_checkpoint_of_either_is_continued_by_the_other_to_the_bit(tmp_path):
-    assert run_ranks(checkpoint_as_rank, 2, str(tmp_path)) == [[True, True]] * 2
+    assert found == [True, True]
 
 
 # ---- with more ranks ------------------------------------------------------------------------------------------------
 
 
-def replicas_as_rank(rank, world_size):
+@on_ranks(4)
+def test_replicas_of_a_sharded_model_have_the_bits_of_torchs_own_collectives(rank, world_size):
     """Two replicas of two shards: bits of torch's own, and of a communicator of the shard's ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     expected = trained(rank, mesh=mesh, mp_policy=BF16)
@@ -230,59 +206,45 @@ def replicas_as_rank(rank, world_size):
         trained(rank, fsdp.set_collectives, mesh=mesh, mp_policy=BF16),
         trained(rank, lambda model: fsdp.set_collectives(model, of_shard), mesh=mesh, mp_policy=BF16),
     ]
-    return [same(one, expected) for one in found]
+    assert [same(one, expected) for one in found] == [True, True]
 
 
-def test_replicas_of_a_sharded_model_have_the_bits_of_torchs_own_collectives():
-    assert run_ranks(replicas_as_rank, 4) == [[True, True]] * 4
-
-
-def partly_resharded_as_rank(rank, world_size):
+@on_ranks(4)
+def test_gathers_over_a_part_of_the_ranks_give_the_same_bits(rank, world_size):
     """After the forward pass two ranks share a whole model, over which the backward pass gathers."""
     with calls_of_graphar() as made:
         found = trained(rank, fsdp.set_collectives, reshard_after_forward=2)
     gathered = {len(call.work.parts) for call in made if call.op == "allgather"}
     expected = trained(rank, fsdp.set_collectives)
-    return sorted(gathered), same(found, expected)
+    assert (sorted(gathered), same(found, expected)) == ([2, 4], True)
 
 
-def test_gathers_over_a_part_of_the_ranks_give_the_same_bits():
-    assert run_ranks(partly_resharded_as_rank, 4) == [([2, 4], True)] * 4
-
-
-def other_ranks_as_rank(rank, world_size):
+@on_ranks(4)
+def test_a_group_of_other_ranks_than_the_shards_is_refused(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model = sharded(lambda model: fsdp.set_collectives(model, dist.group.WORLD), mesh=mesh)
     with pytest.raises(ValueError, match=r"over the ranks \[\d, \d\], but the given group has \[0, 1, 2, 3\]"):
         loss_of(model, batch(rank, 0))
-    return True
 
 
-def test_a_group_of_other_ranks_than_the_shards_is_refused():
-    assert run_ranks(other_ranks_as_rank, 4) == [True] * 4
-
-
-def with_codec_as_rank(rank, world_size):
+@on_ranks(2)
+def test_with_a_codec_gradients_are_rounded_and_parameters_are_not(rank, world_size):
     """Which calls have a codec, and which feed errors back; relative errors of int8 gradients."""
     exact = trained(rank, fsdp.set_collectives)[1]
     model = sharded(lambda model: fsdp.set_collectives(model, codec="int8", error_feedback=True))
     with calls_of_graphar() as made:
         found = train(model, adam(model), rank)[1]
     codecs = {(call.op, bool(call.wire), bool(call.wire and call.wire.feedback)) for call in made}
-    return codecs, [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
-
-
-def test_with_a_codec_gradients_are_rounded_and_parameters_are_not():
-    for codecs, errors in run_ranks(with_codec_as_rank, 2):
-        assert codecs == {("allgather", False, False), ("reducescatter", True, True)}
-        assert all(0 < error < 0.05 for error in errors)
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+    assert codecs == {("allgather", False, False), ("reducescatter", True, True)}
+    assert all(0 < error < 0.05 for error in errors)
 
 
 # ---- the gather alone -----------------------------------------------------------------------------------------------
 
 
-def gather_as_rank(rank, world_size):
-    """Whether gathers give the parts of all ranks, by dtype, and by whether the part lies in the output."""
+@on_ranks(3)
+def test_a_gather_moves_any_dtype_and_its_input_may_be_a_part_of_its_output(rank, world_size):
     found = {}
     gather = fsdp.AllGather()
     for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.bool):
@@ -295,20 +257,8 @@ def gather_as_rank(rank, world_size):
                 assert (work is not None) is async_op
                 assert work is None or (work.wait() and work.is_completed())
                 found[str(dtype), in_place, async_op] = torch.equal(out, torch.cat(parts))
-    return found
-
-
-def test_a_gather_moves_any_dtype_and_its_input_may_be_a_part_of_its_output():
-    for found in run_ranks(gather_as_rank, 3):
-        assert len(found) == 20
-        assert all(found.values()), found
-
-
-@pytest.fixture
-def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    assert len(found) == 20
+    assert all(found.values()), found
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Transformers whose tokens are divided by a plan: what they learn has the bits of the whole model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Models of transformers, sharded by their own plans: one set of bits on 1, 2, 4 and 8 ranks, in training too."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

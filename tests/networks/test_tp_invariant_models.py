@@ -1,7 +1,5 @@
 """Compiled with ``tp_invariant=True`` models have the bits of eager layers, on 1, 2 and 4 ranks alike."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """An unmodified Llama of transformers, sharded by a plan of torch's, gets graphar's ops under torch.compile."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

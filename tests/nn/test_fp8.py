@@ -1,7 +1,5 @@
 """Layers of graphar.nn with weights in FP8: checkpoints, quantised inputs, and parts against the whole layer."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 import graphar
 from graphar import nn
 from tests.cases import same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 TOKENS, HIDDEN, INNER = 6, 256, 512
@@ -188,18 +186,29 @@ def test_a_checkpoint_of_16_bits_is_refused_by_a_layer_in_fp8():
         layer.load_state_dict(layer.state_dict() | {"weight": linear().weight})
 
 
-def without_scales(whole):
+def without_scales():
+    whole = nn.Fp8Linear(linear())
     del whole.weight_scale
+    return whole
 
 
-def of_other_shape(whole):
-    whole.weight_scale = torch.nn.Parameter(torch.ones(3, 5))
+def with_parameter(name, value, *how):
+    whole = nn.Fp8Linear(linear(), *how)
+    setattr(whole, name, torch.nn.Parameter(value, requires_grad=False))
+    return whole
 
 
-REFUSED = {
+REFUSED = {  # by what is said: a layer, or what the whole layer is made with
     r"a weight in torch.float8_e4m3fn needs weight_scale or weight_scale_inv$": without_scales,
     r"weight_scale of a weight \[512, 256\] must be one number, or \[512, 1\] of rows, or \[4, 2\] of blocks of "
-    r"128 x 128, got \[3, 5\]$": of_other_shape,
+    r"128 x 128, got \[3, 5\]$": lambda: with_parameter("weight_scale", torch.ones(3, 5)),
+    r".*need scales of groups of inputs, but there is activation_scale$": lambda: with_parameter(
+        "activation_scale", torch.ones(()), "blocks"
+    ),
+}
+NOT_QUANTISED = {
+    r"scales of blocks need a multiple of 128 input features, got 200$": (200, "blocks"),
+    r"scales must be one of tensor, rows, blocks, got 'columns'$": (HIDDEN, "columns"),
 }
 
 
@@ -207,56 +216,31 @@ REFUSED = {
 @pytest.mark.parametrize("layer", ["Fp8Linear", "RowParallelLinear", "ColumnParallelLinear"])
 def test_a_weight_whose_scales_do_not_fit_is_refused(group_of, layer, why):
     group_of(2)
-    whole = nn.Fp8Linear(linear())
-    REFUSED[why](whole)
+    whole = REFUSED[why]()
 
     with pytest.raises(ValueError, match=f"^graphar.nn.{layer}: {why}"):
         getattr(nn, layer)(whole)
 
 
-def test_blocks_that_end_within_k_are_refused():
-    with pytest.raises(
-        ValueError, match=r"Fp8Linear: scales of blocks need a multiple of 128 input features, got 200$"
-    ):
-        nn.Fp8Linear(linear(columns=200), "blocks")
+@pytest.mark.parametrize("why", NOT_QUANTISED)
+def test_a_weight_that_cannot_be_quantised_so_is_refused(why):
+    columns, scales = NOT_QUANTISED[why]
 
-
-def test_one_scale_for_all_inputs_is_refused_beside_scales_of_blocks():
-    whole = nn.Fp8Linear(linear(), "blocks")
-    whole.activation_scale = torch.nn.Parameter(torch.ones(()), requires_grad=False)
-
-    with pytest.raises(ValueError, match=r"need scales of groups of inputs, but there is activation_scale$"):
-        nn.Fp8Linear(whole)
-
-
-def test_other_scales_than_those_of_checkpoints_are_refused():
-    with pytest.raises(ValueError, match=r"scales must be one of tensor, rows, blocks, got 'columns'$"):
-        nn.Fp8Linear(linear(), "columns")
+    with pytest.raises(ValueError, match=f"Fp8Linear: {why}"):
+        nn.Fp8Linear(linear(columns=columns), scales)
 
 
 @pytest.mark.parametrize(("layer", "size"), [("RowParallelLinear", (INNER, 384)), ("ColumnParallelLinear", (384, 256))])
-def test_ranks_that_would_cut_a_block_are_refused(group_of, layer, size):
+def test_what_ranks_cannot_do_with_products_in_fp8_is_refused(group_of, layer, size):
     group_of(2)
-    whole = nn.Fp8Linear(linear(*size), "blocks")
+    parallel = getattr(nn, layer)
 
     with pytest.raises(ValueError, match=f"{layer}: 2 ranks cannot divide 384 features into parts of whole blocks of"):
-        getattr(nn, layer)(whole)
-
-
-@pytest.mark.parametrize("layer", ["RowParallelLinear", "ColumnParallelLinear"])
-def test_products_in_fp8_are_not_tensor_parallel_invariant(group_of, layer):
-    group_of(2)
-
+        parallel(nn.Fp8Linear(linear(*size), "blocks"))
     with pytest.raises(ValueError, match=r"have no tensor-parallel invariant order$"):
-        getattr(nn, layer)(nn.Fp8Linear(linear()), tp_invariant=True)
-
-
-@pytest.mark.parametrize("layer", ["RowParallelLinear", "ColumnParallelLinear"])
-def test_an_out_dtype_of_a_weight_of_16_bits_is_refused(group_of, layer):
-    group_of(2)
-
+        parallel(nn.Fp8Linear(linear()), tp_invariant=True)
     with pytest.raises(ValueError, match=r"out_dtype is for weights in torch.float8_e4m3fn$"):
-        getattr(nn, layer)(linear(), out_dtype=BF16)
+        parallel(linear(), out_dtype=BF16)
 
 
 # ---- layers between ranks -------------------------------------------------------------------------------------------
@@ -291,11 +275,8 @@ def expected_sum(whole, hidden, world_size):
     )
 
 
-def run_layers_of_tokens(rank, world_size):
-    """For each format and dimension of tokens this rank's output, eager and compiled, and its part of the expected one.
-
-    The input of the first layer are rows and scales.
-    """
+@on_ranks(2, timeout_s=180)
+def test_layers_of_divided_tokens_have_the_bits_of_those_of_all_tokens(rank, world_size):
     found = []
     for scales in FORMATS:
         for dim in (0, 1):
@@ -309,20 +290,15 @@ def run_layers_of_tokens(rank, world_size):
             with torch.no_grad():
                 outputs = [parted(own), compiled(own), layered(MLP(scales))(x).chunk(world_size, dim)[rank]]
             found.append(outputs)
-    return found
-
-
-def test_layers_of_divided_tokens_have_the_bits_of_those_of_all_tokens():
-    for found in run_ranks(run_layers_of_tokens, 2, timeout_s=180):
-        for *mine, expected in found:
-            assert [same_bits(one, expected) for one in mine] == [0, 0]
+    for *mine, expected in found:
+        assert [same_bits(one, expected) for one in mine] == [0, 0]
 
 
 NORMS = {"tensor": {"scale": torch.tensor([0.01])}, "rows": {}, "blocks": {"group_size": 128}}
 
 
-def run_layers_behind_norms(rank, world_size):
-    """By format this rank's output of an MLP behind a norm in FP8, for divided tokens and for all of them."""
+@on_ranks(2, timeout_s=180)
+def test_layers_take_the_rows_and_scales_of_norms(rank, world_size):
     found = {}
     x, residual = [torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(seed)) for seed in (rank, 5)]
     x, residual, weight = x.to(BF16), residual.to(BF16), torch.ones(HIDDEN, dtype=BF16)
@@ -336,14 +312,9 @@ def run_layers_behind_norms(rank, world_size):
             every, _, *of_all = graphar.allreduce_residual_rmsnorm(x, residual, weight, out_dtype=FP8, **how)
             mine = parted((rows, *(of_own or how.values())))
             found[scales] = mine, layered(MLP(scales))((every, *(of_all or how.values()))).chunk(world_size)[rank]
-    return found
-
-
-def test_layers_take_the_rows_and_scales_of_norms():
-    for found in run_ranks(run_layers_behind_norms, 2, timeout_s=180):
-        for mine, expected in found.values():
-            assert same_bits(mine, expected) == 0
-            assert mine.float().norm() > 1
+    for mine, expected in found.values():
+        assert same_bits(mine, expected) == 0
+        assert mine.float().norm() > 1
 
 
 def run_layers(rank, world_size):

@@ -1,7 +1,5 @@
 """Layers of graphar.nn in FP8 between GPUs: against the whole layer, the fused op and the CPU; in CUDA graphs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tensor-parallel layers and the RowwiseParallel of plans against the whole layer: forward, backward, compiled."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 
@@ -12,7 +10,7 @@ from torch.nn import functional
 
 import graphar
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 TOKENS, HIDDEN, INNER = 8, 16, 64
 MODES = ("eager", "aot_eager")
@@ -154,8 +152,8 @@ def load(model, state, **how):
     return [model(batch()).detach(), *(parameter.detach() for parameter in model.parameters())]
 
 
-def load_checkpoints(rank, world_size):
-    """What load() returns for a whole checkpoint, for shards, and for one assigned to a model without memory."""
+@on_ranks(2)
+def test_checkpoints_of_whole_layers_and_of_shards_load_into_layers(rank, world_size):
     whole = other_model()
     state = whole.state_dict()
     up, up_bias, down, down_bias = whole.parameters()
@@ -167,28 +165,20 @@ def load_checkpoints(rank, world_size):
         without_memory = layered(MLP())
     loaded["assigned"] = load(without_memory, state, assign=True)
     assert state["down.weight"].shape == (HIDDEN, INNER)  # as it was
-    return loaded, [whole(batch()).detach(), *(part.detach() for part in mine)]
+    (y, *parameters) = [whole(batch()).detach(), *(part.detach() for part in mine)]
+    for how, (found, *own) in loaded.items():
+        assert all(map(torch.equal, own, parameters)), how
+        torch.testing.assert_close(found, y)
 
 
-def test_checkpoints_of_whole_layers_and_of_shards_load_into_layers():
-    for loaded, (y, *parameters) in run_ranks(load_checkpoints, 2):
-        for how, (found, *own) in loaded.items():
-            assert all(map(torch.equal, own, parameters)), how
-            torch.testing.assert_close(found, y)
-
-
-def load_misfits(rank, world_size):
-    """What loading checkpoints of other sizes raises."""
+@on_ranks(2)
+def test_a_checkpoint_of_another_size_is_torchs_own_error(rank, world_size):
     told = []
     for name, size in (("up.weight", (INNER, HIDDEN + 1)), ("down.weight", (HIDDEN, INNER * 2)), ("up.bias", (3,))):
         with pytest.raises(RuntimeError) as refusal:
             layered(MLP()).load_state_dict(MLP().state_dict() | {name: torch.ones(size)})
         told.append(f"size mismatch for {name}: " in str(refusal.value))
-    return told
-
-
-def test_a_checkpoint_of_another_size_is_torchs_own_error():
-    assert run_ranks(load_misfits, 2) == [[True] * 3] * 2
+    assert told == [True] * 3
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------

@@ -4,15 +4,13 @@ Sequence shards of a [batch, sequence, hidden] input interleave with the batch, 
 of ranks.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from graphar import nn
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 BATCH, SEQUENCE, HIDDEN, INNER = 4, 16, 16, 64
 DTYPES = (torch.bfloat16, torch.float32)  # of bf16, rounding hides some wrong additions
@@ -126,14 +124,11 @@ def test_only_a_dimension_of_tokens_can_be_divided(layer, axis):
         made(torch.ones(2, 8, 8))
 
 
-def uneven_tokens(rank, ranks):
+@on_ranks(2)
+def test_tokens_that_cannot_be_divided_evenly_are_refused(rank, ranks):
     layer = nn.RowParallelLinear(torch.nn.Linear(16, 8), sequence_dim=0)
     with pytest.raises(ValueError, match=r"^RowParallelLinear: 2 ranks cannot divide 7 tokens evenly$"):
         layer(torch.ones(7, 8))
-
-
-def test_tokens_that_cannot_be_divided_evenly_are_refused():
-    run_ranks(uneven_tokens, 2)
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -1,13 +1,11 @@
 """Sequence parallelism of graphar.nn between GPUs: results and gradients have the bits of one GPU with all tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from graphar import nn
 from tests.cases import normal, same_bits
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 
 pytestmark = [pytest.mark.gpu(2, shared=True), pytest.mark.usefixtures("hopper")]
 
@@ -26,8 +24,8 @@ def both_ways(layers, x, of_y):
     return [y.detach(), x.grad, *[one.grad for one in layers.parameters()]]
 
 
-def differing(rank, ranks):
-    """How many elements of each tensor differ from those of one GPU, by dimension of the tokens."""
+@on_ranks(2, by=run_on_gpus, timeout_s=300)
+def test_divided_tokens_have_the_bits_of_one_gpu(rank, ranks):
     torch.manual_seed(0)
     up, down = torch.nn.Linear(HIDDEN, INNER), torch.nn.Linear(INNER, HIDDEN)
     up, down = up.cuda().to(BF16), down.cuda().to(BF16)
@@ -47,9 +45,4 @@ def differing(rank, ranks):
         axes = [axis, axis, 0, 0, 1, None]
         parts = [one if at is None else one.chunk(ranks, at)[rank] for one, at in zip(expected, axes, strict=True)]
         wrong[axis] = [same_bits(*pair) for pair in zip(of_rank, parts, strict=True)]
-    return wrong
-
-
-def test_divided_tokens_have_the_bits_of_one_gpu():
-    for wrong in run_on_gpus(differing, 2, timeout_s=300):
-        assert wrong == {0: [0] * 6, 1: [0] * 6}
+    assert wrong == {0: [0] * 6, 1: [0] * 6}

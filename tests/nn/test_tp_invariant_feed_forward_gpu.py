@@ -1,13 +1,11 @@
 """A feed-forward layer of a real size, divided between GPUs: results and gradients have the bits of one GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from graphar import nn
 from tests.cases import same_bits
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -34,8 +32,10 @@ def both_ways(layers, x, of_y):
     return [y.detach(), *torch.autograd.grad(y, [x, *layers.parameters()], of_y)]
 
 
-def differing(rank, ranks, tokens):
-    """How many elements of this rank's result and gradients differ from those of one GPU, and what zeros would be."""
+@pytest.mark.parametrize("tokens", [1, 64, 2048])
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count, shared=True)) for count in (2, 4)])
+@on_ranks(by=run_on_gpus, timeout_s=300)
+def test_results_and_gradients_have_the_bits_of_one_gpu(rank, ranks, tokens):
     x, of_y = random_numbers(0, tokens, HIDDEN), random_numbers(1, tokens, HIDDEN)
     up, down = linear(2, HIDDEN, INNER), linear(3, INNER, HIDDEN)
     divided = nn.ColumnParallelLinear(up, tp_invariant=True), nn.RowParallelLinear(down, tp_invariant=True)
@@ -45,11 +45,5 @@ def differing(rank, ranks, tokens):
     y, of_x, of_up, of_down = both_ways(whole, x, of_y)
     expected = [y, of_x, of_up.chunk(ranks, 0)[rank], of_down.chunk(ranks, 1)[rank]]
     assert all(one.isfinite().all() and one.count_nonzero() > one.numel() / 2 for one in expected)
-    return [same_bits(*pair) for pair in zip(found, expected, strict=True)]
-
-
-@pytest.mark.parametrize("tokens", [1, 64, 2048])
-@pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count, shared=True)) for count in (2, 4)])
-def test_results_and_gradients_have_the_bits_of_one_gpu(ranks, tokens):
-    for wrong in run_on_gpus(differing, ranks, tokens, timeout_s=300):
-        assert wrong == [0] * 4
+    wrong = [same_bits(*pair) for pair in zip(found, expected, strict=True)]
+    assert wrong == [0] * 4

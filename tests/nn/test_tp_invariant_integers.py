@@ -3,15 +3,13 @@
 Integers depend on their positions. A wrong place of a row, of a column or of a leaf shows where results differ.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from graphar import nn
 from tests.cases import by_position
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
 BATCH, SEQUENCE, HIDDEN, INNER = 2, 16, 32, 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -72,26 +70,20 @@ def both_ways(pair, x, of_y):
     return [y.detach(), x.grad, *[one.grad for one in pair.parameters()]]
 
 
-def layers_on_ranks(rank, ranks):
-    """What a rank gets of a pair, by dtype and dimension of the tokens that ranks divide."""
-    found = {}
+@pytest.mark.parametrize("ranks", RANKS)
+@on_ranks()
+def test_layers_of_integers_have_the_integers_that_are_due(rank, ranks):
+    by_case = {}
     for dtype in DTYPES:
         for axis in (None, 1):
             pair, how = Pair(dtype), {"tp_invariant": True, "sequence_dim": axis}
             pair.up, pair.down = nn.ColumnParallelLinear(pair.up, **how), nn.RowParallelLinear(pair.down, **how)
-            found[dtype, axis] = both_ways(pair, *(part(one, axis, rank, ranks) for one in given(dtype)))
-    return found
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_layers_of_integers_have_the_integers_that_are_due(ranks):
+            by_case[dtype, axis] = both_ways(pair, *(part(one, axis, rank, ranks) for one in given(dtype)))
     expected = both_ways(Pair(torch.double), *given(torch.double))
-
-    for rank, by_case in enumerate(run_ranks(layers_on_ranks, ranks)):
-        for (dtype, axis), found in by_case.items():
-            axes = [axis, axis, 0, 0, 1, None]
-            for name, one, due, at in zip(NAMES, found, expected, axes, strict=True):
-                assert places(one, part(due, at, rank, ranks)) == [], (name, dtype, axis, f"rank {rank}")
+    for (dtype, axis), found in by_case.items():
+        axes = [axis, axis, 0, 0, 1, None]
+        for name, one, due, at in zip(NAMES, found, expected, axes, strict=True):
+            assert places(one, part(due, at, rank, ranks)) == [], (name, dtype, axis, f"rank {rank}")
 
 
 def test_every_dtype_has_these_integers_and_no_two_rows_or_columns_are_alike():
@@ -144,21 +136,17 @@ def whole(x):
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
 
 
-def model_on_ranks(rank, ranks):
+@pytest.mark.parametrize("ranks", RANKS)
+@on_ranks()
+def test_a_model_of_integers_has_the_integers_that_are_due(rank, ranks):
     from torch.distributed.tensor.parallel import parallelize_module
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
     model = parallelize_module(Model(torch.float32), mesh, plan())
     nn.make_tp_invariant(model, plan())
-    return learned(model)
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_a_model_of_integers_has_the_integers_that_are_due(ranks):
+    found = learned(model)
     expected = learned(Model(torch.double))
     names = ["logits", *dict(Model(torch.double).named_parameters())]
     assert max(one.abs().max() for one in expected) < 2**24
-
-    for rank, found in enumerate(run_ranks(model_on_ranks, ranks)):
-        wrong = {name: places(*pair) for name, *pair in zip(names, found, expected, strict=True)}
-        assert not any(wrong.values()), (f"rank {rank}", wrong)
+    wrong = {name: places(*pair) for name, *pair in zip(names, found, expected, strict=True)}
+    assert not any(wrong.values()), (f"rank {rank}", wrong)

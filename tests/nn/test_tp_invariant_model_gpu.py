@@ -1,7 +1,5 @@
 """A model on one GPU that was made tensor-parallel invariant: a row of a batch has the bits that it has alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.tensor.parallel import SequenceParallel

@@ -1,7 +1,5 @@
 """A small transformer in plain torch, and a plan of torch that divides its tokens between ranks."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 

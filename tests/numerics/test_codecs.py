@@ -1,7 +1,5 @@
 """The codecs: their names and costs, and what their specification promises of values, NaNs and random rounding."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

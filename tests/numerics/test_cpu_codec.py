@@ -1,7 +1,5 @@
 """The codecs on the CPU have the bits of their specification: every format, dtype and length, and hard values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The language of epilogues: parsing, printing, refusals, and tracing of functions into expressions."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

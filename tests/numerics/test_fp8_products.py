@@ -1,7 +1,5 @@
 """Products of e4m3 operands with scales: their order, both formats of scales, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

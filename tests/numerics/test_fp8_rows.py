@@ -1,7 +1,5 @@
 """graphar.nn.quantize_rows: values of e4m3 with scales, against the bits of norms and against what they stand for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

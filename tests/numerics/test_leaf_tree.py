@@ -1,7 +1,5 @@
 """Products added in the order of K, and partials as nodes of a tree: the bits that do not depend on the ranks."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The specification of lossless bf16 compression: what fits, what is sent, and that every bit comes back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

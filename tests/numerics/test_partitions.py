@@ -1,7 +1,5 @@
 """How a matmul's result is cut into panels."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

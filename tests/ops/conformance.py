@@ -5,8 +5,6 @@ questions: with lists, in one process that has all ranks, and with one process p
 option, add a row.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -411,6 +409,7 @@ def matmuls(op: Callable, specify: Callable, **shared) -> tuple[Form, ...]:
         form("rows bias fp16", **scaled("rows", by.with_bias, torch.float16)),
         form("rows split_n", **scaled("rows", partition="split_n")),
         form("rows int8", **scaled("rows", codec="int8")),
+        form("rows invariant", **scaled("rows", partition="batch_invariant")),
         form("numbers tiles", **scaled("numbers", partition="tiles")),
         form("blocks bias", **scaled("blocks", partial(by.with_unequal_columns, by.with_bias))),
         form("blocks split_m", **scaled("blocks", partition="split_m")),
@@ -558,14 +557,6 @@ SCALED = [one for forms in BY_OP.values() for one in [form for form in forms if 
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 every_op = pytest.mark.parametrize("op", BY_OP, ids=lambda op: op.__name__)
 every_plain_form = pytest.mark.parametrize("form", PLAIN, ids=str)
-
-
-@pytest.fixture(scope="module")
-def world_of_one():
-    """This process is the only rank of the default group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

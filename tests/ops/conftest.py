@@ -1,7 +1,5 @@
 """A communicator whose calls with CPU tensors launch on a stand-in for the driver."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 
@@ -95,3 +93,11 @@ def symmetric(communicator, monkeypatch):
     made = symmetric_tensors.SymmetricTensors({0: -1}, SimpleNamespace(allocate=allocate))
     communicator.engine.symmetric = made
     return lambda like: made.empty(like)[0]
+
+
+@pytest.fixture(scope="module")
+def world_of_one():
+    """This process is the only rank of the default group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

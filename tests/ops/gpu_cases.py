@@ -4,8 +4,6 @@ test_collectives_gpu.py and test_collective_graphs_gpu.py ask every case the sam
 process. To test a new kernel, add a case.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

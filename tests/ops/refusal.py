@@ -1,7 +1,5 @@
 """A call that is refused, and arguments for such calls."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 The whole messages stand in refusals.json, which `python -m tests.ops.refusals` rewrites.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

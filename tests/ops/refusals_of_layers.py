@@ -1,7 +1,5 @@
 """Refusals of epilogues, of matmuls and of norms."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

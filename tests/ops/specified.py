@@ -1,7 +1,5 @@
 """What each rank gives an op and must get from it, by graphar.reference: the columns of tests.ops.conformance."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

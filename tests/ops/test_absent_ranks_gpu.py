@@ -1,7 +1,5 @@
 """A rank that leaves out a call of any op is named by the others, whose GPUs stay usable."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

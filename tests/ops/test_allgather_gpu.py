@@ -1,7 +1,5 @@
 """All-gather's kernels on real GPUs, in one process with a tensor on each device: every byte is in its place."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -138,9 +136,7 @@ def test_sizes_and_delays_at_random(ranks: Ranks):
     for call in range(1000):
         lengths = uneven(ranks, choices, int(2 ** choices.uniform(1, 21)))
         xs = [x[start : start + n] for x, n in zip(pool, lengths, strict=True) for start in [choices.randrange(99)]]
-        if choices.random() < 0.02:
-            with torch.cuda.device(choices.randrange(ranks.world_size)):
-                torch.cuda._sleep(choices.randrange(3_000_000))
+        ranks.be_late(choices)
         ys = ranks.communicator.allgather(xs)
         if call % 10 == 0:
             ranks.communicator.synchronize()

@@ -1,7 +1,5 @@
 """fused_allgather_matmul between GPUs: in one process with operands on every device, and with a process each."""
 
-from __future__ import annotations
-
 import random
 import time
 
@@ -13,7 +11,7 @@ from graphar import reference
 from tests.cases import same_bits
 from tests.gpu import Ranks
 from tests.ops.gpu_cases import GATHERED
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
@@ -51,8 +49,9 @@ def test_gathers_beyond_the_scratch_give_the_specification(ranks: Ranks, case):
 # ---- with a process each --------------------------------------------------------------------------------------------
 
 
-def calls_in_a_row(rank, world_size):
-    """The wrong elements of each of many calls. Each rank is late in turn."""
+@every_shared_world_size
+@on_ranks(by=run_on_gpus)
+def test_processes_get_the_specification_while_one_is_late(rank, world_size):
     choices, found = random.Random(world_size), []
     for seed in range(60):
         counts = [choices.choice([1, 128, choices.randint(1, 900)]) for _ in range(world_size)]
@@ -64,17 +63,13 @@ def calls_in_a_row(rank, world_size):
             time.sleep(0.02)
         y = graphar.fused_allgather_matmul(a[rank], w[rank], bias=bias[rank], sizes=counts, partition=partition)
         found.append(same_bits(y, expected))
-    return found
+    assert found == [0] * len(found)
 
 
+@pytest.mark.parametrize("epilogue", [None, "relu(v)"])
 @every_shared_world_size
-def test_processes_get_the_specification_while_one_is_late(world_size):
-    for wrong in run_on_gpus(calls_in_a_row, world_size):
-        assert wrong == [0] * len(wrong)
-
-
-def gradients(rank, world_size, epilogue):
-    """How far the gradients of a column- and row-parallel pair are from those of plain ops."""
+@on_ranks(by=run_on_gpus)
+def test_gradients_are_those_of_a_gather_and_matmuls(rank, world_size, epilogue):
     torch.manual_seed(rank)
     leaves = [
         torch.randn(*shape, device="cuda").bfloat16().requires_grad_() for shape in ((64, 256), (128, 256), (256, 128))
@@ -95,11 +90,5 @@ def gradients(rank, world_size, epilogue):
         return loss(lambda x, w: graphar.allgather(x) @ w.t(), lambda x, w: graphar.reducescatter(x @ w.t()))
 
     found, expected = (torch.autograd.grad(one(), leaves) for one in (fused, plain))
-    return [float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
-
-
-@pytest.mark.parametrize("epilogue", [None, "relu(v)"])
-@every_shared_world_size
-def test_gradients_are_those_of_a_gather_and_matmuls(world_size, epilogue):
-    for distances in run_on_gpus(gradients, world_size, epilogue):
-        assert max(distances) < 0.02
+    distances = [float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
+    assert max(distances) < 0.02

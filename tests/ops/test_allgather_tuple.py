@@ -1,7 +1,5 @@
 """All-gathers of tuples: how many launches a call takes, where GPUs have kernels, and what plans are kept for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,9 +10,7 @@ from graphar.runtime import engine as engines
 from graphar.runtime.bind import tensor_tuple
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
-from tests.ops.conformance import world_of_one
 
-__all__ = ["world_of_one"]  # fixtures
 FP8 = torch.float8_e4m3fn
 
 

@@ -1,7 +1,5 @@
 """All-gathers of tuples on real GPUs: FP8 rows with their scales, and any other tensors, in one launch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,7 @@ import torch.distributed as dist
 import graphar
 from tests.cases import normal, raw, same_bits
 from tests.gpu import Ranks, kernel_calls
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -125,7 +123,9 @@ def test_replays_of_a_graph_between_eager_calls(ranks: Ranks):
 # ---- one process a GPU ----------------------------------------------------------------------------------------------
 
 
-def norm_then_gather(rank, world_size):
+@pytest.mark.gpu(2, shared=True)
+@on_ranks(2, by=run_on_gpus, timeout_s=300)
+def test_fp8_rows_and_scales_of_a_norm_are_gathered_in_a_graph(rank, world_size):
     """FP8 rows and their scales of a reduce-scatter with a norm, in a graph that was captured before any such call."""
     group = dist.new_group()
     communicator = graphar.Communicator(group)
@@ -160,11 +160,8 @@ def norm_then_gather(rank, world_size):
 
 
 @pytest.mark.gpu(2, shared=True)
-def test_fp8_rows_and_scales_of_a_norm_are_gathered_in_a_graph():
-    run_on_gpus(norm_then_gather, 2, timeout_s=300)
-
-
-def eager_and_compiled(rank, world_size):
+@on_ranks(2, by=run_on_gpus, timeout_s=300)
+def test_torch_compile_takes_a_tuple_whole(rank, world_size):
     def layer(rows, scales):
         gathered = graphar.allgather((rows, scales))
         return gathered[0].float() * gathered[1]
@@ -178,8 +175,3 @@ def eager_and_compiled(rank, world_size):
         for call in (layer, compiled):
             assert torch.equal(call(rows[rank].cuda(), scales[rank].cuda()).cpu(), expected)
         assert tokens == 16 or kernel_calls() == before + 2
-
-
-@pytest.mark.gpu(2, shared=True)
-def test_torch_compile_takes_a_tuple_whole():
-    run_on_gpus(eager_and_compiled, 2, timeout_s=300)

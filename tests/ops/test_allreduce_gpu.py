@@ -1,7 +1,5 @@
 """The kernels on real GPUs, one process with a tensor a device: every algorithm, the specification's bits."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -107,9 +105,7 @@ def test_sizes_algorithms_and_delays_at_random(ranks: Ranks):
         numel = int(2 ** choices.uniform(0, 18))
         start = choices.randrange((1 << 18) - numel + 1)
         algorithm = choices.choice(["auto", *KERNEL_ALGORITHMS])
-        if choices.random() < 0.02:
-            with torch.cuda.device(choices.randrange(ranks.world_size)):
-                torch.cuda._sleep(choices.randrange(3_000_000))
+        ranks.be_late(choices)
         ys = ranks.communicator.allreduce([x[start : start + numel] for x in pool], algorithm=algorithm)
         if call % 10 == 0:
             ranks.communicator.synchronize()

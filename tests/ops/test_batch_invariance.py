@@ -1,7 +1,5 @@
 """A row has the same bits, however many rows a call has, on the CPU; kernels give the bits of the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

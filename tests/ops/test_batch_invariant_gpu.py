@@ -1,7 +1,5 @@
 """partition="batch_invariant" on GPUs: a row has the same bits, whatever the number of rows of the call."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

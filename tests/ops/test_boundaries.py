@@ -1,7 +1,5 @@
 """Rules with a limit: what lies exactly at it is served, and one beyond it is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,7 +7,9 @@ import graphar
 from graphar import Scratch
 from graphar.nn.sequence import Tokens
 from graphar.plan.scratch import MAX_BLOCKS, SHARED_NBYTES
-from tests.outside import forget_loaded, load
+from tests.outside import load
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
 SLOT = 4096
 SENTINELS = Scratch.of_slots(3, SLOT, fill=0xFF)  # 12,288 bytes
@@ -28,11 +28,6 @@ LIMITS = {
     "an architecture": ("minimum_arch", 999, {}),
     "bytes": ("max_nbytes", 1 << 62, {"scratch": Scratch.of_slots(1, SLOT)}),
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 @pytest.mark.parametrize("name", LIMITS)

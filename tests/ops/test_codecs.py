@@ -1,7 +1,5 @@
 """Codecs on the CPU: the rounding of each call, with and without a seed, and the choice of kernels on GPUs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -13,14 +11,13 @@ from graphar.numerics.codecs import BUCKET_SIZES, NAMES, SCALE_DTYPES, codec
 from graphar.ops.sums import SCATTER as OP
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.policy import Chip
 from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
 from graphar.plan.select import Facts, algorithms_of, select
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Parts, Sum
 from graphar.ranks.cpu import fallback
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 INT4 = Codec(4)
 STOCHASTIC = Codec(4, 128, "stochastic", seed=11)
@@ -242,16 +239,13 @@ UNEVEN = (0, 3000, 1025)
 UNEVEN_CALL = Call(Parts("reducescatter", UNEVEN, STOCHASTIC.text), torch.bfloat16, -1)
 
 
-def scatter_unevenly_as_rank(rank, world_size):
+@on_ranks(3)
+def test_processes_may_have_parts_of_any_lengths(rank, world_size):
     fallback._CHUNK_NUMEL = 1024  # so that parts go in several pieces, some of them empty
     parts = inputs((sum(UNEVEN),))
     out = torch.empty(UNEVEN[rank], dtype=torch.bfloat16)
     Communicator().engine.run(UNEVEN_CALL, [Operands((parts[rank],), (out,))])
-    return same_bits(out, scattered(parts, STOCHASTIC, sizes=UNEVEN)[rank])
-
-
-def test_processes_may_have_parts_of_any_lengths():
-    assert run_ranks(scatter_unevenly_as_rank, 3) == [0, 0, 0]
+    assert same_bits(out, scattered(parts, STOCHASTIC, sizes=UNEVEN)[rank]) == 0
 
 
 def test_a_list_may_have_parts_of_any_lengths(trio, monkeypatch):
@@ -291,18 +285,6 @@ def test_a_fake_result_is_as_long_as_its_ranks_part(group_of):
         fed_back = graphar.reducescatter(x, codec="int4", residual=residual)
 
     assert plain.shape == fed_back.shape == (1, 4)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("one", [*map(codec, NAMES), Codec(8, 32, scheme="minmax", scale_dtype=torch.float32)], ids=str)
-def test_a_configuration_of_parts_can_run(world_size, one):
-    room = KERNEL.row.scratch(world_size).capacity * 16
-    for numel in (1, 1024, 1025, 1 << 20, 1 << 25, 1 << 31):
-        call = Call(Parts("reducescatter", (numel,) * world_size, one.text), torch.bfloat16, 0)
-        config, _ = select(call, Facts(world_size, TABLE, Chip(132, "sm_90a")))
-        assert 1 <= config.blocks <= MAX_BLOCKS
-        assert config.threads in range(32 * world_size, 513, 32)
-        assert 1 <= config.chunk * one.tile_nbytes <= room
 
 
 def test_any_codec_has_its_kernel():

@@ -1,7 +1,5 @@
 """Collectives in CUDA graphs, one process with a tensor a device: captured first, replayed, and refused."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

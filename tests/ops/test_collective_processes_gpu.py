@@ -1,7 +1,5 @@
 """Collectives with one process per GPU: calls back to back, groups, torch.compile, graphs, and gradients."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -13,14 +11,10 @@ import graphar
 from graphar.ops import allgather, sums
 from tests.cases import integers, normal, parts_of, same_bits
 from tests.gpu import kernel_calls
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 every_shared_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-
-
-def run(function, world_size, *args, timeout_s=120.0):
-    return run_on_gpus(function, world_size, *args, timeout_s=timeout_s)
 
 
 def assert_part(y, rank, parts, axis=0, what=""):
@@ -39,7 +33,9 @@ def sizes_of(length, world_size):
     return [len(part) for part in torch.empty(length).tensor_split(world_size)]
 
 
-def a_hundred_calls(rank, world_size):
+@every_shared_world_size
+@on_ranks(by=run_on_gpus)
+def test_calls_back_to_back_and_in_place(rank, world_size):
     calls = [[normal(100 * seed + r, 262149, torch.bfloat16) for r in range(world_size)] for seed in range(3)]
     xs = [parts[rank].cuda() for parts in calls]
     ops = (graphar.allreduce, graphar.reducescatter, graphar.allgather)
@@ -55,12 +51,9 @@ def a_hundred_calls(rank, world_size):
     assert kernel_calls() == 317
 
 
-@every_shared_world_size
-def test_calls_back_to_back_and_in_place(world_size):
-    run(a_hundred_calls, world_size)
-
-
-def subgroups(rank, world_size):
+@pytest.mark.gpu(4, shared=True)
+@on_ranks(4, by=run_on_gpus)
+def test_overlapping_subgroups_in_turn(rank, world_size):
     members = [(1, 3), (0, 2, 3), (0, 1, 2, 3)]
     groups = [dist.new_group(list(ranks)) for ranks in members]
     for turn in range(20):
@@ -76,11 +69,8 @@ def subgroups(rank, world_size):
 
 
 @pytest.mark.gpu(4, shared=True)
-def test_overlapping_subgroups_in_turn():
-    run(subgroups, 4)
-
-
-def pairs_of_four(rank, world_size):
+@on_ranks(4, by=run_on_gpus)
+def test_pairs_of_four_ranks_split_five_and_three_rows(rank, world_size):
     pairs = [[0, 1], [2, 3]]
     pair, group = pairs[rank // 2], [dist.new_group(pair) for pair in pairs][rank // 2]
     for rows in (5, 3):
@@ -90,17 +80,14 @@ def pairs_of_four(rank, world_size):
             assert_part(graphar.reducescatter(parts[mine].cuda(), group), mine, parts, 0, f"{rows} rows")
 
 
-@pytest.mark.gpu(4, shared=True)
-def test_pairs_of_four_ranks_split_five_and_three_rows():
-    run(pairs_of_four, 4)
-
-
 class Model(torch.nn.Module):
     def forward(self, x):
         return graphar.allreduce(x * 2)
 
 
-def operators(rank, world_size):
+@pytest.mark.gpu(2, shared=True)
+@on_ranks(2, by=run_on_gpus, timeout_s=300)
+def test_the_operators_check_differentiate_and_export(rank, world_size):
     opcheck(sums.SUM.one, (torch.ones(9, device="cuda", requires_grad=True), *sums.SUM.arguments()))
     leaf = integers(rank, 100, torch.float32).cuda().requires_grad_()
     (graphar.allreduce(leaf) * integers(rank + 5, 100, torch.float32).cuda()).sum().backward()
@@ -120,12 +107,10 @@ def operators(rank, world_size):
     assert_joined(x.grad, mine)
 
 
+@pytest.mark.promise("The CPU gives the same bits, and so do compiled, captured and replayed calls.")
 @pytest.mark.gpu(2, shared=True)
-def test_the_operators_check_differentiate_and_export():
-    run(operators, 2, timeout_s=300)
-
-
-def compiled(rank, world_size):
+@on_ranks(2, by=run_on_gpus, timeout_s=300)
+def test_torch_compile_takes_them_whole_also_in_cuda_graphs(rank, world_size):
     def model(x):
         y = torch.relu(x) * 2
         return graphar.reducescatter(y) + 1, graphar.allgather(x * 3), graphar.allreduce(y) + 1
@@ -145,13 +130,9 @@ def compiled(rank, world_size):
         check(replayed(parts[rank].cuda()), parts)
 
 
-@pytest.mark.promise("The CPU gives the same bits, and so do compiled, captured and replayed calls.")
-@pytest.mark.gpu(2, shared=True)
-def test_torch_compile_takes_them_whole_also_in_cuda_graphs():
-    run(compiled, 2, timeout_s=300)
-
-
-def graph_replays(rank, world_size):
+@every_shared_world_size
+@on_ranks(by=run_on_gpus)
+def test_a_thousand_graph_replays_between_eager_calls(rank, world_size):
     parts = parts_of(normal, world_size, (8199,), torch.bfloat16)
     sizes = sizes_of(8199, world_size)
     x = parts[rank].cuda()
@@ -180,8 +161,3 @@ def graph_replays(rank, world_size):
             assert_part(graphar.reducescatter(x), rank, parts, what=f"turn {turn}, eager")
             assert_reduced(graphar.allreduce(x), parts, f"turn {turn}, eager")
     assert bool((junk == 0x55).all())
-
-
-@every_shared_world_size
-def test_a_thousand_graph_replays_between_eager_calls(world_size):
-    run(graph_replays, world_size)

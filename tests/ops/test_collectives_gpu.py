@@ -1,7 +1,5 @@
 """Collectives on real GPUs, one process with a tensor a device: every kernel gives its specification's bits."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -167,6 +165,19 @@ def test_nothing_is_written_beside_the_result_or_the_scratch(ranks: Ranks, case,
             assert bool((one[: guard + offset].float() == 7).all())
             assert bool((one[guard + offset + out.numel() :].float() == 7).all())
     assert case.is_at_rest(ranks)
+
+
+@every(*[case for case in (*TREES, *FOLLOWED["v * scale + bias[col]"]) if "two_shot_pipelined" in case.kernels])
+def test_symmetric_outputs_are_written_directly(ranks: Ranks, case):
+    case.skip_unless_served(ranks)
+    drawn = case.draw(ranks, (8199,) if case.is_tree else (512, 1024))
+    (first, *_), *_ = expected = case.expected(drawn)
+    outs = ranks.communicator.empty(*first.shape, dtype=first.dtype)
+
+    case.call_into(ranks, case.place(ranks, drawn), outs)
+
+    ranks.communicator.synchronize()
+    assert_bits([(out,) for out in outs], expected)
 
 
 @every(*SUMS, *OF_INT4[:-1], *FOLLOWED["v + c[index] - row + b[col]"][:-1])

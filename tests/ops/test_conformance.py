@@ -1,7 +1,5 @@
 """Every op with every option gives the specification's bits, on the CPU: in lists, and between processes over gloo."""
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -22,7 +20,7 @@ from tests.cases import (
     same_bits,
 )
 from tests.ops.conformance import ALLGATHER, ALLREDUCE, FORMS, PLAIN, REDUCESCATTER, copies, every_form
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 TREES = [form for form in (*ALLREDUCE, *REDUCESCATTER) if form.label.startswith("tree")]
 WITH_OUT = [form for form in FORMS if form.takes_out]
@@ -138,7 +136,10 @@ def test_a_list_is_written_to_out_and_nowhere_else(form, layout):
 
 
 def answer(rank, world_size):
-    """The results of each form on this rank: for each question, for strided tensors, and in ``out``."""
+    """The results of each form on this rank: for each question, for strided tensors, in repeated calls and in ``out``.
+
+    The last of three equal calls repeats the second.
+    """
     found = {}
     for form in [form for form in FORMS if world_size in (2, form.ranks(3))]:
         calls = [form.tensors(world_size, *question) for question in questions(form, world_size)]
@@ -146,6 +147,7 @@ def answer(rank, world_size):
         results = [call_anew(form, rank, tensors) for tensors in calls]
         if form.takes_out:
             results.append(written_to_out(form, rank, form.tensors(world_size)))
+        results += [form.of_rank(rank, calls[0]) for _ in range(2 * form.is_steady)]
         found[str(form)] = [list(map(packed, ys)) for ys in results]
     return found
 
@@ -195,6 +197,7 @@ def test_every_process_gets_the_specifications_bits(answers, form, world_size):
     given += [form.tensors(world_size)] * form.takes_out
 
     expected = [form.expected(tensors) for tensors in given]
+    expected += expected[:1] * 2 * form.is_steady
 
     for rank, found in enumerate(answers(world_size)):
         for mine, wanted in zip(found[str(form)], expected, strict=True):
@@ -203,8 +206,8 @@ def test_every_process_gets_the_specifications_bits(answers, form, world_size):
                 assert torch.equal(data, wanted_data)
 
 
-def call_in_chunks(rank, world_size):
-    """By form, how many elements differ if tensors are sent in many pieces."""
+@on_ranks(2, timeout_s=120)
+def test_processes_send_large_tensors_in_chunks(rank, world_size):
     found = {}
     fallback._CHUNK_NUMEL = 1024
     for form in (*ALLREDUCE, *REDUCESCATTER, *ALLGATHER):
@@ -215,21 +218,17 @@ def call_in_chunks(rank, world_size):
             expected = form.expected(copies(tensors))[rank]
             ys = call_anew(form, rank, tensors)
             found.setdefault(str(form), []).extend(same_bits(*pair) for pair in zip(ys, expected, strict=True))
-    return found
-
-
-def test_processes_send_large_tensors_in_chunks():
-    for found in run_ranks(call_in_chunks, 2, timeout_s=120):
-        assert {name for name, differ in found.items() if any(differ)} == set()
-        assert len(found) == len(ALLREDUCE) + len(REDUCESCATTER) + len(ALLGATHER)
+    assert {name for name, differ in found.items() if any(differ)} == set()
+    assert len(found) == len(ALLREDUCE) + len(REDUCESCATTER) + len(ALLGATHER)
 
 
 def of_many(world_size):
     return [form for form in (*PLAIN, *TREES) if world_size != 5 or not form.is_tree]
 
 
-def call_plain_forms(rank, world_size):
-    """By form, how many elements differ; all-reduces are also made as those of large tensors."""
+@pytest.mark.parametrize("world_size", [4, 5, 8])
+@on_ranks(timeout_s=120)
+def test_many_processes_get_the_specifications_bits(rank, world_size):
     found = {}
     for small_nbytes in (Messages.small_nbytes, 0):
         Messages.small_nbytes = small_nbytes
@@ -237,11 +236,5 @@ def call_plain_forms(rank, world_size):
             tensors = form.tensors(world_size)
             pairs = zip(form.of_rank(rank, tensors), form.expected(tensors)[rank], strict=True)
             found.setdefault(str(form), []).extend(same_bits(*pair) for pair in pairs)
-    return found
-
-
-@pytest.mark.parametrize("world_size", [4, 5, 8])
-def test_many_processes_get_the_specifications_bits(world_size):
-    for found in run_ranks(call_plain_forms, world_size, timeout_s=120):
-        assert {name for name, differ in found.items() if any(differ)} == set()
-        assert len(found) == len(of_many(world_size))
+    assert {name for name, differ in found.items() if any(differ)} == set()
+    assert len(found) == len(of_many(world_size))

@@ -1,7 +1,5 @@
 """Every op with every option under torch's compilers: bits at any size, written tensors, exports, order of calls."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 
@@ -32,11 +30,10 @@ from tests.ops.conformance import (
     every_op,
     flat,
     given,
-    world_of_one,
 )
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
-__all__ = ["compiled", "world_of_one"]  # fixtures
+__all__ = ["compiled"]  # a fixture
 pytestmark = [
     pytest.mark.usefixtures("world_of_one"),
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
@@ -149,7 +146,8 @@ def test_an_input_that_is_the_output_may_be_compiled(compiled):
     assert [same_bits(*pair) for pair in zip(compiled(in_place)(a, b), in_place(a, b), strict=True)] == [0, 0]
 
 
-def compile_as_rank(rank, world_size):
+@on_ranks(2, timeout_s=200)
+def test_processes_can_compile_their_calls(rank, world_size):
     """Which forms differ if compiled, with the default group, another group, a mesh and a communicator."""
     group, mesh = torch.distributed.new_group(), init_device_mesh("cpu", (world_size,))
     found, every = [], [*PLAIN, *SCALED]
@@ -163,12 +161,7 @@ def compile_as_rank(rank, world_size):
             fast = torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
             tensors = [form.tensors(world_size, form.small, fill=normal) for form in forms]
             found += [same_bits(*pair) for pair in zip(flat(fast(tensors)), flat(function(tensors)), strict=True)]
-    return found
-
-
-def test_processes_can_compile_their_calls():
-    for found in run_ranks(compile_as_rank, 2, timeout_s=200):
-        assert found.count(0) == len(found) > 2 * len([*PLAIN, *SCALED])
+    assert found.count(0) == len(found) > 2 * len([*PLAIN, *SCALED])
 
 
 WITH_EPILOGUE = (graphar.fused_allgather_matmul, graphar.fused_matmul_allreduce, graphar.fused_matmul_reducescatter)

@@ -1,7 +1,5 @@
 """The gradients of every op with every option, on the CPU: in lists and between processes, first and second."""
 
-from __future__ import annotations
-
 import functools
 from functools import partial
 
@@ -13,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import graphar
 from tests.cases import normal, same_bits
-from tests.ops.conformance import FORMS, compiled, every_form, world_of_one
+from tests.ops.conformance import FORMS, compiled, every_form
 from tests.processes import run_ranks
 
-__all__ = ["compiled", "world_of_one"]  # fixtures
+__all__ = ["compiled"]  # a fixture
 
 WITH_GRADIENTS = [form for form in FORMS if form.leaves]
 EXACT = [form for form in WITH_GRADIENTS if form.backward]
@@ -121,14 +119,18 @@ def followed(form, v, own):
 # ---- lists ----------------------------------------------------------------------------------------------------------
 
 
-@of(CLOSE)
-def test_the_gradients_of_a_list_are_those_of_torch(form):
-    tensors = form.tensors(2, form.small, dtype_of(form), normal)
+def assert_as_by_torch(derive, form, ranks, dtype):
+    tensors = form.tensors(ranks, form.small, dtype, normal)
 
-    found, expected = (gradients(call, form, tensors) for call in (form.in_list, partial(by_torch, form)))
+    found, expected = (derive(call, form, tensors) for call in (form.in_list, partial(by_torch, form)))
 
     for mine, wanted in zip(found, expected, strict=True):
         assert_close(mine, wanted)
+
+
+@of(CLOSE)
+def test_the_gradients_of_a_list_are_those_of_torch(form):
+    assert_as_by_torch(gradients, form, 2, dtype_of(form))
 
 
 @of(EXACT)
@@ -153,12 +155,7 @@ def second(call, form, tensors):
 
 @of(TWICE)
 def test_a_gradient_has_a_derivative(form):
-    tensors = form.tensors(2, form.small, torch.float64 if torch.float64 in form.dtypes else torch.float32, normal)
-
-    for mine, wanted in zip(
-        *(second(call, form, tensors) for call in (form.in_list, partial(by_torch, form))), strict=True
-    ):
-        assert_close(mine, wanted)
+    assert_as_by_torch(second, form, 2, dtype_of(form))
 
 
 @of(WITHOUT_SECOND)
@@ -171,13 +168,8 @@ def test_a_second_derivative_of_an_epilogue_is_refused_where_it_is_asked_for(for
 
 @of([form for form in FORMS if form.op is graphar.allgather])
 def test_complex_tensors_have_gradients(form):
-    tensors = form.tensors(3, form.small, torch.complex128, normal)
-
     for derive in (gradients, second_of_complex):
-        for mine, wanted in zip(
-            *(derive(call, form, tensors) for call in (form.in_list, partial(by_torch, form))), strict=True
-        ):
-            assert_close(mine, wanted)
+        assert_as_by_torch(derive, form, 3, torch.complex128)
 
 
 def second_of_complex(call, form, tensors):

@@ -1,7 +1,5 @@
 """Every op with every option as torch sees it: rules of ops, fakes, transforms, modes, profiler."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -24,13 +22,11 @@ from tests.ops.conformance import (
     every_op,
     every_plain_form,
     given,
-    world_of_one,
 )
 from tests.ops.specified import FP8
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 from tests.test_layers import MAX_SCHEMAS
 
-__all__ = ["world_of_one"]  # fixtures
 pytestmark = [
     pytest.mark.usefixtures("world_of_one"),
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
@@ -176,28 +172,20 @@ def stacked(form, batch):
     }, dims
 
 
-@pytest.mark.parametrize("form", [form for form in MAPPED if form.is_steady], ids=str)
-def test_vmap_makes_a_call_a_slice(form):
-    tensors, dims = stacked(form, 3)
+@pytest.mark.parametrize(
+    ("form", "in_list"),
+    [*((form, False) for form in MAPPED if form.is_steady), *((form, True) for form in (*PLAIN, *SCALED))],
+    ids=str,
+)
+def test_vmap_makes_a_call_a_slice(form, in_list):
+    batch = 2 if in_list else 3
+    tensors, dims = stacked(form, batch)
 
     def call(one):
-        return form.of_rank(0, {name: [x] for name, x in one.items()})
+        given = {name: [x] for name, x in one.items()}
+        return tuple(tree_leaves(form.in_list(given))) if in_list else form.of_rank(0, given)
 
-    expected = [call({name: x.select(dims[name], at) for name, x in tensors.items()}) for at in range(3)]
-    found = torch.vmap(call, in_dims=(dims,))(tensors)
-
-    for at, y in enumerate(found):
-        assert same_bits(y, torch.stack([ys[at] for ys in expected])) == 0
-
-
-@pytest.mark.parametrize("form", [*PLAIN, *SCALED], ids=str)
-def test_vmap_of_a_list_makes_a_call_a_slice(form):
-    tensors, dims = stacked(form, 2)
-
-    def call(one):
-        return tuple(tree_leaves(form.in_list({name: [x] for name, x in one.items()})))
-
-    expected = [call({name: x.select(dims[name], at) for name, x in tensors.items()}) for at in range(2)]
+    expected = [call({name: x.select(dims[name], at) for name, x in tensors.items()}) for at in range(batch)]
     found = torch.vmap(call, in_dims=(dims,))(tensors)
 
     for at, y in enumerate(found):
@@ -213,8 +201,8 @@ def test_vmap_of_what_is_written_in_place_is_refused(options):
         torch.vmap(call)(torch.randn(4, 3))
 
 
-def slices_as_rank(rank, world_size):
-    """For two forms, how many elements of each slice differ from the specification."""
+@on_ranks(2)
+def test_vmap_of_processes_makes_a_call_a_slice(rank, world_size):
     found = []
     for form in PLAIN:
         if form.op in (graphar.allreduce, graphar.fused_matmul_allreduce):
@@ -224,11 +212,7 @@ def slices_as_rank(rank, world_size):
                 lambda one, form=form: form.of_rank(rank, {n: [x] * world_size for n, x in one.items()})
             )(own)
             found += [same_bits(y, form.expected(one)[rank][0]) for y, one in zip(ys, slices, strict=True)]
-    return found
-
-
-def test_vmap_of_processes_makes_a_call_a_slice():
-    assert run_ranks(slices_as_rank, 2) == [[0] * 4] * 2
+    assert found == [0] * 4
 
 
 def with_tangent(x):

@@ -1,7 +1,5 @@
 """A call's own deadline: every cache that a call goes through keeps calls with other deadlines apart. Needs no GPU."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 
@@ -32,6 +30,7 @@ from graphar.runtime import engine as engines
 from graphar.runtime import launcher
 from graphar.runtime.bind import collective, copies, launches
 from graphar.runtime.plan import Plan
+from tests.fake_gpu import OnGpu
 from tests.ops.test_warm_calls import OPS, zeros
 
 OWN = 60.0  # the deadline of a communicator
@@ -143,13 +142,6 @@ def test_every_step_of_a_call_without_a_kernel_has_its_deadline(group, name):
 
 
 COUNTERS = {Algorithm.ALLGATHER_MATMUL: [0, 0]}
-
-
-class OnGpu(torch.Tensor):
-    """A CPU tensor that claims to be on a GPU."""
-
-    is_cuda = property(lambda self: True)
-    device = property(lambda self: torch.device("cuda", 0))
 
 
 def on_gpu(*shape):

@@ -1,7 +1,5 @@
 """DTensors given to ops: refused by name, with what to do, and before anything is sent."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

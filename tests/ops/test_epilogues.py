@@ -1,8 +1,5 @@
 """Epilogues on the CPU: the value of each operation, the places of elements, explanations, and gradients."""
 
-from __future__ import annotations
-
-import functools
 import math
 
 import pytest
@@ -13,7 +10,7 @@ import graphar
 from graphar import Epilogue
 from graphar.numerics.epilogues.epilogue import bind
 from tests.cases import KERNEL_DTYPES, bit_patterns, normal, parts_of, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
 ops = torch.ops.graphar
 BIASED = "v * scale + bias[col]"
@@ -135,21 +132,6 @@ def test_tensors_are_read_by_row_column_index_and_alone():
     assert same_bits(out, r[:, None] * c + f.view(3, 4) * d) == 0
 
 
-def reduce_with_another(rank, world_size):
-    with graphar.Communicator() as communicator:
-        assert communicator.allreduce(torch.ones(3), epilogue="-v").tolist() == [-2.0] * 3
-        with pytest.raises(graphar.CommunicatorError, match="epilogue v"):
-            communicator.allreduce(torch.ones(3), epilogue=f"v + {rank}")
-
-
-def gather_with_another(rank, world_size):
-    with graphar.Communicator() as communicator:
-        call = functools.partial(graphar.fused_allgather_matmul, torch.ones(1, 2), torch.ones(1, 2), group=communicator)
-        assert call(epilogue="-v").tolist() == [[-2.0], [-2.0]]
-        with pytest.raises(graphar.CommunicatorError, match="followed by epilogue v"):
-            call(epilogue=f"v + {rank}")
-
-
 @pytest.mark.parametrize(
     ("text", "function"),
     [
@@ -247,18 +229,6 @@ def test_a_function_means_the_same_on_ranks_with_one_row_as_on_others(length):
     assert epilogue.text(torch.empty(length, 5), whole=0) == "((v * of_rows[row]) + residual[index])"
 
 
-def scatter_with_another(rank, world_size):
-    with graphar.Communicator() as communicator:
-        assert communicator.reducescatter(torch.ones(2), epilogue="-v").tolist() == [-2.0]
-        with pytest.raises(graphar.CommunicatorError, match=r"parts of .* epilogue v"):
-            communicator.reducescatter(torch.ones(2), epilogue=f"v + {rank}")
-
-
-@pytest.mark.parametrize("calls", [reduce_with_another, gather_with_another, scatter_with_another])
-def test_ranks_compare_epilogues(calls):
-    run_ranks(calls, 2)
-
-
 def test_a_rank_whose_part_is_empty_has_tensors_without_elements():
     xs, biases = [torch.ones(1), torch.ones(1)], [torch.ones(1), torch.ones(0)]
 
@@ -267,20 +237,16 @@ def test_a_rank_whose_part_is_empty_has_tensors_without_elements():
     assert [part.tolist() for part in parts] == [[3.0], []]
 
 
-def gradient_of_rank(rank, world_size):
+@on_ranks(2)
+def test_the_gradient_of_a_process_sums_those_of_all_and_an_arguments_is_its_own(rank, world_size):
     x, bias = normal(rank, 12, torch.bfloat16).view(3, 4).requires_grad_(), torch.ones(4, requires_grad=True)
     y = graphar.allreduce(x, epilogue=Epilogue("v * v + bias[col]", bias=bias))
     y.backward(torch.full_like(y, 1.0 + rank))
-    return x.grad, bias.grad
-
-
-def test_the_gradient_of_a_process_sums_those_of_all_and_an_arguments_is_its_own():
+    gradient, of_bias = x.grad, bias.grad
     v = sum(normal(rank, 12, torch.bfloat16).float() for rank in range(2)).view(3, 4)
     expected = graphar.reference.allreduce([(v * 2 * (1 + rank)).bfloat16() for rank in range(2)])
-
-    for rank, (gradient, of_bias) in enumerate(run_ranks(gradient_of_rank, 2)):
-        assert same_bits(gradient, expected) == 0
-        assert of_bias.tolist() == [3 * (1.0 + rank)] * 4
+    assert same_bits(gradient, expected) == 0
+    assert of_bias.tolist() == [3 * (1.0 + rank)] * 4
 
 
 def test_what_the_sum_has_no_part_in_has_no_gradient():

@@ -1,7 +1,5 @@
 """Sums with an epilogue on real GPUs: exact expressions give the specification's bits on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -15,8 +13,8 @@ from tests.cases import normal, same_bits
 from tests.gpu import DTYPES, Ranks, parts_of
 from tests.ops import specified as by
 from tests.ops.conformance import ALLREDUCE, REDUCESCATTER
-from tests.ops.gpu_cases import EPILOGUE_KERNELS, FOLLOWED, Case, assert_bits, followed, if_not_empty
-from tests.processes import run_on_gpus
+from tests.ops.gpu_cases import EPILOGUE_KERNELS, FOLLOWED, Case, followed, if_not_empty
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
@@ -45,16 +43,6 @@ def test_every_size_gives_the_specification(ranks: Ranks):
 def test_sums_of_any_size_are_negated(ranks: Ranks, dtype):
     for numel in NUMELS:
         auto("-v").check(ranks, (numel,), dtype)
-
-
-def test_symmetric_outputs_are_written_directly(ranks: Ranks):
-    (case,) = [case for case in FOLLOWED[AFFINE] if "two_shot_pipelined" in case.kernels]
-    outs, drawn = ranks.communicator.empty(512, 1024, dtype=torch.bfloat16), case.draw(ranks, (512, 1024))
-
-    case.call_into(ranks, case.place(ranks, drawn), outs)
-
-    ranks.communicator.synchronize()
-    assert_bits([(out,) for out in outs], case.expected(drawn))
 
 
 def test_a_function_gives_the_bits_of_its_expression(ranks: Ranks):
@@ -144,8 +132,9 @@ def test_a_tensor_on_another_device_is_refused(ranks: Ranks):
 # ---- one process a GPU ----------------------------------------------------------------------------------------------
 
 
-def reduce_as_rank(rank, world_size):
-    """How many elements differ from those of an eager call, by a description of the call."""
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
+@on_ranks(by=run_on_gpus)
+def test_compiled_calls_and_the_fallback_have_the_bits_of_an_eager_call(rank, world_size):
     wrong, bias = {}, normal(9, 128, torch.bfloat16).cuda()
     x = normal(rank, 65536, torch.bfloat16).view(-1, 128).cuda()
 
@@ -159,10 +148,5 @@ def reduce_as_rank(rank, world_size):
     wrong["compiled"] = same_bits(torch.compile(model, fullgraph=True)(x), y)
     wrong["compiled for CUDA graphs"] = same_bits(torch.compile(model, mode="reduce-overhead")(x), y)
     again = graphar.allreduce(x, epilogue=Epilogue(biased, bias=bias), algorithm="fallback")
-    return wrong | {"fallback": same_bits(again, y)}
-
-
-@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-def test_compiled_calls_and_the_fallback_have_the_bits_of_an_eager_call(world_size):
-    for wrong in run_on_gpus(reduce_as_rank, world_size):
-        assert not any(wrong.values()), wrong
+    wrong = wrong | {"fallback": same_bits(again, y)}
+    assert not any(wrong.values()), wrong

@@ -1,7 +1,5 @@
 """Error feedback: the rounding error of a codec stays in a residual, which is added to the next tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -13,7 +11,7 @@ import graphar
 from graphar import Codec, reference
 from graphar.numerics.codec_reference import Noise, encode, error_of_wire
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
 INT4 = Codec(4)
 STOCHASTIC = Codec(2, 128, "stochastic", seed=3)
@@ -27,7 +25,11 @@ def step(xs, residuals, codec, call=0):
     return reference.quantized_allreduce(parts, codec, codec.seed or 0, call), left
 
 
-def in_processes(rank, world_size, codec, dtype):
+@pytest.mark.promise("Error feedback adds what a codec took to the next tensor, and loses nothing.")
+@pytest.mark.parametrize("codec", [INT4, STOCHASTIC], ids=["int4", "stochastic"])
+@on_ranks(3)
+def test_processes_keep_the_specifications_residuals(rank, world_size, codec):
+    dtype = torch.bfloat16
     xs, residuals = ([normal(r + at, 3001, dtype) for r in range(world_size)] for at in (0, 50))
     mine = residuals[rank].clone()
     for call in range(3):
@@ -35,13 +37,6 @@ def in_processes(rank, world_size, codec, dtype):
         y = graphar.allreduce(xs[rank], codec=codec, residual=mine)
         assert same_bits(y, expected) == 0
         assert same_bits(mine, residuals[rank]) == 0
-    return True
-
-
-@pytest.mark.promise("Error feedback adds what a codec took to the next tensor, and loses nothing.")
-@pytest.mark.parametrize("codec", [INT4, STOCHASTIC], ids=["int4", "stochastic"])
-def test_processes_keep_the_specifications_residuals(codec):
-    assert all(run_ranks(in_processes, 3, codec, torch.bfloat16))
 
 
 # ---- calls that are not made, or fail -------------------------------------------------------------------------------
@@ -84,7 +79,11 @@ class Feeding:
         return out
 
 
-def refused_and_made_again(rank, world_size, kind):
+@pytest.mark.parametrize(
+    "kind", ["allreduce", "reducescatter", "reducescatter_of_columns", "data_parallel_hook", "sharded_scatter"]
+)
+@on_ranks(2)
+def test_a_call_that_raises_leaves_the_residual_for_the_call_that_is_made_in_its_place(rank, world_size, kind):
     x = normal(rank, 64 * world_size, torch.float32).view(-1, 4)
     groups = [dist.new_group(range(world_size)) for _ in range(3)]
     with graphar.Communicator(groups[0], timeout_s=20) as never_refused:
@@ -111,14 +110,8 @@ def refused_and_made_again(rank, world_size, kind):
     mine.communicator = graphar.Communicator(groups[2], timeout_s=20)
     mine._hook._group = mine._scatter._group = mine.communicator
     found.append(mine.call(x))
-    return all(map(torch.equal, found, expected)) and torch.equal(mine.residual, twin.residual)
-
-
-@pytest.mark.parametrize(
-    "kind", ["allreduce", "reducescatter", "reducescatter_of_columns", "data_parallel_hook", "sharded_scatter"]
-)
-def test_a_call_that_raises_leaves_the_residual_for_the_call_that_is_made_in_its_place(kind):
-    assert all(run_ranks(refused_and_made_again, 2, kind))
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(mine.residual, twin.residual)
 
 
 def test_a_bucket_that_became_nan_leaves_nothing():

@@ -1,7 +1,5 @@
 """Matmuls of e4m3 operands with scales on GPUs: partials of the scaled matmul, summed in the order of ranks."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -11,7 +9,7 @@ import graphar
 from graphar import reference
 from graphar.product.gemm import scaled_matmul
 from tests.cases import same_bits
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -20,7 +18,11 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHAPES = ((1, 64, 128), (33, 136, 272), (200, 1032, 1024), (1024, 2048, 4096))  # M, N, K
 FORMATS = ("rows", "numbers", "blocks")
 OPS = ("fused_matmul_allreduce", "fused_matmul_reducescatter")
-HOW = ({}, {"partition": "none"}, {"partition": "split_m", "num_partitions": 1}, {"epilogue": "max(v, 0)"})
+HOW = (
+    *({"partition": partition} for partition in ("auto", "tiles", "none", "split_m")),
+    {"partition": "split_m", "num_partitions": 1},
+    {"epilogue": "max(v, 0)"},
+)
 
 
 def drawn(seed, *shape):
@@ -48,19 +50,6 @@ def expected(op, rank, ranks, of, shape, **how):
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("of", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_single_rank_gets_the_bits_of_the_scaled_matmul(op, of, shape):
-    a, w, scales = operands(0, of, *shape)
-    lists = {name: [one] for name, one in scales.items()}
-    for how in HOW:
-        (found,) = getattr(graphar, op)([a], [w], **lists, **how)
-        epilogue = {"epilogue": how["epilogue"]} if "epilogue" in how else {}
-        assert same_bits(found, expected(op, 0, 1, of, shape, **epilogue)) == 0, how
 
 
 @pytest.mark.gpu(1)
@@ -121,44 +110,7 @@ def normed(partials, rank, op, shape):
 NORMED = [f"{op}_residual_rmsnorm" for op in OPS]
 
 
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("op", NORMED)
-@pytest.mark.parametrize("of", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_single_rank_gets_the_norm_of_the_scaled_matmul(op, of, shape):
-    a, w, scales = operands(0, of, *shape)
-    wanted, (residual, weight) = normed([scaled_matmul(a, w, **scales)], 0, op, shape)
-    lists = {name: [one] for name, one in scales.items()}
-
-    for partition in ("auto", "none"):
-        found = getattr(graphar, op)([a], [w], [residual], [weight], partition=partition, **lists)
-        assert [same_bits(one[0], of_rank) for one, of_rank in zip(found, wanted, strict=True)] == [0, 0]
-
-
 # ---- processes ------------------------------------------------------------------------------------------------------
-
-
-def wrong_elements(rank, world_size):
-    """How many elements of results differ from the sums of partials, also of repeated and of captured calls."""
-    wrong = []
-    for op in OPS:
-        call = getattr(graphar, op)
-        for of in FORMATS:
-            for shape in SHAPES:
-                a, w, scales = operands(rank, of, *shape)
-                wanted = expected(op, rank, world_size, of, shape)
-                for partition in ("auto", "tiles", "none", "split_m"):
-                    if shape[0] < 33 and partition == "split_m":
-                        continue
-                    found = [call(a, w, **scales, partition=partition) for _ in range(4)]
-                    wrong += [same_bits(one, wanted) for one in found]
-                for partition in ("auto", "tiles"):
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph):
-                        captured = call(a, w, **scales, partition=partition)
-                    graph.replay()
-                    wrong.append(same_bits(captured, wanted))
-    return wrong + wrong_elements_of_norms(rank, world_size)
 
 
 def wrong_elements_of_norms(rank, world_size):
@@ -167,13 +119,34 @@ def wrong_elements_of_norms(rank, world_size):
         of_ranks = [operands(one, of, *shape) for one in range(world_size)]
         wanted, beside = normed([scaled_matmul(a, w, **scales) for a, w, scales in of_ranks], rank, op, shape)
         a, w, scales = of_ranks[rank]
-        for _ in range(4):
-            found = getattr(graphar, op)(a, w, *beside, **scales)
+        for partition in ("auto", "none") * 4:
+            found = getattr(graphar, op)(a, w, *beside, partition=partition, **scales)
             wrong += [same_bits(*pair) for pair in zip(found, wanted, strict=True)]
     return wrong
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.gpu(1)), *SHARED_WORLD_SIZES])
-def test_processes_get_the_sums_of_the_scaled_matmuls_partials(world_size):
-    for found in run_on_gpus(wrong_elements, world_size, timeout_s=300):
-        assert set(found) == {0}
+@on_ranks(by=run_on_gpus, timeout_s=300)
+def test_processes_get_the_sums_of_the_scaled_matmuls_partials(rank, world_size):
+    wrong = []
+    for op in OPS:
+        call = getattr(graphar, op)
+        for of in FORMATS:
+            for shape in SHAPES:
+                a, w, scales = operands(rank, of, *shape)
+                for how in HOW:
+                    if shape[0] < 33 and how == {"partition": "split_m"}:
+                        continue
+                    epilogue = {"epilogue": how["epilogue"]} if "epilogue" in how else {}
+                    wanted = expected(op, rank, world_size, of, shape, **epilogue)
+                    found = [call(a, w, **scales, **how) for _ in range(4)]
+                    wrong += [same_bits(one, wanted) for one in found]
+                wanted = expected(op, rank, world_size, of, shape)
+                for partition in ("auto", "tiles"):
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        captured = call(a, w, **scales, partition=partition)
+                    graph.replay()
+                    wrong.append(same_bits(captured, wanted))
+    found = wrong + wrong_elements_of_norms(rank, world_size)
+    assert set(found) == {0}

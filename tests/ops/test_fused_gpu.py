@@ -3,8 +3,6 @@
 tests.ops.gpu_cases has what they share with collectives.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -21,7 +19,7 @@ from tests.gpu import Ranks
 from tests.ops import specified as by
 from tests.ops.conformance import FUSED_ALLREDUCE, FUSED_REDUCESCATTER, placed
 from tests.ops.gpu_cases import BF16, DTYPES, OF_MATMUL, Case, assert_bits, in_way
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -253,7 +251,9 @@ def test_the_next_input_may_be_written_right_after_the_call(ranks: Ranks):
     assert_bits(found, expected)
 
 
-def compiled_as_rank(rank, world_size):
+@pytest.mark.gpu(2, shared=True)
+@on_ranks(2, by=run_on_gpus)
+def test_a_compiled_layer_gives_the_eager_bits(rank, world_size):
     a, w = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in ((256, 64), (512, 64)))
 
     def layer(a, w):
@@ -261,14 +261,9 @@ def compiled_as_rank(rank, world_size):
 
     y, (x, weight) = layer(a, w), (one.clone().requires_grad_() for one in (a, w))
     graphar.fused_matmul_allreduce(x, weight, epilogue="v * 2").float().sum().backward()
-    return [
+    found = [
         same_bits(x.grad, torch.full_like(y, 2.0) @ w),
         same_bits(torch.compile(layer, fullgraph=True)(a, w), y),
         same_bits(torch.compile(layer, mode="reduce-overhead")(a, w), y),
     ]
-
-
-@pytest.mark.gpu(2, shared=True)
-def test_a_compiled_layer_gives_the_eager_bits():
-    for found in run_on_gpus(compiled_as_rank, 2):
-        assert found == [0, 0, 0]
+    assert found == [0, 0, 0]

@@ -1,7 +1,5 @@
 """fused_matmul_allreduce_residual_rmsnorm with sums by a kernel: what is normed, and in which order."""
 
-from __future__ import annotations
-
 import torch
 
 import graphar

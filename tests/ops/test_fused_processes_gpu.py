@@ -1,7 +1,5 @@
 """fused_matmul_allreduce and fused_matmul_reducescatter on GPUs, one process each."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 import graphar
 from graphar import UnsupportedError, reference
 from tests.cases import same_bits
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 every_world_size = pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
@@ -53,7 +51,10 @@ class Layer:
         return same_bits(y, self.expected[op])
 
 
-def any_order(rank, world_size):
+@pytest.mark.promise("A fused matmul has the bits of its specification, whatever the partition and the codec.")
+@every_world_size
+@on_ranks(by=run_on_gpus)
+def test_any_sequence_of_calls_with_late_ranks_is_right(rank, world_size):
     """Makes calls with random sleeps that differ by rank. All ranks make the same calls."""
     alike, mine = random.Random(1), random.Random(100 + rank)
     layers = [Layer(rank, world_size, *shape, seed=1000 * at) for at, shape in enumerate(SHAPES)]
@@ -67,16 +68,13 @@ def any_order(rank, world_size):
         with torch.cuda.stream(stream if on_side else None):
             kept.append((layer, op, layer(op, partition=way, num_partitions=count)))
     torch.cuda.synchronize()
-    return [layer.wrong(y, op) for layer, op, y in kept]
+    assert [layer.wrong(y, op) for layer, op, y in kept] == [0] * 150
 
 
-@pytest.mark.promise("A fused matmul has the bits of its specification, whatever the partition and the codec.")
 @every_world_size
-def test_any_sequence_of_calls_with_late_ranks_is_right(world_size):
-    assert run_on_gpus(any_order, world_size) == [[0] * 150] * world_size
-
-
-def replays(rank, world_size, way):
+@pytest.mark.parametrize("way", ["none", "split_m", "split_n", "tiles"])
+@on_ranks(by=run_on_gpus)
+def test_graphs_replay(rank, world_size, way):
     layer = Layer(rank, world_size, 1024, 2048, 256)
     layer(partition=way)
     torch.cuda.synchronize()
@@ -91,16 +89,12 @@ def replays(rank, world_size, way):
         if turn % 25 == 0:
             found.append(layer.wrong(layer(partition=way)))  # an eager call between replays
     torch.cuda.synchronize()
-    return found + [layer.wrong(y) for y in ys]
+    assert found + [layer.wrong(y) for y in ys] == [0] * 7
 
 
 @every_world_size
-@pytest.mark.parametrize("way", ["none", "split_m", "split_n", "tiles"])
-def test_graphs_replay(world_size, way):
-    assert run_on_gpus(replays, world_size, way) == [[0] * 7] * world_size
-
-
-def compiled(rank, world_size):
+@on_ranks(by=run_on_gpus)
+def test_torch_compile_and_gradients(rank, world_size):
     layer = Layer(rank, world_size, 256, 512, 128)
 
     def two_layers(a, w):
@@ -116,17 +110,15 @@ def compiled(rank, world_size):
         torch.nn.functional.cosine_similarity(x.flatten(), y.flatten(), 0).item()
         for x, y in ((a.grad, gradient @ w.detach()), (w.grad, gradient.t() @ a.detach()))
     ]
-    return found, min(near)
+    near = min(near)
+    assert found == [0, 0]
+    assert near > 0.999
 
 
-@every_world_size
-def test_torch_compile_and_gradients(world_size):
-    for found, near in run_on_gpus(compiled, world_size):
-        assert found == [0, 0]
-        assert near > 0.999
-
-
-def not_loaded(rank, world_size):
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@on_ranks(2, by=run_on_gpus)
+def test_a_kernel_that_is_not_loaded_is_an_error_during_capture(rank, world_size):
     layer = Layer(rank, world_size, 256, 256, 64)
     graphar.allreduce(torch.ones(256, 256, dtype=torch.bfloat16, device="cuda"))
     torch.cuda.synchronize()
@@ -137,14 +129,6 @@ def not_loaded(rank, world_size):
             layer()
         except UnsupportedError as error:
             message = str(error)
-    return message, layer.wrong(layer())
-
-
-@pytest.mark.gpu
-def test_a_kernel_that_is_not_loaded_is_an_error_during_capture():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs graphar's own matmul, which is for sm_90")
-
-    for message, wrong in run_on_gpus(not_loaded, 2):
-        assert "is not loaded and cannot be during graph capture; make one such call before" in message
-        assert wrong == 0
+    wrong = layer.wrong(layer())
+    assert "is not loaded and cannot be during graph capture; make one such call before" in message
+    assert wrong == 0

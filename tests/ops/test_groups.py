@@ -1,7 +1,5 @@
 """Groups and communicators on the CPU: whose ranks take part, how long a communicator lives, and what explain says."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import random
@@ -18,7 +16,7 @@ from graphar import Communicator, UnsupportedError
 from graphar.runtime.registry import engine_of
 from tests.cases import ALL_DTYPES, integers, normal, parts_of, same_bits
 from tests.ops.conformance import PLAIN
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 MATRICES = [torch.ones(2, 2)] * 2
 SUBGROUPS = ([1, 3], [0, 2, 3], [2], [0, 1])
@@ -43,25 +41,20 @@ def call_over(world_size, mine, groups):
     return found
 
 
-def call_in_subgroups(rank, world_size):
-    """How many elements differ in each call with a subgroup, or with a communicator of it."""
+@on_ranks(4, timeout_s=100)
+def test_a_subgroup_is_its_own_ranks_only(rank, world_size):
     found = []
     for members in SUBGROUPS:
         group = dist.new_group(members)
         if rank in members:
             with Communicator(group) as communicator:
                 found += call_over(len(members), members.index(rank), (group, communicator))
-    return found
+    assert not any(found), rank
+    assert len(found) >= 2 * len([form for form in PLAIN if not form.is_tree])
 
 
-def test_a_subgroup_is_its_own_ranks_only():
-    for rank, found in enumerate(run_ranks(call_in_subgroups, 4, timeout_s=100)):
-        assert not any(found), rank
-        assert len(found) >= 2 * len([form for form in PLAIN if not form.is_tree])
-
-
-def call_in_a_mesh(rank, world_size):
-    """How many elements differ in each call with a dimension of a mesh, or with a communicator of it."""
+@on_ranks(4, timeout_s=100)
+def test_a_mesh_of_one_dimension_is_a_group(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
     for name, mine in (("dp", rank // 2), ("tp", rank % 2)):
@@ -70,13 +63,8 @@ def call_in_a_mesh(rank, world_size):
             found += call_over(2, mine, (mesh[name], communicator))
         assert graphar.empty(3, group=mesh[name]).shape == (3,)
         assert graphar.explain(torch.ones(3), mesh[name]).algorithm == "fallback"
-    return found
-
-
-def test_a_mesh_of_one_dimension_is_a_group():
-    for rank, found in enumerate(run_ranks(call_in_a_mesh, 4, timeout_s=100)):
-        assert not any(found), rank
-        assert len(found) >= 4 * len(PLAIN)
+    assert not any(found), rank
+    assert len(found) >= 4 * len(PLAIN)
 
 
 def call_outside_a_mesh(rank, world_size):
@@ -94,7 +82,8 @@ def test_a_rank_outside_a_mesh_is_refused():
     assert outside == "graphar: this rank is not in the DeviceMesh; only its ranks call its collectives"
 
 
-def reduce_in_three_groups(rank, world_size):
+@on_ranks(4)
+def test_communicators_of_overlapping_groups_take_turns(rank, world_size):
     pairs = [[0, 1], [2, 3]]
     pair, group = pairs[rank // 2], [dist.new_group(pair) for pair in pairs][rank // 2]
     with graphar.Communicator() as everyone, graphar.Communicator(group) as two:
@@ -103,10 +92,6 @@ def reduce_in_three_groups(rank, world_size):
             assert_sum(everyone.allreduce(parts[rank]), parts, "everyone")
             assert_sum(two.allreduce(parts[rank]), [parts[member] for member in pair], "the pair")
             assert_sum(graphar.allreduce(parts[rank]), parts, "the default group")
-
-
-def test_communicators_of_overlapping_groups_take_turns():
-    run_ranks(reduce_in_three_groups, 4)
 
 
 def test_communicators_of_different_sizes_take_turns():
@@ -127,40 +112,31 @@ def test_another_group_of_all_ranks_has_a_communicator_of_its_own(group_of):
     assert [engine_of(group) for group in (None, *groups)] == [engines[0], *engines]  # each is kept
 
 
-def gather_in_turned_order(rank, world_size):
-    group = dist.new_group([2, 0, 1], sort_ranks=False)
-    return graphar.allgather(torch.tensor([rank]), group=group).tolist()
-
-
 @pytest.mark.skipif(
     "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="this torch sorts the ranks of every group"
 )
-def test_the_ranks_of_a_group_of_all_come_in_its_own_order():
-    assert run_ranks(gather_in_turned_order, 3) == [[2, 0, 1]] * 3
+@on_ranks(3)
+def test_the_ranks_of_a_group_of_all_come_in_its_own_order(rank, world_size):
+    group = dist.new_group([2, 0, 1], sort_ranks=False)
+    assert graphar.allgather(torch.tensor([rank]), group=group).tolist() == [2, 0, 1]
 
 
-def reduce_in_two_worlds(rank, world_size):
+@on_ranks(2)
+def test_a_default_group_made_anew_is_the_one_used(rank, world_size):
     x = torch.full((3,), 2.0)
     first = graphar.allreduce(x)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return first.tolist(), graphar.allreduce(x).tolist()
+    assert (first.tolist(), graphar.allreduce(x).tolist()) == ([4.0] * 3, [2.0] * 3)
 
 
-def test_a_default_group_made_anew_is_the_one_used():
-    assert run_ranks(reduce_in_two_worlds, 2) == [([4.0] * 3, [2.0] * 3)] * 2
-
-
-def reduce_random_sizes(rank, world_size):
+@on_ranks(3)
+def test_sizes_and_dtypes_may_change_from_call_to_call(rank, world_size):
     choose = random.Random(7)
     for call in range(300):
         numel, dtype = choose.randrange(choose.choice([10, 1000, 30_000])), choose.choice(ALL_DTYPES)
         parts = parts_of(integers, world_size, numel, dtype)
         assert_sum(graphar.allreduce(parts[rank]), parts, f"call {call}: {numel} elements of {dtype}")
-
-
-def test_sizes_and_dtypes_may_change_from_call_to_call():
-    run_ranks(reduce_random_sizes, 3)
 
 
 def sums_of_twenty_runs(rank, world_size, numel, flip):
@@ -184,7 +160,8 @@ def test_ranks_and_runs_agree_and_a_flipped_bit_is_seen(numel):
 # ---- a communicator's life ------------------------------------------------------------------------------------------
 
 
-def use_and_close(rank, world_size):
+@on_ranks(2)
+def test_a_communicator_of_processes_ends_with_its_context(rank, world_size):
     with graphar.Communicator() as communicator:
         communicator.prepare()
         total = communicator.allreduce(torch.ones(2))
@@ -194,11 +171,7 @@ def use_and_close(rank, world_size):
         communicator.allreduce(torch.ones(2))
     with pytest.raises(graphar.CommunicatorError, match="closed"):
         graphar.allreduce(torch.ones(2), communicator)
-    return total.tolist(), graphar.allreduce(torch.ones(2)).tolist()
-
-
-def test_a_communicator_of_processes_ends_with_its_context():
-    assert run_ranks(use_and_close, 2) == [([2.0, 2.0], [2.0, 2.0])] * 2
+    assert (total.tolist(), graphar.allreduce(torch.ones(2)).tolist()) == ([2.0, 2.0], [2.0, 2.0])
 
 
 def test_a_closed_communicator_refuses_every_call():
@@ -248,13 +221,12 @@ def test_explain_says_why_a_list_takes_the_fallback(world_size, algorithm, reaso
     assert str(explanation) == f"fallback: {reason}"
 
 
-def explain_both_ways(rank, world_size):
+@on_ranks(2)
+def test_explain_says_why_a_process_takes_the_fallback(rank, world_size):
     with graphar.Communicator() as communicator:
-        return str(graphar.explain(torch.ones(2))), str(communicator.explain(torch.ones(2)))
-
-
-def test_explain_says_why_a_process_takes_the_fallback():
-    assert run_ranks(explain_both_ways, 2) == [("fallback: the tensor is on the CPU",) * 2] * 2
+        assert (str(graphar.explain(torch.ones(2))), str(communicator.explain(torch.ones(2)))) == (
+            "fallback: the tensor is on the CPU",
+        ) * 2
 
 
 def test_an_explanation_shows_the_grid_of_a_kernel():
@@ -291,17 +263,14 @@ def test_cpu_devices_may_carry_an_index():
         assert communicator.allreduce([torch.ones(1)] * 2)[0].item() == 2
 
 
-def call_over_a_group_for_gpus_only(rank, world_size):
+@on_ranks(2)
+def test_a_group_without_a_backend_for_the_device_is_named(rank, world_size):
     group, out = dist.new_group(backend="cuda:gloo"), torch.full((3,), 99.0)
     calls = [(graphar.allreduce, {"out": out}), (graphar.reducescatter, {}), (graphar.allgather, {})]
     for op, given in calls:
         with pytest.raises(UnsupportedError, match="the group has no backend for cpu tensors"):
             op(torch.ones(3), group, **given)
-    return out.tolist(), graphar.allreduce(torch.ones(3)).tolist()
-
-
-def test_a_group_without_a_backend_for_the_device_is_named():
-    assert run_ranks(call_over_a_group_for_gpus_only, 2) == [([99.0] * 3, [2.0] * 3)] * 2
+    assert (out.tolist(), graphar.allreduce(torch.ones(3)).tolist()) == ([99.0] * 3, [2.0] * 3)
 
 
 # ``sizes`` that rank 0 of two passes with a tensor of shape [4, 3], by the error.

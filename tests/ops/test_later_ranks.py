@@ -1,7 +1,5 @@
 """Lists in which the last rank's tensor alone breaks a rule: they are refused as those whose first one does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

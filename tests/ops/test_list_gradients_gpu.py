@@ -1,7 +1,5 @@
 """Gradients of ops with one tensor per device: ordered on any streams, and without a warning of torch."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

@@ -131,28 +131,6 @@ def test_processes_and_dtensors_get_the_specifications_bits(ranks):
             assert [same_bits(*pair) for pair in zip(others, more, strict=True)] == [0] * 3
 
 
-def disagreeing(rank, ranks):
-    """What a rank is told if the second smooths its labels, and then asks for log-probabilities."""
-    said, (logits, target) = [], drawn(5, 64)
-    for call in (partial(graphar.cross_entropy, label_smoothing=0.1 * rank), LOSS_OR_PROBS[rank]):
-        with graphar.Communicator() as communicator, pytest.raises(graphar.CommunicatorError) as error:
-            call(logits, target.clamp(min=0), group=communicator)
-        said.append(str(error.value))
-    return said
-
-
-LOSS_OR_PROBS = (graphar.cross_entropy, graphar.log_probs)
-
-
-def test_ranks_whose_calls_differ_are_told_what_each_called():
-    for smoothed, other in run_ranks(disagreeing, 2):
-        assert "cross_entropy" in smoothed
-        assert "label_smoothing 0.1" in smoothed
-        assert "vocabulary of 128" in other
-        assert "cross_entropy" in other
-        assert "log_probs" in other
-
-
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,5 @@
 """The gradients of residual and RMSNorm: the specification, the kernels' bits, and what a call keeps for them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -12,7 +10,6 @@ import graphar
 from graphar.numerics import norm_gradients
 from graphar.numerics.norm_gradients import specification
 from tests.cases import bit_patterns, normal, same_bits
-from tests.ops.conformance import world_of_one  # noqa: F401
 
 EPS, OFFSET = NUMBERS = (1e-5, 1.0)
 # Rows that a single thread has, that end within a thread's packs, that have several packs a thread, more rows than

@@ -1,7 +1,5 @@
 """graphar.allreduce_residual_rmsnorm on the CPU: its bits, its gradients, and what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -17,7 +15,6 @@ from graphar.plan.select import Facts, select
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Norm
 from tests.cases import normal, same_bits
-from tests.ops.conformance import world_of_one  # noqa: F401, a fixture
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn

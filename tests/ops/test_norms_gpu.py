@@ -1,7 +1,5 @@
 """Sums with residual and RMSNorm on real GPUs: what the cases of tests.ops.gpu_cases do not ask of them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -13,7 +11,7 @@ from tests.cases import normal, same_bits
 from tests.gpu import Ranks
 from tests.ops.conformance import NORM, SCATTERED_NORM
 from tests.ops.gpu_cases import BF16, NORMS, assert_bits
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +49,11 @@ def test_few_rows_go_in_one_hop_and_many_in_two(ranks: Ranks, case, kernel):
     assert {name: ranks.calls_of(name) for name in case.kernels} == before | {kernel: before[kernel] + 1}
 
 
-def replays(rank, world_size, is_scattered):
+@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
+@pytest.mark.parametrize("is_scattered", [False, True])
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
+@on_ranks(by=run_on_gpus)
+def test_layers_replay_in_graphs_beside_eager_calls(rank, world_size, is_scattered):
     """Unsynchronised layers in a graph, with each output, and eager calls in between: wrong elements."""
     (forms, shapes), layers = LAYERS[is_scattered], []
     for at, shape in enumerate(shapes):
@@ -73,12 +75,5 @@ def replays(rank, world_size, is_scattered):
         eager = run_all()
     torch.cuda.synchronize()
     found = itertools.chain(zip(captured, layers, strict=True), zip(eager, layers, strict=True))
-    return [same_bits(*pair) for ones, (*_, wanted) in found for pair in zip(ones, wanted, strict=True)]
-
-
-@pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
-@pytest.mark.parametrize("is_scattered", [False, True])
-@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-def test_layers_replay_in_graphs_beside_eager_calls(world_size, is_scattered):
-    for found in run_on_gpus(replays, world_size, is_scattered):
-        assert set(found) == {0}
+    found = [same_bits(*pair) for ones, (*_, wanted) in found for pair in zip(ones, wanted, strict=True)]
+    assert set(found) == {0}

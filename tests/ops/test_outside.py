@@ -1,7 +1,5 @@
 """Calls by an algorithm from outside the package on the CPU: they have the result of its specification."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -9,8 +7,10 @@ import torch
 
 import graphar
 from graphar import reference
-from tests.outside import forget_loaded, load
-from tests.processes import run_ranks
+from tests.outside import load
+from tests.processes import on_ranks
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
 OPS = ("allreduce", "reducescatter", "allgather")
 
@@ -32,11 +32,6 @@ def joined_in_reverse(tensors):
 
 
 OWN = {"allreduce": in_reverse, "reducescatter": parts_in_reverse, "allgather": joined_in_reverse}
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 @pytest.fixture
@@ -225,11 +220,8 @@ def test_another_algorithm_is_compiled_again(xs, compiler):
 # ---- a process for each rank ----------------------------------------------------------------------------------------
 
 
-def test_ranks_that_are_processes_compute_the_specification():
-    run_ranks(call_every_op, 3)
-
-
-def call_every_op(rank, world_size):
+@on_ranks(3)
+def test_ranks_that_are_processes_compute_the_specification(rank, world_size):
     xs = [torch.tensor([[1.0, 2.0], [1e8, 1e8], [-1e8, 3.0]])[at] + torch.zeros(5, 2) for at in range(world_size)]
     unequal = [x[: at + 1] for at, x in enumerate(xs)]
     reduce, scatter, gather = (load(op=op, specification=OWN[op]) for op in OPS)
@@ -246,11 +238,8 @@ def call_every_op(rank, world_size):
     assert graphar.allreduce(large, algorithm=reduce)[0] == 6
 
 
-def test_ranks_that_loaded_different_files_or_rows_are_told_what_each_called():
-    run_ranks(disagree, 2)
-
-
-def disagree(rank, world_size):
+@on_ranks(2)
+def test_ranks_that_loaded_different_files_or_rows_are_told_what_each_called(rank, world_size):
     ring = load(threads=128 << rank)
 
     with pytest.raises(graphar.CommunicatorError, match="must make the same graphar calls") as raised:

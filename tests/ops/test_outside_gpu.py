@@ -1,6 +1,4 @@
-"""Calls by algorithms from outside the package, on real GPUs: eager, compiled, captured, prepared and late."""
-
-from __future__ import annotations
+"""Calls by algorithms from outside the package, on several GPUs; test_outside_shared_gpu.py has every way to call."""
 
 import pytest
 import torch
@@ -10,15 +8,10 @@ from graphar import reference
 from graphar.plan import algorithms
 from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks
-from tests.outside import FOLDER, MAX_NBYTES, forget_loaded, load, load_own
-from tests.processes import run_on_gpus
+from tests.outside import FOLDER, MAX_NBYTES, load, load_own
+from tests.processes import on_ranks, run_on_gpus
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_stays_loaded")]
 
 
 def of_every_rank(op, results, world_size):
@@ -49,44 +42,10 @@ def test_every_op_takes_a_kernel_from_outside(ranks: Ranks, op):
     assert ranks.calls_of(own) == 1
 
 
-def test_a_prepared_one_is_captured_and_replayed(fresh_ranks: Ranks):
-    ranks, pushed_sum = fresh_ranks, load()
-    parts = [normal(rank, 8199, torch.bfloat16) for rank in range(ranks.world_size)]
-    xs = ranks.place(parts)
-    outs = [torch.empty_like(x) for x in xs]
-    ranks.communicator.prepare(dtypes=[torch.bfloat16], ops=[pushed_sum])
-
-    graph = ranks.capture(lambda: ranks.communicator.allreduce(xs, out=outs, algorithm=pushed_sum))
-    for _ in range(20):
-        graph.replay()
-    ranks.communicator.synchronize()
-
-    ranks.check_result(outs, parts)
-    assert ranks.calls_of(pushed_sum) == 20
-
-
-def test_a_compiled_graph_takes_it(ranks: Ranks):
-    pushed_sum, parts = load(), [normal(rank, 8192, torch.float32) for rank in range(ranks.world_size)]
-    torch.compiler.reset()
-    compiled = torch.compile(lambda xs: graphar.allreduce(xs, algorithm=pushed_sum), fullgraph=True)
-
-    found = compiled(ranks.place(parts))
-
-    expected = reference.allreduce(parts)
-    assert [same_bits(one.cpu(), expected) for one in found] == [0] * ranks.world_size
-
-
-def test_what_its_kernel_cannot_serve_is_refused(ranks: Ranks):
-    xs = [torch.ones(MAX_NBYTES, device=f"cuda:{rank}") for rank in range(ranks.world_size)]
-
-    with pytest.raises(graphar.UnsupportedError, match=f"its scratch takes {MAX_NBYTES} bytes"):
-        ranks.communicator.allreduce(xs, algorithm=load())
-
-
 def test_a_source_that_does_not_compile_is_told_with_its_line(fresh_ranks: Ranks, tmp_path):
     for file in FOLDER.iterdir():
         (tmp_path / file.name).write_text(file.read_text().replace("output.store", "output.stow"))
-    xs = ranks_of_ones(fresh_ranks)
+    xs = [torch.ones(8, device=f"cuda:{rank}") for rank in range(fresh_ranks.world_size)]
 
     with pytest.raises(graphar.CompileError) as raised:
         fresh_ranks.communicator.allreduce(xs, algorithm=load(tmp_path / "pushed_sum.cu"))
@@ -95,17 +54,10 @@ def test_a_source_that_does_not_compile_is_told_with_its_line(fresh_ranks: Ranks
     assert raised.value.line > 0
 
 
-def ranks_of_ones(ranks: Ranks) -> list[torch.Tensor]:
-    return [torch.ones(8, device=f"cuda:{rank}") for rank in range(ranks.world_size)]
-
-
 @pytest.mark.gpu(2, shared=True)
-def test_processes_may_load_them_in_another_order():
+@on_ranks(2, by=run_on_gpus)
+def test_processes_may_load_them_in_another_order(rank, world_size):
     """A record's number is that of its process."""
-    run_on_gpus(call_after_others, 2)
-
-
-def call_after_others(rank, world_size):
     if rank:
         load(threads=64)
     pushed_sum = load()

@@ -1,7 +1,5 @@
 """An algorithm from outside the package on a GPU that ranks in processes share: like graphar's own in every way."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 
@@ -11,7 +9,7 @@ import torch
 import graphar
 from tests.cases import integers, normal, same_bits
 from tests.outside import MAX_NBYTES, PUSHED_SUM, load
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -27,8 +25,8 @@ def parts(numel, dtype, fill=normal):
     return [fill(rank, numel, dtype) for rank in range(WORLD_SIZE)]
 
 
-def call_in_every_way(rank, world_size):
-    """How many elements are wrong: of new results, of ``out``, compiled, of symmetric tensors, and of replays."""
+@on_ranks(WORLD_SIZE, timeout_s=300)
+def test_every_way_to_call_it_gives_the_specifications_bits_by_its_kernel(rank, world_size):
     torch.cuda.set_device(0)
     mine, wrong = load(), {}
     compiled = torch.compile(lambda x: graphar.allreduce(x, algorithm=mine), backend="eager")
@@ -52,14 +50,10 @@ def call_in_every_way(rank, world_size):
             for way, found in ways.items():
                 wrong[way] = wrong.get(way, 0) + sum(same_bits(y.cpu(), expected) for y in found)
     launches = graphar.stats().launches
-    return wrong, launches[mine], graphar.explain(x, algorithm=mine).algorithm == mine
-
-
-def test_every_way_to_call_it_gives_the_specifications_bits_by_its_kernel():
-    for wrong, launches, explained in run_ranks(call_in_every_way, WORLD_SIZE, timeout_s=300):
-        assert wrong == dict.fromkeys(wrong, 0)
-        assert launches == 3 * len(NUMELS) * (4 + 1 + 1 + 1 + 1 + 3 * 5)
-        assert explained
+    launches, explained = launches[mine], graphar.explain(x, algorithm=mine).algorithm == mine
+    assert wrong == dict.fromkeys(wrong, 0)
+    assert launches == 3 * len(NUMELS) * (4 + 1 + 1 + 1 + 1 + 3 * 5)
+    assert explained
 
 
 def miss(rank, world_size):
@@ -106,7 +100,8 @@ def test_ranks_that_loaded_different_sources_are_told_both(tmp_path):
         assert all(name in said for name in names)
 
 
-def prepare_and_capture(rank, world_size):
+@on_ranks(WORLD_SIZE)
+def test_a_prepared_algorithm_is_captured_without_a_call_and_suspended(rank, world_size):
     torch.cuda.set_device(0)
     mine, x = load(), integers(rank, 8192, torch.bfloat16).cuda()
     with graphar.Communicator() as communicator:
@@ -123,15 +118,11 @@ def prepare_and_capture(rank, world_size):
         graph.replay()
         torch.cuda.synchronize()
         again = same_bits(y.cpu(), graphar.reference.allreduce(parts(8192, torch.bfloat16, integers)))
-        return first, again, str(mine) in communicator.memory().scratch
+        assert (first, again, str(mine) in communicator.memory().scratch) == (0, 0, True)
 
 
-def test_a_prepared_algorithm_is_captured_without_a_call_and_suspended():
-    assert run_ranks(prepare_and_capture, WORLD_SIZE) == [(0, 0, True)] * WORLD_SIZE
-
-
-def take_by_table(rank, world_size):
-    """Whether "auto" takes the algorithm by a table that names it, and the wrong elements of its result."""
+@on_ranks(WORLD_SIZE)
+def test_auto_takes_what_a_table_names(rank, world_size):
     torch.cuda.set_device(0)
     mine, x = load(), integers(rank, 8192, torch.bfloat16).cuda()
     entry = {"max_nbytes": 64 << 10, "algorithm": str(mine), "blocks": 20, "threads": 256}
@@ -142,8 +133,8 @@ def take_by_table(rank, world_size):
         communicator.engine.use_table(replace(table, rows=table.rows | {world_size: [entry, *others]}))
         y = communicator.allreduce(x)
         wrong = same_bits(y.cpu(), graphar.reference.allreduce(parts(8192, torch.bfloat16, integers)))
-        return communicator.explain(x).algorithm == mine, communicator.stats().launches.get(mine), wrong
-
-
-def test_auto_takes_what_a_table_names():
-    assert run_ranks(take_by_table, WORLD_SIZE) == [(True, 1, 0)] * WORLD_SIZE
+        assert (communicator.explain(x).algorithm == mine, communicator.stats().launches.get(mine), wrong) == (
+            True,
+            1,
+            0,
+        )

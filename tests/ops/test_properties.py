@@ -1,7 +1,5 @@
 """Whatever is called in whatever order, every rank gets the specification's bits: all ranks on this CPU."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

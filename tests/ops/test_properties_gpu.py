@@ -1,7 +1,5 @@
 """Whatever is called in whatever order, every GPU gets the specification's bits: all exact algorithms, one process."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

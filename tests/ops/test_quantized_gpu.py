@@ -1,9 +1,6 @@
 """Sums with a codec on real GPUs: every kernel, format, size and part gives the specification's bits on every rank."""
 
-from __future__ import annotations
-
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -97,25 +94,20 @@ def test_residuals_are_what_the_specification_leaves(ranks: Ranks, case, dtype, 
 
 @pytest.mark.parametrize("case", OF_INT4, ids=str)
 def test_a_rank_that_never_calls_is_named_within_the_deadline(fresh_ranks: Ranks, case):
-    numel, world_size, kernel = 65536, fresh_ranks.world_size, Algorithm(kernel_of(case))
+    numel, kernel = 65536, Algorithm(kernel_of(case))
     case.check(fresh_ranks, (numel,), torch.bfloat16)
     drawn = case.draw(fresh_ranks, (numel,), torch.bfloat16)
     counts = [len(y) for (y,) in case.expected(drawn)]
     engine, xs, text = fresh_ranks.communicator.engine, fresh_ranks.place(drawn["x"]), codec("int4").text
     if kernel.op == "reducescatter":
         asked = fresh_ranks.call_of_parts("reducescatter", xs[0], counts, text)
-        (only,) = slices(kernel, world_size, tuple(counts), 2)
+        (only,) = slices(kernel, fresh_ranks.world_size, tuple(counts), 2)
     else:
         asked, only = Call.of(Sum(numel, text), xs[0]), Slice(numel)
     launches = launches_of(engine, asked, by_policy(kernel, asked, engine.facts(asked, xs[0])), only, 0.5)
-    begin = time.monotonic()
     for launch, x, count in zip(launches[:-1], xs, counts, strict=False):
         launch(x, x.new_empty(count))
-    with pytest.raises(graphar.CollectiveTimeout, match="waited past the deadline for rank") as raised:
-        fresh_ranks.communicator.synchronize()
-    assert time.monotonic() - begin < 5
-    record = raised.value.record
-    assert (record.op, record.algorithm, record.sequence, record.peer) == (kernel.op, kernel, 1, world_size - 1)
+    assert fresh_ranks.assert_the_last_is_named(kernel).op == kernel.op
     with pytest.raises(graphar.CollectiveTimeout):
         case.call(fresh_ranks, {"x": xs})
 

@@ -1,7 +1,5 @@
 """reducescatter_push on real GPUs, one process with a tensor a device: to each rank its part of the exact sum."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -170,9 +168,7 @@ def test_sizes_splits_and_delays_at_random(ranks: Ranks):
         numel = int(2 ** choices.uniform(0, 18))
         start = choices.randrange((1 << 18) - numel + 1)
         counts = uneven(ranks, numel, choices)
-        if choices.random() < 0.02:
-            with torch.cuda.device(choices.randrange(ranks.world_size)):
-                torch.cuda._sleep(choices.randrange(3_000_000))
+        ranks.be_late(choices)
         ys = scatter_uneven(ranks, [x[start : start + numel] for x in pool], counts)
         if call % 10 == 0:
             ranks.communicator.synchronize()

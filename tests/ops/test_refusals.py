@@ -1,7 +1,5 @@
 """What ops refuse: errors name the argument, the rule and what came; nothing is sent, and nothing is written."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -5,8 +5,6 @@ for calls with CPU tensors. Its driver and its streams are stand-ins, so that a 
 a list.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib.util
@@ -124,23 +122,23 @@ def test_calls_of_other_sizes_between_do_not_matter(warm, machine, like):
     assert repeats_of(machine, lambda: warm.allreduce(like), lambda: warm.allreduce(other)) == 2
 
 
-def functions_called(call):
-    """The functions that a call calls, of Python and of C."""
+def functions_called(call, until="setprofile", events=("call", "c_call")):
+    """The functions, of Python and of C, that a call calls until the first one of a name."""
     seen = []
 
     def profile(frame, event, argument):
-        if event in ("call", "c_call"):
+        if event in events:
             seen.append(frame.f_code.co_name if event == "call" else argument.__name__)
 
     gc.collect()
-    gc.disable()
+    gc.disable()  # a collection of other tests' objects would call what awaits their end
     sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(None)
         gc.enable()
-    return seen[: seen.index("setprofile")]
+    return seen[: seen.index(until)]
 
 
 @pytest.mark.parametrize(("into", "most"), [("a new tensor", 29), ("another", 31), ("x", 29)])

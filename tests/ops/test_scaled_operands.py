@@ -1,7 +1,5 @@
 """Operands in e4m3 with scales: what the table of conformance does not ask of them, and `graphar.linear`."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 import graphar
-from graphar import CommunicatorError, reference
+from graphar import reference
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.ops import preparation
 from graphar.plan.algorithms import Algorithm
@@ -20,7 +18,6 @@ from tests.ops import specified as by
 from tests.ops.conformance import Form, parameters, scaled
 from tests.ops.specified import FP8
 from tests.plan.test_tiles import Ranks
-from tests.processes import run_ranks
 
 BF16 = torch.bfloat16
 M, N, K = SHAPE = (24, 136, 200)
@@ -42,15 +39,6 @@ OPS = {
     NORM: (partial(by.with_norm, by.products), by.fused_normed),
     SCATTERED_NORM: (partial(by.with_norm_of_parts, by.products), by.fused_scattered_and_normed),
 }
-PARTITIONS = [{"partition": name} for name in ("none", "tiles", "batch_invariant", "split_m")]
-HOW = {
-    SUM: (*PARTITIONS, {"codec": "int8"}, {"epilogue": "gelu(v)"}),
-    SCATTER: (*PARTITIONS, {"codec": "int8"}, {"epilogue": "gelu(v)"}),
-    GATHER: (*PARTITIONS[:2], {"epilogue": "gelu(v)"}, {"dtype": torch.float16}),
-    NORM: (PARTITIONS[0], {"weight_offset": 1.0}, {"dtype": torch.float16}),
-    SCATTERED_NORM: (PARTITIONS[0], {"weight_offset": 1.0}, {"dtype": torch.float16}),
-}
-
 of_ops = partial(pytest.mark.parametrize, "op", ids=lambda op: op.__name__)
 every_format = pytest.mark.parametrize("of", FORMATS)
 
@@ -126,55 +114,6 @@ def test_the_product_of_a_repeated_launch_has_the_specifications_bits(of):
 
 def test_explain_says_that_products_are_multiplied_and_then_summed():
     assert "multiplied, then summed" in str(graphar.explain(SUM, **operands("rows")))
-
-
-# ---- processes ------------------------------------------------------------------------------------------------------
-
-
-def answers(rank, world_size):
-    """By op, this rank's wrong elements in three equal calls of each form, since the third repeats the second."""
-    wrong = dict.fromkeys((op.__name__ for op in OPS), 0)
-    for op in OPS:
-        for form in [*(form_of(op, of) for of in FORMATS), *(form_of(op, "rows", **how) for how in HOW[op])]:
-            tensors = form.tensors(world_size, SHAPE)
-            expected, more = form.expected(tensors)[rank], {}
-            if op is GATHER:
-                more["sizes"] = [len(a) for a in tensors["a"]]
-            for _ in range(3):
-                found = form.of_rank(rank, tensors, **more)
-                wrong[op.__name__] += sum(same_bits(*pair) for pair in zip(found, expected, strict=True))
-    return wrong
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_processes_get_the_specifications_bits_call_after_call(world_size):
-    for wrong in run_ranks(answers, world_size):
-        assert not any(wrong.values()), wrong
-
-
-def refused_as_rank(rank, world_size):
-    """What this rank is told by each op if scales have other formats, and if results have other dtypes."""
-    makes = dict.fromkeys(OPS, by.products) | {op: OPS[op][0] for op in (NORM, SCATTERED_NORM)}
-    calls = [
-        partial(op, **own(by.scaled(("rows", "blocks")[rank], make, 2, (M, N, 256), BF16, normal), rank))
-        for op, make in makes.items()
-    ]
-    calls.append(partial(SUM, **own(operands("rows"), rank), out_dtype=(BF16, torch.float16)[rank]))
-    found = []
-    for call in calls:
-        with pytest.raises(CommunicatorError) as caught:
-            call()
-        found.append(str(caught.value))
-    return found
-
-
-def test_processes_whose_scales_or_results_are_of_other_formats_are_told_so():
-    for *messages, of_dtypes in run_ranks(refused_as_rank, 2):
-        for message in messages:
-            assert "e4m3 operands with scales of rows" in message
-            assert "e4m3 operands with scales of blocks" in message
-        assert "torch.bfloat16" in of_dtypes
-        assert "torch.float16" in of_dtypes
 
 
 # ---- graphar.linear -------------------------------------------------------------------------------------------------

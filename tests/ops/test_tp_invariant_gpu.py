@@ -1,7 +1,5 @@
 """Tensor-parallel invariance on one GPU: what a rank multiplies is a node of the tree, and gradients are too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

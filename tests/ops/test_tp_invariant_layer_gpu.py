@@ -1,7 +1,5 @@
 """Layers of a real size, divided between ranks that share one GPU: the bits of one rank, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Large tensor-parallel invariant matmuls on several GPUs, one process: one kernel has the bits of a single rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Engines plan these calls. No op of one tensor makes them.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,7 @@ from graphar.plan.work import Norm
 from graphar.runtime.bind import residual_norm
 from graphar.runtime.registry import engine_of_group
 from tests.cases import bit_patterns, normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = (BF16, torch.float16, FP32)
@@ -230,8 +228,8 @@ def test_processes_get_the_specifications_bits(world_size):
         assert_bits(op, [found[at][1] for found in by_rank], whole)
 
 
-def call_in_other_orders(rank, world_size):
-    """What a rank is told that adds in another order than its peer."""
+@on_ranks(2)
+def test_ranks_that_add_in_other_orders_are_told(rank, world_size):
     communicator = graphar.Communicator(timeout_s=20)
     x, (residual, weight) = partials(world_size)[rank], residual_and_weight(FP32)
     operands = Operands((x, residual, weight), (torch.empty_like(x), torch.empty_like(x)))
@@ -239,9 +237,5 @@ def call_in_other_orders(rank, world_size):
         communicator.engine.run(
             call_of(ALLREDUCE_NORM, x, world_size, FP32 if rank else None, order="tree" if rank else "rank"), [operands]
         )
-    return str(raised.value)
-
-
-def test_ranks_that_add_in_other_orders_are_told():
-    for message in run_ranks(call_in_other_orders, 2):
-        assert message.count("added as a tree") == 1, message
+    message = str(raised.value)
+    assert message.count("added as a tree") == 1, message

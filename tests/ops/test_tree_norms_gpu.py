@@ -1,7 +1,5 @@
 """Sums of fp32 partials as a tree, with residual and norm, on real GPUs: the specification's bits on every rank."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -84,18 +82,22 @@ def test_processes_get_the_specifications_bits(world_size):
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_the_local_kernel_norms_fp32_sums_of_narrower_residuals(dtype):
-    for rows, columns, fill in itertools.product((1, 265, 700), (8, 1032, 8192, 32768), (normal, bit_patterns)):
-        total = with_canonical_nan(fill(0, rows * columns, FP32).view(rows, columns)).cuda()
+@pytest.mark.parametrize(
+    ("of_sum", "dtype"), [*((dtype, dtype) for dtype in DTYPES), *((FP32, dtype) for dtype in HALVES)], ids=str
+)
+def test_the_local_kernel_norms_sums_to_the_bit_whatever_they_hold(of_sum, dtype):
+    widths = (8, 1032, 8192, (1 << 16) // dtype.itemsize)
+    for rows, columns, fill in itertools.product((1, 265, 700), widths, (normal, bit_patterns)):
+        total = with_canonical_nan(fill(0, rows * columns, of_sum).view(rows, columns)).cuda()
         residual = normal(20, rows * columns, dtype).view(rows, columns).cuda()
         weight = normal(21, columns, dtype).cuda()
-        results = torch.empty_like(residual), torch.empty_like(residual)
-        assert residual_norm.serves(residual, FP32)
+        normed = total if of_sum == dtype else torch.empty_like(residual)  # in place of the sum, where it fits
+        results = normed, torch.empty_like(residual)
+        expected = norms.specification(total, residual, weight, *NUMBERS)
+        assert residual_norm.serves(residual, of_sum)
 
         residual_norm.norm(total, residual, weight, *results, *NUMBERS)
 
-        expected = norms.specification(total, residual, weight, *NUMBERS)
         assert [same_bits(*pair) for pair in zip(results, expected, strict=True)] == [0, 0], (rows, columns)
 
 

@@ -1,7 +1,5 @@
 """Sums as a tree on real GPUs, one process with a tensor a device: the specification's bits, by every algorithm."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -20,7 +18,6 @@ LARGE = 40 << 20  # elements: 160 MB, more than the scratch of two_shot_push tak
 FP32 = torch.float32
 BY_TABLE = [case for case in TREES if not case.kernels]
 ALONG_FIRST = [case for case in SCATTERED_TREES if case.form.options["axis"] == 0]
-PIPELINED = [case for case in TREES if "two_shot_pipelined" in case.kernels]
 
 
 @pytest.mark.parametrize("case", [*BY_TABLE, *ALONG_FIRST], ids=str)
@@ -31,17 +28,6 @@ def test_large_tensors_give_the_specification(ranks: Ranks, case):
 @pytest.mark.parametrize("case", TREES, ids=str)
 def test_an_epilogue_works_on_the_sum_before_it_is_rounded(ranks: Ranks, case):
     replace(case, form=replace(case.form, epilogue="max(v * 3, -1)")).check(ranks, (8199,))
-
-
-@pytest.mark.parametrize("case", PIPELINED, ids=str)
-def test_symmetric_outputs_are_stored_into_directly(ranks: Ranks, case):
-    drawn = case.draw(ranks, (8199,))
-    outs = ranks.communicator.empty(8199, dtype=case.form.options["out_dtype"])
-
-    case.call_into(ranks, case.place(ranks, drawn), outs)
-
-    ranks.communicator.synchronize()
-    assert_bits([(out,) for out in outs], case.expected(drawn))
 
 
 def test_gradients_are_added_as_a_tree(ranks: Ranks):

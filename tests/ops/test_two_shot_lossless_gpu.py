@@ -1,7 +1,5 @@
 """two_shot_lossless on real GPUs, with data that pack well, badly and not at all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

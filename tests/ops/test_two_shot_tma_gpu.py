@@ -1,7 +1,5 @@
 """two_shot_tma with many chunks, which reuse the places in its scratch: its roles wait for each other."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,12 +1,8 @@
 """Warm eager calls of every op: they reach their launch in few Python calls, with the operands of the call before."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-import gc
 import inspect
-import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from types import SimpleNamespace
@@ -21,6 +17,7 @@ from graphar.plan.config import Config
 from graphar.runtime import engine as engines
 from graphar.runtime import runner
 from graphar.runtime.plan import Plan
+from tests.ops.test_repeats import functions_called
 
 MOST_CALLS = 8  # Python calls from the public op to the launch
 BF16 = torch.bfloat16
@@ -116,21 +113,7 @@ def bound(communicator, monkeypatch):
 
 def python_calls(call):
     """The Python functions that are called until the launch, without lambdas, which stand in for functions of torch."""
-    seen = []
-
-    def profile(frame, event, argument):
-        if event == "call":
-            seen.append(frame.f_code.co_name)
-
-    gc.collect()
-    gc.disable()  # a collection of other tests' objects would call what awaits their end
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return [name for name in seen[: seen.index("launch")] if name != "<lambda>"]
+    return [name for name in functions_called(call, until="launch", events=("call",)) if name != "<lambda>"]
 
 
 @pytest.mark.parametrize("name", OPS)

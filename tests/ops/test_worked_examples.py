@@ -4,8 +4,6 @@ In bf16, 257 lies halfway between two numbers and becomes 256, so a sum shows wh
 becomes 2^24, so a sum shows its order of addition: 2^24, 1 and -2^24 give 0, but 1 if added in reverse order.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

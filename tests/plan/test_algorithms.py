@@ -1,7 +1,5 @@
 """The tuning tables, and the algorithms that are chosen by them."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -67,14 +65,6 @@ def test_a_shipped_table_is_valid_and_laid_out_as_tables_are_written(name):
     assert problem_with(json.loads(text)) is None
     assert Table.from_json(text).name == name
     assert Table.from_json(text).to_json() == text
-
-
-@every_kernel
-def test_the_most_threads_are_what_the_kernels_launch_bounds_say(algorithm):
-    bound = re.search(r"__launch_bounds__\((\w+)", source_of(algorithm))[1]
-    named = {"max_threads": scratch.ONE_SHOT_THREADS, "threads": scratch.TMA_THREADS}
-
-    assert algorithm.row.max_threads == (named[bound] if bound in named else int(bound))
 
 
 def assert_can_run(config, world_size):
@@ -243,23 +233,62 @@ def test_slots_whose_data_carry_their_readiness_begin_as_not_yet(algorithm):
     assert algorithm.row.scratch(2).fill == (0xFF if algorithm in SENTINEL else 0)
 
 
+def in_pipeline(header, name):
+    return constant(f"device/sync/{header}.cuh", name)
+
+
+def shard_nbytes(nbytes, n):
+    """The largest shard: whole lines of 128 bytes."""
+    return -(-nbytes // (128 * n)) * 128
+
+
+def slots_of(algorithm, n):
+    """How many slots a kernel's scratch has between ``n`` ranks, and their bytes."""
+    of_pipeline = 2 * in_pipeline("two_shot_pipeline", "pipeline_depth") * scratch.Sizes.pipeline_blocks * n
+    of_parts = in_pipeline("push_pipeline", "push_depth") * scratch.Sizes.allgather_blocks * n
+    of_channels = 2 * constant(file_of(Algorithm.TWO_SHOT_TMA), "tma_depth") * MAX_BLOCKS // 2 * n
+    tensor_nbytes = algorithm.row.limit(n)
+    match algorithm:
+        case Algorithm.ONE_SHOT | Algorithm.ONE_SHOT_UNSTAGED | Algorithm.MULTIMEM_ONE_SHOT:
+            return 2, tensor_nbytes
+        case Algorithm.MULTIMEM_TWO_SHOT:
+            return 1, tensor_nbytes
+        case Algorithm.ONE_SHOT_PUSH:
+            return 2 * n, tensor_nbytes
+        case Algorithm.TWO_SHOT_PUSH:
+            return 4 * n, shard_nbytes(tensor_nbytes, n)  # in both phases, twice
+        case Algorithm.REDUCESCATTER_PUSH:
+            return 2 * n, shard_nbytes(scratch.Sizes.reducescatter_nbytes, n)
+        case Algorithm.ALLGATHER_FLAGGED:
+            return 2 * n, 2 * scratch.Sizes.allgather_flagged_nbytes
+        case Algorithm.ALLGATHER_PUSH:
+            return of_parts, 16 * scratch.Sizes.allgather_chunk
+        case Algorithm.TWO_SHOT_PIPELINED:
+            return of_pipeline, 16 * scratch.Sizes.pipeline_chunk
+        case Algorithm.TWO_SHOT_LOSSLESS:
+            return of_pipeline, scratch.Sizes.lossless_chunk * scratch.LOSSLESS_TILE_NBYTES
+        case Algorithm.TWO_SHOT_TMA:
+            return of_channels, 16 * algorithm.row.scratch(n).capacity
+
+
+WITHOUT_PAD = {*SENTINEL, Algorithm.ALLGATHER_FLAGGED}
+OF_PARTS = (Algorithm.REDUCESCATTER_PUSH, Algorithm.ALLGATHER_FLAGGED, Algorithm.ALLGATHER_PUSH)
+
+
+@pytest.mark.parametrize("algorithm", [*KERNEL_ALGORITHMS, *OF_PARTS])
 @every_world_size
-def test_one_shot_push_has_room_for_every_ranks_tensor_twice(world_size):
-    needs = Algorithm.ONE_SHOT_PUSH.row.scratch(world_size)
+def test_scratch_has_its_slots_behind_a_signal_pad_if_the_data_do_not_carry_their_readiness(world_size, algorithm):
+    needs, (slots, slot_nbytes) = algorithm.row.scratch(world_size), slots_of(algorithm, world_size)
 
-    assert needs.capacity * 16 == Algorithm.ONE_SHOT_PUSH.row.limit(world_size)
-    assert needs.nbytes == 2 * world_size * needs.capacity * 16
-    assert needs.fill == 0xFF
+    pad_nbytes = 0 if algorithm in WITHOUT_PAD else MAX_BLOCKS * MAX_RANKS * 8
+    assert needs.nbytes == pad_nbytes + slots * needs.capacity * 16
+    assert needs.capacity * 16 == slot_nbytes
+    assert needs.nbytes // 16 < 1 << 32 or algorithm not in SENTINEL
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT, Algorithm.ONE_SHOT_UNSTAGED])
-@every_world_size
-def test_one_shot_has_a_signal_pad_and_room_for_two_tensors(world_size, algorithm):
-    needs = algorithm.row.scratch(world_size)
-
-    assert needs.capacity * 16 == algorithm.row.limit(world_size)
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + 2 * needs.capacity * 16
-    assert needs.fill == 0
+def test_the_pairs_of_allgather_flagged_are_whole_for_a_warp_and_two_shot_tma_has_no_more_channels_than_blocks():
+    assert Algorithm.ALLGATHER_FLAGGED.row.scratch(2).capacity % 64 == 0
+    assert scratch.TMA_BLOCKS * constant(file_of(Algorithm.TWO_SHOT_TMA), "channels") <= MAX_BLOCKS // 2
 
 
 @every_world_size
@@ -269,67 +298,6 @@ def test_one_shot_has_shared_memory_for_the_packs_its_threads_have_in_flight(wor
     assert threads == scratch.ONE_SHOT_THREADS
     assert Algorithm.ONE_SHOT.row.scratch(world_size).shared_nbytes == ONE_SHOT_DEPTH * world_size * threads * 16
     assert Algorithm.ONE_SHOT_UNSTAGED.row.scratch(world_size).shared_nbytes == 0
-
-
-@every_world_size
-def test_multimem_one_shot_has_a_signal_pad_and_room_for_two_tensors(world_size):
-    needs = Algorithm.MULTIMEM_ONE_SHOT.row.scratch(world_size)
-
-    assert needs.capacity * 16 == Algorithm.MULTIMEM_ONE_SHOT.row.limit(world_size)
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + 2 * needs.capacity * 16
-    assert needs.fill == 0
-
-
-@every_world_size
-def test_multimem_two_shot_has_a_signal_pad_and_room_for_one_tensor(world_size):
-    needs = Algorithm.MULTIMEM_TWO_SHOT.row.scratch(world_size)
-
-    assert needs.capacity * 16 == Algorithm.MULTIMEM_TWO_SHOT.row.limit(world_size)
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + needs.capacity * 16
-    assert needs.fill == 0
-
-
-@every_world_size
-def test_two_shot_push_has_room_for_a_shard_of_every_rank_in_both_phases_twice(world_size):
-    needs = Algorithm.TWO_SHOT_PUSH.row.scratch(world_size)
-
-    assert needs.capacity * 16 * world_size >= Algorithm.TWO_SHOT_PUSH.row.limit(world_size)
-    assert needs.nbytes == 2 * 2 * world_size * needs.capacity * 16
-    assert needs.fill == 0xFF
-
-
-@every_world_size
-def test_two_shot_pipelined_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
-    needs = Algorithm.TWO_SHOT_PIPELINED.row.scratch(world_size)
-    depth = constant("device/sync/two_shot_pipeline.cuh", "pipeline_depth")
-
-    assert needs.capacity == scratch.Sizes.pipeline_chunk
-    slots = 2 * depth * scratch.Sizes.pipeline_blocks * world_size
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + slots * needs.capacity * 16
-    assert needs.fill == 0
-
-
-@every_world_size
-def test_two_shot_lossless_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
-    needs = Algorithm.TWO_SHOT_LOSSLESS.row.scratch(world_size)
-
-    slots = (
-        2 * constant("device/sync/two_shot_pipeline.cuh", "pipeline_depth") * scratch.Sizes.pipeline_blocks * world_size
-    )
-    assert needs.capacity * 16 == scratch.Sizes.lossless_chunk * scratch.LOSSLESS_TILE_NBYTES
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + slots * needs.capacity * 16
-    assert needs.fill == 0
-
-
-@every_world_size
-def test_two_shot_tma_has_a_signal_pad_and_room_for_a_piece_of_every_channel_rank_and_step(world_size):
-    needs = Algorithm.TWO_SHOT_TMA.row.scratch(world_size)
-    channels = MAX_BLOCKS // 2
-    slots = 2 * constant(file_of(Algorithm.TWO_SHOT_TMA), "tma_depth") * channels * world_size
-
-    assert scratch.TMA_BLOCKS * constant(file_of(Algorithm.TWO_SHOT_TMA), "channels") <= channels
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + slots * needs.capacity * 16
-    assert needs.fill == 0
 
 
 @every_world_size
@@ -361,7 +329,5 @@ def test_a_block_finds_its_shared_memory_on_every_chip_its_kernel_runs_on(algori
 def test_a_kernel_can_count_its_packs_in_32_bits(algorithm, world_size):
     needs = algorithm.row.scratch(world_size)
 
-    if algorithm in (Algorithm.ONE_SHOT_PUSH, Algorithm.TWO_SHOT_PUSH):
-        assert needs.nbytes // 16 < 1 << 32
-        assert algorithm.row.limit(world_size) is not None
+    assert algorithm.row.limit(world_size) is not None or algorithm not in SENTINEL
     assert needs.capacity < 1 << 32

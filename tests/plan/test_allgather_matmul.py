@@ -1,7 +1,5 @@
 """How all-gathers and matmuls overlap, and what the kernel in tiles is given."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
@@ -171,35 +169,24 @@ def test_for_a_rank_without_columns_an_epilogue_reads_zeros_where_its_tensors_ar
 
 
 LINE_OF_COUNTS_NBYTES = 128
+SCALES_OF_ROW = {"": lambda k: 0, "rows": lambda k: 1, "blocks": lambda k: -(-k // 128)}
 
 # ---- scratch --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [8, 1000, 8192, 100_000])
+@pytest.mark.parametrize("scales", SCALES_OF_ROW)
+@pytest.mark.parametrize("k", [8, 16, 1000, 8192, 100_000])
 @pytest.mark.parametrize("world_size", range(2, 9))
-def test_the_rows_of_a_launch_and_their_flags_fit_the_scratch(world_size, k):
-    scratch = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size)
-    rows, row_packs = gathered_rows_a_launch(Algorithm.ALLGATHER_MATMUL, world_size, k), -(-k // 8)
+def test_the_rows_of_a_launch_their_flags_and_scales_fit_the_scratch(world_size, k, scales):
+    scratch, row_packs = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size), -(-k // (16 if scales else 8))
+    rows = gathered_rows_a_launch(Algorithm.ALLGATHER_MATMUL, world_size, k, Factors(scales))
     unit_rows = max(1024 // row_packs, 1)
 
     assert rows > 0
-    assert rows * row_packs <= scratch.capacity
+    assert rows * (row_packs * PACK_NBYTES + 4 * SCALES_OF_ROW[scales](k)) <= scratch.capacity * PACK_NBYTES
     assert -(-rows // unit_rows) <= gathered_flags(scratch.capacity)
     slots = (world_size - 1) * (4 * gathered_flags(scratch.capacity) + scratch.capacity * PACK_NBYTES)
     assert SIGNAL_PAD_NBYTES + LINE_OF_COUNTS_NBYTES + slots == scratch.nbytes
-
-
-@pytest.mark.parametrize(("scales", "of_row"), [("rows", lambda k: 1), ("blocks", lambda k: -(-k // 128))])
-@pytest.mark.parametrize("k", [16, 1000, 8192, 100_000])
-@pytest.mark.parametrize("world_size", range(2, 9))
-def test_the_rows_of_a_launch_and_their_scales_fit_the_scratch(world_size, k, scales, of_row):
-    scratch = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size)
-    rows, row_packs = gathered_rows_a_launch(Algorithm.ALLGATHER_MATMUL, world_size, k, Factors(scales)), -(-k // 16)
-    unit_rows = max(1024 // row_packs, 1)
-
-    assert rows > 0
-    assert rows * (row_packs * PACK_NBYTES + 4 * of_row(k)) <= scratch.capacity * PACK_NBYTES
-    assert -(-rows // unit_rows) <= gathered_flags(scratch.capacity)
 
 
 def test_launches_cover_every_row_once():

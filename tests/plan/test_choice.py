@@ -1,7 +1,5 @@
 """Which algorithm a call takes between GPUs and why, and which kernels must be loaded for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -89,7 +87,9 @@ def test_an_algorithm_without_a_kernel_for_the_dtype_is_refused():
         choose("allreduce", 8, torch.float32, algorithm="two_shot_lossless")
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.ONE_SHOT_PUSH, Algorithm.MULTIMEM_ONE_SHOT])
+@pytest.mark.parametrize(
+    "algorithm", [Algorithm.ONE_SHOT_PUSH, Algorithm.MULTIMEM_ONE_SHOT, Algorithm.MULTIMEM_TWO_SHOT]
+)
 def test_what_is_too_large_for_the_scratch_is_refused(algorithm):
     largest = algorithm.row.limit(4)
 

@@ -1,7 +1,5 @@
 """The grids of calls for which tables have no entries, and the work of their blocks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """graphar.load_algorithm: what its result stands for, and which rows and sources it refuses."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import runpy
@@ -18,14 +16,11 @@ import graphar
 from graphar.numerics.dtypes import BYTE
 from graphar.plan.row import FLOATS, Grid, Slicing
 from graphar.plan.scratch import MAX_BLOCKS, SIGNAL_PAD_NBYTES, Scratch
-from tests.outside import FOLDER, MAX_NBYTES, forget_loaded, load, slots
+from tests.outside import FOLDER, MAX_NBYTES, load, slots
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
 SOURCE = FOLDER / "pushed_sum.cu"
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Whose matmul multiplies before a sum: graphar's or torch's, by rows, waves of tiles and measured shapes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls by algorithms from outside the package: how they are chosen, refused, prepared and put into words."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -21,17 +19,14 @@ from graphar.plan.tables import shipped_table
 from graphar.plan.work import Parts, Sum, TensorTuple
 from graphar.ranks import agreement
 from graphar.runtime.checks import call_checks
-from tests.outside import MAX_NBYTES, forget_loaded, load
+from tests.outside import MAX_NBYTES, load
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
 BF16 = torch.bfloat16
 H200 = shipped_table("nvidia_h200")
 FACTS = Facts(4, H200, Chip(132, "sm_90a"))
 OPS = ("allreduce", "reducescatter", "allgather")
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 def work_of(op, nbytes):

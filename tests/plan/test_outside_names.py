@@ -1,7 +1,5 @@
 """Algorithms from outside the package among the builtin ones: found by name, and by the number in a record."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -9,14 +7,10 @@ import pytest
 
 from graphar.plan import algorithms
 from graphar.plan.algorithms import ROWS, Algorithm
-from tests.outside import forget_loaded
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
 ROW = ROWS[Algorithm.ONE_SHOT_PUSH]
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 def test_an_algorithm_from_outside_is_found_by_its_name():

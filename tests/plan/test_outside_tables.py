@@ -1,7 +1,5 @@
 """Algorithms from outside the package in tuning tables: chosen where they are loaded, and passed over elsewhere."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -19,7 +17,9 @@ from graphar.plan.scratch import WORLD_SIZES, Scratch
 from graphar.plan.select import Facts, needed_kernels
 from graphar.plan.tables import Table, problem_with, shipped_table
 from graphar.plan.work import Parts, Sum, TensorTuple
-from tests.outside import forget_loaded, load, unload
+from tests.outside import load, unload
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
 BF16 = torch.bfloat16
 CHIP = Chip(132, "sm_90a")
@@ -27,11 +27,6 @@ H200 = shipped_table("nvidia_h200")
 LIMIT = 64 << 10
 SIGNALLED = Scratch.of_slots(64, 4096, signal_pad=True)
 OPS = ("allreduce", "reducescatter", "allgather")
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 def table_with(algorithm, **changes):

@@ -1,7 +1,5 @@
 """Reduce-scatter's and all-gather's kernels: their grids, their scratch, and the slices of a call."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from itertools import pairwise
@@ -17,7 +15,7 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.entries import by_entries, fitted
 from graphar.plan.entries import config_of as config_of_entry
 from graphar.plan.policy import Chip
-from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, PACK_NBYTES, WORLD_SIZES
+from graphar.plan.scratch import PACK_NBYTES, WORLD_SIZES
 from graphar.plan.slices import Slice, row_slices, slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Parts
@@ -27,6 +25,7 @@ from graphar.runtime import compiler
 from graphar.runtime.bind import collective, launches
 from graphar.runtime.catalogue import KERNELS, file_of
 from graphar.runtime.runner import Runner
+from tests.plan.test_algorithms import assert_can_run
 
 H200 = shipped_table("nvidia_h200")
 PARTS = H200.parts
@@ -89,10 +88,8 @@ def test_a_grid_is_one_its_kernel_can_run(op):
     for nbytes in SIZES:
         config = config_of(op, nbytes)
         assert config.algorithm.op == op
-        assert 1 <= config.blocks <= config.algorithm.row.max_blocks
-        assert 32 <= config.threads <= int(re.search(r"__launch_bounds__\((\d+)", text_of(config.algorithm))[1])
-        assert config.threads % 32 == 0
-        assert config.chunk <= config.algorithm.row.scratch(2).capacity
+        assert_can_run(config, 2)
+        assert config.threads <= int(re.search(r"__launch_bounds__\((\d+)", text_of(config.algorithm))[1])
         assert (config.chunk > 0) == (config.algorithm is ALLGATHER)
 
 
@@ -145,38 +142,6 @@ def test_a_reducescatter_with_a_norm_has_room_for_the_longest_row_and_splits_non
         assert max(max(one.count) for one in made) <= capacity * 8
         assert [sum(of_rank) for of_rank in zip(*(one.count for one in made), strict=True)] == counts
         assert len(made) == -(-rows[0] // (capacity * 8 // columns))
-
-
-@every_world_size
-def test_reducescatter_push_has_room_for_a_part_of_every_rank_twice(world_size):
-    needs = REDUCESCATTER.row.scratch(world_size)
-
-    assert needs.capacity * PACK_NBYTES * world_size >= scratch.Sizes.reducescatter_nbytes
-    assert needs.nbytes == 2 * world_size * needs.capacity * PACK_NBYTES
-    assert needs.nbytes // PACK_NBYTES < 1 << 32
-    assert needs.fill == 0xFF
-
-
-@every_world_size
-def test_allgather_flagged_has_room_for_the_pairs_of_a_part_of_every_rank_twice(world_size):
-    needs = FLAGGED.row.scratch(world_size)
-
-    assert needs.capacity == 2 * scratch.Sizes.allgather_flagged_nbytes // PACK_NBYTES
-    assert needs.capacity % 64 == 0  # a warp's pairs are whole
-    assert needs.nbytes == 2 * world_size * needs.capacity * PACK_NBYTES
-    assert needs.fill == 0
-
-
-@every_world_size
-def test_allgather_push_has_a_signal_pad_and_room_for_a_chunk_of_every_block_rank_and_step(world_size):
-    needs = ALLGATHER.row.scratch(world_size)
-    header = (compiler.source_directory() / "device/sync/push_pipeline.cuh").read_text()
-    depth = int(re.search(r"constexpr u32 push_depth = (\d+);", header)[1])
-
-    assert needs.capacity == scratch.Sizes.allgather_chunk
-    slots = depth * scratch.Sizes.allgather_blocks * world_size
-    assert needs.nbytes == MAX_BLOCKS * MAX_RANKS * 8 + slots * needs.capacity * PACK_NBYTES
-    assert needs.fill == 0
 
 
 def test_steps_of_allgather_push_may_wrap():

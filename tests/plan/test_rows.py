@@ -1,7 +1,5 @@
 """The rows of algorithms agree with the kernels' files, and all facts about a chip are in one file."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

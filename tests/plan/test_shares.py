@@ -1,9 +1,6 @@
 """Each communicator's grids take a share of the GPU, by how many communicators are declared. The rule is (18)."""
 
-from __future__ import annotations
-
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +15,8 @@ from graphar.plan.matmuls import prefers_tiles
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.select import Facts, select
-from graphar.plan.slices import Slice
 from graphar.plan.tables import shipped_table
-from graphar.plan.tiles import GATHERED_TILES, SKINNY_TILES, SUMMED_TILES
 from graphar.plan.work import Norm, Parts, Sum
-from graphar.product import tile_launches
-from graphar.product.tile_launches import Matrices, gathered_tiles, skinny, summed_tiles
 
 SMS, TABLE = 132, shipped_table("nvidia_h200")
 MANY = (2, 3, 4, 7, 14)
@@ -54,24 +47,6 @@ def configs(chip):
                 yield select(Call(Sum(nbytes // 2), torch.bfloat16, 0, algorithm=algorithm), facts).config
 
 
-def grids_of_tiles(chip, monkeypatch):
-    """The grids of matmuls of many rows and columns, with whether the tile's blocks lie in clusters."""
-    monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: tile_launches.TensorMap())
-    monkeypatch.setattr(tile_launches, "operand_maps", lambda *given: [tile_launches.TensorMap()])
-    monkeypatch.setattr(tile_launches, "rows_map", lambda *given: tile_launches.TensorMap())
-    monkeypatch.setattr(tile_launches, "weight_map", lambda *given: None)
-    rows, columns, k = 8192, 16384, 64
-    a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, k), (columns, k), (rows, columns)))
-    whole = [tile_launches.matrix_of(x) for x in (a, w)]
-    arguments = SimpleNamespace(world_size=2, rank=0, capacity=0, scratch=[0, 0])
-    one = Slice(rows * columns, begin=(0, rows // 2), count=(rows // 2, rows // 2))
-    made = ((summed_tiles, SUMMED_TILES), (gathered_tiles, GATHERED_TILES), (skinny, SKINNY_TILES))
-    for bind, tiles in made:
-        for tile in tiles:
-            own = Matrices(*whole, "by_rows", out[: tile.rows] if bind is skinny else out)
-            yield bind(tile, own, one, arguments, slice(None), chip)[1]
-
-
 def halves_of_sms(config):
     """The halves of SMs that a grid takes. Blocks of a cluster count as whole SMs: they may lie on one each."""
     halves = config.algorithm.row.takes_half(config.threads) and config.cluster == 1
@@ -84,17 +59,6 @@ def test_grids_of_as_many_communicators_as_declared_fit_on_the_gpu(communicators
 
     assert (communicators * most <= 2 * SMS) == (communicators > 2)
     assert most >= 2 * SMS // communicators - communicators  # and leave little of it unused
-
-
-@every_number
-def test_tiles_of_as_many_communicators_as_declared_fit_on_the_gpu(communicators, monkeypatch):
-    grids = [*grids_of_tiles(Chip(SMS, "sm_90a", communicators), monkeypatch)]
-
-    if communicators == 2:
-        assert {grid.blocks for grid in grids if grid.cluster == 1} == {SMS - 1}
-        assert {grid.blocks for grid in grids if grid.cluster == 2} == {SMS - 4}
-    else:
-        assert all(communicators * grid.blocks <= SMS and grid.blocks % grid.cluster == 0 for grid in grids)
 
 
 def test_two_communicators_have_the_grids_that_were_measured():

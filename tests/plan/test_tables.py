@@ -1,7 +1,5 @@
 """Tuning tables: where they are found, which are refused, and the times that they predict."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -27,7 +25,7 @@ from graphar.plan.work import Sum
 from graphar.runtime import cache, launcher, life, setup
 from graphar.runtime.user_tables import find_table
 from tests.cases import of_table
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
 DEVICE = "NVIDIA B999"
 ENTRIES = shipped_table("default").rows[2]
@@ -237,7 +235,9 @@ def test_a_table_is_not_written_to_a_folder_that_others_may_write(user_folder):
         store(MINE)
 
 
-def set_up_with_a_table_of_its_own(rank, world_size, folder):
+@on_ranks(2)
+def test_the_table_of_rank_0_serves_all_ranks(rank, world_size, tmp_path):
+    folder = tmp_path
     os.environ["GRAPHAR_CACHE_DIR"] = f"{folder}/{rank}"
     store(replace(MINE, machine=f"that of rank {rank}"))
     torch.cuda.get_device_name = lambda device: DEVICE
@@ -247,11 +247,7 @@ def set_up_with_a_table_of_its_own(rank, world_size, folder):
     setup.Member = setup.Runner = setup.TorchMemory = lambda *_: None
     communicator = graphar.Communicator()
     communicator.engine._set_up(torch.device("cuda", 0))
-    return communicator.engine.table.machine
-
-
-def test_the_table_of_rank_0_serves_all_ranks(tmp_path):
-    assert run_ranks(set_up_with_a_table_of_its_own, 2, tmp_path) == ["that of rank 0"] * 2
+    assert communicator.engine.table.machine == "that of rank 0"
 
 
 # ---- expected times -------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """All-gathers of several tensors: their kernels, what ranks compare, and what a launch is given."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which calls one kernel multiplies and sums tile by tile, and what it is given."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 
@@ -68,11 +66,16 @@ def operand(dtype=torch.bfloat16, is_cuda=True):
     return SimpleNamespace(is_cuda=is_cuda, dtype=dtype)
 
 
-def takes(ranks=None, partition="tiles", codec="", a=None, rows=4096, columns=8192):
+def takes(ranks=None, partition="tiles", a=None, rows=4096, columns=8192, op=MATMUL_ALLREDUCE, **how):
     ranks = ranks or Ranks()
     counts = tuple(matmuls.owned_rows(rows, ranks.world_size))
-    work = Product(MATMUL_ALLREDUCE, counts, columns, codec=codec, partition=partition)
+    work = Product(op, counts, columns, partition=partition, **how)
     return takes_tiles(ranks, Call(work, torch.bfloat16, 0), a or operand())
+
+
+# Products of every kind: in 16 bits, with scales, and as a tree.
+KINDS = [{}, {"partition": "auto", "format": "rows"}, {"partition": "auto", "format": "blocks"}]
+KINDS += [{"partition": "tp_invariant"}]
 
 
 @pytest.mark.parametrize("rows", [1, 64, 100000])
@@ -80,22 +83,29 @@ def test_what_asks_for_tiles_gets_them_at_any_size(rows):
     assert takes(rows=rows, columns=8)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "".join(map(str, kind.values())) or "plain")
 @pytest.mark.parametrize(
     "call",
     [
         {"a": operand(torch.float32)},
         {"a": operand(is_cuda=False)},
-        {"codec": "fp8_e4m3"},
-        {"codec": "int4", "columns": 8208},
         {"columns": 8196},
+        {"columns": 1 << 19},
         {"ranks": Ranks(no_kernel="kernels serve 2 to 8 ranks, not 9")},
         {"ranks": Ranks(arch="sm_90")},
         {"partition": "none"},
-        {"partition": "split_m"},
     ],
-    ids=["fp32", "cpu", "codec", "buckets", "columns", "ranks", "device", "none", "split_m"],
+    ids=["fp32", "cpu", "columns", "scratch", "ranks", "device", "none"],
 )
-def test_what_the_kernel_cannot_serve_goes_another_way(call):
+def test_what_the_kernel_cannot_serve_goes_another_way(kind, call):
+    assert takes(**kind)
+    assert not takes(**kind | call)
+
+
+@pytest.mark.parametrize(
+    "call", [{"codec": "fp8_e4m3"}, {"codec": "int4", "columns": 8208}, {"partition": "split_m"}], ids=str
+)
+def test_codecs_and_partitions_without_a_kernel_go_another_way(call):
     assert not takes(**call)
 
 
@@ -127,7 +137,7 @@ def test_batch_invariant_calls_take_it_where_auto_does(world_size, rows):
     [(2, 4096, True), (2, 4095, False), (2, 1, False), (4, 2048, True), (4, 2047, False), (3, 4096, False)],
 )
 def test_auto_takes_a_codec_where_that_was_measured_to_be_faster(world_size, rows, taken):
-    assert takes(Ranks(world_size), "auto", "int8", rows=rows) == taken
+    assert takes(Ranks(world_size), "auto", codec="int8", rows=rows) == taken
     assert not matmuls.prefers_tiles(POLICY, CHIP, world_size, rows, 8192, scattered=True, codec="int8")
 
 

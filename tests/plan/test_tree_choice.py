@@ -1,7 +1,5 @@
 """Which algorithm adds as a tree, and which kernel it launches."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

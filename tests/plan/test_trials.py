@@ -1,7 +1,5 @@
 """Trials: every number of a policy has one, every value makes a valid table, and noise changes nothing."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, is_dataclass
 

@@ -1,7 +1,5 @@
 """Tuning: candidates, and the table made of measurements."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,6 +1,4 @@
-"""``constant_weight`` on its way from a call to the kernel, and where it is dropped. Needs no GPU."""
-
-from __future__ import annotations
+"""``constant_weight`` on its way from a call to a plan; test_scaled_skinny.py has what the kernel is told."""
 
 import contextlib
 from types import SimpleNamespace
@@ -9,98 +7,21 @@ import pytest
 import torch
 
 import graphar
-from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
-from graphar.plan.call import Call, Operands
-from graphar.plan.policy import Chip
-from graphar.plan.slices import Slice
+from graphar.plan.call import Call
 from graphar.plan.tables import shipped_table
-from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
-from graphar.product import fused, products, tile_launches
-from graphar.product.fused import FusedMatmul, fused_matmul
-from graphar.product.operands import MatmulOperands, operands_of
+from graphar.product import products
 from graphar.ranks import agreement
-from graphar.runtime.arguments import MatmulArguments
 from graphar.runtime.watch.hook import watching
 from tests import inside
 from tests.cases import normal
 from tests.processes import run_ranks
 
 ROWS, COLUMNS, K = 4, 16, 24
-MEMBER = SimpleNamespace(rank=0, device=0)
 
 
 def product(rows=ROWS, **how):
     return Product(MATMUL_ALLREDUCE, (rows, 0), COLUMNS, **how)
-
-
-def operands(rows=ROWS, k=K, w=None):
-    a = torch.zeros(rows, k, dtype=torch.bfloat16)
-    w = torch.zeros(COLUMNS, k, dtype=torch.bfloat16) if w is None else w
-    return Operands((a, w), (a.new_empty(rows, COLUMNS),))
-
-
-# ---- to the kernel --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def launches_of(monkeypatch):
-    """The fused matmul of two ranks for a work; its launches are recorded, and bound to nothing."""
-    monkeypatch.setattr(fused, "KernelLaunch", lambda function, parameters, grid: parameters)
-    monkeypatch.setattr(fused, "bind_launch", lambda runner, member, launch, *rest: launch)
-    monkeypatch.setattr(fused, "_why_not", lambda own: "")  # the operands are on the CPU
-    monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: None)
-    functions = {(skinny_tile(ROWS), layout): None for layout in LAYOUTS}
-    runner = SimpleNamespace(
-        chip=Chip(132, MATMUL_ARCH),
-        members=[MEMBER],
-        kernels=SimpleNamespace(prepare_all=lambda *given: [functions]),
-        arguments=lambda *given: None,
-    )
-    table = shipped_table("nvidia_h200")
-    engine = SimpleNamespace(runner=runner, world_size=2, devices=None, table=table, deadline=lambda call: 1.0)
-
-    def launches(work):
-        call = Call(work, torch.bfloat16, 0)
-        return fused_matmul(engine, call, Algorithm.MATMUL_ONE_SHOT)
-
-    return launches
-
-
-def told(launches: FusedMatmul, own: MatmulOperands) -> bool:
-    """Whether a launch tells the kernel that the weight is constant."""
-    placed = launches._place(own)
-    (arguments,) = [
-        one for one in launches._launch(MEMBER, placed, Slice(ROWS * COLUMNS)) if isinstance(one, MatmulArguments)
-    ]
-    return bool(arguments.constant_weight)
-
-
-@pytest.mark.parametrize("constant_weight", [False, True])
-def test_a_skinny_kernel_is_told_what_the_caller_said(launches_of, constant_weight):
-    work = product(constant_weight=constant_weight)
-
-    assert told(launches_of(work), operands_of(work, operands())) is constant_weight
-
-
-def test_a_weight_that_is_copied_first_is_not_constant(launches_of):
-    work = product(constant_weight=True)
-    misaligned = torch.zeros(COLUMNS * K + 1, dtype=torch.bfloat16)[1:].view(COLUMNS, K)
-
-    assert not told(launches_of(work), operands_of(work, operands(w=misaligned)))
-
-
-def test_zeros_in_place_of_no_columns_are_not_constant(launches_of):
-    work = product(constant_weight=True)
-
-    assert not told(launches_of(work), operands_of(work, operands(k=0)))
-
-
-def test_launches_at_equal_addresses_are_apart(launches_of):
-    launches, own = launches_of(product()), operands_of(product(), operands())
-    constant = operands_of(product(constant_weight=True), Operands((own.a, own.w), (own.out,)))
-
-    assert [told(launches, one) for one in (own, constant, own)] == [False, True, False]
 
 
 @pytest.mark.parametrize(("rows", "says"), [(ROWS, True), (8192, False)])

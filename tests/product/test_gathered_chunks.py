@@ -1,7 +1,5 @@
 """An all-gather and matmul in chunks, between ranks in the host's memory: each step is done when it is enqueued."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

@@ -1,7 +1,5 @@
 """The launches of fused matmuls, which are bound to what their ranks agree on. Needs no GPU."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ from graphar.plan.factors import Factors
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table
-from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, SKINNY_TILES
+from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, SKINNY_TILES, SUMMED_TILES
 from graphar.plan.work import Product
 from graphar.product import fused, gemm, tile_launches
 from graphar.product.fused import fused_matmul, place_gathering
@@ -193,11 +191,11 @@ def test_parts_of_few_rows_take_low_tiles(rows, columns, height):
 # ---- room for another communicator ----------------------------------------------------------------------------------
 
 # Each kind of launch, with the tiles that it may take.
-KINDS = [(summed_tiles, tile) for tile in Algorithm.MATMUL_ALLREDUCE.row.tiles]
+KINDS = [(summed_tiles, tile) for tile in SUMMED_TILES]
 KINDS += [(gathered_tiles, tile) for tile in GATHERED_TILES] + [(skinny, tile) for tile in SKINNY_TILES]
 
 
-def grid_of(monkeypatch, kind, tile, sms, columns):
+def grid_of(monkeypatch, kind, tile, sms, columns, communicators=2):
     """The grid of a launch whose result has so many columns."""
     monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: tile_launches.TensorMap())
     monkeypatch.setattr(tile_launches, "operand_maps", lambda *given: [tile_launches.TensorMap()])
@@ -208,7 +206,7 @@ def grid_of(monkeypatch, kind, tile, sms, columns):
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
     (one,) = [Slice(rows * columns)] if kind is skinny else row_slices((rows // 2,) * 2, rows)
     own = Matrices(matrix_of(a), matrix_of(w), "by_rows", out)
-    return kind(tile, own, one, arguments, slice(None), Chip(sms, MATMUL_ARCH))[1]
+    return kind(tile, own, one, arguments, slice(None), Chip(sms, MATMUL_ARCH, communicators))[1]
 
 
 @pytest.mark.parametrize("sms", [132, 131, 108, 78])
@@ -220,6 +218,15 @@ def test_a_large_grid_leaves_an_sm_free_or_as_many_as_two_of_its_clusters_take(m
     assert grid.blocks % grid.cluster == 0
     left = sms // tile.cluster - grid.blocks // tile.cluster
     assert left == (1 if tile.cluster == 1 else 2)
+
+
+@pytest.mark.parametrize("communicators", [3, 4, 7, 14])
+@pytest.mark.parametrize(("kind", "tile"), KINDS, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_grids_of_as_many_communicators_as_declared_fit_on_the_gpu(monkeypatch, kind, tile, communicators):
+    grid = grid_of(monkeypatch, kind, tile, 132, 1 << 15, communicators)
+
+    assert communicators * grid.blocks <= 132
+    assert grid.blocks % grid.cluster == 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from graphar.errors import UnsupportedError
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
 from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.tables import shipped_table
-from graphar.plan.tiles import LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
+from graphar.plan.tiles import FP8_TILES, LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
 from graphar.product import gemm, tensor_maps
 from graphar.product.tensor_maps import Matrix, matrix_of
 from graphar.runtime import compiler
@@ -27,7 +27,6 @@ from perf.cubin import resources
 POLICY = shipped_table("nvidia_h200").matmul
 SHARED_NBYTES_OF_A_BLOCK = 227 * 1024  # on sm_90
 EVERY_TILE = tuple(itertools.chain(*LEAF_TILES.values()))
-every_tile = pytest.mark.parametrize("tile", EVERY_TILE, ids=str)
 OF_WHOLE = (pytest.mark.catalogue, pytest.mark.whole)
 every_kind = pytest.mark.parametrize(  # of each tile one kind; in the whole run all of them
     ("tile", "layout", "out_dtype"),
@@ -59,6 +58,15 @@ def compile_with_log(source):
     return bytes(compiled.code), compiled.symbol_mapping[source.name].decode(), log.getvalue()
 
 
+def assert_asynchronous_and_in_registers(source, threads):
+    image, symbol, log = compile_with_log(source)
+    needed = resources(image, symbol)
+
+    assert log.strip() == ""  # it would say that it serializes wgmma, or ignores setmaxnreg
+    assert needed.stack_nbytes == 0
+    assert needed.registers <= 65536 // threads // 8 * 8
+
+
 def columns_of(rows, columns, leading, dtype=torch.bfloat16):
     """A matrix whose rows are ``leading`` elements apart."""
     return torch.zeros(rows, leading, dtype=dtype)[:, :columns]
@@ -69,12 +77,7 @@ def columns_of(rows, columns, leading, dtype=torch.bfloat16):
 
 @every_kind
 def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers(tile, layout, out_dtype):
-    image, symbol, log = compile_with_log(matmul_source(torch.bfloat16, tile, layout, out_dtype))
-    needed = resources(image, symbol)
-
-    assert log.strip() == ""  # it would say that it serializes wgmma, or ignores setmaxnreg
-    assert needed.stack_nbytes == 0
-    assert needed.registers <= 65536 // tile.threads // 8 * 8
+    assert_asynchronous_and_in_registers(matmul_source(torch.bfloat16, tile, layout, out_dtype), tile.threads)
 
 
 @pytest.mark.parametrize("tile", [POLICY.large_tile, POLICY.alternating_tile], ids=str)
@@ -99,7 +102,7 @@ def test_the_assembler_tells_of_a_sum_that_is_touched_too_early(monkeypatch, tmp
     assert "is injected" in log  # which wait is, assemblers of different versions say in different words
 
 
-@every_tile
+@pytest.mark.parametrize("tile", [*EVERY_TILE, *FP8_TILES], ids=str)
 def test_a_block_fits_into_an_sm(tile):
     assert tile.shared_nbytes <= SHARED_NBYTES_OF_A_BLOCK
 
@@ -217,27 +220,6 @@ def test_the_tile_serves_the_layout_of_the_weight(layout):
 # ---- what is launched -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """What would be launched, as a list of (parameters, blocks, threads, cluster)."""
-    given = []
-    monkeypatch.setattr(gemm, "_function", lambda *arguments: None)
-    monkeypatch.setattr(gemm, "tensor_map", lambda matrix, box_rows: (matrix, box_rows))
-
-    monkeypatch.setattr(gemm.launcher, "clusters_at_once", lambda function, grid: 120 // grid.cluster)
-    gemm._clusters_at_once.cache_clear()
-
-    def launch(function, parameters, grid):
-        given.append((parameters, grid.blocks, grid.threads, grid.cluster))
-        return SimpleNamespace(enqueue=None)
-
-    monkeypatch.setattr(gemm, "Launch", launch)
-    gemm._bind.cache_clear()
-    yield given
-    gemm._bind.cache_clear()
-    gemm._clusters_at_once.cache_clear()
-
-
 def bind(tile, layout="by_rows", m=1000, n=520, k=200, sms=132):
     w = (n, k) if layout == "by_rows" else (k, n)
     a, w, c = (Matrix(4096, torch.bfloat16, *shape, shape[1]) for shape in ((m, k), w, (m, n)))
@@ -248,22 +230,22 @@ def test_no_more_blocks_than_sms_and_than_tiles(launches):
     for sms in (1, 7, 132):
         bind(MatmulTile(128, 128, 6), sms=sms)
 
-    assert [blocks for _, blocks, _, _ in launches] == [1, 7, 40]
+    assert [grid.blocks for *_, grid in launches] == [1, 7, 40]
 
 
 def test_a_grid_is_whole_clusters(launches):
     for sms in (1, 7, 132):
         bind(MatmulTile(128, 256, 4, cluster=2), sms=sms)
 
-    assert [blocks for _, blocks, _, _ in launches] == [2, 6, 24]
+    assert [grid.blocks for *_, grid in launches] == [2, 6, 24]
 
 
 @pytest.mark.parametrize(("split", "blocks"), [(2, 80), (4, 120), (8, 120)])
 def test_blocks_that_split_leaves_are_no_more_than_run_at_once(launches, split, blocks):
     bind(MatmulTile(128, 128, 5, leaves=8, split=split), k=512)
 
-    ((parameters, found, _, cluster),) = launches
-    assert (found, cluster) == (blocks, split)
+    ((_, parameters, grid),) = launches
+    assert (grid.blocks, grid.cluster) == (blocks, split)
     assert (parameters[3].c, parameters[3].c_leading) == (4096, 520)
 
 
@@ -271,7 +253,7 @@ def test_blocks_that_split_leaves_are_no_more_than_run_at_once(launches, split, 
 def test_the_last_round_of_tiles_has_a_launch_of_its_own_if_its_leaves_are_split(launches, split, sms, blocks):
     bind(MatmulTile(128, 128, 5, leaves=8, tail_split=split), k=512, sms=sms)
 
-    found = [(one[0][3].first_tile, one[0][3].end_tile, one[1], one[3]) for one in launches]
+    found = [(one[3].first_tile, one[3].end_tile, grid.blocks, grid.cluster) for _, one, grid in launches]
     assert found == [(0, sms, sms, 1), (sms, 40, blocks, split)]
 
 
@@ -279,15 +261,15 @@ def test_the_last_round_of_tiles_has_a_launch_of_its_own_if_its_leaves_are_split
 def test_rounds_that_are_all_full_or_a_last_one_alone_take_one_launch(launches, sms, blocks, cluster):
     bind(MatmulTile(128, 128, 5, leaves=8, tail_split=2), k=512, sms=sms)
 
-    ((parameters, *found),) = launches
-    assert (parameters[3].first_tile, parameters[3].end_tile, found[0], found[2]) == (0, 40, blocks, cluster)
+    ((_, (*_, sizes), grid),) = launches
+    assert (sizes.first_tile, sizes.end_tile, grid.blocks, grid.cluster) == (0, 40, blocks, cluster)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_launch_is_told_sizes_and_groups_of_the_rows_there_are(launches, layout):
     bind(MatmulTile(64, 64, 12), layout, m=300, n=5, k=7)
 
-    arguments = launches[0][0][3]
+    arguments = launches[0][1][3]
     told = [getattr(arguments, name) for name in ("bias", "m", "n", "k", "group_rows")]
     assert told == [0, 300, 5, 7, 5]
 
@@ -296,7 +278,7 @@ def test_boxes_of_a_are_no_higher_than_a(launches):
     for m in (1, 17, 64, 65):
         bind(MatmulTile(64, 64, 12), m=m)
 
-    assert [parameters[0][1] for parameters, *_ in launches] == [8, 24, 64, 64]
+    assert [parameters[0][1] for _, parameters, _ in launches] == [8, 24, 64, 64]
 
 
 @pytest.mark.parametrize(
@@ -306,18 +288,17 @@ def test_boxes_of_a_are_no_higher_than_a(launches):
 def test_the_blocks_of_a_cluster_share_the_boxes_of_w(launches, layout, cluster, rows):
     bind(MatmulTile(128, 192, 4, cluster), layout)
 
-    a, w, c = [box_rows for _, box_rows in launches[0][0][:3]]
+    a, w, c = [box_rows for _, box_rows in launches[0][1][:3]]
     assert (a, w, c) == (128, rows, 64)
 
 
-def test_a_result_in_fp32_takes_the_kernel_that_does_not_round(launches, monkeypatch):
-    asked, tile = [], MatmulTile(64, 64, 12, leaves=8)
-    monkeypatch.setattr(gemm, "_function", lambda *arguments: asked.append(arguments))
+def test_a_result_in_fp32_takes_the_kernel_that_does_not_round(launches):
+    tile = MatmulTile(64, 64, 12, leaves=8)
     a, w = (Matrix(0, torch.bfloat16, rows, 512, 512) for rows in (100, 72))
 
     gemm._bind(0, tile, "by_rows", 132, a, w, Matrix(0, torch.float32, 100, 72, 72), 0)
 
-    assert asked == [(0, torch.bfloat16, tile, "by_rows", torch.float32)]
+    assert launches[0][0] == (torch.bfloat16, tile, "by_rows", torch.float32)
 
 
 def test_the_default_tile_has_the_leaves(monkeypatch):

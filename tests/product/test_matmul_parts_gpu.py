@@ -1,7 +1,5 @@
 """Matmuls that end in a sum over ranks, in one kernel, on GPUs: the bits of a matmul whose result is then reduced."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

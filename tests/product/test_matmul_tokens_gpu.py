@@ -1,7 +1,5 @@
 """Matmuls of few rows whose result is summed, in one kernel on GPUs: in one process and in one each."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace
@@ -211,9 +209,7 @@ def test_sizes_change_from_call_to_call_with_a_rank_late_now_and_then(ranks: Ran
         drawn = random.Random(choices.random()).sample(range(len(layers)), len(layers))
         for at in drawn:
             layers[at].forget()
-            if choices.random() < 0.2:
-                with torch.cuda.device(choices.randrange(ranks.world_size)):
-                    torch.cuda._sleep(choices.randrange(2_000_000))
+            ranks.be_late(choices, 0.2, 2_000_000)
             layers[at].run()
         for at in drawn:
             layers[at].check(expected[at])

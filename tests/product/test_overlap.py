@@ -1,7 +1,5 @@
 """The order and the streams in which panels are multiplied and summed. Stand-ins for streams record it."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,6 +26,7 @@ from graphar.product.then import Then
 from graphar.runtime import launcher
 from graphar.runtime.bind import collective, norm
 from graphar.runtime.plan import Plan
+from tests.fake_gpu import OnGpu
 
 ENGINE = SimpleNamespace(table=shipped_table("nvidia_h200"))
 
@@ -137,13 +136,6 @@ def test_a_result_at_any_address_takes_the_sum():
 # ---- whose matmul ---------------------------------------------------------------------------------------------------
 
 
-class OnGpu(torch.Tensor):
-    """A CPU tensor that claims to be on a GPU."""
-
-    is_cuda = property(lambda self: True)
-    device = property(lambda self: torch.device("cuda", 0))
-
-
 def on_gpu(*shape):
     return torch.ones(shape).as_subclass(OnGpu)
 
@@ -227,10 +219,18 @@ def test_tiles_are_those_of_the_engines_table(gemm):
     assert len(set(gemm.tiles)) > 2
 
 
-def test_where_graphars_matmul_cannot_multiply_one_panel_torchs_multiplies_all(gemm):
-    gemm.why_not = lambda a, w, out: "too many rows" if len(a) == 44 else ""
+@pytest.mark.parametrize(
+    ("rows", "partition", "count", "problem"),
+    [
+        (128, "split_m", 3, lambda a: "too many rows" if len(a) == 44 else ""),  # of one panel
+        (63, "split_n", 2, lambda a: ""),  # few rows
+        (128, "split_n", 2, lambda a: "the rows of w must begin at multiples of 16 bytes"),
+    ],
+)
+def test_few_rows_and_what_graphars_matmul_cannot_do_take_torchs_for_all_panels(gemm, rows, partition, count, problem):
+    gemm.why_not = lambda a, w, out: problem(a)
 
-    products = multiply(on_gpu(128, 2), on_gpu(16, 2), "split_m", 3, [128])
+    products = multiply(on_gpu(rows, 2), on_gpu(16, 2), partition, count, [rows])
 
     assert gemm.made == []
     assert all((product == 2).all() for product in products)
@@ -259,16 +259,6 @@ def test_rows_that_follow_each_other_are_one_matmul(gemm, parts):
 
     assert gemm.made == [([sum(parts), 2], [16, 2], 132)]
     assert (product == 2).all()
-
-
-@pytest.mark.parametrize(("rows", "problem"), [(63, ""), (128, "the rows of w must begin at multiples of 16 bytes")])
-def test_few_rows_and_what_graphars_matmul_cannot_do_take_torchs(gemm, rows, problem):
-    gemm.why_not = lambda *step: problem
-
-    products = multiply(on_gpu(rows, 2), on_gpu(16, 2), "split_n", 2, [rows])
-
-    assert gemm.made == []
-    assert all((product == 2).all() for product in products)
 
 
 # ---- graphar's matmul alone -----------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Fused matmuls between ranks that share one GPU: the bits of a matmul alone and a collective."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

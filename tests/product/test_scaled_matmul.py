@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from graphar.product import gemm
 from graphar.product.operands import placed
 from graphar.product.tensor_maps import Matrix, matrix_of
 from graphar.runtime.catalogue import SCALE_FORMATS, scaled_matmul_source
-from perf.cubin import resources
-from tests.product.test_matmul import SHARED_NBYTES_OF_A_BLOCK, compile_with_log
+from tests.product.test_matmul import assert_asynchronous_and_in_registers
 
 COST = shipped_table("nvidia_h200").matmul.cost
 every_tile = pytest.mark.parametrize("tile", FP8_TILES, ids=str)
@@ -40,17 +38,7 @@ def operand(rows, columns):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("scales", SCALE_FORMATS)
 def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers(tile, out_dtype, scales):
-    image, symbol, log = compile_with_log(scaled_matmul_source(tile, out_dtype, scales))
-    needed = resources(image, symbol)
-
-    assert log.strip() == ""  # it would say that it serializes wgmma, or ignores setmaxnreg
-    assert needed.stack_nbytes == 0
-    assert needed.registers <= 65536 // tile.threads // 8 * 8
-
-
-@every_tile
-def test_a_block_fits_into_an_sm(tile):
-    assert tile.shared_nbytes <= SHARED_NBYTES_OF_A_BLOCK
+    assert_asynchronous_and_in_registers(scaled_matmul_source(tile, out_dtype, scales), tile.threads)
 
 
 # ---- which tile -----------------------------------------------------------------------------------------------------
@@ -74,23 +62,6 @@ def test_scales_of_blocks_take_clusters_for_large_results():
 
 
 # ---- what is launched -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """What would be launched, as a list of (kernel, parameters, grid)."""
-    given = []
-    monkeypatch.setattr(gemm, "_function", lambda device, *kernel: kernel)
-    monkeypatch.setattr(gemm, "tensor_map", lambda matrix, box_rows: (matrix, box_rows))
-
-    def launch(function, parameters, grid):
-        given.append((function, parameters, grid))
-        return SimpleNamespace(enqueue=None)
-
-    monkeypatch.setattr(gemm, "Launch", launch)
-    gemm._bind.cache_clear()
-    yield given
-    gemm._bind.cache_clear()
 
 
 def bind(tile, scales, m=1000, n=520, k=300, sms=132, result=torch.bfloat16):

@@ -1,6 +1,4 @@
-"""Which calls with scales take a skinny kernel, and what its launches are given. Needs no GPU."""
-
-from __future__ import annotations
+"""Which calls with scales take a skinny kernel, and what its launches are given, with scales or none. Needs no GPU."""
 
 from types import SimpleNamespace
 
@@ -29,6 +27,7 @@ MEMBER = SimpleNamespace(rank=0, device=0)
 STRIDES = ("a_scale_row", "a_scale_block", "w_scale_row", "w_scale_block")
 SCALES = ("rows", "blocks")
 every_format = pytest.mark.parametrize("scales", SCALES)
+every_product = pytest.mark.parametrize("scales", ["", *SCALES])
 
 
 def product(rows=ROWS, columns=COLUMNS, op=MATMUL_ALLREDUCE, **how):
@@ -61,16 +60,6 @@ def test_results_take_one_kernel_where_they_do_without_scales(scales, call, take
     for dtype in (torch.bfloat16, torch.float16):
         out = SimpleNamespace(is_cuda=True, dtype=dtype)
         assert takes_tiles(Ranks(), Call(work, dtype, 0), out) is taken
-
-
-@every_format
-def test_a_gpu_or_ranks_without_the_kernel_multiply_and_then_sum(scales):
-    work = product(16, 8192, format=scales)
-    on_cpu, on_gpu = (SimpleNamespace(is_cuda=it, dtype=torch.bfloat16) for it in (False, True))
-
-    assert not takes_tiles(Ranks(), Call(work, torch.bfloat16, 0), on_cpu)
-    for ranks in (Ranks(arch="sm_100a"), Ranks(no_kernel="kernels serve 2 to 8 ranks, not 1")):
-        assert not takes_tiles(ranks, Call(work, torch.bfloat16, 0), on_gpu)
 
 
 @pytest.mark.parametrize("scales", SCALE_FORMATS)
@@ -127,12 +116,14 @@ def launches_of(monkeypatch):
 
 
 def operands(scales, k=K, w=None, a_scale=None, bias=None):
-    a, blocks = torch.zeros(ROWS, k).to(FP8), -(-k // 128)
-    w = torch.zeros(COLUMNS, k).to(FP8) if w is None else w
+    dtype = FP8 if scales else torch.bfloat16
+    a, blocks = torch.zeros(ROWS, k).to(dtype), -(-k // 128)
+    w = torch.zeros(COLUMNS, k).to(dtype) if w is None else w
     shapes = ((ROWS, 1), (1, COLUMNS)) if scales == "rows" else ((ROWS, blocks), (-(-COLUMNS // 128), blocks))
     a_scale = torch.ones(shapes[0]) if a_scale is None else a_scale
-    more = [] if bias is None else [bias]
-    return Operands((a, w, a_scale, torch.ones(shapes[1]), *more), (torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16),))
+    more = [a_scale, torch.ones(shapes[1])] if scales else []
+    more += [] if bias is None else [bias]
+    return Operands((a, w, *more), (torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16),))
 
 
 def launched(launches, work, own):
@@ -160,13 +151,23 @@ def test_a_launch_is_given_the_scales_with_their_strides(launches_of, scales):
     assert scales == "rows" or strides[1::2] == [ROWS, 1]
 
 
-def test_a_launch_without_scales_is_given_none(launches_of):
-    work = product()
-    a, w = torch.zeros(ROWS, K, dtype=torch.bfloat16), torch.zeros(COLUMNS, K, dtype=torch.bfloat16)
+@every_product
+def test_a_launch_is_told_whether_its_weight_is_constant(launches_of, scales):
+    for constant_weight in (False, True):
+        work = product(format=scales, constant_weight=constant_weight)
+        _, _, sizes = launched(launches_of(work), work, operands(scales))
+        assert type(sizes) is (ScaledMatmulArguments if scales else MatmulArguments)
+        assert sizes.constant_weight == constant_weight
 
-    _, _, sizes = launched(launches_of(work), work, Operands((a, w), (a.new_empty(ROWS, COLUMNS),)))
 
-    assert type(sizes) is MatmulArguments
+@every_product
+def test_launches_at_equal_addresses_are_apart_by_what_is_said_of_the_weight(launches_of, scales):
+    work, constant = (product(format=scales, constant_weight=said) for said in (False, True))
+    launches, own = launches_of(work), operands(scales)
+
+    found = [launched(launches, one, own)[2].constant_weight for one in (work, constant, work)]
+
+    assert found == [0, 1, 0]
 
 
 @every_format
@@ -181,17 +182,17 @@ def test_launches_with_scales_at_other_addresses_are_apart(launches_of, scales):
     assert found == [own.inputs[2].data_ptr() for own in (first, second, first)]
 
 
-@every_format
-def test_a_weight_by_columns_or_off_16_bytes_is_copied_and_is_not_constant(launches_of, scales):
-    work = product(format=scales, constant_weight=True)
+@every_product
+def test_a_weight_that_the_kernel_cannot_read_is_copied_and_is_not_constant(launches_of, scales):
+    work, dtype = product(format=scales, constant_weight=True), FP8 if scales else torch.bfloat16
     launches = launches_of(work)
-    by_columns = torch.zeros(K, COLUMNS).to(FP8).t()
-    misaligned = torch.zeros(COLUMNS * K + 1).to(FP8)[1:].view(COLUMNS, K)
+    by_columns = torch.zeros(K, COLUMNS).to(dtype).t()
+    misaligned = torch.zeros(COLUMNS * K + 1).to(dtype)[1:].view(COLUMNS, K)
 
-    for weight in (by_columns, misaligned):
+    for weight in (by_columns, misaligned) if scales else (misaligned,):
         placed, w, sizes = launched(launches, work, operands(scales, w=weight))
         assert placed.w is not weight
-        assert w.leading % 16 == 0
+        assert w.leading * dtype.itemsize % 16 == 0
         assert (w.rows, w.columns, sizes.constant_weight) == (COLUMNS, K, 0)
 
 
@@ -204,16 +205,18 @@ def test_a_k_of_no_whole_16_bytes_is_copied_and_stays(launches_of, scales):
     assert (w.columns, w.leading, sizes.k) == (100, 112, 100)
 
 
-@every_format
-def test_zeros_stand_in_place_of_no_columns_and_have_scales(launches_of, scales):
-    work = product(format=scales)
+@every_product
+def test_zeros_stand_in_place_of_no_columns_have_scales_and_are_not_constant(launches_of, scales):
+    work = product(format=scales, constant_weight=True)
 
     placed, w, sizes = launched(launches_of(work), work, operands(scales, k=0))
 
     assert not any(one.float().any() for one in (placed.a, placed.w))
-    assert (placed.scales.in_blocks, w.columns, sizes.k) == (scales == "blocks", 16, 16)
-    assert sizes.a_scale == placed.scales.a.data_ptr() != 0
-    assert len(placed.scales.a) == ROWS
+    assert sizes.constant_weight == 0
+    if scales:
+        assert (placed.scales.in_blocks, w.columns, sizes.k) == (scales == "blocks", 16, 16)
+        assert sizes.a_scale == placed.scales.a.data_ptr() != 0
+        assert len(placed.scales.a) == ROWS
 
 
 @every_format

@@ -1,7 +1,5 @@
 """A call in words: what ranks must agree on is in them, and what may differ is not. Fingerprints stand for words."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Waits on the CPU end in bounded time and name the missing rank: over gloo, at a process's end, after a failure."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -25,7 +23,7 @@ from graphar.ranks.cpu.transport import GroupFailed
 from graphar.ranks.processes import has_ended, identify
 from graphar.ranks.rendezvous import LastWord, RanksAbsent, meet
 from graphar.runtime.registry import engine_of
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 TIMEOUT_S = 10.0
 SHORT_S = 0.5
@@ -163,7 +161,35 @@ def test_a_meeting_does_not_wait_for_a_process_that_has_ended():
 # ---- after a failure ------------------------------------------------------------------------------------------------
 
 
-def fail_and_go_on(rank, world_size):
+@on_ranks(3)
+def test_the_error_after_a_failure_says_how_to_go_on(rank, world_size):
+    x = torch.full((3,), float(rank))
+    engine_of(None).timeout_s = SHORT_S
+    if rank == 1:
+        store().wait(["others have failed"])
+    else:
+        for told in ("over torch.distributed: rank", r"not made: .*, as graphar.allreduce\(x, dist.new_"):
+            with pytest.raises(CollectiveTimeout, match=told):
+                graphar.allreduce(x)
+        store().set("others have failed", "")
+    assert graphar.allreduce(x, dist.new_group()).tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("numel", [3, 100_000], ids=["whole", "in shards"])
+@on_ranks(2)
+def test_an_error_of_the_rank_itself_is_raised_as_it_is_and_ends_nothing(rank, world_size, numel):
+    warnings.simplefilter("ignore")  # torch's of its tracer
+    x, errors = torch.full((numel,), float(rank)), []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            torch.jit.trace(graphar.allreduce, (x,))
+        errors.append(isinstance(raised.value, graphar.GrapharError))
+    assert (errors, graphar.allreduce(x)[-1].item()) == ([False, False], 1.0)
+
+
+@pytest.mark.promise("After a timeout the communicator refuses calls, and another one works.")
+@on_ranks(2)
+def test_after_a_timeout_all_but_explain_is_refused_and_another_communicator_works(rank, world_size):
     communicator = graphar.Communicator(timeout_s=SHORT_S)
     communicator.allreduce(torch.ones(3))
     if rank == 1:
@@ -187,44 +213,7 @@ def fail_and_go_on(rank, world_size):
         store().set("others have failed", "")
     communicator.close()
     with graphar.Communicator(dist.new_group(range(world_size)), timeout_s=TIMEOUT_S) as another:
-        return another.allreduce(torch.full((3,), float(rank))).tolist()
-
-
-def fail_and_go_on_as_told(rank, world_size):
-    x = torch.full((3,), float(rank))
-    engine_of(None).timeout_s = SHORT_S
-    if rank == 1:
-        store().wait(["others have failed"])
-    else:
-        for told in ("over torch.distributed: rank", r"not made: .*, as graphar.allreduce\(x, dist.new_"):
-            with pytest.raises(CollectiveTimeout, match=told):
-                graphar.allreduce(x)
-        store().set("others have failed", "")
-    return graphar.allreduce(x, dist.new_group()).tolist()
-
-
-def test_the_error_after_a_failure_says_how_to_go_on():
-    assert run_ranks(fail_and_go_on_as_told, 3) == [[3.0] * 3] * 3
-
-
-def trace_and_go_on(rank, world_size, numel):
-    warnings.simplefilter("ignore")  # torch's of its tracer
-    x, errors = torch.full((numel,), float(rank)), []
-    for _ in range(2):
-        with pytest.raises(RuntimeError) as raised:
-            torch.jit.trace(graphar.allreduce, (x,))
-        errors.append(isinstance(raised.value, graphar.GrapharError))
-    return errors, graphar.allreduce(x)[-1].item()
-
-
-@pytest.mark.parametrize("numel", [3, 100_000], ids=["whole", "in shards"])
-def test_an_error_of_the_rank_itself_is_raised_as_it_is_and_ends_nothing(numel):
-    assert run_ranks(trace_and_go_on, 2, numel) == [([False, False], 1.0)] * 2
-
-
-@pytest.mark.promise("After a timeout the communicator refuses calls, and another one works.")
-def test_after_a_timeout_all_but_explain_is_refused_and_another_communicator_works():
-    assert run_ranks(fail_and_go_on, 2) == [[1.0] * 3] * 2
+        assert another.allreduce(torch.full((3,), float(rank))).tolist() == [1.0] * 3
 
 
 def end_beside_a_rank_that_stands_still(rank, world_size, pids):

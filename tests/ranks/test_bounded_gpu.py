@@ -1,7 +1,5 @@
 """One process per GPU: calls that cannot finish say why in bounded time, also in graphs and after ranks have died."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -16,7 +14,7 @@ from graphar import CollectiveTimeout, CommunicatorError
 from graphar.plan.algorithms import Algorithm
 from tests.cases import normal
 from tests.gpu import EXACT_ALGORITHMS
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES
 
 NUMEL = 8199
@@ -73,62 +71,41 @@ def assert_refused(communicator, error):
 # ---- a rank that never calls ----------------------------------------------------------------------------------------
 
 
-def fail_each_in_turn(rank, world_size):
-    for algorithm, numel in NUMELS.items():
-        x = normal(rank, numel, torch.bfloat16).cuda()
-        with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
-            call, call_in_vain = caller(communicator, algorithm)
-            call(x)
-            communicator.synchronize()
-            if rank < world_size - 1:
-                begin = time.monotonic()
-                call_in_vain(x)
-                with pytest.raises(CollectiveTimeout) as raised:
-                    communicator.synchronize()
-                assert SHORT_S <= time.monotonic() - begin < 5, algorithm
-                assert_timeout(raised.value, algorithm, rank, world_size, sequence=1)
-                assert_refused(communicator, raised.value)
-
-
 @pytest.mark.promise("A wait ends at its deadline with a record of who is missing; torch goes on working.")
 @every_world_size
-def test_every_algorithm_names_the_rank_that_never_calls_and_can_be_used_again(world_size):
-    run(fail_each_in_turn, world_size)
-
-
-def fail_in_a_graph(rank, world_size):
+@pytest.mark.parametrize("in_a_graph", [False, True], ids=["eager", "graph"])
+@on_ranks(by=run)
+def test_every_algorithm_names_the_rank_that_never_calls_and_can_be_used_again(rank, world_size, in_a_graph):
     for algorithm, numel in NUMELS.items():
         x = normal(rank, numel, torch.bfloat16).cuda()
         communicator = graphar.Communicator(timeout_s=PATIENCE_S)
         call, call_in_vain = caller(communicator, algorithm)
         call(x)
-        gc.collect()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call_in_vain(x)
-        graph.replay()
+        times = 1
+        if in_a_graph:
+            gc.collect()
+            graph, times = torch.cuda.CUDAGraph(), 100  # those behind the first end at once
+            with torch.cuda.graph(graph):
+                call_in_vain(x)
+            graph.replay()
         communicator.synchronize()
         if rank < world_size - 1:
             begin = time.monotonic()
-            for _ in range(100):  # those behind the first end at once
-                graph.replay()
+            for _ in range(times):
+                graph.replay() if in_a_graph else call_in_vain(x)
             with pytest.raises(CollectiveTimeout) as raised:
                 communicator.synchronize()
             assert SHORT_S <= time.monotonic() - begin < 5, algorithm
-            assert_timeout(raised.value, algorithm, rank, world_size, sequence=2)
+            assert_timeout(raised.value, algorithm, rank, world_size, sequence=2 if in_a_graph else 1)
             assert_refused(communicator, raised.value)
-        del graph
+        if in_a_graph:
+            del graph
         communicator.close()
 
 
-@pytest.mark.promise("A wait ends at its deadline with a record of who is missing; torch goes on working.")
-@every_world_size
-def test_every_algorithm_names_the_rank_that_never_replays_its_graph(world_size):
-    run(fail_in_a_graph, world_size)
-
-
-def wait_for_a_later_call(rank, world_size):
-    """The last rank makes another call than the one that the others wait in."""
+@pytest.mark.gpu
+@on_ranks(2, by=run)
+def test_ranks_that_call_different_algorithms_are_told_what_each_called(rank, world_size):
     x = torch.ones(NUMEL, device="cuda")
     communicator = graphar.Communicator(timeout_s=PATIENCE_S)
     for algorithm in ("one_shot_push", "two_shot_push"):
@@ -139,15 +116,10 @@ def wait_for_a_later_call(rank, world_size):
     with pytest.raises(CommunicatorError) as raised:
         communicator.synchronize()
     communicator.close()
-    return str(raised.value)
-
-
-@pytest.mark.gpu
-def test_ranks_that_call_different_algorithms_are_told_what_each_called():
-    for said in run(wait_for_a_later_call, 2):
-        call = f"allreduce of [{NUMEL}] torch.float32"
-        assert f"rank 0: {call} by one_shot_push" in said
-        assert f"rank 1: {call} by two_shot_push" in said
+    said = str(raised.value)
+    call = f"allreduce of [{NUMEL}] torch.float32"
+    assert f"rank 0: {call} by one_shot_push" in said
+    assert f"rank 1: {call} by two_shot_push" in said
 
 
 # ---- ranks that die -------------------------------------------------------------------------------------------------
@@ -213,7 +185,9 @@ def test_a_process_ends_in_bounded_time_though_a_kernel_waits(world_size):
     assert time.monotonic() - begin < 40
 
 
-def close_alone(rank, world_size):
+@pytest.mark.gpu
+@on_ranks(2, by=run)
+def test_closing_alone_ends_at_the_deadline(rank, world_size):
     x = torch.ones(NUMEL, device="cuda")
     with graphar.Communicator(timeout_s=PATIENCE_S) as patient:
         patient.allreduce(x)
@@ -227,12 +201,10 @@ def close_alone(rank, world_size):
     dist.barrier(group=dist.new_group(backend="gloo"))
 
 
+@pytest.mark.promise("A killed rank is named; closing and exiting end in bounded time and free all memory.")
 @pytest.mark.gpu
-def test_closing_alone_ends_at_the_deadline():
-    run(close_alone, 2)
-
-
-def memory_after_each_life(rank, world_size):
+@on_ranks(2, by=run)
+def test_closing_gives_all_memory_back(rank, world_size):
     used = []
     for _ in range(4):
         with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
@@ -243,11 +215,4 @@ def memory_after_each_life(rank, world_size):
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         used.append(total - free)
-    return used
-
-
-@pytest.mark.promise("A killed rank is named; closing and exiting end in bounded time and free all memory.")
-@pytest.mark.gpu
-def test_closing_gives_all_memory_back():
-    for used in run(memory_after_each_life, 2):
-        assert used[1] == used[2] == used[3]
+    assert used[1] == used[2] == used[3]

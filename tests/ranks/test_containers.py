@@ -1,7 +1,5 @@
 """Ranks in containers of one machine: each has its own user, IPC, PID, mount, UTS and network namespace."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

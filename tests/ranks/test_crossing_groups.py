@@ -1,7 +1,5 @@
 """Groups that cross, as tensor parallelism beside data parallelism has them: four ranks in rows and columns."""
 
-from __future__ import annotations
-
 import copy
 import random
 
@@ -14,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphar
 from graphar.nn import ColumnParallelLinear, RowParallelLinear
 from tests.cases import normal, same_bits
-from tests.processes import run_on_gpus, run_ranks
+from tests.processes import on_ranks, run_on_gpus, run_ranks
 from tests.ranks.test_two_communicators_gpu import CALLS, MB
 
 WORLD_SIZE = 4
@@ -87,8 +85,12 @@ def own_group(rank, pairs):
     return graphar.Communicator(made[number], timeout_s=TIMEOUT_S), number
 
 
-def call_in_any_order(rank, world_size):
-    """How many elements are wrong in calls of two crossing groups on two streams, launched in an order of its own."""
+@pytest.mark.promise(
+    "Calls of two communicators, or as many as declared, end in any order, if a matmul's K is equal on all ranks."
+)
+@pytest.mark.gpu(WORLD_SIZE)
+@on_ranks(WORLD_SIZE, by=run_on_gpus, timeout_s=300)
+def test_calls_of_crossing_groups_end_in_any_order_of_launches(rank, world_size):
     x = normal(rank, 96 * MB, torch.bfloat16).cuda()
     groups, numbers = zip(*(own_group(rank, pairs) for pairs in (ROWS, COLUMNS)), strict=True)
     expected = [{name: call(x, group) for name, call in CALLS.items()} for group in groups]
@@ -107,12 +109,4 @@ def call_in_any_order(rank, world_size):
         wrong += sum(same_bits(*pair) for pair in zip(results, map(dict.get, expected, names), strict=True))
     for group in groups:
         group.synchronize()
-    return wrong
-
-
-@pytest.mark.promise(
-    "Calls of two communicators, or as many as declared, end in any order, if a matmul's K is equal on all ranks."
-)
-@pytest.mark.gpu(WORLD_SIZE)
-def test_calls_of_crossing_groups_end_in_any_order_of_launches():
-    assert run_on_gpus(call_in_any_order, WORLD_SIZE, timeout_s=300) == [0] * WORLD_SIZE
+    assert wrong == 0

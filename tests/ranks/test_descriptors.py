@@ -1,7 +1,5 @@
 """File descriptors that processes pass to one another."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Ranks that make different calls: every rank gets an error that names each rank's call, and no data."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -10,7 +8,11 @@ import torch.distributed as dist
 
 import graphar
 from graphar import CommunicatorError
-from tests.processes import run_ranks
+from tests import inside
+from tests.cases import normal
+from tests.ops import specified as by
+from tests.ops.conformance import BY_OP, SCALED
+from tests.processes import on_ranks, run_ranks
 
 F32, I32 = torch.float32, torch.int32
 
@@ -19,11 +21,12 @@ def vector(count=6, dtype=F32):
     return torch.arange(count).to(dtype)
 
 
-# What rank 0 calls, and what rank 1 does.
+INVARIANT = {"partition": "tp_invariant"}
+LOGITS = normal(5, 5 * 64, F32).view(5, 64), torch.zeros(5, dtype=torch.int64)
+TREE, AS_TREE = {"order": "tree"}, "added as a tree"
+
+# What rank 0 calls, and what rank 1 does; then words, and how often both ranks are told them.
 UNLIKE = {
-    "sizes": (lambda: graphar.allreduce(vector(6)), lambda: graphar.allreduce(vector(5))),
-    "dtypes of equal bytes": (lambda: graphar.allreduce(vector(6)), lambda: graphar.allreduce(vector(6, I32))),
-    "codecs": (lambda: graphar.allreduce(vector(64)), lambda: graphar.allreduce(vector(64), codec="int8")),
     "formats": (
         lambda: graphar.allreduce(vector(64), codec="int6"),
         lambda: graphar.allreduce(vector(64), codec="int8"),
@@ -31,16 +34,22 @@ UNLIKE = {
     "epilogues": (
         lambda: graphar.allreduce(vector(), epilogue="v + 1"),
         lambda: graphar.allreduce(vector(), epilogue="v"),
+        {"epilogue v": 2},
+    ),
+    "epilogues of parts": (
+        lambda: graphar.reducescatter(vector(), epilogue="v + 1"),
+        lambda: graphar.reducescatter(vector(), epilogue="v"),
+        {"parts of ": 2, "epilogue v": 2},
     ),
     "epilogues of gathered rows": (
         lambda: graphar.fused_allgather_matmul(torch.ones(2, 3), torch.ones(4, 3), epilogue="v + 1"),
         lambda: graphar.fused_allgather_matmul(torch.ones(2, 3), torch.ones(4, 3), epilogue="v"),
+        {"followed by epilogue v": 2},
     ),
     "an epilogue of gathered rows and none": (
         lambda: graphar.fused_allgather_matmul(torch.ones(2, 3), torch.ones(4, 3), epilogue="v"),
         lambda: graphar.fused_allgather_matmul(torch.ones(2, 3), torch.ones(4, 3)),
     ),
-    "ops": (lambda: graphar.reducescatter(vector(6)), lambda: graphar.allreduce(vector(6))),
     "ops with parts": (lambda: graphar.allgather(vector(3)), lambda: graphar.reducescatter(vector(6))),
     "parts": (lambda: graphar.reducescatter(vector(6)), lambda: graphar.reducescatter(vector(8))),
     "parts that are gathered": (lambda: graphar.allgather(vector(2)), lambda: graphar.allgather(vector(1))),
@@ -68,7 +77,51 @@ UNLIKE = {
         lambda: graphar.reducescatter_residual_rmsnorm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8)),
         lambda: graphar.reducescatter_residual_rmsnorm(torch.ones(4, 8), torch.ones(2, 8), torch.ones(8)),
     ),
+    "orders": (
+        lambda: inside.allreduce(vector(4), **TREE),
+        lambda: inside.allreduce(vector(4)),
+        {AS_TREE: 1},
+    ),
+    "results of trees": (
+        lambda: inside.allreduce(vector(4), **TREE),
+        lambda: inside.allreduce(vector(4), **TREE, out_dtype=torch.bfloat16),
+        {AS_TREE: 2, "result torch.bfloat16": 1},
+    ),
+    "columns of leaves": (
+        lambda: graphar.fused_matmul_allreduce(torch.ones(8, 16), torch.ones(8, 16), **INVARIANT),
+        lambda: graphar.fused_matmul_allreduce(torch.ones(8, 32), torch.ones(8, 32), **INVARIANT),
+        {"after products of 16 columns": 1, "after products of 32 columns": 1},
+    ),
+    "results of scaled products": (
+        lambda: scaled(graphar.fused_matmul_allreduce, "rows", out_dtype=torch.bfloat16),
+        lambda: scaled(graphar.fused_matmul_allreduce, "rows", out_dtype=torch.float16),
+        {"torch.bfloat16": 1, "torch.float16": 1},
+    ),
+    "smoothed labels": (
+        lambda: graphar.cross_entropy(*LOGITS),
+        lambda: graphar.cross_entropy(*LOGITS, label_smoothing=0.1),
+        {"cross_entropy": 2, "label_smoothing 0.1": 1},
+    ),
+    "a loss and log-probabilities": (
+        lambda: graphar.cross_entropy(*LOGITS),
+        lambda: graphar.log_probs(*LOGITS),
+        {"vocabulary of 128": 2, "cross_entropy": 1, "log_probs": 2},
+    ),
+} | {
+    f"scales of {form.op.__name__}": (
+        lambda op=form.op: scaled(op, "rows"),
+        lambda op=form.op: scaled(op, "blocks"),
+        {"e4m3 operands with scales of rows": 1, "e4m3 operands with scales of blocks": 1},
+    )
+    for form in SCALED
 }
+
+
+def scaled(op, of, **options):
+    """A call with this rank's operands in e4m3, with scales of their rows or blocks."""
+    plain = next(one for one in BY_OP[op] if not one.label)
+    given = by.scaled(of, plain.make, 2, (24, 136, 256), torch.bfloat16, normal)
+    return op(**{name: xs[dist.get_rank()] for name, xs in given.items()}, **options)
 
 
 def tell_what_is_raised(rank, world_size):
@@ -85,24 +138,23 @@ def test_processes_that_call_different_things_are_both_told_and_get_no_data():
     told, same = run_ranks(tell_what_is_raised, 2, timeout_s=60)
 
     assert told == same
-    for name, message in zip(UNLIKE, told, strict=True):
+    for (name, (_, _, *words)), message in zip(UNLIKE.items(), told, strict=True):
         calls = re.findall(r"^rank [01]: (.*)$", message, re.MULTILINE)
         assert "ranks must make the same graphar calls in the same order" in message, name
         assert len(set(calls)) == 2, name
         assert ("need sizes=" in message) == (name == "parts that are gathered"), name
+        for counts in words:
+            assert {word: "\n".join(calls).count(word) for word in counts} == counts, name
 
 
-def gather_uneven_parts(rank, world_size):
+@on_ranks(2, timeout_s=60)
+def test_uneven_parts_are_gathered_by_their_sizes_or_refused(rank, world_size):
     part = graphar.reducescatter(torch.arange(3.0))
     with pytest.raises(
         CommunicatorError, match=r"rank 0: allgather of parts of \[2, 2\] elements.*\nrank 1: .*\[1, 1\].*\n.*sizes="
     ):
         graphar.allgather(part)
-    return graphar.allgather(part, sizes=[2, 1]).tolist()
-
-
-def test_uneven_parts_are_gathered_by_their_sizes_or_refused():
-    assert run_ranks(gather_uneven_parts, 2, timeout_s=60) == [[0, 2, 4]] * 2
+    assert graphar.allgather(part, sizes=[2, 1]).tolist() == [0, 2, 4]
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------
@@ -150,8 +202,9 @@ SAID = {
 }
 
 
-def call_something_else(rank, world_size):
-    """The messages of the mismatches. The communicators still work after them."""
+@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
+@on_ranks(3, timeout_s=60)
+def test_every_rank_is_told_in_words_what_each_called(rank, world_size):
     told = []
     for by_rank_one, by_others, *_ in SAID.values():
         with graphar.Communicator(timeout_s=20) as communicator:
@@ -160,18 +213,12 @@ def call_something_else(rank, world_size):
                 (by_rank_one if rank == 1 else by_others)(communicator)
             assert communicator.allreduce(x(3)).tolist() == [3.0] * 3
             told.append(str(raised.value))
-    return told
-
-
-@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
-def test_every_rank_is_told_in_words_what_each_called():
     expected = [
         "ranks must make the same graphar calls in the same order, got\n"
         f"rank 0: {by_others}\nrank 1: {by_rank_one}\nrank 2: {by_others}"
         for *_, by_rank_one, by_others in SAID.values()
     ]
-
-    assert run_ranks(call_something_else, 3, timeout_s=60) == [expected] * 3
+    assert told == expected
 
 
 def call_in_another_group(rank, world_size):
@@ -197,11 +244,8 @@ def test_a_rank_that_calls_in_another_group_is_told_apart():
     assert any(re.match(called, told) for told, _ in said), said
 
 
-def prepare_alike(rank, world_size):
+@on_ranks(3)
+def test_ranks_that_prepare_alike_go_on(rank, world_size):
     with graphar.Communicator(timeout_s=20) as communicator:
         communicator.prepare(codecs=[graphar.Codec(2, rounding="stochastic", seed=rank)])
-        return communicator.allreduce(x(3)).tolist()
-
-
-def test_ranks_that_prepare_alike_go_on():
-    assert run_ranks(prepare_alike, 3) == [[3.0] * 3] * 3
+        assert communicator.allreduce(x(3)).tolist() == [3.0] * 3

@@ -1,7 +1,5 @@
 """Ranks that call different things on GPUs: the kernels tell every rank what each called, within the deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time
@@ -11,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import graphar
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -159,8 +157,8 @@ AT_ONCE = {
 }
 
 
-def what_kernels_say_at_once(rank, world_size):
-    """By pair, whether a kernel of this rank has written a record by the end of the unlike calls."""
+@on_ranks(2, by=run_on_gpus)
+def test_ranks_are_told_in_the_same_call_where_flags_announce_the_data(rank, world_size):
     told = {}
     for name, pair in AT_ONCE.items():
         with graphar.Communicator(dist.new_group(), timeout_s=TIMEOUT_S) as communicator:
@@ -174,12 +172,7 @@ def what_kernels_say_at_once(rank, world_size):
             with contextlib.suppress(graphar.CommunicatorError):
                 communicator.synchronize()
             dist.barrier()
-    return told
-
-
-def test_ranks_are_told_in_the_same_call_where_flags_announce_the_data():
-    for told in run_on_gpus(what_kernels_say_at_once, 2):
-        assert all(told.values()), told
+    assert all(told.values()), told
 
 
 def time_until_sizes_are_told_apart(rank, world_size):
@@ -248,7 +241,8 @@ def test_calls_that_follow_raise():
         assert made < 10  # kernels compare at every eighth call, and the error of one is raised by the next
 
 
-def replay_unlike_graphs(rank, world_size):
+@on_ranks(2, by=run_on_gpus)
+def test_replays_of_unlike_graphs_are_told_apart(rank, world_size):
     with graphar.Communicator(dist.new_group(), timeout_s=TIMEOUT_S) as communicator:
         graphs = []
         for call in UNLIKE["dtypes"]:
@@ -261,7 +255,3 @@ def replay_unlike_graphs(rank, world_size):
         with pytest.raises(graphar.CommunicatorError, match="ranks must make the same graphar calls"):
             communicator.synchronize()
         dist.barrier()
-
-
-def test_replays_of_unlike_graphs_are_told_apart():
-    run_on_gpus(replay_unlike_graphs, 2)

@@ -1,7 +1,5 @@
 """The fallback between processes: pieces are parts of one tensor, and gloo itself has the call's deadline."""
 
-from __future__ import annotations
-
 import itertools
 from datetime import timedelta
 from types import SimpleNamespace
@@ -21,7 +19,7 @@ from graphar.ranks.cpu import fallback, reduction
 from graphar.ranks.cpu.messages import Messages
 from graphar.ranks.cpu.transport import Group
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 RANKS = 2
 SHAPE = (12, 301)
@@ -33,8 +31,9 @@ def inputs():
     return [normal(rank, 12 * 301, torch.float32).view(SHAPE) for rank in range(RANKS)]
 
 
-def call_in_pieces(rank, world_size, by_messages):
-    """An all-reduce and a reduce-scatter for each option, and an all-gather, all in small pieces."""
+@pytest.mark.parametrize("by_messages", [True, False], ids=["messages", "process group"])
+@on_ranks(RANKS)
+def test_neither_random_numbers_nor_places_begin_again_with_a_piece(rank, world_size, by_messages):
     fallback._CHUNK_NUMEL = 1024
     for transport in (Messages, Group):
         transport.small_nbytes, transport.chunk_nbytes, transport.two_shot_nbytes = 0, 1000, 1000
@@ -45,24 +44,19 @@ def call_in_pieces(rank, world_size, by_messages):
         for op in (graphar.allreduce, graphar.reducescatter):
             with Communicator() as communicator:  # random numbers depend on the calls before
                 found.append(op(x, communicator, **options))
-    return [*found, graphar.allgather(x[: rank + 1], sizes=[1, 2])]
-
-
-@pytest.mark.parametrize("by_messages", [True, False], ids=["messages", "process group"])
-def test_neither_random_numbers_nor_places_begin_again_with_a_piece(by_messages):
+    found = [*found, graphar.allgather(x[: rank + 1], sizes=[1, 2])]
     xs = inputs()
     with Communicator(devices=["cpu"] * RANKS) as whole:
         placed = whole.allreduce(xs, epilogue=PLACES)[0], whole.reducescatter(xs, epilogue=PLACES)
     parts = reference.quantized_reducescatter(xs, STOCHASTIC, STOCHASTIC.seed)
     total = reference.quantized_allreduce(xs, STOCHASTIC, STOCHASTIC.seed)
-    for rank, found in enumerate(run_ranks(call_in_pieces, RANKS, by_messages)):
-        plain = [reference.allreduce(xs), reference.reducescatter(xs)[rank]]
-        expected = [total, parts[rank], placed[0], placed[1][rank], *plain, torch.cat([xs[0][:1], xs[1][:2]])]
-        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 7
+    plain = [reference.allreduce(xs), reference.reducescatter(xs)[rank]]
+    expected = [total, parts[rank], placed[0], placed[1][rank], *plain, torch.cat([xs[0][:1], xs[1][:2]])]
+    assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * 7
 
 
-def count_bytes_sent(rank, world_size):
-    """For an all-reduce and a reduce-scatter with a codec: the bytes of all messages, and the order of both kinds."""
+@on_ranks(3)
+def test_codes_go_to_owners_alone_and_a_chunk_is_on_its_way_before_the_last_one_is_summed(rank, world_size):
     fallback._CHUNK_NUMEL, sent, order, post = 1024, [0], [], Messages._post
     Messages.small_nbytes = 0
 
@@ -76,15 +70,10 @@ def count_bytes_sent(rank, world_size):
     graphar.allreduce(torch.ones(3 * world_size * 1024), codec="int4")
     of_sum, sent[0] = sent[0], 0
     graphar.reducescatter(torch.ones(3 * world_size * 1024), codec="int4")
-    return of_sum, sent[0], "".join(".S"[one] for one in order)
-
-
-def test_codes_go_to_owners_alone_and_a_chunk_is_on_its_way_before_the_last_one_is_summed():
+    of_parts, order = sent[0], "".join(".S"[one] for one in order)
     coded = graphar.Codec().wire_nbytes(3 * 1024)  # of a rank's shard, in three messages
-
-    for of_sum, of_parts, order in run_ranks(count_bytes_sent, 3):
-        assert (of_sum, of_parts) == (coded * 4, coded * 2)
-        assert order == "SSSS..SS...." + "S" * 6
+    assert (of_sum, of_parts) == (coded * 4, coded * 2)
+    assert order == "SSSS..SS...." + "S" * 6
 
 
 INFINITIES = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40, 65504.0, 3e38]

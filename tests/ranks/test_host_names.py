@@ -1,7 +1,5 @@
 """Which ranks are on one host, by the names that they give it."""
 
-from __future__ import annotations
-
 import pytest
 
 from graphar.ranks import hosts

@@ -1,7 +1,5 @@
 """The hierarchical all-reduce, between processes over gloo that are said to be of several hosts."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -14,7 +12,7 @@ import graphar
 from graphar import CollectiveTimeout, Communicator, CommunicatorError, UnsupportedError, reference
 from graphar.ranks import hierarchical
 from tests.cases import ALL_DTYPES, HALVES, KERNEL_DTYPES, bit_patterns, integers, normal, parts_of, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 TWO_BY_TWO = [[0, 1], [2, 3]]
 SPLITS = [TWO_BY_TWO, [[0, 2], [1, 3]], [[2, 3], [0, 1]], [[0, 1, 2, 3]], [[2], [0], [3], [1]]]
@@ -46,36 +44,28 @@ def wrong_sums(rank, world_size, split, fill, dtypes, codec=None):
     return wrong
 
 
-def wrong_sums_of_splits(rank, world_size, splits):
-    wrong = {str(split): wrong_sums(rank, world_size, split, normal, KERNEL_DTYPES) for split in splits}
-    return {what: found for what, found in wrong.items() if found}
-
-
-def wrong_sums_of_any_data(rank, world_size, split):
-    wrong = {"any bits": wrong_sums(rank, world_size, split, bit_patterns, HALVES)}
-    wrong["any dtype"] = wrong_sums(rank, world_size, split, integers, ALL_DTYPES)
-    for codec in CODECS:
-        wrong[codec.text] = wrong_sums(rank, world_size, split, normal, [torch.bfloat16, torch.float32], codec)
-    wrong["any bits, coded"] = wrong_sums(rank, world_size, split, bit_patterns, HALVES, CODECS[0])
-    return {what: found for what, found in wrong.items() if found}
-
-
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
-def test_two_hosts_of_two_ranks_get_the_specifications_bits_however_ranks_are_placed():
-    assert run_ranks(wrong_sums_of_splits, 4, SPLITS) == [{}] * 4
+@pytest.mark.parametrize(
+    ("ranks", "splits"),
+    [(4, SPLITS), (8, [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]])],
+    ids=["two by two", "four by two, and two by four"],
+)
+@on_ranks()
+def test_hosts_get_the_specifications_bits_however_ranks_are_placed(rank, ranks, splits):
+    assert [wrong_sums(rank, ranks, split, normal, KERNEL_DTYPES) for split in splits] == [[]] * len(splits)
 
 
-def test_two_hosts_get_the_specifications_bits_of_any_dtype_bits_and_codec():
-    assert run_ranks(wrong_sums_of_any_data, 4, TWO_BY_TWO) == [{}] * 4
-
-
-def test_two_hosts_of_four_ranks_and_four_of_two_get_the_specifications_bits():
-    splits = [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]]
-
-    assert run_ranks(wrong_sums_of_splits, 8, splits) == [{}] * 8
+@on_ranks(4)
+def test_two_hosts_get_the_specifications_bits_of_any_dtype_bits_and_codec(rank, world_size):
+    wrong = {"any bits": wrong_sums(rank, world_size, TWO_BY_TWO, bit_patterns, HALVES)}
+    wrong["any dtype"] = wrong_sums(rank, world_size, TWO_BY_TWO, integers, ALL_DTYPES)
+    for codec in CODECS:
+        wrong[codec.text] = wrong_sums(rank, world_size, TWO_BY_TWO, normal, [torch.bfloat16, torch.float32], codec)
+    wrong["any bits, coded"] = wrong_sums(rank, world_size, TWO_BY_TWO, bit_patterns, HALVES, CODECS[0])
+    assert {what: found for what, found in wrong.items() if found} == {}
 
 
 def test_sums_of_hosts_are_added_and_only_their_sum_is_rounded():
@@ -100,8 +90,8 @@ def test_the_ranks_of_a_host_are_added_in_their_own_order_however_it_names_them(
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def calls_of_every_kind(rank, world_size):
-    """How many elements differ, by the kind of call; without the kinds that have none."""
+@on_ranks(4)
+def test_every_kind_of_call_has_the_same_bits_and_closing_ends_the_groups(rank, world_size):
     hierarchical._CHUNK_NUMEL = CHUNK
     parts = parts_of(normal, world_size, 2 * CHUNK + 6, torch.bfloat16)
     expected = reference.hierarchical_allreduce(parts, TWO_BY_TWO)
@@ -121,54 +111,38 @@ def calls_of_every_kind(rank, world_size):
         said = communicator.explain(parts[rank], algorithm="hierarchical")
         auto = communicator.explain(parts[rank]).algorithm
     with_codec = reference.hierarchical_allreduce(parts, TWO_BY_TWO, graphar.Codec(8))
-    wrong = {
-        what: same_bits(y, with_codec if "codec" in what else expected)
-        for what, y in found.items()
-        if same_bits(y, with_codec if "codec" in what else expected)
-    }
-    return wrong, with_codec.equal(expected), str(said), auto, groups_left()
+    for what, y in found.items():
+        assert same_bits(y, with_codec if "codec" in what else expected) == 0, what
+    assert not with_codec.equal(expected)
+    assert str(said) == "hierarchical: asked for: 2 host(s) of 2 rank(s), sums inside, then across"
+    assert auto == "fallback"
+    assert groups_left() == 1
 
 
 def groups_left():
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def test_every_kind_of_call_has_the_same_bits_and_closing_ends_the_groups():
-    said = "hierarchical: asked for: 2 host(s) of 2 rank(s), sums inside, then across"
-
-    assert run_ranks(calls_of_every_kind, 4) == [({}, False, said, "fallback", 1)] * 4
-
-
-def sum_between_found_hosts(rank, world_size):
-    """Sums between found hosts: in the default group, in a group of some ranks, and between hosts of unequal size."""
+@on_ranks(4)
+def test_hosts_are_found_in_any_group_and_must_have_equally_many_ranks(rank, world_size):
+    """In the default group, in a group of some ranks, and between hosts of unequal size."""
     hierarchical.host = lambda: f"host {rank % 2}"
     with Communicator() as communicator:
         said = communicator.explain(torch.ones(1), algorithm="hierarchical").reason
+    assert said == "asked for: 2 host(s) of 2 rank(s), sums inside, then across"
     some = dist.new_group([0, 1, 3])
-    refused = []
     if rank != 2:
         with Communicator(some) as communicator:
             for _ in range(2):
-                with pytest.raises(UnsupportedError) as raised:
+                with pytest.raises(UnsupportedError, match=r": hosts must have equally many ranks, got \[1, 2\]$"):
                     summed(communicator, torch.ones(1))
-                refused.append(str(raised.value).rpartition(": ")[2])
         with Communicator(some, hosts=[[2], [0], [1]]) as communicator:
             assert summed(communicator, torch.full((5,), float(rank))).tolist() == [4.0] * 5
     with (
         Communicator(hosts=TWO_BY_TWO if rank else SPLITS[1]) as communicator,
-        pytest.raises(CommunicatorError) as raised,
+        pytest.raises(CommunicatorError, match="ranks were given different hosts"),
     ):
         summed(communicator, torch.ones(1))
-    return said, refused, "ranks were given different hosts" in str(raised.value)
-
-
-def test_hosts_are_found_in_any_group_and_must_have_equally_many_ranks():
-    said = "asked for: 2 host(s) of 2 rank(s), sums inside, then across"
-    refused = ["hosts must have equally many ranks, got [1, 2]"] * 2
-
-    results = run_ranks(sum_between_found_hosts, 4)
-
-    assert results == [(said, [] if rank == 2 else refused, True) for rank in range(4)]
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -191,26 +165,21 @@ def averaged(rank, world_size, codec=None, bias=True):
 
 
 @pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
-def test_gradients_are_the_specifications_bit_for_bit():
-    results = run_ranks(averaged, 4)
-
-    parts = list(zip(*(alone for alone, _ in results), strict=True))
-    for _, found in results:
-        for of_ranks, gradient in zip(parts, found, strict=True):
-            assert same_bits(gradient, reference.hierarchical_allreduce(of_ranks, TWO_BY_TWO)) == 0
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["rounded", "beside exact ones"])
-def test_gradients_with_a_codec_are_exact_inside_a_host_and_encoded_between_hosts(bias):
-    results = run_ranks(averaged, 4, "int4", bias)
+@pytest.mark.parametrize(
+    ("codec", "bias"),
+    [(None, False), ("int4", False), ("int4", True)],
+    ids=["exact", "rounded between hosts", "rounded beside exact ones"],
+)
+def test_gradients_are_the_specifications_bit_for_bit(codec, bias):
+    results = run_ranks(averaged, 4, codec, bias)
 
     parts = list(zip(*(alone for alone, _ in results), strict=True))
     for _, found in results:
         for of_ranks, gradient in zip(parts, found, strict=True):
             if gradient.dim() > 1 and bias:  # the bucket also has the biases, at places that torch chooses
                 continue
-            codec = None if gradient.dim() == 1 else "int4"
-            assert same_bits(gradient, reference.hierarchical_allreduce(of_ranks, TWO_BY_TWO, codec)) == 0
+            of_hosts = None if gradient.dim() == 1 else codec
+            assert same_bits(gradient, reference.hierarchical_allreduce(of_ranks, TWO_BY_TWO, of_hosts)) == 0
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
@@ -262,8 +231,8 @@ def test_a_rank_that_is_absent_from_the_first_call_is_named():
     assert "rank 0 waited 0.5 s for rank(s) [1]" in run_ranks(never_comes, 2)[0]
 
 
-def fails_once(rank, world_size):
-    """The sum of a call after one whose groups could not be made, and the number of groups left in the end."""
+@on_ranks(4)
+def test_a_call_after_one_that_could_not_connect_has_the_right_groups(rank, world_size):
     make, left = hierarchical._new_group, ["across"] if rank % 2 else []
 
     def make_or_fail(communicator, what, ranks):
@@ -277,11 +246,7 @@ def fails_once(rank, world_size):
         with pytest.raises(RuntimeError, match="connection refused"):
             summed(communicator, torch.ones(8))
         found = summed(communicator, torch.full((3,), float(rank)))
-    return found.tolist(), groups_left()
-
-
-def test_a_call_after_one_that_could_not_connect_has_the_right_groups():
-    assert run_ranks(fails_once, 4) == [([6.0] * 3, 1)] * 4
+    assert (found.tolist(), groups_left()) == ([6.0] * 3, 1)
 
 
 def test_devices_of_one_process_have_no_hosts():

@@ -1,7 +1,5 @@
 """The hierarchical all-reduce on 4 GPUs that are said to be of two hosts: kernels inside, NCCL across."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

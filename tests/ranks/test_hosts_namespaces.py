@@ -1,7 +1,5 @@
 """The hierarchical all-reduce between two namespaces with their own network and host name, joined by one link."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """Calls of three communicators of a rank end in rotated orders of launches, if three are declared."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages over gloo: a call that repeats touches no store, and no data is delivered to ranks that disagree."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta
@@ -16,7 +14,7 @@ from graphar.ranks import rendezvous
 from graphar.ranks.cpu import messages, reduction
 from graphar.ranks.cpu.messages import SMALL_NBYTES, messages_of
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 SMALL, LARGE = 500, SMALL_NBYTES  # elements: behind a header, and in messages of their own
 SHORT_S = 0.5
@@ -57,7 +55,8 @@ class CountedStore:
         rendezvous.StoreRendezvous._ask = counted
 
 
-def count_questions(rank, world_size):
+@on_ranks(2)
+def test_a_call_that_repeats_touches_no_store(rank, world_size):
     store, counts = CountedStore(), {}
     for name, call in CALLS.items():
         call(world_size)
@@ -65,16 +64,13 @@ def count_questions(rank, world_size):
         for _ in range(3):
             call(world_size)
         counts[name] = store.questions - before
-    return store.questions > 0, counts
+    asked = store.questions > 0
+    assert asked
+    assert counts == dict.fromkeys(CALLS, 0)
 
 
-def test_a_call_that_repeats_touches_no_store():
-    for asked, counts in run_ranks(count_questions, 2):
-        assert asked
-        assert counts == dict.fromkeys(CALLS, 0)
-
-
-def count_questions_of_torch(rank, world_size):
+@on_ranks(2, backend="cpu:graphar")
+def test_neither_does_a_call_of_torchs_that_goes_to_the_backend(rank, world_size):
     x, store = torch.ones(SMALL), CountedStore()
     dist.all_reduce(x)
     before = store.questions
@@ -82,11 +78,7 @@ def count_questions_of_torch(rank, world_size):
         dist.all_reduce(x)
         dist.all_reduce(x, op=dist.ReduceOp.AVG, async_op=True).wait()
         dist.all_gather_into_tensor(torch.empty(world_size * SMALL), x)
-    return before > 0, store.questions - before
-
-
-def test_neither_does_a_call_of_torchs_that_goes_to_the_backend():
-    assert run_ranks(count_questions_of_torch, 2, backend="cpu:graphar") == [(True, 0)] * 2
+    assert (before > 0, store.questions - before) == (True, 0)
 
 
 # ---- ranks that disagree --------------------------------------------------------------------------------------------
@@ -116,7 +108,11 @@ UNLIKE = {
 }
 
 
-def disagree(rank, world_size, numel):
+@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
+@pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_ranks_that_disagree_are_told_and_get_no_data_and_go_on(rank, world_size, numel):
     x = normal(rank, numel, torch.float32)
     graphar.allreduce(ones(3))
     graphar.allreduce(ones(3), algorithm="hierarchical")
@@ -127,32 +123,20 @@ def disagree(rank, world_size, numel):
             calls[min(rank, 1)](mine)
         changed[name] = same_bits(mine, x)
     exact = graphar.allreduce(x)
-    return changed, same_bits(
-        exact, reference.allreduce([normal(one, numel, torch.float32) for one in range(world_size)])
-    )
+    wrong = same_bits(exact, reference.allreduce([normal(one, numel, torch.float32) for one in range(world_size)]))
+    assert changed == dict.fromkeys(UNLIKE, 0)
+    assert wrong == 0
 
 
-@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
-@pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_disagree_are_told_and_get_no_data_and_go_on(world_size, numel):
-    for changed, wrong in run_ranks(disagree, world_size, numel):
-        assert changed == dict.fromkeys(UNLIKE, 0)
-        assert wrong == 0
-
-
-def set_up_beside_a_call(rank, world_size):
+@on_ranks(2)
+def test_a_set_up_beside_a_call_is_told_at_once_too(rank, world_size):
     graphar.allreduce(ones(3))
     with pytest.raises(CommunicatorError, match=r"rank 0: finding hosts\nrank 1: allreduce of \[3\]"):
         graphar.allreduce(ones(3), algorithm="auto" if rank else "hierarchical")
-    return True
 
 
-def test_a_set_up_beside_a_call_is_told_at_once_too():
-    assert run_ranks(set_up_beside_a_call, 2) == [True] * 2
-
-
-def disagree_by_torch(rank, world_size):
+@on_ranks(2, backend="cpu:graphar")
+def test_calls_of_torchs_that_disagree_change_nothing(rank, world_size):
     x, told = torch.full((SMALL,), float(rank)), 0
     dist.all_reduce(x.clone())
     unlike = [
@@ -165,11 +149,7 @@ def disagree_by_torch(rank, world_size):
             calls[rank]()
         told += x.eq(rank).all().item()
     dist.all_reduce(x)
-    return told, x.eq(1).all().item()
-
-
-def test_calls_of_torchs_that_disagree_change_nothing():
-    assert run_ranks(disagree_by_torch, 2, backend="cpu:graphar") == [(3, True)] * 2
+    assert (told, x.eq(1).all().item()) == (3, True)
 
 
 # ---- a rank that does not come, and several communicators -----------------------------------------------------------
@@ -203,8 +183,8 @@ def test_a_rank_that_misses_a_later_call_is_named_with_the_one_before(numel):
         assert SHORT_S <= took_s < 10
 
 
-def sum_slowly(rank, world_size):
-    """A sum of 16 chunks, of which each takes a tenth of a second."""
+@on_ranks(2)
+def test_a_deadline_is_for_each_wait_not_for_all_of_a_large_sum(rank, world_size):
     x, add = ones(LARGE), reduction.sum_into
 
     def add_slowly(target, parts):
@@ -214,11 +194,7 @@ def sum_slowly(rank, world_size):
     messages.Messages.two_shot_nbytes, reduction.sum_into = x.nbytes // 16, add_slowly
     begin = time.monotonic()
     summed = graphar.allreduce(x, timeout_s=1.0)
-    return summed.unique().tolist(), time.monotonic() - begin > 1.0
-
-
-def test_a_deadline_is_for_each_wait_not_for_all_of_a_large_sum():
-    assert run_ranks(sum_slowly, 2) == [([2.0], True)] * 2
+    assert (summed.unique().tolist(), time.monotonic() - begin > 1.0) == ([2.0], True)
 
 
 def call_with_the_shortest_deadline(rank, world_size, names):
@@ -254,7 +230,8 @@ def test_a_deadline_below_a_millisecond_is_one():
     assert max(took_s) < 10
 
 
-def call_in_other_orders(rank, world_size):
+@on_ranks(2)
+def test_messages_of_two_communicators_of_a_group_are_told_apart(rank, world_size):
     communicators, xs = [graphar.Communicator() for _ in range(2)], [ones(SMALL), 2 * ones(LARGE)]
     found = {}
 
@@ -269,13 +246,8 @@ def call_in_other_orders(rank, world_size):
         time.sleep(0.05)
     for thread in threads:
         thread.join()
-    return found
-
-
-def test_messages_of_two_communicators_of_a_group_are_told_apart():
     expected = {0: [[2.0]] * 50, 1: [[4.0]] * 50}
-
-    assert run_ranks(call_in_other_orders, 2) == [expected] * 2
+    assert found == expected
 
 
 class NoGloo:
@@ -295,18 +267,15 @@ def test_a_group_without_gloo_has_no_messages(backend):
     assert messages_of(NoGloo(backend), "a communicator") is None
 
 
-def compute_in_inference_mode_first(rank, world_size):
+@on_ranks(2)
+def test_a_first_call_in_inference_mode_leaves_later_ones_be(rank, world_size):
     with torch.inference_mode():
         first = graphar.allreduce(ones(3)).tolist()
-    return first, graphar.allreduce(ones(3)).tolist()
+    assert (first, graphar.allreduce(ones(3)).tolist()) == ([2.0] * 3, [2.0] * 3)
 
 
-def test_a_first_call_in_inference_mode_leaves_later_ones_be():
-    assert run_ranks(compute_in_inference_mode_first, 2) == [([2.0] * 3, [2.0] * 3)] * 2
-
-
-def repeat_calls(rank, world_size):
-    """How the fast path of eager calls serves calls on the CPU, and what results share."""
+@on_ranks(2)
+def test_calls_on_the_cpu_take_the_fast_path_and_have_results_of_their_own(rank, world_size):
     x, y = ones(SMALL), 2 * ones(SMALL)
     with graphar.Communicator() as communicator:
         found = [communicator.allreduce(one) for one in (x, x, x, y)]
@@ -316,10 +285,11 @@ def repeat_calls(rank, world_size):
     with pytest.raises(CommunicatorError, match="closed"):
         communicator.allreduce(x)
     addresses = {one.data_ptr() for one in (*found, x)}
-    return repeats, [one.unique().tolist() for one in found], len(addresses), found[-1] is y, part
-
-
-def test_calls_on_the_cpu_take_the_fast_path_and_have_results_of_their_own():
     values = [[2.0], [2.0], [2.0], [4.0], [2.0]]
-
-    assert run_ranks(repeat_calls, 2) == [(1, values, 6, True, [2.0] * 4)] * 2
+    assert (repeats, [one.unique().tolist() for one in found], len(addresses), found[-1] is y, part) == (
+        1,
+        values,
+        6,
+        True,
+        [2.0] * 4,
+    )

@@ -1,7 +1,5 @@
 """Ranks that meet through a store, and errors about a rank that does not come or whose step fails."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ import torch.distributed as dist
 import graphar
 from graphar import CollectiveTimeout, CommunicatorError, CompileError
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 PATIENCE_S = 30.0
 
@@ -148,33 +146,18 @@ def test_where_all_succeed_each_gets_its_own_result():
     assert meet(3, lambda r: r.agree("adding", lambda: r.rank + 1)) == {0: 1, 1: 2, 2: 3}
 
 
-def test_a_step_that_fails_on_one_rank_fails_on_all_and_names_it():
+@pytest.mark.parametrize("failing", [(1,), (0, 2)])
+def test_a_step_that_fails_on_some_ranks_fails_on_all_and_names_them(failing):
     def step(rank):
-        if rank == 1:
-            raise CompileError("one_shot.cu", 12, "no such thing")
+        if rank in failing:
+            raise CompileError(f"{rank}.cu", 12, "no such thing")
 
     results = meet(3, lambda r: r.agree("loading a kernel", lambda: step(r.rank)))
 
-    assert isinstance(results[1], CompileError)
-    for rank in (0, 2):
-        assert isinstance(results[rank], CommunicatorError)
-        assert str(results[rank]) == (
-            "loading a kernel failed on another rank\n"
-            "rank 1: CompileError: one_shot.cu:12: does not compile\nno such thing"
-        )
-
-
-def test_every_rank_that_failed_is_named_to_those_that_did_not():
-    def step(rank):
-        if rank != 1:
-            raise MemoryError(f"on {rank}")
-
-    results = meet(3, lambda r: r.agree("allocating", lambda: step(r.rank)))
-
-    assert [str(results[rank]) for rank in (0, 2)] == ["on 0", "on 2"]
-    assert str(results[1]) == (
-        "allocating failed on another rank\nrank 0: MemoryError: on 0\nrank 2: MemoryError: on 2"
-    )
+    lines = [f"rank {rank}: CompileError: {rank}.cu:12: does not compile\nno such thing" for rank in failing]
+    for rank, error in results.items():
+        assert isinstance(error, CompileError if rank in failing else CommunicatorError)
+        assert rank in failing or str(error) == "\n".join(["loading a kernel failed on another rank", *lines])
 
 
 def test_ranks_can_meet_again_after_a_failure():
@@ -278,14 +261,11 @@ def test_a_rank_that_never_calls_lets_the_others_go_at_the_deadline(in_the_call)
         assert record.last_calls[rank] == "allreduce of [1000] torch.float32, call 0 over torch.distributed"
 
 
-def call_late(rank, world_size):
+@on_ranks(3)
+def test_a_rank_that_comes_late_but_in_time_is_waited_for(rank, world_size):
     if rank == 1:
         time.sleep(1)
-    return graphar.allreduce(torch.ones(3), timeout_s=PATIENCE_S).tolist()
-
-
-def test_a_rank_that_comes_late_but_in_time_is_waited_for():
-    assert run_ranks(call_late, 3) == [[3.0] * 3] * 3
+    assert graphar.allreduce(torch.ones(3), timeout_s=PATIENCE_S).tolist() == [3.0] * 3
 
 
 # ---- a rank that stays while others come and go ---------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Every rank is told what is missing at set-up and what to do about it, in bounded time."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -26,7 +24,7 @@ from graphar.ranks import capture
 from graphar.ranks.rendezvous import StoreRendezvous
 from graphar.runtime import availability, launcher, life
 from graphar.runtime.memory import ipc_memory
-from tests.processes import run_code, run_ranks
+from tests.processes import on_ranks, run_code, run_ranks
 
 ROOT = Path(__file__).parents[2]
 OK = driver.CUresult.CUDA_SUCCESS
@@ -220,16 +218,13 @@ def test_where_one_rank_captures_its_first_call_the_others_name_it():
     assert waited.startswith("set-up: rank 1 waited 2 s for rank(s) [0]; every rank of the group must make the same")
 
 
-def prepare_and_ask(rank, world_size):
+@on_ranks(2)
+def test_what_a_process_does_before_it_has_touched_its_gpu_decides_nothing(rank, world_size):
     """Why a call with a GPU's tensor has no kernel, after ``prepare`` had no GPU to prepare."""
     life.missing_software = lambda: "NVRTC cannot be loaded: install it"
     with graphar.Communicator() as communicator:
         communicator.prepare()
-        return explained(communicator, "auto").reason
-
-
-def test_what_a_process_does_before_it_has_touched_its_gpu_decides_nothing():
-    assert run_ranks(prepare_and_ask, 2) == ["rank 0: NVRTC cannot be loaded: install it"] * 2
+        assert explained(communicator, "auto").reason == "rank 0: NVRTC cannot be loaded: install it"
 
 
 def set_up_where_rank_1_has_no_memory(rank, world_size):
@@ -371,19 +366,20 @@ def test_memory_that_a_rank_cannot_map_is_told_on_all_with_what_to_do(allocate_w
     assert "for the memory of rank 0" in second
 
 
-def test_what_one_rank_cannot_allocate_none_keeps(allocate_with):
-    (_, done), (_, done_by_failing) = allocate_with(None, driver.cuMemAlloc)
-
-    assert done == ["cuMemAlloc", "cuIpcGetMemHandle", "cuMemFree"]
-    assert done_by_failing == []
-
-
-def test_what_one_rank_cannot_map_none_keeps(allocate_with):
-    (_, done), (_, done_by_failing) = allocate_with(None, driver.cuIpcOpenMemHandle)
+@pytest.mark.parametrize(
+    ("failing", "done", "done_by_failing"),
+    [
+        (driver.cuMemAlloc, ["cuMemFree"], None),
+        (driver.cuIpcOpenMemHandle, ["cuIpcOpenMemHandle", "cuIpcCloseMemHandle", "cuMemFree"], ["cuMemFree"]),
+    ],
+    ids=["allocate", "map"],
+)
+def test_what_one_rank_cannot_allocate_or_map_none_keeps(allocate_with, failing, done, done_by_failing):
+    (_, calls), (_, calls_of_failing) = allocate_with(None, failing)
 
     shared = ["cuMemAlloc", "cuIpcGetMemHandle"]
-    assert done == [*shared, "cuIpcOpenMemHandle", "cuIpcCloseMemHandle", "cuMemFree"]
-    assert done_by_failing == [*shared, "cuMemFree"]
+    assert calls == [*shared, *done]
+    assert calls_of_failing == ([] if done_by_failing is None else [*shared, *done_by_failing])
 
 
 def test_of_a_list_the_devices_before_the_one_without_memory_keep_nothing(monkeypatch):

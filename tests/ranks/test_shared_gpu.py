@@ -3,8 +3,6 @@
 Kernels of different processes take turns on the GPU in time slices, so a wait on a peer takes milliseconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -17,7 +15,7 @@ from graphar.runtime.registry import engine_of_group
 from tests.cases import integers, raw, same_bits
 from tests.gpu import EXACT_ALGORITHMS, fits
 from tests.ops.conformance import ALLGATHER, ALLREDUCE, FORMS, REDUCESCATTER, copies, parameters
-from tests.processes import RankFailed, run_on_gpus, run_ranks
+from tests.processes import RankFailed, on_ranks, run_on_gpus, run_ranks
 from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu(1)
@@ -59,11 +57,10 @@ def tensors_of(form, world_size, shape, dtype):
     return form.tensors(world_size, shape, dtype, raw if dtype in RAW else integers)
 
 
-def every_op(rank, world_size):
-    """By form and question, how many elements of this rank's results differ, and how many kernels have counted calls.
-
-    Each call is made several times, since the later ones repeat the launch of the earlier ones.
-    """
+@pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
+@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
+@on_ranks(by=run_on_gpus, timeout_s=600)
+def test_every_public_op_has_its_specifications_bits(rank, world_size):
     wrong = {}
     for form in EVERY_FORM:
         for question in questions(form, world_size):
@@ -76,16 +73,10 @@ def every_op(rank, world_size):
                 of_call = [same_bits(y.cpu(), right) for y, right in zip(found, expected, strict=True)]
                 wrong[str(form), question] += sum(of_call)
     runner = engine_of_group("").runner
-    return wrong, len(runner.calls_begun()) if runner else 0
-
-
-@pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
-@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-def test_every_public_op_has_its_specifications_bits(world_size):
-    for wrong, kernels in run_on_gpus(every_op, world_size, timeout_s=600):
-        assert {asked: count for asked, count in wrong.items() if count} == {}
-        assert {form for form, _ in wrong} == {str(one) for one in EVERY_FORM if one.ranks(world_size) == world_size}
-        assert kernels > 0
+    kernels = len(runner.calls_begun()) if runner else 0
+    assert {asked: count for asked, count in wrong.items() if count} == {}
+    assert {form for form, _ in wrong} == {str(one) for one in EVERY_FORM if one.ranks(world_size) == world_size}
+    assert kernels > 0
 
 
 def sum_on_one_gpu(rank, world_size):

@@ -1,7 +1,5 @@
 """Kernels of two communicators of the same processes make progress together, in whatever order ranks launch them."""
 
-from __future__ import annotations
-
 import itertools
 import time
 
@@ -41,18 +39,10 @@ def norm_of_parts(rows):
     return call
 
 
-def matmul(rows):
+def matmul(rows, op=graphar.fused_matmul_allreduce):
     def call(x, group):
         a, w = x[: rows * 1024].view(rows, 1024), x[: COLUMNS * 1024].view(COLUMNS, 1024)
-        return graphar.fused_matmul_allreduce(a, w, group=group, partition="tiles")
-
-    return call
-
-
-def gathered_matmul(rows):
-    def call(x, group):
-        a, w = x[: rows * 1024].view(rows, 1024), x[: COLUMNS * 1024].view(COLUMNS, 1024)
-        return graphar.fused_allgather_matmul(a, w, group=group, partition="tiles")
+        return op(a, w, group=group, partition="tiles")
 
     return call
 
@@ -82,7 +72,7 @@ CALLS = {
     "matmul of 8 rows": matmul(8),
     "matmul of 64 rows": matmul(64),
     "matmul of 2048 rows": matmul(2048),
-    "matmul of 2048 gathered rows": gathered_matmul(1024),
+    "matmul of 2048 gathered rows": matmul(1024, graphar.fused_allgather_matmul),
 }
 PAIRS = list(itertools.combinations_with_replacement(CALLS, 2))
 

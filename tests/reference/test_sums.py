@@ -1,7 +1,5 @@
 """The specification: what the sum of all ranks is, to the bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

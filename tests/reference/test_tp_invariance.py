@@ -1,7 +1,5 @@
 """Tensor-parallel invariance in the specification: ops and gradients with the same bits on 1, 2, 4 and 8 ranks."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -5,8 +5,6 @@ idle: so such a call ends at its deadline, and says which rank it waited for. Ea
 which the other library's kernel is cold.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 import time

@@ -1,7 +1,5 @@
 """What is prepared is compiled first, on all cores: each kernel on one rank, and the others find it in the cache."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

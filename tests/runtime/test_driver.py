@@ -1,7 +1,5 @@
 """The driver is initialised before its first call, and failed calls are named. It is a stand-in, except on GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

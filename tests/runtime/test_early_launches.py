@@ -1,7 +1,5 @@
 """Which kernels are launched while the one before in the stream still waits for other ranks: (18)."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

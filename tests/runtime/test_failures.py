@@ -1,7 +1,5 @@
 """What ranks told each other, compared and put into words: the errors of a rank whose counters are made up."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Foreign kernels that wait for nothing, and destroyed streams, between graphar's calls: calls must not overlap."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ import graphar
 from graphar.runtime.driver import call, driver
 from graphar.runtime.launcher import Grid
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_on_gpus
 from tests.small_kernels import bind
 from tests.worlds import GPU_WORLD_SIZES
 
@@ -20,11 +18,9 @@ ROUNDS = 50
 LATE_CLOCKS = 2_000_000
 
 
-def run(function, world_size):
-    return run_ranks(function, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=120)
-
-
-def sums_around_a_kernel_without_a_wait(rank, world_size):
+@every_world_size
+@on_ranks(by=run_on_gpus)
+def test_calls_are_right_though_a_kernel_between_them_waits_for_nothing(rank, world_size):
     idle = bind(IDLE, "idle", rank, [], Grid(1, 32, 0, overlaps=True))
     stream, wrong = torch.cuda.Stream(), []
     with graphar.Communicator(timeout_s=10.0) as communicator, torch.cuda.stream(stream):
@@ -42,16 +38,12 @@ def sums_around_a_kernel_without_a_wait(rank, world_size):
                     idle.enqueue(stream.cuda_stream)
                 wrong += [same_bits(y, expected) for y in results]
         communicator.synchronize()
-    return wrong
+    assert set(wrong) == {0}
 
 
 @every_world_size
-def test_calls_are_right_though_a_kernel_between_them_waits_for_nothing(world_size):
-    for wrong in run(sums_around_a_kernel_without_a_wait, world_size):
-        assert set(wrong) == {0}
-
-
-def sums_on_streams_of_others(rank, world_size):
+@on_ranks(by=run_on_gpus)
+def test_calls_follow_each_other_though_their_streams_are_destroyed_and_handles_used_again(rank, world_size):
     parts = [normal(r, NUMELS[-1], torch.bfloat16).cuda() for r in range(world_size)]
     expected = graphar.reference.allreduce(parts)
     results, handles = [], []
@@ -67,11 +59,6 @@ def sums_on_streams_of_others(rank, world_size):
             call(driver.cuStreamDestroy, handle)  # with the call still under way
         results.append(communicator.allreduce(parts[rank]))
         communicator.synchronize()
-    return len(set(handles)) < len(handles), [same_bits(y, expected) for y in results]
-
-
-@every_world_size
-def test_calls_follow_each_other_though_their_streams_are_destroyed_and_handles_used_again(world_size):
-    for reused, wrong in run(sums_on_streams_of_others, world_size):
-        assert reused
-        assert set(wrong) == {0}
+    reused, wrong = len(set(handles)) < len(handles), [same_bits(y, expected) for y in results]
+    assert reused
+    assert set(wrong) == {0}

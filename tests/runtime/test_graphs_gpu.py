@@ -1,7 +1,5 @@
 """CUDA graphs: captured calls replay, whatever happens to the Python objects in between."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

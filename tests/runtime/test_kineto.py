@@ -1,7 +1,5 @@
 """What a trace of torch.profiler says of graphar's calls: a range for each, with the metadata of Kineto's events."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import graphar
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
 HEADER = Path(torch.__file__).parent / "include/torch/csrc/profiler/util.h"
 
@@ -37,11 +35,9 @@ def metadata(event: dict) -> dict:
     return {name: value for name, value in event["args"].items() if name not in of_every_event}
 
 
-def test_a_range_has_the_metadata_of_the_collective(tmp_path):
-    run_ranks(trace_a_group, 2, str(tmp_path))
-
-
-def trace_a_group(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_range_has_the_metadata_of_the_collective(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     group = dist.new_group([0, 1], group_desc="tensor parallel")
     x = torch.ones(6, dtype=torch.bfloat16)
 

@@ -1,7 +1,5 @@
 """What remains after a call: tensors that it wrote or refused to write, and a communicator that was closed."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import socket
@@ -23,7 +21,7 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.life import open_engines
 from graphar.runtime.registry import engine_of_group
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 
 @pytest.fixture
@@ -140,8 +138,12 @@ def test_the_copy_of_a_model_has_the_same_communicator(pair):
     assert copy.deepcopy({"group": pair})["group"] is pair
 
 
-def keep_or_close(rank, world_size, has_kernels):
-    """Whether a group's shared communicator, and one that the caller closed, are open after the group's end."""
+@pytest.mark.parametrize("has_kernels", [True, False])
+@on_ranks(2)
+def test_a_groups_shared_communicator_outlives_it_with_its_kernels_and_a_callers_own_can_be_closed(
+    rank, world_size, has_kernels
+):
+    """The shared communicator's memory is never freed: other ranks may have ended, and a graph may yet be replayed."""
     graphar.allreduce(torch.ones(3))
     shared, own = engine_of_group(""), Communicator()
     shared.runner = object() if has_kernels else None
@@ -150,13 +152,7 @@ def keep_or_close(rank, world_size, has_kernels):
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     graphar.allreduce(torch.ones(3))
-    return shared.name in open_engines, own.engine.name in open_engines
-
-
-@pytest.mark.parametrize("has_kernels", [True, False])
-def test_a_groups_shared_communicator_outlives_it_with_its_kernels_and_a_callers_own_can_be_closed(has_kernels):
-    """The shared communicator's memory is never freed: other ranks may have ended, and a graph may yet be replayed."""
-    assert run_ranks(keep_or_close, 2, has_kernels) == [(has_kernels, False)] * 2
+    assert (shared.name in open_engines, own.engine.name in open_engines) == (has_kernels, False)
 
 
 def count_what_stays(rank, world_size, use):
@@ -192,8 +188,8 @@ def test_a_destroyed_group_leaves_no_more_keys_than_torch_leaves_and_no_engine()
         assert ours == of_torch
 
 
-def call_first_in_threads(rank, world_size):
-    """The engines that threads' first calls of groups find, when to make one takes a while."""
+@on_ranks(2)
+def test_first_calls_in_threads_make_one_engine(rank, world_size):
     make, made = registry.Engine, []
 
     def make_slowly(*given):
@@ -212,11 +208,7 @@ def call_first_in_threads(rank, world_size):
                 registry._usable_engines()
     finally:
         registry.Engine = make
-    return [len({*map(id, ones)}) for ones in (found, of_devices, met)], len(made)
-
-
-def test_first_calls_in_threads_make_one_engine():
-    assert run_ranks(call_first_in_threads, 2) == [([1, 1, 1], 2)] * 2
+    assert ([len({*map(id, ones)}) for ones in (found, of_devices, met)], len(made)) == ([1, 1, 1], 2)
 
 
 # ---- the store of a group that was destroyed ------------------------------------------------------------------------
@@ -273,7 +265,8 @@ def test_the_store_of_a_destroyed_group_is_served_no_more(use):
     assert run_ranks(use_and_destroy, 2, use)[0] == (True, False)
 
 
-def call_after_the_end(rank, world_size):
+@on_ranks(2)
+def test_a_call_after_the_end_of_the_group_is_told_so(rank, world_size):
     graphar.allreduce(torch.ones(3))
     shared = engine_of_group("")
     dist.destroy_process_group()
@@ -284,10 +277,6 @@ def call_after_the_end(rank, world_size):
         except (ValueError, CommunicatorError) as error:
             told.append(str(error))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return told
-
-
-def test_a_call_after_the_end_of_the_group_is_told_so():
-    for uninitialised, destroyed in run_ranks(call_after_the_end, 2):
-        assert "torch.distributed is not initialised" in uninitialised
-        assert destroyed == "the process group of this communicator was destroyed"
+    uninitialised, destroyed = told
+    assert "torch.distributed is not initialised" in uninitialised
+    assert destroyed == "the process group of this communicator was destroyed"

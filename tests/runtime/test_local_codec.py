@@ -1,7 +1,5 @@
 """What encodes where there are no kernels between ranks: which coder a call gets, and what a launch is given."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import re

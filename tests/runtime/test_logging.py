@@ -1,7 +1,5 @@
 """What graphar logs: a line for each communicator, and at debug level the plans, and kernels that were compiled."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The order of a rank's streams. Needs no GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 Nothing here sets GRAPHAR_MULTICAST: environments are dictionaries, and torch's symmetric memory is stood in for.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading
@@ -256,26 +254,16 @@ def explained(communicator, algorithm, numel=8192):
 @every_multimem_kernel
 @every_shut_environment
 def test_a_call_with_the_gate_shut_says_why(communicator, fake_torch, monkeypatch, algorithm, environment, reason):
-    monkeypatch.setattr(multicast, "why_not", lambda _: why_not(environment))
-
-    with pytest.raises(UnsupportedError) as raised:
-        explained(communicator(group=SimpleNamespace(group_name="g")), algorithm)
-
-    assert str(raised.value) == f"allreduce: {algorithm} cannot serve this call: rank 0: {reason}"
-    assert fake_torch.asked == []
-
-
-@every_multimem_kernel
-def test_one_process_with_all_ranks_has_no_multicast_however_open_the_gate(
-    communicator, fake_torch, monkeypatch, algorithm
-):
-    monkeypatch.setattr(multicast, "why_not", lambda _: "")
-
-    with pytest.raises(UnsupportedError) as raised:
-        explained(communicator(), algorithm)
-
-    reason = "NVLink multicast joins one process a rank, and this process holds all ranks"
-    assert str(raised.value) == f"allreduce: {algorithm} cannot serve this call: {reason}"
+    """And so does one process with all ranks, which has no multicast however open the gate."""
+    of_one = "NVLink multicast joins one process a rank, and this process holds all ranks"
+    for gate, group, said in (
+        (why_not(environment), SimpleNamespace(group_name="g"), f"rank 0: {reason}"),
+        ("", None, of_one),
+    ):
+        monkeypatch.setattr(multicast, "why_not", lambda _, gate=gate: gate)
+        with pytest.raises(UnsupportedError) as raised:
+            explained(communicator(group=group), algorithm)
+        assert str(raised.value) == f"allreduce: {algorithm} cannot serve this call: {said}"
     assert fake_torch.asked == []
 
 

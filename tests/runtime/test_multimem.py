@@ -1,7 +1,5 @@
 """The compiled kernels have the multimem instructions at the intended places, in the intended order."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess
@@ -52,20 +50,14 @@ def instructions(source, arch):
 
 @every_arch
 @every_dtype
-def test_a_one_shot_holds_a_fence_and_sums_by_the_switch(arch, dtype):
-    found = instructions(kernel_source(Algorithm.MULTIMEM_ONE_SHOT, dtype, 4), arch)
+def test_a_one_shot_sums_by_the_switch_behind_a_fence_and_a_two_shot_copies_before_another(arch, dtype):
+    one, two = (
+        instructions(kernel_source(algorithm, dtype, 4), arch)
+        for algorithm in (Algorithm.MULTIMEM_ONE_SHOT, Algorithm.MULTIMEM_TWO_SHOT)
+    )
 
-    assert found[0] == FENCE
-    assert set(found[1:]) == {SUM[dtype]}
-
-
-@every_arch
-@every_dtype
-def test_a_two_shot_sums_and_copies_by_the_switch_between_two_fences(arch, dtype):
-    found = instructions(kernel_source(Algorithm.MULTIMEM_TWO_SHOT, dtype, 4), arch)
-
-    assert (found[0], found[-1]) == (FENCE, FENCE)
-    assert set(found[1:-1]) == {SUM[dtype], COPY}
+    assert (one[0], {*one[1:]}) == (FENCE, {SUM[dtype]})
+    assert (two[0], {*two[1:-1]}, two[-1]) == (FENCE, {SUM[dtype], COPY}, FENCE)
 
 
 @every_multimem_kernel

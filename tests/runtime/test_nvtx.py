@@ -1,7 +1,5 @@
 """NVTX ranges: GRAPHAR_NVTX=1 puts each call into one, in graphar's domain where the package nvtx is installed."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from types import SimpleNamespace

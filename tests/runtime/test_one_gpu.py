@@ -3,8 +3,6 @@
 Those marked ``sanitize`` are few and small: `nox -s sanitize` runs them under compute-sanitizer.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -22,6 +20,7 @@ pytestmark = pytest.mark.gpu(1)
 ALLREDUCES, REDUCESCATTERS, ALLGATHERS = map(with_kernels, ("allreduce", "reducescatter", "allgather"))
 QUANTIZED = with_kernels("allreduce", codec=True)
 TREES = tuple(one for op in ("allreduce", "reducescatter") for one in with_tree(op))
+(SCATTERED_NORM,) = with_kernels(REDUCESCATTER_NORM)
 SMALL = (1, 7, 8, 64, 8199)
 MEDIUM = (8192, 8193, 8216, 131072)
 EVERY_EPOCH = 3  # calls in a row: buffers take turns
@@ -50,10 +49,14 @@ def assert_bits(results, expected):
         assert same_bits(result.cpu(), one) == 0, f"rank {rank}, {len(one)} elements"
 
 
-def check_allreduce(ranks, parts, algorithm, direct=False):
-    expected = [reference.allreduce(parts)] * ranks.world_size
+def check(expected, call, *given):
+    """Checks calls in a row."""
     for _ in range(EVERY_EPOCH):
-        assert_bits(ranks.allreduce(parts, algorithm, direct), expected)
+        assert_bits(call(*given), expected)
+
+
+def check_allreduce(ranks, parts, *how):
+    check([reference.allreduce(parts)] * ranks.world_size, ranks.allreduce, parts, *how)
 
 
 # ---- under compute-sanitizer too ------------------------------------------------------------------------------------
@@ -72,7 +75,7 @@ def test_every_allreduce_gives_the_specification(ranks, algorithm):
 @pytest.mark.parametrize("algorithm", kernels_that(lambda row: row.direct))
 def test_every_direct_allreduce_gives_the_specification(ranks, algorithm):
     for numel in (8, 8199):
-        check_allreduce(ranks, parts_of(ranks, bit_patterns, numel), algorithm, direct=True)
+        check_allreduce(ranks, parts_of(ranks, bit_patterns, numel), algorithm, True)
 
 
 @pytest.mark.promise("No kernel accesses memory out of bounds or races in shared memory (`nox -s sanitize`).")
@@ -89,8 +92,7 @@ def test_every_sum_as_a_tree_gives_the_specification(ranks, algorithm, out_dtype
             expected = [total] * ranks.world_size
             if algorithm in REDUCESCATTERS:
                 expected = total.tensor_split(ranks.world_size)
-            for _ in range(EVERY_EPOCH):
-                assert_bits(ranks.tree_sum(parts, algorithm, out_dtype), expected)
+            check(expected, ranks.tree_sum, parts, algorithm, out_dtype)
 
 
 @pytest.mark.promise("No kernel accesses memory out of bounds or races in shared memory (`nox -s sanitize`).")
@@ -100,8 +102,7 @@ def test_every_sum_as_a_tree_gives_the_specification(ranks, algorithm, out_dtype
 def test_every_reducescatter_gives_the_specification(ranks, algorithm, fill):
     for numel in SMALL:
         parts = parts_of(ranks, fill, numel)
-        for _ in range(EVERY_EPOCH):
-            assert_bits(ranks.reducescatter(parts, algorithm), reference.reducescatter(parts))
+        check(reference.reducescatter(parts), ranks.reducescatter, parts, algorithm)
 
 
 @pytest.mark.sanitize
@@ -109,8 +110,7 @@ def test_every_reducescatter_gives_the_specification(ranks, algorithm, fill):
 def test_allgather_joins_parts_of_any_length(ranks, algorithm):
     for numel in SMALL:
         parts = [bit_patterns(rank, max(0, numel - rank), torch.bfloat16) for rank in range(ranks.world_size)]
-        for _ in range(EVERY_EPOCH):
-            assert_bits(ranks.allgather(parts, algorithm), [reference.allgather(parts)] * ranks.world_size)
+        check([reference.allgather(parts)] * ranks.world_size, ranks.allgather, parts, algorithm)
 
 
 @pytest.mark.sanitize
@@ -136,8 +136,7 @@ def test_every_allreduce_with_a_codec_gives_the_specification(ranks, algorithm, 
     for numel in SMALL:
         parts = parts_of(ranks, bit_patterns, numel)
         expected = [reference.quantized_allreduce(parts, codec(name))] * ranks.world_size
-        for _ in range(EVERY_EPOCH):
-            assert_bits(ranks.quantized_allreduce(parts, algorithm, codec(name)), expected)
+        check(expected, ranks.quantized_allreduce, parts, algorithm, codec(name))
 
 
 @pytest.mark.sanitize
@@ -145,9 +144,8 @@ def test_every_allreduce_with_a_codec_gives_the_specification(ranks, algorithm, 
 def test_reducescatter_with_a_codec_gives_the_specification(ranks, name):
     for numel in SMALL:
         parts = parts_of(ranks, bit_patterns, numel)
-        for _ in range(EVERY_EPOCH):
-            found = ranks.reducescatter(parts, Algorithm.QUANTIZED_REDUCESCATTER, codec(name))
-            assert_bits(found, reference.quantized_reducescatter(parts, codec(name)))
+        expected = reference.quantized_reducescatter(parts, codec(name))
+        check(expected, ranks.reducescatter, parts, Algorithm.QUANTIZED_REDUCESCATTER, codec(name))
 
 
 @pytest.mark.sanitize
@@ -168,7 +166,7 @@ def test_reducescatter_with_a_norm_gives_the_specification(ranks, output, fp8):
             parts, residuals, weight, eps=1e-5, weight_offset=1.0, **fp8
         )
         for _ in range(EVERY_EPOCH):
-            found = ranks.reducescatter_norm(parts, residuals, weight, (1e-5, 1.0), output)
+            found = ranks.norm(SCATTERED_NORM, parts, residuals, weight, (1e-5, 1.0), output)
             assert_bits(*([one for of_rank in ones for one in of_rank] for ones in (found, expected)))
 
 
@@ -192,7 +190,7 @@ def test_every_norm_of_a_sum_as_a_tree_gives_the_specification(ranks, algorithm,
             split = zip(*(one.tensor_split(ranks.world_size) for one in whole), strict=True)
             expected = [one for of_rank in split for one in of_rank]
         for _ in range(EVERY_EPOCH):
-            found = ranks.tree_norm(parts, residuals, weight, (1e-5, 1.0), algorithm)
+            found = ranks.norm(algorithm, parts, residuals, weight, (1e-5, 1.0), order="tree", out_dtype=dtype)
             assert_bits([one for of_rank in found for one in of_rank], expected)
 
 

@@ -1,7 +1,5 @@
 """Kernels from outside the package: compiled like graphar's, with mistakes told by file and line."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

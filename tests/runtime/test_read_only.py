@@ -1,7 +1,5 @@
 """Directories that really cannot be written: /tmp, the home, the cache. Each test has a mount of its own."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

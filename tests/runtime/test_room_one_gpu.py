@@ -1,7 +1,5 @@
 """Kernels that spin on one GPU: grids of as many communicators as declared find room beside each other."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 

@@ -1,7 +1,5 @@
 """The runner apart from launches: refusals, the order of threads, failures, closing. Needs no GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Communicator.stats: calls, bytes, fallbacks and plans are counted, and so are the waits that the host knows of."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time
@@ -18,7 +16,7 @@ from graphar.plan.work import Sum
 from graphar.runtime import runner
 from graphar.runtime.engine import binders
 from graphar.runtime.plan import Plan
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 from tests.runtime.test_runner import record_of, runner_of
 
 ON_THE_CPU = "the tensor is on the CPU"
@@ -140,11 +138,8 @@ def wait_for_a_late_rank(rank: int, world_size: int) -> float:
         return communicator.stats().host_waited_s - before
 
 
-def test_an_expired_deadline_is_the_failure():
-    run_ranks(miss_a_call, 2)
-
-
-def miss_a_call(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_expired_deadline_is_the_failure(rank, world_size):
     communicator = graphar.Communicator(timeout_s=0.5)
     communicator.allreduce(torch.ones(4))
     if rank == 0:

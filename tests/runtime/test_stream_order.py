@@ -1,7 +1,5 @@
 """Work on two streams: which one waits for the other, and when. Stand-ins for streams record it."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Several streams and graphs on one communicator, and several communicators: right, or an error; never a deadlock."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time
@@ -13,20 +11,15 @@ import torch.distributed as dist
 import graphar
 from graphar import CollectiveTimeout, ConcurrentCallError
 from tests.cases import normal, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES
 
-BACKEND = "cpu:gloo,cuda:nccl"
 DTYPE = torch.bfloat16
 SMALL, LARGE = 8192, 64 << 20  # one block or so, and one for every SM
 TIMEOUT_S = 2.0
 PATIENCE_S = 30.0
 
 every_world_size = pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-
-
-def run(function, world_size, *args):
-    return run_ranks(function, world_size, *args, backend=BACKEND, timeout_s=180)
 
 
 class Sum:
@@ -71,15 +64,15 @@ def ends(*communicators) -> bool:
 # ---- one communicator -----------------------------------------------------------------------------------------------
 
 
-def eager_on_two_streams(rank, world_size):
-    sums = [Sum(rank, world_size, numel, seed) for seed, numel in enumerate((SMALL, 1 << 20, SMALL, 1 << 18))]
-    streams = [torch.cuda.Stream() for _ in range(2)]
+def call_in_turn(rank, world_size, numels, turns, at, stream_at, before=lambda turn, stream: None):
+    """Sums, of which ``at`` gives each turn's, on the stream of the turn, behind what ``before`` puts there."""
+    sums, results = [Sum(rank, world_size, numel, seed) for seed, numel in enumerate(numels)], []
     torch.cuda.synchronize()
     with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
-        results = []
-        for turn in range(200):
-            one = sums[turn % len(sums)]
-            results.append((one, on(streams[turn * 7 % 3 % 2], lambda one=one: communicator.allreduce(one.x))))
+        for turn in range(turns):
+            one, stream = sums[at(turn)], stream_at(turn)
+            before(turn, stream)
+            results.append((one, on(stream, lambda one=one: communicator.allreduce(one.x))))
         communicator.synchronize()
         for one, y in results:
             one.check(y)
@@ -87,60 +80,48 @@ def eager_on_two_streams(rank, world_size):
 
 @pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 @every_world_size
-def test_eager_calls_on_two_streams_are_right(world_size):
-    run(eager_on_two_streams, world_size)
-
-
-def with_waits_between(rank, world_size, on_default):
-    sums = [Sum(rank, world_size, numel, seed) for seed, numel in enumerate((SMALL, 1 << 20))]
-    stream = torch.cuda.default_stream() if on_default else torch.cuda.Stream()
-    other = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
-        results = []
-        for turn in range(300):
-            one = sums[turn % 3 % 2]
-            if turn % 7 == rank:
-                on(stream, lambda: torch.cuda._sleep(1_000_000))
-            on(other, lambda: torch.cuda._sleep(50_000))
-            stream.wait_stream(other)
-            results.append((one, on(stream, lambda one=one: communicator.allreduce(one.x))))
-        communicator.synchronize()
-        for one, y in results:
-            one.check(y)
+@on_ranks(by=run_on_gpus)
+def test_eager_calls_on_two_streams_are_right(rank, world_size):
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    numels = (SMALL, 1 << 20, SMALL, 1 << 18)
+    call_in_turn(rank, world_size, numels, 200, lambda turn: turn % 4, lambda turn: streams[turn * 7 % 3 % 2])
 
 
 @every_world_size
 @pytest.mark.parametrize("on_default", [False, True], ids=["own_stream", "default_stream"])
-def test_calls_follow_each_other_though_their_stream_waits_for_another_one_between_them(world_size, on_default):
-    run(with_waits_between, world_size, on_default)
+@on_ranks(by=run_on_gpus)
+def test_calls_follow_each_other_though_their_stream_waits_for_another_one_between_them(rank, world_size, on_default):
+    stream = torch.cuda.default_stream() if on_default else torch.cuda.Stream()
+    other = torch.cuda.Stream()
 
+    def wait(turn, stream):
+        if turn % 7 == rank:
+            on(stream, lambda: torch.cuda._sleep(1_000_000))
+        on(other, lambda: torch.cuda._sleep(50_000))
+        stream.wait_stream(other)
 
-def late_on_two_streams(rank, world_size):
-    sums = [Sum(rank, world_size, numel, seed) for seed, numel in enumerate((SMALL, 1 << 20))]
-    streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
-    weight = torch.randn(1024, 1024, dtype=DTYPE, device="cuda")
-    torch.cuda.synchronize()
-    with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
-        results = []
-        for turn in range(300):
-            one, stream = sums[turn % 3 % 2], streams[turn * 7 % 3 % 2]
-            if turn % 7 == rank:
-                on(stream, lambda: torch.cuda._sleep(1_000_000))
-            on(stream, lambda: weight @ weight)  # still runs when the call's kernel is queued
-            results.append((one, on(stream, lambda one=one: communicator.allreduce(one.x))))
-        communicator.synchronize()
-        for one, y in results:
-            one.check(y)
+    call_in_turn(rank, world_size, (SMALL, 1 << 20), 300, lambda turn: turn % 3 % 2, lambda turn: stream, wait)
 
 
 @pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 @every_world_size
-def test_calls_on_two_streams_follow_each_other_though_ranks_are_late(world_size):
-    run(late_on_two_streams, world_size)
+@on_ranks(by=run_on_gpus)
+def test_calls_on_two_streams_follow_each_other_though_ranks_are_late(rank, world_size):
+    streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
+    weight = torch.randn(1024, 1024, dtype=DTYPE, device="cuda")
+
+    def be_busy(turn, stream):
+        if turn % 7 == rank:
+            on(stream, lambda: torch.cuda._sleep(1_000_000))
+        on(stream, lambda: weight @ weight)  # still runs when the call's kernel is queued
+
+    at, stream_at = (lambda turn: turn % 3 % 2), (lambda turn: streams[turn * 7 % 3 % 2])
+    call_in_turn(rank, world_size, (SMALL, 1 << 20), 300, at, stream_at, be_busy)
 
 
-def two_branches_of_a_graph(rank, world_size):
+@every_world_size
+@on_ranks(by=run_on_gpus)
+def test_calls_on_two_branches_of_one_graph_are_right(rank, world_size):
     first, second = (Sum(rank, world_size, 1 << 20, seed) for seed in range(2))
     with graphar.Communicator(timeout_s=PATIENCE_S) as communicator:
         communicator.allreduce(first.x)
@@ -166,12 +147,12 @@ def two_branches_of_a_graph(rank, world_size):
         del graph
 
 
+@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
 @every_world_size
-def test_calls_on_two_branches_of_one_graph_are_right(world_size):
-    run(two_branches_of_a_graph, world_size)
-
-
-def two_graphs(rank, world_size, ordered):
+@pytest.mark.parametrize("ordered", [True, False])
+@on_ranks(by=run_on_gpus)
+def test_two_graphs_on_two_streams_end_and_are_right_in_order(rank, world_size, ordered):
+    """At once, their results may be wrong: each rank runs them in an order of its own."""
     sums = [Sum(rank, world_size, SMALL, seed) for seed in range(2)]
     communicator = graphar.Communicator(timeout_s=PATIENCE_S)
     communicator.prepare([DTYPE])
@@ -194,18 +175,9 @@ def two_graphs(rank, world_size, ordered):
 
 
 @every_world_size
-def test_two_graphs_on_two_streams_in_order_are_right(world_size):
-    run(two_graphs, world_size, True)
-
-
-@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
-@every_world_size
-def test_two_graphs_on_two_streams_at_once_end(world_size):
-    """Their results may be wrong: each rank runs them in an order of its own."""
-    run(two_graphs, world_size, False)
-
-
-def graph_beside_eager(rank, world_size, same_stream):
+@pytest.mark.parametrize("same_stream", [True, False])
+@on_ranks(by=run_on_gpus)
+def test_a_graph_and_eager_calls_end_and_are_right_on_one_stream(rank, world_size, same_stream):
     one, other = (Sum(rank, world_size, SMALL, seed) for seed in range(2))
     communicator = graphar.Communicator(timeout_s=PATIENCE_S)
     communicator.prepare([DTYPE])
@@ -226,20 +198,13 @@ def graph_beside_eager(rank, world_size, same_stream):
     communicator.close()
 
 
-@every_world_size
-def test_a_graph_and_eager_calls_on_one_stream_are_right(world_size):
-    run(graph_beside_eager, world_size, True)
-
-
-@every_world_size
-def test_a_graph_and_eager_calls_on_two_streams_end(world_size):
-    run(graph_beside_eager, world_size, False)
-
-
 # ---- two communicators ----------------------------------------------------------------------------------------------
 
 
-def opposite_orders(rank, world_size, numel):
+@every_world_size
+@pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["both fit the GPU", "each fills the GPU"])
+@on_ranks(by=run_on_gpus)
+def test_two_communicators_in_opposite_orders_end_and_are_right_while_both_fit_the_gpu(rank, world_size, numel):
     """Odd ranks launch the second communicator's call first."""
     sums = [Sum(rank, world_size, numel, seed) for seed in range(2)]
     communicators = [graphar.Communicator(timeout_s=PATIENCE_S) for _ in sums]
@@ -260,14 +225,4 @@ def opposite_orders(rank, world_size, numel):
             one.check(out)
     for communicator in communicators:
         communicator.close()
-    return ended
-
-
-@every_world_size
-def test_two_communicators_in_opposite_orders_are_right_while_both_fit_the_gpu(world_size):
-    assert run(opposite_orders, world_size, SMALL) == [True] * world_size
-
-
-@every_world_size
-def test_two_communicators_in_opposite_orders_end_where_each_fills_the_gpu(world_size):
-    run(opposite_orders, world_size, LARGE)
+    assert ended or numel == LARGE

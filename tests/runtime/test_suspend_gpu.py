@@ -1,7 +1,5 @@
 """Suspend and resume: ranks in processes that share one GPU, and ranks of one process on one GPU."""
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings
@@ -20,7 +18,7 @@ from tests.cases import integers, normal, same_bits
 from tests.fake_gpu import descriptors
 from tests.one_gpu import RanksOfOneGpu
 from tests.ops.conformance import copies
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 from tests.ranks.test_shared_gpu import EVERY_FORM, questions, tensors_of
 
 pytestmark = pytest.mark.gpu(1)
@@ -62,49 +60,55 @@ def restore(on_gpu, tensors, form):
 # ---- everything is valid afterwards ---------------------------------------------------------------------------------
 
 
-def every_form(rank, world_size):
-    """How many elements of results are wrong, by form, after a suspension: of repeated calls and of replayed graphs."""
-    torch.cuda.set_device(0)
-    calls, graphs, wrong = {}, {}, {}
+def call_every_form(rank, world_size):
+    """By form: a repeated call, what restores its tensors, what it must give, and a graph of it with its results.
+
+    Without a graph are torch.distributed's calls between such ranks, which are no GPU's.
+    """
+    made = {}
     for form in EVERY_FORM:
         tensors = tensors_of(form, world_size, *next(questions(form, world_size)))
         expected = form.expected(copies(tensors))[rank]
         on_gpu = {name: [one.cuda() for one in ones] for name, ones in tensors.items()}
-        before = len(graphar.stats().fallbacks)
+        before, call = len(graphar.stats().fallbacks), partial(form.of_rank, rank, on_gpu)
         for _ in range(3):
-            form.of_rank(rank, on_gpu)
-        call = partial(form.of_rank, rank, on_gpu)
-        calls[str(form)] = call, partial(restore, on_gpu, tensors, form), expected
-        if len(graphar.stats().fallbacks) == before:  # torch.distributed's calls between such ranks are no GPU's
-            graphs[str(form)] = captured(call)
+            call()
+        graph = captured(call) if len(graphar.stats().fallbacks) == before else None
+        made[str(form)] = call, partial(restore, on_gpu, tensors, form), expected, graph
+    return made
+
+
+def replay(graph, results, prepare):
+    for one in results:
+        one.view(torch.uint8).fill_(7)
+    prepare()
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.promise("A suspended communicator holds no GPU memory. Resumed, it has the same addresses; graphs replay.")
+@on_ranks(WORLD_SIZE, timeout_s=400)
+def test_plans_and_graphs_of_every_op_are_valid_after_a_suspension(rank, world_size):
+    torch.cuda.set_device(0)
+    made, wrong = call_every_form(rank, world_size), {}
     plans, launches = graphar.stats().plans, graphar.stats().launches
 
     graphar.suspend()
     graphar.resume()
 
-    for form, (call, prepare, expected) in calls.items():
+    for form, (call, prepare, expected, graph) in made.items():
         prepare()
         results = [one.clone() for one in call()]
-        if form in graphs:
-            graph, replayed = graphs[form]
-            for one in replayed:
-                one.view(torch.uint8).fill_(7)
-            prepare()
-            graph.replay()
-            torch.cuda.synchronize()
-            results += replayed
+        if graph:
+            replay(*graph, prepare)
+            results += graph[1]
         wrong[form] = sum(same_bits(y.cpu(), right) for y, right in zip(results, (*expected, *expected), strict=False))
     more = graphar.stats()
     grown = all(more.launches[name] > count for name, count in launches.items())
-    return wrong, len(graphs), more.plans - plans, grown
-
-
-@pytest.mark.promise("A suspended communicator holds no GPU memory. Resumed, it has the same addresses; graphs replay.")
-def test_plans_and_graphs_of_every_op_are_valid_after_a_suspension():
-    for wrong, graphs, new_plans, launches_go_on in run_ranks(every_form, WORLD_SIZE, timeout_s=400):
-        assert wrong == dict.fromkeys(wrong, 0)
-        assert graphs > len(EVERY_FORM) // 2
-        assert (new_plans, launches_go_on) == (0, True)
+    graphs, new_plans, launches_go_on = sum(graph is not None for *_, graph in made.values()), more.plans - plans, grown
+    assert wrong == dict.fromkeys(wrong, 0)
+    assert graphs > len(EVERY_FORM) // 2
+    assert (new_plans, launches_go_on) == (0, True)
 
 
 def free_memory(rank, world_size):
@@ -136,7 +140,9 @@ def test_a_suspension_frees_ninety_nine_hundredths():
         assert abs(taken - freed) <= 8  # the driver's own tables
 
 
-def keep_tensors(rank, world_size, keep):
+@pytest.mark.parametrize("keep", ["symmetric", None])
+@on_ranks(WORLD_SIZE)
+def test_symmetric_tensors_stay_where_they_are_and_keep_their_content_if_asked(rank, world_size, keep):
     torch.cuda.set_device(0)
     with graphar.Communicator() as communicator:
         x, out = communicator.empty(8192, dtype=torch.bfloat16), communicator.empty(8192, dtype=torch.bfloat16)
@@ -150,12 +156,7 @@ def keep_tensors(rank, world_size, keep):
         kept = same_bits(out.cpu(), total(8192)), same_bits(x.cpu(), part(rank, 8192))
         x.copy_(part(rank, 8192))
         again = same_bits(communicator.allreduce(x, out=out).cpu(), total(8192))
-        return kept, again, (x.data_ptr(), out.data_ptr()) == pointers, use
-
-
-@pytest.mark.parametrize("keep", ["symmetric", None])
-def test_symmetric_tensors_stay_where_they_are_and_keep_their_content_if_asked(keep):
-    for kept, again, same_place, (before, suspended) in run_ranks(keep_tensors, WORLD_SIZE, keep):
+        same_place, (before, suspended) = (x.data_ptr(), out.data_ptr()) == pointers, use
         assert (again, same_place) == (0, True)
         assert kept == (0, 0) or keep is None
         assert (before.resident_nbytes, suspended.resident_nbytes) == (before.reserved_nbytes, 0)
@@ -164,7 +165,8 @@ def test_symmetric_tensors_stay_where_they_are_and_keep_their_content_if_asked(k
 # ---- meanwhile ------------------------------------------------------------------------------------------------------
 
 
-def call_meanwhile(rank, world_size):
+@on_ranks(WORLD_SIZE)
+def test_calls_meanwhile_are_errors_that_name_resume(rank, world_size):
     torch.cuda.set_device(0)
     x, said = part(rank).cuda(), []
     for _ in range(3):
@@ -175,32 +177,19 @@ def call_meanwhile(rank, world_size):
             call()
         said.append(str(error.value))
     graphar.resume()
-    return said, same_bits(graphar.allreduce(x).cpu(), total())
+    wrong = same_bits(graphar.allreduce(x).cpu(), total())
+    expected = "this communicator is suspended; call its resume() on every rank before"
+    assert said == [f"{op}: {expected}" for op in ("allreduce", "reducescatter", "empty")]
+    assert wrong == 0
 
 
-def test_calls_meanwhile_are_errors_that_name_resume():
-    for said, wrong in run_ranks(call_meanwhile, WORLD_SIZE):
-        expected = "this communicator is suspended; call its resume() on every rank before"
-        assert said == [f"{op}: {expected}" for op in ("allreduce", "reducescatter", "empty")]
-        assert wrong == 0
-
-
-def replay_meanwhile(rank, world_size):
-    """By form: whether a replay wrote results meanwhile; the warnings of resume; and what a replay gives afterwards."""
+@on_ranks(WORLD_SIZE, timeout_s=400)
+def test_graphs_that_are_replayed_meanwhile_do_nothing_and_are_reported(rank, world_size):
     torch.cuda.set_device(0)
-    graphs, inputs = {}, []
-    for form in EVERY_FORM:
-        tensors = tensors_of(form, world_size, *next(questions(form, world_size)))
-        on_gpu = {name: [one.cuda() for one in ones] for name, ones in tensors.items()}
-        before = len(graphar.stats().fallbacks)
-        form.of_rank(rank, on_gpu)
-        if len(graphar.stats().fallbacks) == before:
-            graph, results = captured(partial(form.of_rank, rank, on_gpu))
-            prepare = partial(restore, on_gpu, tensors, form)
-            graphs[str(form)] = graph, results, prepare, form.expected(copies(tensors))[rank]
-            inputs.append(on_gpu)
+    made = call_every_form(rank, world_size)
+    graphs = {name: (graph, prepare, expected) for name, (_, prepare, expected, graph) in made.items() if graph}
     graphar.suspend()
-    for graph, *_ in graphs.values():
+    for (graph, _), *_ in graphs.values():
         for _ in range(3):
             graph.replay()
     torch.cuda.synchronize()  # an illegal address would be raised here
@@ -208,26 +197,18 @@ def replay_meanwhile(rank, world_size):
         warnings.simplefilter("always")
         graphar.resume()
     wrong = {}
-    for name, (graph, results, prepare, expected) in graphs.items():
-        for one in results:
-            one.view(torch.uint8).fill_(7)
-        prepare()
-        graph.replay()
-        torch.cuda.synchronize()
+    for name, ((graph, results), prepare, expected) in graphs.items():
+        replay(graph, results, prepare)
         wrong[name] = sum(same_bits(y.cpu(), right) for y, right in zip(results, expected, strict=True))
-    return wrong, [str(one.message) for one in warned]
+    warned = [str(one.message) for one in warned]
+    assert len(wrong) > len(EVERY_FORM) // 2
+    assert wrong == dict.fromkeys(wrong, 0)
+    assert len(warned) == 1
+    assert warned[0].startswith("graphar: a captured graph was replayed while its communicator was suspended")
 
 
-def test_graphs_that_are_replayed_meanwhile_do_nothing_and_are_reported():
-    for wrong, warned in run_ranks(replay_meanwhile, WORLD_SIZE, timeout_s=400):
-        assert len(wrong) > len(EVERY_FORM) // 2
-        assert wrong == dict.fromkeys(wrong, 0)
-        assert len(warned) == 1
-        assert warned[0].startswith("graphar: a captured graph was replayed while its communicator was suspended")
-
-
-def replay_large_calls_meanwhile(rank, world_size):
-    """By call, whose scratch is larger than the guard: how many elements of a replay afterwards are wrong."""
+@on_ranks(WORLD_SIZE, timeout_s=200)
+def test_large_graphs_that_are_replayed_meanwhile_touch_no_memory_that_is_gone(rank, world_size):
     torch.cuda.set_device(0)
     x = part(rank, 16 * MB).cuda()
     rows, residual = part(rank, 2048 * 2048).view(2048, 2048).cuda(), torch.zeros(2048, 2048).bfloat16().cuda()
@@ -261,12 +242,7 @@ def replay_large_calls_meanwhile(rank, world_size):
         torch.cuda.synchronize()
         pairs = zip(results, expected, strict=True) if isinstance(results, tuple) else [(results, expected)]
         wrong[name] = sum(same_bits(y.cpu(), right.cpu()) for y, right in pairs)
-    return wrong
-
-
-def test_large_graphs_that_are_replayed_meanwhile_touch_no_memory_that_is_gone():
-    for wrong in run_ranks(replay_large_calls_meanwhile, WORLD_SIZE, timeout_s=200):
-        assert wrong == dict.fromkeys(wrong, 0)
+    assert wrong == dict.fromkeys(wrong, 0)
 
 
 def suspend_in_capture(rank, world_size):
@@ -298,8 +274,15 @@ def test_it_is_refused_on_every_rank_while_one_captures():
 # ---- often, and when something fails --------------------------------------------------------------------------------
 
 
-def cycle(rank, world_size, cycles):
-    """What the process and the GPU hold more after many cycles than after a few; and how many sums were wrong."""
+def resident_nbytes():
+    """Bytes of host memory that this process uses."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@on_ranks(WORLD_SIZE, timeout_s=300)
+def test_a_thousand_cycles_leak_nothing(rank, world_size):
+    cycles = 1000
     torch.cuda.set_device(0)
     x = part(rank).cuda()
     with graphar.Communicator() as communicator:
@@ -314,17 +297,7 @@ def cycle(rank, world_size, cycles):
                 held.append((torch.cuda.mem_get_info()[0], descriptors(), resident_nbytes()))
                 torch.distributed.barrier()
         (free, files, host), (free_at_end, files_at_end, host_at_end) = held
-        return wrong, free - free_at_end, files_at_end - files, host_at_end - host
-
-
-def resident_nbytes():
-    """Bytes of host memory that this process uses."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_a_thousand_cycles_leak_nothing():
-    for wrong, gpu, files, host in run_ranks(cycle, WORLD_SIZE, 1000, timeout_s=300):
+        gpu, files, host = free - free_at_end, files_at_end - files, host_at_end - host
         assert (wrong, gpu, files) == (0, 0, 0)
         assert host < 16 * MB
 
@@ -353,7 +326,8 @@ def test_a_wait_that_expires_after_a_resumption_names_the_ranks():
     assert run_ranks(miss_a_call, WORLD_SIZE) == [((0, 1, 0), 0), (None, 0)]
 
 
-def resume_without_room(rank, world_size):
+@on_ranks(WORLD_SIZE)
+def test_too_little_memory_is_an_error_on_every_rank_and_a_second_resume_works(rank, world_size):
     torch.cuda.set_device(0)
     x = part(rank).cuda()
     with graphar.Communicator() as communicator:
@@ -374,11 +348,7 @@ def resume_without_room(rank, world_size):
         torch.cuda.empty_cache()
         torch.distributed.barrier()
         communicator.resume()
-        return str(error.value), same_bits(communicator.allreduce(x).cpu(), total())
-
-
-def test_too_little_memory_is_an_error_on_every_rank_and_a_second_resume_works():
-    for said, wrong in run_ranks(resume_without_room, WORLD_SIZE):
+        said, wrong = str(error.value), same_bits(communicator.allreduce(x).cpu(), total())
         assert "CUDA_ERROR_OUT_OF_MEMORY" in said
         assert wrong == 0
 
@@ -409,7 +379,8 @@ def test_a_rank_that_is_killed_is_named_and_torch_works_on(when):
     assert works == 3
 
 
-def refuse_without_virtual_memory(rank, world_size):
+@on_ranks(WORLD_SIZE)
+def test_with_cuda_ipc_it_is_refused_with_the_reason_and_calls_go_on(rank, world_size):
     torch.cuda.set_device(0)
     virtual_memory.why_not = lambda device: "it is a sandbox"
     x = part(rank).cuda()
@@ -417,11 +388,7 @@ def refuse_without_virtual_memory(rank, world_size):
         right = same_bits(communicator.allreduce(x).cpu(), total())
         with pytest.raises(graphar.UnsupportedError) as error:
             communicator.suspend()
-        return str(error.value), right, same_bits(communicator.allreduce(x).cpu(), total())
-
-
-def test_with_cuda_ipc_it_is_refused_with_the_reason_and_calls_go_on():
-    for said, before, after in run_ranks(refuse_without_virtual_memory, WORLD_SIZE):
+        said, before, after = str(error.value), right, same_bits(communicator.allreduce(x).cpu(), total())
         assert said.endswith("cannot be given back while its addresses stay: rank 0: it is a sandbox")
         assert (before, after) == (0, 0)
 
@@ -447,7 +414,8 @@ def test_ranks_of_one_process_are_suspended_and_resumed():
         ranks.close()
 
 
-def close_suspended(rank, world_size):
+@on_ranks(WORLD_SIZE)
+def test_a_suspended_communicator_can_be_closed_and_leaves_nothing(rank, world_size):
     torch.cuda.set_device(0)
     held = []
     for _ in range(3):
@@ -458,9 +426,5 @@ def close_suspended(rank, world_size):
         torch.distributed.barrier()
         held.append((descriptors(), torch.cuda.mem_get_info()[0]))
         torch.distributed.barrier()
-    return held
-
-
-def test_a_suspended_communicator_can_be_closed_and_leaves_nothing():
-    for _, second, third in run_ranks(close_suspended, WORLD_SIZE):
-        assert second == third
+    _, second, third = held
+    assert second == third

@@ -1,7 +1,5 @@
 """Suspend and resume: communicators on the CPU, and runners on a driver on the CPU (tests/fake_gpu.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -29,7 +27,7 @@ from graphar.runtime.memory.suspension import Suspension
 from graphar.runtime.memory.use import Memory, MemoryUse
 from graphar.runtime.runner import Runner
 from tests.fake_gpu import FakeDriver, descriptors, installed, tensor_at
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 REFUSED = r"this communicator is suspended; call its resume\(\) on every rank before"
 
@@ -139,7 +137,8 @@ def test_all_communicators_of_a_process_are_suspended_and_resumed(pair):
 # ---- ranks in processes ---------------------------------------------------------------------------------------------
 
 
-def suspend_in_processes(rank, world_size):
+@on_ranks(3)
+def test_the_calls_of_a_process_group_are_suspended_too(rank, world_size):
     x = torch.full((4,), float(rank))
     graphar.allreduce(x)
     with graphar.Communicator() as other:
@@ -150,26 +149,18 @@ def suspend_in_processes(rank, world_size):
                 graphar.allreduce(x, group)
             said.append(str(error.value))
         graphar.resume()
-        return said, graphar.allreduce(x).tolist(), other.allreduce(x).tolist()
-
-
-def test_the_calls_of_a_process_group_are_suspended_too():
-    for said, *sums in run_ranks(suspend_in_processes, 3):
+        said, *sums = said, graphar.allreduce(x).tolist(), other.allreduce(x).tolist()
         assert said == ["allreduce: this communicator is suspended; call its resume() on every rank before"] * 2
         assert sums == [[3.0] * 4] * 2
 
 
-def differ(rank, world_size):
+@on_ranks(2)
+def test_ranks_that_differ_in_what_to_keep_are_told_and_go_on(rank, world_size):
     communicator = graphar.Communicator(timeout_s=10)
     with pytest.raises(CommunicatorError) as error:
         communicator.suspend("symmetric" if rank else None)
-    return str(error.value), communicator.allreduce(torch.ones(2)).tolist()
-
-
-def test_ranks_that_differ_in_what_to_keep_are_told_and_go_on():
     said = "suspend: ranks must pass the same keep, got, in rank order, ['None', 'symmetric']"
-
-    assert run_ranks(differ, 2) == [(said, [2.0, 2.0])] * 2
+    assert (str(error.value), communicator.allreduce(torch.ones(2)).tolist()) == (said, [2.0, 2.0])
 
 
 def miss(rank, world_size, step):
@@ -215,8 +206,8 @@ def test_a_rank_that_died_meanwhile_is_named_at_once():
     assert run_ranks(die, 2, lost=[1])[0] == "resume: rank 0 waits for rank(s) [1], whose process has ended"
 
 
-def suspend_what_one_rank_knows(rank, world_size):
-    """The calls of three groups, where rank 0 alone looks at one of them earlier, and at another one at all."""
+@on_ranks(2)
+def test_a_process_suspends_what_all_ranks_know_in_one_order(rank, world_size):
     x = torch.full((4,), float(rank))
     first, second = (dist.new_group([0, 1]) for _ in range(2))
     made = len(open_engines)
@@ -235,11 +226,7 @@ def suspend_what_one_rank_knows(rank, world_size):
         with pytest.raises(CommunicatorError, match=REFUSED):
             graphar.allreduce(x, group)
     graphar.resume()
-    return [graphar.allreduce(x, group).tolist() for group in (first, second, None)]
-
-
-def test_a_process_suspends_what_all_ranks_know_in_one_order():
-    assert run_ranks(suspend_what_one_rank_knows, 2) == [[[1.0] * 4] * 3] * 2
+    assert [graphar.allreduce(x, group).tolist() for group in (first, second, None)] == [[1.0] * 4] * 3
 
 
 def fail_in_one_host(rank, world_size, step):

@@ -1,7 +1,5 @@
 """What set-up says if the kernels cannot reach all ranks. The GPUs are stand-ins."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

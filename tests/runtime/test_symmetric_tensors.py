@@ -1,7 +1,5 @@
 """graphar.empty on the CPU, and which calls are direct; host memory stands in for that of GPUs."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest
@@ -24,7 +22,7 @@ from graphar.runtime.memory.peer_memory import SharedBuffer
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.runner import Runner
 from tests.cases import integers, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks
 
 BLOCK_NBYTES = 2 << 20
 
@@ -81,14 +79,11 @@ def test_it_serves_as_input_and_output_on_the_cpu(pair):
     assert "symmetric" not in pair.explain(xs, out=outs).reason
 
 
-def empty_in_processes(rank, world_size):
+@on_ranks(2)
+def test_processes_on_the_cpu_get_ordinary_tensors(rank, world_size):
     out = graphar.empty(5, dtype=torch.float32)
     graphar.allreduce(torch.ones(5), out=out)
-    return out.device.type, out.tolist()
-
-
-def test_processes_on_the_cpu_get_ordinary_tensors():
-    assert run_ranks(empty_in_processes, 2) == [("cpu", [2.0] * 5)] * 2
+    assert (out.device.type, out.tolist()) == ("cpu", [2.0] * 5)
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -289,18 +284,14 @@ def test_ranks_agree_on_a_call_only_if_it_accesses_one_tensor_at_one_offset(make
     assert len(set(fingerprints)) == 3
 
 
-def ask_for(rank, world_size, sizes):
+@pytest.mark.parametrize("sizes", [(8, 9), (0, 4)], ids=str)
+@on_ranks(2)
+def test_ranks_that_ask_for_different_tensors_are_told_so_and_go_on(rank, world_size, sizes):
     with pytest.raises(ValueError, match="empty: ranks must ask for") as error:
         graphar.empty(sizes[rank], dtype=torch.bfloat16)
-    return str(error.value), graphar.empty(3).shape
-
-
-@pytest.mark.parametrize("sizes", [(8, 9), (0, 4)], ids=str)
-def test_ranks_that_ask_for_different_tensors_are_told_so_and_go_on(sizes):
     asked = [f"[{size}] of torch.bfloat16" for size in sizes]
     said = f"empty: ranks must ask for the same shape and dtype, got, in rank order, {asked}"
-
-    assert run_ranks(ask_for, 2, sizes) == [(said, (3,))] * 2
+    assert (str(error.value), graphar.empty(3).shape) == (said, (3,))
 
 
 # ---- the choice -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 import torch
@@ -205,9 +204,7 @@ def test_direct_and_ordinary_calls_in_random_order(ranks: Ranks):
         part = slice(start, start + size)
         outs = [out[part] for out in choices.choice([symmetric, symmetric, ordinary])]
         algorithm = choices.choice(["auto", *DIRECT_ALGORITHMS, *KERNEL_ALGORITHMS])
-        if choices.random() < 0.02:
-            with torch.cuda.device(choices.randrange(ranks.world_size)):
-                torch.cuda._sleep(choices.randrange(3_000_000))
+        ranks.be_late(choices)
         ranks.communicator.allreduce([x[part] for x in choices.choice([xs, inputs])], out=outs, algorithm=algorithm)
         if call % 5 == 0:
             ranks.communicator.synchronize()
@@ -307,15 +304,8 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(ranks: Ranks, algo
     engine = ranks.communicator.engine
     call, config = Call.of(Sum(8192), xs[0]), Config(Algorithm(algorithm), 4, 128, 512, direct=True)
     launches = bare_launches(engine, call, config, Slice(8192), timeout_s=0.5)
-    begin = time.monotonic()
-    for member, launch in list(zip(engine.runner.members, launches, strict=True))[:-1]:
-        with torch.cuda.device(member.device):
-            launch(xs[member.rank], outs[member.rank], torch.cuda.current_stream().cuda_stream)
-    with pytest.raises(graphar.CollectiveTimeout) as raised:
-        ranks.communicator.synchronize()
-    assert time.monotonic() - begin < 5
-    record = raised.value.record
-    assert (record.algorithm, record.sequence, record.peer) == (algorithm, 1, ranks.world_size - 1)
+    ranks.launch_on_all_but_the_last(launches, xs, outs)
+    ranks.assert_the_last_is_named(algorithm)
 
 
 def test_without_peer_access_tensors_are_ordinary(monkeypatch):

@@ -1,7 +1,5 @@
 """All-reduces straight into, and from, the symmetric tensors of other processes, also of late ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,17 +10,13 @@ from graphar.plan.config import Kernel
 from graphar.runtime.registry import engine_of_group
 from tests.cases import normal, same_bits
 from tests.gpu import DIRECT_ALGORITHMS, DTYPES
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
 GUARD = 4096  # elements on either side
 PIPELINED = "two_shot_pipelined"
-
-
-def run(function, world_size):
-    run_ranks(function, world_size, backend="cpu:gloo,cuda:nccl", timeout_s=120.0)
 
 
 def inputs_of(world_size, numel, dtype, salt=0):
@@ -33,7 +27,9 @@ def assert_reduced(y, inputs, what="") -> None:
     assert same_bits(y.cpu(), graphar.reference.allreduce(inputs)) == 0, what
 
 
-def every_direct_call(rank, world_size):
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+@on_ranks(by=run_on_gpus)
+def test_processes_reduce_straight_into_each_others_tensors(rank, world_size):
     for algorithm in DIRECT_ALGORITHMS:
         for dtype in DTYPES:
             for numel in (1, 7, 8199, 262149):
@@ -54,12 +50,8 @@ def every_direct_call(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-def test_processes_reduce_straight_into_each_others_tensors(world_size):
-    run(every_direct_call, world_size)
-
-
-def late_ranks(rank, world_size):
-    """Each rank in turn is late: before it reads a result, and before it reads its peers' inputs."""
+@on_ranks(by=run_on_gpus)
+def test_nothing_comes_too_early_for_a_process_that_is_late(rank, world_size):
     numel = 1 << 20
     x, out = (graphar.empty(numel, dtype=torch.bfloat16) for _ in range(2))
     for turn in range(3 * world_size):
@@ -81,11 +73,8 @@ def late_ranks(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-def test_nothing_comes_too_early_for_a_process_that_is_late(world_size):
-    run(late_ranks, world_size)
-
-
-def replays_in_processes(rank, world_size):
+@on_ranks(by=run_on_gpus)
+def test_graphs_of_processes_replay_with_other_inputs(rank, world_size):
     numel = 262149
     x, out = (graphar.empty(numel, dtype=torch.bfloat16) for _ in range(2))
     for algorithm in DIRECT_ALGORITHMS:
@@ -100,12 +89,9 @@ def replays_in_processes(rank, world_size):
             assert_reduced(out, inputs, f"{algorithm}, turn {turn}")
 
 
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-def test_graphs_of_processes_replay_with_other_inputs(world_size):
-    run(replays_in_processes, world_size)
-
-
-def subgroups(rank, world_size):
+@pytest.mark.gpu(4)
+@on_ranks(4, by=run_on_gpus)
+def test_subgroups_have_symmetric_tensors_of_their_own(rank, world_size):
     groups = {ranks: dist.new_group(ranks) for ranks in ((1, 3), (0, 2, 3))}
     for ranks, group in groups.items():
         if rank in ranks:
@@ -118,16 +104,8 @@ def subgroups(rank, world_size):
             assert same_bits(out.cpu(), everyones) == 0
 
 
-@pytest.mark.gpu(4)
-def test_subgroups_have_symmetric_tensors_of_their_own():
-    run(subgroups, 4)
-
-
-def unequal_sizes(rank, world_size):
+@on_ranks(2, by=run_on_gpus)
+def test_processes_that_ask_for_different_sizes_are_told_so(rank, world_size):
     with pytest.raises(ValueError, match="must ask for the same shape and dtype"):
         graphar.empty(8 + rank)
     assert graphar.empty(8).shape == (8,)
-
-
-def test_processes_that_ask_for_different_sizes_are_told_so():
-    run(unequal_sizes, 2)

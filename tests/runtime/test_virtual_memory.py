@@ -1,7 +1,5 @@
 """Memory that ranks share at addresses that stay, on a driver on the CPU: tests/fake_gpu.py."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import Counter
@@ -18,7 +16,7 @@ from graphar.runtime.memory.ipc_memory import SharedBuffer
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.memory.virtual_buffer import Guard, VirtualBuffer
 from tests.fake_gpu import GRANULE_NBYTES, OK, OUT_OF_MEMORY, FakeDriver, descriptors, installed, open_files, tensor_at
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 NBYTES = 3 * GRANULE_NBYTES - 5
 
@@ -201,7 +199,9 @@ def test_where_it_works_the_trial_leaves_nothing(fake):
 # ---- ranks in processes ---------------------------------------------------------------------------------------------
 
 
-def share(rank, world_size):
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks()
+def test_processes_share_memory_whose_addresses_stay(rank, world_size):
     """Writes into every rank's memory, twice with a withdrawal between: what this rank then finds in its own."""
     found = []
     with installed(FakeDriver()) as fake:
@@ -226,12 +226,7 @@ def share(rank, world_size):
         buffer.unmap()
         buffer.free()
         memory.close()
-        return found, left, (fake.mapped, fake.reserved, fake.handles), isinstance(buffer, VirtualBuffer)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_processes_share_memory_whose_addresses_stay(world_size):
-    for found, left, held, is_virtual in run_ranks(share, world_size):
+        held, is_virtual = (fake.mapped, fake.reserved, fake.handles), isinstance(buffer, VirtualBuffer)
         assert found == [[10 * turn + rank + 1 for rank in range(world_size)] for turn in range(2)]
         assert (left, held, is_virtual) == (Counter(), ({}, {}, {}), True)
 

@@ -1,7 +1,5 @@
 """The built pages: what mkdocs makes of docs/. `nox -s docs` runs this."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

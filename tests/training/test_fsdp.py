@@ -1,7 +1,5 @@
 """The reduce-scatter of fully_shard: gradients averaged exactly, or with a codec, by processes over gloo."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -17,7 +15,7 @@ from graphar.fsdp import ExactReduceScatter, QuantizedReduceScatter
 from graphar.numerics.codec_reference import Noise
 from graphar.ranks import hierarchical
 from tests.cases import bit_patterns, left_after_scatter, normal, parts_of, same_bits
-from tests.processes import run_ranks
+from tests.processes import on_ranks, run_ranks
 
 INT4 = Codec(4, 128)
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
@@ -65,16 +63,13 @@ def exact_mean(world_size: int) -> list[torch.Tensor]:
 # ---- with fully_shard -----------------------------------------------------------------------------------------------
 
 
-def exact_as_rank(rank, world_size):
-    model = sharded(ExactReduceScatter)
-    loss_of(model, rank).backward()
-    return [torch.equal(*pair) for pair in zip(gradients_of(model), exact_mean(world_size), strict=True)]
-
-
 @pytest.mark.promise("A codec's results have the bits of its specification, at every size and on every rank.")
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_exact_gradients_are_the_specifications_bit_for_bit(world_size):
-    assert run_ranks(exact_as_rank, world_size) == [[True] * 6] * world_size
+@on_ranks()
+def test_exact_gradients_are_the_specifications_bit_for_bit(rank, world_size):
+    model = sharded(ExactReduceScatter)
+    loss_of(model, rank).backward()
+    assert [torch.equal(*pair) for pair in zip(gradients_of(model), exact_mean(world_size), strict=True)] == [True] * 6
 
 
 def quantized_as_rank(rank, world_size, options):
@@ -162,27 +157,22 @@ def test_fully_shard_divides_by_another_factor_where_it_is_made_to_sum():
 # ---- between hosts --------------------------------------------------------------------------------------------------
 
 
-def wrong_between_hosts(rank, world_size, splits, dtype, codec):
-    """How many elements of this rank's part of a sum, in several chunks, have other bits than the reference's."""
-    hierarchical._CHUNK_NUMEL, wrong = 1 << 12, {}
+@pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [(torch.bfloat16, "int4"), (torch.float32, graphar.Codec(8, 512, scheme="minmax"))], ids=str
+)
+@on_ranks(4)
+def test_gradients_between_hosts_are_the_specifications_bit_for_bit(rank, world_size, dtype, codec):
+    hierarchical._CHUNK_NUMEL = 1 << 12  # so that there are several chunks
+    splits = [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[2], [0], [3], [1]], [[0, 1, 2, 3]]]
     for hosts in splits:
         for numel, fill in ((1, normal), (1500, normal), (2 << 10, bit_patterns)):
             xs, out = parts_of(fill, world_size, world_size * numel, dtype), torch.empty(numel, dtype=dtype)
             with graphar.Communicator(hosts=hosts) as communicator:
                 comm = QuantizedReduceScatter(codec, communicator, algorithm="hierarchical")
                 comm(out, xs[rank].clone(), dist.group.WORLD, SUM)
-            wrong[str(hosts), numel] = same_bits(out, reference.hierarchical_reducescatter(xs, hosts, codec)[rank])
-    return {at: count for at, count in wrong.items() if count}
-
-
-@pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
-@pytest.mark.parametrize(
-    ("dtype", "codec"), [(torch.bfloat16, "int4"), (torch.float32, graphar.Codec(8, 512, scheme="minmax"))], ids=str
-)
-def test_gradients_between_hosts_are_the_specifications_bit_for_bit(dtype, codec):
-    splits = [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[2], [0], [3], [1]], [[0, 1, 2, 3]]]
-
-    assert run_ranks(wrong_between_hosts, 4, splits, dtype, codec) == [{}] * 4
+            expected = reference.hierarchical_reducescatter(xs, hosts, codec)[rank]
+            assert same_bits(out, expected) == 0, (hosts, numel)
 
 
 def test_sums_inside_a_host_are_exact_and_rounded_once():
@@ -237,14 +227,10 @@ def test_what_sums_between_hosts_cannot_do_is_refused(make, message, monkeypatch
 # ---- alone ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def reduce_as_rank(rank, world_size, op, dtype):
+@pytest.mark.parametrize("op", [SUM, AVG], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@on_ranks(2)
+def test_each_call_gives_the_specification_of_its_input_and_what_earlier_ones_took(rank, world_size, op, dtype):
     comm = QuantizedReduceScatter(INT4, error_feedback=True)
     residuals, checked = [torch.zeros(4800, dtype=dtype) for _ in range(world_size)], []
     for call in range(3):
@@ -255,13 +241,7 @@ def reduce_as_rank(rank, world_size, op, dtype):
         out = comm.allocate((2400,), dtype=dtype, device=torch.device("cpu"))
         assert comm(output_tensor=out, input_tensor=xs[rank].clone(), group=dist.group.WORLD, op=op) is None
         checked.append(same_bits(out, expected))
-    return checked
-
-
-@pytest.mark.parametrize("op", [SUM, AVG], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_each_call_gives_the_specification_of_its_input_and_what_earlier_ones_took(op, dtype):
-    assert run_ranks(reduce_as_rank, 2, op, dtype) == [[0] * 3] * 2
+    assert checked == [0] * 3
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.MAX, dist.ReduceOp(dist.ReduceOp.MIN)], ids=["a kind", "an op"])

@@ -1,7 +1,5 @@
 """Training by fully_shard on GPUs: bits with and without lossless compression, gradients with a codec, gathers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +17,7 @@ from graphar.plan.call import Call
 from graphar.plan.policy import LosslessPolicy
 from graphar.plan.work import Parts
 from tests.cases import bit_patterns, same_bits
-from tests.processes import run_on_gpus
+from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES
 
 STEPS = 4
@@ -73,8 +71,9 @@ def algorithms_of(communicator: graphar.Communicator) -> set[Algorithm]:
     return {one for one, (calls,) in communicator.engine.runner.calls_begun().items() if calls}
 
 
-def lossless_as_rank(rank, world_size):
-    """Whether training with compression has the bits of training without, by how it gathers; and that it compresses."""
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(by=run_on_gpus)
+def test_training_has_the_same_bits_with_and_without_lossless_compression(rank, world_size):
     plain, lossless = compressing(lossless=False), compressing()
     expected, found = trained(rank, lambda model: fsdp.set_collectives(model, plain)), {}
     settings = {
@@ -90,18 +89,13 @@ def lossless_as_rank(rank, world_size):
     assert algorithms_of(lossless) >= COMPRESSED
     assert not algorithms_of(plain) & COMPRESSED
     dist.barrier()
-    return found
+    assert len(found) == 5
+    assert all(found.values()), found
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_training_has_the_same_bits_with_and_without_lossless_compression(world_size):
-    for found in run_on_gpus(lossless_as_rank, world_size):
-        assert len(found) == 5
-        assert all(found.values()), found
-
-
-def by_copies_as_rank(rank, world_size):
-    """Whether training by copies has the bits of training by kernels, by how it gathers, and the pool's MB."""
+@pytest.mark.gpu(2)  # whole parameters are compared, which gloo cannot gather on GPUs that ranks share
+@on_ranks(2, by=run_on_gpus, timeout_s=400)
+def test_training_by_copies_has_the_bits_of_training_by_kernels(rank, world_size):
     by_kernels, found = partial(trained, rank, lambda model: fsdp.set_collectives(model, algorithm="kernels")), {}
     settings = {"pool": {}, "scratch": {"pool_nbytes": 0}, "one tensor in the pool": {"pool_nbytes": 1100 << 10}}
     plain, offloaded = by_kernels(), {"offload_policy": CPUOffloadPolicy()}  # whose optimiser has other bits
@@ -115,50 +109,38 @@ def by_copies_as_rank(rank, world_size):
             is_same, held = same(trained(rank, use, **options), expected), own.memory()
             found[name, case] = is_same, held.symmetric.resident_nbytes >> 20, sorted(held.scratch)
             own.close()
-    return found
-
-
-@pytest.mark.gpu(2)  # whole parameters are compared, which gloo cannot gather on GPUs that ranks share
-def test_training_by_copies_has_the_bits_of_training_by_kernels():
-    for found in run_on_gpus(by_copies_as_rank, 2, timeout_s=400):
-        assert all(same for same, _, _ in found.values()), found
-        assert {tuple(scratch) for _, _, scratch in found.values()} == {
-            ("allgather_copies", "allgather_flagged", "reducescatter_copies")
-        }
-        pooled = {name: held for (name, case), (_, held, _) in found.items() if case == "plain"}
-        assert pooled["scratch"] == 0
-        assert 0 < pooled["one tensor in the pool"] <= pooled["pool"] <= 8
-
-
-def near_torch_as_rank(rank, world_size):
-    """The largest relative differences of losses and parameters from training with NCCL."""
-    found, expected = trained(rank, fsdp.set_collectives), trained(rank)
-    return [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+    assert all(same for same, _, _ in found.values()), found
+    assert {tuple(scratch) for _, _, scratch in found.values()} == {
+        ("allgather_copies", "allgather_flagged", "reducescatter_copies")
+    }
+    pooled = {name: held for (name, case), (_, held, _) in found.items() if case == "plain"}
+    assert pooled["scratch"] == 0
+    assert 0 < pooled["one tensor in the pool"] <= pooled["pool"] <= 8
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_training_comes_near_that_with_nccl(world_size):
-    for differences in run_on_gpus(near_torch_as_rank, world_size):
-        assert max(differences) < 0.03  # in bf16 NCCL rounds sums of four more than once
+@on_ranks(by=run_on_gpus)
+def test_training_comes_near_that_with_nccl(rank, world_size):
+    found, expected = trained(rank, fsdp.set_collectives), trained(rank)
+    differences = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+    assert max(differences) < 0.03  # in bf16 NCCL rounds sums of four more than once
 
 
-def replicas_as_rank(rank, world_size):
+@pytest.mark.gpu(4)
+@on_ranks(4, by=run_on_gpus)
+def test_replicas_of_a_sharded_model_have_the_same_bits_with_and_without_compression(rank, world_size):
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replica", "shard"))
     own = compressing(mesh["shard"].get_group())
     found = trained(rank, lambda model: fsdp.set_collectives(model, own), mesh=mesh)
     same_as_plain = same(found, trained(rank, fsdp.set_collectives, mesh=mesh))
     assert algorithms_of(own) >= COMPRESSED
     dist.barrier()
-    return same_as_plain
+    assert same_as_plain
 
 
-@pytest.mark.gpu(4)
-def test_replicas_of_a_sharded_model_have_the_same_bits_with_and_without_compression():
-    assert run_on_gpus(replicas_as_rank, 4) == [True] * 4
-
-
-def in_place_as_rank(rank, world_size):
-    """How many elements of gathers into their own input are wrong, by kernel, elements and place in memory."""
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(by=run_on_gpus)
+def test_every_kernel_gathers_into_the_tensor_that_its_input_is_a_part_of(rank, world_size):
     wrong, kernels = {}, set()
     for communicator in (compressing(lossless=False), compressing()):
         gather, engine = fsdp.AllGather(communicator), communicator.engine
@@ -179,12 +161,7 @@ def in_place_as_rank(rank, world_size):
                     )
     assert kernels == {Algorithm.ALLGATHER_FLAGGED, Algorithm.ALLGATHER_PUSH, Algorithm.ALLGATHER_LOSSLESS}
     dist.barrier()
-    return {key: count for key, count in wrong.items() if count}
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_kernel_gathers_into_the_tensor_that_its_input_is_a_part_of(world_size):
-    assert run_on_gpus(in_place_as_rank, world_size) == [{}] * world_size
+    assert {key: count for key, count in wrong.items() if count} == {}
 
 
 def make_layers():
