@@ -183,7 +183,7 @@ class Report:
         head: the header printed above the rows of a run.
         arguments: the topic's arguments in a run of all topics.
         has_spread: whether two runs on one machine can be compared.
-        added_fields: fields that files of earlier versions do not have.
+        added_fields, removed_fields: fields that files of earlier versions do not have, or have alone.
 
     Attributes:
         skipped: messages that say what was not measured, and why.
@@ -201,6 +201,7 @@ class Report:
     arguments: ClassVar[Arguments] = Arguments()
     has_spread: ClassVar[bool] = False
     added_fields: ClassVar[tuple[str, ...]] = ("skipped",)
+    removed_fields: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         if "order" in vars(cls):
@@ -441,7 +442,8 @@ def read(folder: Path, topic: type[Report]) -> StoredReport:
     """
     path = folder / f"{topic.name}.json"
     content = files.read(path)
-    values = {name: value for name, value in content.items() if name not in ("schema", "topic", "machine", "command")}
+    others = ("schema", "topic", "machine", "command", *topic.removed_fields)
+    values = {name: value for name, value in content.items() if name not in others}
     try:
         if content.get("topic") != topic.name:
             raise ValueError(f"its topic is {content.get('topic')!r}")

@@ -282,8 +282,6 @@ def _others(folder: Path) -> list[str]:
 def missing(found: Sequence[StoredReport]) -> list[str]:
     """Returns what was not measured: topics without a report, with their commands, and what this machine cannot run."""
     measured, sweep = {one.report.name for one in found}, sweep_of(found)
-    if any(row.nvlink for row in sweep.rows):
-        measured.add("nvlink")  # the sweep counts the same traffic
     lines = [f"{one.title}: `python -m perf {one.command}`" for one in topics() if one.name not in measured]
     if not is_on_gpus(found):
         kernels = "The kernels of collectives" if found[0].machine["gpu_count"] else "graphar's kernels"

@@ -228,7 +228,7 @@ class AllReduce(Report):
             body.append(time_table("size", named))
             found.append(Section(key.title, body, self._figures(key, mine)))
         found += [*backend_section(rows), *token_section(rows), *dtype_section(rows)]
-        found += nvlink_sections(rows, "NVLink traffic, ")
+        found += nvlink_sections(rows)
         if rows:
             found.append(Section("What was measured", [bullets(what_ran_where(rows))]))
         return found
@@ -428,7 +428,7 @@ def dtype_section(rows: Sequence[Row]) -> list[Section]:
     return [Section(title, [table(["size", *(f"{method} {dtype} (us)" for method, dtype in columns)], lines)])]
 
 
-def nvlink_sections(rows: Sequence[Row], prefix: str = "") -> list[Section]:
+def nvlink_sections(rows: Sequence[Row]) -> list[Section]:
     """Returns a section on the counted NVLink traffic for each world."""
     found = []
     counted = [row for row in rows if row.nvlink]
@@ -438,7 +438,7 @@ def nvlink_sections(rows: Sequence[Row], prefix: str = "") -> list[Section]:
         largest = max(row.nbytes for row in mine)
         if links := link_table([row for row in mine if row.nbytes == largest]):
             body += [f"The raw share of each link, by method, at {format_nbytes(largest)}:", links]
-        found.append(Section(f"{prefix}{world_size} ranks", body, [raw_shares(mine)]))
+        found.append(Section(f"NVLink traffic, {world_size} ranks", body, [raw_shares(mine)]))
     return found
 
 

@@ -8,7 +8,6 @@ from graphar.numerics.codecs import codec
 from perf.harness.cases import Case, make_row
 from perf.harness.links import Reading, utilisation
 from perf.host_calls import SHARED, HostRow
-from perf.models.generation import CallRow, GenerationRow
 from perf.models.sequence import SequenceRow
 from perf.products import ProductRow
 from perf.timeline import Event, Lane, Mean, Timeline
@@ -34,7 +33,6 @@ from perf.topics.matmul import TORCH, Matmul, MatmulRow
 from perf.topics.model import Model, ModelRow
 from perf.topics.norm_gradients import BACKWARD, BOTH, NormGradientRow, NormGradients, least_nbytes
 from perf.topics.norms import NormRow, Norms
-from perf.topics.nvlink import NVLink
 from perf.topics.quantized import ErrorRow, Quantized
 from perf.topics.slow_links import SlowLinks, SlowRow
 from perf.topics.suspend import Suspend, SuspendRow
@@ -105,10 +103,6 @@ def loss_row(method, time_us, passes="forward", **more):
 
 def model_row(method, time_us, error=0.01, wrong=0):
     return ModelRow(method, "llama-3-70b", 4, 4, "decode", 8, 1024, spread(time_us), error, wrong)
-
-
-def generation_row(method, time_us, error=0.01, wrong=0):
-    return GenerationRow(method, "llama-3-8b", 4, 8, 16, 64, spread(time_us), error, 60, 50, wrong)
 
 
 def fsdp_row(method, step_ms, **more):
@@ -200,8 +194,7 @@ def slow_row(method, time_ms, case="32 MB", wrong=0, samples=0, loss=None):
 
 
 REPORTS = [
-    AllReduce({4: 355.0}, [row(), row("nccl", 20.0)], skipped=["vllm: no such package"]),
-    NVLink({4: 355.0}, [replace(row(), nvlink=NVLINK)], skipped=["NVML: no counters"]),
+    AllReduce({4: 355.0}, [replace(row(), nvlink=NVLINK), row("nccl", 20.0)], skipped=["vllm: no such package"]),
     Quantized([ErrorRow("int4", "normal", 4, 4.5, 0.1, 0.2, 0.99)], [row(), row("nccl", 20.0)]),
     Lossless([LosslessRow("normal", 4, 16 << 20, 12.06, 75.0, 60.0)], skipped=["gradients: the run was ended"]),
     Norms([norm_row("graphar", 1, 4.0), norm_row("nccl + norm", 1, 12.0)]),
@@ -224,8 +217,6 @@ REPORTS = [
     Gathered([gathered_row("graphar", 400.0), gathered_row("nccl+matmul", 500.0)]),
     Model(
         [model_row("alone", 200.0, None), model_row("nccl", 400.0), model_row("graphar", 300.0)],
-        [generation_row("unsharded", 100.0, None), generation_row("nccl", 200.0), generation_row("graphar", 150.0)],
-        [CallRow("nccl", 4, 2048, spread(40.0), 0), CallRow("graphar", 4, 2048, spread(30.0), 0)],
         [sequence_row("nccl", 900.0), sequence_row("graphar sequence-parallel", 800.0)],
     ),
     Training(TRAINED, skipped=["digits: the run was ended"]),

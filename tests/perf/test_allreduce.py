@@ -14,7 +14,6 @@ from perf.harness.cases import HOST_MODES, SIZES, VARIANTS, BackendPlan, Plan, R
 from perf.peers.catalogue import CUDA_METHODS
 from perf.topics import allreduce
 from perf.topics.allreduce import AllReduce, families, nominal_rate, size_table, with_links_of_largest
-from perf.topics.nvlink import NVLink
 from tests.perf.samples import MACHINE, NVLINK, row
 
 
@@ -469,17 +468,6 @@ def test_links_are_kept_one_by_one_at_the_largest_size_alone():
     rows = [row(nbytes=nbytes, nvlink=NVLINK) for nbytes in (16 * MB, GB)]
 
     assert [len(one.nvlink.links) for one in with_links_of_largest(rows)] == [0, 18]
-
-
-def test_the_nvlink_report_says_of_the_widest_world_what_its_links_carried():
-    found = NVLink(rows=[row(nbytes=16 * MB, nvlink=NVLINK)])
-
-    assert [section.title for section in found.sections()] == ["4 ranks"]
-    glance = found.glance()
-    assert (glance.headline, glance.words) == (
-        "77%",
-        "of the links' raw rate is used at 16 MB between 4 ranks; 0% of the traffic is protocol overhead",
-    )
 
 
 def test_the_links_nominal_rate_is_what_their_counters_were_held_against():

@@ -20,7 +20,7 @@ from perf.topics.allreduce import AllReduce
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.norms import Norms
 from tests.perf import browser
-from tests.perf.samples import CPU, MACHINE, REPORTS, norm_row, row
+from tests.perf.samples import CPU, MACHINE, NVLINK, REPORTS, norm_row, row
 
 BROWSER = browser.find()
 REPORTS_FOLDER = Path(__file__).parents[2] / "reports"
@@ -320,7 +320,7 @@ def sample_page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     for report in REPORTS:
         report.write(folder, CPU, "python -m perf")
-    page_of(folder, [replace(one, nvlink=REPORTS[1].rows[0].nvlink) for one in sweep()])
+    page_of(folder, [replace(one, nvlink=NVLINK) for one in sweep()])
     return folder / "index.html"
 
 
