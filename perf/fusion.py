@@ -28,8 +28,6 @@ from perf.ratios import best, best_peer, by_method, of_best_peer, ratio, words_f
 from perf.report import Choice, Glance, Section, Spread, Timing
 from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
 
-# ---- options --------------------------------------------------------------------------------------------------------
-
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 
 
@@ -40,8 +38,6 @@ def methods_of(options: argparse.Namespace, known: Sequence[str]) -> Sequence[st
         sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
     return methods
 
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 ROUNDED_SHARE = 2.0**-13  # tolerance for sums with cancellation, relative to the largest sum of magnitudes
 
@@ -114,8 +110,6 @@ def measure(
         sizes = (layer.world_size, layer.m, layer.n, layer.k)
         yield row(trial.variant.name, *sizes, spread(times), bad)
 
-
-# ---- the report --------------------------------------------------------------------------------------------------
 
 Cases = Mapping[int, Mapping[str, FusionRow]]  # by rows and method
 
@@ -284,8 +278,6 @@ class FusionReport(BetweenRanks):
         known = ", ".join(dict.fromkeys(name for of_device in cls.methods for name in of_device))
         told = f"{known} (default: all methods of the device)"
         parser.add_argument("--methods", nargs="+", choices=known.split(", "), metavar="METHOD", help=told)
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     @staticmethod
     def layer_of(row: FusionRow) -> tuple:

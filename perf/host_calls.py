@@ -104,9 +104,6 @@ class HostRow(Timing):
         return self.limit is not None and self.of_allreduce is not None and self.of_allreduce > self.limit
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Trial:
     """One op with some of its options, called on this rank's tensors.
@@ -427,9 +424,6 @@ def package_trials(operands: Operands, ranks: ProcessRanks) -> tuple[list[Trial]
         source = x if method.buffer is None else method.buffer[: x.numel()].copy_(x)
         trials.append(Trial(method.name, PEERS_OP, PLAIN, partial(method.call, source), total, keeps=method))
     return trials, skipped
-
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
 def join(plan: HostPlan, rank: int, port: int) -> ProcessRanks:

@@ -89,9 +89,6 @@ def integers_of(text: str, count: int) -> tuple[int, ...]:
     return tuple(map(int, text.split("x")))
 
 
-# ---- the measurement ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ProductOperands:
     """The tensors of a shape: A, the weights that calls use in turn, and the result of the last call."""
@@ -151,8 +148,6 @@ def run_rank(topic: type[Products], shapes: Sequence[Shape], rank: int, port: in
         torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next shape cannot use it
 
 
-# ---- what is right --------------------------------------------------------------------------------------------------
-
 # Tensor cores add 16 products of bf16 at a time, and keep at least 22 bits of each sum.
 ADDED, KEPT = 16, 2.0**-22
 
@@ -179,9 +174,6 @@ def limit_of(k: int, value: Tensor, magnitude: Tensor, may_split: bool) -> Tenso
 def is_far(found: Tensor, value: Tensor, limit: Tensor) -> Tensor:
     """Returns a mask of the elements whose error exceeds the limit or is NaN."""
     return ~((found.double() - value).abs() <= limit)
-
-
-# ---- the topics -----------------------------------------------------------------------------------------------------
 
 
 def run_with(some: str, few: str) -> Arguments:
@@ -244,8 +236,6 @@ class Products(Report):
     def make_row(cls, method: str, shape: Shape, time_us: Deciles, wrong: int) -> ProductRow:
         return ProductRow(method, *shape, time_us, wrong)
 
-    # ---- common to the topics ----
-
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         shapes = f"M, N and K, such as 4096x8192x7168 (default: {len(cls.shapes)} shapes)"
@@ -295,8 +285,6 @@ class Products(Report):
             launch()
             wrong[method] = int(is_wrong(method).sum())
         return wrong
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     def cases(self) -> dict[Shape, Case]:
         shapes = group(self.rows, lambda row: row.shape)

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from perf import files
-from perf.charts import Figure
+from perf.charts import Axis, Figure, Mark, Rows
 from perf.machine import one_line
 from perf.md import bullets, plural, text_beside
 from perf.ratios import NOISE, extent
@@ -268,6 +268,13 @@ class Report:
 
     def glance(self) -> Glance:
         raise NotImplementedError
+
+    def ratio_chart(self) -> Rows:
+        """Charts the ratios of the glance: a row for the first words of a case, and a dot for each case."""
+        glance = self.glance()
+        ratios = glance.ratios.items()
+        marks = [Mark(case.partition(", ")[0], "graphar", one, f"{case}: {one:.2f}") for case, one in ratios]
+        return Rows(f"{glance.words[:1].upper()}{glance.words[1:]}", marks, Axis("ratio", form="{:.2f}".format), 1.0)
 
     def losses(self) -> list[tuple[str, Choice]]:
         """Returns the choices of "auto", each with its case in words. Empty without variants."""

@@ -159,9 +159,6 @@ def symm_fused(a: Tensor, w: Tensor) -> Tensor:
     return out
 
 
-# ---- verification ---------------------------------------------------------------------------------------------------
-
-
 def promised(variant: Variant, a: Tensor, w: Tensor, rows: Tensor) -> Tensor | None:
     """Returns the result whose bits a method promises. None: its matmul is torch's, which promises no bits.
 

@@ -26,7 +26,6 @@ from perf.harness.cases import (
     TOKENS,
     VARIANTS,
     BackendPlan,
-    Case,
     LinkCeiling,
     Plan,
     Row,
@@ -121,8 +120,6 @@ class AllReduce(Report):
     )
     has_spread: ClassVar[bool] = True
 
-    # ---- measuring ----
-
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs)")
@@ -193,8 +190,6 @@ class AllReduce(Report):
             f" {row.nbytes:>11} {count:>11} {row.dtype:>9} {'sum':>6} {ranks:>8} {row.mode:>6} {row.method:>26}"
             f" {row.median:>11.2f} {row.algbw:>8.3f} {row.busbw:>8.3f} {row.wrong:>8}"
         )
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     def findings(self) -> list[str]:
         """Returns one or two sentences for each table. They say how graphar compares with its peers."""
@@ -307,9 +302,6 @@ def backend_plans(
         if "nccl" in served:
             plans.append(BackendPlan("cpu", world_size, "process", (dtype,), ("gloo",), limits["gloo"]))
     return plans
-
-
-# ---- the rows of each table -----------------------------------------------------------------------------------------
 
 
 def _nbytes(row: Row) -> int:
@@ -438,7 +430,7 @@ def nvlink_sections(rows: Sequence[Row]) -> list[Section]:
         largest = max(row.nbytes for row in mine)
         if links := link_table([row for row in mine if row.nbytes == largest]):
             body += [f"The raw share of each link, by method, at {format_nbytes(largest)}:", links]
-        found.append(Section(f"NVLink traffic, {world_size} ranks", body, [raw_shares(mine)]))
+        found.append(Section(f"NVLink traffic, {world_size} ranks", body))
     return found
 
 
@@ -463,9 +455,6 @@ def span(rows: Sequence[Row]) -> str:
 
 def _methods(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row.method for row in rows))
-
-
-# ---- figures --------------------------------------------------------------------------------------------------------
 
 
 def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -512,20 +501,9 @@ def latency(rows: Sequence[Row]) -> Plot:
 
 def bandwidth(rows: Sequence[Row], ceiling: float | None) -> Plot:
     rules = [(ceiling, f"{ceiling:.0f} GB/s: links, measured")] if ceiling else []
-    if nominal := nominal_rate(rows):
-        rules.append((nominal, f"{nominal:.0f} GB/s: links, nominal"))
     lines = [line_of(name, mine, lambda row: row.busbw) for name, mine in families(rows).items()]
-    note = "Measured: every rank only writes to all others. Nominal: the links' raw rate, including protocol overhead."
+    note = "Measured: every rank only writes to all others."
     return Plot("Bus bandwidth by size", lines, SIZE, Axis("busbw (GB/s)"), rules, note if rules else "")
-
-
-def nominal_rate(rows: Sequence[Row]) -> float | None:
-    """Returns the nominal bandwidth of a GPU's links in one direction, in GB/s. None if counters were not read."""
-    for row in rows:
-        if row.nvlink and row.nvlink.raw_share:
-            counted = Case(row.world_size, row.form, row.mode, row.dtype, row.nbytes).iterations
-            return row.nvlink.raw_tx_nbytes / row.nvlink.raw_share / (row.median * counted) / 1e3
-    return None
 
 
 def ratios_by_size(rows: Sequence[Row]) -> Plot | None:
@@ -553,12 +531,3 @@ def ratio_plot(named: Mapping[str, Sequence[Row]]) -> Plot | None:
     note = f"Below 1 graphar is faster than every peer at that size. Ratios up to {NOISE:.2f} are noise."
     title = "Time / best peer's time"
     return Plot(title, lines, SIZE, OF_BEST_PEER, EVEN, note) if lines else None
-
-
-def raw_shares(rows: Sequence[Row]) -> Plot | None:
-    known = [row for row in rows if row.nvlink.raw_share is not None]
-    lines = [
-        line_of(name, [row for row in known if row.method == name], lambda row: 100 * row.nvlink.raw_share)
-        for name in _methods(known)
-    ]
-    return Plot("Share of the links' raw rate", lines, SIZE, Axis("share (%)")) if lines else None

@@ -112,8 +112,6 @@ class Compile(Report):
             yield one
         self.kernels.sort(key=lambda one: (one.file, one.arch, one.kernel))
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def verified(self) -> Sequence[Timing]:
         """Returns no rows, because a kernel that does not compile ends the run."""
         return []

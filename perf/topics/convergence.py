@@ -17,7 +17,6 @@ from perf.topics.training import (
     TrainingPlan,
     TrainingRow,
     by_configuration,
-    loss_by_bits,
     loss_by_step,
     near_and_far,
     title,
@@ -55,10 +54,7 @@ class Convergence(Training):
         return [f"{task}: {range_by_bits(rows)}" for task, rows in self._by_task().items()]
 
     def sections(self) -> list[Section]:
-        return [
-            Section(title(rows), [final_table(rows)], [loss_by_step(rows), loss_by_bits(rows)])
-            for rows in self._by_task().values()
-        ]
+        return [Section(title(rows), [final_table(rows)], [loss_by_step(rows)]) for rows in self._by_task().values()]
 
     def glance(self) -> Glance:
         halves = [near_and_far(rows) for rows in self._by_task().values()]

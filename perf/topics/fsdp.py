@@ -23,7 +23,6 @@ import graphar
 from graphar.plan.policy import LosslessPolicy
 from graphar.plan.sizes import MB, parse_nbytes
 from perf import training_steps
-from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
 from perf.md import NOT_SERVED, columns
@@ -130,8 +129,6 @@ class FsdpPlan:
     budget_s: float | None
     zero_cta: bool = False
 
-
-# ---- collectives ----------------------------------------------------------------------------------------------------
 
 # torch 2.13 renamed these functions.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -246,9 +243,6 @@ def compressed_by(communicator: graphar.Communicator | None) -> list[str]:
     runner = communicator.engine.runner if communicator else None
     begun = runner.calls_begun() if runner else {}
     return sorted(one.value for one, (calls,) in begun.items() if one.row.compresses and calls)
-
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
 class Training:
@@ -383,9 +377,6 @@ def rows_of(
         )
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Fsdp(training_steps.TrainingReport):
     rows: list[FsdpRow] = field(default_factory=list)
@@ -440,8 +431,6 @@ class Fsdp(training_steps.TrainingReport):
     def line(self, row: FsdpRow) -> str:
         return f"{row.label:>20}: {row.step_ms:.2f} ms a step of {row.tokens} tokens, loss {row.losses[-1]:.4f}"
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def where(self, row: FsdpRow) -> str:
         return f"{row.label} at {row.tokens} tokens"
 
@@ -472,11 +461,7 @@ class Fsdp(training_steps.TrainingReport):
         )
 
     def sections(self) -> list[Section]:
-        cases = by_case(self.rows)
-        found = [Section(title_of(rows[0]), [self._details(rows)]) for rows in cases]
-        if found:
-            found[0] = replace(found[0], figures=charts(self.rows))
-        return found
+        return [Section(title_of(rows[0]), [self._details(rows)]) for rows in by_case(self.rows)]
 
     def _details(self, rows: Sequence[FsdpRow]) -> str:
         alone = training_steps.alone_ms(rows)
@@ -510,18 +495,3 @@ def title_of(row: FsdpRow) -> str:
     shape = f"{row.model}, {row.layers} layers, {row.parameters:,} parameters"
     ranks = f"{row.world_size} ranks, {row.tokens} tokens per rank"
     return f"{shape}: {ranks}, gradients reduced in {row.reduce_dtype}"
-
-
-def charts(rows: Sequence[FsdpRow]) -> list[Rows]:
-    """Returns charts of step time / step time with torch's own collectives, and of exposed communication."""
-    ratios, exposed = [], []
-    for of_case in by_case(rows):
-        torchs, alone = training_steps.baseline_ms(of_case), training_steps.alone_ms(of_case)
-        ratios += [_mark(row, row.step_ms / torchs) for row in of_case if torchs and not row.is_baseline]
-        exposed += [_mark(row, row.step_ms - alone) for row in of_case if alone and not row.is_alone]
-    ratio_chart = training_steps.ratio_chart("Step time / torch's own", ratios)
-    return [ratio_chart, Rows("Exposed communication", exposed, Axis("time (ms)"))]
-
-
-def _mark(row: FsdpRow, value: float) -> Mark:
-    return Mark(f"{row.tokens} tokens", row.label, value, f"{row.label}: {row.step_ms:.2f} ms a step")

@@ -20,9 +20,6 @@ from perf.report import Arguments
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), (256,), 256
 
 
-# ---- on a rank ------------------------------------------------------------------------------------------------------
-
-
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
     result = verify.again(trial, launch, ranks).view(-1)
@@ -42,8 +39,6 @@ def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
 class GatheredRow(FusionRow):
     floors: ClassVar = peers.FLOORS
 
-
-# ---- the topic ------------------------------------------------------------------------------------------------------
 
 # For "graphar", which uses the partition "auto": whether another method uses a fixed partition or two ops instead.
 VARIANTS = {peers.AUTO: lambda name: name == peers.SEQUENCE or name.startswith(f"{peers.AUTO}:")}
@@ -83,8 +78,6 @@ class Gathered(FusionReport):
         columns = options.columns or (peers.COLUMNS if on_gpus else CPU_COLUMNS)
         features = options.features or (peers.FEATURES if on_gpus else CPU_FEATURES)
         return [peers.GatheredPlan(device, n, rows, columns, features, methods) for n in world_sizes]
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     def cases(self) -> dict[tuple[int, int, int], dict[str, GatheredRow]]:
         return by_method(self.rows, lambda row: (row.world_size, row.n, row.m))

@@ -55,8 +55,6 @@ class Host(Report):
             f"{what:<70} {row.median:>9.2f} us {ratio_cell(row.of_allreduce):>6} {row.wrong:>4} wrong {calls}".rstrip()
         )
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def sections(self) -> list[Section]:
         if not self.rows:
             return []

@@ -33,9 +33,6 @@ def tree_of_leaves(operands: products.ProductOperands, call: int) -> Tensor:
     return nodes[0].to(operands.out.dtype)
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Leaves(products.Products):
     rows: list[products.ProductRow] = field(default_factory=list)

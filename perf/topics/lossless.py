@@ -48,9 +48,6 @@ STEPS, BATCH_SIZE, LEARNING_RATE = 40, 32, 2e-3  # for training the model whose 
 ROW_NUMEL = TILE_NUMEL // ROWS
 
 
-# ---- data -----------------------------------------------------------------------------------------------------------
-
-
 def normal_with_zeros(world_size: int, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [
@@ -128,9 +125,6 @@ def whole_tiles(x: Tensor) -> Tensor:
     return x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL]
 
 
-# ---- rows -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Result(Timing):
     """The verified time of one method in one case.
@@ -201,9 +195,6 @@ def row_of_data(kind: str, parts: Sequence[Tensor]) -> LosslessRow:
     return LosslessRow(kind, len(parts), 0, bits_on_wire(parts[0]), entropy=entropy(parts[0]))
 
 
-# ---- on a rank ------------------------------------------------------------------------------------------------------
-
-
 def run_rank(
     plan: LosslessPlan, rows: Mapping[str, LosslessRow], data: Mapping[str, list[ndarray]], rank: int, port: int
 ) -> Iterator[LosslessRow | str]:
@@ -264,9 +255,6 @@ def make_compressing(ranks: ProcessRanks) -> Communicator:
     return made
 
 
-# ---- the plan -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class LosslessPlan:
     """The cases to measure with one number of ranks.
@@ -300,9 +288,6 @@ class LosslessPlan:
         yield from ranks_of.run(self.world_size, partial(run_rank, self, rows, data))
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Lossless(BetweenRanks):
     rows: list[LosslessRow] = field(default_factory=list)
@@ -331,8 +316,6 @@ class Lossless(BetweenRanks):
     def measure(self, plan: Sequence[LosslessPlan]) -> Iterator[LosslessRow | str]:
         for one in plan:
             yield from one.measure()
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     def verified(self) -> Sequence[Result]:
         return [result for row in self.rows for result in row.results().values()]

@@ -53,9 +53,6 @@ class MatmulRow(products.ProductRow):
     sms: int
 
 
-# ---- the rows of a case ---------------------------------------------------------------------------------------------
-
-
 def tiles(case: products.Case) -> list[MatmulRow]:
     return [row for row in case.values() if row.is_own]
 
@@ -85,8 +82,6 @@ def tile_of(row: MatmulRow | None) -> str:
     """Returns the name of a row's tile, or torch.mm."""
     return NOT_SERVED if row is None else row.method.removeprefix(OWN)
 
-
-# ---- the topic ------------------------------------------------------------------------------------------------------
 
 TAKEN_OF_TORCH, TAKEN_OF_BEST = "taken/torch", "taken/best"
 
@@ -148,8 +143,6 @@ class Matmul(products.Products):
 
     def line(self, row: MatmulRow) -> str:
         return super().line(row) + (", taken" if row.is_taken else "") + (", auto" if row.is_auto else "")
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     @classmethod
     def group_of(cls, shape: products.Shape, case: products.Case) -> str:

@@ -50,8 +50,6 @@ class ModelPlan(BenchPlan):
             yield decoding.Case(decoding.PREFILL, tokens, tokens)
 
 
-# ---- methods --------------------------------------------------------------------------------------------------------
-
 ALONE = "alone"
 MATMUL, NORM, BOTH, CODEC = "graphar + matmul", "graphar + norm", "graphar + matmul + norm", "graphar_int8"
 CUDA_METHODS = (UNSHARDED, ALONE, "nccl", "symm_two_shot", "graphar", MATMUL, NORM, BOTH, CODEC)
@@ -121,8 +119,6 @@ def after_sum(method: Method, add_and_norm: Callable) -> Variant:
 
     return Variant(method.name, row_parallel_and_norm, same_bits=method.exact, quantised=method.quantised, keeps=method)
 
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 # Replaces LOGITS_TOLERANCE for the 8-bit codec, whose error is about 1 % of each summand.
 QUANTISED_TOLERANCE = 2.0**-4
@@ -221,9 +217,6 @@ def wrong_tokens(errors: Tensor, apart: Tensor, variant: Variant, layers: int) -
     return ~(errors <= tolerance * layers**0.5) | (apart & variant.same_bits)
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 def run_plan(plan: BenchPlan, rank: int, port: int) -> Iterator[AnyRow | str]:
     works = {ModelPlan: run_rank, SequencePlan: sequence.run_rank}
     yield from works[type(plan)](plan, rank, port)
@@ -287,8 +280,6 @@ class Model(BetweenRanks):
             if in_sequence:
                 plans.append(SequencePlan(device, world_size, *shape, in_sequence))
         return plans
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     def verified(self) -> Sequence[Timing]:
         return [row for row in self.rows if row.error is not None] + self.sequences

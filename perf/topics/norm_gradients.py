@@ -19,15 +19,13 @@ from graphar.numerics import norm_gradients
 from graphar.numerics import norms as norm_numerics
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bind import residual_norm
-from perf.charts import Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
 from perf.machine import memory_rate
 from perf.md import NOT_SERVED, name_cell, number, ratio_cell, table, time_cell
 from perf.products import integers_of
-from perf.ratios import best_peer, group, of_best_peer, ratio, times_of_peer, words_for
+from perf.ratios import best_peer, group, of_best_peer, ratio, words_for
 from perf.report import Arguments, Deciles, Glance, Report, Section, Timing
-from perf.topics.allreduce import OF_BEST_PEER
 from perf.topics.norms import EPS, OFFSET, add_and_norm, count_far, count_wrong
 
 Shape = tuple[int, int]  # rows, columns
@@ -103,9 +101,6 @@ def least_nbytes(passes: str, shape: Shape, summed: bool) -> int:
     tensor, weight = shape[0] * shape[1] * ITEMSIZE, shape[1] * ITEMSIZE
     backward = (3 + summed) * tensor + 2 * weight
     return backward if passes == BACKWARD else backward + 4 * tensor + weight
-
-
-# ---- methods --------------------------------------------------------------------------------------------------------
 
 
 class Operands(NamedTuple):
@@ -189,9 +184,6 @@ def autograd(normed: Tensor, summed: Tensor, operands: Operands, retain: bool) -
     return torch.autograd.grad(used, operands[:3], gradients, retain_graph=retain)
 
 
-# ---- what is right --------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def specified(operands: Operands) -> tuple[Tensor, ...]:
     """Returns the bits that graphar promises: normed rows, sums, the gradients of x and residual, and the weight's."""
@@ -226,9 +218,6 @@ def exact(operands: Operands) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     share = ROUNDINGS * torch.finfo(x.dtype).eps / 2
     limits = [share * one for one in (normed.abs(), r.abs(), magnitude, magnitude, terms.abs().sum(0))]
     return values, tuple(limits)
-
-
-# ---- the measurement ------------------------------------------------------------------------------------------------
 
 
 class Trial:
@@ -351,9 +340,6 @@ def reason_of_process(error: ProcessException) -> str:
     return found[0] if found else str(error).strip().splitlines()[-1]
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class NormGradients(Report):
     rows: list[NormGradientRow] = field(default_factory=list)
@@ -384,13 +370,11 @@ class NormGradients(Report):
     def count(cls, plan: NormGradientPlan) -> int:
         return 2 * len(PASSES) * len(plan.shapes) * len(plan.methods)
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def sections(self) -> list[Section]:
         found = []
         for passes in PASSES:
             if cases := cases_of(self.rows, passes):
-                found.append(Section(passes.capitalize(), [comparison(cases)], [ratio_chart(passes, cases)]))
+                found.append(Section(passes.capitalize(), [comparison(cases)]))
         peaks = peak_table(cases_of(self.rows, BOTH))
         return [*found, Section("Peak memory of forward and backward", [peaks])] if peaks else found
 
@@ -449,12 +433,3 @@ def peak_table(cases: Cases) -> str:
             lines.append([words_of(shape, summed)[0], "yes" if summed else "no", *cells])
     header = ["rows x columns", "gradient of the sum", *(f"{name} (MB)" for name in methods)]
     return table(header, lines) if lines else ""
-
-
-def ratio_chart(passes: str, cases: Cases) -> Rows:
-    """Plots graphar's time / the best peer's time, with a row for each shape."""
-    marks = []
-    for case, one in of_best_peer(cases).items():
-        shape, of_sum = words_of(*case)
-        marks.append(Mark(shape, of_sum, one, f"{shape}, {of_sum}: {times_of_peer(one, cases[case])}"))
-    return Rows(f"{passes.capitalize()}: time / best peer's time", marks, OF_BEST_PEER, 1.0)

@@ -136,9 +136,6 @@ def words_of(phase: str, tokens: int, kept_nbytes: int) -> str:
     return f"{phase} of {plural(tokens, 'token')}{kept}"
 
 
-# ---- on a rank ------------------------------------------------------------------------------------------------------
-
-
 def run_rank(plan: SuspendPlan, rank: int, port: int) -> Iterator[SuspendRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, "cuda", port)
     shard = decoding.Shard(ranks.rank, ranks.size, ranks.device)
@@ -283,9 +280,6 @@ def free_nbytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Suspend(BetweenRanks):
     rows: list[SuspendRow] = field(default_factory=list)
@@ -322,8 +316,6 @@ class Suspend(BetweenRanks):
         times = f"suspend {ms(row.suspend_us['median'])} ms, resume {ms(row.resume_us['median'])} ms"
         freed = f"{mb(row.freed_nbytes)} of {mb(row.held_nbytes)} MB freed"
         return f"{row.world_size:>2} ranks {row.words:<36} {times}, {freed} {row.wrong:>6} wrong"
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     def findings(self) -> list[str]:
         return [in_words(row) for row in self.rows if not row.wrong]

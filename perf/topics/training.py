@@ -160,9 +160,6 @@ class TrainingPlan:
         return plain + [(Codec(bit, buckets[0]), True) for bit in bits if bit <= FEEDBACK_MAX_BITS]
 
 
-# ---- on a rank ------------------------------------------------------------------------------------------------------
-
-
 def run_rank(plan: TrainingPlan, rank: int, port: int) -> Iterator[TrainingRow]:
     """Yields one rank's results."""
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
@@ -274,9 +271,6 @@ def evaluate(model: nn.Module, data: tuple[Tensor, Tensor], batch_size: int, dev
     return loss / count if math.isfinite(loss) else math.inf, right / count
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Training(TrainingReport):
     rows: list[TrainingRow] = field(default_factory=list)
@@ -334,8 +328,6 @@ class Training(TrainingReport):
             f" test loss {outcome.test_loss:.3f}, accuracy {outcome.test_accuracy:.1%}, {outcome.step_ms:.2f} ms a step"
         )
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def is_wrong(self, row: TrainingRow) -> bool:
         return not row.outcome.same_bits
 
@@ -349,7 +341,6 @@ class Training(TrainingReport):
         found = []
         for rows in self._by_task().values():
             figures = [loss_by_step(rows)] if any(row.curve for row in rows) else []
-            figures += [loss_by_bits(rows)] if any(row.run.codec for row in rows) else []
             found.append(Section(title(rows), [run_table(rows)], figures))
         return found
 
@@ -463,9 +454,6 @@ def _figure(rows: Sequence[TrainingRow], name: str, form: Callable[[float], str]
     return form(mean(rows, name)) + spread
 
 
-# ---- figures --------------------------------------------------------------------------------------------------------
-
-
 def loss_by_step(rows: Sequence[TrainingRow]) -> Plot:
     """Plots the training loss with exact gradients and with some codecs. Each line is a mean over the seeds."""
     lines = []
@@ -498,19 +486,3 @@ def drawn(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
     fewest = min(fed_back, key=lambda runs: runs[0].run.codec.bits, default=None)
     exact = [runs for runs in by_configuration(rows) if not runs[0].run.codec]
     return exact[-1:] + each + ([fewest] if fewest else [])
-
-
-def loss_by_bits(rows: Sequence[TrainingRow]) -> Plot:
-    """Plots the test loss by bits. There is a line for each mode and bucket size, and a rule for exact gradients."""
-    exact = mean([row for row in rows if row.run.codec is None], "test_loss")
-    found: dict[str, list[tuple[float, float]]] = {}
-    for runs in by_configuration([row for row in rows if row.run.codec]):
-        name = f"{runs[0].mode.removeprefix('absmax ')}, {runs[0].run.codec.bucket_size}"
-        found.setdefault(name, []).append((runs[0].bits, mean(runs, "test_loss")))
-    lines = []
-    for name, points in found.items():
-        points.sort()
-        lines.append(Line(name, points, [f"{bits:g} bits: test loss {loss:.4f}" for bits, loss in points]))
-    note = "Lines are named by rounding and by the number of elements that share a scale."
-    axes = Axis("bits of a gradient on the wire"), Axis("test loss (nats)")
-    return Plot("Test loss by bits", lines, *axes, [(exact, "exact")], note)

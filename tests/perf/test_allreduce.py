@@ -13,7 +13,7 @@ from perf import cubin, machine
 from perf.harness.cases import HOST_MODES, SIZES, VARIANTS, BackendPlan, Plan, Row, algbw, busbw
 from perf.peers.catalogue import CUDA_METHODS
 from perf.topics import allreduce
-from perf.topics.allreduce import AllReduce, families, nominal_rate, size_table, with_links_of_largest
+from perf.topics.allreduce import AllReduce, families, size_table, with_links_of_largest
 from tests.perf.samples import MACHINE, NVLINK, row
 
 
@@ -468,14 +468,6 @@ def test_links_are_kept_one_by_one_at_the_largest_size_alone():
     rows = [row(nbytes=nbytes, nvlink=NVLINK) for nbytes in (16 * MB, GB)]
 
     assert [len(one.nvlink.links) for one in with_links_of_largest(rows)] == [0, 18]
-
-
-def test_the_links_nominal_rate_is_what_their_counters_were_held_against():
-    sent = dataclasses.replace(NVLINK, raw_tx_nbytes=239_062_500, raw_share=0.5)
-    one = row(time_us=50.0, nbytes=16 * MB)
-
-    assert nominal_rate([one, dataclasses.replace(one, nvlink=sent)]) == pytest.approx(478.125)
-    assert nominal_rate([one]) is None
 
 
 def test_what_was_measured_is_read_off_the_rows():
