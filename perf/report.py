@@ -33,6 +33,7 @@ from perf.ratios import NOISE, extent
 ENDED = "what would have come after the last row: the run was ended before it was done"
 PARTIAL = "**Partial: the run was ended before it was done.**"
 MAX_NAMED = 6  # the most wrong rows that a verdict names
+MAX_LABEL = 28  # the most letters of a row's label in a chart
 
 
 class Spread(TypedDict):
@@ -269,12 +270,20 @@ class Report:
     def glance(self) -> Glance:
         raise NotImplementedError
 
-    def ratio_chart(self) -> Rows:
-        """Charts the ratios of the glance: a row for the first words of a case, and a dot for each case."""
+    def charted(self) -> tuple[str, Mapping[str, float]]:
+        """Returns the title and the ratios of the page's chart, by case. A report whose sections have figures has none.
+
+        Case and ratio are those of the glance, if a topic does not say others.
+        """
         glance = self.glance()
-        ratios = glance.ratios.items()
-        marks = [Mark(case.partition(", ")[0], "graphar", one, f"{case}: {one:.2f}") for case, one in ratios]
-        return Rows(f"{glance.words[:1].upper()}{glance.words[1:]}", marks, Axis("ratio", form="{:.2f}".format), 1.0)
+        return f"{glance.words[:1].upper()}{glance.words[1:]}", glance.ratios
+
+    def ratio_chart(self) -> Rows:
+        """Charts the ratios: a row for the first words of a case, and a dot for each case."""
+        title, ratios = self.charted()
+        rows = {case: case.rpartition(": ")[2].partition(", ")[0][:MAX_LABEL] for case in ratios}
+        marks = [Mark(rows[case], "graphar", one, f"{case}: {one:.2f}") for case, one in ratios.items()]
+        return Rows(title, marks, Axis("ratio", form="{:.2f}".format), 1.0)
 
     def losses(self) -> list[tuple[str, Choice]]:
         """Returns the choices of "auto", each with its case in words. Empty without variants."""

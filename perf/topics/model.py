@@ -14,13 +14,12 @@ from torch import Tensor
 
 import graphar
 from perf.between_ranks import BetweenRanks
-from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
 from perf.harness.ranks import Ranks, timed_in_turn
 from perf.harness.timing import Repeated, spread
 from perf.harness.verify import LOGITS_TOLERANCE, again, compare_logits
-from perf.md import NOT_SERVED, columns, method_cell, number, plural, ratio_cell
+from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell
 from perf.models import bench, sequence
 from perf.models import decoder as decoding
 from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, ModelBench, by_title, compared, error_cell, whole_columns
@@ -296,8 +295,7 @@ class Model(BetweenRanks):
         return [line for line in lines if line]
 
     def sections(self) -> list[Section]:
-        steps = by_title(self.rows).items()
-        found = [Section(title, [step_table(rows)], [breakdown(title, rows)]) for title, rows in steps]
+        found = [Section(title, [step_table(rows)]) for title, rows in by_title(self.rows).items()]
         found += [Section(title, [sequence.table_of(rows)]) for title, rows in by_title(self.sequences).items()]
         if self.sequences:
             found.append(Section("How sequence parallelism was measured", [sequence.NOTES]))
@@ -366,22 +364,3 @@ def share(row: ModelRow, alone: ModelRow) -> float:
 def best_own(rows: Mapping[str, ModelRow]) -> ModelRow | None:
     """Returns the fastest of graphar's methods without a codec."""
     return best(row for name, row in rows.items() if name in EXACT)
-
-
-def breakdown(step: str, rows: Mapping[str, ModelRow]) -> Rows | None:
-    """Charts each method's computation and exposed communication. Returns None if `alone` was not measured."""
-    alone = rows.get(ALONE)
-    if alone is None:
-        return None
-    drawn = [row for name, row in rows.items() if name != UNSHARDED]
-    hints = {row.method: f"{row.method}: {number(row.median)} us, {_beyond(row, alone)} communication" for row in drawn}
-    ends = {row.method: min(row.median, alone.median) for row in drawn}
-    shown = "exposed communication"
-    marks = [Mark(row.method, shown, row.median, hints[row.method], ends[row.method], bool(row.wrong)) for row in drawn]
-    marks += [Mark(name, "computation", end, hints[name], 0.0) for name, end in ends.items()]
-    note = f"{ALONE}: without all-reduces, so its results are wrong by design."
-    return Rows(f"Time of a step: {step}", marks, Axis("time (us)"), note=note)
-
-
-def _beyond(row: ModelRow, alone: ModelRow) -> str:
-    return f"{max(row.median - alone.median, 0.0):.1f} us of it"

@@ -18,7 +18,6 @@ import graphar
 from graphar.errors import UnsupportedError
 from graphar.plan.sizes import MB, format_nbytes
 from perf.between_ranks import BetweenRanks
-from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, first_line, host_time_us
 from perf.harness.timing import WARM_UP, capture, deciles, spread, time_in_turn
@@ -325,7 +324,7 @@ class Suspend(BetweenRanks):
         for (world_size, model), rows in group(self.rows, lambda row: (row.world_size, row.what[0])).items():
             title = f"{plural(world_size, 'rank')}, {model}"
             found.append(Section(f"{title}: memory", [memory_table(rows)]))
-            found.append(Section(f"{title}: times", [time_table(rows)], [time_chart(rows)]))
+            found.append(Section(f"{title}: times", [time_table(rows)]))
         return found
 
     def glance(self) -> Glance:
@@ -338,6 +337,10 @@ class Suspend(BetweenRanks):
         held = f"{mb(row.held_nbytes)} MB between {plural(row.world_size, 'rank')}"
         words = f"to resume {held}; suspending took {suspend} and gave {row.freed_share:.0%} of that back"
         return Glance(words, figure=resume)
+
+    def charted(self) -> tuple[str, dict[str, float]]:
+        ratios = {f"{row.words}, {plural(row.world_size, 'rank')}": row.slowdown for row in self.rows}
+        return "Time of a step after the last resumption / before the first suspension", ratios
 
     def timed(self) -> list[Timed]:
         found = []
@@ -397,12 +400,3 @@ def time_table(rows: Sequence[SuspendRow]) -> str:
 
 def with_deciles(time_us: Deciles) -> str:
     return f"{ms(time_us['median'])} ({ms(time_us['p10'])} to {ms(time_us['p90'])})"
-
-
-def time_chart(rows: Sequence[SuspendRow]) -> Rows:
-    marks = []
-    for row in rows:
-        for name, time_us in {"suspend": row.suspend_us, "resume": row.resume_us}.items():
-            hint = f"{name}, {row.words}, {mb(row.held_nbytes)} MB: {with_deciles(time_us)} ms"
-            marks.append(Mark(row.words, name, time_us["median"] / 1e3, hint, wrong=bool(row.wrong)))
-    return Rows("Time to suspend and to resume", marks, Axis("time (ms)"))

@@ -107,7 +107,7 @@ def test_beside_a_floor_that_is_wrong_nothing_is_said_to_hide(name):
 
 
 def test_ratios_are_drawn_over_the_best_peers_time():
-    _, plot = comparison(
+    (plot,) = comparison(
         [row("matmul", 1.0), row("matmul+nccl", 8.0), row("graphar", 6.0), row("graphar:tiles", 4.0)]
     ).figures
 

@@ -296,17 +296,7 @@ def test_nothing_is_compared_with_a_wrong_peer():
     assert "| graphar | 320.0 | - |" in sections(rows).body[0]
 
 
-def test_a_bar_is_the_computation_all_have_and_beside_it_what_its_method_adds():
-    (chart,) = sections([*ROWS[1:-1], row(NORM, 160.0, wrong=2)]).figures
+def test_a_chart_has_a_row_for_each_step():
+    (mark,) = Model(ROWS).ratio_chart().marks
 
-    bars = {(mark.row, mark.name): (mark.begin, mark.value) for mark in chart.marks}
-    shown = "exposed communication"
-    assert bars["alone", "computation"] == bars["nccl", "computation"] == (0.0, 200.0)
-    assert bars["nccl", shown] == (200.0, 400.0)
-    assert bars[NORM, shown] == (160.0, 160.0)
-    assert [mark.row for mark in chart.marks if mark.wrong] == [NORM]
-    assert "nccl: 400 us, 200.0 us of it communication" in [mark.hint for mark in chart.marks]
-
-
-def test_without_a_step_that_leaves_the_sums_out_there_is_no_bar():
-    assert sections([row("nccl", 400.0)]).figures == [None]
+    assert (mark.row, mark.value) == ("decode of 8 tokens", 0.625)
