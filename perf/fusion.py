@@ -240,6 +240,8 @@ class FusionReport(BetweenRanks):
         row_of: ``row_of(layer)`` returns what makes a row, as :func:`measure` calls it.
         count_wrong: as :func:`measure` takes it.
         comparison: the table and the plot of a layer.
+        plans: makes a plan of a device, a number of ranks, rows, columns, features and methods.
+        sizes: the rows, columns and features by default, on GPUs and on the CPU.
         variants: for each method that uses the partition "auto", a function that says whether another method is a
             variant: a fixed partition, or two ops instead.
     """
@@ -252,6 +254,8 @@ class FusionReport(BetweenRanks):
     comparison: ClassVar[Comparison]
     variants: ClassVar[Mapping[str, Callable[[str], bool]]]
     of_rows: ClassVar[str]  # the help text of --rows
+    plans: ClassVar[type[FusedPlan]] = FusedPlan
+    sizes: ClassVar[tuple] = ((ROWS, HIDDEN, FEATURES), (CPU_ROWS, CPU_COLUMNS, CPU_FEATURES))
 
     @classmethod
     def recordings(cls, plan: FusedPlan, layer: Layer, ranks: Ranks) -> Iterator:
@@ -270,6 +274,15 @@ class FusionReport(BetweenRanks):
         known = ", ".join(dict.fromkeys(name for of_device in cls.methods for name in of_device))
         told = f"{known} (default: all methods of the device)"
         parser.add_argument("--methods", nargs="+", choices=known.split(", "), metavar="METHOD", help=told)
+
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int, **more) -> list[FusedPlan]:
+        """Returns one plan for each world size. ``more`` are the fields that a topic's plans have besides."""
+        device, at = ("cuda", 0) if gpu_count >= 2 else ("cpu", 1)
+        world_sizes, methods = cls.world_sizes(options, gpu_count), methods_of(options, cls.methods[at])
+        named = options.rows, options.columns, options.features
+        sizes = [one or default for one, default in zip(named, cls.sizes[at], strict=True)]
+        return [cls.plans(device, world_size, *sizes, methods, **more) for world_size in world_sizes]
 
     @staticmethod
     def layer_of(row: FusionRow) -> tuple:
@@ -319,24 +332,12 @@ class FusionReport(BetweenRanks):
 
 @dataclass
 class RowParallelReport(FusionReport):
-    """The base class of topics of row-parallel layers. ``plans`` makes a plan from the fields of FusedPlan."""
+    """The base class of topics of row-parallel layers."""
 
     of_rows: ClassVar[str] = "rows of the activations (default: 1 to 16384)"
-    plans: ClassVar[type[FusedPlan]] = FusedPlan
 
     @classmethod
     def add_shapes(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--columns", type=int, metavar="N", help="columns of the result (default: 8192)")
         whole = "input features of the whole layers, over all ranks (default: 8192 28672)"
         parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
-
-    @classmethod
-    def plan(cls, options: argparse.Namespace, gpu_count: int, **more) -> list[FusedPlan]:
-        """Returns one plan for each world size. ``more`` are the fields that a topic's plans have besides."""
-        on_gpus = gpu_count >= 2
-        device, known = ("cuda", cls.methods[0]) if on_gpus else ("cpu", cls.methods[1])
-        world_sizes, methods = cls.world_sizes(options, gpu_count), methods_of(options, known)
-        defaults = (ROWS, HIDDEN, FEATURES) if on_gpus else (CPU_ROWS, CPU_COLUMNS, CPU_FEATURES)
-        named = options.rows, options.columns, options.features
-        sizes = [one or default for one, default in zip(named, defaults, strict=True)]
-        return [cls.plans(device, world_size, *sizes, methods, **more) for world_size in world_sizes]

@@ -50,9 +50,7 @@ class HostPlan:
     """What is measured, and where.
 
     Attributes:
-        place: APART, SHARED or CPU.
         calls: the timed calls of a burst.
-        bursts: of each method.
         python_calls: the counts of :func:`count_rank`, by op and option.
     """
 
@@ -69,9 +67,7 @@ class HostRow(Timing):
 
     Attributes:
         method: OWN, "torch", a backend of torch.distributed, or one of PEERS.
-        option: the options; empty for none.
         outputs: the number of tensors that the call returns.
-        place: where the ranks run, as in :class:`HostPlan`.
         time_us: the host time of one call. A burst is a repeat.
         of_allreduce: the median / that of a plain all-reduce with as many outputs; None for other methods.
         limit: the most that ``of_allreduce`` may be on GPUs; None if there is no limit.
@@ -111,7 +107,6 @@ class Trial:
     Attributes:
         call: a functools.partial of the op.
         expected: what this rank must get. Further results are not compared: they are uninitialised.
-        limit: as in :class:`HostRow`.
         prepare: restores tensors that calls change.
         in_place: the tensor that the call changes, if it returns no result.
         keeps: objects that must live as long as the trial, because its calls use only their addresses.

@@ -45,7 +45,6 @@ class ProductRow(Timing):
     """The measured and verified time of one method.
 
     Attributes:
-        method: one of the topic's methods.
         m, n, k: the operands are [m, k] and [n, k].
         wrong: the number of elements that are too far from float64, or do not have the bits that the method promises.
     """

@@ -423,7 +423,7 @@ def timed_rows(rows: Iterable[Timing]) -> list[Timed]:
     """Returns rows in the form in which two runs are compared."""
     found = []
     for row in rows:
-        low, high = (value for name, value in row.time_us.items() if name != "median")
+        low, high = [value for name, value in row.time_us.items() if name != "median"] or (None, None)
         what = (row.method, plural(row.world_size, "rank"), *row.what)
         found.append(Timed(what, row.median, bool(row.wrong), row.is_own, low, high))
     return found

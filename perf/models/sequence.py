@@ -58,7 +58,6 @@ class SequenceRow(BenchRow):
 
     Attributes:
         phase: PREFILL: the forward pass. TRAINING: forward and backward pass.
-        tokens: the length of the sequence.
         gradient_error: the largest relative error of the gradient of a weight or of the input; None after a prefill.
     """
 

@@ -13,7 +13,7 @@ import graphar
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.plan.factors import FORMATS as SCALES
 from perf.harness.ranks import Ranks
-from perf.peers.matmuls import Alone, FusedPlan, Layer, Variant, after_matmul, in_tiles, make_sums
+from perf.peers.matmuls import Alone, FusedPlan, Layer, Variant, after_matmul, in_tiles, make_sums, sum_of
 
 OF_ROWS, OF_BLOCKS = SCALES
 
@@ -93,7 +93,7 @@ def make_variants(plan: Fp8Plan, ranks: Ranks) -> tuple[list[Variant], list[str]
     found, skipped = make_sums(plan, sums, ranks)
     variants = [
         Variant(MATMUL, scaled_mm, summed=False),
-        Variant(ALLREDUCE, Alone(own_product), exact=True),
+        Variant(ALLREDUCE, Alone(own_product, sum_of), exact=True),
         *(after_matmul(method, AFTER, scaled_mm) for method in found),
         *(Variant(name, partial(fused, partition), exact=True) for name, partition in PARTITIONS.items()),
     ]

@@ -13,25 +13,8 @@ from graphar.cli.options import size
 from graphar.plan.sizes import format_nbytes
 from perf.charts import Axis, Line, Plot
 from perf.choices import choice_table, choices
-from perf.harness import sweep
-from perf.harness.cases import (
-    BACKEND_SIZES,
-    BACKEND_WORLD_SIZES,
-    CPU_MAX_NBYTES,
-    GLOO_MAX_NBYTES,
-    HIDDEN,
-    ITEMSIZES,
-    PLAIN_METHODS,
-    SIZES,
-    TOKENS,
-    VARIANTS,
-    BackendPlan,
-    LinkCeiling,
-    Plan,
-    Row,
-    SizesPlan,
-    token_sizes,
-)
+from perf.harness import cases, sweep
+from perf.harness.cases import ITEMSIZES, SIZES, LinkCeiling, Plan, Row, SizesPlan
 from perf.host_times import host_table
 from perf.machine import check_world_sizes
 from perf.md import NOT_SERVED, bullets, method_table, name_cell, rate, ratio_cell, table, time_cell, time_table
@@ -144,7 +127,7 @@ class AllReduce(Report):
         default = CUDA_METHODS if on_gpus else CPU_METHODS
         methods = tuple(options.methods or default)
         dtypes = tuple(dict.fromkeys(options.dtypes or (ITEMSIZES if on_gpus else ["bfloat16"])))
-        max_nbytes = options.max_nbytes or (SIZES[-1] if on_gpus else CPU_MAX_NBYTES)
+        max_nbytes = options.max_nbytes or (SIZES[-1] if on_gpus else cases.CPU_MAX_NBYTES)
         device, forms = ("cuda", ("process",)) if on_gpus else ("cpu", ("process", "list"))
         if unknown := [name for name in methods if name not in default and not (on_gpus and "graphar:" in name)]:
             sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(default)}")
@@ -154,10 +137,10 @@ class AllReduce(Report):
             return [SizesPlan(device, world_size, *how, sizes=sizes) for world_size in world_sizes]
         backends = []
         if not options.world_size:
-            gloo_max_nbytes = options.max_nbytes or GLOO_MAX_NBYTES  # up to the largest size that was asked for
+            gloo_max_nbytes = options.max_nbytes or cases.GLOO_MAX_NBYTES  # up to the largest size that was asked for
             limits = {"gloo": gloo_max_nbytes, device: max_nbytes}
             backends = backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], limits)
-        variants = VARIANTS if on_gpus and not options.methods else ()
+        variants = cases.VARIANTS if on_gpus and not options.methods else ()
         methods += variants
         return [
             Plan(device, world_size, form, dtypes, served, max_nbytes, world_size == max(world_sizes), variants)
@@ -221,17 +204,12 @@ class AllReduce(Report):
             body = [size_table(mine, (self.link_ceiling or {}).get(key.world_size)), *host_table(mine)]
             body += [*choice_table("size", choices(named, IS_VARIANT)), "Times of all methods:"]
             body.append(time_table("size", named))
-            found.append(Section(key.title, body, self._figures(key, mine)))
+            found.append(Section(key.title, body, [latency(mine), ratio_plot({"graphar": mine})]))
         found += [*backend_section(rows), *token_section(rows), *dtype_section(rows)]
         found += nvlink_sections(rows)
         if rows:
             found.append(Section("What was measured", [bullets(what_ran_where(rows))]))
         return found
-
-    def _figures(self, key: Key, rows: Sequence[Row]) -> list[Plot | None]:
-        ceiling = (self.link_ceiling or {}).get(key.world_size)
-        drawn = [latency(rows), ratios_by_size(rows)]
-        return [*drawn, bandwidth(rows, ceiling)] if key == main_first(self.rows)[0] else drawn
 
     def glance(self) -> Glance:
         """Returns the summary of the first table."""
@@ -286,22 +264,27 @@ def method(name: str) -> str:
 
 def backend_plans(
     device: str, swept: Sequence[int], gpu_count: int, methods: Sequence[str], dtype: str, limits: dict[str, int]
-) -> list[BackendPlan]:
+) -> list[SizesPlan]:
     """Returns the plans that only the table of backends needs: smaller worlds, and gloo on machines with GPUs.
 
     Args:
         limits: the largest size in bytes, for ``device`` and for "gloo".
     """
     plans = []
-    for world_size in BACKEND_WORLD_SIZES:
+    for world_size in cases.BACKEND_WORLD_SIZES:
         if world_size > (gpu_count or world_size):
             continue
-        served = tuple(name for name in methods if name in PLAIN_METHODS)
+        served = tuple(name for name in methods if name in cases.PLAIN_METHODS)
         if served and world_size not in swept:
-            plans.append(BackendPlan(device, world_size, "process", (dtype,), served, limits[device]))
+            plans.append(backend_plan(device, world_size, dtype, served, limits[device]))
         if "nccl" in served:
-            plans.append(BackendPlan("cpu", world_size, "process", (dtype,), ("gloo",), limits["gloo"]))
+            plans.append(backend_plan("cpu", world_size, dtype, ("gloo",), limits["gloo"]))
     return plans
+
+
+def backend_plan(device: str, world_size: int, dtype: str, methods: Sequence[str], limit: int) -> SizesPlan:
+    sizes = tuple(nbytes for nbytes in cases.BACKEND_SIZES if nbytes <= limit)
+    return SizesPlan(device, world_size, "process", (dtype,), tuple(methods), limit, sizes=sizes)
 
 
 def _nbytes(row: Row) -> int:
@@ -314,7 +297,7 @@ def groups(rows: Sequence[Row]) -> list[Key]:
     World sizes that were measured only for the table of backends are left out.
     """
     rows = [row for row in rows if row.dtype == rows[0].dtype]
-    swept = [row for row in rows if row.nbytes in SIZES and row.nbytes not in BACKEND_SIZES]
+    swept = [row for row in rows if row.nbytes in SIZES and row.nbytes not in cases.BACKEND_SIZES]
     keys = {Key(row.world_size, row.mode, row.form, row.dtype) for row in swept or rows}
     modes, forms = list(MODES), list(FORMS)
     return sorted(keys, key=lambda key: (key.world_size, modes.index(key.mode), forms.index(key.form)))
@@ -367,8 +350,8 @@ def backend_section(rows: Sequence[Row]) -> list[Section]:
     found = [
         row
         for row in rows
-        if row.nbytes in BACKEND_SIZES
-        and row.method in PLAIN_METHODS
+        if row.nbytes in cases.BACKEND_SIZES
+        and row.method in cases.PLAIN_METHODS
         and (row.mode in ("graph", "cpu") and row.form == "process" and row.dtype == rows[0].dtype)
     ]
     if all(row.nbytes in SIZES for row in found):
@@ -388,19 +371,19 @@ def backend_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def token_section(rows: Sequence[Row]) -> list[Section]:
-    """Returns a section of times by number of tokens (TOKENS), for each world with sizes of only this table."""
+    """Returns a section of times by number of tokens (cases.TOKENS), for each world with sizes of only this table."""
     if not rows:
         return []
     dtype = rows[0].dtype
-    tokens_of = dict(zip(token_sizes(dtype), TOKENS, strict=True))
+    tokens_of = dict(zip(cases.token_sizes(dtype), cases.TOKENS, strict=True))
     found = []
     for world_size, mode in itertools.product(sorted({row.world_size for row in rows}, reverse=True), ("graph", "cpu")):
         key = Key(world_size, mode, "process", dtype)
         mine = [row for row in rows if key.has(row) and row.nbytes in tokens_of]
         if any(row.nbytes not in SIZES for row in mine):
-            cases = {str(tokens_of[nbytes]): one for nbytes, one in by_method(mine, _nbytes).items()}
-            title = f"{world_size} ranks, {dtype}, hidden size {HIDDEN}, by number of tokens, {MODES[mode]}"
-            found.append(Section(title, [method_table("tokens", cases)]))
+            by_tokens = {str(tokens_of[nbytes]): one for nbytes, one in by_method(mine, _nbytes).items()}
+            title = f"{world_size} ranks, {dtype}, hidden size {cases.HIDDEN}, by number of tokens, {MODES[mode]}"
+            found.append(Section(title, [method_table("tokens", by_tokens)]))
     return found
 
 
@@ -499,18 +482,6 @@ def latency(rows: Sequence[Row]) -> Plot:
     return Plot("Time by size", lines, SIZE, TIME, note=note)
 
 
-def bandwidth(rows: Sequence[Row], ceiling: float | None) -> Plot:
-    rules = [(ceiling, f"{ceiling:.0f} GB/s: links, measured")] if ceiling else []
-    lines = [line_of(name, mine, lambda row: row.busbw) for name, mine in families(rows).items()]
-    note = "Measured: every rank only writes to all others."
-    return Plot("Bus bandwidth by size", lines, SIZE, Axis("busbw (GB/s)"), rules, note if rules else "")
-
-
-def ratios_by_size(rows: Sequence[Row]) -> Plot | None:
-    """Plots graphar's time / the best peer's time for one table."""
-    return ratio_plot({"graphar": rows})
-
-
 def ratios_by_world(rows: Sequence[Row]) -> Plot | None:
     """Plots graphar's time / the best peer's time for every world size, in the main result's mode."""
     if not rows:
@@ -521,6 +492,7 @@ def ratios_by_world(rows: Sequence[Row]) -> Plot | None:
 
 
 def ratio_plot(named: Mapping[str, Sequence[Row]]) -> Plot | None:
+    """Plots graphar's time / the best peer's time for the rows of one or more tables, by name."""
     lines = []
     for name, rows in named.items():
         cases = by_method(rows, _nbytes)

@@ -31,7 +31,6 @@ class Compiled:
 
     Attributes:
         compile_s: the time from source to cubin, in seconds.
-        nbytes: the size of the cubin.
     """
 
     file: str
@@ -80,7 +79,6 @@ class Compile(Report):
     """The compilation of all kernels.
 
     Attributes:
-        nvrtc: NVRTC's version.
         wall_s: the time to compile all kernels, in seconds.
     """
 

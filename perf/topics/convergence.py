@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from graphar.numerics.codecs import ROUNDINGS, Codec
 from perf.md import NOT_SERVED, columns
-from perf.report import Arguments, Glance, Section
+from perf.report import Arguments, Section
 from perf.topics.training import (
     Run,
     Training,
@@ -18,7 +18,6 @@ from perf.topics.training import (
     TrainingRow,
     by_configuration,
     loss_by_step,
-    near_and_far,
     title,
 )
 
@@ -45,6 +44,7 @@ class Convergence(Training):
     )
     command: ClassVar[str] = "convergence"
     kind_of_plan: ClassVar[type[TrainingPlan]] = ConvergencePlan
+    reached: ClassVar[str] = "codecs end at the test loss of exact gradients, within noise"
     tasks: ClassVar[tuple[str, ...]] = ("animals", "text")
     steps_on_gpus: ClassVar[int] = 240
     steps_on_cpu: ClassVar[int] = 240
@@ -55,11 +55,6 @@ class Convergence(Training):
 
     def sections(self) -> list[Section]:
         return [Section(title(rows), [final_table(rows)], [loss_by_step(rows)]) for rows in self._by_task().values()]
-
-    def glance(self) -> Glance:
-        halves = [near_and_far(rows) for rows in self._by_task().values()]
-        near, far = (sum(len(half[at]) for half in halves) for at in (0, 1))
-        return Glance("codecs end at the test loss of exact gradients, within noise", figure=f"{near} of {near + far}")
 
 
 def range_by_bits(rows: Sequence[TrainingRow]) -> str:

@@ -48,12 +48,10 @@ class FsdpRow(training_steps.StepRow):
         method: "nccl" or "gloo": torch's own collectives. "graphar": without compression. "graphar lossless": with
             compression. "graphar copies": by copy engines. "nccl zero-CTA": NCCL's gathers by copy engines. "alone": no
             communication.
-        layers: the number of layers of the trained model.
         tokens: tokens per rank and step, in one sequence.
         reduce_dtype: the dtype in which gradients are reduced, one of DTYPES.
         blocks: the limit on thread blocks of a call, of "graphar"; None: the default.
         compressed: the algorithms that compressed at least one call.
-        step_ms: the median time of a step.
         losses: the mean loss of all ranks in each of the first CHECKED_STEPS steps, in nats.
         digest: a hash of all ranks' losses and parameters after these steps.
     """
@@ -105,11 +103,8 @@ class FsdpPlan:
     """What to measure with one number of ranks.
 
     Attributes:
-        device: "cuda" or "cpu".
-        model: a name in SIZES.
         layers: the number of layers. None: as many as fit into memory.
         tokens: tokens per rank and step. Each number is measured.
-        steps: the number of timed steps.
         blocks: limits on thread blocks of a call, with each of which "graphar" is measured beside its default.
         compressed_from: "graphar lossless" compresses calls whose largest shard has at least this many bytes. None: the
             tuning table decides.

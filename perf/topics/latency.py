@@ -97,13 +97,10 @@ class LatencyRow(Timing):
 
     Attributes:
         method: OWN, or "graphar at" the commit of the other checkout.
-        op: the op and its options in words.
         size: bytes, or rows and columns, between whole GPUs.
         algorithm, grid: what `auto` takes there, and the blocks x threads that one GPU has room for.
         share: how much of the data a rank has here.
-        calls: how many calls a graph has.
         time_us: the time of one call on the slowest rank.
-        wrong: how many elements differ from the specification.
         before_us: the median in the last committed report of this GPU; None: there is none.
     """
 
@@ -172,9 +169,7 @@ class LatencyPlan(NamedTuple):
     """What to measure.
 
     Attributes:
-        cases: the calls.
         checkouts: their folders by method, this one first.
-        repeats: how often each call is timed.
         before: the medians of the last committed report, by what :attr:`LatencyRow.key` is.
     """
 

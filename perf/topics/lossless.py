@@ -36,7 +36,7 @@ from perf.md import NOT_SERVED, ratio_cell, table, time_cell
 from perf.models.tasks import ByteTransformer, load_bytes
 from perf.peers import catalogue
 from perf.ratios import group, ratio
-from perf.report import Arguments, Glance, Section, Timed, Timing
+from perf.report import Arguments, Glance, Section, Timed, Timing, timed_rows
 from perf.topics import quantized
 from perf.topics.allreduce import SIZE
 
@@ -127,12 +127,7 @@ def whole_tiles(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Result(Timing):
-    """The verified time of one method in one case.
-
-    Attributes:
-        method: one of METHODS.
-        wrong: the number of wrong elements, summed over all ranks.
-    """
+    """The verified time of one method in one case."""
 
     method: str
     world_size: int
@@ -150,12 +145,10 @@ class LosslessRow:
     """The results of all methods in one case.
 
     Attributes:
-        data: the kind of data, one of KINDS.
         nbytes: the bytes of the whole tensor: a rank's input of a reduction, or the result of an all-gather. 0 if the
             case was not timed.
         bits: the bits of an element on the wire.
         plain_us, lossless_us, nccl_us: the time of one operation; None if it was not measured.
-        op: one of OPS.
         entropy: the bits of an element by :func:`entropy`; None in reports that do not have it.
         wrong: the number of wrong elements, summed over all ranks, by method. Methods without any are left out.
     """
@@ -356,10 +349,7 @@ class Lossless(BetweenRanks):
         return Glance("time with compression / time without it, by size and kind of data", ratios)
 
     def timed(self) -> list[Timed]:
-        return [
-            Timed((one.method, f"{one.world_size} ranks", *one.what), one.median, bool(one.wrong), one.is_own)
-            for one in self.verified()
-        ]
+        return timed_rows(self.verified())
 
 
 def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:

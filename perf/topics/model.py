@@ -25,6 +25,7 @@ from perf.models import decoder as decoding
 from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, ModelBench, by_title, compared, error_cell, whole_columns
 from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
+from perf.peers.matmuls import after_matmul, torch_mm
 from perf.peers.methods import Method
 from perf.ratios import best, best_peer, ratio, words_for
 from perf.report import Arguments, Glance, Section, Spread, Timed, Timing, timed_rows
@@ -103,20 +104,9 @@ def normed_in_kernel(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor)
 
 
 def after_sum(method: Method, add_and_norm: Callable) -> Variant:
-    """Returns a variant of torch's matmul, an all-reduce and the norm.
-
-    If the all-reduce needs its input in a buffer, the matmul writes into that buffer.
-    """
-
-    def row_parallel_and_norm(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        shape = (len(a), len(weight))
-        if method.buffer is None:
-            product = torch.mm(a, weight.t())
-        else:
-            product = torch.mm(a, weight.t(), out=method.buffer[: shape[0] * shape[1]].view(shape))
-        return add_and_norm(method.call(product.view(-1)).view(shape), residual, scale)
-
-    return Variant(method.name, row_parallel_and_norm, same_bits=method.exact, quantised=method.quantised, keeps=method)
+    """Returns a variant of torch's matmul, an all-reduce and the norm."""
+    call = partial(bench.after_linear, after_matmul(method, "", torch_mm).call, add_and_norm)
+    return Variant(method.name, call, same_bits=method.exact, quantised=method.quantised, keeps=method)
 
 
 # Replaces LOGITS_TOLERANCE for the 8-bit codec, whose error is about 1 % of each summand.

@@ -103,7 +103,6 @@ class ErrorRow:
 
     Attributes:
         codec: the codec's text. "exact" is the all-reduce without a codec, which rounds the sum to bfloat16 once.
-        data: the kind of data.
         bits: the bits of an element on the wire.
         relative_l2: the Euclidean norm of the error / the norm of the exact sum.
         relative_max: the largest error / the largest magnitude of the exact sum.

@@ -56,10 +56,6 @@ class SuspendRow:
     """What suspensions and resumptions of one case took, gave back and changed.
 
     Attributes:
-        size: a name in perf.models.decoder.SIZES.
-        layers: the number of layers of a step.
-        phase, tokens: the fields of perf.models.decoder.Case.
-        cycles: how often the communicator was suspended and resumed.
         scratch: the bytes of scratch, by algorithm.
         symmetric_nbytes: the bytes of symmetric tensors, whose content was kept.
         freed_nbytes: a GPU's free memory while suspended minus that before; the least over all cycles and ranks.

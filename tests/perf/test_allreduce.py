@@ -10,7 +10,7 @@ import pytest
 from graphar.plan.sizes import GB, KB, MB, format_nbytes, parse_nbytes
 from perf import __main__ as program
 from perf import cubin, machine
-from perf.harness.cases import HOST_MODES, SIZES, VARIANTS, BackendPlan, Plan, Row, algbw, busbw
+from perf.harness.cases import HOST_MODES, SIZES, VARIANTS, Case, Plan, Row, SizesPlan, make_row
 from perf.peers.catalogue import CUDA_METHODS
 from perf.topics import allreduce
 from perf.topics.allreduce import AllReduce, families, size_table, with_links_of_largest
@@ -22,9 +22,9 @@ def plan(full=True, max_nbytes=SIZES[-1], device="cuda"):
 
 
 def test_bandwidths_are_those_of_nccl_tests():
-    assert algbw(nbytes=10**9, time_us=1e6) == pytest.approx(1.0)
-    assert busbw(100.0, world_size=2) == pytest.approx(100.0)
-    assert busbw(100.0, world_size=4) == pytest.approx(150.0)
+    two, four = (make_row(Case(n, "process", "graph", "bfloat16", 10**9), "graphar", [1e4], 0) for n in (2, 4))
+    assert (two.algbw, two.busbw) == (pytest.approx(100.0), pytest.approx(100.0))
+    assert (four.algbw, four.busbw) == (pytest.approx(100.0), pytest.approx(150.0))
 
 
 SPELT = [("2KB", 2048), ("3MiB", 3 << 20), ("1.5 MB", 3 << 19), ("2 kb", 2048), ("2kib", 2048), ("7B", 7), ("7 B", 7)]
@@ -162,12 +162,12 @@ def test_variants_of_auto_are_measured_in_graphs_at_the_sizes_for_which_tables_a
 
 
 def backends_of(gpu_count, *more):
-    """The device, ranks, methods and sizes in megabytes of each BackendPlan."""
+    """The device, ranks, methods and sizes in megabytes of each plan of torch's backends."""
     found = AllReduce.plan(program.parse(["allreduce", *more]), gpu_count)
     return [
         (one.device, one.world_size, one.methods, [case.nbytes // MB for case in one.cases()])
         for one in found
-        if isinstance(one, BackendPlan)
+        if isinstance(one, SizesPlan)
     ]
 
 
