@@ -19,7 +19,6 @@ from torch import Tensor
 from graphar.plan.algorithms import MATMUL_ARCH
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
-from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
 from perf.md import NOT_SERVED, plural, ratio_cell, table, time_cell
@@ -193,8 +192,8 @@ class Products(Report):
         columns: the methods, each with the name of its column.
         refusable: the methods that may refuse a shape.
         ratios: by name, the two rows of a case whose times are divided.
-        told, drawn: the ratios of the findings, and of the figures. Empty: all.
-        groups: what shapes are told apart in figures, each with its words in the findings.
+        told: the ratios of the findings. Empty: all.
+        groups: what shapes are told apart in the findings, each with its words there.
         heading: the title of the table.
         subject: the first ratio of the findings, in words.
     """
@@ -204,7 +203,6 @@ class Products(Report):
     refusable: ClassVar[tuple[str, ...]] = ()
     ratios: ClassVar[Mapping[str, Callable[[Case], Pair]]]
     told: ClassVar[tuple[str, ...]] = ()
-    drawn: ClassVar[tuple[str, ...]] = ()
     groups: ClassVar[Mapping[str, str]] = {}
     heading: ClassVar[str]
     subject: ClassVar[str]
@@ -311,11 +309,7 @@ class Products(Report):
         return [one for one in found if one]
 
     def sections(self) -> list[Section]:
-        if not self.rows:
-            return []
-        return [
-            Section(self.heading, [self.comparison()], [self.ratio_chart(name) for name in self.drawn or self.ratios])
-        ]
+        return [Section(self.heading, [self.comparison()])] if self.rows else []
 
     def glance(self) -> Glance:
         ratios = self.ratios_of(next(iter(self.told or self.ratios)), self.cases())
@@ -340,19 +334,11 @@ class Products(Report):
     def ratio_cells(self, case: Case) -> list[str]:
         return [ratio_cell(ratio(*rows_of(case))) for rows_of in self.ratios.values()]
 
-    def ratio_chart(self, name: str) -> Rows:
-        """Plots a ratio with a row for each weight, and a mark for each M."""
-        marks = []
-        for shape, case in self.cases().items():
-            one = ratio(*self.ratios[name](case))
-            if one is not None:
-                hint = f"{words_of(shape)}: {one:.2f}{self.hint(case)}"
-                marks.append(Mark("{1} x {2}".format(*shape), self.group_of(shape, case), one, hint))
-        return Rows(f"{name} by N x K", marks, Axis(name, form="{:.2f}".format), 1.0)
-
-    def hint(self, case: Case) -> str:
-        """Returns what a mark's hint adds to the ratio."""
-        return ""
+    def charted(self) -> tuple[str, dict[str, float]]:
+        name = next(iter(self.told or self.ratios))
+        ratios = {shape: ratio(*self.ratios[name](case)) for shape, case in self.cases().items()}
+        named = {f"{m} rows: {n} x {k}": one for (m, n, k), one in ratios.items() if one is not None}
+        return f"{name} by N x K", named
 
 
 def sentence(name: str, where: str, ratios: Mapping[str, float]) -> str:

@@ -48,7 +48,6 @@ class Leaves(products.Products):
         LEAVES_OF_TORCH: products.pair(TREE, TORCH),
     }
     told: ClassVar = (LEAVES_OF_TORCH,)
-    drawn: ClassVar = (LEAVES_OF_TORCH,)
     groups: ClassVar = {"decode": f"up to {max(products.DECODE_ROWS)} rows", "more rows": "more rows"}
     heading: ClassVar[str] = "Leaves, the order of K and torch"
     subject: ClassVar[str] = f"graphar's time of a matmul in {LEAVES} leaves / torch's"

@@ -218,7 +218,7 @@ def test_a_wrong_tile_is_named_and_compared_with_nothing():
         "| 4096 x 8192 x 2048 | 200 | 128x256x4c2 | 180 **(3 WRONG)** | 64x64x12 | 400 | 128x256x4c2 | - | 2.00 "
         "| - | - | - |"
     )
-    assert [chart.marks for chart in found.sections()[0].figures] == [[], []]
+    assert found.ratio_chart().marks == []
     assert [one.split(" ")[0] for one in found.findings()] == ["best/torch"] * 2
     assert (found.glance().headline, found.loss_of_auto()) == ("-", "")
 
@@ -232,15 +232,14 @@ def test_a_shape_that_was_ended_early_is_shown_without_ratios():
     )
 
 
-def test_charts_have_a_row_for_each_weight_and_tell_waves_apart():
-    of_torch, of_best = report().sections()[0].figures
+def test_a_chart_has_a_row_for_each_weight():
+    found = report().ratio_chart()
 
-    assert [(mark.row, mark.name, mark.value) for mark in of_torch.marks] == [
-        ("8192 x 2048", "less", 1.6),
-        ("8192 x 2048", "at least one wave", 0.9),
-    ]
-    assert of_torch.marks[0].hint == "64 x 8192 x 2048: 1.60, 128x256x4c2 taken, 64x64x12 best"
-    assert (of_best.title, [mark.value for mark in of_best.marks]) == ("taken/best by N x K", [2.0, 1.0])
+    assert (found.title, [(mark.row, mark.value) for mark in found.marks]) == (
+        "taken/torch by N x K",
+        [("8192 x 2048", 1.6), ("8192 x 2048", 0.9)],
+    )
+    assert found.marks[0].hint == "64 rows: 8192 x 2048: 1.60"
 
 
 def test_a_line_says_which_tile_is_taken():
