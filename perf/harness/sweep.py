@@ -187,7 +187,6 @@ def run(plan: Plan) -> Iterator[Row | LinkCeiling | str]:
 
 
 def run_rank(plan: Plan, rank: int, port: int) -> Iterator[Row | LinkCeiling | str]:
-    """Yields one rank's results."""
     in_process = plan.form == "list"
     ranks = InProcessRanks(plan.world_size) if in_process else worlds.join(rank, plan.world_size, plan.device, port)
     yield from work_through(plan, ranks)

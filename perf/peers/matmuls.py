@@ -121,12 +121,11 @@ INT8 = "_int8"  # the suffix of graphar's methods with the codec "int8"
 TP_INVARIANT = "graphar_tp_invariant"
 # The op with the partition "auto" and with each fixed one. With a codec, `matmul+graphar` is the partition "none".
 _GRAPHAR = ("graphar", TP_INVARIANT, f"graphar{INT8}", f"{AFTER}graphar{INT8}", TILES, f"{TILES}{INT8}", *PARTITIONED)
+# The all-reduces that follow a matmul, by their names in perf/peers/catalogue.py.
+SUMS = ("nccl", "symm_two_shot", "sglang_one_shot_push", "sglang_two_shot_push", "graphar")
 CUDA_METHODS = (
     *FLOORS,
-    *(
-        f"{AFTER}{name}"
-        for name in ("nccl", "symm_two_shot", "sglang_one_shot_push", "sglang_two_shot_push", "graphar")
-    ),
+    *(f"{AFTER}{name}" for name in SUMS),
     *(f"{CHUNKED}{count}" for count in (2, 4, 8)),
     SYMM_FUSED,
     *_GRAPHAR,

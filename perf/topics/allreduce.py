@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,17 +20,7 @@ from perf.host_times import host_table
 from perf.machine import check_world_sizes
 from perf.md import NOT_SERVED, bullets, method_table, name_cell, rate, ratio_cell, table, time_cell, time_table
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
-from perf.ratios import (
-    NOISE,
-    best_peer,
-    by_method,
-    extent,
-    geometric_mean,
-    of_best_peer,
-    ratio,
-    times_of_peer,
-    words_for,
-)
+from perf.ratios import NOISE, best_peer, by_method, extent, of_best_peer, ratio, times_of_peer, words_for
 from perf.report import Arguments, Choice, Glance, Report, Section
 from perf.traffic import NVLINK_NOTES, link_table, traffic_table
 
@@ -182,7 +173,7 @@ class AllReduce(Report):
             if ratios:
                 slower = [f"{format_nbytes(nbytes)} ({one:.2f})" for nbytes, one in ratios.items() if one > NOISE]
                 where = f" Above {NOISE}: {', '.join(slower)}." if slower else ""
-                mean = f", geometric mean {geometric_mean(ratios.values()):.2f}" if len(ratios) > 1 else ""
+                mean = f", geometric mean {statistics.geometric_mean(ratios.values()):.2f}" if len(ratios) > 1 else ""
                 found.append(f"{key.title}: graphar's time / the best peer's time is {extent(ratios)}{mean}.{where}")
         if loss := self.loss_of_auto():
             found.append(f"The time of `auto` / the fastest variant's time is at most {loss}.")

@@ -192,7 +192,6 @@ class AllToAll(BetweenRanks):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[AllToAllPlan]:
-        """Returns one plan for each world size."""
         device, known = ("cuda", SIZES) if gpu_count >= 2 else ("cpu", CPU_SIZES)
         sizes = tuple(one for one in known if one <= (options.max_nbytes or known[-1]))
         return [AllToAllPlan(device, world_size, sizes) for world_size in cls.world_sizes(options, gpu_count)]

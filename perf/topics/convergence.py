@@ -11,15 +11,7 @@ from typing import ClassVar
 from graphar.numerics.codecs import ROUNDINGS, Codec
 from perf.md import NOT_SERVED, columns
 from perf.report import Arguments, Section
-from perf.topics.training import (
-    Run,
-    Training,
-    TrainingPlan,
-    TrainingRow,
-    by_configuration,
-    loss_by_step,
-    title,
-)
+from perf.topics.training import Run, Training, TrainingPlan, TrainingRow, by_configuration, loss_by_step, title
 
 BITS, BUCKET_SIZES = (8, 4, 2), (512, 1024)
 OF_BYTES = ("bytes", "text")  # the tasks whose measure is perplexity

@@ -324,7 +324,6 @@ def sharded(size: Size, layers: int, ranks: ProcessRanks, reduce_dtype: str) -> 
 
 
 def run_rank(plan: FsdpPlan, rank: int, port: int) -> Iterator[FsdpRow]:
-    """Yields one rank's results."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()

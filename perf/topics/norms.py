@@ -272,7 +272,6 @@ class Norms(BetweenRanks):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[NormPlan]:
-        """Returns one plan for each world size."""
         device, hidden, tokens = ("cuda", HIDDEN, TOKENS) if gpu_count >= 2 else ("cpu", CPU_HIDDEN, CPU_TOKENS)
         world_sizes = cls.world_sizes(options, gpu_count)
         return [NormPlan(device, world_size, options.hidden or hidden, tokens) for world_size in world_sizes]

@@ -24,13 +24,7 @@ from perf.md import NOT_SERVED, ratio_cell, table, time_table
 from perf.peers.catalogue import CODEC_METHODS
 from perf.ratios import best_peer, by_method, geometric_mean, ratio, words_for
 from perf.report import Arguments, Glance, Section, Timed, timed_rows
-from perf.topics.allreduce import (
-    FAMILIES,
-    HEAD,
-    AllReduce,
-    add_sizes,
-    named_sizes,
-)
+from perf.topics.allreduce import FAMILIES, HEAD, AllReduce, add_sizes, named_sizes
 
 MIN_NBYTES = 256 * KB
 LARGE_NBYTES = 16 * MB  # from this size on, the time is limited by bandwidth and not by latency

@@ -83,7 +83,6 @@ class SlowPlan:
 
 
 def run_rank(plan: SlowPlan, rate: str, hosts: list[int], rank: int, port: int) -> Iterator[SlowRow]:
-    """Yields one rank's results at a rate."""
     ranks = join(rank, hosts, port)
     for nbytes in plan.sizes:
         if nbytes * 8 <= MOST_SECONDS * bits_a_second(rate):

@@ -158,7 +158,6 @@ class TrainingPlan:
 
 
 def run_rank(plan: TrainingPlan, rank: int, port: int) -> Iterator[TrainingRow]:
-    """Yields one rank's results."""
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()  # the first run is the baseline of the others
     yield from rows_of(plan, ranks)
