@@ -312,9 +312,6 @@ def test_a_run_that_is_ended_before_its_first_row_leaves_an_earlier_report(tmp_p
     assert "All 1 results were verified: none is wrong." in (tmp_path / "allreduce.md").read_text()
 
 
-# ---- the report -----------------------------------------------------------------------------------------------------
-
-
 def sections(rows, **more):
     """The bodies of a report's sections, by title."""
     return {one.title: "\n".join(one.body) for one in AllReduce(rows=rows, **more).sections()}

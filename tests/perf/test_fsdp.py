@@ -31,9 +31,6 @@ from tests.processes import run_ranks
 GB = 1 << 30
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
-
-
 def tiny() -> Llama:
     model = Llama(SIZES[TINY], layers=2)
     fill(model, rank=0)
@@ -84,9 +81,6 @@ def test_as_many_layers_fit_as_there_are_memory_and_layers_for():
     assert fitting_layers(size, 4, 2048, 40 * GB) < fitting_layers(size, 8, 2048, 40 * GB) < 32
     assert fitting_layers(size, 4, 65536, 140 * GB) < 16
     assert fitting_layers(size, 2, 2048, GB) == 1
-
-
-# ---- the run --------------------------------------------------------------------------------------------------------
 
 
 def test_gpus_train_llama_3_8b_and_the_cpu_a_tiny_model():
@@ -182,9 +176,6 @@ def test_a_tensors_number_depends_on_each_bit_and_place():
     assert checksum(x) == checksum(x.clone())
     assert len({checksum(one) for one in (x, x.flip(0), torch.tensor([-0.0, 1.0, 2.0]))}) == 3
     assert checksum(torch.empty(0)) == 0
-
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 
 def rows(**lossless):

@@ -184,9 +184,6 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
     assert "## 2 ranks, N = 64, K = 128" in text
 
 
-# ---- timelines ------------------------------------------------------------------------------------------------------
-
-
 CLOCK_NS = 1_700_000_000_000_000_000  # a double cannot hold such times to the nanosecond
 
 

@@ -39,9 +39,6 @@ def plan_of(gpu_count, *argv):
     return Host.plan(program.parse(["host", *argv]), gpu_count)
 
 
-# ---- the measurement -------------------------------------------------------------------------------------------------
-
-
 def test_a_run_on_the_cpu_is_reported_with_every_public_op(tmp_path, forked_ranks):
     assert program.main(["host", "--bursts", "1", "--out", str(tmp_path)]) == 0
 
@@ -159,9 +156,6 @@ def test_a_call_is_compared_with_an_allreduce_that_makes_as_many_tensors():
     assert [row.of_allreduce for row in found] == [1.0, 1.0, 1.0, 2.0, None]
     assert [row.exceeds for row in found] == [False, False, False, True, False]
     assert [row.python_calls for row in found] == [None, None, None, 9, None]
-
-
-# ---- the report ------------------------------------------------------------------------------------------------------
 
 
 def peer(method, time_us, **more):

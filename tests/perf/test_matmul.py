@@ -33,9 +33,6 @@ def test_every_tile_has_a_name_of_its_own():
     assert name_of(MatmulTile(64, 128, stages=8, cluster=2)) == "64x128x8c2"
 
 
-# ---- what is right --------------------------------------------------------------------------------------------------
-
-
 def launch_of(operands, change=lambda out: None):
     """A stand-in for the replay of a graph."""
 
@@ -62,9 +59,6 @@ def test_tiles_must_have_the_same_bits(operands, odd, wrong):
     launches = {method: launch_of(operands, flip if method == odd else lambda out: None) for method in METHODS}
 
     assert Matmul.count_wrong(launches, operands, CALLS) == dict.fromkeys(METHODS, 0) | wrong
-
-
-# ---- the measurement ------------------------------------------------------------------------------------------------
 
 
 def table_with(ratio):
@@ -123,8 +117,6 @@ def test_a_wrong_tile_fails_the_run(tiles, monkeypatch, tmp_path, odd, status):
     with (tmp_path / "h200x1" / "matmul.csv").open() as lines:
         assert {one["sms"] for one in csv.DictReader(lines)} == {"7"}
 
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 LOW, WIDE = "graphar:64x64x12", "graphar:128x256x4c2"
 FEW, MANY = (64, 8192, 2048), (4096, 8192, 2048)  # less than a wave of 132 SMs, and more
@@ -249,9 +241,6 @@ def test_a_line_says_which_tile_is_taken():
     assert Matmul().line(shape_rows(FEW, 10.0, 8.0, 16.0, TORCH)[0]).endswith("wrong, auto")
     assert "64x64x12" in lines[1]
     assert "8.00 us      0 wrong" in lines[1]
-
-
-# ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu(1)

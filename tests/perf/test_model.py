@@ -43,9 +43,6 @@ def without_sum(a, weight, residual, scale):
     return after_linear(torch.nn.functional.linear, add_and_norm, a, weight, residual, scale)
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
-
-
 def test_a_token_that_is_decoded_has_the_output_it_has_at_the_end_of_a_prompt():
     decoder = make_decoder(SIZE, LAYERS, WHOLE)
     prompt = make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
@@ -130,9 +127,6 @@ def test_shares_of_a_model_are_its_parts():
     assert torch.equal(torch.cat(queries), whole.query_key_value[: SIZE.hidden])
 
 
-# ---- what is wrong --------------------------------------------------------------------------------------------------
-
-
 def test_a_model_without_its_sums_is_wrong_in_every_token(group_of):
     group_of(2)
     found, expected = (
@@ -198,9 +192,6 @@ def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case
     ]
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_report_of_a_machine_without_gpus(tmp_path):
     arguments = ["model", "--layers", "1", "--decode", "3", "--prefill", "5"]
@@ -247,9 +238,6 @@ def test_gpus_take_a_large_model_and_the_cpu_a_tiny_one():
 def test_bad_options_are_refused(bad, why):
     with pytest.raises(SystemExit, match=why):
         Model.plan(program.parse(["model", *bad]), gpu_count=0)
-
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 
 ROWS = [

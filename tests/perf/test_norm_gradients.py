@@ -43,9 +43,6 @@ SHAPE = (24, 264)
 SUMMED = pytest.mark.parametrize("summed", [True, False])
 
 
-# ---- the measurement ------------------------------------------------------------------------------------------------
-
-
 def test_a_run_on_the_cpu_is_reported(tmp_path, forked_ranks):
     assert program.main(["norm_gradients", "--shapes", "3x16", "--out", str(tmp_path)]) == 0
 
@@ -129,9 +126,6 @@ def test_graphs_are_captured_on_the_stream_of_the_forward_pass_and_memory_is_tha
     trial.make_launch()()
 
     assert (captured, trial.peak_nbytes) == (["the stream"], peak_nbytes)
-
-
-# ---- what is right --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -268,9 +262,6 @@ def test_a_compiled_backward_pass_may_not_reuse_the_memory_of_what_it_runs_on_ag
     assert not of_autograd.donated_buffer
 
 
-# ---- methods that fail ----------------------------------------------------------------------------------------------
-
-
 def refuse(*given):
     raise RuntimeError("backend='inductor' raised:\nno compiler\nset TORCH_LOGS")
 
@@ -356,9 +347,6 @@ def test_a_method_that_ends_its_process_does_not_take_the_others_with_it(monkeyp
     ]
 
 
-# ---- the report -----------------------------------------------------------------------------------------------------
-
-
 def report(own=100.0, **more):
     rows = [row(name, us, one, **more) for one in PASSES for name, us in (("graphar", own), ("torch", 400.0))]
     return NormGradients([*rows, row("torch.compile", 200.0), row("torch.compile", 125.0, summed=False)])
@@ -414,9 +402,6 @@ def test_times_of_two_runs_are_told_apart_by_pass_shape_and_gradient():
 
     assert found[0] == ("graphar", "1 rank", "backward", "4096 x 8192", "with a gradient of the sum")
     assert len(set(found)) == 4
-
-
-# ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu(1)

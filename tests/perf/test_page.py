@@ -46,9 +46,6 @@ def first_screen(text):
     return text[: text.index("<section")]
 
 
-# ---- a folder -------------------------------------------------------------------------------------------------------
-
-
 def test_the_first_screen_says_machine_answer_and_where_graphar_is_slower(tmp_path):
     text = first_screen(page_of(tmp_path, sweep()))
 
@@ -194,9 +191,6 @@ def test_markdown_becomes_html_with_a_row_a_line():
     ]
 
 
-# ---- all folders, and two -------------------------------------------------------------------------------------------
-
-
 def two_folders(tmp_path):
     for name, machine, factor in (("small", MACHINE, 1.0), ("large", MACHINE | {"gpu": "NVIDIA B300"}, 0.5)):
         rows = [row(time_us=10.0 * factor), row("nccl", 20.0 * factor)]
@@ -262,9 +256,6 @@ def test_a_small_rate_has_two_significant_digits():
     assert [rate(one) for one in (0.00032, 0.057, 0.57, 1.0, 335.61)] == ["0.00032", "0.057", "0.57", "1.0", "335.6"]
 
 
-# ---- what is committed ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_what_is_committed_is_what_is_made_of_its_json(folder, monkeypatch):
     monkeypatch.setattr(charts, "render", lambda figure: "")
@@ -309,9 +300,6 @@ def test_no_labels_of_a_plot_overlap_on_a_narrow_page(folder):
     pairs = [pair for plot in plots for pair in combinations(plot, 2)]
     assert len(pairs) > 100
     assert [(a[4], b[4]) for a, b in pairs if a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]] == []
-
-
-# ---- in a browser ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -77,9 +77,6 @@ def gpu(monkeypatch):
         monkeypatch.setattr(topic, "operands", partial(lambda make, shape, device: make(shape, CPU), topic.operands))
 
 
-# ---- what is measured -----------------------------------------------------------------------------------------------
-
-
 @each_topic
 def test_all_shapes_are_measured_unless_others_are_named(topic):
     assert len(set(topic.shapes)) == len(topic.shapes)
@@ -132,9 +129,6 @@ def test_calls_use_weights_in_turn_that_exceed_the_cache_together(monkeypatch):
 
 def test_there_are_no_more_weights_than_calls():
     assert len(bf16_operands(SMALL, CPU).weights) == calls_of(SMALL) == 20
-
-
-# ---- what is right --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -242,9 +236,6 @@ def test_leaves_must_have_the_bits_of_the_tree(gpu, operands):
         assert leaves.Leaves.count_wrong(launches, operands, 1) == {leaves.TORCH: 0, leaves.TREE: 0} | wrong
 
 
-# ---- the measurement ------------------------------------------------------------------------------------------------
-
-
 @each_topic
 def test_every_method_is_timed_in_turn_and_right(gpu, topic):
     found = list(topic().measure([SMALL]))
@@ -301,8 +292,6 @@ def test_scales_of_blocks_that_torch_refuses_are_told(gpu, monkeypatch):
     assert told == f"24 x 16 x 512: {fp8.TORCH_BLOCKS}: Invalid scaling configuration."
     assert [one.method for one in found] == [method for method in fp8.METHODS if method != fp8.TORCH_BLOCKS]
 
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 FEW, MANY = (16, 8192, 7168), (4096, 8192, 7168)
 TIMES = {

@@ -27,9 +27,6 @@ CYCLES, KEPT_NBYTES, SCRATCH_NBYTES = 3, 4096, 48 * MB
 DECODED, PREFILLED = SuspendCase(Case(DECODE, 2, 16)), SuspendCase(Case(PREFILL, 8, 8), KEPT_NBYTES)
 
 
-# ---- the plan -------------------------------------------------------------------------------------------------------
-
-
 def options(world_size=None, cycles=CYCLES):
     return argparse.Namespace(world_size=world_size, cycles=cycles)
 
@@ -66,9 +63,6 @@ def test_without_two_gpus_it_is_said_what_is_needed(tmp_path, no_gpus):
 def test_what_cannot_be_measured_is_refused(given, said):
     with pytest.raises(SystemExit, match=said):
         Suspend.plan(given, 4)
-
-
-# ---- the measurement ------------------------------------------------------------------------------------------------
 
 
 class OneRank(ProcessRanks):
@@ -224,9 +218,6 @@ def test_a_run_is_reported(monkeypatch, tmp_path):
 
     assert read(tmp_path / "h200x4", Suspend).report.rows == [row()]
     assert "All 1 results were verified: none is wrong." in (tmp_path / "h200x4" / "suspend.md").read_text()
-
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 
 def prefill(**more):

@@ -130,9 +130,6 @@ def test_a_missing_package_is_named(monkeypatch):
         Convergence.plan(program.parse(["convergence"]), gpu_count=0)
 
 
-# ---- curves ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("steps", [1, 49, 50, 51, 120, 600])
 def test_a_curve_has_no_more_than_fifty_stretches_and_they_cover_every_step_once(steps):
     bounds = training.intervals(steps)
@@ -169,8 +166,6 @@ def test_without_curves_there_is_no_plot_of_them():
 
     assert section.figures == []
 
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 OUTCOME = Outcome(0.1, 0.99, 0.2, 0.95, 10.0, 5.0, parameters=1_000_000, same_bits=True, losses=[])
 
