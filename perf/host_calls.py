@@ -34,7 +34,6 @@ OWN = "graphar"
 # All-reduces of other packages, each called as its users call it: from an ordinary tensor where it takes one
 PEERS = ("symm_one_shot", "vllm_unregistered", "flashinfer_one_shot", "sglang_one_shot_push")
 PEERS_OP = "all_reduce"  # of PEERS and of torch.distributed
-OWN_BACKENDS_OP = "dist.all_reduce"  # over graphar's backend of torch.distributed
 
 ROWS, COLUMNS = 8, 128  # of tensors that are summed or gathered: 2 KB of bf16
 FEATURES = 1024  # N and K of matmuls: a row of a product is 2 KB
@@ -391,12 +390,11 @@ def backend_trials(operands: Operands, ranks: ProcessRanks) -> tuple[list[Trial]
     x, total = operands.own(operands.xs), [reference.allreduce(operands.xs)]
     trials, skipped = [], []
     known = dist.get_backend()
-    for backend in dict.fromkeys((known, "gloo", OWN)):
+    for backend in dict.fromkeys((known, "gloo")):
         if backend == known:
             group, reason = dist.group.WORLD, ""
         else:
-            name = backend if backend != OWN else "cpu:gloo,cuda:graphar" if x.is_cuda else "cpu:graphar"
-            group, reason = agreed(ranks, partial(dist.new_group, list(range(ranks.size)), backend=name))
+            group, reason = agreed(ranks, partial(dist.new_group, list(range(ranks.size)), backend=backend))
         mine = x.clone()
         call = partial(dist.all_reduce, mine, group=group)
         _, refused = (None, reason) if reason else agreed(ranks, call)
@@ -404,8 +402,7 @@ def backend_trials(operands: Operands, ranks: ProcessRanks) -> tuple[list[Trial]
             skipped.append(f"{backend}'s all_reduce: {refused}")
         else:
             restore = partial(mine.copy_, x)
-            op = OWN_BACKENDS_OP if backend == OWN else PEERS_OP
-            trials.append(Trial(backend, op, PLAIN, call, total, prepare=restore, in_place=mine))
+            trials.append(Trial(backend, PEERS_OP, PLAIN, call, total, prepare=restore, in_place=mine))
     return trials, skipped
 
 

@@ -184,7 +184,7 @@ class Report:
         head: the header printed above the rows of a run.
         arguments: the topic's arguments in a run of all topics.
         has_spread: whether two runs on one machine can be compared.
-        added_fields, removed_fields: fields that files of earlier versions do not have, or have alone.
+        added_fields: fields that files of earlier versions do not have.
 
     Attributes:
         skipped: messages that say what was not measured, and why.
@@ -202,7 +202,6 @@ class Report:
     arguments: ClassVar[Arguments] = Arguments()
     has_spread: ClassVar[bool] = False
     added_fields: ClassVar[tuple[str, ...]] = ("skipped",)
-    removed_fields: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         if "order" in vars(cls):
@@ -458,8 +457,7 @@ def read(folder: Path, topic: type[Report]) -> StoredReport:
     """
     path = folder / f"{topic.name}.json"
     content = files.read(path)
-    others = ("schema", "topic", "machine", "command", *topic.removed_fields)
-    values = {name: value for name, value in content.items() if name not in others}
+    values = {name: value for name, value in content.items() if name not in ("schema", "topic", "machine", "command")}
     try:
         if content.get("topic") != topic.name:
             raise ValueError(f"its topic is {content.get('topic')!r}")

@@ -112,9 +112,9 @@ def by_title(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
     return {title: {row.method: row for row in mine} for title, mine in group(rows, lambda row: row.title).items()}
 
 
-def compared(what: str, times: Iterable[str], own: Timing, peer: Timing) -> str:
+def compared(what: str, times: Iterable[str], own: Timing, peer: Timing, ratio: str = "ratio") -> str:
     """Returns a sentence with the times of methods in words, and graphar's time / the peer's."""
-    return f"{what}: {'; '.join(times)}; ratio {own.median / peer.median:.2f}"
+    return f"{what}: {'; '.join(times)}; {ratio} {own.median / peer.median:.2f}"
 
 
 def worst_of(errors: Tensor) -> float:

@@ -1,4 +1,8 @@
-"""`python -m perf model`: times a tensor-parallel Llama decoder of random weights with several all-reduce methods."""
+"""`python -m perf model`: times a tensor-parallel Llama decoder with several all-reduce methods, and generation.
+
+The decoder has random weights. transformers generates eagerly, once over NCCL or gloo and once over graphar's
+torch.distributed backend.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,10 @@ from perf.harness.ranks import Ranks, timed_in_turn
 from perf.harness.timing import Repeated, spread
 from perf.harness.verify import LOGITS_TOLERANCE, again, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell
-from perf.models import bench, sequence
+from perf.models import bench, generation, sequence
 from perf.models import decoder as decoding
 from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, ModelBench, by_title, compared, error_cell, whole_columns
+from perf.models.generation import CallRow, GenerationPlan, GenerationRow
 from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
 from perf.peers.matmuls import after_matmul, torch_mm
@@ -33,7 +38,8 @@ from perf.topics.allreduce import FAMILIES
 from perf.topics.norms import compiled
 
 SIZE, LAYERS, DECODED, PREFILLED = "llama-3-70b", 4, (1, 8, 64), (2048, 8192)
-CPU_DECODED, CPU_PREFILLED = (1, 8), (128,)
+GENERATING_SIZE, GENERATED = "llama-3-8b", 64
+CPU_DECODED, CPU_PREFILLED, CPU_GENERATED = (1, 8), (128,), 16
 
 
 @dataclass(frozen=True)
@@ -207,33 +213,37 @@ def wrong_tokens(errors: Tensor, apart: Tensor, variant: Variant, layers: int) -
 
 
 def run_plan(plan: BenchPlan, rank: int, port: int) -> Iterator[AnyRow | str]:
-    works = {ModelPlan: run_rank, SequencePlan: sequence.run_rank}
+    works = {ModelPlan: run_rank, GenerationPlan: generation.run_rank, SequencePlan: sequence.run_rank}
     yield from works[type(plan)](plan, rank, port)
 
 
 EXACT = ("graphar", MATMUL, NORM, BOTH, *sequence.OWN)  # graphar's methods without a codec
 
-AnyRow = ModelRow | SequenceRow
+AnyRow = ModelRow | GenerationRow | CallRow | SequenceRow
 
 
 @dataclass
 class Model(BetweenRanks):
     rows: list[ModelRow] = field(default_factory=list)
+    generations: list[GenerationRow] = field(default_factory=list)
+    calls: list[CallRow] = field(default_factory=list)
     sequences: list[SequenceRow] = field(default_factory=list)
 
     order: ClassVar[int] = 12
     arguments: ClassVar[Arguments] = Arguments(
-        quick_on_gpus="--layers 1 --decode 1 --prefill 2048", quick_on_cpu="--decode 1 --prefill"
+        quick_on_gpus="--layers 1 --decode 1 --prefill 2048 --generate 16",
+        quick_on_cpu="--decode 1 --prefill --generate 4",
     )
     has_spread: ClassVar[bool] = True
     work: ClassVar = staticmethod(run_plan)
-    added_fields: ClassVar[tuple[str, ...]] = ("skipped", "sequences")
-    removed_fields: ClassVar[tuple[str, ...]] = ("generations", "calls")
+    added_fields: ClassVar[tuple[str, ...]] = ("skipped", "generations", "calls", "sequences")
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
-        sizes = f"shape of the model (default: {SIZE}; {decoding.TINY} on the CPU)"
+        sizes = (
+            f"shape of the model (default: {SIZE}, and {GENERATING_SIZE} for generation; {decoding.TINY} on the CPU)"
+        )
         parser.add_argument("--size", choices=list(decoding.SIZES), help=sizes)
         layers = f"layers to time (default: {LAYERS}, or all of a smaller model)"
         parser.add_argument("--layers", type=int, metavar="N", help=layers)
@@ -244,59 +254,80 @@ class Model(BetweenRanks):
         )
         lengths = "also measure sequence parallelism, with these sequence lengths (default: the lengths of --prefill)"
         parser.add_argument("--sequence-parallel", **tokens, help=lengths)
+        generated = f"tokens to generate with transformers, or 0 (default: {GENERATED}; {CPU_GENERATED} on the CPU)"
+        parser.add_argument("--generate", type=int, metavar="TOKENS", help=generated)
 
     @classmethod
-    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[ModelPlan | SequencePlan]:
-        """Returns the plans of each world: for the decoder, and for sequence parallelism."""
+    def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[ModelPlan | GenerationPlan | SequencePlan]:
+        """Returns the plans of each world: for the decoder, for generation, and for sequence parallelism."""
         on_gpus = gpu_count >= 2
         world_sizes = cls.world_sizes(options, gpu_count)
-        decode, prefill = (DECODED, PREFILLED) if on_gpus else (CPU_DECODED, CPU_PREFILLED)
+        decode, prefill, generate = (
+            (DECODED, PREFILLED, GENERATED) if on_gpus else (CPU_DECODED, CPU_PREFILLED, CPU_GENERATED)
+        )
         decode = decode if options.decode is None else options.decode
         in_sequence = () if options.sequence_parallel is None else options.sequence_parallel or prefill
         prefill = prefill if options.prefill is None else options.prefill
-        if not decode and not prefill and not in_sequence:
-            sys.exit("--decode and --prefill leave nothing to measure")
+        generate = generate if options.generate is None else options.generate
+        if not decode and not prefill and not generate and not in_sequence:
+            sys.exit("--decode, --prefill and --generate leave nothing to measure")
         if min([*decode, *prefill, 1]) < 1 or 1 in prefill:
             sys.exit("--decode must be at least 1 token, --prefill at least 2")
+        if generate < 0:
+            sys.exit("--generate must be at least 0 tokens")
         device = "cuda" if on_gpus else "cpu"
-        plans: list[ModelPlan | SequencePlan] = []
+        plans: list[ModelPlan | GenerationPlan | SequencePlan] = []
         for world_size in world_sizes:
             if uneven := [tokens for tokens in in_sequence if tokens < 1 or tokens % world_size]:
                 sys.exit(f"--sequence-parallel: {world_size} ranks cannot divide {uneven[0]} tokens evenly")
-            shape = shape_of(options, SIZE if on_gpus else decoding.TINY, world_size)
             if decode or prefill:
+                shape = shape_of(options, SIZE if on_gpus else decoding.TINY, world_size)
                 plans.append(ModelPlan(device, world_size, *shape, decode, prefill))
+            if generate:
+                shape = shape_of(options, GENERATING_SIZE if on_gpus else decoding.TINY, world_size)
+                plans.append(GenerationPlan(device, world_size, *shape, generate))
             if in_sequence:
+                shape = shape_of(options, SIZE if on_gpus else decoding.TINY, world_size)
                 plans.append(SequencePlan(device, world_size, *shape, in_sequence))
         return plans
 
     def verified(self) -> Sequence[Timing]:
-        return [row for row in self.rows if row.error is not None] + self.sequences
+        return [row for row in (*self.rows, *self.generations) if row.error is not None] + self.calls + self.sequences
 
     def timed(self) -> list[Timed]:
-        return timed_rows([*self.rows, *self.sequences])
+        return timed_rows([*self.rows, *self.generations, *self.calls, *self.sequences])
 
     def findings(self) -> list[str]:
-        """Returns a sentence for each step, extrapolated to all layers."""
+        """Returns a sentence for each step (extrapolated to all layers), each generation and each call."""
         if self.wrong():
             return []
-        words = {in_words: self.rows, sequence.in_words: self.sequences}
+        words = {
+            in_words: self.rows,
+            generation.in_words: self.generations,
+            generation.call_in_words: self.calls,
+            sequence.in_words: self.sequences,
+        }
         lines = [sentence(case) for sentence, rows in words.items() for case in by_title(rows).values()]
         return [line for line in lines if line]
 
     def sections(self) -> list[Section]:
         found = [Section(title, [step_table(rows)]) for title, rows in by_title(self.rows).items()]
+        found += [Section(title, [generation.table_of(rows)]) for title, rows in by_title(self.generations).items()]
+        found += [Section(title, [generation.call_table(rows)]) for title, rows in by_title(self.calls).items()]
+        if self.calls:
+            found.append(Section("How generation and calls were measured", [generation.NOTES]))
         found += [Section(title, [sequence.table_of(rows)]) for title, rows in by_title(self.sequences).items()]
         if self.sequences:
             found.append(Section("How sequence parallelism was measured", [sequence.NOTES]))
         return found
 
     def glance(self) -> Glance:
-        measured = by_title([*self.rows, *self.sequences])
+        measured = by_title([*self.rows, *self.generations, *self.sequences])
         ratios = {title: ratio(best_own(rows), best_peer(rows.values())) for title, rows in measured.items()}
         over = words_for([row.method for rows in measured.values() for row in rows.values() if row.is_peer], FAMILIES)
+        timed = "a step or of generation" if self.generations else "a step"
         known = {title: one for title, one in ratios.items() if one}
-        return Glance(f"time of a step with graphar's fastest exact method / with {over}", known)
+        return Glance(f"time of {timed} with graphar's fastest exact method / with {over}", known)
 
 
 def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tuple[str, int]:

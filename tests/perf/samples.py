@@ -8,6 +8,7 @@ from graphar.numerics.codecs import codec
 from perf.harness.cases import Case, make_row
 from perf.harness.links import Reading, utilisation
 from perf.host_calls import SHARED, HostRow
+from perf.models.generation import CallRow, GenerationRow
 from perf.models.sequence import SequenceRow
 from perf.products import ProductRow
 from perf.timeline import Event, Lane, Mean, Timeline
@@ -103,6 +104,10 @@ def loss_row(method, time_us, passes="forward", **more):
 
 def model_row(method, time_us, error=0.01, wrong=0):
     return ModelRow(method, "llama-3-70b", 4, 4, "decode", 8, 1024, spread(time_us), error, wrong)
+
+
+def generation_row(method, time_us, error=0.01, wrong=0):
+    return GenerationRow(method, "llama-3-8b", 4, 8, 16, 64, spread(time_us), error, 60, 50, wrong)
 
 
 def fsdp_row(method, step_ms, **more):
@@ -217,6 +222,8 @@ REPORTS = [
     Gathered([gathered_row("graphar", 400.0), gathered_row("nccl+matmul", 500.0)]),
     Model(
         [model_row("alone", 200.0, None), model_row("nccl", 400.0), model_row("graphar", 300.0)],
+        [generation_row("unsharded", 100.0, None), generation_row("nccl", 200.0), generation_row("graphar", 150.0)],
+        [CallRow("nccl", 4, 2048, spread(40.0), 0), CallRow("graphar", 4, 2048, spread(30.0), 0)],
         [sequence_row("nccl", 900.0), sequence_row("graphar sequence-parallel", 800.0)],
     ),
     Training(TRAINED, skipped=["digits: the run was ended"]),

@@ -13,9 +13,8 @@ from graphar.numerics.codecs import Codec
 from perf import files
 from perf.report import read, topics
 from perf.topics.allreduce import AllReduce
-from perf.topics.model import Model
 from perf.topics.training import Run, Training
-from tests.perf.samples import MACHINE, REPORTS, TRAINED, model_row, row
+from tests.perf.samples import MACHINE, REPORTS, TRAINED, row
 
 COMMITTED = sorted((Path(__file__).parents[2] / "reports").glob("*/*.json"))
 BY_NAME = {topic.name: topic for topic in topics()}
@@ -116,13 +115,6 @@ def test_a_report_of_an_earlier_version_knows_nothing_of_what_it_did_not_hold(tm
 
     assert (found.skipped, [one.outcome.losses for one in found.rows]) == ([], [[], []])
     assert found.rows[1].run == Run("graphar", TRAINED[1].run.codec, True, 3, 30)
-
-
-def test_what_a_report_no_longer_holds_is_not_read(tmp_path):
-    path = Model(rows=[model_row("graphar", 5.0)]).write(tmp_path, MACHINE, "python -m perf").with_suffix(".json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"generations": [{"tokens": 64}], "calls": []}))
-
-    assert read(tmp_path, Model).report == Model(rows=[model_row("graphar", 5.0)])
 
 
 @pytest.mark.parametrize(("text", "said"), [("[1]", "it is not a JSON object"), ("{", "Expecting property name")])

@@ -194,7 +194,7 @@ def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_report_of_a_machine_without_gpus(tmp_path):
-    arguments = ["model", "--layers", "1", "--decode", "3", "--prefill", "5"]
+    arguments = ["model", "--layers", "1", "--decode", "3", "--prefill", "5", "--generate", "0"]
     assert program.main([*arguments, "--out", str(tmp_path)]) == 0
 
     folder = tmp_path / "cpu"
@@ -211,7 +211,7 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
 def test_a_wrong_result_makes_the_command_fail(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(model.ranks_of, "run", lambda size, work: [row("graphar", 5.0, wrong=2)])
 
-    assert program.main(["model", "--out", str(tmp_path)]) == 1
+    assert program.main(["model", "--generate", "0", "--out", str(tmp_path)]) == 1
     assert "WRONG RESULTS: 1 of 1 (graphar at 4 layers" in capsys.readouterr().out
 
 
@@ -230,7 +230,8 @@ def test_gpus_take_a_large_model_and_the_cpu_a_tiny_one():
         (["--world-size", "3"], "3 ranks cannot divide the 4 heads of tiny's keys"),
         (["--layers", "3"], "must be from 1 to the 2 of tiny"),
         (["--layers", "-1"], "must be from 1"),
-        (["--decode", "--prefill"], "leave nothing to measure"),
+        (["--decode", "--prefill", "--generate", "0"], "leave nothing to measure"),
+        (["--generate", "-1"], "at least 0"),
         (["--decode", "0"], "at least 1 token"),
         (["--prefill", "1"], "at least 2"),
     ],

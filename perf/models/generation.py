@@ -1,0 +1,341 @@
+"""Times eager generation by transformers' unmodified Llama over two backends of torch.distributed.
+
+transformers shards the model with ``tp_plan="auto"`` and calls ``dist.all_reduce``, which runs on the backend of its
+process group. The host time of that call is measured too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+import graphar
+from graphar.plan.sizes import KB, format_nbytes
+from perf.harness import ranks as ranks_of
+from perf.harness.ranks import ProcessRanks, agreed, host_time_of_calls_us
+from perf.harness.timing import WARM_UP, spread, time_in_turn
+from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
+from perf.md import columns, method_cell, plural, ratio_cell, text_beside
+from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, compared, error_cell, verdict
+from perf.models.decoder import EPS, SIZES, THETA
+from perf.ratios import best_peer, ratio
+from perf.report import Spread, Timing
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+NEEDS = ("transformers", "accelerate")  # accelerate: to shard the model
+GRAPHAR = "graphar"
+PROMPT = 16  # tokens
+CALL_NBYTES = 2 * KB
+# By device: repeats of a generation, and calls over which the host time of a call is averaged.
+REPEATS, CALLS = {"cuda": 9, "cpu": 5}, {"cuda": 2000, "cpu": 20}
+
+
+@dataclass(frozen=True)
+class GenerationPlan(BenchPlan):
+    """The generation of ``tokens`` tokens."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class GenerationRow(BenchRow):
+    """One backend: the time for the prompt and all generated tokens.
+
+    Attributes:
+        method: UNSHARDED, or the backend. With graphar all ranks must have logits with the same bits.
+        prompt: the number of tokens of the prompt.
+        tokens: the number of generated tokens.
+        same_tokens: the number of generated tokens before the first one that differs from torch's backend.
+        same_bits: the number of generated tokens whose logits have the same bits as with torch's backend.
+    """
+
+    prompt: int
+    tokens: int
+    time_us: Spread
+    error: float | None
+    same_tokens: int
+    same_bits: int
+    wrong: int
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return self.of_layers, f"generation of {plural(self.tokens, 'token')}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.world_size} ranks, {self.of_layers}: eager {self.what[-1]} with transformers"
+
+    @property
+    def is_peer(self) -> bool:
+        return not self.is_own and self.method != UNSHARDED
+
+    @property
+    def per_second(self) -> float:
+        """The generated tokens per second."""
+        return self.tokens / self.median * 1e6
+
+
+@dataclass(frozen=True)
+class CallRow(Timing):
+    """The host time of one call of dist.all_reduce. On the CPU it includes the sum itself.
+
+    Attributes:
+        method: the backend.
+        nbytes: the size of the tensor.
+        time_us: a repeat has the mean time of many calls.
+    """
+
+    method: str
+    world_size: int
+    nbytes: int
+    time_us: Spread
+    wrong: int
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        return (f"dist.all_reduce of {format_nbytes(self.nbytes)}",)
+
+    @property
+    def title(self) -> str:
+        return f"{self.world_size} ranks: host time of {self.what[0]}"
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+
+def run_rank(plan: GenerationPlan, rank: int, port: int) -> Iterator[GenerationRow | CallRow | str]:
+    """Yields the rows of one of the ranks."""
+    ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
+    ranks.warm_up()
+    groups, skipped = make_groups(ranks)
+    yield from skipped
+    yield from time_calls(ranks, groups)
+    what = f"generation of {plural(plan.tokens, 'token')} with transformers"
+    if lacking := [name for name in NEEDS if not importlib.util.find_spec(name)]:
+        yield f"{what}: needs {' and '.join(lacking)}"
+    else:
+        # A transformers built for another version of torch may raise any exception.
+        bench, reason = agreed(ranks, partial(Bench, plan, ranks, groups))
+        yield from bench.measure() if bench else [f"{what}: {reason}"]
+    ranks.barrier()
+
+
+def make_groups(ranks: ProcessRanks) -> tuple[dict[str, dist.ProcessGroup], list[str]]:
+    """Returns a process group of all ranks for each backend, and why graphar's is missing. Collective."""
+    groups = {dist.get_backend(): dist.group.WORLD}
+    on_gpu = ranks.device.type == "cuda"
+    explained = graphar.explain(torch.zeros(CALL_NBYTES // 2, dtype=torch.bfloat16, device=ranks.device))
+    if on_gpu and explained.algorithm == graphar.Algorithm.FALLBACK:  # graphar's backend would use NCCL
+        return groups, [f"backend {GRAPHAR}: {explained.reason}"]
+    groups[GRAPHAR] = dist.new_group(backend="cpu:gloo,cuda:graphar" if on_gpu else "cpu:graphar")
+    return groups, []
+
+
+def time_calls(ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]) -> Iterator[CallRow]:
+    """Yields a row for each backend. Collective."""
+    device = ranks.device
+    x, calls = torch.zeros(CALL_NBYTES // 2, dtype=torch.bfloat16, device=device), CALLS[device.type]
+
+    def call(group: dist.ProcessGroup, count: int) -> None:
+        for _ in range(count):
+            dist.all_reduce(x, group=group)
+
+    for group in groups.values():
+        call(group, WARM_UP)
+    loops = [partial(call, group) for group in groups.values()]
+
+    def time_a_call_us(loop: Callable[[int], None]) -> float:
+        ranks.barrier()
+        return host_time_of_calls_us(loop, calls) / calls
+
+    times_us = ranks.slowest(time_in_turn(loops, REPEATS[device.type], time_a_call_us))
+    for (method, group), times in zip(groups.items(), times_us, strict=True):
+        found = torch.full_like(x, ranks.rank + 1)
+        dist.all_reduce(found, group=group)
+        (wrong,) = ranks.total([int((found != ranks.size * (ranks.size + 1) // 2).sum())])
+        yield CallRow(method, ranks.size, CALL_NBYTES, spread(times), wrong)
+
+
+class Bench:
+    """Measures generation by the unsharded model, and by the sharded model over each backend."""
+
+    def __init__(self, plan: GenerationPlan, ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._plan, self._ranks = plan, ranks
+        self._models = make_models(plan, ranks, groups)
+        generator = torch.Generator(ranks.device).manual_seed(0)
+        words = SIZES[plan.size].vocabulary
+        self._prompt = torch.randint(words, (1, PROMPT), generator=generator, device=ranks.device)
+
+    def measure(self) -> Iterator[GenerationRow]:
+        """Yields a row for the unsharded model and a row for each backend. Collective."""
+        plan, ranks = self._plan, self._ranks
+        mode = "eager" if plan.device == "cuda" else "cpu"
+        launches = [partial(self._generate, model) for model in self._models.values()]
+        times_us = ranks.slowest(
+            time_in_turn(launches, REPEATS[plan.device], lambda launch: ranks.time_us(launch, mode))
+        )
+        results = {method: self._result(model) for method, model in self._models.items()}
+        of_torch = results[dist.get_backend()]
+        for (method, (tokens, logits)), times in zip(results.items(), times_us, strict=True):
+            same_tokens = int((tokens == of_torch[0]).cumprod(0).sum())
+            same_bits = int((logits == of_torch[1]).all(-1).sum())
+            row = GenerationRow(
+                *(method, plan.size, plan.world_size, plan.layers, PROMPT, plan.tokens, spread(times)),
+                *(None, same_tokens, same_bits, 0),
+            )
+            yield row if method == UNSHARDED else self._verified(row, tokens, logits)
+
+    def _generate(self, model: LlamaForCausalLM, **more) -> object:
+        """Generates greedily with transformers' default cache, which is dynamic."""
+        mask = torch.ones_like(self._prompt)
+        return model.generate(
+            self._prompt, attention_mask=mask, max_new_tokens=self._plan.tokens, do_sample=False, **more
+        )
+
+    def _result(self, model: LlamaForCausalLM) -> tuple[Tensor, Tensor]:
+        """Returns the generated tokens and their logits, one row per token. Collective."""
+        made = self._generate(model, output_logits=True, return_dict_in_generate=True)
+        return made.sequences[0, PROMPT:], torch.cat(made.logits)
+
+    @torch.no_grad()
+    def _verified(self, row: GenerationRow, tokens: Tensor, logits: Tensor) -> GenerationRow:
+        """Returns the row with its error and wrong tokens. Collective.
+
+        The expected logits come from the unsharded model for the same tokens.
+        """
+        read = torch.cat([self._prompt[0], tokens[:-1]])
+        expected = self._models[UNSHARDED](read.unsqueeze(0)).logits[0, PROMPT - 1 :]
+        errors, apart = logit_errors(logits, expected)
+        bad = ~(errors <= LOGITS_TOLERANCE * row.layers**0.5) | (apart & row.is_own)
+        error, wrong = verdict(errors, bad, self._ranks)
+        return replace(row, error=error, wrong=wrong)
+
+
+def make_models(
+    plan: GenerationPlan, ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]
+) -> dict[str, LlamaForCausalLM]:
+    """Returns the unsharded model with random weights, and its shard of this rank for each backend. Collective."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    transformers.utils.logging.disable_progress_bar()
+    os.environ["LOCAL_RANK"] = str(ranks.rank)  # transformers reads it to choose the GPU
+    config, dtype = config_of(plan), torch.bfloat16
+    torch.manual_seed(0)
+    with ranks.device:
+        whole = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    models = {UNSHARDED: whole}
+    for method, group in groups.items():
+        with default_group(group):
+            models[method] = transformers.LlamaForCausalLM.from_pretrained(
+                None,
+                config=config,
+                state_dict=whole.state_dict(),
+                dtype=dtype,
+                distributed_config=DistributedConfig(tp_plan="auto", tp_size=plan.world_size),
+            )
+    return models
+
+
+def config_of(plan: GenerationPlan) -> object:
+    """Returns the configuration of a Llama without an end-of-sequence token, so that no generation ends early."""
+    from transformers import LlamaConfig
+
+    size = SIZES[plan.size]
+    return LlamaConfig(
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_hidden_layers=plan.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        vocab_size=size.vocabulary,
+        max_position_embeddings=PROMPT + plan.tokens,
+        rms_norm_eps=EPS,
+        rope_theta=THETA,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+@contextlib.contextmanager
+def default_group(group: dist.ProcessGroup) -> Iterator[None]:
+    """Makes ``group`` torch's default group, so that transformers' groups use its backend.
+
+    A program would choose the backend in ``dist.init_process_group``. Here one process measures two backends.
+    """
+    earlier = dist.group.WORLD
+    c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(earlier)
+
+
+# ---- the report --------------------------------------------------------------------------------------------------
+
+NOTES = text_beside(__name__)
+
+
+def table_of(rows: Mapping[str, GenerationRow]) -> str:
+    """Returns the table of one model. It has a row for each method."""
+    peer = best_peer(rows.values())
+    known = next((row.method for row in rows.values() if row.is_peer), "torch's backend")
+    cells = {
+        "method": method_cell,
+        "time (ms)": lambda row: f"{row.median / 1e3:.1f}",
+        "p10 to p99 (ms)": lambda row: extent(row, 1e3),
+        "tokens/s": lambda row: f"{row.per_second:,.0f}",
+        "of_best_peer": lambda row: ratio_cell(ratio(row, peer)),
+        "error": error_cell,
+        f"tokens as with {known}": lambda row: f"{row.same_tokens} of {row.tokens}",
+        "logits with the same bits": lambda row: f"{row.same_bits} of {row.tokens}",
+    }
+    return columns(rows.values(), cells)
+
+
+def call_table(rows: Mapping[str, CallRow]) -> str:
+    """Returns the table of calls for one world size. It has a row for each backend."""
+    peer = best_peer(rows.values())
+    cells = {
+        "method": method_cell,
+        "time (us)": lambda row: f"{row.median:.1f}",
+        "p10 to p99 (us)": extent,
+        "of_best_peer": lambda row: ratio_cell(ratio(row, peer)),
+    }
+    return columns(rows.values(), cells)
+
+
+def extent(row: Timing, unit_us: float = 1.0) -> str:
+    """Returns the 10th and the 99th percentile."""
+    return " to ".join(f"{row.time_us[name] / unit_us:.1f}" for name in ("p10", "p99"))
+
+
+def in_words(rows: Mapping[str, GenerationRow]) -> str:
+    """Returns a sentence that compares generation over both backends; empty if one of them was not measured."""
+    own, peer = rows.get(GRAPHAR), best_peer(rows.values())
+    if not (own and peer):
+        return ""
+    times = [f"{row.method} {row.per_second:,.0f} tokens/s" for row in (peer, own)]
+    return compared(own.title, times, own, peer, "ratio of times")
+
+
+def call_in_words(rows: Mapping[str, CallRow]) -> str:
+    """Returns a sentence that compares a call of both backends; empty if one of them was not measured."""
+    own, peer = next((row for row in rows.values() if row.is_own), None), best_peer(rows.values())
+    if not (own and peer):
+        return ""
+    times = [f"{row.method} {row.median:.1f} us" for row in (peer, own)]
+    return compared(f"host time of {own.what[0]} on {own.world_size} ranks", times, own, peer)
