@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -42,7 +42,6 @@ MB = 1 << 20
 # The most roundings to bf16 between a peer's inputs and a result, see :func:`exact`.
 ROUNDINGS = 8
 NO_KERNEL = "graphar has no kernel for these rows on this GPU"
-NOT_TOGETHER = "all methods in one process ended it, so each has its own, and they did not take turns"
 
 
 @dataclass(frozen=True)
@@ -310,19 +309,6 @@ def reason(error: BaseException) -> str:
     return f"{found} (after {reason(before)})" if before else found
 
 
-def measure_shape(plan: NormGradientPlan, shape: Shape) -> list[NormGradientRow | str]:
-    """Returns the rows of one shape. If a method ends the process, each method is measured in one of its own."""
-    try:
-        return list(ranks_of.run(1, partial(run_shape, plan, shape)))
-    except ProcessException as error:
-        why = reason_of_process(error)
-    if len(plan.methods) == 1:
-        return [f"{plan.methods[0]}, {words_of(shape, True)[0]}: {why}"]
-    alone = [replace(plan, methods=(name,)) for name in plan.methods]
-    found = [f"{words_of(shape, True)[0]}: {NOT_TOGETHER}: {why}"]
-    return found + [one for part in alone for one in measure_shape(part, shape)]
-
-
 def reason_of_process(error: ProcessException) -> str:
     """Returns the line that names the error. After errors of CUDA more lines follow."""
     found = re.search(r"^[\w.]*(Error|Exception)\b.*", str(error), re.MULTILINE)
@@ -353,7 +339,10 @@ class NormGradients(Report):
 
     def measure(self, plan: NormGradientPlan) -> Iterator[NormGradientRow | str]:
         for shape in plan.shapes:
-            yield from measure_shape(plan, shape)
+            try:
+                yield from ranks_of.run(1, partial(run_shape, plan, shape))
+            except ProcessException as error:
+                yield f"{words_of(shape, True)[0]}: {reason_of_process(error)}"
 
     @classmethod
     def count(cls, plan: NormGradientPlan) -> int:
