@@ -26,9 +26,7 @@ from perf.md import NOT_SERVED, columns, name_cell, ratio_cell, time_cell, time_
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
 from perf.ratios import best, best_peer, by_method, of_best_peer, ratio, words_for
 from perf.report import Choice, Glance, Section, Spread, Timing
-from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
-
-# ---- options --------------------------------------------------------------------------------------------------------
+from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER
 
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 
@@ -40,8 +38,6 @@ def methods_of(options: argparse.Namespace, known: Sequence[str]) -> Sequence[st
         sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
     return methods
 
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 ROUNDED_SHARE = 2.0**-13  # tolerance for sums with cancellation, relative to the largest sum of magnitudes
 
@@ -115,8 +111,6 @@ def measure(
         yield row(trial.variant.name, *sizes, spread(times), bad)
 
 
-# ---- the report --------------------------------------------------------------------------------------------------
-
 Cases = Mapping[int, Mapping[str, FusionRow]]  # by rows and method
 
 
@@ -127,7 +121,7 @@ def best_own(rows: Mapping[str, FusionRow]) -> FusionRow | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The table and the plots of one layer.
+    """The table and the plot of one layer.
 
     Attributes:
         floors: the methods that run only the matmul or only the collective.
@@ -164,19 +158,12 @@ class Comparison:
         times = [floor.median for floor in floors]
         return f"{100 * (sum(times) - row.median) / min(times):.0f}"
 
-    def times_plot(self, cases: Cases) -> Plot:
-        """Plots the times of graphar's methods, the best peer, the matmul alone and the collective alone."""
-        picks = self._picks() | {name: lambda rows, name=name: rows.get(name) for name in self.floors}
-        found = {name: {m: row for m, rows in cases.items() if (row := pick(rows))} for name, pick in picks.items()}
-        lines = [_line(name, rows) for name, rows in found.items()]
-        return Plot("Time by rows", [line for line in lines if line.points], M_AXIS, TIME)
-
     def ratios_plot(self, cases: Cases) -> Plot | None:
         """Plots the times of graphar's methods / the best peer's time."""
         peers = {m: best_peer(rows.values()) for m, rows in cases.items()}
         lines = []
         for name, pick in self._picks().items():
-            rows = {m: row for m, of_m in cases.items() if peers[m] and name != "best peer" and (row := pick(of_m))}
+            rows = {m: row for m, of_m in cases.items() if peers[m] and (row := pick(of_m))}
             lines += [_line(name, rows, peers)] if rows else []
         return Plot("Time / best peer's time", lines, M_AXIS, OF_BEST_PEER, EVEN) if lines else None
 
@@ -184,7 +171,6 @@ class Comparison:
         return {
             "graphar": lambda rows: rows.get("graphar"),
             "best graphar": best_own,
-            "best peer": lambda rows: best_peer(rows.values()),
             self.sequence: lambda rows: rows.get(self.sequence),
         }
 
@@ -192,8 +178,8 @@ class Comparison:
 M_AXIS = Axis("M: rows of the activations", 2)
 
 
-def _line(name: str, rows: Mapping[int, FusionRow], over: Mapping[int, FusionRow] | None = None) -> Line:
-    points = [(m, row.median / (over[m].median if over else 1.0)) for m, row in rows.items()]
+def _line(name: str, rows: Mapping[int, FusionRow], over: Mapping[int, FusionRow]) -> Line:
+    points = [(m, row.median / over[m].median) for m, row in rows.items()]
     hints = [f"{row.method}, M = {m}: {row.median:.4g} us" for m, row in rows.items()]
     return Line(name, points, hints, wrong=frozenset(at for at, row in enumerate(rows.values()) if row.wrong))
 
@@ -253,7 +239,9 @@ class FusionReport(BetweenRanks):
         make_variants: ``make_variants(plan, ranks)`` returns a plan's methods, and why some are missing. Collective.
         row_of: ``row_of(layer)`` returns what makes a row, as :func:`measure` calls it.
         count_wrong: as :func:`measure` takes it.
-        comparison: the table and the plots of a layer.
+        comparison: the table and the plot of a layer.
+        plans: makes a plan of a device, a number of ranks, rows, columns, features and methods.
+        sizes: the rows, columns and features by default, on GPUs and on the CPU.
         variants: for each method that uses the partition "auto", a function that says whether another method is a
             variant: a fixed partition, or two ops instead.
     """
@@ -266,6 +254,8 @@ class FusionReport(BetweenRanks):
     comparison: ClassVar[Comparison]
     variants: ClassVar[Mapping[str, Callable[[str], bool]]]
     of_rows: ClassVar[str]  # the help text of --rows
+    plans: ClassVar[type[FusedPlan]] = FusedPlan
+    sizes: ClassVar[tuple] = ((ROWS, HIDDEN, FEATURES), (CPU_ROWS, CPU_COLUMNS, CPU_FEATURES))
 
     @classmethod
     def recordings(cls, plan: FusedPlan, layer: Layer, ranks: Ranks) -> Iterator:
@@ -285,7 +275,14 @@ class FusionReport(BetweenRanks):
         told = f"{known} (default: all methods of the device)"
         parser.add_argument("--methods", nargs="+", choices=known.split(", "), metavar="METHOD", help=told)
 
-    # ---- the report --------------------------------------------------------------------------------------------------
+    @classmethod
+    def plan(cls, options: argparse.Namespace, gpu_count: int, **more) -> list[FusedPlan]:
+        """Returns one plan for each world size. ``more`` are the fields that a topic's plans have besides."""
+        device, at = ("cuda", 0) if gpu_count >= 2 else ("cpu", 1)
+        world_sizes, methods = cls.world_sizes(options, gpu_count), methods_of(options, cls.methods[at])
+        named = options.rows, options.columns, options.features
+        sizes = [one or default for one, default in zip(named, cls.sizes[at], strict=True)]
+        return [cls.plans(device, world_size, *sizes, methods, **more) for world_size in world_sizes]
 
     @staticmethod
     def layer_of(row: FusionRow) -> tuple:
@@ -304,8 +301,7 @@ class FusionReport(BetweenRanks):
             cases = by_method([row for row in self.rows if self.layer_of(row) == layer], lambda row: row.m)
             every = time_table("M", {str(m): rows for m, rows in cases.items()})
             body = [*self.tables_of(cases), "Times of all methods:", every]
-            figures = [self.comparison.times_plot(cases), self.comparison.ratios_plot(cases)]
-            found.append(Section(self.title_of(layer), body, figures))
+            found.append(Section(self.title_of(layer), body, [self.comparison.ratios_plot(cases)]))
         return found
 
     def tables_of(self, cases: Cases) -> list[str]:
@@ -336,24 +332,12 @@ class FusionReport(BetweenRanks):
 
 @dataclass
 class RowParallelReport(FusionReport):
-    """The base class of topics of row-parallel layers. ``plans`` makes a plan from the fields of FusedPlan."""
+    """The base class of topics of row-parallel layers."""
 
     of_rows: ClassVar[str] = "rows of the activations (default: 1 to 16384)"
-    plans: ClassVar[type[FusedPlan]] = FusedPlan
 
     @classmethod
     def add_shapes(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--columns", type=int, metavar="N", help="columns of the result (default: 8192)")
         whole = "input features of the whole layers, over all ranks (default: 8192 28672)"
         parser.add_argument("--features", type=int, nargs="+", metavar="K", help=whole)
-
-    @classmethod
-    def plan(cls, options: argparse.Namespace, gpu_count: int, **more) -> list[FusedPlan]:
-        """Returns one plan for each world size. ``more`` are the fields that a topic's plans have besides."""
-        on_gpus = gpu_count >= 2
-        device, known = ("cuda", cls.methods[0]) if on_gpus else ("cpu", cls.methods[1])
-        world_sizes, methods = cls.world_sizes(options, gpu_count), methods_of(options, known)
-        defaults = (ROWS, HIDDEN, FEATURES) if on_gpus else (CPU_ROWS, CPU_COLUMNS, CPU_FEATURES)
-        named = options.rows, options.columns, options.features
-        sizes = [one or default for one, default in zip(named, defaults, strict=True)]
-        return [cls.plans(device, world_size, *sizes, methods, **more) for world_size in world_sizes]

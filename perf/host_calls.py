@@ -49,9 +49,7 @@ class HostPlan:
     """What is measured, and where.
 
     Attributes:
-        place: APART, SHARED or CPU.
         calls: the timed calls of a burst.
-        bursts: of each method.
         python_calls: the counts of :func:`count_rank`, by op and option.
     """
 
@@ -68,9 +66,7 @@ class HostRow(Timing):
 
     Attributes:
         method: OWN, "torch", a backend of torch.distributed, or one of PEERS.
-        option: the options; empty for none.
         outputs: the number of tensors that the call returns.
-        place: where the ranks run, as in :class:`HostPlan`.
         time_us: the host time of one call. A burst is a repeat.
         of_allreduce: the median / that of a plain all-reduce with as many outputs; None for other methods.
         limit: the most that ``of_allreduce`` may be on GPUs; None if there is no limit.
@@ -103,9 +99,6 @@ class HostRow(Timing):
         return self.limit is not None and self.of_allreduce is not None and self.of_allreduce > self.limit
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Trial:
     """One op with some of its options, called on this rank's tensors.
@@ -113,7 +106,6 @@ class Trial:
     Attributes:
         call: a functools.partial of the op.
         expected: what this rank must get. Further results are not compared: they are uninitialised.
-        limit: as in :class:`HostRow`.
         prepare: restores tensors that calls change.
         in_place: the tensor that the call changes, if it returns no result.
         keeps: objects that must live as long as the trial, because its calls use only their addresses.
@@ -424,9 +416,6 @@ def package_trials(operands: Operands, ranks: ProcessRanks) -> tuple[list[Trial]
         source = x if method.buffer is None else method.buffer[: x.numel()].copy_(x)
         trials.append(Trial(method.name, PEERS_OP, PLAIN, partial(method.call, source), total, keeps=method))
     return trials, skipped
-
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
 def join(plan: HostPlan, rank: int, port: int) -> ProcessRanks:

@@ -19,7 +19,6 @@ from torch import Tensor
 from graphar.plan.algorithms import MATMUL_ARCH
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
-from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
 from perf.md import NOT_SERVED, plural, ratio_cell, table, time_cell
@@ -45,7 +44,6 @@ class ProductRow(Timing):
     """The measured and verified time of one method.
 
     Attributes:
-        method: one of the topic's methods.
         m, n, k: the operands are [m, k] and [n, k].
         wrong: the number of elements that are too far from float64, or do not have the bits that the method promises.
     """
@@ -87,9 +85,6 @@ def integers_of(text: str, count: int) -> tuple[int, ...]:
     if not re.fullmatch("x".join([r"[1-9]\d*"] * count), text):
         raise ValueError(text)
     return tuple(map(int, text.split("x")))
-
-
-# ---- the measurement ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -151,8 +146,6 @@ def run_rank(topic: type[Products], shapes: Sequence[Shape], rank: int, port: in
         torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next shape cannot use it
 
 
-# ---- what is right --------------------------------------------------------------------------------------------------
-
 # Tensor cores add 16 products of bf16 at a time, and keep at least 22 bits of each sum.
 ADDED, KEPT = 16, 2.0**-22
 
@@ -181,9 +174,6 @@ def is_far(found: Tensor, value: Tensor, limit: Tensor) -> Tensor:
     return ~((found.double() - value).abs() <= limit)
 
 
-# ---- the topics -----------------------------------------------------------------------------------------------------
-
-
 def run_with(some: str, few: str) -> Arguments:
     """Returns the arguments of a run of all topics: ``some`` shapes, or ``few`` in a quick run, with any GPUs."""
     return Arguments(*[f"--shapes {shapes}" for shapes in (some, few, some, few)])
@@ -202,8 +192,8 @@ class Products(Report):
         columns: the methods, each with the name of its column.
         refusable: the methods that may refuse a shape.
         ratios: by name, the two rows of a case whose times are divided.
-        told, drawn: the ratios of the findings, and of the figures. Empty: all.
-        groups: what shapes are told apart in figures, each with its words in the findings.
+        told: the ratios of the findings. Empty: all.
+        groups: what shapes are told apart in the findings, each with its words there.
         heading: the title of the table.
         subject: the first ratio of the findings, in words.
     """
@@ -213,7 +203,6 @@ class Products(Report):
     refusable: ClassVar[tuple[str, ...]] = ()
     ratios: ClassVar[Mapping[str, Callable[[Case], Pair]]]
     told: ClassVar[tuple[str, ...]] = ()
-    drawn: ClassVar[tuple[str, ...]] = ()
     groups: ClassVar[Mapping[str, str]] = {}
     heading: ClassVar[str]
     subject: ClassVar[str]
@@ -243,8 +232,6 @@ class Products(Report):
     @classmethod
     def make_row(cls, method: str, shape: Shape, time_us: Deciles, wrong: int) -> ProductRow:
         return ProductRow(method, *shape, time_us, wrong)
-
-    # ---- common to the topics ----
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -296,8 +283,6 @@ class Products(Report):
             wrong[method] = int(is_wrong(method).sum())
         return wrong
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def cases(self) -> dict[Shape, Case]:
         shapes = group(self.rows, lambda row: row.shape)
         return {shape: {row.method: row for row in mine} for shape, mine in shapes.items()}
@@ -324,11 +309,7 @@ class Products(Report):
         return [one for one in found if one]
 
     def sections(self) -> list[Section]:
-        if not self.rows:
-            return []
-        return [
-            Section(self.heading, [self.comparison()], [self.ratio_chart(name) for name in self.drawn or self.ratios])
-        ]
+        return [Section(self.heading, [self.comparison()])] if self.rows else []
 
     def glance(self) -> Glance:
         ratios = self.ratios_of(next(iter(self.told or self.ratios)), self.cases())
@@ -353,19 +334,11 @@ class Products(Report):
     def ratio_cells(self, case: Case) -> list[str]:
         return [ratio_cell(ratio(*rows_of(case))) for rows_of in self.ratios.values()]
 
-    def ratio_chart(self, name: str) -> Rows:
-        """Plots a ratio with a row for each weight, and a mark for each M."""
-        marks = []
-        for shape, case in self.cases().items():
-            one = ratio(*self.ratios[name](case))
-            if one is not None:
-                hint = f"{words_of(shape)}: {one:.2f}{self.hint(case)}"
-                marks.append(Mark("{1} x {2}".format(*shape), self.group_of(shape, case), one, hint))
-        return Rows(f"{name} by N x K", marks, Axis(name, form="{:.2f}".format), 1.0)
-
-    def hint(self, case: Case) -> str:
-        """Returns what a mark's hint adds to the ratio."""
-        return ""
+    def charted(self) -> tuple[str, dict[str, float]]:
+        name = next(iter(self.told or self.ratios))
+        ratios = {shape: ratio(*self.ratios[name](case)) for shape, case in self.cases().items()}
+        named = {f"{m} rows: {n} x {k}": one for (m, n, k), one in ratios.items() if one is not None}
+        return f"{name} by N x K", named
 
 
 def sentence(name: str, where: str, ratios: Mapping[str, float]) -> str:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from perf import files
-from perf.charts import Figure
+from perf.charts import Axis, Figure, Mark, Rows
 from perf.machine import one_line
 from perf.md import bullets, plural, text_beside
 from perf.ratios import NOISE, extent
@@ -33,6 +33,7 @@ from perf.ratios import NOISE, extent
 ENDED = "what would have come after the last row: the run was ended before it was done"
 PARTIAL = "**Partial: the run was ended before it was done.**"
 MAX_NAMED = 6  # the most wrong rows that a verdict names
+MAX_LABEL = 28  # the most letters of a row's label in a chart
 
 
 class Spread(TypedDict):
@@ -268,6 +269,21 @@ class Report:
     def glance(self) -> Glance:
         raise NotImplementedError
 
+    def charted(self) -> tuple[str, Mapping[str, float]]:
+        """Returns the title and the ratios of the page's chart, by case. A report whose sections have figures has none.
+
+        Case and ratio are those of the glance, if a topic does not say others.
+        """
+        glance = self.glance()
+        return f"{glance.words[:1].upper()}{glance.words[1:]}", glance.ratios
+
+    def ratio_chart(self) -> Rows:
+        """Charts the ratios: a row for the first words of a case, and a dot for each case."""
+        title, ratios = self.charted()
+        rows = {case: case.rpartition(": ")[2].partition(", ")[0][:MAX_LABEL] for case in ratios}
+        marks = [Mark(rows[case], "graphar", one, f"{case}: {one:.2f}") for case, one in ratios.items()]
+        return Rows(title, marks, Axis("ratio", form="{:.2f}".format), 1.0)
+
     def losses(self) -> list[tuple[str, Choice]]:
         """Returns the choices of "auto", each with its case in words. Empty without variants."""
         return []
@@ -406,7 +422,7 @@ def timed_rows(rows: Iterable[Timing]) -> list[Timed]:
     """Returns rows in the form in which two runs are compared."""
     found = []
     for row in rows:
-        low, high = (value for name, value in row.time_us.items() if name != "median")
+        low, high = [value for name, value in row.time_us.items() if name != "median"] or (None, None)
         what = (row.method, plural(row.world_size, "rank"), *row.what)
         found.append(Timed(what, row.median, bool(row.wrong), row.is_own, low, high))
     return found

@@ -31,7 +31,6 @@ class Lane:
 
     Attributes:
         warp: the kind of warp, and its index among the block's warps of this kind.
-        events: the events in order of time.
     """
 
     block: int
@@ -45,7 +44,6 @@ class Mean:
 
     Attributes:
         warp: "consumer", "sender", "loader" (whose loads are not recorded) or "gatherer".
-        phase: the name of the phase.
     """
 
     warp: str

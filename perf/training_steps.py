@@ -65,9 +65,6 @@ def time_blocks(trainings: Sequence, plan, ranks: ProcessRanks, begin: float) ->
     return times
 
 
-# ---- rows -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StepRow(Timing):
     """The base of rows. A subclass adds ``step_ms``, the median time of a step.
@@ -102,9 +99,6 @@ def of_torch(row: StepRow, rows: Iterable[StepRow]) -> str:
 
 def ratio_chart(title: str, marks: Sequence[Mark]) -> Rows:
     return Rows(title, marks, Axis("time / time of torch's own", form="{:.2f}".format), 1.0)
-
-
-# ---- the topics -----------------------------------------------------------------------------------------------------
 
 
 class TrainingReport(BetweenRanks):

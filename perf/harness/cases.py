@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from graphar.cli.bench_ranks import bandwidths
 from graphar.plan.algorithms import Algorithm, in_tables
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
 from perf.harness.timing import spread
@@ -36,18 +37,8 @@ HOST_MODES = ("host_loop", "host_between")
 HOST_CALLS = 2000  # in a loop of 50 calls without warm-up, a call takes twice as long
 
 # Methods that users call eagerly. Host times of other methods are not measured.
-EAGER_METHODS = (
-    "graphar",
-    "graphar_symmetric",
-    "nccl",
-    "symm_one_shot",
-    "symm_two_shot",
-    "vllm",
-    "vllm_unregistered",
-    "sglang_one_shot_push",
-    "sglang_two_shot_push",
-    "sglang_two_shot_pull",
-)
+EAGER_METHODS = ("graphar", "graphar_symmetric", "nccl", "symm_one_shot", "symm_two_shot", "vllm", "vllm_unregistered")
+EAGER_METHODS += ("sglang_one_shot_push", "sglang_two_shot_push", "sglang_two_shot_pull")
 
 
 @dataclass(frozen=True)
@@ -55,13 +46,11 @@ class Case:
     """One all-reduce to measure.
 
     Attributes:
-        world_size: the number of ranks.
         form: "process": one process for each rank. "list": one process with a tensor for each rank.
         mode: "graph": a replayed CUDA graph of independent operations. "chain": a replayed CUDA graph in which each
             operation reads the previous result. "eager": one call after another. "host_loop": host time of calls in a
             loop. "host_between": host time of calls that each follow an operation of torch. "cpu": eager calls on CPU
             tensors.
-        dtype: the element type, as torch names it.
         nbytes: the size of one rank's input.
     """
 
@@ -102,10 +91,8 @@ class Plan:
     """The cases to measure with one number of ranks.
 
     Attributes:
-        device: "cuda" or "cpu".
         dtypes: the first dtype is measured at every size with every method. The others are measured at a few sizes.
         methods: names from perf/peers/catalogue.py.
-        max_nbytes: the largest size.
         full: whether the sizes of TOKENS and the other dtypes are measured too.
         variants: the methods that are measured only to check that "auto" takes the fastest algorithm.
     """
@@ -167,15 +154,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class BackendPlan(Plan):
-    """A plan with only BACKEND_SIZES, for a number of ranks that has no other tables."""
-
-    def cases(self) -> Iterator[Case]:
-        for nbytes in self.up_to_max(BACKEND_SIZES):
-            yield self.case(self._modes(nbytes)[0], nbytes)
-
-
-@dataclass(frozen=True)
 class SizesPlan(Plan):
     """A plan with the named sizes alone, each measured with every method in one mode."""
 
@@ -222,7 +200,6 @@ class Utilisation:
         protocol_overhead: raw_tx / data_tx - 1.
         link_balance: data_tx of the least loaded link / data_tx of the most loaded link; 1 is even.
         raw_share: raw_tx / the bytes that the links' raw rate allows in that time; None if the rate or time is unknown.
-        links: the figures of each link.
     """
 
     must_send_nbytes: int
@@ -290,17 +267,6 @@ def make_row(
 ) -> Row:
     """Returns the row of a method. ``times_us`` has the time of one operation in each repeat."""
     time_us = spread(times_us)
-    bandwidth = algbw(case.nbytes, time_us["median"])
     where = case.nbytes, case.dtype, case.world_size, case.mode, case.form
-    rates = bandwidth, busbw(bandwidth, case.world_size)
+    rates = bandwidths("allreduce", case.nbytes, case.world_size, time_us["median"])
     return Row("allreduce", method, algorithm, quantised, *where, time_us, *rates, wrong, nvlink)
-
-
-def algbw(nbytes: int, time_us: float) -> float:
-    """Returns the bytes of one rank's input / the time, in GB/s (1e9 bytes)."""
-    return nbytes / time_us / 1e3
-
-
-def busbw(algbw: float, world_size: int) -> float:
-    """Returns the bus bandwidth in GB/s: the rate of a GPU's links in one direction at this algbw."""
-    return algbw * 2 * (world_size - 1) / world_size

@@ -1,12 +1,5 @@
 """NVLink traffic: the hardware's counters during a timed graph, and the measured bandwidth of plain pushes.
 
-    counters = find(torch.device("cuda", 0))
-    if isinstance(counters, str):  # the reason why there are none
-        ...
-    before = counters.read()
-    ...  # the operations to count; then torch.cuda.synchronize()
-    used = utilisation(counters.read() - before, must_send(world_size, nbytes, operations), counters.links)
-
 The counters belong to the GPU, so they also count what other processes send. They count KiB for each link, so a
 difference may be off by 1 KiB per link. Count operations that together send a megabyte or more.
 """

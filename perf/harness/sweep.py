@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +15,11 @@ from perf.harness import links
 from perf.harness import ranks as worlds
 from perf.harness.cases import HOST_CALLS, HOST_MODES, Case, LinkCeiling, Plan, Row, Utilisation, make_row
 from perf.harness.links import Counters
-from perf.harness.ranks import QUEUED_CALLS, Data, InProcessRanks, Ranks, agreed, host_time_of_calls_us, tensors
-from perf.harness.timing import WARM_UP, capture, time_in_turn
+from perf.harness.ranks import QUEUED_CALLS, Data, InProcessRanks, Ranks, host_time_of_calls_us, tensors, timed_in_turn
+from perf.harness.timing import WARM_UP, capture
 from perf.harness.verify import count_wrong
 from perf.peers.catalogue import make_methods
 from perf.peers.methods import Method
-
-T = TypeVar("T")
 
 GRAPH_MODES = ("graph", "chain")
 
@@ -46,7 +43,7 @@ class Trial:
     def __init__(self, method: Method, case: Case, data: Data, shrunk: Data) -> None:
         if method.data:
             data = shrunk = method.data(data)
-        self.method = method
+        self.method, self.refusals = method, method.refusals
         self.result: Data | None = None
         self._case, self._data = case, data
         self._is_chain = case.mode == "chain"
@@ -64,6 +61,18 @@ class Trial:
             self.result = self.method.call(x)
             if self._is_chain:
                 x = self.result
+
+    def make_launch(self) -> Callable[[], float | None]:
+        """Returns a function that runs one timed repeat of the case. For host times the function returns the time."""
+        self.refill()
+        self.run(WARM_UP)
+        if self._case.mode in HOST_MODES:
+            return self.host_time_us if self._case.mode == "host_loop" else self.host_time_between_us
+        repeat = partial(self.run, self._case.iterations)
+        if self._case.mode not in GRAPH_MODES:
+            return repeat
+        self.refill()
+        return capture(repeat)
 
     def host_time_us(self) -> float:
         """Makes HOST_CALLS calls and returns their host time."""
@@ -132,18 +141,17 @@ def measure(
     """
     data = ranks.random(case)
     shrunk = data * START_SCALES[case.torch_dtype] if isinstance(data, Tensor) else data
-    candidates = [Trial(method, case, data, shrunk) for method in methods if method.serves(case.nbytes)]
-    warm, refusals = succeeding(candidates, warm_up, case, ranks)
-    ready, more_refusals = succeeding([trial for trial, _ in warm], partial(make_launch, case=case), case, ranks)
-    refusals += more_refusals
-    if not ready:
+    where = f"{case.world_size} ranks, {format_nbytes(case.nbytes)}, {case.mode}"
+    trials = [
+        (f"{method.name}, {where}", Trial(method, case, data, shrunk))
+        for method in methods
+        if method.serves(case.nbytes)
+    ]
+    timed, refusals = timed_in_turn(ranks, trials, case.repeats, case.mode, case.iterations)
+    if not timed:
         return [], refusals
-    launches, refills = [launch for _, launch in ready], [trial.refill for trial, _ in ready]
-    times_us = ranks.slowest(
-        time_in_turn(launches, case.repeats, lambda launch: ranks.time_us(launch, case.mode) / case.iterations, refills)
-    )
-    carried = [count_traffic(*one, times, case, ranks, counters) for one, times in zip(ready, times_us, strict=True)]
-    wrong = ranks.total([trial.count_wrong(launch, ranks) for trial, launch in ready])
+    carried = [count_traffic(*one, case, ranks, counters) for one in timed]
+    wrong = ranks.total([trial.count_wrong(launch, ranks) for trial, launch, _ in timed])
     rows = [
         make_row(
             case,
@@ -154,7 +162,7 @@ def measure(
             quantised=trial.method.quantised,
             nvlink=nvlink,
         )
-        for (trial, _), times, bad, nvlink in zip(ready, times_us, wrong, carried, strict=True)
+        for (trial, _, times), bad, nvlink in zip(timed, wrong, carried, strict=True)
     ]
     return rows, refusals
 
@@ -173,44 +181,12 @@ def count_traffic(
     return links.count(launch, statistics.median(times_us) * case.iterations, case, ranks, counters)
 
 
-def succeeding(
-    trials: list[Trial], work: Callable[[Trial], T], case: Case, ranks: Ranks
-) -> tuple[list[tuple[Trial, T]], list[str]]:
-    """Returns the trials for which ``work`` succeeds on every rank, with its results, and messages for the others."""
-    succeeded, refusals = [], []
-    for trial in trials:
-        ranks.barrier()
-        result, reason = agreed(ranks, partial(work, trial), trial.method.refusals)
-        if reason:
-            where = f"{case.world_size} ranks, {format_nbytes(case.nbytes)}, {case.mode}"
-            refusals.append(f"{trial.method.name}, {where}: {reason}")
-        else:
-            succeeded.append((trial, result))
-    return succeeded, refusals
-
-
-def warm_up(trial: Trial) -> None:
-    trial.refill()
-    trial.run(WARM_UP)
-
-
-def make_launch(trial: Trial, case: Case) -> Callable[[], float | None]:
-    """Returns a function that runs one timed repeat of the case. For host times the function returns the time."""
-    if case.mode in HOST_MODES:
-        return trial.host_time_us if case.mode == "host_loop" else trial.host_time_between_us
-    if case.mode not in GRAPH_MODES:
-        return partial(trial.run, case.iterations)
-    trial.refill()
-    return capture(partial(trial.run, case.iterations))
-
-
 def run(plan: Plan) -> Iterator[Row | LinkCeiling | str]:
     """Yields rows and link ceilings as they are measured. A string says what was not measured, and why."""
     yield from worlds.run(plan.world_size if plan.form == "process" else 1, partial(run_rank, plan))
 
 
 def run_rank(plan: Plan, rank: int, port: int) -> Iterator[Row | LinkCeiling | str]:
-    """Yields one rank's results."""
     in_process = plan.form == "list"
     ranks = InProcessRanks(plan.world_size) if in_process else worlds.join(rank, plan.world_size, plan.device, port)
     yield from work_through(plan, ranks)

@@ -27,9 +27,7 @@ class BenchPlan:
     """What to measure with one number of ranks.
 
     Attributes:
-        device: "cuda" or "cpu".
         size: a name in perf.models.decoder.SIZES.
-        layers: the number of layers of the measured model.
     """
 
     device: str
@@ -48,10 +46,6 @@ class BenchRow(Timing):
       meaning.
     - wrong: the number of wrong results, summed over all ranks. A token is wrong if the error of its logits is too
       large. If a method promises the same bits on all ranks, a token whose bits differ is wrong too.
-
-    Attributes:
-        size: a name in perf.models.decoder.SIZES.
-        layers: the number of layers of the measured model.
     """
 
     method: str

@@ -32,7 +32,6 @@ class Size:
     """A model's shape.
 
     Attributes:
-        heads: query heads.
         kv_heads: key and value heads. Several query heads share each of them.
         inner: the MLP's intermediate size.
         layers: layers of the whole model. Only some of them are timed.

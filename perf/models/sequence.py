@@ -58,7 +58,6 @@ class SequenceRow(BenchRow):
 
     Attributes:
         phase: PREFILL: the forward pass. TRAINING: forward and backward pass.
-        tokens: the length of the sequence.
         gradient_error: the largest relative error of the gradient of a weight or of the input; None after a prefill.
     """
 
@@ -78,8 +77,6 @@ class SequenceRow(BenchRow):
         what = f"{self.phase} on {plural(self.tokens, 'token')}"
         return f"{self.world_size} ranks, {self.of_layers}, sequence parallelism: {what}"
 
-
-# ---- methods --------------------------------------------------------------------------------------------------------
 
 COMPILED, ASYNC = "nccl compiled", "async_tp"
 TENSOR_PARALLEL, SEQUENCE_PARALLEL = "graphar tensor-parallel", "graphar sequence-parallel"
@@ -197,9 +194,6 @@ class CountFused:
         self.count += sum(any(name in str(node.target) for name in names) for node in graph.nodes)
 
 
-# ---- the layers -----------------------------------------------------------------------------------------------------
-
-
 def forward(
     decoder: decoding.Decoder, inputs: decoding.Inputs, method: Method, elementwise: decoding.Elementwise
 ) -> Tensor:
@@ -228,9 +222,6 @@ def part_of(name: str, whole: Tensor, size: decoding.Size, shard: decoding.Shard
     if kind in stacked:
         return torch.cat([shard.part(one, 0) for one in whole.split(stacked[kind])])
     return shard.part(whole, 1) if kind in ("out", "down") else whole
-
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
 class Trial:
@@ -371,8 +362,6 @@ def run_rank(plan: SequencePlan, rank: int, port: int) -> Iterator[SequenceRow |
     cases = itertools.product((decoding.PREFILL, TRAINING), plan.tokens)
     yield from bench.in_turn(ranks, (measure(*case, methods) for case in cases))
 
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 NOTES = text_beside(__name__)
 

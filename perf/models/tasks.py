@@ -44,8 +44,6 @@ class Task:
     """A model and its data.
 
     Attributes:
-        name: the name on the command line.
-        load: loads the data.
         model: makes a new model with random parameters. The model returns logits [..., classes].
         batch_size: the samples of a step, over all ranks.
         learning_rate: AdamW's initial learning rate. A cosine schedule lowers it to zero.

@@ -20,7 +20,6 @@ class Workload:
     """A model and the shape of its data.
 
     Attributes:
-        name: the name on the command line.
         package: the package that has the model; empty for models defined here.
         make: makes the model with random parameters. The model returns logits [..., classes].
         sample: the shape of a sample: channels, height and width of an image, or the number of tokens.

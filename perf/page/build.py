@@ -259,7 +259,10 @@ def _part(one: StoredReport, of_page: Mapping[str, object]) -> Part:
         folds.append(Fold("Columns and methods", html(report.notes)))
     folds.append(Fold("How to reproduce", html(f"```\n{one.command}\n```")))
     text = "\n\n".join([_when(one.machine, of_page), report.status(), bullets(findings)])
-    head = with_plots(html(text), [figure for section in top for figure in section.figures])
+    drawn_above = [figure for section in top for figure in section.figures]
+    if not any(section.figures for section in sections):
+        drawn_above = [report.ratio_chart()]
+    head = with_plots(html(text), drawn_above)
     files = [f"{report.name}{suffix}" for suffix in (".md", ".csv", ".json")]
     return Part(report.name, report.title, head, folds, files)
 
@@ -282,8 +285,6 @@ def _others(folder: Path) -> list[str]:
 def missing(found: Sequence[StoredReport]) -> list[str]:
     """Returns what was not measured: topics without a report, with their commands, and what this machine cannot run."""
     measured, sweep = {one.report.name for one in found}, sweep_of(found)
-    if any(row.nvlink for row in sweep.rows):
-        measured.add("nvlink")  # the sweep counts the same traffic
     lines = [f"{one.title}: `python -m perf {one.command}`" for one in topics() if one.name not in measured]
     if not is_on_gpus(found):
         kernels = "The kernels of collectives" if found[0].machine["gpu_count"] else "graphar's kernels"

@@ -21,22 +21,10 @@ from perf.peers import flashinfer, sglang, torch_distributed
 from perf.peers.methods import Family, Method, Pair
 
 CUDA_METHODS = (
-    "graphar",
-    "graphar_out",
-    "graphar_symmetric",
-    "graphar_any_bits",
-    "nccl",
-    "nccl_window",
-    "symm_one_shot",
-    "symm_two_shot",
-    "vllm",
-    "vllm_unregistered",
-    "flashinfer_one_shot",
-    "flashinfer_two_shot",
-    "flashinfer_fp8",
-    "sglang_one_shot_push",
-    "sglang_two_shot_push",
-    "sglang_two_shot_pull",
+    *("graphar", "graphar_out", "graphar_symmetric", "graphar_any_bits"),
+    *("nccl", "nccl_window", "symm_one_shot", "symm_two_shot", "vllm", "vllm_unregistered"),
+    *("flashinfer_one_shot", "flashinfer_two_shot", "flashinfer_fp8"),
+    *("sglang_one_shot_push", "sglang_two_shot_push", "sglang_two_shot_pull"),
 )
 CPU_METHODS = ("graphar", "gloo")
 LIST_METHODS = ("graphar",)  # only graphar has a list form

@@ -13,7 +13,7 @@ import graphar
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.plan.factors import FORMATS as SCALES
 from perf.harness.ranks import Ranks
-from perf.peers.matmuls import Alone, FusedPlan, Layer, Variant, after_matmul, in_tiles, make_sums
+from perf.peers.matmuls import SUMS, Alone, FusedPlan, Layer, Variant, after_matmul, in_tiles, make_sums, sum_of
 
 OF_ROWS, OF_BLOCKS = SCALES
 
@@ -67,14 +67,7 @@ MATMUL, ALLREDUCE = FLOORS = ("scaled_mm", "allreduce")
 AFTER = "scaled_mm+"  # followed by the name of an all-reduce in perf/peers/catalogue.py
 TILES = "graphar:tiles"
 PARTITIONS = {"graphar": "auto", "graphar:none": "none", TILES: "tiles"}  # by method
-CUDA_METHODS = (
-    *FLOORS,
-    *(
-        f"{AFTER}{name}"
-        for name in ("nccl", "symm_two_shot", "sglang_one_shot_push", "sglang_two_shot_push", "graphar")
-    ),
-    *PARTITIONS,
-)
+CUDA_METHODS = (*FLOORS, *(f"{AFTER}{name}" for name in SUMS), *PARTITIONS)
 CPU_METHODS = (*FLOORS, f"{AFTER}gloo", f"{AFTER}graphar", *PARTITIONS)
 
 
@@ -93,7 +86,7 @@ def make_variants(plan: Fp8Plan, ranks: Ranks) -> tuple[list[Variant], list[str]
     found, skipped = make_sums(plan, sums, ranks)
     variants = [
         Variant(MATMUL, scaled_mm, summed=False),
-        Variant(ALLREDUCE, Alone(own_product), exact=True),
+        Variant(ALLREDUCE, Alone(own_product, sum_of), exact=True),
         *(after_matmul(method, AFTER, scaled_mm) for method in found),
         *(Variant(name, partial(fused, partition), exact=True) for name, partition in PARTITIONS.items()),
     ]

@@ -5,8 +5,7 @@ Every rank has the same number of rows, because torch's all-gathers need that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -20,7 +19,7 @@ from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import gemm
 from graphar.product.gathers import gathering_method
 from graphar.runtime.registry import engine_of_group
-from perf.peers.matmuls import Layer, Variant
+from perf.peers.matmuls import Alone, FusedPlan, Layer, Variant
 
 # Column-parallel layers of Llama-3-70B.
 FEATURES = 8192
@@ -51,24 +50,12 @@ class GatheredLayer(Layer):
         return torch.randn(self.own_rows, self.k, dtype=torch.bfloat16, device=device, generator=generator)
 
 
-@dataclass(frozen=True)
-class GatheredPlan:
+class GatheredPlan(FusedPlan):
     """The layers to measure with one number of ranks.
 
-    Attributes:
-        device: "cuda" or "cpu".
-        rows: numbers of gathered rows. They are rounded down to a multiple of the number of ranks.
-        columns: output features of the whole layers. A rank's share is rounded down to a multiple of _ALIGNMENT.
-        features: input features.
-        methods: names from CUDA_METHODS or CPU_METHODS.
+    ``rows`` are gathered rows, rounded down to a multiple of the number of ranks. ``columns`` are those of the whole
+    layers, of which a rank's share is rounded down to a multiple of _ALIGNMENT. ``features`` is one number.
     """
-
-    device: str
-    world_size: int
-    rows: Sequence[int]
-    columns: Sequence[int]
-    features: int
-    methods: Sequence[str]
 
     def layers(self) -> Iterator[GatheredLayer]:
         for columns in self.columns:
@@ -104,7 +91,7 @@ def make_variants(plan: GatheredPlan) -> list[Variant]:
 
 def _make(name: str) -> Variant:
     if name == MATMUL:
-        return Variant(name, Alone())
+        return Variant(name, Alone(lambda a, w: gather_by_torch(a), lambda rows, a, w: torch.mm(rows, w.t())))
     if name == ALLGATHER:
         return Variant(name, lambda a, w: graphar.allgather(a), exact=True)
     if name.startswith(CHUNKED):
@@ -118,19 +105,6 @@ def _make(name: str) -> Variant:
         return Variant(name, partial(graphar.fused_allgather_matmul, partition=PARTITIONS[name]), exact=True)
     gather = graphar.allgather if name == SEQUENCE else gather_by_torch
     return Variant(name, lambda a, w: torch.mm(gather(a), w.t()))
-
-
-class Alone:
-    """torch's matmul alone. The rows are gathered before timing."""
-
-    def __init__(self) -> None:
-        self._rows: tuple[tuple, Tensor] | None = None
-
-    def __call__(self, a: Tensor, w: Tensor) -> Tensor:
-        key = (a.data_ptr(), a.shape)
-        if self._rows is None or self._rows[0] != key:
-            self._rows = key, gather_by_torch(a)
-        return torch.mm(self._rows[1], w.t())
 
 
 def gather_by_torch(a: Tensor) -> Tensor:
@@ -157,9 +131,6 @@ def symm_fused(a: Tensor, w: Tensor) -> Tensor:
     """Runs torch's pipelined all-gather and matmul over symmetric memory."""
     _, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [w.t()], 0, dist.group.WORLD.group_name, return_A=False)
     return out
-
-
-# ---- verification ---------------------------------------------------------------------------------------------------
 
 
 def promised(variant: Variant, a: Tensor, w: Tensor, rows: Tensor) -> Tensor | None:

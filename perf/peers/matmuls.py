@@ -82,11 +82,8 @@ class FusedPlan:
     """The layers to measure with one number of ranks.
 
     Attributes:
-        device: "cuda" or "cpu".
         rows: numbers of rows of the activations.
-        columns: columns of the result.
         features: input features of the whole layers.
-        methods: names from CUDA_METHODS or CPU_METHODS.
     """
 
     device: str
@@ -124,12 +121,11 @@ INT8 = "_int8"  # the suffix of graphar's methods with the codec "int8"
 TP_INVARIANT = "graphar_tp_invariant"
 # The op with the partition "auto" and with each fixed one. With a codec, `matmul+graphar` is the partition "none".
 _GRAPHAR = ("graphar", TP_INVARIANT, f"graphar{INT8}", f"{AFTER}graphar{INT8}", TILES, f"{TILES}{INT8}", *PARTITIONED)
+# The all-reduces that follow a matmul, by their names in perf/peers/catalogue.py.
+SUMS = ("nccl", "symm_two_shot", "sglang_one_shot_push", "sglang_two_shot_push", "graphar")
 CUDA_METHODS = (
     *FLOORS,
-    *(
-        f"{AFTER}{name}"
-        for name in ("nccl", "symm_two_shot", "sglang_one_shot_push", "sglang_two_shot_push", "graphar")
-    ),
+    *(f"{AFTER}{name}" for name in SUMS),
     *(f"{CHUNKED}{count}" for count in (2, 4, 8)),
     SYMM_FUSED,
     *_GRAPHAR,
@@ -214,7 +210,7 @@ def _make(name: str) -> Variant:
     if name == MATMUL:
         return Variant(name, torch_mm, summed=False)
     if name == ALLREDUCE:
-        return Variant(name, Alone(own_product), exact=True)
+        return Variant(name, Alone(own_product, sum_of), exact=True)
     if name.startswith(CHUNKED):
         return Variant(
             name, partial(chunked, count=int(name.removeprefix(CHUNKED))), serves=lambda layer: layer.m >= MIN_ROWS
@@ -265,17 +261,26 @@ def in_tiles(layer: Layer) -> bool:
 
 
 class Alone:
-    """graphar's all-reduce alone. The product of a rank's operands is computed before timing."""
+    """One of two steps alone.
 
-    def __init__(self, multiply: Callable[..., Tensor]) -> None:
-        self._multiply = multiply
-        self._product: tuple[tuple, Tensor] | None = None
+    Args:
+        before: the other step, computed once for the same operands, before timing.
+        step: takes the result of ``before`` and the operands.
+    """
+
+    def __init__(self, before: Callable[..., Tensor], step: Callable[..., Tensor]) -> None:
+        self._before, self._step = before, step
+        self._made: tuple[tuple, Tensor] | None = None
 
     def __call__(self, *operands: Tensor) -> Tensor:
         key = tuple((one.data_ptr(), one.shape) for one in operands)
-        if self._product is None or self._product[0] != key:
-            self._product = key, self._multiply(*operands)
-        return graphar.allreduce(self._product[1])
+        if self._made is None or self._made[0] != key:
+            self._made = key, self._before(*operands)
+        return self._step(self._made[1], *operands)
+
+
+def sum_of(product: Tensor, *_: Tensor) -> Tensor:
+    return graphar.allreduce(product)
 
 
 def chunked(a: Tensor, w: Tensor, count: int) -> Tensor:

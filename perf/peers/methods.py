@@ -56,7 +56,6 @@ class Family:
     """Methods that come from one package or share memory.
 
     Attributes:
-        names: the names of the methods.
         make: allocates memory and returns the methods. Collective.
         load: imports the package and compiles its kernels. The first rank does so before the others.
         world_sizes: the numbers of ranks that its kernels support.

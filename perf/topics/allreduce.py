@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,41 +14,13 @@ from graphar.cli.options import size
 from graphar.plan.sizes import format_nbytes
 from perf.charts import Axis, Line, Plot
 from perf.choices import choice_table, choices
-from perf.harness import sweep
-from perf.harness.cases import (
-    BACKEND_SIZES,
-    BACKEND_WORLD_SIZES,
-    CPU_MAX_NBYTES,
-    GLOO_MAX_NBYTES,
-    HIDDEN,
-    ITEMSIZES,
-    PLAIN_METHODS,
-    SIZES,
-    TOKENS,
-    VARIANTS,
-    BackendPlan,
-    Case,
-    LinkCeiling,
-    Plan,
-    Row,
-    SizesPlan,
-    token_sizes,
-)
+from perf.harness import cases, sweep
+from perf.harness.cases import ITEMSIZES, SIZES, LinkCeiling, Plan, Row, SizesPlan
 from perf.host_times import host_table
 from perf.machine import check_world_sizes
 from perf.md import NOT_SERVED, bullets, method_table, name_cell, rate, ratio_cell, table, time_cell, time_table
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
-from perf.ratios import (
-    NOISE,
-    best_peer,
-    by_method,
-    extent,
-    geometric_mean,
-    of_best_peer,
-    ratio,
-    times_of_peer,
-    words_for,
-)
+from perf.ratios import NOISE, best_peer, by_method, extent, of_best_peer, ratio, times_of_peer, words_for
 from perf.report import Arguments, Choice, Glance, Report, Section
 from perf.traffic import NVLINK_NOTES, link_table, traffic_table
 
@@ -121,8 +94,6 @@ class AllReduce(Report):
     )
     has_spread: ClassVar[bool] = True
 
-    # ---- measuring ----
-
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--world-size", type=int, nargs="+", metavar="N", help="ranks (default: all GPUs)")
@@ -147,7 +118,7 @@ class AllReduce(Report):
         default = CUDA_METHODS if on_gpus else CPU_METHODS
         methods = tuple(options.methods or default)
         dtypes = tuple(dict.fromkeys(options.dtypes or (ITEMSIZES if on_gpus else ["bfloat16"])))
-        max_nbytes = options.max_nbytes or (SIZES[-1] if on_gpus else CPU_MAX_NBYTES)
+        max_nbytes = options.max_nbytes or (SIZES[-1] if on_gpus else cases.CPU_MAX_NBYTES)
         device, forms = ("cuda", ("process",)) if on_gpus else ("cpu", ("process", "list"))
         if unknown := [name for name in methods if name not in default and not (on_gpus and "graphar:" in name)]:
             sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(default)}")
@@ -157,10 +128,10 @@ class AllReduce(Report):
             return [SizesPlan(device, world_size, *how, sizes=sizes) for world_size in world_sizes]
         backends = []
         if not options.world_size:
-            gloo_max_nbytes = options.max_nbytes or GLOO_MAX_NBYTES  # up to the largest size that was asked for
+            gloo_max_nbytes = options.max_nbytes or cases.GLOO_MAX_NBYTES  # up to the largest size that was asked for
             limits = {"gloo": gloo_max_nbytes, device: max_nbytes}
             backends = backend_plans(device, world_sizes, gpu_count, methods, dtypes[0], limits)
-        variants = VARIANTS if on_gpus and not options.methods else ()
+        variants = cases.VARIANTS if on_gpus and not options.methods else ()
         methods += variants
         return [
             Plan(device, world_size, form, dtypes, served, max_nbytes, world_size == max(world_sizes), variants)
@@ -194,8 +165,6 @@ class AllReduce(Report):
             f" {row.median:>11.2f} {row.algbw:>8.3f} {row.busbw:>8.3f} {row.wrong:>8}"
         )
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def findings(self) -> list[str]:
         """Returns one or two sentences for each table. They say how graphar compares with its peers."""
         found = []
@@ -204,7 +173,7 @@ class AllReduce(Report):
             if ratios:
                 slower = [f"{format_nbytes(nbytes)} ({one:.2f})" for nbytes, one in ratios.items() if one > NOISE]
                 where = f" Above {NOISE}: {', '.join(slower)}." if slower else ""
-                mean = f", geometric mean {geometric_mean(ratios.values()):.2f}" if len(ratios) > 1 else ""
+                mean = f", geometric mean {statistics.geometric_mean(ratios.values()):.2f}" if len(ratios) > 1 else ""
                 found.append(f"{key.title}: graphar's time / the best peer's time is {extent(ratios)}{mean}.{where}")
         if loss := self.loss_of_auto():
             found.append(f"The time of `auto` / the fastest variant's time is at most {loss}.")
@@ -226,17 +195,12 @@ class AllReduce(Report):
             body = [size_table(mine, (self.link_ceiling or {}).get(key.world_size)), *host_table(mine)]
             body += [*choice_table("size", choices(named, IS_VARIANT)), "Times of all methods:"]
             body.append(time_table("size", named))
-            found.append(Section(key.title, body, self._figures(key, mine)))
+            found.append(Section(key.title, body, [latency(mine), ratio_plot({"graphar": mine})]))
         found += [*backend_section(rows), *token_section(rows), *dtype_section(rows)]
-        found += nvlink_sections(rows, "NVLink traffic, ")
+        found += nvlink_sections(rows)
         if rows:
             found.append(Section("What was measured", [bullets(what_ran_where(rows))]))
         return found
-
-    def _figures(self, key: Key, rows: Sequence[Row]) -> list[Plot | None]:
-        ceiling = (self.link_ceiling or {}).get(key.world_size)
-        drawn = [latency(rows), ratios_by_size(rows)]
-        return [*drawn, bandwidth(rows, ceiling)] if key == main_first(self.rows)[0] else drawn
 
     def glance(self) -> Glance:
         """Returns the summary of the first table."""
@@ -291,25 +255,27 @@ def method(name: str) -> str:
 
 def backend_plans(
     device: str, swept: Sequence[int], gpu_count: int, methods: Sequence[str], dtype: str, limits: dict[str, int]
-) -> list[BackendPlan]:
+) -> list[SizesPlan]:
     """Returns the plans that only the table of backends needs: smaller worlds, and gloo on machines with GPUs.
 
     Args:
         limits: the largest size in bytes, for ``device`` and for "gloo".
     """
     plans = []
-    for world_size in BACKEND_WORLD_SIZES:
+    for world_size in cases.BACKEND_WORLD_SIZES:
         if world_size > (gpu_count or world_size):
             continue
-        served = tuple(name for name in methods if name in PLAIN_METHODS)
+        served = tuple(name for name in methods if name in cases.PLAIN_METHODS)
         if served and world_size not in swept:
-            plans.append(BackendPlan(device, world_size, "process", (dtype,), served, limits[device]))
+            plans.append(backend_plan(device, world_size, dtype, served, limits[device]))
         if "nccl" in served:
-            plans.append(BackendPlan("cpu", world_size, "process", (dtype,), ("gloo",), limits["gloo"]))
+            plans.append(backend_plan("cpu", world_size, dtype, ("gloo",), limits["gloo"]))
     return plans
 
 
-# ---- the rows of each table -----------------------------------------------------------------------------------------
+def backend_plan(device: str, world_size: int, dtype: str, methods: Sequence[str], limit: int) -> SizesPlan:
+    sizes = tuple(nbytes for nbytes in cases.BACKEND_SIZES if nbytes <= limit)
+    return SizesPlan(device, world_size, "process", (dtype,), tuple(methods), limit, sizes=sizes)
 
 
 def _nbytes(row: Row) -> int:
@@ -322,7 +288,7 @@ def groups(rows: Sequence[Row]) -> list[Key]:
     World sizes that were measured only for the table of backends are left out.
     """
     rows = [row for row in rows if row.dtype == rows[0].dtype]
-    swept = [row for row in rows if row.nbytes in SIZES and row.nbytes not in BACKEND_SIZES]
+    swept = [row for row in rows if row.nbytes in SIZES and row.nbytes not in cases.BACKEND_SIZES]
     keys = {Key(row.world_size, row.mode, row.form, row.dtype) for row in swept or rows}
     modes, forms = list(MODES), list(FORMS)
     return sorted(keys, key=lambda key: (key.world_size, modes.index(key.mode), forms.index(key.form)))
@@ -375,8 +341,8 @@ def backend_section(rows: Sequence[Row]) -> list[Section]:
     found = [
         row
         for row in rows
-        if row.nbytes in BACKEND_SIZES
-        and row.method in PLAIN_METHODS
+        if row.nbytes in cases.BACKEND_SIZES
+        and row.method in cases.PLAIN_METHODS
         and (row.mode in ("graph", "cpu") and row.form == "process" and row.dtype == rows[0].dtype)
     ]
     if all(row.nbytes in SIZES for row in found):
@@ -396,19 +362,19 @@ def backend_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def token_section(rows: Sequence[Row]) -> list[Section]:
-    """Returns a section of times by number of tokens (TOKENS), for each world with sizes of only this table."""
+    """Returns a section of times by number of tokens (cases.TOKENS), for each world with sizes of only this table."""
     if not rows:
         return []
     dtype = rows[0].dtype
-    tokens_of = dict(zip(token_sizes(dtype), TOKENS, strict=True))
+    tokens_of = dict(zip(cases.token_sizes(dtype), cases.TOKENS, strict=True))
     found = []
     for world_size, mode in itertools.product(sorted({row.world_size for row in rows}, reverse=True), ("graph", "cpu")):
         key = Key(world_size, mode, "process", dtype)
         mine = [row for row in rows if key.has(row) and row.nbytes in tokens_of]
         if any(row.nbytes not in SIZES for row in mine):
-            cases = {str(tokens_of[nbytes]): one for nbytes, one in by_method(mine, _nbytes).items()}
-            title = f"{world_size} ranks, {dtype}, hidden size {HIDDEN}, by number of tokens, {MODES[mode]}"
-            found.append(Section(title, [method_table("tokens", cases)]))
+            by_tokens = {str(tokens_of[nbytes]): one for nbytes, one in by_method(mine, _nbytes).items()}
+            title = f"{world_size} ranks, {dtype}, hidden size {cases.HIDDEN}, by number of tokens, {MODES[mode]}"
+            found.append(Section(title, [method_table("tokens", by_tokens)]))
     return found
 
 
@@ -428,7 +394,7 @@ def dtype_section(rows: Sequence[Row]) -> list[Section]:
     return [Section(title, [table(["size", *(f"{method} {dtype} (us)" for method, dtype in columns)], lines)])]
 
 
-def nvlink_sections(rows: Sequence[Row], prefix: str = "") -> list[Section]:
+def nvlink_sections(rows: Sequence[Row]) -> list[Section]:
     """Returns a section on the counted NVLink traffic for each world."""
     found = []
     counted = [row for row in rows if row.nvlink]
@@ -438,7 +404,7 @@ def nvlink_sections(rows: Sequence[Row], prefix: str = "") -> list[Section]:
         largest = max(row.nbytes for row in mine)
         if links := link_table([row for row in mine if row.nbytes == largest]):
             body += [f"The raw share of each link, by method, at {format_nbytes(largest)}:", links]
-        found.append(Section(f"{prefix}{world_size} ranks", body, [raw_shares(mine)]))
+        found.append(Section(f"NVLink traffic, {world_size} ranks", body))
     return found
 
 
@@ -463,9 +429,6 @@ def span(rows: Sequence[Row]) -> str:
 
 def _methods(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row.method for row in rows))
-
-
-# ---- figures --------------------------------------------------------------------------------------------------------
 
 
 def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -510,29 +473,6 @@ def latency(rows: Sequence[Row]) -> Plot:
     return Plot("Time by size", lines, SIZE, TIME, note=note)
 
 
-def bandwidth(rows: Sequence[Row], ceiling: float | None) -> Plot:
-    rules = [(ceiling, f"{ceiling:.0f} GB/s: links, measured")] if ceiling else []
-    if nominal := nominal_rate(rows):
-        rules.append((nominal, f"{nominal:.0f} GB/s: links, nominal"))
-    lines = [line_of(name, mine, lambda row: row.busbw) for name, mine in families(rows).items()]
-    note = "Measured: every rank only writes to all others. Nominal: the links' raw rate, including protocol overhead."
-    return Plot("Bus bandwidth by size", lines, SIZE, Axis("busbw (GB/s)"), rules, note if rules else "")
-
-
-def nominal_rate(rows: Sequence[Row]) -> float | None:
-    """Returns the nominal bandwidth of a GPU's links in one direction, in GB/s. None if counters were not read."""
-    for row in rows:
-        if row.nvlink and row.nvlink.raw_share:
-            counted = Case(row.world_size, row.form, row.mode, row.dtype, row.nbytes).iterations
-            return row.nvlink.raw_tx_nbytes / row.nvlink.raw_share / (row.median * counted) / 1e3
-    return None
-
-
-def ratios_by_size(rows: Sequence[Row]) -> Plot | None:
-    """Plots graphar's time / the best peer's time for one table."""
-    return ratio_plot({"graphar": rows})
-
-
 def ratios_by_world(rows: Sequence[Row]) -> Plot | None:
     """Plots graphar's time / the best peer's time for every world size, in the main result's mode."""
     if not rows:
@@ -543,6 +483,7 @@ def ratios_by_world(rows: Sequence[Row]) -> Plot | None:
 
 
 def ratio_plot(named: Mapping[str, Sequence[Row]]) -> Plot | None:
+    """Plots graphar's time / the best peer's time for the rows of one or more tables, by name."""
     lines = []
     for name, rows in named.items():
         cases = by_method(rows, _nbytes)
@@ -553,12 +494,3 @@ def ratio_plot(named: Mapping[str, Sequence[Row]]) -> Plot | None:
     note = f"Below 1 graphar is faster than every peer at that size. Ratios up to {NOISE:.2f} are noise."
     title = "Time / best peer's time"
     return Plot(title, lines, SIZE, OF_BEST_PEER, EVEN, note) if lines else None
-
-
-def raw_shares(rows: Sequence[Row]) -> Plot | None:
-    known = [row for row in rows if row.nvlink.raw_share is not None]
-    lines = [
-        line_of(name, [row for row in known if row.method == name], lambda row: 100 * row.nvlink.raw_share)
-        for name in _methods(known)
-    ]
-    return Plot("Share of the links' raw rate", lines, SIZE, Axis("share (%)")) if lines else None

@@ -17,7 +17,6 @@ from graphar.cli.options import size
 from graphar.plan.algorithms import Algorithm, in_tables
 from graphar.plan.sizes import KB, MB, format_nbytes
 from perf.between_ranks import BetweenRanks
-from perf.charts import Line, Plot
 from perf.harness import ranks as ranks_of
 from perf.harness.cases import Case
 from perf.harness.ranks import ProcessRanks, random_tensor, timed_in_turn
@@ -26,7 +25,6 @@ from perf.harness.verify import differs
 from perf.md import method_table
 from perf.ratios import by_method, of_best_peer
 from perf.report import Arguments, Glance, Section, Spread, Timing
-from perf.topics.allreduce import EVEN, OF_BEST_PEER, SIZE
 
 SIZES = (2 * KB, 8 * KB, 32 * KB, 128 * KB, 512 * KB, 2 * MB, 8 * MB, 32 * MB, 128 * MB, 256 * MB)
 CPU_SIZES = (2 * KB, 128 * KB, 2 * MB)
@@ -63,9 +61,6 @@ class AllToAllRow(Timing):
     @property
     def what(self) -> tuple[str, ...]:
         return self.kind, format_nbytes(self.nbytes)
-
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
 class Trial(Repeated):
@@ -181,9 +176,6 @@ def run_rank(plan: AllToAllPlan, rank: int, port: int) -> Iterator[AllToAllRow |
     ranks.barrier()
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class AllToAll(BetweenRanks):
     rows: list[AllToAllRow] = field(default_factory=list)
@@ -200,7 +192,6 @@ class AllToAll(BetweenRanks):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[AllToAllPlan]:
-        """Returns one plan for each world size."""
         device, known = ("cuda", SIZES) if gpu_count >= 2 else ("cpu", CPU_SIZES)
         sizes = tuple(one for one in known if one <= (options.max_nbytes or known[-1]))
         return [AllToAllPlan(device, world_size, sizes) for world_size in cls.world_sizes(options, gpu_count)]
@@ -216,10 +207,8 @@ class AllToAll(BetweenRanks):
         found, cases = [], self.cases()
         for world_size, kind in dict.fromkeys(key[:2] for key in cases):
             mine = {key[2]: rows for key, rows in cases.items() if key[:2] == (world_size, kind)}
-            ratios = of_best_peer(mine)
-            plot = Plot("Time / best peer's time", [Line("graphar", sorted(ratios.items()))], SIZE, OF_BEST_PEER, EVEN)
             body = [method_table("size", {format_nbytes(nbytes): rows for nbytes, rows in mine.items()})]
-            found.append(Section(f"{kind.capitalize()}, {world_size} ranks", body, [plot] if ratios else []))
+            found.append(Section(f"{kind.capitalize()}, {world_size} ranks", body))
         return found
 
     def glance(self) -> Glance:

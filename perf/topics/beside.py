@@ -23,14 +23,13 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.sizes import MB
 from graphar.plan.work import Parts
 from perf.between_ranks import BetweenRanks
-from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.beside_one_gpu import SharedCalls, Sharing
 from perf.harness.ranks import ProcessRanks
 from perf.harness.verify import differs
 from perf.md import NOT_SERVED, columns, plural
 from perf.ratios import group
-from perf.report import Arguments, Glance, Section, Timed
+from perf.report import Arguments, Glance, Section, Timing
 
 SHAPES = ((4096, 8192, 8192), (2048, 4096, 14336), (2048, 14336, 4096))  # M, N, K
 SIZES_MB, REPEATS, MATMULS_MS, MOST_CALLS = (64, 128, 256, 512), 5, 8.0, 64
@@ -41,7 +40,7 @@ NEEDED, SHARED_RANKS = "matmuls beside collectives: need a GPU", 2
 
 
 @dataclass(frozen=True)
-class BesideRow:
+class BesideRow(Timing):
     """One matmul beside one collective, as beside.md explains."""
 
     method: str
@@ -56,12 +55,12 @@ class BesideRow:
     shares: bool  # whether the ranks share a GPU
 
     @property
-    def is_own(self) -> bool:
-        return self.method != NCCL
-
-    @property
     def what(self) -> tuple[str, ...]:
         return self.op, f"{self.size_mb} MB", self.shape
+
+    @property
+    def time_us(self) -> dict[str, float]:
+        return {"median": self.call_us}
 
     @property
     def rate(self) -> float:
@@ -285,7 +284,7 @@ class MatmulsBeside(BetweenRanks):
         found = []
         for (ranks, shares, op), rows in group(self.rows, lambda row: (row.world_size, row.shares, row.op)).items():
             title = f"{plural(ranks, 'rank')}{' that share a GPU' if shares else ''}, {op}"
-            found.append(Section(title, [columns(rows, cells)], [chart(rows)]))
+            found.append(Section(title, [columns(rows, cells)]))
         return found
 
     def findings(self) -> list[str]:
@@ -296,19 +295,9 @@ class MatmulsBeside(BetweenRanks):
         found = [row.of_alone for row in self.rows if row.method == method and not row.wrong]
         return f"{min(found):.2f} to {max(found):.2f}" if found else NOT_SERVED
 
+    def charted(self) -> tuple[str, dict[str, float]]:
+        cases = {f"{row.method}: {row.shape}, {row.op}, {row.size_mb} MB": row for row in self.rows if not row.wrong}
+        return "Time of matmuls beside / alone", {case: row.of_alone for case, row in cases.items()}
+
     def glance(self) -> Glance:
         return Glance("time of matmuls beside graphar's copies / their time alone", figure=self._extent(COPIES))
-
-    def timed(self) -> list[Timed]:
-        return [
-            Timed((row.method, plural(row.world_size, "rank"), *row.what), row.call_us, bool(row.wrong), row.is_own)
-            for row in self.rows
-        ]
-
-
-def chart(rows: Sequence[BesideRow]) -> Rows:
-    marks = []
-    for row in rows:
-        hint = f"{row.method}, {', '.join(row.what)}: {row.of_alone:.2f} of alone, {row.call_us:.0f} us a call"
-        marks.append(Mark(row.shape, row.method, row.of_alone, hint, wrong=bool(row.wrong)))
-    return Rows("Time of matmuls beside / alone", marks, Axis("time / alone"), rule=1.0)

@@ -31,7 +31,6 @@ class Compiled:
 
     Attributes:
         compile_s: the time from source to cubin, in seconds.
-        nbytes: the size of the cubin.
     """
 
     file: str
@@ -80,7 +79,6 @@ class Compile(Report):
     """The compilation of all kernels.
 
     Attributes:
-        nvrtc: NVRTC's version.
         wall_s: the time to compile all kernels, in seconds.
     """
 
@@ -111,8 +109,6 @@ class Compile(Report):
             self.wall_s = round(time.perf_counter() - begin, 1)
             yield one
         self.kernels.sort(key=lambda one: (one.file, one.arch, one.kernel))
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     def verified(self) -> Sequence[Timing]:
         """Returns no rows, because a kernel that does not compile ends the run."""

@@ -10,18 +10,8 @@ from typing import ClassVar
 
 from graphar.numerics.codecs import ROUNDINGS, Codec
 from perf.md import NOT_SERVED, columns
-from perf.report import Arguments, Glance, Section
-from perf.topics.training import (
-    Run,
-    Training,
-    TrainingPlan,
-    TrainingRow,
-    by_configuration,
-    loss_by_bits,
-    loss_by_step,
-    near_and_far,
-    title,
-)
+from perf.report import Arguments, Section
+from perf.topics.training import Run, Training, TrainingPlan, TrainingRow, by_configuration, loss_by_step, title
 
 BITS, BUCKET_SIZES = (8, 4, 2), (512, 1024)
 OF_BYTES = ("bytes", "text")  # the tasks whose measure is perplexity
@@ -46,6 +36,7 @@ class Convergence(Training):
     )
     command: ClassVar[str] = "convergence"
     kind_of_plan: ClassVar[type[TrainingPlan]] = ConvergencePlan
+    reached: ClassVar[str] = "codecs end at the test loss of exact gradients, within noise"
     tasks: ClassVar[tuple[str, ...]] = ("animals", "text")
     steps_on_gpus: ClassVar[int] = 240
     steps_on_cpu: ClassVar[int] = 240
@@ -55,15 +46,7 @@ class Convergence(Training):
         return [f"{task}: {range_by_bits(rows)}" for task, rows in self._by_task().items()]
 
     def sections(self) -> list[Section]:
-        return [
-            Section(title(rows), [final_table(rows)], [loss_by_step(rows), loss_by_bits(rows)])
-            for rows in self._by_task().values()
-        ]
-
-    def glance(self) -> Glance:
-        halves = [near_and_far(rows) for rows in self._by_task().values()]
-        near, far = (sum(len(half[at]) for half in halves) for at in (0, 1))
-        return Glance("codecs end at the test loss of exact gradients, within noise", figure=f"{near} of {near + far}")
+        return [Section(title(rows), [final_table(rows)], [loss_by_step(rows)]) for rows in self._by_task().values()]
 
 
 def range_by_bits(rows: Sequence[TrainingRow]) -> str:

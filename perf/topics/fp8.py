@@ -25,9 +25,6 @@ SHAPES: tuple[products.Shape, ...] = tuple(
 )
 
 
-# ---- operands and what is right -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ScaledOperands(products.ProductOperands):
     """e4m3 operands with their scales.
@@ -82,9 +79,6 @@ def of_elements(scale: Tensor, x: Tensor) -> Tensor:
         if scale.shape[axis] not in (1, size):
             scale = scale.repeat_interleave(BLOCK, axis).narrow(axis, 0, size)
     return scale
-
-
-# ---- the topic ------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -23,7 +23,6 @@ import graphar
 from graphar.plan.policy import LosslessPolicy
 from graphar.plan.sizes import MB, parse_nbytes
 from perf import training_steps
-from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
 from perf.md import NOT_SERVED, columns
@@ -49,12 +48,10 @@ class FsdpRow(training_steps.StepRow):
         method: "nccl" or "gloo": torch's own collectives. "graphar": without compression. "graphar lossless": with
             compression. "graphar copies": by copy engines. "nccl zero-CTA": NCCL's gathers by copy engines. "alone": no
             communication.
-        layers: the number of layers of the trained model.
         tokens: tokens per rank and step, in one sequence.
         reduce_dtype: the dtype in which gradients are reduced, one of DTYPES.
         blocks: the limit on thread blocks of a call, of "graphar"; None: the default.
         compressed: the algorithms that compressed at least one call.
-        step_ms: the median time of a step.
         losses: the mean loss of all ranks in each of the first CHECKED_STEPS steps, in nats.
         digest: a hash of all ranks' losses and parameters after these steps.
     """
@@ -106,11 +103,8 @@ class FsdpPlan:
     """What to measure with one number of ranks.
 
     Attributes:
-        device: "cuda" or "cpu".
-        model: a name in SIZES.
         layers: the number of layers. None: as many as fit into memory.
         tokens: tokens per rank and step. Each number is measured.
-        steps: the number of timed steps.
         blocks: limits on thread blocks of a call, with each of which "graphar" is measured beside its default.
         compressed_from: "graphar lossless" compresses calls whose largest shard has at least this many bytes. None: the
             tuning table decides.
@@ -130,8 +124,6 @@ class FsdpPlan:
     budget_s: float | None
     zero_cta: bool = False
 
-
-# ---- collectives ----------------------------------------------------------------------------------------------------
 
 # torch 2.13 renamed these functions.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -248,9 +240,6 @@ def compressed_by(communicator: graphar.Communicator | None) -> list[str]:
     return sorted(one.value for one, (calls,) in begun.items() if one.row.compresses and calls)
 
 
-# ---- on a rank ------------------------------------------------------------------------------------------------------
-
-
 class Training:
     """Trains a model under fully_shard. Each rank uses the same random sequence in every step."""
 
@@ -335,7 +324,6 @@ def sharded(size: Size, layers: int, ranks: ProcessRanks, reduce_dtype: str) -> 
 
 
 def run_rank(plan: FsdpPlan, rank: int, port: int) -> Iterator[FsdpRow]:
-    """Yields one rank's results."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()
@@ -381,9 +369,6 @@ def rows_of(
             losses=losses,
             digest=digest,
         )
-
-
-# ---- the topic ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -440,8 +425,6 @@ class Fsdp(training_steps.TrainingReport):
     def line(self, row: FsdpRow) -> str:
         return f"{row.label:>20}: {row.step_ms:.2f} ms a step of {row.tokens} tokens, loss {row.losses[-1]:.4f}"
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def where(self, row: FsdpRow) -> str:
         return f"{row.label} at {row.tokens} tokens"
 
@@ -472,11 +455,7 @@ class Fsdp(training_steps.TrainingReport):
         )
 
     def sections(self) -> list[Section]:
-        cases = by_case(self.rows)
-        found = [Section(title_of(rows[0]), [self._details(rows)]) for rows in cases]
-        if found:
-            found[0] = replace(found[0], figures=charts(self.rows))
-        return found
+        return [Section(title_of(rows[0]), [self._details(rows)]) for rows in by_case(self.rows)]
 
     def _details(self, rows: Sequence[FsdpRow]) -> str:
         alone = training_steps.alone_ms(rows)
@@ -510,18 +489,3 @@ def title_of(row: FsdpRow) -> str:
     shape = f"{row.model}, {row.layers} layers, {row.parameters:,} parameters"
     ranks = f"{row.world_size} ranks, {row.tokens} tokens per rank"
     return f"{shape}: {ranks}, gradients reduced in {row.reduce_dtype}"
-
-
-def charts(rows: Sequence[FsdpRow]) -> list[Rows]:
-    """Returns charts of step time / step time with torch's own collectives, and of exposed communication."""
-    ratios, exposed = [], []
-    for of_case in by_case(rows):
-        torchs, alone = training_steps.baseline_ms(of_case), training_steps.alone_ms(of_case)
-        ratios += [_mark(row, row.step_ms / torchs) for row in of_case if torchs and not row.is_baseline]
-        exposed += [_mark(row, row.step_ms - alone) for row in of_case if alone and not row.is_alone]
-    ratio_chart = training_steps.ratio_chart("Step time / torch's own", ratios)
-    return [ratio_chart, Rows("Exposed communication", exposed, Axis("time (ms)"))]
-
-
-def _mark(row: FsdpRow, value: float) -> Mark:
-    return Mark(f"{row.tokens} tokens", row.label, value, f"{row.label}: {row.step_ms:.2f} ms a step")

@@ -31,8 +31,6 @@ from perf.ratios import by_method, ratio
 from perf.report import Arguments, Section
 from perf.timeline import DRAWN, Timeline, decode
 
-# ---- on a rank ------------------------------------------------------------------------------------------------------
-
 
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
@@ -46,8 +44,6 @@ def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
 class FusedRow(FusionRow):
     floors: ClassVar = peers.FLOORS
 
-
-# ---- timelines ------------------------------------------------------------------------------------------------------
 
 MAX_ROWS = 4096  # ops with more rows are not recorded
 
@@ -114,8 +110,6 @@ def record(layer: peers.Layer, ranks: Ranks) -> Timeline | str:
     return Timeline(layer.world_size, layer.m, layer.n, layer.k, str(recorder.tile), total_us, means, drawn, wrong)
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
 SEQUENCE = f"{peers.AFTER}graphar"
 # For each method that uses the partition "auto": whether another method uses a fixed partition or two ops instead.
 VARIANTS = {
@@ -152,8 +146,6 @@ class Fused(fusion.RowParallelReport):
         if not isinstance(row, Timeline):
             return super().line(row)
         return f"{row.world_size:>2} ranks, timeline of {row.m} x {row.n} x {row.k}: {row.total_us:.2f} us"
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     def wrong(self) -> list[str]:
         timelines = [f"the timeline at {one.m} x {one.n} x {one.k}" for one in self.timelines if one.wrong]

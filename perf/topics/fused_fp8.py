@@ -17,8 +17,6 @@ from perf.ratios import by_method, of_best_peer
 from perf.report import Arguments
 from perf.topics import fp8
 
-# ---- on a rank ------------------------------------------------------------------------------------------------------
-
 
 def most_lost(a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor) -> Tensor:
     """Returns how far another kernel's product may be: LOST of the sum of the magnitudes of an element's terms."""
@@ -40,8 +38,6 @@ class FusedFp8Row(fusion.FusionRow):
     def what(self) -> tuple[str, ...]:
         return f"scales of {self.scales}", *super().what
 
-
-# ---- the topic ------------------------------------------------------------------------------------------------------
 
 Case = tuple[int, str, int, int]  # the number of ranks, scales, K and M
 
@@ -73,8 +69,6 @@ class FusedFp8(fusion.RowParallelReport):
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[peers.Fp8Plan]:
         known = peers.SCALES if gpu_count >= 2 else (peers.OF_ROWS,)  # on the CPU torch has none of blocks
         return super().plan(options, gpu_count, scales=options.scales or known)
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     @staticmethod
     def layer_of(row: FusedFp8Row) -> tuple[int, str, int, int]:

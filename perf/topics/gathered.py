@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from perf.fusion import Comparison, FusionReport, FusionRow, Trial, is_far, methods_of
+from perf.fusion import Comparison, FusionReport, FusionRow, Trial, is_far
 from perf.harness import verify
 from perf.harness.ranks import Ranks
 from perf.peers import gathered as peers
@@ -18,9 +18,6 @@ from perf.ratios import by_method
 from perf.report import Arguments
 
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), (256,), 256
-
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
@@ -43,8 +40,6 @@ class GatheredRow(FusionRow):
     floors: ClassVar = peers.FLOORS
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
 # For "graphar", which uses the partition "auto": whether another method uses a fixed partition or two ops instead.
 VARIANTS = {peers.AUTO: lambda name: name == peers.SEQUENCE or name.startswith(f"{peers.AUTO}:")}
 
@@ -64,6 +59,8 @@ class Gathered(FusionReport):
     comparison: ClassVar = Comparison(peers.FLOORS, peers.SEQUENCE)
     variants: ClassVar = VARIANTS
     of_rows: ClassVar[str] = "gathered rows (default: 64 to 16384)"
+    plans: ClassVar = peers.GatheredPlan
+    sizes: ClassVar = ((peers.ROWS, peers.COLUMNS, peers.FEATURES), (CPU_ROWS, CPU_COLUMNS, CPU_FEATURES))
 
     @classmethod
     def add_shapes(cls, parser: argparse.ArgumentParser) -> None:
@@ -73,18 +70,11 @@ class Gathered(FusionReport):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[peers.GatheredPlan]:
-        """Returns one plan for each world size."""
-        on_gpus = gpu_count >= 2
-        device, known = ("cuda", cls.methods[0]) if on_gpus else ("cpu", cls.methods[1])
-        world_sizes, methods = cls.world_sizes(options, gpu_count), methods_of(options, known)
-        rows = options.rows or (peers.ROWS if on_gpus else CPU_ROWS)
-        if min(rows) < max(world_sizes):
-            sys.exit(f"--rows must be at least the number of ranks, {max(world_sizes)}, got {min(rows)}")
-        columns = options.columns or (peers.COLUMNS if on_gpus else CPU_COLUMNS)
-        features = options.features or (peers.FEATURES if on_gpus else CPU_FEATURES)
-        return [peers.GatheredPlan(device, n, rows, columns, features, methods) for n in world_sizes]
-
-    # ---- the report --------------------------------------------------------------------------------------------------
+        plans = super().plan(options, gpu_count)
+        most = max(one.world_size for one in plans)
+        if (least := min(plans[0].rows)) < most:
+            sys.exit(f"--rows must be at least the number of ranks, {most}, got {least}")
+        return plans
 
     def cases(self) -> dict[tuple[int, int, int], dict[str, GatheredRow]]:
         return by_method(self.rows, lambda row: (row.world_size, row.n, row.m))

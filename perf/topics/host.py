@@ -8,18 +8,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
-from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
-from perf.host_calls import APART, BASELINES, CPU, OWN, PEERS_OP, PLAIN, SHARED, HostPlan, HostRow, count_rank, run_rank
+from perf.host_calls import APART, CPU, PEERS_OP, PLAIN, SHARED, HostPlan, HostRow, count_rank, run_rank
 from perf.machine import check_world_sizes
 from perf.md import NOT_SERVED, columns, number, ratio_cell, time_cell
 from perf.ratios import extent
 from perf.report import Arguments, Glance, Report, Section
 
 SHARED_OR_CPU_RANKS = 2
+WORDS = "host time of an eager call / that of a plain all-reduce with as many outputs"
 # Ranks that share a GPU wait for each other's time slices, so that each call takes the GPU milliseconds.
 CALLS, BURSTS = {APART: 64, SHARED: 16, CPU: 1}, {APART: 60, SHARED: 25, CPU: 5}
-SHORT = {"fused_matmul_": "matmul + ", "fused_allgather_": "allgather + ", "_residual_rmsnorm": " + norm"}
 
 
 @dataclass
@@ -55,14 +54,12 @@ class Host(Report):
             f"{what:<70} {row.median:>9.2f} us {ratio_cell(row.of_allreduce):>6} {row.wrong:>4} wrong {calls}".rstrip()
         )
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def sections(self) -> list[Section]:
         if not self.rows:
             return []
         first = self.rows[0]
         title = f"{first.world_size} ranks, {first.place}"
-        return [Section(title, [host_table(self.rows)], [times(self.rows)])]
+        return [Section(title, [host_table(self.rows)])]
 
     def findings(self) -> list[str]:
         """Returns the time of an all-reduce beside the fastest peer's, and which calls exceed their limit."""
@@ -82,10 +79,13 @@ class Host(Report):
         own, other = number(plain.median), number(peer.median)
         return [f"An all-reduce takes the host {own} us; with {peer.method}, the fastest peer, it takes {other} us."]
 
+    def charted(self) -> tuple[str, dict[str, float]]:
+        ratios = {named(row): row.of_allreduce for row in self.rows if row.limit is not None and not row.wrong}
+        return WORDS.capitalize(), ratios
+
     def glance(self) -> Glance:
-        found = {named(row): row.of_allreduce for row in self.rows if row.limit is not None and not row.wrong}
-        words = "host time of an eager call / that of a plain all-reduce with as many outputs"
-        return Glance(words, figure=extent(found) if found else NOT_SERVED)
+        _, ratios = self.charted()
+        return Glance(WORDS, figure=extent(ratios) if ratios else NOT_SERVED)
 
 
 def has_limit(row: HostRow) -> bool:
@@ -113,22 +113,3 @@ def host_table(rows: Sequence[HostRow]) -> str:
         "Python calls": lambda row: NOT_SERVED if row.python_calls is None else row.python_calls,
     }
     return columns(rows, cells)
-
-
-def times(rows: Sequence[HostRow]) -> Rows:
-    """Returns a chart with a row for each op, and the plain call apart from calls with options."""
-    marks = []
-    for row in rows:
-        if row.option in list(BASELINES.values())[1:]:
-            continue
-        series = (OWN if row.option == PLAIN else f"{OWN} with options") if row.is_own else row.method
-        hint = f"{named(row)}: {row.median:.4g} us"
-        marks.append(Mark(short(row.op), series, row.median, hint, wrong=bool(row.wrong)))
-    return Rows("Host time of a call", marks, Axis("host time (us)", 10))
-
-
-def short(op: str) -> str:
-    """Returns a name of an op that fits beside a chart."""
-    for long, instead in SHORT.items():
-        op = op.replace(long, instead)
-    return op

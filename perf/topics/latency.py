@@ -20,7 +20,6 @@ from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.plan.sizes import KB, MB, format_nbytes
 from graphar.plan.work import MATMUL_ALLREDUCE
 from perf import machine
-from perf.charts import Axis, Mark, Rows
 from perf.harness import shared_gpu
 from perf.harness.shared_gpu import Case
 from perf.harness.timing import deciles
@@ -98,13 +97,10 @@ class LatencyRow(Timing):
 
     Attributes:
         method: OWN, or "graphar at" the commit of the other checkout.
-        op: the op and its options in words.
         size: bytes, or rows and columns, between whole GPUs.
         algorithm, grid: what `auto` takes there, and the blocks x threads that one GPU has room for.
         share: how much of the data a rank has here.
-        calls: how many calls a graph has.
         time_us: the time of one call on the slowest rank.
-        wrong: how many elements differ from the specification.
         before_us: the median in the last committed report of this GPU; None: there is none.
     """
 
@@ -131,9 +127,6 @@ class LatencyRow(Timing):
     @property
     def of_before(self) -> float | None:
         return self.median / self.before_us if self.before_us and not self.wrong else None
-
-
-# ---- the processes --------------------------------------------------------------------------------------------------
 
 
 class Process:
@@ -176,9 +169,7 @@ class LatencyPlan(NamedTuple):
     """What to measure.
 
     Attributes:
-        cases: the calls.
         checkouts: their folders by method, this one first.
-        repeats: how often each call is timed.
         before: the medians of the last committed report, by what :attr:`LatencyRow.key` is.
     """
 
@@ -222,9 +213,6 @@ def rows_of(
         before = plan.before.get((case.world_size, op, size)) if method == OWN else None
         what = op, size, case.world_size, call["algorithm"], call["grid"], round(amount / case.amount, 4)
         yield LatencyRow(method, *what, call["calls"], deciles(times[method]), wrong["wrong"], before)
-
-
-# ---- the topic ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -289,8 +277,6 @@ class Latency(Report):
         where = f"{row.world_size} ranks, {row.op}, {row.size}"
         return f"{where:<52} {row.method:<24} {row.median:>9.3f} us {row.wrong:>3} wrong{compared}"
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def findings(self) -> list[str]:
         found = [
             comparison(f"the last committed report ({self.before})", befores(self.rows)),
@@ -300,7 +286,7 @@ class Latency(Report):
 
     def sections(self) -> list[Section]:
         return [
-            Section(f"{world_size} ranks", [latency_table(mine)], [ratio_chart(mine)])
+            Section(f"{world_size} ranks", [latency_table(mine)])
             for world_size, mine in group(self.rows, lambda row: row.world_size).items()
         ]
 
@@ -375,14 +361,3 @@ def latency_table(rows: Sequence[LatencyRow]) -> str:
     head = ["op", "size", "algorithm", "blocks x threads", "share", "time (us)", "p10 - p90", "before (us)"]
     head.append("of_before")
     return table([*head, *(name for method in methods for name in (f"{method} (us)", "of_other"))], lines)
-
-
-def ratio_chart(rows: Sequence[LatencyRow]) -> Rows | None:
-    """Plots the ratio to the other checkout, or else to the last committed report, with a row for each op."""
-    ratios = next(iter(others(rows).values()), None) or befores(rows)
-    marks = [
-        Mark(row.op, row.algorithm, ratios[case_words(row)], f"{case_words(row)}: {ratios[case_words(row)]:.3f}")
-        for row in rows
-        if row.method == OWN and case_words(row) in ratios
-    ]
-    return Rows("Time / that before", marks, Axis("ratio", form="{:.2f}".format), 1.0) if marks else None

@@ -33,9 +33,6 @@ def tree_of_leaves(operands: products.ProductOperands, call: int) -> Tensor:
     return nodes[0].to(operands.out.dtype)
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Leaves(products.Products):
     rows: list[products.ProductRow] = field(default_factory=list)
@@ -51,7 +48,6 @@ class Leaves(products.Products):
         LEAVES_OF_TORCH: products.pair(TREE, TORCH),
     }
     told: ClassVar = (LEAVES_OF_TORCH,)
-    drawn: ClassVar = (LEAVES_OF_TORCH,)
     groups: ClassVar = {"decode": f"up to {max(products.DECODE_ROWS)} rows", "more rows": "more rows"}
     heading: ClassVar[str] = "Leaves, the order of K and torch"
     subject: ClassVar[str] = f"graphar's time of a matmul in {LEAVES} leaves / torch's"

@@ -36,19 +36,15 @@ from perf.md import NOT_SERVED, ratio_cell, table, time_cell
 from perf.models.tasks import ByteTransformer, load_bytes
 from perf.peers import catalogue
 from perf.ratios import group, ratio
-from perf.report import Arguments, Glance, Section, Timed, Timing
+from perf.report import Arguments, Glance, Section, Timed, Timing, timed_rows
 from perf.topics import quantized
 from perf.topics.allreduce import SIZE
 
 OPS = {"allreduce": "All-reduce", "reducescatter": "Reduce-scatter", "allgather": "All-gather"}
 METHODS = ("plain", "lossless", "nccl")
-WORDS = {"plain": "plain", "nccl": "NCCL's"}
 SIZES = tuple(8 * MB << step for step in range(9))
 STEPS, BATCH_SIZE, LEARNING_RATE = 40, 32, 2e-3  # for training the model whose weights are gathered
 ROW_NUMEL = TILE_NUMEL // ROWS
-
-
-# ---- data -----------------------------------------------------------------------------------------------------------
 
 
 def normal_with_zeros(world_size: int, device: torch.device) -> list[Tensor]:
@@ -128,17 +124,9 @@ def whole_tiles(x: Tensor) -> Tensor:
     return x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL]
 
 
-# ---- rows -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Result(Timing):
-    """The verified time of one method in one case.
-
-    Attributes:
-        method: one of METHODS.
-        wrong: the number of wrong elements, summed over all ranks.
-    """
+    """The verified time of one method in one case."""
 
     method: str
     world_size: int
@@ -156,12 +144,10 @@ class LosslessRow:
     """The results of all methods in one case.
 
     Attributes:
-        data: the kind of data, one of KINDS.
         nbytes: the bytes of the whole tensor: a rank's input of a reduction, or the result of an all-gather. 0 if the
             case was not timed.
         bits: the bits of an element on the wire.
         plain_us, lossless_us, nccl_us: the time of one operation; None if it was not measured.
-        op: one of OPS.
         entropy: the bits of an element by :func:`entropy`; None in reports that do not have it.
         wrong: the number of wrong elements, summed over all ranks, by method. Methods without any are left out.
     """
@@ -199,9 +185,6 @@ class LosslessRow:
 def row_of_data(kind: str, parts: Sequence[Tensor]) -> LosslessRow:
     """Returns a row without times. ``parts`` are the ranks' tensors."""
     return LosslessRow(kind, len(parts), 0, bits_on_wire(parts[0]), entropy=entropy(parts[0]))
-
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
 def run_rank(
@@ -264,9 +247,6 @@ def make_compressing(ranks: ProcessRanks) -> Communicator:
     return made
 
 
-# ---- the plan -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class LosslessPlan:
     """The cases to measure with one number of ranks.
@@ -300,9 +280,6 @@ class LosslessPlan:
         yield from ranks_of.run(self.world_size, partial(run_rank, self, rows, data))
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Lossless(BetweenRanks):
     rows: list[LosslessRow] = field(default_factory=list)
@@ -332,8 +309,6 @@ class Lossless(BetweenRanks):
         for one in plan:
             yield from one.measure()
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def verified(self) -> Sequence[Result]:
         return [result for row in self.rows for result in row.results().values()]
 
@@ -356,8 +331,7 @@ class Lossless(BetweenRanks):
             if any(row.nccl_us for row in mine):
                 body += ["Time / NCCL's time (of_nccl):", ratio_table(mine, "nccl")]
             body += ["Times:", time_table(mine)]
-            figures = [ratio_plot(mine, "plain"), ratio_plot(mine, "nccl")]
-            found.append(Section(f"{OPS[op]}, {world_size} ranks", body, figures))
+            found.append(Section(f"{OPS[op]}, {world_size} ranks", body, [ratio_plot(mine)]))
         return found
 
     def glance(self) -> Glance:
@@ -373,10 +347,7 @@ class Lossless(BetweenRanks):
         return Glance("time with compression / time without it, by size and kind of data", ratios)
 
     def timed(self) -> list[Timed]:
-        return [
-            Timed((one.method, f"{one.world_size} ranks", *one.what), one.median, bool(one.wrong), one.is_own)
-            for one in self.verified()
-        ]
+        return timed_rows(self.verified())
 
 
 def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:
@@ -409,17 +380,13 @@ def sizes_of(rows: Sequence[LosslessRow]) -> list[int]:
     return sorted({row.nbytes for row in rows if row.nbytes})
 
 
-def ratio_plot(rows: Sequence[LosslessRow], method: str = "plain") -> Plot | None:
-    """Plots lossless time / ``method``'s time. There is a line for each kind of data. ``rows`` belong to one op."""
+def ratio_plot(rows: Sequence[LosslessRow]) -> Plot | None:
+    """Plots lossless time / plain time. There is a line for each kind of data. ``rows`` belong to one op."""
     lines = []
     for kind, mine in group(rows, lambda row: row.data).items():
-        points = [(row, over) for row in mine if (over := row.over(method)) is not None]
-        hints = [
-            f"{row.bits:.2f} bits: {row.lossless_us:.1f} us, {method} {row.results()[method].median:.1f} us"
-            for row, _ in points
-        ]
+        points = [(row, over) for row in mine if (over := row.over("plain")) is not None]
+        hints = [f"{row.bits:.2f} bits: {row.lossless_us:.1f} us, plain {row.plain_us:.1f} us" for row, _ in points]
         if points:
             lines.append(Line(kind, [(row.nbytes, over) for row, over in points], hints))
-    name = WORDS[method]
-    axis = Axis(f"time / {name} time", form="{:.2f}".format)
-    return Plot(f"Time / {name} time, by kind of data", lines, SIZE, axis, [(1.0, method)]) if lines else None
+    axis = Axis("time / plain time", form="{:.2f}".format)
+    return Plot("Time / plain time, by kind of data", lines, SIZE, axis, [(1.0, "plain")]) if lines else None

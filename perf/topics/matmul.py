@@ -53,9 +53,6 @@ class MatmulRow(products.ProductRow):
     sms: int
 
 
-# ---- the rows of a case ---------------------------------------------------------------------------------------------
-
-
 def tiles(case: products.Case) -> list[MatmulRow]:
     return [row for row in case.values() if row.is_own]
 
@@ -86,8 +83,6 @@ def tile_of(row: MatmulRow | None) -> str:
     return NOT_SERVED if row is None else row.method.removeprefix(OWN)
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
 TAKEN_OF_TORCH, TAKEN_OF_BEST = "taken/torch", "taken/best"
 
 
@@ -105,7 +100,6 @@ class Matmul(products.Products):
         TAKEN_OF_BEST: lambda case: (taken(case), best(tiles(case))),
         "auto/better": lambda case: (auto(case), better(case)),
     }
-    drawn: ClassVar = (TAKEN_OF_TORCH, TAKEN_OF_BEST)
     heading: ClassVar[str] = "The tile taken, the best tile and torch"
     subject: ClassVar[str] = "graphar's time of a matmul / torch's"
 
@@ -149,12 +143,6 @@ class Matmul(products.Products):
     def line(self, row: MatmulRow) -> str:
         return super().line(row) + (", taken" if row.is_taken else "") + (", auto" if row.is_auto else "")
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def group_of(cls, shape: products.Shape, case: products.Case) -> str:
-        return WAVE if has_wave(case) else "less"
-
     def grouped(self) -> dict[str, dict[products.Shape, products.Case]]:
         """Returns all cases, and those of at least one wave if there are others."""
         cases = self.cases()
@@ -186,6 +174,3 @@ class Matmul(products.Products):
             )
         times = ["torch (us)", "taken", "taken (us)", "best", "best (us)", "auto"]
         return table(["M x N x K", *times, *self.ratios, "taken (TFLOP/s)"], lines)
-
-    def hint(self, case: products.Case) -> str:
-        return f", {tile_of(taken(case))} taken, {tile_of(best(tiles(case)))} best"

@@ -18,19 +18,19 @@ from torch import Tensor
 
 import graphar
 from perf.between_ranks import BetweenRanks
-from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
 from perf.harness.ranks import Ranks, timed_in_turn
 from perf.harness.timing import Repeated, spread
 from perf.harness.verify import LOGITS_TOLERANCE, again, compare_logits
-from perf.md import NOT_SERVED, columns, method_cell, number, plural, ratio_cell
+from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell
 from perf.models import bench, generation, sequence
 from perf.models import decoder as decoding
 from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, ModelBench, by_title, compared, error_cell, whole_columns
 from perf.models.generation import CallRow, GenerationPlan, GenerationRow
 from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
+from perf.peers.matmuls import after_matmul, torch_mm
 from perf.peers.methods import Method
 from perf.ratios import best, best_peer, ratio, words_for
 from perf.report import Arguments, Glance, Section, Spread, Timed, Timing, timed_rows
@@ -55,8 +55,6 @@ class ModelPlan(BenchPlan):
         for tokens in self.prefill:
             yield decoding.Case(decoding.PREFILL, tokens, tokens)
 
-
-# ---- methods --------------------------------------------------------------------------------------------------------
 
 ALONE = "alone"
 MATMUL, NORM, BOTH, CODEC = "graphar + matmul", "graphar + norm", "graphar + matmul + norm", "graphar_int8"
@@ -112,23 +110,10 @@ def normed_in_kernel(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor)
 
 
 def after_sum(method: Method, add_and_norm: Callable) -> Variant:
-    """Returns a variant of torch's matmul, an all-reduce and the norm.
+    """Returns a variant of torch's matmul, an all-reduce and the norm."""
+    call = partial(bench.after_linear, after_matmul(method, "", torch_mm).call, add_and_norm)
+    return Variant(method.name, call, same_bits=method.exact, quantised=method.quantised, keeps=method)
 
-    If the all-reduce needs its input in a buffer, the matmul writes into that buffer.
-    """
-
-    def row_parallel_and_norm(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        shape = (len(a), len(weight))
-        if method.buffer is None:
-            product = torch.mm(a, weight.t())
-        else:
-            product = torch.mm(a, weight.t(), out=method.buffer[: shape[0] * shape[1]].view(shape))
-        return add_and_norm(method.call(product.view(-1)).view(shape), residual, scale)
-
-    return Variant(method.name, row_parallel_and_norm, same_bits=method.exact, quantised=method.quantised, keeps=method)
-
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 # Replaces LOGITS_TOLERANCE for the 8-bit codec, whose error is about 1 % of each summand.
 QUANTISED_TOLERANCE = 2.0**-4
@@ -227,9 +212,6 @@ def wrong_tokens(errors: Tensor, apart: Tensor, variant: Variant, layers: int) -
     return ~(errors <= tolerance * layers**0.5) | (apart & variant.same_bits)
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 def run_plan(plan: BenchPlan, rank: int, port: int) -> Iterator[AnyRow | str]:
     works = {ModelPlan: run_rank, GenerationPlan: generation.run_rank, SequencePlan: sequence.run_rank}
     yield from works[type(plan)](plan, rank, port)
@@ -309,8 +291,6 @@ class Model(BetweenRanks):
                 plans.append(SequencePlan(device, world_size, *shape, in_sequence))
         return plans
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def verified(self) -> Sequence[Timing]:
         return [row for row in (*self.rows, *self.generations) if row.error is not None] + self.calls + self.sequences
 
@@ -331,8 +311,7 @@ class Model(BetweenRanks):
         return [line for line in lines if line]
 
     def sections(self) -> list[Section]:
-        steps = by_title(self.rows).items()
-        found = [Section(title, [step_table(rows)], [breakdown(title, rows)]) for title, rows in steps]
+        found = [Section(title, [step_table(rows)]) for title, rows in by_title(self.rows).items()]
         found += [Section(title, [generation.table_of(rows)]) for title, rows in by_title(self.generations).items()]
         found += [Section(title, [generation.call_table(rows)]) for title, rows in by_title(self.calls).items()]
         if self.calls:
@@ -406,22 +385,3 @@ def share(row: ModelRow, alone: ModelRow) -> float:
 def best_own(rows: Mapping[str, ModelRow]) -> ModelRow | None:
     """Returns the fastest of graphar's methods without a codec."""
     return best(row for name, row in rows.items() if name in EXACT)
-
-
-def breakdown(step: str, rows: Mapping[str, ModelRow]) -> Rows | None:
-    """Charts each method's computation and exposed communication. Returns None if `alone` was not measured."""
-    alone = rows.get(ALONE)
-    if alone is None:
-        return None
-    drawn = [row for name, row in rows.items() if name != UNSHARDED]
-    hints = {row.method: f"{row.method}: {number(row.median)} us, {_beyond(row, alone)} communication" for row in drawn}
-    ends = {row.method: min(row.median, alone.median) for row in drawn}
-    shown = "exposed communication"
-    marks = [Mark(row.method, shown, row.median, hints[row.method], ends[row.method], bool(row.wrong)) for row in drawn]
-    marks += [Mark(name, "computation", end, hints[name], 0.0) for name, end in ends.items()]
-    note = f"{ALONE}: without all-reduces, so its results are wrong by design."
-    return Rows(f"Time of a step: {step}", marks, Axis("time (us)"), note=note)
-
-
-def _beyond(row: ModelRow, alone: ModelRow) -> str:
-    return f"{max(row.median - alone.median, 0.0):.1f} us of it"

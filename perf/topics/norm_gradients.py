@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -19,30 +19,19 @@ from graphar.numerics import norm_gradients
 from graphar.numerics import norms as norm_numerics
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bind import residual_norm
-from perf.charts import Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
 from perf.machine import memory_rate
 from perf.md import NOT_SERVED, name_cell, number, ratio_cell, table, time_cell
 from perf.products import integers_of
-from perf.ratios import best_peer, group, of_best_peer, ratio, times_of_peer, words_for
+from perf.ratios import best_peer, group, of_best_peer, ratio, words_for
 from perf.report import Arguments, Deciles, Glance, Report, Section, Timing
-from perf.topics.allreduce import OF_BEST_PEER
 from perf.topics.norms import EPS, OFFSET, add_and_norm, count_far, count_wrong
 
 Shape = tuple[int, int]  # rows, columns
 
-SHAPES: tuple[Shape, ...] = (
-    (16, 8192),
-    (128, 8192),
-    (512, 2048),
-    (2048, 5120),
-    (2048, 16384),
-    (4096, 8192),
-    (8192, 4096),
-    (16384, 1024),
-    (16384, 4096),
-)
+SHAPES: tuple[Shape, ...] = ((16, 8192), (128, 8192), (512, 2048), (2048, 5120), (2048, 16384), (4096, 8192))
+SHAPES += ((8192, 4096), (16384, 1024), (16384, 4096))
 CPU_SHAPES: tuple[Shape, ...] = ((16, 1024), (64, 264))
 OWN, TORCH, COMPILED = METHODS = ("graphar", "torch", "torch.compile")
 CPU_METHODS = (OWN, TORCH)
@@ -53,7 +42,6 @@ MB = 1 << 20
 # The most roundings to bf16 between a peer's inputs and a result, see :func:`exact`.
 ROUNDINGS = 8
 NO_KERNEL = "graphar has no kernel for these rows on this GPU"
-NOT_TOGETHER = "all methods in one process ended it, so each has its own, and they did not take turns"
 
 
 @dataclass(frozen=True)
@@ -61,8 +49,6 @@ class NormGradientRow(Timing):
     """The measured and verified time of one method.
 
     Attributes:
-        method: one of METHODS.
-        passes: one of PASSES.
         rows, columns: the shape of the bf16 tensors.
         summed: whether the sum of input and residual has a gradient of its own.
         least_nbytes: the bytes of all operands and results, each once.
@@ -103,9 +89,6 @@ def least_nbytes(passes: str, shape: Shape, summed: bool) -> int:
     tensor, weight = shape[0] * shape[1] * ITEMSIZE, shape[1] * ITEMSIZE
     backward = (3 + summed) * tensor + 2 * weight
     return backward if passes == BACKWARD else backward + 4 * tensor + weight
-
-
-# ---- methods --------------------------------------------------------------------------------------------------------
 
 
 class Operands(NamedTuple):
@@ -189,9 +172,6 @@ def autograd(normed: Tensor, summed: Tensor, operands: Operands, retain: bool) -
     return torch.autograd.grad(used, operands[:3], gradients, retain_graph=retain)
 
 
-# ---- what is right --------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def specified(operands: Operands) -> tuple[Tensor, ...]:
     """Returns the bits that graphar promises: normed rows, sums, the gradients of x and residual, and the weight's."""
@@ -226,9 +206,6 @@ def exact(operands: Operands) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     share = ROUNDINGS * torch.finfo(x.dtype).eps / 2
     limits = [share * one for one in (normed.abs(), r.abs(), magnitude, magnitude, terms.abs().sum(0))]
     return values, tuple(limits)
-
-
-# ---- the measurement ------------------------------------------------------------------------------------------------
 
 
 class Trial:
@@ -332,26 +309,10 @@ def reason(error: BaseException) -> str:
     return f"{found} (after {reason(before)})" if before else found
 
 
-def measure_shape(plan: NormGradientPlan, shape: Shape) -> list[NormGradientRow | str]:
-    """Returns the rows of one shape. If a method ends the process, each method is measured in one of its own."""
-    try:
-        return list(ranks_of.run(1, partial(run_shape, plan, shape)))
-    except ProcessException as error:
-        why = reason_of_process(error)
-    if len(plan.methods) == 1:
-        return [f"{plan.methods[0]}, {words_of(shape, True)[0]}: {why}"]
-    alone = [replace(plan, methods=(name,)) for name in plan.methods]
-    found = [f"{words_of(shape, True)[0]}: {NOT_TOGETHER}: {why}"]
-    return found + [one for part in alone for one in measure_shape(part, shape)]
-
-
 def reason_of_process(error: ProcessException) -> str:
     """Returns the line that names the error. After errors of CUDA more lines follow."""
     found = re.search(r"^[\w.]*(Error|Exception)\b.*", str(error), re.MULTILINE)
     return found[0] if found else str(error).strip().splitlines()[-1]
-
-
-# ---- the topic ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -378,19 +339,20 @@ class NormGradients(Report):
 
     def measure(self, plan: NormGradientPlan) -> Iterator[NormGradientRow | str]:
         for shape in plan.shapes:
-            yield from measure_shape(plan, shape)
+            try:
+                yield from ranks_of.run(1, partial(run_shape, plan, shape))
+            except ProcessException as error:
+                yield f"{words_of(shape, True)[0]}: {reason_of_process(error)}"
 
     @classmethod
     def count(cls, plan: NormGradientPlan) -> int:
         return 2 * len(PASSES) * len(plan.shapes) * len(plan.methods)
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def sections(self) -> list[Section]:
         found = []
         for passes in PASSES:
             if cases := cases_of(self.rows, passes):
-                found.append(Section(passes.capitalize(), [comparison(cases)], [ratio_chart(passes, cases)]))
+                found.append(Section(passes.capitalize(), [comparison(cases)]))
         peaks = peak_table(cases_of(self.rows, BOTH))
         return [*found, Section("Peak memory of forward and backward", [peaks])] if peaks else found
 
@@ -449,12 +411,3 @@ def peak_table(cases: Cases) -> str:
             lines.append([words_of(shape, summed)[0], "yes" if summed else "no", *cells])
     header = ["rows x columns", "gradient of the sum", *(f"{name} (MB)" for name in methods)]
     return table(header, lines) if lines else ""
-
-
-def ratio_chart(passes: str, cases: Cases) -> Rows:
-    """Plots graphar's time / the best peer's time, with a row for each shape."""
-    marks = []
-    for case, one in of_best_peer(cases).items():
-        shape, of_sum = words_of(*case)
-        marks.append(Mark(shape, of_sum, one, f"{shape}, {of_sum}: {times_of_peer(one, cases[case])}"))
-    return Rows(f"{passes.capitalize()}: time / best peer's time", marks, OF_BEST_PEER, 1.0)

@@ -23,9 +23,9 @@ from perf.harness.timing import Repeated, deciles
 from perf.md import method_table, plural
 from perf.peers import catalogue
 from perf.peers.flashinfer import load_trtllm
-from perf.ratios import by_method, of_best_peer, times_of_peer, words_for
+from perf.ratios import by_method, of_best_peer, words_for
 from perf.report import Choice, Deciles, Glance, Section, Timing
-from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER, TIME
+from perf.topics.allreduce import FAMILIES, TIME
 
 HIDDEN, TOKENS = 8192, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CPU_HIDDEN, CPU_TOKENS = 1024, (1, 16, 256)
@@ -66,9 +66,6 @@ class NormPlan:
 
 
 Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]  # (input, residual, weight) -> (normed, residual)
-
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
 def run_rank(plan: NormPlan, rank: int, port: int) -> Iterator[NormRow | str]:
@@ -259,9 +256,6 @@ class Trial(Repeated):
         ranks.barrier()
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Norms(BetweenRanks):
     rows: list[NormRow] = field(default_factory=list)
@@ -278,12 +272,9 @@ class Norms(BetweenRanks):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[NormPlan]:
-        """Returns one plan for each world size."""
         device, hidden, tokens = ("cuda", HIDDEN, TOKENS) if gpu_count >= 2 else ("cpu", CPU_HIDDEN, CPU_TOKENS)
         world_sizes = cls.world_sizes(options, gpu_count)
         return [NormPlan(device, world_size, options.hidden or hidden, tokens) for world_size in world_sizes]
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     def findings(self) -> list[str]:
         loss = self.loss_of_auto()
@@ -299,7 +290,7 @@ class Norms(BetweenRanks):
             mine = [row for row in self.rows if row.world_size == world_size]
             cases = {str(tokens): rows for tokens, rows in by_method(mine, lambda row: row.tokens).items()}
             title = f"{world_size} ranks, hidden size {mine[0].hidden}"
-            found.append(Section(title, [method_table("tokens", cases)], [times(mine), ratios(mine)]))
+            found.append(Section(title, [method_table("tokens", cases)], [times(mine)]))
         return found
 
     def glance(self) -> Glance:
@@ -323,13 +314,3 @@ def times(rows: Sequence[NormRow]) -> Plot:
         lines.append(Line(method, [(row.tokens, row.median) for row in mine], hints, band, wrong))
     note = "Lines are medians, bands are the 10th to 90th percentile."
     return Plot("Time by tokens", lines, TOKEN_AXIS, TIME, note=note)
-
-
-def ratios(rows: Sequence[NormRow]) -> Plot | None:
-    """Plots graphar's time / the best peer's time."""
-    cases, lines = by_method(rows, lambda row: row.tokens), []
-    for method in OUTPUTS:
-        found = of_best_peer(cases, method)
-        hints = [f"{plural(n, 'token')}: {times_of_peer(one, cases[n], 3)}" for n, one in found.items()]
-        lines += [Line(method, list(found.items()), hints)] if found else []
-    return Plot("Time / best peer's time", lines, TOKEN_AXIS, OF_BEST_PEER, EVEN) if lines else None

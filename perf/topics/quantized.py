@@ -24,17 +24,7 @@ from perf.md import NOT_SERVED, ratio_cell, table, time_table
 from perf.peers.catalogue import CODEC_METHODS
 from perf.ratios import best_peer, by_method, geometric_mean, ratio, words_for
 from perf.report import Arguments, Glance, Section, Timed, timed_rows
-from perf.topics.allreduce import (
-    EVEN,
-    FAMILIES,
-    HEAD,
-    OF_BEST_PEER,
-    SIZE,
-    AllReduce,
-    add_sizes,
-    line_of,
-    named_sizes,
-)
+from perf.topics.allreduce import FAMILIES, HEAD, AllReduce, add_sizes, named_sizes
 
 MIN_NBYTES = 256 * KB
 LARGE_NBYTES = 16 * MB  # from this size on, the time is limited by bandwidth and not by latency
@@ -44,9 +34,6 @@ DRAWN = ("graphar", "graphar_int8", "graphar_int6", "graphar_int4", "graphar_int
 
 DTYPE = torch.bfloat16
 TOKENS, HIDDEN, HEADS, FFN = 256, 1024, 16, 2816  # the shapes of the data for the errors
-
-
-# ---- data -----------------------------------------------------------------------------------------------------------
 
 
 def normal(world_size: int, device: torch.device) -> list[Tensor]:
@@ -104,16 +91,12 @@ def _norm(x: Tensor) -> Tensor:
     return nn.functional.rms_norm(x, (HIDDEN,))
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ErrorRow:
     """The error of one codec on one kind of data.
 
     Attributes:
         codec: the codec's text. "exact" is the all-reduce without a codec, which rounds the sum to bfloat16 once.
-        data: the kind of data.
         bits: the bits of an element on the wire.
         relative_l2: the Euclidean norm of the error / the norm of the exact sum.
         relative_max: the largest error / the largest magnitude of the exact sum.
@@ -152,9 +135,6 @@ def errors(result: Tensor, exact: Tensor) -> tuple[float, float, float]:
         (error.abs().max() / exact.abs().max()).item(),
         (result.flatten() @ exact.flatten() / (result.norm() * length)).item(),
     )
-
-
-# ---- the topic ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -205,8 +185,6 @@ class Quantized(BetweenRanks):
     def line(self, row: ErrorRow | Row) -> str:
         return AllReduce.line(self, row) if isinstance(row, Row) else ""
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def verified(self) -> Sequence[Row]:
         return self.times
 
@@ -231,7 +209,7 @@ class Quantized(BetweenRanks):
                 "Wire bandwidth in one direction:",
                 wire_table(named),
             ]
-            found.append(Section(f"Times, {world_size} ranks", body, [ratio_plot(cases)]))
+            found.append(Section(f"Times, {world_size} ranks", body))
         for world_size in dict.fromkeys(row.world_size for row in self.errors):
             mine = [row for row in self.errors if row.world_size == world_size]
             found.append(Section(f"Errors, {world_size} ranks", [error_table(mine)]))
@@ -253,9 +231,6 @@ class Quantized(BetweenRanks):
 
     def timed(self) -> list[Timed]:
         return timed_rows(self.times)
-
-
-# ---- tables and figures ---------------------------------------------------------------------------------------------
 
 
 def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
@@ -327,19 +302,3 @@ def error_plot(report: Quantized) -> Plot:
         lines.append(Line(data, points, hints))
     label = "time / best peer's, from 16 MB up" if ratios else "bits of an element on the wire"
     return Plot(f"Errors of codecs, {world_size} ranks", lines, Axis(label), Axis("relative L2 error", 10))
-
-
-def ratio_plot(cases: Mapping[int, Mapping[str, Row]]) -> Plot:
-    lines = []
-    for name in DRAWN:
-        peers = {nbytes: best_peer(rows.values()) for nbytes, rows in cases.items()}
-        mine = [rows[name] for nbytes, rows in cases.items() if name in rows and peers[nbytes]]
-        if mine:
-            lines.append(
-                line_of(
-                    name.removeprefix(CODEC_PREFIX),
-                    mine,
-                    lambda row, peers=peers: row.median / peers[row.nbytes].median,
-                )
-            )
-    return Plot("Time / best peer's time, by codec", lines, SIZE, OF_BEST_PEER, EVEN)

@@ -18,7 +18,6 @@ from graphar.cli.options import size
 from graphar.numerics.codecs import Codec
 from graphar.plan.sizes import MB, format_nbytes
 from perf import training_steps
-from perf.charts import Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
 from perf.harness.slow_network import join, slow_network, why_not
@@ -83,11 +82,7 @@ class SlowPlan:
     repeats: int
 
 
-# ---- on a rank ------------------------------------------------------------------------------------------------------
-
-
 def run_rank(plan: SlowPlan, rate: str, hosts: list[int], rank: int, port: int) -> Iterator[SlowRow]:
-    """Yields one rank's results at a rate."""
     ranks = join(rank, hosts, port)
     for nbytes in plan.sizes:
         if nbytes * 8 <= MOST_SECONDS * bits_a_second(rate):
@@ -154,9 +149,6 @@ def bits_a_second(rate: str) -> float:
     return int(rate.removesuffix(found)) * units[found] if found else sys.exit(f"--rates: not a rate: {rate}")
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class SlowLinks(Report):
     rows: list[SlowRow] = field(default_factory=list)
@@ -196,15 +188,12 @@ class SlowLinks(Report):
                 with slow_network(world_size, rate) as hosts:
                     yield from ranks_of.run(world_size, partial(run_rank, plan, rate, hosts))
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def sections(self) -> list[Section]:
         found = []
         for (world_size, rate), mine in group(self.rows, lambda row: (row.world_size, row.rate)).items():
             where = f"{world_size} ranks, {rate}/s"
             if all_reduces := [row for row in mine if not row.samples]:
-                chart = ratio_chart(f"Time of an all-reduce / gloo's, {where}", all_reduces)
-                found.append(Section(f"All-reduces, {where}", [sum_table(all_reduces)], [chart]))
+                found.append(Section(f"All-reduces, {where}", [sum_table(all_reduces)]))
             for case, rows in group([row for row in mine if row.samples], lambda row: row.case).items():
                 found.append(Section(f"Training steps of {case}, {where}", [step_table(rows)]))
         return found
@@ -228,17 +217,6 @@ def sum_table(rows: Sequence[SlowRow]) -> str:
         lines.append([case, *cells])
     methods = next(iter(cases.values()))
     return table(["size", *(f"{name} (ms, of_gloo)" for name in methods)], lines)
-
-
-def ratio_chart(title: str, rows: Sequence[SlowRow]) -> Rows:
-    gloo = {row.case: row for row in rows if row.method == GLOO}
-    marks = []
-    for row in rows:
-        if row.is_own and row.case in gloo:
-            one = row.median / gloo[row.case].median
-            hint = f"{row.method}, {row.case}: {ms(row)} ms"
-            marks.append(Mark(row.case, row.method, one, hint, wrong=bool(row.wrong)))
-    return training_steps.ratio_chart(title, marks)
 
 
 def step_table(rows: Sequence[SlowRow]) -> str:

@@ -18,7 +18,6 @@ import graphar
 from graphar.errors import UnsupportedError
 from graphar.plan.sizes import MB, format_nbytes
 from perf.between_ranks import BetweenRanks
-from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, first_line, host_time_us
 from perf.harness.timing import WARM_UP, capture, deciles, spread, time_in_turn
@@ -57,10 +56,6 @@ class SuspendRow:
     """What suspensions and resumptions of one case took, gave back and changed.
 
     Attributes:
-        size: a name in perf.models.decoder.SIZES.
-        layers: the number of layers of a step.
-        phase, tokens: the fields of perf.models.decoder.Case.
-        cycles: how often the communicator was suspended and resumed.
         scratch: the bytes of scratch, by algorithm.
         symmetric_nbytes: the bytes of symmetric tensors, whose content was kept.
         freed_nbytes: a GPU's free memory while suspended minus that before; the least over all cycles and ranks.
@@ -134,9 +129,6 @@ class SuspendPlan:
 def words_of(phase: str, tokens: int, kept_nbytes: int) -> str:
     kept = f", {format_nbytes(kept_nbytes)} kept" if kept_nbytes else ""
     return f"{phase} of {plural(tokens, 'token')}{kept}"
-
-
-# ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
 def run_rank(plan: SuspendPlan, rank: int, port: int) -> Iterator[SuspendRow | str]:
@@ -283,9 +275,6 @@ def free_nbytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Suspend(BetweenRanks):
     rows: list[SuspendRow] = field(default_factory=list)
@@ -323,8 +312,6 @@ class Suspend(BetweenRanks):
         freed = f"{mb(row.freed_nbytes)} of {mb(row.held_nbytes)} MB freed"
         return f"{row.world_size:>2} ranks {row.words:<36} {times}, {freed} {row.wrong:>6} wrong"
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def findings(self) -> list[str]:
         return [in_words(row) for row in self.rows if not row.wrong]
 
@@ -333,7 +320,7 @@ class Suspend(BetweenRanks):
         for (world_size, model), rows in group(self.rows, lambda row: (row.world_size, row.what[0])).items():
             title = f"{plural(world_size, 'rank')}, {model}"
             found.append(Section(f"{title}: memory", [memory_table(rows)]))
-            found.append(Section(f"{title}: times", [time_table(rows)], [time_chart(rows)]))
+            found.append(Section(f"{title}: times", [time_table(rows)]))
         return found
 
     def glance(self) -> Glance:
@@ -346,6 +333,10 @@ class Suspend(BetweenRanks):
         held = f"{mb(row.held_nbytes)} MB between {plural(row.world_size, 'rank')}"
         words = f"to resume {held}; suspending took {suspend} and gave {row.freed_share:.0%} of that back"
         return Glance(words, figure=resume)
+
+    def charted(self) -> tuple[str, dict[str, float]]:
+        ratios = {f"{row.words}, {plural(row.world_size, 'rank')}": row.slowdown for row in self.rows}
+        return "Time of a step after the last resumption / before the first suspension", ratios
 
     def timed(self) -> list[Timed]:
         found = []
@@ -405,12 +396,3 @@ def time_table(rows: Sequence[SuspendRow]) -> str:
 
 def with_deciles(time_us: Deciles) -> str:
     return f"{ms(time_us['median'])} ({ms(time_us['p10'])} to {ms(time_us['p90'])})"
-
-
-def time_chart(rows: Sequence[SuspendRow]) -> Rows:
-    marks = []
-    for row in rows:
-        for name, time_us in {"suspend": row.suspend_us, "resume": row.resume_us}.items():
-            hint = f"{name}, {row.words}, {mb(row.held_nbytes)} MB: {with_deciles(time_us)} ms"
-            marks.append(Mark(row.words, name, time_us["median"] / 1e3, hint, wrong=bool(row.wrong)))
-    return Rows("Time to suspend and to resume", marks, Axis("time (ms)"))

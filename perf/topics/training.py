@@ -46,7 +46,6 @@ class Run:
         codec: the codec for gradients. None: exact gradients.
         error_feedback: whether each rank adds the rounding errors of its gradients to its next gradients.
         seed: the seed for the model, the order of samples, and stochastic rounding.
-        steps: the number of optimiser steps.
     """
 
     backend: str
@@ -131,8 +130,6 @@ class TrainingPlan:
     """The runs to make.
 
     Attributes:
-        device: "cuda" or "cpu".
-        tasks: names in TASKS.
         every_codec: whether to run all codecs, or only a few.
     """
 
@@ -160,11 +157,7 @@ class TrainingPlan:
         return plain + [(Codec(bit, buckets[0]), True) for bit in bits if bit <= FEEDBACK_MAX_BITS]
 
 
-# ---- on a rank ------------------------------------------------------------------------------------------------------
-
-
 def run_rank(plan: TrainingPlan, rank: int, port: int) -> Iterator[TrainingRow]:
-    """Yields one rank's results."""
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()  # the first run is the baseline of the others
     yield from rows_of(plan, ranks)
@@ -274,9 +267,6 @@ def evaluate(model: nn.Module, data: tuple[Tensor, Tensor], batch_size: int, dev
     return loss / count if math.isfinite(loss) else math.inf, right / count
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Training(TrainingReport):
     rows: list[TrainingRow] = field(default_factory=list)
@@ -291,6 +281,7 @@ class Training(TrainingReport):
     )
     work: ClassVar = staticmethod(run_rank)
     kind_of_plan: ClassVar[type[TrainingPlan]] = TrainingPlan
+    reached: ClassVar[str] = "codecs reach the test loss of exact gradients, within noise"
     tasks: ClassVar[tuple[str, ...]] = ("digits", "bytes")
     seeds_on_cpu: ClassVar[int] = CPU_SEEDS
     steps_on_gpus: ClassVar[int] = 600
@@ -334,8 +325,6 @@ class Training(TrainingReport):
             f" test loss {outcome.test_loss:.3f}, accuracy {outcome.test_accuracy:.1%}, {outcome.step_ms:.2f} ms a step"
         )
 
-    # ---- the report --------------------------------------------------------------------------------------------------
-
     def is_wrong(self, row: TrainingRow) -> bool:
         return not row.outcome.same_bits
 
@@ -349,7 +338,6 @@ class Training(TrainingReport):
         found = []
         for rows in self._by_task().values():
             figures = [loss_by_step(rows)] if any(row.curve for row in rows) else []
-            figures += [loss_by_bits(rows)] if any(row.run.codec for row in rows) else []
             found.append(Section(title(rows), [run_table(rows)], figures))
         return found
 
@@ -361,7 +349,7 @@ class Training(TrainingReport):
         near, far = (sum(len(half[at]) for half in halves) for at in (0, 1))
         if not near + far:
             return Glance("no codec was trained with")
-        return Glance("codecs reach the test loss of exact gradients, within noise", figure=f"{near} of {near + far}")
+        return Glance(self.reached, figure=f"{near} of {near + far}")
 
     def timed(self) -> list[Timed]:
         found = []
@@ -459,11 +447,7 @@ def _spread(rows: Sequence[TrainingRow], name: str) -> float:
 
 
 def _figure(rows: Sequence[TrainingRow], name: str, form: Callable[[float], str]) -> str:
-    spread = f" ± {form(_spread(rows, name))}" if len(rows) > 1 else ""
-    return form(mean(rows, name)) + spread
-
-
-# ---- figures --------------------------------------------------------------------------------------------------------
+    return form(mean(rows, name)) + (f" ± {form(_spread(rows, name))}" if len(rows) > 1 else "")
 
 
 def loss_by_step(rows: Sequence[TrainingRow]) -> Plot:
@@ -498,19 +482,3 @@ def drawn(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
     fewest = min(fed_back, key=lambda runs: runs[0].run.codec.bits, default=None)
     exact = [runs for runs in by_configuration(rows) if not runs[0].run.codec]
     return exact[-1:] + each + ([fewest] if fewest else [])
-
-
-def loss_by_bits(rows: Sequence[TrainingRow]) -> Plot:
-    """Plots the test loss by bits. There is a line for each mode and bucket size, and a rule for exact gradients."""
-    exact = mean([row for row in rows if row.run.codec is None], "test_loss")
-    found: dict[str, list[tuple[float, float]]] = {}
-    for runs in by_configuration([row for row in rows if row.run.codec]):
-        name = f"{runs[0].mode.removeprefix('absmax ')}, {runs[0].run.codec.bucket_size}"
-        found.setdefault(name, []).append((runs[0].bits, mean(runs, "test_loss")))
-    lines = []
-    for name, points in found.items():
-        points.sort()
-        lines.append(Line(name, points, [f"{bits:g} bits: test loss {loss:.4f}" for bits, loss in points]))
-    note = "Lines are named by rounding and by the number of elements that share a scale."
-    axes = Axis("bits of a gradient on the wire"), Axis("test loss (nats)")
-    return Plot("Test loss by bits", lines, *axes, [(exact, "exact")], note)

@@ -131,7 +131,7 @@ def test_a_measured_tuning_table_names_a_committed_report(path):
 # How each topic's JSON marks a row whose result was wrong, by the list that holds the row. In a list without marks, a
 # wrong result would have ended the run, or nothing is summed.
 OF_ROWS = ["allreduce", "fp8", "fused_fp8", "gathered", "host", "latency", "leaves", "matmul", "norm_gradients"]
-OF_ROWS += ["alltoall", "beside", "losses", "norms", "nvlink", "slow_links", "suspend"]
+OF_ROWS += ["alltoall", "beside", "losses", "norms", "slow_links", "suspend"]
 MARKS = {name: {"rows": lambda row: row["wrong"]} for name in OF_ROWS} | {
     "quantized": {"times": lambda row: row["wrong"], "errors": lambda row: not 0 <= row["relative_l2"] < 1},
     "lossless": {"rows": lambda row: any(row.get("wrong", {}).values())},

@@ -34,7 +34,6 @@ from perf.topics.matmul import TORCH, Matmul, MatmulRow
 from perf.topics.model import Model, ModelRow
 from perf.topics.norm_gradients import BACKWARD, BOTH, NormGradientRow, NormGradients, least_nbytes
 from perf.topics.norms import NormRow, Norms
-from perf.topics.nvlink import NVLink
 from perf.topics.quantized import ErrorRow, Quantized
 from perf.topics.slow_links import SlowLinks, SlowRow
 from perf.topics.suspend import Suspend, SuspendRow
@@ -200,8 +199,7 @@ def slow_row(method, time_ms, case="32 MB", wrong=0, samples=0, loss=None):
 
 
 REPORTS = [
-    AllReduce({4: 355.0}, [row(), row("nccl", 20.0)], skipped=["vllm: no such package"]),
-    NVLink({4: 355.0}, [replace(row(), nvlink=NVLINK)], skipped=["NVML: no counters"]),
+    AllReduce({4: 355.0}, [replace(row(), nvlink=NVLINK), row("nccl", 20.0)], skipped=["vllm: no such package"]),
     Quantized([ErrorRow("int4", "normal", 4, 4.5, 0.1, 0.2, 0.99)], [row(), row("nccl", 20.0)]),
     Lossless([LosslessRow("normal", 4, 16 << 20, 12.06, 75.0, 60.0)], skipped=["gradients: the run was ended"]),
     Norms([norm_row("graphar", 1, 4.0), norm_row("nccl + norm", 1, 12.0)]),

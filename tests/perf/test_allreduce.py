@@ -10,11 +10,10 @@ import pytest
 from graphar.plan.sizes import GB, KB, MB, format_nbytes, parse_nbytes
 from perf import __main__ as program
 from perf import cubin, machine
-from perf.harness.cases import HOST_MODES, SIZES, VARIANTS, BackendPlan, Plan, Row, algbw, busbw
+from perf.harness.cases import HOST_MODES, SIZES, VARIANTS, Case, Plan, Row, SizesPlan, make_row
 from perf.peers.catalogue import CUDA_METHODS
 from perf.topics import allreduce
-from perf.topics.allreduce import AllReduce, families, nominal_rate, size_table, with_links_of_largest
-from perf.topics.nvlink import NVLink
+from perf.topics.allreduce import AllReduce, families, size_table, with_links_of_largest
 from tests.perf.samples import MACHINE, NVLINK, row
 
 
@@ -23,9 +22,9 @@ def plan(full=True, max_nbytes=SIZES[-1], device="cuda"):
 
 
 def test_bandwidths_are_those_of_nccl_tests():
-    assert algbw(nbytes=10**9, time_us=1e6) == pytest.approx(1.0)
-    assert busbw(100.0, world_size=2) == pytest.approx(100.0)
-    assert busbw(100.0, world_size=4) == pytest.approx(150.0)
+    two, four = (make_row(Case(n, "process", "graph", "bfloat16", 10**9), "graphar", [1e4], 0) for n in (2, 4))
+    assert (two.algbw, two.busbw) == (pytest.approx(100.0), pytest.approx(100.0))
+    assert (four.algbw, four.busbw) == (pytest.approx(100.0), pytest.approx(150.0))
 
 
 SPELT = [("2KB", 2048), ("3MiB", 3 << 20), ("1.5 MB", 3 << 19), ("2 kb", 2048), ("2kib", 2048), ("7B", 7), ("7 B", 7)]
@@ -163,12 +162,12 @@ def test_variants_of_auto_are_measured_in_graphs_at_the_sizes_for_which_tables_a
 
 
 def backends_of(gpu_count, *more):
-    """The device, ranks, methods and sizes in megabytes of each BackendPlan."""
+    """The device, ranks, methods and sizes in megabytes of each plan of torch's backends."""
     found = AllReduce.plan(program.parse(["allreduce", *more]), gpu_count)
     return [
         (one.device, one.world_size, one.methods, [case.nbytes // MB for case in one.cases()])
         for one in found
-        if isinstance(one, BackendPlan)
+        if isinstance(one, SizesPlan)
     ]
 
 
@@ -311,9 +310,6 @@ def test_a_run_that_is_ended_before_its_first_row_leaves_an_earlier_report(tmp_p
         AllReduce().run(program.parse(["allreduce"]), tmp_path, MACHINE | {"gpu_count": 2}, "python -m perf")
 
     assert "All 1 results were verified: none is wrong." in (tmp_path / "allreduce.md").read_text()
-
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 
 def sections(rows, **more):
@@ -469,25 +465,6 @@ def test_links_are_kept_one_by_one_at_the_largest_size_alone():
     rows = [row(nbytes=nbytes, nvlink=NVLINK) for nbytes in (16 * MB, GB)]
 
     assert [len(one.nvlink.links) for one in with_links_of_largest(rows)] == [0, 18]
-
-
-def test_the_nvlink_report_says_of_the_widest_world_what_its_links_carried():
-    found = NVLink(rows=[row(nbytes=16 * MB, nvlink=NVLINK)])
-
-    assert [section.title for section in found.sections()] == ["4 ranks"]
-    glance = found.glance()
-    assert (glance.headline, glance.words) == (
-        "77%",
-        "of the links' raw rate is used at 16 MB between 4 ranks; 0% of the traffic is protocol overhead",
-    )
-
-
-def test_the_links_nominal_rate_is_what_their_counters_were_held_against():
-    sent = dataclasses.replace(NVLINK, raw_tx_nbytes=239_062_500, raw_share=0.5)
-    one = row(time_us=50.0, nbytes=16 * MB)
-
-    assert nominal_rate([one, dataclasses.replace(one, nvlink=sent)]) == pytest.approx(478.125)
-    assert nominal_rate([one]) is None
 
 
 def test_what_was_measured_is_read_off_the_rows():

@@ -85,9 +85,6 @@ def test_a_topic_whose_runs_can_be_compared_has_times_with_a_spread(report):
     assert report.has_spread == (bool(found) and all(one.low is not None and one.high is not None for one in found))
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """Runs the command with a sweep that finds ``times_us``, and one of 10 us in the folder ``earlier``."""
@@ -125,9 +122,6 @@ def test_another_machine_is_refused(measured, tmp_path):
 
     with pytest.raises(SystemExit, match="other is of another machine: h200x4, and this is a CPU"):
         measured([10.0], "other")
-
-
-# ---- reports that are there already ---------------------------------------------------------------------------------
 
 
 def report_on(folder, *more):

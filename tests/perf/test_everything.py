@@ -10,7 +10,7 @@ from perf.report import Report, topics
 from perf.topics.allreduce import AllReduce
 from tests.perf.samples import CPU, row
 
-ALONE = {"nvlink", "latency", "slow_links", "beside", "convergence"}
+ALONE = {"latency", "slow_links", "beside", "convergence"}
 
 
 def write(folder, block):
@@ -103,7 +103,7 @@ def test_nothing_to_compare_with_ends_it_before_it_measures(run, tmp_path):
 
 def test_quick_arguments_of_a_part_yield_to_those_that_are_given(run):
     assert run("train", "--quick")[1] == {"train": "python -m perf train --tasks digits --steps 10"}
-    assert run("nvlink", "--quick")[1] == {"nvlink": "python -m perf nvlink --max-nbytes 64M"}
+    assert run("norm_gradients", "--quick")[1] == {"norm_gradients": "python -m perf norm_gradients --shapes 64x1024"}
     _, ran = run("--quick", "allreduce", "--max-nbytes", "2K")
     assert ran == {"allreduce": "python -m perf allreduce --world-size 2 --max-nbytes 1M --max-nbytes 2K"}
 

@@ -136,9 +136,6 @@ def test_a_method_with_data_of_its_own_is_timed_and_verified_with_them():
     assert all((x == 3).all() for xs in seen for x in xs)
 
 
-# ---- between processes ----------------------------------------------------------------------------------------------
-
-
 def process_ranks():
     return ProcessRanks(torch.device("cpu"), dist.distributed_c10d._get_default_store())
 

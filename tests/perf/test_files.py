@@ -22,7 +22,7 @@ BY_NAME = {topic.name: topic for topic in topics()}
 
 def test_every_topic_has_a_sample_and_all_have_places_of_their_own():
     assert [type(one) for one in REPORTS] == topics()
-    assert sorted(one.order for one in topics()) == list(range(len(REPORTS)))
+    assert len({one.order for one in topics()}) == len(REPORTS)
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda one: one.name)

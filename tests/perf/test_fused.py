@@ -107,7 +107,7 @@ def test_beside_a_floor_that_is_wrong_nothing_is_said_to_hide(name):
 
 
 def test_ratios_are_drawn_over_the_best_peers_time():
-    _, plot = comparison(
+    (plot,) = comparison(
         [row("matmul", 1.0), row("matmul+nccl", 8.0), row("graphar", 6.0), row("graphar:tiles", 4.0)]
     ).figures
 
@@ -182,9 +182,6 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
     text = (folder / "fused.md").read_text()
     assert f"All {len(found['rows'])} results were verified: none is wrong." in text
     assert "## 2 ranks, N = 64, K = 128" in text
-
-
-# ---- timelines ------------------------------------------------------------------------------------------------------
 
 
 CLOCK_NS = 1_700_000_000_000_000_000  # a double cannot hold such times to the nanosecond

@@ -25,9 +25,6 @@ CPU = torch.device("cpu")
 A_LAYER = GatheredLayer(2, 8, 24, 16)
 
 
-# ---- layers ---------------------------------------------------------------------------------------------------------
-
-
 def sizes(world_size, rows):
     plan = GatheredPlan("cuda", world_size, rows, (10240, 57344), 8192, CUDA_METHODS)
     return [(one.m, one.n, one.k) for one in plan.layers()]
@@ -48,9 +45,6 @@ def test_gathered_rows_are_those_of_all_ranks_in_their_order():
     assert not torch.equal(of_ranks[0][0], of_ranks[1][0])
     assert not torch.equal(of_ranks[0][1], of_ranks[1][1])
     assert [tuple(one.shape) for one in of_ranks[0]] == [(4, 16), (24, 16)]
-
-
-# ---- methods --------------------------------------------------------------------------------------------------------
 
 
 def results(rank, world_size, layer):
@@ -87,9 +81,6 @@ def test_chunks_of_few_rows_are_not_measured():
     assert served == [name for name in CUDA_METHODS if name != "chunked_nccl@8"]
 
 
-# ---- what is wrong --------------------------------------------------------------------------------------------------
-
-
 class One(InProcessRanks):
     device = CPU
 
@@ -124,8 +115,6 @@ def test_gathered_rows_must_have_their_bits():
 
     assert wrong_of(ALLGATHER, call, exact=True) == 1
 
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 ROWS = [
     row("matmul", 200.0),

@@ -183,9 +183,6 @@ def test_an_unknown_link_ceiling_is_no_end(monkeypatch):
     assert links.find_ceiling(InProcessRanks(4)) == "link ceiling, 4 ranks: 2 slots do not hold what was pushed"
 
 
-# ---- timing ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (10, 1.4), (50, 3.0), (99, 4.96), (100, 5.0)])
 def test_a_percentile_is_linear_between_its_neighbours(percent, expected):
     assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], percent) == pytest.approx(expected)

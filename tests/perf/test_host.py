@@ -39,9 +39,6 @@ def plan_of(gpu_count, *argv):
     return Host.plan(program.parse(["host", *argv]), gpu_count)
 
 
-# ---- the measurement -------------------------------------------------------------------------------------------------
-
-
 def test_a_run_on_the_cpu_is_reported_with_every_public_op(tmp_path, forked_ranks):
     assert program.main(["host", "--bursts", "1", "--out", str(tmp_path)]) == 0
 
@@ -161,9 +158,6 @@ def test_a_call_is_compared_with_an_allreduce_that_makes_as_many_tensors():
     assert [row.python_calls for row in found] == [None, None, None, 9, None]
 
 
-# ---- the report ------------------------------------------------------------------------------------------------------
-
-
 def peer(method, time_us, **more):
     return row("all_reduce", time_us, None, limit=None, method=method, **more)
 
@@ -195,4 +189,5 @@ def test_a_wrong_result_is_named_and_left_out_of_the_headline():
 
     assert report.wrong() == [f"graphar at allgather, sizes=, {SHARED}"]
     assert report.glance().headline == "1.00"
+    assert [(mark.row, mark.value) for mark in report.ratio_chart().marks] == [("allreduce", 1.0)]
     assert "24 **(3 WRONG)**" in host_table(report.rows)

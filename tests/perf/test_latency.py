@@ -78,9 +78,6 @@ def test_clusters_that_are_not_resident_at_once_are_refused():
         fit(Case(ALLREDUCE_NORM, 4, 16, 8192), WHOLE)
 
 
-# ---- operands and results, on the CPU -------------------------------------------------------------------------------
-
-
 SMALL = [
     Case("allreduce", 2, 64),
     Case("allreduce", 3, 4 * KB, codec="int8"),
@@ -110,9 +107,6 @@ def test_a_result_with_other_bits_than_the_specification_is_wrong(case, monkeypa
     assert count_wrong(case, ranks, right) == 0
     ranks[1].outputs[0].view(-1)[-1] = 100.0
     assert count_wrong(case, ranks, right) > 0
-
-
-# ---- requests and answers -------------------------------------------------------------------------------------------
 
 
 def test_an_error_is_an_answer(monkeypatch, capsys):
@@ -208,9 +202,6 @@ def test_times_stand_beside_those_of_the_last_committed_report_of_the_machine(me
     rows, _, report = measure(plan_of(tmp_path, Case("allreduce", 4, MB)))
     assert [one.of_before for one in rows] == [0.5, None]
     assert report.before == "0123456789ab, 2026-01-31"
-
-
-# ---- the plan and the report ----------------------------------------------------------------------------------------
 
 
 def test_without_a_gpu_it_is_said_what_is_needed(tmp_path, no_gpus):

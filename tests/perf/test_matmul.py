@@ -33,9 +33,6 @@ def test_every_tile_has_a_name_of_its_own():
     assert name_of(MatmulTile(64, 128, stages=8, cluster=2)) == "64x128x8c2"
 
 
-# ---- what is right --------------------------------------------------------------------------------------------------
-
-
 def launch_of(operands, change=lambda out: None):
     """A stand-in for the replay of a graph."""
 
@@ -62,9 +59,6 @@ def test_tiles_must_have_the_same_bits(operands, odd, wrong):
     launches = {method: launch_of(operands, flip if method == odd else lambda out: None) for method in METHODS}
 
     assert Matmul.count_wrong(launches, operands, CALLS) == dict.fromkeys(METHODS, 0) | wrong
-
-
-# ---- the measurement ------------------------------------------------------------------------------------------------
 
 
 def table_with(ratio):
@@ -123,8 +117,6 @@ def test_a_wrong_tile_fails_the_run(tiles, monkeypatch, tmp_path, odd, status):
     with (tmp_path / "h200x1" / "matmul.csv").open() as lines:
         assert {one["sms"] for one in csv.DictReader(lines)} == {"7"}
 
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 LOW, WIDE = "graphar:64x64x12", "graphar:128x256x4c2"
 FEW, MANY = (64, 8192, 2048), (4096, 8192, 2048)  # less than a wave of 132 SMs, and more
@@ -218,7 +210,7 @@ def test_a_wrong_tile_is_named_and_compared_with_nothing():
         "| 4096 x 8192 x 2048 | 200 | 128x256x4c2 | 180 **(3 WRONG)** | 64x64x12 | 400 | 128x256x4c2 | - | 2.00 "
         "| - | - | - |"
     )
-    assert [chart.marks for chart in found.sections()[0].figures] == [[], []]
+    assert found.ratio_chart().marks == []
     assert [one.split(" ")[0] for one in found.findings()] == ["best/torch"] * 2
     assert (found.glance().headline, found.loss_of_auto()) == ("-", "")
 
@@ -232,15 +224,14 @@ def test_a_shape_that_was_ended_early_is_shown_without_ratios():
     )
 
 
-def test_charts_have_a_row_for_each_weight_and_tell_waves_apart():
-    of_torch, of_best = report().sections()[0].figures
+def test_a_chart_has_a_row_for_each_weight():
+    found = report().ratio_chart()
 
-    assert [(mark.row, mark.name, mark.value) for mark in of_torch.marks] == [
-        ("8192 x 2048", "less", 1.6),
-        ("8192 x 2048", "at least one wave", 0.9),
-    ]
-    assert of_torch.marks[0].hint == "64 x 8192 x 2048: 1.60, 128x256x4c2 taken, 64x64x12 best"
-    assert (of_best.title, [mark.value for mark in of_best.marks]) == ("taken/best by N x K", [2.0, 1.0])
+    assert (found.title, [(mark.row, mark.value) for mark in found.marks]) == (
+        "taken/torch by N x K",
+        [("8192 x 2048", 1.6), ("8192 x 2048", 0.9)],
+    )
+    assert found.marks[0].hint == "64 rows: 8192 x 2048: 1.60"
 
 
 def test_a_line_says_which_tile_is_taken():
@@ -250,9 +241,6 @@ def test_a_line_says_which_tile_is_taken():
     assert Matmul().line(shape_rows(FEW, 10.0, 8.0, 16.0, TORCH)[0]).endswith("wrong, auto")
     assert "64x64x12" in lines[1]
     assert "8.00 us      0 wrong" in lines[1]
-
-
-# ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu(1)

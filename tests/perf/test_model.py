@@ -43,9 +43,6 @@ def without_sum(a, weight, residual, scale):
     return after_linear(torch.nn.functional.linear, add_and_norm, a, weight, residual, scale)
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
-
-
 def test_a_token_that_is_decoded_has_the_output_it_has_at_the_end_of_a_prompt():
     decoder = make_decoder(SIZE, LAYERS, WHOLE)
     prompt = make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
@@ -130,9 +127,6 @@ def test_shares_of_a_model_are_its_parts():
     assert torch.equal(torch.cat(queries), whole.query_key_value[: SIZE.hidden])
 
 
-# ---- what is wrong --------------------------------------------------------------------------------------------------
-
-
 def test_a_model_without_its_sums_is_wrong_in_every_token(group_of):
     group_of(2)
     found, expected = (
@@ -198,9 +192,6 @@ def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case
     ]
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_report_of_a_machine_without_gpus(tmp_path):
     arguments = ["model", "--layers", "1", "--decode", "3", "--prefill", "5", "--generate", "0"]
@@ -250,9 +241,6 @@ def test_bad_options_are_refused(bad, why):
         Model.plan(program.parse(["model", *bad]), gpu_count=0)
 
 
-# ---- the report -----------------------------------------------------------------------------------------------------
-
-
 ROWS = [
     row(UNSHARDED, 800.0, None),
     row(ALONE, 200.0, None),
@@ -297,17 +285,7 @@ def test_nothing_is_compared_with_a_wrong_peer():
     assert "| graphar | 320.0 | - |" in sections(rows).body[0]
 
 
-def test_a_bar_is_the_computation_all_have_and_beside_it_what_its_method_adds():
-    (chart,) = sections([*ROWS[1:-1], row(NORM, 160.0, wrong=2)]).figures
+def test_a_chart_has_a_row_for_each_step():
+    (mark,) = Model(ROWS).ratio_chart().marks
 
-    bars = {(mark.row, mark.name): (mark.begin, mark.value) for mark in chart.marks}
-    shown = "exposed communication"
-    assert bars["alone", "computation"] == bars["nccl", "computation"] == (0.0, 200.0)
-    assert bars["nccl", shown] == (200.0, 400.0)
-    assert bars[NORM, shown] == (160.0, 160.0)
-    assert [mark.row for mark in chart.marks if mark.wrong] == [NORM]
-    assert "nccl: 400 us, 200.0 us of it communication" in [mark.hint for mark in chart.marks]
-
-
-def test_without_a_step_that_leaves_the_sums_out_there_is_no_bar():
-    assert sections([row("nccl", 400.0)]).figures == [None]
+    assert (mark.row, mark.value) == ("decode of 8 tokens", 0.625)

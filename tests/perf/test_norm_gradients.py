@@ -43,9 +43,6 @@ SHAPE = (24, 264)
 SUMMED = pytest.mark.parametrize("summed", [True, False])
 
 
-# ---- the measurement ------------------------------------------------------------------------------------------------
-
-
 def test_a_run_on_the_cpu_is_reported(tmp_path, forked_ranks):
     assert program.main(["norm_gradients", "--shapes", "3x16", "--out", str(tmp_path)]) == 0
 
@@ -129,9 +126,6 @@ def test_graphs_are_captured_on_the_stream_of_the_forward_pass_and_memory_is_tha
     trial.make_launch()()
 
     assert (captured, trial.peak_nbytes) == (["the stream"], peak_nbytes)
-
-
-# ---- what is right --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -268,9 +262,6 @@ def test_a_compiled_backward_pass_may_not_reuse_the_memory_of_what_it_runs_on_ag
     assert not of_autograd.donated_buffer
 
 
-# ---- methods that fail ----------------------------------------------------------------------------------------------
-
-
 def refuse(*given):
     raise RuntimeError("backend='inductor' raised:\nno compiler\nset TORCH_LOGS")
 
@@ -334,29 +325,20 @@ def test_a_gpu_that_the_kernels_do_not_serve_is_told_rather_than_the_specificati
         topic.own_backward(given, given, given, True)
 
 
-def ending_with(method, plan, shape, rank, port):
-    """Stands in for a shape's measurement, which ``method`` ends."""
-    if method in plan.methods:
+def ending(plan, shape, rank, port):
+    """Stands in for a shape's measurement, which ends its process for the first shape."""
+    if shape == (3, 16):
         raise RuntimeError("CUDA error: an illegal memory access\nCompile with TORCH_USE_CUDA_DSA")
-    yield row("/".join(plan.methods), 1.0)
+    yield row("graphar", 1.0)
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_method_that_ends_its_process_does_not_take_the_others_with_it(monkeypatch):
-    monkeypatch.setattr(topic, "run_shape", partial(ending_with, "torch.compile"))
+def test_a_shape_whose_process_ends_does_not_take_the_others_with_it(monkeypatch):
+    monkeypatch.setattr(topic, "run_shape", ending)
 
-    found = list(NormGradients().measure(NormGradientPlan("cuda", [(3, 16)], METHODS)))
+    found = list(NormGradients().measure(NormGradientPlan("cuda", [(3, 16), (5, 16)], METHODS)))
 
-    error = "RuntimeError: CUDA error: an illegal memory access"
-    assert [one if isinstance(one, str) else one.method for one in found] == [
-        f"3 x 16: {topic.NOT_TOGETHER}: {error}",
-        "graphar",
-        "torch",
-        f"torch.compile, 3 x 16: {error}",
-    ]
-
-
-# ---- the report -----------------------------------------------------------------------------------------------------
+    assert found == ["3 x 16: RuntimeError: CUDA error: an illegal memory access", row("graphar", 1.0)]
 
 
 def report(own=100.0, **more):
@@ -397,15 +379,14 @@ def test_a_wrong_result_of_graphars_fails_the_run_and_is_compared_with_nothing()
 
     assert found.wrong() == [f"graphar at {one}, 4096 x 8192, with a gradient of the sum" for one in PASSES]
     assert "| 100 **(2 WRONG)** | 400 **(2 WRONG)** | 200 | torch.compile | - |" in found.sections()[0].body[0]
-    assert found.sections()[0].figures[0].marks == []
+    assert found.ratio_chart().marks == []
 
 
 def test_a_chart_has_a_row_for_each_shape():
-    (chart,) = report().sections()[0].figures
+    (mark,) = report().ratio_chart().marks
 
-    (mark,) = chart.marks
-    assert (mark.row, mark.name, mark.value) == ("4096 x 8192", "with a gradient of the sum", 0.5)
-    assert mark.hint == "4096 x 8192, with a gradient of the sum: 0.50 times torch.compile's time"
+    assert (mark.row, mark.value) == ("4096 x 8192", 0.5)
+    assert mark.hint == "4096 x 8192, with a gradient of the sum: 0.50"
 
 
 def test_times_of_two_runs_are_told_apart_by_pass_shape_and_gradient():
@@ -417,14 +398,11 @@ def test_times_of_two_runs_are_told_apart_by_pass_shape_and_gradient():
     assert len(set(found)) == 4
 
 
-# ---- on a GPU -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu(1)
 def test_every_method_is_measured_and_verified_in_graphs_on_a_gpu():
     plan = NormGradientPlan("cuda", [(200, 1024)], METHODS)
 
-    found = topic.measure_shape(plan, (200, 1024))
+    found = list(NormGradients().measure(plan))
 
     assert [one for one in found if isinstance(one, str)] == []
     assert {(row.method, row.passes) for row in found} == {(name, one) for name in METHODS for one in PASSES}

@@ -81,9 +81,6 @@ def visible_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[torch.device(device).index])
 
 
-# ---- counters ---------------------------------------------------------------------------------------------------
-
-
 def test_a_reading_has_the_bytes_of_every_active_link(nvml):
     assert find(UUID).read() == Reading(
         data_tx=(10 * 1024, 20 * 1024, 30 * 1024),
@@ -131,9 +128,6 @@ def test_a_driver_that_tells_no_speed_leaves_the_raw_rate_open(nvml):
     assert find(UUID).raw_rates is None
 
 
-# ---- why there are none -----------------------------------------------------------------------------------------
-
-
 def test_without_nvml_find_says_so(monkeypatch):
     def missing():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
@@ -161,9 +155,6 @@ def test_a_gpu_without_active_links_is_named(nvml, states):
 def test_a_counter_that_the_driver_does_not_serve_is_told(nvml, field):
     del nvml.fields[field]
     assert find(UUID) == "NVML: Not Supported"
-
-
-# ---- utilisation ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(2, 3000), (3, 4000), (4, 4500), (8, 5250)])
@@ -207,9 +198,6 @@ def test_links_that_carried_nothing_have_no_ratios():
 def test_utilisation_comes_back_from_json():
     used = utilisation(Reading((4, 5), (6, 7), (8, 9), (1, 2)), 3, (0, 1), 1.0, (20.0, 26.0))
     assert files.from_json(Utilisation, json.loads(json.dumps(files.to_json(used)))) == used
-
-
-# ---- the ceiling ------------------------------------------------------------------------------------------------
 
 
 class FakeRanks:
@@ -280,9 +268,6 @@ def test_every_slot_holds_what_was_pushed(way, monkeypatch):
     x, slots = torch.randn(1000), [torch.zeros(1000) for _ in range(3)]
     way(x, slots)
     assert all(torch.equal(slot, x) for slot in slots)
-
-
-# ---- on GPUs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from perf.topics.allreduce import AllReduce
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.norms import Norms
 from tests.perf import browser
-from tests.perf.samples import CPU, MACHINE, REPORTS, norm_row, row
+from tests.perf.samples import CPU, MACHINE, NVLINK, REPORTS, norm_row, row
 
 BROWSER = browser.find()
 REPORTS_FOLDER = Path(__file__).parents[2] / "reports"
@@ -44,9 +44,6 @@ def page_of(folder, rows, machine=CPU, **more):
 
 def first_screen(text):
     return text[: text.index("<section")]
-
-
-# ---- a folder -------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_screen_says_machine_answer_and_where_graphar_is_slower(tmp_path):
@@ -194,9 +191,6 @@ def test_markdown_becomes_html_with_a_row_a_line():
     ]
 
 
-# ---- all folders, and two -------------------------------------------------------------------------------------------
-
-
 def two_folders(tmp_path):
     for name, machine, factor in (("small", MACHINE, 1.0), ("large", MACHINE | {"gpu": "NVIDIA B300"}, 0.5)):
         rows = [row(time_us=10.0 * factor), row("nccl", 20.0 * factor)]
@@ -262,9 +256,6 @@ def test_a_small_rate_has_two_significant_digits():
     assert [rate(one) for one in (0.00032, 0.057, 0.57, 1.0, 335.61)] == ["0.00032", "0.057", "0.57", "1.0", "335.6"]
 
 
-# ---- what is committed ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_what_is_committed_is_what_is_made_of_its_json(folder, monkeypatch):
     monkeypatch.setattr(charts, "render", lambda figure: "")
@@ -311,16 +302,13 @@ def test_no_labels_of_a_plot_overlap_on_a_narrow_page(folder):
     assert [(a[4], b[4]) for a, b in pairs if a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]] == []
 
 
-# ---- in a browser ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def sample_page(tmp_path_factory):
     """A page with every topic, measured on the CPU."""
     folder = tmp_path_factory.mktemp("page")
     for report in REPORTS:
         report.write(folder, CPU, "python -m perf")
-    page_of(folder, [replace(one, nvlink=REPORTS[1].rows[0].nvlink) for one in sweep()])
+    page_of(folder, [replace(one, nvlink=NVLINK) for one in sweep()])
     return folder / "index.html"
 
 

@@ -35,9 +35,6 @@ SIZE, TOKENS = SIZES[TINY], 8
 ALONE = Shard(0, 1, CPU)
 
 
-# ---- the layers -----------------------------------------------------------------------------------------------------
-
-
 def test_it_has_the_output_of_the_decoder_with_a_cache():
     decoder, inputs = make_decoder(SIZE, 2, ALONE), make_inputs(SIZE, 2, Case(PREFILL, TOKENS, TOKENS), ALONE)
 
@@ -59,9 +56,6 @@ def test_parts_of_gradients_are_those_of_the_weights(world_size):
         assert own.keys() == whole.keys()
         for name, one in whole.items():
             assert torch.equal(sequence.part_of(name, one, SIZE, share), own[name]), name
-
-
-# ---- methods --------------------------------------------------------------------------------------------------------
 
 
 def bench(world_size):
@@ -134,9 +128,6 @@ def test_where_torch_fuses_nothing_there_is_no_row():
         trial.make_launch()
 
 
-# ---- what is wrong --------------------------------------------------------------------------------------------------
-
-
 def rows_of_mistakes(rank, world_size):
     good = sequence.make_method(SEQUENCE_PARALLEL)
 
@@ -161,8 +152,6 @@ def test_tokens_and_gradients_that_are_too_far_off_are_counted():
 def test_a_gradient_that_is_no_number_is_infinitely_wrong():
     assert sequence.relative_error(torch.tensor([torch.nan]), torch.ones(1)) == float("inf")
 
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 ONLY = ["model", "--decode", "--prefill", "--generate", "0", "--sequence-parallel"]
 
@@ -200,8 +189,6 @@ def test_rows_that_cannot_be_divided_are_refused():
     with pytest.raises(SystemExit, match="2 ranks cannot divide 9 tokens evenly"):
         Model.plan(program.parse([*ONLY, "9"]), gpu_count=0)
 
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 ROWS = [row("nccl", 1000.0), row("async_tp", 900.0), row(TENSOR_PARALLEL, 850.0), row(SEQUENCE_PARALLEL, 720.0)]
 

@@ -27,9 +27,6 @@ CYCLES, KEPT_NBYTES, SCRATCH_NBYTES = 3, 4096, 48 * MB
 DECODED, PREFILLED = SuspendCase(Case(DECODE, 2, 16)), SuspendCase(Case(PREFILL, 8, 8), KEPT_NBYTES)
 
 
-# ---- the plan -------------------------------------------------------------------------------------------------------
-
-
 def options(world_size=None, cycles=CYCLES):
     return argparse.Namespace(world_size=world_size, cycles=cycles)
 
@@ -66,9 +63,6 @@ def test_without_two_gpus_it_is_said_what_is_needed(tmp_path, no_gpus):
 def test_what_cannot_be_measured_is_refused(given, said):
     with pytest.raises(SystemExit, match=said):
         Suspend.plan(given, 4)
-
-
-# ---- the measurement ------------------------------------------------------------------------------------------------
 
 
 class OneRank(ProcessRanks):
@@ -226,9 +220,6 @@ def test_a_run_is_reported(monkeypatch, tmp_path):
     assert "All 1 results were verified: none is wrong." in (tmp_path / "h200x4" / "suspend.md").read_text()
 
 
-# ---- the report -----------------------------------------------------------------------------------------------------
-
-
 def prefill(**more):
     """A row of a prefill that kept 256 MB and gave nine tenths of its memory back."""
     time_us = {"median": 40000.0, "p10": 30000.0, "p90": 50000.0}
@@ -250,11 +241,9 @@ def test_a_table_has_the_memory_and_another_the_times():
         " | 1000.0 | 1010.0 | 1.01 | 0 |"
     )
     assert "| 320.0 | 40.00 (30.00 to 50.00) | 5.00 |" in more
-    assert [(mark.name, mark.value) for mark in times.figures[0].marks] == [
-        ("suspend", 2.0),
-        ("resume", 3.0),
-        ("suspend", 40.0),
-        ("resume", 3.0),
+    assert [(mark.row, mark.value) for mark in Suspend([row(), prefill()]).ratio_chart().marks] == [
+        ("decode of 8 tokens", 1.01),
+        ("prefill of 8192 tokens", 1.01),
     ]
 
 

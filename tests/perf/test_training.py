@@ -130,9 +130,6 @@ def test_a_missing_package_is_named(monkeypatch):
         Convergence.plan(program.parse(["convergence"]), gpu_count=0)
 
 
-# ---- curves ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("steps", [1, 49, 50, 51, 120, 600])
 def test_a_curve_has_no_more_than_fifty_stretches_and_they_cover_every_step_once(steps):
     bounds = training.intervals(steps)
@@ -158,25 +155,17 @@ def test_curves_of_few_codecs_are_drawn_each_the_mean_of_its_seeds():
     rows += [row(nearest, losses=curve(5.0)), row(at_random, losses=curve(4.0))]
     rows += [row(Codec(bits, 128), error_feedback=True, losses=curve(bits / 2)) for bits in (4, 2)]
 
-    by_step, by_bits = Training(rows).sections()[0].figures
+    (by_step,) = Training(rows).sections()[0].figures
 
     found = {line.name: {loss for _, loss in line.points} for line in by_step.lines}
     assert found == {"exact": {2.0}, "8 bits": {8.0}, "4 bits": {4.0}, "2 bits": {2.0}, "2 bits, EF": {1.0}}
-    assert [line.name for line in by_bits.lines] == [
-        "nearest, 128",
-        "nearest, 1024",
-        "stochastic, 128",
-        "nearest EF, 128",
-    ]
 
 
 def test_without_curves_there_is_no_plot_of_them():
     (section,) = Training([row(), row(Codec(4, 128))]).sections()
 
-    assert [plot.title for plot in section.figures] == ["Test loss by bits"]
+    assert section.figures == []
 
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 OUTCOME = Outcome(0.1, 0.99, 0.2, 0.95, 10.0, 5.0, parameters=1_000_000, same_bits=True, losses=[])
 
