@@ -12,7 +12,7 @@ import graphar
 from graphar.graph import matmul, places
 from graphar.ops.register import op_of
 from tests.graph.graphs import PAYS, given, rewritten
-from tests.graph.test_matmul_pass import COLUMNS, FORMS, ROWS, K, normed, traced
+from tests.graph.test_matmul_pass import COLUMNS, FORMS, ROWS, K, normed, summed, traced
 from tests.parallel_models import HIDDEN, compiled, tokens
 from tests.processes import on_ranks
 
@@ -37,7 +37,7 @@ def test_a_parameter_that_is_only_read_is_constant(make_pass, name):
 
 
 def test_so_it_is_before_a_norm(make_pass):
-    graph = traced(normed, (ROWS, COLUMNS), (COLUMNS,))
+    graph = traced(normed(summed), (ROWS, COLUMNS), (COLUMNS,))
 
     assert flags(make_pass(constant_weights=True), graph) == [True]
 
