@@ -126,39 +126,39 @@ class _Exact:
     priority: ClassVar[int] = -1
 
     def __post_init__(self) -> None:
-        self._calls: dict[Hashable, tuple[Call, tuple[float, ...]]] = {}  # what `_call` has returned
+        self._calls: dict[Hashable, tuple[Call, str]] = {}  # what `_call` has returned
 
     def __reduce__(self):
         return type(self), (self.algorithm,)  # names of engines are a process's own
 
     def __call__(self, engine: Engine, bucket: GradBucket, x: Tensor) -> Tensor:
         key = engine.name, x.numel(), x.dtype, x.get_device(), engine.symmetric_sides(x, x)
-        found = self._calls.get(key)
-        if found is None:
-            found = self._calls[key] = self._call(engine, x)
-        call, numbers = found
-        if not numbers:
+        known = self._calls.get(key)
+        if known is None:
+            known = self._calls[key] = self._call(engine, x)
+        call, divided = known
+        if divided == "parts":
             x.div_(engine.world_size)
-        engine.run(call, [Operands((x,), (x,), numbers)])
-        return x
+        engine.run(call, [Operands((x,), (x,), (1 / engine.world_size,) if divided == "sum" else ())])
+        return x.div_(engine.world_size) if divided == "result" else x
 
-    def _call(self, engine: Engine, x: Tensor) -> tuple[Call, tuple[float, ...]]:
-        """Returns the call for a bucket, and its numbers, which divide the sum; none if the bucket is to be divided."""
+    def _call(self, engine: Engine, x: Tensor) -> tuple[Call, str]:
+        """Returns the call for a bucket, and what is divided: the "parts" before, the "sum" in it, or its "result"."""
         ranks, by_copies = engine.world_size, self.algorithm == COPYING["allreduce"].value
         with engine.keeping_failure("allreduce"):
             is_served = not engine.why_no_kernel("allreduce", x)  # from here on the engine has its tuning table
-        work, numbers = Sum(x.numel()), ()
+        work, divided = Sum(x.numel()), "parts"
         # Not of fp16: its sums may overflow, and its halves are often subnormal.
         is_exact = x.dtype in (torch.float32, torch.bfloat16) and ranks.bit_count() == 1
-        if is_served and is_exact and (by_copies or self.algorithm == "auto"):
-            numbers = (1 / ranks,)
-            if by_copies:
-                work = work._replace(beside="divided by the number of ranks")
-            else:
-                work = work._replace(epilogue=bind("allreduce", "v * scale", x, [], numbers)[0])
+        if is_exact and (by_copies or self.algorithm == "auto"):
+            divided = "sum" if is_served else "result"  # of fp32 these have the same bits, subnormals included
+        if divided == "sum" and by_copies:
+            work = work._replace(beside="divided by the number of ranks")
+        elif divided == "sum":
+            work = work._replace(epilogue=bind("allreduce", "v * scale", x, [], (1 / ranks,))[0])
         blocks = engine.table.chip.sms if by_copies else _few_blocks(ranks)
         sides = engine.symmetric_sides(x, x)
-        return Call.of(work, x, algorithm=self.algorithm, blocks=blocks, symmetric=sides), numbers
+        return Call.of(work, x, algorithm=self.algorithm, blocks=blocks, symmetric=sides), divided
 
 
 @dataclass
