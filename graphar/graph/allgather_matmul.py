@@ -68,14 +68,14 @@ class AllgatherMatmul:
 
     def why_not(self, gathered: Gathered, places: Places) -> Reason | None:
         (x,) = gathered.tensors()
-        given = allgather.OP.read(gathered.node.args)
+        arguments = allgather.OP.read(gathered.node.args)
         if self.partition == BATCH_INVARIANT:
             return "gathered rows have no batch-invariant matmul"
         if x.dtype not in (TYPE_NAMES if self.partition == TP_INVARIANT else (*MATMUL_TYPES, FP8)):
             return f"no matmul of {x.dtype} gathers its rows"
-        if given["algorithm"] != "auto":
+        if arguments["algorithm"] != "auto":
             return "the gather names an algorithm"
-        if given["axis"] != 0:
+        if arguments["axis"] != 0:
             return "the rows are not gathered along the first axis"
         if x.device.type == "cuda" and (why := places.why_no_matmul(gathered.group)):
             return why
@@ -89,23 +89,23 @@ class AllgatherMatmul:
         x, weight, bias = _operands(matmul)
         path, others, first = rows.path(x), _has_others(matmul), _place(gathered, matmul)
         scales = rows.path(with_scales.a_scale) if (with_scales := scaled.read(matmul)) else []
-        for one in _late(gathered, matmul) or ():
-            first.prepend(one)
+        for late in _late(gathered, matmul) or ():
+            first.prepend(late)
         with graph.inserting_before(first):
             w = weight if matmul.target is _aten.linear.default else stored(graph, weight)
-            given = allgather.OP.read(node.args)
-            given = {name: one for name, one in given.items() if allgather_matmul.OP.takes(name)}
-            given |= {"a": gathered.inputs[0], "w": w, "bias": [bias] if bias else [], "gathered": others}
-            given |= {"partition": self.partition} | _scaling(graph, matmul)
-            results = rows.called(graph, allgather_matmul.OP.one, allgather_matmul.OP.write(given))
+            arguments = allgather.OP.read(node.args)
+            arguments = {name: argument for name, argument in arguments.items() if allgather_matmul.OP.takes(name)}
+            arguments |= {"a": gathered.inputs[0], "w": w, "bias": [bias] if bias else [], "gathered": others}
+            arguments |= {"partition": self.partition} | _scaling(graph, matmul)
+            results = rows.called(graph, allgather_matmul.OP.one, allgather_matmul.OP.write(arguments))
             results.stack_trace = matmul.stack_trace
             product = call(graph, operator.getitem, (results, 0), results.meta["val"][0])
             whole = call(graph, operator.getitem, (results, 1), results.meta["val"][1]) if others else None
         with graph.inserting_before(matmul):
             matmul.replace_all_uses_with(rows.move(graph, x, product))
-        for one in reversed([*scales, *path[1:], matmul]):
-            if not one.users:
-                graph.erase_node(one)
+        for old in reversed([*scales, *path[1:], matmul]):
+            if not old.users:
+                graph.erase_node(old)
         if whole:
             node.replace_all_uses_with(whole)
             if scales and scales[0].users:
@@ -130,7 +130,7 @@ def _columns(matmul: Node) -> int | torch.SymInt:
 
 def _choose(gathered: Gathered) -> tuple[Node, Reason | None]:
     """Returns the matmul of the largest weight that can be fused; if none can, the largest, and why it cannot."""
-    matmuls = sorted(gathered.matmuls, key=lambda one: -columns if isinstance(columns := _columns(one), int) else 0)
+    matmuls = sorted(gathered.matmuls, key=lambda node: -columns if isinstance(columns := _columns(node), int) else 0)
     reasons = [_why_not_one(gathered, matmul) for matmul in matmuls]
     chosen = reasons.index(None) if None in reasons else 0
     return matmuls[chosen], reasons[chosen]
@@ -172,9 +172,9 @@ def _why_no_own_scale(gathered: Gathered, product: ScaledProduct) -> Reason | No
 
 def _are_alike(gather: Node, other: Node) -> bool:
     """Whether two nodes gather the same rows of the same ranks."""
-    given, others = [allgather.OP.read(one.args) for one in (gather, other)]
-    sizes = [[one.meta["val"] if isinstance(one, Node) else one for one in of["sizes"]] for of in (given, others)]
-    where = [(of["communicator"], of["axis"]) for of in (given, others)]
+    these, others = [allgather.OP.read(node.args) for node in (gather, other)]
+    sizes = [[size.meta["val"] if isinstance(size, Node) else size for size in of["sizes"]] for of in (these, others)]
+    where = [(of["communicator"], of["axis"]) for of in (these, others)]
     return where[0] == where[1] and are_same(*sizes)
 
 
@@ -197,7 +197,7 @@ def _why_not_faster(gathered: Gathered, places: Places) -> Reason | None:
 def _has_others(matmul: Node) -> bool:
     """Whether something else than ``matmul`` uses the gathered rows."""
     path = rows.path(_operands(matmul)[0])
-    return any(user not in (*path, matmul) for one in path for user in one.users)
+    return any(user not in (*path, matmul) for node in path for user in node.users)
 
 
 def _place(gathered: Gathered, matmul: Node) -> Node:
@@ -210,9 +210,9 @@ def _late(gathered: Gathered, matmul: Node) -> list[Node] | None:
     first = _place(gathered, matmul)
 
     def late(nodes: Iterable[Node | None]) -> list[Node]:
-        return [one for one in nodes if one is not None and (one is gathered.node or not one < first)]
+        return [node for node in nodes if node is not None and (node is gathered.node or not node < first)]
 
     product = scaled.read(matmul)
     scales = [rows.origin(product.a_scale).args[0], product.w_scale] if product else []
-    found = reached(late([*_operands(matmul)[1:], *scales]), lambda node: late(node.all_input_nodes))
-    return sorted(found) if all(node.target in _MOVABLE for node in found) else None
+    nodes = reached(late([*_operands(matmul)[1:], *scales]), lambda node: late(node.all_input_nodes))
+    return sorted(nodes) if all(node.target in _MOVABLE for node in nodes) else None

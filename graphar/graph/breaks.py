@@ -39,16 +39,16 @@ _OF_ONE_RANK = "one rank does not tell whether the layer is row-parallel: call g
 
 def find(graph: Graph, places: Places, number: int) -> list[Break]:
     """Returns the ops of the graph, of that number in the report, that break the chain of invariance."""
-    tree, found = Matmul(TP_INVARIANT), []
+    tree, broken = Matmul(TP_INVARIANT), []
     biased = {node: tp_invariance.why_not_added(first(node), places) for node in tp_invariance.bias_gradients(graph)}
     divided = any(op.takes("sizes") for node in graph.nodes if (op := op_of(node.target)))
-    for node in [one for one in graph.nodes if one.op == "call_function"]:
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
         why = biased[node] if node in biased else _why(node, tree, places)
         if divided and node not in biased and node.target is _aten.sum.dim_IntList and tp_invariance.is_over_rows(node):
             why = why or _OF_TOKENS
         if why:
-            found.append(Break(number, str(node.target), _module(node), why, why == _OF_HEADS))
-    return found
+            broken.append(Break(number, str(node.target), _module(node), why, why == _OF_HEADS))
+    return broken
 
 
 def _why(node: Node, tree: Matmul, places: Places) -> Reason | None:
@@ -67,10 +67,10 @@ def _why(node: Node, tree: Matmul, places: Places) -> Reason | None:
 
 
 def _why_ours(op: Op, node: Node, tree: Matmul, places: Places) -> Reason | None:
-    given = op.read(node.args)
-    if "partition" in given:
-        return None if given["partition"] == TP_INVARIANT else f"its partition is {given['partition']!r}"
-    if op.name.startswith(("allgather", "cross_entropy")) or given.get("order") == "tree" or _is_lookup(first(node)):
+    options = op.read(node.args)
+    if "partition" in options:
+        return None if options["partition"] == TP_INVARIANT else f"its partition is {options['partition']!r}"
+    if op.name.startswith(("allgather", "cross_entropy")) or options.get("order") == "tree" or _is_lookup(first(node)):
         return None
     product = tree.product(node)
     return (product and tree.why_not(product, places)) or _why_sum(node)
@@ -93,8 +93,8 @@ def _of_torch(node: Node) -> list[Collective]:
 
 def _why_sum(node: Node) -> Reason | None:
     """Returns why a sum over ranks that follows no matmul adds in another order."""
-    before = reached([node], lambda one: one.all_input_nodes)
-    if any(one.reduction == "max" for other in before for one in _of_torch(other)):
+    before = reached([node], lambda other: other.all_input_nodes)
+    if any(collective.reduction == "max" for other in before for collective in _of_torch(other)):
         return "it sums over features that ranks divide, such as a vocabulary"
     return "it sums what is no product of a matmul"
 
@@ -106,8 +106,8 @@ def _is_lookup(node: Node, masked: bool = False) -> bool:
     if node.target in (_aten.index_put.default, _aten.masked_fill.Scalar):
         return _is_lookup(first(node), True)
     if node.target is _aten.where.self:
-        given = arguments(node)
-        rest = [given[name] for name in ("self", "other") if given[name].target not in _CONSTANTS]
+        named = arguments(node)
+        rest = [named[name] for name in ("self", "other") if named[name].target not in _CONSTANTS]
         return len(rest) == 1 and _is_lookup(rest[0], True)
     if node.target is _aten.mul.Tensor:
         x, mask = operands(node)
@@ -123,7 +123,7 @@ def _is_mask(node: Node) -> bool:
 
 def _is_product_in_parts(node: Node) -> bool:
     parts = (_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
-    return node.target is _aten.mul.Tensor and all(isinstance(one, Node) and one.target in parts for one in node.args)
+    return node.target is _aten.mul.Tensor and all(isinstance(x, Node) and x.target in parts for x in node.args)
 
 
 def _name(node: Node) -> str:

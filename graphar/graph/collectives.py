@@ -68,13 +68,13 @@ def find(graph: Graph, op: str) -> list[Collective]:
 
 def read(node: Node, op: str) -> Collective:
     """Returns the collective that a node of torch's ``op``, or of its coalesced form, is."""
-    given = arguments(node)
-    x = next(iter(given.values()))
+    named = arguments(node)
+    x = next(iter(named.values()))
     results = [[node]]
     if not isinstance(x, Node):
         taken = [user for user in node.users if user.target is operator.getitem]
         results = [[user for user in taken if user.args[1] == i] for i in range(len(x))]
-    return Collective(node, op, results, given["group_name"], given.get("reduce_op", "").lower())
+    return Collective(node, op, results, named["group_name"], named.get("reduce_op", "").lower())
 
 
 def ours(node: Node, op: Op) -> dict[str, Any]:
@@ -114,12 +114,12 @@ def drop_views_of_same_shape(graph: Graph) -> None:
 
 def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
     """Returns the nodes that are reached from ``starts``, these included; ``following`` gives the next ones of each."""
-    found, pending = set(starts), list(starts)
+    nodes, pending = set(starts), list(starts)
     while pending:
-        new = set(following(pending.pop())) - found
-        found |= new
+        new = set(following(pending.pop())) - nodes
+        nodes |= new
         pending += new
-    return found
+    return nodes
 
 
 def are_same(sizes: Sequence, others: Sequence) -> bool:

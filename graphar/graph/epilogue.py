@@ -40,8 +40,8 @@ class FollowedSum(Collective):
 
 
 def find(graph: Graph) -> list[FollowedSum]:
-    found = [one for op in _SUMS for one in collectives.find(graph, op)]
-    return [followed for one in found if one.results == [[one.node]] and (followed := _followed(one))]
+    sums = [total for op in _SUMS for total in collectives.find(graph, op)]
+    return [followed for total in sums if total.results == [[total.node]] and (followed := _followed(total))]
 
 
 def why_not(collective: FollowedSum, places: Places) -> Reason | None:
@@ -74,7 +74,7 @@ def _followed(collective: Collective) -> FollowedSum | None:
         return None
     for last in sorted(trees.keys() - {total}, reverse=True):
         # What computes `last` from `total`, with `last` and without `total`.
-        nodes = sorted(reached([last], lambda node: [one for one in node.all_input_nodes if one is not total]))
+        nodes = sorted(reached([last], lambda node: [x for x in node.all_input_nodes if x is not total]))
         text = _text(trees[last], total.meta["val"].dtype)
         is_closed = all(set(node.users) <= {*nodes} for node in (total, *nodes[:-1]))
         if text and last.meta["val"].dtype == total.meta["val"].dtype and is_closed:
@@ -109,8 +109,8 @@ def _tree(node: Node, trees: dict[Node, syntax.Node]) -> syntax.Node | None:
     if rule is None or getattr(node.target, "namespace", "") != "aten" or overload == "out":
         return None
     try:
-        keywords = {key: _argument(one, trees) for key, one in node.kwargs.items() if key not in IGNORED}
-        tree = rule(*(_argument(one, trees) for one in node.args), **keywords)
+        keywords = {key: _argument(argument, trees) for key, argument in node.kwargs.items() if key not in IGNORED}
+        tree = rule(*(_argument(argument, trees) for argument in node.args), **keywords)
     except (TypeError, KeyError):
         return None
     return as_stored(tree, torch.bool) if result.dtype == torch.bool else tree  # rounding is left to the op

@@ -25,15 +25,15 @@ class PassChain(_Aware):
         self.passes = passes
 
     def __call__(self, graph: Graph, is_inference: bool = False) -> None:
-        for one in self.passes:
-            if _Aware is not custom_graph_pass.CustomGraphPass and isinstance(one, _Aware):
-                one(graph, is_inference)
+        for inner in self.passes:
+            if _Aware is not custom_graph_pass.CustomGraphPass and isinstance(inner, _Aware):
+                inner(graph, is_inference)
             else:
-                one(graph)
+                inner(graph)
 
     def uuid(self) -> list | None:
         """The passes' cache keys; None, which disables Inductor's cache, if a pass has no key."""
-        keys = [one.uuid() if isinstance(one, custom_graph_pass.CustomGraphPass) else None for one in self.passes]
+        keys = [inner.uuid() if isinstance(inner, custom_graph_pass.CustomGraphPass) else None for inner in self.passes]
         return keys if all(keys) else None
 
 
@@ -49,23 +49,23 @@ class OrderPass(custom_graph_pass.CustomGraphPass):
 
 def keep_order() -> None:
     """Installs an OrderPass behind the passes of others, if there is no pass of graphar's."""
-    found = _installed()
-    if len(_of_others(found)) == len(found):
-        _install([*found, OrderPass()])
+    passes = _installed()
+    if len(_of_others(passes)) == len(passes):
+        _install([*passes, OrderPass()])
 
 
-def install(own: CompilePass) -> None:
-    """Installs ``own`` after the passes of others. It replaces an installed pass of graphar's, if there is one."""
-    found = _installed()
-    own.uninstall = lambda: remove(own)
-    own.replaced = next((one for one in found if isinstance(one, CompilePass)), None)
-    _install([*_of_others(found), own])
+def install(new: CompilePass) -> None:
+    """Installs ``new`` after the passes of others. It replaces an installed pass of graphar's, if there is one."""
+    passes = _installed()
+    new.uninstall = lambda: remove(new)
+    new.replaced = next((old for old in passes if isinstance(old, CompilePass)), None)
+    _install([*_of_others(passes), new])
 
 
-def remove(own: CompilePass) -> None:
-    """Removes ``own``, and installs the pass of graphar's that it replaced."""
-    back = [own.replaced if one is own else one for one in _installed()]
-    _install([one for one in back if one is not None])
+def remove(removed: CompilePass) -> None:
+    """Removes ``removed``, and installs the pass of graphar's that it replaced."""
+    back = [removed.replaced if old is removed else old for old in _installed()]
+    _install([old for old in back if old is not None])
 
 
 def remove_all() -> None:
@@ -74,16 +74,16 @@ def remove_all() -> None:
 
 
 def _of_others(passes: list) -> list:
-    return [one for one in passes if not isinstance(one, (CompilePass, OrderPass))]
+    return [item for item in passes if not isinstance(item, (CompilePass, OrderPass))]
 
 
 def _installed() -> list:
-    found = config.post_grad_custom_pre_pass
-    if isinstance(found, PassChain):
-        return list(found.passes)
-    if isinstance(found, (list, tuple)):
-        return list(found)
-    return [] if found is None else [found]
+    passes = config.post_grad_custom_pre_pass
+    if isinstance(passes, PassChain):
+        return list(passes.passes)
+    if isinstance(passes, (list, tuple)):
+        return list(passes)
+    return [] if passes is None else [passes]
 
 
 def _install(passes: list) -> None:

@@ -80,15 +80,15 @@ class Matmul:
     constant_weights: bool = False  # whether parameters that the graph only reads are constant weights
 
     def find(self, graph: Graph) -> list[Product]:
-        return [found for node in graph.nodes if (found := self.product(node))]
+        return [product for node in graph.nodes if (product := self.product(node))]
 
     def product(self, node: Node) -> Product | None:
         """Returns the op of ``node`` with the matmul before it; None if they cannot be fused."""
         op = op_of(node.target)
         if op is None or op not in _FUSED or node.kwargs:
             return None
-        given = op.read(node.args)
-        if given.get("codec") or given.get("output", "like_input") != "like_input":
+        arguments = op.read(node.args)
+        if arguments.get("codec") or arguments.get("output", "like_input") != "like_input":
             return None
         matmul = _before(first(node))
         biased = self.partition == TP_INVARIANT and matmul.target is _aten.addmm.default
@@ -111,7 +111,7 @@ class Matmul:
         rest: list[Node] = []  # what else the sum takes, such as a residual
         map_arg(product.node.args[1:], rest.append)
         users = (*path, product.node, *_lengths(product))
-        if not set(rest).isdisjoint(path) or any(user not in users for one in path for user in one.users):
+        if not set(rest).isdisjoint(path) or any(user not in users for node in path for user in node.users):
             return "the product has further uses"
         if product.call.get("algorithm", "auto") != "auto" or product.call.get("axis", 0) != 0:
             return "the sum names an algorithm or an axis"
@@ -137,17 +137,17 @@ class Matmul:
             length.replace_input_with(path[-1], a)
         with graph.inserting_before(node):
             w = stored(graph, weight)
-            given = {name: one for name, one in product.call.items() if op.takes(name)}
-            given |= {"a": a, "w": w, "partition": self.partition}
-            given |= {name: one for name, one in scaling.items() if op.takes(name)}
-            given |= {"bias": [one.args[0] for one in added]} if added else {}
+            arguments = {name: argument for name, argument in product.call.items() if op.takes(name)}
+            arguments |= {"a": a, "w": w, "partition": self.partition}
+            arguments |= {name: argument for name, argument in scaling.items() if op.takes(name)}
+            arguments |= {"bias": [addend.args[0] for addend in added]} if added else {}
             if self.constant_weights and op.takes("constant_weight") and is_constant(w):
-                given["constant_weight"] = True
-            new = graph.call_function(op.one, op.write(given))
+                arguments["constant_weight"] = True
+            new = graph.call_function(op.one, op.write(arguments))
         new.meta = node.meta
         node.replace_all_uses_with(new)
-        for one in reversed([*path, node]):
-            graph.erase_node(one)
+        for erased in reversed([*path, node]):
+            graph.erase_node(erased)
         if self.partition == TP_INVARIANT:
             _take_bias(graph, new, op)
 
@@ -155,8 +155,8 @@ class Matmul:
         """Returns the options of a product in e4m3, whose rows are moved as those of ``like``."""
         if product.scaled is None:
             return {}
-        found = product.scaled.options(graph, lambda x: x if scaled.is_number(x) else _moved(graph, like, x))
-        return found | {"partition": "auto"}  # every one is batch-invariant
+        options = product.scaled.options(graph, lambda x: x if scaled.is_number(x) else _moved(graph, like, x))
+        return options | {"partition": "auto"}  # every product in e4m3 is batch-invariant
 
 
 def _why_not_faster(product: Product, places: Places, columns: int) -> Reason | None:
@@ -191,7 +191,7 @@ def _why_no_tree(product: Product, places: Places) -> Reason | None:
         return f"a tree of {LEAVES} leaves is for 1, 2, 4 or 8 ranks, not {ranks}"
     if not isinstance(length, int) or length % (LEAVES // ranks):
         return f"{length} columns on each of {ranks} ranks are not {LEAVES} leaves of equal length"
-    if any(one.target is _aten.constant_pad_nd.default for one in (a, weight)):
+    if any(operand.target is _aten.constant_pad_nd.default for operand in (a, weight)):
         return "torch has padded the columns"
     return why_no_kernel(product.tensors()[0], product.group, places)
 
@@ -212,17 +212,17 @@ def _is_part(bias: Node, ranks: int) -> bool:
 
 def _take_bias(graph: Graph, total: Node, op: Op) -> None:
     """Gives a fused sum the bias that is added to it, if nothing else uses the sum."""
-    given = op.read(total.args)
-    if not op.takes("bias") or given["bias"] or given["epilogue"] or len(total.users) != 1:
+    arguments = op.read(total.args)
+    if not op.takes("bias") or arguments["bias"] or arguments["epilogue"] or len(total.users) != 1:
         return
     add = next(iter(total.users))
     if add.target is not _aten.add.Tensor or add.kwargs:
         return
-    kind, others = value(total), [one for one in add.args if one is not total]
-    if not all(isinstance(one, Node) and one < total for one in others):
+    kind, others = value(total), [operand for operand in add.args if operand is not total]
+    if not all(isinstance(operand, Node) and operand < total for operand in others):
         return
-    if [(value(one).dtype, *value(one).shape) for one in others] == [(kind.dtype, kind.shape[-1])]:
-        total.args = op.write(given | {"bias": others})
+    if [(value(operand).dtype, *value(operand).shape) for operand in others] == [(kind.dtype, kind.shape[-1])]:
+        total.args = op.write(arguments | {"bias": others})
         add.replace_all_uses_with(total)
         graph.erase_node(add)
 
@@ -238,7 +238,7 @@ def _is_product(node: Node) -> bool:
     """Whether a node is a matmul, or adds matmuls."""
     if node.target is not _aten.add.Tensor:
         return node.target is _aten.mm.default or node.target in scaled.TARGETS
-    return all(isinstance(one, Node) and _is_product(_before(one)) for one in node.args)
+    return all(isinstance(operand, Node) and _is_product(_before(operand)) for operand in node.args)
 
 
 def _lengths(product: Product) -> list[Node]:

@@ -32,4 +32,4 @@ def value(node: object) -> torch.Tensor:
 def arguments(node: Node) -> dict[str, Any]:
     """Returns the arguments that an op of torch's was called with, by the names in its schema."""
     schema = cast(torch._ops.OpOverload, node.target)._schema
-    return dict(zip([one.name for one in schema.arguments], node.args, strict=False)) | node.kwargs
+    return dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs

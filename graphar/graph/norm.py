@@ -60,10 +60,10 @@ class _OtherForm(Exception):
 
 
 def find(graph: Graph) -> list[NormedSum]:
-    every = [one for op in _OPS for one in collectives.find(graph, op)]
-    singles = [one for one in every if one.results == [[one.node]]]
-    found = [normed for one in singles if (normed := _normed(one))]
-    return list({one.path[-1]: one for one in found}.values())  # if two sums are added, keep the later
+    every = [collective for op in _OPS for collective in collectives.find(graph, op)]
+    singles = [collective for collective in every if collective.results == [[collective.node]]]
+    sums = [normed for collective in singles if (normed := _normed(collective))]
+    return list({normed.path[-1]: normed for normed in sums}.values())  # if two sums are added, keep the later
 
 
 def why_not(collective: NormedSum, places: Places) -> Reason | None:
@@ -86,7 +86,7 @@ def why_not(collective: NormedSum, places: Places) -> Reason | None:
 
 def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
     norm, (*path, add), op = _read(collective), collective.path, _OPS[collective.op]
-    given = {"weight": norm.weight, "eps": norm.eps, "weight_offset": norm.weight_offset}
+    arguments = {"weight": norm.weight, "eps": norm.eps, "weight_offset": norm.weight_offset}
     with graph.inserting_before(add):
         x, residual = collective.inputs[0], norm.residual
         if collective.op == REDUCESCATTER.name:  # its first axis is divided between ranks, so its input stays as it is
@@ -94,10 +94,10 @@ def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
         else:
             for view in [node for node in path if node.target in VIEWS]:
                 x = call(graph, view.target, (x, *view.args[1:]), view.meta["val"])
-        given |= {"x": x, "residual": residual} | place(graph, collective, x, places)
-        pair = rows.called(graph, op.one, op.write(given))
+        arguments |= {"x": x, "residual": residual} | place(graph, collective, x, places)
+        pair = rows.called(graph, op.one, op.write(arguments))
         results = [call(graph, operator.getitem, (pair, i), pair.meta["val"][i]) for i in range(2)]
-        normed, summed = [rows.reshape(graph, one, add.meta["val"].shape[:-1]) for one in results]
+        normed, summed = [rows.reshape(graph, result, add.meta["val"].shape[:-1]) for result in results]
     pair.stack_trace = collective.node.stack_trace
     norm.nodes[-1].replace_all_uses_with(normed)
     add.replace_all_uses_with(summed)
@@ -231,9 +231,9 @@ def _only_of(*nodes: Node) -> Node:
     return nodes[-1]
 
 
-def _other_operand(node: Node, one: Node) -> object:
-    """Returns the operand of an addition or multiplication that is not ``one``."""
+def _other_operand(node: Node, operand: Node) -> object:
+    """Returns the operand of an addition or multiplication that is not ``operand``."""
     if node.kwargs:
         raise _OtherForm("something is added with a factor")
     first, second = node.args
-    return second if first is one else first
+    return second if first is operand else first

@@ -47,4 +47,4 @@ def _tensor(graph: Graph, node: Node) -> Node:
 
 def _needs(node: Node, earlier: Node) -> bool:
     """Whether ``node`` needs the result of ``earlier``, directly or not."""
-    return earlier in reached([node], lambda one: [x for x in one.all_input_nodes if x is earlier or earlier < x])
+    return earlier in reached([node], lambda other: [x for x in other.all_input_nodes if x is earlier or earlier < x])

@@ -86,8 +86,8 @@ class CompilePass(CustomGraphPass):
             if name not in self._optional - self.on:
                 self._rewrite(graph, name)
         if self.tp_invariant:
-            found = breaks.find(graph, self._places, self.report.graphs)
-            self.report.breaks = [*(self.report.breaks or []), *found]
+            broken = breaks.find(graph, self._places, self.report.graphs)
+            self.report.breaks = [*(self.report.breaks or []), *broken]
             tp_invariance.add_in_order(graph, self._places)
         order.keep(graph)
         self.report.graphs += 1
@@ -128,8 +128,8 @@ class CompilePass(CustomGraphPass):
             self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left or ""))
 
 
-def _check_names(option: str, given: Iterable[str], known: Iterable[str]) -> frozenset[str]:
-    names = frozenset([given] if isinstance(given, str) else given)
+def _check_names(option: str, wanted: Iterable[str], known: Iterable[str]) -> frozenset[str]:
+    names = frozenset([wanted] if isinstance(wanted, str) else wanted)
     if unknown := names - set(known):
         raise ValueError(f"compile_pass: {option} must name rewrites, of {', '.join(known)}, got {sorted(unknown)}")
     return names

@@ -65,9 +65,9 @@ class Places:
         everyone = [json.loads(word) for word in words]
         ranks = dist.get_process_group_ranks(world)
         self.count = len(ranks)
-        self._places = {rank: Place(**one["place"]) for rank, one in zip(ranks, everyone, strict=True)}
-        found = everyone[0]["table"]
-        self.table = Table.from_json(found) if found else shipped_table(DEFAULT)
+        self._places = {rank: Place(**facts["place"]) for rank, facts in zip(ranks, everyone, strict=True)}
+        table = everyone[0]["table"]
+        self.table = Table.from_json(table) if table else shipped_table(DEFAULT)
         with_gpu = [place for place in self._places.values() if place.sms]
         sms = min((place.sms for place in with_gpu), default=self.table.chip.sms)
         communicators = max((place.communicators for place in with_gpu), default=self.table.chip.communicators)
@@ -134,11 +134,11 @@ def _find_place(group: dist.ProcessGroup) -> Place:
     device = device_of_process(group)
     if device.type != "cuda":
         return Place(host(), "", [], "this process uses no GPU")
-    own, gpus = device.index, [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    peers = [own] if may_share_gpu() else []  # torch denies a GPU peer access to itself
-    peers += [i for i in range(len(gpus)) if i != own and torch.cuda.can_device_access_peer(own, i)]
+    index, gpus = device.index, [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    peers = [index] if may_share_gpu() else []  # torch denies a GPU peer access to itself
+    peers += [i for i in range(len(gpus)) if i != index and torch.cuda.can_device_access_peer(index, i)]
     reaches = [str(gpus[i].uuid) for i in peers]
     problem = missing_software()
-    arch = "" if problem else launcher.architecture(own)
-    sms, communicators = gpus[own].multi_processor_count, concurrent_communicators()
-    return Place(host(), str(gpus[own].uuid), reaches, problem, sms, arch, communicators)
+    arch = "" if problem else launcher.architecture(index)
+    sms, communicators = gpus[index].multi_processor_count, concurrent_communicators()
+    return Place(host(), str(gpus[index].uuid), reaches, problem, sms, arch, communicators)

@@ -110,7 +110,7 @@ class Report:
 
         False without ``tp_invariant=True``. What Inductor generates is not looked at, such as norms and losses.
         """
-        return self.breaks is not None and self.graphs > 0 and all(one.depends_on_kernel for one in self.breaks)
+        return self.breaks is not None and self.graphs > 0 and all(op.depends_on_kernel for op in self.breaks)
 
     @property
     def rewritten(self) -> list[Entry]:
@@ -141,7 +141,7 @@ class Report:
         return "\n".join(lines)
 
     def _invariance(self, breaks: list[Break]) -> str:
-        judged = sum(one.depends_on_kernel for one in breaks)
+        judged = sum(op.depends_on_kernel for op in breaks)
         if not self.is_tp_invariant:
             return f"not tensor-parallel invariant: {_count(len(breaks) - judged, 'op')} may change bits"
         return "tensor-parallel invariant" + f", if {_count(judged, 'kernel')} of attention are" * bool(judged)

@@ -31,14 +31,14 @@ def origin(node: Node) -> Node:
     """Returns the node whose rows ``node`` has, in some order; ``node`` itself if no op that moves rows made it."""
     if not _moves_rows(node):
         return node
-    origins = {origin(one) for one in sources(node)}
+    origins = {origin(source) for source in sources(node)}
     return origins.pop() if len(origins) == 1 else node
 
 
 def path(node: Node) -> list[Node]:
     """Returns the nodes from the origin of ``node`` to ``node``, both included, in the graph's order."""
     first = origin(node)
-    return sorted(reached([node], lambda one: [] if one is first else sources(one)))
+    return sorted(reached([node], lambda other: [] if other is first else sources(other)))
 
 
 def are_all(node: Node) -> bool:
@@ -61,12 +61,12 @@ def move(graph: Graph, node: Node, new: Node) -> Node:
     if are_in_order(node) and can_reshape(sizes):
         return reshape(graph, new, sizes)
     moved = {origin(node): new}
-    for one in path(node)[1:]:
-        target, (x, *rest) = one.target, cast(tuple, map_arg(one.args, lambda old: moved.get(old, old)))
+    for step in path(node)[1:]:
+        target, (x, *rest) = step.target, cast(tuple, map_arg(step.args, lambda old: moved.get(old, old)))
         if target in VIEWS:
             target, rest = _aten.reshape.default, [[*rest[0][:-1], columns]]
-        moved[one] = called(graph, target, (x, *rest))
-        moved[one].stack_trace = one.stack_trace
+        moved[step] = called(graph, target, (x, *rest))
+        moved[step].stack_trace = step.stack_trace
     return moved[node]
 
 
@@ -94,12 +94,12 @@ def _first(node: Node) -> int | torch.SymInt | None:
     if origin(node) is node:
         return 0
     before = sources(node)
-    firsts = [begin for one in before if (begin := _first(one)) is not None]
+    firsts = [begin for source in before if (begin := _first(source)) is not None]
     leading = before[0].meta["val"].shape[: _dim(node)] if node.target in _DIMS else ()
     if len(firsts) < len(before) or not all(statically_known_true(size == 1) for size in leading):
         return None
     if node.target is _aten.cat.default:
-        ends = [first + _count(one.meta["val"]) for first, one in zip(firsts, before, strict=True)]
+        ends = [first + _count(source.meta["val"]) for first, source in zip(firsts, before, strict=True)]
         return firsts[0] if all(map(statically_known_true, map(operator.eq, ends, firsts[1:]))) else None
     if node.target is operator.getitem:
         return firsts[0] + sum(map(_count, before[0].meta["val"][: operands(node)[1]]))
@@ -131,11 +131,11 @@ def _moves_rows(node: Node) -> bool:
         return first(node).target is _aten.split.Tensor and _moves_rows(first(node))
     if node.kwargs or node.target not in (*_DIMS, *VIEWS):
         return False
-    before, after = [one.meta["val"] for one in sources(node)], node.meta["val"]
-    if min(one.ndim for one in before) == 0:
+    before, after = [source.meta["val"] for source in sources(node)], node.meta["val"]
+    if min(x.ndim for x in before) == 0:
         return False
     if node.target in _DIMS:
-        return len({one.ndim for one in before}) == 1 and _dim(node) < before[0].ndim - 1
+        return len({x.ndim for x in before}) == 1 and _dim(node) < before[0].ndim - 1
     # Of rows without columns, a view may change the number.
     same = after.ndim > 0 and statically_known_true(before[0].shape[-1] == after.shape[-1])
     return same and statically_known_true(after.shape[-1] > 0)

@@ -67,15 +67,15 @@ def read(node: Node) -> ScaledProduct | None:
     """Returns the scaled product that a node is; None if it is something else."""
     if node.target not in TARGETS:
         return None
-    given = arguments(node)
-    of_a, of_w, why = given["scale_a"], given["scale_b"], None
+    named = arguments(node)
+    of_a, of_w, why = named["scale_a"], named["scale_b"], None
     if node.target is _V2:
-        why, of_a, of_w = _why_no_recipe(given), of_a[0], of_w[0]
-    elif given.get("scale_result") is not None:
+        why, of_a, of_w = _why_no_recipe(named), of_a[0], of_w[0]
+    elif named.get("scale_result") is not None:
         why = "the product is scaled again"
-    operands = given["self"], given["mat2"], of_a, of_w
-    found = ScaledProduct(*operands, node.meta["val"].dtype, given.get("bias"), why)
-    return replace(found, why_not=why or _why_not(found))
+    operands = named["self"], named["mat2"], of_a, of_w
+    product = ScaledProduct(*operands, node.meta["val"].dtype, named.get("bias"), why)
+    return replace(product, why_not=why or _why_not(product))
 
 
 def is_number(scale: Node) -> bool:
@@ -83,15 +83,15 @@ def is_number(scale: Node) -> bool:
     return statically_known_true(scale.meta["val"].numel() == 1)
 
 
-def _why_no_recipe(given: dict[str, Any]) -> Reason | None:
-    recipes = list(given["recipe_a"]), list(given["recipe_b"])
-    if recipes not in _RECIPES or any([*given["swizzle_a"], *given["swizzle_b"], *given.get("contraction_dim", ())]):
+def _why_no_recipe(named: dict[str, Any]) -> Reason | None:
+    recipes = list(named["recipe_a"]), list(named["recipe_b"])
+    if recipes not in _RECIPES or any([*named["swizzle_a"], *named["swizzle_b"], *named.get("contraction_dim", ())]):
         return "graphar has no such recipe of scales"
     return None
 
 
 def _why_not(product: ScaledProduct) -> Reason | None:
-    kinds = [one.meta["val"].dtype for one in (product.a, product.weight)]
+    kinds = [operand.meta["val"].dtype for operand in (product.a, product.weight)]
     if kinds != [FP8, FP8]:
         return f"graphar multiplies {FP8} by {FP8}, not {kinds[0]} by {kinds[1]}"
     if product.dtype not in RESULT_DTYPES:

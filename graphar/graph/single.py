@@ -40,18 +40,18 @@ class Single:
 
     def call(self, graph: Graph, collective: Collective, x: Node, places: Places, **more) -> Node:
         """Adds a call of the op with ``x`` and the arguments ``more`` to the graph."""
-        given = {"x": x} | place(graph, collective, x, places) | more
-        return graph.call_function(self.op.one, self.op.write(given))
+        arguments = {"x": x} | place(graph, collective, x, places) | more
+        return graph.call_function(self.op.one, self.op.write(arguments))
 
 
 def place(graph: Graph, collective: Collective, x: Node, places: Places) -> dict[str, object]:
     """Returns the arguments that tell graphar's op for ``x`` the group, and each rank's part along axis 0."""
-    given: dict[str, object] = {"communicator": places.communicator_name(collective.group)}
+    arguments: dict[str, object] = {"communicator": places.communicator_name(collective.group)}
     if collective.op != ALLREDUCE.name:
         group, size = places.resolve(collective.group), collectives.first_size(graph, x)
         part = collectives.divide(graph, size, group.size()) if collective.op == REDUCESCATTER.name else size
-        given |= {"rank": group.rank(), "sizes": [part] * group.size()}
-    return given
+        arguments |= {"rank": group.rank(), "sizes": [part] * group.size()}
+    return arguments
 
 
 ALLREDUCE = Single("all_reduce", sums.SUM)

@@ -70,10 +70,10 @@ class Algorithm(StrEnum):
     def _missing_(cls, value: object) -> Algorithm | None:
         if not isinstance(value, str):
             return None
-        found = next((named[value] for named in NAMED.values() if value in named), None)
-        if found is None and is_from_outside(value):
+        algorithm = next((named[value] for named in NAMED.values() if value in named), None)
+        if algorithm is None and is_from_outside(value):
             raise ValueError(f"algorithm {value!r} is not loaded in this process; graphar.load_algorithm loads it")
-        return found
+        return algorithm
 
     def __reduce_ex__(self, protocol: object) -> tuple[type[Algorithm], tuple[str]]:
         return Algorithm, (self.value,)  # some releases of Python 3.11 pickle and copy a member as an attribute
@@ -177,7 +177,7 @@ def rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.FALLBACK: Row("allreduce"),
         Algorithm.HIERARCHICAL: Row("allreduce", across_hosts=True),
     }
-    return {one: made[one] for one in Algorithm}
+    return {algorithm: made[algorithm] for algorithm in Algorithm}
 
 
 def _up_to(nbytes: int) -> Callable[[int], int]:
@@ -465,7 +465,7 @@ ROWS = rows(Sizes())
 
 def kernels_that(takes: Callable[[Row], bool]) -> tuple[Algorithm, ...]:
     """Returns the algorithms that have a kernel and whose row fulfils ``takes``."""
-    return tuple(one for one, row in ROWS.items() if row.folder and takes(row))
+    return tuple(algorithm for algorithm, row in ROWS.items() if row.folder and takes(row))
 
 
 def with_kernels(op: str, codec: bool = False) -> tuple[Algorithm, ...]:
@@ -490,15 +490,15 @@ def in_tables(op: str) -> tuple[Algorithm, ...]:
 
 # By op, the algorithms without a codec that a call may name, by name.
 NAMED: dict[str, dict[str, Algorithm]] = {
-    op: {one.value: one for one, row in ROWS.items() if row.op == op and not row.takes_codec}
+    op: {algorithm.value: algorithm for algorithm, row in ROWS.items() if row.op == op and not row.takes_codec}
     for op in ("allreduce", "reducescatter", "allgather", "alltoall")
 }
 # By op, the algorithm that compresses bf16 without loss.
-COMPRESSING = {row.op: one for one, row in ROWS.items() if row.compresses}
+COMPRESSING = {row.op: algorithm for algorithm, row in ROWS.items() if row.compresses}
 # By op, the algorithm whose parts travel by copy engines.
-COPYING = {row.op: one for one, row in ROWS.items() if row.copies}
+COPYING = {row.op: algorithm for algorithm, row in ROWS.items() if row.copies}
 MEETING = Algorithm.ALLGATHER_FLAGGED  # which has ranks meet before and after copies
 # By op, the algorithm for every call without a codec: of any size, with what else the op takes, in few blocks or many.
-GENERAL = {op: next(one for one in in_tables(op) if one.row.limit(2) is None) for op in NAMED}
+GENERAL = {op: next(algorithm for algorithm in in_tables(op) if algorithm.row.limit(2) is None) for op in NAMED}
 # By whether it adds host by host, the algorithm without a kernel of graphar.
-WITHOUT_KERNEL = {row.across_hosts: one for one, row in ROWS.items() if not row.layout}
+WITHOUT_KERNEL = {row.across_hosts: algorithm for algorithm, row in ROWS.items() if not row.layout}

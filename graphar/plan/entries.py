@@ -39,7 +39,7 @@ def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm:
     its default grid if there is none. Entries of algorithms that are not loaded are passed over. Entries of parts serve
     every world size: theirs is 1.
     """
-    known = loaded(entries) if algorithm is None else [one for one in entries if one["algorithm"] == algorithm.value]
+    known = [entry for entry in entries if entry["algorithm"] == algorithm.value] if algorithm else loaded(entries)
     if algorithm is not None and not known:
         return fitted(Config(algorithm, *algorithm.row.default_grid(world_size, nbytes)[:3]), world_size, nbytes)
     return fitted(config_of(next(_fitting(known, nbytes), known[-1])), world_size, nbytes)
@@ -47,7 +47,7 @@ def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm:
 
 def loaded(entries: Sequence[dict]) -> list[dict]:
     """Returns the entries without those of algorithms from outside the package that this process has not loaded."""
-    return [one for one in entries if is_loaded(one["algorithm"])]
+    return [entry for entry in entries if is_loaded(entry["algorithm"])]
 
 
 def named_by(entries: Sequence[dict], nbytes: int) -> str:
@@ -56,7 +56,7 @@ def named_by(entries: Sequence[dict], nbytes: int) -> str:
 
 
 def _fitting(entries: Sequence[dict], nbytes: int) -> Iterator[dict]:
-    return (one for one in entries if one["max_nbytes"] is None or nbytes <= one["max_nbytes"])
+    return (entry for entry in entries if entry["max_nbytes"] is None or nbytes <= entry["max_nbytes"])
 
 
 def serving(table: Table, world_size: int) -> Table:

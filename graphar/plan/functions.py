@@ -45,10 +45,10 @@ class _Reader:
             yield f"{kind.__name__} {'' if value is _NO_VALUE else repr(value)}".encode()
         elif kind in (tuple, list, dict):
             yield f"{kind.__name__} of {len(value)}".encode()
-            for one in value.items() if kind is dict else value:
-                yield from self.read(one, name)
+            for part in value.items() if kind is dict else value:
+                yield from self.read(part, name)
         elif kind in (set, frozenset):  # their order differs between processes
-            yield from sorted(hashed(self.read(one, name)).encode() for one in value)
+            yield from sorted(hashed(self.read(part, name)).encode() for part in value)
         elif isinstance(value, enum.Enum):
             yield f"{_name_of(kind)}.{value.name}".encode()
         elif kind is torch.Tensor:
@@ -62,8 +62,8 @@ class _Reader:
             yield from self.read([value.__func__, value.__self__], name)
         elif kind is FunctionType:
             yield from self._function(value)
-        elif found := _name_of(value):
-            yield found.encode()
+        elif full_name := _name_of(value):
+            yield full_name.encode()
         else:
             raise ValueError(
                 f"{self._what} depends on {name} of type {kind.__module__}.{kind.__qualname__}, which ranks cannot "
@@ -86,10 +86,10 @@ class _Reader:
     def _code(self, code: CodeType, module: dict[str, object]) -> Iterator[bytes]:
         yield code.co_code
         yield code.co_exceptiontable
-        yield repr([getattr(code, one) for one in _SHAPE_OF_CODE]).encode()
-        for one in code.co_consts:
-            yield from self._code(one, module) if isinstance(one, CodeType) else self.read(one, "a constant")
-        names = [one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+        yield repr([getattr(code, attribute) for attribute in _SHAPE_OF_CODE]).encode()
+        for const in code.co_consts:
+            yield from self._code(const, module) if isinstance(const, CodeType) else self.read(const, "a constant")
+        names = [op.argval for op in dis.get_instructions(code) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
         for name in dict.fromkeys(names):
             if name in module or not hasattr(builtins, name):
                 yield from self.read(module.get(name, _NO_VALUE), repr(name))
@@ -114,7 +114,7 @@ def _name_of(value: Any) -> str:
 
 
 def _is_found_by_name(function: FunctionType) -> bool:
-    found: object = sys.modules.get(function.__module__)
+    value: object = sys.modules.get(function.__module__)
     for part in function.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is function
+        value = getattr(value, part, None)
+    return value is function

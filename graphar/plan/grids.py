@@ -112,8 +112,8 @@ def teams_of_rows(
     rows, packs = max(call.work.parts) // columns, columns * dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
     clusters = CLUSTERS if chip.has_clusters else ()
-    room = {one: chip.shared_blocks(halves=True, cluster=one) for one in CLUSTERS}
-    fitting = [one for one in clusters if rows * one <= room[one] and threads // one >= 2 * WARP]
+    room = {cluster: chip.shared_blocks(halves=True, cluster=cluster) for cluster in CLUSTERS}
+    fitting = [cluster for cluster in clusters if rows * cluster <= room[cluster] and threads // cluster >= 2 * WARP]
     cluster = max([1, *fitting])
     most = room[cluster] // world_size * world_size if of_each_rank else room[cluster]
     return Grid(min(rows, most) * cluster, min(threads // cluster, row.max_threads), cluster=cluster)

@@ -52,7 +52,7 @@ def is_skinny(world_size: int, rows: int, columns: int, itemsize: int = 2) -> bo
     Ranks send elements of ``itemsize`` bytes: rounded ones, or partials in fp32.
     """
     nbytes = itemsize * rows * columns
-    return any(rows <= one.row.tiles[-1].rows and one.row.fits(world_size, nbytes) for one in _SKINNY)
+    return any(rows <= algorithm.row.tiles[-1].rows and algorithm.row.fits(world_size, nbytes) for algorithm in _SKINNY)
 
 
 def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
@@ -62,8 +62,8 @@ def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
     itemsize = work.factors.sent_itemsize
     skinny = not work.codec and not work.epilogue and is_skinny(world_size, rows, columns, itemsize)
     takers = with_kernels(work.summing_op)
-    fitting = [one for one in takers if one.row.is_skinny == skinny] or takers  # not every op has skinny kernels
-    return next(one for one in fitting if one.row.suits(table, world_size, itemsize * rows * columns))
+    fitting = [taker for taker in takers if taker.row.is_skinny == skinny] or takers  # not every op has skinny kernels
+    return next(taker for taker in fitting if taker.row.suits(table, world_size, itemsize * rows * columns))
 
 
 class MatmulChoice(NamedTuple):
@@ -108,7 +108,7 @@ def fills_wave(m: int, n: int, sms: int) -> bool:
 def _nearest(measured: tuple[MeasuredMatmul, ...], m: int, n: int, k: int) -> MeasuredMatmul:
     """Returns the shape whose M, N and K differ from the given ones by the least factors, multiplied together."""
     shape = [max(length, 1) for length in (m, n, k)]
-    return min(measured, key=lambda one: sum(abs(math.log2(a / b)) for a, b in zip(one[:3], shape, strict=True)))
+    return min(measured, key=lambda other: sum(abs(math.log2(a / b)) for a, b in zip(other[:3], shape, strict=True)))
 
 
 def prefers_tiles(
@@ -224,7 +224,7 @@ def tiles_to_load(
             # With a codec fewer bytes travel, so the tensor cores are the limit for every K.
             alternates = policy.alternating_tile in kind.tiles and not work.codec
             return (policy.alternating_tile, tile) if alternates else (tile,)
-        if alike := [one for one in kind.tiles if one.size == tile.size]:
+        if alike := [candidate for candidate in kind.tiles if candidate.size == tile.size]:
             return (alike[0],)
     kind = _without(kind, policy.large_tile, policy.alternating_tile) if work.factors.is_plain else kind
     return (best_tile(kind, Shape(work.parts, work.columns, _TYPICAL_K), policy.cost, chip),)

@@ -101,7 +101,7 @@ def load_algorithm(
     check.that(threads % WARP == 0, f"threads must be a multiple of {WARP}, got {threads}")
     if not callable(blocks):
         check.count("blocks", blocks, MAX_BLOCKS)
-    check.count("chunk", chunk, min(one.capacity for one in scratches.values()), least=0)
+    check.count("chunk", chunk, min(scratch.capacity for scratch in scratches.values()), least=0)
     check.that(minimum_arch in _ARCHS, f"minimum_arch must be a number such as 80 or 90, got {minimum_arch!r}")
     check.that(specification is None or callable(specification), "specification must be a function or None")
     row = Row(
@@ -150,7 +150,7 @@ class _Checks:
         if not isinstance(source, (str, os.PathLike)):
             self.fail(f"source must be the path of a file, got {source!r}")
         files = (beside / source).absolute(), Path(source).absolute()
-        file = next((one for one in files if one.is_file()), None)
+        file = next((path for path in files if path.is_file()), None)
         if file is None:
             raise FileNotFoundError(f"{self._where}there is no file {' or '.join(map(str, dict.fromkeys(files)))}")
         name = file.stem
@@ -160,18 +160,18 @@ class _Checks:
         self.that(has, f"{file} has no kernel {name!r}: it must have the name of its file")
         return file
 
-    def world_sizes(self, given: object) -> tuple[int, ...]:
-        if not isinstance(given, Collection) or not given or not all(one in WORLD_SIZES for one in given):
-            self.fail(f"world_sizes must be some of {', '.join(map(str, WORLD_SIZES))}, got {given!r}")
-        return tuple(sorted(set(given)))
+    def world_sizes(self, sizes: object) -> tuple[int, ...]:
+        if not isinstance(sizes, Collection) or not sizes or not all(size in WORLD_SIZES for size in sizes):
+            self.fail(f"world_sizes must be some of {', '.join(map(str, WORLD_SIZES))}, got {sizes!r}")
+        return tuple(sorted(set(sizes)))
 
-    def scratch(self, world_size: int, found: object) -> Scratch:
-        if not isinstance(found, Scratch):
-            self.fail(f"scratch must be a graphar.Scratch, or a function that returns one, got {found!r}")
-        slot_nbytes = found.capacity * PACK_NBYTES
-        enough = 0 < slot_nbytes <= found.nbytes
-        self.that(enough, f"scratch of {world_size} ranks has {found.nbytes} bytes and a slot of {slot_nbytes}")
-        return found
+    def scratch(self, world_size: int, scratch: object) -> Scratch:
+        if not isinstance(scratch, Scratch):
+            self.fail(f"scratch must be a graphar.Scratch, or a function that returns one, got {scratch!r}")
+        slot_nbytes = scratch.capacity * PACK_NBYTES
+        enough = 0 < slot_nbytes <= scratch.nbytes
+        self.that(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes and a slot of {slot_nbytes}")
+        return scratch
 
     def slots(self, file: Path, world_size: int, scratch: Scratch) -> None:
         """Checks the slots of a kernel with flags beside its data, which it accesses in whole units of 32 packs."""
@@ -183,10 +183,10 @@ class _Checks:
             f" {slot_nbytes}",
         )
 
-    def limit(self, world_size: int, found: Any) -> int | None:
-        if found is not None:
-            self.count(f"max_nbytes of {world_size} ranks", found, 1 << 62)
-        return found
+    def limit(self, world_size: int, nbytes: Any) -> int | None:
+        if nbytes is not None:
+            self.count(f"max_nbytes of {world_size} ranks", nbytes, 1 << 62)
+        return nbytes
 
     def room(self, op: str, world_size: int, scratch: Scratch, limit: int | None, exact: bool) -> None:
         """Checks slots with a sentinel, which are written once in a call: peers push at least the rank's own shard."""
@@ -205,12 +205,12 @@ class _Checks:
         except ValueError as error:
             self.fail(str(error))
 
-    def dtypes(self, op: str, given: Any) -> tuple[torch.dtype, ...]:
-        if given is None:
+    def dtypes(self, op: str, dtypes: Any) -> tuple[torch.dtype, ...]:
+        if dtypes is None:
             return (BYTE,) if op == "allgather" else FLOATS
-        if not isinstance(given, Collection) or not given or not all(one in TYPE_NAMES for one in given):
-            self.fail(f"dtypes must be some of {', '.join(map(str, FLOATS))}, got {given!r}")
-        return tuple(one for one in FLOATS if one in given)
+        if not isinstance(dtypes, Collection) or not dtypes or not all(dtype in TYPE_NAMES for dtype in dtypes):
+            self.fail(f"dtypes must be some of {', '.join(map(str, FLOATS))}, got {dtypes!r}")
+        return tuple(dtype for dtype in FLOATS if dtype in dtypes)
 
 
 def _grid(check: _Checks, blocks: int | Callable[[int], int], threads: int, chunk: int) -> Callable[[int, int], Grid]:
@@ -219,7 +219,7 @@ def _grid(check: _Checks, blocks: int | Callable[[int], int], threads: int, chun
     def grid(world_size: int, nbytes: int) -> Grid:
         if not callable(blocks):
             return Grid(blocks, threads, chunk)
-        check.count(f"blocks for {nbytes} bytes", found := blocks(nbytes), MAX_BLOCKS)
-        return Grid(found, threads, chunk)
+        check.count(f"blocks for {nbytes} bytes", count := blocks(nbytes), MAX_BLOCKS)
+        return Grid(count, threads, chunk)
 
     return grid

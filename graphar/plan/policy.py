@@ -32,7 +32,7 @@ class Chip:
     @classmethod
     def in_common(cls, chips: Iterable[Chip]) -> Chip:
         """Returns what several GPUs have in common."""
-        sms, archs, communicators = zip(*((one.sms, one.arch, one.communicators) for one in chips), strict=True)
+        sms, archs, communicators = zip(*((chip.sms, chip.arch, chip.communicators) for chip in chips), strict=True)
         arch = archs[0] if len(set(archs)) == 1 else f"sm_{min(map(_number, archs))}"
         return cls(min(sms), arch, max(communicators))
 
@@ -193,7 +193,7 @@ class MatmulPolicy:
     alternating_tile: MatmulTile  # the measured tile in which two consumer warpgroups alternate
 
     def __post_init__(self) -> None:
-        if len({one[:3] for one in self.against_torch}) < len(self.against_torch):
+        if len({measured[:3] for measured in self.against_torch}) < len(self.against_torch):
             raise ValueError("against_torch must have each [m, n, k] once")
         for name in ("small_tile", "large_tile", "alternating_tile"):
             fitting = [tile for tile in NAMED_TILES if tile.alternating == (name == "alternating_tile")]

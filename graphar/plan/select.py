@@ -124,7 +124,7 @@ def _why_no_kernel(call: Call, facts: Facts, asked: Algorithm | None) -> Reason 
     if asked is None:
         return facts.problem
     if lacks := _lacks(asked.row, call.work):
-        takers = ", ".join(one.value for one in (with_epilogue if call.work.epilogue else with_tree)(call.op))
+        takers = ", ".join(taker.value for taker in (with_epilogue if call.work.epilogue else with_tree)(call.op))
         raise UnsupportedError(f"{call.op}: {asked.value} {lacks}; {takers} have")
     problem = facts.problem or _why_not(asked, call, facts)
     if problem and not (facts.problem and is_from_outside(asked)):
@@ -281,14 +281,14 @@ def has_norm_kernel(row_nbytes: int) -> bool:
 
 def has_kernel_for_rows(work: Norm, dtype: torch.dtype) -> bool:
     """Returns whether kernels can add the rows of a norm, which are of ``dtype``, and normalise their sum."""
-    return all(has_norm_kernel(work.columns * one.itemsize) for one in (dtype, work.out_dtype or dtype))
+    return all(has_norm_kernel(work.columns * kind.itemsize) for kind in (dtype, work.out_dtype or dtype))
 
 
 def norm_rows(world_size: int, row_nbytes: int) -> int:
     """Returns the most rows of one launch of an all-reduce with RMSNorm; 0 if no kernel can normalise them."""
     if not has_norm_kernel(row_nbytes):
         return 0
-    return max(one.row.limit(world_size) or 0 for one in with_kernels(norms.ALLREDUCE_NORM)) // row_nbytes
+    return max(algorithm.row.limit(world_size) or 0 for algorithm in with_kernels(norms.ALLREDUCE_NORM)) // row_nbytes
 
 
 # ---- by the rows of algorithms --------------------------------------------------------------------------------------
@@ -304,9 +304,9 @@ def by_policy(algorithm: Algorithm, call: Call, facts: Facts) -> Config:
 def _first_that_suits(call: Call, facts: Facts) -> Algorithm:
     """Returns the first algorithm of the call's op that serves the call and suits it, or the last one."""
     takers = with_kernels(call.op, codec=bool(call.work.codec))
-    for one in takers:
-        if not _why_not(one, call, facts) and one.row.suits(facts.table, facts.world_size, call.nbytes):
-            return one
+    for taker in takers:
+        if not _why_not(taker, call, facts) and taker.row.suits(facts.table, facts.world_size, call.nbytes):
+            return taker
     return takers[-1]
 
 
@@ -357,13 +357,13 @@ def can_encode(algorithm: Algorithm, codec: Codec) -> bool:
 
 def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:
     """Returns the algorithms that "auto" takes for ``op`` with ``codec``; none if the op takes no codec."""
-    return [one for one in with_kernels(op, codec=True) if can_encode(one, codec)]
+    return [algorithm for algorithm in with_kernels(op, codec=True) if can_encode(algorithm, codec)]
 
 
 # ---- what calls may need --------------------------------------------------------------------------------------------
 
 PREPARED_TUPLE = "allgather_tuple"  # the name under which the kernels of all-gathers of several tensors are prepared
-_OF_KERNELS = [one.op for one in kernels_that(lambda row: True)]
+_OF_KERNELS = [algorithm.op for algorithm in kernels_that(lambda row: True)]
 # The names under which kernels are prepared.
 PREPARED = tuple(dict.fromkeys([*_OF_KERNELS, PREPARED_TUPLE, *norms.PREPARED, *softmax.PREPARED]))
 
@@ -392,7 +392,7 @@ def needed_kernels(
                 raise UnsupportedError(f"prepare: {op} cannot be prepared: {why}")
             yield from _variants([Algorithm(op)], dtypes, symmetric)
             continue
-        if any(one.row.tiles for one in with_kernels(op)):
+        if any(algorithm.row.tiles for algorithm in with_kernels(op)):
             continue
         if op == PREPARED_TUPLE:
             for algorithm in _up_to(facts, None, "allgather"):
@@ -425,7 +425,7 @@ def needed_kernels(
 
 def _fitting(takers: Sequence[Algorithm], plain: Sequence[Algorithm], general: Algorithm) -> list[Algorithm]:
     """Returns the algorithms that calls of ``takers`` alone take where others may take ``plain``."""
-    return list(dict.fromkeys(one if one in takers else general for one in plain))
+    return list(dict.fromkeys(algorithm if algorithm in takers else general for algorithm in plain))
 
 
 def _needed_norms(
@@ -443,7 +443,7 @@ def _variants(
     for algorithm in algorithms:
         can = algorithm.row
         for direct in (False, True) if symmetric and can.direct else (False,):
-            for dtype in [BYTE] if BYTE in can.dtypes else [one for one in dtypes if one in can.dtypes]:
+            for dtype in [BYTE] if BYTE in can.dtypes else [dtype for dtype in dtypes if dtype in can.dtypes]:
                 yield Kernel(algorithm, dtype, direct, epilogue=epilogue)
 
 
@@ -455,11 +455,11 @@ def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> Sequence[Algorithm]
         entries, max_nbytes = loaded(facts.table.parts[op]), None
     limits = [math.inf if entry["max_nbytes"] is None else entry["max_nbytes"] for entry in entries]
     last = bisect_left(limits, math.inf if max_nbytes is None else max_nbytes)
-    found = [Algorithm(entry["algorithm"]) for entry in entries[: last + 1]]
+    algorithms = [Algorithm(entry["algorithm"]) for entry in entries[: last + 1]]
     beside = max_nbytes is None or max_nbytes >= facts.table.beside.pipelined_from_nbytes
     # What an algorithm from outside does not serve, the general one does.
-    general = [GENERAL[op]] if beside or any(map(is_from_outside, found)) else []
-    return list(dict.fromkeys([one for one in (*found, *general) if not _why_not_here(one, facts)]))
+    general = [GENERAL[op]] if beside or any(map(is_from_outside, algorithms)) else []
+    return list(dict.fromkeys([taker for taker in (*algorithms, *general) if not _why_not_here(taker, facts)]))
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ def parse_nbytes(text: str) -> int:
         ValueError: it is no size, is negative, or is no whole number of bytes.
     """
     units = {"": 1, "K": KB, "M": MB, "G": GB}
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?: ?(?:([KMG])(?:I?B)?|B))?", text, re.ASCII | re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(?: ?(?:([KMG])(?:I?B)?|B))?", text, re.ASCII | re.IGNORECASE)
+    if not match:
         raise ValueError(f"{text!r} is no size")
-    nbytes = Fraction(found[1]) * units[(found[2] or "").upper()]
+    nbytes = Fraction(match[1]) * units[(match[2] or "").upper()]
     if nbytes.denominator != 1:
         raise ValueError(f"{text!r} is no whole number of bytes")
     return int(nbytes)

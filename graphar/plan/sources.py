@@ -16,17 +16,17 @@ def files_of(source: Path) -> dict[str, bytes]:
 
     What is not found beside the file that includes it, or beside ``source``, is left out: it is the compiler's to find.
     """
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     left = [source]
     while left:
         path = left.pop()
-        if str(path) in found:
+        if str(path) in contents:
             continue
-        found[str(path)] = content = path.read_bytes()
+        contents[str(path)] = content = path.read_bytes()
         for name in _INCLUDED.findall(content):
             beside = [folder / name.decode(errors="replace") for folder in (path.parent, source.parent)]
-            left += [Path(os.path.normpath(one)) for one in beside if one.is_file()][:1]
-    return found
+            left += [Path(os.path.normpath(file)) for file in beside if file.is_file()][:1]
+    return contents
 
 
 def includes(source: Path, header: str) -> bool:
@@ -43,6 +43,6 @@ def digest_of(source: Path) -> str:
 def hashed(fields: Iterable[bytes]) -> str:
     """Returns a SHA-256, in hex, of a list of fields."""
     digest = hashlib.sha256()
-    for one in fields:
-        digest.update(b"%d:" % len(one) + one)  # the lengths make the encoding of a list unique
+    for field in fields:
+        digest.update(b"%d:" % len(field) + field)  # the lengths make the encoding of a list unique
     return digest.hexdigest()

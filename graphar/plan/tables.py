@@ -86,7 +86,7 @@ class Table:
         sections = {key: getattr(self, key) for key in _HEAD}
         sections |= {key: dict(sorted(getattr(self, key).items())) for key in _BY_WORLD_SIZE}
         sections |= {"parts": self.parts} | {key: _written(getattr(self, key)) for key in POLICIES}
-        return _text({key: one for key, one in sections.items() if one or key in _REQUIRED}) + "\n"
+        return _text({key: section for key, section in sections.items() if section or key in _REQUIRED}) + "\n"
 
 
 def _text(value: Any, indent: str = "") -> str:
@@ -94,10 +94,10 @@ def _text(value: Any, indent: str = "") -> str:
     is_object = isinstance(value, dict)
     inside = value.values() if is_object else value if isinstance(value, list) else ()
     is_section = is_object and len(indent) < 4
-    if not is_section and not any(isinstance(one, list if is_object else dict) for one in inside):
+    if not is_section and not any(isinstance(entry, list if is_object else dict) for entry in inside):
         return json.dumps(value)
     names = [f'"{name}": ' for name in value] if is_object else [""] * len(value)
-    lines = [f"{indent}  {name}{_text(one, indent + '  ')}" for name, one in zip(names, inside, strict=True)]
+    lines = [f"{indent}  {name}{_text(entry, indent + '  ')}" for name, entry in zip(names, inside, strict=True)]
     begin, end = "{}" if is_object else "[]"
     return begin + "\n" + ",\n".join(lines) + f"\n{indent}{end}"
 
@@ -162,8 +162,8 @@ def _check_table(content: Any) -> None:
     if unknown := content.keys() - _FIELDS.keys():
         raise ValueError(f"it has an unknown field {min(unknown)!r}")
     for key, kind in _FIELDS.items():
-        found = content.get(key, ... if key in _REQUIRED else {})
-        _require(isinstance(found, kind), f"its field {key!r} is missing or of another type")
+        field = content.get(key, ... if key in _REQUIRED else {})
+        _require(isinstance(field, kind), f"its field {key!r} is missing or of another type")
     for world_size, entries in content["rows"].items():
         _require(world_size in map(str, WORLD_SIZES), f"its rows are for {world_size!r} ranks")
         with _inside(f"{world_size} ranks"):
@@ -193,7 +193,7 @@ def _check_codecs(by_codec: Any) -> None:
 
 
 def _check_points(points: Any, name: str = "measured points") -> None:
-    are_pairs = isinstance(points, list) and all(isinstance(one, list) and len(one) == 2 for one in points)
+    are_pairs = isinstance(points, list) and all(isinstance(point, list) and len(point) == 2 for point in points)
     are_measured = are_pairs and all(_is_count(nbytes) and _is_positive(us) for nbytes, us in points)
     ascend = are_measured and all(below[0] < above[0] for below, above in pairwise(points))
     _require(ascend, f"{name} must be [bytes, microseconds], positive, sizes ascending")
@@ -216,7 +216,7 @@ def _check_entry(entry: Any, op: str, world_sizes: Sequence[int]) -> None:
         _check_numbers(entry, [*_NUMBERS, *(["chunk"] if "chunk" in entry else [])])
         return
     known = in_tables(op)
-    _require(name in known, f"algorithm must be one of {', '.join(one.value for one in known)}")
+    _require(name in known, f"algorithm must be one of {', '.join(algorithm.value for algorithm in known)}")
     can = Algorithm(name).row
     _check_numbers(entry, [*_NUMBERS, *(["chunk"] if can.chunked else [])])
     for world_size in world_sizes:
@@ -253,7 +253,7 @@ def _is_positive(value: Any) -> bool:
 def _written(policy: Any) -> dict[str, Any]:
     """Returns the JSON of a dataclass, which ``_read`` reads."""
     values = {name: getattr(policy, name) for name in _types_of(type(policy))}
-    return {name: _written(one) if dataclasses.is_dataclass(one) else one for name, one in values.items()}
+    return {name: _written(value) if dataclasses.is_dataclass(value) else value for name, value in values.items()}
 
 
 def _read(kind: type, content: Any) -> Any:
@@ -269,7 +269,7 @@ def _read(kind: type, content: Any) -> Any:
 @functools.cache
 def _types_of(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
-    return {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.metadata.get("measured", True)}
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.metadata.get("measured", True)}
 
 
 def _point(name: str, kind: type, content: Any) -> Any:
@@ -277,17 +277,17 @@ def _point(name: str, kind: type, content: Any) -> Any:
     types = typing.get_type_hints(kind)
     if not isinstance(content, list) or len(content) != len(types):
         raise ValueError(f"{name} must have points [{', '.join(types)}], got {content!r}")
-    return kind(*[_value(f"{field} of {name}", types[field], one) for field, one in zip(types, content, strict=True)])
+    return kind(*[_value(f"{field} of {name}", types[field], x) for field, x in zip(types, content, strict=True)])
 
 
 def _value(name: str, wanted: Any, value: Any) -> Any:
     if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
         return _read(wanted, value)
     if typing.get_origin(wanted) is dict and isinstance(value, dict) and all(map(_is_count, value.values())):
-        return {int(key): one for key, one in value.items()}
+        return {int(key): number for key, number in value.items()}
     if typing.get_origin(wanted) is tuple and isinstance(value, list):
         kind, _ = typing.get_args(wanted)
-        return tuple([_point(name, kind, one) for one in value])
+        return tuple([_point(name, kind, point) for point in value])
     if wanted is int and _is_count(value):
         return value
     if wanted is float and _is_positive(value):

@@ -77,7 +77,7 @@ def with_value(holder: Any, path: Sequence[str | int], value: object) -> Any:
     """Returns ``holder``, a dataclass or a dict, with another value at a path; None removes the key."""
     name, *rest = path
     if isinstance(holder, dict):
-        return {key: one for key, one in holder.items() if key != name} | ({} if value is None else {name: value})
+        return {key: old for key, old in holder.items() if key != name} | ({} if value is None else {name: value})
     field = str(name)
     return replace(holder, **{field: with_value(getattr(holder, field), rest, value) if rest else value})
 
@@ -113,7 +113,7 @@ def trials(world_size: int, table: Table) -> Iterator[Trial]:
 def _quantized() -> Iterator[Trial]:
     def codecs(*sizes: int) -> list[Workload]:
         rows = [nbytes // (2 * COLUMNS) for nbytes in sizes]
-        return [Workload("allreduce", one, codec=codec) for one in rows for codec in ("fp8_e4m3", "int4")]
+        return [Workload("allreduce", count, codec=codec) for count in rows for codec in ("fp8_e4m3", "int4")]
 
     yield Trial(("quantized", "half_sm_tiles"), (1, 2, 4), codecs(1 * MB, 4 * MB, 8 * MB))
     yield Trial(("quantized", "pipelined_tiles"), (4, 8, 16), codecs(128 * MB, 256 * MB))
@@ -129,8 +129,8 @@ def _lossless(world_size: int) -> Iterator[Trial]:
     for op in COMPRESSING:
         ranks = 1 if op == "allreduce" else world_size  # that share the whole tensor
         rows = [nbytes // (2 * COLUMNS * ranks) for nbytes in (128 * MB, 256 * MB)]  # of a part
-        calls = [Workload(op, ranks * one if op == "reducescatter" else one) for one in rows]
-        least = [2 * COLUMNS * one for one in rows]
+        calls = [Workload(op, ranks * count if op == "reducescatter" else count) for count in rows]
+        least = [2 * COLUMNS * count for count in rows]
         yield Trial(("lossless", f"{op}_from_nbytes", world_size), (*least, None), calls, True)
 
 
@@ -139,11 +139,11 @@ def _copies(world_size: int) -> Iterator[Trial]:
     large = []
     for op, algorithm in COPYING.items():
         rows = [nbytes // (4 * COLUMNS * world_size) for nbytes in (64 * MB, 128 * MB, 256 * MB, 512 * MB)]  # of a part
-        sizes = [one if op == "allgather" else world_size * one for one in rows]  # of a rank's tensor
-        calls = [Workload(op, one, dtype=torch.float32) for one in sizes]
-        least = [4 * COLUMNS * one for one in (sizes if op == "allreduce" else rows)]
+        sizes = [count if op == "allgather" else world_size * count for count in rows]  # of a rank's tensor
+        calls = [Workload(op, size, dtype=torch.float32) for size in sizes]
+        least = [4 * COLUMNS * size for size in (sizes if op == "allreduce" else rows)]
         yield Trial(("copies", f"{op}_from_nbytes", world_size), (*least, None), calls, True)
-        large += [replace(one, algorithm=algorithm.value) for one in calls[1:]]
+        large += [replace(call, algorithm=algorithm.value) for call in calls[1:]]
     yield Trial(("copies", "sum_blocks"), (16, 32, 64), large)
     yield Trial(("copies", "chunk_nbytes"), (2 * MB, 4 * MB, 8 * MB), large)
     yield Trial(("copies", "chunks"), (4, 8, 16), large)
@@ -151,8 +151,8 @@ def _copies(world_size: int) -> Iterator[Trial]:
 
 def _norm(world_size: int) -> Iterator[Trial]:
     rows = (8, 16, 32, 48, 64, 96, 128)
-    sent = [(world_size - 1) * 2 * COLUMNS * one for one in rows]
-    yield Trial(("norm", "one_shot_sent_nbytes"), sent, [Workload("allreduce_residual_rmsnorm", one) for one in rows])
+    sent = [(world_size - 1) * 2 * COLUMNS * m for m in rows]
+    yield Trial(("norm", "one_shot_sent_nbytes"), sent, [Workload("allreduce_residual_rmsnorm", m) for m in rows])
 
 
 def _beside() -> Iterator[Trial]:
@@ -198,7 +198,7 @@ def _tiles(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
 
 def _allgather_matmul(world_size: int) -> Iterator[Trial]:
     rows = (256, 512, 1024, 2048, 4096, 8192)
-    calls = [Workload("allgather_matmul", one, columns, k=8192) for one in rows for columns in (2560, 14336)]
+    calls = [Workload("allgather_matmul", count, columns, k=8192) for count in rows for columns in (2560, 14336)]
     for partition in ("chunks", "tiles"):
         yield Trial(("allgather_matmul", f"{partition}_from_rows", world_size), (*rows, None), calls, True)
 
@@ -207,5 +207,5 @@ def against_torch(policy: MatmulPolicy, chip: Chip) -> Iterator[tuple[Workload, 
     """Yields the shapes at which torch's matmul may be faster, with a policy that takes graphar's and one torch's."""
     shapes = [(m, n, k) for n, k in WEIGHTS for m in ROWS_BELOW_WAVE if not fills_wave(m, n, chip.sms)]
     for m, n, k in shapes if chip.arch == MATMUL_ARCH else ():
-        own, of_torch = (replace(policy, against_torch=(), own_from_rows=rows) for rows in (m, m + 1))
-        yield Workload("matmul", m, n, k), own, of_torch
+        ours, of_torch = (replace(policy, against_torch=(), own_from_rows=rows) for rows in (m, m + 1))
+        yield Workload("matmul", m, n, k), ours, of_torch

@@ -42,7 +42,7 @@ def candidates(op: str, world_sizes: Sequence[int], nbytes: int, chip: Chip) -> 
     They have a block on all SMs but one, or the most allowed. One entry serves all of ``world_sizes``, so each is
     possible with all of them.
     """
-    found = []
+    configs = []
     for algorithm in in_tables(op):
         row = algorithm.row
         fits = nbytes >= row.smallest_nbytes and all(row.fits(world_size, nbytes) for world_size in world_sizes)
@@ -54,8 +54,8 @@ def candidates(op: str, world_sizes: Sequence[int], nbytes: int, chip: Chip) -> 
                 rounds = nbytes / PACK_NBYTES / (blocks * threads)
                 # A few packs would have a second or third round to themselves, which takes as long as any.
                 if not (row.in_groups and 1 < rounds < 3 and rounds % 1 < _FEW):
-                    found.append(Config(algorithm, blocks, threads, chunk))
-    return found
+                    configs.append(Config(algorithm, blocks, threads, chunk))
+    return configs
 
 
 def pick(measurements: Measurements) -> dict[int, tuple[Config, float]]:
@@ -73,10 +73,10 @@ def pick(measurements: Measurements) -> dict[int, tuple[Config, float]]:
         change = cost + TOLERANCE, chosen
         before = {candidate: min(cheapest.get(candidate, change), change, key=itemgetter(0)) for candidate in times}
         cheapest = {
-            one: (cost + math.log(times[one] / fastest), [*those, one]) for one, (cost, those) in before.items()
+            last: (cost + math.log(times[last] / fastest), [*those, last]) for last, (cost, those) in before.items()
         }
     _, chosen = min(cheapest.values(), key=itemgetter(0))
-    return {nbytes: (one, measurements[nbytes][one]) for nbytes, one in zip(sizes, chosen, strict=True)}
+    return {nbytes: (config, measurements[nbytes][config]) for nbytes, config in zip(sizes, chosen, strict=True)}
 
 
 def entries_from(measurements: Measurements, older: Sequence[dict]) -> list[dict]:
@@ -87,10 +87,10 @@ def entries_from(measurements: Measurements, older: Sequence[dict]) -> list[dict
     """
     runs = groupby(pick(measurements).items(), key=lambda picked: picked[1][0])  # of sizes with one candidate
     largest = [(candidate, max(nbytes for nbytes, _ in run)) for candidate, run in runs]
-    entries, (last, _) = [entry_of(*one) for one in largest], largest[-1]
+    entries, (last, _) = [entry_of(*pair) for pair in largest], largest[-1]
     if last.algorithm.row.limit(2) is None and not is_from_outside(last.algorithm):
         return [*entries[:-1], entry_of(last, None)]
-    return entries + [one for one in older if one["max_nbytes"] is None or one["max_nbytes"] > max(measurements)]
+    return entries + [item for item in older if item["max_nbytes"] is None or item["max_nbytes"] > max(measurements)]
 
 
 def update(
@@ -130,8 +130,8 @@ def what_changed(old: Table, new: Table, measurements: Mapping[int, Measurements
         for nbytes, times in by_size.items():
             before, after = (measured_config(table, world_size, nbytes)[0] for table in (old, new))
             if before != after:
-                known = {fitted(one, world_size, nbytes): us for one, us in times.items()}
-                both = " -> ".join(_describe(one, known.get(one)) for one in (before, after))
+                known = {fitted(config, world_size, nbytes): us for config, us in times.items()}
+                both = " -> ".join(_describe(config, known.get(config)) for config in (before, after))
                 lines.append(f"{world_size} ranks, {format_nbytes(nbytes)}: {both}")
     return lines
 

@@ -200,7 +200,7 @@ class TensorTuple(NamedTuple):
     @property
     def row_nbytes(self) -> tuple[int, ...]:
         """The bytes of a row of each tensor."""
-        return tuple([math.prod(row) * one.itemsize for row, one in zip(self.rows, self.dtypes, strict=True)])
+        return tuple([math.prod(row) * dtype.itemsize for row, dtype in zip(self.rows, self.dtypes, strict=True)])
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -305,7 +305,7 @@ class Product(NamedTuple):
     @property
     def in_8_bits(self) -> list[Product]:
         """The same of operands in e4m3, in each of their formats."""
-        return [self._replace(format=one) for one in FORMATS]
+        return [self._replace(format=scale_format) for scale_format in FORMATS]
 
     @property
     def beside(self) -> str:
@@ -412,7 +412,7 @@ class Loss(NamedTuple):
     @property
     def options(self) -> list[str]:
         unused = Terms(self.terms.vocab_size)._asdict()
-        others = [f"{name} {one}" for name, one in self.terms._asdict().items() if one != unused[name]]
+        others = [f"{name} {value}" for name, value in self.terms._asdict().items() if value != unused[name]]
         return [f"vocabulary of {self.terms.vocab_size}", *others, *_beside(self)]
 
 

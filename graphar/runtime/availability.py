@@ -64,10 +64,10 @@ def concurrent_communicators() -> int:
     Raises:
         ValueError: the environment has no integer from 2 on in GRAPHAR_CONCURRENT_COMMUNICATORS.
     """
-    given = os.environ.get(COMMUNICATORS) or "2"
-    if not (given.isascii() and given.isdecimal()) or int(given) < 2:
-        raise ValueError(f"{COMMUNICATORS} must be an integer from 2 on, got {given!r}")
-    return int(given)
+    number = os.environ.get(COMMUNICATORS) or "2"
+    if not (number.isascii() and number.isdecimal()) or int(number) < 2:
+        raise ValueError(f"{COMMUNICATORS} must be an integer from 2 on, got {number!r}")
+    return int(number)
 
 
 def may_share_gpu() -> bool:
@@ -115,8 +115,8 @@ def missing_driver() -> Reason | None:
     except RuntimeError as error:
         return f"the CUDA driver cannot be loaded ({_first_line(error)}): install NVIDIA driver {DRIVER} or newer"
     if version[0] < DRIVER_CUDA:
-        found = ".".join(map(str, version))
-        return f"the driver is for CUDA {found}: install NVIDIA driver {DRIVER} or newer, for CUDA {DRIVER_CUDA}"
+        cuda = ".".join(map(str, version))
+        return f"the driver is for CUDA {cuda}: install NVIDIA driver {DRIVER} or newer, for CUDA {DRIVER_CUDA}"
     return None
 
 

@@ -15,7 +15,7 @@ from graphar.plan.config import Kernel
 from graphar.plan.factors import FORMATS, Factors
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 
-SCALE_FORMATS = tuple([str(Factors(one)) for one in FORMATS])  # of e4m3 operands
+SCALE_FORMATS = tuple([str(Factors(name)) for name in FORMATS])  # of e4m3 operands
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class Engine(Life):
 
     def plan(self, call: Call, ranks: Sequence[Operands]) -> Plan:
         """Returns the plan of a call with such operands: the cached one, or a new one. To make one is collective."""
-        found = self.plans.get(call)
-        if found is None:
+        plan = self.plans.get(call)
+        if plan is None:
             algorithm = "auto" if call.work.codec else call.algorithm
             call_checks.check_call(call.op, algorithm, call.timeout_s, call.op)
             x = ranks[0].inputs[0]
@@ -71,12 +71,12 @@ class Engine(Life):
             (tensor_checks.check_strided if takes_any else tensor_checks.check_tensor)(call.op, "x", x)
             announced = self.runner.announced(agreement.words(call)) if self.runner else contextlib.nullcontext()
             with self.keeping_failure(call.op), announced:
-                found = binders[type(call.work)](self, call, ranks)
-            found = self.plans.keep(call, found)
+                plan = binders[type(call.work)](self, call, ranks)
+            plan = self.plans.keep(call, plan)
             if not self._has_said:
                 self._has_said = True
-                self._say_how_calls_are_made(found)
-        return found
+                self._say_how_calls_are_made(plan)
+        return plan
 
     def _say_how_calls_are_made(self, first: Plan) -> None:
         how = f"no kernels: {first.explanation.reason}"

@@ -54,13 +54,13 @@ def failure_of_kernel(
             "them, or give each its own Communicator"
         )
     if record.kind == _DISAGREED:
-        found = Unlike(call_of(record.expected, record.rank), call_of(record.seen, record.peer))
+        calls = Unlike(call_of(record.expected, record.rank), call_of(record.seen, record.peer))
     else:
-        found = unlike()
-    if found:
+        calls = unlike()
+    if calls:
         return CommunicatorError(
             f"{what}: ranks must make the same graphar calls in the same order, got\n"
-            f"rank {record.rank}: {found.own}\nrank {record.peer}: {found.other}\n"
+            f"rank {record.rank}: {calls.own}\nrank {record.peer}: {calls.other}\n"
             "Results since that call may be wrong; close this communicator."
         )
     waited = record.sequence, record.rank, record.peer, tuple(last_calls()), record.block, record.expected, record.seen
@@ -80,16 +80,16 @@ def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank
     read = _read(Counters, counters)
     called, begun = read.called[:world_size], read.epoch_state[0].epoch
     unlike = [
-        (own, told, peer)
+        (fingerprint, told, peer)
         for peer, entries in enumerate(called)
-        for own, told in zip(called[rank], entries, strict=True)
-        if own != told and own and told and own // _CALLS == told // _CALLS
+        for fingerprint, told in zip(called[rank], entries, strict=True)
+        if fingerprint != told and fingerprint and told and fingerprint // _CALLS == told // _CALLS
     ]
     if unlike and not record.kind:
-        own, told, peer = max(unlike, key=lambda one: (begun - one[0] // _CALLS) % _CALLS)  # the earliest
+        fingerprint, told, peer = max(unlike, key=lambda entry: (begun - entry[0] // _CALLS) % _CALLS)  # the earliest
         record.algorithm, record.rank, record.peer = algorithm.number, rank, peer
-        record.sequence = (own // _CALLS - 1) % _CALLS
-        record.expected, record.seen, record.kind = own % _CALLS, told % _CALLS, _DISAGREED
+        record.sequence = (fingerprint // _CALLS - 1) % _CALLS
+        record.expected, record.seen, record.kind = fingerprint % _CALLS, told % _CALLS, _DISAGREED
 
 
 def read_counters(addresses: Mapping[Algorithm, int]) -> dict[Algorithm, Counters]:
@@ -108,7 +108,7 @@ def call_ahead_of(peer: int, counters: Mapping[Algorithm, Counters]) -> int:
 
     ``counters`` are this rank's.
     """
-    ahead = (call_at(one, peer, one.epoch_state[0].epoch) for one in counters.values())
+    ahead = (call_at(counts, peer, counts.epoch_state[0].epoch) for counts in counters.values())
     return next(filter(None, ahead), 0)
 
 

@@ -37,7 +37,7 @@ def threads_for_compiling(ranks: int) -> int:
 
 def _compile(sources: Sequence[KernelSource], archs: Iterable[str], ranks: int) -> None:
     for arch in archs:
-        able = [one for one in sources if one.runs_on(arch)]
+        able = [source for source in sources if source.runs_on(arch)]
         compiler.compile_at_once(able, arch, threads_for_compiling(ranks))
 
 

@@ -111,8 +111,8 @@ class Life:
                 self.why_no_runner = f"kernels serve 2 to {MAX_RANKS} ranks, not {self.world_size}"
             else:
                 self._set_up(device)
-        if self.runner and self.group and device.index != (own := self.runner.members[0].device):
-            raise ValueError(f"graphar: this rank's communicator is on cuda:{own}, got {device}")
+        if self.runner and self.group and device.index != (index := self.runner.members[0].device):
+            raise ValueError(f"graphar: this rank's communicator is on cuda:{index}, got {device}")
         return self.runner is not None
 
     def _set_up(self, device: torch.device) -> None:
@@ -197,8 +197,8 @@ class Life:
 
     def why_stays(self) -> Reason | None:
         """Returns why memory of this process cannot be given back while its addresses stay."""
-        own, inside = self.runner.memory.why_stays if self.runner else None, self.hierarchy.why_stays()
-        return own or (inside and f"inside a host, {inside}")
+        reason, inside = self.runner.memory.why_stays if self.runner else None, self.hierarchy.why_stays()
+        return reason or (inside and f"inside a host, {inside}")
 
     def suspend(self, keep: str | None) -> None:
         """Gives the memory shared with other ranks back until :meth:`resume`. Collective.

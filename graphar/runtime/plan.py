@@ -49,7 +49,7 @@ class Plan(NamedTuple):
         """The algorithm and grid of the call and the reason for them, without an expected time."""
         return Explanation(self.config.algorithm.value, self.config.blocks, self.config.threads, self.reason)
 
-    def explain(self, own: Operands) -> Explanation:
+    def explain(self, operands: Operands) -> Explanation:
         """Returns the explanation of a call with such operands of one rank, which also says whose matmul multiplies."""
-        reason = "; ".join(filter(None, (self.reason, self.matmul(own))))
+        reason = "; ".join(filter(None, (self.reason, self.matmul(operands))))
         return replace(self.explanation, reason=reason)

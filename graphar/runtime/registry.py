@@ -63,14 +63,14 @@ def engine_of(group: Group, op: str = "graphar") -> Engine:
 def known_engine(group: Group) -> Engine | None:
     """Returns the engine of :func:`engine_of` if that is quickly found; None for a mesh, a new group, or an error."""
     if group is None:
-        found = _by_group.get("")
+        engine = _by_group.get("")
         world = dist.distributed_c10d._world._default_pg  # as `dist.group.WORLD` finds it, in two functions
-        return found if found is not None and not found.closed and found.group is world else None
+        return engine if engine is not None and not engine.closed and engine.group is world else None
     if type(group) is dist.ProcessGroup:  # before getattr(), which takes 0.2 us to find no `engine`
         if group not in dist.distributed_c10d._world.pg_map:  # it was destroyed
             return None
-        found = _by_group.get(group.group_name) or _by_group.get("")
-        return found if found is not None and not found.closed and found.group is group else None
+        engine = _by_group.get(group.group_name) or _by_group.get("")
+        return engine if engine is not None and not engine.closed and engine.group is group else None
     engine = getattr(group, "engine", None)
     return engine if isinstance(engine, Engine) and not engine.closed and engine.devices is None else None
 
@@ -87,13 +87,13 @@ def engine_of_group(name: str, op: str = "graphar", instead: str = _LIST_INSTEAD
         return engine_of_devices("", (torch.device("cpu"),), op)
     name, group = _named_group(name, op, instead)
     with _making:
-        found = _made_for(name, group)
-        if found is None:
-            found = _by_group[name] = Engine(group, None, DEFAULT_TIMEOUT_S)
+        engine = _made_for(name, group)
+        if engine is None:
+            engine = _by_group[name] = Engine(group, None, DEFAULT_TIMEOUT_S)
             # torch has no hook for the end of a group, but drops the group's store then.
             store = dist.distributed_c10d._get_process_group_store(group)
-            weakref.finalize(store, _outlive_group, name, found).atexit = False
-        return found
+            weakref.finalize(store, _outlive_group, name, engine).atexit = False
+        return engine
 
 
 def _named_group(name: str, op: str, instead: str) -> tuple[str, dist.ProcessGroup]:
@@ -111,8 +111,8 @@ def _named_group(name: str, op: str, instead: str) -> tuple[str, dist.ProcessGro
 
 
 def _made_for(name: str, group: dist.ProcessGroup) -> Engine | None:
-    found = _by_group.get(name)
-    return None if found is None or found.closed or found.group is not group else found
+    engine = _by_group.get(name)
+    return None if engine is None or engine.closed or engine.group is not group else engine
 
 
 def _outlive_group(name: str, engine: Engine) -> None:
@@ -132,21 +132,21 @@ def engine_of_devices(name: str, devices: tuple[torch.device, ...], op: str = "g
     """Returns the engine of a call with a list of tensors, by the engine's name; "": the engine of the devices."""
     if name:
         _check_not_closed(name, op)
-        found = open_engines.get(name)
-        if found is None or found.devices != devices:
-            if found is None or found.devices is None:
+        engine = open_engines.get(name)
+        if engine is None or engine.devices != devices:
+            if engine is None or engine.devices is None:
                 raise ValueError(
                     "graphar: a process group takes one tensor of each process, got a list; pass a tensor, or omit "
                     "group: a list has one tensor for each device of this process"
                 )
-            mine, theirs = ([str(device) for device in ones] for ones in (devices, found.devices))
+            mine, theirs = ([str(device) for device in ones] for ones in (devices, engine.devices))
             raise ValueError(f"graphar: a list of tensors on {mine} does not fit a communicator of {theirs}")
-        return found
+        return engine
     with _making:
-        found = _by_devices.get(devices)
-        if found is None or found.closed:
-            found = _by_devices[devices] = Engine(None, local_devices(devices), DEFAULT_TIMEOUT_S)
-        return found
+        engine = _by_devices.get(devices)
+        if engine is None or engine.closed:
+            engine = _by_devices[devices] = Engine(None, local_devices(devices), DEFAULT_TIMEOUT_S)
+        return engine
 
 
 def check_takes_tensors(engine: Engine) -> None:
@@ -221,9 +221,9 @@ def resume() -> None:
 
 def _usable_engines() -> list[tuple[Engine, bool]]:
     """Returns this process's usable engines, in an order that ranks share, and whether all ranks know them."""
-    found = [one for one in [*open_engines.values()] if one.is_usable() and not one.is_part]
-    orders = {one: one.common_order() for one in found}
-    return [(one, orders[one] is not None) for one in sorted(found, key=lambda one: orders[one] or "")]
+    engines = [engine for engine in [*open_engines.values()] if engine.is_usable() and not engine.is_part]
+    orders = {engine: engine.common_order() for engine in engines}
+    return [(engine, orders[engine] is not None) for engine in sorted(engines, key=lambda engine: orders[engine] or "")]
 
 
 def stats(group: Group = None) -> Stats:

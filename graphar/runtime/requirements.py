@@ -20,7 +20,7 @@ def requirements() -> dict[str, str]:
         python, needed = project["requires-python"], project["dependencies"]
     else:
         python, needed = metadata.metadata(PROJECT)["Requires-Python"], metadata.requires(PROJECT) or []
-    split = [re.findall(r"^([\w.-]+)\s*(.*)", one)[0] for one in needed if "extra ==" not in one]
+    split = [re.findall(r"^([\w.-]+)\s*(.*)", line)[0] for line in needed if "extra ==" not in line]
     return {"python": python} | dict(split)
 
 

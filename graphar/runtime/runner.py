@@ -66,7 +66,7 @@ class Runner:
         self.members, self.world_size, self.chip = members, world_size, chip
         self.memory, self.rendezvous = memory, rendezvous
         self.kernels = Kernels(members, world_size, memory, rendezvous, multicast_memory)
-        self.symmetric = SymmetricTensors({one.rank: one.device for one in members}, memory)
+        self.symmetric = SymmetricTensors({member.rank: member.device for member in members}, memory)
         # Held during launches: threads share the arguments, and must reach the members in the same order.
         self.lock = threading.RLock()
         self._failure: GrapharError | None = None
@@ -76,7 +76,7 @@ class Runner:
         self._announces = False
 
     def arguments(
-        self, member: Member, algorithm: Algorithm, one: Slice, timeout_s: float, words: str, kind: type[T] = Arguments
+        self, member: Member, algorithm: Algorithm, part: Slice, timeout_s: float, words: str, kind: type[T] = Arguments
     ) -> T:
         """Returns the arguments that all kernels of a prepared algorithm take, for one member and slice.
 
@@ -84,7 +84,7 @@ class Runner:
         """
         counters, scratch = self.kernels.counters()[algorithm], self.kernels.scratch(algorithm)
         arguments = kind(
-            numel=one.numel,
+            numel=part.numel,
             timeout_ns=int(timeout_s * 1e9),
             capacity=algorithm.row.scratch(self.world_size).capacity,
             multicast=self.kernels.multicast_scratch(algorithm),
@@ -99,7 +99,7 @@ class Runner:
         for rank, pointer in enumerate(counters):
             arguments.scratch[rank], arguments.peer_counters[rank] = scratch[rank], pointer
             arguments.ring[(rank - member.rank) % self.world_size] = scratch[rank]
-        for rank, (begin, count) in enumerate(zip(one.begin, one.count, strict=True)):
+        for rank, (begin, count) in enumerate(zip(part.begin, part.count, strict=True)):
             arguments.begin[rank], arguments.count[rank] = begin, count
         return arguments
 
@@ -167,11 +167,11 @@ class Runner:
         algorithm = of_number(record.algorithm)
         if algorithm not in self.kernels.counters():  # its memory is freed
             return None
-        own = self._read_counters(next(member for member in self.members if member.rank == record.rank))
-        other = call_ahead_of(record.peer, own)
-        if not other or call_at(own[algorithm], record.peer, record.sequence):
+        counters = self._read_counters(next(member for member in self.members if member.rank == record.rank))
+        other = call_ahead_of(record.peer, counters)
+        if not other or call_at(counters[algorithm], record.peer, record.sequence):
             return None
-        words, called = self._fingerprints.words, call_at(own[algorithm], record.rank, record.sequence)
+        words, called = self._fingerprints.words, call_at(counters[algorithm], record.rank, record.sequence)
         return Unlike(words(called, record.rank), words(other, record.peer))
 
     @contextlib.contextmanager
@@ -197,18 +197,18 @@ class Runner:
                 self.rendezvous.withdraw(_PREPARING)
 
     def _with_calls_of_absent(self, error: RanksAbsent) -> RanksAbsent:
-        own = self._read_counters(self.members[0])
-        ahead = {rank: call_ahead_of(rank, own) for rank in error.absent}
-        said = [f"rank {rank}: {self._fingerprints.words(one, rank)}" for rank, one in ahead.items() if one]
+        counters = self._read_counters(self.members[0])
+        ahead = {rank: call_ahead_of(rank, counters) for rank in error.absent}
+        said = [f"rank {rank}: {self._fingerprints.words(call, rank)}" for rank, call in ahead.items() if call]
         return RanksAbsent("\n".join([str(error), *said]), error.absent, error.ended)
 
     def _read_counters(self, member: Member) -> dict[Algorithm, Counters]:
         with on_device(member.device):
-            return read_counters({one: at[member.rank] for one, at in self.kernels.counters().items()})
+            return read_counters({algorithm: at[member.rank] for algorithm, at in self.kernels.counters().items()})
 
     def _last_calls(self) -> list[str]:
-        own = {member.rank: member.device for member in self.members}
-        devices = [own.get(rank, self.members[0].device) for rank in range(self.world_size)]
+        local = {member.rank: member.device for member in self.members}
+        devices = [local.get(rank, self.members[0].device) for rank in range(self.world_size)]
         try:
             ended = self.rendezvous.ended()
         except CommunicatorError:  # the store ends with the rank that serves it

@@ -56,7 +56,7 @@ def set_up(
     declared, rule = os.environ.get(COMMUNICATORS) or "2", f"{COMMUNICATORS} must be the same on all ranks"
     _agree_on(rendezvous, "concurrent communicators", declared, rule)
     if devices:
-        ranks = {rank: one.index for rank, one in enumerate(devices)}
+        ranks = {rank: gpu.index for rank, gpu in enumerate(devices)}
         memory = LocalMemory(list(ranks.values()))
     else:
         ranks = {known_group(group).rank(): device.index}
@@ -72,19 +72,19 @@ def set_up(
             raise ValueError(f"{COMMUNICATORS} is {chip.communicators}, but {most}")
         return [Member(rank, index) for rank, index in ranks.items()], {"table": table, "chip": asdict(chip)}
 
-    members, own = rendezvous.agree("preparing the GPUs", prepare)
-    words = rendezvous.exchange("reading the tuning table", json.dumps(own).encode())
+    members, facts = rendezvous.agree("preparing the GPUs", prepare)
+    words = rendezvous.exchange("reading the tuning table", json.dumps(facts).encode())
     everyone = [json.loads(word) for word in words]
-    chip = Chip.in_common(Chip(**one["chip"]) for one in everyone)
+    chip = Chip.in_common(Chip(**facts["chip"]) for facts in everyone)
     multicast = None if stand_in else TorchMemory(group, device.index, rendezvous)
     world_size = len(devices) if devices else known_group(group).size()
     runner = Runner(members, world_size, chip, memory, rendezvous, multicast)
     return runner, Table.from_json(everyone[0]["table"])
 
 
-def _agree_on(rendezvous: StoreRendezvous | Alone, what: str, own: str, rule: str) -> None:
-    """Raises CommunicatorError on every rank if ranks differ in a setting; ``own`` is this rank's."""
-    words = rendezvous.exchange(f"agreeing on {what}", own.encode())
+def _agree_on(rendezvous: StoreRendezvous | Alone, what: str, setting: str, rule: str) -> None:
+    """Raises CommunicatorError on every rank if ranks differ in a setting; ``setting`` is this rank's."""
+    words = rendezvous.exchange(f"agreeing on {what}", setting.encode())
     if len(set(words)) > 1:
         of_ranks = [f"rank {rank}: {word.decode()}" for rank, word in enumerate(words)]
         raise CommunicatorError("\n".join([f"{rule}, got", *of_ranks]))

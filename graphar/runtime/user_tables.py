@@ -18,11 +18,11 @@ def find_table(device_name: str) -> Table:
     """
     name = slug(device_name)
     try:
-        own = user_table(name)
+        table = user_table(name)
     except (OSError, ValueError) as error:
         _warn_once(f"{FOLDER}/{name}.json of the cache", str(error))
-        own = None
-    return own or shipped_table(name)
+        table = None
+    return table or shipped_table(name)
 
 
 def user_table(name: str) -> Table | None:

@@ -37,7 +37,7 @@ def _bind_kernel(engine: Engine, call: Call[Exchange], config: Config) -> Plan:
     runner, whole = runner_of(engine), Slice(0)
     words = agreement.words_of_launch(call, config, whole)
 
-    def put_of(arguments: ExchangeArguments, config: Config, one: Slice) -> None:
+    def put_of(arguments: ExchangeArguments, config: Config, part: Slice) -> None:
         at = arguments.rank - call.work.rank
         arguments.describe(call.work, at, call.dtype.itemsize)
         if not call.work.known:

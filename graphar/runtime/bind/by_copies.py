@@ -125,9 +125,9 @@ class _ByCopies:
         grid = Grid(config.blocks, config.threads, 0, overlaps=False)
         self._scratch = self._runner.kernels.scratch(config.algorithm)
         self._sums = {  # by rank; none in a gather
-            member.rank: (Launch(one, [given], grid), given)
-            for member, one in zip(self._runner.members, functions, strict=False)
-            for given in [Arguments()]
+            member.rank: (Launch(function, [arguments], grid), arguments)
+            for member, function in zip(self._runner.members, functions, strict=False)
+            for arguments in [Arguments()]
         }
         self._ranks: BoundedCache[_Rank] = BoundedCache()  # by rank, and the handle of the caller's stream
         self._step = functools.cache(self._step_of)
@@ -143,70 +143,70 @@ class _ByCopies:
             self._runner.raise_failure()  # before any member enqueues anything
             where = self._runner.symmetric.where
             outs, place = where(ranks[0].outputs[0].data_ptr()) if self._config.direct else ((), "")
-            own = [self._rank(member, one) for member, one in zip(self._runner.members, ranks, strict=True)]
-            for one in own:
-                one.outs = outs
+            states = [self._rank(member, tensors) for member, tensors in zip(self._runner.members, ranks, strict=True)]
+            for state in states:
+                state.outs = outs
             if self._meets_first:
                 self._meet(place)
             try:
-                self._go(own, place)
+                self._go(states, place)
             except BaseException:
-                for one in own:
-                    one.join()
+                for state in states:
+                    state.join()
                 raise
-            for one in own:
-                one.member.leave()
+            for state in states:
+                state.member.leave()
 
-    def _rank(self, member: Member, own: Operands) -> _Rank:
+    def _rank(self, member: Member, operands: Operands) -> _Rank:
         stream = current_stream(member.device)
         if stream != member.stream:
             member.follow(stream)  # not only the first meeting comes after the calls on other streams
-        found = self._ranks.get(key := (member.rank, stream))
-        if found is None:
+        state = self._ranks.get(key := (member.rank, stream))
+        if state is None:
             main = torch.cuda.current_stream(member.device)
             apart = range(self._sides) if len(self._chunks) > 1 else self._apart
             beside = [stream_beside(main.device, main.cuda_stream, at) for at in range(self._sides)]
             sides = [side if at in apart else main for at, side in enumerate(beside)]
             events = cycle([torch.cuda.Event() for _ in range(_EVENTS)])
-            found = self._ranks.keep(key, _Rank(member, main, sides, events=events))
-        found.x, found.out = own.inputs[0].data_ptr(), own.outputs[0].data_ptr()
-        found.factor, found.ends = own.numbers[0] if own.numbers else 1.0, []
-        found.batched = self._world_size > 2 and not is_capturing(member.device)
-        return found
+            state = self._ranks.keep(key, _Rank(member, main, sides, events=events))
+        state.x, state.out = operands.inputs[0].data_ptr(), operands.outputs[0].data_ptr()
+        state.factor, state.ends = operands.numbers[0] if operands.numbers else 1.0, []
+        state.batched = self._world_size > 2 and not is_capturing(member.device)
+        return state
 
-    def _go(self, own: Sequence[_Rank], place: str) -> None:
+    def _go(self, states: Sequence[_Rank], place: str) -> None:
         count = len(self._chunks)
-        sent = [self._send(own, at) for at in range(min(_AHEAD, count))]
+        sent = [self._send(states, at) for at in range(min(_AHEAD, count))]
         for at in range(count):
-            for one, end in zip(own, sent[at], strict=True):
-                one.wait(end)
-            self._meet_after(own, self._ends_left, "" if at or self._meets_first else place)
+            for state, end in zip(states, sent[at], strict=True):
+                state.wait(end)
+            self._meet_after(states, self._ends_left, "" if at or self._meets_first else place)
             if at + _AHEAD < count:
-                sent.append(self._send(own, at + _AHEAD))
-            for one in own:
-                self._take(one, at)
-        self._finish(own)
-        for one in own:
-            for end in one.ends:
-                one.wait(end)
+                sent.append(self._send(states, at + _AHEAD))
+            for state in states:
+                self._take(state, at)
+        self._finish(states)
+        for state in states:
+            for end in state.ends:
+                state.wait(end)
 
-    def _send(self, own: Sequence[_Rank], at: int) -> list[Event | None]:
-        return [one.copy(self._pushed(one, at), _PUSHES) for one in own]
+    def _send(self, states: Sequence[_Rank], at: int) -> list[Event | None]:
+        return [state.copy(self._pushed(state, at), _PUSHES) for state in states]
 
-    def _meet_after(self, own: Sequence[_Rank], left: int, words: str = "") -> None:
+    def _meet_after(self, states: Sequence[_Rank], left: int, words: str = "") -> None:
         """Lets ranks meet after the ends of the copies that they have noted, but for the ``left`` last ones."""
-        for one in own:
-            while len(one.ends) > left:
-                one.wait(one.ends.pop(0))
+        for state in states:
+            while len(state.ends) > left:
+                state.wait(state.ends.pop(0))
         self._meet(words)
 
-    def _pushed(self, one: _Rank, at: int) -> list[Move]:
+    def _pushed(self, state: _Rank, at: int) -> list[Move]:
         raise NotImplementedError
 
-    def _take(self, one: _Rank, at: int) -> None:
+    def _take(self, state: _Rank, at: int) -> None:
         raise NotImplementedError
 
-    def _finish(self, own: Sequence[_Rank]) -> None:
+    def _finish(self, states: Sequence[_Rank]) -> None:
         pass
 
     # ---- addresses --------------------------------------------------------------------------------------------------
@@ -234,34 +234,34 @@ class _ByCopies:
         kept = [[(begin, self._slot(rank, at, hop, area), nbytes) for hop, begin, nbytes in ends] for area in areas]
         return _Step(*self._at(at, rank), self._chunks[at].offset * self._itemsize, parts, places, kept)
 
-    def _parts_of(self, one: _Rank, at: int) -> list[Move]:
+    def _parts_of(self, state: _Rank, at: int) -> list[Move]:
         """Returns the copies of each part of the input to its owner."""
-        return [(to, one.x + begin, nbytes) for to, begin, nbytes in self._step(one.rank, at).parts]
+        return [(to, state.x + begin, nbytes) for to, begin, nbytes in self._step(state.rank, at).parts]
 
-    def _to_all(self, one: _Rank, at: int, source: int, area: int) -> list[Move]:
+    def _to_all(self, state: _Rank, at: int, source: int, area: int) -> list[Move]:
         """Returns the copies of this rank's part, which is at ``source``, to every peer."""
-        step = self._step(one.rank, at)
-        if one.outs:
-            return [(one.outs[peer] + step.begin, source, step.nbytes) for _, peer in self._hops(one.rank, 1)]
+        step = self._step(state.rank, at)
+        if state.outs:
+            return [(state.outs[peer] + step.begin, source, step.nbytes) for _, peer in self._hops(state.rank, 1)]
         return [(to, source, step.nbytes) for to in step.places[area]]
 
-    def _kept(self, one: _Rank, at: int, area: int) -> list[Move]:
+    def _kept(self, state: _Rank, at: int, area: int) -> list[Move]:
         """Returns the copies of the peers' parts from scratch to the output."""
-        return [(one.out + begin, place, nbytes) for begin, place, nbytes in self._step(one.rank, at).kept[area]]
+        return [(state.out + begin, place, nbytes) for begin, place, nbytes in self._step(state.rank, at).kept[area]]
 
-    def _add(self, one: _Rank, at: int, output: int) -> None:
+    def _add(self, state: _Rank, at: int, output: int) -> None:
         """Adds the parts of all ranks of a chunk that is here, in rank order, on the caller's stream."""
-        step = self._step(one.rank, at)
+        step = self._step(state.rank, at)
         if not step.nbytes:
             return
-        launch, arguments = self._sums[one.rank]
+        launch, arguments = self._sums[state.rank]
         arguments.numel, arguments.output = step.nbytes // self._itemsize, output
-        arguments.epilogue.scalar[0] = one.factor
-        arguments.peer_input[one.rank] = one.x + step.begin
-        for hop, peer in self._hops(one.rank, -1):
+        arguments.epilogue.scalar[0] = state.factor
+        arguments.peer_input[state.rank] = state.x + step.begin
+        for hop, peer in self._hops(state.rank, -1):
             arguments.peer_input[peer] = step.kept[0][hop - 1][1]
-        with here(one.member.device):
-            launch.enqueue(one.main.cuda_stream)
+        with here(state.member.device):
+            launch.enqueue(state.main.cuda_stream)
 
 
 class _AllGather(_ByCopies):
@@ -273,31 +273,31 @@ class _AllGather(_ByCopies):
     _sides = _KEPT + 1
     _apart = (_RESULTS,)
 
-    def _go(self, own: Sequence[_Rank], place: str) -> None:
+    def _go(self, states: Sequence[_Rank], place: str) -> None:
         copied = []  # beside the pushes; an input may be this rank's part of the output
-        for one in own:
-            mine, nbytes = one.out + self._at(0, one.rank)[0], self._counts[one.rank] * self._itemsize
-            if one.x != mine:
-                one.copy([(mine, one.x, nbytes)], _RESULTS)
-                copied.append(one)
-        super()._go(own, place)
-        for one in copied:
-            one.main.wait_stream(one.sides[_RESULTS])
+        for state in states:
+            mine, nbytes = state.out + self._at(0, state.rank)[0], self._counts[state.rank] * self._itemsize
+            if state.x != mine:
+                state.copy([(mine, state.x, nbytes)], _RESULTS)
+                copied.append(state)
+        super()._go(states, place)
+        for state in copied:
+            state.main.wait_stream(state.sides[_RESULTS])
 
-    def _pushed(self, one: _Rank, at: int) -> list[Move]:
-        return self._to_all(one, at, one.x + self._step(one.rank, at).offset, 0)
+    def _pushed(self, state: _Rank, at: int) -> list[Move]:
+        return self._to_all(state, at, state.x + self._step(state.rank, at).offset, 0)
 
-    def _take(self, one: _Rank, at: int) -> None:
-        if not one.outs:
-            one.ends.append(one.copy(self._kept(one, at, 0), _KEPT))
+    def _take(self, state: _Rank, at: int) -> None:
+        if not state.outs:
+            state.ends.append(state.copy(self._kept(state, at, 0), _KEPT))
 
 
 class _ReduceScatter(_ByCopies):
-    def _pushed(self, one: _Rank, at: int) -> list[Move]:
-        return self._parts_of(one, at)
+    def _pushed(self, state: _Rank, at: int) -> list[Move]:
+        return self._parts_of(state, at)
 
-    def _take(self, one: _Rank, at: int) -> None:
-        self._add(one, at, one.out + self._step(one.rank, at).offset)
+    def _take(self, state: _Rank, at: int) -> None:
+        self._add(state, at, state.out + self._step(state.rank, at).offset)
 
 
 class _AllReduce(_ByCopies):
@@ -320,25 +320,25 @@ class _AllReduce(_ByCopies):
 
     _areas, _ends_left, _sides = 2, 1, _KEPT + 1
 
-    def _pushed(self, one: _Rank, at: int) -> list[Move]:
-        return self._parts_of(one, at)
+    def _pushed(self, state: _Rank, at: int) -> list[Move]:
+        return self._parts_of(state, at)
 
-    def _take(self, one: _Rank, at: int) -> None:
+    def _take(self, state: _Rank, at: int) -> None:
         if at >= _AHEAD:
-            self._keep(one, at - _AHEAD)
-        mine = one.out + self._at(at, one.rank)[0]
-        self._add(one, at, mine)
-        one.ends.append(one.copy(self._to_all(one, at, mine, 1), _RESULTS))
+            self._keep(state, at - _AHEAD)
+        mine = state.out + self._at(at, state.rank)[0]
+        self._add(state, at, mine)
+        state.ends.append(state.copy(self._to_all(state, at, mine, 1), _RESULTS))
 
-    def _keep(self, one: _Rank, at: int) -> None:
-        if not one.outs:
-            one.ends.append(one.copy(self._kept(one, at, 1), _KEPT))
+    def _keep(self, state: _Rank, at: int) -> None:
+        if not state.outs:
+            state.ends.append(state.copy(self._kept(state, at, 1), _KEPT))
 
-    def _finish(self, own: Sequence[_Rank]) -> None:
-        self._meet_after(own, 0)
-        for one in own:
+    def _finish(self, states: Sequence[_Rank]) -> None:
+        self._meet_after(states, 0)
+        for state in states:
             for at in range(max(0, len(self._chunks) - _AHEAD), len(self._chunks)):
-                self._keep(one, at)
+                self._keep(state, at)
 
 
 _BY_OP = {"allgather": _AllGather, "reducescatter": _ReduceScatter, "allreduce": _AllReduce}

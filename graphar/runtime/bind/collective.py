@@ -75,7 +75,7 @@ def bind_kernel(engine: Engine, call: Call, config: Config) -> Plan:
         slices(config.algorithm, engine.world_size, call.work.parts, call.dtype.itemsize, columns),
         runner_of(engine),
     )
-    bound = [bind_slice(runner, call, config, one, engine.deadline(call), put_of(engine, call)) for one in parts]
+    bound = [bind_slice(runner, call, config, part, engine.deadline(call), put_of(engine, call)) for part in parts]
     return plan_of_slices(runner, config, parts, bound, 2 if call.feeds_back else 1)
 
 
@@ -88,8 +88,8 @@ def plan_of_slices(
 
         def run_slices(ranks: Sequence[Operands]) -> None:
             with runner.lock:
-                for run, one in zip(runs, parts, strict=True):
-                    run([_after(one.offset, own, sliced) for own in ranks])
+                for run, part in zip(runs, parts, strict=True):
+                    run([_after(part.offset, operands, sliced) for operands in ranks])
 
         return Plan(run_slices, config)
     ((first, *others),) = bound
@@ -100,7 +100,7 @@ def bind_slice(
     runner: Runner,
     call: Call,
     config: Config,
-    one: Slice,
+    part: Slice,
     timeout_s: float,
     put_of: PutOf,
     kind: type[Arguments] = Arguments,
@@ -112,20 +112,20 @@ def bind_slice(
     on, if that is more than the call.
     """
     functions = runner.kernels.prepare(kernel_of(config, call))
-    words, wire = words or agreement.words_of_launch(call, config, one), call.wire
+    words, wire = words or agreement.words_of_launch(call, config, part), call.wire
     row = config.algorithm.row
     shared_nbytes = row.scratch(runner.world_size).shared_nbytes
     is_early = runner.chip.may_overlap(config.blocks, row.takes_half(config.threads))
     launches = []
     for member, function in zip(runner.members, functions, strict=True):
-        arguments = runner.arguments(member, config.algorithm, one, timeout_s, words, kind)
+        arguments = runner.arguments(member, config.algorithm, part, timeout_s, words, kind)
         arguments.seed = wire.seed or 0 if wire else 0
         arguments.chunk = config.chunk
         overlaps = is_early and launcher.can_overlap(member.device)
         grid = Grid(config.blocks, config.threads, shared_nbytes, overlaps, config.cluster)
         launch = KernelLaunch(function, [arguments], grid)
         peers = runner.symmetric.put_peers(arguments, row.direct) if config.direct else None
-        put = put_agreed(runner, arguments, words, call.work.epilogue, put_of(arguments, config, one), peers)
+        put = put_agreed(runner, arguments, words, call.work.epilogue, put_of(arguments, config, part), peers)
         launches.append(bind_launch(runner, member, launch, arguments, put))
     return launches
 
@@ -134,20 +134,20 @@ def put_of(engine: Engine, call: Call) -> PutOf:
     """Returns what writes the tensors of a sum or of parts into a launch's arguments, beside input and output."""
     epilogue = call.work.epilogue
 
-    def put(arguments: Arguments, config: Config, one: Slice) -> Put | None:
+    def put(arguments: Arguments, config: Config, part: Slice) -> Put | None:
         if call.feeds_back:
             return arguments.put_errors
         if not epilogue:
             return None
-        arguments.epilogue.columns, arguments.epilogue.skipped = epilogue.columns, one.offset
+        arguments.epilogue.columns, arguments.epilogue.skipped = epilogue.columns, part.offset
         return arguments.epilogue.put
 
     return put
 
 
-def _after(offset: int, own: Operands, sliced: int) -> Operands:
+def _after(offset: int, whole: Operands, sliced: int) -> Operands:
     """Returns operands whose output and first ``sliced`` inputs lack their first ``offset`` elements."""
     if not offset:
-        return own
-    inputs, outputs = ([x.view(-1)[offset:] for x in ones] for ones in (own.inputs[:sliced], own.outputs[:1]))
-    return own._replace(inputs=(*inputs, *own.inputs[sliced:]), outputs=(*outputs, *own.outputs[1:]))
+        return whole
+    inputs, outputs = ([x.view(-1)[offset:] for x in ones] for ones in (whole.inputs[:sliced], whole.outputs[:1]))
+    return whole._replace(inputs=(*inputs, *whole.inputs[sliced:]), outputs=(*outputs, *whole.outputs[1:]))

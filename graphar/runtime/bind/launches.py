@@ -94,19 +94,19 @@ def on_own_device(device: int, launch: Callable) -> Callable:
     """Returns ``launch`` for callers whose current device may be another one."""
     current_device = torch._C._cuda_getDevice
 
-    def launch_there(*given) -> None:
+    def launch_there(*arguments) -> None:
         if current_device() == device:
-            launch(*given)
+            launch(*arguments)
         else:
             with torch.cuda.device(device):
-                launch(*given)
+                launch(*arguments)
 
     return launch_there
 
 
 def of_members(runner: Runner, launches: Sequence[Launch]) -> Callable[[Sequence[Operands]], None]:
     """Returns a function of all members' operands that launches for each of them, in order, on its own device."""
-    there = [on_own_device(member.device, one) for member, one in zip(runner.members, launches, strict=True)]
+    there = [on_own_device(member.device, launch) for member, launch in zip(runner.members, launches, strict=True)]
     if len(there) == 1:
         (only,) = there
         return lambda ranks: only(*ranks[0])
@@ -114,7 +114,7 @@ def of_members(runner: Runner, launches: Sequence[Launch]) -> Callable[[Sequence
     def launch_all(ranks: Sequence[Operands]) -> None:
         with runner.lock:
             runner.raise_failure()  # before any member launches
-            for launch, own in zip(there, ranks, strict=True):
-                launch(*own)
+            for launch, operands in zip(there, ranks, strict=True):
+                launch(*operands)
 
     return launch_all

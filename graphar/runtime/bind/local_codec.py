@@ -41,7 +41,7 @@ def coder_of(call: Call, codec: Codec, devices: Sequence[torch.device] | None) -
     They are loaded now: loading while a kernel waits for other ranks could hang. ``devices`` are those of this
     process's ranks; None: the call's.
     """
-    indices = [one.index for one in devices] if devices else [call.device]
+    indices = [device.index for device in devices] if devices else [call.device]
     if call.device < 0 or call.dtype not in TYPE_NAMES or not all(map(runs_on, indices)):
         return TorchCoder(codec)
     made = LocalCodec(codec, local_codec_sources(call.dtype, codec))
@@ -100,14 +100,14 @@ class LocalCodec:
 
 def _in_rows(messages: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], int]:
     """Returns equally spaced messages at packs, and the bytes from one to the next: as they lie, or copies."""
-    at = [one.data_ptr() for one in messages]
+    at = [message.data_ptr() for message in messages]
     pitches = {second - first for first, second in itertools.pairwise(at)} or {0}
-    if len(pitches) == 1 and not any(one % PACK_NBYTES for one in (*at[:1], *pitches)) and min(pitches) >= 0:
+    if len(pitches) == 1 and not any(address % PACK_NBYTES for address in (*at[:1], *pitches)) and min(pitches) >= 0:
         return messages, pitches.pop()
     pitch = -(-messages[0].numel() // PACK_NBYTES) * PACK_NBYTES
     rows = messages[0].new_empty(len(messages), pitch).unbind()
-    for row, one in zip(rows, messages, strict=True):
-        row[: one.numel()].copy_(one)
+    for row, message in zip(rows, messages, strict=True):
+        row[: message.numel()].copy_(message)
     return rows, pitch
 
 

@@ -44,17 +44,17 @@ def _in_pieces(engine: Engine, call: Call[Norm], x: torch.Tensor, step: int) -> 
 
     def run_pieces(ranks: Sequence[Operands]) -> None:
         for start, count in zip(starts, counts, strict=True):
-            plans[count].run([_rows(own, columns, start // columns, count // columns) for own in ranks])
+            plans[count].run([_rows(operands, columns, start // columns, count // columns) for operands in ranks])
 
     return Plan(run_pieces, plans[counts[0]].config, plans[counts[0]].reason)
 
 
-def _rows(own: Operands, columns: int, first: int, count: int) -> Operands:
+def _rows(operands: Operands, columns: int, first: int, count: int) -> Operands:
     def cut(x: torch.Tensor) -> torch.Tensor:
         return x.view(-1, x.shape[-1])[first : first + count]
 
-    x, residual, *rest = own.inputs
-    return own._replace(inputs=(cut(x), cut(residual), *rest), outputs=tuple(map(cut, own.outputs)))
+    x, residual, *rest = operands.inputs
+    return operands._replace(inputs=(cut(x), cut(residual), *rest), outputs=tuple(map(cut, operands.outputs)))
 
 
 def _bind_kernel(engine: Engine, call: Call[Norm], x: torch.Tensor) -> Plan:
@@ -62,12 +62,12 @@ def _bind_kernel(engine: Engine, call: Call[Norm], x: torch.Tensor) -> Plan:
     work = call.work
     parts = slices(config.algorithm, engine.world_size, work.parts, call.dtype.itemsize, work.columns)
     runner, seconds, put_of = runner_of(engine), engine.deadline(call), partial(_put_of, work)
-    bound = [bind_slice(runner, call, config, one, seconds, put_of, NormArguments) for one in parts]
+    bound = [bind_slice(runner, call, config, part, seconds, put_of, NormArguments) for part in parts]
     return plan_of_slices(runner, config, parts, bound)._replace(reason=reason)
 
 
-def _put_of(work: Norm, arguments: NormArguments, config: Config, one: Slice) -> Put:
-    arguments.columns, arguments.skipped = work.columns, one.offset
+def _put_of(work: Norm, arguments: NormArguments, config: Config, part: Slice) -> Put:
+    arguments.columns, arguments.skipped = work.columns, part.offset
     arguments.eps, arguments.weight_offset = work.eps, work.weight_offset
     return arguments.put
 
@@ -78,19 +78,19 @@ def _in_steps(engine: Engine, call: Call[Norm], ranks: Sequence[Operands]) -> Pl
     sums = Sum(work.parts[0]) if work.op == ALLREDUCE_NORM else Parts("reducescatter", work.parts)
     sums = sums._replace(order=work.order, beside=work.beside)
     plan = engine.plan(Call(sums, dtype, call.device, timeout_s=call.timeout_s), ranks)
-    for own in ranks:  # loading beside a kernel that waits for other ranks could hang
-        residual = own.inputs[1]
+    for operands in ranks:  # loading beside a kernel that waits for other ranks could hang
+        residual = operands.inputs[1]
         if _is_served(work, residual, dtype):
             residual_norm.load(residual.device.index, residual.dtype, dtype)
 
     def run(ranks: Sequence[Operands]) -> None:
         if engine.world_size == 1:
-            totals = [own.inputs[0].view_as(own.inputs[1]) for own in ranks]
+            totals = [operands.inputs[0].view_as(operands.inputs[1]) for operands in ranks]
         else:
-            totals = [torch.empty_like(own.inputs[1], dtype=dtype) for own in ranks]
-            plan.run([Operands(own.inputs[:1], (total,)) for own, total in zip(ranks, totals, strict=True)])
-        for own, total in zip(ranks, totals, strict=True):
-            _norm_own(work, own, total)
+            totals = [torch.empty_like(operands.inputs[1], dtype=dtype) for operands in ranks]
+            plan.run([Operands(operands.inputs[:1], (total,)) for operands, total in zip(ranks, totals, strict=True)])
+        for operands, total in zip(ranks, totals, strict=True):
+            _norm_own(work, operands, total)
 
     return Plan(run, plan.config, plan.reason)
 
@@ -99,12 +99,12 @@ def _is_served(work: Norm, residual: torch.Tensor, total_dtype: torch.dtype) -> 
     return work.output == "like_input" and residual_norm.serves(residual, total_dtype)
 
 
-def _norm_own(work: Norm, own: Operands, total: torch.Tensor) -> None:
-    residual, weight, *scale = own.inputs[1:]
+def _norm_own(work: Norm, operands: Operands, total: torch.Tensor) -> None:
+    residual, weight, *scale = operands.inputs[1:]
     if _is_served(work, residual, total.dtype):
-        normed, summed = own.outputs
+        normed, summed = operands.outputs
         residual_norm.norm(total, residual, weight, normed, summed, work.eps, work.weight_offset)
         return
     results = specification(total, residual, weight, work.eps, work.weight_offset, work.output, *scale)
-    for out, result in zip(own.outputs, results, strict=True):
+    for out, result in zip(operands.outputs, results, strict=True):
         out.copy_(result)

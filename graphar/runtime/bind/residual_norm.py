@@ -135,7 +135,7 @@ def backward(
     of_rows = torch.empty_like(summed)
     of_groups = weight.new_empty((groups if of_weight else 0, columns), dtype=torch.float32)
     total = weight.new_empty(columns if of_weight else 0)
-    inputs = [None if one is None else _aligned(one) for one in (of_normed, of_summed, summed, weight)]
+    inputs = [None if x is None else _aligned(x) for x in (of_normed, of_summed, summed, weight)]
     with torch.cuda.device(device):
         launch((*inputs, of_rows, of_groups, total), torch.cuda.current_stream().cuda_stream)
     return of_rows, total
@@ -175,7 +175,7 @@ def load_backward(device: int, dtype: torch.dtype, columns: int) -> tuple:
 @functools.cache
 def _load_backward(device: int, dtype: torch.dtype, packs: int, stages: int) -> tuple:
     sources, most = residual_norm_backward_sources(dtype, packs, stages), launcher.shared_nbytes_of_block(device)
-    return tuple(launcher.load(one, device, most, f"residual_rmsnorm_backward for {dtype}") for one in sources)
+    return tuple(launcher.load(source, device, most, f"residual_rmsnorm_backward for {dtype}") for source in sources)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -207,8 +207,8 @@ def _bind_backward(
     def launch(tensors: Sequence[torch.Tensor | None], stream: int) -> None:
         with lock:  # all threads share the launch's arguments
             arguments.put(tensors)
-            for one in bound:
-                one.enqueue(stream)
+            for kernel in bound:
+                kernel.enqueue(stream)
 
     return launch, groups
 

@@ -27,11 +27,11 @@ def bind(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> 
         return _bind_kernel(engine, call, first)
     windows = [slice(begin, begin + MAX_TENSORS) for begin in range(0, len(work.dtypes), MAX_TENSORS)]
     works = [work._replace(dtypes=work.dtypes[window], rows=work.rows[window]) for window in windows]
-    plans = [_bind_kernel(engine, call._replace(work=one), first) for one in works]
+    plans = [_bind_kernel(engine, call._replace(work=of_window), first) for of_window in works]
 
     def run_windows(ranks: Sequence[Operands]) -> None:
         for plan, window in zip(plans, windows, strict=True):
-            plan.run([Operands(own.inputs[window], own.outputs[window]) for own in ranks])
+            plan.run([Operands(operands.inputs[window], operands.outputs[window]) for operands in ranks])
 
     return Plan(run_windows, plans[0].config, plans[0].reason)
 
@@ -40,7 +40,7 @@ def _bind_kernel(engine: Engine, call: Call[TensorTuple], x: torch.Tensor) -> Pl
     config, reason = engine.select(call, x)
     (only,) = slices(config.algorithm, engine.world_size, call.work.parts, BYTE.itemsize)
 
-    def put_of(arguments: TupleArguments, config: Config, one: Slice) -> Put:
+    def put_of(arguments: TupleArguments, config: Config, part: Slice) -> Put:
         arguments.describe(call.work)
         return arguments.put
 
@@ -61,11 +61,11 @@ def _each(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) ->
         in_a_row = torch.Size(x.shape[1:]).numel()
         beside = ", ".join(filter(None, (follow, work.beside)))
         parts = Parts(work.op, tuple([size * in_a_row for size in work.sizes]), beside=beside)
-        own = [Operands(one.inputs[at : at + 1], one.outputs[at : at + 1]) for one in ranks]
-        plans.append(engine.plan(Call.of(parts, x, timeout_s=call.timeout_s), own))
+        singles = [Operands(operands.inputs[at : at + 1], operands.outputs[at : at + 1]) for operands in ranks]
+        plans.append(engine.plan(Call.of(parts, x, timeout_s=call.timeout_s), singles))
 
     def run_each(ranks: Sequence[Operands]) -> None:
         for at, plan in enumerate(plans):
-            plan.run([Operands(one.inputs[at : at + 1], one.outputs[at : at + 1]) for one in ranks])
+            plan.run([Operands(operands.inputs[at : at + 1], operands.outputs[at : at + 1]) for operands in ranks])
 
     return Plan(run_each, plans[0].config, plans[0].reason)

@@ -22,7 +22,7 @@ def check_call(op: str, algorithm: object, timeout_s: object, of: str = "allredu
         check_timeout(op, timeout_s)
 
 
-_QUANTIZED = ("auto", *(one.value for one in (*with_kernels("allreduce", codec=True), *WITHOUT_KERNEL.values())))
+_QUANTIZED = ("auto", *(taker.value for taker in (*with_kernels("allreduce", codec=True), *WITHOUT_KERNEL.values())))
 
 
 def check_quantized_call(op: str, codec: object, algorithm: object, x: torch.Tensor) -> Codec:
@@ -33,17 +33,17 @@ def check_quantized_call(op: str, codec: object, algorithm: object, x: torch.Ten
         ValueError: there is no such codec, the dtype of ``x`` is not bf16, fp16 or fp32, ``algorithm`` takes no codec,
             or stochastic rounding has no seed while torch.use_deterministic_algorithms is on.
     """
-    found = as_codec(op, codec)
+    checked = as_codec(op, codec)
     if x.dtype not in TYPE_NAMES:
         raise ValueError(f"{op}: a codec rounds bfloat16, float16 and float32, got a tensor of {x.dtype}")
     if algorithm not in _QUANTIZED:
         raise ValueError(f"{op}: algorithm must be one of {', '.join(_QUANTIZED)} with a codec, got {algorithm!r}")
-    if found.rounding == "stochastic" and found.seed is None and torch.are_deterministic_algorithms_enabled():
+    if checked.rounding == "stochastic" and checked.seed is None and torch.are_deterministic_algorithms_enabled():
         raise ValueError(
             f"{op}: stochastic rounding without a seed is not deterministic, which torch.use_deterministic_algorithms "
             "asks for; give the codec a seed"
         )
-    return found
+    return checked
 
 
 LONGEST_S = 1e6  # the longest deadline, in seconds
@@ -59,10 +59,10 @@ def check_timeout(op: str, timeout_s: object) -> None:
 
 def check_ops(op: str, ops: Iterable[str]) -> list[str]:
     """Returns ``ops`` as a list of names; ValueError unless all have kernels that can be prepared."""
-    wanted, known = list(ops), [*PREPARED, *(one for named in NAMED.values() for one in named if is_from_outside(one))]
-    if isinstance(ops, str) or any(one not in known for one in wanted):
+    wanted, known = list(ops), [*PREPARED, *(key for named in NAMED.values() for key in named if is_from_outside(key))]
+    if isinstance(ops, str) or any(name not in known for name in wanted):
         raise ValueError(f"{op}: ops must be a list with any of {', '.join(known)}, got {ops!r}")
-    return [str(one) for one in wanted]
+    return [str(name) for name in wanted]
 
 
 def check_axis(op: str, x: torch.Tensor, axis: object, name: str = "axis") -> int:

@@ -103,10 +103,10 @@ def _beside(axis: int, x: torch.Tensor) -> list[int]:
     return [*x.shape[:axis], *x.shape[axis + 1 :]]
 
 
-def check_one_each(op: str, name: str, given: object, xs: Sequence, xs_name: str = "x") -> None:
-    """Raises ValueError unless ``given`` is a list as long as ``xs``, one of a call's arguments."""
-    if not isinstance(given, (list, tuple)) or len(given) != len(xs):
-        what = f"a list of {len(given)}" if isinstance(given, (list, tuple)) else type(given).__name__
+def check_one_each(op: str, name: str, values: object, xs: Sequence, xs_name: str = "x") -> None:
+    """Raises ValueError unless ``values``, an argument of a call, is a list as long as ``xs``."""
+    if not isinstance(values, (list, tuple)) or len(values) != len(xs):
+        what = f"a list of {len(values)}" if isinstance(values, (list, tuple)) else type(values).__name__
         raise ValueError(f"{op}: {name} must be a list of {len(xs)} tensors, one for each of {xs_name}, got {what}")
 
 
@@ -161,7 +161,7 @@ def check_apart(op: str, out: torch.Tensor, **others: torch.Tensor) -> None:
 
 def check_distinct(op: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
     """Raises ValueError if two of the ranks' ``tensors`` begin at the same address."""
-    pointers = [one.data_ptr() for one in tensors if one.numel()]
+    pointers = [x.data_ptr() for x in tensors if x.numel()]
     if len(set(pointers)) < len(pointers):
         raise ValueError(f"{op}: {name} must be a tensor of its own for each rank, got one twice")
 

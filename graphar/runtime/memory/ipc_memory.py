@@ -88,12 +88,12 @@ def _allocate_shareable(nbytes: int, owned: list[int]) -> bytes:
     return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
 
 
-def _open(handles: list[bytes], own_rank: int, own: int, opened: list[int], why_stays: Reason) -> list[int]:
+def _open(handles: list[bytes], own_rank: int, own_pointer: int, opened: list[int], why_stays: Reason) -> list[int]:
     """Maps the peers' memory and returns every rank's address; adds the mapped ones to ``opened``."""
     pointers = []
     for rank, raw in enumerate(handles):
         if rank == own_rank:
-            pointers.append(own)
+            pointers.append(own_pointer)
             continue
         handle = driver.CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), raw, driver.CU_IPC_HANDLE_SIZE)

@@ -58,14 +58,14 @@ class ProcessMemory:
                 "why_not": why_not,
             }
             everyone = self._exchange("set-up", mine)
-            if problem := several_hosts(one["host"] for one in everyone):
+            if problem := several_hosts(facts["host"] for facts in everyone):
                 raise UnsupportedError(problem)
-            gpus = [one["gpu"] for one in everyone]
-            if not all(one["may_share"] for one in everyone):
+            gpus = [facts["gpu"] for facts in everyone]
+            if not all(facts["may_share"] for facts in everyone):
                 _check_distinct(gpus)
             self.why_stays = _first_reason(everyone) or self._connect(everyone)
-            found = {"problem": _unreachable(self._device, gpus), "why_not": self.why_stays}
-            everyone = self._exchange("peer access", found)
+            facts = {"problem": _unreachable(self._device, gpus), "why_not": self.why_stays}
+            everyone = self._exchange("peer access", facts)
             if problem := _first_reason(everyone, "problem"):
                 raise UnsupportedError(problem)
             self.why_stays = self.why_stays or _first_reason(everyone)
@@ -88,7 +88,7 @@ class ProcessMemory:
         """Connects to the other ranks' sockets; returns why that failed."""
         assert self._channel
         try:
-            self._channel.connect([one["address"] for one in everyone])
+            self._channel.connect([facts["address"] for facts in everyone])
         except OSError as error:
             return str(error)
         return None
@@ -115,31 +115,31 @@ class ProcessMemory:
         meet = self._rendezvous
         self._exchanges += 1
         with contextlib.ExitStack() as ends:
-            own = meet.agree("allocating", lambda: self._create(buffers, ends))
+            handles = meet.agree("allocating", lambda: self._create(buffers, ends))
             try:
-                meet.agree("mapping peers' memory", lambda: self._map(buffers, own))
+                meet.agree("mapping peers' memory", lambda: self._map(buffers, handles))
             except GrapharError:
-                for one in buffers:
-                    one.clear()
+                for buffer in buffers:
+                    buffer.clear()
                 raise
 
     def _create(self, buffers: Sequence[VirtualBuffer], ends: contextlib.ExitStack) -> list:
         """Returns handles of new memory for buffers, and sends them to the peers; ``ends`` releases them."""
         assert self._channel
-        own, descriptors = [], []
+        handles, descriptors = [], []
         with _told(), on_device(self._device):
             try:
                 for buffer in buffers:
                     (memory,) = buffer.create().values()
                     ends.callback(virtual_memory.release, memory)
-                    own.append(memory)
+                    handles.append(memory)
                     descriptors.append(virtual_memory.export(memory))
                 self._channel.send(self._exchanges, descriptors)
             finally:
                 close_all(descriptors)
-        return own
+        return handles
 
-    def _map(self, buffers: Sequence[VirtualBuffer], own: Sequence) -> None:
+    def _map(self, buffers: Sequence[VirtualBuffer], handles: Sequence) -> None:
         """Maps this rank's memory, and that of the peers, who have sent theirs."""
         assert self._channel
         with _told(), on_device(self._device), contextlib.ExitStack() as ends:
@@ -147,7 +147,7 @@ class ProcessMemory:
             for descriptors in received.values():
                 ends.callback(close_all, descriptors)
             for at, buffer in enumerate(buffers):
-                memories = {self._rendezvous.rank: own[at]}
+                memories = {self._rendezvous.rank: handles[at]}
                 for rank, descriptors in received.items():
                     memories[rank] = virtual_memory.adopt(descriptors[at])
                     ends.callback(virtual_memory.release, memories[rank])
@@ -180,7 +180,7 @@ class LocalMemory:
             for peer in dict.fromkeys(self._devices):
                 if peer != device:
                     _enable_peer_access(device, peer)
-        reasons = (virtual_memory.why_not(one) for one in dict.fromkeys(self._devices))
+        reasons = (virtual_memory.why_not(device) for device in dict.fromkeys(self._devices))
         self.why_stays = next(filter(None, reasons), None)
 
     def allocate(self, nbytes: int) -> Buffer:
@@ -207,8 +207,8 @@ class LocalMemory:
                 for buffer, memories in zip(buffers, made, strict=True):
                     buffer.map(memories)
             except GrapharError:
-                for one in buffers:
-                    one.clear()
+                for buffer in buffers:
+                    buffer.clear()
                 raise
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ def _told():
 
 def _first_reason(everyone: Sequence[dict], name: str = "why_not") -> Reason | None:
     """Returns the first rank's reason of this name, with the rank."""
-    return next((f"rank {rank}: {one[name]}" for rank, one in enumerate(everyone) if one[name]), None)
+    return next((f"rank {rank}: {facts[name]}" for rank, facts in enumerate(everyone) if facts[name]), None)
 
 
 def _gpu(index: int) -> str:

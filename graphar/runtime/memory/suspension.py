@@ -58,11 +58,11 @@ class Suspension:
 
     def _scratch(self) -> dict[Algorithm, VirtualBuffer]:
         """Returns the scratch whose memory goes and comes. Multicast memory of torch's stays."""
-        return {of: one for of, one in self._runner.kernels.regions().items() if isinstance(one, VirtualBuffer)}
+        return {of: buf for of, buf in self._runner.kernels.regions().items() if isinstance(buf, VirtualBuffer)}
 
     def _tensors(self) -> list[VirtualBuffer]:
         """Returns the memory of symmetric tensors. All of it goes and comes, or the suspension was refused."""
-        return [one for one in self._runner.symmetric.buffers if isinstance(one, VirtualBuffer)]
+        return [buffer for buffer in self._runner.symmetric.buffers if isinstance(buffer, VirtualBuffer)]
 
     def _save(self) -> None:
         for buffer in self._tensors():
@@ -81,9 +81,9 @@ class Suspension:
         with on_device(devices[0]):
             if self._scratch() and self._guard is None:
                 self._guard = Guard(devices[0], devices)
-            steps = [one.clear for one in self._tensors()]
+            steps = [buffer.clear for buffer in self._tensors()]
             if guard := self._guard:
-                steps += [partial(one.map_guard, guard, of.row.takes_copies) for of, one in self._scratch().items()]
+                steps += [partial(buf.map_guard, guard, of.row.takes_copies) for of, buf in self._scratch().items()]
             failed = [step for step in steps if _error_of(step)]
             if errors := [error for step in failed if (error := _error_of(step))]:
                 raise errors[0]

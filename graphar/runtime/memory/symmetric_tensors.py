@@ -49,8 +49,8 @@ class SymmetricTensors:
 
     def on_every_rank(self, pointer: int) -> list[int] | None:
         """Returns each rank's address for ``pointer``, an address of this process; None if it is not symmetric."""
-        found = self._find(pointer)
-        return found and [base + found[1] for base in found[0].pointers]
+        place = self._find(pointer)
+        return place and [base + place[1] for base in place[0].pointers]
 
     def _find(self, pointer: int) -> tuple[Buffer, int] | None:
         """Returns the allocation in which an address of this process lies, and the offset there; None without one."""
@@ -65,8 +65,8 @@ class SymmetricTensors:
         """Returns each rank's address for an address of this process, and words for it, the same on every rank."""
         if (known := self._places.get(pointer)) is not None:
             return known
-        found = self._find(pointer)
-        what = f"byte {found[1]} of symmetric tensor {self.buffers.index(found[0])}" if found else "no symmetric tensor"
+        place = self._find(pointer)
+        what = f"byte {place[1]} of symmetric tensor {self.buffers.index(place[0])}" if place else "no symmetric tensor"
         return self._places.keep(pointer, (self.on_every_rank(pointer) or [], f" at {what}"))
 
     def sides(self, x, out) -> tuple[str, ...]:
@@ -81,14 +81,14 @@ class SymmetricTensors:
         if not (self._begin <= pointer < self._end or self._begin <= to < self._end):
             return ()
         key = pointer, x.is_contiguous(), to, to and out.is_contiguous()
-        found = self._sides.get(key)
-        if found is None:
-            found = self._sides.keep(key, self._find_sides([x], [out] if to else []))
-        return found
+        sides = self._sides.get(key)
+        if sides is None:
+            sides = self._sides.keep(key, self._find_sides([x], [out] if to else []))
+        return sides
 
     def _find_sides(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[str, ...]:
         output = ("output",) if outs and self._hold(outs) else ()
-        if self._hold(xs) and {one.data_ptr() for one in xs}.isdisjoint(one.data_ptr() for one in outs):
+        if self._hold(xs) and {x.data_ptr() for x in xs}.isdisjoint(x.data_ptr() for x in outs):
             return ("input", *output)
         return output
 
@@ -99,7 +99,7 @@ class SymmetricTensors:
         if there is None or pointer % _ALIGNMENT or not tensors[0].is_contiguous():
             return False
         others = zip(list(self._devices)[1:], tensors[1:], strict=True)
-        return all(one.data_ptr() == there[rank] and one.is_contiguous() for rank, one in others)
+        return all(x.data_ptr() == there[rank] and x.is_contiguous() for rank, x in others)
 
     def put_peers(self, arguments: Arguments, side: str) -> Callable[[], str]:
         """Returns a function that writes every rank's address of a symmetric "input" or "output" into the arguments.

@@ -30,10 +30,10 @@ class TensorPool:
         like = torch.empty(numel, dtype=dtype, device="meta")
         if not 0 < like.nbytes <= self._most // _SHARES:
             return None
-        fitting = [at for at, one in enumerate(self._memory) if one.nbytes >= like.nbytes and self._is_free(at)]
-        at = min(fitting, key=lambda one: self._memory[one].nbytes, default=None)
+        fitting = [at for at, memory in enumerate(self._memory) if memory.nbytes >= like.nbytes and self._is_free(at)]
+        at = min(fitting, key=lambda index: self._memory[index].nbytes, default=None)
         if at is None:
-            if sum(one.nbytes for one in self._memory) + like.nbytes > self._most:
+            if sum(memory.nbytes for memory in self._memory) + like.nbytes > self._most:
                 return None
             at = len(self._memory)
             self._memory += self._symmetric.empty(torch.empty(like.nbytes, dtype=torch.uint8, device="meta"))

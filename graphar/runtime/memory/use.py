@@ -43,7 +43,7 @@ class Memory:
     def total(self) -> MemoryUse:
         """The sum of scratch and symmetric tensors."""
         uses = [*self.scratch.values(), self.symmetric]
-        return MemoryUse(sum(one.reserved_nbytes for one in uses), sum(one.resident_nbytes for one in uses))
+        return MemoryUse(sum(use.reserved_nbytes for use in uses), sum(use.resident_nbytes for use in uses))
 
     def __str__(self) -> str:
         """Returns a table with a line for each algorithm, for symmetric tensors and for their sum, in MB of 2^20 B."""
@@ -64,9 +64,9 @@ class Allocation(Protocol):
 
 def memory_of(scratch: Mapping[Algorithm, Allocation], symmetric: Iterable[Allocation]) -> Memory:
     """Returns the memory of allocations, by algorithm and of symmetric tensors."""
-    return Memory({one.value: _use([allocation]) for one, allocation in scratch.items()}, _use(symmetric))
+    return Memory({algorithm.value: _use([allocation]) for algorithm, allocation in scratch.items()}, _use(symmetric))
 
 
 def _use(allocations: Iterable[Allocation]) -> MemoryUse:
-    each = [(one.nbytes, one.nbytes if one.resident else 0) for one in allocations]
+    each = [(allocation.nbytes, allocation.nbytes if allocation.resident else 0) for allocation in allocations]
     return MemoryUse(sum(reserved for reserved, _ in each), sum(resident for _, resident in each))

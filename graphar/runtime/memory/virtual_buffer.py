@@ -27,10 +27,10 @@ class VirtualBuffer:
     multicast_pointer = 0  # only a TorchBuffer has one
     why_stays = None  # its memory can be given back
 
-    def __init__(self, nbytes: int, own: Mapping[int, int], world_size: int) -> None:
-        self.nbytes, self._own = nbytes, dict(own)
+    def __init__(self, nbytes: int, device_of: Mapping[int, int], world_size: int) -> None:
+        self.nbytes, self._own = nbytes, dict(device_of)
         self._world_size = world_size
-        self._devices = list(dict.fromkeys(own.values()))  # kernels of these devices use the addresses
+        self._devices = list(dict.fromkeys(device_of.values()))  # kernels of these devices use the addresses
         self._reserved = 0  # bytes at each address
         self._mapped: dict[int, int] = {}  # the bytes that are mapped at each rank's address
         self.resident = False

@@ -69,15 +69,15 @@ class Ranges:
     def take(self, nbytes: int) -> int:
         """Returns the begin of addresses that nothing else uses, for ``nbytes`` in whole granules."""
         with self._lock:
-            found = next((gap for gap in self.gaps if gap[1] - _aligned(gap[0], nbytes) >= nbytes), None)
-            if found is None:
+            room = next((gap for gap in self.gaps if gap[1] - _aligned(gap[0], nbytes) >= nbytes), None)
+            if room is None:
                 size = -(-nbytes // RANGE_NBYTES) * RANGE_NBYTES
                 begin = int(call(driver.cuMemAddressReserve, size, _alignment(nbytes), 0, 0))
-                self.sizes[begin], found = size, (begin, begin + size)
-                self.gaps.append(found)
-            begin = _aligned(found[0], nbytes)
-            self.gaps.remove(found)
-            self.gaps += [gap for gap in ((found[0], begin), (begin + nbytes, found[1])) if gap[0] < gap[1]]
+                self.sizes[begin], room = size, (begin, begin + size)
+                self.gaps.append(room)
+            begin = _aligned(room[0], nbytes)
+            self.gaps.remove(room)
+            self.gaps += [gap for gap in ((room[0], begin), (begin + nbytes, room[1])) if gap[0] < gap[1]]
             self.gaps.sort()
             return begin
 
@@ -156,7 +156,7 @@ def place(address: int, nbytes: int, memory, devices: Sequence[int], times: int 
         for _ in range(times):
             call(driver.cuMemMap, address + mapped, nbytes, 0, memory, 0)
             mapped += nbytes
-        call(driver.cuMemSetAccess, address, mapped, [_access(one) for one in devices], len(devices))
+        call(driver.cuMemSetAccess, address, mapped, [_access(device) for device in devices], len(devices))
     except DriverError:
         if mapped:
             displace(address, mapped)

@@ -24,14 +24,14 @@ class _RankedFormatter(logging.Formatter):
 
 def start() -> None:
     """Logs to standard error if the environment has GRAPHAR_LOG. Warns if its value is neither info nor debug."""
-    if not (given := os.environ.get(SWITCH, "")):
+    if not (level := os.environ.get(SWITCH, "")):
         return
-    if given not in LEVELS:
-        warnings.warn(f"{SWITCH} must be {' or '.join(LEVELS)}, got {given!r}: nothing is logged", stacklevel=2)
+    if level not in LEVELS:
+        warnings.warn(f"{SWITCH} must be {' or '.join(LEVELS)}, got {level!r}: nothing is logged", stacklevel=2)
         return
     handler = logging.StreamHandler()
     handler.setFormatter(_RankedFormatter(_FORMAT))
     logger = logging.getLogger("graphar")
     logger.addHandler(handler)
-    logger.setLevel(given.upper())
+    logger.setLevel(level.upper())
     logger.propagate = False  # else the root logger's handlers print each line again

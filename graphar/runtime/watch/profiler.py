@@ -76,7 +76,7 @@ class _Recorder:
         if not self._is_open or getattr(self._thread, "is_inside", False):
             yield
             return
-        xs = [own.inputs[0] for own in ranks]
+        xs = [operands.inputs[0] for operands in ranks]
         devices = [x.get_device() for x in xs if x.is_cuda]
         timed = bool(devices) and not any(map(is_capturing, devices))
         before = [self._record(device) for device in devices] if timed else []
@@ -233,10 +233,10 @@ def tell_waits(events: Sequence[dict]) -> None:
 
 def _slices(call: TracedCall, anchors: Anchors) -> Iterator[dict]:
     """Yields the slices of a call, on the host's track and on the device's, in microseconds."""
-    one = {"name": call.name, "cat": "graphar", "ph": "X", "pid": call.rank, "args": call.details}
-    yield one | {"tid": call.thread, "ts": call.begin_ns / 1e3, "dur": (call.end_ns - call.begin_ns) / 1e3}
+    common = {"name": call.name, "cat": "graphar", "ph": "X", "pid": call.rank, "args": call.details}
+    yield common | {"tid": call.thread, "ts": call.begin_ns / 1e3, "dur": (call.end_ns - call.begin_ns) / 1e3}
     if call.events:
         begin, end = call.events
         anchor, anchor_ns = anchors[call.device]
         begins = anchor_ns / 1e3 + anchor.elapsed_time(begin) * 1e3
-        yield one | {"tid": call.device_track, "ts": begins, "dur": begin.elapsed_time(end) * 1e3}
+        yield common | {"tid": call.device_track, "ts": begins, "dur": begin.elapsed_time(end) * 1e3}

@@ -57,16 +57,16 @@ class Stats:
     @property
     def fallbacks(self) -> tuple[CallStats, ...]:
         """The calls that no kernel of graphar served."""
-        return tuple(one for one in self.calls if one.fallback_reason)
+        return tuple(call for call in self.calls if call.fallback_reason)
 
     def __str__(self) -> str:
         """Returns a table with a line for each kind of call, in MB of 2^20 B, and a line with what else was counted."""
-        kinds = [f"{one.op}, {one.algorithm}" for one in self.calls]
+        kinds = [f"{call.op}, {call.algorithm}" for call in self.calls]
         width = max(map(len, ["", *kinds]))
         rows = [f"{'':{width}}  {'calls':>9}  {'repeated':>9}  {'size':>12}"]
-        for kind, one in zip(kinds, self.calls, strict=True):
-            row = f"{kind:{width}}  {one.calls:9}  {one.repeated:9}  {one.nbytes / MB:9.1f} MB"
-            rows.append(f"{row}  {one.fallback_reason}".rstrip())
+        for kind, call in zip(kinds, self.calls, strict=True):
+            row = f"{kind:{width}}  {call.calls:9}  {call.repeated:9}  {call.nbytes / MB:9.1f} MB"
+            rows.append(f"{row}  {call.fallback_reason}".rstrip())
         rows.append(f"{self.plans} plans; the host waited {self.host_waited_s:.3f} s for other ranks")
         return "\n".join([*rows, *([f"failed: {self.failure}"] if self.failure else [])])
 
@@ -75,23 +75,23 @@ class Stats:
 beside: list[Callable[[str], list[Stats]]] = []
 
 
-def with_beside(own: Stats, name: str) -> Stats:
-    """Returns ``own``, with what else was counted of the process group of this name."""
-    found = [own, *(one for counter in beside for one in counter(name))]
+def with_beside(ours: Stats, name: str) -> Stats:
+    """Returns ``ours`` with what else was counted of the process group of this name added."""
+    all_stats = [ours, *(stats for counter in beside for stats in counter(name))]
     totals: dict[tuple[str, str, str], tuple[int, int, int]] = {}
     launches: Counter[str] = Counter()
-    for one in found:
-        launches.update(one.launches)
-        for each in one.calls:
+    for stats in all_stats:
+        launches.update(stats.launches)
+        for each in stats.calls:
             key = each.op, each.algorithm, each.fallback_reason
             calls, repeated, nbytes = totals.get(key, (0, 0, 0))
             totals[key] = calls + each.calls, repeated + each.repeated, nbytes + each.nbytes
     return Stats(
         tuple(CallStats(op, algorithm, *total, reason) for (op, algorithm, reason), total in totals.items()),
-        sum(one.plans for one in found),
+        sum(stats.plans for stats in all_stats),
         dict(launches),
-        sum(one.host_waited_s for one in found),
-        next((one.failure for one in found if one.failure), ""),
+        sum(stats.host_waited_s for stats in all_stats),
+        next((stats.failure for stats in all_stats if stats.failure), ""),
     )
 
 
