@@ -38,7 +38,7 @@ _OF_ONE_RANK = "one rank does not tell whether the layer is row-parallel: call g
 
 
 def find(graph: Graph, places: Places, number: int) -> list[Break]:
-    """Returns the ops of the graph, of that number in the report, that break the chain of invariance."""
+    """Returns the ops of a graph that break the chain of invariance; ``number`` is the graph's number in the report."""
     tree, broken = Matmul(TP_INVARIANT), []
     biased = {node: tp_invariance.why_not_added(first(node), places) for node in tp_invariance.bias_gradients(graph)}
     divided = any(op.takes("sizes") for node in graph.nodes if (op := op_of(node.target)))
@@ -77,7 +77,7 @@ def _why_ours(op: Op, node: Node, tree: Matmul, places: Places) -> Reason | None
 
 
 def _why_torchs(node: Node, places: Places) -> Reason | None:
-    """Returns why a collective of torch's adds in another order: a maximum is exact."""
+    """Returns why a collective of torch's adds in another order; None if it is exact, as a maximum is."""
     for collective in _of_torch(node):
         if collective.reduction in ("min", "max", "band", "bor", "bxor") or all(map(_is_lookup, collective.inputs)):
             return None

@@ -113,7 +113,7 @@ def drop_views_of_same_shape(graph: Graph) -> None:
 
 
 def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """Returns the nodes that are reached from ``starts``, these included; ``following`` gives the next ones of each."""
+    """Returns the nodes reached from ``starts``, these included; ``following`` gives the next nodes of a node."""
     nodes, pending = set(starts), list(starts)
     while pending:
         new = set(following(pending.pop())) - nodes

@@ -171,7 +171,7 @@ def _why_not_faster(product: Product, places: Places, columns: int) -> Reason | 
 
 
 def _why_not_own(product: Product, places: Places, columns: int) -> Reason | None:
-    """Returns why graphar's matmul cannot multiply; the same on every rank."""
+    """Returns why graphar's matmul cannot multiply. The answer is the same on every rank."""
     if product.tensors()[0].device.type != "cuda":
         return "graphar's matmul needs a GPU"
     if columns % COLUMNS:
@@ -180,7 +180,7 @@ def _why_not_own(product: Product, places: Places, columns: int) -> Reason | Non
 
 
 def _why_no_tree(product: Product, places: Places) -> Reason | None:
-    """Returns why graphar cannot add the products as a tree of leaves; the same on every rank."""
+    """Returns why graphar cannot add the products as a tree of leaves. The answer is the same on every rank."""
     *added, a, weight = product.operands
     ranks, length = places.resolve(product.group).size(), weight.meta["val"].shape[0]
     if added and not _is_part(added[0], ranks):
@@ -197,7 +197,7 @@ def _why_no_tree(product: Product, places: Places) -> Reason | None:
 
 
 def why_no_kernel(x: torch.Tensor, group: object, places: Places) -> Reason | None:
-    """Returns why no kernel adds products of tensors like ``x`` in an order of their own."""
+    """Returns why graphar's kernels cannot multiply tensors like ``x`` in a fixed order."""
     if x.device.type == "cpu":
         return None
     if x.dtype not in MATMUL_TYPES:
@@ -228,7 +228,7 @@ def _take_bias(graph: Graph, total: Node, op: Op) -> None:
 
 
 def _before(node: Node) -> Node:
-    """Returns the node that ``node`` is a view of, or has the rows of in another order."""
+    """Returns the node of which ``node`` is a view, or whose rows ``node`` has in another order."""
     while (before := rows.origin(node)).target in VIEWS:
         node = first(before)
     return before
@@ -248,7 +248,7 @@ def _lengths(product: Product) -> list[Node]:
 
 
 def _moved(graph: Graph, node: Node, a: Node) -> Node:
-    """Returns ``a``, or what goes with its rows, with the rows and the leading shape of ``node``."""
+    """Returns ``a``, or the scales of its rows, with the rows and the leading shape of ``node``."""
     return _seen_as(a, node) or rows.move(graph, node, a)
 
 

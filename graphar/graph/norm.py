@@ -106,7 +106,7 @@ def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
 
 
 def _why_other_rows(collective: NormedSum) -> Reason | None:
-    """Returns why the rows that are normed are not the reduce-scatter's."""
+    """Returns why the rows of the norm are not the rows of the reduce-scatter."""
     (*_, total, _), scattered = collective.path, collective.node.meta["val"]
     shapes = scattered.shape[:-1], total.meta["val"].shape[:-1]
     if scattered.ndim < 2:

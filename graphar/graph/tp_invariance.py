@@ -55,7 +55,7 @@ def why_not_added(a: Node, places: Places) -> Reason | None:
 
 
 def bias_gradients(graph: Graph) -> list[Node]:
-    """Returns the sums over rows of what matmuls multiply by weights or inputs: the gradients of biases."""
+    """Returns the gradients of biases: the sums over rows of gradients that matmuls multiply by weights or inputs."""
     multiplied = {_origin(gradient): features for node in graph.nodes for gradient, features in _multiplied(node)}
     totals = []
     for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
@@ -67,7 +67,7 @@ def bias_gradients(graph: Graph) -> list[Node]:
 
 
 def is_over_rows(total: Node) -> bool:
-    """Whether a sum is one over all dimensions but the last."""
+    """Whether a sum is over all dimensions but the last."""
     kind = value(first(total))
     axes = sorted(axis % kind.ndim for axis in arguments(total)["dim"] or ()) if kind.ndim else []
     return kind.ndim > 1 and axes == [*range(kind.ndim - 1)] and isinstance(kind.shape[-1], int)

@@ -53,7 +53,7 @@ def _is_static(node: Node) -> bool:
     context = TracingContext.try_get()
     known = context.fw_metadata if context else None
     inputs = node.graph.find_nodes(op="placeholder")
-    # With tokens, which order side effects, the numbers of inputs are others in the metadata.
+    # With tokens, which order side effects, the metadata counts inputs differently.
     if known is None or known.tokens or any(str(placeholder.target).startswith(_OF_TRAINING) for placeholder in inputs):
         return False
     return node in inputs and inputs.index(node) in (known.static_input_indices or ())

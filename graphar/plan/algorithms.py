@@ -139,10 +139,10 @@ def of_number(number: int) -> Algorithm:
 
 
 def add(kernel_name: str, digest: str, row: Row) -> Algorithm:
-    """Returns the algorithm with this row, of a kernel from outside the package: an earlier one of the same name.
+    """Returns the algorithm of a kernel from outside the package: the earlier algorithm of its name, or a new one.
 
-    ``digest`` stands for the source and the row: ranks that loaded different ones get algorithms of different names. An
-    earlier one keeps its row, but for the folder in which its file lies now.
+    ``digest`` stands for the source and the row: ranks that loaded different kernels get different names. An earlier
+    algorithm keeps its row, but for the folder in which its file lies now.
     """
     name, named = f"{kernel_name}{_BEFORE_DIGEST}{digest}", NAMED[row.op]
     if name not in named:
@@ -497,8 +497,8 @@ NAMED: dict[str, dict[str, Algorithm]] = {
 COMPRESSING = {row.op: algorithm for algorithm, row in ROWS.items() if row.compresses}
 # By op, the algorithm whose parts travel by copy engines.
 COPYING = {row.op: algorithm for algorithm, row in ROWS.items() if row.copies}
-MEETING = Algorithm.ALLGATHER_FLAGGED  # which has ranks meet before and after copies
-# By op, the algorithm for every call without a codec: of any size, with what else the op takes, in few blocks or many.
+MEETING = Algorithm.ALLGATHER_FLAGGED  # its kernel makes ranks meet before and after copies
+# By op, the algorithm for every call without a codec: of any size, with any option of the op, in few blocks or many.
 GENERAL = {op: next(algorithm for algorithm in in_tables(op) if algorithm.row.limit(2) is None) for op in NAMED}
 # By whether it adds host by host, the algorithm without a kernel of graphar.
 WITHOUT_KERNEL = {row.across_hosts: algorithm for algorithm, row in ROWS.items() if not row.layout}

@@ -1,4 +1,4 @@
-"""Call: a work, with where and how it is done; the key of its plan. And the tensors of one rank in a call."""
+"""Call: what is computed, where and how, which is the key of a plan. Operands: the tensors of one rank in a call."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Call(NamedTuple, Generic[W]):
 
     @property
     def feeds_back(self) -> bool:
-        """Whether the second input has the codec's rounding errors of earlier calls, and gets those of this one."""
+        """Whether the second input has the codec's rounding errors of earlier calls, and gets those of this call."""
         return bool(self.wire and self.wire.feedback)
 
 
 class Operands(NamedTuple):
-    """The tensors of one rank in a call, which are contiguous unless the op takes others, in the order of the op.
+    """The tensors of one rank in a call, in the order of the op. They are contiguous unless the op takes others.
 
     Sum, Parts   x, and the epilogue's tensors or the rounding errors | the result
     Norm         x, residual, weight, and perhaps a scale            | normed rows, the new residual, perhaps scales

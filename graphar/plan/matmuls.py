@@ -106,7 +106,7 @@ def fills_wave(m: int, n: int, sms: int) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _nearest(measured: tuple[MeasuredMatmul, ...], m: int, n: int, k: int) -> MeasuredMatmul:
-    """Returns the shape whose M, N and K differ from the given ones by the least factors, multiplied together."""
+    """Returns the shape whose M, N and K differ from ``m``, ``n`` and ``k`` by the least product of factors."""
     shape = [max(length, 1) for length in (m, n, k)]
     return min(measured, key=lambda other: sum(abs(math.log2(a / b)) for a, b in zip(other[:3], shape, strict=True)))
 
@@ -232,7 +232,7 @@ def tiles_to_load(
 
 @functools.cache
 def _without(kind: Kind, *measured: MatmulTile) -> Kind:
-    """Returns the tiles of a kind that are for small results: not those that were measured on large ones."""
+    """Returns the tiles of a kind that are for small results: not those that were measured on large results."""
     return Kind(tuple(tile for tile in kind.tiles if tile not in measured))
 
 

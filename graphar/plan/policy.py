@@ -98,14 +98,14 @@ class QuantizedPolicy:
 class LargeCallsPolicy:
     """An algorithm that "auto" takes for large calls alone."""
 
-    # By world size, the bytes from which on "auto" takes it: of the tensor, or of the largest part. Without an entry it
-    # never does.
+    # By world size, the bytes of the tensor, or of the largest part, from which on "auto" takes the algorithm. Without
+    # an entry it never does.
     allreduce_from_nbytes: ByWorldSize
     reducescatter_from_nbytes: ByWorldSize
     allgather_from_nbytes: ByWorldSize
 
     def least(self, op: str, world_size: int) -> int | None:
-        """Returns the bytes from which on "auto" takes it for calls of ``op``; None: it never does."""
+        """Returns the bytes from which on "auto" takes the algorithm for calls of ``op``; None: it never does."""
         return getattr(self, f"{op}_from_nbytes").get(world_size)
 
 

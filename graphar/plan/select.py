@@ -86,7 +86,7 @@ def why_no_kernel(world_size: int, device: str, dtype: torch.dtype, op: str) -> 
 
 
 def select(call: Call, facts: Facts) -> Choice:
-    """Returns the configuration for a call, and the reason. A Product's is chosen in plan/matmuls.py.
+    """Returns the configuration for a call, and the reason. plan/matmuls.py chooses for a Product.
 
     Raises:
         UnsupportedError: the algorithm that the call names cannot serve it.
@@ -118,8 +118,8 @@ def _why_no_kernel(call: Call, facts: Facts, asked: Algorithm | None) -> Reason 
     """Returns why no kernel serves a call.
 
     Raises:
-        UnsupportedError: the call names an algorithm that cannot serve it. One from outside the package serves calls
-            without a kernel, too.
+        UnsupportedError: the call names an algorithm that cannot serve it. An algorithm from outside the package
+            serves calls without a kernel, too.
     """
     if asked is None:
         return facts.problem
@@ -424,7 +424,7 @@ def needed_kernels(
 
 
 def _fitting(takers: Sequence[Algorithm], plain: Sequence[Algorithm], general: Algorithm) -> list[Algorithm]:
-    """Returns the algorithms that calls of ``takers`` alone take where others may take ``plain``."""
+    """Returns ``plain`` with ``general`` in place of the algorithms that are not among ``takers``."""
     return list(dict.fromkeys(algorithm if algorithm in takers else general for algorithm in plain))
 
 
@@ -457,7 +457,7 @@ def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> Sequence[Algorithm]
     last = bisect_left(limits, math.inf if max_nbytes is None else max_nbytes)
     algorithms = [Algorithm(entry["algorithm"]) for entry in entries[: last + 1]]
     beside = max_nbytes is None or max_nbytes >= facts.table.beside.pipelined_from_nbytes
-    # What an algorithm from outside does not serve, the general one does.
+    # The general algorithm serves the calls that an algorithm from outside does not.
     general = [GENERAL[op]] if beside or any(map(is_from_outside, algorithms)) else []
     return list(dict.fromkeys([taker for taker in (*algorithms, *general) if not _why_not_here(taker, facts)]))
 
@@ -482,7 +482,7 @@ def explain(call: Call, facts: Facts) -> Explanation:
 
 
 def _was_measured(call: Call, config: Config, facts: Facts) -> bool:
-    """Whether a table's times are of calls like this one."""
+    """Whether a table's times are of calls like ``call``."""
     work, table = call.work, serving(facts.table, facts.world_size)
     plain = isinstance(work, Sum) and work.order == "rank" and not work.epilogue and not config.direct
     if not (plain and config.blocks) or config.algorithm.row.compresses:

@@ -60,7 +60,7 @@ class MatmulTile:
 
     @property
     def of_tail(self) -> MatmulTile | None:
-        """The tile of the last round, as large as this one; None if it is like the others."""
+        """The tile of the last round, as large as this tile; None if the last round is like the others."""
         return split_tile(self.rows, self.columns, self.leaves, self.tail_split) if self.tail_split > 1 else None
 
     @property

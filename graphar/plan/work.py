@@ -147,7 +147,7 @@ class Parts(NamedTuple):
 class Norm(NamedTuple):
     """An all-reduce or a reduce-scatter, whose sum is added to a residual and normed by rows (RMSNorm).
 
-    Added in the order of ranks, the sum is rounded before the residual is added. As a tree it stays in fp32.
+    A sum in rank order is rounded before the residual is added. A sum as a tree stays in fp32.
     """
 
     op: str  # numerics.norms.ALLREDUCE_NORM or REDUCESCATTER_NORM
@@ -204,7 +204,7 @@ class TensorTuple(NamedTuple):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The bytes of each rank's part: of each tensor whole packs."""
+        """The bytes of each rank's part, in which each tensor has whole packs."""
         each = self.row_nbytes
         return tuple([sum(-(-size * row // PACK_NBYTES) for row in each) * PACK_NBYTES for size in self.sizes])
 
@@ -218,7 +218,7 @@ class TensorTuple(NamedTuple):
         return _beside(self)
 
 
-Lengths: TypeAlias = tuple[tuple[int, ...], ...]  # by rank of this process, those of each rank's part
+Lengths: TypeAlias = tuple[tuple[int, ...], ...]  # by rank of this process, the lengths of each rank's part
 
 
 class Exchange(NamedTuple):
@@ -304,7 +304,7 @@ class Product(NamedTuple):
 
     @property
     def in_8_bits(self) -> list[Product]:
-        """The same of operands in e4m3, in each of their formats."""
+        """The same product of operands in e4m3, in each format of their scales."""
         return [self._replace(format=scale_format) for scale_format in FORMATS]
 
     @property
@@ -328,7 +328,7 @@ class Product(NamedTuple):
         return self.summing_op == MATMUL_REDUCESCATTER
 
     def leaves(self, world_size: int) -> int:
-        """Into how many leaves each of so many ranks cuts its K. They are added in the order of K, or as a tree."""
+        """The number of leaves into which each rank cuts its K. They are added in the order of K, or as a tree."""
         return LEAVES // world_size if self.order == "tree" and self.op != ALLGATHER_MATMUL else 1
 
     def with_bias_in_epilogue(self, dtype: torch.dtype) -> Product:
@@ -347,7 +347,7 @@ class Product(NamedTuple):
         return self._replace(parts=counts, columns=columns, epilogue=epilogue)
 
     def then(self, k: int, dtype: torch.dtype) -> Sum | Parts | Norm:
-        """Returns what takes the ranks' products of ``k`` columns, and has results of ``dtype``."""
+        """Returns the work that sums the ranks' products of ``k`` columns, with results of ``dtype``."""
         as_tree = self.order == "tree"
         counts = tuple([rows * self.columns for rows in self.parts])
         counts = counts if self.scattered else (sum(counts),)
@@ -363,7 +363,7 @@ class Product(NamedTuple):
 
     @property
     def order(self) -> str:
-        """In which the ranks' products are added: "rank", or "tree" for leaves of K in fp32."""
+        """The order in which the ranks' products are added: "rank", or "tree" for leaves of K in fp32."""
         return "tree" if self.partition == TP_INVARIANT else "rank"
 
     def template(self, cluster: int) -> str | None:

@@ -74,7 +74,7 @@ def may_share_gpu() -> bool:
     """Whether ranks in processes may use one GPU: for tests, if the environment has GRAPHAR_TEST_SHARE_GPU=1.
 
     A GPU runs the kernels of its processes in turn, in time slices. A kernel that waits for another rank's kernel waits
-    for that one's slice, so such ranks are slow, and their times say nothing about links.
+    for the slice of that process, so such ranks are slow, and their times say nothing about links.
     """
     return os.environ.get(_SHARE_SWITCH) == "1"
 

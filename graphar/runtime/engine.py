@@ -30,15 +30,15 @@ from graphar.runtime.watch.stats import Stats
 
 _log = logging.getLogger(__name__)
 
-Binder = Callable[["Engine", Call, Sequence[Operands]], Plan]  # makes the plan of a call with such operands
+Binder = Callable[["Engine", Call, Sequence[Operands]], Plan]  # makes the plan of a call with these operands
 
 binders: dict[type, Binder] = {}  # by the kind of work
 
 
 class Engine(Life):
-    """Runs the calls of one communicator: the way of a call, from the look-up of its plan to its launch."""
+    """Runs the calls of one communicator: looks a call's plan up, makes it if there is none, and runs it."""
 
-    _has_said = False  # how calls are made
+    _has_said = False  # whether the log says how calls are made
 
     def run(self, call: Call, ranks: Sequence[Operands]) -> Plan | None:
         """Makes a call, with the operands of each rank of this process. Collective.
@@ -59,7 +59,7 @@ class Engine(Life):
         return None
 
     def plan(self, call: Call, ranks: Sequence[Operands]) -> Plan:
-        """Returns the plan of a call with such operands: the cached one, or a new one. To make one is collective."""
+        """Returns the cached plan of a call with these operands, or a new plan. Making a plan is collective."""
         plan = self.plans.get(call)
         if plan is None:
             algorithm = "auto" if call.work.codec else call.algorithm
@@ -67,7 +67,7 @@ class Engine(Life):
             x = ranks[0].inputs[0]
             takes_any = (
                 call.op in (*MOVING, ALLGATHER_MATMUL) or x.dtype != call.dtype
-            )  # operands of 8 bits have results of 16
+            )  # 8-bit operands have 16-bit results
             (tensor_checks.check_strided if takes_any else tensor_checks.check_tensor)(call.op, "x", x)
             announced = self.runner.announced(agreement.words(call)) if self.runner else contextlib.nullcontext()
             with self.keeping_failure(call.op), announced:

@@ -43,7 +43,7 @@ def failure_of_kernel(
         record: the record of a kernel that gave up.
         last_calls: a function that returns the last calls of each rank, as :func:`last_calls_of` does.
         call_of: a function that returns the call with a fingerprint, of a rank, in words.
-        unlike: a function that returns what the ranks of an expired wait called, if the awaited one called something
+        unlike: a function that returns what the ranks of an expired wait called, if the awaited rank called something
             else.
     """
     algorithm = of_number(record.algorithm)
@@ -72,7 +72,7 @@ def failure_of_kernel(
 
 
 def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank: int, world_size: int) -> None:
-    """Writes ``record`` if a peer told this rank of another call than its own, of the last calls of an algorithm.
+    """Writes ``record`` if a peer told this rank of another call than its own, among an algorithm's last calls.
 
     Kernels compare all but the last few. A peer that runs behind may not have told its last call yet. ``counters`` is
     the address of the rank's Counters. The current device is the rank's own, and has no work queued.

@@ -96,7 +96,7 @@ class Grid:
     threads: int  # the threads of a block
     shared_nbytes: int  # the dynamic shared memory of a block, in bytes
     # Whether the kernel may start while the kernel before it ends (programmatic dependent launch). Such a kernel itself
-    # waits for the one before.
+    # waits for the kernel before it.
     overlaps: bool
     cluster: int = 1  # the blocks of a thread block cluster
 
@@ -139,7 +139,7 @@ class Launch:
 
 
 def clusters_at_once(function, grid: Grid) -> int:
-    """Returns how many clusters of a kernel run on an idle device at once: those of a large cluster lie in one GPC."""
+    """Returns how many clusters of a kernel run on an idle device at once. All blocks of a cluster lie in one GPC."""
     return call(driver.cuOccupancyMaxActiveClusters, function, _configuration(grid))
 
 
@@ -163,7 +163,7 @@ def _pointer(address: int):
 def launch_again(status: int, arguments: tuple) -> None:
     """Repeats a launch that the driver refused with ``status``, if this thread had no context.
 
-    Raises DriverError if it had one, or if the driver refuses the launch again.
+    Raises DriverError if it had a context, or if the driver refuses the launch again.
     """
     if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
         bind_context(torch.cuda.current_device())

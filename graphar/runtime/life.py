@@ -43,13 +43,13 @@ open_engines: dict[str, Any] = {}  # by name; an engine stays here until it is c
 class Life:
     """The life of one communicator: how its kernels are set up, what ends it, and how it is suspended and resumed.
 
-    :class:`graphar.runtime.engine.Engine` adds the way of a call.
+    :class:`graphar.runtime.engine.Engine` adds how calls are made.
 
     Args:
         group: the process group, whose ranks are processes; None with ``devices``.
         devices: the devices of this process's ranks: CUDA devices, or the CPU once for each rank.
         timeout_s: the deadline of every wait on another rank, in seconds.
-        hosts: the ranks of each host, for the hierarchical algorithm; None: found by the processes.
+        hosts: the ranks of each host, for the hierarchical algorithm; None: the processes find them.
         lossless: whether "auto" may compress bf16 without loss; None: unless the environment has GRAPHAR_LOSSLESS=0.
 
     Attributes:
@@ -57,7 +57,7 @@ class Life:
         warm: the plans that an op may run directly: ``plans``, or an empty cache while a sink is active and while
             the engine is suspended.
         table: the tuning table that choices go by: the default one, and rank 0's after kernels are set up.
-        is_part: whether it is the part of another engine for the ranks of one host.
+        is_part: whether another engine uses it for the ranks of one host.
     """
 
     # Tests set it before the first call: multimem kernels then use ordinary accesses and need no multicast.
@@ -85,7 +85,7 @@ class Life:
         self.symmetric: SymmetricTensors | None = None  # the runner's symmetric tensors, from the first one on
         self.closed = False
         self.suspended = False
-        self._suspension = None  # with kernels, what a suspended engine goes on with
+        self._suspension = None  # while an engine with kernels is suspended, what resumes it
         self.plans = Plans(_MAX_PLANS)
         self._rendezvous: StoreRendezvous | None = None  # made at first use
         self._failure: GrapharError | None = None  # the host's error that ended this engine; kernels report theirs
@@ -153,7 +153,7 @@ class Life:
     def check_open(self, op: str = "graphar") -> None:
         """Raises CommunicatorError, which names ``op``, if the engine is closed or suspended.
 
-        Enough for what needs no other rank: an explanation is given after a failure, too. torch.compile traces it.
+        It is enough for what needs no other rank, such as an explanation after a failure. torch.compile traces it.
         """
         if self.closed:
             raise closed(op)
@@ -163,7 +163,7 @@ class Life:
     def check_ready(self, op: str) -> None:
         """Raises as :meth:`check_open` does, or raises the error of an earlier failure again.
 
-        What needs other ranks begins with it, as :meth:`keeping_failure` does. The launch of a kernel asks the runner.
+        Call it before what needs other ranks, as :meth:`keeping_failure` does. The launch of a kernel asks the runner.
         """
         self.check_open(op)
         if self.runner:
@@ -187,9 +187,9 @@ class Life:
             self.runner.synchronize()
 
     def common_order(self) -> str | None:
-        """Returns a key by which all ranks sort engines alike; None if the other ranks may not know this one yet.
+        """Returns a key by which all ranks sort engines alike; None if other ranks may not have this engine yet.
 
-        A rank may make an engine alone, such as by an explanation. Once all ranks have met, all of them have it.
+        A rank may make an engine alone, as an explanation does. Once all ranks have met, all of them have it.
         """
         if self.devices:
             return ""
@@ -203,7 +203,7 @@ class Life:
     def suspend(self, keep: str | None) -> None:
         """Gives the memory shared with other ranks back until :meth:`resume`. Collective.
 
-        An error before any rank gives memory back leaves all ranks as they were. After a later one they are suspended.
+        An error before any rank gives memory back leaves all ranks as they were. A later error leaves them suspended.
         """
         if self.suspended:
             return
@@ -255,12 +255,12 @@ class Life:
         self.set_suspended(False)
 
     def set_suspended(self, suspended: bool) -> None:
-        """Refuses calls, or lets them be made again. Not collective: what other ranks do not know holds no memory."""
+        """Refuses or accepts calls. Not collective: an engine that some rank does not have holds no memory."""
         self.suspended = suspended
         self.find_warm_plans()
 
     def _meet_to(self, what: str, *words: str) -> list[list[str]]:
-        """Meets the ranks of other processes, and returns each one's words, in rank order."""
+        """Meets the ranks of other processes, and returns each rank's words, in rank order."""
         if self.devices:
             return [[*words]]
         return [json.loads(said) for said in self.rendezvous().exchange(what, json.dumps(words).encode())]

@@ -31,12 +31,12 @@ class Member:
         self._left: torch.cuda.Event | None = None  # the end of the last eager call, if it was on a stream of others
 
     def follow(self, stream: int) -> None:
-        """Makes ``stream``, torch's current one, wait for the call before, which may be on another stream.
+        """Makes ``stream``, torch's current stream, wait for the call before, which may be on another stream.
 
         A captured call waits for captured calls only, and an eager call for eager calls only. Work inside a graph
         cannot wait for work outside it; whoever replays a graph orders it as a whole.
 
-        Torch keeps its own streams for ever. The handle of another one may be destroyed, and then name a new stream,
+        Torch never destroys its own streams. Another stream may be destroyed, and its handle then name a new stream,
         so after each eager call on such a stream leave() records an event.
         """
         capturing = is_capturing(self.device)
@@ -65,7 +65,7 @@ class Member:
             self._left.record(torch.cuda.current_stream(self.device))
 
     def clear_record(self) -> bool:
-        """Makes kernels wait and send again. Returns whether one had given up. No kernel of the device may run."""
+        """Makes kernels wait and send again. Returns whether a kernel had given up. No kernel of the device may run."""
         had_given_up = bool(self.record.kind)
         ctypes.memset(self.record_pointer, 0, ctypes.sizeof(Record))
         with on_device(self.device):

@@ -1,4 +1,4 @@
-"""Plan: what a call of any op becomes once."""
+"""Plan: what the first of several equal calls is turned into, and all of them run."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Count:
 
 
 class Plan(NamedTuple):
-    """What a call became: the kernel or kernels that it launches, or a function without kernels.
+    """The kernels that a call launches, or a function that makes the call without kernels.
 
-    It is used again for every equal call. A call with other tensors may need other launches: a matmul's kernels are
+    Every equal call uses it again. A call with other tensors may need other launches: a matmul's kernels are
     bound to the addresses of its operands.
     """
 
     # Makes the call with the operands of each rank of this process. Launches on torch's current streams.
     run: Callable[[Sequence[Operands]], None]
     config: Config  # the algorithm, and its launch configuration
-    reason: str = ""  # why it is this one
-    # Returns the launch of calls with tensors like the given ones of this process's only rank, which differ from them
-    # in their addresses only; None if such calls need more than that.
+    reason: str = ""  # why the call has this algorithm
+    # Takes the tensors of this process's only rank. Returns the launch of calls whose tensors differ from these in
+    # their addresses only; None if such calls need more than a launch.
     launch_like: Callable[[Operands], Launch | None] = lambda operands: None
-    # Returns in words whose matmul multiplies one rank's operands like the given ones, and why. It depends on K, which
-    # equal calls may not share. An empty string: none does, or it is part of the kernel.
+    # Takes one rank's operands. Returns in words whose matmul multiplies them, and why. It depends on K, in which equal
+    # calls may differ. An empty string: there is no matmul, or it is part of the kernel.
     matmul: Callable[[Operands], str] = lambda operands: ""
-    served: Count = Count()  # plans that no engine keeps share one
+    served: Count = Count()  # plans that no engine keeps share a count
 
     @property
     def explanation(self) -> Explanation:
@@ -50,6 +50,6 @@ class Plan(NamedTuple):
         return Explanation(self.config.algorithm.value, self.config.blocks, self.config.threads, self.reason)
 
     def explain(self, operands: Operands) -> Explanation:
-        """Returns the explanation of a call with such operands of one rank, which also says whose matmul multiplies."""
+        """Returns the explanation of a call with these operands of one rank, and says whose matmul multiplies them."""
         reason = "; ".join(filter(None, (self.reason, self.matmul(operands))))
         return replace(self.explanation, reason=reason)

@@ -19,8 +19,8 @@ class Plans(BoundedCache[Plan]):
 
     Attributes:
         repeats: functions that repeat a call by a plan, by the op, the shape and the options of the call. Dropped with
-            the plans: there is a new cache from then on, and a thread that is about to add a repeat of a dropped plan
-            adds it to the old one.
+            the plans: a new cache replaces it, so a thread that is about to add a repeat of a dropped plan adds it to
+            the old cache.
         unrepeated: a count of the calls that could be repeated, but were not.
         made: how many plans there have been.
         totals: the counts of the plans that were dropped.

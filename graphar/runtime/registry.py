@@ -1,4 +1,4 @@
-"""Finds the engine of a call: a communicator's, or the shared one of all calls with a process group."""
+"""Finds the engine of a call: a communicator's, or the engine that all calls with a process group share."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def known_engine(group: Group) -> Engine | None:
 def engine_of_group(name: str, op: str = "graphar", instead: str = _LIST_INSTEAD) -> Engine:
     """Returns the engine of a call with one tensor, by the name of an engine or a process group; "": the default.
 
-    ``op``, and what to do ``instead`` of having a default group, are for errors.
+    ``op``, and ``instead``, what to do if there is no default group, are for errors.
     """
     if name in open_engines:
         check_takes_tensors(open_engines[name])
@@ -164,7 +164,7 @@ def _check_not_closed(name: str, op: str) -> None:
 def engine_of_either(group: Group, op: str = "graphar", instead: str = _LIST_INSTEAD) -> Engine:
     """Returns the engine of a process group or mesh, or of a communicator of a group or of devices.
 
-    ``op``, and what to do ``instead`` of having a default group, are for errors.
+    ``op``, and ``instead``, what to do if there is no default group, are for errors.
     """
     engine = getattr(group, "engine", None)
     return engine if isinstance(engine, Engine) else engine_of_group(engine_name(group, op), op, instead)
@@ -179,17 +179,17 @@ def check_keep(op: str, keep: object) -> None:
 def suspend(keep: str | None = None) -> None:
     """Gives the GPU memory of all communicators of this process back until :func:`graphar.resume`. Collective.
 
-    It does what :meth:`Communicator.suspend` does for each open communicator, also for those of calls that name a
-    process group or none, in an order that all ranks share. Every process of their groups must call it. Communicators
-    with which not all ranks have made a call yet only refuse calls. Those whose group was destroyed, or of which a call
-    has failed, are left as they are. No thread may replay a graph with a communicator meanwhile.
+    It does what :meth:`Communicator.suspend` does for each open communicator, in an order that all ranks share. Calls
+    that name a process group, or no group, have communicators, too. Every process of their groups must call it. A
+    communicator that some rank has not called yet only refuses calls. A communicator whose group was destroyed, or of
+    which a call has failed, is left as it is. No thread may replay a graph with a communicator meanwhile.
 
     Args:
         keep: "symmetric": keep the content of symmetric tensors, in pinned host memory. None: it is undefined after
             the resumption. The same on every rank.
 
     Raises:
-        ValueError: ``keep`` is neither.
+        ValueError: ``keep`` is neither "symmetric" nor None.
         UnsupportedError: the memory of a communicator cannot be given back. The message has the reason. Others may be
             suspended already; :func:`graphar.resume` resumes them.
         CommunicatorError: a graph is being captured, or a rank did not arrive in time.
@@ -205,8 +205,8 @@ def suspend(keep: str | None = None) -> None:
 def resume() -> None:
     """Brings the GPU memory of all suspended communicators of this process back, at the same addresses. Collective.
 
-    It does what :meth:`Communicator.resume` does for each, in the order of :func:`graphar.suspend`. If it fails for
-    one, those after it stay suspended, and a second call goes on there. No thread may replay a graph meanwhile.
+    It does what :meth:`Communicator.resume` does for each, in the order of :func:`graphar.suspend`. If a communicator
+    fails, the later ones stay suspended, and a second call goes on there. No thread may replay a graph meanwhile.
 
     Raises:
         DriverError: a GPU has too little memory; torch.cuda.empty_cache() frees what torch keeps.
@@ -234,8 +234,8 @@ def stats(group: Group = None) -> Stats:
 
     Returns:
         The calls and bytes by op and algorithm, fallbacks with their reasons, plans, launches and waits. Calls that
-        name a group are counted apart from those of a Communicator that was made from the group. Those of
-        torch.distributed with a group of the backend "graphar" are among them, also where NCCL or gloo served them.
+        name a group are counted apart from those of a Communicator that was made from the group. They include calls of
+        torch.distributed with a group of the backend "graphar", also where NCCL or gloo served them.
 
     Raises:
         TypeError, ValueError: ``group`` is none of these, or there is no default group.
@@ -245,5 +245,5 @@ def stats(group: Group = None) -> Stats:
     if isinstance(engine, Engine):
         return engine.stats()
     name, ranks = _named_group(engine_name(group, "stats"), "stats", "give a Communicator")
-    made = _made_for(name, ranks)  # to make one is not this rank's alone
+    made = _made_for(name, ranks)  # this rank alone makes no engine
     return with_beside(made.stats() if made else Stats((), 0, {}, 0.0, ""), ranks.group_name)

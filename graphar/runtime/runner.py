@@ -39,7 +39,7 @@ from graphar.runtime.memory.use import Memory, memory_of
 
 T = TypeVar("T", bound=Arguments)
 
-_PATIENCE_S = 1.0  # with a rank whose kernels have found a difference, until its host tells what it called
+_PATIENCE_S = 1.0  # how long a rank whose kernels found that calls differ has to tell what it called
 REPLAYED = (
     "a captured graph was replayed while its communicator was suspended; the collectives in it sent nothing, so its "
     "results are wrong"
@@ -80,7 +80,7 @@ class Runner:
     ) -> T:
         """Returns the arguments that all kernels of a prepared algorithm take, for one member and slice.
 
-        ``words`` say what the launch must have alike on all ranks, which kernels compare.
+        ``words`` say what the launch must have in common on all ranks. Kernels compare their fingerprints.
         """
         counters, scratch = self.kernels.counters()[algorithm], self.kernels.scratch(algorithm)
         arguments = kind(
@@ -106,8 +106,8 @@ class Runner:
     def fingerprint(self, words: str, numbers: Sequence[float], tells: bool) -> int:
         """Returns the fingerprint of a launch with these numbers of its epilogue.
 
-        Other ranks can look up its words at once if it ``tells``, which takes as long as some calls, and else only once
-        a kernel has found that ranks differ.
+        If it ``tells``, other ranks can look up the words at once, which takes the host as long as some calls. If not,
+        they can look them up once a kernel has found that ranks differ.
         """
         return self._fingerprints.of(words_with_numbers(words, numbers), tells)
 
@@ -160,9 +160,9 @@ class Runner:
         return self._failure
 
     def _unlike_calls(self, record: Record) -> Unlike | None:
-        """Returns what the ranks of an expired wait called; None unless the awaited one called something else.
+        """Returns what the ranks of an expired wait called; None unless the awaited rank called something else.
 
-        It did if it has begun a call that this rank has not, and not the one in which this rank waited.
+        It did if it has begun a call that this rank has not, and has not begun the call in which this rank waited.
         """
         algorithm = of_number(record.algorithm)
         if algorithm not in self.kernels.counters():  # its memory is freed
@@ -176,12 +176,12 @@ class Runner:
 
     @contextlib.contextmanager
     def announced(self, words: str) -> Iterator[None]:
-        """Tells ranks that wait in a kernel meanwhile what this one is about to call.
+        """Tells ranks that wait in a kernel meanwhile what this rank is about to call.
 
         Raises:
             RanksAbsent: the code inside raised it. The message also has what the absent ranks have called, if known.
         """
-        if self._announces:  # a call of which this one is a part
+        if self._announces:  # this call is part of an announced call
             yield
             return
         self._announces, keeps = True, False
@@ -189,7 +189,7 @@ class Runner:
         try:
             yield
         except RanksAbsent as error:
-            keeps = True  # for ranks whose waits expire as well
+            keeps = True  # ranks whose waits expire as well read it
             raise self._with_calls_of_absent(error) from None
         finally:
             self._announces = False
@@ -219,7 +219,7 @@ class Runner:
     def synchronize(self) -> None:
         """Waits for all work on the members' devices, then raises the error that a kernel reported, if any.
 
-        The last calls of the ranks are compared here. Kernels compare those before.
+        The last calls of the ranks are compared here. Kernels compare the calls before.
         """
         for member in self.members:
             torch.cuda.synchronize(member.device)

@@ -14,7 +14,7 @@ import torch
 def stream_beside(device: torch.device, main: int, at: int = 0) -> torch.cuda.Stream:
     """Returns the side stream of number ``at`` of the caller's stream, whose handle is ``main``.
 
-    Callers do not share one: a stream under capture and another stream may not wait for each other.
+    Callers share no side stream: a stream under capture and another stream may not wait for each other.
     """
     return torch.cuda.Stream(device)
 
@@ -25,7 +25,7 @@ class SideStream:
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.stream = torch.cuda.Stream(device, priority=priority)
         self._device, self._event = device, torch.cuda.Event()
-        self._lock = threading.Lock()  # another thread must not record the event before this one's wait
+        self._lock = threading.Lock()  # another thread must not record the event before this thread's wait
         self._callers: dict[int, torch.cuda.Stream] = {}  # by CUDA's handle
 
     @contextlib.contextmanager

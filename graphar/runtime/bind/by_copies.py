@@ -43,7 +43,7 @@ from graphar.runtime.member import Member
 from graphar.runtime.runner import Runner
 from graphar.runtime.side_stream import stream_beside
 
-_AHEAD = COPY_PLACES - 1  # chunks that travel while one is taken
+_AHEAD = COPY_PLACES - 1  # chunks that travel while a chunk is taken
 _PUSHES, _RESULTS, _KEPT = range(3)  # the side streams
 _EVENTS = 32  # of a rank; each is waited for before as many others are recorded
 

@@ -193,7 +193,7 @@ def _bind_backward(
     )
     gradients, sums = load_backward(device, dtype, columns)
     # The kernel before may wait for ranks: (18) in cuda_src/device/sync/kernel_order.cuh. The second kernel here is
-    # released by the first, after that one has ended.
+    # released by the first, after the kernel before has ended.
     overlaps, chip = launcher.can_overlap(device), launcher.chip(device)
     is_early = overlaps and groups < chip.sms and chip.may_overlap(groups, halves=False)
     shared_nbytes = max(_staging(device, row_nbytes).nbytes, _nbytes_to_spread(device, groups))

@@ -52,7 +52,7 @@ def _bind_kernel(engine: Engine, call: Call[TensorTuple], x: torch.Tensor) -> Pl
 def _each(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> Plan:
     """Returns the plan that gathers one tensor after another.
 
-    A call says which ones follow, so that unlike tuples are found at the first.
+    A call says which tensors follow, so that ranks with unlike tuples differ in the first call.
     """
     work, plans = call.work, []
     for at, x in enumerate(ranks[0].inputs):

@@ -16,7 +16,7 @@ class VirtualBuffer:
 
     Args:
         nbytes: the size of each allocation.
-        own: the CUDA device of each rank of this process, by rank.
+        device_of: the CUDA device of each rank of this process, by rank.
         world_size: the number of ranks.
 
     Attributes:

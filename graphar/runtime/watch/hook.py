@@ -1,4 +1,4 @@
-"""The hook on the way of a call: sinks see each call that an engine makes, and decide in what context it is made.
+"""The hook around calls: sinks see each call that an engine makes, and decide in what context it is made.
 
 graphar.profile, NVTX, torch's profiler and graphar.explain are sinks. What :mod:`graphar.runtime.watch.stats` tells is
 counted by the plans, since an op runs a known plan directly while no sink is active.
@@ -31,7 +31,7 @@ class Planner(Ranks, Protocol):
 # Takes the engine, a call and its operands; returns the context in which the call is made.
 Sink = Callable[[Any, Call, Sequence[Operands]], AbstractContextManager[object]]
 
-sinks: list[Sink] = []  # of the calls of all engines; a later one is outside of those before
+sinks: list[Sink] = []  # of the calls of all engines; the context of a later sink encloses those of earlier sinks
 when_changed: list[Callable[[], None]] = []  # called when the sinks change
 
 

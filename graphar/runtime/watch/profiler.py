@@ -212,7 +212,7 @@ def _read(path: Path) -> list[dict]:
 
 
 def tell_waits(events: Sequence[dict]) -> None:
-    """Adds to the slices of each call how long each rank waited, and for which rank; in place.
+    """Adds to the slices of each call, in place, how long each rank waited and for which rank.
 
     A rank waits from its own begin until the last rank begins, by device slices if the call has some. Calls without
     the slices of all ranks are left as they are.
