@@ -14,7 +14,7 @@ from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, LEAF_TILES, M
 
 @dataclass(frozen=True, eq=False)
 class Kind(Generic[T]):
-    """What tiles are for. There is one object of each kind."""
+    """The use of tiles, such as a plain matmul. There is one object of each kind."""
 
     tiles: tuple[T, ...]
     factors: Factors = PLAIN
@@ -33,16 +33,16 @@ class Sms(NamedTuple):
     """The SMs that a matmul has alone."""
 
     total: int
-    in_clusters: int = 0  # those that clusters of 4 or 8 blocks find, since those of a cluster lie in one GPC
+    in_clusters: int = 0  # SMs that clusters of 4 or 8 blocks can use, since a cluster lies in one GPC
 
     def room(self, tile: MatmulTile) -> int:
-        """Returns how many of them the blocks of a tile find."""
+        """Returns how many of these SMs the blocks of a tile can use."""
         return min(self) if max(tile.blocks, tile.tail_split) > 2 else self.total
 
 
 @functools.cache
 def alone(factors: Factors = PLAIN, leaves: int = 1) -> Kind[MatmulTile]:
-    """Returns the tiles of a plain matmul, which cuts K in so many leaves."""
+    """Returns the tiles of a plain matmul, which cuts K into ``leaves``."""
     return Kind(LEAF_TILES[leaves] if factors.is_plain else FP8_TILES, factors)
 
 
@@ -56,10 +56,10 @@ def gathered(factors: Factors) -> Kind[MatmulTile]:
 def best_tile(kind: Kind[MatmulTile], shape: Shape, cost: TileCost, chip: Chip | Sms) -> MatmulTile:
     """Returns the tile of a kind that is estimated to multiply a shape fastest.
 
-    A kernel that sends or gathers shares a chip with the kernels of other communicators, and a plain matmul has some
+    A kernel that sends or gathers shares a chip with the kernels of other communicators; a plain matmul has its own
     SMs. The costs are those of 16-bit operands: 128 of K in e4m3 have the bytes of 64 of 16 bits, and the tensor cores
     multiply them in the same time. Adding the sums of blocks is not counted. Over 72 shapes the chosen tile takes 1.01
-    of the fastest one's time in e4m3 (H100).
+    times as long as the fastest tile in e4m3 (H100).
     """
     tiles = [tile for tile in kind.tiles if shape.layout in tile.layouts]
     rows, n, k, _ = shape = shape._replace(k=kind.factors.k_of_16_bits(shape.k))
@@ -72,9 +72,9 @@ def best_tile(kind: Kind[MatmulTile], shape: Shape, cost: TileCost, chip: Chip |
 
 
 def _is_useful(tile: MatmulTile, shape: Shape, sms: Sms) -> bool:
-    """Whether a tile is one for this result, alone on some SMs.
+    """Whether a tile may be the fastest for a result of this shape on these SMs.
 
-    Leaves are split, in all rounds or in the last one, for one round of clusters: they gain nothing where SMs have
+    Leaves are split for one round of clusters, either all rounds or the last: they gain nothing where SMs have
     several (H100). A last round gains less than 10 % after more than four others. A tile of 96 columns loads its rows
     for few products, and is for one round, too.
     """
@@ -114,7 +114,7 @@ def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int
     """Returns the estimated clocks of the busiest SM for 64 of K, over all its tiles.
 
     A tile is limited by the tensor cores or by L2, whichever takes longer, and waits a little for each line that its
-    block loads. The tensor cores wait while a tile is stored, unless consumers alternate: then for the last one alone.
+    block loads. The tensor cores wait while a tile is stored, unless consumers alternate: then only for the last.
     Blocks that split the leaves of a tile each compute a part of it, not counting what they exchange. ``rows`` are the
     rows of each part of C, which has ``n`` columns; no tile spans two parts.
     """

@@ -1,4 +1,4 @@
-"""Entries of a tuning table: the configuration that each names, and the one by which a call goes."""
+"""Entries of a tuning table: the configuration that each names, and the entry that a call takes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def fitted(most: Config, world_size: int, nbytes: int) -> Config:
 def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm: Algorithm | None = None) -> Config:
     """Returns the configuration of a call of ``nbytes``, by its first entry that fits.
 
-    With ``algorithm`` the configuration has this algorithm: by its first entry that fits, else by its last one, or with
-    its default grid if there is none. Entries of algorithms that are not loaded are passed over. Entries of parts serve
-    every world size: theirs is 1.
+    With ``algorithm`` the configuration has this algorithm: by its first entry that fits, else by its last entry, or
+    with its default grid if it has no entry. Entries of algorithms that are not loaded are passed over. Entries of
+    parts serve every world size: theirs is 1.
     """
     known = [entry for entry in entries if entry["algorithm"] == algorithm.value] if algorithm else loaded(entries)
     if algorithm is not None and not known:
@@ -69,8 +69,8 @@ def measured_config(
 ) -> tuple[Config, str]:
     """Returns the configuration of an exact all-reduce of ``nbytes`` a rank, and the name of the table that has it.
 
-    With ``algorithm`` it is the measured one of this algorithm nearest to ``nbytes``, which it can serve. Without
-    entries for ``world_size`` in the table, the default table is used.
+    With ``algorithm`` it is the measured configuration of this algorithm nearest to ``nbytes``, which it can
+    serve. Without entries for ``world_size`` in the table, the default table is used.
     """
     table = serving(table, world_size)
     return by_entries(table.rows[world_size], world_size, nbytes, algorithm), table.name

@@ -49,7 +49,7 @@ def owned_rows(rows: int, world_size: int) -> list[int]:
 def is_skinny(world_size: int, rows: int, columns: int, itemsize: int = 2) -> bool:
     """Returns whether the skinny kernels, for at most 64 rows, can compute a result of 16-bit elements.
 
-    Ranks send elements of ``itemsize`` bytes: rounded ones, or partials in fp32.
+    Ranks send elements of ``itemsize`` bytes: rounded sums, or partials in fp32.
     """
     nbytes = itemsize * rows * columns
     return any(rows <= algorithm.row.tiles[-1].rows and algorithm.row.fits(world_size, nbytes) for algorithm in _SKINNY)
@@ -167,7 +167,7 @@ def takes_one_kernel(work: Product, policy: MatmulPolicy, chip: Chip, world_size
 
 
 def why_not_columns(work: Product, chip: Chip, world_size: int) -> Reason | None:
-    """Returns why no kernel sums tiles of such columns; the same on every rank."""
+    """Returns why no kernel sums tiles of the work's columns. The answer is the same on every rank."""
     if chip.arch != MATMUL_ARCH:
         return f"a rank's device is not of {MATMUL_ARCH}"
     if summed_rows_a_launch(work, world_size) < 4 * MATMUL_BOX_ROWS:
@@ -208,9 +208,9 @@ def tiles_to_load(
 ) -> tuple[MatmulTile | SkinnyTile, ...]:
     """Returns the tiles of a fused kernel that all ranks load; each takes one of them.
 
-    Large sums take measured tiles, those with partials one of their shape, and small sums and those of e4m3 operands a
-    tile by an estimate. Tiles of a sum have equally many columns, so that warpgroup tiles have the same width on ranks
-    with different K: :func:`tile_for`.
+    Large sums take measured tiles. Large sums of partials take a tile of the same shape. Small sums, and sums of e4m3
+    operands, take a tile by an estimate. Tiles of a sum have equally many columns, so that warpgroup tiles have the
+    same width on ranks with different K: :func:`tile_for`.
     """
     kind, as_tree = tiles_that_serve(algorithm, work, world_size), work.factors.as_tree
     if algorithm.row.is_skinny:
@@ -237,5 +237,5 @@ def _without(kind: Kind, *measured: MatmulTile) -> Kind:
 
 
 def tile_for(policy: MatmulPolicy, tiles: tuple[Tile, ...], k: int) -> Tile:
-    """Returns the tile of a sum, of :func:`tiles_to_load`, for a rank whose operands have ``k`` columns."""
+    """Returns which of the tiles of :func:`tiles_to_load` a rank takes whose operands have ``k`` columns."""
     return tiles[0 if k < policy.alternating_below_k else -1]

@@ -52,17 +52,17 @@ def load_algorithm(
     have fewer blocks than asked for. Include paths are the folder of the file, and ``cuda_src``.
 
     The value is the name of the kernel, and a hash of the file, the files that it includes from beside it, and the
-    arguments here. Ranks that loaded different ones get CommunicatorError. The same file and arguments give the same
-    algorithm, and an edited file gives another one.
+    arguments here. Ranks that loaded different algorithms get CommunicatorError. The same file and arguments give
+    the same algorithm, and an edited file gives another algorithm.
 
     On the CPU, and where no kernel can run, a call has the result of ``specification``. Deadlines, graphs, comparisons
-    of ranks' calls, tuning and reports work as for graphar's own algorithms. "auto" takes one that a tuning table
-    names, and that is loaded. Not collective; every rank loads the algorithm.
+    of ranks' calls, tuning and reports work as for graphar's own algorithms. "auto" takes a loaded algorithm
+    that a tuning table names. Not collective; every rank loads the algorithm.
 
     Args:
         source: the path of the file, from the folder of the file that calls or from the working directory.
         op: "allreduce", "reducescatter" or "allgather".
-        scratch: the scratch on every rank, or a function from the number of ranks to it.
+        scratch: the scratch on every rank, or a function from the number of ranks to the scratch.
         dtypes: the dtypes of tensors that it serves: some of bf16, fp16 and fp32. None: all three, and for an
             all-gather any dtype, as ``byte``.
         max_nbytes: the size of the largest tensor, or of the largest part of one, in bytes, or a function from the
@@ -189,7 +189,7 @@ class _Checks:
         return nbytes
 
     def room(self, op: str, world_size: int, scratch: Scratch, limit: int | None, exact: bool) -> None:
-        """Checks slots with a sentinel, which are written once in a call: peers push at least the rank's own shard."""
+        """Checks slots with a sentinel, which are written once in a call: peers push at least the rank's shard."""
         if scratch.fill != SENTINEL:
             return
         if limit is None:
@@ -199,7 +199,7 @@ class _Checks:
         self.that(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes, and peers push {pushed} or more")
 
     def contents(self, specification: Specification | None) -> list[bytes]:
-        """Returns what a specification is hashed by."""
+        """Returns the bytes by which a specification is hashed."""
         try:
             return [*contents(specification, "specification")] if specification else [b"True"]
         except ValueError as error:

@@ -57,7 +57,7 @@ class Row:
     op: str  # the op that it computes
     # The folder of its kernel's file in cuda_src, or an absolute path; an empty string without a kernel of its own.
     folder: str = ""
-    # A function from world size to its scratch; None if torch.distributed makes the call.
+    # A function from world size to the algorithm's scratch; None if torch.distributed makes the call.
     layout: Layout | None = None
     # A function from world size to the bytes of the largest tensor that its scratch takes; None is any size.
     limit: Limit = lambda world_size: None
@@ -68,7 +68,7 @@ class Row:
     # The single architecture that has the kernel's instructions; None if later ones have them too.
     only_arch: str | None = None
     multimem: bool = False  # whether the NVSwitch adds, by multimem instructions, in an unspecified order
-    # What it computes if that is not what the op specifies; None: the op's specification, or that of multimem.
+    # A specification of the result, if it differs from the op's; None: the op's specification, or that of multimem.
     specification: Specification | None = None
     max_threads: int = MAX_THREADS  # the most threads of a block, by the kernel's launch bounds
     # The most threads of a block that takes half an SM at most; 0 if every block may take a whole one.
@@ -87,7 +87,7 @@ class Row:
     # Whether its codecs must leave one 32-bit word unused, as the sentinel for data not yet arrived.
     spares_a_word: bool = False
     copies: bool = False  # whether parts travel by copy engines; ``direct`` is then where peers' copies may end
-    across_hosts: bool = False  # whether it adds host by host, for ranks on several
+    across_hosts: bool = False  # whether it adds host by host, for ranks on several hosts
     # The kernel's last template argument if there are several kernels, the usual one first.
     variants: tuple[str | None, ...] = (None,)
     tiles: tuple[MatmulTile | SkinnyTile, ...] = ()  # of a matmul, the tiles that its kernels can have
@@ -118,7 +118,7 @@ class Row:
         return self.layout(world_size)
 
     def scratch_nbytes(self, world_size: int) -> int:
-        """Returns the bytes of that scratch; 0 without a kernel."""
+        """Returns the bytes of the scratch; 0 without a kernel."""
         return self.scratch(world_size).nbytes if self.layout else 0
 
     def fits(self, world_size: int, nbytes: int) -> bool:
@@ -137,7 +137,7 @@ class Row:
 
     @property
     def takes_copies(self) -> bool:
-        """Whether copy engines write its scratch: also, in chunks, that of the tiles of an all-gather and matmul."""
+        """Whether copy engines write its scratch. They do so in an all-gather and matmul in chunks, too."""
         return self.copies or self.op == ALLGATHER_MATMUL
 
     @property

@@ -17,10 +17,10 @@ def format_nbytes(nbytes: int) -> str:
 
 
 def parse_nbytes(text: str) -> int:
-    """Returns the bytes of a size such as "64M", "1.5 MB" or "2KiB". All units are binary. Without one it is bytes.
+    """Returns the bytes of a size such as "64M", "1.5 MB" or "2KiB". Units are binary; without a unit it is bytes.
 
     Raises:
-        ValueError: it is no size, is negative, or is no whole number of bytes.
+        ValueError: the text is no size, is negative, or is no whole number of bytes.
     """
     units = {"": 1, "K": KB, "M": MB, "G": GB}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(?: ?(?:([KMG])(?:I?B)?|B))?", text, re.ASCII | re.IGNORECASE)

@@ -32,7 +32,7 @@ def slices(
 ) -> list[Slice]:
     """Returns the launches of a call on elements of ``itemsize`` bytes.
 
-    ``counts`` are the elements of each rank's part, not all zero; for an op without parts, the tensor's.
+    ``counts`` are the elements of each rank's part, not all zero; for an op without parts, those of the tensor.
     ``columns`` are the columns of the call's epilogue or norm.
     """
     row = algorithm.row
@@ -89,7 +89,7 @@ def _up_to(step: int, counts: Sequence[int], offset: int) -> tuple[int, ...]:
 def rows_a_launch(world_size: int, columns: int, places: int = 1) -> int:
     """Returns how many rows of each rank's part one launch of a fused matmul handles.
 
-    The result has ``columns``. A box of it takes so many ``places`` in the scratch on its way to its rank.
+    The result has ``columns``. Each box of the result takes ``places`` in the scratch on the way to its rank.
     """
     return boxes_a_slot(world_size) // places // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
 

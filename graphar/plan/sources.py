@@ -1,4 +1,4 @@
-"""The files of a kernel from outside the package: its own, and those that it includes from beside it."""
+"""The files of a kernel from outside the package: the kernel's file, and the files beside it that it includes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _INCLUDED = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
 
 def files_of(source: Path) -> dict[str, bytes]:
-    """Returns the content of a file and of all files that it includes, by their paths; its own comes first.
+    """Returns the content of a file and of all files that it includes, by their paths; ``source`` is first.
 
-    What is not found beside the file that includes it, or beside ``source``, is left out: it is the compiler's to find.
+    A header that is neither beside the file that includes it, nor beside ``source``, is left to the compiler.
     """
     contents: dict[str, bytes] = {}
     left = [source]
@@ -30,7 +30,7 @@ def files_of(source: Path) -> dict[str, bytes]:
 
 
 def includes(source: Path, header: str) -> bool:
-    """Returns whether a file includes a header of this name, or one of the files beside it does."""
+    """Returns whether a file, or one of the files beside it that it includes, includes a header of this name."""
     return any(header.encode() in _INCLUDED.findall(content) for content in files_of(source).values())
 
 

@@ -20,21 +20,21 @@ class MatmulTile:
     columns: int  # columns of C: 64, 128, 160, 192, 224 or 256
     stages: int  # pipeline stages in shared memory, of 128 bytes of K each: 64 elements of 16 bits, 128 of 8
     cluster: int = 1  # thread blocks of a cluster: their tiles lie below each other in C, and they load W together
-    # Whether shared memory holds a whole finished tile, which kernels need that send it to other ranks. Otherwise it
-    # holds two boxes of each warpgroup, or one of each of three.
+    # Whether shared memory holds a whole finished tile, as kernels need that send it to other ranks. Otherwise it holds
+    # two boxes of each warpgroup, or with three warpgroups one box of each.
     whole: bool = False
     # Whether two consumer warpgroups compute separate tiles, so that one multiplies while the other finishes its tile.
     # Otherwise each warpgroup computes 64 rows of the same tile.
     alternating: bool = False
     # Whether the kernel writes a timeline of its warps.
     recorded: bool = field(default=False, metadata={"measured": False})
-    # Leaves into which K is cut, added as a binary tree: 1, 2, 4 or 8. A caller asks for them: no part of tables.
+    # Leaves into which K is cut, added as a binary tree: 1, 2, 4 or 8. The caller chooses them; tables have none.
     leaves: int = field(default=1, metadata={"measured": False})
-    # Thread blocks of a cluster that compute the leaves of one tile together, each equally many: 1, 2, 4 or 8.
+    # Thread blocks of a cluster that compute the leaves of one tile together, equally many each: 1, 2, 4 or 8.
     split: int = field(default=1, metadata={"measured": False})
-    # Thread blocks that so compute a tile of the last round, where that leaves SMs idle; 1: there all rounds are alike.
+    # The same for tiles of the last round, if that round would leave SMs idle; 1: all rounds are alike.
     tail_split: int = field(default=1, metadata={"measured": False})
-    # Whether shared memory has room for the whole tile in fp32, in which other ranks add it to theirs as a tree.
+    # Whether shared memory has room for the whole tile in fp32, for other ranks to add it to their tiles as a tree.
     partials: bool = field(default=False, metadata={"measured": False})
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class SkinnyTile:
     stages: int  # pipeline stages in shared memory, of 64 of K each
     cluster: int = 1  # thread blocks of a cluster: their tiles lie side by side in the result, and they load A together
     leaves: int = 1  # leaves into which K is cut, added as a binary tree: 1, 2 or 4
-    partials: bool = False  # whether other ranks get the sums in fp32, and add them to theirs as a tree
+    partials: bool = False  # whether other ranks get the sums in fp32, and add them to their sums as a tree
 
     @property
     def threads(self) -> int:
@@ -150,12 +150,12 @@ _SPLIT_STAGES = {(64, 64): 13, (64, 128): 8, (128, 128): 5}
 
 
 def split_tile(rows: int, columns: int, leaves: int, split: int) -> MatmulTile:
-    """Returns a tile whose leaves ``split`` thread blocks compute. It is as large as one of those below."""
+    """Returns a tile whose leaves ``split`` thread blocks compute. It has the size of a tile that is listed below."""
     return MatmulTile(rows, columns, _SPLIT_STAGES[rows, columns], leaves=leaves, split=split)
 
 
 def _tiles(*sizes: Any, **how: Any) -> tuple[MatmulTile, ...]:
-    """Returns tiles of rows, columns and stages, and perhaps a cluster, which have all else alike."""
+    """Returns tiles of these rows, columns and stages, and perhaps clusters, which are alike in all else."""
     return tuple(MatmulTile(*size, **how) for size in sizes)
 
 
@@ -214,7 +214,7 @@ PARTIAL_TILES = {
     )
     for leaves in (1, 2, 4)
 }
-# Those that a tuning table may name: ranks with different K take different ones, so they have equally many columns.
+# The tiles that a tuning table may name: ranks with different K take different tiles, which have as many columns.
 NAMED_TILES = tuple(tile for tile in SUMMED_TILES if tile.columns == 128)
 # Each tile takes most of an SM's shared memory: loads in flight are worth more than room for the next kernel's block.
 # From 32 rows on, A has half as many bytes as W or more, so a cluster loads A only once.
@@ -225,14 +225,14 @@ T = TypeVar("T", bound=MatmulTile | SkinnyTile)
 
 
 def narrow(tiles: tuple[T, ...]) -> tuple[T, ...]:
-    """Returns those of ``tiles`` that kernels can encode: others leave too few registers."""
+    """Returns the ``tiles`` that kernels can encode: the others leave too few registers."""
     return tuple(tile for tile in tiles if tile.columns <= 128)
 
 
 def skinny_tile(rows: int, leaves: int | None = None) -> SkinnyTile:
     """Returns the smallest tile for a result of ``rows``, at most 64.
 
-    ``leaves`` are those of a rank whose sums are added to other ranks' as a tree; None: they are rounded.
+    ``leaves`` are the leaves of a rank whose sums are added to other ranks' sums as a tree; None: sums are rounded.
     """
     tile = next(tile for tile in SKINNY_TILES if tile.rows >= rows)
     return tile if leaves is None else replace(tile, leaves=leaves, partials=True)

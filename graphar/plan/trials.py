@@ -36,7 +36,7 @@ class Workload:
     """A call of one op on tensors of random values."""
 
     # One of "allreduce", "reducescatter", "allgather", "alltoall", "allreduce_residual_rmsnorm",
-    # "matmul_allreduce", "matmul", "allgather_matmul". "matmul" is the one that a sum would follow.
+    # "matmul_allreduce", "matmul", "allgather_matmul". "matmul" is the matmul before a sum, alone.
     op: str
     rows: int  # rows of each rank's tensor; of a matmul, of the result
     columns: int = COLUMNS  # columns of each rank's tensor; of a matmul, of the result
@@ -96,9 +96,9 @@ def trials(world_size: int, table: Table) -> Iterator[Trial]:
     """Yields the trials of all policies between ``world_size`` GPUs, in the order in which they build on each other.
 
     ``table`` has the present values. Three numbers have no trial: ``beside_from_nbytes`` is measured in training,
-    ``one_shot_nbytes_beyond`` is for world sizes that were
-    not measured, and kernels have a single ``alternating_tile``. The shapes of ``against_torch`` are timed one by one:
-    see :func:`against_torch`.
+    ``one_shot_nbytes_beyond`` is for world sizes that were not measured, and kernels have a single
+    ``alternating_tile``. The shapes of ``against_torch`` are timed one by one: :func:`against_torch` yields
+    them.
     """
     yield from _quantized()
     yield from _lossless(world_size)
@@ -127,7 +127,7 @@ def _lossless(world_size: int) -> Iterator[Trial]:
     many percent longer.
     """
     for op in COMPRESSING:
-        ranks = 1 if op == "allreduce" else world_size  # that share the whole tensor
+        ranks = 1 if op == "allreduce" else world_size  # the number of ranks that share the whole tensor
         rows = [nbytes // (2 * COLUMNS * ranks) for nbytes in (128 * MB, 256 * MB)]  # of a part
         calls = [Workload(op, ranks * count if op == "reducescatter" else count) for count in rows]
         least = [2 * COLUMNS * count for count in rows]
@@ -204,7 +204,7 @@ def _allgather_matmul(world_size: int) -> Iterator[Trial]:
 
 
 def against_torch(policy: MatmulPolicy, chip: Chip) -> Iterator[tuple[Workload, MatmulPolicy, MatmulPolicy]]:
-    """Yields the shapes at which torch's matmul may be faster, with a policy that takes graphar's and one torch's."""
+    """Yields each shape at which torch's matmul may be faster, a policy for graphar's matmul, and one for torch's."""
     shapes = [(m, n, k) for n, k in WEIGHTS for m in ROWS_BELOW_WAVE if not fills_wave(m, n, chip.sms)]
     for m, n, k in shapes if chip.arch == MATMUL_ARCH else ():
         ours, of_torch = (replace(policy, against_torch=(), own_from_rows=rows) for rows in (m, m + 1))

@@ -89,12 +89,12 @@ def source_of(kernel: Kernel, world_size: int, variant: str | None = None) -> Ke
 
 
 def sum_of_parts_source(dtype: torch.dtype, world_size: int) -> KernelSource:
-    """Returns the kernel that adds the parts of ``world_size`` ranks, of one of TYPE_NAMES, which are on one GPU."""
+    """Returns the kernel that adds the parts of ``world_size`` ranks on one GPU; ``dtype`` is one of TYPE_NAMES."""
     return KernelSource("copies/sum_of_parts.cu", f"sum_of_parts<{TYPE_NAMES[dtype]}, {world_size}>")
 
 
 def local_codec_sources(dtype: torch.dtype, codec: Codec) -> tuple[KernelSource, KernelSource, KernelSource]:
-    """Returns the kernels that encode a tensor, add encoded ones, and encode such a sum, on one GPU."""
+    """Returns the kernels that encode a tensor, add encoded tensors, and encode their sum, on one GPU."""
     file, element = "quantized/local_codec.cu", TYPE_NAMES[dtype]
     plain = replace(codec, feedback=False).type_name  # sums have no rounding errors to keep
     encode = KernelSource(file, f"local_codec_encode<{element}, {codec.type_name}>")
@@ -122,7 +122,7 @@ def residual_norm_backward_sources(dtype: torch.dtype, packs: int, stages: int) 
 
 
 def softmax_partials_source(dtype: torch.dtype, also: str, scaled: bool, spread: bool) -> KernelSource:
-    """Returns the kernel of each row's maximum and sum of exponentials, for one of TYPE_NAMES.
+    """Returns the kernel of each row's maximum and sum of exponentials, for ``dtype``, one of TYPE_NAMES.
 
     ``also`` is one of the names of Also in cuda_src/device/softmax.cuh, ``scaled`` says whether logits are multiplied,
     and ``spread`` whether clusters of blocks share rows.
@@ -181,7 +181,7 @@ def fused_matmul_source(
 
     Args:
         algorithm: one of SKINNY_KERNELS, SUMMED_TILE_KERNELS or GATHERING_KERNELS.
-        tile: one of the algorithm's, or of PARTIAL_TILES.
+        tile: one of the algorithm's tiles, or of PARTIAL_TILES.
         layout: the layout of the weight, one of LAYOUTS.
         generated: the code of an epilogue; not for SKINNY_KERNELS.
         codec: a codec on the wire; for SUMMED_TILE_KERNELS.

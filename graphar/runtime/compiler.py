@@ -88,7 +88,7 @@ def compile_at_once(sources: Sequence[KernelSource], arch: str, threads: int) ->
 def cache_key(source: KernelSource, arch: str) -> str:
     """Returns a SHA-256, in hex, of the compiler's version, the options, the kernel and all of cuda_src/device.
 
-    Of a kernel from outside cuda_src also of the files that it includes. CompileError if these were edited.
+    For a kernel from outside cuda_src, its files are hashed as well. CompileError if they were edited.
     """
     device = source_directory() / "device"
     _check_unedited(source)
@@ -130,7 +130,7 @@ def _compile(source: KernelSource, arch: str) -> Cubin:
 def _ask_nvrtc(source: KernelSource, arch: str, file: str) -> Cubin | str:
     """Returns the compiled kernel, or the log of a source that does not compile.
 
-    It raises no error of its own, whose traceback would keep the program: that cannot be collected in a cycle.
+    It raises no CompileError: the traceback would keep the program, which cannot be collected in a cycle.
     """
     with _importing:  # it replaces itself while it is imported, and another thread would see it half done
         core = importlib.import_module("cuda.core")

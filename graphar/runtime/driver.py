@@ -75,7 +75,7 @@ def primary_context(index: int):
 def bind_context(device: int) -> None:
     """Makes the primary context of a device current in this thread, if it has none.
 
-    A new thread, such as one of autograd, has none until it calls the CUDA runtime, which torch need not do there.
+    A new thread, such as autograd's, has no context until it calls the CUDA runtime, which torch need not do there.
     """
     if not int(call(driver.cuCtxGetCurrent)):
         call(driver.cuCtxSetCurrent, primary_context(device))

@@ -48,7 +48,7 @@ def _bind_kernel(engine: Engine, call: Call[Exchange], config: Config) -> Plan:
 
 
 def _put_words(runner: Runner, arguments: ExchangeArguments, work: Exchange, at: int, words: str) -> None:
-    """Writes what stands for the part between each pair of ranks, which both compare."""
+    """Writes a fingerprint of the part between each pair of ranks, which both ranks compare."""
 
     def of(length: int, sender: int, receiver: int) -> int:
         return runner.fingerprint(f"{words}, {length} from rank {sender} to rank {receiver}", (), tells=False)

@@ -6,7 +6,7 @@
 
 While chunk k is added or kept, the chunks k + 1 and k + 2 travel: every peer has three places for a chunk in a rank's
 scratch. Chunk k + 2 takes the place of chunk k - 1, and its copies begin after the meeting of chunk k, which each rank
-begins after it has taken chunk k - 1. What else orders copies and readers is in copies.py. Into a symmetric output
+begins after it has taken chunk k - 1. copies.py tells what else orders copies and readers. Into a symmetric output
 peers copy directly, and nothing is kept.
 """
 
@@ -58,7 +58,7 @@ class _Rank(Lane):
     out: int = 0
     outs: Sequence[int] = ()  # of the symmetric outputs of all ranks; empty if peers copy to scratch
     factor: float = 1.0  # by which the rounded sum is multiplied
-    ends: list[Event | None] = field(default_factory=list)  # of what the next meeting must come after
+    ends: list[Event | None] = field(default_factory=list)  # of the copies that the next meeting must come after
 
     @property
     def rank(self) -> int:
@@ -75,7 +75,7 @@ def sources(kernels: Kernels, world_size: int, algorithm: Algorithm, dtype: torc
 
 
 def load(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list:
-    """Loads what calls of an algorithm need, and returns each member's local sum; none of a gather. Collective."""
+    """Loads the kernels of an algorithm, and returns each member's local sum; empty for a gather. Collective."""
     runner.kernels.prepare(_MEETING)
     if BYTE in algorithm.row.dtypes:  # it only moves data
         runner.kernels.prepare_all((algorithm, "scratch"), algorithm, algorithm.value, lambda member: None)
@@ -101,7 +101,7 @@ class _Step(NamedTuple):
 
 
 class _ByCopies:
-    """A call by copy engines. Subclasses say what is pushed, and what is done with chunks that are here.
+    """A call by copy engines. Subclasses say what is pushed, and what is done with chunks that have arrived.
 
     A call of one chunk copies on the caller's stream: there is nothing to copy beside.
     """
@@ -194,7 +194,7 @@ class _ByCopies:
         return [state.copy(self._pushed(state, at), _PUSHES) for state in states]
 
     def _meet_after(self, states: Sequence[_Rank], left: int, words: str = "") -> None:
-        """Lets ranks meet after the ends of the copies that they have noted, but for the ``left`` last ones."""
+        """Lets ranks meet after the copies whose ends they have noted, but for the last ``left`` copies."""
         for state in states:
             while len(state.ends) > left:
                 state.wait(state.ends.pop(0))
@@ -212,7 +212,7 @@ class _ByCopies:
     # ---- addresses --------------------------------------------------------------------------------------------------
 
     def _hops(self, rank: int, sign: int) -> Iterator[tuple[int, int]]:
-        """Yields each distance and the rank that is so far after this one, or with ``sign`` -1 before it."""
+        """Yields each distance, and the rank at this distance after ``rank``, or with ``sign`` -1 before it."""
         for hop in range(1, self._world_size):
             yield hop, (rank + sign * hop) % self._world_size
 
@@ -250,7 +250,7 @@ class _ByCopies:
         return [(state.out + begin, place, nbytes) for begin, place, nbytes in self._step(state.rank, at).kept[area]]
 
     def _add(self, state: _Rank, at: int, output: int) -> None:
-        """Adds the parts of all ranks of a chunk that is here, in rank order, on the caller's stream."""
+        """Adds all ranks' parts of a chunk that has arrived, in rank order, on the caller's stream."""
         step = self._step(state.rank, at)
         if not step.nbytes:
             return
@@ -307,8 +307,8 @@ class _AllReduce(_ByCopies):
     """
 
     def __init__(self, engine: Engine, call: Call[Sum | Parts], config: Config) -> None:
-        # Another call's sums may still be kept from where parts come then. Else the places of parts are free after the
-        # last meeting, and outputs are written after the first.
+        # With a symmetric output, another call's sums may still be copied from where parts arrive. Otherwise the places
+        # of parts are free after the last meeting, and outputs are written after the first.
         self._meets_first = config.direct
         super().__init__(engine, call, config)
 

@@ -45,7 +45,7 @@ from graphar.runtime.memory.symmetric_tensors import tensor_at
 from graphar.runtime.plan import Plan
 
 Event = torch.cuda.Event | torch.Event
-Move = tuple[int, int, int]  # the address to copy to, the one to copy from, and bytes
+Move = tuple[int, int, int]  # the address to copy to, the address to copy from, and bytes
 
 
 _HERE = contextlib.nullcontext()
@@ -86,7 +86,7 @@ def enqueue(moves: Iterable[Move], stream: int, batched: bool) -> None:
     moves = [move for move in moves if move[2]]
     if batched and stream and copy_batch is not None and len(moves) > 1:
         columns = [(ctypes.c_uint64 * len(moves))(*column) for column in zip(*moves, strict=True)]
-        first = ctypes.c_size_t(0)  # the attributes are those of all copies from this one on
+        first = ctypes.c_size_t(0)  # the index of the first copy to which the attributes apply
         status = copy_batch(*columns, len(moves), _attributes().getPtr(), ctypes.addressof(first), 1, stream)
         if status:
             check("cuMemcpyBatchAsync", driver.CUresult(status))

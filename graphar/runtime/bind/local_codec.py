@@ -1,4 +1,4 @@
-"""Encodes tensors, and adds encoded ones, by kernels on one GPU, where torch.distributed moves what is encoded."""
+"""Encodes tensors, and adds encoded tensors, by kernels on one GPU, while torch.distributed moves the messages."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class LocalCodec:
 
 
 def _in_rows(messages: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], int]:
-    """Returns equally spaced messages at packs, and the bytes from one to the next: as they lie, or copies."""
+    """Returns the messages, or copies, equally spaced at packs, and the bytes from each to the next."""
     at = [message.data_ptr() for message in messages]
     pitches = {second - first for first, second in itertools.pairwise(at)} or {0}
     if len(pitches) == 1 and not any(address % PACK_NBYTES for address in (*at[:1], *pitches)) and min(pitches) >= 0:

@@ -139,7 +139,7 @@ def check_destination(op: str, name: str, out: torch.Tensor, wanted: dict, of: s
 def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
     """Raises ValueError if elements of ``out`` share memory, or if ``out`` overlaps ``x`` partially.
 
-    Tensors that are not contiguous are copied, so only two contiguous ones can be in conflict.
+    Tensors that are not contiguous are copied, so only two contiguous tensors can be in conflict.
     """
     check_own_memory(op, out)
     if x.is_contiguous() and out.is_contiguous() and 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes:

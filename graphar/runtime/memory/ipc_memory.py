@@ -89,7 +89,7 @@ def _allocate_shareable(nbytes: int, owned: list[int]) -> bytes:
 
 
 def _open(handles: list[bytes], own_rank: int, own_pointer: int, opened: list[int], why_stays: Reason) -> list[int]:
-    """Maps the peers' memory and returns every rank's address; adds the mapped ones to ``opened``."""
+    """Maps the peers' memory and returns every rank's address; adds the mapped addresses to ``opened``."""
     pointers = []
     for rank, raw in enumerate(handles):
         if rank == own_rank:

@@ -140,7 +140,7 @@ class ProcessMemory:
         return handles
 
     def _map(self, buffers: Sequence[VirtualBuffer], handles: Sequence) -> None:
-        """Maps this rank's memory, and that of the peers, who have sent theirs."""
+        """Maps this rank's memory, and the memory that the peers have sent."""
         assert self._channel
         with _told(), on_device(self._device), contextlib.ExitStack() as ends:
             received = self._channel.receive(self._exchanges, len(buffers))
@@ -217,7 +217,7 @@ class LocalMemory:
 
 @contextlib.contextmanager
 def _told():
-    """Makes the operating system's errors graphar's, which name what was done."""
+    """Raises the operating system's errors as graphar's, which name what was done."""
     try:
         yield
     except OSError as error:

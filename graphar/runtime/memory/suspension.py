@@ -1,6 +1,6 @@
-"""Suspends and resumes the kernels of a communicator: its GPU memory goes and comes, at addresses that stay.
+"""Suspends and resumes the kernels of a communicator: its GPU memory is given back, and its addresses stay.
 
-All ranks first end their work. Each one then unmaps every rank's memory, so that the memory is free once all have done
+All ranks first end their work. Each rank then unmaps every rank's memory, so that the memory is free once all have done
 so, and maps a guard there: a graph that is replayed meanwhile finds that its call is aborted, sends nothing, and writes
 a record. On resumption new memory comes to the same addresses and is armed as at the first call. Plans and captured
 graphs hold addresses alone, so they stay valid.
@@ -57,11 +57,11 @@ class Suspension:
         self._runner.count_launches()
 
     def _scratch(self) -> dict[Algorithm, VirtualBuffer]:
-        """Returns the scratch whose memory goes and comes. Multicast memory of torch's stays."""
+        """Returns the scratch whose memory can be given back. torch's multicast memory stays."""
         return {of: buf for of, buf in self._runner.kernels.regions().items() if isinstance(buf, VirtualBuffer)}
 
     def _tensors(self) -> list[VirtualBuffer]:
-        """Returns the memory of symmetric tensors. All of it goes and comes, or the suspension was refused."""
+        """Returns the memory of symmetric tensors. All of it can be given back: else the suspension was refused."""
         return [buffer for buffer in self._runner.symmetric.buffers if isinstance(buffer, VirtualBuffer)]
 
     def _save(self) -> None:
@@ -75,7 +75,7 @@ class Suspension:
             self._kept.append(kept)
 
     def _withdraw(self) -> None:
-        """Gives the memory back. What fails is tried again once all other memory is free."""
+        """Gives the memory back. A step that fails is tried again once all other memory is free."""
         self._runner.suspended = True
         devices = list(dict.fromkeys(member.device for member in self._runner.members))
         with on_device(devices[0]):
@@ -92,7 +92,7 @@ class Suspension:
         """Brings memory back to all addresses. Collective. Warns if a graph was replayed meanwhile.
 
         Raises:
-            CommunicatorError: on every rank, if one has too little memory, which it names; all ranks stay suspended.
+            CommunicatorError: on every rank, if a rank, which it names, has too little memory; all stay suspended.
             DriverError: this rank has too little memory.
             RanksAbsent: a rank did not come in time.
         """

@@ -53,7 +53,7 @@ class SymmetricTensors:
         return place and [base + place[1] for base in place[0].pointers]
 
     def _find(self, pointer: int) -> tuple[Buffer, int] | None:
-        """Returns the allocation in which an address of this process lies, and the offset there; None without one."""
+        """Returns the allocation in which an address of this process lies, and the offset there, or None."""
         index = bisect_right(self._starts, pointer)
         if index == 0:
             return None
@@ -104,8 +104,8 @@ class SymmetricTensors:
     def put_peers(self, arguments: Arguments, side: str) -> Callable[[], str]:
         """Returns a function that writes every rank's address of a symmetric "input" or "output" into the arguments.
 
-        The arguments already have this rank's address. The function returns where that lies, in words that are the same
-        on every rank.
+        The arguments already have this rank's address. The function returns where the tensor lies, in words that are
+        the same on every rank.
         """
         is_input, last, place = side == "input", None, ""
 

@@ -13,11 +13,11 @@ _SHARES = 2  # a tensor gets at most this part of the pool: two gathers of a mod
 class TensorPool:
     """Symmetric memory that one tensor after another takes, on this process's only rank.
 
-    Memory is free again once no tensor, and no view of one, uses it. As with torch's allocator, who takes it then must
-    come after the last use in its stream. Memory stays in the pool until the communicator is closed.
+    Memory is free again once no tensor, and no view of one, uses it. As with torch's allocator, the next use must
+    come after the last use in stream order. Memory stays in the pool until the communicator is closed.
 
     Ranks must make equal calls, and free tensors in the same order: then they take equal memory. Calls that use it tell
-    each other which they took.
+    the other ranks which memory they took.
     """
 
     def __init__(self, symmetric: SymmetricTensors, device: int, most_nbytes: int) -> None:

@@ -27,7 +27,7 @@ RANGE_NBYTES = 4 << 30  # the addresses that are reserved at a time
 def why_not(device: int) -> Reason | None:
     """Returns why memory of ``device`` cannot be mapped at reserved addresses and shared.
 
-    Some sandboxes say that it can, and then fail. So this allocates a granule, exports and imports it, and maps it.
+    Some sandboxes say that it can, and then fail. The check therefore allocates, exports, imports and maps a granule.
     """
     for name in ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
         if not attribute(name, device):
@@ -91,7 +91,7 @@ class Ranges:
                 elif gap[0] == end and end not in self.sizes:
                     end = gap[1]
                 else:
-                    continue  # of the range beside
+                    continue  # the gap is of the next range
                 self.gaps.remove(gap)
             if self.sizes.get(begin) == end - begin:
                 call(driver.cuMemAddressFree, begin, self.sizes.pop(begin))
@@ -149,7 +149,7 @@ def adopt(descriptor: int):
 def place(address: int, nbytes: int, memory, devices: Sequence[int], times: int = 1) -> None:
     """Maps ``nbytes`` of memory at an address, for kernels of these devices to read and write.
 
-    With ``times`` it is mapped so often, one mapping behind the other. Nothing stays if that fails.
+    It is mapped ``times`` times, one mapping behind the other. If that fails, nothing stays mapped.
     """
     mapped = 0
     try:
