@@ -33,7 +33,7 @@ class Explanation:
     scratch_nbytes: int = 0
 
     def __str__(self) -> str:
-        """Returns a line: algorithm, grid, expected time, reason and scratch; with a codec also whether it is faster."""
+        """One line: algorithm, grid, expected time, reason and scratch; with a codec also whether it is faster."""
         grid = f"{self.blocks} blocks of {self.threads}" if self.blocks else ""
         time = f"about {format_us(self.expected_us)} us" if self.expected_us is not None else ""
         scratch = f"; {self.scratch_nbytes / MB:.1f} MB of scratch on each GPU" if self.scratch_nbytes else ""
