@@ -54,7 +54,7 @@ class AllgatherMatmul:
     """Fuses where the tuning table says that this is faster.
 
     With the partition BATCH_INVARIANT nothing is fused: no kernel promises that a row's bits are the same in every
-    call. With TP_INVARIANT everything is that the op can multiply.
+    call. With TP_INVARIANT everything that the op can multiply is fused.
     """
 
     partition: str = "auto"
@@ -153,7 +153,7 @@ def _why_not_one(gathered: Gathered, matmul: Node) -> Reason | None:
 
 
 def _share_scales(graph: Graph, gather: Node, results: Node) -> None:
-    """Gives other products the scales that the op has gathered, if it stands before them."""
+    """Gives other products the scales that the op has gathered, if the op comes before these products."""
     scales = results.meta["val"][2]
     if are_same(gather.meta["val"].shape, scales.shape) and not any(user < results for user in gather.users):
         with graph.inserting_after(results):
@@ -179,7 +179,7 @@ def _are_alike(gather: Node, other: Node) -> bool:
 
 
 def _scaling(graph: Graph, matmul: Node) -> dict[str, object]:
-    """Returns the arguments of a product's scales: those of this rank's rows, and of the weight."""
+    """Returns the arguments for a product's scales: the scales of this rank's rows, and of the weight."""
     if (product := scaled.read(matmul)) is None:
         return {}
     return product.options(graph, lambda x: rows.origin(x).args[0])
@@ -201,7 +201,7 @@ def _has_others(matmul: Node) -> bool:
 
 
 def _place(gathered: Gathered, matmul: Node) -> Node:
-    """Returns the node before which the op stands: the first that needs one of its results."""
+    """Returns the node before which the op is inserted: the first node that needs one of its results."""
     return min(gathered.node.users) if _has_others(matmul) else matmul
 
 

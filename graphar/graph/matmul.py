@@ -68,7 +68,7 @@ class Product(Collective):
 
     @property
     def operands(self) -> list[Node]:
-        """The nodes of the matmul's rows and of its weight, after that of a bias if there is one."""
+        """The nodes of the matmul's rows and weight. If there is a bias, its node comes first."""
         return [self.scaled.a, self.scaled.weight] if self.scaled else operands(self.matmul)
 
 
@@ -152,7 +152,7 @@ class Matmul:
             _take_bias(graph, new, op)
 
     def _scaling(self, graph: Graph, product: Product, like: Node) -> dict[str, object]:
-        """Returns the options of a product in e4m3, whose rows are moved as those of ``like``."""
+        """Returns the options of a product in e4m3, whose rows are moved like the rows of ``like``."""
         if product.scaled is None:
             return {}
         options = product.scaled.options(graph, lambda x: x if scaled.is_number(x) else _moved(graph, like, x))

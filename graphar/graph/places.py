@@ -37,7 +37,7 @@ class Place:
     problem: Reason | None  # why the rank cannot use kernels
     sms: int = 0  # the streaming multiprocessors of its GPU; 0 without one
     arch: str = ""  # the architecture of its GPU, as in plan.policy.Chip; an empty string without one
-    communicators: int = 2  # those that may have kernels on its GPU at the same time
+    communicators: int = 2  # the communicators that may have kernels on its GPU at the same time
 
 
 class Places:
@@ -47,7 +47,7 @@ class Places:
         world: the name of the default group.
         count: the number of its ranks.
         table: the tuning table that choices go by.
-        chip: the table's, with the fewest streaming multiprocessors of any rank's GPU, and the most communicators.
+        chip: the table's chip, with the fewest streaming multiprocessors of any rank's GPU, and the most communicators.
 
     Raises:
         ValueError: there is no default group.

@@ -53,7 +53,7 @@ def are_in_order(node: Node) -> bool:
 
 
 def move(graph: Graph, node: Node, new: Node) -> Node:
-    """Adds the ops that made ``node`` of its origin to the graph, for the rows of ``new``; returns the result.
+    """Adds the ops that made ``node`` from its origin to the graph again, for the rows of ``new``; returns the result.
 
     ``new`` has the shape of the origin, but for the last dimension.
     """

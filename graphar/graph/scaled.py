@@ -31,7 +31,7 @@ _aten = torch.ops.aten
 _V2 = _aten._scaled_mm_v2.default
 NO_TREE = "products with scales are not added as a tree"
 TARGETS = (_aten._scaled_mm.default, _V2)
-_RECIPES = [  # those of scale_a and of scale_b that graphar has, too
+_RECIPES = [  # the recipes of scale_a and of scale_b that graphar has
     ([ScalingType.TensorWise.value], [ScalingType.TensorWise.value]),
     ([ScalingType.RowWise.value], [ScalingType.RowWise.value]),
     ([ScalingType.BlockWise1x128.value], [ScalingType.BlockWise128x128.value]),
@@ -102,7 +102,7 @@ def _why_not(product: ScaledProduct) -> Reason | None:
 
 
 def format_of(product: ScaledProduct) -> str:
-    """Returns the format of the scales, "rows" or "blocks"; an empty string if they are of neither."""
+    """Returns the format of the scales, "rows" or "blocks"; an empty string if they have another format."""
     of_a, of_w = product.a_scale.meta["val"], product.w_scale.meta["val"]
     (m, k), n = product.a.meta["val"].shape, product.weight.meta["val"].shape[1]
     if (of_a.dtype, of_w.dtype) != (torch.float32, torch.float32):

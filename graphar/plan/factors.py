@@ -12,7 +12,7 @@ from graphar.numerics.fp8_products import BLOCK
 from graphar.plan.scratch import MATMUL_PARTIAL_PLACES, PACK_NBYTES
 from graphar.plan.tiles import LAYOUTS
 
-FORMATS = ("rows", "blocks")  # what each scale of e4m3 operands is of
+FORMATS = ("rows", "blocks")  # what each scale of e4m3 operands is for
 _TEMPLATES = {"rows": "RowScales", "blocks": "BlockScales"}  # classes of cuda_src/device/matmul/scaled_products.cuh
 # A skinny kernel has registers for the sums of one block of 64 rows only, and adds them while nothing is multiplied:
 # 74 us for 64 x 8192 x 14336 between two H200s, and 34 with scales of rows.
@@ -23,7 +23,7 @@ _CLUSTERED = {"blocks": 0.92}  # TileCost.clustered (H100)
 class Factors(NamedTuple):
     """The factors A and W of a product. ``str()`` is the C++ class of their format, or an empty string.
 
-    The words on which ranks agree have it, and so have the names of kernels.
+    The words on which ranks agree contain this class, and so do the names of kernels.
     """
 
     format: str = ""  # one of FORMATS: operands are e4m3, results have 16 bits; an empty string: both have one dtype
@@ -40,7 +40,7 @@ class Factors(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What ranks must have alike, in words; nothing of operands that have the dtype of the result."""
+        """What must be the same on all ranks, in words; empty if operands have the dtype of the result."""
         return f"products of e4m3 operands with scales of {self.format}" if self.format else ""
 
     @property
@@ -55,7 +55,7 @@ class Factors(NamedTuple):
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """The layouts of W that kernels load: tensor cores transpose no e4m3."""
+        """The layouts of W that kernels load. Tensor cores cannot transpose e4m3."""
         return LAYOUTS[:1] if self.format else LAYOUTS
 
     @property
@@ -65,7 +65,7 @@ class Factors(NamedTuple):
 
     @property
     def clustered(self) -> float | None:
-        """The cost of clusters of a matmul alone, as TileCost has it; None: the one that was measured of 16 bits."""
+        """The cost of clusters of a matmul alone, as TileCost has it; None: the cost measured with 16 bits."""
         return _CLUSTERED.get(self.format)
 
     def k_of_16_bits(self, k: int) -> int:

@@ -21,13 +21,13 @@ _NO_VALUE = object()  # of a name, or of a variable that is not bound yet
 
 
 def contents(function: Callable, what: str) -> Iterator[bytes]:
-    """Yields the code of a function, and all values that it has from its defaults, its closure and its module.
+    """Yields the code of a function, and all values that it takes from its defaults, its closure and its module.
 
     It may be a ``functools.partial`` or a method. Functions of other modules, classes and modules count by their names,
     all others by their code. ``what`` is the function's name in errors.
 
     Raises:
-        ValueError: it has a value of which processes cannot know that it is the same, such as an object with a state.
+        ValueError: the function has a value that processes cannot compare, such as an object with a state.
     """
     return _Reader(what).read(function, "an object")
 
@@ -39,7 +39,7 @@ class _Reader:
         self._read: dict[int, int] = {}  # the functions so far, by identity: they may call each other
 
     def read(self, value: Any, name: str) -> Iterator[bytes]:
-        """Yields what a value is hashed by; ``name`` is its name in errors."""
+        """Yields the bytes by which a value is hashed; ``name`` is its name in errors."""
         kind = type(value)
         if value is _NO_VALUE or kind in _PLAIN:
             yield f"{kind.__name__} {'' if value is _NO_VALUE else repr(value)}".encode()

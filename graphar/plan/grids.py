@@ -14,7 +14,7 @@ from graphar.plan.sizes import KB
 
 CLUSTERS = (1, 2, 4, 8)  # blocks that share a row of a norm; more than one from sm_90 on
 MEETING_THREADS = 128  # of the block in which ranks meet before and after copies
-_STEPS = 4  # chunks of a block that encodes one while another travels
+_STEPS = 4  # chunks of a block that encodes a chunk while another travels
 
 
 # ---- what tuning tries: pairs (threads of a block, packs of a chunk) ------------------------------------------------
@@ -45,7 +45,7 @@ def in_groups(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def of_copies(row: Row, call: Call, world_size: int, policies: Policies, chip: Chip) -> Grid:
-    """Returns the grid of a rank's local sum; of an all-gather, which has none, a block in which ranks meet."""
+    """Returns the grid of a rank's local sum. An all-gather has no sum, but a block in which ranks meet."""
     if call.op == "allgather":
         return Grid(1, MEETING_THREADS)
     return Grid(min(call.blocks or policies.copies.sum_blocks, chip.shared_blocks(halves=True)), MAX_THREADS)
@@ -55,7 +55,7 @@ def of_copies(row: Row, call: Call, world_size: int, policies: Policies, chip: C
 
 
 def warps_for_tiles(row: Row, call: Call, world_size: int, policies: Policies, chip: Chip) -> Grid:
-    """Returns a grid whose blocks have as many warps for each rank as there are tiles, half an SM's if those do."""
+    """Returns a grid whose blocks have a warp for each rank and tile, up to half an SM's warps if these suffice."""
     tiles, most_blocks = _tiles_of_an_owner(call, world_size), chip.shared_blocks()
     wanted, most = -(-tiles // most_blocks), row.max_threads // WARP // world_size  # warps for each owner
     half = most // 2

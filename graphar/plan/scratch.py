@@ -106,8 +106,8 @@ class Scratch:
 
         Args:
             slots: how many slots each rank has.
-            slot_nbytes: the bytes of a slot, a multiple of 16. With ``device/sync/flagged.cuh`` it is twice that of the
-                data, rounded up to a multiple of 1,024.
+            slot_nbytes: the bytes of a slot, a multiple of 16. With ``device/sync/flagged.cuh`` it is twice the bytes
+                of the data, rounded up to a multiple of 1,024.
             fill: the byte that fills the scratch before the first call: 0xFF where a sentinel says that data has not
                 arrived (``device/sync/sentinel.cuh``), and 0 elsewhere.
             signal_pad: whether the scratch begins with a signal pad (``device/sync/signal_pad.cuh``), which needs a
@@ -167,7 +167,7 @@ def pipelined(slot_packs: int, slots_a_rank: int) -> Layout:
 
 
 def copied(nbytes: int, areas: int) -> Layout:
-    """Returns a layout of ``areas``, each with COPY_PLACES places for every peer; ``nbytes`` are those of all."""
+    """Returns a layout of ``areas``, each with COPY_PLACES places for every peer; ``nbytes`` are of all areas."""
 
     def layout(world_size: int) -> Scratch:
         places = areas * COPY_PLACES * (world_size - 1)

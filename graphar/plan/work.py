@@ -74,7 +74,7 @@ def _order(work: Sum | Parts | Norm) -> list[str]:
 
 
 def _order_in_template(work: Sum | Parts | Norm) -> str | None:
-    """Returns the template arguments of a kernel that adds in another order than that of the ranks, or None."""
+    """Returns the template arguments of a kernel that does not add in rank order, or None."""
     return f"TreeOrder, {TYPE_NAMES[work.out_dtype or torch.float32]}" if work.order == "tree" else None
 
 
@@ -247,7 +247,7 @@ class Exchange(NamedTuple):
     @property
     def is_even(self) -> bool:
         """Whether all ranks are known to send and to receive parts of one length."""
-        return self.known and all(len(set(ones)) == 1 for ones in (self.sends, self.sends[0], self.receives[0]))
+        return self.known and all(len(set(lengths)) == 1 for lengths in (self.sends, self.sends[0], self.receives[0]))
 
     @property
     def parts(self) -> tuple[int, ...]:

@@ -139,7 +139,7 @@ def engine_of_devices(name: str, devices: tuple[torch.device, ...], op: str = "g
                     "graphar: a process group takes one tensor of each process, got a list; pass a tensor, or omit "
                     "group: a list has one tensor for each device of this process"
                 )
-            mine, theirs = ([str(device) for device in ones] for ones in (devices, engine.devices))
+            mine, theirs = ([str(device) for device in listed] for listed in (devices, engine.devices))
             raise ValueError(f"graphar: a list of tensors on {mine} does not fit a communicator of {theirs}")
         return engine
     with _making:

@@ -303,7 +303,7 @@ class _ReduceScatter(_ByCopies):
 class _AllReduce(_ByCopies):
     """The sums of chunk k are pushed once it is added. They are here after the meeting of chunk k + 2, or the last.
 
-    With a symmetric output the places of sums are part of those of parts, which are twice as large then.
+    With a symmetric output the places of parts are twice as large, and hold the places of sums.
     """
 
     def __init__(self, engine: Engine, call: Call[Sum | Parts], config: Config) -> None:

@@ -82,7 +82,7 @@ def bind_kernel(engine: Engine, call: Call, config: Config) -> Plan:
 def plan_of_slices(
     runner: Runner, config: Config, parts: Sequence[Slice], bound: Sequence[Sequence[Launch]], sliced: int = 1
 ) -> Plan:
-    """Returns the plan that makes the launches of each member for each slice of a call, and of its first inputs."""
+    """Returns the plan that launches once for each member and slice; slices cut the output and the first inputs."""
     runs = [of_members(runner, launches) for launches in bound]
     if len(runs) > 1:
 
@@ -109,7 +109,7 @@ def bind_slice(
     """Returns, for each member, the launch of a slice of a call. The first call for a kernel is collective.
 
     ``put_of`` returns what writes a call's tensors into the arguments of a launch. ``words`` say what ranks must agree
-    on, if that is more than the call.
+    on, if they must agree on more than the call.
     """
     functions = runner.kernels.prepare(kernel_of(config, call))
     words, wire = words or agreement.words_of_launch(call, config, part), call.wire
@@ -149,5 +149,5 @@ def _after(offset: int, whole: Operands, sliced: int) -> Operands:
     """Returns operands whose output and first ``sliced`` inputs lack their first ``offset`` elements."""
     if not offset:
         return whole
-    inputs, outputs = ([x.view(-1)[offset:] for x in ones] for ones in (whole.inputs[:sliced], whole.outputs[:1]))
+    inputs, outputs = ([x.view(-1)[offset:] for x in xs] for xs in (whole.inputs[:sliced], whole.outputs[:1]))
     return whole._replace(inputs=(*inputs, *whole.inputs[sliced:]), outputs=(*outputs, *whole.outputs[1:]))

@@ -20,7 +20,7 @@ Put = Callable[..., None]  # takes the parts of a rank's operands, and writes al
 
 
 def runner_of(engine: Engine) -> Runner:
-    """Returns the runner of an engine that has one: whoever chose a kernel has seen to that."""
+    """Returns the runner of an engine. It has a runner, since a kernel was chosen for the call."""
     assert engine.runner
     return engine.runner
 
@@ -71,8 +71,8 @@ def put_agreed(
 ) -> Put | None:
     """Returns ``put`` for launches in which ranks must agree on more than ``words``, which may change in each call.
 
-    That is the numbers of an epilogue, and where a symmetric tensor lies, of which ``put_peers`` writes the addresses.
-    What the first call has is told to other ranks at once: most calls never have anything else.
+    These are the numbers of an epilogue, and where a symmetric tensor lies, whose addresses ``put_peers`` writes. The
+    words of the first call are published at once: most calls never have other words.
     """
     if put_peers is None and (epilogue is None or not epilogue.expression.scalars):
         return put
@@ -91,7 +91,7 @@ def put_agreed(
 
 
 def on_own_device(device: int, launch: Callable) -> Callable:
-    """Returns ``launch`` for callers whose current device may be another one."""
+    """Returns ``launch`` for callers whose current device may be another device."""
     current_device = torch._C._cuda_getDevice
 
     def launch_there(*arguments) -> None:

@@ -13,7 +13,7 @@ from graphar.plan.select import PREPARED
 
 
 def check_call(op: str, algorithm: object, timeout_s: object, of: str = "allreduce") -> None:
-    """Raises unless ``algorithm`` names one of the op ``of`` without a codec, and ``timeout_s`` is valid or None."""
+    """Raises unless ``algorithm`` names an algorithm of ``of`` without a codec, and ``timeout_s`` is valid or None."""
     if algorithm != "auto" and algorithm not in NAMED[of]:
         if is_from_outside(algorithm):
             raise ValueError(f"{op}: this process has loaded no algorithm {str(algorithm)!r} of {of}")
@@ -84,7 +84,7 @@ def check_axis(op: str, x: torch.Tensor, axis: object, name: str = "axis") -> in
 
 
 def check_sizes(op: str, sizes: object, world_size: int, rank: int, length: int, name: str = "x") -> list[int]:
-    """Returns the length of each rank's part as a list; ``length`` is this rank's, of the tensor ``name``.
+    """Returns the length of each rank's part as a list; ``length`` is this rank's length of ``name``.
 
     Raises:
         TypeError: ``sizes`` is not a sequence of ints.

@@ -38,7 +38,7 @@ class VirtualBuffer:
         self._held: set[int] = set()  # the ranks whose addresses are reserved
 
     def create(self) -> dict[int, object]:
-        """Returns handles of new memory for the ranks of this process, by rank; if one fails, of none."""
+        """Returns handles of new memory for the ranks of this process, by rank; if an allocation fails, for no rank."""
         if not self.pointers:
             self._reserved = virtual_memory.whole(self.nbytes, self._devices[0])
             for rank in range(self._world_size):
@@ -70,9 +70,9 @@ class VirtualBuffer:
         self.resident = True
 
     def map_guard(self, guard: Guard, copied: bool = False) -> None:
-        """Gives the memory back, and maps a guard: all over this process's allocations, over the counters of others.
+        """Gives the memory back, and maps a guard over all allocations of this process and over the peers' counters.
 
-        Copy engines do not ask counters. Where they write, as ``copied`` says, a sink lies behind all counters.
+        Copy engines do not read counters. If they write there (``copied``), a sink lies behind all counters.
         """
         self.clear()
         pages = self._reserved // guard.nbytes
@@ -113,7 +113,7 @@ class VirtualBuffer:
 class Guard:
     """What kernels of replayed graphs find in place of scratch while their communicator is suspended.
 
-    All allocations of scratch begin with counters. Those of the guard tell every block that its call is aborted, so it
+    All allocations of scratch begin with counters. The guard's tell every block that its call is aborted, so it
     sends and awaits nothing, and that another call runs, which it reports in the record of its rank
     (``end_aborted_call`` in cuda_src/device/sync/call.cuh). Blocks of a tile may still read, from their own rank's
     scratch, what its peers did not send.

@@ -1,4 +1,4 @@
-"""The metadata of a collective in traces of torch.profiler, by the names that Kineto gives that of NCCL's and gloo's.
+"""The metadata of a collective in traces of torch.profiler, by the names that Kineto uses for NCCL and gloo.
 
 torch's own backends record it in C++, with an event of the name record_param_comms. The profiler reads that event's
 metadata from the thread's debug info, which Python cannot set, and crashes where there is none. Keyword values of an
