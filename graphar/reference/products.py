@@ -159,7 +159,10 @@ def fused_matmul_allreduce_residual_rmsnorm(
         eps: added to the mean square.
         weight_offset: added to the weight.
         tp_invariant: whether leaves are added as a tree, as in :func:`fused_matmul_allreduce`. Not with scales.
-        a_scale, w_scale: the scales of operands in torch.float8_e4m3fn, as in :func:`fused_matmul_allreduce`.
+        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [..., 1], or one number; of
+            blocks [..., ceil(K / 128)]. Each product is then that of :func:`scaled_linear`. None: no scales.
+        w_scale: fp32 scales of ``w``, one tensor per rank: of rows [N, 1], [1, N], or one number; of blocks
+            [ceil(N / 128), ceil(K / 128)].
     """
     if tp_invariant:
         products, order, _ = _products(a, w, tp_invariant, a_scale=a_scale, w_scale=w_scale)
@@ -266,7 +269,10 @@ def fused_matmul_reducescatter(
         epilogue: elementwise work on each part of the sum and the bias before they are rounded: an Epilogue, whose
             tensors are lists with one per rank, an expression, or a function without arguments. Not with a codec.
         tp_invariant: whether leaves are added as a tree, as in :func:`fused_matmul_allreduce`.
-        a_scale, w_scale: the scales of operands in torch.float8_e4m3fn, as in :func:`fused_matmul_allreduce`.
+        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [..., 1], or one number; of
+            blocks [..., ceil(K / 128)]. Each product is then that of :func:`scaled_linear`. None: no scales.
+        w_scale: fp32 scales of ``w``, one tensor per rank: of rows [N, 1], [1, N], or one number; of blocks
+            [ceil(N / 128), ceil(K / 128)].
         out_dtype: with scales, the dtype of products and result, torch.bfloat16 or torch.float16. None: torch.bfloat16.
 
     Returns:
@@ -336,7 +342,10 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         eps: added to the mean square.
         weight_offset: added to the weight.
         tp_invariant: whether leaves are added as a tree. Not with scales.
-        a_scale, w_scale: the scales of operands in torch.float8_e4m3fn, as in :func:`fused_matmul_allreduce`.
+        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [..., 1], or one number; of
+            blocks [..., ceil(K / 128)]. Each product is then that of :func:`scaled_linear`. None: no scales.
+        w_scale: fp32 scales of ``w``, one tensor per rank: of rows [N, 1], [1, N], or one number; of blocks
+            [ceil(N / 128), ceil(K / 128)].
     """
     if tp_invariant:
         products, order, _ = _products(a, w, tp_invariant, a_scale=a_scale, w_scale=w_scale)
